@@ -1,0 +1,137 @@
+"""The annotations of the paper's section 3.2: `replicate`, `split` and `shard`.
+
+Each is the identity on values and leaves a mark in the traced program that `gshard.jit` reads.
+Under plain `jax.jit`, eagerly, and on one device, the same model runs without noticing them. The
+mark is linear: the cotangent of an annotated tensor gets the same annotation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Primitive
+
+from gshard._jax import ad, batching, mlir
+from gshard.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """What the user asked of one tensor; `resolve` turns it into a Sharding for given devices.
+
+    `assignment` is None for `replicate`; otherwise a device id per tile, row-major, over `tiles`.
+    `open_dims` are dims that `vmap` added: nothing is said about them.
+    """
+
+    name: str
+    tiles: tuple[int, ...]
+    assignment: tuple[int, ...] | None
+    open_dims: tuple[int, ...] = ()
+
+    def resolve(self, num_devices: int) -> Sharding:
+        """The sharding meant; a ValueError says what does not fit on `num_devices` devices."""
+        rank = len(self.tiles)
+        if self.assignment is None:
+            return Sharding.replicated(rank, num_devices)
+        count = len(self.assignment)
+        if count > num_devices:
+            raise ValueError(
+                f"{self} asks for {count} partitions, but there are {num_devices} devices: "
+                f"at most {num_devices} partitions are allowed"
+            )
+        unknown = sorted(d for d in self.assignment if d >= num_devices)
+        if unknown:
+            raise ValueError(
+                f"{self} names the devices {unknown}, but the {num_devices} devices are numbered "
+                f"0 to {num_devices - 1}"
+            )
+        return Sharding.of_assignment(np.reshape(self.assignment, self.tiles), num_devices)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def replicate(tensor: Any) -> Any:
+    """Annotate `tensor` to be whole on every device."""
+    return _annotate(tensor, Annotation("replicate(tensor)", (1,) * np.ndim(tensor), None))
+
+
+def split(tensor: Any, split_dimension: int, num_partitions: int) -> Any:
+    """Annotate `tensor` to be cut into `num_partitions` along `split_dimension`.
+
+    Partition i is on device i. Fewer partitions than devices: the others hold copies where the
+    counts divide, and nothing where they do not.
+    """
+    rank = np.ndim(tensor)
+    call = f"split(tensor, {split_dimension}, {num_partitions})"
+    if not -rank <= split_dimension < rank:
+        allowed = f"{-rank} to {rank - 1}" if rank else "none: a scalar has no dims to split"
+        raise ValueError(
+            f"{call}: the split dimension {split_dimension} is out of range for a tensor of shape "
+            f"{np.shape(tensor)}; allowed: {allowed}"
+        )
+    if num_partitions < 1:
+        raise ValueError(f"{call}: the number of partitions must be at least 1")
+    tiles = [1] * rank
+    tiles[split_dimension] = int(num_partitions)
+    return _annotate(tensor, Annotation(call, tuple(tiles), tuple(range(num_partitions))))
+
+
+def shard(tensor: Any, device_assignment: Any) -> Any:
+    """Annotate `tensor` to be cut like `device_assignment`, an integer array of the same rank.
+
+    Its shape is the number of partitions along each dim, and each element is the device that
+    holds that partition. It may name the devices in any order, and fewer than all: with the
+    devices as `mesh = np.arange(8).reshape(2, 4)`, `shard(x, mesh[:, :1])` cuts a matrix into two
+    row blocks, each copied along a row of the mesh.
+    """
+    assignment = np.asarray(device_assignment)
+    call = f"shard(tensor, device_assignment of shape {assignment.shape})"
+    if not np.issubdtype(assignment.dtype, np.integer):
+        raise TypeError(f"{call}: device ids must be integers, got {assignment.dtype}")
+    if assignment.ndim != np.ndim(tensor):
+        raise ValueError(
+            f"{call}: the device assignment has rank {assignment.ndim}, but a tensor of shape "
+            f"{np.shape(tensor)} needs rank {np.ndim(tensor)}"
+        )
+    if assignment.size == 0:
+        raise ValueError(f"{call}: the device assignment names no device")
+    ids, counts = np.unique(assignment, return_counts=True)
+    if ids[0] < 0:
+        raise ValueError(f"{call}: device ids count from 0, got {ids[0]}")
+    if counts.max() > 1:
+        raise ValueError(
+            f"{call}: a device can hold one partition only, but the devices "
+            f"{ids[counts > 1].tolist()} are named more than once"
+        )
+    flat = tuple(assignment.ravel().tolist())
+    return _annotate(tensor, Annotation(call, assignment.shape, flat))
+
+
+annotate_p = Primitive("annotate")
+annotate_p.def_impl(lambda x, **_: x)
+annotate_p.def_abstract_eval(lambda x, **_: x)
+
+
+def _annotate(tensor: Any, annotation: Annotation) -> Any:
+    if not hasattr(tensor, "dtype"):
+        tensor = np.asarray(tensor)
+    return annotate_p.bind(tensor, annotation=annotation)
+
+
+def _batch(args, dims, *, annotation: Annotation):
+    """`vmap` adds a dim on which the user said nothing."""
+    (x,), (dim,) = args, dims
+    widened = replace(
+        annotation,
+        tiles=(*annotation.tiles[:dim], 1, *annotation.tiles[dim:]),
+        open_dims=(dim, *(d + (d >= dim) for d in annotation.open_dims)),
+    )
+    return annotate_p.bind(x, annotation=widened), dim
+
+
+ad.deflinear2(annotate_p, lambda ct, _, annotation: [annotate_p.bind(ct, annotation=annotation)])
+batching.primitive_batchers[annotate_p] = _batch
+mlir.register_lowering(annotate_p, lambda ctx, x, **_: [x])

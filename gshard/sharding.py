@@ -1,0 +1,222 @@
+"""Sharding: how the tiles of a tensor lie on the devices (the paper's appendix "General Sharding API").
+
+A `Split` cuts one dim into equal tiles and says which tile each device holds. A `Sharding` is one
+`Split` (or None) per dim. Kept apart like that, the splits of two tensors combine dim by dim, as
+the letters of an einsum do; `Sharding.devices` is the paper's device assignment.
+
+A dim that does not divide is rounded up: every tile has `ceil(size / tiles)` rows, the last tiles
+are partly or wholly padding, and what stands there is garbage.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """One dim in `tiles` tiles: device d holds tile `coords[d]`, or none where that is -1.
+
+    Interned by `Split.of`, so that equality is identity: shardings of 2048 devices hash at once.
+    """
+
+    tiles: int
+    coords: np.ndarray
+
+    @staticmethod
+    def of(coords: Sequence[int] | np.ndarray) -> Split | None:
+        """The split in which device d holds tile `coords[d]`; None if that is a single tile."""
+        array = np.ascontiguousarray(coords, dtype=np.int32)
+        return _intern(array.tobytes())
+
+    @property
+    def idle(self) -> bool:
+        """Whether some devices hold no tile (a tile count that does not divide the device count)."""
+        return bool((self.coords < 0).any())
+
+    @functools.lru_cache(maxsize=None)  # noqa: B019  (splits are interned and live forever)
+    def major(self, tiles: int) -> Split | None:
+        """This split coarsened to `tiles` tiles, a divisor of its own count."""
+        return Split.of(np.where(self.coords < 0, -1, self.coords // (self.tiles // tiles)))
+
+    @functools.lru_cache(maxsize=None)  # noqa: B019
+    def minor(self, tiles: int) -> Split | None:
+        """Which of `tiles` equal parts of its coarse tile a device holds: what `major` forgets."""
+        return Split.of(np.where(self.coords < 0, -1, self.coords % tiles))
+
+    def times(self, minor: Split) -> Split:
+        """Each tile of this split cut further by `minor`."""
+        coords = np.where(self.coords < 0, -1, self.coords * minor.tiles + minor.coords)
+        split = Split.of(coords)
+        assert split is not None
+        return split
+
+    def __repr__(self) -> str:
+        return f"Split({self.tiles}, {_ids(self.coords)})"
+
+
+@functools.cache
+def _intern(raw: bytes) -> Split | None:
+    coords = np.frombuffer(raw, dtype=np.int32)
+    coords.flags.writeable = False
+    tiles = int(coords.max(initial=0)) + 1
+    return Split(tiles, coords) if tiles > 1 else None
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The splits of a tensor's dims, over `num_devices` devices; None is a dim that is whole.
+
+    Devices in the same place of every dim hold copies of one tile (partial replication).
+    """
+
+    splits: tuple[Split | None, ...]
+    num_devices: int
+
+    @staticmethod
+    def replicated(rank: int, num_devices: int) -> Sharding:
+        """Every device holds the whole tensor."""
+        return Sharding((None,) * rank, num_devices)
+
+    @staticmethod
+    def of_assignment(assignment: np.ndarray, num_devices: int) -> Sharding:
+        """The paper's device assignment: `assignment[tile]` is the device that holds that tile.
+
+        Devices that it leaves out hold copies where that works out evenly, by shifting the
+        assignment: `[[0], [4]]` of 8 puts the first tile on 0 to 3 and the second on 4 to 7, and
+        `[0, 1]` of 8 alternates. Otherwise they hold nothing.
+        """
+        assignment = np.asarray(assignment)
+        held = _with_copies(assignment.ravel(), num_devices)
+        tile_of = np.full(num_devices, -1)
+        tile_of[held.ravel()] = np.tile(np.arange(assignment.size), held.shape[0])
+        splits = []
+        for dim, tiles in enumerate(assignment.shape):
+            stride = math.prod(assignment.shape[dim + 1 :])
+            coords = np.where(tile_of < 0, -1, tile_of // stride % tiles)
+            splits.append(Split.of(coords) if tiles > 1 else None)
+        return Sharding(tuple(splits), num_devices)
+
+    @property
+    def rank(self) -> int:
+        """The number of dims."""
+        return len(self.splits)
+
+    @property
+    def tiles(self) -> tuple[int, ...]:
+        """The number of tiles along each dim."""
+        return tuple(s.tiles if s else 1 for s in self.splits)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every device holds the whole tensor."""
+        return not any(self.splits)
+
+    @property
+    def idle(self) -> bool:
+        """Whether some devices hold nothing."""
+        return any(s.idle for s in self.splits if s)
+
+    @functools.cached_property
+    def tile_index(self) -> np.ndarray:
+        """The row-major number of the tile on each device; -1 where a device holds nothing."""
+        index = np.zeros(self.num_devices, np.int64)
+        for split in self.splits:
+            if split:
+                index = np.where(split.coords < 0, -1, index * split.tiles + split.coords)
+        return index
+
+    @functools.cached_property
+    def devices(self) -> np.ndarray:
+        """The paper's device assignment, `tiles` in shape, with a last dim for the copies."""
+        order = np.argsort(self.tile_index, kind="stable")
+        holding = order[self.tile_index[order] >= 0]
+        return holding.reshape(*self.tiles, -1)
+
+    @property
+    def replicas(self) -> int:
+        """How many devices hold each tile."""
+        return self.devices.shape[-1]
+
+    def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the tile on a device, padding included."""
+        return tuple(-(-n // t) for n, t in zip(shape, self.tiles, strict=True))
+
+    def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The logical shape rounded up to whole tiles."""
+        return tuple(l * t for l, t in zip(self.local_shape(shape), self.tiles, strict=True))
+
+    def is_even(self, shape: Sequence[int]) -> bool:
+        """Whether there is no padding in any tile."""
+        return self.padded_shape(shape) == tuple(shape)
+
+    def project(self, dims: Iterable[int | None]) -> Sharding:
+        """The sharding of a tensor whose i-th dim is cut like dim `dims[i]` here (None: whole)."""
+        return Sharding(
+            tuple(None if d is None else self.splits[d] for d in dims), self.num_devices
+        )
+
+    def replace(self, dim: int, split: Split | None) -> Sharding:
+        """This sharding with another split on `dim`."""
+        return Sharding((*self.splits[:dim], split, *self.splits[dim + 1 :]), self.num_devices)
+
+    def __str__(self) -> str:
+        if self.is_replicated:
+            return "replicated"
+        dims = " x ".join(f"dim {d} by {s.tiles}" for d, s in enumerate(self.splits) if s)
+        copies = f", {self.replicas} copies" if self.replicas > 1 else ""
+        flat = self.devices.ravel()
+        order = "" if (flat == np.arange(flat.size)).all() else f", devices {_ids(flat)}"
+        return f"split {dims}{copies}{order}"
+
+
+@functools.lru_cache(maxsize=65536)
+def compatible(splits: tuple[Split | None, ...]) -> bool:
+    """Whether the splits can stand on one tensor: every tile is held, by equally many devices."""
+    present = [s for s in splits if s]
+    if len(present) < 2:
+        return not present or _balanced(present[0].coords, present[0].tiles)
+    index = np.zeros(len(present[0].coords), np.int64)
+    for split in present:
+        if ((split.coords < 0) != (present[0].coords < 0)).any():
+            return False
+        index = index * split.tiles + split.coords
+    return _balanced(
+        np.where(present[0].coords < 0, -1, index), math.prod(s.tiles for s in present)
+    )
+
+
+def _balanced(index: np.ndarray, tiles: int) -> bool:
+    holding = index[index >= 0]
+    if holding.size % tiles:
+        return False
+    counts = np.bincount(holding, minlength=tiles)
+    return bool((counts == counts[0]).all())
+
+
+def _with_copies(devices: np.ndarray, num_devices: int) -> np.ndarray:
+    """`devices`, then shifted rows of it that together use every device once, if there are any."""
+    if num_devices % devices.size:
+        return devices[None]
+    rows, used = [devices], set(devices.tolist())
+    for free in range(num_devices):
+        if free in used:
+            continue
+        row = devices + (free - devices.min())
+        if row.max() >= num_devices or used & set(row.tolist()):
+            rest = np.setdiff1d(np.arange(num_devices), devices)
+            return np.concatenate([devices[None], rest.reshape(-1, devices.size)])
+        rows.append(row)
+        used |= set(row.tolist())
+    return np.stack(rows)
+
+
+def _ids(ids: np.ndarray) -> str:
+    """Device ids, the middle left out of a long list."""
+    shown = ids.tolist()
+    return str(shown) if len(shown) <= 16 else f"[{shown[0]}, {shown[1]}, ..., {shown[-1]}]"
