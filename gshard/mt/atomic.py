@@ -1,0 +1,73 @@
+"""Files and folders that are whole or absent: written beside their place, then renamed.
+
+A gathering may be killed at any moment or fill the disk; what a later run finds under its final
+name is complete, and everything under a temporary name is rubbish to be swept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_PREFIX = ".part-"
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A temporary path in the same folder that becomes `path` when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=_PREFIX, suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    part = Path(name)
+    try:
+        yield part
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        part.chmod(0o644)  # mkstemp makes a private file; a corpus is shared like any other
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `path`, replacing what was there, when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=path.parent))
+    try:
+        yield part
+        part.chmod(0o755)
+        if path.exists():
+            shutil.rmtree(path)
+        part.replace(path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`value` as readable JSON with sorted keys, so that equal contents are equal files."""
+    with new_file(path) as part:
+        text = json.dumps(value, ensure_ascii=False, indent=1, sort_keys=True)
+        part.write_text(text + "\n", encoding="utf-8")
+
+
+def checksum(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a killed run left half-written under `folder`."""
+    for part in folder.rglob(_PREFIX + "*"):
+        if part.is_dir():
+            shutil.rmtree(part, ignore_errors=True)
+        else:
+            part.unlink(missing_ok=True)

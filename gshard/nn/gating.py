@@ -1,0 +1,216 @@
+"""Algorithm 1 of the paper: group-level top-2 gating with capacity, and what a router reports.
+
+The paper writes it as a loop over the tokens of a group. Here every group runs at once: a token's
+place in an expert's buffer is an exclusive cumulative sum over the tokens before it. All groups are
+independent, so that splitting G over devices needs no communication except for the final sums.
+Dims: G groups, S tokens per group, E experts, C capacity, K choices per token (1 or 2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+@dataclass(frozen=True)
+class GatingConfig:
+    """The settings of a router.
+
+    `aux_coefficient` is the k of L = l_nll + k * l_aux, with l_aux in the scaled form of
+    `RouterMetrics.aux_loss`: the paper's own form needs a k that is E * E times larger.
+    `second_expert` says when the second choice is taken: with probability 2 * g2 (`random`, the
+    paper's), always (`all`), or drawn from the gates without the first one (`sampling`).
+    """
+
+    top_k: Literal[1, 2] = 2
+    capacity_factor: float = 2.0
+    eval_capacity_factor: float = 2.0
+    min_capacity: int = 1
+    second_expert: Literal["random", "all", "sampling"] = "random"
+    aux_coefficient: float = 0.01
+    z_coefficient: float = 0.0
+
+    def capacity(self, tokens: int, experts: int, *, train: bool, dropless: bool = False) -> int:
+        """C, the slots each expert has for one group of `tokens`: floor(S * factor / E).
+
+        A token chooses an expert at most once, so C = S drops nothing: that is `dropless`, and
+        also the largest useful capacity.
+        """
+        if dropless:
+            return tokens
+        factor = self.capacity_factor if train else self.eval_capacity_factor
+        return min(tokens, max(int(tokens * factor / experts), self.min_capacity))
+
+
+class Routing(NamedTuple):
+    """Where each token goes: its k-th choice of expert, the slot there, and its combine weight.
+
+    A choice that is not `kept` (padding, rejected at random, over capacity) has weight 0.
+    """
+
+    expert_KGS: Array
+    slot_KGS: Array
+    weight_KGS: Array
+    kept_KGS: Array
+
+
+class RouterMetrics(NamedTuple):
+    """What one MoE layer did with the tokens of a step; padding is never counted.
+
+    `aux_loss` is E * sum_e (c_e / S) * m_e, averaged over the groups: a balanced router gives 1.
+    The paper's l_aux = (1/E) sum_e (c_e / S) * m_e is this divided by E * E. c_e counts first
+    choices before capacity cuts them. `z_loss` is the mean of logsumexp(logits)^2.
+    """
+
+    aux_loss: Array
+    z_loss: Array
+    overflow_first: Array  # share of first choices that found their expert full
+    overflow_second: Array  # the same of second choices, of those that asked for a slot
+    tokens_0: Array  # share of tokens with no expert: only the residual passes them on
+    tokens_1: Array
+    tokens_2: Array
+    load_E: Array  # share of all taken slots that each expert has; sums to 1
+    entropy: Array  # mean entropy of the gates, in nats
+    dead_experts: Array  # how many experts got no token at all
+
+
+def route(
+    logits_GSE: Array,
+    capacity: int,
+    config: GatingConfig,
+    key: Array | None = None,
+    mask_GS: Array | None = None,
+) -> tuple[Routing, RouterMetrics]:
+    """Choose experts and slots for every token; Algorithm 1 in all groups at once.
+
+    Without a `key` nothing is random: `random` keeps every second choice, and `sampling` takes
+    the best remaining expert. Tokens where `mask_GS` is False are padding: they take no slot.
+    """
+    G, S, E = logits_GSE.shape
+    if not config.top_k <= E:
+        raise ValueError(f"top-{config.top_k} gating needs at least {config.top_k} experts, got {E}")
+    logits_GSE = logits_GSE.astype(jnp.float32)
+    real_GS = jnp.ones((G, S), bool) if mask_GS is None else mask_GS.astype(bool)
+    gates_GSE = jax.nn.softmax(logits_GSE)
+
+    expert1_GS = jnp.argmax(gates_GSE, axis=-1).astype(jnp.int32)
+    first_GSE = jax.nn.one_hot(expert1_GS, E, dtype=jnp.int32)
+    gate1_GS = jnp.sum(gates_GSE * first_GSE, axis=-1)
+    wanted1_GSE = first_GSE * real_GS[..., None]
+    slot1_GS, kept1_GS, taken_GE = _queue(wanted1_GSE, capacity, jnp.zeros((G, E), jnp.int32))
+
+    if config.top_k == 1:
+        weight1_GS = gate1_GS * kept1_GS
+        routing = Routing(expert1_GS[None], slot1_GS[None], weight1_GS[None], kept1_GS[None])
+        return routing, _metrics(logits_GSE, gates_GSE, real_GS, (wanted1_GSE,), (kept1_GS,))
+
+    keep_key, choose_key = (None, None) if key is None else jax.random.split(key)
+    expert2_GS = _second_expert(logits_GSE, gates_GSE, first_GSE, config, choose_key)
+    second_GSE = jax.nn.one_hot(expert2_GS, E, dtype=jnp.int32)
+    gate2_GS = jnp.sum(gates_GSE * second_GSE, axis=-1)
+    total_GS = gate1_GS + gate2_GS + 1e-9
+    gate1_GS, gate2_GS = gate1_GS / total_GS, gate2_GS / total_GS
+
+    asks_GS = real_GS
+    if config.second_expert == "random" and keep_key is not None:
+        asks_GS = real_GS & (jax.random.uniform(keep_key, (G, S)) < 2.0 * gate2_GS)
+    wanted2_GSE = second_GSE * asks_GS[..., None]
+    slot2_GS, kept2_GS, _ = _queue(wanted2_GSE, capacity, taken_GE)
+
+    routing = Routing(
+        jnp.stack([expert1_GS, expert2_GS]),
+        jnp.stack([slot1_GS, slot2_GS]),
+        jnp.stack([gate1_GS * kept1_GS, gate2_GS * kept2_GS]),
+        jnp.stack([kept1_GS, kept2_GS]),
+    )
+    wanted, kept = (wanted1_GSE, wanted2_GSE), (kept1_GS, kept2_GS)
+    return routing, _metrics(logits_GSE, gates_GSE, real_GS, wanted, kept)
+
+
+def _queue(wanted_GSE: Array, capacity: int, taken_GE: Array) -> tuple[Array, Array, Array]:
+    """Line up the tokens before each expert, behind the slots already taken.
+
+    Returns each token's slot, whether that is within capacity, and the slots then taken.
+    """
+    place_GSE = jnp.cumsum(wanted_GSE, axis=1) - wanted_GSE + taken_GE[:, None, :]
+    kept_GSE = wanted_GSE * (place_GSE < capacity)
+    slot_GS = jnp.sum(place_GSE * wanted_GSE, axis=-1)
+    kept_GS = jnp.sum(kept_GSE, axis=-1) > 0
+    return slot_GS, kept_GS, taken_GE + jnp.sum(kept_GSE, axis=1)
+
+
+def _second_expert(
+    logits_GSE: Array,
+    gates_GSE: Array,
+    first_GSE: Array,
+    config: GatingConfig,
+    key: Array | None,
+) -> Array:
+    """The best expert after the first; for `sampling`, one drawn from the remaining gates.
+
+    Adding Gumbel noise to the logits and taking the largest draws from their softmax.
+    """
+    scores_GSE = gates_GSE
+    if config.second_expert == "sampling" and key is not None:
+        scores_GSE = logits_GSE + jax.random.gumbel(key, logits_GSE.shape)
+    rest_GSE = jnp.where(first_GSE > 0, -jnp.inf, scores_GSE)
+    return jnp.argmax(rest_GSE, axis=-1).astype(jnp.int32)
+
+
+def _metrics(
+    logits_GSE: Array,
+    gates_GSE: Array,
+    real_GS: Array,
+    wanted: tuple[Array, ...],
+    kept: tuple[Array, ...],
+) -> RouterMetrics:
+    """The losses and counts of one router, reduced over the groups in a single sum.
+
+    With G split over devices that single sum is a single all-reduce of 11 + E numbers.
+    """
+    E = gates_GSE.shape[-1]
+    real_G = jnp.sum(real_GS, axis=1).astype(jnp.float32)
+    tokens_G1 = jnp.maximum(real_G, 1.0)[:, None]
+    density_GE = jnp.sum(wanted[0], axis=1) / tokens_G1
+    mean_gate_GE = jnp.sum(gates_GSE * real_GS[..., None], axis=1) / tokens_G1
+    z_GS = jax.nn.logsumexp(logits_GSE, axis=-1) ** 2
+    entropy_GS = -jnp.sum(gates_GSE * jax.nn.log_softmax(logits_GSE), axis=-1)
+
+    experts_GS = sum(k.astype(jnp.int32) for k in kept)
+    load_GSE = sum(w * k[..., None] for w, k in zip(wanted, kept, strict=True))
+    second_wanted_G = jnp.sum(wanted[1], axis=(1, 2)) if len(wanted) > 1 else jnp.zeros_like(real_G)
+    second_kept_G = jnp.sum(kept[1], axis=1) if len(kept) > 1 else jnp.zeros_like(real_G)
+    scalars_G = [
+        E * jnp.sum(density_GE * mean_gate_GE, axis=-1),
+        real_G > 0,
+        jnp.sum(z_GS * real_GS, axis=1),
+        real_G,
+        jnp.sum(kept[0], axis=1),
+        second_wanted_G,
+        second_kept_G,
+        *(jnp.sum(real_GS & (experts_GS == n), axis=1) for n in range(3)),
+        jax.lax.stop_gradient(jnp.sum(entropy_GS * real_GS, axis=1)),
+    ]
+    columns = [jnp.stack([s.astype(jnp.float32) for s in scalars_G], axis=1)]
+    columns.append(jnp.sum(load_GSE, axis=1).astype(jnp.float32))
+    sums = jnp.sum(jnp.concatenate(columns, axis=1), axis=0)
+
+    aux, groups, z, real, kept1, wanted2, kept2, none, one, two, entropy = sums[:11]
+    load_E = sums[11:]
+    tokens = jnp.maximum(real, 1.0)
+    return RouterMetrics(
+        aux_loss=aux / jnp.maximum(groups, 1.0),
+        z_loss=z / tokens,
+        overflow_first=(real - kept1) / tokens,
+        overflow_second=(wanted2 - kept2) / jnp.maximum(wanted2, 1.0),
+        tokens_0=none / tokens,
+        tokens_1=one / tokens,
+        tokens_2=two / tokens,
+        load_E=load_E / jnp.maximum(jnp.sum(load_E), 1.0),
+        entropy=entropy / tokens,
+        dead_experts=jnp.sum(load_E == 0).astype(jnp.float32),
+    )

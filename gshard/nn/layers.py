@@ -1,0 +1,93 @@
+"""The small parts of a Transformer: normalization, embeddings, feed-forward, dropout, positions.
+
+Weights are stored in one dtype and used in the dtype of the activations; normalization is always
+computed in float32.
+"""
+
+from __future__ import annotations
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+def init_weight(key: Array, shape: tuple[int, ...], fan_in: int, dtype: str) -> Array:
+    """A weight drawn from a truncated normal with standard deviation fan_in^-0.5."""
+    scale = fan_in**-0.5 / 0.87962566  # the deviation that truncating at 2 leaves
+    drawn = jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
+    return (scale * drawn).astype(dtype)
+
+
+def split_key(key: Array | None, count: int) -> list[Array | None]:
+    """`count` keys, or as many Nones: without a key nothing is random."""
+    return [None] * count if key is None else list(jax.random.split(key, count))
+
+
+def dropout(x: Array, rate: float, key: Array | None) -> Array:
+    """Zero a share `rate` of `x` and scale up the rest; the identity without a key."""
+    if key is None or rate == 0.0:
+        return x
+    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
+
+
+def sinusoids(positions_BL: Array, model_dim: int) -> Array:
+    """The sines and cosines of "Attention is all you need": position information, no weights."""
+    half = model_dim // 2
+    rates_H = 10000.0 ** (-jnp.arange(half, dtype=jnp.float32) / max(half - 1, 1))
+    angles_BLH = positions_BL[..., None].astype(jnp.float32) * rates_H
+    return jnp.concatenate([jnp.sin(angles_BLH), jnp.cos(angles_BLH)], axis=-1)
+
+
+class LayerNorm(eqx.Module):
+    """Layer normalization over the model dim, in float32."""
+
+    scale: Array
+    bias: Array
+
+    def __init__(self, model_dim: int, dtype: str):
+        self.scale = jnp.ones((model_dim,), dtype)
+        self.bias = jnp.zeros((model_dim,), dtype)
+
+    def __call__(self, x_BLM: Array) -> Array:
+        x = x_BLM.astype(jnp.float32)
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+        return (x * self.scale + self.bias).astype(x_BLM.dtype)
+
+
+class FeedForward(eqx.Module):
+    """wo . relu(wi . x): the position-wise layer that an expert has the shape of."""
+
+    wi: Array
+    wo: Array
+
+    def __init__(self, model_dim: int, hidden_dim: int, dtype: str, key: Array):
+        key_in, key_out = jax.random.split(key)
+        self.wi = init_weight(key_in, (model_dim, hidden_dim), model_dim, dtype)
+        self.wo = init_weight(key_out, (hidden_dim, model_dim), hidden_dim, dtype)
+
+    def __call__(self, x_BLM: Array) -> Array:
+        h_BLH = jax.nn.relu(jnp.einsum("BLM,MH->BLH", x_BLM, self.wi.astype(x_BLM.dtype)))
+        return jnp.einsum("BLH,HM->BLM", h_BLH, self.wo.astype(x_BLM.dtype))
+
+
+class Embedding(eqx.Module):
+    """A vector per token; the target's table is also the output projection."""
+
+    table: Array
+
+    def __init__(self, vocab: int, model_dim: int, dtype: str, key: Array):
+        self.table = init_weight(key, (vocab, model_dim), model_dim, dtype)
+
+    def __call__(self, tokens_BL: Array, positions_BL: Array, dtype: str) -> Array:
+        """Embed the tokens with unit variance and add their positions."""
+        model_dim = self.table.shape[1]
+        x_BLM = jnp.take(self.table, tokens_BL, axis=0, mode="clip").astype(jnp.float32)
+        return (x_BLM * model_dim**0.5 + sinusoids(positions_BL, model_dim)).astype(dtype)
+
+    def logits(self, x_BLM: Array) -> Array:
+        """The score of every token of the vocabulary, in float32."""
+        table_VM = self.table.astype(x_BLM.dtype)
+        return jnp.einsum("BLM,VM->BLV", x_BLM, table_VM, preferred_element_type=jnp.float32)

@@ -1,0 +1,142 @@
+"""How the model is spread over devices: every annotation that `gshard.nn` makes, in one place.
+
+The paper's strategy (section 3.2) is three words: groups split, experts split, the rest
+replicated. Everything else is inferred. Another strategy is another `Strategy`, and no line of the
+model changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from gshard.annotate import replicate, shard, split
+
+# The dim of a single layer's weight that `tensor` cuts: the hidden dim, or the heads.
+_TENSOR_DIM = {
+    ("experts", "wi"): 2,
+    ("experts", "wo"): 1,
+    ("feed_forward", "wi"): 1,
+    ("feed_forward", "wo"): 0,
+    ("self_attention", "wq"): 1,
+    ("self_attention", "wk"): 1,
+    ("self_attention", "wv"): 1,
+    ("self_attention", "wo"): 0,
+    ("cross_attention", "wq"): 1,
+    ("cross_attention", "wk"): 1,
+    ("cross_attention", "wv"): 1,
+    ("cross_attention", "wo"): 0,
+}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """The devices as an `expert` x `tensor` grid, and the annotations that follow from it.
+
+    - `Strategy(D)` is the paper's: D groups of tokens, experts over D devices.
+    - `Strategy(D // t, t)` also cuts the hidden dim of each feed-forward layer and expert, and the
+      heads of each attention, t ways.
+    - `split_update=True` is weight-update sharding: weights that are replicated keep their
+      gradients and optimizer state cut over all devices, and are gathered after the update.
+
+    One device annotates nothing: the model is plain JAX.
+    """
+
+    expert: int = 1
+    tensor: int = 1
+    split_update: bool = False
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that the grid has."""
+        return self.expert * self.tensor
+
+    def groups(self, x: Array) -> Array:
+        """Split dim 0, the groups (or the sequences of the batch), over all devices."""
+        return x if self.devices == 1 else split(x, 0, self.devices)
+
+    def experts(self, x: Array, dim: int = 0) -> Array:
+        """Split the expert dim; along `tensor` the devices hold copies."""
+        return self._grid(x, dim, None)
+
+    def replicated(self, x: Array) -> Array:
+        """Keep `x` whole on every device."""
+        return x if self.devices == 1 else replicate(x)
+
+    def weights(self, tree: Any, stacked: int = 0) -> Any:
+        """Annotate the weights in `tree`: experts split, the gate replicated, the rest inferred.
+
+        `stacked` is 1 where the weights of all layers stand together, with the layers in dim 0.
+        Also right for the optimizer state of those weights, which lies at the same paths.
+        """
+        if self.devices == 1:
+            return tree
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: self._weight(_names(path), leaf, stacked), tree
+        )
+
+    def update(self, tree: Any) -> Any:
+        """With `split_update`, cut gradients or optimizer state of replicated weights in pieces."""
+        if self.devices == 1 or not self.split_update:
+            return self.weights(tree, stacked=1)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: self._update(_names(path), leaf), tree
+        )
+
+    def updated(self, tree: Any) -> Any:
+        """The annotations of the weights after an update: as before it."""
+        if self.devices == 1 or not self.split_update:
+            return self.weights(tree, stacked=1)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: (
+                self._weight(_names(path), leaf, 1)
+                if "experts" in _names(path) or self.tensor > 1
+                else replicate(leaf)
+            ),
+            tree,
+        )
+
+    def _weight(self, names: tuple[str, ...], leaf: Array, stacked: int) -> Array:
+        if "gate" in names:
+            return replicate(leaf)
+        tensor_dim = _TENSOR_DIM.get(names[-2:]) if self.tensor > 1 else None
+        hidden = None if tensor_dim is None else tensor_dim + stacked
+        if "experts" in names and leaf.ndim > stacked:
+            return self._grid(leaf, stacked, hidden)
+        return leaf if hidden is None else self._grid(leaf, None, hidden)
+
+    def _update(self, names: tuple[str, ...], leaf: Array) -> Array:
+        if "experts" in names or (self.tensor > 1 and names[-2:] in _TENSOR_DIM):
+            return self._weight(names, leaf, 1)
+        if not leaf.size > self.devices:
+            return leaf
+        return split(leaf, int(np.argmax(leaf.shape)), self.devices)
+
+    def _grid(self, x: Array, expert_dim: int | None, tensor_dim: int | None) -> Array:
+        """Cut `expert_dim` over the rows of the device grid and `tensor_dim` over its columns."""
+        if self.devices == 1:
+            return x
+        if self.tensor == 1:
+            return x if expert_dim is None else split(x, expert_dim, self.devices)
+        grid = np.arange(self.devices).reshape(self.expert, self.tensor)
+        tiles = [1] * x.ndim
+        if expert_dim is None:
+            grid = grid[:1, :]
+        else:
+            tiles[expert_dim] = self.expert
+        if tensor_dim is None:
+            grid = grid[:, :1]
+        else:
+            tiles[tensor_dim] = self.tensor
+        if expert_dim is not None and tensor_dim is not None and tensor_dim < expert_dim:
+            grid = grid.T
+        return shard(x, grid.reshape(tiles))
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    """The attribute names along a path in a tree of modules."""
+    return tuple(k.name for k in path if hasattr(k, "name"))

@@ -1,0 +1,460 @@
+"""Any sharding -> any other, in the fewest bytes (sections 3.3.1 and 3.3.2).
+
+A plan is a path of steps, each one collective at most: cut what is held (free), permute tiles
+between devices, exchange parts of dims (AllToAll), gather a dim, or route point to point. Dijkstra's
+search over the shardings that lie between finds the path on which a device sends the fewest bytes.
+The steps look at who holds which tile and at nothing else, so any device order will do.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gshard import collectives
+from gshard.collectives import Place
+from gshard.route import plan_route, route, route_bytes
+from gshard.sharding import Sharding, Split, compatible
+from gshard.tile import Tile
+
+STEP_COST = 64  # bytes: what a collective costs before it moves anything, to prefer fewer steps
+MAX_ROUNDS = 8  # permutes that a routed step may take
+_MAX_STATES = 400  # shardings that the search visits before it takes the best it has
+
+
+@dataclass(frozen=True)
+class Step:
+    """One move to `target`; `bytes` is what a device sends for it."""
+
+    kind: str  # "slice", "permute", "exchange", "gather", "route"
+    target: Sharding
+    bytes: int
+
+
+def reshard(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+    """`tile` as `target` has it."""
+    if tile.sharding == target and tile.is_standard:
+        return tile
+    if 0 in tile.shape:
+        empty = jnp.zeros(target.local_shape(tile.shape), tile.array.dtype)
+        return Tile(empty, target, tile.shape)
+    tile = standardize(place, tile, reason)
+    for step in plan(tile.sharding, target, tile.shape, tile.array.dtype):
+        why = f"{reason}: {_ARROWS[step.kind]} to {step.target}"
+        tile = _RUN[step.kind](place, tile, step.target, why)
+    return tile
+
+
+def standardize(place: Place, tile: Tile, reason: str) -> Tile:
+    """`tile` with the local shape that its sharding prescribes: rows shift between neighbours."""
+    local = tile.sharding.local_shape(tile.shape)
+    for dim, size in enumerate(local):
+        tile = retile(place, tile, dim, size, reason)
+    return tile
+
+
+def retile(place: Place, tile: Tile, dim: int, size: int, reason: str) -> Tile:
+    """`tile` with tiles of `size` rows along `dim`."""
+    now = tile.array.shape[dim]
+    if now == size:
+        return tile
+    split = tile.sharding.splits[dim]
+    if split is None or now * split.tiles == size * split.tiles:
+        return Tile(_resize(tile.array, dim, size), tile.sharding, tile.shape)
+    local = (*tile.array.shape[:dim], size, *tile.array.shape[dim + 1 :])
+    return route(place, tile, tile.sharding, local, f"{reason}: even out tiles of dim {dim}")
+
+
+def cost(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype) -> float:
+    """Bytes that a device sends to reshard, and a little for every step."""
+    if source == target or 0 in shape:
+        return 0.0
+    return sum(s.bytes + STEP_COST * (s.kind != "slice") for s in plan(source, target, shape, dtype))
+
+
+def plan(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype) -> tuple[Step, ...]:
+    """The cheapest steps from `source` to `target`."""
+    itemsize = 8 if jnp.issubdtype(dtype, "O") else _itemsize(dtype)
+    return _plan(source, target, tuple(shape), itemsize)
+
+
+def _itemsize(dtype) -> int:
+    return getattr(np.dtype(dtype), "itemsize", 8) if not hasattr(dtype, "_impl") else 8
+
+
+@functools.lru_cache(maxsize=16384)
+def _plan(source: Sharding, target: Sharding, shape, itemsize: int) -> tuple[Step, ...]:
+    best: dict[Sharding, float] = {source: 0.0}
+    counter = itertools.count()  # ties are broken by age, so that the plan is deterministic
+    queue: list = [(0.0, next(counter), source, ())]
+    visited: set[Sharding] = set()
+    while queue and len(visited) < _MAX_STATES:
+        spent, _, here, path = heapq.heappop(queue)
+        if here == target:
+            return path
+        if here in visited:
+            continue
+        visited.add(here)
+        for step in _steps(here, target, shape, itemsize):
+            total = spent + step.bytes + STEP_COST * (step.kind != "slice")
+            if total < best.get(step.target, math.inf):
+                best[step.target] = total
+                heapq.heappush(queue, (total, next(counter), step.target, (*path, step)))
+    return (_routed(source, target, shape, itemsize, limit=None),)  # type: ignore[return-value]
+
+
+def _steps(here: Sharding, target: Sharding, shape, itemsize) -> Iterator[Step]:
+    """The moves from `here` that can lie on a good path to `target`."""
+    local = math.prod(here.local_shape(shape)) * itemsize
+    if here.idle or target.idle:
+        yield from _idle_steps(here, target, shape, itemsize)
+        if here.idle != target.idle:
+            return
+    if here.tiles == target.tiles:
+        yield Step("permute", target, local)
+    for between in _predecessors(target):
+        if between.tiles == here.tiles and between != here:
+            yield Step("permute", between, local)
+    if _exchange_groups(here, target) is not None:
+        size = _group_size(here, target)
+        yield Step("exchange", target, _exchange_bytes(here, target, shape, itemsize, size))
+    for dim, split in enumerate(here.splits):
+        for finer in _finer(split, target, dim):
+            new = here.replace(dim, finer)
+            if finer is not split and compatible(new.splits):
+                yield Step("slice", new, 0)
+        if not split:
+            continue
+        for keep in _divisors(split.tiles)[:-1]:
+            gathered = here.replace(dim, split.major(keep))
+            if not (here.idle and gathered.is_replicated):
+                yield Step("gather", gathered, local * (split.tiles // keep - 1))
+            for other in range(here.rank):
+                if other == dim:
+                    continue
+                for moved in _appended(here.splits[other], split, split.tiles // keep, target.splits[other]):
+                    new = gathered.replace(other, moved)
+                    if compatible(new.splits) and _exchange_groups(here, new) is not None:
+                        size = split.tiles // keep
+                        sent = _exchange_bytes(here, new, shape, itemsize, size)
+                        yield Step("exchange", new, sent)
+    if _misaligned(here, target):
+        routed = _routed(here, target, shape, itemsize, MAX_ROUNDS)
+        if routed:
+            yield routed
+
+
+def _idle_steps(here: Sharding, target: Sharding, shape, itemsize) -> Iterator[Step]:
+    """Tilings that leave devices out: a device that has it all cuts, others are sent theirs."""
+    if here.is_replicated:
+        yield Step("slice", target, 0)
+        return
+    routed = _routed(here, target, shape, itemsize, MAX_ROUNDS)
+    if routed:
+        yield routed
+    whole = Sharding.replicated(here.rank, here.num_devices)
+    yield Step("spread", whole, 2 * math.prod(shape) * itemsize)
+
+
+def _routed(here: Sharding, target: Sharding, shape, itemsize, limit: int | None) -> Step | None:
+    rounds = plan_route(
+        here, here.local_shape(shape), target, target.local_shape(shape), tuple(shape)
+    )
+    if limit is not None and len(rounds) > limit + 1:
+        return None
+    return Step("route", target, route_bytes(rounds, itemsize) + STEP_COST * len(rounds))
+
+
+def _misaligned(here: Sharding, target: Sharding) -> bool:
+    """Whether some dim has tile counts of which neither divides the other."""
+    return any(
+        a and b and a.tiles % b.tiles and b.tiles % a.tiles
+        for a, b in zip(here.splits, target.splits, strict=True)
+    )
+
+
+def _predecessors(target: Sharding) -> Iterator[Sharding]:
+    """Shardings from which one gather or exchange leads to `target`."""
+    for dim, split in enumerate(target.splits):
+        for other, source in enumerate(target.splits):
+            if other == dim or not source:
+                continue
+            for keep in _divisors(source.tiles)[:-1]:
+                minor = source.minor(source.tiles // keep)
+                if minor:
+                    yield target.replace(other, source.major(keep)).replace(
+                        dim, split.times(minor) if split else minor
+                    )
+    spare = _copies_as_split(target)
+    if spare:
+        for dim, split in enumerate(target.splits):
+            for count in _divisors(spare.tiles)[1:]:
+                part = spare.major(count)
+                if part:
+                    yield target.replace(dim, split.times(part) if split else part)
+
+
+def _copies_as_split(sharding: Sharding) -> Split | None:
+    """The copies of each tile, numbered: a split that the tensor has room for."""
+    if sharding.replicas == 1:
+        return None
+    number = np.full(sharding.num_devices, -1)
+    flat = sharding.devices.reshape(-1, sharding.replicas)
+    number[flat] = np.arange(sharding.replicas)
+    return Split.of(number)
+
+
+def _finer(split: Split | None, target: Sharding, dim: int) -> list[Split]:
+    """Ways to cut `split` further that head for the target."""
+    found: list[Split] = []
+    wanted = target.splits[dim]
+    now = split.tiles if split else 1
+    if wanted and wanted.tiles % now == 0 and wanted.major(now) is split:
+        found += [wanted.major(k) for k in _divisors(wanted.tiles) if k > now and k % now == 0]  # type: ignore[misc]
+    for other in target.splits:
+        if other:
+            found.append(split.times(other) if split else other)
+    return found
+
+
+def _appended(into: Split | None, split: Split, factor: int, wanted: Split | None) -> list[Split]:
+    """`into` cut further by the last `factor` tiles of `split`, in its order and in the target's."""
+    found = []
+    minor = split.minor(factor)
+    if minor:
+        found.append(into.times(minor) if into else minor)
+    now = into.tiles if into else 1
+    if wanted and wanted.tiles % (now * factor) == 0 and wanted.major(now) is into:
+        found.append(wanted.major(now * factor))  # type: ignore[arg-type]
+    return found
+
+
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+# ---------------------------------------------------------------- exchange: gather and all-to-all
+
+
+def _kept(here: Sharding, target: Sharding) -> tuple[int, ...]:
+    """Per dim, how many tiles the two have in common: the major part that stays where it is."""
+    kept = []
+    for a, b in zip(here.splits, target.splits, strict=True):
+        common = math.gcd(a.tiles, b.tiles) if a and b else 1
+        kept.append(
+            next(k for k in reversed(_divisors(common)) if k == 1 or a.major(k) is b.major(k))  # type: ignore[union-attr]
+        )
+    return tuple(kept)
+
+
+@functools.lru_cache(maxsize=65536)
+def _exchange_groups(here: Sharding, target: Sharding) -> tuple[tuple[int, ...], ...] | None:
+    """Groups of devices that can turn `here` into `target` among themselves by one AllToAll.
+
+    Members share the kept part of every dim. Each part to give away along the dims that grow is
+    held by one member, and each part to receive along the dims that shrink belongs to one member;
+    members stand in the order of the parts that they receive. None if there are no such groups.
+    """
+    kept = _kept(here, target)
+    if ((here.tile_index < 0) != (target.tile_index < 0)).any():
+        return None
+    if any(a > k < b for a, b, k in zip(here.tiles, target.tiles, kept, strict=True)):
+        return None
+    block = _index_of([s.major(k) if s else None for s, k in zip(here.splits, kept, strict=True)], here)
+    gives = _index_of([s.minor(s.tiles // k) if s else None for s, k in zip(here.splits, kept, strict=True)], here)
+    takes = _index_of([s.minor(s.tiles // k) if s else None for s, k in zip(target.splits, kept, strict=True)], target)
+    size = _group_size(here, target)
+    if size != math.prod(t // k for t, k in zip(target.tiles, kept, strict=True)) or size == 1:
+        return None
+    groups: list[tuple[int, ...]] = []
+    for b in range(int(block.max()) + 1):
+        members = np.flatnonzero(block == b)
+        remaining = sorted(members.tolist())
+        while remaining:
+            group = _matching(remaining, gives, takes, size)
+            if group is None:
+                return None
+            groups.append(tuple(sorted(group, key=lambda d: takes[d])))
+            taken = set(group)
+            remaining = [d for d in remaining if d not in taken]
+    return tuple(sorted(groups))
+
+
+def _index_of(splits: list[Split | None], like: Sharding) -> np.ndarray:
+    return Sharding(tuple(splits), like.num_devices).tile_index
+
+
+def _group_size(here: Sharding, target: Sharding) -> int:
+    return math.prod(t // k for t, k in zip(here.tiles, _kept(here, target), strict=True))
+
+
+def _matching(devices: list[int], gives: np.ndarray, takes: np.ndarray, size: int) -> list[int] | None:
+    """Among `devices`, one for each part to give that are also one for each part to take."""
+    options: list[list[int]] = [[] for _ in range(size)]
+    for d in devices:
+        options[gives[d]].append(d)
+    owner: dict[int, int] = {}  # part to take -> device
+
+    def assign(give: int, seen: set[int]) -> bool:
+        for device in options[give]:
+            take = int(takes[device])
+            if take in seen:
+                continue
+            seen.add(take)
+            if take not in owner or assign(int(gives[owner[take]]), seen):
+                owner[take] = device
+                return True
+        return False
+
+    if all(assign(give, set()) for give in range(size)):
+        return list(owner.values())
+    return None
+
+
+def _exchange_bytes(here: Sharding, target: Sharding, shape, itemsize: int, size: int) -> int:
+    kept = _kept(here, target)
+    rows = [
+        (t // k) * -(-n // t) if t > k else l
+        for l, n, t, k in zip(here.local_shape(shape), shape, target.tiles, kept, strict=True)
+    ]
+    return math.prod(rows) * itemsize * (size - 1) // size
+
+
+def _exchange(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+    here, rank = tile.sharding, tile.sharding.rank
+    kept = _kept(here, target)
+    groups = _exchange_groups(here, target)
+    assert groups is not None
+    give = [t // k for t, k in zip(target.tiles, kept, strict=True)]  # parts that a dim falls into
+    grow = [t // k for t, k in zip(here.tiles, kept, strict=True)]  # parts that a dim is made of
+    for dim in range(rank):
+        if give[dim] > 1:
+            rows = give[dim] * -(-tile.shape[dim] // target.tiles[dim])
+            tile = retile(place, tile, dim, rows, reason)
+    local = tile.array.shape
+    x = tile.array.reshape([n for l, g in zip(local, give, strict=True) for n in (g, l // g)])
+    x = x.transpose([2 * d for d in range(rank)] + [2 * d + 1 for d in range(rank)])
+    parts = x.shape[rank:]
+    x = collectives.all_to_all(place, x.reshape(len(groups[0]), *parts), groups, reason)
+    x = _in_order_of_parts(place, x, here, kept, groups)
+    x = x.reshape(*grow, *parts).transpose([a for d in range(rank) for a in (d, rank + d)])
+    x = x.reshape([g * l for g, l in zip(grow, parts, strict=True)])
+    return standardize(place, Tile(x, target, tile.shape), reason)
+
+
+def _in_order_of_parts(place: Place, x, here: Sharding, kept, groups):
+    """What came from member j, put where the part that j gave away belongs."""
+    gives = _index_of(
+        [s.minor(s.tiles // k) if s else None for s, k in zip(here.splits, kept, strict=True)], here
+    )
+    orders = np.zeros((place.num_devices, len(groups[0])), np.int32)
+    for group in groups:
+        orders[list(group)] = np.argsort(gives[list(group)])
+    if (orders == np.arange(len(groups[0]))).all():
+        return x
+    return jnp.take(x, place.lookup(orders), axis=0, unique_indices=True, mode="clip")
+
+
+# ---------------------------------------------------------------- the other steps
+
+
+def _gather(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+    here = tile.sharding
+    (dim,) = [d for d in range(here.rank) if here.splits[d] is not target.splits[d]]
+    split = here.splits[dim]
+    assert split
+    factor = split.tiles // target.tiles[dim]
+    copy = _copies_as_split(here)
+    key = target.tile_index * here.replicas + (copy.coords if copy else 0)
+    groups = place.groups_by(np.where(here.tile_index < 0, -1, key), split.coords % factor)
+    x = collectives.all_gather(place, tile.array, dim, groups, reason)
+    return standardize(place, Tile(x, target, tile.shape), reason)
+
+
+def _slice(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+    for dim, (old, new) in enumerate(zip(tile.sharding.splits, target.splits, strict=True)):
+        if old is new or new is None:
+            continue
+        rows = -(-tile.shape[dim] // new.tiles)
+        factor = new.tiles // (old.tiles if old else 1)
+        tile = retile(place, tile, dim, rows * factor, reason)
+        start = place.lookup(np.maximum(new.coords, 0) % factor * rows)
+        array = lax.dynamic_slice_in_dim(tile.array, start, rows, dim)
+        tile = Tile(array, tile.sharding.replace(dim, new), tile.shape)
+    return tile
+
+
+def _permute(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+    pairs = permutation(tile.sharding, target)
+    x = collectives.collective_permute(place, tile.array, pairs, reason)
+    return Tile(x, target, tile.shape)
+
+
+def permutation(source: Sharding, target: Sharding) -> list[tuple[int, int]]:
+    """Who sends its tile to whom, so that every device gets its tile in `target`; most keep theirs."""
+    senders = {t: list(row) for t, row in enumerate(source.devices.reshape(-1, source.replicas).tolist())}
+    pairs, late = [], []
+    for device, index in enumerate(target.tile_index.tolist()):
+        if index < 0:
+            continue
+        if source.tile_index[device] == index:
+            senders[index].remove(device)
+            pairs.append((device, device))
+        else:
+            late.append((device, index))
+    pairs += [(senders[index].pop(0), device) for device, index in late]
+    return sorted(pairs)
+
+
+def _route(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+    return route(place, tile, target, target.local_shape(tile.shape), reason)
+
+
+def _spread(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+    """From some devices to all of them: a sum to which one holder of each tile adds its tile."""
+    first = np.zeros(place.num_devices, bool)
+    first[tile.sharding.devices[..., 0].ravel()] = True
+    tile = tile.masked(place, 0)
+    holds = place.lookup(first.astype(np.int32))
+    x = jnp.where(holds == 1, tile.array, jnp.zeros_like(tile.array))
+    padded = [l * t for l, t in zip(tile.array.shape, tile.sharding.tiles, strict=True)]
+    starts = [tile.offset(place, d) for d in range(tile.sharding.rank)]
+    whole = lax.dynamic_update_slice(jnp.zeros(padded, x.dtype), x, starts)
+    everyone = [list(range(place.num_devices))]
+    whole = whole.astype(jnp.int32) if x.dtype == jnp.bool_ else whole
+    whole = collectives.all_reduce(place, whole, everyone, "sum", reason).astype(x.dtype)
+    return Tile(lax.slice(whole, [0] * whole.ndim, tile.shape), target, tile.shape)
+
+
+def _resize(x, dim: int, size: int):
+    """Cut or pad a dim at its end."""
+    if size < x.shape[dim]:
+        return lax.slice_in_dim(x, 0, size, axis=dim)
+    pads = [(0, size - x.shape[d] if d == dim else 0) for d in range(x.ndim)]
+    return jnp.pad(x, pads) if not jnp.issubdtype(x.dtype, "O") else x
+
+
+_RUN = {
+    "slice": _slice,
+    "permute": _permute,
+    "exchange": _exchange,
+    "gather": _gather,
+    "route": _route,
+    "spread": _spread,
+}
+_ARROWS = {
+    "slice": "cut",
+    "permute": "permute tiles",
+    "exchange": "exchange parts",
+    "gather": "gather",
+    "route": "send the missing parts",
+    "spread": "spread to the devices that held none",
+}

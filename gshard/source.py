@@ -1,0 +1,50 @@
+"""Where in the user's own code an operation stands, and why gshard added one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from jax.extend.core import JaxprEqn
+
+from gshard._jax import source_info_util
+
+_CORE = Path(__file__).parent
+_REASON = "gshard: "
+
+# The core's frames are not the user's. The layers in gshard/nn are: they are a model like any other.
+for _path in [*_CORE.glob("*.py"), _CORE / "rules"]:
+    source_info_util.register_exclusion(str(_path))
+
+
+def source_of(eqn: JaxprEqn) -> str:
+    """`file:line` of the user's operation, past the libraries in between."""
+    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
+    own = [f for f in frames if "site-packages" not in f.file_name]
+    frame = (own or frames or [None])[0]
+    return f"{frame.file_name}:{frame.start_line}" if frame else "unknown"
+
+
+def reason_of(eqn: JaxprEqn) -> str:
+    """The phrase that `because` attached to an operation, or ''."""
+    for part in reversed(eqn.source_info.name_stack.stack):
+        name = getattr(part, "name", "")
+        if name.startswith(_REASON):
+            return name.removeprefix(_REASON)
+    return ""
+
+
+def because(reason: str) -> contextlib.AbstractContextManager:
+    """Attach `reason` to the operations made inside; profilers show it too, in the op's name."""
+    return jax.named_scope(_REASON + reason)
+
+
+@contextlib.contextmanager
+def on_behalf_of(eqn: JaxprEqn) -> Iterator[None]:
+    """Operations made inside belong to the user's line and name scope of `eqn`."""
+    info = eqn.source_info
+    name_stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=name_stack), eqn.ctx.manager:
+        yield

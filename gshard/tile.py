@@ -1,0 +1,75 @@
+"""Tile: what one device holds of a tensor, and what is needed to keep its padding out of results."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gshard.collectives import Place
+from gshard.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A device's part of a tensor of logical `shape`.
+
+    Along a split dim tile c starts at row c * array.shape[dim]. That size is the sharding's
+    `ceil(size / tiles)`, except on the way: a reshard or a reshape may leave larger tiles for
+    `reshard.retile` to even out.
+    """
+
+    array: jax.Array
+    sharding: Sharding
+    shape: tuple[int, ...]
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether the local shape is the one that the sharding prescribes."""
+        return self.array.shape == self.sharding.local_shape(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the local array."""
+        return byte_size(self.array.shape, self.array.dtype)
+
+    def padded_dims(self) -> list[int]:
+        """The dims along which some device holds padding."""
+        return [
+            d
+            for d, (split, local, n) in enumerate(
+                zip(self.sharding.splits, self.array.shape, self.shape, strict=True)
+            )
+            if split and local * split.tiles != n
+        ]
+
+    def offset(self, place: Place, dim: int) -> jax.Array | int:
+        """The logical index of the first local row along `dim`."""
+        split = self.sharding.splits[dim]
+        if split is None:
+            return 0
+        return place.lookup(np.maximum(split.coords, 0) * self.array.shape[dim])
+
+    def is_padding(self, place: Place, dim: int) -> jax.Array:
+        """A mask of the local shape that is true where a row along `dim` is padding."""
+        rows = lax.broadcasted_iota(jnp.int32, self.array.shape, dim)
+        return rows >= self.shape[dim] - self.offset(place, dim)
+
+    def masked(self, place: Place, value: jax.Array | float, dims: list[int] | None = None) -> Tile:
+        """This tile with `value` in its padding along `dims` (default: all dims)."""
+        array = self.array
+        for dim in self.padded_dims() if dims is None else set(dims) & set(self.padded_dims()):
+            fill = jnp.broadcast_to(jnp.asarray(value, array.dtype), array.shape)
+            array = lax.select(self.is_padding(place, dim), fill, array)
+        return Tile(array, self.sharding, self.shape)
+
+
+def byte_size(shape: tuple[int, ...], dtype) -> int:
+    """Bytes of an array; a random key counts as the integers in it."""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return 8 * math.prod(shape)
+    return math.prod(shape) * np.dtype(dtype).itemsize
