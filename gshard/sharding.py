@@ -68,7 +68,7 @@ def _intern(raw: bytes) -> Split | None:
     return Split(tiles, coords) if tiles > 1 else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sharding:
     """The splits of a tensor's dims, over `num_devices` devices; None is a dim that is whole.
 
@@ -173,6 +173,8 @@ class Sharding:
         flat = self.devices.ravel()
         order = "" if (flat == np.arange(flat.size)).all() else f", devices {_ids(flat)}"
         return f"split {dims}{copies}{order}"
+
+    __repr__ = __str__
 
 
 @functools.lru_cache(maxsize=65536)

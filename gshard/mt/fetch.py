@@ -94,7 +94,13 @@ def _pip(wanted: _Wanted, folder: Path) -> _Outcomes:
     for package, source in wanted:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as scratch:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-            command += ["--disable-pip-version-check", "--only-binary=:all:", *source.arguments, "--dest", scratch]
+            command += [
+                "--disable-pip-version-check",
+                "--only-binary=:all:",
+                *source.arguments,
+                "--dest",
+                scratch,
+            ]
             yield package, _one(command + [package.requirement], package, source, folder, scratch)
 
 
@@ -105,9 +111,7 @@ def _npm(wanted: _Wanted, folder: Path) -> _Outcomes:
             yield package, _one(command, package, source, folder, scratch)
 
 
-def _one(
-    command: list[str], package: Package, source: Source, folder: Path, scratch: str
-) -> str:
+def _one(command: list[str], package: Package, source: Source, folder: Path, scratch: str) -> str:
     try:
         _run(command, scratch)
         archives = [path for path in Path(scratch).iterdir() if path.is_file()]
@@ -246,7 +250,13 @@ def unpack(archive: Path, package: Package, source: Source, folder: Path) -> Fet
                     target = part / name
                     target.parent.mkdir(parents=True, exist_ok=True)
                     target.write_bytes(data)
-        except (zipfile.BadZipFile, tarfile.TarError, EOFError, ValueError, NotImplementedError) as error:
+        except (
+            zipfile.BadZipFile,
+            tarfile.TarError,
+            EOFError,
+            ValueError,
+            NotImplementedError,
+        ) as error:
             raise BrokenPackageError(f"broken archive: {error}") from None
         version, licence = _identify(package, archive, papers)
         stamp = Fetched(

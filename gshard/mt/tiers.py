@@ -35,7 +35,9 @@ class Reading:
     english: str = "en"
     only: str = ""  # of keyed formats: a pattern that the key must match
     markup: str = ""  # "wikitext": unwrap it first
-    english_from_comment: bool = False  # Plone's catalogs: `#. Default: "English"`, msgid an identifier
+    english_from_comment: bool = (
+        False  # Plone's catalogs: `#. Default: "English"`, msgid an identifier
+    )
 
 
 @dataclass(frozen=True)

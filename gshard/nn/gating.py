@@ -92,7 +92,9 @@ def route(
     """
     G, S, E = logits_GSE.shape
     if not config.top_k <= E:
-        raise ValueError(f"top-{config.top_k} gating needs at least {config.top_k} experts, got {E}")
+        raise ValueError(
+            f"top-{config.top_k} gating needs at least {config.top_k} experts, got {E}"
+        )
     logits_GSE = logits_GSE.astype(jnp.float32)
     real_GS = jnp.ones((G, S), bool) if mask_GS is None else mask_GS.astype(bool)
     gates_GSE = jax.nn.softmax(logits_GSE)

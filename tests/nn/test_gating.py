@@ -2,17 +2,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gating_oracle import best_second, gate_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gshard.nn.experts import one_hots
 from gshard.nn.gating import GatingConfig, route
-from tests.nn.oracle import best_second, gate_group
+
+
+CONFIGS = [GatingConfig(), GatingConfig(second_expert="all"), GatingConfig(top_k=1)]
+jit_route = jax.jit(route, static_argnums=2)  # the capacity stays dynamic: fewer compilations
+
+
+def scattered(routing, values_KGS, E, C):
+    """The values at [group, token, expert, slot], by a loop."""
+    K, G, S = routing.expert_KGS.shape
+    out = np.zeros((G, S, E, C))
+    for k, g, s in np.ndindex(K, G, S):
+        if routing.kept_KGS[k, g, s]:
+            out[g, s, routing.expert_KGS[k, g, s], routing.slot_KGS[k, g, s]] += values_KGS[k, g, s]
+    return out
 
 
 @st.composite
 def problems(draw):
-    G, S, E = draw(st.integers(1, 3)), draw(st.integers(1, 11)), draw(st.integers(2, 7))
+    G, S, E = draw(st.sampled_from([(1, 1, 2), (2, 7, 3), (3, 11, 5), (2, 5, 7)]))
     seed = draw(st.integers(0, 2**16))
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(G, S, E)).astype(np.float32) * draw(st.sampled_from([0.1, 1.0, 30.0]))
@@ -20,24 +33,22 @@ def problems(draw):
         logits = np.round(logits)  # many ties, also between first and second
     real = rng.random((G, S)) < draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]))
     capacity = draw(st.integers(1, S))
-    config = GatingConfig(
-        top_k=draw(st.sampled_from([1, 2, 2])),
-        second_expert=draw(st.sampled_from(["random", "all"])),
-    )
+    config = draw(st.sampled_from(CONFIGS))
     return logits, real, capacity, config, seed
 
 
 @given(problems())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_equals_the_papers_loop(problem):
     logits, real, capacity, config, seed = problem
     G, S, E = logits.shape
     key = jax.random.key(seed)
-    routing, metrics = route(jnp.asarray(logits), capacity, config, key, jnp.asarray(real))
+    routing, metrics = jax.device_get(jit_route(logits, capacity, config, key, real))
     gates = np.asarray(jax.nn.softmax(jnp.asarray(logits)))
     uniform = np.asarray(jax.random.uniform(jax.random.split(key)[0], (G, S)))
 
     expected = np.zeros((G, S, E, capacity))
+    taken_GS = np.zeros((G, S), int)
     totals = np.zeros(4)
     load = np.zeros(E)
     auxes = []
@@ -53,19 +64,17 @@ def test_equals_the_papers_loop(problem):
         )
         for (s, e, c), weight in taken.items():
             expected[g, s, e, c] = weight
+            taken_GS[g, s] += 1
         totals += [*overflow, *asked]
         load += count
         if real[g].any():
             auxes.append(aux * E * E)
-    got = np.asarray(one_hots(routing, routing.weight_KGS, E, capacity))
+    got = scattered(routing, routing.weight_KGS, E, capacity)
     np.testing.assert_allclose(got, expected, rtol=1e-6)
-    np.testing.assert_array_equal(
-        np.asarray(one_hots(routing, routing.kept_KGS.astype(jnp.int32), E, capacity)) > 0,
-        expected > 0,
-    )
+    np.testing.assert_array_equal(routing.kept_KGS.sum(0), taken_GS)
+    assert (routing.weight_KGS[~routing.kept_KGS] == 0).all()
 
     n = max(real.sum(), 1)
-    taken_GS = (expected > 0).sum((2, 3))
     np.testing.assert_allclose(metrics.aux_loss, np.mean(auxes) if auxes else 0.0, rtol=1e-5)
     np.testing.assert_allclose(metrics.overflow_first, totals[0] / n, rtol=1e-6)
     np.testing.assert_allclose(metrics.overflow_second, totals[1] / max(totals[3], 1), rtol=1e-6)
@@ -77,9 +86,9 @@ def test_equals_the_papers_loop(problem):
 
 def test_slots_are_shared_by_nobody_and_bounded():
     key = jax.random.key(0)
-    logits = jax.random.normal(key, (4, 64, 8)) * 3
-    routing, _ = route(logits, 9, GatingConfig(second_expert="all"), key)
-    mask = np.asarray(one_hots(routing, routing.kept_KGS.astype(jnp.int32), 8, 9))
+    logits = np.random.default_rng(0).normal(size=(4, 64, 8)) * 3
+    routing, _ = jit_route(logits, 9, GatingConfig(second_expert="all"), key)
+    mask = scattered(routing, routing.kept_KGS, 8, 9)
     assert mask.sum(1).max() == 1
     assert mask.sum((2, 3)).max() == 2
 
@@ -87,7 +96,7 @@ def test_slots_are_shared_by_nobody_and_bounded():
 def test_rejected_second_choices_take_no_slot():
     # Token 0 has g2 ~ 0 and is always rejected; token 1 must then get the single slot of expert 1.
     logits = jnp.array([[[40.0, 0.0, -40.0], [0.0, -0.01, -40.0]]])
-    routing, _ = route(logits, 1, GatingConfig(), jax.random.key(3))
+    routing, _ = jit_route(logits, 1, GatingConfig(), jax.random.key(3))
     assert not routing.kept_KGS[1, 0, 0]
     uniform = jax.random.uniform(jax.random.split(jax.random.key(3))[0], (1, 2))
     assert uniform[0, 1] < 0.99
@@ -98,7 +107,7 @@ def test_rejected_second_choices_take_no_slot():
 def test_second_choices_queue_behind_kept_first_choices_only():
     # Expert 0: three first choices for two slots. Expert 1: no first choice, so slot 0 is free.
     logits = jnp.array([[[2.0, 1.0, 0.0]] * 3])
-    routing, metrics = route(logits, 2, GatingConfig(second_expert="all"))
+    routing, metrics = jit_route(logits, 2, GatingConfig(second_expert="all"))
     np.testing.assert_array_equal(routing.kept_KGS[:, 0], [[1, 1, 0], [1, 1, 0]])
     np.testing.assert_array_equal(routing.slot_KGS[1, 0], [0, 1, 2])
     np.testing.assert_allclose(metrics.overflow_first, 1 / 3, rtol=1e-6)
@@ -108,7 +117,7 @@ def test_second_choices_queue_behind_kept_first_choices_only():
 def test_random_policy_keeps_with_probability_twice_g2():
     g2 = 0.2
     logits = jnp.broadcast_to(jnp.log(jnp.array([1 - g2, g2])), (1, 20_000, 2))
-    routing, _ = route(logits, 20_000, GatingConfig(), jax.random.key(0))
+    routing, _ = jit_route(logits, 20_000, GatingConfig(), jax.random.key(0))
     np.testing.assert_allclose(jnp.mean(routing.kept_KGS[1]), 2 * g2, atol=0.015)
 
 
@@ -116,10 +125,10 @@ def test_sampling_policy_draws_from_the_remaining_gates():
     gates = jnp.array([0.5, 0.3, 0.15, 0.05])
     logits = jnp.broadcast_to(jnp.log(gates), (1, 20_000, 4))
     config = GatingConfig(second_expert="sampling")
-    routing, _ = route(logits, 20_000, config, jax.random.key(0))
+    routing, _ = jit_route(logits, 20_000, config, jax.random.key(0))
     share = np.bincount(np.asarray(routing.expert_KGS[1, 0]), minlength=4) / 20_000
     np.testing.assert_allclose(share, [0, 0.6, 0.3, 0.1], atol=0.015)
-    without_key, _ = route(logits, 20_000, config)
+    without_key, _ = jit_route(logits, 20_000, config)
     assert (without_key.expert_KGS[1] == 1).all()
 
 
@@ -127,11 +136,13 @@ def test_padding_changes_nothing():
     key = jax.random.key(1)
     logits = jax.random.normal(key, (2, 12, 4))
     config = GatingConfig(second_expert="all")
-    plain, metrics = route(logits, 5, config)
+    plain, metrics = jit_route(logits, 5, config)
     # Padding between the tokens and two groups of nothing else, with absurd logits.
-    padded = jnp.full((4, 24, 4), 1e4).at[:2, ::2].set(logits)
-    mask = jnp.zeros((4, 24), bool).at[:2, ::2].set(True)
-    routing, padded_metrics = route(padded, 5, config, None, mask)
+    padded = np.full((4, 24, 4), 1e4)
+    padded[:2, ::2] = logits
+    mask = np.zeros((4, 24), bool)
+    mask[:2, ::2] = True
+    routing, padded_metrics = jit_route(padded, 5, config, None, mask)
     for got, want in zip(routing, plain, strict=True):
         np.testing.assert_array_equal(got[:, :2, ::2], want)
     assert not routing.kept_KGS[:, ~mask].any()
@@ -142,15 +153,16 @@ def test_padding_changes_nothing():
 def test_losses_of_known_routers():
     E = 4
     balanced = jnp.log(jnp.eye(E) * 10 + 1e-6)[None]
-    _, metrics = route(balanced, 1, GatingConfig(second_expert="all"))
+    _, metrics = jit_route(balanced, 1, GatingConfig(second_expert="all"))
     np.testing.assert_allclose(metrics.aux_loss, 1.0, rtol=1e-3)
     np.testing.assert_allclose(metrics.z_loss, np.log(10 + E * 1e-6) ** 2, rtol=1e-3)
-    collapsed = jnp.full((1, 8, E), -50.0).at[..., 2].set(50.0)
-    _, metrics = route(collapsed, 8, GatingConfig(second_expert="random"), jax.random.key(0))
+    collapsed = np.full((1, 8, E), -50.0)
+    collapsed[..., 2] = 50.0
+    _, metrics = jit_route(collapsed, 8, GatingConfig(second_expert="random"), jax.random.key(0))
     np.testing.assert_allclose(metrics.aux_loss, E, rtol=1e-5)
     np.testing.assert_allclose(metrics.dead_experts, E - 1)
     np.testing.assert_allclose(metrics.entropy, 0.0, atol=1e-5)
-    _, metrics = route(jnp.zeros((1, 8, E)), 8, GatingConfig(second_expert="all"))
+    _, metrics = jit_route(jnp.zeros((1, 8, E)), 8, GatingConfig(second_expert="all"))
     np.testing.assert_allclose(metrics.entropy, np.log(E), rtol=1e-5)
 
 
@@ -160,7 +172,7 @@ def test_aux_loss_pushes_towards_balance():
     def aux(logits):
         return route(logits, 8, GatingConfig())[1].aux_loss
 
-    gradient = jnp.mean(jax.grad(aux)(logits), axis=(0, 1))
+    gradient = jnp.mean(jax.jit(jax.grad(aux))(logits), axis=(0, 1))
     assert gradient[1] > 0
     assert (gradient[jnp.array([0, 2, 3])] < 0).all()
 
@@ -184,7 +196,7 @@ def test_one_expert_is_not_enough_for_top_2():
 
 def test_router_is_float32_and_deterministic():
     logits = jax.random.normal(jax.random.key(0), (2, 16, 4), jnp.bfloat16)
-    one, metrics = route(logits, 4, GatingConfig(), jax.random.key(7))
+    one, metrics = jit_route(logits, 4, GatingConfig(), jax.random.key(7))
     two, _ = jax.jit(route, static_argnums=(1, 2))(logits, 4, GatingConfig(), jax.random.key(7))
     assert one.weight_KGS.dtype == metrics.aux_loss.dtype == jnp.float32
     np.testing.assert_array_equal(one.kept_KGS, two.kept_KGS)

@@ -1,0 +1,186 @@
+"""Partial results: what every device has after it reduced only its own part of a split dim.
+
+They are combined by AllReduce, or by ReduceScatter when the result is to be split anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gshard import collectives, reshard
+from gshard.collectives import Place
+from gshard.rules.registry import Dim, Factor, Factors
+from gshard.sharding import Sharding, Split, compatible
+from gshard.tile import Tile
+
+
+def identity(kind: str, dtype) -> jax.Array:
+    """The value that changes nothing when it takes part in a reduction."""
+    dtype = jnp.dtype(dtype)
+    if kind in ("sum", "or", "xor"):
+        return jnp.zeros((), dtype)
+    if kind == "prod":
+        return jnp.ones((), dtype)
+    if kind == "and":
+        return ~jnp.zeros((), dtype)
+    if dtype == jnp.bool_:
+        return jnp.asarray(kind == "min")
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.asarray(-jnp.inf if kind == "max" else jnp.inf, dtype)
+    info = jnp.iinfo(dtype)
+    return jnp.asarray(info.min if kind == "max" else info.max, dtype)
+
+
+def mask_for(place: Place, tile: Tile, dims: tuple[Dim, ...], factors: Factors) -> Tile:
+    """`tile` with identities in the padding of its reduced dims, which would leak otherwise."""
+    for number, dim in enumerate(dims):
+        kinds = {factors.reduced[f] for f in dim if f in factors.reduced}
+        if kinds and number in tile.padded_dims():
+            (kind,) = kinds
+            tile = tile.masked(place, identity(kind, tile.array.dtype), [number])
+    return tile
+
+
+@dataclass(frozen=True)
+class _Scatter:
+    dim: int
+    result: Sharding
+
+
+def combine(
+    place: Place,
+    tile: Tile,
+    reduced: Mapping[Factor, Split],
+    kinds: Mapping[Factor, str],
+    target: Sharding,
+    name: str,
+) -> Tile:
+    """`tile`, partial over the `reduced` splits, made whole; split like `target` if that is cheap."""
+    if not reduced:
+        return tile
+    (kind,) = {kinds[f] for f in reduced}
+    key, order, size = _parts(tile.sharding, tuple(reduced.values()))
+    idle = next(iter(reduced.values())).idle and tile.sharding.is_replicated
+    scatter = _scatter(tile.sharding, tuple(reduced.values()), target) if kind == "sum" else None
+    if scatter and not idle:
+        groups = place.groups_by(key, scatter.result.tile_index)
+        rows = -(-tile.shape[scatter.dim] // scatter.result.tiles[scatter.dim])
+        padded = reshard.retile(place, tile, scatter.dim, rows * size, f"result of {name}")
+        reason = f"{name}: partial sums over {size} devices, result split"
+        x = collectives.reduce_scatter(place, padded.array, scatter.dim, groups, reason)
+        return reshard.standardize(place, Tile(x, scatter.result, tile.shape), reason)
+    groups = place.groups_by(key, order)
+    array = tile.array
+    if idle:
+        # Devices without a part still get the result: they add nothing to it.
+        part = place.lookup((order >= 0).astype(np.int32))
+        array = jnp.where(part == 1, array, identity(kind, array.dtype))
+        groups = [list(range(place.num_devices))]
+    array = _all_reduce(place, array, groups, kind, f"{name}: partial results over {size} devices")
+    return Tile(array, tile.sharding, tile.shape)
+
+
+def combine_cost(
+    here: Sharding, reduced: Mapping[Factor, Split], kinds: Mapping[Factor, str], target: Sharding, aval
+) -> float:
+    """Bytes to make a partial result whole and bring it to `target`."""
+    if not reduced:
+        return reshard.cost(here, target, aval.shape, aval.dtype)
+    (kind,) = {kinds[f] for f in reduced}
+    size = math.prod(s.tiles for s in reduced.values())
+    local = math.prod(here.local_shape(aval.shape)) * getattr(aval.dtype, "itemsize", 8)
+    scatter = _scatter(here, tuple(reduced.values()), target) if kind == "sum" else None
+    if scatter:
+        rest = reshard.cost(scatter.result, target, aval.shape, aval.dtype)
+        return local * (size - 1) / size + reshard.STEP_COST + rest
+    factor = 2 * (size - 1) / size if kind in _NATIVE else size - 1
+    return local * factor + reshard.STEP_COST + reshard.cost(here, target, aval.shape, aval.dtype)
+
+
+_NATIVE = ("sum", "max", "min", "and", "or")
+
+
+def _parts(here: Sharding, reduced: tuple[Split, ...]) -> tuple[np.ndarray, np.ndarray, int]:
+    """Which devices combine: those with one tile of the result and, between them, every part."""
+    parts = Sharding(reduced, here.num_devices)
+    both = Sharding((*here.splits, *reduced), here.num_devices)
+    copy = np.zeros(here.num_devices, np.int64)
+    for row in both.devices.reshape(-1, both.replicas):
+        copy[row] = np.arange(both.replicas)
+    key = np.where(parts.tile_index < 0, -1, here.tile_index * both.replicas + copy)
+    return key, parts.tile_index, math.prod(parts.tiles)
+
+
+def reducing_groups(place: Place, here: Sharding, reduced: tuple[Split, ...]) -> list[list[int]]:
+    """The devices whose partial results belong together."""
+    key, order, _ = _parts(here, reduced)
+    return place.groups_by(key, order)
+
+
+def _scatter(here: Sharding, reduced: tuple[Split, ...], target: Sharding) -> _Scatter | None:
+    """A sharding towards `target` in which the members of each reducing group hold different parts."""
+    size = math.prod(s.tiles for s in reduced)
+    for dim, (now, wanted) in enumerate(zip(here.splits, target.splits, strict=True)):
+        have = now.tiles if now else 1
+        if not wanted or wanted.tiles % (have * size) or wanted.major(have) is not now:
+            continue
+        finer = wanted.major(have * size)
+        assert finer
+        result = here.replace(dim, finer)
+        parts = result.tile_index * size + Sharding(reduced, here.num_devices).tile_index
+        key, _, _ = _parts(here, reduced)
+        distinct = len(set(zip(key.tolist(), result.tile_index.tolist(), strict=True)))
+        if compatible(result.splits) and distinct == here.num_devices and not (parts < 0).any():
+            return _Scatter(dim, result)
+    return None
+
+
+def _all_reduce(place: Place, x: jax.Array, groups, kind: str, reason: str) -> jax.Array:
+    if kind in ("and", "or"):
+        if x.dtype == jnp.bool_:
+            small = x.astype(jnp.int8)
+            op = "min" if kind == "and" else "max"
+            return collectives.all_reduce(place, small, groups, op, reason).astype(jnp.bool_)
+        return _gather_and_reduce(place, x, groups, kind, reason)
+    if kind in ("prod", "xor"):
+        return _gather_and_reduce(place, x, groups, kind, reason)
+    if kind in ("max", "min"):
+        keys, back = sortable(x, kind)
+        return back(collectives.all_reduce(place, keys, groups, kind, reason))
+    return collectives.all_reduce(place, x, groups, kind, reason)
+
+
+def _gather_and_reduce(place: Place, x: jax.Array, groups, kind: str, reason: str) -> jax.Array:
+    parts = collectives.all_gather(place, x[None], 0, groups, reason)
+    op = {"prod": lax.mul, "xor": lax.bitwise_xor, "and": lax.bitwise_and, "or": lax.bitwise_or}[kind]
+    return lax.reduce(parts, identity(kind, x.dtype), op, (0,))
+
+
+def sortable(x: jax.Array, kind: str):
+    """Floats as integers in the same order, NaN first of all: collectives lose NaN in max and min."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.int8), lambda y: y.astype(jnp.bool_)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x, lambda y: y
+    width = jnp.dtype(x.dtype).itemsize * 8
+    integer = jnp.dtype(f"int{width}")
+    info = jnp.iinfo(integer)
+
+    def flip(bits):
+        return bits ^ ((bits >> (width - 1)) & info.max)
+
+    nan = jnp.asarray(info.max if kind == "max" else info.min, integer)
+    keys = jnp.where(jnp.isnan(x), nan, flip(lax.bitcast_convert_type(x, integer)))
+
+    def back(keys):
+        value = lax.bitcast_convert_type(flip(keys), x.dtype)
+        return jnp.where(keys == nan, jnp.asarray(jnp.nan, x.dtype), value)
+
+    return keys, back

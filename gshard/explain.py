@@ -1,0 +1,157 @@
+"""What moved, how many bytes, and because of which line of the user's code.
+
+Read off the per-device program itself, not from a log: what is listed is what will run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+
+from gshard.source import reason_of, source_of
+from gshard.tile import byte_size
+
+_KINDS = {
+    "psum": "all_reduce",
+    "psum_invariant": "all_reduce",
+    "pmax": "all_reduce",
+    "pmin": "all_reduce",
+    "all_gather": "all_gather",
+    "all_to_all": "all_to_all",
+    "ppermute": "collective_permute",
+    "reduce_scatter": "reduce_scatter",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One communication of the program.
+
+    `bytes` is what one device sends in one execution; `count` how often it runs. `source` is the
+    user's operation, `reason` why it has to communicate.
+    """
+
+    kind: str
+    bytes: int
+    count: int
+    group_size: int
+    dtype: str
+    source: str
+    reason: str
+
+    @property
+    def total_bytes(self) -> int:
+        """What one device sends over all executions."""
+        return self.bytes * self.count
+
+    def __str__(self) -> str:
+        times = f" x {self.count}" if self.count > 1 else ""
+        return (
+            f"{self.kind:<18} {self.bytes:>12,} B{times}  {self.dtype} over {self.group_size} devices"
+            f"  {self.source}  {self.reason}"
+        )
+
+
+def collectives_of(jaxpr: Jaxpr, num_devices: int) -> list[Collective]:
+    """The collectives of a per-device program, in its order."""
+    return list(_walk(jaxpr, num_devices, 1))
+
+
+def count_equations(jaxpr: Jaxpr) -> int:
+    """Equations of a program, those of the bodies in it included."""
+    return sum(1 + sum(map(count_equations, _inside(eqn))) for eqn in jaxpr.eqns)
+
+
+def program_text(jaxpr: Jaxpr, num_devices: int) -> str:
+    """The program as one line per equation; collectives say what they are for."""
+    names: dict[Any, str] = {}
+    inputs = ", ".join(_typed(v, names) for v in (*jaxpr.constvars, *jaxpr.invars))
+    lines = [f"program for each of {num_devices} devices ({inputs})"]
+    _write(jaxpr, names, lines, "  ")
+    lines.append("  return " + ", ".join(_name(a, names) for a in jaxpr.outvars))
+    return "\n".join(lines)
+
+
+def _write(jaxpr: Jaxpr, names: dict[Any, str], lines: list[str], indent: str) -> None:
+    for eqn in jaxpr.eqns:
+        operands = " ".join(_name(a, names) for a in eqn.invars)
+        results = ", ".join(_typed(v, names) for v in eqn.outvars)
+        bodies = _inside(eqn)
+        settings = _settings(eqn)
+        note = f"  # {source_of(eqn)}: {reason_of(eqn)}" if eqn.primitive.name in _KINDS else ""
+        lines.append(f"{indent}{results} = {eqn.primitive.name}{settings} {operands}{note}")
+        for body in bodies:
+            inputs = ", ".join(_typed(v, names) for v in (*body.constvars, *body.invars))
+            lines.append(f"{indent}  body ({inputs})")
+            _write(body, names, lines, indent + "    ")
+            results = ", ".join(_name(a, names) for a in body.outvars)
+            lines.append(f"{indent}    return {results}")
+
+
+def _settings(eqn: JaxprEqn) -> str:
+    """The parameters that say something, shortened; groups of thousands of devices do not."""
+    shown = []
+    for key, value in eqn.params.items():
+        if value in (None, (), False) or key in _UNTOLD or isinstance(value, (Jaxpr, ClosedJaxpr)):
+            continue
+        if isinstance(value, tuple) and any(isinstance(v, (Jaxpr, ClosedJaxpr)) for v in value):
+            continue
+        text = str(value)
+        shown.append(f"{key}={text if len(text) <= 60 else text[:57] + '...'}")
+    return f"[{' '.join(shown)}]" if shown else ""
+
+
+_UNTOLD = {"axis_name", "axis_size", "tiled", "sharding", "out_sharding", "weak_type"}
+
+
+def _name(atom: Any, names: dict[Any, str]) -> str:
+    if isinstance(atom, Literal):
+        return str(atom.val)
+    if atom not in names:
+        number, letters = len(names), ""
+        while True:
+            letters = chr(ord("a") + number % 26) + letters
+            number = number // 26 - 1
+            if number < 0:
+                break
+        names[atom] = letters
+    return names[atom]
+
+
+def _typed(var: Any, names: dict[Any, str]) -> str:
+    return f"{_name(var, names)}:{var.aval.str_short(short_dtypes=True)}"
+
+
+def _inside(eqn: JaxprEqn) -> list[Jaxpr]:
+    return [getattr(j, "jaxpr", j) for j in jaxprs_in_params(eqn.params)]
+
+
+def _walk(jaxpr: Jaxpr, num_devices: int, count: int) -> Iterator[Collective]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _KINDS:
+            for var in eqn.invars:
+                yield _collective(eqn, var.aval, num_devices, count)
+        runs = count * eqn.params["length"] if eqn.primitive.name == "scan" else count
+        for inner in _inside(eqn):
+            yield from _walk(inner, num_devices, runs)
+
+
+def _collective(eqn: JaxprEqn, aval: Any, num_devices: int, count: int) -> Collective:
+    kind = _KINDS[eqn.primitive.name]
+    size = byte_size(aval.shape, aval.dtype)
+    groups = eqn.params.get("axis_index_groups")
+    members = max(map(len, groups)) if groups else num_devices
+    if kind == "collective_permute":
+        members = len({d for pair in eqn.params["perm"] for d in pair})
+        sent = size
+    else:
+        sent = {
+            "all_reduce": 2 * size * (members - 1) // members,
+            "all_gather": size * (members - 1),
+            "all_to_all": size * (members - 1) // members,
+            "reduce_scatter": size * (members - 1) // members,
+        }[kind]
+    return Collective(kind, sent, count, members, str(aval.dtype), source_of(eqn), reason_of(eqn))

@@ -1,0 +1,102 @@
+"""The paper's optimizer: Adafactor as its appendix sets it, and Adam as the alternative.
+
+The weights of all layers stand stacked in one array, and an MoE layer's experts in another dim of
+it. Adafactor's row and column factors, its clipping and its parameter scale belong to one matrix,
+not to such a stack, so the transformation is mapped over the stacked dims. It also means that an
+expert's update needs nothing from another expert: split by expert, it communicates nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+
+def inverse_sqrt(learning_rate: float = 1.0, warmup: int = 10_000) -> optax.Schedule:
+    """`learning_rate` / sqrt(max(t, warmup)): "square root decay after 10k training steps".
+
+    It multiplies the size of the weights (Adafactor's relative step), so the paper's rate of 1.0
+    moves them by at most 1% a step up to step 10,000.
+    """
+
+    def schedule(count: Any) -> Array:
+        t = jnp.maximum(jnp.asarray(count, jnp.float32) + 1.0, float(warmup))
+        return learning_rate * jax.lax.rsqrt(t)
+
+    return schedule
+
+
+def adafactor(
+    learning_rate: float | optax.Schedule = 1.0,
+    *,
+    warmup: int = 10_000,
+    decay: float = 0.8,
+    decay_cap: float = 0.99,
+    clipping: float = 1.0,
+    min_dim_to_factor: int = 128,
+) -> optax.GradientTransformation:
+    """Adafactor with factored second moments and no momentum, for stacked weights.
+
+    The second moment's decay is min(1 - t^-0.8, 0.99), and an update's root mean square is clipped
+    to 1.0. A number as `learning_rate` gets the paper's schedule, `inverse_sqrt`.
+    """
+    schedule = learning_rate if callable(learning_rate) else inverse_sqrt(learning_rate, warmup)
+
+    def capped(count: Any, exponent: Any) -> Array:
+        t = jnp.asarray(count, jnp.float32) + 1.0
+        return jnp.minimum(1.0 - t ** (-exponent), decay_cap)
+
+    return per_matrix(
+        optax.chain(
+            optax.scale_by_factored_rms(
+                decay_rate=decay, min_dim_size_to_factor=min_dim_to_factor, decay_rate_fn=capped
+            ),
+            optax.clip_by_block_rms(clipping),
+            optax.scale_by_learning_rate(schedule),
+            optax.scale_by_param_block_rms(),
+        )
+    )
+
+
+def adam(
+    learning_rate: float | optax.Schedule = 1e-3, b1: float = 0.9, b2: float = 0.98
+) -> optax.GradientTransformation:
+    """Adam, whose state has the shapes of the weights."""
+    return optax.adam(learning_rate, b1=b1, b2=b2, eps=1e-9)
+
+
+def per_matrix(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Run `inner` on every weight by itself, mapped over the dims that stack layers and experts."""
+
+    def init(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, p: _mapped(inner.init, _stacked_dims(path))(p), params
+        )
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        paths, tree = jax.tree_util.tree_flatten_with_path(grads)
+        states = tree.flatten_up_to(state)
+        weights = tree.flatten_up_to(params)
+        outs = [
+            _mapped(inner.update, _stacked_dims(path))(grad, leaf_state, weight)
+            for (path, grad), leaf_state, weight in zip(paths, states, weights, strict=True)
+        ]
+        return tree.unflatten([u for u, _ in outs]), tree.unflatten([s for _, s in outs])
+
+    return optax.GradientTransformation(init, update)
+
+
+def _mapped(function: Any, dims: int) -> Any:
+    for _ in range(dims):
+        function = jax.vmap(function)
+    return function
+
+
+def _stacked_dims(path: Any) -> int:
+    """How many leading dims of the weight at `path` count layers or experts."""
+    names = [k.name for k in path if hasattr(k, "name")]
+    return ("encoder" in names or "decoder" in names) + ("experts" in names)

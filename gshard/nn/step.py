@@ -1,0 +1,131 @@
+"""A training step: the loss, its gradient, the update, and the routers' metrics beside it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from gshard.nn.gating import RouterMetrics
+from gshard.nn.remat import choose_remat
+from gshard.nn.strategy import Strategy
+from gshard.nn.transformer import Batch, ModelMetrics, Remat, Transformer, TransformerConfig
+
+
+class TrainState(NamedTuple):
+    """All that a training step changes."""
+
+    model: Transformer
+    opt_state: Any
+    step: Array
+
+
+class StepMetrics(NamedTuple):
+    """What a step reports: mean losses per target token, and each router's own metrics."""
+
+    loss: Array  # what is minimized: nll + the routers' losses
+    nll: Array
+    aux_loss: Array  # sum over the MoE layers, before the coefficient
+    z_loss: Array
+    tokens: Array  # target tokens that are not padding
+    grad_norm: Array
+    encoder: RouterMetrics | None
+    decoder: RouterMetrics | None
+
+
+def init_state(
+    config: TransformerConfig,
+    optimizer: optax.GradientTransformation,
+    key: Array,
+    strategy: Strategy = Strategy(),
+) -> TrainState:
+    """A fresh model and its optimizer state, annotated like the step's."""
+    model = strategy.weights(Transformer(config, key), stacked=1)
+    opt_state = strategy.update(optimizer.init(model))
+    return TrainState(model, opt_state, jnp.zeros((), jnp.int32))
+
+
+def train_step(
+    state: TrainState,
+    batch: Batch,
+    key: Array,
+    *,
+    optimizer: optax.GradientTransformation,
+    strategy: Strategy = Strategy(),
+    label_smoothing: float = 0.0,
+) -> tuple[TrainState, StepMetrics]:
+    """One update from one batch.
+
+    The key is folded with the step count: one key serves the whole training, and a run that was
+    stopped and resumed draws the same numbers.
+    """
+    model = strategy.weights(state.model, stacked=1)
+    opt_state = strategy.update(state.opt_state)
+    batch = jax.tree.map(strategy.groups, batch)
+    key = jax.random.fold_in(key, state.step)
+    remat = choose_remat(model, opt_state, batch, strategy)
+
+    def objective(model: Transformer) -> tuple[Array, StepMetrics]:
+        return loss(model, batch, key, strategy, label_smoothing, remat)
+
+    grads, metrics = jax.grad(objective, has_aux=True)(model)
+    grads = strategy.update(grads)
+    updates, opt_state = optimizer.update(grads, opt_state, model)
+    model = strategy.updated(optax.apply_updates(model, updates))
+    opt_state = strategy.update(opt_state)
+    metrics = metrics._replace(grad_norm=optax.global_norm(grads))
+    return TrainState(model, opt_state, state.step + 1), metrics
+
+
+def eval_step(model: Transformer, batch: Batch, *, strategy: Strategy = Strategy()) -> StepMetrics:
+    """The losses on a batch with nothing random and the capacity of evaluation."""
+    model = strategy.weights(model, stacked=1)
+    return loss(model, jax.tree.map(strategy.groups, batch), None, strategy)[1]
+
+
+def loss(
+    model: Transformer,
+    batch: Batch,
+    key: Array | None = None,
+    strategy: Strategy = Strategy(),
+    label_smoothing: float = 0.0,
+    remat: Remat | None = None,
+) -> tuple[Array, StepMetrics]:
+    """L = l_nll + k * l_aux (+ k_z * l_z), the routers' losses summed over the MoE layers.
+
+    Summed, not averaged: how hard each router is pushed then does not depend on the depth.
+    """
+    logits_BTV, routers = model(batch, key, strategy, remat)
+    nll_BT = cross_entropy(logits_BTV, batch.labels, label_smoothing)
+    real_BT = batch.target_segments > 0
+    tokens = jnp.sum(real_BT).astype(jnp.float32)
+    nll = jnp.sum(nll_BT * real_BT) / jnp.maximum(tokens, 1.0)
+    aux, z = _router_losses(routers)
+    gating = model.config.gating
+    total = nll + gating.aux_coefficient * aux + gating.z_coefficient * z
+    return total, StepMetrics(total, nll, aux, z, tokens, jnp.zeros(()), *routers)
+
+
+def cross_entropy(logits_BTV: Array, labels_BT: Array, label_smoothing: float = 0.0) -> Array:
+    """-log p(label), the label's probability mass smoothed evenly over the vocabulary.
+
+    A one-hot product instead of a lookup: it stays local whichever dim of the logits is split.
+    """
+    V = logits_BTV.shape[-1]
+    log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
+    labels_BTV = jax.nn.one_hot(labels_BT, V, dtype=logits_BTV.dtype)
+    nll_BT = log_z_BT - jnp.sum(logits_BTV * labels_BTV, axis=-1)
+    if label_smoothing == 0.0:
+        return nll_BT
+    even_BT = log_z_BT - jnp.mean(logits_BTV, axis=-1)
+    return (1.0 - label_smoothing) * nll_BT + label_smoothing * even_BT
+
+
+def _router_losses(routers: ModelMetrics) -> tuple[Array, Array]:
+    sides = [r for r in routers if r is not None]
+    zero = jnp.zeros(())
+    aux = sum((jnp.sum(r.aux_loss) for r in sides), zero)
+    return aux, sum((jnp.sum(r.z_loss) for r in sides), zero)

@@ -1,0 +1,90 @@
+"""The partitioner: an interpreter that runs each equation on tiles (section 3.3).
+
+It runs while `shard_map` traces it, so what it executes on local arrays becomes the one program of
+all devices. Each operator's rule is ordinary `lax` code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from gshard import reshard
+from gshard.collectives import Place
+from gshard.rules import RULES
+from gshard.sharding import Sharding
+from gshard.source import on_behalf_of, source_of
+from gshard.strategy import partition_by_factors
+from gshard.tile import Tile
+
+
+class Partitioner:
+    """Runs a program on tiles, with the shardings that propagation found."""
+
+    def __init__(self, place: Place, shardings: Mapping[Any, Sharding], memory_limit: int):
+        self.place = place
+        self.shardings = shardings
+        self.memory_limit = memory_limit
+        self.resharded: dict[tuple[int, Sharding], tuple[Tile, Tile]] = {}
+
+    def inner(self) -> Partitioner:
+        """A partitioner for a body: it may use what is known outside, but not leak what it adds."""
+        inner = Partitioner(self.place.inner(), self.shardings, self.memory_limit)
+        inner.resharded = dict(self.resharded)
+        return inner
+
+    def sharding(self, var: Any) -> Sharding:
+        """The sharding that propagation gave `var`."""
+        return self.shardings[var]
+
+    def reshard(self, tile: Tile, target: Sharding, reason: str) -> Tile:
+        """`tile` under another sharding; asking twice moves it once."""
+        if tile.sharding == target and tile.is_standard:
+            return tile
+        key = (id(tile.array), target)
+        if key not in self.resharded:
+            moved = reshard.reshard(self.place, tile, target, reason)
+            self.resharded[key] = (tile, moved)  # the tile is kept, so that its id stays its own
+        return self.resharded[key][1]
+
+    def run_body(self, closed: ClosedJaxpr, tiles: Sequence[Tile]) -> list[Tile]:
+        """The results of a body; its constants are whole on every device."""
+        return self.run(closed.jaxpr, [*map(self.whole, closed.consts), *tiles])
+
+    def run(self, jaxpr: Jaxpr, tiles: Sequence[Tile]) -> list[Tile]:
+        """The results of a program, given tiles for its constants and its arguments."""
+        env: dict[Any, Tile] = dict(zip((*jaxpr.constvars, *jaxpr.invars), tiles, strict=True))
+
+        def read(atom: Any) -> Tile:
+            return self.whole(atom.val) if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            with on_behalf_of(eqn):
+                results = self.equation(eqn, [read(a) for a in eqn.invars])
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def equation(self, eqn: JaxprEqn, tiles: list[Tile]) -> list[Tile]:
+        """The results of one equation, on tiles."""
+        rule = RULES.get(eqn.primitive)
+        if rule is None:
+            raise NotImplementedError(
+                f"{source_of(eqn)}: gshard has no rule for the primitive {eqn.primitive.name!r}"
+            )
+        targets = [self.sharding(v) for v in eqn.outvars]
+        if rule.partition:
+            results = rule.partition(self, eqn, tiles, targets)
+        else:
+            results = partition_by_factors(self, eqn, rule, tiles, targets)
+        return [
+            self.reshard(r, t, f"result of {eqn.primitive.name}")
+            for r, t in zip(results, targets, strict=True)
+        ]
+
+    def whole(self, value: Any) -> Tile:
+        """A constant, which every device has."""
+        array = value if hasattr(value, "aval") else jnp.asarray(value)
+        return Tile(array, Sharding.replicated(jnp.ndim(array), self.place.num_devices), jnp.shape(array))

@@ -1,0 +1,6 @@
+"""The operators, one file per family; importing this package registers them all."""
+
+from gshard.rules import contraction, control, layout, order, pointwise, reduction
+from gshard.rules.registry import RULES, Rule
+
+__all__ = ["RULES", "Rule", "contraction", "control", "layout", "order", "pointwise", "reduction"]

@@ -1,0 +1,148 @@
+"""Einsum (section 3.3.2): `dot_general` in all its cases.
+
+Batch dims that agree cost nothing. Split contracting dims leave partial sums, for an AllReduce or
+a ReduceScatter. Operands that disagree are gathered or exchanged, whichever sends less; and where
+a gathered operand would not fit in memory, its tiles go round in a loop of CollectivePermutes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.extend.core import primitives as p
+
+from gshard import collectives, reshard
+from gshard.combine import combine, mask_for
+from gshard.rules.registry import Context, Factor, Factors, Rule, bind_local, register
+from gshard.sharding import Sharding, Split
+from gshard.strategy import Assignment, choose, run, shard_dims
+from gshard.tile import Tile, byte_size
+
+
+def dot_factors(eqn: JaxprEqn) -> Factors:
+    """Batch dims `b`, contracting dims `k`, and the dims that one operand has alone."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
+    lhs: list[str] = [f"l{i}" for i in range(len(eqn.invars[0].aval.shape))]
+    rhs: list[str] = [f"r{i}" for i in range(len(eqn.invars[1].aval.shape))]
+    for kind, ls, rs in [("b", lhs_batch, rhs_batch), ("k", lhs_contract, rhs_contract)]:
+        for i, (l, r) in enumerate(zip(ls, rs, strict=True)):
+            lhs[l] = rhs[r] = f"{kind}{i}"
+    batch = [f"b{i}" for i in range(len(lhs_batch))]
+    out = batch + [f for f in lhs if f[0] == "l"] + [f for f in rhs if f[0] == "r"]
+    contracted = [f"k{i}" for i in range(len(lhs_contract))]
+    return Factors.of(eqn, [lhs, rhs], [out], dict.fromkeys(contracted, "sum"), priority=batch)
+
+
+def partition_dot(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+    """The cheapest split of the factors; in a loop if it gathers more than memory allows."""
+    factors = dot_factors(eqn)
+    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets)
+    for which, tile in enumerate(tiles):
+        around = _too_large(ctx, factors, chosen, which, tile)
+        if around:
+            return [_in_a_loop(ctx, eqn, factors, chosen, which, around, tiles, targets[0])]
+    return run(ctx, eqn, _RULE, factors, chosen, tiles, targets)
+
+
+def _too_large(
+    ctx: Context, factors: Factors, chosen: Assignment, which: int, tile: Tile
+) -> tuple[Factor, Split] | None:
+    """The factor along which an operand would have to be gathered beyond the memory limit."""
+    wanted = shard_dims(factors.operands[which], chosen, factors, tile.sharding.num_devices)
+    if byte_size(wanted.local_shape(tile.shape), tile.array.dtype) <= ctx.memory_limit:
+        return None
+    gathered = [
+        (dim[0], split)
+        for dim, split, new in zip(factors.operands[which], tile.sharding.splits, wanted.splits, strict=True)
+        if split and new is None
+    ]
+    return gathered[0] if len(gathered) == 1 else None
+
+
+def _in_a_loop(
+    ctx: Context,
+    eqn: JaxprEqn,
+    factors: Factors,
+    chosen: Assignment,
+    which: int,
+    around: tuple[Factor, Split],
+    tiles: list[Tile],
+    target: Sharding,
+) -> Tile:
+    """Cannon's way: one operand's tiles pass through every device, each meets its slice there.
+
+    No device ever holds the whole operand. The loop runs once per tile and sends all but one.
+    """
+    place = ctx.place
+    factor, split = around
+    reason = f"{eqn.primitive.name}: operand of {_mib(tiles[which])} exceeds the memory limit"
+    ready = []
+    for number, (tile, dims) in enumerate(zip(tiles, factors.operands, strict=True)):
+        wanted = shard_dims(dims, chosen, factors, target.num_devices)
+        if number == which:
+            wanted = wanted.replace(dims.index((factor,)), split)
+        tile = ctx.reshard(tile, wanted, f"operand of {eqn.primitive.name}")
+        ready.append(mask_for(place, tile, dims, factors))
+    moving, still = ready[which], ready[1 - which]
+    rows = moving.array.shape[factors.operands[which].index((factor,))]
+    still_dims, out_dims = factors.operands[1 - which], factors.results[0]
+    slice_dim = still_dims.index((factor,)) if (factor,) in still_dims else None
+    write_dim = out_dims.index((factor,)) if (factor,) in out_dims else None
+    out_sharding = shard_dims(out_dims, chosen, factors, target.num_devices)
+    shape = tuple(eqn.outvars[0].aval.shape)
+    local = list(out_sharding.local_shape(shape))
+    other = still.array
+    if slice_dim is not None:
+        other = _pad_to(other, slice_dim, rows * split.tiles)
+    if write_dim is not None:
+        local[write_dim] = rows * split.tiles
+
+    def meet(number: jax.Array, visitor: jax.Array, total: jax.Array) -> jax.Array:
+        partner = other
+        if slice_dim is not None:
+            partner = lax.dynamic_slice_in_dim(other, number * rows, rows, slice_dim)
+        pair = [Tile(visitor, moving.sharding, moving.shape), Tile(partner, still.sharding, still.shape)]
+        (part,) = bind_local(ctx, eqn, pair if which == 0 else pair[::-1], [])
+        if write_dim is None:
+            return total + part
+        return lax.dynamic_update_slice_in_dim(total, part, number * rows, write_dim)
+
+    ring = _ring(moving.sharding, factors.operands[which].index((factor,)))
+    first = place.coord(split)
+
+    def step(i, carry):
+        visitor, total = carry
+        total = meet((first + i) % split.tiles, visitor, total)
+        return collectives.collective_permute(place, visitor, ring, reason), total
+
+    total = jnp.zeros(local, eqn.outvars[0].aval.dtype)
+    visitor, total = lax.fori_loop(0, split.tiles - 1, step, (moving.array, total))
+    total = meet((first + split.tiles - 1) % split.tiles, visitor, total)
+    if write_dim is not None:
+        total = lax.slice_in_dim(total, 0, out_sharding.local_shape(shape)[write_dim], axis=write_dim)
+    reduced = {f: s for f, s in chosen.items() if s and f in factors.reduced}
+    done = Tile(total, out_sharding, shape)
+    return combine(place, done, reduced, factors.reduced, target, eqn.primitive.name)
+
+
+def _ring(sharding: Sharding, dim: int) -> list[tuple[int, int]]:
+    """Everyone passes its tile to the holder of the tile before it along `dim`."""
+    devices = np.moveaxis(sharding.devices, dim, 0)
+    return list(zip(devices.ravel().tolist(), np.roll(devices, 1, axis=0).ravel().tolist(), strict=True))
+
+
+def _pad_to(x: jax.Array, dim: int, size: int) -> jax.Array:
+    return jnp.pad(x, [(0, size - x.shape[d] if d == dim else 0) for d in range(x.ndim)])
+
+
+def _mib(tile: Tile) -> str:
+    return f"{math.prod(tile.shape) * tile.array.dtype.itemsize / 2**20:.3g} MiB"
+
+
+_RULE = Rule(dot_factors, partition=partition_dot, doc="batch dims free; contracting dims by AllReduce or ReduceScatter")
+register(_RULE, p.dot_general_p)

@@ -1,0 +1,197 @@
+"""Loops and branches: the bodies are partitioned like any program, one sharding per carried value.
+
+Propagation treats a loop as one: the value that goes in, the value that the body sees, the one it
+returns and the one that comes out share their splits (`links`). Whatever still differs is resharded
+at the border where it differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import primitives as p
+
+from gshard.rules.registry import Context, Factors, Rule, register
+from gshard.sharding import Sharding
+from gshard.tile import Tile
+
+Link = tuple[Any, Any, int]  # two atoms with the same dims; the first has `int` more in front
+
+
+def bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
+    """The programs inside an equation."""
+    params = eqn.params
+    if eqn.primitive is p.scan_p:
+        return [params["jaxpr"]]
+    if eqn.primitive is p.while_p:
+        return [params["cond_jaxpr"], params["body_jaxpr"]]
+    if eqn.primitive is p.cond_p:
+        return list(params["branches"])
+    return []
+
+
+def links(eqn: JaxprEqn) -> Iterator[Link]:
+    """Pairs of variables, outside and inside of the bodies, that should be split alike."""
+    params = eqn.params
+    if eqn.primitive is p.scan_p:
+        yield from _scan_links(eqn)
+    elif eqn.primitive is p.while_p:
+        cond, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
+        n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+        carried = eqn.invars[n_cond + n_body :]
+        yield from _alike(eqn.invars[:n_cond], cond.invars)
+        yield from _alike(eqn.invars[n_cond : n_cond + n_body], body.invars)
+        yield from _alike(body.invars[n_body:], body.outvars)
+        yield from _alike(carried, body.invars[n_body:])
+        yield from _alike(body.invars[n_body:], eqn.outvars)
+        yield from _alike(body.invars[n_body:], cond.invars[n_cond:])
+    elif eqn.primitive is p.cond_p:
+        for branch in params["branches"]:
+            yield from _alike(eqn.invars[1:], branch.jaxpr.invars)
+            yield from _alike(eqn.outvars, branch.jaxpr.outvars)
+
+
+def _scan_links(eqn: JaxprEqn) -> Iterator[Link]:
+    body = eqn.params["jaxpr"].jaxpr
+    consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    inside = body.invars[consts : consts + carry]
+    yield from _alike(inside, body.outvars)
+    yield from _alike(eqn.invars[: consts + carry], body.invars)
+    yield from _alike(inside, eqn.outvars)
+    yield from _alike(eqn.invars[consts + carry :], body.invars[consts + carry :], 1)
+    yield from _alike(eqn.outvars[carry:], body.outvars[carry:], 1)
+
+
+def _alike(outside: Sequence[Any], inside: Sequence[Any], more: int = 0) -> Iterator[Link]:
+    for a, b in zip(outside, inside, strict=False):
+        yield a, b, more
+
+
+def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+    params = eqn.params
+    closed, body = params["jaxpr"], params["jaxpr"].jaxpr
+    n_consts, n_carry = params["num_consts"], params["num_carry"]
+    reason = "operand of scan"
+    wanted = [ctx.sharding(v) for v in body.invars]
+    ready = [
+        ctx.reshard(t, w if i < n_consts + n_carry else _stacked(w), reason)
+        for i, (t, w) in enumerate(zip(tiles, wanted, strict=True))
+    ]
+    consts, carry, xs = ready[:n_consts], ready[n_consts : n_consts + n_carry], ready[n_consts + n_carry :]
+    made: list[Tile] = []
+
+    def step(carried, slices):
+        inner = ctx.inner()
+        arguments = [
+            *consts,
+            *(Tile(a, t.sharding, t.shape) for a, t in zip(carried, carry, strict=True)),
+            *(Tile(a, w, t.shape[1:]) for a, w, t in zip(slices, wanted[n_consts + n_carry :], xs, strict=True)),
+        ]
+        results = inner.run_body(closed, arguments)
+        after = [
+            inner.reshard(r, c.sharding, "carried value of scan")
+            for r, c in zip(results[:n_carry], carry, strict=True)
+        ]
+        made[:] = results[n_carry:]
+        return [t.array for t in after], [t.array for t in made]
+
+    last, stacked = lax.scan(
+        step,
+        [t.array for t in carry],
+        [t.array for t in xs],
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    finished = [Tile(a, t.sharding, t.shape) for a, t in zip(last, carry, strict=True)]
+    return finished + [
+        Tile(a, _stacked(t.sharding), (params["length"], *t.shape))
+        for a, t in zip(stacked, made, strict=True)
+    ]
+
+
+def _stacked(sharding: Sharding) -> Sharding:
+    """The sharding of a stack of such tensors: the loop runs over a dim that is whole."""
+    return Sharding((None, *sharding.splits), sharding.num_devices)
+
+
+def _while(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+    params = eqn.params
+    cond, body = params["cond_jaxpr"], params["body_jaxpr"]
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    reason = "operand of while"
+    wanted = [
+        *(ctx.sharding(v) for v in cond.jaxpr.invars[:n_cond]),
+        *(ctx.sharding(v) for v in body.jaxpr.invars),
+    ]
+    ready = [ctx.reshard(t, w, reason) for t, w in zip(tiles, wanted, strict=True)]
+    cond_consts, body_consts, carry = ready[:n_cond], ready[n_cond : n_cond + n_body], ready[n_cond + n_body :]
+
+    def carried(arrays) -> list[Tile]:
+        return [Tile(a, t.sharding, t.shape) for a, t in zip(arrays, carry, strict=True)]
+
+    def go_on(arrays):
+        inner = ctx.inner()
+        inputs = [
+            inner.reshard(t, ctx.sharding(v), "condition of while")
+            for t, v in zip(carried(arrays), cond.jaxpr.invars[n_cond:], strict=True)
+        ]
+        (again,) = inner.run_body(cond, [*cond_consts, *inputs])
+        # Every device has to take the same decision, or their collectives would not meet.
+        return inner.reshard(again, Sharding.replicated(0, again.sharding.num_devices), reason).array
+
+    def step(arrays):
+        inner = ctx.inner()
+        results = inner.run_body(body, [*body_consts, *carried(arrays)])
+        return [
+            inner.reshard(r, c.sharding, "carried value of while").array
+            for r, c in zip(results, carry, strict=True)
+        ]
+
+    return carried(lax.while_loop(go_on, step, [t.array for t in carry]))
+
+
+def _cond(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+    index, *operands = tiles
+    arguments = [t.array for t in operands]
+
+    def branch(closed):
+        def call(*arrays):
+            inner = ctx.inner()
+            inputs = [
+                inner.reshard(Tile(a, t.sharding, t.shape), ctx.sharding(v), "operand of cond")
+                for a, t, v in zip(arrays, operands, closed.jaxpr.invars, strict=True)
+            ]
+            results = inner.run_body(closed, inputs)
+            return [
+                inner.reshard(r, target, "result of cond").array
+                for r, target in zip(results, targets, strict=True)
+            ]
+
+        return call
+
+    whole = ctx.reshard(index, Sharding.replicated(0, index.sharding.num_devices), "index of cond")
+    arrays = lax.switch(
+        whole.array.astype(jnp.int32), [branch(b) for b in eqn.params["branches"]], *arguments
+    )
+    return [
+        Tile(a, t, tuple(v.aval.shape)) for a, t, v in zip(arrays, targets, eqn.outvars, strict=True)
+    ]
+
+
+def _no_factors(eqn: JaxprEqn) -> Factors:
+    """Control flow has no factors of its own: `links` join its variables."""
+    return Factors(
+        tuple(((),) * len(a.aval.shape) for a in eqn.invars),
+        tuple(((),) * len(v.aval.shape) for v in eqn.outvars),
+        {},
+    )
+
+
+register(Rule(_no_factors, partition=_scan, doc="as its body; the dim it runs over is gathered"), p.scan_p)
+register(Rule(_no_factors, partition=_while, doc="as its body"), p.while_p)
+register(Rule(_no_factors, partition=_cond, doc="as its branches"), p.cond_p)

@@ -1,0 +1,143 @@
+"""Operators that rearrange dims without computing: splits travel with the data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.extend.core import primitives as p
+
+from gshard.rules.registry import Context, Dim, Factors, Rule, Shape, register
+from gshard.sharding import Sharding
+from gshard.tile import Tile
+
+
+def transpose_factors(eqn: JaxprEqn) -> Factors:
+    """Dims change places."""
+    names = [f"d{i}" for i in range(len(eqn.invars[0].aval.shape))]
+    return Factors.of(eqn, [names], [[names[i] for i in eqn.params["permutation"]]])
+
+
+def broadcast_factors(eqn: JaxprEqn) -> Factors:
+    """New dims are free to be split; a dim of size 1 that grows is held whole."""
+    shape = eqn.outvars[0].aval.shape
+    names = [f"d{i}" for i in range(len(shape))]
+    operand = [
+        names[to] if n == shape[to] else None
+        for n, to in zip(eqn.invars[0].aval.shape, eqn.params["broadcast_dimensions"], strict=True)
+    ]
+    return Factors.of(eqn, [operand], [names])
+
+
+def _broadcast_local(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]):
+    return [lax.broadcast_in_dim(tiles[0].array, shapes[0], eqn.params["broadcast_dimensions"])]
+
+
+def squeeze_factors(eqn: JaxprEqn) -> Factors:
+    """Dims of size 1 go."""
+    gone = eqn.params["dimensions"]
+    names = [None if d in gone else f"d{d}" for d in range(len(eqn.invars[0].aval.shape))]
+    return Factors.of(eqn, [names], [[n for n in names if n is not None]])
+
+
+def reshape_factors(eqn: JaxprEqn) -> Factors:
+    """Dims as products of the factors that both shapes have in common.
+
+    [12, 5] -> [3, 20] has the factors 3, 4, 5: the operand's dims are (3 4)(5), the result's
+    (3)(4 5). Where the sizes share no factors ([6, 4] -> [8, 3], after the common 2), the rest
+    of the dims has to be whole.
+    """
+    sizes: dict[str, int] = {}
+    whole: set[str] = set()
+
+    def factor(size: int, splittable: bool = True) -> str:
+        name = f"f{len(sizes)}"
+        sizes[name] = size
+        if not splittable:
+            whole.add(name)
+        return name
+
+    sides = [list(eqn.invars[0].aval.shape), list(eqn.outvars[0].aval.shape)]
+    dims: list[list[list[str]]] = [[[] for _ in side] for side in sides]
+    if 0 in sides[0]:
+        for side, found in zip(sides, dims, strict=True):
+            for number, size in enumerate(side):
+                found[number].append(factor(size, splittable=False))
+    else:
+        _match(sides, dims, factor)
+    operand, result = (tuple(tuple(d) for d in side) for side in dims)
+    return Factors((operand,), (result,), sizes, whole=frozenset(whole))
+
+
+def _match(sides: list[list[int]], dims: list[list[list[str]]], factor) -> None:
+    """Walk both shapes from the major end, taking off what the current dims have in common."""
+    at, left = [0, 0], [1, 1]  # the current dim on either side, and what is left of its size
+    while True:
+        for s in range(2):
+            while left[s] == 1 and at[s] < len(sides[s]):
+                left[s] = sides[s][at[s]]
+                if left[s] == 1:  # corresponds to nothing on the other side
+                    dims[s][at[s]].append(factor(1, splittable=False))
+                    at[s] += 1
+        if left == [1, 1]:
+            return
+        common = math.gcd(*left)
+        if common > 1:
+            name = factor(common)
+            for s in range(2):
+                dims[s][at[s]].append(name)
+        else:  # these dims mix: take dims until the products agree, and leave them whole
+            taken = [1, 1]
+            while taken[0] != taken[1] or taken[0] == 1:
+                s = 0 if taken[0] <= taken[1] else 1
+                size = left[s] if taken[s] == 1 else sides[s][at[s]]
+                dims[s][at[s]].append(factor(size, splittable=False))
+                taken[s] *= size
+                at[s] += 1
+            left = [1, 1]
+            continue
+        for s in range(2):
+            left[s] //= common
+            at[s] += left[s] == 1
+
+
+def _reshape_local(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]):
+    return [lax.reshape(tiles[0].array, shapes[0])]
+
+
+def iota_factors(eqn: JaxprEqn) -> Factors:
+    """Made in place, under any split."""
+    return Factors.of(eqn, [], [[f"d{i}" for i in range(len(eqn.outvars[0].aval.shape))]])
+
+
+def _iota(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+    dtype, dim = eqn.params["dtype"], eqn.params["dimension"]
+    shape = tuple(eqn.outvars[0].aval.shape)
+    local = lax.broadcasted_iota(dtype, targets[0].local_shape(shape), dim)
+    tile = Tile(local, targets[0], shape)
+    offset = tile.offset(ctx.place, dim)
+    if isinstance(offset, int) and offset == 0:
+        return [tile]
+    return [Tile(local + jnp.asarray(offset, dtype), targets[0], shape)]
+
+
+def bitcast_factors(eqn: JaxprEqn) -> Factors:
+    """Leading dims are free; a dim that takes in or gives up bytes is whole."""
+    rank = min(len(a.aval.shape) for a in (eqn.invars[0], eqn.outvars[0]))
+    return Factors.of(
+        eqn,
+        [[f"d{i}" if i < rank else None for i in range(len(eqn.invars[0].aval.shape))]],
+        [[f"d{i}" if i < rank else None for i in range(len(eqn.outvars[0].aval.shape))]],
+    )
+
+
+register(Rule(transpose_factors, local=lambda ctx, eqn, tiles, shapes: [lax.transpose(tiles[0].array, eqn.params["permutation"])], level=0, doc="every dim is free"), p.transpose_p)
+register(Rule(broadcast_factors, local=_broadcast_local, level=0, doc="every dim is free"), p.broadcast_in_dim_p)
+register(Rule(squeeze_factors, level=0, doc="every dim is free"), p.squeeze_p)
+register(Rule(reshape_factors, local=_reshape_local, level=0, doc="free where the dims' factors divide; uneven splits shift rows between neighbours"), p.reshape_p)
+register(Rule(iota_factors, partition=_iota, level=0, doc="every dim is free"), p.iota_p)
+register(Rule(bitcast_factors, level=0, doc="every dim that keeps its size is free"), p.bitcast_convert_type_p)

@@ -1,0 +1,157 @@
+"""Reductions: a kept dim is free, a reduced one leaves partial results to combine."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
+from jax.extend.core import primitives as p
+
+from gshard import collectives
+from gshard.combine import identity, reducing_groups, sortable
+from gshard.rules.registry import Context, Factors, Rule, bind_local, register
+from gshard.sharding import Sharding
+from gshard.strategy import choose, shard_dims
+from gshard.tile import Tile
+
+
+def reduce_factors(eqn: JaxprEqn, kind: str) -> Factors:
+    """Reduced dims are `k`, kept dims pass through; init values are scalars."""
+    axes = eqn.params.get("axes", eqn.params.get("dimensions"))
+    rank = len(eqn.invars[0].aval.shape)
+    names = [f"k{d}" if d in axes else f"d{d}" for d in range(rank)]
+    kept = [n for n in names if n[0] == "d"]
+    operands = [names if len(a.aval.shape) == rank else [] for a in eqn.invars]
+    reduced = {n: kind for n in names if n[0] == "k"}
+    return Factors.of(eqn, operands, [kept] * len(eqn.outvars), reduced)
+
+
+_KINDS = {
+    p.reduce_sum_p: "sum",
+    p.reduce_max_p: "max",
+    p.reduce_min_p: "min",
+    p.reduce_prod_p: "prod",
+    p.reduce_and_p: "and",
+    p.reduce_or_p: "or",
+    p.reduce_xor_p: "xor",
+}
+
+
+def _partition_custom(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding], prepare, finish
+) -> list[Tile]:
+    """Choose splits as for a maximum, reduce locally with `prepare`, combine with `finish`."""
+    factors = reduce_factors(eqn, "max")
+    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets)
+    ready = [
+        ctx.reshard(t, shard_dims(dims, chosen, factors, t.sharding.num_devices), f"operand of {eqn.primitive.name}")
+        for t, dims in zip(tiles, factors.operands, strict=True)
+    ]
+    here = shard_dims(factors.results[0], chosen, factors, targets[0].num_devices)
+    reduced = tuple(chosen[f] for f in factors.reduced if chosen[f])
+    if not reduced:
+        arrays = bind_local(ctx, eqn, ready, [])
+    else:
+        arrays = finish(prepare(ready), reducing_groups(ctx.place, here, reduced))
+    return [Tile(a, here, tuple(v.aval.shape)) for a, v in zip(arrays, eqn.outvars, strict=True)]
+
+
+def _arg_reduce(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+    """argmax, argmin: reduce values, then the first index at which the winner stands."""
+    kind = "max" if eqn.primitive is p.argmax_p else "min"
+    (dim,) = eqn.params["axes"]
+    index_dtype = eqn.params["index_dtype"]
+
+    def prepare(ready):
+        (tile,) = ready
+        masked = tile.masked(ctx.place, identity(kind, tile.array.dtype), [dim])
+        (local,) = bind_local(ctx, eqn, [masked], [])
+        value = jnp.take_along_axis(masked.array, jnp.expand_dims(local, dim), axis=dim)
+        return jnp.squeeze(value, dim), local + jnp.asarray(tile.offset(ctx.place, dim), index_dtype)
+
+    def finish(parts, groups):
+        value, index = parts
+        reason = f"{eqn.primitive.name}: winners of {len(groups[0])} devices"
+        keys, _ = sortable(value, kind)
+        best = collectives.all_reduce(ctx.place, keys, groups, kind, reason)
+        none = jnp.asarray(jnp.iinfo(index_dtype).max, index_dtype)
+        mine = jnp.where(keys == best, index, none)
+        return [collectives.all_reduce(ctx.place, mine, groups, "min", reason)]
+
+    return _partition_custom(ctx, eqn, tiles, targets, prepare, finish)
+
+
+def _generic_reduce(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+    """`reduce` with any computation: padding has no identity to be masked with, so it is flagged.
+
+    Elements become pairs (is there one?, value), for which (False, anything) is the identity. The
+    init value takes part once, at the end.
+    """
+    count = len(eqn.outvars)
+    dims = tuple(eqn.params["dimensions"])
+    compute = jaxpr_as_fun(eqn.params["jaxpr"])
+
+    def paired(a, b):
+        both = compute(*a[1:], *b[1:])
+        has = a[0] | b[0]
+        values = [
+            jnp.where(a[0] & b[0], c, jnp.where(a[0], x, y))
+            for c, x, y in zip(both, a[1:], b[1:], strict=True)
+        ]
+        return (has, *values)
+
+    def fold(flags, values, inits, over):
+        nothing = (jnp.asarray(False), *inits)
+        return lax.reduce((flags, *values), nothing, paired, over)
+
+    def prepare(ready):
+        values, inits = ready[:count], ready[count:]
+        flags = functools.reduce(
+            jnp.logical_and,
+            [~values[0].is_padding(ctx.place, d) for d in values[0].padded_dims() if d in dims],
+            jnp.ones(values[0].array.shape, bool),
+        )
+        return fold(flags, [v.array for v in values], [i.array for i in inits], dims), inits
+
+    def finish(parts, groups):
+        folded, inits = parts
+        reason = f"{eqn.primitive.name}: partial results of {len(groups[0])} devices"
+        gathered = [
+            collectives.all_gather(ctx.place, part[None], 0, groups, reason) for part in folded
+        ]
+        scalars = [i.array for i in inits]
+        has, *values = fold(gathered[0], gathered[1:], scalars, (0,))
+        starts = [jnp.broadcast_to(s, v.shape) for s, v in zip(scalars, values, strict=True)]
+        _, *results = paired((jnp.ones_like(has), *starts), (has, *values))
+        return results
+
+    return _partition_custom(ctx, eqn, tiles, targets, prepare, finish)
+
+
+def _register() -> None:
+    for primitive, kind in _KINDS.items():
+        doc = "kept dims free; reduced dims by AllReduce"
+        register(Rule(functools.partial(reduce_factors, kind=kind), doc=doc), primitive)
+    register(
+        Rule(
+            functools.partial(reduce_factors, kind="max"),
+            partition=_arg_reduce,
+            doc="kept dims free; the reduced dim by two AllReduces, of the winners and their indices",
+        ),
+        p.argmax_p,
+        p.argmin_p,
+    )
+    register(
+        Rule(
+            functools.partial(reduce_factors, kind="max"),
+            partition=_generic_reduce,
+            doc="kept dims free; reduced dims by AllGather of the partial results",
+        ),
+        p.reduce_p,
+    )
+
+
+_register()
