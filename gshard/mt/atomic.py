@@ -38,7 +38,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `path`, replacing what was there, when the block ends well."""
+    """A temporary folder that becomes `path`, in place of an old one, when the block ends well."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=path.parent))
     try:

@@ -9,42 +9,15 @@ from __future__ import annotations
 
 import functools
 import re
+import tomllib
+from importlib import resources
 
-# Withdrawn codes, codes of individual languages inside a macrolanguage, and plain mistakes.
-_ALIASES = dict(
-    pair.split("=")
-    for pair in """
-    iw=he in=id ji=yi no=nb tl=fil gug=gn kmr=ku cmn=zh swh=sw mo=ro jp=ja cz=cs dk=da gr=el ua=uk
-    sp=es ike=iu zlm=ms arb=ar pes=fa plt=mg khk=mn azj=az lvs=lv ekk=et als=sq npi=ne ory=or
-    ydd=yi ber=kab sh=sr scc=sr
-    """.split()
+_TABLES = tomllib.loads(
+    (resources.files("gshard.mt") / "languages.toml").read_text(encoding="utf-8")
 )
-
-# ISO 639-3 (and a few 639-2/B) to 639-1.
-_TWO_LETTERS = dict(
-    pair.split("=")
-    for pair in """
-    deu=de fra=fr spa=es ita=it por=pt rus=ru pol=pl nld=nl swe=sv dan=da fin=fi hun=hu ces=cs
-    slk=sk slv=sl hrv=hr srp=sr bul=bg ron=ro ell=el tur=tr ukr=uk bel=be lit=lt lav=lv est=et
-    heb=he ara=ar fas=fa hin=hi ben=bn tam=ta tel=te mal=ml kan=kn mar=mr guj=gu pan=pa urd=ur
-    nep=ne sin=si tha=th vie=vi ind=id msa=ms jpn=ja kor=ko zho=zh cat=ca eus=eu glg=gl gle=ga
-    gla=gd cym=cy bre=br isl=is mkd=mk sqi=sq kat=ka hye=hy aze=az kaz=kk uzb=uz kir=ky tgk=tg
-    tuk=tk mon=mn khm=km lao=lo mya=my amh=am swa=sw zul=zu xho=xh afr=af yor=yo ibo=ig hau=ha
-    som=so epo=eo lat=la oci=oc fao=fo ltz=lb mlt=mt bos=bs nno=nn nob=nb nor=nb jav=jv sun=su
-    tgl=fil ori=or asm=as san=sa snd=sd pus=ps kur=ku uig=ug tat=tt bod=bo dzo=dz div=dv tir=ti
-    orm=om kin=rw run=rn nya=ny sna=sn sot=st tsn=tn tso=ts ssw=ss ven=ve nbl=nr wol=wo lin=ln
-    lug=lg mlg=mg mri=mi smo=sm ton=to fij=fj hat=ht que=qu aym=ay grn=gn cos=co srd=sc fry=fy
-    wln=wa ido=io ina=ia kal=kl sme=se chv=cv bak=ba oss=os che=ce abk=ab glv=gv cor=kw ewe=ee
-    aka=ak bam=bm ful=ff kik=ki lub=lu iku=iu sag=sg tah=ty roh=rm yid=yi
-    """.split()
-)
-
-# Names that are no language to translate from: English itself, placeholders of tools, and
-# invented languages whose catalogs are jokes.
-_NO_LANGUAGE = frozenset(
-    "c posix root xx x templates qps und mul zxx test en eng tlh jbo qqq".split()
-)
-
+_NO_LANGUAGE = frozenset(_TABLES["no_language"].split())
+_ALIASES: dict[str, str] = dict(pair.split("=") for pair in _TABLES["aliases"].split())
+_TWO_LETTERS: dict[str, str] = dict(pair.split("=") for pair in _TABLES["two_letters"].split())
 _TRADITIONAL = frozenset(("tw", "hk", "mo", "hant"))
 _CODE = re.compile(r"[a-z]{2,3}")
 
@@ -79,7 +52,7 @@ _FOLDER = re.compile(
 
 
 def language_of_path(path: str) -> str | None:
-    """The language of a catalog file, from its folder (`de/LC_MESSAGES/`) or its name (`app_de.qm`)."""
+    """The language of a catalog, from its folder (`de/LC_MESSAGES/`) or its name (`app_de.qm`)."""
     path = path.replace("\\", "/")
     for pattern in (_LC_MESSAGES, _RESOURCE):
         if match := pattern.search(path):
