@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import lzma
 import re
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -30,7 +32,7 @@ _BATCH = 25  # Debian packages a call of apt-get: few enough for a lively progre
 
 @dataclass(frozen=True)
 class Fetched:
-    """What a package's stamp says: the version that came, its licence, and the archive's checksum."""
+    """What a package's stamp says: the version that came, its licence, its archive's checksum."""
 
     client: str
     name: str
@@ -94,14 +96,9 @@ def _pip(wanted: _Wanted, folder: Path) -> _Outcomes:
     for package, source in wanted:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as scratch:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-            command += [
-                "--disable-pip-version-check",
-                "--only-binary=:all:",
-                *source.arguments,
-                "--dest",
-                scratch,
-            ]
-            yield package, _one(command + [package.requirement], package, source, folder, scratch)
+            command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", scratch]
+            command += [*source.arguments, package.requirement]
+            yield package, _one(command, package, source, folder, scratch)
 
 
 def _npm(wanted: _Wanted, folder: Path) -> _Outcomes:
@@ -233,7 +230,16 @@ def _decompressed(path: Path) -> bytes:
         return stream.read()
 
 
-# ---------------------------------------------------------------- archives
+# What a damaged archive makes the standard library raise.
+BROKEN = (
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    zlib.error,
+    lzma.LZMAError,
+    EOFError,
+    ValueError,
+    NotImplementedError,
+)
 
 
 def unpack(archive: Path, package: Package, source: Source, folder: Path) -> Fetched:
@@ -287,9 +293,9 @@ def members(archive: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
     if archive.suffix == ".deb":
         command = ["dpkg-deb", "--fsys-tarfile", str(archive)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        tar = tarfile.open(fileobj=process.stdout, mode="r|")
+        tar = tarfile.open(fileobj=process.stdout, mode="r|")  # noqa: SIM115
     else:
-        tar = tarfile.open(archive, mode="r|*")
+        tar = tarfile.open(archive, mode="r|*")  # noqa: SIM115
     try:
         with tar:
             for member in tar:

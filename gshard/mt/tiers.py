@@ -18,8 +18,20 @@ from gshard.mt.errors import UserError, nearest
 
 CLIENTS = ("pip", "apt", "npm", "apt-descriptions")
 FORMATS = (
-    "catalogs json ini php js properties mozilla pak descriptions html html-ids docbook mallard"
-).split()
+    "catalogs",
+    "json",
+    "ini",
+    "php",
+    "js",
+    "properties",
+    "mozilla",
+    "pak",
+    "descriptions",
+    "html",
+    "html-ids",
+    "docbook",
+    "mallard",
+)
 
 
 @dataclass(frozen=True)
@@ -190,6 +202,6 @@ def _check(entry: dict[str, Any], known: set[str], where: str) -> None:
             raise UserError(f"{where}: no setting {key!r}{nearest(key, known)}")
 
 
-def _choice(value: str, known: tuple[str, ...] | list[str], where: str) -> None:
+def _choice(value: str, known: tuple[str, ...], where: str) -> None:
     if value not in known:
         raise UserError(f"{where} {value!r} is none of {', '.join(known)}{nearest(value, known)}")
