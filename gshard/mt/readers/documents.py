@@ -18,16 +18,50 @@ from lxml import html as lxml_html
 
 Block = tuple[str, str]  # (element, text)
 
-_HTML_BLOCKS = frozenset("p li dt dd h1 h2 h3 h4 h5 h6 td th caption".split())
-_HTML_SKIP = frozenset("script style head pre".split())
+_HTML_BLOCKS = frozenset(
+    ("p", "li", "dt", "dd", "h1", "h2", "h3", "h4", "h5", "h6", "td", "th", "caption")
+)
+_HTML_SKIP = frozenset(("script", "style", "head", "pre"))
 _XML_BLOCKS = frozenset(
-    "p para simpara title term desc screeninfo phrase cite subtitle entry member td glossterm".split()
+    (
+        "p",
+        "para",
+        "simpara",
+        "title",
+        "term",
+        "desc",
+        "screeninfo",
+        "phrase",
+        "cite",
+        "subtitle",
+        "entry",
+        "member",
+        "td",
+        "glossterm",
+    )
 )
 _XML_SKIP = frozenset(
-    "credit legalnotice author copyright othercredit authorgroup revhistory date releaseinfo "
-    "keywordset license years name email screen programlisting indexterm".split()
+    (
+        "credit",
+        "legalnotice",
+        "author",
+        "copyright",
+        "othercredit",
+        "authorgroup",
+        "revhistory",
+        "date",
+        "releaseinfo",
+        "keywordset",
+        "license",
+        "years",
+        "name",
+        "email",
+        "screen",
+        "programlisting",
+        "indexterm",
+    )
 )
-_HEADINGS = frozenset("h1 h2 h3 h4 title".split())
+_HEADINGS = frozenset(("h1", "h2", "h3", "h4", "title"))
 
 # An entity whose text this file does not define (a key's name, a licence notice). A block with
 # one has a gap that only the documentation system could fill, and is dropped.
@@ -49,9 +83,9 @@ def html_ids(data: bytes) -> dict[str, str]:
     found: dict[str, str] = {}
     for element in _parse_html(data).iter("p", "h1", "h2", "h3", "h4", "h5", "title"):
         name = element.get("id", "")
-        if name.startswith(("par_id", "hd_id", "tit")) and "code" not in element.get("class", ""):
-            if text := _text(element):
-                found.setdefault(name, text)
+        is_text = "code" not in element.get("class", "")
+        if is_text and name.startswith(("par_id", "hd_id", "tit")) and (text := _text(element)):
+            found.setdefault(name, text)
     return found
 
 

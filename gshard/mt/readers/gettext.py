@@ -7,6 +7,7 @@ objects for thirty million messages.
 
 from __future__ import annotations
 
+import contextlib
 import gettext
 import re
 import struct
@@ -49,10 +50,8 @@ def plural_pairs(
         return
     one, five = 0, len(forms) - 1
     if rule:
-        try:
+        with contextlib.suppress(ValueError, ZeroDivisionError, OverflowError):
             one, five = rule(1), rule(5)
-        except (ValueError, ZeroDivisionError, OverflowError):
-            pass
     if one != five and 0 <= one < len(forms):
         yield singular, forms[one]
     if 0 <= five < len(forms):

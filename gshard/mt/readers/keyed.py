@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import struct
@@ -38,9 +39,12 @@ def read_properties(data: bytes) -> Messages:
     for line in data.decode("utf-8", "replace").replace("\\\n", "").splitlines():
         match = _PROPERTY.match(line)
         if match and not _SHORTCUT.search(match[1]):
-            unescape: Callable[[re.Match[str]], str] = lambda m: chr(int(m[1], 16))  # noqa: E731
-            messages[match[1]] = re.sub(r"\\u([0-9a-fA-F]{4})", unescape, match[2])
+            messages[match[1]] = re.sub(r"\\u([0-9a-fA-F]{4})", _character, match[2])
     return messages
+
+
+def _character(match: re.Match[str]) -> str:
+    return chr(int(match[1], 16))
 
 
 _ENTITY = re.compile(r"<!ENTITY\s+([\w.\-]+)\s+(?:\"([^\"]*)\"|'([^']*)')\s*>")
@@ -119,7 +123,7 @@ def read_pak(data: bytes) -> Messages:
         raise ValueError(f"version {version} of resource packs is unknown")
     index = [struct.unpack_from("<HI", data, start + 6 * i) for i in range(count + 1)]
     messages = {}
-    for (resource, begin), (_, end) in zip(index, index[1:], strict=False):
+    for (resource, begin), (_, end) in itertools.pairwise(index):
         raw = data[begin:end]
         if raw[:2] in (b"\x1e\x9b", b"\x1f\x8b"):  # compressed pages, not messages
             continue
@@ -201,7 +205,7 @@ def read_descriptions(data: bytes) -> Messages:
 
 
 def plain_wikitext(text: str) -> str:
-    """A MediaWiki message with links, plurals, grammar and emphasis unwrapped; "" if some remain."""
+    """A MediaWiki message with links, plurals and emphasis unwrapped; "" if templates remain."""
     flags = re.I
     for _ in range(3):  # templates nest
         text = re.sub(r"\{\{\s*PLURAL\s*:[^|{}]*\|([^{}]*)\}\}", _last_form, text, flags=flags)

@@ -28,7 +28,8 @@ def read_qm(data: bytes) -> Iterator[tuple[str, str]]:
 
 
 def _messages(data: bytes) -> Iterator[tuple[str, str]]:
-    english, translations = "", []
+    english = ""
+    translations: list[str] = []
     position = 0
     while position < len(data):
         tag = data[position]
