@@ -32,12 +32,12 @@ _PARAGRAPH = re.compile(r"\n\s*\n")
 _ITEM = re.compile(r"\s*(?:[-*•]|\d+[.)]|\w+:)\s")
 _BULLET = re.compile(r"^[-*•]\s+")
 _CONTEXT = re.compile(r"^[\w @:,./-]{1,40}\|(?=\S)")
-_CJK_ACCELERATOR = re.compile(r"\s*[(（\[][&_~][A-Za-z0-9.][)）\]]")
+_CJK_ACCELERATOR = re.compile(r"\s*[(（\[][&_~][A-Za-z0-9.][)）\]]")  # noqa: RUF001
 _AMPERSAND = re.compile(r"&(?=[^\s&;=\d])(?![a-z]{2,6};)")
 _UNDERSCORE_NAME = re.compile(r"[A-Za-z0-9]_[a-z0-9]+[_.]|\w/_|%\w*_")
-_ENGLISH_SENTENCE = re.compile(r"(?<=[a-z0-9)\"”’\]][.!?])\s+(?=[\"“(A-Z])")
+_ENGLISH_SENTENCE = re.compile(r"(?<=[a-z0-9)\"”’\]][.!?])\s+(?=[\"“(A-Z])")  # noqa: RUF001
 _OTHER_SENTENCE = re.compile(
-    r"(?:(?<=[^\W_][.!?؟।۔։።])|(?<=[)\"”’»\]][.!?؟।۔։።]))\s+|(?<=[。！？])\s*(?=\S)"
+    r"(?:(?<=[^\W_][.!?؟।۔։።])|(?<=[)\"”’»\]][.!?؟।۔։።]))\s+|(?<=[。！？])\s*(?=\S)"  # noqa: RUF001
 )
 
 
@@ -116,7 +116,7 @@ def _tag_names(text: str) -> Counter[str]:
 
 
 def strip_accelerators(english: str, text: str, kind: str) -> Pair:
-    """Both sides without the marks of keyboard accelerators: `_File`, `&File`, `~File`, `文件(&F)`."""
+    """Both sides without keyboard accelerators: `_File`, `&File`, `~File` and `文件(&F)`."""
     if kind not in ("message", "menu"):
         return english, text
     english, text = _CJK_ACCELERATOR.sub("", english), _CJK_ACCELERATOR.sub("", text)

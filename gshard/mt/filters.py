@@ -30,7 +30,7 @@ _MARK = re.compile(r"[%${@_\[]")  # without one of these there is no placeholder
 _URL = re.compile(r"(?:https?://|www\.)\S+")
 _ASCII_LETTER = re.compile(r"[A-Za-z]")
 _SPACE = re.compile(r"\s")
-_WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)?")
+_WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)?")  # noqa: RUF001
 _IDENTIFIER = re.compile(
     r"""
       [A-Za-z0-9]+(?:[_.:\\\#|=]+[A-Za-z0-9]+)+[:.]?   # net.http, MAX_SIZE, a=b
@@ -55,9 +55,9 @@ _USAGE = re.compile(r"^\s*usage:", re.I)
 # A missing cross-reference or image: a space stands before the stop, or brackets are empty.
 _GAP = re.compile(r"(?<=[^\W\d_]) (?:[.,;](?=\s|$)|\(\s*\))")
 _GAP_OTHER = re.compile(r"(?<=[^\W\d_]) [.,](?=\s|$)")
-_FUNCTION_WORDS = frozenset(
-    "the and with this that you your are from can which will have has been should must when there "
-    "if of to is".split()
+_FUNCTION_WORDS = re.compile(
+    r"(?:the|and|with|this|that|you|your|are|from|can|which|will|have|has|been|should|must|when"
+    r"|there|if|of|to|is)"
 )
 # Characters a character: Chinese, Japanese and Korean say as much in a third of them.
 _DENSE = frozenset(("zh", "zh_Hant", "ja", "ko", "yue", "lzh", "wuu", "gan"))
@@ -140,4 +140,6 @@ def _english_left(language: str, english: str, bare: str) -> bool:
     theirs = {word.lower() for word in _WORD.findall(english)}
     if sum(word in theirs for word in mine) >= 0.75 * len(mine):
         return True
-    return len(mine) >= 5 and sum(word in _FUNCTION_WORDS for word in mine) >= 0.3 * len(mine)
+    return len(mine) >= 5 and sum(
+        bool(_FUNCTION_WORDS.fullmatch(word)) for word in mine
+    ) >= 0.3 * len(mine)

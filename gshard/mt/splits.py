@@ -24,7 +24,7 @@ MIN_WORDS, MAX_WORDS = 5, 40  # of a held-out sentence
 MAX_VARIANTS = 4
 
 _NOT_LETTERS = re.compile(r"[\W\d_]+")
-_LIGHT = re.compile(r"[\s.:…!?,;\"“”'’*。：]+")
+_LIGHT = re.compile(r"[\s.:…!?,;\"“”'’*。：]+")  # noqa: RUF001
 
 
 class Row(NamedTuple):
