@@ -118,7 +118,8 @@ def _read(plan: Plan, jobs: list[units.Job], progress: Progress) -> list[units.R
 def _weight(job: units.Job) -> int:
     if job.own is not None:
         return sum(path.stat().st_size for path in job.own.paths)
-    assert job.unit is not None and job.packages is not None
+    assert job.unit is not None
+    assert job.packages is not None
     stamps = [fetch.fetched(package, job.packages) for package in job.unit.packages]
     return sum(stamp.bytes for stamp in stamps if stamp)
 

@@ -25,7 +25,9 @@ from gshard.mt.tree import Tree
 CLEANING = 1  # to be raised when readers or filters change what comes out
 _ROWS = 200_000  # in memory at a time
 _KEY = b"gshard"
-SCHEMA = pa.schema([(name, pa.string()) for name in "language source english origin split".split()])
+SCHEMA = pa.schema(
+    [(name, pa.string()) for name in ("language", "source", "english", "origin", "split")]
+)
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ def _rows(job: Job, dropped: Counter[str], report: readers.Report) -> Iterator[C
             else:
                 dropped["empty"] += 1
         return
-    assert job.unit is not None and job.packages is not None
+    assert job.unit is not None
+    assert job.packages is not None
     there = [p for p in job.unit.packages if fetch.fetched(p, job.packages)]
     tree = Tree({package.name: job.packages / package.id for package in there})
     once: set[tuple[str, str, str]] = set()  # catalogs repeat each other within a package
