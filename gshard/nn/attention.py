@@ -20,14 +20,14 @@ from gshard.nn.layers import dropout, init_weight
 class KeysValues(NamedTuple):
     """What a query attends to."""
 
-    k_BLND: Array
-    v_BLNU: Array
+    keys: Array  # [B, L, N, D]
+    values: Array  # [B, L, N, U]
 
     def write(self, new: KeysValues, index: Array) -> KeysValues:
         """Put `new` at position `index` of the buffers."""
         return KeysValues(
-            jax.lax.dynamic_update_slice_in_dim(self.k_BLND, new.k_BLND, index, axis=1),
-            jax.lax.dynamic_update_slice_in_dim(self.v_BLNU, new.v_BLNU, index, axis=1),
+            jax.lax.dynamic_update_slice_in_dim(self.keys, new.keys, index, axis=1),
+            jax.lax.dynamic_update_slice_in_dim(self.values, new.values, index, axis=1),
         )
 
 
@@ -71,11 +71,11 @@ class Attention(eqx.Module):
         q_BTND = jnp.einsum("BTM,MND->BTND", x_BTM, self.wq.astype(dtype))
         q_BTND = q_BTND * jnp.asarray(q_BTND.shape[-1] ** -0.5, dtype)
         scores_BNTL = jnp.einsum(
-            "BTND,BLND->BNTL", q_BTND, memory.k_BLND, preferred_element_type=jnp.float32
+            "BTND,BLND->BNTL", q_BTND, memory.keys, preferred_element_type=jnp.float32
         )
         scores_BNTL = jnp.where(mask_BTL[:, None], scores_BNTL, -1e9)
         probs_BNTL = dropout(jax.nn.softmax(scores_BNTL).astype(dtype), rate, key)
-        out_BTNU = jnp.einsum("BNTL,BLNU->BTNU", probs_BNTL, memory.v_BLNU)
+        out_BTNU = jnp.einsum("BNTL,BLNU->BTNU", probs_BNTL, memory.values)
         return jnp.einsum("BTNU,NUM->BTM", out_BTNU, self.wo.astype(dtype))
 
 

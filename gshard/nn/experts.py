@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from gshard.nn.gating import GatingConfig, RouterMetrics, Routing, route
+from gshard.nn.gating import PAPER_GATING, GatingConfig, RouterMetrics, Routing, route
 from gshard.nn.layers import init_weight
-from gshard.nn.strategy import Strategy
+from gshard.nn.strategy import ONE_DEVICE, Strategy
 
 Dispatch = Literal["einsum", "index"]
 
@@ -56,7 +56,7 @@ class MoE(eqx.Module):
         hidden_dim: int,
         dtype: str,
         key: Array,
-        config: GatingConfig = GatingConfig(),
+        config: GatingConfig = PAPER_GATING,
         groups: int | None = None,
         dispatch: Dispatch = "einsum",
     ):
@@ -72,7 +72,7 @@ class MoE(eqx.Module):
         x_BLM: Array,
         mask_BL: Array,
         key: Array | None = None,
-        strategy: Strategy = Strategy(),
+        strategy: Strategy = ONE_DEVICE,
         *,
         dropless: bool = False,
     ) -> tuple[Array, RouterMetrics]:
@@ -103,7 +103,7 @@ class MoE(eqx.Module):
 
 def one_hots(routing: Routing, weight_KGS: Array, E: int, C: int) -> Array:
     """The [G, S, E, C] tensor with a token's weight at its expert and slot, and 0 elsewhere."""
-    choices = zip(routing.expert_KGS, routing.slot_KGS, weight_KGS, strict=True)
+    choices = zip(routing.expert, routing.slot, weight_KGS, strict=True)
     dtype = weight_KGS.dtype
     return sum(
         jax.nn.one_hot(expert_GS, E, dtype=dtype)[..., :, None]
@@ -114,14 +114,14 @@ def one_hots(routing: Routing, weight_KGS: Array, E: int, C: int) -> Array:
 
 def dispatch_einsum(routing: Routing, x_GSM: Array, E: int, C: int) -> Array:
     """Move tokens to their experts by the paper's einsum with the dispatch mask."""
-    mask_GSEC = one_hots(routing, routing.kept_KGS.astype(x_GSM.dtype), E, C)
+    mask_GSEC = one_hots(routing, routing.kept.astype(x_GSM.dtype), E, C)
     return jnp.einsum("GSEC,GSM->EGCM", mask_GSEC, x_GSM)
 
 
 def combine_einsum(routing: Routing, y_GECM: Array) -> Array:
     """Bring results back by the paper's einsum with the combine weights."""
     E, C = y_GECM.shape[1:3]
-    combine_GSEC = one_hots(routing, routing.weight_KGS.astype(y_GECM.dtype), E, C)
+    combine_GSEC = one_hots(routing, routing.weight.astype(y_GECM.dtype), E, C)
     return jnp.einsum("GSEC,GECM->GSM", combine_GSEC, y_GECM)
 
 
@@ -140,16 +140,16 @@ def dispatch_index(routing: Routing, x_GSM: Array, E: int, C: int) -> Array:
 def combine_index(routing: Routing, y_GECM: Array) -> Array:
     """Bring results back by looking up, for each token, the slots that it has."""
     G, E, C, M = y_GECM.shape
-    K, _, S = routing.expert_KGS.shape
+    K, _, S = routing.expert.shape
     slots_GKS = _flat_slots(routing, E, C)
     y_GKSM = _take(y_GECM.reshape(G, E * C, M), slots_GKS.reshape(G, K * S)).reshape(G, K, S, M)
-    return jnp.einsum("KGS,GKSM->GSM", routing.weight_KGS.astype(y_GECM.dtype), y_GKSM)
+    return jnp.einsum("KGS,GKSM->GSM", routing.weight.astype(y_GECM.dtype), y_GKSM)
 
 
 def _flat_slots(routing: Routing, E: int, C: int) -> Array:
     """Each choice's row in its group's [E * C] slots; one past the end where it is not kept."""
-    flat_KGS = routing.expert_KGS * C + routing.slot_KGS
-    return jnp.where(routing.kept_KGS, flat_KGS, E * C).swapaxes(0, 1)
+    flat_KGS = routing.expert * C + routing.slot
+    return jnp.where(routing.kept, flat_KGS, E * C).swapaxes(0, 1)
 
 
 def _take(rows_GRM: Array, index_GX: Array) -> Array:

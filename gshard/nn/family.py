@@ -52,7 +52,7 @@ class Model:
     def batch(self) -> Batch:
         """The shapes of one batch."""
         tokens = jax.ShapeDtypeStruct((self.batch_tokens // self.length, self.length), jnp.int32)
-        return Batch(*[tokens] * len(Batch._fields))
+        return Batch(*[tokens] * len(Batch._fields))  # type: ignore[arg-type]
 
     def replace(self, **config: object) -> Model:
         """The same model with other settings of its config."""

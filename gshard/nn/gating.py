@@ -46,16 +46,19 @@ class GatingConfig:
         return min(tokens, max(int(tokens * factor / experts), self.min_capacity))
 
 
+PAPER_GATING = GatingConfig()
+
+
 class Routing(NamedTuple):
     """Where each token goes: its k-th choice of expert, the slot there, and its combine weight.
 
     A choice that is not `kept` (padding, rejected at random, over capacity) has weight 0.
     """
 
-    expert_KGS: Array
-    slot_KGS: Array
-    weight_KGS: Array
-    kept_KGS: Array
+    expert: Array  # all [K, G, S]
+    slot: Array
+    weight: Array
+    kept: Array
 
 
 class RouterMetrics(NamedTuple):
@@ -73,7 +76,7 @@ class RouterMetrics(NamedTuple):
     tokens_0: Array  # share of tokens with no expert: only the residual passes them on
     tokens_1: Array
     tokens_2: Array
-    load_E: Array  # share of all taken slots that each expert has; sums to 1
+    load: Array  # share of all taken slots that each expert has; sums to 1
     entropy: Array  # mean entropy of the gates, in nats
     dead_experts: Array  # how many experts got no token at all
 
@@ -212,7 +215,7 @@ def _metrics(
         tokens_0=none / tokens,
         tokens_1=one / tokens,
         tokens_2=two / tokens,
-        load_E=load_E / jnp.maximum(jnp.sum(load_E), 1.0),
+        load=load_E / jnp.maximum(jnp.sum(load_E), 1.0),
         entropy=entropy / tokens,
         dead_experts=jnp.sum(load_E == 0).astype(jnp.float32),
     )

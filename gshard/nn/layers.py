@@ -51,6 +51,7 @@ class LayerNorm(eqx.Module):
         self.bias = jnp.zeros((model_dim,), dtype)
 
     def __call__(self, x_BLM: Array) -> Array:
+        """Mean 0 and variance 1 over the last dim, then scale and bias."""
         x = x_BLM.astype(jnp.float32)
         x = x - jnp.mean(x, axis=-1, keepdims=True)
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
@@ -69,6 +70,7 @@ class FeedForward(eqx.Module):
         self.wo = init_weight(key_out, (hidden_dim, model_dim), hidden_dim, dtype)
 
     def __call__(self, x_BLM: Array) -> Array:
+        """The layer at every position."""
         h_BLH = jax.nn.relu(jnp.einsum("BLM,MH->BLH", x_BLM, self.wi.astype(x_BLM.dtype)))
         return jnp.einsum("BLH,HM->BLM", h_BLH, self.wo.astype(x_BLM.dtype))
 

@@ -15,7 +15,7 @@ import equinox as eqx
 import jax
 from jax import Array
 
-from gshard.nn.strategy import Strategy
+from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Batch, Remat, Transformer
 
 
@@ -37,7 +37,7 @@ def step_memory(
     model: Transformer,
     opt_state: Any,
     batch: Batch,
-    strategy: Strategy = Strategy(),
+    strategy: Strategy = ONE_DEVICE,
     remat: Remat = "none",
 ) -> StepMemory:
     """The memory of a training step under `remat`; arrays may be given by their shapes alone.
@@ -62,7 +62,7 @@ def step_memory(
 
 
 def choose_remat(
-    model: Transformer, opt_state: Any, batch: Batch, strategy: Strategy = Strategy()
+    model: Transformer, opt_state: Any, batch: Batch, strategy: Strategy = ONE_DEVICE
 ) -> Remat:
     """`model.config.remat`, or for a budget in bytes the cheapest setting that fits in it."""
     remat = model.config.remat

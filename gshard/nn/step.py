@@ -11,7 +11,7 @@ from jax import Array
 
 from gshard.nn.gating import RouterMetrics
 from gshard.nn.remat import choose_remat
-from gshard.nn.strategy import Strategy
+from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Batch, ModelMetrics, Remat, Transformer, TransformerConfig
 
 
@@ -40,7 +40,7 @@ def init_state(
     config: TransformerConfig,
     optimizer: optax.GradientTransformation,
     key: Array,
-    strategy: Strategy = Strategy(),
+    strategy: Strategy = ONE_DEVICE,
 ) -> TrainState:
     """A fresh model and its optimizer state, annotated like the step's."""
     model = strategy.weights(Transformer(config, key), stacked=1)
@@ -54,7 +54,7 @@ def train_step(
     key: Array,
     *,
     optimizer: optax.GradientTransformation,
-    strategy: Strategy = Strategy(),
+    strategy: Strategy = ONE_DEVICE,
     label_smoothing: float = 0.0,
 ) -> tuple[TrainState, StepMetrics]:
     """One update from one batch.
@@ -80,7 +80,7 @@ def train_step(
     return TrainState(model, opt_state, state.step + 1), metrics
 
 
-def eval_step(model: Transformer, batch: Batch, *, strategy: Strategy = Strategy()) -> StepMetrics:
+def eval_step(model: Transformer, batch: Batch, *, strategy: Strategy = ONE_DEVICE) -> StepMetrics:
     """The losses on a batch with nothing random and the capacity of evaluation."""
     model = strategy.weights(model, stacked=1)
     return loss(model, jax.tree.map(strategy.groups, batch), None, strategy)[1]
@@ -90,7 +90,7 @@ def loss(
     model: Transformer,
     batch: Batch,
     key: Array | None = None,
-    strategy: Strategy = Strategy(),
+    strategy: Strategy = ONE_DEVICE,
     label_smoothing: float = 0.0,
     remat: Remat | None = None,
 ) -> tuple[Array, StepMetrics]:

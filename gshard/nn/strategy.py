@@ -137,6 +137,9 @@ class Strategy:
         return shard(x, grid.reshape(tiles))
 
 
+ONE_DEVICE = Strategy()
+
+
 def _names(path: Any) -> tuple[str, ...]:
     """The attribute names along a path in a tree of modules."""
     return tuple(k.name for k in path if hasattr(k, "name"))

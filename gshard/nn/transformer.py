@@ -18,10 +18,9 @@ from jax import Array
 
 from gshard.nn.attention import Attention, KeysValues, segment_mask
 from gshard.nn.experts import Dispatch, MoE
-from gshard.nn.gating import GatingConfig, RouterMetrics
+from gshard.nn.gating import PAPER_GATING, GatingConfig, RouterMetrics
 from gshard.nn.layers import Embedding, FeedForward, LayerNorm, dropout, split_key
-from gshard.nn.strategy import Strategy
-
+from gshard.nn.strategy import ONE_DEVICE, Strategy
 
 Remat = Literal["none", "layer"]
 
@@ -48,7 +47,7 @@ class TransformerConfig:
     experts: int = 0
     expert_hidden_dim: int | None = None
     groups: int | None = None
-    gating: GatingConfig = GatingConfig()
+    gating: GatingConfig = PAPER_GATING
     dispatch: Dispatch = "einsum"
     input_dropout: float = 0.1
     residual_dropout: float = 0.1
@@ -140,7 +139,7 @@ class Layer(eqx.Module):
         masks: Masks,
         memory_BLM: Array | None = None,
         key: Array | None = None,
-        strategy: Strategy = Strategy(),
+        strategy: Strategy = ONE_DEVICE,
         cache: LayerCache | None = None,
         index: Array | int = 0,
     ) -> tuple[Array, LayerCache | None, RouterMetrics | None]:
@@ -152,24 +151,24 @@ class Layer(eqx.Module):
         if cache is not None:
             own = cache.own.write(own, jnp.asarray(index))
             cache = LayerCache(own, cache.cross)
-        y_BTM = self.self_attention(h_BTM, own, masks.own_BTL, c.attention_dropout, keys[0])
+        y_BTM = self.self_attention(h_BTM, own, masks.own, c.attention_dropout, keys[0])
         x_BTM = x_BTM + dropout(y_BTM, c.residual_dropout, keys[1])
 
         if self.cross_attention is not None and self.cross_norm is not None:
+            assert masks.cross is not None
             if cache is not None:
                 cross = cache.cross
             else:
+                assert memory_BLM is not None
                 cross = self.cross_attention.keys_values(memory_BLM)
             h_BTM = self.cross_norm(x_BTM)
-            y_BTM = self.cross_attention(
-                h_BTM, cross, masks.cross_BTL, c.attention_dropout, keys[2]
-            )
+            y_BTM = self.cross_attention(h_BTM, cross, masks.cross, c.attention_dropout, keys[2])
             x_BTM = x_BTM + dropout(y_BTM, c.residual_dropout, keys[3])
 
         h_BTM, metrics = self.feed_forward_norm(x_BTM), None
         if self.moe is not None:
             dropless = cache is not None
-            y_BTM, metrics = self.moe(h_BTM, masks.real_BT, keys[4], strategy, dropless=dropless)
+            y_BTM, metrics = self.moe(h_BTM, masks.real, keys[4], strategy, dropless=dropless)
         elif self.feed_forward is not None:
             y_BTM = self.feed_forward(h_BTM)
         return x_BTM + dropout(y_BTM, c.residual_dropout, keys[5]), cache, metrics
@@ -178,9 +177,9 @@ class Layer(eqx.Module):
 class Masks(NamedTuple):
     """Which tokens are real, and what each may attend to."""
 
-    real_BT: Array
-    own_BTL: Array
-    cross_BTL: Array | None = None
+    real: Array  # [B, T]
+    own: Array  # [B, T, L]
+    cross: Array | None = None
 
 
 class Pair(eqx.Module):
@@ -200,7 +199,7 @@ class Pair(eqx.Module):
         masks: Masks,
         memory_BLM: Array | None = None,
         key: Array | None = None,
-        strategy: Strategy = Strategy(),
+        strategy: Strategy = ONE_DEVICE,
         cache: PairCache | None = None,
         index: Array | int = 0,
     ) -> tuple[Array, PairCache | None, RouterMetrics | None]:
@@ -253,7 +252,7 @@ class Transformer(eqx.Module):
         self,
         batch: Batch,
         key: Array | None = None,
-        strategy: Strategy = Strategy(),
+        strategy: Strategy = ONE_DEVICE,
         remat: Remat | None = None,
     ) -> tuple[Array, ModelMetrics]:
         """The logits of every target token, and the routers' metrics; training if there is a key.
@@ -282,7 +281,7 @@ class Transformer(eqx.Module):
         segments_BL: Array,
         positions_BL: Array,
         key: Array | None = None,
-        strategy: Strategy = Strategy(),
+        strategy: Strategy = ONE_DEVICE,
         remat: Remat | None = None,
     ) -> tuple[Array, RouterMetrics | None]:
         """What the decoder attends to."""
@@ -317,7 +316,7 @@ class Transformer(eqx.Module):
         index: Array | int,
         mask_BKL: Array,
         source_mask_BL: Array,
-        strategy: Strategy = Strategy(),
+        strategy: Strategy = ONE_DEVICE,
     ) -> tuple[Array, PairCache]:
         """The logits after `tokens_BK`, K at once, which stand at `index` onwards of the cache.
 
@@ -332,7 +331,7 @@ class Transformer(eqx.Module):
         real_BK = jnp.ones(tokens_BK.shape, bool)
         masks = Masks(real_BK, mask_BKL.astype(bool), source_mask_BKL)
 
-        def body(x_BKM: Array, layer: tuple[Pair, PairCache]) -> tuple[Array, PairCache | None]:
+        def body(x_BKM: Array, layer: tuple[Pair, PairCache]) -> tuple[Array, Any]:
             pair, cached = layer
             pair = strategy.weights(pair)
             x_BKM, cached_now, _ = pair(
@@ -354,10 +353,10 @@ class Transformer(eqx.Module):
         remat: Remat | None,
     ) -> tuple[Array, RouterMetrics | None]:
         """Run a stack of pairs; the metrics come back with the MoE layers in dim 0."""
-        remat = remat or self.config.remat
-        if isinstance(remat, int) and key is not None:
+        setting = remat or self.config.remat
+        if isinstance(setting, int) and key is not None:
             raise ValueError(
-                f"remat={remat} is a memory budget: choose_remat turns it into 'none' or 'layer' "
+                f"remat={setting} is a memory budget: choose_remat turns it into 'none' or 'layer' "
                 "for given shapes and devices; train_step does so by itself"
             )
         pairs = jax.tree.leaves(stack)[0].shape[0]
@@ -372,7 +371,7 @@ class Transformer(eqx.Module):
             return x_BTM, metrics
 
         run: Callable[..., Any] = body
-        if remat == "layer":
+        if setting == "layer":
             run = jax.checkpoint(body)
         return jax.lax.scan(run, x_BTM, (stack, keys))
 

@@ -8,18 +8,17 @@ from hypothesis import strategies as st
 
 from gshard.nn.gating import GatingConfig, route
 
-
 CONFIGS = [GatingConfig(), GatingConfig(second_expert="all"), GatingConfig(top_k=1)]
 jit_route = jax.jit(route, static_argnums=2)  # the capacity stays dynamic: fewer compilations
 
 
 def scattered(routing, values_KGS, E, C):
     """The values at [group, token, expert, slot], by a loop."""
-    K, G, S = routing.expert_KGS.shape
+    K, G, S = routing.expert.shape
     out = np.zeros((G, S, E, C))
     for k, g, s in np.ndindex(K, G, S):
-        if routing.kept_KGS[k, g, s]:
-            out[g, s, routing.expert_KGS[k, g, s], routing.slot_KGS[k, g, s]] += values_KGS[k, g, s]
+        if routing.kept[k, g, s]:
+            out[g, s, routing.expert[k, g, s], routing.slot[k, g, s]] += values_KGS[k, g, s]
     return out
 
 
@@ -69,10 +68,10 @@ def test_equals_the_papers_loop(problem):
         load += count
         if real[g].any():
             auxes.append(aux * E * E)
-    got = scattered(routing, routing.weight_KGS, E, capacity)
+    got = scattered(routing, routing.weight, E, capacity)
     np.testing.assert_allclose(got, expected, rtol=1e-6)
-    np.testing.assert_array_equal(routing.kept_KGS.sum(0), taken_GS)
-    assert (routing.weight_KGS[~routing.kept_KGS] == 0).all()
+    np.testing.assert_array_equal(routing.kept.sum(0), taken_GS)
+    assert (routing.weight[~routing.kept] == 0).all()
 
     n = max(real.sum(), 1)
     np.testing.assert_allclose(metrics.aux_loss, np.mean(auxes) if auxes else 0.0, rtol=1e-5)
@@ -80,7 +79,7 @@ def test_equals_the_papers_loop(problem):
     np.testing.assert_allclose(metrics.overflow_second, totals[1] / max(totals[3], 1), rtol=1e-6)
     for k, got_share in enumerate([metrics.tokens_0, metrics.tokens_1, metrics.tokens_2]):
         np.testing.assert_allclose(got_share, (taken_GS[real] == k).sum() / n, rtol=1e-6)
-    np.testing.assert_allclose(metrics.load_E, load / max(load.sum(), 1), rtol=1e-6)
+    np.testing.assert_allclose(metrics.load, load / max(load.sum(), 1), rtol=1e-6)
     assert metrics.dead_experts == (load == 0).sum()
 
 
@@ -88,7 +87,7 @@ def test_slots_are_shared_by_nobody_and_bounded():
     key = jax.random.key(0)
     logits = np.random.default_rng(0).normal(size=(4, 64, 8)) * 3
     routing, _ = jit_route(logits, 9, GatingConfig(second_expert="all"), key)
-    mask = scattered(routing, routing.kept_KGS, 8, 9)
+    mask = scattered(routing, routing.kept, 8, 9)
     assert mask.sum(1).max() == 1
     assert mask.sum((2, 3)).max() == 2
 
@@ -97,19 +96,19 @@ def test_rejected_second_choices_take_no_slot():
     # Token 0 has g2 ~ 0 and is always rejected; token 1 must then get the single slot of expert 1.
     logits = jnp.array([[[40.0, 0.0, -40.0], [0.0, -0.01, -40.0]]])
     routing, _ = jit_route(logits, 1, GatingConfig(), jax.random.key(3))
-    assert not routing.kept_KGS[1, 0, 0]
+    assert not routing.kept[1, 0, 0]
     uniform = jax.random.uniform(jax.random.split(jax.random.key(3))[0], (1, 2))
     assert uniform[0, 1] < 0.99
-    assert routing.kept_KGS[1, 0, 1]
-    assert routing.slot_KGS[1, 0, 1] == 0
+    assert routing.kept[1, 0, 1]
+    assert routing.slot[1, 0, 1] == 0
 
 
 def test_second_choices_queue_behind_kept_first_choices_only():
     # Expert 0: three first choices for two slots. Expert 1: no first choice, so slot 0 is free.
     logits = jnp.array([[[2.0, 1.0, 0.0]] * 3])
     routing, metrics = jit_route(logits, 2, GatingConfig(second_expert="all"))
-    np.testing.assert_array_equal(routing.kept_KGS[:, 0], [[1, 1, 0], [1, 1, 0]])
-    np.testing.assert_array_equal(routing.slot_KGS[1, 0], [0, 1, 2])
+    np.testing.assert_array_equal(routing.kept[:, 0], [[1, 1, 0], [1, 1, 0]])
+    np.testing.assert_array_equal(routing.slot[1, 0], [0, 1, 2])
     np.testing.assert_allclose(metrics.overflow_first, 1 / 3, rtol=1e-6)
     np.testing.assert_allclose(metrics.tokens_0, 1 / 3, rtol=1e-6)
 
@@ -118,7 +117,7 @@ def test_random_policy_keeps_with_probability_twice_g2():
     g2 = 0.2
     logits = jnp.broadcast_to(jnp.log(jnp.array([1 - g2, g2])), (1, 20_000, 2))
     routing, _ = jit_route(logits, 20_000, GatingConfig(), jax.random.key(0))
-    np.testing.assert_allclose(jnp.mean(routing.kept_KGS[1]), 2 * g2, atol=0.015)
+    np.testing.assert_allclose(jnp.mean(routing.kept[1]), 2 * g2, atol=0.015)
 
 
 def test_sampling_policy_draws_from_the_remaining_gates():
@@ -126,10 +125,10 @@ def test_sampling_policy_draws_from_the_remaining_gates():
     logits = jnp.broadcast_to(jnp.log(gates), (1, 20_000, 4))
     config = GatingConfig(second_expert="sampling")
     routing, _ = jit_route(logits, 20_000, config, jax.random.key(0))
-    share = np.bincount(np.asarray(routing.expert_KGS[1, 0]), minlength=4) / 20_000
+    share = np.bincount(np.asarray(routing.expert[1, 0]), minlength=4) / 20_000
     np.testing.assert_allclose(share, [0, 0.6, 0.3, 0.1], atol=0.015)
     without_key, _ = jit_route(logits, 20_000, config)
-    assert (without_key.expert_KGS[1] == 1).all()
+    assert (without_key.expert[1] == 1).all()
 
 
 def test_padding_changes_nothing():
@@ -145,7 +144,7 @@ def test_padding_changes_nothing():
     routing, padded_metrics = jit_route(padded, 5, config, None, mask)
     for got, want in zip(routing, plain, strict=True):
         np.testing.assert_array_equal(got[:, :2, ::2], want)
-    assert not routing.kept_KGS[:, ~mask].any()
+    assert not routing.kept[:, ~mask].any()
     for got, want in zip(padded_metrics, metrics, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5)
 
@@ -198,6 +197,6 @@ def test_router_is_float32_and_deterministic():
     logits = jax.random.normal(jax.random.key(0), (2, 16, 4), jnp.bfloat16)
     one, metrics = jit_route(logits, 4, GatingConfig(), jax.random.key(7))
     two, _ = jax.jit(route, static_argnums=(1, 2))(logits, 4, GatingConfig(), jax.random.key(7))
-    assert one.weight_KGS.dtype == metrics.aux_loss.dtype == jnp.float32
-    np.testing.assert_array_equal(one.kept_KGS, two.kept_KGS)
-    np.testing.assert_array_equal(one.slot_KGS, two.slot_KGS)
+    assert one.weight.dtype == metrics.aux_loss.dtype == jnp.float32
+    np.testing.assert_array_equal(one.kept, two.kept)
+    np.testing.assert_array_equal(one.slot, two.slot)
