@@ -78,7 +78,8 @@ def per_matrix(inner: optax.GradientTransformation) -> optax.GradientTransformat
         )
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        paths, tree = jax.tree_util.tree_flatten_with_path(grads)
+        paths = jax.tree_util.tree_leaves_with_path(grads)
+        tree = jax.tree.structure(grads)
         states = tree.flatten_up_to(state)
         weights = tree.flatten_up_to(params)
         outs = [

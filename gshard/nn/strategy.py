@@ -17,7 +17,7 @@ from jax import Array
 from gshard.annotate import replicate, shard, split
 
 # The dim of a single layer's weight that `tensor` cuts: the hidden dim, or the heads.
-_TENSOR_DIM = {
+_TENSOR_DIM: dict[tuple[str, ...], int] = {
     ("experts", "wi"): 2,
     ("experts", "wo"): 1,
     ("feed_forward", "wi"): 1,
