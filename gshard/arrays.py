@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gshard.sharding import Sharding, Split
+from gshard.tile import garbage
 
 
 class UnevenArray:
@@ -116,7 +117,8 @@ def _stack(value, sharding: Sharding):
     shape = value.shape
     local, padded = sharding.local_shape(shape), sharding.padded_shape(shape)
     numpy = np if isinstance(value, np.ndarray) else jnp
-    value = numpy.pad(value, [(0, b - a) for a, b in zip(shape, padded, strict=True)])
+    pads = [(0, b - a) for a, b in zip(shape, padded, strict=True)]
+    value = numpy.pad(value, pads, constant_values=numpy.asarray(garbage(value.dtype)))
     rank = len(shape)
     sides = value.reshape([n for t, l in zip(sharding.tiles, local, strict=True) for n in (t, l)])
     grid = sides.transpose([2 * d for d in range(rank)] + [2 * d + 1 for d in range(rank)])

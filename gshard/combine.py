@@ -18,7 +18,7 @@ from gshard import collectives, reshard
 from gshard.collectives import Place
 from gshard.rules.registry import Dim, Factor, Factors
 from gshard.sharding import Sharding, Split, compatible
-from gshard.tile import Tile
+from gshard.tile import Tile, itemsize_of
 
 
 def identity(kind: str, dtype) -> jax.Array:
@@ -95,7 +95,7 @@ def combine_cost(
         return reshard.cost(here, target, aval.shape, aval.dtype)
     (kind,) = {kinds[f] for f in reduced}
     size = math.prod(s.tiles for s in reduced.values())
-    local = math.prod(here.local_shape(aval.shape)) * getattr(aval.dtype, "itemsize", 8)
+    local = math.prod(here.local_shape(aval.shape)) * itemsize_of(aval.dtype)
     scatter = _scatter(here, tuple(reduced.values()), target) if kind == "sum" else None
     if scatter:
         rest = reshard.cost(scatter.result, target, aval.shape, aval.dtype)

@@ -18,7 +18,7 @@ from jax import lax
 from gshard.collectives import Place, collective_permute
 from gshard.route import route_windows
 from gshard.sharding import Sharding
-from gshard.tile import Tile
+from gshard.tile import Tile, garbage
 
 _MAX_SHIFTS = 6  # neighbours to hear from; beyond that, pieces are routed one by one
 
@@ -88,7 +88,7 @@ def window(
     after = int(max(0, starts.max() + width - x.shape[dim]))
     if before or after:
         pads = [(before, after, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)]
-        x = lax.pad(x, jnp.zeros((), x.dtype), pads)
+        x = lax.pad(x, garbage(x.dtype), pads)
     if width == x.shape[dim]:
         return x
     start = int(starts + before) if starts.ndim == 0 else place.lookup(starts + before)

@@ -33,6 +33,7 @@ from gshard.rules.control import bodies, links
 from gshard.rules.registry import Dim, Factor, Factors, compose, decompose
 from gshard.sharding import Sharding, Split, compatible
 from gshard.source import source_of
+from gshard.tile import itemsize_of
 
 _OPERANDS, _RESULTS = 0, 1
 _BACKWARDS = 2  # the last of the passes
@@ -160,7 +161,7 @@ class _State:
         """For each factor the split that most of its tensors' bytes already have."""
         votes: dict[Factor, dict[Split, float]] = {}
         for atom, names in edge.tensors(sources):
-            weight = math.prod(atom.aval.shape) * getattr(atom.aval.dtype, "itemsize", 8)
+            weight = math.prod(atom.aval.shape) * itemsize_of(atom.aval.dtype)
             for dim, split in zip(names, self.splits[atom], strict=True):
                 for factor, part in decompose(split, dim, edge.factors.sizes).items():
                     if factor not in edge.factors.whole:

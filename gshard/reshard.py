@@ -23,7 +23,7 @@ from gshard import collectives
 from gshard.collectives import Place
 from gshard.route import plan_route, route, route_bytes
 from gshard.sharding import Sharding, Split, compatible
-from gshard.tile import Tile
+from gshard.tile import Tile, itemsize_of, pad_end
 
 STEP_COST = 64  # bytes: what a collective costs before it moves anything, to prefer fewer steps
 MAX_ROUNDS = 8  # permutes that a routed step may take
@@ -82,12 +82,7 @@ def cost(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype) -> f
 
 def plan(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype) -> tuple[Step, ...]:
     """The cheapest steps from `source` to `target`."""
-    itemsize = 8 if jnp.issubdtype(dtype, "O") else _itemsize(dtype)
-    return _plan(source, target, tuple(shape), itemsize)
-
-
-def _itemsize(dtype) -> int:
-    return getattr(np.dtype(dtype), "itemsize", 8) if not hasattr(dtype, "_impl") else 8
+    return _plan(source, target, tuple(shape), itemsize_of(dtype))
 
 
 @functools.lru_cache(maxsize=16384)
@@ -438,8 +433,7 @@ def _resize(x, dim: int, size: int):
     """Cut or pad a dim at its end."""
     if size < x.shape[dim]:
         return lax.slice_in_dim(x, 0, size, axis=dim)
-    pads = [(0, size - x.shape[d] if d == dim else 0) for d in range(x.ndim)]
-    return jnp.pad(x, pads) if not jnp.issubdtype(x.dtype, "O") else x
+    return pad_end(x, dim, size)
 
 
 _RUN = {

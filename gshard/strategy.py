@@ -7,7 +7,6 @@ the time of the local work; the cheapest is taken (section 3.3.2, "Einsum Case S
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from gshard import reshard
 from gshard.combine import combine, combine_cost, mask_for
 from gshard.rules.registry import Context, Dim, Factor, Factors, Rule, compose, decompose
 from gshard.sharding import Sharding, Split, compatible
-from gshard.tile import Tile
+from gshard.tile import Tile, itemsize_of
 
 # What a device could compute or read from its memory while it sends one byte to another.
 FLOPS_PER_BYTE = 512
@@ -156,10 +155,5 @@ def local_work(eqn: JaxprEqn, factors: Factors, chosen: Assignment) -> float:
     touched = 0
     for dims, atom in [*zip(factors.operands, eqn.invars, strict=True), *zip(factors.results, eqn.outvars, strict=True)]:
         local = local_dims(dims, chosen, factors, atom.aval.shape)
-        touched += math.prod(local) * _itemsize(atom.aval.dtype)
+        touched += math.prod(local) * itemsize_of(atom.aval.dtype)
     return touched / MEMORY_PER_BYTE
-
-
-@functools.cache
-def _itemsize(dtype) -> int:
-    return getattr(dtype, "itemsize", 8)

@@ -68,8 +68,25 @@ class Tile:
         return Tile(array, self.sharding, self.shape)
 
 
+def garbage(dtype) -> jax.Array:
+    """What stands in padding that gshard makes itself; anything would do, and tests see to that."""
+    return jnp.zeros((), dtype)
+
+
+def pad_end(x: jax.Array, dim: int, size: int) -> jax.Array:
+    """`x` with garbage added at the end of `dim`, up to `size` rows."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        raw = pad_end(jax.random.key_data(x), dim, size)
+        return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(x))
+    pads = [(0, size - x.shape[d] if d == dim else 0, 0) for d in range(x.ndim)]
+    return lax.pad(x, garbage(x.dtype), pads)
+
+
+def itemsize_of(dtype) -> int:
+    """Bytes of an element; a random key counts as the integers in it."""
+    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else np.dtype(dtype).itemsize
+
+
 def byte_size(shape: tuple[int, ...], dtype) -> int:
-    """Bytes of an array; a random key counts as the integers in it."""
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return 8 * math.prod(shape)
-    return math.prod(shape) * np.dtype(dtype).itemsize
+    """Bytes of an array."""
+    return math.prod(shape) * itemsize_of(dtype)

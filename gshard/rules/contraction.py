@@ -98,7 +98,10 @@ def _in_a_loop(
     local = list(out_sharding.local_shape(shape))
     other = still.array
     if slice_dim is not None:
-        other = _pad_to(other, slice_dim, rows * split.tiles)
+        rest = rows * split.tiles - other.shape[slice_dim]  # met by the visitor's own padding
+        other = lax.pad(
+            other, jnp.zeros((), other.dtype), [(0, rest * (d == slice_dim), 0) for d in range(other.ndim)]
+        )
     if write_dim is not None:
         local[write_dim] = rows * split.tiles
 
@@ -134,10 +137,6 @@ def _ring(sharding: Sharding, dim: int) -> list[tuple[int, int]]:
     """Everyone passes its tile to the holder of the tile before it along `dim`."""
     devices = np.moveaxis(sharding.devices, dim, 0)
     return list(zip(devices.ravel().tolist(), np.roll(devices, 1, axis=0).ravel().tolist(), strict=True))
-
-
-def _pad_to(x: jax.Array, dim: int, size: int) -> jax.Array:
-    return jnp.pad(x, [(0, size - x.shape[d] if d == dim else 0) for d in range(x.ndim)])
 
 
 def _mib(tile: Tile) -> str:

@@ -44,13 +44,19 @@ class Factors:
         results: Sequence[Sequence[Factor | None]],
         reduced: Mapping[Factor, str] | None = None,
         priority: Sequence[Factor] = (),
+        resized: Sequence[Factor] = (),
     ) -> Factors:
-        """Factors of an equation, one or none (None) per dim; sizes are read off the shapes."""
+        """Factors of an equation, one or none (None) per dim; sizes are read off the shapes.
+
+        `resized` factors have different sizes in different tensors (a slice, a strided window): a
+        split travels along them, but the operator needs a partition rule of its own.
+        """
         sizes: dict[Factor, int] = {}
         for names, atom in [*zip(operands, eqn.invars, strict=True), *zip(results, eqn.outvars, strict=True)]:
             for name, n in zip(names, atom.aval.shape, strict=True):
                 if name is not None:
-                    assert sizes.setdefault(name, n) == n, (eqn.primitive, name, sizes, n)
+                    known = sizes.setdefault(name, n)
+                    assert known == n or name in resized, (eqn.primitive, name, known, n)
         return Factors(
             tuple(tuple((f,) if f is not None else () for f in names) for names in operands),
             tuple(tuple((f,) if f is not None else () for f in names) for names in results),

@@ -81,8 +81,10 @@ def _aligned(tree: Tree, reading: Reading, report: Report) -> Iterator[Raw]:
     files: dict[str, dict[str, str]] = {}  # locale -> group -> path
     for path in tree:
         if match := pattern.fullmatch(path):
-            begin, end = match.span("language")
-            group = path[:begin] + path[end:]
+            group = path
+            spans = [match.span(name) for name in match.groupdict()]
+            for begin, end in sorted(spans, reverse=True):
+                group = group[:begin] + group[end:]
             if reading.format == "mozilla":
                 group = keyed.mozilla_key(path)
             files.setdefault(match["language"], {})[group] = path
@@ -108,14 +110,19 @@ def _aligned(tree: Tree, reading: Reading, report: Report) -> Iterator[Raw]:
 
 
 def path_pattern(files: str) -> re.Pattern[str]:
-    """A path pattern as a regular expression: `*` within a folder, `**` across, `{language}`."""
+    """A path pattern as a regular expression.
+
+    `*` stays within a folder and `**` does not; both must agree for two files to belong together.
+    `{language}` and `{any}` may differ.
+    """
     pieces = {
         "**/": "(?:.*/)?",
         "**": ".*",
         "*": "[^/]*",
+        "{any}": "(?P<any>[^/]*)",
         "{language}": r"(?P<language>[A-Za-z]{1,3}(?:[_@-][A-Za-z0-9]+)*)",
     }
-    parts = re.split(r"(\*\*/|\*\*|\*|\{language\})", files)
+    parts = re.split(r"(\*\*/|\*\*|\*|\{any\}|\{language\})", files)
     return re.compile("".join(pieces.get(part) or re.escape(part) for part in parts))
 
 
