@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
@@ -86,5 +87,5 @@ class Partitioner:
 
     def whole(self, value: Any) -> Tile:
         """A constant, which every device has."""
-        array = value if hasattr(value, "aval") else jnp.asarray(value)
+        array = value if isinstance(value, jax.Array) else jnp.asarray(value)
         return Tile(array, Sharding.replicated(jnp.ndim(array), self.place.num_devices), jnp.shape(array))
