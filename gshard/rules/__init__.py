@@ -1,6 +1,16 @@
 """The operators, one file per family; importing this package registers them all."""
 
-from gshard.rules import contraction, control, layout, order, pointwise, reduction
+from gshard.rules import contraction, control, formatting, layout, order, pointwise, reduction
 from gshard.rules.registry import RULES, Rule
 
-__all__ = ["RULES", "Rule", "contraction", "control", "layout", "order", "pointwise", "reduction"]
+__all__ = [
+    "RULES",
+    "Rule",
+    "contraction",
+    "control",
+    "formatting",
+    "layout",
+    "order",
+    "pointwise",
+    "reduction",
+]
