@@ -97,7 +97,8 @@ def choose(
                     options[factor].append(part)
     if all(len(o) <= 1 for o in options.values()):
         agreed = {f: (o[0] if o else None) for f, o in options.items()}
-        if compatible(tuple(agreed.values())) and _fits(agreed, factors, tensors):
+        right = compatible(tuple(agreed.values())) and _composable(agreed, factors)
+        if right and _fits(agreed, factors, tensors):
             return agreed
     best, best_cost = None, math.inf
     for splits in itertools.product(*([*o, None] for o in options.values())):
