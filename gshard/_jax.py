@@ -6,15 +6,40 @@ from jax._src.core import Var
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters.partial_eval import dce_jaxpr
 from jax._src.lax.lax import optimization_barrier_p, split_p, stack_p, tile_p, unstack_p
+from jax._src.lax.slicing import scatter_sub_p
+
+try:
+    from jax._src.random import core as _random
+    from jax._src.random import prng as _prng
+except ImportError:  # modules of an older layout
+    from jax._src import prng as _prng  # type: ignore[no-redef,attr-defined]
+    from jax._src import random as _random  # type: ignore[no-redef,assignment]
+
+gamma_one = _random._gamma_one
+random_clone_p = _random.random_clone_p
+random_unwrap_p = _prng.random_unwrap_p
+random_wrap_p = _prng.random_wrap_p
+
+
+def prng_impl(dtype):
+    """The generator of random keys of this dtype."""
+    return dtype._impl
+
 
 __all__ = [
     "Var",
     "ad",
     "batching",
     "dce_jaxpr",
+    "gamma_one",
     "mlir",
     "optimization_barrier_p",
+    "prng_impl",
+    "random_clone_p",
+    "random_unwrap_p",
+    "random_wrap_p",
     "remat_p",
+    "scatter_sub_p",
     "source_info_util",
     "split_p",
     "stack_p",

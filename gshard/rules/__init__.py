@@ -1,6 +1,16 @@
 """The operators, one file per family; importing this package registers them all."""
 
-from gshard.rules import contraction, control, formatting, layout, order, pointwise, reduction
+from gshard.rules import (
+    contraction,
+    control,
+    formatting,
+    indexing,
+    layout,
+    order,
+    pointwise,
+    random,
+    reduction,
+)
 from gshard.rules.registry import RULES, Rule
 
 __all__ = [
@@ -9,8 +19,10 @@ __all__ = [
     "contraction",
     "control",
     "formatting",
+    "indexing",
     "layout",
     "order",
     "pointwise",
+    "random",
     "reduction",
 ]
