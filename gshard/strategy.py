@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn
 
@@ -85,9 +85,16 @@ def local_dims(dims: Sequence[Dim], chosen: Assignment, factors: Factors, shape)
 
 
 def choose(
-    eqn: JaxprEqn, factors: Factors, shardings: Sequence[Sharding], targets: Sequence[Sharding]
+    eqn: JaxprEqn,
+    factors: Factors,
+    shardings: Sequence[Sharding],
+    targets: Sequence[Sharding],
+    kept: Collection[Factor] = (),
 ) -> Assignment:
-    """The cheapest split of every factor, out of those that operands and results suggest."""
+    """The cheapest split of every factor, out of those that operands and results suggest.
+
+    `kept` factors stay split where any tensor splits them, even if to gather were cheaper.
+    """
     options: dict[Factor, list[Split | None]] = {f: [] for f in factors.sizes}
     tensors = [*zip(factors.operands, shardings, strict=True), *zip(factors.results, targets, strict=True)]
     for dims, sharding in tensors:
@@ -101,14 +108,16 @@ def choose(
         if right and _fits(agreed, factors, tensors):
             return agreed
     best, best_cost = None, math.inf
-    for splits in itertools.product(*([*o, None] for o in options.values())):
+    free = [[*o] if o and f in kept else [*o, None] for f, o in options.items()]
+    for splits in itertools.product(*free):
         candidate = dict(zip(options, splits, strict=True))
         if not compatible(tuple(s for s in splits if s)) or not _composable(candidate, factors):
             continue
         total = _cost(eqn, factors, candidate, shardings, targets, best_cost)
         if total < best_cost:
             best, best_cost = candidate, total
-    assert best is not None
+    if best is None:  # what is to be kept does not fit together
+        return choose(eqn, factors, shardings, targets)
     return best
 
 
