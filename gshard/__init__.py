@@ -4,6 +4,11 @@ from gshard.annotate import replicate, shard, split
 from gshard.arrays import UnevenArray
 from gshard.explain import Collective
 from gshard.jit import Compiled, Lowered, jit
+from gshard.manual import (
+    auto_to_manual_spmd_partition,
+    manual_to_auto_spmd_partition,
+    partition_id,
+)
 from gshard.sharding import Sharding
 
 __all__ = [
@@ -12,7 +17,10 @@ __all__ = [
     "Lowered",
     "Sharding",
     "UnevenArray",
+    "auto_to_manual_spmd_partition",
     "jit",
+    "manual_to_auto_spmd_partition",
+    "partition_id",
     "replicate",
     "shard",
     "split",

@@ -7,6 +7,9 @@ mark is linear: the cotangent of an annotated tensor gets the same annotation.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,6 +90,11 @@ def shard(tensor: Any, device_assignment: Any) -> Any:
     devices as `mesh = np.arange(8).reshape(2, 4)`, `shard(x, mesh[:, :1])` cuts a matrix into two
     row blocks, each copied along a row of the mesh.
     """
+    return _annotate(tensor, as_annotation(tensor, device_assignment))
+
+
+def as_annotation(tensor: Any, device_assignment: Any) -> Annotation:
+    """The annotation that `shard` makes, checked as far as the tensor alone allows."""
     assignment = np.asarray(device_assignment)
     call = f"shard(tensor, device_assignment of shape {assignment.shape})"
     if not np.issubdtype(assignment.dtype, np.integer):
@@ -107,7 +115,7 @@ def shard(tensor: Any, device_assignment: Any) -> Any:
             f"{ids[counts > 1].tolist()} are named more than once"
         )
     flat = tuple(assignment.ravel().tolist())
-    return _annotate(tensor, Annotation(call, assignment.shape, flat))
+    return Annotation(call, assignment.shape, flat)
 
 
 annotate_p = Primitive("annotate")
@@ -115,21 +123,63 @@ annotate_p.def_impl(lambda x, **_: x)
 annotate_p.def_abstract_eval(lambda x, **_: x)
 
 
+@dataclass(frozen=True)
+class Tracing:
+    """What is known while `gshard.jit` traces: the number of devices, and what was annotated how.
+
+    Annotated tensors are kept with their annotations, because they can only be told by identity.
+    """
+
+    num_devices: int
+    annotated: list[tuple[Any, Annotation]]
+
+
+_TRACING: contextvars.ContextVar[Tracing] = contextvars.ContextVar(
+    "gshard_tracing", default=Tracing(1, [])
+)
+
+
+@contextlib.contextmanager
+def tracing_for(num_devices: int) -> Iterator[None]:
+    """While `gshard.jit` traces for `num_devices` devices."""
+    token = _TRACING.set(Tracing(num_devices, []))
+    try:
+        yield
+    finally:
+        _TRACING.reset(token)
+
+
+def devices_of_trace() -> int:
+    """The number of devices that the current trace is for; 1 outside of `gshard.jit`."""
+    return _TRACING.get().num_devices
+
+
+def annotation_of(tensor: Any) -> Annotation | None:
+    """The annotation that this very tensor was given in the current trace."""
+    return next((a for marked, a in _TRACING.get().annotated if marked is tensor), None)
+
+
 def _annotate(tensor: Any, annotation: Annotation) -> Any:
     if not hasattr(tensor, "dtype"):
         tensor = np.asarray(tensor)
-    return annotate_p.bind(tensor, annotation=annotation)
+    marked = annotate_p.bind(tensor, annotation=annotation)
+    if devices_of_trace() > 1:
+        _TRACING.get().annotated.append((marked, annotation))
+    return marked
 
 
-def _batch(args, dims, *, annotation: Annotation):
-    """`vmap` adds a dim on which the user said nothing."""
-    (x,), (dim,) = args, dims
-    widened = replace(
+def widen(annotation: Annotation, dim: int) -> Annotation:
+    """The annotation with another dim, added by `vmap`, on which the user said nothing."""
+    return replace(
         annotation,
         tiles=(*annotation.tiles[:dim], 1, *annotation.tiles[dim:]),
         open_dims=(dim, *(d + (d >= dim) for d in annotation.open_dims)),
     )
-    return annotate_p.bind(x, annotation=widened), dim
+
+
+def _batch(args, dims, *, annotation: Annotation):
+    (x,), (dim,) = args, dims
+    return annotate_p.bind(x, annotation=widen(annotation, dim)), dim
 
 
 ad.deflinear2(annotate_p, lambda ct, _, annotation: [annotate_p.bind(ct, annotation=annotation)])

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gshard.sharding import Sharding, Split
-from gshard.tile import garbage
+from gshard.tile import Tile, garbage
 
 
 class UnevenArray:
@@ -143,9 +143,23 @@ class Port:
         local = self.sharding.local_shape(self.shape)
         return (local[0] * self.sharding.num_devices, *local[1:])
 
+    def enter(self, array: jax.Array) -> Tile:
+        """The tile of this device, inside of the program."""
+        if 0 in self.shape:  # crosses whole: XLA does not split what is empty
+            array = jnp.zeros(self.sharding.local_shape(self.shape), array.dtype)
+        return Tile(array, self.sharding, self.shape)
+
+    def leave(self, tile: Tile) -> jax.Array:
+        """What crosses of a result."""
+        return jnp.zeros(self.shape, tile.array.dtype) if 0 in self.shape else tile.array
+
+    def named(self, mesh: Mesh) -> NamedSharding:
+        """How JAX calls the sharding of the array that crosses."""
+        return NamedSharding(mesh, self.spec)
+
     def put(self, mesh: Mesh, value: Any) -> jax.Array:
         """`value` as the array that crosses; nothing moves if it is in place."""
-        wanted = NamedSharding(mesh, self.spec)
+        wanted = self.named(mesh)
         if isinstance(value, UnevenArray):
             if self.stacked and value.sharding == self.sharding and value.stack.sharding == wanted:
                 return value.stack
@@ -164,7 +178,9 @@ class Port:
 
     def rewrap(self, mesh: Mesh, value: jax.Array) -> jax.Array | None:
         """An ordinary array that `get` made, as the stack it came from."""
-        if not self.sharding.is_even(self.shape) or value.sharding != _ordinary(mesh, self.sharding):
+        if not self.sharding.is_even(self.shape) or value.sharding != _ordinary(
+            mesh, self.sharding
+        ):
             return None
         tiles = {s.device: s.data for s in value.addressable_shards}
         spare = next(iter(tiles.values()))
@@ -174,7 +190,7 @@ class Port:
             if d.process_index == jax.process_index()
         ]
         return jax.make_array_from_single_device_arrays(
-            self.physical_shape, NamedSharding(mesh, self.spec), local
+            self.physical_shape, self.named(mesh), local
         )
 
     def get(self, mesh: Mesh, value: jax.Array) -> jax.Array | UnevenArray:
@@ -245,6 +261,8 @@ def _primes(n: int) -> list[int]:
 
 
 def _port(sharding: Sharding, shape: tuple[int, ...], axes: tuple[int, ...]) -> Port:
+    if 0 in shape:
+        return Port(sharding, shape, PartitionSpec(), False)
     spec = partition_spec(sharding, axes) if sharding.is_even(shape) else None
     if spec is None:
         names = axis_names(axes)
@@ -261,7 +279,10 @@ def partition_spec(sharding: Sharding, axes: tuple[int, ...]) -> PartitionSpec |
         entries.pop()
     names = axis_names(axes)
     return PartitionSpec(
-        *(None if not e else names[e[0]] if len(e) == 1 else tuple(names[i] for i in e) for e in entries)
+        *(
+            None if not e else names[e[0]] if len(e) == 1 else tuple(names[i] for i in e)
+            for e in entries
+        )
     )
 
 

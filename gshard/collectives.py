@@ -103,7 +103,9 @@ def reduce_scatter(place: Place, x: jax.Array, dim: int, groups: Groups, reason:
     with because(reason):
         if not _covers_evenly(place, groups):
             size = x.shape[dim] // len(groups[0])
-            whole = lax.psum(x, place.axes, axis_index_groups=_index_groups(place, groups, even=False))
+            whole = lax.psum(
+                x, place.axes, axis_index_groups=_index_groups(place, groups, even=False)
+            )
             start = place.lookup(_rank_in_group(place, groups) * size)
             return lax.dynamic_slice_in_dim(whole, start, size, dim)
         return lax.psum_scatter(
@@ -158,24 +160,35 @@ def _gather_by_sum(place: Place, x: jax.Array, dim: int, groups: Groups) -> jax.
 
     Sums take groups of any size. The parts travel as integers, so that no bit of them changes.
     """
-    bits = _as_integers(x)
+    bits, back = _as_integers(x)
     shape = list(bits.shape)
     shape[dim] *= len(groups[0])
     start = place.lookup(_rank_in_group(place, groups) * x.shape[dim])
     mine = lax.dynamic_update_slice_in_dim(jnp.zeros(shape, bits.dtype), bits, start, dim)
     whole = lax.psum(mine, place.axes, axis_index_groups=_index_groups(place, groups, even=False))
-    if x.dtype == jnp.bool_:
-        return whole.astype(jnp.bool_)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return lax.complex(*(whole[..., i].view(x.real.dtype) for i in range(2)))
-    return whole if whole.dtype == x.dtype else lax.bitcast_convert_type(whole, x.dtype)
+    return back(whole)
 
 
-def _as_integers(x: jax.Array) -> jax.Array:
+def merge_disjoint(place: Place, x: jax.Array, groups: Groups, reason: str) -> jax.Array:
+    """The members' parts of one array put together: where one has a part, the others have zeros."""
+    bits, back = _as_integers(x)
+    return back(all_reduce(place, bits, groups, "sum", reason))
+
+
+def scatter_disjoint(place: Place, x: jax.Array, dim: int, groups: Groups, reason: str) -> jax.Array:
+    """`merge_disjoint`, of which member j keeps the j-th part of `dim`."""
+    bits, back = _as_integers(x)
+    return back(reduce_scatter(place, bits, dim, groups, reason))
+
+
+def _as_integers(x: jax.Array) -> tuple[jax.Array, Callable]:
+    """`x` as integers, whose sum with zeros changes no bit, and the way back."""
     if x.dtype == jnp.bool_:
-        return x.astype(jnp.int32)
+        return x.astype(jnp.uint8), lambda bits: bits.astype(jnp.bool_)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag], axis=-1)
+        bits, back = _as_integers(jnp.stack([x.real, x.imag], axis=-1))
+        return bits, lambda bits: lax.complex(back(bits)[..., 0], back(bits)[..., 1])
     if jnp.issubdtype(x.dtype, jnp.floating):
-        return lax.bitcast_convert_type(x, jnp.dtype(f"uint{x.dtype.itemsize * 8}"))
-    return x
+        integer = jnp.dtype(f"uint{x.dtype.itemsize * 8}")
+        return lax.bitcast_convert_type(x, integer), lambda bits: lax.bitcast_convert_type(bits, x.dtype)
+    return x, lambda bits: bits

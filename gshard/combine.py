@@ -88,7 +88,11 @@ def combine(
 
 
 def combine_cost(
-    here: Sharding, reduced: Mapping[Factor, Split], kinds: Mapping[Factor, str], target: Sharding, aval
+    here: Sharding,
+    reduced: Mapping[Factor, Split],
+    kinds: Mapping[Factor, str],
+    target: Sharding,
+    aval,
 ) -> float:
     """Bytes to make a partial result whole and bring it to `target`."""
     if not reduced:
@@ -122,6 +126,11 @@ def reducing_groups(place: Place, here: Sharding, reduced: tuple[Split, ...]) ->
     """The devices whose partial results belong together."""
     key, order, _ = _parts(here, reduced)
     return place.groups_by(key, order)
+
+
+def copies_groups(sharding: Sharding) -> list[list[int]]:
+    """The devices that hold copies of one tile."""
+    return sharding.devices.reshape(-1, sharding.replicas).tolist()
 
 
 def _scatter(here: Sharding, reduced: tuple[Split, ...], target: Sharding) -> _Scatter | None:
@@ -159,7 +168,9 @@ def _all_reduce(place: Place, x: jax.Array, groups, kind: str, reason: str) -> j
 
 def _gather_and_reduce(place: Place, x: jax.Array, groups, kind: str, reason: str) -> jax.Array:
     parts = collectives.all_gather(place, x[None], 0, groups, reason)
-    op = {"prod": lax.mul, "xor": lax.bitwise_xor, "and": lax.bitwise_and, "or": lax.bitwise_or}[kind]
+    op = {"prod": lax.mul, "xor": lax.bitwise_xor, "and": lax.bitwise_and, "or": lax.bitwise_or}[
+        kind
+    ]
     return lax.reduce(parts, identity(kind, x.dtype), op, (0,))
 
 

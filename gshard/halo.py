@@ -35,7 +35,9 @@ def fetch(
     low, high = np.clip(starts, 0, size), np.clip(starts + width, 0, size)
     needed = low < high
     if not needed.any():
-        return jnp.zeros((*tile.array.shape[:dim], width, *tile.array.shape[dim + 1 :]), tile.array.dtype)
+        return jnp.zeros(
+            (*tile.array.shape[:dim], width, *tile.array.shape[dim + 1 :]), tile.array.dtype
+        )
     first = np.where(needed, low // rows - number, 0)
     last = np.where(needed, (high - 1) // rows - number, 0)
     left, right = int(first[needed].min()), int(last[needed].max())
@@ -58,7 +60,9 @@ def fetch(
             begin = source * rows + skipped
         piece = lax.slice_in_dim(piece, skipped, keep, axis=dim)
         if shift:
-            piece = collective_permute(place, piece, shifted_pairs(tile.sharding, dim, shift, used), reason)
+            piece = collective_permute(
+                place, piece, shifted_pairs(tile.sharding, dim, shift, used), reason
+            )
         pieces.append(piece)
     joined = lax.concatenate(pieces, dim) if len(pieces) > 1 else pieces[0]
     offsets = (starts - begin)[np.maximum(split.coords, 0)]
@@ -79,9 +83,7 @@ def shifted_pairs(
     ]
 
 
-def window(
-    place: Place, x: jax.Array, dim: int, starts: int | np.ndarray, width: int
-) -> jax.Array:
+def window(place: Place, x: jax.Array, dim: int, starts: int | np.ndarray, width: int) -> jax.Array:
     """`width` rows of the local `x` from `starts` (per device) on; garbage where `x` has none."""
     starts = np.asarray(starts)
     before = int(max(0, -starts.min()))

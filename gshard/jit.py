@@ -18,7 +18,6 @@ from gshard.partition import Partitioner
 from gshard.propagate import propagate
 from gshard.sharding import Sharding
 from gshard.signature import Call, Signature
-from gshard.tile import Tile
 from gshard.trace import trace
 
 MEMORY_LIMIT = 2 * 2**30  # bytes of one operand that may be gathered whole
@@ -44,7 +43,9 @@ def jit(
         raise ValueError(f"partitioner is {partitioner!r}; allowed are 'gshard' and 'xla'")
     if isinstance(devices, int) and devices < 1:
         raise ValueError(f"devices is {devices}; at least 1 device is needed")
-    return Jitted(fn, devices, Signature(fn, static_argnums, donate_argnums), partitioner, memory_limit)
+    return Jitted(
+        fn, devices, Signature(fn, static_argnums, donate_argnums), partitioner, memory_limit
+    )
 
 
 class Jitted:
@@ -79,7 +80,9 @@ class Jitted:
 
                 self._lowered[call.key] = lower_with_xla(self.signature, call, self.devices)
             else:
-                self._lowered[call.key] = lower(self.signature, call, self.devices, self.memory_limit)
+                self._lowered[call.key] = lower(
+                    self.signature, call, self.devices, self.memory_limit
+                )
         return self._lowered[call.key]
 
 
@@ -87,7 +90,7 @@ def lower(signature: Signature, call: Call, devices, memory_limit: int) -> Lower
     """The whole way, for one call."""
     count = devices if isinstance(devices, int) else len(devices)
     flat_fn, results = signature.flat(call)
-    program = trace(flat_fn, call.avals)  # one flat program, logical shapes
+    program = trace(flat_fn, call.avals, count)  # one flat program, logical shapes
     shardings = propagate(program, count)  # a sharding for every value
 
     jaxpr = program.jaxpr
@@ -96,14 +99,20 @@ def lower(signature: Signature, call: Call, devices, memory_limit: int) -> Lower
         Sharding.replicated(v.aval.ndim, count) if isinstance(v, Literal) else shardings[v]
         for v in jaxpr.outvars
     ]
+    if any(s.manual for s in outputs):
+        raise ValueError(
+            "the function returns a value of a manual region; leave it with "
+            "manual_to_auto_spmd_partition, which says which part of the result each device has"
+        )
     shapes = [tuple(v.aval.shape) for v in (*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars)]
     axes, crossing = ports([*inputs, *outputs], shapes, count)
     into, out_of = crossing[: len(inputs)], crossing[len(inputs) :]
 
     def local(*arrays):  # the per-device program
         partitioner = Partitioner(Place(axis_names(axes), count), shardings, memory_limit)
-        tiles = [Tile(a, p.sharding, p.shape) for a, p in zip(arrays, into, strict=True)]
-        return [t.array for t in partitioner.run(jaxpr, tiles)]
+        tiles = [p.enter(a) for p, a in zip(into, arrays, strict=True)]
+        results = partitioner.run(jaxpr, tiles)
+        return [p.leave(t) for p, t in zip(out_of, results, strict=True)]
 
     if isinstance(devices, int):
         mesh: Any = AbstractMesh(axes, axis_names(axes))
@@ -118,10 +127,13 @@ def lower(signature: Signature, call: Call, devices, memory_limit: int) -> Lower
     )
     donated = tuple(len(jaxpr.constvars) + i for i in call.donated)
     avals = [
-        jax.ShapeDtypeStruct(p.physical_shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False))
+        jax.ShapeDtypeStruct(
+            p.physical_shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)
+        )
         for p, v in zip(into, (*jaxpr.constvars, *jaxpr.invars), strict=True)
     ]
-    jitted = jax.jit(sharded, donate_argnums=donated, keep_unused=True)
+    placed = {} if isinstance(devices, int) else {"in_shardings": [p.named(mesh) for p in into]}
+    jitted = jax.jit(sharded, donate_argnums=donated, keep_unused=True, **placed)
     traced = jitted.trace(*avals)  # XLA compiles and runs it
     return Lowered(traced, mesh, into, out_of, program.consts, call, results)
 
@@ -202,7 +214,9 @@ class Compiled:
         into = low._into[len(self._consts) :]
         arrays = [p.put(low._mesh, x) for p, x in zip(into, call.leaves, strict=True)]
         out = self._executable(*self._consts, *arrays)
-        return low._results.unflatten([p.get(low._mesh, x) for p, x in zip(low._out_of, out, strict=True)])
+        return low._results.unflatten(
+            [p.get(low._mesh, x) for p, x in zip(low._out_of, out, strict=True)]
+        )
 
     def as_text(self) -> str:
         """XLA's optimised program."""

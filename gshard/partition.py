@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from gshard import reshard
 from gshard.collectives import Place
 from gshard.rules import RULES
+from gshard.rules.manual import CROSSING_MANUAL, check_manual, run_manually
 from gshard.sharding import Sharding
 from gshard.source import on_behalf_of, source_of
 from gshard.strategy import partition_by_factors
@@ -76,10 +77,14 @@ class Partitioner:
                 f"{source_of(eqn)}: gshard has no rule for the primitive {eqn.primitive.name!r}"
             )
         targets = [self.sharding(v) for v in eqn.outvars]
-        if rule.partition:
+        if any(t.sharding.manual for t in tiles) and eqn.primitive not in CROSSING_MANUAL:
+            results = run_manually(self, eqn, tiles)
+        elif rule.partition:
             results = rule.partition(self, eqn, tiles, targets)
         else:
             results = partition_by_factors(self, eqn, rule, tiles, targets)
+        for result, target in zip(results, targets, strict=True):
+            check_manual(eqn, result, target)
         return [
             self.reshard(r, t, f"result of {eqn.primitive.name}")
             for r, t in zip(results, targets, strict=True)
@@ -88,4 +93,6 @@ class Partitioner:
     def whole(self, value: Any) -> Tile:
         """A constant, which every device has."""
         array = value if isinstance(value, jax.Array) else jnp.asarray(value)
-        return Tile(array, Sharding.replicated(jnp.ndim(array), self.place.num_devices), jnp.shape(array))
+        return Tile(
+            array, Sharding.replicated(jnp.ndim(array), self.place.num_devices), jnp.shape(array)
+        )

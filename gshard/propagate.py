@@ -28,8 +28,10 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from gshard.annotate import annotate_p
+from gshard.manual import to_auto_p
 from gshard.rules import RULES
 from gshard.rules.control import bodies, links
+from gshard.rules.manual import MAKES_MANUAL
 from gshard.rules.registry import Dim, Factor, Factors, compose, decompose
 from gshard.sharding import Sharding, Split, compatible
 from gshard.source import source_of
@@ -70,6 +72,7 @@ class _State:
         self.num_devices = num_devices
         self.splits: dict[Any, list[Split | None]] = {}
         self.closed: dict[Any, set[int]] = defaultdict(set)  # dims that may not be split any more
+        self.manual: set[Any] = set()  # variables of manual regions
         self.edges: list[_Edge] = []
         self.touching: dict[Any, list[_Edge]] = defaultdict(list)
         self.waiting: list[list[int]] = [[], [], []]
@@ -82,21 +85,63 @@ class _State:
                 self.declare(var)
             if eqn.primitive is annotate_p:
                 self.annotate(eqn)
-            for body in bodies(eqn):
-                self.add(body.jaxpr)
             if bodies(eqn):
-                for a, b, more in links(eqn):
-                    self.link(a, b, more)
+                self.add_bodies(eqn)
+            elif eqn.primitive is to_auto_p:
+                self.annotate(eqn)
+            elif self.is_manual(eqn):
+                self.manual.update(eqn.outvars)
             elif eqn.primitive in RULES:
                 rule = RULES[eqn.primitive]
                 factors = rule.factors(eqn)
                 self.connect(_Edge(factors, (list(eqn.invars), list(eqn.outvars)), rule.level))
+
+    def add_bodies(self, eqn: JaxprEqn) -> None:
+        """The programs inside a loop or branch, and what joins them to the outside."""
+        joined = [
+            (a, b, more)
+            for a, b, more in links(eqn)
+            if not isinstance(a, Literal) and not isinstance(b, Literal)
+        ]
+        before = -1
+        while before != len(self.manual):  # a carried value may turn out to be manual at the end
+            before = len(self.manual)
+            edges = len(self.edges)
+            for a, b, _ in joined:
+                if a in self.manual or b in self.manual:
+                    self.manual |= {a, b}
+            for body in bodies(eqn):
+                self.add(body.jaxpr)
+            if before != len(self.manual):
+                self.forget(edges)
+        for a, b, more in joined:
+            if a not in self.manual:
+                self.link(a, b, more)
+
+    def forget(self, count: int) -> None:
+        """Take back all edges but the first `count`."""
+        for edge in self.edges[count:]:
+            for atom in edge.atoms[0] + edge.atoms[1]:
+                if not isinstance(atom, Literal):
+                    self.touching[atom].remove(edge)
+        del self.edges[count:]
+
+    def is_manual(self, eqn: JaxprEqn) -> bool:
+        """Whether an operator stands in a manual region: one manual operand is enough."""
+        return eqn.primitive in MAKES_MANUAL or not self.manual.isdisjoint(
+            a for a in eqn.invars if not isinstance(a, Literal)
+        )
 
     def declare(self, var: Any) -> None:
         self.splits[var] = [None] * len(getattr(var.aval, "shape", ()))
 
     def annotate(self, eqn: JaxprEqn) -> None:
         annotation = eqn.params["annotation"]
+        if eqn.primitive is annotate_p and self.is_manual(eqn):
+            raise ValueError(
+                f"{source_of(eqn)}: {annotation} conflicts with the manual region that the tensor is in: "
+                "there every device has its own; leave it with manual_to_auto_spmd_partition first"
+            )
         try:
             sharding = annotation.resolve(self.num_devices)
         except ValueError as error:
@@ -106,8 +151,6 @@ class _State:
         self.closed[var] = set(range(sharding.rank)) - set(annotation.open_dims)
 
     def link(self, a: Any, b: Any, more: int) -> None:
-        if isinstance(a, Literal) or isinstance(b, Literal):
-            return
         names = [f"d{i}" for i in range(len(b.aval.shape))]
         sizes = dict(zip(names, b.aval.shape, strict=True))
         inside: tuple[Dim, ...] = tuple((n,) for n in names)
@@ -179,4 +222,7 @@ class _State:
         return compatible((*[s for s in others if s], split))
 
     def shardings(self) -> dict[Any, Sharding]:
-        return {v: Sharding(tuple(s), self.num_devices) for v, s in self.splits.items()}
+        return {
+            v: Sharding(tuple(s), self.num_devices, v in self.manual)
+            for v, s in self.splits.items()
+        }

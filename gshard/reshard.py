@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -43,6 +44,8 @@ def reshard(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
     """`tile` as `target` has it."""
     if tile.sharding == target and tile.is_standard:
         return tile
+    if jnp.issubdtype(tile.array.dtype, jax.dtypes.prng_key):
+        return _reshard_keys(place, tile, target, reason)
     if 0 in tile.shape:
         empty = jnp.zeros(target.local_shape(tile.shape), tile.array.dtype)
         return Tile(empty, target, tile.shape)
@@ -51,6 +54,20 @@ def reshard(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
         why = f"{reason}: {_ARROWS[step.kind]} to {step.target}"
         tile = _RUN[step.kind](place, tile, step.target, why)
     return tile
+
+
+def _reshard_keys(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+    """Random keys move as the integers they are made of, which stay together."""
+    raw = jax.random.key_data(tile.array)
+    inside = raw.shape[tile.array.ndim :]
+
+    def with_inside(sharding: Sharding) -> Sharding:
+        return Sharding((*sharding.splits, *(None for _ in inside)), sharding.num_devices)
+
+    whole = Tile(raw, with_inside(tile.sharding), (*tile.shape, *inside))
+    moved = reshard(place, whole, with_inside(target), reason).array
+    keys = jax.random.wrap_key_data(moved, impl=jax.random.key_impl(tile.array))
+    return Tile(keys, target, tile.shape)
 
 
 def standardize(place: Place, tile: Tile, reason: str) -> Tile:
@@ -77,7 +94,9 @@ def cost(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype) -> f
     """Bytes that a device sends to reshard, and a little for every step."""
     if source == target or 0 in shape:
         return 0.0
-    return sum(s.bytes + STEP_COST * (s.kind != "slice") for s in plan(source, target, shape, dtype))
+    return sum(
+        s.bytes + STEP_COST * (s.kind != "slice") for s in plan(source, target, shape, dtype)
+    )
 
 
 def plan(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype) -> tuple[Step, ...]:
@@ -135,7 +154,9 @@ def _steps(here: Sharding, target: Sharding, shape, itemsize) -> Iterator[Step]:
             for other in range(here.rank):
                 if other == dim:
                     continue
-                for moved in _appended(here.splits[other], split, split.tiles // keep, target.splits[other]):
+                for moved in _appended(
+                    here.splits[other], split, split.tiles // keep, target.splits[other]
+                ):
                     new = gathered.replace(other, moved)
                     if compatible(new.splits) and _exchange_groups(here, new) is not None:
                         size = split.tiles // keep
@@ -263,9 +284,16 @@ def _exchange_groups(here: Sharding, target: Sharding) -> tuple[tuple[int, ...],
         return None
     if any(a > k < b for a, b, k in zip(here.tiles, target.tiles, kept, strict=True)):
         return None
-    block = _index_of([s.major(k) if s else None for s, k in zip(here.splits, kept, strict=True)], here)
-    gives = _index_of([s.minor(s.tiles // k) if s else None for s, k in zip(here.splits, kept, strict=True)], here)
-    takes = _index_of([s.minor(s.tiles // k) if s else None for s, k in zip(target.splits, kept, strict=True)], target)
+    block = _index_of(
+        [s.major(k) if s else None for s, k in zip(here.splits, kept, strict=True)], here
+    )
+    gives = _index_of(
+        [s.minor(s.tiles // k) if s else None for s, k in zip(here.splits, kept, strict=True)], here
+    )
+    takes = _index_of(
+        [s.minor(s.tiles // k) if s else None for s, k in zip(target.splits, kept, strict=True)],
+        target,
+    )
     size = _group_size(here, target)
     if size != math.prod(t // k for t, k in zip(target.tiles, kept, strict=True)) or size == 1:
         return None
@@ -291,7 +319,9 @@ def _group_size(here: Sharding, target: Sharding) -> int:
     return math.prod(t // k for t, k in zip(here.tiles, _kept(here, target), strict=True))
 
 
-def _matching(devices: list[int], gives: np.ndarray, takes: np.ndarray, size: int) -> list[int] | None:
+def _matching(
+    devices: list[int], gives: np.ndarray, takes: np.ndarray, size: int
+) -> list[int] | None:
     """Among `devices`, one for each part to give that are also one for each part to take."""
     options: list[list[int]] = [[] for _ in range(size)]
     for d in devices:
@@ -395,7 +425,9 @@ def _permute(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
 
 def permutation(source: Sharding, target: Sharding) -> list[tuple[int, int]]:
     """Who sends its tile to whom, so that every device gets its tile in `target`; most keep theirs."""
-    senders = {t: list(row) for t, row in enumerate(source.devices.reshape(-1, source.replicas).tolist())}
+    senders = {
+        t: list(row) for t, row in enumerate(source.devices.reshape(-1, source.replicas).tolist())
+    }
     pairs, late = [], []
     for device, index in enumerate(target.tile_index.tolist()):
         if index < 0:

@@ -78,7 +78,9 @@ def route(place: Place, tile: Tile, target: Sharding, target_local: Shape, reaso
         for d, (a, b) in enumerate(zip(tile.sharding.splits, target.splits, strict=True))
         if a or b
     ]
-    margin = [max((r.box[d] for r in rounds), default=0) if d in moved else 0 for d in range(target.rank)]
+    margin = [
+        max((r.box[d] for r in rounds), default=0) if d in moved else 0 for d in range(target.rank)
+    ]
     buffer = jnp.zeros(
         [l + 2 * m for l, m in zip(target_local, margin, strict=True)], tile.array.dtype
     )
@@ -87,7 +89,9 @@ def route(place: Place, tile: Tile, target: Sharding, target_local: Shape, reaso
         if _is_remote(step):
             piece = collective_permute(place, piece, step.pairs, reason)
         # A device that receives nothing drops the zeros it gets into the margin.
-        start = np.where(step.receive_start < -np.array(step.box), -np.array(margin), step.receive_start)
+        start = np.where(
+            step.receive_start < -np.array(step.box), -np.array(margin), step.receive_start
+        )
         buffer = lax.dynamic_update_slice(buffer, piece, _starts(place, start + np.array(margin)))
     inside = lax.slice(buffer, margin, [m + l for m, l in zip(margin, target_local, strict=True)])
     return Tile(inside, target, tile.shape)
@@ -147,8 +151,12 @@ def _round(part: dict[int, tuple], source, source_local, target, target_local) -
     receive = np.full((devices, rank), np.iinfo(np.int32).min // 2, np.int32)
     for receiver, (sender, lo, _) in part.items():
         for d in range(rank):
-            origin = int(source.splits[d].coords[sender]) * source_local[d] if source.splits[d] else 0
-            landing = int(target.splits[d].coords[receiver]) * target_local[d] if target.splits[d] else 0
+            origin = (
+                int(source.splits[d].coords[sender]) * source_local[d] if source.splits[d] else 0
+            )
+            landing = (
+                int(target.splits[d].coords[receiver]) * target_local[d] if target.splits[d] else 0
+            )
             send[sender, d] = min(lo[d] - origin, source_local[d] - box[d])
             receive[receiver, d] = origin + send[sender, d] - landing
     pairs = tuple((sender, receiver) for receiver, (sender, _, _) in sorted(part.items()))

@@ -39,12 +39,12 @@ class Split:
         """Whether some devices hold no tile (a tile count that does not divide the device count)."""
         return bool((self.coords < 0).any())
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019  (splits are interned and live forever)
+    @functools.cache  # noqa: B019  (splits are interned and live forever)
     def major(self, tiles: int) -> Split | None:
         """This split coarsened to `tiles` tiles, a divisor of its own count."""
         return Split.of(np.where(self.coords < 0, -1, self.coords // (self.tiles // tiles)))
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019
+    @functools.cache  # noqa: B019
     def minor(self, tiles: int) -> Split | None:
         """Which of `tiles` equal parts of its coarse tile a device holds: what `major` forgets."""
         return Split.of(np.where(self.coords < 0, -1, self.coords % tiles))
@@ -72,11 +72,13 @@ def _intern(raw: bytes) -> Split | None:
 class Sharding:
     """The splits of a tensor's dims, over `num_devices` devices; None is a dim that is whole.
 
-    Devices in the same place of every dim hold copies of one tile (partial replication).
+    Devices in the same place of every dim hold copies of one tile (partial replication). In a
+    `manual` region every device has a value of its own, and the shape is the local one.
     """
 
     splits: tuple[Split | None, ...]
     num_devices: int
+    manual: bool = False
 
     @staticmethod
     def replicated(rank: int, num_devices: int) -> Sharding:
@@ -115,7 +117,7 @@ class Sharding:
     @property
     def is_replicated(self) -> bool:
         """Whether every device holds the whole tensor."""
-        return not any(self.splits)
+        return not any(self.splits) and not self.manual
 
     @property
     def idle(self) -> bool:
@@ -157,15 +159,16 @@ class Sharding:
 
     def project(self, dims: Iterable[int | None]) -> Sharding:
         """The sharding of a tensor whose i-th dim is cut like dim `dims[i]` here (None: whole)."""
-        return Sharding(
-            tuple(None if d is None else self.splits[d] for d in dims), self.num_devices
-        )
+        splits = tuple(None if d is None else self.splits[d] for d in dims)
+        return Sharding(splits, self.num_devices)
 
     def replace(self, dim: int, split: Split | None) -> Sharding:
         """This sharding with another split on `dim`."""
         return Sharding((*self.splits[:dim], split, *self.splits[dim + 1 :]), self.num_devices)
 
     def __str__(self) -> str:
+        if self.manual:
+            return "manual"
         if self.is_replicated:
             return "replicated"
         dims = " x ".join(f"dim {d} by {s.tiles}" for d, s in enumerate(self.splits) if s)

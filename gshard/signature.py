@@ -17,7 +17,11 @@ import numpy as np
 
 
 def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
+    return (
+        (hasattr(leaf, "shape")
+        and hasattr(leaf, "dtype"))
+        or isinstance(leaf, (bool, int, float, complex))
+    )
 
 
 class _Static:
@@ -59,7 +63,9 @@ class Signature:
         marks = tuple(None if _is_array(leaf) else _Static(leaf) for leaf in leaves)
         arrays = [leaf for leaf, mark in zip(leaves, marks, strict=True) if mark is None]
         avals = tuple(_aval(a) for a in arrays)
-        return Call(self, arrays, avals, tree, marks, fixed, len(args), self.donated(args, static, marks))
+        return Call(
+            self, arrays, avals, tree, marks, fixed, len(args), self.donated(args, static, marks)
+        )
 
     def donated(self, args: tuple, static: set[int], marks) -> tuple[int, ...]:
         """The numbers of the flat arrays that belong to donated arguments."""
@@ -138,7 +144,9 @@ class Results:
     def unflatten(self, arrays: Sequence[Any]) -> Any:
         """The user's result, with `arrays` for the arrays in it."""
         fresh = iter(arrays)
-        return jax.tree.unflatten(self.tree, [next(fresh) if m is None else m.value for m in self.marks])
+        return jax.tree.unflatten(
+            self.tree, [next(fresh) if m is None else m.value for m in self.marks]
+        )
 
 
 def _aval(x: Any) -> jax.ShapeDtypeStruct:
@@ -146,7 +154,9 @@ def _aval(x: Any) -> jax.ShapeDtypeStruct:
     dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
     if isinstance(dtype, np.dtype):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return jax.ShapeDtypeStruct(np.shape(x) if not hasattr(x, "shape") else tuple(x.shape), dtype, weak_type=weak)
+    return jax.ShapeDtypeStruct(
+        np.shape(x) if not hasattr(x, "shape") else tuple(x.shape), dtype, weak_type=weak
+    )
 
 
 def _as_tuple(numbers: int | Sequence[int]) -> tuple[int, ...]:

@@ -49,7 +49,9 @@ def run(
     name = eqn.primitive.name
     ready = []
     for tile, dims in zip(tiles, factors.operands, strict=True):
-        tile = ctx.reshard(tile, shard_dims(dims, chosen, factors, num_devices), f"operand of {name}")
+        tile = ctx.reshard(
+            tile, shard_dims(dims, chosen, factors, num_devices), f"operand of {name}"
+        )
         local = local_dims(dims, chosen, factors, tile.shape)
         for dim, size in enumerate(local):
             tile = reshard.retile(ctx.place, tile, dim, size, f"operand of {name}")
@@ -66,7 +68,9 @@ def run(
     return results
 
 
-def shard_dims(dims: Sequence[Dim], chosen: Assignment, factors: Factors, num_devices: int) -> Sharding:
+def shard_dims(
+    dims: Sequence[Dim], chosen: Assignment, factors: Factors, num_devices: int
+) -> Sharding:
     """The sharding of a tensor with these dims when the factors are split as `chosen`."""
     return Sharding(tuple(compose(d, chosen, factors.sizes) for d in dims), num_devices)
 
@@ -80,7 +84,9 @@ def local_dims(dims: Sequence[Dim], chosen: Assignment, factors: Factors, shape)
             local.append(-(-n // split.tiles) if split else n)
         else:
             kept = decompose(compose(dim, chosen, factors.sizes), dim, factors.sizes)
-            local.append(math.prod(-(-factors.sizes[f] // (kept[f].tiles if f in kept else 1)) for f in dim))
+            local.append(
+                math.prod(-(-factors.sizes[f] // (kept[f].tiles if f in kept else 1)) for f in dim)
+            )
     return tuple(local)
 
 
@@ -96,7 +102,10 @@ def choose(
     `kept` factors stay split where any tensor splits them, even if to gather were cheaper.
     """
     options: dict[Factor, list[Split | None]] = {f: [] for f in factors.sizes}
-    tensors = [*zip(factors.operands, shardings, strict=True), *zip(factors.results, targets, strict=True)]
+    tensors = [
+        *zip(factors.operands, shardings, strict=True),
+        *zip(factors.results, targets, strict=True),
+    ]
     for dims, sharding in tensors:
         for dim, split in zip(dims, sharding.splits, strict=True):
             for factor, part in decompose(split, dim, factors.sizes).items():
@@ -163,7 +172,10 @@ def local_work(eqn: JaxprEqn, factors: Factors, chosen: Assignment) -> float:
     if eqn.primitive.name == "dot_general":
         return 2 * math.prod(part.values()) / FLOPS_PER_BYTE
     touched = 0
-    for dims, atom in [*zip(factors.operands, eqn.invars, strict=True), *zip(factors.results, eqn.outvars, strict=True)]:
+    for dims, atom in [
+        *zip(factors.operands, eqn.invars, strict=True),
+        *zip(factors.results, eqn.outvars, strict=True),
+    ]:
         local = local_dims(dims, chosen, factors, atom.aval.shape)
         touched += math.prod(local) * itemsize_of(atom.aval.dtype)
     return touched / MEMORY_PER_BYTE

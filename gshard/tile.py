@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -71,6 +72,11 @@ class Tile:
 def garbage(dtype) -> jax.Array:
     """What stands in padding that gshard makes itself; anything would do, and tests see to that."""
     return jnp.zeros((), dtype)
+
+
+def filled_with_garbage(shape: Sequence[int], dtype) -> jax.Array:
+    """An array for rows to be put into; those that are not are padding."""
+    return lax.full(shape, garbage(dtype))
 
 
 def pad_end(x: jax.Array, dim: int, size: int) -> jax.Array:

@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, new_jaxpr_eqn
 from jax.extend.core import primitives as p
 
 from gshard._jax import Var, dce_jaxpr, optimization_barrier_p, remat_p
+from gshard.annotate import tracing_for
 
 _CALLS = {
     p.jit_p: "jaxpr",
@@ -26,18 +27,19 @@ _CALLS = {
 }
 
 
-def trace(flat_fn: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
+def trace(flat_fn: Callable, avals: Sequence[Any], num_devices: int) -> ClosedJaxpr:
     """The flat program of `flat_fn`, a function from a list of arrays to a list of arrays."""
-    closed = jax.make_jaxpr(flat_fn)(*avals)
+    with tracing_for(num_devices):
+        # A function of its own, because JAX remembers traces by function, not by device count.
+        closed = jax.make_jaxpr(lambda *args: flat_fn(*args))(*avals)
     live, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-    builder = _Builder(dict(zip(live.constvars, closed.consts, strict=False)))
-    return builder.body(ClosedJaxpr(live, closed.consts))
+    return _Builder().body(ClosedJaxpr(live, closed.consts))
 
 
 class _Builder:
     """Copies equations with fresh variables, collecting the constants of inlined calls."""
 
-    def __init__(self, consts: dict[Var, Any]):
+    def __init__(self):
         self.eqns: list[JaxprEqn] = []
         self.consts: dict[Var, Any] = {}
 
@@ -102,16 +104,14 @@ class _Builder:
                 eqn.ctx,
             )
         )
-        return [
-            fresh.get(id(a), a) if m else a for a, m in zip(args, marks, strict=True)
-        ]
+        return [fresh.get(id(a), a) if m else a for a, m in zip(args, marks, strict=True)]
 
 
 def _copy_bodies(param: Any) -> Any:
     if isinstance(param, ClosedJaxpr):
-        return _Builder({}).body(param)
+        return _Builder().body(param)
     if isinstance(param, Jaxpr):
-        return _Builder({}).body(ClosedJaxpr(param, ())).jaxpr
+        return _Builder().body(ClosedJaxpr(param, ())).jaxpr
     if isinstance(param, tuple) and any(isinstance(x, (ClosedJaxpr, Jaxpr)) for x in param):
         return tuple(_copy_bodies(x) for x in param)
     return param

@@ -99,8 +99,14 @@ def check(
     return step.lower(*args)
 
 
-def check_grad(fn: Callable, *args: Any, argnums: Any = 0, **how: Any) -> gshard.Lowered:
-    """`check` for the gradient of a weighted sum of `fn`'s (float) results."""
+def check_grad(
+    fn: Callable, *args: Any, argnums: Any = 0, outputs: Sequence[Assignment] = (), **how: Any
+) -> gshard.Lowered:
+    """`check` for the gradient of a weighted sum of `fn`'s (float) results.
+
+    `outputs` annotates those results, and with them their cotangents.
+    """
+    fn = annotated(fn, (), outputs)
 
     def loss(*xs):
         leaves = [y for y in jax.tree.leaves(fn(*xs)) if jnp.issubdtype(y.dtype, jnp.inexact)]

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard import collectives, reshard
+from gshard import collectives
 from gshard.combine import combine, mask_for
 from gshard.rules.registry import Context, Factor, Factors, Rule, bind_local, register
 from gshard.sharding import Sharding, Split
@@ -38,7 +38,9 @@ def dot_factors(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, [lhs, rhs], [out], dict.fromkeys(contracted, "sum"), priority=batch)
 
 
-def partition_dot(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+def partition_dot(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
     """The cheapest split of the factors; in a loop if it gathers more than memory allows."""
     factors = dot_factors(eqn)
     chosen = choose(eqn, factors, [t.sharding for t in tiles], targets)
@@ -58,7 +60,9 @@ def _too_large(
         return None
     gathered = [
         (dim[0], split)
-        for dim, split, new in zip(factors.operands[which], tile.sharding.splits, wanted.splits, strict=True)
+        for dim, split, new in zip(
+            factors.operands[which], tile.sharding.splits, wanted.splits, strict=True
+        )
         if split and new is None
     ]
     return gathered[0] if len(gathered) == 1 else None
@@ -100,7 +104,9 @@ def _in_a_loop(
     if slice_dim is not None:
         rest = rows * split.tiles - other.shape[slice_dim]  # met by the visitor's own padding
         other = lax.pad(
-            other, jnp.zeros((), other.dtype), [(0, rest * (d == slice_dim), 0) for d in range(other.ndim)]
+            other,
+            jnp.zeros((), other.dtype),
+            [(0, rest * (d == slice_dim), 0) for d in range(other.ndim)],
         )
     if write_dim is not None:
         local[write_dim] = rows * split.tiles
@@ -109,7 +115,10 @@ def _in_a_loop(
         partner = other
         if slice_dim is not None:
             partner = lax.dynamic_slice_in_dim(other, number * rows, rows, slice_dim)
-        pair = [Tile(visitor, moving.sharding, moving.shape), Tile(partner, still.sharding, still.shape)]
+        pair = [
+            Tile(visitor, moving.sharding, moving.shape),
+            Tile(partner, still.sharding, still.shape),
+        ]
         (part,) = bind_local(ctx, eqn, pair if which == 0 else pair[::-1], [])
         if write_dim is None:
             return total + part
@@ -127,7 +136,9 @@ def _in_a_loop(
     visitor, total = lax.fori_loop(0, split.tiles - 1, step, (moving.array, total))
     total = meet((first + split.tiles - 1) % split.tiles, visitor, total)
     if write_dim is not None:
-        total = lax.slice_in_dim(total, 0, out_sharding.local_shape(shape)[write_dim], axis=write_dim)
+        total = lax.slice_in_dim(
+            total, 0, out_sharding.local_shape(shape)[write_dim], axis=write_dim
+        )
     reduced = {f: s for f, s in chosen.items() if s and f in factors.reduced}
     done = Tile(total, out_sharding, shape)
     return combine(place, done, reduced, factors.reduced, target, eqn.primitive.name)
@@ -136,12 +147,18 @@ def _in_a_loop(
 def _ring(sharding: Sharding, dim: int) -> list[tuple[int, int]]:
     """Everyone passes its tile to the holder of the tile before it along `dim`."""
     devices = np.moveaxis(sharding.devices, dim, 0)
-    return list(zip(devices.ravel().tolist(), np.roll(devices, 1, axis=0).ravel().tolist(), strict=True))
+    return list(
+        zip(devices.ravel().tolist(), np.roll(devices, 1, axis=0).ravel().tolist(), strict=True)
+    )
 
 
 def _mib(tile: Tile) -> str:
     return f"{math.prod(tile.shape) * tile.array.dtype.itemsize / 2**20:.3g} MiB"
 
 
-_RULE = Rule(dot_factors, partition=partition_dot, doc="batch dims free; contracting dims by AllReduce or ReduceScatter")
+_RULE = Rule(
+    dot_factors,
+    partition=partition_dot,
+    doc="batch dims free; contracting dims by AllReduce or ReduceScatter",
+)
 register(_RULE, p.dot_general_p)

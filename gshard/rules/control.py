@@ -8,6 +8,7 @@ at the border where it differs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -81,7 +82,11 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
         ctx.reshard(t, w if i < n_consts + n_carry else _stacked(w), reason)
         for i, (t, w) in enumerate(zip(tiles, wanted, strict=True))
     ]
-    consts, carry, xs = ready[:n_consts], ready[n_consts : n_consts + n_carry], ready[n_consts + n_carry :]
+    consts, carry, xs = (
+        ready[:n_consts],
+        ready[n_consts : n_consts + n_carry],
+        ready[n_consts + n_carry :],
+    )
     made: list[Tile] = []
 
     def step(carried, slices):
@@ -89,7 +94,10 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
         arguments = [
             *consts,
             *(Tile(a, t.sharding, t.shape) for a, t in zip(carried, carry, strict=True)),
-            *(Tile(a, w, t.shape[1:]) for a, w, t in zip(slices, wanted[n_consts + n_carry :], xs, strict=True)),
+            *(
+                Tile(a, w, t.shape[1:])
+                for a, w, t in zip(slices, wanted[n_consts + n_carry :], xs, strict=True)
+            ),
         ]
         results = inner.run_body(closed, arguments)
         after = [
@@ -116,7 +124,7 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
 
 def _stacked(sharding: Sharding) -> Sharding:
     """The sharding of a stack of such tensors: the loop runs over a dim that is whole."""
-    return Sharding((None, *sharding.splits), sharding.num_devices)
+    return replace(sharding, splits=(None, *sharding.splits))
 
 
 def _while(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
@@ -129,7 +137,11 @@ def _while(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardin
         *(ctx.sharding(v) for v in body.jaxpr.invars),
     ]
     ready = [ctx.reshard(t, w, reason) for t, w in zip(tiles, wanted, strict=True)]
-    cond_consts, body_consts, carry = ready[:n_cond], ready[n_cond : n_cond + n_body], ready[n_cond + n_body :]
+    cond_consts, body_consts, carry = (
+        ready[:n_cond],
+        ready[n_cond : n_cond + n_body],
+        ready[n_cond + n_body :],
+    )
 
     def carried(arrays) -> list[Tile]:
         return [Tile(a, t.sharding, t.shape) for a, t in zip(arrays, carry, strict=True)]
@@ -142,7 +154,9 @@ def _while(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardin
         ]
         (again,) = inner.run_body(cond, [*cond_consts, *inputs])
         # Every device has to take the same decision, or their collectives would not meet.
-        return inner.reshard(again, Sharding.replicated(0, again.sharding.num_devices), reason).array
+        return inner.reshard(
+            again, Sharding.replicated(0, again.sharding.num_devices), reason
+        ).array
 
     def step(arrays):
         inner = ctx.inner()
@@ -179,7 +193,8 @@ def _cond(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
         whole.array.astype(jnp.int32), [branch(b) for b in eqn.params["branches"]], *arguments
     )
     return [
-        Tile(a, t, tuple(v.aval.shape)) for a, t, v in zip(arrays, targets, eqn.outvars, strict=True)
+        Tile(a, t, tuple(v.aval.shape))
+        for a, t, v in zip(arrays, targets, eqn.outvars, strict=True)
     ]
 
 
@@ -192,6 +207,9 @@ def _no_factors(eqn: JaxprEqn) -> Factors:
     )
 
 
-register(Rule(_no_factors, partition=_scan, doc="as its body; the dim it runs over is gathered"), p.scan_p)
+register(
+    Rule(_no_factors, partition=_scan, doc="as its body; the dim it runs over is gathered"),
+    p.scan_p,
+)
 register(Rule(_no_factors, partition=_while, doc="as its body"), p.while_p)
 register(Rule(_no_factors, partition=_cond, doc="as its branches"), p.cond_p)

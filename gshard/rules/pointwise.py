@@ -46,7 +46,9 @@ POINTWISE = (
 
 register(Rule(same_dims, level=0, doc="every dim is free"), *POINTWISE)
 register(
-    Rule(same_dims, local=lambda ctx, eqn, tiles, shapes: [tiles[0].array], level=0, doc="identity"),
+    Rule(
+        same_dims, local=lambda ctx, eqn, tiles, shapes: [tiles[0].array], level=0, doc="identity"
+    ),
     annotate_p,
     p.sharding_constraint_p,
 )

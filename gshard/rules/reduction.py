@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
@@ -47,7 +46,11 @@ def _partition_custom(
     factors = reduce_factors(eqn, "max")
     chosen = choose(eqn, factors, [t.sharding for t in tiles], targets)
     ready = [
-        ctx.reshard(t, shard_dims(dims, chosen, factors, t.sharding.num_devices), f"operand of {eqn.primitive.name}")
+        ctx.reshard(
+            t,
+            shard_dims(dims, chosen, factors, t.sharding.num_devices),
+            f"operand of {eqn.primitive.name}",
+        )
         for t, dims in zip(tiles, factors.operands, strict=True)
     ]
     here = shard_dims(factors.results[0], chosen, factors, targets[0].num_devices)
@@ -59,7 +62,9 @@ def _partition_custom(
     return [Tile(a, here, tuple(v.aval.shape)) for a, v in zip(arrays, eqn.outvars, strict=True)]
 
 
-def _arg_reduce(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+def _arg_reduce(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
     """argmax, argmin: reduce values, then the first index at which the winner stands."""
     kind = "max" if eqn.primitive is p.argmax_p else "min"
     (dim,) = eqn.params["axes"]
@@ -70,7 +75,9 @@ def _arg_reduce(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sh
         masked = tile.masked(ctx.place, identity(kind, tile.array.dtype), [dim])
         (local,) = bind_local(ctx, eqn, [masked], [])
         value = jnp.take_along_axis(masked.array, jnp.expand_dims(local, dim), axis=dim)
-        return jnp.squeeze(value, dim), local + jnp.asarray(tile.offset(ctx.place, dim), index_dtype)
+        return jnp.squeeze(value, dim), local + jnp.asarray(
+            tile.offset(ctx.place, dim), index_dtype
+        )
 
     def finish(parts, groups):
         value, index = parts
@@ -84,7 +91,9 @@ def _arg_reduce(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sh
     return _partition_custom(ctx, eqn, tiles, targets, prepare, finish)
 
 
-def _generic_reduce(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+def _generic_reduce(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
     """`reduce` with any computation: padding has no identity to be masked with, so it is flagged.
 
     Elements become pairs (is there one?, value), for which (False, anything) is the identity. The

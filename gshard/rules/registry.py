@@ -52,7 +52,10 @@ class Factors:
         split travels along them, but the operator needs a partition rule of its own.
         """
         sizes: dict[Factor, int] = {}
-        for names, atom in [*zip(operands, eqn.invars, strict=True), *zip(results, eqn.outvars, strict=True)]:
+        for names, atom in [
+            *zip(operands, eqn.invars, strict=True),
+            *zip(results, eqn.outvars, strict=True),
+        ]:
             for name, n in zip(names, atom.aval.shape, strict=True):
                 if name is not None:
                     known = sizes.setdefault(name, n)
@@ -87,7 +90,9 @@ def decompose(split: Split | None, dim: Dim, sizes: Mapping[Factor, int]) -> dic
     return found
 
 
-def compose(dim: Dim, splits: Mapping[Factor, Split | None], sizes: Mapping[Factor, int]) -> Split | None:
+def compose(
+    dim: Dim, splits: Mapping[Factor, Split | None], sizes: Mapping[Factor, int]
+) -> Split | None:
     """The split of a dim whose factors are split like that; what cannot be said is left whole."""
     whole: Split | None = None
     for factor in dim:
@@ -131,7 +136,9 @@ LocalOp = Callable[[Context, JaxprEqn, list[Tile], list[Shape]], Sequence[jax.Ar
 PartitionRule = Callable[[Context, JaxprEqn, list[Tile], list[Sharding]], list[Tile]]
 
 
-def bind_local(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]) -> Sequence[jax.Array]:
+def bind_local(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
+) -> Sequence[jax.Array]:
     """The primitive itself, on local arrays."""
     params = eqn.primitive.get_bind_params(eqn.params)
     out = eqn.primitive.bind(*(t.array for t in tiles), **params)

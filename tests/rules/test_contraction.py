@@ -1,25 +1,27 @@
 """Einsum: every case of section 3.3.2, values and collectives."""
 
 import jax.numpy as jnp
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import gshard
 from tests.oracle import (
     DEVICE_COUNTS,
     SIZES,
     assignments,
     check,
     check_grad,
-    even_split,
-    kinds,
     random_array,
-    sent,
 )
 
-EINSUMS = ["ij,jk->ik", "bij,bjk->bik", "ij,ij->", "i,j->ij", "gsec,gsm->egcm", "abc,cb->a", "ij,kj->ki"]
+EINSUMS = [
+    "ij,jk->ik",
+    "bij,bjk->bik",
+    "ij,ij->",
+    "i,j->ij",
+    "gsec,gsm->egcm",
+    "abc,cb->a",
+    "ij,kj->ki",
+]
 
 
 @st.composite

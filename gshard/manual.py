@@ -1,0 +1,191 @@
+"""Mixing manual and automatic partitioning (section 3.2).
+
+Between `auto_to_manual_spmd_partition` and `manual_to_auto_spmd_partition` the user computes on the
+local shapes of a device, with its `partition_id` and the collectives at hand, while the rest of the
+program is partitioned automatically. Outside of `gshard.jit` there is one partition, which is the
+whole tensor: both functions are the identity, and the collectives have one member.
+
+Everything here is linear, and differentiates: what a device sends forwards comes back backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+
+from gshard._jax import ad, batching
+from gshard.annotate import Annotation, annotation_of, as_annotation, devices_of_trace, widen
+
+Groups = Sequence[Sequence[int]] | None
+
+
+def auto_to_manual_spmd_partition(tensor: Any, device_assignment: Any = None) -> Any:
+    """This device's part of `tensor`, in its local shape, padding included.
+
+    The tensor is cut as it has just been annotated, or as `device_assignment` says.
+    """
+    count = devices_of_trace()
+    if count == 1:
+        return tensor
+    if device_assignment is None:
+        annotation = annotation_of(tensor)
+    else:
+        annotation = as_annotation(tensor, device_assignment)
+    if annotation is None:
+        raise ValueError(
+            "auto_to_manual_spmd_partition: the tensor has no annotation, so its local shape is not "
+            "known; pass the result of split(), shard() or replicate(), or a device assignment"
+        )
+    return to_manual_p.bind(tensor, annotation=annotation, num_devices=count, copies="all")
+
+
+def manual_to_auto_spmd_partition(
+    tensor: Any, device_assignment: Any, full_shape: Sequence[int] | None = None
+) -> Any:
+    """The tensor of which `tensor` is this device's part.
+
+    `device_assignment` says which part each device has, as in `shard`. The logical shape is the
+    parts side by side, or `full_shape` where the last ones are padded.
+    """
+    count = devices_of_trace()
+    if count == 1:
+        return tensor
+    annotation = as_annotation(tensor, device_assignment)
+    sharding = annotation.resolve(count)
+    shape = tuple(n * t for n, t in zip(tensor.shape, sharding.tiles, strict=True))
+    if full_shape is not None:
+        shape = tuple(full_shape)
+        if sharding.local_shape(shape) != tuple(tensor.shape):
+            raise ValueError(
+                f"manual_to_auto_spmd_partition: a tensor of shape {shape} cut like {sharding.tiles} "
+                f"has parts of shape {sharding.local_shape(shape)}, but the part is {tensor.shape}"
+            )
+    return to_auto_p.bind(
+        tensor, annotation=annotation, shape=shape, num_devices=count, copies="first"
+    )
+
+
+def partition_id() -> Any:
+    """The number of the device that runs this, in a manual region; 0 outside of `gshard.jit`."""
+    if devices_of_trace() == 1:
+        return jnp.zeros((), jnp.int32)
+    return partition_id_p.bind()
+
+
+def all_reduce(tensor: Any, groups: Groups = None) -> Any:
+    """The sum of the parts of a group (default: all devices)."""
+    return _collective(tensor, "all_reduce", groups)
+
+
+def all_gather(tensor: Any, dim: int, groups: Groups = None) -> Any:
+    """The parts of a group, side by side along `dim`."""
+    return _collective(tensor, "all_gather", groups, dim)
+
+
+def reduce_scatter(tensor: Any, dim: int, groups: Groups = None) -> Any:
+    """The sum over a group, of which each member keeps its part of `dim`."""
+    return _collective(tensor, "reduce_scatter", groups, dim)
+
+
+def all_to_all(tensor: Any, groups: Groups = None) -> Any:
+    """Row j of the first dim, as long as the group, goes to member j; the received rows in order."""
+    return _collective(tensor, "all_to_all", groups)
+
+
+def collective_permute(tensor: Any, pairs: Sequence[tuple[int, int]]) -> Any:
+    """Send along (source, destination) pairs; zeros where nothing arrives."""
+    if devices_of_trace() == 1:
+        return tensor
+    fixed = tuple((int(s), int(d)) for s, d in pairs)
+    return collective_p.bind(tensor, kind="collective_permute", dim=0, groups=fixed)
+
+
+def _collective(tensor: Any, kind: str, groups: Groups, dim: int = 0) -> Any:
+    count = devices_of_trace()
+    if count == 1:
+        return tensor
+    listed = groups if groups is not None else [range(count)]
+    fixed = tuple(tuple(int(d) for d in g) for g in listed)
+    return collective_p.bind(tensor, kind=kind, dim=dim, groups=fixed)
+
+
+# ---------------------------------------------------------------- primitives
+
+to_manual_p = Primitive("auto_to_manual")
+to_auto_p = Primitive("manual_to_auto")
+partition_id_p = Primitive("partition_id")
+collective_p = Primitive("manual_collective")
+
+
+@to_manual_p.def_abstract_eval
+def _to_manual_aval(x, *, annotation: Annotation, num_devices: int, copies: str):
+    return ShapedArray(annotation.resolve(num_devices).local_shape(x.shape), x.dtype)
+
+
+@to_auto_p.def_abstract_eval
+def _to_auto_aval(x, *, annotation, shape, num_devices, copies):
+    return ShapedArray(shape, x.dtype)
+
+
+partition_id_p.def_abstract_eval(lambda: ShapedArray((), jnp.int32))
+
+
+@collective_p.def_abstract_eval
+def _collective_aval(x, *, kind: str, dim: int, groups):
+    shape = list(x.shape)
+    if kind == "all_gather":
+        shape[dim] *= len(groups[0])
+    elif kind == "reduce_scatter":
+        shape[dim] //= len(groups[0])
+    return ShapedArray(shape, x.dtype)
+
+
+def _to_manual_transpose(ct, x, *, annotation, num_devices, copies):
+    """Every copy of a part contributed to the result, or the first one only."""
+    back = {"all": "sum", "first": "first"}[copies]
+    return [
+        to_auto_p.bind(
+            ct, annotation=annotation, shape=x.aval.shape, num_devices=num_devices, copies=back
+        )
+    ]
+
+
+def _to_auto_transpose(ct, x, *, annotation, shape, num_devices, copies):
+    back = {"sum": "all", "first": "first"}[copies]
+    return [to_manual_p.bind(ct, annotation=annotation, num_devices=num_devices, copies=back)]
+
+
+def _collective_transpose(ct, x, *, kind, dim, groups):
+    if kind == "collective_permute":
+        groups = tuple((d, s) for s, d in groups)
+    back = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(kind, kind)
+    return [collective_p.bind(ct, kind=back, dim=dim, groups=groups)]
+
+
+def _batch_to_manual(args, dims, *, annotation, **params):
+    (x,), (dim,) = args, dims
+    return to_manual_p.bind(x, annotation=widen(annotation, dim), **params), dim
+
+
+def _batch_to_auto(args, dims, *, annotation, shape, **params):
+    (x,), (dim,) = args, dims
+    shape = (*shape[:dim], x.shape[dim], *shape[dim:])
+    return to_auto_p.bind(x, annotation=widen(annotation, dim), shape=shape, **params), dim
+
+
+def _batch_collective(args, dims, *, kind, dim, groups):
+    (x,), (at,) = args, dims
+    x = jnp.moveaxis(x, at, x.ndim - 1)  # last, so that the other dims keep their numbers
+    return collective_p.bind(x, kind=kind, dim=dim, groups=groups), x.ndim - 1
+
+
+ad.deflinear2(to_manual_p, _to_manual_transpose)
+ad.deflinear2(to_auto_p, _to_auto_transpose)
+ad.deflinear2(collective_p, _collective_transpose)
+batching.primitive_batchers[to_manual_p] = _batch_to_manual
+batching.primitive_batchers[to_auto_p] = _batch_to_auto
+batching.primitive_batchers[collective_p] = _batch_collective

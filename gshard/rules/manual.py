@@ -1,0 +1,116 @@
+"""The borders of manual regions (section 3.2), and what may happen inside.
+
+Inside, a value is each device's own: operators run on it as they stand.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+from jax.extend.core import primitives as p
+
+from gshard import collectives
+from gshard.combine import copies_groups
+from gshard.manual import collective_p, partition_id_p, to_auto_p, to_manual_p
+from gshard.rules.registry import Context, Factors, Rule, bind_local, register
+from gshard.sharding import Sharding
+from gshard.source import source_of
+from gshard.tile import Tile
+
+MAKES_MANUAL = (to_manual_p, partition_id_p, collective_p)
+# Control flow partitions its bodies, in which manual and automatic values may both occur.
+CROSSING_MANUAL = (to_auto_p, collective_p, p.scan_p, p.while_p, p.cond_p)
+
+
+def run_manually(ctx: Context, eqn: JaxprEqn, tiles: list[Tile]) -> list[Tile]:
+    """An operator inside of a manual region: the primitive itself, on what each device has."""
+    ready = []
+    for tile in tiles:
+        if not tile.sharding.manual:
+            whole = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
+            tile = ctx.reshard(
+                tile, whole, f"{eqn.primitive.name} in a manual region needs it whole"
+            )
+        ready.append(tile)
+    return [_own(ctx, a) for a in bind_local(ctx, eqn, ready, [])]
+
+
+def check_manual(eqn: JaxprEqn, tile: Tile, target: Sharding) -> None:
+    """A manual value has no sharding to change: the user has to say which part it is."""
+    if tile.sharding.manual != target.manual:
+        raise ValueError(
+            f"{source_of(eqn)}: {eqn.primitive.name} mixes a value of a manual region with one that is "
+            "partitioned automatically; leave the region with manual_to_auto_spmd_partition first"
+        )
+
+
+def _own(ctx: Context, array) -> Tile:
+    sharding = Sharding((None,) * array.ndim, ctx.place.num_devices, manual=True)
+    return Tile(array, sharding, array.shape)
+
+
+def _first_copies(sharding: Sharding) -> np.ndarray:
+    """1 on the devices that hold the first copy of a tile."""
+    first = np.zeros(sharding.num_devices, np.int32)
+    first[sharding.devices[..., 0].ravel()] = 1
+    return first
+
+
+def _to_manual(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    sharding = eqn.params["annotation"].resolve(ctx.place.num_devices)
+    array = ctx.reshard(tiles[0], sharding, "entering a manual region").array
+    if eqn.params["copies"] == "first" and sharding.replicas > 1:
+        mine = ctx.place.lookup(_first_copies(sharding))
+        array = jnp.where(mine == 1, array, jnp.zeros_like(array))
+    return [_own(ctx, array)]
+
+
+def _to_auto(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+    sharding = eqn.params["annotation"].resolve(ctx.place.num_devices)
+    array = tiles[0].array
+    if eqn.params["copies"] == "sum" and sharding.replicas > 1:
+        reason = "gradient of what every copy received in a manual region"
+        groups = copies_groups(sharding)
+        array = collectives.all_reduce(ctx.place, array, groups, "sum", reason)
+    return [Tile(array, sharding, tuple(eqn.params["shape"]))]
+
+
+def _collective(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    place, x = ctx.place, tiles[0].array
+    kind, dim, groups = (eqn.params[k] for k in ("kind", "dim", "groups"))
+    reason = "asked for in a manual region"
+    if kind == "all_reduce":
+        return [_own(ctx, collectives.all_reduce(place, x, groups, "sum", reason))]
+    if kind == "all_gather":
+        return [_own(ctx, collectives.all_gather(place, x, dim, groups, reason))]
+    if kind == "reduce_scatter":
+        return [_own(ctx, collectives.reduce_scatter(place, x, dim, groups, reason))]
+    if kind == "all_to_all":
+        return [_own(ctx, collectives.all_to_all(place, x, groups, reason))]
+    return [_own(ctx, collectives.collective_permute(place, x, groups, reason))]
+
+
+def _partition_id(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    return [_own(ctx, ctx.place.device_id().astype(jnp.int32))]
+
+
+def _no_factors(eqn: JaxprEqn) -> Factors:
+    """Nothing travels through the border of a manual region by itself: both sides say their split."""
+    return Factors(
+        tuple(((),) * a.aval.ndim for a in eqn.invars),
+        tuple(((),) * v.aval.ndim for v in eqn.outvars),
+        {},
+    )
+
+
+register(Rule(_no_factors, partition=_to_manual, doc="border of a manual region"), to_manual_p)
+register(Rule(_no_factors, partition=_to_auto, doc="border of a manual region"), to_auto_p)
+register(Rule(_no_factors, partition=_collective, doc="as the user says"), collective_p)
+register(Rule(_no_factors, partition=_partition_id, doc="the device's own number"), partition_id_p)
