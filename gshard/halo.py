@@ -20,53 +20,71 @@ from gshard.route import route_windows
 from gshard.sharding import Sharding
 from gshard.tile import Tile, garbage
 
-_MAX_SHIFTS = 6  # neighbours to hear from; beyond that, pieces are routed one by one
+_MAX_SHIFTS = 6  # neighbours to hear from
+
+
+@dataclass(frozen=True)
+class _Shift:
+    """Rows `skip` to `keep` of tile c + `by` go to every tile c that is `used`."""
+
+    by: int
+    skip: int
+    keep: int
+    used: np.ndarray
 
 
 def fetch(
     place: Place, tile: Tile, dim: int, starts: Sequence[int] | np.ndarray, width: int, reason: str
 ) -> jax.Array:
-    """Rows `starts[c]` to `starts[c] + width` of the logical `dim` on the holders of tile c."""
-    split, rows, size = tile.sharding.splits[dim], tile.array.shape[dim], tile.shape[dim]
+    """Rows `starts[c]` to `starts[c] + width` of the logical `dim` on the holders of tile c.
+
+    Windows near the tiles are a halo exchange. Where the windows drift away from the tiles (half of
+    a dim, spread over all devices), `align` sends fewer rows; where every window needs most of the
+    dim, a gather does.
+    """
+    split = tile.sharding.splits[dim]
     if split is None:
         return window(place, tile.array, dim, int(starts[0]), width)
+    if jnp.issubdtype(tile.array.dtype, jax.dtypes.prng_key):
+        raw = fetch(place, _key_data(tile), dim, starts, width, reason)
+        return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(tile.array))
     starts = np.asarray(starts, np.int64)
-    number = np.arange(split.tiles)
-    low, high = np.clip(starts, 0, size), np.clip(starts + width, 0, size)
-    needed = low < high
-    if not needed.any():
-        return jnp.zeros(
-            (*tile.array.shape[:dim], width, *tile.array.shape[dim + 1 :]), tile.array.dtype
-        )
-    first = np.where(needed, low // rows - number, 0)
-    last = np.where(needed, (high - 1) // rows - number, 0)
-    left, right = int(first[needed].min()), int(last[needed].max())
-    if right - left > _MAX_SHIFTS:
-        return route_windows(place, tile, dim, starts, width, reason)
+    way, shifts = _way(tile, dim, starts, width)
+    if way == "align":
+        held = Runs.of(tile, dim)
+        return align(place, tile.array, tile.sharding, dim, held, starts, width, reason)
+    mine = np.maximum(split.coords, 0)
+    if way == "gather":
+        groups = groups_along(tile.sharding, dim)
+        whole = all_gather(place, tile.array, dim, groups, reason)
+        return window(place, whole, dim, starts[mine], width)
+    if not shifts:
+        shape = (*tile.array.shape[:dim], width, *tile.array.shape[dim + 1 :])
+        return filled_with_garbage(shape, tile.array.dtype)
     pieces = []
-    begin = np.zeros(split.tiles, np.int64)
-    for shift in range(left, right + 1):
-        source = number + shift
-        used = needed & (first <= shift) & (shift <= last)
-        piece, skipped = tile.array, 0
-        if shift == left and shift < right:  # only the last rows of the leftmost neighbour
-            skipped = int(np.clip(low[used] - source[used] * rows, 0, rows).min())
-        keep = rows
-        if shift == right:
-            keep = int(np.clip(high[used] - source[used] * rows, 0, rows).max())
-        if shift == left:
-            if shift == right:
-                skipped = int(np.clip(low[used] - source[used] * rows, 0, rows).min())
-            begin = source * rows + skipped
-        piece = lax.slice_in_dim(piece, skipped, keep, axis=dim)
-        if shift:
-            piece = collective_permute(
-                place, piece, shifted_pairs(tile.sharding, dim, shift, used), reason
-            )
+    for s in shifts:
+        piece = lax.slice_in_dim(tile.array, s.skip, s.keep, axis=dim)
+        if s.by:
+            pairs = shifted_pairs(tile.sharding, dim, s.by, s.used)
+            piece = collective_permute(place, piece, pairs, reason)
         pieces.append(piece)
     joined = lax.concatenate(pieces, dim) if len(pieces) > 1 else pieces[0]
-    offsets = (starts - begin)[np.maximum(split.coords, 0)]
-    return window(place, joined, dim, offsets, width)
+    rows = tile.array.shape[dim]
+    begin = (np.arange(split.tiles) + shifts[0].by) * rows + shifts[0].skip
+    return window(place, joined, dim, (starts - begin)[mine], width)
+
+
+def fetch_cost(tile: Tile, dim: int, starts: np.ndarray, width: int) -> int:
+    """Bytes that a device sends for `fetch`, and a little for every step."""
+    return 0
+
+
+def _way(
+    tile: Tile, dim: int, starts: np.ndarray, width: int
+) -> tuple[str, list[_Shift]]:
+    """The way that sends the fewest bytes."""
+    shifts = _shifts(tile, dim, starts, width)
+    return "shifts", shifts
 
 
 def shifted_pairs(

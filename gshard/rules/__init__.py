@@ -11,6 +11,8 @@ from gshard.rules import (
     pointwise,
     random,
     reduction,
+    window,
+    window_reduce,
 )
 from gshard.rules.registry import RULES, Rule
 
@@ -27,4 +29,6 @@ __all__ = [
     "pointwise",
     "random",
     "reduction",
+    "window",
+    "window_reduce",
 ]

@@ -1,0 +1,212 @@
+"""Convolution (section 3.3.3 and the appendix "SPMD Partitioning for Convolution").
+
+Batch, feature and group dims split as in an einsum. A split spatial dim needs rows of the
+neighbours: every device fetches the rows under its own windows, zeroes those that lie outside of
+the tensor, and convolves without padding. Which windows are its own:
+
+- The result is split like the base: a device computes its rows of the result, all of the kernel.
+- The window is split like the base (the gradient of a kernel, where the "window" is a whole
+  activation): a device takes its part of the window to all results, and the sums are partial.
+
+Base dilation makes the low padding differ between devices: the first window of one begins at an
+element, that of another in a hole. The paper knows three cases. Here is one: every device begins
+early enough, at a window that starts at the same distance from an element on all devices, and drops
+the results in front of its own (or, if the window is split, puts zeros in front of it). Strides
+repeat that distance after `base / gcd(step, base)` windows, so fewer than that are dropped, and none
+in the paper's first case.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.extend.core import primitives as p
+
+from gshard.collectives import Place
+from gshard.halo import fetch, window
+from gshard.rules.registry import Context, Dim, Factors, Rule, Shape, register
+from gshard.sharding import Sharding, Split
+from gshard.strategy import choose, run
+from gshard.tile import Tile
+
+NOTHING = 2**30  # as the first row that a device needs: it needs none
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The rows of a split base dim under the windows of each device, one entry per tile.
+
+    A device computes `count` items, of which the first `lead[c]` are not its own, from `rows` rows
+    beginning at `starts[c]`, with the same `padding` everywhere.
+    """
+
+    starts: np.ndarray
+    rows: int
+    padding: tuple[int, int]
+    lead: np.ndarray
+    count: int
+
+
+def reach_of(
+    tiles: int, per_tile: int, total: int, step: int, extent: int, low: int, base: int
+) -> Reach:
+    """The rows that `per_tile` of `total` items need on each device.
+
+    Item i lies over the positions from `i * step - low` on, `extent + 1` of them, of a base in
+    which an element stands every `base` positions.
+    """
+    items = np.arange(tiles) * per_tile
+    period = base // math.gcd(step, base)
+    lead = np.where(items < total, items % period, 0)
+    count = per_tile + int(lead.max())
+    begin = (items - lead) * step - low
+    first = -(-begin // base)
+    hole = int(first[0] * base - begin[0])  # positions before the first element
+    length = (count - 1) * step + extent + 1
+    rows = (length - 1 - hole) // base + 1
+    if rows <= 0:  # windows over holes only
+        return Reach(np.full(tiles, NOTHING), 1, (0, length - 1), lead, count)
+    high = length - hole - ((rows - 1) * base + 1)
+    return Reach(np.where(items < total, first, NOTHING), rows, (hole, high), lead, count)
+
+
+def bring(
+    place: Place, tile: Tile, dim: int, starts: np.ndarray, rows: int, fill, reason: str
+) -> Tile:
+    """`tile` with the rows that each device needs, and `fill` where the tensor has none."""
+    split, size = tile.sharding.splits[dim], tile.shape[dim]
+    assert split
+    x = fetch(place, tile, dim, starts, rows, reason)
+    if fill is not None and ((starts < 0) | (starts + rows > size)).any():
+        index = lax.broadcasted_iota(jnp.int32, x.shape, dim) + place.lookup(
+            of_device(starts, split)
+        )
+        x = jnp.where((index >= 0) & (index < size), x, jnp.asarray(fill, x.dtype))
+    return Tile(x, tile.sharding, tile.shape)
+
+
+def of_device(per_tile: np.ndarray, split: Split) -> np.ndarray:
+    """A table with an entry per tile as one with an entry per device."""
+    return per_tile[np.maximum(split.coords, 0)]
+
+
+# ---------------------------------------------------------------- convolution
+
+
+def conv_factors(eqn: JaxprEqn, split_windows: Collection[int] = ()) -> Factors:
+    """Batch `n`, input features `k`, output features `o`, groups `g`, and spatial dims `s`.
+
+    A spatial factor joins base and result; or base and window, and is summed, if the window is the
+    larger of the two or one of the `split_windows`.
+    """
+    lhs_spec, rhs_spec, out_spec = eqn.params["dimension_numbers"]
+    (base, kernel), (result,) = (
+        tuple(v.aval.shape for v in vs) for vs in (eqn.invars, eqn.outvars)
+    )
+    rank = len(base)
+    by_feature, by_batch = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
+    groups = max(by_feature, by_batch)
+    group: Dim = ("g",) if groups > 1 else ()
+    lhs: list[Dim] = [()] * rank
+    rhs: list[Dim] = [()] * rank
+    out: list[Dim] = [()] * rank
+    lhs[lhs_spec[0]] = (*group, "n") if by_batch > 1 else ("n",)
+    lhs[lhs_spec[1]] = (*group, "k") if by_feature > 1 else ("k",)
+    rhs[rhs_spec[0]] = out[out_spec[1]] = (*group, "o")
+    rhs[rhs_spec[1]], out[out_spec[0]] = ("k",), ("n",)
+    sizes = {
+        "n": result[out_spec[0]],
+        "k": kernel[rhs_spec[1]],
+        "o": kernel[rhs_spec[0]] // groups,
+        **({"g": groups} if group else {}),
+    }
+    reduced = {"k": "sum"}
+    for i, (l, r, o) in enumerate(zip(lhs_spec[2:], rhs_spec[2:], out_spec[2:], strict=True)):
+        lhs[l] = (f"s{i}",)
+        sizes[f"s{i}"] = base[l]
+        if i in split_windows or kernel[r] > result[o]:
+            rhs[r] = (f"s{i}",)
+            reduced[f"s{i}"] = "sum"
+        else:
+            out[o] = (f"s{i}",)
+    return Factors((tuple(lhs), tuple(rhs)), (tuple(out),), sizes, reduced)
+
+
+def partition_conv(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    """Spatial splits stay: they cost halos, and partial sums where the window is split too."""
+    rhs_spec = eqn.params["dimension_numbers"][1]
+    split_windows = [i for i, r in enumerate(rhs_spec[2:]) if tiles[1].sharding.splits[r]]
+    factors = conv_factors(eqn, split_windows)
+    spatial = [f for f in factors.sizes if f[0] == "s"]
+    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets, kept=spatial)
+    return run(ctx, eqn, _CONV, factors, chosen, tiles, targets)
+
+
+def conv_local(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
+) -> list[jax.Array]:
+    """The convolution of a device: halos, then its own windows without padding."""
+    place, params = ctx.place, dict(eqn.params)
+    lhs, rhs = tiles
+    aval, (local,) = eqn.outvars[0].aval, shapes
+    if 0 in (*lhs.shape, *rhs.shape, *aval.shape):
+        return [jnp.zeros(local, aval.dtype)]
+    lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
+    groups = lhs.array.shape[lhs_spec[1]] // rhs.array.shape[rhs_spec[1]]
+    params["feature_group_count"] = groups
+    params["batch_group_count"] = lhs.array.shape[lhs_spec[0]] // local[out_spec[0]]
+    padding = list(params["padding"])
+    kernel = rhs.array
+    unaligned: list[tuple[int, Reach, Split]] = []
+    for i, (l, r, o) in enumerate(zip(lhs_spec[2:], rhs_spec[2:], out_spec[2:], strict=True)):
+        split = lhs.sharding.splits[l]
+        if not split:
+            continue
+        stride, dilation = params["window_strides"][i], params["rhs_dilation"][i]
+        where = params["padding"][i][0], params["lhs_dilation"][i]
+        if rhs.sharding.splits[r]:
+            results = (aval.shape[o] - 1) * stride
+            part = rhs.array.shape[r]
+            reach = reach_of(split.tiles, part, rhs.shape[r], dilation, results, *where)
+            kernel = _delayed(place, kernel, r, reach, split)
+        else:
+            taps = (rhs.shape[r] - 1) * dilation
+            reach = reach_of(split.tiles, local[o], aval.shape[o], stride, taps, *where)
+            unaligned.append((o, reach, split))
+        lhs = bring(
+            place, lhs, l, reach.starts, reach.rows, 0, f"rows under the windows of dim {l}"
+        )
+        padding[i] = reach.padding
+    out = eqn.primitive.bind(lhs.array, kernel, **(params | {"padding": tuple(padding)}))
+    for dim, reach, split in unaligned:
+        out = window(place, out, dim, of_device(reach.lead, split), local[dim])
+    return [out]
+
+
+def _delayed(place: Place, kernel: jax.Array, dim: int, reach: Reach, split: Split) -> jax.Array:
+    """A device's part of the window behind `lead` zeros: the paper's "pad the window"."""
+    extra = reach.count - kernel.shape[dim]
+    if not extra:
+        return kernel
+    pads = [(extra, extra, 0) if d == dim else (0, 0, 0) for d in range(kernel.ndim)]
+    padded = lax.pad(kernel, jnp.zeros((), kernel.dtype), pads)
+    return window(place, padded, dim, extra - of_device(reach.lead, split), reach.count)
+
+
+_CONV = Rule(
+    conv_factors,
+    local=conv_local,
+    partition=partition_conv,
+    doc="batch, output feature and group dims free; spatial dims by halo, a split window by "
+    "AllReduce as well; input features by AllReduce or ReduceScatter",
+)
+register(_CONV, p.conv_general_dilated_p)
