@@ -142,7 +142,7 @@ class Tokenizer:
         return tag
 
     def encode_source(self, texts: Sequence[str], target: str = "en") -> list[list[int]]:
-        """The ids of source sentences, each with its end, and with a tag unless all go to English."""
+        """The ids of source sentences with their end, after a tag unless all go to English."""
         start = [] if self.config.directions == "to-english" else [self.tag(target)]
         pieces = self._source.encode(list(texts), num_threads=_THREADS)
         return [[*start, *ids, END] for ids in pieces]

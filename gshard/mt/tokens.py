@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,9 +50,14 @@ class TaskTokens:
     source: Side
     target: Side
     english_words: np.ndarray  # of each example, at most 255
+    place: Path
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Workers map the files themselves; a pickled map would carry the whole corpus.
+        return _open, (self.place, self.task)
 
 
 def open_tokens(
@@ -122,7 +128,8 @@ def _encode(
 
 def _open(place: Path, task: Task) -> TaskTokens:
     def array(name: str) -> np.ndarray:
-        return np.load(place / f"{name}.npy", mmap_mode="r")
+        # A plain view of the map: slicing a memmap itself is slow.
+        return np.load(place / f"{name}.npy", mmap_mode="r").view(np.ndarray)
 
     sides = [Side(array(name), array(f"{name}_ends")) for name in ("source", "target")]
-    return TaskTokens(task, sides[0], sides[1], array("words"))
+    return TaskTokens(task, sides[0], sides[1], array("words"), place)
