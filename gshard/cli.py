@@ -1,0 +1,55 @@
+"""The `gshard` command: every subcommand is a small module that registers here.
+
+Modules of commands import nothing heavy at their top, so that `--help` answers at once. What a
+user can mend is raised as `UserError` and printed without a traceback; the exit status says so.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Sequence
+
+try:
+    import typer
+except ImportError:
+    sys.exit("the gshard command needs more packages: pip install 'gshard[mt]'")
+
+from gshard.mt.commands import data
+from gshard.mt.errors import UserError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Massively multilingual translation with mixtures of experts.",
+)
+app.add_typer(data.app, name="data")
+
+
+@app.callback()
+def _root() -> None:
+    """Keep `gshard data` a subcommand even while it is the only one."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; never returns."""
+    try:
+        app(arguments, standalone_mode=True)
+    except UserError as error:
+        _fail(str(error))
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _fail(
+            "the disk is full; nothing half-written is left, and running the same command again "
+            "after making room continues"
+        )
+
+
+def _fail(message: str) -> None:
+    print(f"gshard: {message}", file=sys.stderr)
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The subcommands of `gshard` that belong to translation, one small module each."""

@@ -1,0 +1,185 @@
+"""`gshard data`: gather parallel text, look at it, make vocabularies and try batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Gather parallel text and look at it.")
+
+CorpusFolder = Annotated[Path, typer.Argument(help="folder of a gathered corpus")]
+
+
+@app.command()
+def gather(
+    tier: Annotated[str, typer.Option(help="tiny, core, full, or a .toml file of your own")] = "",
+    out: Annotated[Path, typer.Option(help="folder of the corpus")] = Path("corpus"),
+    tsv: Annotated[
+        list[str], typer.Option(help="[SPLIT=]FILE with language, source, English[, origin]")
+    ] = [],  # noqa: B006  (typer copies it)
+    moses: Annotated[
+        list[str], typer.Option(help="[SPLIT=]FOREIGN,ENGLISH, as corpus.de,corpus.en")
+    ] = [],  # noqa: B006
+    parquet: Annotated[
+        list[str], typer.Option(help="[SPLIT=]FILE with columns language, source, english")
+    ] = [],  # noqa: B006
+    catalogs: Annotated[
+        list[str], typer.Option(help="[SPLIT=]FOLDER of gettext or Qt catalogs")
+    ] = [],  # noqa: B006
+    clean: Annotated[
+        bool, typer.Option(help="filter your own text too, or take it as it is")
+    ] = True,
+    test_share: Annotated[
+        float | None, typer.Option(help="share of long sentences held out for test")
+    ] = None,
+    dev_share: Annotated[
+        float | None, typer.Option(help="share of long sentences held out for dev")
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="processes; 0 is one for each core")] = 0,
+) -> None:
+    """Gather a corpus: download, read, clean, split and write. Run it again to continue."""
+    from gshard.mt import gather as work
+    from gshard.mt import tiers
+    from gshard.mt.commands import show
+    from gshard.mt.own import parse_own
+    from gshard.mt.splits import SPLITS, Shares
+
+    loaded = tiers.load(tier) if tier else None
+    given = {"tsv": tsv, "moses": moses, "parquet": parquet, "catalogs": catalogs}
+    own = tuple(parse_own(kind, text, clean) for kind, texts in given.items() for text in texts)
+    usual = Shares(loaded.test_share, loaded.dev_share) if loaded else Shares()
+    shares = Shares(
+        usual.test if test_share is None else test_share,
+        usual.dev if dev_share is None else dev_share,
+    )
+    plan = work.Plan(out, loaded, own, shares, jobs)
+    with show.bars() as bars:
+        corpus, skipped = work.gather(plan, bars)
+    show.problems(skipped)
+    everywhere = corpus.manifest["languages"]
+    totals = [
+        f"{sum(corpus.count(language, split) for language in everywhere):,} {split}"
+        for split in SPLITS
+    ]
+    show.console.print(f"{len(corpus.languages)} languages: {', '.join(totals)}")
+    show.console.print(f"`gshard data stats {out}` shows more", soft_wrap=True)
+
+
+@app.command()
+def stats(
+    corpus: CorpusFolder = Path("corpus"),
+    most: Annotated[int, typer.Option(help="languages to show; 0 is all")] = 0,
+    png: Annotated[
+        Path | None, typer.Option(help="picture of the power law [CORPUS/power-law.png]")
+    ] = None,
+    verify: Annotated[bool, typer.Option(help="compare every file with its checksum")] = False,
+) -> None:
+    """Print the table of languages, what was dropped and why, and draw the power law."""
+    from gshard.mt import stats as work
+    from gshard.mt.commands.show import console
+    from gshard.mt.corpus import Corpus
+    from gshard.mt.errors import UserError
+
+    opened = Corpus.open(corpus)
+    console.print(work.language_table(opened, most))
+    console.print(work.dropped_table(opened))
+    console.print(work.source_table(opened))
+    picture = png or corpus / "power-law.png"
+    work.draw_power_law(opened, picture)
+    console.print(f"power law: {picture}", soft_wrap=True)
+    if verify:
+        if bad := opened.verify():
+            raise UserError("\n".join(bad))
+        console.print("every file has its checksum")
+
+
+@app.command()
+def vocabulary(
+    corpus: CorpusFolder = Path("corpus"),
+    out: Annotated[
+        Path | None, typer.Option(help="folder of the vocabularies [CORPUS/vocabulary]")
+    ] = None,
+    source_size: Annotated[int, typer.Option(help="pieces of the source vocabulary")] = 16_000,
+    target_size: Annotated[int, typer.Option(help="pieces of the target vocabulary")] = 8_000,
+    directions: Annotated[
+        str, typer.Option(help="to-english, from-english or both")
+    ] = "to-english",
+    temperature: Annotated[
+        float, typer.Option(help="1 samples by data, inf every language alike")
+    ] = 5.0,
+    sentences: Annotated[int, typer.Option(help="sentences to train on, at most")] = 1_000_000,
+    languages: Annotated[str, typer.Option(help="only these, with commas")] = "",
+    seed: int = 0,
+) -> None:
+    """Train the SentencePiece vocabularies on a temperature sample of the corpus."""
+    from gshard.mt.commands.show import console
+    from gshard.mt.corpus import Corpus
+    from gshard.mt.tokenizer import VocabularyConfig, train_tokenizer
+
+    chosen = tuple(language for language in languages.split(",") if language)
+    config = VocabularyConfig(
+        source_size, target_size, directions, temperature, sentences, seed, chosen
+    )
+    opened = Corpus.open(corpus)
+    place = out or corpus / "vocabulary"
+    with console.status("training the vocabularies"):
+        tokenizer = train_tokenizer(opened, config)
+    tokenizer.save(place)
+    console.print(
+        f"{tokenizer.source_size:,} source and {tokenizer.target_size:,} target pieces in {place}"
+    )
+
+
+@app.command()
+def batches(
+    corpus: CorpusFolder = Path("corpus"),
+    vocabulary: Annotated[
+        Path | None, typer.Option(help="folder of the vocabularies [CORPUS/vocabulary]")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="batches to make")] = 200,
+    rows: Annotated[int, typer.Option(help="rows of a batch")] = 32,
+    source_length: Annotated[int, typer.Option(help="source tokens in a row")] = 64,
+    target_length: Annotated[int, typer.Option(help="target tokens in a row")] = 48,
+    mode: Annotated[str, typer.Option(help="pack or bucket")] = "pack",
+    temperature: Annotated[
+        float, typer.Option(help="1 samples by data, inf every language alike")
+    ] = 5.0,
+    workers: Annotated[int, typer.Option(help="processes that read ahead; 0 is threads")] = 0,
+) -> None:
+    """Make batches as training would, and show their padding, speed and mixture."""
+    import time
+
+    from gshard.mt.batches import BatchConfig, Batches
+    from gshard.mt.commands import show
+    from gshard.mt.corpus import Corpus
+    from gshard.mt.tokenizer import Tokenizer
+    from gshard.mt.tokens import open_tokens
+
+    opened = Corpus.open(corpus)
+    tokenizer = Tokenizer.load(vocabulary or corpus / "vocabulary")
+    config = BatchConfig(rows, source_length, target_length, mode, temperature, languages=True)
+    with show.bars() as bars:
+        step = bars.stage("encode", len(tokenizer.tasks))
+        tokens = open_tokens(opened, tokenizer, corpus / "tokens", progress=step)
+    made = Batches(tokens, config, workers=workers)
+    iterator = made.iterate()
+    counts = [0] * len(tokens)
+    next(iterator)  # the first waits for plans and workers
+    begin, before = time.perf_counter(), iterator.tokens
+    for _ in range(steps):
+        languages = next(iterator)["languages"]
+        for task in range(len(tokens)):
+            counts[task] += int((languages == task).sum())
+    seconds = time.perf_counter() - begin
+    iterator.close()
+    show.console.print(
+        f"{steps} batches in {seconds:.2f} s, "
+        f"{(iterator.tokens - before) / seconds:,.0f} tokens/s, "
+        f"{iterator.padding:.1%} padding, {made.too_long:,} of {made.examples:,} examples too long"
+    )
+    total = sum(counts)
+    top = sorted(zip(counts, made.tasks, strict=True), key=lambda pair: -pair[0])
+    shown = ", ".join(f"{task} {count / total:.1%}" for count, task in [*top[:5], *top[-5:]])
+    show.console.print(f"most and least of the source tokens: {shown}")

@@ -1,0 +1,60 @@
+"""What commands show on a terminal: progress bars, and messages about what was skipped."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from gshard.mt.fetch import Problem
+
+console = Console()
+
+
+class Bars:
+    """A bar for each stage, with the name of what was done last."""
+
+    def __init__(self, progress: Progress):
+        self._progress = progress
+
+    def stage(self, name: str, total: int) -> Callable[[str], None]:
+        """Begin a stage; the result moves its bar on by one and shows a note."""
+        task = self._progress.add_task(name, total=total, note="")
+        return lambda note: self._progress.update(task, advance=1, note=note)
+
+
+@contextlib.contextmanager
+def bars() -> Iterator[Bars]:
+    """Progress bars while the block runs."""
+    columns = (
+        TextColumn("{task.description:>15}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+    )
+    with Progress(*columns, console=console) as progress:
+        yield Bars(progress)
+
+
+def problems(found: Sequence[Problem], most: int = 20) -> None:
+    """Say what was skipped and why."""
+    if not found:
+        return
+    console.print(f"[yellow]skipped {len(found)}:[/yellow]")
+    for problem in found[:most]:
+        console.print(f"  {problem.what}: {problem.why}", markup=False, soft_wrap=True)
+    if len(found) > most:
+        console.print(f"  and {len(found) - most} more, all in the manifest")
