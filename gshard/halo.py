@@ -9,16 +9,17 @@ its number. Rows outside of the tensor are garbage, for the caller to mask.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard.collectives import Place, collective_permute
-from gshard.route import route_windows
+from gshard.align import Runs, align, groups_along, plan
+from gshard.collectives import Place, all_gather, collective_permute
 from gshard.sharding import Sharding
-from gshard.tile import Tile, garbage
+from gshard.tile import Tile, filled_with_garbage, garbage
 
 _MAX_SHIFTS = 6  # neighbours to hear from
 
@@ -31,6 +32,13 @@ class _Shift:
     skip: int
     keep: int
     used: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Way:
+    kind: str  # "shifts", "align", "gather"
+    sent: int  # rows of one device
+    shifts: tuple[_Shift, ...] = ()
 
 
 def fetch(
@@ -48,43 +56,76 @@ def fetch(
     if jnp.issubdtype(tile.array.dtype, jax.dtypes.prng_key):
         raw = fetch(place, _key_data(tile), dim, starts, width, reason)
         return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(tile.array))
-    starts = np.asarray(starts, np.int64)
-    way, shifts = _way(tile, dim, starts, width)
-    if way == "align":
-        held = Runs.of(tile, dim)
+    starts, rows = np.asarray(starts, np.int64), tile.array.shape[dim]
+    held = Runs.of(tile, dim)
+    way = _way(held, rows, starts, width)
+    if way.kind == "align":
         return align(place, tile.array, tile.sharding, dim, held, starts, width, reason)
     mine = np.maximum(split.coords, 0)
-    if way == "gather":
-        groups = groups_along(tile.sharding, dim)
-        whole = all_gather(place, tile.array, dim, groups, reason)
+    if way.kind == "gather":
+        whole = all_gather(place, tile.array, dim, groups_along(tile.sharding, dim), reason)
         return window(place, whole, dim, starts[mine], width)
-    if not shifts:
+    if not way.shifts:
         shape = (*tile.array.shape[:dim], width, *tile.array.shape[dim + 1 :])
         return filled_with_garbage(shape, tile.array.dtype)
     pieces = []
-    for s in shifts:
+    for s in way.shifts:
         piece = lax.slice_in_dim(tile.array, s.skip, s.keep, axis=dim)
         if s.by:
             pairs = shifted_pairs(tile.sharding, dim, s.by, s.used)
             piece = collective_permute(place, piece, pairs, reason)
         pieces.append(piece)
     joined = lax.concatenate(pieces, dim) if len(pieces) > 1 else pieces[0]
-    rows = tile.array.shape[dim]
-    begin = (np.arange(split.tiles) + shifts[0].by) * rows + shifts[0].skip
+    begin = (np.arange(split.tiles) + way.shifts[0].by) * rows + way.shifts[0].skip
     return window(place, joined, dim, (starts - begin)[mine], width)
 
 
-def fetch_cost(tile: Tile, dim: int, starts: np.ndarray, width: int) -> int:
-    """Bytes that a device sends for `fetch`, and a little for every step."""
-    return 0
+def fetch_rows(tiles: int, size: int, starts: np.ndarray, width: int) -> int:
+    """How many rows a device sends to `fetch` from even tiles."""
+    rows = -(-size // tiles)
+    return _way(Runs.even(tiles, rows, size), rows, np.asarray(starts, np.int64), width).sent
 
 
-def _way(
-    tile: Tile, dim: int, starts: np.ndarray, width: int
-) -> tuple[str, list[_Shift]]:
-    """The way that sends the fewest bytes."""
-    shifts = _shifts(tile, dim, starts, width)
-    return "shifts", shifts
+def _way(held: Runs, rows: int, starts: np.ndarray, width: int) -> _Way:
+    """The way that sends the fewest rows."""
+    shifts = _shifts(held, rows, starts, width)
+    options = [_Way("gather", rows * (len(starts) - 1))]
+    routed = plan(held, starts, width)
+    if routed:
+        options.insert(0, _Way("align", routed.sent))
+    if len(shifts) <= _MAX_SHIFTS:
+        options.insert(0, _Way("shifts", sum(s.keep - s.skip for s in shifts if s.by), shifts))
+    return min(options, key=lambda o: o.sent)
+
+
+def _shifts(held: Runs, rows: int, starts: np.ndarray, width: int) -> tuple[_Shift, ...]:
+    """The neighbours between the leftmost and the rightmost that any tile needs rows of."""
+    number = np.arange(len(starts))
+    size = int(held.high.max(initial=0))
+    low, high = np.clip(starts, 0, size), np.clip(starts + width, 0, size)
+    needed = low < high
+    if not needed.any():
+        return ()
+    first = np.where(needed, low // rows - number, 0)
+    last = np.where(needed, (high - 1) // rows - number, 0)
+    left, right = int(first[needed].min()), int(last[needed].max())
+    if right - left >= _MAX_SHIFTS:
+        return tuple(_Shift(by, 0, rows, needed) for by in range(left, right + 1))
+    shifts = []
+    for by in range(left, right + 1):
+        used = needed & (first <= by) & (by <= last)
+        source = (number + by)[used] * rows
+        skip = int(np.clip(low[used] - source, 0, rows).min()) if by == left else 0
+        keep = int(np.clip(high[used] - source, 0, rows).max()) if by == right else rows
+        shifts.append(_Shift(by, skip, keep, used))
+    return tuple(shifts)
+
+
+def _key_data(tile: Tile) -> Tile:
+    """Random keys as the integers they are made of, which stand in a last dim."""
+    sharding = Sharding((*tile.sharding.splits, None), tile.sharding.num_devices)
+    raw = jax.random.key_data(tile.array)
+    return Tile(raw, sharding, (*tile.shape, raw.shape[-1]))
 
 
 def shifted_pairs(

@@ -13,7 +13,6 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -161,39 +160,3 @@ def _round(part: dict[int, tuple], source, source_local, target, target_local) -
             receive[receiver, d] = origin + send[sender, d] - landing
     pairs = tuple((sender, receiver) for receiver, (sender, _, _) in sorted(part.items()))
     return Round(pairs, box, send, receive)
-
-
-def route_windows(
-    place: Place, tile: Tile, dim: int, starts: np.ndarray, width: int, reason: str
-) -> jax.Array:
-    """`halo.fetch` where windows lie far from the tiles: whole tiles, each sent to who needs it."""
-    split, rows, size = tile.sharding.splits[dim], tile.array.shape[dim], tile.shape[dim]
-    assert split
-    devices = np.moveaxis(tile.sharding.devices, dim, 0).reshape(split.tiles, -1)
-    low, high = np.clip(starts, 0, size), np.clip(starts + width, 0, size)
-    rounds: list[dict[int, int]] = []  # destination tile -> source tile
-    for c in range(split.tiles):
-        for source in range(low[c] // rows, -(-high[c] // rows)) if low[c] < high[c] else ():
-            for taken in rounds:
-                if c not in taken and source not in taken.values():
-                    break
-            else:
-                taken = {}
-                rounds.append(taken)
-            taken[c] = source
-    shape = list(tile.array.shape)
-    shape[dim] = width + 2 * rows
-    buffer = jnp.zeros(shape, tile.array.dtype)
-    for taken in rounds:
-        pairs = [
-            (int(s), int(d))
-            for c, source in taken.items()
-            for s, d in zip(devices[source], devices[c], strict=True)
-        ]
-        piece = tile.array
-        if any(s != d for s, d in pairs):
-            piece = collective_permute(place, piece, pairs, reason)
-        at = [taken[c] * rows - starts[c] + rows if c in taken else 0 for c in range(split.tiles)]
-        offset = place.lookup(np.array(at)[np.maximum(split.coords, 0)])
-        buffer = lax.dynamic_update_slice_in_dim(buffer, piece, offset, dim)
-    return lax.slice_in_dim(buffer, rows, rows + width, axis=dim)
