@@ -87,6 +87,50 @@ def combine(
     return Tile(array, tile.sharding, tile.shape)
 
 
+def combine_disjoint(
+    place: Place, tile: Tile, reduced: Mapping[Factor, Split], target: Sharding, name: str
+) -> Tile:
+    """`combine` where one device has an element and the others have zero: not a bit of it changes.
+
+    The sum is one of integers: sums of floats lose the sign of zero, and some lose tiny numbers.
+    """
+    x, shape = tile.array, tile.shape
+    if not reduced:
+        return tile
+
+    def like(array: jax.Array, shape: tuple[int, ...]) -> Tile:
+        more = (None,) * (len(shape) - len(tile.shape))
+        here, there = (Sharding((*s.splits, *more), s.num_devices) for s in (tile.sharding, target))
+        return combine_disjoint(place, Tile(array, here, shape), reduced, there, name)
+
+    def back(done: Tile, array: jax.Array) -> Tile:
+        return Tile(array, done.sharding.project(range(len(shape))), shape)
+
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        done = like(jnp.stack([lax.real(x), lax.imag(x)], axis=-1), (*shape, 2))
+        return back(done, lax.complex(done.array[..., 0], done.array[..., 1]))
+    if x.dtype == jnp.bool_:
+        done = like(x.astype(jnp.uint8), shape)
+        return back(done, done.array.astype(jnp.bool_))
+    if _in_pairs(x.dtype, tile, target):  # what adds 16-bit integers would send them as 32 bits
+        pairs = lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.uint32)
+        done = like(pairs, (*shape[:-1], shape[-1] // 2))
+        halves = lax.bitcast_convert_type(done.array, x.dtype)
+        return back(done, halves.reshape(*halves.shape[:-2], -1))
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        done = like(lax.bitcast_convert_type(x, jnp.dtype(f"uint{itemsize_of(x.dtype) * 8}")), shape)
+        return back(done, lax.bitcast_convert_type(done.array, x.dtype))
+    return combine(place, tile, reduced, dict.fromkeys(reduced, "sum"), target, name)
+
+
+def _in_pairs(dtype, tile: Tile, target: Sharding) -> bool:
+    """Whether neighbours along the last dim stay together however it is split."""
+    if itemsize_of(dtype) != 2 or not tile.shape:
+        return False
+    tiles = (tile.sharding.tiles[-1], target.tiles[-1])
+    return all(tile.shape[-1] % (2 * t) == 0 for t in tiles)
+
+
 def combine_cost(
     here: Sharding,
     reduced: Mapping[Factor, Split],

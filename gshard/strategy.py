@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn
 
@@ -96,11 +96,14 @@ def choose(
     shardings: Sequence[Sharding],
     targets: Sequence[Sharding],
     kept: Collection[Factor] = (),
+    cost: Callable[..., float] | None = None,
 ) -> Assignment:
     """The cheapest split of every factor, out of those that operands and results suggest.
 
-    `kept` factors stay split where any tensor splits them, even if to gather were cheaper.
+    `kept` factors stay split where any tensor splits them, even if to gather were cheaper. `cost`
+    is for operators that run otherwise than `run` does.
     """
+    cost = cost or _cost
     options: dict[Factor, list[Split | None]] = {f: [] for f in factors.sizes}
     tensors = [
         *zip(factors.operands, shardings, strict=True),
@@ -122,11 +125,11 @@ def choose(
         candidate = dict(zip(options, splits, strict=True))
         if not compatible(tuple(s for s in splits if s)) or not _composable(candidate, factors):
             continue
-        total = _cost(eqn, factors, candidate, shardings, targets, best_cost)
+        total = cost(eqn, factors, candidate, shardings, targets, best_cost)
         if total < best_cost:
             best, best_cost = candidate, total
     if best is None:  # what is to be kept does not fit together
-        return choose(eqn, factors, shardings, targets)
+        return choose(eqn, factors, shardings, targets, cost=cost)
     return best
 
 

@@ -1,39 +1,59 @@
-"""Gather and scatter: look up and update windows of a tensor at run-time indices.
+"""Gather and scatter: read or update windows of a tensor at indices known at run time.
 
-Batch dims, the dims of the indices and windows as long as their dim split for free in a gather; in
-a scatter, batch dims and full windows do.
+A gather takes a window of the operand for every index; a scatter is the same run backwards. Batch
+dims, the indices' own dims and windows as long as their dim need no communication (a scatter's
+indices leave partial results instead). Along a split dim that is looked up in, every device serves
+the indices that hit its own rows: the table never moves. Out-of-range indices are clamped or
+dropped by the logical size, whatever the tiles are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
+from jax.lax import GatherScatterMode
 
+from gshard import reshard
 from gshard._jax import scatter_sub_p
-from gshard.rules.registry import Context, Factors, Rule, Shape, register
-from gshard.tile import Tile
-
-Name = str | None
+from gshard.combine import combine, combine_cost, combine_disjoint, identity
+from gshard.rules.registry import Context, Factors, Rule, register
+from gshard.sharding import Sharding
+from gshard.strategy import Assignment, choose, local_dims, local_work, shard_dims
+from gshard.tile import Tile, garbage
 
 
 @dataclass(frozen=True)
 class Roles:
-    """What the dims of a gather are, or those of a scatter, which is a gather run backwards.
+    """What the dims of a gather or scatter are there for.
 
     `windows` is the tensor that lies beside the indices: a gather's result, a scatter's updates.
-    Dims are named `b` (batch, in all three), `i` (the indices' own), `w` (windows as long as their
-    dim), `k` (dims of the operand that are looked up in) and `o` (windows shorter than their dim).
+    Dims are named `b` (batch, in all three), `i` (the indices' own), `w` (a window as long as its
+    dim), `k` (dims of the operand that are looked up in) and `o` (a window shorter than its dim).
     """
 
     sizes: tuple[int, ...]  # of a window, per dim of the operand
     index_map: tuple[int, ...]  # the operand's dim that each component of an index is about
     operand: tuple[str, ...]
-    indices: tuple[Name, ...]
+    indices: tuple[str | None, ...]
     windows: tuple[str, ...]
+
+    @property
+    def looked_up(self) -> list[int]:
+        """The `k` dims of the operand."""
+        return [d for d, name in enumerate(self.operand) if name[0] == "k"]
+
+    @property
+    def beside(self) -> list[int]:
+        """The dims of `windows` that are the indices'."""
+        return [d for d, name in enumerate(self.windows) if name[0] in "bi"]
 
 
 def roles_of(eqn: JaxprEqn) -> Roles:
@@ -41,12 +61,9 @@ def roles_of(eqn: JaxprEqn) -> Roles:
     dn: Any = eqn.params["dimension_numbers"]
     operand, indices = (a.aval.shape for a in eqn.invars[:2])
     if eqn.primitive is p.gather_p:
-        windows, window_dims, gone = (
-            eqn.outvars[0].aval.shape,
-            dn.offset_dims,
-            dn.collapsed_slice_dims,
-        )
-        index_map, index_batch = dn.start_index_map, dn.start_indices_batching_dims
+        windows, window_dims = eqn.outvars[0].aval.shape, dn.offset_dims
+        gone, index_map = dn.collapsed_slice_dims, dn.start_index_map
+        index_batch = dn.start_indices_batching_dims
     else:
         windows, window_dims = eqn.invars[2].aval.shape, dn.update_window_dims
         gone, index_map = dn.inserted_window_dims, dn.scatter_dims_to_operand_dims
@@ -57,7 +74,7 @@ def roles_of(eqn: JaxprEqn) -> Roles:
     for d, at in zip(kept, window_dims, strict=True):
         sizes[d] = windows[at]
     full = {d for d in kept if sizes[d] == operand[d]}
-    names: list[Name] = [f"i{d}" for d in range(len(indices) - 1)] + [None]
+    names: list[str | None] = [f"i{d}" for d in range(len(indices) - 1)] + [None]
     for j, d in enumerate(index_batch):
         names[d] = f"b{j}"
     beside = iter(names[:-1])
@@ -71,48 +88,315 @@ def roles_of(eqn: JaxprEqn) -> Roles:
     )
 
 
-def _free(roles: Roles, names: Sequence[Name], kinds: str) -> list[Name]:
-    """The dims of the given kinds; full windows that an index is about have to be whole."""
-    indexed = {roles.operand[d] for d in roles.index_map}
-    return [n if n and n[0] in kinds and n not in indexed else None for n in names]
+def _without(kinds: str, names: Sequence[str | None]) -> list[str | None]:
+    return [n if n and n[0] not in kinds else None for n in names]
+
+
+def _is_opaque(dtype) -> bool:
+    """Whether elements cannot be masked or summed: random keys."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+# ---------------------------------------------------------------- windows on a tile
+
+
+def _local_sizes(roles: Roles, operand: Tile, chosen: Assignment) -> tuple[int, ...]:
+    """The size of this device's part of a window, per dim of the operand."""
+    sizes = []
+    for d, name in enumerate(roles.operand):
+        part = chosen.get(f"o{d}")
+        size = -(-roles.sizes[d] // part.tiles) if part else roles.sizes[d]
+        sizes.append(operand.array.shape[d] if name[0] == "w" else size)
+    return tuple(sizes)
+
+
+def _cut(roles: Roles, chosen: Assignment) -> list[int]:
+    """The dims looked up in along which a window may lie across the border of a tile."""
+    return [d for d in roles.looked_up if chosen.get(f"k{d}") or chosen.get(f"o{d}")]
+
+
+def _starts(
+    ctx: Context,
+    roles: Roles,
+    chosen: Assignment,
+    operand: Tile,
+    indices: Tile,
+    sizes: Sequence[int],
+) -> tuple[dict[int, jax.Array], jax.Array]:
+    """Per dim looked up in, where windows start in this tile; and which lie in the whole tensor.
+
+    Starts are clamped to the tensor; those of windows on other devices lie outside of the tile.
+    """
+    lead = indices.array.shape[:-1]
+    starts = {d: jnp.zeros(lead, jnp.int32) for d in roles.looked_up}
+    inside = jnp.ones(lead, bool)
+    for component, d in enumerate(roles.index_map):
+        index = lax.index_in_dim(indices.array, component, axis=-1, keepdims=False)
+        limit = min(operand.shape[d] - roles.sizes[d], jnp.iinfo(index.dtype).max)
+        first, last = index.dtype.type(0), index.dtype.type(limit)
+        inside &= (index >= first) & (index <= last)
+        if d in starts:
+            starts[d] = lax.clamp(first, index, last).astype(jnp.int32)
+    for d in starts:
+        part = chosen.get(f"o{d}")
+        if part:
+            starts[d] += ctx.place.lookup(np.maximum(part.coords, 0) * sizes[d])
+        starts[d] -= operand.offset(ctx.place, d)
+    return starts, inside
+
+
+def _with_margins(x: jax.Array, dims: Sequence[int], sizes: Sequence[int]) -> jax.Array:
+    """`x` with room along `dims` for windows that overlap it by one row only."""
+    pads = [(sizes[d] - 1, sizes[d] - 1, 0) if d in dims else (0, 0, 0) for d in range(x.ndim)]
+    return lax.pad(x, garbage(x.dtype), pads) if any(low for low, _, _ in pads) else x
+
+
+# ---------------------------------------------------------------- gather
 
 
 def gather_factors(eqn: JaxprEqn) -> Factors:
-    """Dims of the indices and full windows reach the result."""
+    """Dims of the indices and full windows reach the result; a dim looked up in is summed over.
+
+    The sum has one term that is not zero, from the device that holds the row.
+    """
     roles = roles_of(eqn)
-    operand, windows = (_free(roles, n, "biw") for n in (roles.operand, roles.windows))
-    return Factors.of(eqn, [operand, roles.indices], [windows])
+    operand, windows = roles.operand, roles.windows
+    if _is_opaque(eqn.outvars[0].aval.dtype):
+        return Factors.of(eqn, [_without("k", operand), roles.indices], [_without("o", windows)])
+    summed = {name: "sum" for name in operand if name[0] == "k"}
+    return Factors.of(eqn, [operand, roles.indices], [windows], summed)
+
+
+def partition_gather(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    """Look up what this device has; where the rows are split, one device has it, and they sum."""
+    roles, factors = roles_of(eqn), gather_factors(eqn)
+    shape, dtype = tuple(eqn.outvars[0].aval.shape), eqn.outvars[0].aval.dtype
+    if 0 in shape and not _is_opaque(dtype):
+        return [Tile(jnp.zeros(targets[0].local_shape(shape), dtype), targets[0], shape)]
+    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets)
+    operand, indices = (
+        ctx.reshard(
+            t, shard_dims(dims, chosen, factors, targets[0].num_devices), "operand of gather"
+        )
+        for t, dims in zip(tiles, factors.operands, strict=True)
+    )
+    here = shard_dims(factors.results[0], chosen, factors, targets[0].num_devices)
+    sizes = _local_sizes(roles, operand, chosen)
+    params = eqn.params | {"slice_sizes": sizes}
+    if not _cut(roles, chosen):
+        params["indices_are_sorted"] &= not indices.padded_dims()
+        return [Tile(eqn.primitive.bind(operand.array, indices.array, **params), here, shape)]
+    found = _look_up(ctx, eqn, roles, chosen, operand, indices, sizes)
+    split = {f: s for f in factors.reduced if (s := chosen[f])}
+    return [combine_disjoint(ctx.place, Tile(found, here, shape), split, targets[0], "gather")]
+
+
+def _look_up(
+    ctx: Context,
+    eqn: JaxprEqn,
+    roles: Roles,
+    chosen: Assignment,
+    operand: Tile,
+    indices: Tile,
+    sizes: tuple[int, ...],
+) -> jax.Array:
+    """The elements of the windows that lie in this tile, and zeros for the others."""
+    cut = _cut(roles, chosen)
+    starts, inside = _starts(ctx, roles, chosen, operand, indices, sizes)
+    x = _with_margins(operand.array, cut, sizes)
+    clamped = [
+        lax.clamp(0, start + (sizes[d] - 1 if d in cut else 0), x.shape[d] - sizes[d])
+        for d, start in starts.items()
+    ]
+    params = eqn.params | {
+        "dimension_numbers": eqn.params["dimension_numbers"]._replace(
+            start_index_map=tuple(starts)
+        ),
+        "slice_sizes": sizes,
+        "indices_are_sorted": False,
+        "unique_indices": False,
+        "mode": GatherScatterMode.PROMISE_IN_BOUNDS,
+        "fill_value": None,
+    }
+    out = p.gather_p.bind(x, jnp.stack(clamped, axis=-1), **params)
+
+    def beside(values: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(values, out.shape, roles.beside)
+
+    if eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP:
+        fill = lax.full_like(out, eqn.params["fill_value"])
+        out = lax.select(beside(inside), out, fill)
+    for d, start in starts.items():
+        if chosen.get(f"k{d}"):
+            row = beside(start)
+            if f"o{d}" in roles.windows:
+                row += lax.broadcasted_iota(jnp.int32, out.shape, roles.windows.index(f"o{d}"))
+            mine = (row >= 0) & (row < operand.array.shape[d])
+            out = lax.select(mine, out, jnp.zeros_like(out))
+    return out
+
+
+# ---------------------------------------------------------------- scatter
+
+_KINDS = {
+    p.scatter_add_p: "sum",
+    scatter_sub_p: "sum",
+    p.scatter_mul_p: "prod",
+    p.scatter_min_p: "min",
+    p.scatter_max_p: "max",
+}
 
 
 def scatter_factors(eqn: JaxprEqn) -> Factors:
-    """Batch dims and full windows are the result's."""
+    """The operand's dims are the result's; updates split by their indices leave partial results.
+
+    Unless the updates overwrite: then their order matters, and every device that holds a row
+    applies all of them. (If they are promised not to overlap there are fewer of them than rows, so
+    to gather them is cheaper than to combine partial results.)
+    """
     roles = roles_of(eqn)
-    tensors = [_free(roles, n, "bw") for n in (roles.operand, roles.indices, roles.windows)]
-    return Factors.of(eqn, tensors, tensors[:1])
+    dtype = eqn.outvars[0].aval.dtype
+    kind = _KINDS.get(eqn.primitive)
+    if jnp.issubdtype(dtype, jnp.complexfloating) and kind in ("min", "max"):
+        kind = None
+    operand = list(_without("k" if _is_opaque(dtype) else "", roles.operand))
+    ordered = "" if kind else "io"
+    indices, updates = _without(ordered, roles.indices), _without(ordered, roles.windows)
+    reduced = {n: kind for n in (*indices, *updates) if kind and n and n[0] in "io"}
+    return Factors.of(eqn, [operand, indices, updates], [operand], reduced)
 
 
-def _local_gather(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]):
-    operand, indices = tiles
-    sizes = [
-        n if name[0] == "w" else s
-        for n, s, name in zip(
-            operand.array.shape, roles_of(eqn).sizes, roles_of(eqn).operand, strict=True
+def _scatter_cost(
+    eqn: JaxprEqn, factors: Factors, chosen: Assignment, shardings, targets, limit: float
+) -> float:
+    """Bytes that a device sends; partial results do without the operand until they are combined."""
+    num_devices, (target,) = targets[0].num_devices, targets
+    here = shard_dims(factors.results[0], chosen, factors, num_devices)
+    reduced = _reduced(factors, chosen)
+    total = local_work(eqn, factors, chosen)
+    total += combine_cost(here, reduced, factors.reduced, target, eqn.outvars[0].aval)
+    for n, (atom, dims, sharding) in enumerate(
+        zip(eqn.invars, factors.operands, shardings, strict=True)
+    ):
+        if total >= limit:
+            return total
+        wanted = shard_dims(dims, chosen, factors, num_devices) if n or not reduced else target
+        total += reshard.cost(sharding, wanted, atom.aval.shape, atom.aval.dtype)
+    return total
+
+
+def _reduced(factors: Factors, chosen: Assignment) -> Mapping:
+    return {f: s for f in factors.reduced if (s := chosen[f])}
+
+
+def partition_scatter(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    """Apply the updates that hit this device's rows, to the operand or to identities to combine."""
+    roles, factors, (target,) = roles_of(eqn), scatter_factors(eqn), targets
+    name, shape = eqn.primitive.name, tiles[0].shape
+    if 0 in tiles[2].shape:
+        return tiles[:1]
+    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets, cost=_scatter_cost)
+    reduced = _reduced(factors, chosen)
+    operand, indices, updates = (
+        Tile(t.array, s, t.shape) if reduced and not n else ctx.reshard(t, s, f"operand of {name}")
+        for n, (t, s) in enumerate(
+            (t, shard_dims(dims, chosen, factors, target.num_devices))
+            for t, dims in zip(tiles, factors.operands, strict=True)
         )
-    ]
-    params = eqn.params | {"slice_sizes": tuple(sizes), "indices_are_sorted": False}
-    return [eqn.primitive.bind(operand.array, indices.array, **params)]
+    )
+    if not reduced:
+        return [
+            Tile(
+                _update(ctx, eqn, roles, chosen, operand, indices, updates), operand.sharding, shape
+            )
+        ]
+    kind = _KINDS[eqn.primitive]
+    neutral = identity(kind, operand.array.dtype)
+    local = local_dims(factors.results[0], chosen, factors, shape)
+    start = Tile(jnp.full(local, neutral), operand.sharding, shape)
+    cut = [d for d, n in enumerate(roles.windows) if n in reduced]
+    updates = updates.masked(ctx.place, neutral, cut)
+    part = Tile(_update(ctx, eqn, roles, chosen, start, indices, updates), start.sharding, shape)
+    part = combine(ctx.place, part, reduced, factors.reduced, target, name)
+    part = ctx.reshard(part, target, f"result of {name}")
+    operand = ctx.reshard(tiles[0], target, f"operand of {name}")
+    return [Tile(_merge(kind, operand.array, part.array), target, shape)]
+
+
+def _merge(kind: str, operand: jax.Array, part: jax.Array) -> jax.Array:
+    """The operand with combined updates; where there were none, not a bit of it changes."""
+    if kind == "sum":
+        return lax.select(part == 0, operand, operand + part)
+    return {"prod": lax.mul, "min": lax.min, "max": lax.max}[kind](operand, part)
+
+
+def _update(
+    ctx: Context,
+    eqn: JaxprEqn,
+    roles: Roles,
+    chosen: Assignment,
+    operand: Tile,
+    indices: Tile,
+    updates: Tile,
+) -> jax.Array:
+    """The tile after the updates, or parts of updates, that hit it."""
+    padded = bool(indices.padded_dims())
+    params = eqn.params | {
+        "indices_are_sorted": eqn.params["indices_are_sorted"] and not padded,
+        "unique_indices": eqn.params["unique_indices"] and not padded,
+    }
+    cut = _cut(roles, chosen)
+    if not cut:
+        return eqn.primitive.bind(operand.array, indices.array, updates.array, **params)
+    sizes = _local_sizes(roles, operand, chosen)
+    starts, inside = _starts(ctx, roles, chosen, operand, indices, sizes)
+    hit = jnp.ones_like(inside) if eqn.params["mode"] == GatherScatterMode.CLIP else inside
+    for d in cut:
+        hit &= (starts[d] > -sizes[d]) & (starts[d] < operand.array.shape[d])
+        starts[d] += sizes[d] - 1
+    nowhere = jnp.full_like(hit, -1, jnp.int32)
+    kept = jnp.stack([lax.select(hit, start, nowhere) for start in starts.values()], axis=-1)
+    dn = eqn.params["dimension_numbers"]
+    params |= {
+        "dimension_numbers": dn._replace(scatter_dims_to_operand_dims=tuple(starts)),
+        "indices_are_sorted": False,
+        "mode": GatherScatterMode.FILL_OR_DROP,
+    }
+    x = _with_margins(operand.array, cut, sizes)
+    x = eqn.primitive.bind(x, kept, updates.array, **params)
+    for d in cut:
+        first = sizes[d] - 1
+        x = lax.slice_in_dim(x, first, first + operand.array.shape[d], axis=d)
+    return x
 
 
 register(
-    Rule(gather_factors, local=_local_gather, doc="batch dims, indices and full windows free"),
+    Rule(
+        gather_factors,
+        partition=partition_gather,
+        doc="batch dims, indices and full windows free; a dim looked up in by AllReduce of the "
+        "result, or ReduceScatter",
+    ),
     p.gather_p,
 )
 register(
-    Rule(scatter_factors, doc="batch dims and full windows free"),
+    Rule(
+        scatter_factors,
+        partition=partition_scatter,
+        doc="batch dims, full windows and dims looked up in free; indices by AllReduce of the "
+        "result, ReduceScatter, or AllGather of the updates",
+    ),
+    *_KINDS,
+)
+register(
+    Rule(
+        scatter_factors,
+        partition=partition_scatter,
+        doc="batch dims, full windows and dims looked up in free; indices by AllGather of updates",
+    ),
     p.scatter_p,
-    p.scatter_add_p,
-    scatter_sub_p,
-    p.scatter_mul_p,
-    p.scatter_min_p,
-    p.scatter_max_p,
 )
