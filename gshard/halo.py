@@ -62,9 +62,10 @@ def fetch(
     if way.kind == "align":
         return align(place, tile.array, tile.sharding, dim, held, starts, width, reason)
     mine = np.maximum(split.coords, 0)
+    needed = (starts < tile.shape[dim]) & (starts + width > 0)
     if way.kind == "gather":
         whole = all_gather(place, tile.array, dim, groups_along(tile.sharding, dim), reason)
-        return window(place, whole, dim, starts[mine], width)
+        return window(place, whole, dim, np.where(needed, starts, 0)[mine], width)
     if not way.shifts:
         shape = (*tile.array.shape[:dim], width, *tile.array.shape[dim + 1 :])
         return filled_with_garbage(shape, tile.array.dtype)
@@ -77,7 +78,7 @@ def fetch(
         pieces.append(piece)
     joined = lax.concatenate(pieces, dim) if len(pieces) > 1 else pieces[0]
     begin = (np.arange(split.tiles) + way.shifts[0].by) * rows + way.shifts[0].skip
-    return window(place, joined, dim, (starts - begin)[mine], width)
+    return window(place, joined, dim, np.where(needed, starts - begin, 0)[mine], width)
 
 
 def fetch_rows(tiles: int, size: int, starts: np.ndarray, width: int) -> int:

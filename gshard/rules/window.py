@@ -10,10 +10,10 @@ the tensor, and convolves without padding. Which windows are its own:
 
 Base dilation makes the low padding differ between devices: the first window of one begins at an
 element, that of another in a hole. The paper knows three cases. Here is one: every device begins
-early enough, at a window that starts at the same distance from an element on all devices, and drops
-the results in front of its own (or, if the window is split, puts zeros in front of it). Strides
-repeat that distance after `base / gcd(step, base)` windows, so fewer than that are dropped, and none
-in the paper's first case.
+early enough, at a window that starts at the same distance from an element on all devices, and
+drops the results in front of its own (or, if the window is split, puts zeros in front of it).
+Strides repeat that distance after `base / gcd(step, base)` windows, so fewer than that are dropped,
+and none in the paper's first case.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def gather_local(
 def generic_local(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
 ) -> Sequence[jax.Array]:
-    """Any computation: a flag beside the values says which rows there are, no identity is needed."""
+    """Any computation, without an identity: a flag beside the values says which rows there are."""
     params = eqn.params
     half = len(tiles) // 2
     operands, inits = tiles[:half], [t.array for t in tiles[half:]]
@@ -302,21 +302,22 @@ def _swap(tiles: list[Tile]) -> list[Tile]:
 
 # ---------------------------------------------------------------- the table
 
-_HALO = "every dim by halo; one that the window spans by AllReduce"
+_LOCAL = {
+    **dict.fromkeys(_KINDS, reduce_local),
+    p.reduce_window_p: generic_local,
+    p.select_and_gather_add_p: gather_local,
+    p.select_and_scatter_add_p: scatter_local,
+    p.select_and_scatter_p: scatter_local,
+}
 _RULES = {
-    **{q: Rule(window_factors, reduce_local, partition_window, doc=_HALO) for q in _KINDS},
-    p.reduce_window_p: Rule(
-        window_factors, generic_local, partition_window, doc="every dim by halo"
-    ),
-    p.select_and_gather_add_p: Rule(
-        window_factors, gather_local, partition_window, doc="every dim by halo"
-    ),
-    p.select_and_scatter_add_p: Rule(
-        window_factors, scatter_local, partition_window, doc="every dim by halo"
-    ),
-    p.select_and_scatter_p: Rule(
-        window_factors, scatter_local, partition_window, doc="every dim by halo"
-    ),
+    primitive: Rule(
+        window_factors,
+        local,
+        partition_window,
+        doc="every dim by halo"
+        + "; one that the window spans by AllReduce" * (primitive in _KINDS),
+    )
+    for primitive, local in _LOCAL.items()
 }
 for primitive, rule in _RULES.items():
     register(rule, primitive)
