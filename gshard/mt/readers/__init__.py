@@ -7,6 +7,9 @@ with the file of the same path in English, by key or by structure.
 from __future__ import annotations
 
 import re
+import struct
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -73,7 +76,18 @@ def _catalogs(tree: Tree, reading: Reading, report: Report) -> Iterator[Raw]:
 
 
 # What a broken file makes the readers raise; anything else is a fault of ours.
-UNREADABLE = (ValueError, OSError, EOFError, IndexError, KeyError, RecursionError)
+UNREADABLE = (
+    ValueError,
+    OSError,
+    EOFError,
+    IndexError,
+    KeyError,
+    RecursionError,
+    SyntaxError,  # lxml's
+    struct.error,
+    zlib.error,
+    zipfile.BadZipFile,
+)
 
 
 def _aligned(tree: Tree, reading: Reading, report: Report) -> Iterator[Raw]:
