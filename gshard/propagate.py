@@ -11,7 +11,8 @@ What decides when neighbours disagree, in this order:
    forwards any more, backwards. After any step the analysis returns to rule 2.
 4. Within an operator, batch dims of contractions come first; then the dim whose tensors are
    largest, so that the least has to be resharded; then the first in the operands' order.
-5. A split is taken over only if it can stand beside the tensor's other splits.
+5. A split is taken over only if it can stand beside the tensor's other splits; through an operator
+   that changes the dim's size (slice, pad), only if there is a row for every tile.
 
 Program order makes the result deterministic. Dims that nobody splits are whole.
 """
@@ -195,6 +196,8 @@ class _State:
                 if self.splits[atom][dim] is not None or dim in self.closed[atom]:
                     continue
                 split = compose(names[dim], wanted, edge.factors.sizes)
+                if split and not edge.factors.resized.isdisjoint(names[dim]):
+                    split = split if split.tiles <= atom.aval.shape[dim] else None
                 if split and self.fits(atom, dim, split):
                     self.splits[atom][dim] = split
                     for other in self.touching[atom]:

@@ -26,8 +26,10 @@ Shape = tuple[int, ...]
 class Factors:
     """The dims of an operator's operands and results in terms of factors of given sizes.
 
-    `reduced` factors stand in operands only; the value says how partial results combine: sum, max, min, prod, and, or, xor. `priority` factors are propagated first (the batch dims of a
-    contraction). `whole` factors cannot be split.
+    `reduced` factors stand in operands only; the value says how partial results combine: sum, max,
+    min, prod, and, or, xor. `priority` factors are propagated first (the batch dims of a
+    contraction). `whole` factors cannot be split. `resized` factors have another size in each
+    tensor; they pass a split on to a dim that has a row for every tile.
     """
 
     operands: tuple[tuple[Dim, ...], ...]
@@ -36,6 +38,7 @@ class Factors:
     reduced: Mapping[Factor, str] = field(default_factory=dict)
     priority: tuple[Factor, ...] = ()
     whole: frozenset[Factor] = frozenset()
+    resized: frozenset[Factor] = frozenset()
 
     @staticmethod
     def of(
@@ -66,6 +69,7 @@ class Factors:
             sizes,
             reduced or {},
             tuple(priority),
+            resized=frozenset(resized),
         )
 
 
