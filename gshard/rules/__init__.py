@@ -11,6 +11,7 @@ from gshard.rules import (
     pointwise,
     random,
     reduction,
+    scatter,
     window,
     window_reduce,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "pointwise",
     "random",
     "reduction",
+    "scatter",
     "window",
     "window_reduce",
 ]

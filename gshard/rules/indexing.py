@@ -1,15 +1,14 @@
-"""Gather and scatter: read or update windows of a tensor at indices known at run time.
+"""Indexing: windows of a tensor at indices known at run time. Gather is here, see also scatter.
 
 A gather takes a window of the operand for every index; a scatter is the same run backwards. Batch
-dims, the indices' own dims and windows as long as their dim need no communication (a scatter's
-indices leave partial results instead). Along a split dim that is looked up in, every device serves
-the indices that hit its own rows: the table never moves. Out-of-range indices are clamped or
-dropped by the logical size, whatever the tiles are.
+dims, the indices' own dims and windows as long as their dim need no communication. Along a split
+dim that is looked up in, every device serves the indices that hit its own rows: the table does not
+move. Out-of-range indices are clamped or dropped by the logical size, whatever the tiles are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +20,11 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 from jax.lax import GatherScatterMode
 
-from gshard import reshard
-from gshard._jax import scatter_sub_p
-from gshard.combine import combine, combine_cost, combine_disjoint, identity
+from gshard.combine import combine_disjoint
 from gshard.rules.registry import Context, Factors, Rule, register
 from gshard.sharding import Sharding
-from gshard.strategy import Assignment, choose, local_dims, local_work, shard_dims
-from gshard.tile import Tile, garbage
+from gshard.strategy import Assignment, choose, shard_dims
+from gshard.tile import Tile, byte_size, garbage
 
 
 @dataclass(frozen=True)
@@ -88,11 +85,12 @@ def roles_of(eqn: JaxprEqn) -> Roles:
     )
 
 
-def _without(kinds: str, names: Sequence[str | None]) -> list[str | None]:
+def without(kinds: str, names: Sequence[str | None]) -> list[str | None]:
+    """The names, less those of some roles: dims that have to be whole."""
     return [n if n and n[0] not in kinds else None for n in names]
 
 
-def _is_opaque(dtype) -> bool:
+def is_opaque(dtype) -> bool:
     """Whether elements cannot be masked or summed: random keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
@@ -100,7 +98,7 @@ def _is_opaque(dtype) -> bool:
 # ---------------------------------------------------------------- windows on a tile
 
 
-def _local_sizes(roles: Roles, operand: Tile, chosen: Assignment) -> tuple[int, ...]:
+def local_sizes(roles: Roles, operand: Tile, chosen: Assignment) -> tuple[int, ...]:
     """The size of this device's part of a window, per dim of the operand."""
     sizes = []
     for d, name in enumerate(roles.operand):
@@ -110,12 +108,12 @@ def _local_sizes(roles: Roles, operand: Tile, chosen: Assignment) -> tuple[int, 
     return tuple(sizes)
 
 
-def _cut(roles: Roles, chosen: Assignment) -> list[int]:
+def cut_dims(roles: Roles, chosen: Assignment) -> list[int]:
     """The dims looked up in along which a window may lie across the border of a tile."""
     return [d for d in roles.looked_up if chosen.get(f"k{d}") or chosen.get(f"o{d}")]
 
 
-def _starts(
+def window_starts(
     ctx: Context,
     roles: Roles,
     chosen: Assignment,
@@ -145,7 +143,7 @@ def _starts(
     return starts, inside
 
 
-def _with_margins(x: jax.Array, dims: Sequence[int], sizes: Sequence[int]) -> jax.Array:
+def with_margins(x: jax.Array, dims: Sequence[int], sizes: Sequence[int]) -> jax.Array:
     """`x` with room along `dims` for windows that overlap it by one row only."""
     pads = [(sizes[d] - 1, sizes[d] - 1, 0) if d in dims else (0, 0, 0) for d in range(x.ndim)]
     return lax.pad(x, garbage(x.dtype), pads) if any(low for low, _, _ in pads) else x
@@ -161,8 +159,8 @@ def gather_factors(eqn: JaxprEqn) -> Factors:
     """
     roles = roles_of(eqn)
     operand, windows = roles.operand, roles.windows
-    if _is_opaque(eqn.outvars[0].aval.dtype):
-        return Factors.of(eqn, [_without("k", operand), roles.indices], [_without("o", windows)])
+    if is_opaque(eqn.outvars[0].aval.dtype):
+        return Factors.of(eqn, [without("k", operand), roles.indices], [without("o", windows)])
     summed = {name: "sum" for name in operand if name[0] == "k"}
     return Factors.of(eqn, [operand, roles.indices], [windows], summed)
 
@@ -173,9 +171,10 @@ def partition_gather(
     """Look up what this device has; where the rows are split, one device has it, and they sum."""
     roles, factors = roles_of(eqn), gather_factors(eqn)
     shape, dtype = tuple(eqn.outvars[0].aval.shape), eqn.outvars[0].aval.dtype
-    if 0 in shape and not _is_opaque(dtype):
+    if 0 in shape and not is_opaque(dtype):
         return [Tile(jnp.zeros(targets[0].local_shape(shape), dtype), targets[0], shape)]
-    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets)
+    kept = _too_large(roles, tiles[0], byte_size(targets[0].local_shape(shape), dtype))
+    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets, kept)
     operand, indices = (
         ctx.reshard(
             t, shard_dims(dims, chosen, factors, targets[0].num_devices), "operand of gather"
@@ -183,14 +182,29 @@ def partition_gather(
         for t, dims in zip(tiles, factors.operands, strict=True)
     )
     here = shard_dims(factors.results[0], chosen, factors, targets[0].num_devices)
-    sizes = _local_sizes(roles, operand, chosen)
+    sizes = local_sizes(roles, operand, chosen)
     params = eqn.params | {"slice_sizes": sizes}
-    if not _cut(roles, chosen):
+    if not cut_dims(roles, chosen):
         params["indices_are_sorted"] &= not indices.padded_dims()
         return [Tile(eqn.primitive.bind(operand.array, indices.array, **params), here, shape)]
     found = _look_up(ctx, eqn, roles, chosen, operand, indices, sizes)
     split = {f: s for f in factors.reduced if (s := chosen[f])}
     return [combine_disjoint(ctx.place, Tile(found, here, shape), split, targets[0], "gather")]
+
+
+def _too_large(roles: Roles, operand: Tile, limit: int) -> list[str]:
+    """The dims looked up in that stay split although to gather them may send less.
+
+    A table is split because it is large; it is gathered only if that takes no more memory than
+    the result does.
+    """
+    dims = roles.looked_up if not is_opaque(operand.array.dtype) else []
+    gathered = operand.sharding.project(
+        [None if d in dims else d for d in range(len(operand.shape))]
+    )
+    if byte_size(gathered.local_shape(operand.shape), operand.array.dtype) <= limit:
+        return []
+    return [roles.operand[d] for d in dims if operand.sharding.splits[d]]
 
 
 def _look_up(
@@ -203,9 +217,9 @@ def _look_up(
     sizes: tuple[int, ...],
 ) -> jax.Array:
     """The elements of the windows that lie in this tile, and zeros for the others."""
-    cut = _cut(roles, chosen)
-    starts, inside = _starts(ctx, roles, chosen, operand, indices, sizes)
-    x = _with_margins(operand.array, cut, sizes)
+    cut = cut_dims(roles, chosen)
+    starts, inside = window_starts(ctx, roles, chosen, operand, indices, sizes)
+    x = with_margins(operand.array, cut, sizes)
     clamped = [
         lax.clamp(0, start + (sizes[d] - 1 if d in cut else 0), x.shape[d] - sizes[d])
         for d, start in starts.items()
@@ -238,142 +252,6 @@ def _look_up(
     return out
 
 
-# ---------------------------------------------------------------- scatter
-
-_KINDS = {
-    p.scatter_add_p: "sum",
-    scatter_sub_p: "sum",
-    p.scatter_mul_p: "prod",
-    p.scatter_min_p: "min",
-    p.scatter_max_p: "max",
-}
-
-
-def scatter_factors(eqn: JaxprEqn) -> Factors:
-    """The operand's dims are the result's; updates split by their indices leave partial results.
-
-    Unless the updates overwrite: then their order matters, and every device that holds a row
-    applies all of them. (If they are promised not to overlap there are fewer of them than rows, so
-    to gather them is cheaper than to combine partial results.)
-    """
-    roles = roles_of(eqn)
-    dtype = eqn.outvars[0].aval.dtype
-    kind = _KINDS.get(eqn.primitive)
-    if jnp.issubdtype(dtype, jnp.complexfloating) and kind in ("min", "max"):
-        kind = None
-    operand = list(_without("k" if _is_opaque(dtype) else "", roles.operand))
-    ordered = "" if kind else "io"
-    indices, updates = _without(ordered, roles.indices), _without(ordered, roles.windows)
-    reduced = {n: kind for n in (*indices, *updates) if kind and n and n[0] in "io"}
-    return Factors.of(eqn, [operand, indices, updates], [operand], reduced)
-
-
-def _scatter_cost(
-    eqn: JaxprEqn, factors: Factors, chosen: Assignment, shardings, targets, limit: float
-) -> float:
-    """Bytes that a device sends; partial results do without the operand until they are combined."""
-    num_devices, (target,) = targets[0].num_devices, targets
-    here = shard_dims(factors.results[0], chosen, factors, num_devices)
-    reduced = _reduced(factors, chosen)
-    total = local_work(eqn, factors, chosen)
-    total += combine_cost(here, reduced, factors.reduced, target, eqn.outvars[0].aval)
-    for n, (atom, dims, sharding) in enumerate(
-        zip(eqn.invars, factors.operands, shardings, strict=True)
-    ):
-        if total >= limit:
-            return total
-        wanted = shard_dims(dims, chosen, factors, num_devices) if n or not reduced else target
-        total += reshard.cost(sharding, wanted, atom.aval.shape, atom.aval.dtype)
-    return total
-
-
-def _reduced(factors: Factors, chosen: Assignment) -> Mapping:
-    return {f: s for f in factors.reduced if (s := chosen[f])}
-
-
-def partition_scatter(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
-    """Apply the updates that hit this device's rows, to the operand or to identities to combine."""
-    roles, factors, (target,) = roles_of(eqn), scatter_factors(eqn), targets
-    name, shape = eqn.primitive.name, tiles[0].shape
-    if 0 in tiles[2].shape:
-        return tiles[:1]
-    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets, cost=_scatter_cost)
-    reduced = _reduced(factors, chosen)
-    operand, indices, updates = (
-        Tile(t.array, s, t.shape) if reduced and not n else ctx.reshard(t, s, f"operand of {name}")
-        for n, (t, s) in enumerate(
-            (t, shard_dims(dims, chosen, factors, target.num_devices))
-            for t, dims in zip(tiles, factors.operands, strict=True)
-        )
-    )
-    if not reduced:
-        return [
-            Tile(
-                _update(ctx, eqn, roles, chosen, operand, indices, updates), operand.sharding, shape
-            )
-        ]
-    kind = _KINDS[eqn.primitive]
-    neutral = identity(kind, operand.array.dtype)
-    local = local_dims(factors.results[0], chosen, factors, shape)
-    start = Tile(jnp.full(local, neutral), operand.sharding, shape)
-    cut = [d for d, n in enumerate(roles.windows) if n in reduced]
-    updates = updates.masked(ctx.place, neutral, cut)
-    part = Tile(_update(ctx, eqn, roles, chosen, start, indices, updates), start.sharding, shape)
-    part = combine(ctx.place, part, reduced, factors.reduced, target, name)
-    part = ctx.reshard(part, target, f"result of {name}")
-    operand = ctx.reshard(tiles[0], target, f"operand of {name}")
-    return [Tile(_merge(kind, operand.array, part.array), target, shape)]
-
-
-def _merge(kind: str, operand: jax.Array, part: jax.Array) -> jax.Array:
-    """The operand with combined updates; where there were none, not a bit of it changes."""
-    if kind == "sum":
-        return lax.select(part == 0, operand, operand + part)
-    return {"prod": lax.mul, "min": lax.min, "max": lax.max}[kind](operand, part)
-
-
-def _update(
-    ctx: Context,
-    eqn: JaxprEqn,
-    roles: Roles,
-    chosen: Assignment,
-    operand: Tile,
-    indices: Tile,
-    updates: Tile,
-) -> jax.Array:
-    """The tile after the updates, or parts of updates, that hit it."""
-    padded = bool(indices.padded_dims())
-    params = eqn.params | {
-        "indices_are_sorted": eqn.params["indices_are_sorted"] and not padded,
-        "unique_indices": eqn.params["unique_indices"] and not padded,
-    }
-    cut = _cut(roles, chosen)
-    if not cut:
-        return eqn.primitive.bind(operand.array, indices.array, updates.array, **params)
-    sizes = _local_sizes(roles, operand, chosen)
-    starts, inside = _starts(ctx, roles, chosen, operand, indices, sizes)
-    hit = jnp.ones_like(inside) if eqn.params["mode"] == GatherScatterMode.CLIP else inside
-    for d in cut:
-        hit &= (starts[d] > -sizes[d]) & (starts[d] < operand.array.shape[d])
-        starts[d] += sizes[d] - 1
-    nowhere = jnp.full_like(hit, -1, jnp.int32)
-    kept = jnp.stack([lax.select(hit, start, nowhere) for start in starts.values()], axis=-1)
-    dn = eqn.params["dimension_numbers"]
-    params |= {
-        "dimension_numbers": dn._replace(scatter_dims_to_operand_dims=tuple(starts)),
-        "indices_are_sorted": False,
-        "mode": GatherScatterMode.FILL_OR_DROP,
-    }
-    x = _with_margins(operand.array, cut, sizes)
-    x = eqn.primitive.bind(x, kept, updates.array, **params)
-    for d in cut:
-        first = sizes[d] - 1
-        x = lax.slice_in_dim(x, first, first + operand.array.shape[d], axis=d)
-    return x
-
-
 register(
     Rule(
         gather_factors,
@@ -382,21 +260,4 @@ register(
         "result, or ReduceScatter",
     ),
     p.gather_p,
-)
-register(
-    Rule(
-        scatter_factors,
-        partition=partition_scatter,
-        doc="batch dims, full windows and dims looked up in free; indices by AllReduce of the "
-        "result, ReduceScatter, or AllGather of the updates",
-    ),
-    *_KINDS,
-)
-register(
-    Rule(
-        scatter_factors,
-        partition=partition_scatter,
-        doc="batch dims, full windows and dims looked up in free; indices by AllGather of updates",
-    ),
-    p.scatter_p,
 )

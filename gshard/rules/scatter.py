@@ -1,0 +1,183 @@
+"""Scatter: update windows of a tensor at indices known at run time.
+
+Batch dims, full windows and the dims looked up in split for free: a device applies the updates that
+hit its own rows. Updates split by their indices leave partial results, or are gathered, whichever
+sends less. An embedding's gradient is both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.extend.core import primitives as p
+from jax.lax import GatherScatterMode
+
+from gshard import reshard
+from gshard._jax import scatter_sub_p
+from gshard.combine import combine, combine_cost, identity
+from gshard.rules.indexing import (
+    Roles,
+    cut_dims,
+    is_opaque,
+    local_sizes,
+    roles_of,
+    window_starts,
+    with_margins,
+    without,
+)
+from gshard.rules.registry import Context, Factors, Rule, register
+from gshard.sharding import Sharding
+from gshard.strategy import Assignment, choose, local_dims, local_work, shard_dims
+from gshard.tile import Tile
+
+_KINDS = {
+    p.scatter_add_p: "sum",
+    scatter_sub_p: "sum",
+    p.scatter_mul_p: "prod",
+    p.scatter_min_p: "min",
+    p.scatter_max_p: "max",
+}
+
+
+def scatter_factors(eqn: JaxprEqn) -> Factors:
+    """The operand's dims are the result's; updates split by their indices leave partial results.
+
+    Unless the updates overwrite: then their order matters, and every device that holds a row
+    applies all of them. (If they are promised not to overlap there are fewer of them than rows, so
+    to gather them is cheaper than to combine partial results.)
+    """
+    roles = roles_of(eqn)
+    dtype = eqn.outvars[0].aval.dtype
+    kind = _KINDS.get(eqn.primitive)
+    if jnp.issubdtype(dtype, jnp.complexfloating) and kind in ("min", "max"):
+        kind = None
+    operand = list(without("k" if is_opaque(dtype) else "", roles.operand))
+    ordered = "" if kind else "io"
+    indices, updates = without(ordered, roles.indices), without(ordered, roles.windows)
+    reduced = {n: kind for n in (*indices, *updates) if kind and n and n[0] in "io"}
+    return Factors.of(eqn, [operand, indices, updates], [operand], reduced)
+
+
+def _scatter_cost(
+    eqn: JaxprEqn, factors: Factors, chosen: Assignment, shardings, targets, limit: float
+) -> float:
+    """Bytes that a device sends; partial results do without the operand until they are combined."""
+    num_devices, (target,) = targets[0].num_devices, targets
+    here = shard_dims(factors.results[0], chosen, factors, num_devices)
+    reduced = _reduced(factors, chosen)
+    total = local_work(eqn, factors, chosen)
+    total += combine_cost(here, reduced, factors.reduced, target, eqn.outvars[0].aval)
+    for n, (atom, dims, sharding) in enumerate(
+        zip(eqn.invars, factors.operands, shardings, strict=True)
+    ):
+        if total >= limit:
+            return total
+        wanted = shard_dims(dims, chosen, factors, num_devices) if n or not reduced else target
+        total += reshard.cost(sharding, wanted, atom.aval.shape, atom.aval.dtype)
+    return total
+
+
+def _reduced(factors: Factors, chosen: Assignment) -> Mapping:
+    return {f: s for f in factors.reduced if (s := chosen[f])}
+
+
+def partition_scatter(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    """Apply the updates that hit this device's rows, to the operand or to identities to combine."""
+    roles, factors, (target,) = roles_of(eqn), scatter_factors(eqn), targets
+    name, shape = eqn.primitive.name, tiles[0].shape
+    if 0 in tiles[2].shape:
+        return tiles[:1]
+    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets, cost=_scatter_cost)
+    reduced = _reduced(factors, chosen)
+    wanted = [shard_dims(dims, chosen, factors, target.num_devices) for dims in factors.operands]
+    indices, updates = (
+        ctx.reshard(t, sharding, f"operand of {name}")
+        for t, sharding in zip(tiles[1:], wanted[1:], strict=True)
+    )
+    if not reduced:
+        operand = ctx.reshard(tiles[0], wanted[0], f"operand of {name}")
+        return [_update(ctx, eqn, roles, chosen, operand, indices, updates)]
+    kind = _KINDS[eqn.primitive]
+    neutral = identity(kind, tiles[0].array.dtype)
+    local = local_dims(factors.results[0], chosen, factors, shape)
+    nothing = Tile(jnp.full(local, neutral), wanted[0], shape)
+    cut = [d for d, n in enumerate(roles.windows) if n in reduced]
+    updates = updates.masked(ctx.place, neutral, cut)
+    part = _update(ctx, eqn, roles, chosen, nothing, indices, updates)
+    part = combine(ctx.place, part, reduced, factors.reduced, target, name)
+    part = ctx.reshard(part, target, f"result of {name}")
+    operand = ctx.reshard(tiles[0], target, f"operand of {name}")
+    return [Tile(_merge(kind, operand.array, part.array), target, shape)]
+
+
+def _merge(kind: str, operand: jax.Array, part: jax.Array) -> jax.Array:
+    """The operand with combined updates; where there were none, not a bit of it changes."""
+    if kind == "sum":
+        return lax.select(part == 0, operand, operand + part)
+    return {"prod": lax.mul, "min": lax.min, "max": lax.max}[kind](operand, part)
+
+
+def _update(
+    ctx: Context,
+    eqn: JaxprEqn,
+    roles: Roles,
+    chosen: Assignment,
+    operand: Tile,
+    indices: Tile,
+    updates: Tile,
+) -> Tile:
+    """The tile after the updates, or parts of updates, that hit it."""
+    padded = bool(indices.padded_dims())
+    params = eqn.params | {
+        "indices_are_sorted": eqn.params["indices_are_sorted"] and not padded,
+        "unique_indices": eqn.params["unique_indices"] and not padded,
+    }
+    cut = cut_dims(roles, chosen)
+    if not cut:
+        x = eqn.primitive.bind(operand.array, indices.array, updates.array, **params)
+        return Tile(x, operand.sharding, operand.shape)
+    sizes = local_sizes(roles, operand, chosen)
+    starts, inside = window_starts(ctx, roles, chosen, operand, indices, sizes)
+    hit = jnp.ones_like(inside) if eqn.params["mode"] == GatherScatterMode.CLIP else inside
+    for d in cut:
+        hit &= (starts[d] > -sizes[d]) & (starts[d] < operand.array.shape[d])
+        starts[d] += sizes[d] - 1
+    nowhere = jnp.full_like(hit, -1, jnp.int32)
+    kept = jnp.stack([lax.select(hit, start, nowhere) for start in starts.values()], axis=-1)
+    dn = eqn.params["dimension_numbers"]
+    params |= {
+        "dimension_numbers": dn._replace(scatter_dims_to_operand_dims=tuple(starts)),
+        "indices_are_sorted": False,
+        "mode": GatherScatterMode.FILL_OR_DROP,
+    }
+    x = with_margins(operand.array, cut, sizes)
+    x = eqn.primitive.bind(x, kept, updates.array, **params)
+    for d in cut:
+        first = sizes[d] - 1
+        x = lax.slice_in_dim(x, first, first + operand.array.shape[d], axis=d)
+    return Tile(x, operand.sharding, operand.shape)
+
+
+register(
+    Rule(
+        scatter_factors,
+        partition=partition_scatter,
+        doc="batch dims, full windows and dims looked up in free; indices by AllReduce of the "
+        "result, ReduceScatter, or AllGather of the updates",
+    ),
+    *_KINDS,
+)
+register(
+    Rule(
+        scatter_factors,
+        partition=partition_scatter,
+        doc="batch dims, full windows and dims looked up in free; indices by AllGather of updates",
+    ),
+    p.scatter_p,
+)
