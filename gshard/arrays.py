@@ -101,6 +101,11 @@ for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
 setattr(UnevenArray, "__neg__", lambda self: -self.logical())  # noqa: B010
 
 
+def is_key(value: Any) -> bool:
+    """Whether these are random keys, which NumPy does not know."""
+    return jnp.issubdtype(getattr(value, "dtype", np.float32), jax.dtypes.prng_key)
+
+
 def _unstack(stack, sharding: Sharding, shape: tuple[int, ...]):
     """The logical value of a stack: first copies of the tiles, put side by side, padding cut off."""
     local = sharding.local_shape(shape)
@@ -114,6 +119,11 @@ def _unstack(stack, sharding: Sharding, shape: tuple[int, ...]):
 
 def _stack(value, sharding: Sharding):
     """The stack of a logical value; devices that hold nothing repeat the first tile."""
+    if is_key(value):
+        raw = jax.random.key_data(value)
+        more = (None,) * (raw.ndim - value.ndim)
+        stack = _stack(raw, Sharding((*sharding.splits, *more), sharding.num_devices))
+        return jax.random.wrap_key_data(stack, impl=jax.random.key_impl(value))
     shape = value.shape
     local, padded = sharding.local_shape(shape), sharding.padded_shape(shape)
     numpy = np if isinstance(value, np.ndarray) else jnp
@@ -174,7 +184,8 @@ class Port:
                 return rewrap
             if not value.is_fully_addressable:
                 return _stacker(self.sharding, wanted)(value)
-        return jax.device_put(_stack(np.asarray(value), self.sharding), wanted)
+        value = value if is_key(value) else np.asarray(value)
+        return jax.device_put(_stack(value, self.sharding), wanted)
 
     def rewrap(self, mesh: Mesh, value: jax.Array) -> jax.Array | None:
         """An ordinary array that `get` made, as the stack it came from."""
@@ -200,7 +211,8 @@ class Port:
         if not self.sharding.is_even(self.shape):
             return UnevenArray(value, self.sharding, self.shape)
         wanted = _ordinary(mesh, self.sharding)
-        tiles = [s.data for s in value.addressable_shards if s.device in wanted.device_set]
+        held = {s.device: s.data for s in value.addressable_shards}
+        tiles = [held[d] for d in wanted.mesh.devices.ravel() if d in held]
         return jax.make_array_from_single_device_arrays(self.shape, wanted, tiles)
 
 

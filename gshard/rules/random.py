@@ -1,0 +1,339 @@
+"""Random numbers: every draw gives the numbers of the unpartitioned program, made where they stay.
+
+A counter-based generator hashes an element's index with the key, so a device can make any part of
+a draw by itself: it counts from its own offsets. JAX's generators take their counters from one
+primitive, `iota_2x32_shape`. Here they run on local shapes, with that primitive's place taken by
+counters of the logical shape. Generators that do not count (`rbg`, and threefry with
+`jax_threefry_partitionable` off) mix all elements: every device draws the whole and keeps its part.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import primitives as p
+
+from gshard import collectives
+from gshard._jax import gamma_one, prng_impl, random_clone_p, random_unwrap_p, random_wrap_p
+from gshard.rules.registry import Context, Factors, Rule, Shape, register
+from gshard.sharding import Sharding
+from gshard.source import because
+from gshard.tile import Tile
+
+_COUNTS = "iota_2x32_shape"
+_COUNTING = ("threefry2x32", "threefry4x32", "philox2x32", "philox4x32", "rbg")
+
+
+def drawn_dims(eqn: JaxprEqn) -> Factors:
+    """The keys' dims, then those of what each key draws: all free."""
+    (keys,), rank = eqn.invars, len(eqn.outvars[0].aval.shape)
+    names = [f"d{i}" for i in range(rank)]
+    return Factors.of(eqn, [names[: len(keys.aval.shape)]], [names])
+
+
+def key_dims(eqn: JaxprEqn) -> Factors:
+    """Keys and the integers that they are made of, which stay together."""
+    operand, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    names = [f"d{i}" for i in range(min(len(operand), len(result)))]
+    inside: list[str | None] = [None] * abs(len(operand) - len(result))
+    more = len(operand) > len(result)
+    return Factors.of(eqn, [names + inside * more], [names + inside * (not more)])
+
+
+def broadcast_dims(eqn: JaxprEqn) -> Factors:
+    """Pointwise on several results: dims of size 1, and scalars, stand for all elements."""
+    shape = eqn.outvars[0].aval.shape
+    names = [f"d{i}" for i in range(len(shape))]
+    operands = [
+        [d if n == m else None for d, n, m in zip(names, a.aval.shape, shape, strict=True)]
+        if a.aval.shape
+        else []
+        for a in eqn.invars
+    ]
+    return Factors.of(eqn, operands, [names] * len(eqn.outvars))
+
+
+def gamma_dims(eqn: JaxprEqn) -> Factors:
+    """The keys' dims are the first of the shape parameter's; the result has the latter's."""
+    keys, alpha = eqn.invars
+    names = [f"d{i}" for i in range(len(alpha.aval.shape))]
+    return Factors.of(eqn, [names[: len(keys.aval.shape)], names], [names])
+
+
+def generator_dims(eqn: JaxprEqn) -> Factors:
+    """`rng_bit_generator`: the state is one thing, the bits are made all at once."""
+    state, bits = (v.aval.shape for v in eqn.outvars)
+    return Factors.of(eqn, [[None] * len(state)], [[None] * len(state), [None] * len(bits)])
+
+
+def _random_bits(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    width, shape = eqn.params["bit_width"], tuple(eqn.params["shape"])
+
+    def draw(impl, local: Shape) -> Callable:
+        return lambda key: impl.random_bits(key, width, local)
+
+    return [_draw(ctx, eqn, draw, shape, tiles[0], targets[0])]
+
+
+def _random_split(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    return [split_keys(ctx, eqn, tuple(eqn.params["shape"]), tiles[0], targets[0])]
+
+
+def split_keys(ctx: Context, eqn: JaxprEqn, shape: Shape, keys: Tile, target: Sharding) -> Tile:
+    """New keys of `shape` from each of `keys`."""
+
+    def draw(impl, local: Shape) -> Callable:
+        return lambda key: impl.split(key, local)
+
+    raw = _draw(ctx, eqn, draw, shape, keys, target)
+    wrapped = jax.random.wrap_key_data(raw.array, impl=jax.random.key_impl(keys.array))
+    return Tile(wrapped, raw.sharding, raw.shape)
+
+
+def _draw(
+    ctx: Context, eqn: JaxprEqn, draw: Callable, shape: Shape, keys: Tile, target: Sharding
+) -> Tile:
+    """What `draw(impl, shape)` makes of every key: this device's part under `target` if it counts."""
+    rank = keys.sharding.rank
+    keys = ctx.reshard(keys, target.project(range(rank)), f"operand of {eqn.primitive.name}")
+    impl = prng_impl(keys.array.dtype)
+    logical = (*keys.shape, *shape)
+    per_draw = Sharding(target.splits[rank:], target.num_devices)
+    local = per_draw.local_shape(shape)
+    raw = jax.random.key_data(keys.array)
+    program = _traced(draw(impl, local), rank, raw)
+    if per_draw.is_replicated or impl.name in _COUNTING and _counts(program.jaxpr):
+        counters = functools.partial(_counters, ctx, per_draw, shape)
+        (array,) = _evaluate(program.jaxpr, program.consts, [raw], counters)
+        return Tile(array, target, logical)
+    with because(f"{eqn.primitive.name}: {impl.name} draws all elements at once, each device does"):
+        array = _vectorized(draw(impl, shape), rank)(raw)
+    here = Sharding((*keys.sharding.splits, *[None] * len(shape)), target.num_devices)
+    if eqn.primitive is p.random_bits_p:
+        return Tile(array, here, logical)
+    # Keys are cut as the integers they are: the caller wraps what comes back.
+    inside = array.ndim - len(logical)
+    whole = Tile(
+        array,
+        Sharding((*here.splits, *[None] * inside), here.num_devices),
+        (*logical, *array.shape[-inside:]),
+    )
+    cut = ctx.reshard(
+        whole, Sharding((*target.splits, *[None] * inside), here.num_devices), "own keys"
+    )
+    return Tile(cut.array, target, logical)
+
+
+def _traced(draw: Callable, rank: int, raw: jax.Array) -> ClosedJaxpr:
+    return jax.make_jaxpr(_vectorized(draw, rank))(raw)
+
+
+def _vectorized(draw: Callable, rank: int) -> Callable:
+    for _ in range(rank):
+        draw = jax.vmap(draw)
+    return draw
+
+
+def _counts(jaxpr: Jaxpr) -> bool:
+    """Whether a program takes counters from anywhere in it."""
+    return any(
+        eqn.primitive.name == _COUNTS or any(_counts(_body(v).jaxpr) for v in _called(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _called(eqn: JaxprEqn) -> list[Any]:
+    return [eqn.params["jaxpr"]] if eqn.primitive is p.jit_p else []
+
+
+def _body(jaxpr: Any) -> ClosedJaxpr:
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+
+
+def _evaluate(
+    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], counters: Callable
+) -> list[Any]:
+    """Run a program, with `counters` in the place of JAX's own."""
+    env: dict[Any, Any] = dict(
+        zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
+    )
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        values = [read(a) for a in eqn.invars]
+        if eqn.primitive.name == _COUNTS:
+            results = counters(tuple(eqn.params["shape"]))
+        elif _called(eqn):
+            body = _body(eqn.params["jaxpr"])
+            results = _evaluate(body.jaxpr, body.consts, values, counters)
+        else:
+            results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+            results = results if eqn.primitive.multiple_results else [results]
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(a) for a in jaxpr.outvars]
+
+
+def _counters(
+    ctx: Context, sharding: Sharding, shape: Shape, local: Shape
+) -> tuple[jax.Array, jax.Array]:
+    """The row-major numbers of this device's elements among all, as high and low 32 bits."""
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    starts = np.zeros(sharding.num_devices, np.uint64)
+    for split, rows, stride in zip(sharding.splits, local, strides, strict=True):
+        if split:
+            starts += np.maximum(split.coords, 0).astype(np.uint64) * np.uint64(rows * stride)
+    high, low = (
+        lax.bitcast_convert_type(
+            jnp.asarray(ctx.place.lookup(half.view(np.int32)), jnp.int32), jnp.uint32
+        )
+        for half in ((starts >> np.uint64(32)).astype(np.uint32), starts.astype(np.uint32))
+    )
+    total = tuple(jnp.broadcast_to(half, local) for half in (high, low))
+    for dim, stride in enumerate(strides):
+        rows = lax.broadcasted_iota(jnp.uint32, local, dim)
+        total = _add(total, _times(rows, stride, local[dim]))
+    return total
+
+
+def _add(
+    a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """A sum of 64-bit numbers in two halves; x64 may be off."""
+    low = a[1] + b[1]
+    return a[0] + b[0] + (low < b[1]).astype(jnp.uint32), low
+
+
+def _times(rows: jax.Array, stride: int, size: int) -> tuple[jax.Array, jax.Array]:
+    """`rows * stride` in 64 bits, where rows < size."""
+    if size * stride < 2**32:
+        return jnp.zeros_like(rows), rows * jnp.uint32(stride)
+    total = jnp.zeros_like(rows), jnp.zeros_like(rows)
+    for shift in (0, 16, 32, 48):  # by the digits of the stride to base 2**16
+        digit = jnp.uint32(stride >> shift & 0xFFFF)
+        low, high = (rows & 0xFFFF) * digit, (rows >> 16) * digit
+        total = _add(total, _shifted(low, shift))
+        total = _add(total, _shifted(high, shift + 16))
+    return total
+
+
+def _shifted(x: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
+    if bits >= 64:
+        return jnp.zeros_like(x), jnp.zeros_like(x)
+    if bits >= 32:
+        return x << (bits - 32), jnp.zeros_like(x)
+    return (x >> (32 - bits) if bits else jnp.zeros_like(x)), x << bits
+
+
+def _random_gamma(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    """A key of its own for every element, as JAX has it; then each element draws until accepted."""
+    keys, alpha = tiles
+    (target,) = targets
+    alpha = ctx.reshard(alpha, target, "operand of random_gamma").masked(ctx.place, 1)
+    own = split_keys(ctx, eqn, alpha.shape[keys.sharding.rank :], keys, target).array
+
+    def one(args):
+        return gamma_one(*args, log_space=eqn.params["log_space"])
+
+    flat = own.reshape(-1), alpha.array.reshape(-1)
+    vectorizes = prng_impl(own.dtype).name == "threefry2x32"  # others draw differently under vmap
+    samples = jax.vmap(lambda *args: one(args))(*flat) if vectorizes else lax.map(one, flat)
+    return [Tile(samples.reshape(alpha.array.shape), target, alpha.shape)]
+
+
+def _bit_generator_local(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]):
+    with because("rng_bit_generator: draws all elements at once, each device does"):
+        return eqn.primitive.bind(tiles[0].array, **eqn.params)
+
+
+def _rng_uniform(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    """XLA's stateful generator: devices draw different numbers, so copies take those of the first."""
+    (target,), shape = targets, tuple(eqn.params["shape"])
+    bounds = [
+        ctx.reshard(t, Sharding.replicated(0, target.num_devices), "operand of rng_uniform")
+        for t in tiles
+    ]
+    array = eqn.primitive.bind(*(t.array for t in bounds), shape=target.local_shape(shape))
+    if target.replicas > 1:
+        first = np.zeros(target.num_devices, np.int32)
+        first[target.devices[..., 0].ravel()] = 1
+        mine = jnp.where(ctx.place.lookup(first) == 1, array, jnp.zeros_like(array))
+        copies = target.devices.reshape(-1, target.replicas).tolist()
+        array = collectives.all_reduce(
+            ctx.place, mine, copies, "sum", "rng_uniform: copies take the numbers of the first"
+        )
+    return [Tile(array, target, shape)]
+
+
+def _uniform_dims(eqn: JaxprEqn) -> Factors:
+    return Factors.of(eqn, [[], []], [[f"d{i}" for i in range(len(eqn.params["shape"]))]])
+
+
+register(
+    Rule(
+        drawn_dims,
+        partition=_random_bits,
+        level=0,
+        doc="every dim is free: a device makes its own part",
+    ),
+    p.random_bits_p,
+)
+register(
+    Rule(
+        drawn_dims,
+        partition=_random_split,
+        level=0,
+        doc="every dim is free: a device makes its own part",
+    ),
+    p.random_split_p,
+)
+register(
+    Rule(broadcast_dims, level=0, doc="every dim is free"),
+    p.random_seed_p,
+    p.random_fold_in_p,
+    p.threefry2x32_p,
+    random_clone_p,
+)
+register(
+    Rule(key_dims, level=0, doc="every dim is free; a key stays in one piece"),
+    random_wrap_p,
+    random_unwrap_p,
+)
+register(
+    Rule(
+        gamma_dims,
+        partition=_random_gamma,
+        level=0,
+        doc="every dim is free: a device makes its own part",
+    ),
+    p.random_gamma_p,
+)
+register(
+    Rule(
+        generator_dims,
+        local=_bit_generator_local,
+        doc="drawn whole on every device, which keeps its part",
+    ),
+    p.rng_bit_generator_p,
+)
+register(
+    Rule(_uniform_dims, partition=_rng_uniform, doc="every dim is free; copies by AllReduce"),
+    p.rng_uniform_p,
+)
