@@ -49,8 +49,9 @@ def reshape_factors(eqn: JaxprEqn) -> Factors:
 
     [12, 5] -> [3, 20] has the factors 3, 4, 5: the operand's dims are (3 4)(5), the result's
     (3)(4 5). Where the sizes share no factors ([6, 4] -> [8, 3], after the common 2), the rest
-    of the dims has to be whole.
+    of the dims has to be whole. `dimensions` is an order in which the operand's dims are read.
     """
+    order = eqn.params["dimensions"] or range(len(eqn.invars[0].aval.shape))
     sizes: dict[str, int] = {}
     whole: set[str] = set()
 
@@ -61,7 +62,7 @@ def reshape_factors(eqn: JaxprEqn) -> Factors:
             whole.add(name)
         return name
 
-    sides = [list(eqn.invars[0].aval.shape), list(eqn.outvars[0].aval.shape)]
+    sides = [[eqn.invars[0].aval.shape[d] for d in order], list(eqn.outvars[0].aval.shape)]
     dims: list[list[list[str]]] = [[[] for _ in side] for side in sides]
     if 0 in sides[0]:
         for side, found in zip(sides, dims, strict=True):
@@ -69,7 +70,8 @@ def reshape_factors(eqn: JaxprEqn) -> Factors:
                 found[number].append(factor(size, splittable=False))
     else:
         _match(sides, dims, factor)
-    operand, result = (tuple(tuple(d) for d in side) for side in dims)
+    read, result = (tuple(tuple(d) for d in side) for side in dims)
+    operand = tuple(dim for _, dim in sorted(zip(order, read, strict=True)))
     return Factors((operand,), (result,), sizes, whole=frozenset(whole))
 
 
@@ -106,7 +108,7 @@ def _match(sides: list[list[int]], dims: list[list[list[str]]], factor) -> None:
 
 
 def _reshape_local(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]):
-    return [lax.reshape(tiles[0].array, shapes[0])]
+    return [lax.reshape(tiles[0].array, shapes[0], eqn.params["dimensions"])]
 
 
 def iota_factors(eqn: JaxprEqn) -> Factors:
