@@ -88,7 +88,8 @@ def bring(
         index = lax.broadcasted_iota(jnp.int32, x.shape, dim) + place.lookup(
             of_device(starts, split)
         )
-        x = jnp.where((index >= 0) & (index < size), x, jnp.asarray(fill, x.dtype))
+        other = jnp.full(x.shape, fill, x.dtype)
+        x = lax.select((index >= 0) & (index < size), x, other)
     return Tile(x, tile.sharding, tile.shape)
 
 

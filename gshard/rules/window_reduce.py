@@ -226,7 +226,8 @@ def _reduce_parts(
             length += (size - 1) * params["window_dilation"][dim]
             value = lax.slice_in_dim(value, skip, skip + length, axis=dim)
             if holders is not None:
-                value = jnp.where(place.lookup(holders) == 1, value, neutral)
+                others = jnp.full(value.shape, neutral)
+                value = lax.select(jnp.full(value.shape, place.lookup(holders) == 1), value, others)
         how = {"window_dimensions": tuple(sizes), "padding": tuple(padding)}
         value = eqn.primitive.bind(value, **(params | how))
         total = value if total is None else _OPS[kind](total, value)
