@@ -78,15 +78,14 @@ def per_matrix(inner: optax.GradientTransformation) -> optax.GradientTransformat
         )
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        paths = jax.tree_util.tree_leaves_with_path(grads)
-        tree = jax.tree.structure(grads)
-        states = tree.flatten_up_to(state)
-        weights = tree.flatten_up_to(params)
-        outs = [
-            _mapped(inner.update, _stacked_dims(path))(grad, leaf_state, weight)
-            for (path, grad), leaf_state, weight in zip(paths, states, weights, strict=True)
-        ]
-        return tree.unflatten([u for u, _ in outs]), tree.unflatten([s for _, s in outs])
+        outs = jax.tree_util.tree_map_with_path(
+            lambda path, *leaf: _mapped(inner.update, _stacked_dims(path))(*leaf),
+            grads,
+            state,
+            params,
+        )
+        updates = jax.tree.map(lambda _, out: out[0], grads, outs)
+        return updates, jax.tree.map(lambda _, out: out[1], grads, outs)
 
     return optax.GradientTransformation(init, update)
 

@@ -48,7 +48,7 @@ class TransformerConfig:
     expert_hidden_dim: int | None = None
     groups: int | None = None
     gating: GatingConfig = PAPER_GATING
-    dispatch: Dispatch = "einsum"
+    dispatch: Dispatch = "index"
     input_dropout: float = 0.1
     residual_dropout: float = 0.1
     attention_dropout: float = 0.1

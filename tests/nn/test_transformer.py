@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import models
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from gshard.nn import Attention, Batch, LayerNorm, Transformer, segment_mask
 
@@ -129,7 +130,7 @@ def count_equations(jaxpr):
     total = 0
     for eqn in jaxpr.eqns:
         total += 1
-        for sub in jax.core.jaxprs_in_params(eqn.params):
+        for sub in jaxprs_in_params(eqn.params):
             total += count_equations(sub)
     return total
 
@@ -172,7 +173,7 @@ def dtypes_of(jaxpr, primitive):
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == primitive:
             found.append(eqn.outvars[0].aval.dtype)
-        for sub in jax.core.jaxprs_in_params(eqn.params):
+        for sub in jaxprs_in_params(eqn.params):
             found += dtypes_of(sub, primitive)
     return found
 
