@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard.align import Runs, align, groups_along, plan
+from gshard.align import Runs, align, everything, groups_along, plan
 from gshard.collectives import Place, all_gather, collective_permute
 from gshard.sharding import Sharding
 from gshard.tile import Tile, filled_with_garbage, garbage
@@ -42,9 +42,17 @@ class _Way:
 
 
 def fetch(
-    place: Place, tile: Tile, dim: int, starts: Sequence[int] | np.ndarray, width: int, reason: str
+    place: Place,
+    tile: Tile,
+    dim: int,
+    starts: Sequence[int] | np.ndarray,
+    width: int,
+    reason: str,
+    only: tuple[int, int] | None = None,
 ) -> jax.Array:
     """Rows `starts[c]` to `starts[c] + width` of the logical `dim` on the holders of tile c.
+
+    If `only` some rows are needed, the others are garbage as well.
 
     Windows near the tiles are a halo exchange. Where the windows drift away from the tiles (half of
     a dim, spread over all devices), `align` sends fewer rows; where every window needs most of the
@@ -54,10 +62,10 @@ def fetch(
     if split is None:
         return window(place, tile.array, dim, int(starts[0]), width)
     if jnp.issubdtype(tile.array.dtype, jax.dtypes.prng_key):
-        raw = fetch(place, _key_data(tile), dim, starts, width, reason)
+        raw = fetch(place, _key_data(tile), dim, starts, width, reason, only)
         return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(tile.array))
     starts, rows = np.asarray(starts, np.int64), tile.array.shape[dim]
-    held = Runs.of(tile, dim)
+    held = Runs.of(tile, dim).only(only)
     way = _way(held, rows, starts, width)
     if way.kind == "align":
         return align(place, tile.array, tile.sharding, dim, held, starts, width, reason)
@@ -81,10 +89,13 @@ def fetch(
     return window(place, joined, dim, np.where(needed, starts - begin, 0)[mine], width)
 
 
-def fetch_rows(tiles: int, size: int, starts: np.ndarray, width: int) -> int:
+def fetch_rows(
+    tiles: int, size: int, starts: np.ndarray, width: int, only: tuple[int, int] | None = None
+) -> int:
     """How many rows a device sends to `fetch` from even tiles."""
     rows = -(-size // tiles)
-    return _way(Runs.even(tiles, rows, size), rows, np.asarray(starts, np.int64), width).sent
+    held = Runs.even(tiles, rows, size).only(only)
+    return _way(held, rows, np.asarray(starts, np.int64), width).sent
 
 
 def _way(held: Runs, rows: int, starts: np.ndarray, width: int) -> _Way:
@@ -102,8 +113,8 @@ def _way(held: Runs, rows: int, starts: np.ndarray, width: int) -> _Way:
 def _shifts(held: Runs, rows: int, starts: np.ndarray, width: int) -> tuple[_Shift, ...]:
     """The neighbours between the leftmost and the rightmost that any tile needs rows of."""
     number = np.arange(len(starts))
-    size = int(held.high.max(initial=0))
-    low, high = np.clip(starts, 0, size), np.clip(starts + width, 0, size)
+    first_row, end_row, _ = everything(held)
+    low, high = np.clip(starts, first_row, end_row), np.clip(starts + width, first_row, end_row)
     needed = low < high
     if not needed.any():
         return ()

@@ -16,6 +16,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import Var, dce_jaxpr, optimization_barrier_p, remat_p
 from gshard.annotate import tracing_for
+from gshard.fold import fold
 
 _CALLS = {
     p.jit_p: "jaxpr",
@@ -50,7 +51,7 @@ class _Builder:
             list(self.consts),
             invars,
             outvars,
-            self.eqns,
+            fold(self.eqns, outvars),
             closed.jaxpr.effects,
             debug_info=closed.jaxpr.debug_info.with_unknown_names(),
         )
