@@ -121,7 +121,7 @@ def compare(a: Any, b: Any, exact: bool, rtol: float = 1e-5, atol: float = 1e-5)
     """Assert equality of a partitioned result `a` and an unpartitioned one `b`."""
     if jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
         a = a.logical() if isinstance(a, UnevenArray) else a
-        a, b = jax.random.key_data(a), jax.random.key_data(b)
+        a, b = (jax.random.key_data(getattr(x, "logical", lambda x=x: x)()) for x in (a, b))
     a, b = np.asarray(a), np.asarray(b)
     if exact and jnp.issubdtype(b.dtype, jnp.floating) and b.dtype.itemsize <= 2:
         a, b = a.astype(np.float32), b.astype(np.float32)  # NumPy takes a NaN of theirs for unequal

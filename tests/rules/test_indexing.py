@@ -1,0 +1,442 @@
+"""Gather and scatter: every role a dim can have, every mode, values and collectives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import gshard
+from gshard.explain import count_equations
+from tests.oracle import (
+    DEVICE_COUNTS,
+    annotated,
+    assignments,
+    check,
+    check_grad,
+    even_split,
+    kinds,
+    random_array,
+    sent,
+)
+
+SIZES = (1, 2, 3, 5, 7, 13)
+MODES = ("clip", "fill", "promise_in_bounds")
+ROLES = ("batch", "collapsed", "full", "full indexed", "short", "short indexed")
+SCATTERS = {
+    "set": lax.scatter,
+    "add": lax.scatter_add,
+    "sub": lax.scatter_sub,
+    "mul": lax.scatter_mul,
+    "min": lax.scatter_min,
+    "max": lax.scatter_max,
+}
+
+
+@st.composite
+def lookups(draw, empty: bool = True):
+    """Dimension numbers of any gather, sizes, indices in and out of range, and ways to split."""
+    some = st.sampled_from((*SIZES, 0) if empty else SIZES)
+    roles = draw(st.lists(st.sampled_from(ROLES), min_size=1, max_size=3))
+    operand = [
+        draw(some) if r in ("batch", "full") else draw(st.sampled_from(SIZES)) for r in roles
+    ]
+    window = [
+        1 if r in ("batch", "collapsed") else n if r.startswith("full") else draw(st.integers(1, n))
+        for r, n in zip(roles, operand, strict=True)
+    ]
+    batch = [d for d, r in enumerate(roles) if r == "batch"]
+    own = [draw(some) for _ in range(draw(st.integers(0, 2)))]
+    places = draw(st.permutations(range(len(batch) + len(own))))
+    lead = [0] * len(places)
+    for at, n in zip(places, [operand[d] for d in batch] + own, strict=True):
+        lead[at] = n
+    kept = [d for d, r in enumerate(roles) if r not in ("batch", "collapsed")]
+    rank = len(lead) + len(kept)
+    offset_dims = tuple(sorted(draw(st.permutations(range(rank)))[: len(kept)]))
+    about = [d for d, r in enumerate(roles) if r == "collapsed" or r.endswith("indexed")]
+    about = tuple(draw(st.permutations(about)))
+    dtype = draw(st.sampled_from([np.int32, np.uint8, np.int8, np.uint32]))
+    seed = draw(st.integers(0, 99))
+    rng = np.random.default_rng(seed)
+    spans = [(-2, operand[d] - window[d] + 3) for d in about]
+    columns = [rng.integers(low, high, size=lead) for low, high in spans]
+    indices = np.stack(columns, -1) if about else np.zeros((*lead, 0))
+    indices = indices.astype(np.int32).astype(dtype)
+    devices = draw(st.sampled_from(DEVICE_COUNTS))
+    dn = lax.GatherDimensionNumbers(
+        offset_dims,
+        tuple(d for d, r in enumerate(roles) if r == "collapsed"),
+        about,
+        tuple(batch),
+        tuple(places[: len(batch)]),
+    )
+    sizes, beside, inside = tuple(window), iter(lead), iter([window[d] for d in kept])
+    windows = tuple(next(inside if d in offset_dims else beside) for d in range(rank))
+    return {
+        "dn": dn,
+        "sizes": sizes,
+        "operand": tuple(operand),
+        "indices": indices,
+        "windows": windows,
+        "mode": draw(st.sampled_from(MODES)),
+        "devices": devices,
+        "splits": [draw(assignments(r, devices)) for r in (len(operand), len(lead) + 1, rank)],
+        "result": draw(assignments(len(operand), devices)),
+        "seed": seed,
+    }
+
+
+def scatter_numbers(dn: lax.GatherDimensionNumbers) -> lax.ScatterDimensionNumbers:
+    return lax.ScatterDimensionNumbers(*dn)
+
+
+def check_gather(case, dtype):
+    x = random_array(case["operand"], dtype, case["seed"])
+
+    def fn(x, i):
+        return lax.gather(x, i, case["dn"], case["sizes"], mode=case["mode"])
+
+    *inputs, output = case["splits"]
+    how = {"devices": case["devices"], "inputs": inputs, "outputs": [output]}
+    check(fn, x, case["indices"], **how, exact=True)
+    if dtype == np.float32 and case["mode"] != "promise_in_bounds":
+        check_grad(fn, x, case["indices"], devices=case["devices"], inputs=inputs)
+
+
+def check_scatter(case, dtype, op):
+    x = random_array(case["operand"], dtype, case["seed"])
+    updates = random_array(case["windows"], dtype, case["seed"] + 1)
+
+    def fn(x, i, u):
+        return SCATTERS[op](x, i, u, scatter_numbers(case["dn"]), mode=case["mode"])
+
+    how = {"devices": case["devices"], "inputs": case["splits"], "outputs": [case["result"]]}
+    exact = op in ("set", "min", "max")
+    check(fn, x, case["indices"], updates, **how, exact=exact)
+    if dtype == np.float32 and op in ("add", "sub") and case["mode"] != "promise_in_bounds":
+        check_grad(fn, x, case["indices"], updates, argnums=(0, 2), **how)
+
+
+DTYPES = st.sampled_from(["float32", "bfloat16", "int32", "int8", "bool", "complex64", "uint16"])
+
+
+@given(lookups(), DTYPES)
+@settings(max_examples=40)
+def test_any_split_of_any_gather(case, dtype):
+    check_gather(case, jnp.dtype(dtype))
+
+
+@given(
+    lookups(), st.sampled_from(["float32", "int32", "bfloat16"]), st.sampled_from(list(SCATTERS))
+)
+@settings(max_examples=40)
+def test_any_split_of_any_scatter(case, dtype, op):
+    check_scatter(case, jnp.dtype(dtype), op)
+
+
+@pytest.mark.slow
+@given(lookups(), DTYPES)
+@settings(max_examples=600)
+def test_many_gathers(case, dtype):
+    check_gather(case, jnp.dtype(dtype))
+
+
+@pytest.mark.slow
+@given(
+    lookups(), st.sampled_from(["float32", "int32", "bfloat16"]), st.sampled_from(list(SCATTERS))
+)
+@settings(max_examples=600)
+def test_many_scatters(case, dtype, op):
+    check_scatter(case, jnp.dtype(dtype), op)
+
+
+# ---------------------------------------------------------------- what users write
+
+IDS = np.random.default_rng(0).integers(-13, 13, (3, 5)).astype(np.int32)
+COLUMNS = np.random.default_rng(1).integers(0, 7, (3, 5)).astype(np.int32)
+WRITTEN = {
+    "x[i]": lambda x, i: x[i],
+    "x[i, j]": lambda x, i: x[i, COLUMNS],
+    "x[:, i]": lambda x, i: x[:, i % 7],
+    "x[1:4, i]": lambda x, i: x[1:4, i % 7],
+    "take": lambda x, i: jnp.take(x, i, axis=0),
+    "take, clipped": lambda x, i: jnp.take(x, i * 3, axis=1, mode="clip"),
+    "get": lambda x, i: x.at[i * 3].get(mode="fill", fill_value=5),
+    "take_along_axis 0": lambda x, i: jnp.take_along_axis(x[:, :5], i, axis=0),
+    "take_along_axis 1": lambda x, i: jnp.take_along_axis(x[:3], i % 7, axis=1),
+    "argsort": lambda x, i: jnp.take_along_axis(x, jnp.argsort(x, axis=0), axis=0),
+    "searchsorted": lambda x, i: jnp.searchsorted(x[:, 0], x[:, 1:]),
+    "one_hot": lambda x, i: jax.nn.one_hot(i, 7) @ x.T,
+    "vmap": lambda x, i: jax.vmap(lambda row, at: row[at])(x[:3], i),
+    "slices": lambda x, i: jax.vmap(lambda at: lax.dynamic_slice(x, (at, 1), (4, 3)))(i[0]),
+    "set": lambda x, i: x.at[i].set(jnp.arange(105.0).reshape(3, 5, 7)),
+    "set one": lambda x, i: x.at[i, COLUMNS].set(jnp.arange(15.0).reshape(3, 5)),
+    "add": lambda x, i: x.at[i].add(jnp.cos(i)[..., None]),
+    "subtract": lambda x, i: x.at[i].subtract(jnp.cos(i)[..., None]),
+    "multiply": lambda x, i: x.at[i].multiply(jnp.cos(i)[..., None]),
+    "divide": lambda x, i: x.at[i].divide(2.0 + jnp.cos(i)[..., None]),
+    "min": lambda x, i: x.at[i].min(jnp.cos(i)[..., None]),
+    "max": lambda x, i: x.at[i, 2].max(jnp.cos(i)),
+    "apply": lambda x, i: x.at[i].apply(jnp.sin),
+    "roll by set": lambda x, i: x.at[:-1].set(x[1:]).at[-1].set(i[0, 0]),
+    "segment_sum": lambda x, i: jax.ops.segment_sum(x, jnp.arange(13) % 5, 6),
+    "segment_max": lambda x, i: jax.ops.segment_max(x, jnp.arange(13) % 5, 6),
+    "segment_prod": lambda x, i: jax.ops.segment_prod(x, jnp.arange(13) % 5, 6),
+}
+
+
+@given(st.sampled_from(list(WRITTEN)), st.sampled_from((2, 3, 4, 8)), st.data())
+@settings(max_examples=40)
+def test_what_users_write(name, devices, data):
+    inputs = [data.draw(assignments(2, devices)) for _ in range(2)]
+    check(WRITTEN[name], random_array((13, 7)), IDS, devices=devices, inputs=inputs)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.slow
+def test_all_that_users_write(name):
+    x = random_array((13, 7))
+    for devices in (3, 8):
+        splits = [None, even_split(2, 0, devices), even_split(2, 1, devices)]
+        for a in splits:
+            for b in splits:
+                check(WRITTEN[name], x, IDS, devices=devices, inputs=[a, b])
+
+
+@pytest.mark.parametrize("name", ["set", "set one", "add", "divide", "min", "max", "slices"])
+def test_gradients_of_what_users_write(name):
+    x = random_array((13, 7))
+    for dim in range(2):
+        check_grad(WRITTEN[name], x, IDS, inputs=[even_split(2, dim, 4), even_split(2, 1, 4)])
+
+
+def test_gradients_of_unique_updates():
+    x, u = random_array((13, 7)), random_array((5, 7), seed=1)
+    i = np.array([3, 12, 0, 7, 20])
+    for op in ("set", "multiply"):
+
+        def fn(x, u, op=op):
+            return getattr(x.at[i], op)(u, unique_indices=True)
+
+        splits = [even_split(2, 0, 4), even_split(2, 0, 4)]
+        check_grad(fn, x, u, argnums=(0, 1), devices=4, inputs=splits)
+
+
+def test_layers_of_libraries():
+    equinox = pytest.importorskip("equinox")
+    layer = equinox.nn.Embedding(13, 8, key=jax.random.key(0))
+    ids = IDS[0] % 13
+
+    def fn(weight, ids):
+        embed = equinox.tree_at(lambda m: m.weight, layer, weight)
+        return jax.vmap(embed)(ids)
+
+    lowered = check(fn, layer.weight, ids, inputs=[even_split(2, 0, 8)], exact=True)
+    assert kinds(lowered) == {"all_reduce": 1}
+    check_grad(fn, layer.weight, ids, inputs=[even_split(2, 0, 8)])
+
+
+# ---------------------------------------------------------------- not a bit changes
+
+SPECIAL = [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 1e-40, -1e-7, 3.0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("output", [None, 0, 1])
+def test_a_split_table_gives_the_very_bits(dtype, output):
+    table = np.tile(np.array(SPECIAL, np.float32), (16, 2))[:, :16].T.astype(jnp.dtype(dtype))
+    ids = np.array([7, 0, 1, 2, 3, 4, 5, 6, 15, 16], np.int32)
+
+    def fn(x, i):
+        return x.at[i].get(mode="fill", fill_value=-0.0)
+
+    outputs = [] if output is None else [even_split(2, output, 4)]
+    marked = annotated(fn, [even_split(2, 0, 4)], outputs)
+    split = gshard.jit(marked, devices=jax.devices()[:4])
+    got, wanted = np.asarray(split(table, ids)), np.asarray(jax.jit(fn)(table, ids))
+    assert got.tobytes() == wanted.tobytes()
+    assert ("all_reduce" if output is None else "reduce_scatter") in kinds(split.lower(table, ids))
+
+
+def test_rows_without_updates_keep_their_bits():
+    x = np.array([[-0.0, 1e-40, np.nan, np.inf]] * 8, np.float32)
+    i = np.array([2, 5, 2, 5], np.int32)
+
+    def fn(x, i):
+        return x.at[i].add(jnp.ones((4, 4)))
+
+    annotations = annotated(fn, [None, even_split(1, 0, 4)], [even_split(2, 0, 4)])
+    got = np.asarray(gshard.jit(annotations, devices=jax.devices()[:4])(x, i))
+    kept = [0, 1, 3, 4, 6, 7]
+    assert got[kept].tobytes() == x[kept].tobytes()
+
+
+def test_random_keys():
+    keys = jax.random.split(jax.random.key(0), 13)
+    for dim in (0, None):
+        inputs = [None if dim is None else even_split(1, 0, 4), even_split(2, 1, 4)]
+        check(lambda k, i: k[i], keys, IDS % 13, devices=4, inputs=inputs)
+    check(
+        lambda k, i: k.at[i[0]].set(k[i[1]]),
+        keys,
+        IDS % 13,
+        devices=4,
+        inputs=[even_split(1, 0, 4)],
+    )
+
+
+# ---------------------------------------------------------------- what is sent
+
+V, M = 4096, 32  # a vocabulary of V words, embeddings of M numbers
+TABLE = V * M * 4
+
+
+def lowered(fn, *shapes, inputs=(), outputs=(), devices=8):
+    args = [jax.ShapeDtypeStruct(s, d) for s, d in shapes]
+    return gshard.jit(annotated(fn, inputs, outputs), devices=devices).lower(*args)
+
+
+def embed(tokens, inputs, outputs=(), devices=8):
+    shapes = [((V, M), jnp.float32), ((tokens,), jnp.int32)]
+    return lowered(lambda x, i: x[i], *shapes, inputs=inputs, outputs=outputs, devices=devices)
+
+
+def embed_grad(tokens, inputs, outputs=(), devices=8):
+    shapes = [((V, M), jnp.float32), ((tokens,), jnp.int32)]
+    grad = jax.grad(lambda x, i, u: jnp.sum(x[i] * u))
+    shapes.append(((tokens, M), jnp.float32))
+    return lowered(grad, *shapes, inputs=inputs, outputs=outputs, devices=devices)
+
+
+def test_lookup_split_by_vocabulary_sums_the_result():
+    low = embed(64, [even_split(2, 0, 8)])
+    assert kinds(low) == {"all_reduce": 1}
+    assert sent(low) == 2 * 64 * M * 4 * 7 // 8
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_lookup_split_by_vocabulary_scatters_a_split_result(dim):
+    low = embed(64, [even_split(2, 0, 8)], [even_split(2, dim, 8)])
+    assert "all_reduce" not in kinds(low)
+    assert sent(low, "reduce_scatter") == 64 * M * 4 * 7 // 8
+    assert sent(low, "all_gather") in (0, 7 * 8 * 4)  # the indices, if they arrive split
+
+
+def test_lookup_split_by_vocabulary_and_by_batch():
+    low = embed(64, [even_split(2, 0, 8), even_split(1, 0, 8)])
+    assert kinds(low) == {"all_gather": 1, "reduce_scatter": 1}
+    assert sent(low) == 7 * 8 * 4 + 64 * M * 4 * 7 // 8
+
+
+def test_a_table_larger_than_the_result_is_never_gathered():
+    low = embed(8 * V - 8, [even_split(2, 0, 8), even_split(1, 0, 8)])
+    assert max(c.bytes for c in low.collectives if c.kind == "all_gather") < TABLE // 2
+
+
+def test_a_table_smaller_than_the_result_is_gathered_if_that_sends_less():
+    low = embed(64 * V, [even_split(2, 0, 8), even_split(1, 0, 8)])
+    assert kinds(low) == {"all_gather": 1}
+    assert sent(low) == TABLE * 7 // 8
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [[None, even_split(1, 0, 8)], [even_split(2, 1, 8)], [even_split(2, 1, 8), np.arange(1)]],
+)
+def test_lookup_split_by_indices_or_windows_sends_nothing(inputs):
+    assert embed(64, inputs).collectives == []
+
+
+def test_lookup_on_a_mesh_sums_over_the_vocabulary_only():
+    table, ids = np.arange(8).reshape(2, 4).T[:, :1], np.arange(0, 8, 4)
+    low = embed(64, [table, ids])
+    assert kinds(low) == {"all_reduce": 1}
+    assert sent(low) == 2 * 32 * M * 4 * 3 // 4
+
+
+def test_batched_lookups_send_nothing():
+    shapes = [((16, 24, 8), jnp.float32), ((16, 5, 8), jnp.int32)]
+    for dim in (0, 2):
+        low = lowered(
+            lambda x, i: jnp.take_along_axis(x, i, axis=1), *shapes, inputs=[even_split(3, dim, 8)]
+        )
+        assert low.collectives == []
+
+
+@pytest.mark.parametrize("update", ["set", "add", "subtract", "multiply", "min", "max"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_updates_of_a_split_tensor_are_local(update, dim):
+    shapes = [((V, M), jnp.float32), ((64,), jnp.int32), ((64, M), jnp.float32)]
+    low = lowered(
+        lambda x, i, u: getattr(x.at[i], update)(u), *shapes, inputs=[even_split(2, dim, 8)]
+    )
+    assert low.collectives == []
+
+
+@pytest.mark.parametrize("update", ["set", "add", "subtract", "multiply", "min", "max"])
+def test_split_updates_are_gathered_where_the_table_is_larger(update):
+    shapes = [((V, M), jnp.float32), ((64,), jnp.int32), ((64, M), jnp.float32)]
+    inputs = [even_split(2, 0, 8), even_split(1, 0, 8), even_split(2, 0, 8)]
+    low = lowered(lambda x, i, u: getattr(x.at[i], update)(u), *shapes, inputs=inputs)
+    assert kinds(low) == {"all_gather": 2}
+    assert sent(low) == 7 * 8 * 4 * (1 + M)
+
+
+def test_gradient_of_a_table_split_by_vocabulary():
+    table, ids = even_split(2, 0, 8), even_split(1, 0, 8)
+    assert embed_grad(64, [table], [table]).collectives == []
+    few = embed_grad(64, [table, ids, table], [table])
+    assert kinds(few) == {"all_gather": 2}  # the updates and their indices
+    assert sent(few) == 7 * 8 * 4 * (1 + M)
+    many = embed_grad(16 * V, [table, ids, table], [table])
+    assert kinds(many) == {"reduce_scatter": 1}  # partial tables
+    assert sent(many) == TABLE * 7 // 8
+
+
+def test_gradient_of_a_whole_table_sums_over_the_batch():
+    low = embed_grad(16 * V, [None, even_split(1, 0, 8), even_split(2, 0, 8)])
+    assert kinds(low) == {"all_reduce": 1}
+    assert sent(low) == 2 * TABLE * 7 // 8
+
+
+def test_windows_across_the_borders_of_tiles():
+    """Slices of 300 rows out of tiles of 512: neither a gather nor a halo of the table."""
+
+    def slices(x, i):
+        return jax.vmap(lambda at: lax.dynamic_slice(x, (at, 0), (300, M)))(i)
+
+    shapes = [((V, M), jnp.float32), ((4,), jnp.int32)]
+    low = lowered(slices, *shapes, inputs=[even_split(2, 0, 8)])
+    assert kinds(low) == {"all_reduce": 1}
+
+    grad = jax.grad(lambda x, i: jnp.sum(jnp.cos(slices(x, i))))
+    assert kinds(lowered(grad, *shapes, inputs=[even_split(2, 0, 8)])) == {"all_reduce": 1}
+
+
+def test_promises_about_indices_hold_only_without_padding():
+    def fn(x, i, u):
+        return x.at[i].add(u, unique_indices=True, indices_are_sorted=True)
+
+    for tokens, kept in ((64, True), (61, False)):
+        shapes = [((V, M), jnp.float32), ((tokens,), jnp.int32), ((tokens, M), jnp.float32)]
+        low = lowered(fn, *shapes, inputs=[None, even_split(1, 0, 8), even_split(2, 0, 8)])
+        for eqn in low.jaxpr.eqns:
+            if eqn.primitive.name == "scatter-add" and eqn.invars[2].aval.shape[0] < tokens:
+                assert eqn.params["unique_indices"] == eqn.params["indices_are_sorted"] == kept
+
+
+def test_one_program_for_any_number_of_devices():
+    def fn(x, i):
+        return jax.value_and_grad(lambda x: jnp.sum(jnp.cos(x[i])))(x)
+
+    shapes = [((V, M), jnp.float32), ((128,), jnp.int32)]
+    counts = {
+        count_equations(
+            lowered(fn, *shapes, inputs=[even_split(2, 0, n), even_split(1, 0, n)], devices=n).jaxpr
+        )
+        for n in (2, 8, 64)
+    }
+    assert len(counts) == 1
