@@ -22,7 +22,8 @@ from gshard.mt.tokens import TaskTokens
 
 MODES = ("pack", "bucket")
 _ENDLESS = 1 << 40  # steps
-_SURPLUS = 1.02  # rows planned for each row needed, so that hardly any stays empty
+_BLOCK = 256  # rows planned at a time: enough to pack well, few enough to be quick
+_SURPLUS = 1.03  # rows planned for each row needed, so that hardly any stays empty
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class _Packed:
             (examples.source.lengths.astype(np.int32), examples.target.lengths.astype(np.int32))
             for examples in tokens
         ]
-        self._steps = max(1, 1024 // config.rows)  # in a block: enough rows to pack well
+        self._steps = max(1, _BLOCK // config.rows)
         self._lock = threading.Lock()
         self._plans: dict[int, list[list[Draw]]] = {}
         self._window = self._fit_window()

@@ -70,23 +70,32 @@ class Stream:
         self._tasks = np.array([task for task, _, _ in groups])
         self._examples = [examples.astype(np.int32) for _, examples, _ in groups]
         self._sizes = np.array([len(examples) for examples in self._examples])
-        self._seeds = [sub_seed(seed, i) for i in range(len(groups))]
+        self._seed = seed
         self._schedule = Schedule([weight for _, _, weight in groups], seed)
+        self._shuffled: dict[int, tuple[int, np.ndarray]] = {}  # by group: the round, its order
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_shuffled": {}}
 
     def take(self, begin: int, end: int) -> list[Draw]:
         """The (task, example) numbers at positions `begin` to `end` of the stream."""
-        shuffle = load_grain().experimental.index_shuffle
         part_N, key_N = self._schedule.locate(np.arange(begin, end))
         round_N, place_N = np.divmod(key_N, self._sizes[part_N])
-        draws = []
-        for part, turn, place in zip(
-            part_N.tolist(), round_N.tolist(), place_N.tolist(), strict=True
-        ):
-            seed = (self._seeds[part] + turn) % (1 << 32)
-            size = len(self._examples[part])
-            place = shuffle(place, max_index=size - 1, seed=seed, rounds=4) if size > 1 else 0
-            draws.append((int(self._tasks[part]), int(self._examples[part][place])))
-        return draws
+        example_N = np.empty_like(key_N)
+        turns = np.stack([part_N, round_N])
+        for part, turn in np.unique(turns, axis=1).T.tolist():
+            mine = (part_N == part) & (round_N == turn)
+            example_N[mine] = self._order(part, turn)[place_N[mine]]
+        return list(zip(self._tasks[part_N].tolist(), example_N.tolist(), strict=True))
+
+    def _order(self, part: int, turn: int) -> np.ndarray:
+        """A group's examples in the order of its `turn`-th round; only the last is remembered."""
+        known = self._shuffled.get(part)
+        if known is None or known[0] != turn:
+            rng = np.random.default_rng([self._seed, 3, part, turn])
+            known = (turn, rng.permutation(self._examples[part]))
+            self._shuffled[part] = known
+        return known[1]
 
 
 def sub_seed(seed: int, i: int) -> int:

@@ -1,0 +1,37 @@
+"""One small corpus, tokenizer and encoded text for all tests that need them."""
+
+import pytest
+from samples import sentence, translated
+
+from gshard.mt.gather import Plan, gather
+from gshard.mt.own import parse_own
+from gshard.mt.splits import Shares
+from gshard.mt.tokenizer import VocabularyConfig, train_tokenizer
+from gshard.mt.tokens import open_tokens
+
+COUNTS = {"de": 600, "ru": 150, "fr": 20}
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    lines = []
+    for language, count in COUNTS.items():
+        for n in range(count):
+            lines.append(f"{language}\t{translated(n, language)}\t{sentence(n)}")
+            if n % 3 == 0:  # and some short ones
+                short = " ".join(sentence(n).split()[:2])
+                lines.append(f"{language}\t{translated(n, language)[:9]}\t{short}")
+    (folder / "a.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    own = (parse_own("tsv", str(folder / "a.tsv")),)
+    return gather(Plan(folder, own=own, shares=Shares(0.1, 0.1), jobs=1))[0]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(corpus):
+    return train_tokenizer(corpus, VocabularyConfig(700, 600, directions="both"))
+
+
+@pytest.fixture(scope="session")
+def tokens(corpus, tokenizer, tmp_path_factory):
+    return open_tokens(corpus, tokenizer, tmp_path_factory.mktemp("tokens"))
