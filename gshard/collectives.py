@@ -58,11 +58,10 @@ class Place:
 
     def groups_by(self, key: np.ndarray, order: np.ndarray) -> list[list[int]]:
         """Devices with equal `key` (negative: left out), each group sorted by `order`."""
-        by_key: dict[int, list[int]] = {}
-        for device in np.argsort(order, kind="stable").tolist():
-            if key[device] >= 0:
-                by_key.setdefault(int(key[device]), []).append(device)
-        return [by_key[k] for k in sorted(by_key)]
+        devices = np.lexsort((order, key))
+        devices = devices[key[devices] >= 0]
+        borders = np.flatnonzero(np.diff(key[devices])) + 1
+        return [group.tolist() for group in np.split(devices, borders)]
 
 
 def all_reduce(place: Place, x: jax.Array, groups: Groups, kind: str, reason: str) -> jax.Array:

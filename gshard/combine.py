@@ -5,6 +5,7 @@ They are combined by AllReduce, or by ReduceScatter when the result is to be spl
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -147,21 +148,21 @@ def combine_cost(
     scatter = _scatter(here, tuple(reduced.values()), target) if kind == "sum" else None
     if scatter:
         rest = reshard.cost(scatter.result, target, aval.shape, aval.dtype)
-        return local * (size - 1) / size + reshard.STEP_COST + rest
+        return local * (size - 1) / size + reshard.LATENCY + rest
     factor = 2 * (size - 1) / size if kind in _NATIVE else size - 1
-    return local * factor + reshard.STEP_COST + reshard.cost(here, target, aval.shape, aval.dtype)
+    return local * factor + reshard.LATENCY + reshard.cost(here, target, aval.shape, aval.dtype)
 
 
 _NATIVE = ("sum", "max", "min", "and", "or")
 
 
+@functools.lru_cache(maxsize=16384)
 def _parts(here: Sharding, reduced: tuple[Split, ...]) -> tuple[np.ndarray, np.ndarray, int]:
     """Which devices combine: those with one tile of the result and, between them, every part."""
     parts = Sharding(reduced, here.num_devices)
     both = Sharding((*here.splits, *reduced), here.num_devices)
     copy = np.zeros(here.num_devices, np.int64)
-    for row in both.devices.reshape(-1, both.replicas):
-        copy[row] = np.arange(both.replicas)
+    copy[both.devices.reshape(-1, both.replicas)] = np.arange(both.replicas)
     key = np.where(parts.tile_index < 0, -1, here.tile_index * both.replicas + copy)
     return key, parts.tile_index, math.prod(parts.tiles)
 
@@ -177,6 +178,7 @@ def copies_groups(sharding: Sharding) -> list[list[int]]:
     return sharding.devices.reshape(-1, sharding.replicas).tolist()
 
 
+@functools.lru_cache(maxsize=16384)
 def _scatter(here: Sharding, reduced: tuple[Split, ...], target: Sharding) -> _Scatter | None:
     """A sharding towards `target` in which the members of each reducing group hold different parts."""
     size = math.prod(s.tiles for s in reduced)

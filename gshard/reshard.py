@@ -26,7 +26,8 @@ from gshard.route import plan_route, route, route_bytes
 from gshard.sharding import Sharding, Split, compatible
 from gshard.tile import Tile, itemsize_of, pad_end
 
-STEP_COST = 64  # bytes: what a collective costs before it moves anything, to prefer fewer steps
+STEP_COST = 64  # bytes by which a plan with one step less is preferred
+LATENCY = 16 * 2**10  # bytes that could be sent in the time that a collective takes to get going
 MAX_ROUNDS = 8  # permutes that a routed step may take
 _MAX_STATES = 400  # shardings that the search visits before it takes the best it has
 
@@ -91,12 +92,10 @@ def retile(place: Place, tile: Tile, dim: int, size: int, reason: str) -> Tile:
 
 
 def cost(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype) -> float:
-    """Bytes that a device sends to reshard, and a little for every step."""
+    """The time to reshard, as bytes that a device could send meanwhile: latency counts too."""
     if source == target or 0 in shape:
         return 0.0
-    return sum(
-        s.bytes + STEP_COST * (s.kind != "slice") for s in plan(source, target, shape, dtype)
-    )
+    return sum(s.bytes + LATENCY for s in plan(source, target, shape, dtype) if s.kind != "slice")
 
 
 def plan(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype) -> tuple[Step, ...]:
@@ -106,12 +105,16 @@ def plan(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype) -> t
 
 @functools.lru_cache(maxsize=16384)
 def _plan(source: Sharding, target: Sharding, shape, itemsize: int) -> tuple[Step, ...]:
-    best: dict[Sharding, float] = {source: 0.0}
+    least = _missing(source, target, shape) * itemsize
+    for step in _direct(source, target, shape, itemsize):
+        if step.bytes <= least:
+            return (step,)
     counter = itertools.count()  # ties are broken by age, so that the plan is deterministic
-    queue: list = [(0.0, next(counter), source, ())]
+    queue: list = [(0.0, next(counter), 0.0, source, ())]
+    best: dict[Sharding, float] = {source: 0.0}
     visited: set[Sharding] = set()
     while queue and len(visited) < _MAX_STATES:
-        spent, _, here, path = heapq.heappop(queue)
+        _, _, spent, here, path = heapq.heappop(queue)
         if here == target:
             return path
         if here in visited:
@@ -121,8 +124,67 @@ def _plan(source: Sharding, target: Sharding, shape, itemsize: int) -> tuple[Ste
             total = spent + step.bytes + STEP_COST * (step.kind != "slice")
             if total < best.get(step.target, math.inf):
                 best[step.target] = total
-                heapq.heappush(queue, (total, next(counter), step.target, (*path, step)))
-    return (_routed(source, target, shape, itemsize, limit=None),)  # type: ignore[return-value]
+                estimate = total + _missing(step.target, target, shape) * itemsize
+                heapq.heappush(
+                    queue, (estimate, next(counter), total, step.target, (*path, step))
+                )
+    return tuple(_through_whole(source, target, shape, itemsize))
+
+
+@functools.lru_cache(maxsize=65536)
+def _missing(here: Sharding, target: Sharding, shape) -> float:
+    """Elements of its tile in `target` that a device does not have yet: at least as many must come.
+
+    The mean over the devices, which the search takes as the least that is still to be sent.
+    """
+    have = wanted = np.ones(here.num_devices)
+    for n, a, b in zip(shape, here.splits, target.splits, strict=True):
+        low_a, high_a = _rows(a, n, here.num_devices)
+        low_b, high_b = _rows(b, n, here.num_devices)
+        have = have * np.maximum(np.minimum(high_a, high_b) - np.maximum(low_a, low_b), 0)
+        wanted = wanted * (high_b - low_b)
+    return float(np.mean(np.where(target.tile_index < 0, 0, wanted - have)))
+
+
+def _rows(split: Split | None, n: int, num_devices: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first and the end row that each device holds."""
+    if split is None:
+        return np.zeros(num_devices), np.full(num_devices, n)
+    rows = -(-n // split.tiles)
+    low = np.minimum(split.coords * rows, n)
+    return low, np.where(split.coords < 0, low, np.minimum(low + rows, n))
+
+
+def _through_whole(here: Sharding, target: Sharding, shape, itemsize: int) -> Iterator[Step]:
+    """The plan that always works, for tilings that have nothing in common."""
+    whole = Sharding.replicated(here.rank, here.num_devices)
+    if here.idle:
+        yield Step("spread", whole, 2 * math.prod(shape) * itemsize)
+        here = whole
+    for dim, split in enumerate(here.splits):
+        if split:
+            local = math.prod(here.local_shape(shape)) * itemsize
+            here = here.replace(dim, None)
+            yield Step("gather", here, local * (split.tiles - 1))
+    yield Step("slice", target, 0)
+
+
+def _direct(here: Sharding, target: Sharding, shape, itemsize) -> Iterator[Step]:
+    """The moves that lead to `target` at once."""
+    local = math.prod(here.local_shape(shape)) * itemsize
+    if here.idle or target.idle:
+        return
+    if here.tiles == target.tiles:
+        yield Step("permute", target, local)
+    kept = _kept(here, target)
+    if kept == here.tiles:
+        yield Step("slice", target, 0)
+    gathered = [d for d, (a, b) in enumerate(zip(here.tiles, kept, strict=True)) if a > b]
+    if kept == target.tiles and len(gathered) == 1:
+        yield Step("gather", target, local * (here.tiles[gathered[0]] // kept[gathered[0]] - 1))
+    if _exchange_groups(here, target) is not None:
+        size = _group_size(here, target)
+        yield Step("exchange", target, _exchange_bytes(here, target, shape, itemsize, size))
 
 
 def _steps(here: Sharding, target: Sharding, shape, itemsize) -> Iterator[Step]:
@@ -132,14 +194,12 @@ def _steps(here: Sharding, target: Sharding, shape, itemsize) -> Iterator[Step]:
         yield from _idle_steps(here, target, shape, itemsize)
         if here.idle != target.idle:
             return
-    if here.tiles == target.tiles:
+    if here.idle and here.tiles == target.tiles:
         yield Step("permute", target, local)
+    yield from _direct(here, target, shape, itemsize)
     for between in _predecessors(target):
         if between.tiles == here.tiles and between != here:
             yield Step("permute", between, local)
-    if _exchange_groups(here, target) is not None:
-        size = _group_size(here, target)
-        yield Step("exchange", target, _exchange_bytes(here, target, shape, itemsize, size))
     for dim, split in enumerate(here.splits):
         for finer in _finer(split, target, dim):
             new = here.replace(dim, finer)
@@ -297,10 +357,15 @@ def _exchange_groups(here: Sharding, target: Sharding) -> tuple[tuple[int, ...],
     size = _group_size(here, target)
     if size != math.prod(t // k for t, k in zip(target.tiles, kept, strict=True)) or size == 1:
         return None
+    block = np.where(here.tile_index < 0, -1, block)
+    by_block = np.lexsort((takes, block))
+    rows = by_block[block[by_block] >= 0].reshape(-1, size)
+    numbers = np.arange(size)
+    if (takes[rows] == numbers).all() and (np.sort(gives[rows], axis=1) == numbers).all():
+        return tuple(map(tuple, rows.tolist()))
     groups: list[tuple[int, ...]] = []
     for b in range(int(block.max()) + 1):
-        members = np.flatnonzero(block == b)
-        remaining = sorted(members.tolist())
+        remaining = np.flatnonzero(block == b).tolist()
         while remaining:
             group = _matching(remaining, gives, takes, size)
             if group is None:
@@ -377,15 +442,27 @@ def _exchange(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
 
 def _in_order_of_parts(place: Place, x, here: Sharding, kept, groups):
     """What came from member j, put where the part that j gave away belongs."""
+    orders = _orders_of_parts(here, kept, groups)
+    if len(orders) == 1:
+        (order,) = orders
+        return x if list(order) == sorted(order) else x[np.array(order)]
+    table = np.zeros((place.num_devices, len(groups[0])), np.int32)
+    for order, members in orders.items():
+        table[list(members)] = order
+    return jnp.take(x, place.lookup(table), axis=0, unique_indices=True, mode="clip")
+
+
+@functools.lru_cache(maxsize=4096)
+def _orders_of_parts(here: Sharding, kept, groups) -> dict[tuple[int, ...], list[int]]:
+    """In which order members hold the parts to give away, and the devices for which that is so."""
     gives = _index_of(
         [s.minor(s.tiles // k) if s else None for s, k in zip(here.splits, kept, strict=True)], here
     )
-    orders = np.zeros((place.num_devices, len(groups[0])), np.int32)
+    orders: dict[tuple[int, ...], list[int]] = {}
     for group in groups:
-        orders[list(group)] = np.argsort(gives[list(group)])
-    if (orders == np.arange(len(groups[0]))).all():
-        return x
-    return jnp.take(x, place.lookup(orders), axis=0, unique_indices=True, mode="clip")
+        order = tuple(np.argsort(gives[list(group)]).tolist())
+        orders.setdefault(order, []).extend(group)
+    return orders
 
 
 # ---------------------------------------------------------------- the other steps
