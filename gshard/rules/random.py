@@ -105,7 +105,7 @@ def split_keys(ctx: Context, eqn: JaxprEqn, shape: Shape, keys: Tile, target: Sh
 def _draw(
     ctx: Context, eqn: JaxprEqn, draw: Callable, shape: Shape, keys: Tile, target: Sharding
 ) -> Tile:
-    """What `draw(impl, shape)` makes of every key: this device's part under `target` if it counts."""
+    """What `draw(impl, shape)` makes of every key: this device's part of it, if it counts."""
     rank = keys.sharding.rank
     keys = ctx.reshard(keys, target.project(range(rank)), f"operand of {eqn.primitive.name}")
     impl = prng_impl(keys.array.dtype)
@@ -114,7 +114,7 @@ def _draw(
     local = per_draw.local_shape(shape)
     raw = jax.random.key_data(keys.array)
     program = _traced(draw(impl, local), rank, raw)
-    if per_draw.is_replicated or impl.name in _COUNTING and _counts(program.jaxpr):
+    if per_draw.is_replicated or (impl.name in _COUNTING and _counts(program.jaxpr)):
         counters = functools.partial(_counters, ctx, per_draw, shape)
         (array,) = _evaluate(program.jaxpr, program.consts, [raw], counters)
         return Tile(array, target, logical)
@@ -264,7 +264,7 @@ def _bit_generator_local(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes:
 def _rng_uniform(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    """XLA's stateful generator: devices draw different numbers, so copies take those of the first."""
+    """XLA's stateful generator: devices draw differently, so copies take the first's numbers."""
     (target,), shape = targets, tuple(eqn.params["shape"])
     bounds = [
         ctx.reshard(t, Sharding.replicated(0, target.num_devices), "operand of rng_uniform")

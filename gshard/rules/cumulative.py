@@ -1,0 +1,81 @@
+"""Cumulative operators: along a split dim a parallel prefix that moves one row per device.
+
+Every device scans its own tile, the tiles' totals go round (one row per device), and what stands
+before a tile is combined into it. Padding is masked with the operator's identity, because in a
+reverse scan it comes first.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.extend.core import primitives as p
+
+from gshard import collectives
+from gshard.combine import identity, reducing_groups
+from gshard.rules.registry import Context, Factors, Rule, register
+from gshard.sharding import Sharding
+from gshard.strategy import choose, shard_dims
+from gshard.tile import Tile
+
+_COMBINE = {
+    p.cumsum_p: ("sum", lax.add),
+    p.cumprod_p: ("prod", lax.mul),
+    p.cummax_p: ("max", lax.max),
+    p.cummin_p: ("min", lax.min),
+    p.cumlogsumexp_p: ("max", jnp.logaddexp),  # minus infinity adds nothing, as for a maximum
+}
+
+
+def same_dims(eqn: JaxprEqn) -> Factors:
+    """Every dim, the one the operator runs along too."""
+    names = [f"d{i}" for i in range(len(eqn.invars[0].aval.shape))]
+    return Factors.of(eqn, [names], [names])
+
+
+def _cumulative(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    kind, combine = _COMBINE[eqn.primitive]
+    dim, reverse = eqn.params["axis"], eqn.params["reverse"]
+    factors = same_dims(eqn)
+    chosen = choose(eqn, factors, [tiles[0].sharding], targets)
+    wanted = shard_dims(factors.operands[0], chosen, factors, targets[0].num_devices)
+    tile = ctx.reshard(tiles[0], wanted, f"operand of {eqn.primitive.name}")
+    split = wanted.splits[dim]
+    if split is None or 0 in tile.shape:
+        return [Tile(eqn.primitive.bind(tile.array, **eqn.params), wanted, tile.shape)]
+    nothing = _identity(kind, tile.array.dtype)
+    local = eqn.primitive.bind(tile.masked(ctx.place, nothing, [dim]).array, **eqn.params)
+    end = 0 if reverse else local.shape[dim] - 1
+    total = lax.slice_in_dim(local, end, end + 1, axis=dim)
+    groups = reducing_groups(ctx.place, wanted.replace(dim, None), (split,))
+    reason = f"{eqn.primitive.name}: the totals of {split.tiles} tiles"
+    totals = collectives.all_gather(ctx.place, total, dim, groups, reason)
+    scanned = eqn.primitive.bind(totals, **eqn.params)
+    # Before this tile stand all the tiles up to its neighbour; before the first, nothing.
+    number = ctx.place.coord(split)
+    edge = jnp.broadcast_to(nothing, total.shape)
+    rows = [scanned, edge] if reverse else [edge, scanned]
+    before = lax.dynamic_slice_in_dim(lax.concatenate(rows, dim), number + reverse, 1, dim)
+    first = number == (split.tiles - 1 if reverse else 0)
+    result = jnp.where(first, local, combine(jnp.broadcast_to(before, local.shape), local))
+    return [Tile(result, wanted, tile.shape)]
+
+
+def _identity(kind: str, dtype) -> jax.Array:
+    if jnp.issubdtype(dtype, jnp.complexfloating) and kind in ("max", "min"):
+        return jnp.asarray(-jnp.inf if kind == "max" else jnp.inf, dtype)
+    return identity(kind, dtype)
+
+
+register(
+    Rule(
+        same_dims,
+        partition=_cumulative,
+        doc="every dim is free but the one it runs along: AllGather of one row per tile",
+    ),
+    *_COMBINE,
+)
