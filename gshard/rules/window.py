@@ -162,6 +162,9 @@ def conv_local(
     if 0 in (*lhs.shape, *rhs.shape, *aval.shape):
         return [jnp.zeros(local, aval.dtype)]
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
+    if max(params["feature_group_count"], params["batch_group_count"]) > 1:
+        # Backends run groups as one convolution and mask products of different groups by zeros.
+        lhs, rhs = lhs.masked(place, 0, lhs_spec[:2]), rhs.masked(place, 0, rhs_spec[:1])
     groups = lhs.array.shape[lhs_spec[1]] // rhs.array.shape[rhs_spec[1]]
     params["feature_group_count"] = groups
     params["batch_group_count"] = lhs.array.shape[lhs_spec[0]] // local[out_spec[0]]

@@ -277,10 +277,12 @@ def scatter_local(
         last = np.minimum((end - 1 + low) // stride, source.shape[dim] - 1)
         used = (begin < end) & (first <= last)
         count = max(int((last - first + 1)[used].max(initial=1)), 1)
-        first = np.where(used, np.clip(first, 0, source.shape[dim] - count), NOTHING)
+        if rest:  # no value for a window that does not exist: take one more that does
+            first = np.minimum(first, source.shape[dim] - count)
+        first = np.where(used, first, NOTHING)
         above = np.where(used, first * stride - low, NOTHING)
         rows = (count - 1) * stride + size
-        source = bring(place, source, dim, first, count, None, _why(dim))
+        source = bring(place, source, dim, first, count, 0, _why(dim))
         operand = bring(place, operand, dim, above, rows, fill, _why(dim))
         padding[dim] = (0, 0)
         own.append((dim, np.where(used, begin - above, -local[dim]), split))  # or all padding
