@@ -80,8 +80,8 @@ def combine(
     groups = place.groups_by(key, order)
     array = tile.array
     if idle:
-        # Devices without a part still get the result: they add nothing to it.
-        part = place.lookup((order >= 0).astype(np.int32))
+        # Devices without a part still get the result; they and copies of a part add nothing to it.
+        part = place.lookup((key == 0).astype(np.int32))
         array = jnp.where(part == 1, array, identity(kind, array.dtype))
         groups = [list(range(place.num_devices))]
     array = _all_reduce(place, array, groups, kind, f"{name}: partial results over {size} devices")
