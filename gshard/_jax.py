@@ -1,8 +1,10 @@
 """Everything gshard takes from JAX's private modules, so that a new release is adapted to here."""
 
+import importlib
+
 from jax._src import source_info_util
 from jax._src.ad_checkpoint import remat_p
-from jax._src.core import Var
+from jax._src.core import Primitive, Var
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters.partial_eval import dce_jaxpr
 from jax._src.lax.lax import optimization_barrier_p, split_p, stack_p, tile_p, unstack_p
@@ -21,6 +23,12 @@ random_unwrap_p = _prng.random_unwrap_p
 random_wrap_p = _prng.random_wrap_p
 
 
+def private_primitives(module: str, *names: str) -> list[Primitive]:
+    """Primitives of a private module by name; those that a release does not have are left out."""
+    found = importlib.import_module(f"jax._src.{module}")
+    return [getattr(found, name) for name in names if hasattr(found, name)]
+
+
 def prng_impl(dtype):
     """The generator of random keys of this dtype."""
     return dtype._impl
@@ -34,6 +42,7 @@ __all__ = [
     "gamma_one",
     "mlir",
     "optimization_barrier_p",
+    "private_primitives",
     "prng_impl",
     "random_clone_p",
     "random_unwrap_p",

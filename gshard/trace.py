@@ -1,8 +1,8 @@
 """Function -> one flat program over logical shapes.
 
-Calls (`jit`, `custom_jvp`, `custom_vjp`, `remat`) are inlined: differentiation has happened by
-now, so their bodies are all that is left of them. Loops and branches stay, as copies of their own,
-so that every variable in the program belongs to one place in it.
+Calls (`jit`, `custom_jvp`, `custom_vjp`, `remat`, linear solvers) are inlined: differentiation has
+happened by now, so their bodies are all that is left of them. Loops and branches stay, as copies of
+their own, so that every variable in the program belongs to one place in it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, new_jaxpr_eqn
 from jax.extend.core import primitives as p
 
-from gshard._jax import Var, dce_jaxpr, optimization_barrier_p, remat_p
+from gshard._jax import Var, dce_jaxpr, optimization_barrier_p, private_primitives, remat_p
 from gshard.annotate import tracing_for
 from gshard.fold import fold
 
@@ -25,6 +25,9 @@ _CALLS = {
     p.custom_jvp_call_p: "call_jaxpr",
     p.custom_vjp_call_p: "call_jaxpr",
     remat_p: "jaxpr",
+    p.linear_solve_p: "jaxprs",
+    **dict.fromkeys(private_primitives("custom_batching", "custom_vmap_p"), "call"),
+    **dict.fromkeys(private_primitives("lax.lax", "composite_p"), "jaxpr"),
 }
 
 
@@ -82,6 +85,11 @@ class _Builder:
         inner = eqn.params[_CALLS[eqn.primitive]]
         if eqn.primitive is remat_p and eqn.params["differentiated"]:
             args = self.barrier(eqn, args)
+        if eqn.primitive is p.linear_solve_p:  # the solver is what is left to run, on its constants
+            lengths = eqn.params["const_lengths"]
+            start = lengths.matvec + lengths.vecmat
+            right_side = args[start + lengths.solve + lengths.transpose_solve :]
+            inner, args = inner.solve, args[start : start + lengths.solve] + right_side
         if isinstance(inner, ClosedJaxpr):
             return self.inline(inner.jaxpr, inner.consts, args)
         return self.inline(inner, (), args)

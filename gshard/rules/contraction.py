@@ -17,6 +17,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard import collectives
+from gshard._jax import private_primitives
 from gshard.combine import combine, mask_for
 from gshard.rules.registry import Context, Factor, Factors, Rule, bind_local, register
 from gshard.sharding import Sharding, Split
@@ -156,9 +157,40 @@ def _mib(tile: Tile) -> str:
     return f"{math.prod(tile.shape) * tile.array.dtype.itemsize / 2**20:.3g} MiB"
 
 
+def ragged_factors(eqn: JaxprEqn) -> Factors:
+    """A product by groups of rows: what the group sizes count has to be whole, the rest is free."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
+    (ragged,) = numbers.lhs_ragged_dimensions
+    lhs: list[str | None] = [f"l{i}" for i in range(len(eqn.invars[0].aval.shape))]
+    rhs: list[str | None] = [f"r{i}" for i in range(len(eqn.invars[1].aval.shape))]
+    for kind, ls, rs in [("b", lhs_batch, rhs_batch), ("k", lhs_contract, rhs_contract)]:
+        for i, (l, r) in enumerate(zip(ls, rs, strict=True)):
+            lhs[l] = rhs[r] = None if l == ragged else f"{kind}{i}"
+    lhs[ragged] = None
+    for group in numbers.rhs_group_dimensions:
+        rhs[group] = None
+    taken = {*lhs_contract, *lhs_batch}, {*rhs_contract, *rhs_batch, *numbers.rhs_group_dimensions}
+    out = [lhs[l] for l in lhs_batch]
+    for names, gone in zip((lhs, rhs), taken, strict=True):
+        out += [name for i, name in enumerate(names) if i not in gone]
+    rank = len(eqn.outvars[0].aval.shape)
+    groups: list[str | None] = [None] * len(eqn.invars[2].aval.shape)
+    out = [None] * (rank - len(out)) + out  # one result per group, in front
+    contracted = {n: "sum" for n in lhs if n and n[0] == "k"}
+    return Factors.of(eqn, [lhs, rhs, groups], [out], contracted)
+
+
 _RULE = Rule(
     dot_factors,
     partition=partition_dot,
     doc="batch dims free; contracting dims by AllReduce or ReduceScatter",
 )
 register(_RULE, p.dot_general_p)
+register(
+    Rule(
+        ragged_factors,
+        doc="dims that the group sizes do not count are free; contracting dims by AllReduce",
+    ),
+    *private_primitives("lax.lax", "ragged_dot_general_p"),
+)

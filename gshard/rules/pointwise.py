@@ -30,21 +30,22 @@ def one_to_one(eqn: JaxprEqn) -> Factors:
 
 
 POINTWISE = (
-    p.abs_p, p.acos_p, p.acosh_p, p.add_jaxvals_p, p.add_p, p.and_p, p.asin_p, p.asinh_p,
-    p.atan2_p, p.atan_p, p.atanh_p, p.bessel_i0e_p, p.bessel_i1e_p, p.cbrt_p, p.ceil_p, p.clamp_p,
-    p.clz_p, p.complex_p, p.conj_p, p.convert_element_type_p, p.copy_p, p.cos_p, p.cosh_p,
-    p.digamma_p, p.div_p, p.eq_p, p.eq_to_p, p.erf_inv_p, p.erf_p, p.erfc_p, p.exp2_p, p.exp_p,
-    p.expm1_p, p.floor_p, p.ge_p, p.gt_p, p.igamma_grad_a_p, p.igamma_p, p.igammac_p, p.imag_p,
-    p.integer_pow_p, p.is_finite_p, p.le_p, p.le_to_p, p.lgamma_p, p.log1p_p, p.log_p,
-    p.logistic_p, p.lt_p, p.lt_to_p, p.max_p, p.min_p, p.mul_p, p.name_p, p.ne_p, p.neg_p,
-    p.nextafter_p, p.not_p, p.or_p, p.polygamma_p, p.population_count_p, p.pow_p, p.real_p,
-    p.reduce_precision_p, p.regularized_incomplete_beta_p, p.rem_p, p.round_p, p.rsqrt_p,
-    p.select_n_p, p.shift_left_p, p.shift_right_arithmetic_p, p.shift_right_logical_p, p.sign_p,
-    p.sin_p, p.sinh_p, p.sqrt_p, p.square_p, p.stop_gradient_p, p.sub_p, p.tan_p, p.tanh_p,
-    p.xor_p, p.zeta_p,
+    "abs", "acos", "acosh", "add_jaxvals", "add", "and", "asin", "asinh", "atan2", "atan", "atanh",
+    "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
+    "convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq", "eq_to", "erf_inv",
+    "erf", "erfc", "exp2", "exp", "expm1", "floor", "ge", "gt", "igamma_grad_a", "igamma",
+    "igammac", "imag", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log1p", "log",
+    "logistic", "lt", "lt_to", "max", "min", "mul", "name", "ne", "neg", "nextafter", "not", "or",
+    "polygamma", "population_count", "pow", "real", "reduce_precision",
+    "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
+    "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
 )  # fmt: skip
 
-register(Rule(same_dims, level=0, doc="every dim is free"), *POINTWISE)
+# Some of them are exported by some releases of JAX only.
+_EXPORTED = [getattr(p, f"{name}_p") for name in POINTWISE if hasattr(p, f"{name}_p")]
+
+register(Rule(same_dims, level=0, doc="every dim is free"), *_EXPORTED)
 register(
     Rule(
         same_dims, local=lambda ctx, eqn, tiles, shapes: [tiles[0].array], level=0, doc="identity"

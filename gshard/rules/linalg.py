@@ -1,0 +1,70 @@
+"""Linear algebra and FFT: batch dims split for free, at every rank; the rest is gathered.
+
+A matrix is factorised on one device. Padding of batch dims is made zero first: some libraries loop
+for long, or forever, on what may stand there.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+from jax.extend.core import primitives as p
+
+from gshard import _jax
+from gshard.rules.registry import Context, Factors, Rule, Shape, bind_local, register
+from gshard.tile import Tile
+
+
+def batch_dims(eqn: JaxprEqn, core: int) -> Factors:
+    """The dims before the last `core` of the first operand; all operands and results have them."""
+    shape = eqn.invars[0].aval.shape
+    batch = [f"b{i}" for i in range(len(shape) - core)]
+
+    def names(atom) -> list[str | None]:
+        return [*batch, *[None] * (len(atom.aval.shape) - len(batch))]
+
+    return Factors.of(eqn, [names(a) for a in eqn.invars], [names(v) for v in eqn.outvars])
+
+
+def fft_dims(eqn: JaxprEqn) -> Factors:
+    """The last dims are transformed, as many as there are lengths."""
+    return batch_dims(eqn, len(eqn.params["fft_lengths"]))
+
+
+def _without_garbage(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]):
+    clean = [t.masked(ctx.place, jnp.zeros((), t.array.dtype)) for t in tiles]
+    return bind_local(ctx, eqn, clean, shapes)
+
+
+_MATRICES = (
+    p.cholesky_p,
+    p.eig_p,
+    p.eigh_p,
+    p.hessenberg_p,
+    p.householder_product_p,
+    p.lu_p,
+    p.qr_p,
+    p.schur_p,
+    p.svd_p,
+    p.triangular_solve_p,
+    p.tridiagonal_p,
+    *_jax.private_primitives("lax.linalg", "geqrf_p", "geqp3_p", "ormqr_p", "symmetric_product_p"),
+    *_jax.private_primitives("lax.linalg", "cholesky_update_p"),
+)
+_VECTORS = (
+    p.tridiagonal_solve_p,
+    *_jax.private_primitives("lax.linalg", "lu_pivots_to_permutation_p"),
+)
+
+
+def _register() -> None:
+    doc = "batch dims are free; the dims of the {} are gathered"
+    for core, primitives, what in ((2, _MATRICES, "matrix"), (1, _VECTORS, "system")):
+        factors = functools.partial(batch_dims, core=core)
+        register(Rule(factors, local=_without_garbage, doc=doc.format(what)), *primitives)
+    register(Rule(fft_dims, doc=doc.format("transform")), p.fft_p)
+
+
+_register()

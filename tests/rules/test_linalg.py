@@ -1,0 +1,127 @@
+"""Linear algebra and FFT: batch dims at every rank for free, matrix dims gathered with a reason."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.scipy import linalg
+
+from tests.oracle import check, check_grad, even_split, kinds, random_array, sent
+
+
+def spd(shape):
+    """Symmetric positive definite matrices."""
+    x = random_array(shape)
+    return x @ np.swapaxes(x, -1, -2) + 4 * np.eye(shape[-1], dtype=np.float32)
+
+
+def tridiagonal(a):
+    d = jnp.diagonal(a, axis1=-2, axis2=-1)
+    return lax.linalg.tridiagonal_solve(d * 0.1, d, d * 0.1, a)
+
+
+OPS = {
+    "cholesky": jnp.linalg.cholesky,
+    "eig": jnp.linalg.eigvals,
+    "eigh": lambda a: jnp.linalg.eigh(a)[0],
+    "svd": lambda a: jnp.linalg.svd(a, compute_uv=False),
+    "qr": jnp.linalg.qr,
+    "lu": lax.linalg.lu,
+    "schur": lax.linalg.schur,
+    "hessenberg": lax.linalg.hessenberg,
+    "triangular_solve": lambda a: lax.linalg.triangular_solve(jnp.tril(a), a, left_side=True),
+    "tridiagonal": lax.linalg.tridiagonal,
+    "tridiagonal_solve": tridiagonal,
+    "solve": lambda a: jnp.linalg.solve(a, a[..., 0:1] + 1),
+    "det": jnp.linalg.det,
+    "inv": jnp.linalg.inv,
+    "pinv": jnp.linalg.pinv,
+    "symmetric_product": lambda a: lax.linalg.symmetric_product(a, a, symmetrize_output=True),
+}
+REORDERS = {"inv", "solve", "pinv", "det", "symmetric_product", "qr"}  # they use products, or more
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_batch_dims_are_free(name):
+    a = spd((3, 5, 4, 4))
+    for dims, split in (
+        (2, np.arange(2).reshape(1, 2, 1, 1)),
+        (6, np.arange(6).reshape(3, 2, 1, 1)),
+    ):
+        low = check(OPS[name], a, devices=dims, inputs=[split], rtol=1e-4, atol=1e-4)
+        assert sent(low) == 0, low.collectives
+
+
+@pytest.mark.parametrize("name", ["cholesky", "eigh", "lu", "qr", "triangular_solve"])
+def test_matrix_dims_are_gathered_and_say_so(name):
+    a = spd((2, 7, 7))
+    low = check(OPS[name], a, devices=3, inputs=[even_split(3, 1, 3)], rtol=1e-4, atol=1e-4)
+    assert any("gather" in c.reason for c in low.collectives)
+
+
+@pytest.mark.parametrize("name", ["cholesky", "eigh", "solve", "inv"])
+def test_gradients(name):
+    a = spd((5, 3, 3))
+    low = check_grad(OPS[name], a, devices=3, inputs=[even_split(3, 0, 3)], rtol=1e-3, atol=1e-3)
+    # The weights of the test's own loss are made flat and reshaped.
+    assert all("reshape" in c.reason for c in low.collectives)
+
+
+def test_garbage_in_the_padding_neither_fails_nor_hangs():
+    """5 matrices on 8 devices: three devices work on nothing but padding."""
+    a = spd((5, 3, 3))
+
+    def fn(a):
+        return [OPS[n](a) for n in ("eig", "eigh", "svd", "schur", "hessenberg", "cholesky")]
+
+    low = check(fn, a, inputs=[even_split(3, 0, 8)], rtol=1e-4, atol=1e-4)
+    assert sent(low) == 0
+
+
+def test_solvers_of_scipy():
+    a, b = spd((5, 3, 3)), random_array((5, 3))
+
+    def fn(a, b):
+        factor = jax.vmap(linalg.cho_factor)(a)[0]
+        return jax.vmap(lambda c, y: linalg.cho_solve((c, False), y))(factor, b)
+
+    check(fn, a, b, devices=3, inputs=[even_split(3, 0, 3), even_split(2, 0, 3)], rtol=1e-3)
+
+
+def test_custom_linear_solve_by_conjugate_gradients():
+    a, b = spd((8, 8)), random_array((8,))
+
+    def fn(a, b):
+        return jax.scipy.sparse.linalg.cg(lambda v: a @ v, b, tol=1e-6)[0]
+
+    check(fn, a, b, devices=4, inputs=[even_split(2, 0, 4)], rtol=1e-2, atol=1e-3)
+
+
+FFTS = {
+    1: [jnp.fft.fft, jnp.fft.ifft, jnp.fft.rfft, jnp.fft.irfft],
+    2: [jnp.fft.fft2, jnp.fft.ifft2, jnp.fft.rfft2, jnp.fft.irfft2],
+    3: [jnp.fft.fftn, jnp.fft.ifftn, jnp.fft.rfftn],
+}
+
+
+@pytest.mark.parametrize("rank", FFTS)
+def test_fft_batch_dims_are_free_at_every_rank(rank):
+    x = random_array((5, 6, *(4, 6, 3)[:rank]))
+    dims = tuple(range(-rank, 0))
+
+    def fn(x):
+        return [f(x, axes=dims) if rank > 1 else f(x) for f in FFTS[rank]]
+
+    for split in (even_split(2 + rank, 0, 8), np.arange(6).reshape(3, 2, *[1] * rank)):
+        devices = split.size
+        low = check(fn, x, devices=devices, inputs=[split], rtol=1e-4, atol=1e-4)
+        assert sent(low) == 0
+    check_grad(lambda x: jnp.abs(fn(x)[0]), x, devices=2, inputs=[even_split(2 + rank, 0, 2)])
+
+
+def test_fft_along_a_split_dim_is_gathered():
+    x = random_array((8, 4))
+    low = check(lambda x: jnp.fft.fft(x, axis=1), x, devices=4, inputs=[even_split(2, 1, 4)])
+    assert set(kinds(low)) <= {"all_gather", "all_to_all"}
+    assert "operand of fft" in low.collectives[0].reason
