@@ -90,10 +90,15 @@ def fetch(
 
 
 def fetch_rows(
-    tiles: int, size: int, starts: np.ndarray, width: int, only: tuple[int, int] | None = None
+    tiles: int,
+    size: int,
+    starts: np.ndarray,
+    width: int,
+    only: tuple[int, int] | None = None,
+    rows: int | None = None,
 ) -> int:
-    """How many rows a device sends to `fetch` from even tiles."""
-    rows = -(-size // tiles)
+    """How many rows a device sends to `fetch` from even tiles, of `rows` rows if not the usual."""
+    rows = rows or -(-size // tiles)
     held = Runs.even(tiles, rows, size).only(only)
     return _way(held, rows, np.asarray(starts, np.int64), width).sent
 

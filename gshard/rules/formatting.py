@@ -8,9 +8,9 @@ exchange or by rounds of CollectivePermutes. Dims that stay as they are cost not
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,31 +29,39 @@ from gshard.sharding import Sharding, Split, compatible
 from gshard.tile import Tile, itemsize_of
 
 
-class Change(Protocol):
+class Change(ABC):
     """What an operator does to one dim."""
 
+    @abstractmethod
     def result(self, size: int) -> int:
         """The rows that come of `size` rows."""
-        ...
 
+    @abstractmethod
     def sent(self, size: int, tiles: int) -> int:
         """How many rows a device sends if the dim is in `tiles` tiles before and after."""
-        ...
 
+    @abstractmethod
     def run(
         self, place: Place, tile: Tile, dim: int, split: Split | None, reason: str
     ) -> jax.Array:
         """The local rows of the result, split by `split`; the operand is split alike or whole."""
-        ...
+
+    collectable = False  # whether `collected` may send less than a gather of the operand
+
+    def collected(self, place: Place, tile: Tile, dim: int, reason: str) -> jax.Array:
+        """The whole result on every device."""
+        whole = reshard.reshard(place, tile, tile.sharding.replace(dim, None), reason)
+        return self.run(place, whole, dim, None, reason)
 
 
 @dataclass(frozen=True)
-class Slice:
+class Slice(Change):
     """Rows `start` to `limit`, every `stride`-th: thinned out before they travel."""
 
     start: int
     limit: int
     stride: int = 1
+    collectable = True
 
     def result(self, size: int) -> int:
         """The rows that are left."""
@@ -112,7 +120,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Pad:
+class Pad(Change):
     """`low` and `high` rows around (or, if negative, fewer), `interior` between any two.
 
     The operand's rows travel before the padding is put between them.
@@ -168,7 +176,7 @@ class Pad:
 
 
 @dataclass(frozen=True)
-class Reverse:
+class Reverse(Change):
     """The last row first: tiles change places, and shift where the last one was not full."""
 
     def result(self, size: int) -> int:
@@ -204,7 +212,7 @@ class Reverse:
 
 
 @dataclass(frozen=True)
-class Repeat:
+class Repeat(Change):
     """All rows `times` over."""
 
     times: int
@@ -291,7 +299,6 @@ def change_dims(
         reason = f"{name}: rows of dim {dim} between tiles"
         change, split = changes[dim], result.splits[dim]
         if split is None and tile.sharding.splits[dim]:
-            assert isinstance(change, Slice)
             array = change.collected(ctx.place, tile, dim, reason)
         else:
             array = change.run(ctx.place, tile, dim, split, reason)
@@ -318,7 +325,7 @@ def _candidates(
         found.append((source, result))
         for dim, change in changes.items():
             split = source.splits[dim]
-            if split and not target.splits[dim] and isinstance(change, Slice) and not split.idle:
+            if split and not target.splits[dim] and change.collectable and not split.idle:
                 result = result.replace(dim, None)
         found.append((source, result))
     return list(dict.fromkeys(found))
