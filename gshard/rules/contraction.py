@@ -19,7 +19,7 @@ from jax.extend.core import primitives as p
 from gshard import collectives
 from gshard._jax import private_primitives
 from gshard.combine import combine, mask_for
-from gshard.rules.registry import Context, Factor, Factors, Rule, bind_local, register
+from gshard.rules.registry import Context, Doc, Factor, Factors, Rule, bind_local, register
 from gshard.sharding import Sharding, Split
 from gshard.strategy import Assignment, choose, run, shard_dims
 from gshard.tile import Tile, byte_size
@@ -184,13 +184,20 @@ def ragged_factors(eqn: JaxprEqn) -> Factors:
 _RULE = Rule(
     dot_factors,
     partition=partition_dot,
-    doc="batch dims free; contracting dims by AllReduce or ReduceScatter",
+    doc=Doc(
+        free="batch dims; any dim of one operand alone",
+        gather="contracting dims: AllReduce or ReduceScatter of the result; where operands "
+        "disagree: AllToAll or AllGather of the smaller",
+    ),
 )
 register(_RULE, p.dot_general_p)
 register(
     Rule(
         ragged_factors,
-        doc="dims that the group sizes do not count are free; contracting dims by AllReduce",
+        doc=Doc(
+            free="dims that the group sizes do not count",
+            gather="contracting dims: AllReduce of the result; ragged and group dims: AllGather",
+        ),
     ),
     *private_primitives("lax.lax", "ragged_dot_general_p"),
 )

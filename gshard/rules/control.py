@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard.rules.registry import Context, Factors, Rule, register
+from gshard.rules.registry import Context, Doc, Factors, Rule, register
 from gshard.sharding import Sharding
 from gshard.tile import Tile
 
@@ -208,8 +208,12 @@ def _no_factors(eqn: JaxprEqn) -> Factors:
 
 
 register(
-    Rule(_no_factors, partition=_scan, doc="as its body; the dim it runs over is gathered"),
+    Rule(
+        _no_factors,
+        partition=_scan,
+        doc=Doc(free="as its body", gather="the dim it runs over: AllGather"),
+    ),
     p.scan_p,
 )
-register(Rule(_no_factors, partition=_while, doc="as its body"), p.while_p)
-register(Rule(_no_factors, partition=_cond, doc="as its branches"), p.cond_p)
+register(Rule(_no_factors, partition=_while, doc=Doc(free="as its body")), p.while_p)
+register(Rule(_no_factors, partition=_cond, doc=Doc(free="as its branches")), p.cond_p)

@@ -15,7 +15,7 @@ from jax.extend.core import primitives as p
 
 from gshard import collectives
 from gshard.combine import identity, reducing_groups
-from gshard.rules.registry import Context, Factors, Rule, register
+from gshard.rules.registry import Context, Doc, Factors, Rule, register
 from gshard.sharding import Sharding
 from gshard.strategy import choose, shard_dims
 from gshard.tile import Tile
@@ -75,7 +75,7 @@ register(
     Rule(
         same_dims,
         partition=_cumulative,
-        doc="every dim is free but the one it runs along: AllGather of one row per tile",
+        doc=Doc(free="other dims", gather="the dim it runs along: AllGather of one row per tile"),
     ),
     *_COMBINE,
 )

@@ -26,7 +26,7 @@ from gshard.align import groups_along
 from gshard.collectives import Place
 from gshard.halo import fetch, fetch_rows, shifted_pairs
 from gshard.rules.formatting import Change, change_dims, changed_dims
-from gshard.rules.registry import Context, Factors, Rule, register
+from gshard.rules.registry import Context, Doc, Factors, Rule, register
 from gshard.sharding import Sharding, Split
 from gshard.tile import Tile, pad_end
 
@@ -259,13 +259,17 @@ def _write(
     return lax.dynamic_update_slice(tile.array, update, at)
 
 
-_SLICE_DOC = "dims that stay are free; others by a sum of the result, or by permutes of tiles"
-register(Rule(changed_dims, partition=_dynamic_slice, doc=_SLICE_DOC), p.dynamic_slice_p)
+_CUT = Doc(
+    free="dims that stay as they are",
+    halo="others, most rows: a tile for each bit of the largest offset in tiles",
+    gather="others, few rows: ReduceScatter or AllReduce of the result",
+)
+_WRITTEN = Doc(
+    free="every dim, if the update is whole where it moves",
+    halo="where it moves, most rows: a tile for each bit of the largest offset in tiles",
+    gather="where it moves, few rows: AllGather of the update",
+)
+register(Rule(changed_dims, partition=_dynamic_slice, doc=_CUT), p.dynamic_slice_p)
 register(
-    Rule(
-        update_factors,
-        partition=_dynamic_update_slice,
-        doc="the operand's dims are free; an update is gathered or permuted along dims it moves in",
-    ),
-    p.dynamic_update_slice_p,
+    Rule(update_factors, partition=_dynamic_update_slice, doc=_WRITTEN), p.dynamic_update_slice_p
 )

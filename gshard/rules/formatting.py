@@ -24,7 +24,7 @@ from gshard._jax import split_p, tile_p
 from gshard.align import Runs, align, collect, plan
 from gshard.collectives import Place
 from gshard.halo import fetch, fetch_rows, window
-from gshard.rules.registry import Context, Factors, Rule, register
+from gshard.rules.registry import Context, Doc, Factors, Rule, register
 from gshard.sharding import Sharding, Split, compatible
 from gshard.tile import Tile, itemsize_of
 
@@ -421,9 +421,19 @@ def _tile(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     return [change_dims(ctx, tiles[0], changes, targets[0], "tile")]
 
 
-_DOC = "dims that stay are free; others by permutes of the rows that change tiles"
-register(Rule(changed_dims, partition=_slice, doc=_DOC), p.slice_p)
-register(Rule(changed_dims, partition=_split, doc=_DOC), split_p)
-register(Rule(changed_dims, partition=_pad, doc=_DOC), p.pad_p)
-register(Rule(changed_dims, partition=_rev, doc=_DOC), p.rev_p)
-register(Rule(changed_dims, partition=_tile, doc=_DOC), tile_p)
+_CUT = Doc(
+    free="dims that stay as they are",
+    halo="others: the rows that change tiles",
+    gather="few rows to all devices: AllReduce of them; to many tiles: ReduceScatter of them",
+)
+register(Rule(changed_dims, partition=_slice, doc=_CUT), p.slice_p)
+register(Rule(changed_dims, partition=_split, doc=_CUT), split_p)
+_MOVED = Doc(free="dims that stay as they are", halo="others: the rows that change tiles")
+register(Rule(changed_dims, partition=_pad, doc=_MOVED), p.pad_p)
+register(Rule(changed_dims, partition=_rev, doc=_MOVED), p.rev_p)
+_REPEATED = Doc(
+    free="dims that stay as they are",
+    halo="others: the rows that a tile of the result has",
+    gather="as many copies as tiles: AllGather, every device needs all rows",
+)
+register(Rule(changed_dims, partition=_tile, doc=_REPEATED), tile_p)

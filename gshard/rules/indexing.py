@@ -21,7 +21,7 @@ from jax.extend.core import primitives as p
 from jax.lax import GatherScatterMode
 
 from gshard.combine import combine_disjoint
-from gshard.rules.registry import Context, Factors, Rule, register
+from gshard.rules.registry import Context, Doc, Factors, Rule, register
 from gshard.sharding import Sharding
 from gshard.strategy import Assignment, choose, shard_dims
 from gshard.tile import Tile, byte_size, garbage
@@ -256,8 +256,10 @@ register(
     Rule(
         gather_factors,
         partition=partition_gather,
-        doc="batch dims, indices and full windows free; a dim looked up in by AllReduce of the "
-        "result, or ReduceScatter",
+        doc=Doc(
+            free="batch dims, indices, full windows",
+            gather="a dim looked up in: AllReduce or ReduceScatter of the result",
+        ),
     ),
     p.gather_p,
 )

@@ -21,7 +21,7 @@ from gshard.collectives import Place
 from gshard.fold import concatenate_slices_p
 from gshard.halo import fetch_rows
 from gshard.rules.formatting import filled, rows_of
-from gshard.rules.registry import Context, Factors, Rule, register
+from gshard.rules.registry import Context, Doc, Factors, Rule, register
 from gshard.sharding import Sharding, Split
 from gshard.tile import Tile, itemsize_of
 
@@ -189,17 +189,19 @@ def _concatenate(
     return [concatenate(ctx, tiles, parts, dim, targets[0], "concatenate")]
 
 
+_JOINED = Doc(free="other dims", halo="the dim itself: the rows that change tiles")
 register(
-    Rule(
-        concatenate_factors,
-        partition=_concatenate,
-        doc="other dims free; the dim itself by permutes of the rows that change tiles",
-    ),
+    Rule(concatenate_factors, partition=_concatenate, doc=_JOINED),
     p.concatenate_p,
     concatenate_slices_p,
 )
-register(Rule(stack_factors, doc="the operands' dims are free"), stack_p)
+register(Rule(stack_factors, doc=Doc(free="the operands' dims")), stack_p)
 register(
-    Rule(unstack_factors, doc="the results' dims are free; a split of the other is gathered"),
+    Rule(
+        unstack_factors,
+        doc=Doc(
+            free="the results' dims", gather="the other: AllGather, every device needs all rows"
+        ),
+    ),
     unstack_p,
 )

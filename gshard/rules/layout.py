@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard.rules.registry import Context, Dim, Factors, Rule, Shape, register
+from gshard.rules.registry import Context, Doc, Factors, Rule, Shape, register
 from gshard.sharding import Sharding
 from gshard.tile import Tile
 
@@ -137,9 +135,41 @@ def bitcast_factors(eqn: JaxprEqn) -> Factors:
     )
 
 
-register(Rule(transpose_factors, local=lambda ctx, eqn, tiles, shapes: [lax.transpose(tiles[0].array, eqn.params["permutation"])], level=0, doc="every dim is free"), p.transpose_p)
-register(Rule(broadcast_factors, local=_broadcast_local, level=0, doc="every dim is free"), p.broadcast_in_dim_p)
-register(Rule(squeeze_factors, level=0, doc="every dim is free"), p.squeeze_p)
-register(Rule(reshape_factors, local=_reshape_local, level=0, doc="free where the dims' factors divide; uneven splits shift rows between neighbours"), p.reshape_p)
-register(Rule(iota_factors, partition=_iota, level=0, doc="every dim is free"), p.iota_p)
-register(Rule(bitcast_factors, level=0, doc="every dim that keeps its size is free"), p.bitcast_convert_type_p)
+register(
+    Rule(
+        transpose_factors,
+        local=lambda ctx, eqn, tiles, shapes: [
+            lax.transpose(tiles[0].array, eqn.params["permutation"])
+        ],
+        level=0,
+        doc=Doc(free="every dim"),
+    ),
+    p.transpose_p,
+)
+register(
+    Rule(broadcast_factors, local=_broadcast_local, level=0, doc=Doc(free="every dim")),
+    p.broadcast_in_dim_p,
+)
+register(Rule(squeeze_factors, level=0, doc=Doc(free="every dim")), p.squeeze_p)
+register(
+    Rule(
+        reshape_factors,
+        local=_reshape_local,
+        level=0,
+        doc=Doc(
+            free="where the tiles divide the dims' common factors",
+            halo="uneven splits: the rows that change tiles",
+            gather="dims without a common factor: AllGather",
+        ),
+    ),
+    p.reshape_p,
+)
+register(Rule(iota_factors, partition=_iota, level=0, doc=Doc(free="every dim")), p.iota_p)
+register(
+    Rule(
+        bitcast_factors,
+        level=0,
+        doc=Doc(free="every dim that keeps its size", gather="one that does not: AllGather"),
+    ),
+    p.bitcast_convert_type_p,
+)

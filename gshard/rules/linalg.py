@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard import _jax
-from gshard.rules.registry import Context, Factors, Rule, Shape, bind_local, register
+from gshard.rules.registry import Context, Doc, Factors, Rule, Shape, bind_local, register
 from gshard.tile import Tile
 
 
@@ -60,11 +60,20 @@ _VECTORS = (
 
 
 def _register() -> None:
-    doc = "batch dims are free; the dims of the {} are gathered"
+    gathered = "the dims of the {}: AllGather"
     for core, primitives, what in ((2, _MATRICES, "matrix"), (1, _VECTORS, "system")):
         factors = functools.partial(batch_dims, core=core)
-        register(Rule(factors, local=_without_garbage, doc=doc.format(what)), *primitives)
-    register(Rule(fft_dims, doc=doc.format("transform")), p.fft_p)
+        register(
+            Rule(
+                factors,
+                local=_without_garbage,
+                doc=Doc(free="batch dims", gather=gathered.format(what)),
+            ),
+            *primitives,
+        )
+    register(
+        Rule(fft_dims, doc=Doc(free="batch dims", gather=gathered.format("transform"))), p.fft_p
+    )
 
 
 _register()

@@ -13,7 +13,7 @@ from jax.extend.core import primitives as p
 from gshard import collectives
 from gshard.combine import copies_groups
 from gshard.manual import collective_p, partition_id_p, to_auto_p, to_manual_p
-from gshard.rules.registry import Context, Factors, Rule, bind_local, register
+from gshard.rules.registry import Context, Doc, Factors, Rule, bind_local, register
 from gshard.sharding import Sharding
 from gshard.source import source_of
 from gshard.tile import Tile
@@ -110,7 +110,14 @@ def _no_factors(eqn: JaxprEqn) -> Factors:
     )
 
 
-register(Rule(_no_factors, partition=_to_manual, doc="border of a manual region"), to_manual_p)
-register(Rule(_no_factors, partition=_to_auto, doc="border of a manual region"), to_auto_p)
-register(Rule(_no_factors, partition=_collective, doc="as the user says"), collective_p)
-register(Rule(_no_factors, partition=_partition_id, doc="the device's own number"), partition_id_p)
+register(
+    Rule(_no_factors, partition=_to_manual, doc=Doc(free="border of a manual region")), to_manual_p
+)
+register(
+    Rule(_no_factors, partition=_to_auto, doc=Doc(free="border of a manual region")), to_auto_p
+)
+register(Rule(_no_factors, partition=_collective, doc=Doc(gather="as the user says")), collective_p)
+register(
+    Rule(_no_factors, partition=_partition_id, doc=Doc(free="the device's own number")),
+    partition_id_p,
+)

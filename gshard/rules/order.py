@@ -20,7 +20,7 @@ from jax.extend.core import primitives as p
 from gshard import collectives, reshard
 from gshard.columnsort import columnsort, rows_needed
 from gshard.combine import identity, reducing_groups
-from gshard.rules.registry import Context, Factors, Rule, register
+from gshard.rules.registry import Context, Doc, Factors, Rule, register
 from gshard.sharding import Sharding, Split, compatible
 from gshard.strategy import MEMORY_PER_BYTE, choose, shard_dims
 from gshard.tile import Tile, itemsize_of
@@ -214,8 +214,11 @@ register(
     Rule(
         sort_dims,
         partition=_sort,
-        doc="every dim is free but the sorted one: by AllToAll with another dim, by columnsort, "
-        "or by AllGather, whichever is cheapest",
+        doc=Doc(
+            free="other dims",
+            gather="the sorted dim: 2 AllToAlls with another dim (twice the tile), columnsort "
+            "(3 times the tile), or AllGather, whichever is cheapest",
+        ),
     ),
     p.sort_p,
 )
@@ -223,7 +226,7 @@ register(
     Rule(
         top_k_dims,
         partition=_top_k,
-        doc="every dim is free but the searched one: AllGather of k candidates per tile",
+        doc=Doc(free="other dims", gather="the searched dim: AllGather of k candidates per tile"),
     ),
     p.top_k_p,
     p.approx_top_k_p,

@@ -16,7 +16,7 @@ from jax.extend.core import primitives as p
 
 from gshard import _jax, collectives
 from gshard.collectives import Place
-from gshard.rules.registry import Context, Factors, Rule, bind_local, register
+from gshard.rules.registry import Context, Doc, Factors, Rule, bind_local, register
 from gshard.sharding import Sharding
 from gshard.source import source_of
 from gshard.tile import Tile
@@ -104,7 +104,7 @@ def refused(why: str) -> Rule:
         _refuse(eqn, why)
         return []
 
-    return Rule(whole_dims, partition=refuse, doc=f"refused: {why}")
+    return Rule(whole_dims, partition=refuse, doc=Doc(refused=why))
 
 
 _COLLECTIVE = (
@@ -127,7 +127,11 @@ _COLLECTIVES = (
 _REFS = (p.get_p, p.swap_p, *_jax.private_primitives("state.primitives", "addupdate_p"))
 
 register(
-    Rule(whole_dims, partition=_everywhere, doc="runs whole on every device, after an AllGather"),
+    Rule(
+        whole_dims,
+        partition=_everywhere,
+        doc=Doc(gather="every dim: AllGather, then it runs whole on every device"),
+    ),
     *_jax.private_primitives("callback", "pure_callback_p"),
     *_jax.private_primitives("ffi", "ffi_call_p"),
 )
@@ -135,12 +139,14 @@ register(
     Rule(
         whole_dims,
         partition=_once,
-        doc="runs once, on the first device, after an AllGather; its results by AllReduce",
+        doc=Doc(
+            gather="every dim: AllGather, then it runs on the first device; AllReduce of the result"
+        ),
     ),
     *_jax.private_primitives("callback", "io_callback_p"),
     *_jax.private_primitives("debugging", "debug_callback_p", "debug_print_p"),
 )
-register(Rule(whole_dims, doc="a scalar, made in place"), p.empty2_p)
+register(Rule(whole_dims, doc=Doc(free="a scalar")), p.empty2_p)
 register(refused(_COLLECTIVE), *_COLLECTIVES)
 register(refused("mutable references live on one device; pass values instead"), *_REFS)
 register(

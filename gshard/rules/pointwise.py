@@ -7,7 +7,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import optimization_barrier_p
 from gshard.annotate import annotate_p
-from gshard.rules.registry import Factors, Rule, register
+from gshard.rules.registry import Doc, Factors, Rule, register
 
 
 def same_dims(eqn: JaxprEqn) -> Factors:
@@ -45,21 +45,24 @@ POINTWISE = (
 # Some of them are exported by some releases of JAX only.
 _EXPORTED = [getattr(p, f"{name}_p") for name in POINTWISE if hasattr(p, f"{name}_p")]
 
-register(Rule(same_dims, level=0, doc="every dim is free"), *_EXPORTED)
+register(Rule(same_dims, level=0, doc=Doc(free="every dim")), *_EXPORTED)
 register(
     Rule(
-        same_dims, local=lambda ctx, eqn, tiles, shapes: [tiles[0].array], level=0, doc="identity"
+        same_dims,
+        local=lambda ctx, eqn, tiles, shapes: [tiles[0].array],
+        level=0,
+        doc=Doc(free="every dim"),
     ),
     annotate_p,
     p.sharding_constraint_p,
 )
-register(Rule(one_to_one, level=0, doc="every dim is free"), optimization_barrier_p)
+register(Rule(one_to_one, level=0, doc=Doc(free="every dim")), optimization_barrier_p)
 register(
     Rule(
         one_to_one,
         local=lambda ctx, eqn, tiles, shapes: [t.array for t in tiles],
         level=0,
-        doc="identity: values are where their shardings put them",
+        doc=Doc(free="every dim"),
     ),
     p.device_put_p,
 )

@@ -23,7 +23,7 @@ from jax.extend.core import primitives as p
 
 from gshard import collectives
 from gshard._jax import gamma_one, prng_impl, random_clone_p, random_unwrap_p, random_wrap_p
-from gshard.rules.registry import Context, Factors, Rule, Shape, register
+from gshard.rules.registry import Context, Doc, Factors, Rule, Shape, register
 from gshard.sharding import Sharding
 from gshard.source import because
 from gshard.tile import Tile
@@ -291,7 +291,7 @@ register(
         drawn_dims,
         partition=_random_bits,
         level=0,
-        doc="every dim is free: a device makes its own part",
+        doc=Doc(free="every dim: a device makes its own part"),
     ),
     p.random_bits_p,
 )
@@ -300,19 +300,19 @@ register(
         drawn_dims,
         partition=_random_split,
         level=0,
-        doc="every dim is free: a device makes its own part",
+        doc=Doc(free="every dim: a device makes its own part"),
     ),
     p.random_split_p,
 )
 register(
-    Rule(broadcast_dims, level=0, doc="every dim is free"),
+    Rule(broadcast_dims, level=0, doc=Doc(free="every dim")),
     p.random_seed_p,
     p.random_fold_in_p,
     p.threefry2x32_p,
     random_clone_p,
 )
 register(
-    Rule(key_dims, level=0, doc="every dim is free; a key stays in one piece"),
+    Rule(key_dims, level=0, doc=Doc(free="every dim; a key stays in one piece")),
     random_wrap_p,
     random_unwrap_p,
 )
@@ -321,7 +321,7 @@ register(
         gamma_dims,
         partition=_random_gamma,
         level=0,
-        doc="every dim is free: a device makes its own part",
+        doc=Doc(free="every dim: a device makes its own part"),
     ),
     p.random_gamma_p,
 )
@@ -329,11 +329,15 @@ register(
     Rule(
         generator_dims,
         local=_bit_generator_local,
-        doc="drawn whole on every device, which keeps its part",
+        doc=Doc(free="drawn whole on every device, which keeps its part"),
     ),
     p.rng_bit_generator_p,
 )
 register(
-    Rule(_uniform_dims, partition=_rng_uniform, doc="every dim is free; copies by AllReduce"),
+    Rule(
+        _uniform_dims,
+        partition=_rng_uniform,
+        doc=Doc(free="every dim", gather="copies of a tile: AllReduce"),
+    ),
     p.rng_uniform_p,
 )

@@ -11,7 +11,7 @@ from jax.extend.core import primitives as p
 
 from gshard import collectives
 from gshard.combine import identity, reducing_groups, sortable
-from gshard.rules.registry import Context, Factors, Rule, bind_local, register
+from gshard.rules.registry import Context, Doc, Factors, Rule, bind_local, register
 from gshard.sharding import Sharding
 from gshard.strategy import choose, shard_dims
 from gshard.tile import Tile
@@ -142,13 +142,16 @@ def _generic_reduce(
 
 def _register() -> None:
     for primitive, kind in _KINDS.items():
-        doc = "kept dims free; reduced dims by AllReduce"
+        doc = Doc(free="kept dims", gather="reduced dims: AllReduce or ReduceScatter of the result")
         register(Rule(functools.partial(reduce_factors, kind=kind), doc=doc), primitive)
     register(
         Rule(
             functools.partial(reduce_factors, kind="max"),
             partition=_arg_reduce,
-            doc="kept dims free; the reduced dim by two AllReduces, of the winners and their indices",
+            doc=Doc(
+                free="kept dims",
+                gather="the reduced dim: two AllReduces, of the winners and of their indices",
+            ),
         ),
         p.argmax_p,
         p.argmin_p,
@@ -157,7 +160,7 @@ def _register() -> None:
         Rule(
             functools.partial(reduce_factors, kind="max"),
             partition=_generic_reduce,
-            doc="kept dims free; reduced dims by AllGather of the partial results",
+            doc=Doc(free="kept dims", gather="reduced dims: AllGather of the partial results"),
         ),
         p.reduce_p,
     )

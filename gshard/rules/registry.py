@@ -150,6 +150,16 @@ def bind_local(
 
 
 @dataclass(frozen=True)
+class Doc:
+    """An operator's row in docs/operators.md: which dims split how, and what it sends."""
+
+    free: str = ""
+    halo: str = ""  # by halo exchange or CollectivePermutes
+    gather: str = ""  # by collectives over all tiles of a dim
+    refused: str = ""  # why there is no way at all
+
+
+@dataclass(frozen=True)
 class Rule:
     """How a primitive's dims relate, and how it runs on tiles.
 
@@ -163,7 +173,7 @@ class Rule:
     local: LocalOp = bind_local
     partition: PartitionRule | None = None
     level: int = 1
-    doc: str = ""
+    doc: Doc = Doc()
 
 
 RULES: dict[Primitive, Rule] = {}

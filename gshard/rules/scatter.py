@@ -29,7 +29,7 @@ from gshard.rules.indexing import (
     with_margins,
     without,
 )
-from gshard.rules.registry import Context, Factors, Rule, register
+from gshard.rules.registry import Context, Doc, Factors, Rule, register
 from gshard.sharding import Sharding
 from gshard.strategy import Assignment, choose, local_dims, local_work, shard_dims
 from gshard.tile import Tile
@@ -168,8 +168,10 @@ register(
     Rule(
         scatter_factors,
         partition=partition_scatter,
-        doc="batch dims, full windows and dims looked up in free; indices by AllReduce of the "
-        "result, ReduceScatter, or AllGather of the updates",
+        doc=Doc(
+            free="batch dims, full windows, dims looked up in",
+            gather="indices: AllReduce or ReduceScatter of the result, or AllGather of the updates",
+        ),
     ),
     *_KINDS,
 )
@@ -177,7 +179,10 @@ register(
     Rule(
         scatter_factors,
         partition=partition_scatter,
-        doc="batch dims, full windows and dims looked up in free; indices by AllGather of updates",
+        doc=Doc(
+            free="batch dims, full windows, dims looked up in",
+            gather="indices: AllGather of the updates",
+        ),
     ),
     p.scatter_p,
 )

@@ -31,7 +31,7 @@ from jax.extend.core import primitives as p
 
 from gshard.collectives import Place
 from gshard.halo import fetch, window
-from gshard.rules.registry import Context, Dim, Factors, Rule, Shape, register
+from gshard.rules.registry import Context, Dim, Doc, Factors, Rule, Shape, register
 from gshard.sharding import Sharding, Split
 from gshard.strategy import choose, run
 from gshard.tile import Tile
@@ -210,7 +210,10 @@ _CONV = Rule(
     conv_factors,
     local=conv_local,
     partition=partition_conv,
-    doc="batch, output feature and group dims free; spatial dims by halo, a split window by "
-    "AllReduce as well; input features by AllReduce or ReduceScatter",
+    doc=Doc(
+        free="batch, output features, groups",
+        halo="spatial dims: the rows that windows reach beyond a tile",
+        gather="input features, a split window: AllReduce or ReduceScatter of the result",
+    ),
 )
 register(_CONV, p.conv_general_dilated_p)

@@ -19,7 +19,7 @@ from jax.extend.core import primitives as p
 
 from gshard.combine import identity
 from gshard.halo import window
-from gshard.rules.registry import Context, Factors, Rule, Shape, register
+from gshard.rules.registry import Context, Doc, Factors, Rule, Shape, register
 from gshard.rules.window import NOTHING, Reach, bring, of_device, reach_of
 from gshard.sharding import Sharding, Split
 from gshard.strategy import choose, run
@@ -317,8 +317,11 @@ _RULES = {
         window_factors,
         local,
         partition_window,
-        doc="every dim by halo"
-        + "; one that the window spans by AllReduce" * (primitive in _KINDS),
+        doc=Doc(
+            free="dims without a window",
+            halo="others: the rows that windows reach beyond a tile",
+            gather="a dim that the window spans: AllReduce of the result" * (primitive in _KINDS),
+        ),
     )
     for primitive, local in _LOCAL.items()
 }
