@@ -18,7 +18,7 @@ from gshard._jax import Var, dce_jaxpr, optimization_barrier_p, private_primitiv
 from gshard.annotate import tracing_for
 from gshard.fold import fold
 
-_CALLS = {
+CALLS = {
     p.jit_p: "jaxpr",
     p.closed_call_p: "call_jaxpr",
     p.call_p: "call_jaxpr",
@@ -72,7 +72,7 @@ class _Builder:
 
         for eqn in jaxpr.eqns:
             invars = [read(a) for a in eqn.invars]
-            if eqn.primitive in _CALLS:
+            if eqn.primitive in CALLS:
                 env.update(zip(eqn.outvars, self.call(eqn, invars), strict=True))
                 continue
             outvars = [Var(v.aval) for v in eqn.outvars]
@@ -82,7 +82,7 @@ class _Builder:
         return [read(a) for a in jaxpr.outvars]
 
     def call(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
-        inner = eqn.params[_CALLS[eqn.primitive]]
+        inner = eqn.params[CALLS[eqn.primitive]]
         if eqn.primitive is remat_p and eqn.params["differentiated"]:
             args = self.barrier(eqn, args)
         if eqn.primitive is p.linear_solve_p:  # the solver is what is left to run, on its constants
