@@ -1,0 +1,54 @@
+"""A ResNet on strips of its images: the same losses, halos only, and less memory per device."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from examples.resnet_spatial import MESHES, images, init, losses, partitioned, train_step
+from tests.oracle import kinds
+
+STEPS = 4
+
+
+@functools.cache
+def unpartitioned(shape, channels):
+    """Weights, data, the loss curve and the memory of one device."""
+    weights = init(jax.random.key(0), channels)
+    data = images(jax.random.key(1), shape)
+    step = jax.jit(train_step)
+    memory = step.lower(weights, *data).compile().memory_analysis().temp_size_in_bytes
+    return weights, data, losses(step, weights, *data, STEPS), memory
+
+
+def check_training(mesh, shape, channels) -> int:
+    """Train on `mesh`; the bytes of activations and other temporaries on one device."""
+    weights, data, wanted, _ = unpartitioned(shape, channels)
+    step = partitioned(mesh)
+    np.testing.assert_allclose(losses(step, weights, *data, STEPS), wanted, rtol=2e-3)
+    lowered = step.lower(weights, *data)
+    assert set(kinds(lowered)) <= {"collective_permute", "all_reduce"}, kinds(lowered)
+    halo = "rows under the windows"
+    summed = ("conv_general_dilated", "reduce_sum", "dot_general")
+    for c in lowered.collectives:
+        assert c.reason.startswith(halo if c.kind == "collective_permute" else summed), c
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("name", ["width by 8", "2 x 4"])
+def test_training_on_strips_of_an_uneven_width(name):
+    """Sums over devices are those of the weights' gradients and of the statistics."""
+    shape, channels = (2, 24, 227, 3), (4, 8)
+    memory = check_training(MESHES[name], shape, channels)
+    assert unpartitioned(shape, channels)[2][-1] < unpartitioned(shape, channels)[2][0]
+    assert memory < unpartitioned(shape, channels)[3] / 2
+
+
+@pytest.mark.slow
+def test_memory_falls_with_the_number_of_devices():
+    shape, channels = (2, 227, 227, 3), (8, 16, 24)
+    memory = [check_training(MESHES[n], shape, channels) for n in ("1", *list(MESHES)[1:4])]
+    assert sorted(memory, reverse=True) == memory
+    assert memory[-1] < memory[0] / 4
+    assert check_training(MESHES["2 x 4"], shape, channels) < memory[0] / 3
