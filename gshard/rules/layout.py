@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
+from gshard.halo import fetch
+from gshard.reshard import retile
 from gshard.rules.registry import Context, Doc, Factors, Rule, Shape, register
 from gshard.sharding import Sharding
+from gshard.strategy import choose, local_dims, run, shard_dims
 from gshard.tile import Tile
 
 
@@ -46,12 +52,27 @@ def reshape_factors(eqn: JaxprEqn) -> Factors:
     """Dims as products of the factors that both shapes have in common.
 
     [12, 5] -> [3, 20] has the factors 3, 4, 5: the operand's dims are (3 4)(5), the result's
-    (3)(4 5). Where the sizes share no factors ([6, 4] -> [8, 3], after the common 2), the rest
-    of the dims has to be whole. `dimensions` is an order in which the operand's dims are read.
+    (3)(4 5). Dims that share no factors ([6, 4] -> [8, 3]) mix: the first of them may be split, as
+    its tiles are runs of the mixed dims' elements on either side; the others have to be whole.
+    `dimensions` is an order in which the operand's dims are read.
     """
+    return _reshape_factors(eqn)[0]
+
+
+@dataclass(frozen=True)
+class _Mixed:
+    """Dims `first[s]` to `end[s]` of either side that mix; the factor is that of the first ones."""
+
+    factor: str
+    first: tuple[int, int]
+    end: tuple[int, int]
+
+
+def _reshape_factors(eqn: JaxprEqn) -> tuple[Factors, list[_Mixed]]:
     order = eqn.params["dimensions"] or range(len(eqn.invars[0].aval.shape))
     sizes: dict[str, int] = {}
     whole: set[str] = set()
+    mixed: list[_Mixed] = []
 
     def factor(size: int, splittable: bool = True) -> str:
         name = f"f{len(sizes)}"
@@ -67,13 +88,16 @@ def reshape_factors(eqn: JaxprEqn) -> Factors:
             for number, size in enumerate(side):
                 found[number].append(factor(size, splittable=False))
     else:
-        _match(sides, dims, factor)
+        _match(sides, dims, factor, mixed if eqn.params["dimensions"] is None else None)
     read, result = (tuple(tuple(d) for d in side) for side in dims)
     operand = tuple(dim for _, dim in sorted(zip(order, read, strict=True)))
-    return Factors((operand,), (result,), sizes, whole=frozenset(whole))
+    resized = frozenset(m.factor for m in mixed)
+    return Factors((operand,), (result,), sizes, whole=frozenset(whole), resized=resized), mixed
 
 
-def _match(sides: list[list[int]], dims: list[list[list[str]]], factor) -> None:
+def _match(
+    sides: list[list[int]], dims: list[list[list[str]]], factor, mixed: list[_Mixed] | None
+) -> None:
     """Walk both shapes from the major end, taking off what the current dims have in common."""
     at, left = [0, 0], [1, 1]  # the current dim on either side, and what is left of its size
     while True:
@@ -92,12 +116,19 @@ def _match(sides: list[list[int]], dims: list[list[list[str]]], factor) -> None:
                 dims[s][at[s]].append(name)
         else:  # these dims mix: take dims until the products agree, and leave them whole
             taken = [1, 1]
+            first = (at[0], at[1])
             while taken[0] != taken[1] or taken[0] == 1:
                 s = 0 if taken[0] <= taken[1] else 1
                 size = left[s] if taken[s] == 1 else sides[s][at[s]]
                 dims[s][at[s]].append(factor(size, splittable=False))
                 taken[s] *= size
                 at[s] += 1
+            before = [dims[s][first[s]][:-1] for s in range(2)]
+            if mixed is not None and before[0] == before[1]:
+                name = factor(sides[0][first[0]])
+                for s in range(2):
+                    dims[s][first[s]] = [name]
+                mixed.append(_Mixed(name, first, (at[0], at[1])))
             left = [1, 1]
             continue
         for s in range(2):
@@ -107,6 +138,41 @@ def _match(sides: list[list[int]], dims: list[list[list[str]]], factor) -> None:
 
 def _reshape_local(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]):
     return [lax.reshape(tiles[0].array, shapes[0], eqn.params["dimensions"])]
+
+
+def _reshape(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+    """A local reshape; where mixed dims are split, elements pass between tiles (Figure 4c)."""
+    factors, mixed = _reshape_factors(eqn)
+    chosen = choose(eqn, factors, [tiles[0].sharding], targets)
+    mixed = [m for m in mixed if chosen[m.factor]]
+    if not mixed:
+        return run(ctx, eqn, _RESHAPE, factors, chosen, tiles, targets)
+    devices, shape = targets[0].num_devices, tuple(eqn.outvars[0].aval.shape)
+    wanted = shard_dims(factors.operands[0], chosen, factors, devices)
+    result = shard_dims(factors.results[0], chosen, factors, devices)
+    local = local_dims(factors.results[0], chosen, factors, shape)
+    tile = ctx.reshard(tiles[0], wanted, "operand of reshape")
+    for dim, rows in enumerate(local_dims(factors.operands[0], chosen, factors, tile.shape)):
+        tile = retile(ctx.place, tile, dim, rows, "operand of reshape")
+    for m in reversed(mixed):  # from the end, so that dim numbers stay
+        flat = _flattened(tile, m.first[0], m.end[0])
+        width = math.prod(local[m.first[1] : m.end[1]])
+        starts = np.arange(flat.sharding.tiles[m.first[0]]) * width
+        reason = "reshape: elements of mixed dims between tiles"
+        x = fetch(ctx.place, flat, m.first[0], starts, width, reason)
+        tile = Tile(x, flat.sharding, flat.shape)
+    return [Tile(lax.reshape(tile.array, local), result, shape)]
+
+
+def _flattened(tile: Tile, first: int, end: int) -> Tile:
+    """Some dims as one, of which the first may be split."""
+
+    def flat(sizes: Sequence[int]) -> Shape:
+        return (*sizes[:first], math.prod(sizes[first:end]), *sizes[end:])
+
+    splits = (*tile.sharding.splits[: first + 1], *tile.sharding.splits[end:])
+    array = lax.reshape(tile.array, flat(tile.array.shape))
+    return Tile(array, Sharding(splits, tile.sharding.num_devices), flat(tile.shape))
 
 
 def iota_factors(eqn: JaxprEqn) -> Factors:
@@ -151,19 +217,18 @@ register(
     p.broadcast_in_dim_p,
 )
 register(Rule(squeeze_factors, level=0, doc=Doc(free="every dim")), p.squeeze_p)
-register(
-    Rule(
-        reshape_factors,
-        local=_reshape_local,
-        level=0,
-        doc=Doc(
-            free="where the tiles divide the dims' common factors",
-            halo="uneven splits: the rows that change tiles",
-            gather="dims without a common factor: AllGather",
-        ),
+_RESHAPE = Rule(
+    reshape_factors,
+    local=_reshape_local,
+    partition=_reshape,
+    level=0,
+    doc=Doc(
+        free="where the tiles divide the dims' common factors",
+        halo="uneven splits, the first of dims that mix: the elements that change tiles",
+        gather="later ones of dims that mix: AllGather",
     ),
-    p.reshape_p,
 )
+register(_RESHAPE, p.reshape_p)
 register(Rule(iota_factors, partition=_iota, level=0, doc=Doc(free="every dim")), p.iota_p)
 register(
     Rule(

@@ -1,17 +1,109 @@
-"""Operators that rearrange dims."""
+"""Reshape between any splits: factors are free, uneven and mixed dims pass elements by permutes."""
 
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import lax
 
-from tests.oracle import check, even_split, random_array, sent
+from tests.oracle import (
+    DEVICE_COUNTS,
+    assignments,
+    check,
+    check_grad,
+    even_split,
+    kinds,
+    random_array,
+    sent,
+)
+
+SHAPES = [
+    [(6, 4), (8, 3), (24,), (2, 12), (3, 8), (4, 3, 2), (1, 24), (2, 3, 1, 4)],
+    [(13, 4), (52,), (4, 13), (26, 2), (2, 26)],
+    [(5, 7, 2), (7, 10), (70,), (10, 7), (14, 5), (35, 2)],
+    [(9, 4, 5), (6, 30), (10, 18), (180,), (4, 45), (3, 3, 20)],
+    [(0, 3), (3, 0), (0,), (2, 0, 5)],
+    [(1,), (1, 1), ()],
+]
 
 
-def test_reshape_that_reads_the_dims_in_another_order():
-    """As in the gradient of a grouped convolution."""
-    x = random_array((4, 2, 6, 3))
+@st.composite
+def reshapes(draw):
+    shapes = draw(st.sampled_from(SHAPES))
+    before, after = draw(st.sampled_from(shapes)), draw(st.sampled_from(shapes))
+    devices = draw(st.sampled_from(DEVICE_COUNTS))
+    inputs = [draw(assignments(len(before), devices))]
+    outputs = [draw(assignments(len(after), devices))]
+    return before, after, {"devices": devices, "inputs": inputs, "outputs": outputs}
 
-    def fn(x):
-        return lax.reshape(x, (2, 24, 3), dimensions=(1, 0, 2, 3))
 
-    for dim, count in [(0, 4), (1, 2), (2, 3), (3, 3)]:
-        lowered = check(fn, x, devices=4 if dim == 0 else count, inputs=[even_split(4, dim, count)])
-        assert sent(lowered) == 0 or dim == 2
+def any_reshape(case):
+    before, after, how = case
+    x = random_array(before)
+    check(lambda x: x.reshape(after), x, exact=True, **how)
+    check_grad(lambda x: x.reshape(after), x, **how)
+
+
+def test_any_reshape():
+    settings(max_examples=15)(given(reshapes())(any_reshape))()
+
+
+@pytest.mark.slow
+def test_many_reshapes():
+    settings(max_examples=300)(given(reshapes())(any_reshape))()
+
+
+def by_permutes(before, after, devices, elements):
+    """A reshape whose first dims are split; permutes of so many elements at most."""
+    lowered = check(
+        lambda x: x.reshape(after),
+        random_array(before),
+        exact=True,
+        devices=devices,
+        inputs=[even_split(len(before), 0, devices)],
+        outputs=[even_split(len(after), 0, devices)],
+    )
+    assert set(kinds(lowered)) <= {"collective_permute"}, lowered.collectives
+    assert sent(lowered) <= 4 * elements, lowered.collectives
+
+
+def test_the_papers_example():
+    by_permutes((3, 2), (6,), 2, 2)
+    by_permutes((6,), (3, 2), 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "devices", "elements"),
+    [
+        ((12, 5), (3, 20), 3, 0),
+        ((13, 4), (52,), 8, 7),
+        ((52,), (13, 4), 8, 7),
+        ((6, 4), (8, 3), 2, 0),
+        ((6, 4), (8, 3), 3, 6),
+        ((30, 7), (35, 6), 5, 0),
+        ((64, 9), (18, 32), 8, 5 * 32),
+        ((16, 3, 5), (15, 4, 4), 4, 4 * 16),
+    ],
+)
+def test_only_elements_that_change_tiles_move(before, after, devices, elements):
+    by_permutes(before, after, devices, elements)
+
+
+def test_splits_travel_through_mixed_dims():
+    lowered = check(
+        lambda x: jnp.tanh(x.reshape(18, 32)), random_array((64, 9)), inputs=[even_split(2, 0, 8)]
+    )
+    assert lowered.out_shardings.tiles == (8, 1)
+    assert set(kinds(lowered)) == {"collective_permute"}
+
+
+def test_new_dims_of_size_one_cost_nothing():
+    x, s = random_array((13, 4)), [even_split(2, 0, 8)]
+    for fn in (lambda x: lax.expand_dims(x, (0, 2)), lambda x: x[:, None][:, 0], lambda x: x[None]):
+        assert kinds(check(fn, x, exact=True, inputs=s)) == {}
+
+
+def test_copies_and_precision_are_free():
+    x, s = random_array((13, 4)), [even_split(2, 0, 8)]
+    for fn in (jnp.copy, lambda x: lax.reduce_precision(x, 5, 10)):
+        assert kinds(check(fn, x, exact=True, inputs=s)) == {}
