@@ -64,7 +64,7 @@ def combine(
     name: str,
 ) -> Tile:
     """`tile`, partial over the `reduced` splits, made whole; split like `target` if that is cheap."""
-    if not reduced:
+    if not reduced or 0 in tile.shape:
         return tile
     (kind,) = {kinds[f] for f in reduced}
     key, order, size = _parts(tile.sharding, tuple(reduced.values()))
