@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import Primitive
 
 from gshard._jax import ad, batching, mlir
 from gshard.sharding import Sharding
+from gshard.source import here
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,11 @@ def split(tensor: Any, split_dimension: int, num_partitions: int) -> Any:
     if not -rank <= split_dimension < rank:
         allowed = f"{-rank} to {rank - 1}" if rank else "none: a scalar has no dims to split"
         raise ValueError(
-            f"{call}: the split dimension {split_dimension} is out of range for a tensor of shape "
+            f"{here()}: {call}: the split dimension {split_dimension} is out of range for a tensor of shape "
             f"{np.shape(tensor)}; allowed: {allowed}"
         )
     if num_partitions < 1:
-        raise ValueError(f"{call}: the number of partitions must be at least 1")
+        raise ValueError(f"{here()}: {call}: the number of partitions must be at least 1")
     tiles = [1] * rank
     tiles[split_dimension] = int(num_partitions)
     return _annotate(tensor, Annotation(call, tuple(tiles), tuple(range(num_partitions))))
@@ -98,20 +100,20 @@ def as_annotation(tensor: Any, device_assignment: Any) -> Annotation:
     assignment = np.asarray(device_assignment)
     call = f"shard(tensor, device_assignment of shape {assignment.shape})"
     if not np.issubdtype(assignment.dtype, np.integer):
-        raise TypeError(f"{call}: device ids must be integers, got {assignment.dtype}")
+        raise TypeError(f"{here()}: {call}: device ids must be integers, got {assignment.dtype}")
     if assignment.ndim != np.ndim(tensor):
         raise ValueError(
-            f"{call}: the device assignment has rank {assignment.ndim}, but a tensor of shape "
+            f"{here()}: {call}: the device assignment has rank {assignment.ndim}, but a tensor of shape "
             f"{np.shape(tensor)} needs rank {np.ndim(tensor)}"
         )
     if assignment.size == 0:
-        raise ValueError(f"{call}: the device assignment names no device")
+        raise ValueError(f"{here()}: {call}: the device assignment names no device")
     ids, counts = np.unique(assignment, return_counts=True)
     if ids[0] < 0:
-        raise ValueError(f"{call}: device ids count from 0, got {ids[0]}")
+        raise ValueError(f"{here()}: {call}: device ids count from 0, got {ids[0]}")
     if counts.max() > 1:
         raise ValueError(
-            f"{call}: a device can hold one partition only, but the devices "
+            f"{here()}: {call}: a device can hold one partition only, but the devices "
             f"{ids[counts > 1].tolist()} are named more than once"
         )
     flat = tuple(assignment.ravel().tolist())
@@ -123,48 +125,44 @@ annotate_p.def_impl(lambda x, **_: x)
 annotate_p.def_abstract_eval(lambda x, **_: x)
 
 
-@dataclass(frozen=True)
-class Tracing:
-    """What is known while `gshard.jit` traces: the number of devices, and what was annotated how.
+# The number of devices that `gshard.jit` traces for. JAX keys its caches by it: a function that
+# is jitted inside may have been traced before, for another number, or outside.
+_num_devices = jax.make_user_context(1)
 
-    Annotated tensors are kept with their annotations, because they can only be told by identity.
-    """
-
-    num_devices: int
-    annotated: list[tuple[Any, Annotation]]
-
-
-_TRACING: contextvars.ContextVar[Tracing] = contextvars.ContextVar(
-    "gshard_tracing", default=Tracing(1, [])
+# What has been annotated in the current trace. Tensors can only be told by identity.
+_annotated: contextvars.ContextVar[list[tuple[Any, Annotation]] | None] = contextvars.ContextVar(
+    "gshard_annotated", default=None
 )
 
 
 @contextlib.contextmanager
 def tracing_for(num_devices: int) -> Iterator[None]:
     """While `gshard.jit` traces for `num_devices` devices."""
-    token = _TRACING.set(Tracing(num_devices, []))
+    token = _annotated.set([])
     try:
-        yield
+        with _num_devices(num_devices):
+            yield
     finally:
-        _TRACING.reset(token)
+        _annotated.reset(token)
 
 
 def devices_of_trace() -> int:
     """The number of devices that the current trace is for; 1 outside of `gshard.jit`."""
-    return _TRACING.get().num_devices
+    return _num_devices.value
 
 
 def annotation_of(tensor: Any) -> Annotation | None:
     """The annotation that this very tensor was given in the current trace."""
-    return next((a for marked, a in _TRACING.get().annotated if marked is tensor), None)
+    return next((a for marked, a in _annotated.get() or () if marked is tensor), None)
 
 
 def _annotate(tensor: Any, annotation: Annotation) -> Any:
     if not hasattr(tensor, "dtype"):
         tensor = np.asarray(tensor)
     marked = annotate_p.bind(tensor, annotation=annotation)
-    if devices_of_trace() > 1:
-        _TRACING.get().annotated.append((marked, annotation))
+    known = _annotated.get()
+    if known is not None:
+        known.append((marked, annotation))
     return marked
 
 

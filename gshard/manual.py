@@ -19,6 +19,7 @@ from jax.extend.core import Primitive
 
 from gshard._jax import ad, batching
 from gshard.annotate import Annotation, annotation_of, as_annotation, devices_of_trace, widen
+from gshard.source import here
 
 Groups = Sequence[Sequence[int]] | None
 
@@ -37,7 +38,7 @@ def auto_to_manual_spmd_partition(tensor: Any, device_assignment: Any = None) ->
         annotation = as_annotation(tensor, device_assignment)
     if annotation is None:
         raise ValueError(
-            "auto_to_manual_spmd_partition: the tensor has no annotation, so its local shape is not "
+            f"{here()}: auto_to_manual_spmd_partition: the tensor has no annotation, so its local shape is not "
             "known; pass the result of split(), shard() or replicate(), or a device assignment"
         )
     return to_manual_p.bind(tensor, annotation=annotation, num_devices=count, copies="all")
@@ -61,7 +62,7 @@ def manual_to_auto_spmd_partition(
         shape = tuple(full_shape)
         if sharding.local_shape(shape) != tuple(tensor.shape):
             raise ValueError(
-                f"manual_to_auto_spmd_partition: a tensor of shape {shape} cut like {sharding.tiles} "
+                f"{here()}: manual_to_auto_spmd_partition: a tensor of shape {shape} cut like {sharding.tiles} "
                 f"has parts of shape {sharding.local_shape(shape)}, but the part is {tensor.shape}"
             )
     return to_auto_p.bind(

@@ -17,10 +17,8 @@ import numpy as np
 
 
 def _is_array(leaf: Any) -> bool:
-    return (
-        (hasattr(leaf, "shape")
-        and hasattr(leaf, "dtype"))
-        or isinstance(leaf, (bool, int, float, complex))
+    return (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or isinstance(
+        leaf, (bool, int, float, complex)
     )
 
 
@@ -87,6 +85,7 @@ class Signature:
         """The function on flat arrays, and where its results' tree will be found once traced."""
         results = Results()
 
+        @functools.wraps(self.fn, updated=())  # so that JAX's errors name the user's function
         def flat_fn(*arrays):
             args, kwargs = call.arguments(arrays)
             return results.flatten(self.fn(*args, **kwargs))

@@ -21,7 +21,16 @@ for _path in [*_CORE.glob("*.py"), _CORE / "rules"]:
 
 def source_of(eqn: JaxprEqn) -> str:
     """`file:line` of the user's operation, past the libraries in between."""
-    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
+    return _user_line(eqn.source_info)
+
+
+def here() -> str:
+    """`file:line` of the user's code that is running."""
+    return _user_line(source_info_util.current())
+
+
+def _user_line(source_info) -> str:
+    frames = list(source_info_util.user_frames(source_info.traceback))
     own = [f for f in frames if "site-packages" not in f.file_name]
     frame = (own or frames or [None])[0]
     return f"{frame.file_name}:{frame.start_line}" if frame else "unknown"

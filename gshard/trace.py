@@ -34,8 +34,7 @@ CALLS = {
 def trace(flat_fn: Callable, avals: Sequence[Any], num_devices: int) -> ClosedJaxpr:
     """The flat program of `flat_fn`, a function from a list of arrays to a list of arrays."""
     with tracing_for(num_devices):
-        # A function of its own, because JAX remembers traces by function, not by device count.
-        closed = jax.make_jaxpr(lambda *args: flat_fn(*args))(*avals)
+        closed = jax.make_jaxpr(flat_fn)(*avals)
     live, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     return _Builder().body(ClosedJaxpr(live, closed.consts))
 

@@ -157,6 +157,22 @@ def test_outside_of_gshard_jit_both_are_the_identity():
     )
 
 
+def test_functions_jitted_inside_are_traced_for_the_devices_at_hand():
+    @jax.jit
+    def number(x):
+        part = gshard.auto_to_manual_spmd_partition(gshard.split(x, 0, len(x) // 2))
+        return gshard.manual_to_auto_spmd_partition(
+            part * 0 + gshard.partition_id(), along(1, 0, len(x) // 2)
+        )
+
+    x = np.arange(8)
+    np.testing.assert_array_equal(number(x), x * 0)
+    for devices in (4, 8, 4):
+        got = gshard.jit(lambda x: number(x), devices=jax.devices()[:devices])(x)
+        assert int(got[2]) == 1
+    np.testing.assert_array_equal(number(x), x * 0)
+
+
 def test_an_unannotated_tensor_is_refused():
     with pytest.raises(ValueError, match="no annotation"):
         gshard.jit(gshard.auto_to_manual_spmd_partition).lower(random_array((8,)))
