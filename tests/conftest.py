@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from gshard import arrays, halo, tile
+from gshard.rules import indexing
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -33,7 +34,7 @@ def poison(dtype):
 def _poisoned_padding():
     """Every place where gshard makes padding of its own puts poison there."""
     patch = pytest.MonkeyPatch()
-    for module in (arrays, halo, tile):
+    for module in (arrays, halo, tile, indexing):
         patch.setattr(module, "garbage", poison)
     yield
     patch.undo()

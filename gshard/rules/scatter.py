@@ -132,7 +132,7 @@ def _update(
     indices: Tile,
     updates: Tile,
 ) -> Tile:
-    """The tile after the updates, or parts of updates, that hit it."""
+    """The tile after the updates, or parts of updates, that hit it; the others are out of range."""
     padded = bool(indices.padded_dims())
     params = eqn.params | {
         "indices_are_sorted": eqn.params["indices_are_sorted"] and not padded,
@@ -144,12 +144,11 @@ def _update(
         return Tile(x, operand.sharding, operand.shape)
     sizes = local_sizes(roles, operand, chosen)
     starts, inside = window_starts(ctx, roles, chosen, operand, indices, sizes)
-    hit = jnp.ones_like(inside) if eqn.params["mode"] == GatherScatterMode.CLIP else inside
     for d in cut:
-        hit &= (starts[d] > -sizes[d]) & (starts[d] < operand.array.shape[d])
         starts[d] += sizes[d] - 1
-    nowhere = jnp.full_like(hit, -1, jnp.int32)
-    kept = jnp.stack([lax.select(hit, start, nowhere) for start in starts.values()], axis=-1)
+    if eqn.params["mode"] != GatherScatterMode.CLIP:
+        nowhere = jnp.full_like(inside, -1, jnp.int32)
+        starts = {d: lax.select(inside, start, nowhere) for d, start in starts.items()}
     dn = eqn.params["dimension_numbers"]
     params |= {
         "dimension_numbers": dn._replace(scatter_dims_to_operand_dims=tuple(starts)),
@@ -157,7 +156,7 @@ def _update(
         "mode": GatherScatterMode.FILL_OR_DROP,
     }
     x = with_margins(operand.array, cut, sizes)
-    x = eqn.primitive.bind(x, kept, updates.array, **params)
+    x = eqn.primitive.bind(x, jnp.stack([*starts.values()], axis=-1), updates.array, **params)
     for d in cut:
         first = sizes[d] - 1
         x = lax.slice_in_dim(x, first, first + operand.array.shape[d], axis=d)
