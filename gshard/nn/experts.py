@@ -150,7 +150,7 @@ def _tables(routing: Routing, E: int, C: int) -> tuple[Array, Array]:
     A choice without a slot has X, a slot without a choice has K * S: one past the end. All index
     work is local to a group, so the groups may be split in any way.
     """
-    K, G, S = routing.expert.shape
+    K, _, S = routing.expert.shape
     X = E * C
     slot_KGS = jnp.where(routing.kept, routing.expert * C + routing.slot, X)
     slot_GKS = slot_KGS.swapaxes(0, 1)

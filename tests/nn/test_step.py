@@ -92,7 +92,9 @@ def test_gradients_are_the_slope_of_the_loss():
     f = jax.jit(lambda m: loss(m, batch)[0])
     gradient = jax.jit(jax.grad(lambda m: loss(m, batch)[0]))(model)
     along = models.model(config, seed=5)
-    slope = sum(jnp.vdot(a, b) for a, b in zip(*map(jax.tree.leaves, (gradient, along)), strict=True))
+    slope = sum(
+        jnp.vdot(a, b) for a, b in zip(*map(jax.tree.leaves, (gradient, along)), strict=True)
+    )
     moved = [f(jax.tree.map(lambda m, a, e=e: m + e * a, model, along)) for e in (1e-3, -1e-3)]
     np.testing.assert_allclose((moved[0] - moved[1]) / 2e-3, slope, rtol=0.02, atol=2e-3)
 
@@ -175,7 +177,7 @@ def test_paper_strategy_splits_groups_and_experts_and_nothing_else():
         split = [dim for dim, tiles in enumerate(mark.tiles) if tiles > 1]
         if not split:
             assert shape[-2:] == (16, 8)  # the gate
-        elif shape in {(8, 16, 24), (8, 24, 16)} or len(shape) == 4 and shape[0] == 8:
+        elif shape in {(8, 16, 24), (8, 24, 16)} or (len(shape) == 4 and shape[0] == 8):
             assert split == [0]  # experts of a layer, or tokens at their experts
         elif shape in {(1, 8, 16, 24), (1, 8, 24, 16)}:
             assert split == [1]  # the stacked experts, their gradients and Adam's moments
