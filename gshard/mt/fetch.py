@@ -70,6 +70,7 @@ def fetch(
     done: Callable[[Package, Problem | None], None],
 ) -> list[Problem]:
     """Download and unpack what is not there yet, calling `done` for each package as it comes."""
+    folder = folder.resolve()  # the clients run in folders of their own
     folder.mkdir(parents=True, exist_ok=True)
     atomic.sweep(folder)
     problems = []

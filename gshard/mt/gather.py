@@ -76,7 +76,9 @@ def gather(plan: Plan, progress: Progress | None = None) -> tuple[Corpus, list[f
     with tempfile.TemporaryDirectory(prefix=".part-", dir=work) as scratch:
         languages, forced = _sort_by_language(jobs, Path(scratch), plan.shares, progress)
         if not languages:
-            raise UserError("no pair survived the cleaning; nothing was written")
+            reasons = "".join(f"\n  {problem.what}: {problem.why}" for problem in problems[:10])
+            skipped = f"; skipped:{reasons}" if reasons else ""
+            raise UserError(f"no pair survived the cleaning; nothing was written{skipped}")
         corpus = _write(plan, work, languages, forced, results, problems, progress)
     return corpus, problems
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from pathlib import Path
 
 import pytest
 from samples import mo
@@ -86,17 +87,18 @@ def test_a_failed_download_is_reported_skipped_and_tried_again(tmp_path, monkeyp
         calls.append(name)
         if name == "bad==9" and len(calls) < 3:
             return subprocess.CompletedProcess(command, 1, "", "WARNING: x\nERROR: no such thing\n")
-        dest = command[command.index("--dest") + 1]
-        wheel(f"{dest}/a.whl")
+        wheel(Path(cwd) / command[command.index("--dest") + 1] / "a.whl")
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.chdir(tmp_path)
+    folder = Path("packages")  # relative, while the clients run elsewhere
     wanted = [(good, source), (bad, source)]
     seen = []
-    problems = fetch.fetch(wanted, tmp_path, lambda package, problem: seen.append(package.name))
+    problems = fetch.fetch(wanted, folder, lambda package, problem: seen.append(package.name))
     assert problems == [fetch.Problem("bad==9", "ERROR: no such thing")]
     assert seen == ["good", "bad"]
-    assert fetch.fetch(wanted, tmp_path, lambda *_: None) == []
+    assert fetch.fetch(wanted, folder, lambda *_: None) == []
     assert calls == ["good", "bad==9", "bad==9"]  # what was there is not fetched again
 
 

@@ -83,6 +83,16 @@ def test_a_tier_becomes_a_corpus(tier_plan):
     assert not splits["train"] & (splits["dev"] | splits["test"])
 
 
+def test_when_nothing_came_the_reasons_are_told(tmp_path, monkeypatch):
+    def no_network(wanted, folder):
+        for package, _ in wanted:
+            yield package, "no such package"
+
+    monkeypatch.setitem(fetch._CLIENTS, "pip", no_network)
+    with pytest.raises(UserError, match=r"(?s)nothing was written.*one==1.0: no such package"):
+        gather(Plan(tmp_path, tiers.parse(TIER, "test"), jobs=1))
+
+
 def test_gathering_again_continues_and_gives_the_same(tier_plan, monkeypatch):
     first, _ = gather(tier_plan)
     before = first.manifest
