@@ -2,42 +2,88 @@
 
 A roll is a concatenation of two slices of one tensor. Taken one by one, the slices would be dealt
 out to all devices, and put together again; as one operator it is a permute of the rows that pass
-from a tile to the next.
+from a tile to the next. Rows set at an index that is known (`x.at[1:].set(y)`), which JAX writes as
+a scatter, are a concatenation too: of the rows before, the new ones, and the rows after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
+
+from gshard._jax import Var, mlir
+
+Window = tuple[Any, int, int]  # a tensor, and the rows of it: first and end
 
 concatenate_slices_p = Primitive("concatenate_slices")  # of `windows`: (operand, start, limit)
 
 
-def fold(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> list[JaxprEqn]:
-    """The equations of a program with these results, slices folded into the concatenations."""
-    made = {v: eqn for eqn in eqns for v in eqn.outvars if eqn.primitive is p.slice_p}
-    folded = [
-        _concatenation(eqn, made) if eqn.primitive is p.concatenate_p else eqn for eqn in eqns
+def _concatenate_slices(*operands, dimension: int, windows: tuple[tuple[int, int, int], ...]):
+    """What it means, for regions that gshard does not partition."""
+    parts = [
+        lax.slice_in_dim(operands[number], start, limit, axis=dimension)
+        for number, start, limit in windows
     ]
+    return lax.concatenate(parts, dimension)
+
+
+@concatenate_slices_p.def_abstract_eval
+def _concatenate_slices_aval(*operands, dimension, windows):
+    shape = list(operands[0].shape)
+    shape[dimension] = sum(limit - start for _, start, limit in windows)
+    return ShapedArray(shape, operands[0].dtype)
+
+
+mlir.register_lowering(
+    concatenate_slices_p, mlir.lower_fun(_concatenate_slices, multiple_results=False)
+)
+
+
+def fold(
+    eqns: Sequence[JaxprEqn], results: Sequence[Any], consts: Mapping[Any, Any]
+) -> list[JaxprEqn]:
+    """The equations of a program with these results and constants, some of them joined."""
+    made = {v: eqn for eqn in eqns for v in eqn.outvars}
+    folded: list[JaxprEqn] = []
+    for eqn in eqns:
+        if eqn.primitive is p.concatenate_p:
+            windows: list[Window] = [
+                (a, 0, a.aval.shape[eqn.params["dimension"]]) for a in eqn.invars
+            ]
+            folded.append(_concatenation(eqn, windows, eqn.params["dimension"], made))
+        elif eqn.primitive is p.scatter_p:
+            folded += _static_update(eqn, made, consts)
+        else:
+            folded.append(eqn)
     live = {v for v in results if not isinstance(v, Literal)}
     kept = []
-    for old, eqn in zip(reversed(eqns), reversed(folded), strict=True):
-        if old.primitive is p.slice_p and not live.intersection(eqn.outvars):
+    for eqn in reversed(folded):
+        if eqn.primitive in _DROPPED and not live.intersection(eqn.outvars):
             continue
         live.update(a for a in eqn.invars if not isinstance(a, Literal))
         kept.append(eqn)
     return kept[::-1]
 
 
-def _concatenation(eqn: JaxprEqn, made: dict[Any, JaxprEqn]) -> JaxprEqn:
-    """`eqn` as a concatenation of windows, if one tensor has several, of most of its rows."""
-    dim = eqn.params["dimension"]
-    whole = [(atom, 0, atom.aval.shape[dim]) for atom in eqn.invars]
-    cuts = [None if isinstance(atom, Literal) else _cut(made.get(atom), dim) for atom in eqn.invars]
-    parts = [cut or one for cut, one in zip(cuts, whole, strict=True)]
+_DROPPED = (p.slice_p, p.broadcast_in_dim_p)  # what folding leaves without use
+
+
+def _concatenation(
+    eqn: JaxprEqn, whole: Sequence[Window], dim: int, made: Mapping[Any, JaxprEqn]
+) -> JaxprEqn:
+    """Windows one after the other; a slice gives way to its source where that has several."""
+    parts = [
+        (None if isinstance(atom, Literal) else _cut(made.get(atom), dim, start, limit))
+        or (atom, start, limit)
+        for atom, start, limit in whole
+    ]
     windows: list[tuple[int, int, int]] = []
     operands: list[Any] = []
     for (source, start, limit), one in zip(parts, whole, strict=True):
@@ -48,19 +94,79 @@ def _concatenation(eqn: JaxprEqn, made: dict[Any, JaxprEqn]) -> JaxprEqn:
             operands.append(source)
         number = next(i for i, o in enumerate(operands) if o is source)
         windows.append((number, start, limit))
-    if len(operands) == len(eqn.invars):
+    if eqn.primitive is p.concatenate_p and len(operands) == len(eqn.invars):
         return eqn
     params = {"dimension": dim, "windows": tuple(windows)}
     return eqn.replace(invars=operands, primitive=concatenate_slices_p, params=params)
 
 
-def _cut(eqn: JaxprEqn | None, dim: int) -> tuple[Any, int, int] | None:
-    """The source and the rows of a slice along `dim` alone."""
-    if eqn is None or any(s != 1 for s in eqn.params["strides"] or ()):
+def _static_update(
+    eqn: JaxprEqn, made: Mapping[Any, JaxprEqn], consts: Mapping[Any, Any]
+) -> list[JaxprEqn]:
+    """A scatter of one window whose place is known, and which is smaller along one dim only."""
+    operand, indices, update = eqn.invars
+    numbers, shape = eqn.params["dimension_numbers"], operand.aval.shape
+    sizes = list(update.aval.shape)
+    if len(numbers.update_window_dims) != len(sizes) or numbers.operand_batching_dims:
+        return [eqn]
+    for dim in numbers.inserted_window_dims:
+        sizes.insert(dim, 1)
+    begins = _constant(indices, made, consts)
+    dims = [d for d, (n, m) in enumerate(zip(shape, sizes, strict=True)) if n != m]
+    if begins is None or len(dims) != 1:
+        return [eqn]
+    starts = dict(zip(numbers.scatter_dims_to_operand_dims, begins.tolist(), strict=True))
+    (dim,) = dims
+    at = starts.pop(dim, 0)
+    if any(starts.values()) or not 0 <= at <= shape[dim] - sizes[dim]:
+        return [eqn]
+    before = []
+    if numbers.inserted_window_dims:
+        whole = Var(update.aval.update(shape=tuple(sizes)))
+        params = {"new_sizes": tuple(sizes), "dimensions": None, "sharding": None}
+        before = [
+            eqn.replace(invars=[update], outvars=[whole], primitive=p.reshape_p, params=params)
+        ]
+        update = whole
+    windows = [(operand, 0, at), (update, 0, sizes[dim]), (operand, at + sizes[dim], shape[dim])]
+    windows = [w for w in windows if w[1] < w[2]]
+    return [*before, _concatenation(eqn, windows, dim, made)]
+
+
+def _constant(
+    atom: Any, made: Mapping[Any, JaxprEqn], consts: Mapping[Any, Any]
+) -> np.ndarray | None:
+    """The value of an index, if that is known."""
+    if isinstance(atom, Literal):
+        return np.asarray(atom.val)
+    if atom in consts:
+        return np.asarray(consts[atom])
+    eqn = made.get(atom)
+    if eqn is None or eqn.primitive not in _INDEX_MATH or atom.aval.size > 16:
+        return None
+    operands = [_constant(a, made, consts) for a in eqn.invars]
+    if any(o is None for o in operands):
+        return None
+    with jax.ensure_compile_time_eval():
+        params = eqn.primitive.get_bind_params(eqn.params)
+        return np.asarray(eqn.primitive.bind(*operands, **params))
+
+
+_INDEX_MATH = (
+    p.broadcast_in_dim_p, p.concatenate_p, p.reshape_p, p.squeeze_p, p.convert_element_type_p,
+    p.add_p, p.lt_p, p.select_n_p,
+)  # fmt: skip
+
+
+def _cut(eqn: JaxprEqn | None, dim: int, first: int, end: int) -> Window | None:
+    """Rows `first` to `end` of a slice along `dim` alone, as rows of its source."""
+    if eqn is None or eqn.primitive is not p.slice_p:
+        return None
+    if any(s != 1 for s in eqn.params["strides"] or ()):
         return None
     (source,) = eqn.invars
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     for d, (start, limit, n) in enumerate(zip(starts, limits, source.aval.shape, strict=True)):
         if d != dim and (start, limit) != (0, n):
             return None
-    return source, int(starts[dim]), int(limits[dim])
+    return source, int(starts[dim]) + first, int(starts[dim]) + end

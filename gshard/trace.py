@@ -31,18 +31,24 @@ CALLS = {
 }
 
 
-def trace(flat_fn: Callable, avals: Sequence[Any], num_devices: int) -> ClosedJaxpr:
-    """The flat program of `flat_fn`, a function from a list of arrays to a list of arrays."""
+def trace(
+    flat_fn: Callable, avals: Sequence[Any], num_devices: int, folded: bool = True
+) -> ClosedJaxpr:
+    """The flat program of `flat_fn`, a function from a list of arrays to a list of arrays.
+
+    `folded` joins equations that are better partitioned as one (see `fold`).
+    """
     with tracing_for(num_devices):
         closed = jax.make_jaxpr(flat_fn)(*avals)
     live, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-    return _Builder().body(ClosedJaxpr(live, closed.consts))
+    return _Builder(folded).body(ClosedJaxpr(live, closed.consts))
 
 
 class _Builder:
     """Copies equations with fresh variables, collecting the constants of inlined calls."""
 
-    def __init__(self):
+    def __init__(self, folded: bool):
+        self.folded = folded
         self.eqns: list[JaxprEqn] = []
         self.consts: dict[Var, Any] = {}
 
@@ -53,7 +59,7 @@ class _Builder:
             list(self.consts),
             invars,
             outvars,
-            fold(self.eqns, outvars),
+            fold(self.eqns, outvars, self.consts) if self.folded else self.eqns,
             closed.jaxpr.effects,
             debug_info=closed.jaxpr.debug_info.with_unknown_names(),
         )
@@ -76,7 +82,7 @@ class _Builder:
                 continue
             outvars = [Var(v.aval) for v in eqn.outvars]
             env.update(zip(eqn.outvars, outvars, strict=True))
-            params = {k: _copy_bodies(v) for k, v in eqn.params.items()}
+            params = {k: self.copy_bodies(v) for k, v in eqn.params.items()}
             self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
         return [read(a) for a in jaxpr.outvars]
 
@@ -114,12 +120,12 @@ class _Builder:
         )
         return [fresh.get(id(a), a) if m else a for a, m in zip(args, marks, strict=True)]
 
-
-def _copy_bodies(param: Any) -> Any:
-    if isinstance(param, ClosedJaxpr):
-        return _Builder().body(param)
-    if isinstance(param, Jaxpr):
-        return _Builder().body(ClosedJaxpr(param, ())).jaxpr
-    if isinstance(param, tuple) and any(isinstance(x, (ClosedJaxpr, Jaxpr)) for x in param):
-        return tuple(_copy_bodies(x) for x in param)
-    return param
+    def copy_bodies(self, param: Any) -> Any:
+        """A parameter of an equation; programs in it are copied."""
+        if isinstance(param, ClosedJaxpr):
+            return _Builder(self.folded).body(param)
+        if isinstance(param, Jaxpr):
+            return _Builder(self.folded).body(ClosedJaxpr(param, ())).jaxpr
+        if isinstance(param, tuple) and any(isinstance(x, (ClosedJaxpr, Jaxpr)) for x in param):
+            return tuple(map(self.copy_bodies, param))
+        return param

@@ -243,8 +243,22 @@ def test_rows_set_from_their_neighbours():
 
     for size in (61, 64):
         args = random_array((size, 4)), random_array((4,))
-        lowered = check(shift, *args, exact=True, inputs=[even_split(2, 0, 8)])
-        assert "all_gather" not in kinds(lowered), lowered.collectives
+        lowered = by_permutes(shift, *args, rows=1)
+        assert kinds(lowered) == {"collective_permute": 1}
+    for devices in (2, 4, 8):
+        how = {"devices": devices, "inputs": [even_split(2, 0, devices)]}
+        check(shift, *args, exact=True, **how)
+        check_grad(shift, *args, argnums=(0, 1), **how)
+
+
+@pytest.mark.parametrize(
+    "where", [np.s_[3], np.s_[2:5], np.s_[:, 1], np.s_[-1:, :], np.s_[::2], 99]
+)
+def test_rows_set_at_known_places(where):
+    x = random_array((13, 4))
+    value = random_array(np.empty((13, 4))[where].shape if where != 99 else (4,), seed=1)
+    for how in ({"inputs": [even_split(2, 0, 4)]}, {"inputs": [even_split(2, 1, 4)]}):
+        check(lambda x, v: x.at[where].set(v), x, value, exact=True, **how)
 
 
 def test_concatenation_along_the_split_dim():
