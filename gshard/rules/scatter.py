@@ -155,7 +155,9 @@ def _update(
         "indices_are_sorted": False,
         "mode": GatherScatterMode.FILL_OR_DROP,
     }
-    x = with_margins(operand.array, cut, sizes)
+    # Behind a barrier, for XLA joins a dynamic slice with the read of a single update's window, and
+    # then takes the value of an update that is out of range from beyond the slice.
+    x = lax.optimization_barrier(with_margins(operand.array, cut, sizes))
     x = eqn.primitive.bind(x, jnp.stack([*starts.values()], axis=-1), updates.array, **params)
     for d in cut:
         first = sizes[d] - 1

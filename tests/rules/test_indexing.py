@@ -124,7 +124,7 @@ DTYPES = st.sampled_from(["float32", "bfloat16", "int32", "int8", "bool", "compl
 
 
 @given(lookups(), DTYPES)
-@settings(max_examples=15)
+@settings(max_examples=12)
 def test_any_split_of_any_gather(case, dtype):
     check_gather(case, jnp.dtype(dtype))
 
@@ -132,7 +132,7 @@ def test_any_split_of_any_gather(case, dtype):
 @given(
     lookups(), st.sampled_from(["float32", "int32", "bfloat16"]), st.sampled_from(list(SCATTERS))
 )
-@settings(max_examples=15)
+@settings(max_examples=12)
 def test_any_split_of_any_scatter(case, dtype, op):
     check_scatter(case, jnp.dtype(dtype), op)
 
@@ -189,7 +189,7 @@ WRITTEN = {
 
 
 @given(st.sampled_from(list(WRITTEN)), st.sampled_from((2, 3, 4, 8)), st.data())
-@settings(max_examples=15)
+@settings(max_examples=12)
 def test_what_users_write(name, devices, data):
     inputs = [data.draw(assignments(2, devices)) for _ in range(2)]
     check(WRITTEN[name], random_array((13, 7)), IDS, devices=devices, inputs=inputs)
@@ -272,6 +272,19 @@ def test_rows_without_updates_keep_their_bits():
     got = np.asarray(gshard.jit(annotations, devices=jax.devices()[:4])(x, i))
     kept = [0, 1, 3, 4, 6, 7]
     assert got[kept].tobytes() == x[kept].tobytes()
+
+
+def test_a_single_update_hits_its_own_tile_only():
+    """XLA takes the value of an update out of range from beyond a slice: jax.jit is wrong here."""
+    x = random_array((5, 1))
+    i, u = np.array([4], np.int32), np.array([[9.0]], np.float32)
+    whole, split = np.arange(1).reshape(1, 1), even_split(2, 0, 3)
+    for update in ("set", "add", "max"):
+
+        def fn(x, i, u, update=update):
+            return getattr(x.at[i], update)(u)
+
+        check(fn, x, i, u, devices=3, inputs=[whole], outputs=[split], exact=True)
 
 
 def test_random_keys():
