@@ -20,7 +20,6 @@ from tests.oracle import (
 )
 
 SIZES = (1, 2, 3, 5, 7, 8, 13, 17)
-GATHERS = {"all_gather", "all_to_all"}
 
 
 def conv(stride=1, pad=(0, 0), base=1, dilation=1, groups=1, batch_groups=1):
@@ -68,6 +67,14 @@ def pool(init, op, size, stride=1, pad=(0, 0), base=1, dilation=1):
 # ---------------------------------------------------------------- what is sent
 
 
+def gathers(lowered) -> list:
+    """Gathers and exchanges, but for results that are wanted elsewhere."""
+    kinds = ("all_gather", "all_to_all")
+    return [
+        c for c in lowered.collectives if c.kind in kinds and not c.reason.startswith("result of")
+    ]
+
+
 def halo_only(lowered) -> int:
     """Bytes sent, by CollectivePermutes only."""
     assert set(kinds(lowered)) <= {"collective_permute"}, kinds(lowered)
@@ -84,15 +91,15 @@ def test_conv_with_stride_on_an_uneven_width():
 
 @pytest.mark.parametrize(
     ("stride", "width", "base"),
-    [(3, 61, 3), (1, 61, 3), (2, 61, 3), (2, 64, 4), (3, 45, 4)],
-    ids=["divisible", "stride 1", "neither", "even", "large"],
+    [(3, 61, 3), (2, 61, 3), (1, 61, 3), (2, 59, 3), (3, 53, 4)],
+    ids=["divisible", "divisible by chance", "stride 1", "neither", "neither, large"],
 )
 def test_base_dilation_in_the_three_cases_of_the_paper(stride, width, base):
     x, kernel = random_array((2, 4, width)), random_array((4, 4, 5), seed=1)
     fn = conv(stride, (2, 1), base)
     lowered = check(fn, x, kernel, inputs=[even_split(3, 2, 8)], rtol=1e-4, atol=1e-4)
     row = 2 * 4 * 4
-    assert halo_only(lowered) <= 4 * row
+    assert halo_only(lowered) <= 7 * row  # less than a tile
     grad = check(
         gradient(fn, (0, 1)), x, kernel, inputs=[even_split(3, 2, 8)], rtol=1e-4, atol=1e-4
     )
@@ -196,6 +203,14 @@ def test_kernel_gradient_sums_over_both_split_sides():
     lowered = check(fn, x, g, inputs=[split, split], rtol=1e-4, atol=1e-4)
     assert set(kinds(lowered)) == {"collective_permute", "all_reduce"}
     assert sent(lowered, "all_reduce") == 2 * 5 * 3 * 4 * 4 * 7 // 8
+
+
+def test_kernel_larger_than_the_activations_gathers_none_of_them():
+    """Partial sums, though gathering both activations would send less."""
+    x, kernel = random_array((1, 32, 16)), random_array((32, 32, 3), seed=1)
+    fn = gradient(conv(1, (1, 1)), 1)
+    lowered = check(fn, x, kernel, inputs=[even_split(3, 2, 8)], rtol=1e-3, atol=1e-3)
+    assert set(kinds(lowered)) == {"collective_permute", "all_reduce"}
 
 
 def test_a_window_that_spans_the_input_is_reduced_in_parts():
@@ -334,8 +349,8 @@ def check_convolution(case):
         )
     )
     if len(split) == 1 and config.get("batch_group_count", 1) == 1 and not wide:
-        assert not GATHERS & set(kinds(lowered)), kinds(lowered)
-        assert not GATHERS & set(kinds(grad)), kinds(grad)
+        assert not gathers(lowered)
+        assert not gathers(grad)
 
 
 @given(convolutions())
@@ -396,7 +411,7 @@ def check_pool(case):
     how = {"devices": devices, "inputs": split[:1], "exact": exact, "rtol": 1e-4, "atol": 1e-4}
     lowered = check(fn, x, outputs=split[1:], **how)
     if split[1] is None:
-        assert not GATHERS & set(kinds(lowered)), kinds(lowered)
+        assert not gathers(lowered)
     if dtype == jnp.float32 and plain and name in ("sum", "max", "min"):
         check(gradient(fn), x, **(how | {"exact": False}))
     if dtype == jnp.float32 and name in ("max", "min"):  # select_and_gather_add
