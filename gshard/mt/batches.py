@@ -32,7 +32,7 @@ class BatchConfig:
 
     rows: int = 32  # of all hosts together
     source_length: int = 64
-    target_length: int = 48  # English needs fewer tokens than most languages
+    target_length: int = 36  # English needs fewer tokens than most languages
     mode: str = "pack"
     temperature: float = 5.0
     short_weight: float = 0.3  # of a short example, where a long one weighs 1

@@ -141,7 +141,7 @@ def batches(
     steps: Annotated[int, typer.Option(help="batches to make")] = 200,
     rows: Annotated[int, typer.Option(help="rows of a batch")] = 32,
     source_length: Annotated[int, typer.Option(help="source tokens in a row")] = 64,
-    target_length: Annotated[int, typer.Option(help="target tokens in a row")] = 48,
+    target_length: Annotated[int, typer.Option(help="target tokens in a row")] = 36,
     mode: Annotated[str, typer.Option(help="pack or bucket")] = "pack",
     temperature: Annotated[
         float, typer.Option(help="1 samples by data, inf every language alike")
