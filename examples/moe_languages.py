@@ -1,10 +1,10 @@
 """Many languages in one model: a Mixture-of-Experts Transformer against a dense one.
 
 Every language maps the same words onto the same words by a dictionary of its own, drawn at random,
-so there is nothing to share: 64 languages of 128 words are 8,192 facts to remember. A sentence is
-its language's tag and eight words, the frequent ones more often; its translation is word for word.
+so there is nothing to share: 64 languages of 64 words are 4,096 facts to remember. A sentence is
+its language's tag and four words, the frequent ones more often; its translation is word for word.
 
-Three models are trained on the same sentences. "moe" has 64 experts per MoE layer, of which a token
+Three models are trained on the same sentences. "moe" has 32 experts per MoE layer, of which a token
 uses two; "dense" has in their place one feed-forward layer twice as wide as an expert, which is the
 same arithmetic per token; "moe, no aux" is "moe" without the auxiliary loss.
 
@@ -48,8 +48,8 @@ class Task:
     """The languages: `dictionaries[l, w]` is what word w means in language l."""
 
     languages: int = 64
-    words: int = 128
-    length: int = 8
+    words: int = 64
+    length: int = 4
 
     @functools.cached_property
     def dictionaries(self) -> np.ndarray:
@@ -66,7 +66,9 @@ class Task:
         return Batch.of(source, 1 + jnp.asarray(self.dictionaries)[language, words])
 
 
-def models(task: Task, experts: int, hidden: int, dtype: Any) -> dict[str, TransformerConfig]:
+def models(
+    task: Task, experts: int = 32, hidden: int = 16, dtype: Any = "float32"
+) -> dict[str, TransformerConfig]:
     """The three models to compare."""
     moe = TransformerConfig(
         source_vocab=1 + task.words + task.languages,
@@ -96,13 +98,13 @@ def train(
     config: TransformerConfig,
     task: Task,
     steps: int,
-    sentences: int = 128,
+    sentences: int = 256,
     seed: int = 0,
     report: Any = lambda done, metrics: None,
 ) -> dict[str, float]:
     """Train one model and say how it does on new sentences."""
     strategy = Strategy(jax.device_count())
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 6e-3, min(200, steps // 5), steps, 1e-5)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, min(200, steps // 5), steps, 1e-5)
     optimizer = adam(schedule)
     start_key, data_key, step_key, test_key = jax.random.split(jax.random.key(seed), 4)
     state = jit(functools.partial(init_state, config, optimizer, strategy=strategy))(start_key)
@@ -138,8 +140,8 @@ def train(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     options = parser.parse_args()
@@ -154,7 +156,7 @@ def main() -> None:
     )
     results = {}
     with Progress(*columns, console=console) as progress:
-        for name, config in models(task, options.experts, 64, options.dtype).items():
+        for name, config in models(task, options.experts, dtype=options.dtype).items():
             bar = progress.add_task(f"{name:12}", total=options.steps, status="compiling")
 
             def report(done: int, metrics: Any, bar: Any = bar) -> None:

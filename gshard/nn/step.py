@@ -76,7 +76,7 @@ def train_step(
     updates, opt_state = optimizer.update(grads, opt_state, model)
     model = strategy.updated(optax.apply_updates(model, updates))
     opt_state = strategy.update(opt_state)
-    metrics = metrics._replace(grad_norm=optax.global_norm(grads))
+    metrics = metrics._replace(grad_norm=_norm(grads))
     return TrainState(model, opt_state, state.step + 1), metrics
 
 
@@ -129,3 +129,9 @@ def _router_losses(routers: ModelMetrics) -> tuple[Array, Array]:
     zero = jnp.zeros(())
     aux = sum((jnp.sum(r.aux_loss) for r in sides), zero)
     return aux, sum((jnp.sum(r.z_loss) for r in sides), zero)
+
+
+def _norm(tree: Any) -> Array:
+    """The length of all gradients as one vector."""
+    squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares, jnp.zeros(())))

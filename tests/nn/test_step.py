@@ -105,7 +105,7 @@ def residual_bytes(f, *args):
 
 
 def test_rematerialization_changes_memory_and_not_values():
-    config = models.config(encoder_layers=4, decoder_layers=4, **DROPOUT)
+    config = models.config(residual_dropout=0.1)
     model, batch, key = models.model(config), models.batch(), jax.random.key(0)
 
     def value(remat):
@@ -114,7 +114,7 @@ def test_rematerialization_changes_memory_and_not_values():
     plain, layer = (jax.jit(jax.value_and_grad(value(r)))(model) for r in ("none", "layer"))
     for a, b in zip(*map(jax.tree.leaves, (plain, layer)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
-    assert residual_bytes(value("layer"), model) < 0.7 * residual_bytes(value("none"), model)
+    assert residual_bytes(value("layer"), model) < 0.8 * residual_bytes(value("none"), model)
 
 
 def test_remat_is_chosen_by_what_fits():
@@ -141,6 +141,7 @@ def test_remat_is_chosen_by_what_fits():
     assert eight.weights < plain.weights
 
 
+@pytest.mark.slow
 def test_estimate_is_near_what_xla_allocates():
     """On one device, within a factor of two: XLA also has buffers that come and go."""
     model = models.shapes(models.config(encoder_layers=4, decoder_layers=4))
