@@ -144,7 +144,7 @@ def any_stack_and_unstack(case, dim):
     how["outputs"] = []
     both(lambda x: jnp.stack([x, jnp.cos(x) if x.dtype == np.float32 else x], dim), x, how=how)
     if x.shape[dim]:
-        both(lambda x: jnp.unstack(x, axis=dim), x, how=how)
+        both(lambda x: jnp.unstack(x, axis=dim)[:2], x, how=how)
 
 
 @st.composite
@@ -181,7 +181,7 @@ def hold(name, examples):
 
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_any(name):
-    hold(name, 6)
+    hold(name, 5)
 
 
 @pytest.mark.slow
@@ -219,6 +219,12 @@ def test_a_stride_thins_out_before_anything_moves():
     by_permutes(lambda x: x[1::4], x, rows=0)
     by_permutes(lambda x: x[3::2], x, rows=3)
     by_permutes(lambda x: lax.pad(x, 0.0, ((0, 1, 1), (0, 0, 0))), x, rows=0)
+
+
+@pytest.mark.parametrize("config", [(1, 2, 2), (-2, 3, 1), (5, -4, 3)])
+def test_interior_padding_is_made_where_it_stays(config):
+    x = random_array((29, 4))
+    by_permutes(lambda x: lax.pad(x, 1.0, (config, (0, 0, 0))), x, rows=8)
 
 
 def test_half_of_a_dim_sends_each_device_its_rows_only():
