@@ -68,7 +68,8 @@ class Jitted:
         """Partition for arguments like these: arrays, or `jax.ShapeDtypeStruct`s."""
         return self._lower(self.signature.bind(args, kwargs))
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args, **kwargs) -> Any:
+        """Partition if need be, and run."""
         call = self.signature.bind(args, kwargs)
         lowered = self._lower(call)
         return lowered.compile().run(call)
@@ -205,18 +206,29 @@ class Compiled:
             p.put(lowered._mesh, c) for p, c in zip(lowered._into, lowered._consts, strict=False)
         ]
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args, **kwargs) -> Any:
+        """Run it."""
         return self.run(self._lowered._call.signature.bind(args, kwargs))
 
     def run(self, call: Call) -> Any:
         """Place the arguments, execute, wrap the results."""
         low = self._lowered
-        into = low._into[len(self._consts) :]
-        arrays = [p.put(low._mesh, x) for p, x in zip(into, call.leaves, strict=True)]
-        out = self._executable(*self._consts, *arrays)
+        out = self._executable(*self._consts, *self._put(call))
         return low._results.unflatten(
             [p.get(low._mesh, x) for p, x in zip(low._out_of, out, strict=True)]
         )
+
+    def place(self, *args, **kwargs) -> Any:
+        """The arguments where the program wants them: a call with these moves nothing."""
+        low = self._lowered
+        call = low._call.signature.bind(args, kwargs)
+        ports = low._into[len(self._consts) :]
+        placed = [p.get(low._mesh, x) for p, x in zip(ports, self._put(call), strict=True)]
+        return call.unflatten_arguments(placed)
+
+    def _put(self, call: Call) -> list[jax.Array]:
+        into = self._lowered._into[len(self._consts) :]
+        return [p.put(self._lowered._mesh, x) for p, x in zip(into, call.leaves, strict=True)]
 
     def as_text(self) -> str:
         """XLA's optimised program."""

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import Mesh, NamedSharding
 
 from gshard.annotate import annotate_p
-from gshard.arrays import axis_names, partition_spec, ports
+from gshard.arrays import UnevenArray, axis_names, partition_spec, ports
 from gshard.explain import Collective
 from gshard.propagate import propagate
 from gshard.rules.control import bodies
@@ -32,7 +32,7 @@ def lower_with_xla(signature: Signature, call: Call, devices: Any) -> XlaLowered
     if isinstance(devices, int):
         raise ValueError("partitioner='xla' needs real devices: XLA partitions when it compiles")
     flat_fn, results = signature.flat(call)
-    program = trace(flat_fn, call.avals, len(devices))
+    program = trace(flat_fn, call.avals, len(devices), folded=False)
     shardings = propagate(program, len(devices))
     variables = [*program.jaxpr.constvars, *program.jaxpr.invars]
     shapes = [tuple(v.aval.shape) for v in variables]
@@ -144,14 +144,25 @@ class XlaCompiled:
         self.cost_analysis = self._executable.cost_analysis
         self.memory_analysis = self._executable.memory_analysis
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args, **kwargs) -> Any:
+        """Run it."""
         return self.run(self._lowered._call.signature.bind(args, kwargs))
 
     def run(self, call: Call) -> Any:
         """Place the arguments, execute, put the results into the user's tree."""
+        return self._lowered._results.unflatten(self._executable(*self._put(call)))
+
+    def place(self, *args, **kwargs):
+        """The arguments where the program wants them."""
+        call = self._lowered._call.signature.bind(args, kwargs)
+        return call.unflatten_arguments(self._put(call))
+
+    def _put(self, call: Call) -> list[jax.Array]:
         wanted = self._executable.input_shardings[0]
-        arrays = [jax.device_put(x, s) for x, s in zip(call.leaves, wanted, strict=True)]
-        return self._lowered._results.unflatten(self._executable(*arrays))
+        return [
+            jax.device_put(x.logical() if isinstance(x, UnevenArray) else x, s)
+            for x, s in zip(call.leaves, wanted, strict=True)
+        ]
 
 
 # ---------------------------------------------------------------- reading XLA's program
