@@ -71,7 +71,9 @@ def summary(collectives) -> str:
     for c in collectives:
         if c.bytes:
             counts[c.kind] = counts.get(c.kind, 0) + c.count
-    return ", ".join(f"{n} {kind.replace('_', '-')}" for kind, n in sorted(counts.items())) or "none"
+    return (
+        ", ".join(f"{n} {kind.replace('_', '-')}" for kind, n in sorted(counts.items())) or "none"
+    )
 
 
 def equal(got, wanted) -> bool:
@@ -93,14 +95,29 @@ def main() -> None:
     options = parser.parse_args()
     console = Console(width=180)
     chosen = [p for p in programs() if options.only in p.name]
-    table = Table(title=f"KB that one of {D} devices sends; ratios of times, below 1 is faster than XLA")
-    for column in ("program", "needed", "gshard", "XLA", "gshard's collectives", "XLA's", "step", "compile"):
-        table.add_column(column, justify="left" if "'s" in column or column == "program" else "right")
+    table = Table(
+        title=f"KB that one of {D} devices sends; ratios of times, below 1 is faster than XLA"
+    )
+    for column in (
+        "program",
+        "needed",
+        "gshard",
+        "XLA",
+        "gshard's collectives",
+        "XLA's",
+        "step",
+        "compile",
+    ):
+        table.add_column(
+            column, justify="left" if "'s" in column or column == "program" else "right"
+        )
     found = {}
     for program in track(chosen, console=console, transient=True):
         figures = measure(program)
         ours, theirs = figures["gshard"], figures["xla"]
-        found[program.name] = {"needed": program.needed} | {k: asdict(v) for k, v in figures.items()}
+        found[program.name] = {"needed": program.needed} | {
+            k: asdict(v) for k, v in figures.items()
+        }
         table.add_row(
             program.name,
             kilobytes(program.needed),

@@ -94,7 +94,12 @@ def matmuls() -> list[Program]:
             (normal(1024, 512), normal(512, 512)),
             whole * 4 * (D - 1) // D,
         ),
-        Program("P(b, None, a) -> P(None, (a, b))", two_dims, (normal(32, 64, 16),), all_to_all(32 * 64 * 16 // D)),
+        Program(
+            "P(b, None, a) -> P(None, (a, b))",
+            two_dims,
+            (normal(32, 64, 16),),
+            all_to_all(32 * 64 * 16 // D),
+        ),
     ]
 
 
@@ -127,13 +132,26 @@ def windows() -> list[Program]:
 
     kernels = tuple(normal(3, 3, 8, 8, seed=i) / 8 for i in range(6))
     return [
-        Program("conv, stride 2, 69 columns", strided, (normal(4, 16, 72, 8), kernels[0]), 7 * column),
-        Program("conv, base dilation 3, stride 2", dilated, (normal(4, 16, 64, 8), kernels[0]), 2 * column),
-        Program("grouped conv, batch split", grouped, (normal(16, 16, 64, 8), normal(3, 3, 2, 8)), 0),
         Program(
-            "stack of 6 convs, width split", stack, (normal(4, 64, 256, 8), *kernels), 12 * 4 * column, True
+            "conv, stride 2, 69 columns", strided, (normal(4, 16, 72, 8), kernels[0]), 7 * column
         ),
-    ]  # fmt: skip
+        Program(
+            "conv, base dilation 3, stride 2",
+            dilated,
+            (normal(4, 16, 64, 8), kernels[0]),
+            2 * column,
+        ),
+        Program(
+            "grouped conv, batch split", grouped, (normal(16, 16, 64, 8), normal(3, 3, 2, 8)), 0
+        ),
+        Program(
+            "stack of 6 convs, width split",
+            stack,
+            (normal(4, 64, 256, 8), *kernels),
+            12 * 4 * column,
+            True,
+        ),
+    ]
 
 
 def formatting() -> list[Program]:
@@ -147,7 +165,9 @@ def formatting() -> list[Program]:
 
     return [
         Program("reverse, 61 rows", reverse, (normal(61, 80),), 2 * 8 * 80 * 4),
-        Program("x.at[:-1].set(x[1:]).at[-1].set(v)", shifted, (normal(64, 80), normal(80)), 80 * 4),
+        Program(
+            "x.at[:-1].set(x[1:]).at[-1].set(v)", shifted, (normal(64, 80), normal(80)), 80 * 4
+        ),
     ]
 
 
@@ -167,10 +187,18 @@ def along_the_split_dim() -> list[Program]:
     rows, columns = 1 << 15, 16
     ids = np.random.default_rng(0).integers(0, 4096, 512).astype(np.int32)
     return [
-        Program("cumsum along the split dim", cumsum, (normal(rows, columns),), 7 * columns * 4, True),
+        Program(
+            "cumsum along the split dim", cumsum, (normal(rows, columns),), 7 * columns * 4, True
+        ),
         Program("fft2, batch split", fft, (normal(16, 64, 64),), 0),
         Program(
-            "sort along the split dim", sort, (normal(rows, columns),), 2 * all_to_all(rows * columns // D), True
+            "sort along the split dim",
+            sort,
+            (normal(rows, columns),),
+            2 * all_to_all(rows * columns // D),
+            True,
         ),
-        Program("embedding split by vocabulary", lookup, (normal(4096, 64), ids), all_reduce(512 * 64)),
-    ]  # fmt: skip
+        Program(
+            "embedding split by vocabulary", lookup, (normal(4096, 64), ids), all_reduce(512 * 64)
+        ),
+    ]

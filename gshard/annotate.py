@@ -74,8 +74,8 @@ def split(tensor: Any, split_dimension: int, num_partitions: int) -> Any:
     if not -rank <= split_dimension < rank:
         allowed = f"{-rank} to {rank - 1}" if rank else "none: a scalar has no dims to split"
         raise ValueError(
-            f"{here()}: {call}: the split dimension {split_dimension} is out of range for a tensor of shape "
-            f"{np.shape(tensor)}; allowed: {allowed}"
+            f"{here()}: {call}: the split dimension {split_dimension} is out of range for a tensor "
+            f"of shape {np.shape(tensor)}; allowed: {allowed}"
         )
     if num_partitions < 1:
         raise ValueError(f"{here()}: {call}: the number of partitions must be at least 1")
@@ -103,8 +103,8 @@ def as_annotation(tensor: Any, device_assignment: Any) -> Annotation:
         raise TypeError(f"{here()}: {call}: device ids must be integers, got {assignment.dtype}")
     if assignment.ndim != np.ndim(tensor):
         raise ValueError(
-            f"{here()}: {call}: the device assignment has rank {assignment.ndim}, but a tensor of shape "
-            f"{np.shape(tensor)} needs rank {np.ndim(tensor)}"
+            f"{here()}: {call}: the device assignment has rank {assignment.ndim}, but a tensor of "
+            f"shape {np.shape(tensor)} needs rank {np.ndim(tensor)}"
         )
     if assignment.size == 0:
         raise ValueError(f"{here()}: {call}: the device assignment names no device")

@@ -107,7 +107,7 @@ def is_key(value: Any) -> bool:
 
 
 def _unstack(stack, sharding: Sharding, shape: tuple[int, ...]):
-    """The logical value of a stack: first copies of the tiles, put side by side, padding cut off."""
+    """The logical value of a stack: the tiles side by side, padding cut off."""
     local = sharding.local_shape(shape)
     tiles = stack.reshape(sharding.num_devices, *local)[sharding.devices[..., 0].ravel()]
     grid = tiles.reshape(*sharding.tiles, *local)

@@ -174,7 +174,9 @@ def merge_disjoint(place: Place, x: jax.Array, groups: Groups, reason: str) -> j
     return back(all_reduce(place, bits, groups, "sum", reason))
 
 
-def scatter_disjoint(place: Place, x: jax.Array, dim: int, groups: Groups, reason: str) -> jax.Array:
+def scatter_disjoint(
+    place: Place, x: jax.Array, dim: int, groups: Groups, reason: str
+) -> jax.Array:
     """`merge_disjoint`, of which member j keeps the j-th part of `dim`."""
     bits, back = _as_integers(x)
     return back(reduce_scatter(place, bits, dim, groups, reason))
@@ -189,5 +191,7 @@ def _as_integers(x: jax.Array) -> tuple[jax.Array, Callable]:
         return bits, lambda bits: lax.complex(back(bits)[..., 0], back(bits)[..., 1])
     if jnp.issubdtype(x.dtype, jnp.floating):
         integer = jnp.dtype(f"uint{x.dtype.itemsize * 8}")
-        return lax.bitcast_convert_type(x, integer), lambda bits: lax.bitcast_convert_type(bits, x.dtype)
+        return lax.bitcast_convert_type(x, integer), lambda bits: lax.bitcast_convert_type(
+            bits, x.dtype
+        )
     return x, lambda bits: bits

@@ -63,7 +63,7 @@ def combine(
     target: Sharding,
     name: str,
 ) -> Tile:
-    """`tile`, partial over the `reduced` splits, made whole; split like `target` if that is cheap."""
+    """`tile`, partial over the `reduced` splits, made whole, or split as `target` wants it."""
     if not reduced or 0 in tile.shape:
         return tile
     (kind,) = {kinds[f] for f in reduced}
@@ -119,7 +119,9 @@ def combine_disjoint(
         halves = lax.bitcast_convert_type(done.array, x.dtype)
         return back(done, halves.reshape(*halves.shape[:-2], -1))
     if jnp.issubdtype(x.dtype, jnp.floating):
-        done = like(lax.bitcast_convert_type(x, jnp.dtype(f"uint{itemsize_of(x.dtype) * 8}")), shape)
+        done = like(
+            lax.bitcast_convert_type(x, jnp.dtype(f"uint{itemsize_of(x.dtype) * 8}")), shape
+        )
         return back(done, lax.bitcast_convert_type(done.array, x.dtype))
     return combine(place, tile, reduced, dict.fromkeys(reduced, "sum"), target, name)
 
@@ -180,7 +182,7 @@ def copies_groups(sharding: Sharding) -> list[list[int]]:
 
 @functools.lru_cache(maxsize=16384)
 def _scatter(here: Sharding, reduced: tuple[Split, ...], target: Sharding) -> _Scatter | None:
-    """A sharding towards `target` in which the members of each reducing group hold different parts."""
+    """A sharding towards `target` in which the members of a reducing group hold different parts."""
     size = math.prod(s.tiles for s in reduced)
     for dim, (now, wanted) in enumerate(zip(here.splits, target.splits, strict=True)):
         have = now.tiles if now else 1
@@ -221,7 +223,7 @@ def _gather_and_reduce(place: Place, x: jax.Array, groups, kind: str, reason: st
 
 
 def sortable(x: jax.Array, kind: str):
-    """Floats as integers in the same order, NaN first of all: collectives lose NaN in max and min."""
+    """Floats as integers in the same order, NaN first: collectives lose NaN in max and min."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.int8), lambda y: y.astype(jnp.bool_)
     if not jnp.issubdtype(x.dtype, jnp.floating):

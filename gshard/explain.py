@@ -50,8 +50,8 @@ class Collective:
     def __str__(self) -> str:
         times = f" x {self.count}" if self.count > 1 else ""
         return (
-            f"{self.kind:<18} {self.bytes:>12,} B{times}  {self.dtype} over {self.group_size} devices"
-            f"  {self.source}  {self.reason}"
+            f"{self.kind:<18} {self.bytes:>12,} B{times}  {self.dtype} over {self.group_size} "
+            f"devices  {self.source}  {self.reason}"
         )
 
 

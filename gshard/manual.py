@@ -38,8 +38,9 @@ def auto_to_manual_spmd_partition(tensor: Any, device_assignment: Any = None) ->
         annotation = as_annotation(tensor, device_assignment)
     if annotation is None:
         raise ValueError(
-            f"{here()}: auto_to_manual_spmd_partition: the tensor has no annotation, so its local shape is not "
-            "known; pass the result of split(), shard() or replicate(), or a device assignment"
+            f"{here()}: auto_to_manual_spmd_partition: the tensor has no annotation, so its local "
+            "shape is not known; pass the result of split(), shard() or replicate(), or a "
+            "device assignment"
         )
     return to_manual_p.bind(tensor, annotation=annotation, num_devices=count, copies="all")
 
@@ -62,8 +63,9 @@ def manual_to_auto_spmd_partition(
         shape = tuple(full_shape)
         if sharding.local_shape(shape) != tuple(tensor.shape):
             raise ValueError(
-                f"{here()}: manual_to_auto_spmd_partition: a tensor of shape {shape} cut like {sharding.tiles} "
-                f"has parts of shape {sharding.local_shape(shape)}, but the part is {tensor.shape}"
+                f"{here()}: manual_to_auto_spmd_partition: a tensor of shape {shape} cut like "
+                f"{sharding.tiles} has parts of shape {sharding.local_shape(shape)}, but the part "
+                f"is {tensor.shape}"
             )
     return to_auto_p.bind(
         tensor, annotation=annotation, shape=shape, num_devices=count, copies="first"
@@ -93,7 +95,7 @@ def reduce_scatter(tensor: Any, dim: int, groups: Groups = None) -> Any:
 
 
 def all_to_all(tensor: Any, groups: Groups = None) -> Any:
-    """Row j of the first dim, as long as the group, goes to member j; the received rows in order."""
+    """Row j of the first dim goes to member j of the group; the received rows stand in order."""
     return _collective(tensor, "all_to_all", groups)
 
 

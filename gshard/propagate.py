@@ -140,8 +140,9 @@ class _State:
         annotation = eqn.params["annotation"]
         if eqn.primitive is annotate_p and self.is_manual(eqn):
             raise ValueError(
-                f"{source_of(eqn)}: {annotation} conflicts with the manual region that the tensor is in: "
-                "there every device has its own; leave it with manual_to_auto_spmd_partition first"
+                f"{source_of(eqn)}: {annotation} conflicts with the manual region that the tensor "
+                "is in, where every device has its own; leave it with "
+                "manual_to_auto_spmd_partition first"
             )
         try:
             sharding = annotation.resolve(self.num_devices)
@@ -179,7 +180,7 @@ class _State:
             self.pass_on(edge, *passes[number])
 
     def revisit(self, edge: _Edge) -> None:
-        """Queue an operator: in program order for the passes that go forwards, else from the end."""
+        """Queue an operator: in program order for passes that go forwards, else from the end."""
         for number in range(edge.level, len(self.waiting)):
             if number not in edge.queued:
                 edge.queued.add(number)

@@ -1,4 +1,4 @@
-"""Sharding: how the tiles of a tensor lie on the devices (the paper's appendix "General Sharding API").
+"""Sharding: how the tiles of a tensor lie on the devices (appendix "General Sharding API").
 
 A `Split` cuts one dim into equal tiles and says which tile each device holds. A `Sharding` is one
 `Split` (or None) per dim. Kept apart like that, the splits of two tensors combine dim by dim, as
@@ -36,7 +36,7 @@ class Split:
 
     @property
     def idle(self) -> bool:
-        """Whether some devices hold no tile (a tile count that does not divide the device count)."""
+        """Whether some devices hold no tile, as where the counts do not divide."""
         return bool((self.coords < 0).any())
 
     @functools.cache  # noqa: B019  (splits are interned and live forever)

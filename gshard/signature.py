@@ -117,12 +117,12 @@ class Call:
         fresh = iter(arrays)
         leaves = [next(fresh) if m is None else m.value for m in self.marks]
         dynamic, kwargs = jax.tree.unflatten(self.tree, leaves)
-        given = dict((i, s.value) for i, s in self.fixed)
+        given = {i: s.value for i, s in self.fixed}
         rest = iter(dynamic)
         return [given[i] if i in given else next(rest) for i in range(self.num_args)], kwargs
 
     def unflatten_arguments(self, values: Sequence[Any]) -> Any:
-        """A tree like the positional arguments (and keyword arguments, if any) with other leaves."""
+        """A tree like the arguments, with other leaves; keyword arguments stand beside if any."""
         args, kwargs = self.arguments(values)
         return (tuple(args), kwargs) if kwargs else tuple(args)
 

@@ -14,7 +14,7 @@ from gshard._jax import source_info_util
 _CORE = Path(__file__).parent
 _REASON = "gshard: "
 
-# The core's frames are not the user's. The layers in gshard/nn are: they are a model like any other.
+# The core's frames are not the user's. Those of gshard/nn are: a model like any other.
 for _path in [*_CORE.glob("*.py"), _CORE / "rules"]:
     source_info_util.register_exclusion(str(_path))
 

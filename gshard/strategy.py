@@ -144,7 +144,7 @@ def _fits(chosen: Assignment, factors: Factors, tensors) -> bool:
 
 
 def _composable(chosen: Assignment, factors: Factors) -> bool:
-    """Whether no dim has to forget a split of one of its factors (the dim would not tile evenly)."""
+    """Whether no dim has to forget a split of one of its factors, as where it tiles unevenly."""
     for dims in [*factors.operands, *factors.results]:
         for dim in dims:
             if len(dim) > 1:

@@ -1,4 +1,4 @@
-"""Tile: what one device holds of a tensor, and what is needed to keep its padding out of results."""
+"""Tile: what one device holds of a tensor, and how its padding is kept out of results."""
 
 from __future__ import annotations
 

@@ -175,8 +175,8 @@ _OPS = {
     "reduce-scatter": "reduce_scatter",
 }
 _LINE = re.compile(
-    r"= (?P<type>\(.*?\)|\S+) (?P<op>all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
-    r"(?:-start)?\((?P<rest>.*)"
+    r"= (?P<type>\(.*?\)|\S+) "
+    r"(?P<op>all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 )
 _SHAPE = re.compile(r"(?P<dtype>[a-z]+\d*(?:e\d+m\d+\w*)?)\[(?P<dims>[\d,]*)\]")
 

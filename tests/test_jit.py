@@ -1,5 +1,7 @@
 """`gshard.jit` as users meet it: arguments, results, what is shown, and errors."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,7 +153,8 @@ def test_collectives_say_what_why_and_where():
         x, w = gshard.split(x, 1, 8), gshard.split(w, 0, 8)
         return gshard.replicate(x @ w)  # this line
 
-    line = next(i for i, s in enumerate(open(__file__), 1) if "# this line" in s)
+    source = Path(__file__).read_text().splitlines()
+    line = next(i for i, s in enumerate(source, 1) if "# this line" in s)
     lowered = gshard.jit(fn).lower(random_array((4, 16)), random_array((16, 6)))
     (found,) = lowered.collectives
     assert (found.kind, found.count, found.group_size) == ("all_reduce", 1, 8)

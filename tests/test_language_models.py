@@ -1,4 +1,4 @@
-"""Models as users write them, in Equinox and in Flax, trained with Optax: the unpartitioned curve."""
+"""Models as users write them, in Equinox and Flax, trained with Optax: the unpartitioned curve."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 import gshard
-from tests.oracle import kinds
 
 LAYERS, MODEL, HEADS, HIDDEN, LENGTH = 4, 16, 4, 32, 6
 MESH = np.arange(8).reshape(2, 4)  # for 2-D sharding: batch by rows, features by columns
@@ -163,7 +162,9 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    ("make", "optimizer"), [(equinox_model, "adafactor"), (flax_model, "adam")], ids=["equinox", "flax"]
+    ("make", "optimizer"),
+    [(equinox_model, "adafactor"), (flax_model, "adam")],
+    ids=["equinox", "flax"],
 )
 def test_trains_to_the_unpartitioned_curve(make, optimizer, strategy):
     """Batch 13 and vocabulary 37 divide by nothing."""

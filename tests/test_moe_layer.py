@@ -1,4 +1,4 @@
-"""The paper's MoE layer: the collectives of section 3, and one program for any number of devices."""
+"""The paper's MoE layer: the collectives of section 3, and one program for any device count."""
 
 import time
 
@@ -62,7 +62,9 @@ def test_uneven_groups_and_experts():
 
 def lowered_for(devices: int) -> tuple[gshard.Lowered, float]:
     def gradient(*args):
-        return jax.value_and_grad(lambda *a: moe_loss(*a, devices=devices), argnums=(0, 1, 2, 3))(*args)
+        return jax.value_and_grad(lambda *a: moe_loss(*a, devices=devices), argnums=(0, 1, 2, 3))(
+            *args
+        )
 
     step = gshard.jit(gradient, devices=devices)
     start = time.process_time()

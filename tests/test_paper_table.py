@@ -18,12 +18,36 @@ WHOLE = np.zeros((1, 1), int)
 
 ROWS = {
     "add A',A'->A'": (jnp.add, [(A,), (A,)], [even_split(1, 0, 8)] * 2, [even_split(1, 0, 8)], {}),
-    "matmul AB',B'C->AC": (jnp.matmul, [(A, B), (B, C)], [row(1), row(0)], [WHOLE], {"all_reduce": 1}),
+    "matmul AB',B'C->AC": (
+        jnp.matmul,
+        [(A, B), (B, C)],
+        [row(1), row(0)],
+        [WHOLE],
+        {"all_reduce": 1},
+    ),
     "matmul A'B,BC->A'C": (jnp.matmul, [(A, B), (B, C)], [row(0), WHOLE], [row(0)], {}),
-    "matmul A'B,B'C->A'C": (jnp.matmul, [(A, B), (B, C)], [row(0), row(0)], [row(0)], {"all_gather": 1}),
-    "matmul A'B,BC'->AC'": (jnp.matmul, [(A, B), (B, C)], [row(0), row(1)], [row(1)], {"all_gather": 1}),
+    "matmul A'B,B'C->A'C": (
+        jnp.matmul,
+        [(A, B), (B, C)],
+        [row(0), row(0)],
+        [row(0)],
+        {"all_gather": 1},
+    ),
+    "matmul A'B,BC'->AC'": (
+        jnp.matmul,
+        [(A, B), (B, C)],
+        [row(0), row(1)],
+        [row(1)],
+        {"all_gather": 1},
+    ),
     "reduce A'B->A'": (lambda x: x.sum(1), [(A, B)], [row(0)], [even_split(1, 0, 8)], {}),
-    "reduce A'B->B": (lambda x: x.sum(0), [(A, B)], [row(0)], [np.zeros(1, int)], {"all_reduce": 1}),
+    "reduce A'B->B": (
+        lambda x: x.sum(0),
+        [(A, B)],
+        [row(0)],
+        [np.zeros(1, int)],
+        {"all_reduce": 1},
+    ),
     "einsum G'SEC,G'SM->E'GCM": (
         lambda mask, x: jnp.einsum("GSEC,GSM->EGCM", mask, x),
         [(8, 16, 8, 4), (8, 16, 32)],
@@ -31,7 +55,7 @@ ROWS = {
         [even_split(4, 0, 8)],
         {"all_to_all": 1},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ROWS)

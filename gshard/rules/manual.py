@@ -40,8 +40,9 @@ def check_manual(eqn: JaxprEqn, tile: Tile, target: Sharding) -> None:
     """A manual value has no sharding to change: the user has to say which part it is."""
     if tile.sharding.manual != target.manual:
         raise ValueError(
-            f"{source_of(eqn)}: {eqn.primitive.name} mixes a value of a manual region with one that is "
-            "partitioned automatically; leave the region with manual_to_auto_spmd_partition first"
+            f"{source_of(eqn)}: {eqn.primitive.name} mixes a value of a manual region with "
+            "one that is partitioned automatically; leave the region with "
+            "manual_to_auto_spmd_partition first"
         )
 
 
@@ -102,7 +103,7 @@ def _partition_id(
 
 
 def _no_factors(eqn: JaxprEqn) -> Factors:
-    """Nothing travels through the border of a manual region by itself: both sides say their split."""
+    """Nothing travels through the border of a manual region: both sides say their split."""
     return Factors(
         tuple(((),) * a.aval.ndim for a in eqn.invars),
         tuple(((),) * v.aval.ndim for v in eqn.outvars),

@@ -23,7 +23,7 @@ from gshard.combine import identity, reducing_groups
 from gshard.rules.registry import Context, Doc, Factors, Rule, register
 from gshard.sharding import Sharding, Split, compatible
 from gshard.strategy import MEMORY_PER_BYTE, choose, shard_dims
-from gshard.tile import Tile, itemsize_of
+from gshard.tile import Tile, itemsize_of, pad_end
 
 
 def sort_dims(eqn: JaxprEqn) -> Factors:
@@ -123,7 +123,7 @@ def _sort_columns(
     split, place = here.splits[dim], ctx.place
     assert split
     ready = [ctx.reshard(t, here, "operand of sort") for t in tiles]
-    whole_rows = [reshard.pad_end(t.array, dim, rows) for t in ready]
+    whole_rows = [pad_end(t.array, dim, rows) for t in ready]
     columns = [jnp.moveaxis(x, dim, 0) for x in whole_rows]
     own, size = ready[0].array.shape[dim], ready[0].shape[dim]
     row = lax.broadcasted_iota(jnp.int32, columns[0].shape, 0)

@@ -28,7 +28,7 @@ EINSUMS = [
 def contractions(draw):
     spec = draw(st.sampled_from(EINSUMS))
     names, result = spec.replace("->", ",").split(","), spec.split("->")[1]
-    sizes = {c: draw(st.sampled_from(SIZES[:6] + (0,))) for c in sorted(set(spec) - set(",->"))}
+    sizes = {c: draw(st.sampled_from((*SIZES[:6], 0))) for c in sorted(set(spec) - set(",->"))}
     shapes = [[sizes[c] for c in part] for part in names[:2]]
     devices = draw(st.sampled_from(DEVICE_COUNTS))
     inputs = [draw(assignments(len(s), devices)) for s in shapes]

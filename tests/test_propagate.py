@@ -1,0 +1,113 @@
+"""Propagation: who takes whose split over, and in which order of preference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import gshard
+from tests.oracle import kinds, random_array, sent
+
+MESH = np.arange(8).reshape(2, 4)
+
+
+def shardings(fn, *args):
+    lowered = gshard.jit(fn).lower(*args)
+    return [str(s) for s in jax.tree.leaves(lowered.in_shardings)], [
+        str(s) for s in jax.tree.leaves(lowered.out_shardings)
+    ]
+
+
+def test_forwards_and_backwards_through_pointwise_operators():
+    def fn(x, y):
+        z = jnp.tanh(x + y)
+        return gshard.split(z, 0, 8) * 2, z
+
+    ins, outs = shardings(fn, random_array((8, 3)), random_array((8, 3)))
+    assert ins == outs == ["split dim 0 by 8"] * 2
+
+
+def test_through_transposes_broadcasts_and_reshapes():
+    def fn(x):
+        x = gshard.split(x, 1, 8)
+        return x.T.reshape(4, 4, 3)[None] + jnp.zeros((2, 1, 1, 1))
+
+    _, outs = shardings(fn, random_array((3, 16)))
+    assert outs == ["split dim 1 by 4, 2 copies"] or outs == ["split dim 1 by 4 x dim 2 by 2"]
+
+
+def test_annotations_are_never_overridden():
+    def fn(x):
+        x = gshard.replicate(x)
+        return gshard.split(x + 1, 0, 8)
+
+    ins, outs = shardings(fn, random_array((8,)))
+    assert ins == ["replicated"]
+    assert outs == ["split dim 0 by 8"]
+
+
+def test_batch_dims_of_contractions_come_first():
+    """Both could be split along the result's rows too; the batch dim needs no communication."""
+
+    def fn(x, y):
+        return jnp.einsum("bij,bjk->bik", gshard.split(x, 0, 8), y)
+
+    ins, outs = shardings(fn, random_array((8, 8, 8)), random_array((8, 8, 8)))
+    assert ins == ["split dim 0 by 8"] * 2
+    assert outs == ["split dim 0 by 8"]
+
+
+def test_two_splits_meet_in_one_result():
+    def fn(x, w):
+        return gshard.shard(x, MESH[:, :1]) @ gshard.shard(w, MESH[:1])
+
+    _, outs = shardings(fn, random_array((8, 4)), random_array((4, 8)))
+    assert outs == ["split dim 0 by 2 x dim 1 by 4"]
+
+
+def test_the_larger_tensor_keeps_its_split():
+    """Rows of the large operand stay where they are; the small one moves."""
+
+    def fn(large, small):
+        return gshard.split(large, 0, 8) + gshard.split(small, 1, 8)[:1]
+
+    lowered = gshard.jit(fn).lower(random_array((64, 16)), random_array((8, 16)))
+    assert str(lowered.out_shardings) == "split dim 0 by 8"
+
+
+def test_gradients_need_no_annotations():
+    """Tensor parallelism: the weights' gradients are split like the weights."""
+
+    def loss(w1, w2, x):
+        w1, w2 = gshard.split(w1, 1, 8), gshard.split(w2, 0, 8)
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ w1) @ w2))
+
+    args = [random_array((16, 64)), random_array((64, 16)), random_array((32, 16))]
+    lowered = gshard.jit(jax.grad(loss, argnums=(0, 1))).lower(*args)
+    assert [str(s) for s in lowered.out_shardings] == ["split dim 1 by 8", "split dim 0 by 8"]
+    assert kinds(lowered) == {"all_reduce": 1}
+    assert sent(lowered) == 2 * 32 * 16 * 4 * 7 // 8
+
+
+def test_a_loop_carries_one_sharding_found_inside():
+    """The carry starts unannotated; the body splits it."""
+
+    def fn(x, ws):
+        def layer(x, w):
+            return jnp.tanh(gshard.split(x, 0, 8) @ w), None
+
+        return jax.lax.scan(layer, x, ws)[0]
+
+    ins, outs = shardings(fn, random_array((16, 4)), random_array((3, 4, 4)))
+    assert ins == ["split dim 0 by 8", "replicated"]
+    assert outs == ["split dim 0 by 8"]
+    lowered = gshard.jit(fn).lower(random_array((16, 4)), random_array((3, 4, 4)))
+    assert lowered.collectives == []
+
+
+def test_deterministic():
+    def fn(x, y):
+        return jnp.einsum("ij,jk->ik", gshard.split(x, 0, 4), gshard.split(y, 1, 8)).sum(0)
+
+    args = random_array((8, 8)), random_array((8, 8))
+    texts = {gshard.jit(lambda x, y: fn(x, y)).lower(*args).as_text() for _ in range(3)}
+    assert len({t.replace(" ", "") for t in texts}) == 1
