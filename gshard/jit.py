@@ -56,7 +56,7 @@ class Jitted:
         self.partitioner = partitioner
         self.memory_limit = memory_limit
         self._devices = devices
-        self._lowered: dict[Any, Lowered] = {}
+        self._lowered: dict[Any, Any] = {}
         functools.update_wrapper(self, fn)
 
     @property

@@ -111,7 +111,8 @@ def _edges(source, source_local, target, target_local, shape) -> list[tuple]:
         if index >= 0:
             holders[index].append(device)
     coords = [s.coords if s else np.zeros(target.num_devices, int) for s in target.splits]
-    edges, served = [], defaultdict(int)
+    edges: list[tuple] = []
+    served: dict[int, int] = defaultdict(int)
     for device in np.flatnonzero(target.tile_index >= 0).tolist():
         low = [int(c[device]) * l for c, l in zip(coords, target_local, strict=True)]
         high = [min(a + l, n) for a, l, n in zip(low, target_local, shape, strict=True)]
