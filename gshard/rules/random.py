@@ -5,6 +5,7 @@ a draw by itself: it counts from its own offsets. JAX's generators take their co
 primitive, `iota_2x32_shape`. Here they run on local shapes, with that primitive's place taken by
 counters of the logical shape. Generators that do not count (`rbg`, and threefry with
 `jax_threefry_partitionable` off) mix all elements: every device draws the whole and keeps its part.
+Under vmap `rbg` mixes the keys too, so they are gathered: a few bytes each.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from jax.extend.core import primitives as p
 
 from gshard import collectives
 from gshard._jax import gamma_one, prng_impl, random_clone_p, random_unwrap_p, random_wrap_p
-from gshard.rules.registry import Context, Doc, Factors, Rule, Shape, register
+from gshard.rules.registry import RULES, Context, Doc, Factors, Rule, Shape, bind_local, register
 from gshard.sharding import Sharding
 from gshard.source import because
+from gshard.strategy import partition_by_factors
 from gshard.tile import Tile
 
 _COUNTS = "iota_2x32_shape"
+_MIXES = "rng_bit_generator"  # under vmap the first key draws for all the others
 _COUNTING = ("threefry2x32", "threefry4x32", "philox2x32", "philox4x32", "rbg")
 
 
@@ -102,19 +105,37 @@ def split_keys(ctx: Context, eqn: JaxprEqn, shape: Shape, keys: Tile, target: Sh
     return Tile(wrapped, raw.sharding, raw.shape)
 
 
+def _fold_in(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+    """Pointwise, except for a generator that folds by drawing from all keys together."""
+    keys, _ = tiles
+    if prng_impl(keys.array.dtype).name != "unsafe_rbg":
+        return partition_by_factors(ctx, eqn, RULES[eqn.primitive], tiles, targets)
+    count = ctx.place.num_devices
+    ready = [
+        ctx.reshard(t, Sharding.replicated(t.sharding.rank, count), "unsafe_rbg: keys mix")
+        for t in tiles
+    ]
+    shape = tuple(eqn.outvars[0].aval.shape)
+    (array,) = bind_local(ctx, eqn, ready, [shape])
+    return [Tile(array, Sharding.replicated(len(shape), count), shape)]
+
+
 def _draw(
     ctx: Context, eqn: JaxprEqn, draw: Callable, shape: Shape, keys: Tile, target: Sharding
 ) -> Tile:
     """What `draw(impl, shape)` makes of every key: this device's part of it, if it counts."""
     rank = keys.sharding.rank
-    keys = ctx.reshard(keys, target.project(range(rank)), f"operand of {eqn.primitive.name}")
     impl = prng_impl(keys.array.dtype)
     logical = (*keys.shape, *shape)
     per_draw = Sharding(target.splits[rank:], target.num_devices)
     local = per_draw.local_shape(shape)
+    mixes = bool(rank) and _uses(_traced(draw(impl, local), rank, keys).jaxpr, _MIXES)
+    wanted = Sharding.replicated(rank, target.num_devices) if mixes else target.project(range(rank))
+    keys = ctx.reshard(keys, wanted, f"operand of {eqn.primitive.name}")
     raw = jax.random.key_data(keys.array)
-    program = _traced(draw(impl, local), rank, raw)
-    if per_draw.is_replicated or (impl.name in _COUNTING and _counts(program.jaxpr)):
+    program = _traced(draw(impl, local), rank, keys)
+    counting = impl.name in _COUNTING and _uses(program.jaxpr, _COUNTS)
+    if not mixes and (per_draw.is_replicated or counting):
         counters = functools.partial(_counters, ctx, per_draw, shape)
         (array,) = _evaluate(program.jaxpr, program.consts, [raw], counters)
         return Tile(array, target, logical)
@@ -136,8 +157,8 @@ def _draw(
     return Tile(cut.array, target, logical)
 
 
-def _traced(draw: Callable, rank: int, raw: jax.Array) -> ClosedJaxpr:
-    return jax.make_jaxpr(_vectorized(draw, rank))(raw)
+def _traced(draw: Callable, rank: int, keys: Tile) -> ClosedJaxpr:
+    return jax.make_jaxpr(_vectorized(draw, rank))(jax.random.key_data(keys.array))
 
 
 def _vectorized(draw: Callable, rank: int) -> Callable:
@@ -146,10 +167,10 @@ def _vectorized(draw: Callable, rank: int) -> Callable:
     return draw
 
 
-def _counts(jaxpr: Jaxpr) -> bool:
-    """Whether a program takes counters from anywhere in it."""
+def _uses(jaxpr: Jaxpr, name: str) -> bool:
+    """Whether a primitive of that name occurs in a program, or in one that it calls."""
     return any(
-        eqn.primitive.name == _COUNTS or any(_counts(_body(v).jaxpr) for v in _called(eqn))
+        eqn.primitive.name == name or any(_uses(_body(v).jaxpr, name) for v in _called(eqn))
         for eqn in jaxpr.eqns
     )
 
@@ -307,9 +328,12 @@ register(
 register(
     Rule(broadcast_dims, level=0, doc=Doc(free="every dim")),
     p.random_seed_p,
-    p.random_fold_in_p,
     p.threefry2x32_p,
     random_clone_p,
+)
+register(
+    Rule(broadcast_dims, partition=_fold_in, level=0, doc=Doc(free="every dim")),
+    p.random_fold_in_p,
 )
 register(
     Rule(key_dims, level=0, doc=Doc(free="every dim; a key stays in one piece")),

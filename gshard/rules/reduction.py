@@ -54,7 +54,7 @@ def _partition_custom(
         for t, dims in zip(tiles, factors.operands, strict=True)
     ]
     here = shard_dims(factors.results[0], chosen, factors, targets[0].num_devices)
-    reduced = tuple(chosen[f] for f in factors.reduced if chosen[f])
+    reduced = tuple(s for f in factors.reduced if (s := chosen[f]))
     if not reduced:
         arrays = bind_local(ctx, eqn, ready, [])
     else:

@@ -15,6 +15,8 @@ from tests.oracle import DEVICE_COUNTS, SIZES, annotated, assignments, check, ev
 
 # Not philox: XLA fails to compile its multiplication inside of any shard_map.
 IMPLS = ("threefry2x32", "threefry4x32", "rbg", "unsafe_rbg")
+# Not threefry4x32: XLA's CPU backend never ends on keys made from keys, unpartitioned as well.
+CHAINED = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 def shapes(max_rank: int = 3):
@@ -58,7 +60,7 @@ def test_bits_of_every_generator(case, impl, width, raw):
     assert sent(low) == 0
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(draws())
 def test_64_bits(case):
     shape, devices, out = case
@@ -76,7 +78,7 @@ def test_64_bits(case):
     assert sent(low) == 0
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(draws())
 def test_threefry_without_counters(case):
     shape, devices, out = case
@@ -91,8 +93,8 @@ def test_threefry_without_counters(case):
     assert sent(low) == 0
 
 
-@settings(max_examples=10)
-@given(draws(2), shapes(2), st.sampled_from(IMPLS), st.data())
+@settings(max_examples=6)
+@given(draws(2), shapes(2), st.sampled_from(CHAINED), st.data())
 def test_split_and_fold_in_and_many_keys(case, batch, impl, data):
     shape, devices, _ = case
     first = data.draw(assignments(len(batch), devices))
@@ -100,13 +102,13 @@ def test_split_and_fold_in_and_many_keys(case, batch, impl, data):
     seeds = np.arange(math.prod(batch), dtype=np.uint32).reshape(batch)
 
     def fn(seeds):
-        make = lambda s: jax.random.fold_in(jax.random.key(s, impl=impl), s + 1)
-        bits = lambda k: jax.random.bits(k, shape)
-        split = lambda k: jax.random.key_data(jax.random.split(k, 3))
+        def draw(s):
+            key = jax.random.fold_in(jax.random.key(s, impl=impl), s + 1)
+            return jax.random.bits(key, shape), jax.random.key_data(jax.random.split(key, 3))
+
         for _ in batch:
-            make, bits, split = jax.vmap(make), jax.vmap(bits), jax.vmap(split)
-        keys = make(seeds)
-        return bits(keys), split(keys)
+            draw = jax.vmap(draw)
+        return draw(seeds)
 
     check(fn, seeds, devices=devices, inputs=[first], outputs=[last], exact=True)
 
@@ -189,10 +191,12 @@ def test_counters_beyond_32_bits():
     assert (got == wanted).all()
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(st.sampled_from(DEVICE_COUNTS), st.booleans())
 def test_permutations(devices, independent):
-    fn = lambda k: jax.random.permutation(k, jnp.arange(26).reshape(13, 2), independent=independent)
+    def fn(k):
+        return jax.random.permutation(k, jnp.arange(26).reshape(13, 2), independent=independent)
+
     check(fn, jax.random.key(5), devices=devices, outputs=[even_split(2, 0, devices)], exact=True)
 
 
@@ -207,12 +211,16 @@ def test_bit_generator_and_stateful_uniform():
     assert sent(low) == 0
     step = gshard.jit(lambda: gshard.split(jax.lax.rng_uniform(2.0, 3.0, (13, 4)), 0, 4))
     drawn = np.asarray(step())
-    assert drawn.shape == (13, 4) and (drawn >= 2).all() and (drawn < 3).all()
+    assert drawn.shape == (13, 4)
+    assert ((drawn >= 2) & (drawn < 3)).all()
 
 
 def test_threefry_on_raw_words():
     words = [np.arange(n, dtype=np.uint32) for n in (1, 1, 13, 13)]
-    fn = lambda *w: jax.extend.random.threefry2x32_p.bind(*w)
+
+    def fn(*words):
+        return jax.extend.random.threefry2x32_p.bind(*words)
+
     low = check(
         fn,
         *words,
