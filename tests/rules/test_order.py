@@ -131,6 +131,11 @@ def test_top_k_moves_candidates_only():
     assert sent(low) == 7 * 4 * 3 * (4 + 4)
 
 
+def test_top_k_does_not_find_padding():
+    x = np.random.default_rng(0).normal(size=(2, 61)).astype(np.float32)
+    check(lambda x: lax.top_k(x, 2), x, inputs=[even_split(2, 1, 8)], exact=True)
+
+
 def test_approximate_top_k():
     x = np.random.default_rng(0).permutation(200).astype(np.float32).reshape(2, 100)
     for fn in (lax.approx_max_k, lax.approx_min_k):
