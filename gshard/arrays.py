@@ -174,35 +174,18 @@ class Port:
             if self.stacked and value.sharding == self.sharding and value.stack.sharding == wanted:
                 return value.stack
             value = value.logical()
-        if not self.stacked:
-            if isinstance(value, jax.Array) and value.sharding == wanted:
-                return value
-            return jax.device_put(value, wanted)
         if isinstance(value, jax.Array):
-            rewrap = self.rewrap(mesh, value)
-            if rewrap is not None:
-                return rewrap
-            if not value.is_fully_addressable:
+            if value.sharding == wanted and not self.stacked:
+                return value
+            if self.stacked and value.sharding == _ordinary(mesh, self.sharding):
+                return _rewrap(mesh, self.sharding, value)
+            value = _on_all_devices(mesh, value)
+            if self.stacked and not value.is_fully_addressable:
                 return _stacker(self.sharding, wanted)(value)
+        if not self.stacked:
+            return jax.device_put(value, wanted)
         value = value if is_key(value) else np.asarray(value)
         return jax.device_put(_stack(value, self.sharding), wanted)
-
-    def rewrap(self, mesh: Mesh, value: jax.Array) -> jax.Array | None:
-        """An ordinary array that `get` made, as the stack it came from."""
-        if not self.sharding.is_even(self.shape) or value.sharding != _ordinary(
-            mesh, self.sharding
-        ):
-            return None
-        tiles = {s.device: s.data for s in value.addressable_shards}
-        spare = next(iter(tiles.values()))
-        local = [
-            tiles[d] if d in tiles else jax.device_put(spare, d)
-            for d in mesh.devices.ravel()
-            if d.process_index == jax.process_index()
-        ]
-        return jax.make_array_from_single_device_arrays(
-            self.physical_shape, self.named(mesh), local
-        )
 
     def get(self, mesh: Mesh, value: jax.Array) -> jax.Array | UnevenArray:
         """What the user sees of an array that crossed."""
@@ -213,7 +196,41 @@ class Port:
         wanted = _ordinary(mesh, self.sharding)
         held = {s.device: s.data for s in value.addressable_shards}
         tiles = [held[d] for d in wanted.mesh.devices.ravel() if d in held]
-        return jax.make_array_from_single_device_arrays(self.shape, wanted, tiles)
+        return jax.make_array_from_single_device_arrays(
+            self.shape, wanted, tiles, dtype=value.dtype
+        )
+
+
+def _rewrap(mesh: Mesh, sharding: Sharding, value: jax.Array) -> jax.Array:
+    """An ordinary array that `Port.get` made, as the stack it came from: nothing moves."""
+    tiles = {s.device: s.data for s in value.addressable_shards}
+    tile = sharding.local_shape(value.shape)
+    spare = np.zeros(tile, value.dtype)  # for devices that hold nothing
+    local = [
+        tiles[d] if d in tiles else jax.device_put(spare, d)
+        for d in mesh.devices.ravel()
+        if d.process_index == jax.process_index()
+    ]
+    shape = (tile[0] * sharding.num_devices, *tile[1:])
+    stacked = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    return jax.make_array_from_single_device_arrays(shape, stacked, local)
+
+
+def _on_all_devices(mesh: Mesh, value: jax.Array) -> jax.Array:
+    """An array that lies on some of the devices only, of several processes: known to them all.
+
+    JAX moves arrays between processes only if all devices take part on both sides.
+    """
+    holding = value.sharding.device_set
+    one_process = len({d.process_index for d in mesh.devices.flat}) == 1
+    if one_process or not isinstance(value.sharding, NamedSharding) or len(holding) == mesh.size:
+        return value
+    number = {d: i for i, d in enumerate(mesh.devices.flat)}
+    if not holding <= number.keys():
+        return value
+    grid = np.vectorize(number.__getitem__)(value.sharding.mesh.devices)
+    sharding = Sharding.of_assignment(grid[..., 0], mesh.size)
+    return UnevenArray(_rewrap(mesh, sharding, value), sharding, value.shape).logical()
 
 
 @functools.lru_cache(maxsize=256)
