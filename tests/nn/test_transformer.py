@@ -151,10 +151,12 @@ def test_layers_come_in_pairs():
         models.config(encoder_layers=3)
 
 
-@pytest.mark.parametrize(("dtype", "weight_dtype"), [("bfloat16", "float32"), ("bfloat16",) * 2])
-def test_bfloat16_stays_close_with_a_float32_router_and_softmax(dtype, weight_dtype):
+@pytest.mark.parametrize(
+    "weight_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
+def test_bfloat16_stays_close_with_a_float32_router_and_softmax(weight_dtype):
     exact, run = forward()
-    config = models.config(dtype=dtype, weight_dtype=weight_dtype)
+    config = models.config(dtype="bfloat16", weight_dtype=weight_dtype)
     batch = models.batch()
     model = models.model(config)
     dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(model)}
@@ -185,6 +187,7 @@ def test_layer_norm():
     np.testing.assert_allclose(np.std(y, -1), 1, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_initial_weights_have_the_scale_of_their_fan_in():
     config = models.config(model_dim=64, hidden_dim=96, encoder_layers=4)
     model = jax.jit(Transformer, static_argnums=0)(config, jax.random.key(0, impl="rbg"))
