@@ -25,9 +25,9 @@ def test_experts_hold_what_a_dense_model_cannot(example):
     assert got["moe"]["loss"] < 0.8 * got["dense"]["loss"]
     assert got["moe"]["loss"] < 0.8 * got["moe, no aux"]["loss"]
     assert got["moe"]["dead"] == 0
-    assert got["moe"]["busiest"] < 3
+    assert got["moe"]["busiest"] < 2
     assert got["moe, no aux"]["dead"] >= 8
-    assert got["moe, no aux"]["busiest"] > 4
+    assert got["moe, no aux"]["busiest"] > 2 * got["moe"]["busiest"]
     assert got["moe, no aux"]["overflow"] > 3 * got["moe"]["overflow"]
 
 
