@@ -25,7 +25,7 @@ from rich.table import Table
 import gshard
 from benchmarks.programs import D, Program, programs
 
-RUNS = 15
+RUNS = 9
 
 
 @dataclass(frozen=True)

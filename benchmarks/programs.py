@@ -184,7 +184,7 @@ def along_the_split_dim() -> list[Program]:
     def lookup(table, ids):
         return jnp.take(gshard.split(table, 0, D), gshard.replicate(ids), axis=0)
 
-    rows, columns = 1 << 15, 16
+    rows, columns = 1 << 12, 16
     ids = np.random.default_rng(0).integers(0, 4096, 512).astype(np.int32)
     return [
         Program(

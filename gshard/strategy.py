@@ -103,7 +103,7 @@ def choose(
     `kept` factors stay split where any tensor splits them, even if to gather were cheaper. `cost`
     is for operators that run otherwise than `run` does.
     """
-    cost = cost or _cost
+    cost = cost or default_cost
     options: dict[Factor, list[Split | None]] = {f: [] for f in factors.sizes}
     tensors = [
         *zip(factors.operands, shardings, strict=True),
@@ -129,7 +129,7 @@ def choose(
         if total < best_cost:
             best, best_cost = candidate, total
     if best is None:  # what is to be kept does not fit together
-        return choose(eqn, factors, shardings, targets, cost=cost)
+        return choose(eqn, factors, shardings, targets)
     return best
 
 
@@ -154,7 +154,10 @@ def _composable(chosen: Assignment, factors: Factors) -> bool:
     return True
 
 
-def _cost(eqn, factors: Factors, chosen: Assignment, shardings, targets, limit: float) -> float:
+def default_cost(
+    eqn, factors: Factors, chosen: Assignment, shardings, targets, limit: float
+) -> float:
+    """What it costs to bring operands into place, to work, and to hand over the results."""
     num_devices = targets[0].num_devices
     total = local_work(eqn, factors, chosen)
     for atom, dims, sharding in zip(eqn.invars, factors.operands, shardings, strict=True):

@@ -32,7 +32,9 @@ def main(port: str, number: int) -> None:
         assert not x.stack.is_fully_addressable
         np.testing.assert_allclose(whole(x), reference[0], rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(whole(total), reference[0].sum(), rtol=1e-4)
-        np.testing.assert_allclose(gshard.jit(gshard.replicate)(w), reference[1], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            gshard.jit(gshard.replicate)(w), reference[1], rtol=1e-5, atol=1e-5
+        )
 
     order = np.array([5, 0, 7, 2, 4, 1, 6, 3])
     shuffled = gshard.jit(lambda x: gshard.shard(x, order[:, None]) * 2)(

@@ -8,7 +8,8 @@ move. Out-of-range indices are clamped or dropped by the logical size, whatever 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from jax.lax import GatherScatterMode
 from gshard.combine import combine_disjoint
 from gshard.rules.registry import Context, Doc, Factors, Rule, register
 from gshard.sharding import Sharding
-from gshard.strategy import Assignment, choose, shard_dims
+from gshard.strategy import Assignment, choose, default_cost, shard_dims
 from gshard.tile import Tile, byte_size, garbage
 
 
@@ -173,8 +174,9 @@ def partition_gather(
     shape, dtype = tuple(eqn.outvars[0].aval.shape), eqn.outvars[0].aval.dtype
     if 0 in shape and not is_opaque(dtype):
         return [Tile(jnp.zeros(targets[0].local_shape(shape), dtype), targets[0], shape)]
-    kept = _too_large(roles, tiles[0], byte_size(targets[0].local_shape(shape), dtype))
-    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets, kept)
+    limit = max(tiles[0].nbytes, byte_size(targets[0].local_shape(shape), dtype))
+    cost = default_cost if is_opaque(dtype) else _within(limit)
+    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets, cost=cost)
     operand, indices = (
         ctx.reshard(
             t, shard_dims(dims, chosen, factors, targets[0].num_devices), "operand of gather"
@@ -192,19 +194,21 @@ def partition_gather(
     return [combine_disjoint(ctx.place, Tile(found, here, shape), split, targets[0], "gather")]
 
 
-def _too_large(roles: Roles, operand: Tile, limit: int) -> list[str]:
-    """The dims looked up in that stay split although to gather them may send less.
+def _within(limit: int) -> Callable[..., float]:
+    """The cost of a gather whose table may take `limit` bytes on a device.
 
-    A table is split because it is large; it is gathered only if that takes no more memory than
-    the result does.
+    A table is split because it is large: it may lie otherwise, but is not gathered where it would
+    take more memory than it does or than the result does, even if that sends less.
     """
-    dims = roles.looked_up if not is_opaque(operand.array.dtype) else []
-    gathered = operand.sharding.project(
-        [None if d in dims else d for d in range(len(operand.shape))]
-    )
-    if byte_size(gathered.local_shape(operand.shape), operand.array.dtype) <= limit:
-        return []
-    return [roles.operand[d] for d in dims if operand.sharding.splits[d]]
+
+    def cost(eqn, factors, chosen, shardings, targets, best):
+        table = eqn.invars[0].aval
+        wanted = shard_dims(factors.operands[0], chosen, factors, targets[0].num_devices)
+        if byte_size(wanted.local_shape(table.shape), table.dtype) > limit:
+            return math.inf
+        return default_cost(eqn, factors, chosen, shardings, targets, best)
+
+    return cost
 
 
 def _look_up(
