@@ -10,10 +10,10 @@ demo: $(VENV)/installed
 	$(RUN) examples/moe_layer.py
 
 test: lint
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2
 
 test-all: lint
-	$(RUN) -m pytest -m ''
+	$(RUN) -m pytest -n 2 -m "slow or not slow"
 
 lint: $(VENV)/installed
 	$(RUN) -m ruff check .

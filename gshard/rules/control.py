@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard.rules.registry import Context, Doc, Factors, Rule, register
+from gshard.rules.registry import Context, Doc, Rule, no_factors, register
 from gshard.sharding import Sharding
 from gshard.tile import Tile
 
@@ -198,22 +198,13 @@ def _cond(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     ]
 
 
-def _no_factors(eqn: JaxprEqn) -> Factors:
-    """Control flow has no factors of its own: `links` join its variables."""
-    return Factors(
-        tuple(((),) * len(a.aval.shape) for a in eqn.invars),
-        tuple(((),) * len(v.aval.shape) for v in eqn.outvars),
-        {},
-    )
-
-
 register(
     Rule(
-        _no_factors,
+        no_factors,
         partition=_scan,
         doc=Doc(free="as its body", gather="the dim it runs over: AllGather"),
     ),
     p.scan_p,
 )
-register(Rule(_no_factors, partition=_while, doc=Doc(free="as its body")), p.while_p)
-register(Rule(_no_factors, partition=_cond, doc=Doc(free="as its branches")), p.cond_p)
+register(Rule(no_factors, partition=_while, doc=Doc(free="as its body")), p.while_p)
+register(Rule(no_factors, partition=_cond, doc=Doc(free="as its branches")), p.cond_p)

@@ -13,7 +13,7 @@ from jax.extend.core import primitives as p
 from gshard import collectives
 from gshard.combine import copies_groups
 from gshard.manual import collective_p, partition_id_p, to_auto_p, to_manual_p
-from gshard.rules.registry import Context, Doc, Factors, Rule, bind_local, register
+from gshard.rules.registry import Context, Doc, Rule, bind_local, no_factors, register
 from gshard.sharding import Sharding
 from gshard.source import source_of
 from gshard.tile import Tile
@@ -102,23 +102,14 @@ def _partition_id(
     return [_own(ctx, ctx.place.device_id().astype(jnp.int32))]
 
 
-def _no_factors(eqn: JaxprEqn) -> Factors:
-    """Nothing travels through the border of a manual region: both sides say their split."""
-    return Factors(
-        tuple(((),) * a.aval.ndim for a in eqn.invars),
-        tuple(((),) * v.aval.ndim for v in eqn.outvars),
-        {},
-    )
-
-
 register(
-    Rule(_no_factors, partition=_to_manual, doc=Doc(free="border of a manual region")), to_manual_p
+    Rule(no_factors, partition=_to_manual, doc=Doc(free="border of a manual region")), to_manual_p
 )
 register(
-    Rule(_no_factors, partition=_to_auto, doc=Doc(free="border of a manual region")), to_auto_p
+    Rule(no_factors, partition=_to_auto, doc=Doc(free="border of a manual region")), to_auto_p
 )
-register(Rule(_no_factors, partition=_collective, doc=Doc(gather="as the user says")), collective_p)
+register(Rule(no_factors, partition=_collective, doc=Doc(gather="as the user says")), collective_p)
 register(
-    Rule(_no_factors, partition=_partition_id, doc=Doc(free="the device's own number")),
+    Rule(no_factors, partition=_partition_id, doc=Doc(free="the device's own number")),
     partition_id_p,
 )

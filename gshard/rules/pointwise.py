@@ -7,7 +7,9 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import optimization_barrier_p
 from gshard.annotate import annotate_p
-from gshard.rules.registry import Doc, Factors, Rule, register
+from gshard.rules.registry import Context, Doc, Factors, Rule, register
+from gshard.sharding import Sharding
+from gshard.tile import Tile
 
 
 def same_dims(eqn: JaxprEqn) -> Factors:
@@ -45,6 +47,18 @@ POINTWISE = (
 # Some of them are exported by some releases of JAX only.
 _EXPORTED = [getattr(p, f"{name}_p") for name in POINTWISE if hasattr(p, f"{name}_p")]
 
+
+def _each_by_itself(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    """Results that are the operands, each split as it is: they need not fit together."""
+    if eqn.primitive is optimization_barrier_p:
+        arrays = optimization_barrier_p.bind(*(t.array for t in tiles))
+    else:
+        arrays = [t.array for t in tiles]
+    return [Tile(a, t.sharding, t.shape) for a, t in zip(arrays, tiles, strict=True)]
+
+
 register(Rule(same_dims, level=0, doc=Doc(free="every dim")), *_EXPORTED)
 register(
     Rule(
@@ -56,13 +70,8 @@ register(
     annotate_p,
     p.sharding_constraint_p,
 )
-register(Rule(one_to_one, level=0, doc=Doc(free="every dim")), optimization_barrier_p)
 register(
-    Rule(
-        one_to_one,
-        local=lambda ctx, eqn, tiles, shapes: [t.array for t in tiles],
-        level=0,
-        doc=Doc(free="every dim"),
-    ),
+    Rule(one_to_one, partition=_each_by_itself, level=0, doc=Doc(free="every dim")),
+    optimization_barrier_p,
     p.device_put_p,
 )

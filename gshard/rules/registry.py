@@ -73,6 +73,15 @@ class Factors:
         )
 
 
+def no_factors(eqn: JaxprEqn) -> Factors:
+    """Nothing travels through the operator by itself (control flow, borders of manual regions)."""
+    return Factors(
+        tuple(((),) * len(a.aval.shape) for a in eqn.invars),
+        tuple(((),) * len(v.aval.shape) for v in eqn.outvars),
+        {},
+    )
+
+
 def decompose(split: Split | None, dim: Dim, sizes: Mapping[Factor, int]) -> dict[Factor, Split]:
     """The splits of a dim's factors that a split of the dim amounts to, as far as there are any."""
     found: dict[Factor, Split] = {}

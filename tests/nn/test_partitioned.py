@@ -82,7 +82,13 @@ def losses(jit, strategy, settings, steps):
 
 
 @pytest.mark.parametrize(
-    ("experts", "dispatch"), [(8, "index"), (12, "index"), (16, "index"), (12, "einsum")]
+    ("experts", "dispatch"),
+    [
+        (12, "index"),
+        pytest.param(8, "index", marks=pytest.mark.slow),
+        pytest.param(16, "index", marks=pytest.mark.slow),
+        pytest.param(12, "einsum", marks=pytest.mark.slow),
+    ],
 )
 def test_eight_devices_train_like_one(experts, dispatch):
     """12 experts over 8 devices are uneven."""
@@ -94,6 +100,7 @@ def test_eight_devices_train_like_one(experts, dispatch):
     np.testing.assert_allclose(got, wanted, rtol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [Strategy(4, 2), Strategy(8, split_update=True)])
 def test_other_strategies_are_other_annotations(strategy):
     settings = config(experts=8, groups=8)
