@@ -2,6 +2,7 @@
 
     python -m benchmarks.partition            the table
     python -m benchmarks.partition --json F   and its figures in a file
+    python -m benchmarks.partition --markdown the table for the README
 
 Bytes are what one device sends (exact, read off both programs). Times are medians of runs that
 alternate between the two, on 8 virtual devices of this machine's CPU: compare them as ratios.
@@ -83,6 +84,20 @@ def equal(got, wanted) -> bool:
     )
 
 
+def markdown(found: dict) -> list[str]:
+    """The table as it stands in the README."""
+    lines = ["| program | needed | gshard | XLA | step time |", "|---|---:|---:|---:|---:|"]
+    timed = {p.name for p in programs() if p.timed}
+    for name, row in found.items():
+        ours, theirs = row["gshard"], row["xla"]
+        sent = [
+            kilobytes(r["bytes"]) + ("" if r["right"] else ", **wrong**") for r in (ours, theirs)
+        ]
+        ratio = f"{ours['step_ms'] / theirs['step_ms']:.2f}" if name in timed else ""
+        lines.append(f"| {name} | {kilobytes(row['needed'])} | {sent[0]} | {sent[1]} | {ratio} |")
+    return lines
+
+
 def kilobytes(n: int) -> str:
     return f"{n / 1000:,.1f}"
 
@@ -92,6 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures here too")
     parser.add_argument("--only", default="", help="programs whose name contains this")
+    parser.add_argument("--markdown", action="store_true", help="print the README's table")
     options = parser.parse_args()
     console = Console(width=180)
     chosen = [p for p in programs() if options.only in p.name]
@@ -128,7 +144,10 @@ def main() -> None:
             f"{ours.step_ms / theirs.step_ms:.2f}" if program.timed else "",
             f"{ours.compile_s / theirs.compile_s:.2f}",
         )
-    console.print(table)
+    if options.markdown:
+        print(*markdown(found), sep="\n")
+    else:
+        console.print(table)
     if options.json:
         options.json.write_text(json.dumps(found, indent=2))
 

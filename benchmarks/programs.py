@@ -116,7 +116,7 @@ def windows() -> list[Program]:
         return gshard.split(_conv(x, kernel, window_strides=(2, 2), padding="SAME"), 2, D)
 
     def dilated(x, kernel):
-        x = gshard.split(x, 2, D)
+        x = gshard.split(x, 2, D)[:, :, :59]
         how = {"window_strides": (1, 2), "padding": [(1, 1), (2, 2)], "lhs_dilation": (1, 3)}
         return gshard.split(_conv(x, kernel, **how), 2, D)
 
@@ -132,19 +132,22 @@ def windows() -> list[Program]:
 
     kernels = tuple(normal(3, 3, 8, 8, seed=i) / 8 for i in range(6))
     return [
-        Program(
-            "conv, stride 2, 69 columns", strided, (normal(4, 16, 72, 8), kernels[0]), 7 * column
+        Program(  # the 7th device needs columns 60 to 68, and holds 54 to 62
+            "conv, stride 2, 69 columns",
+            strided,
+            (normal(4, 16, 72, 8), kernels[0]),
+            6 * column,
         ),
-        Program(
+        Program(  # the 8th device needs columns 51 to 58, and holds 56 to 58
             "conv, base dilation 3, stride 2",
             dilated,
-            (normal(4, 16, 64, 8), kernels[0]),
-            2 * column,
+            (normal(4, 16, 64, 8), normal(3, 5, 8, 8)),
+            5 * column,
         ),
         Program(
             "grouped conv, batch split", grouped, (normal(16, 16, 64, 8), normal(3, 3, 2, 8)), 0
         ),
-        Program(
+        Program(  # a column to the left and one to the right, 6 times, of 64 rows each
             "stack of 6 convs, width split",
             stack,
             (normal(4, 64, 256, 8), *kernels),
@@ -156,7 +159,7 @@ def windows() -> list[Program]:
 
 def formatting() -> list[Program]:
     def reverse(x):
-        return gshard.split(jnp.flip(gshard.split(x, 0, D), 0), 0, D)
+        return gshard.split(jnp.flip(gshard.split(x, 0, D)[:61], 0), 0, D)
 
     def shifted(x, v):
         x = gshard.split(x, 0, D)
@@ -164,7 +167,7 @@ def formatting() -> list[Program]:
         return gshard.split(s.at[-1].set(v), 0, D)
 
     return [
-        Program("reverse, 61 rows", reverse, (normal(61, 80),), 2 * 8 * 80 * 4),
+        Program("reverse, 61 rows", reverse, (normal(64, 80),), 8 * 80 * 4),
         Program(
             "x.at[:-1].set(x[1:]).at[-1].set(v)", shifted, (normal(64, 80), normal(80)), 80 * 4
         ),
