@@ -86,15 +86,30 @@ def _exchange(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
         if give[dim] > 1:
             rows = give[dim] * -(-tile.shape[dim] // target.tiles[dim])
             tile = retile(place, tile, dim, rows, reason)
-    local = tile.array.shape
-    x = tile.array.reshape([n for l, g in zip(local, give, strict=True) for n in (g, l // g)])
-    x = x.transpose([2 * d for d in range(rank)] + [2 * d + 1 for d in range(rank)])
-    parts = x.shape[rank:]
-    x = collectives.all_to_all(place, x.reshape(len(groups[0]), *parts), groups, reason)
-    x = _in_order_of_parts(place, x, here, kept, groups)
-    x = x.reshape(*grow, *parts).transpose([a for d in range(rank) for a in (d, rank + d)])
-    x = x.reshape([g * l for g, l in zip(grow, parts, strict=True)])
+    pieces, parts = _take_apart(tile.array, give)
+    pieces = collectives.all_to_all(place, pieces, groups, reason)
+    pieces = _in_order_of_parts(place, pieces, here, kept, groups)
+    x = _put_together(pieces, grow, parts)
     return standardize(place, Tile(x, target, tile.shape), reason)
+
+
+def _take_apart(x: jax.Array, give: list[int]) -> tuple[jax.Array, tuple[int, ...]]:
+    """`x` as a row of pieces: dim d cut into `give[d]` parts; and the shape of a piece."""
+    parts = tuple(n // g for n, g in zip(x.shape, give, strict=True))
+    cut = [d for d, g in enumerate(give) if g > 1]
+    x = x.reshape([n for d, p in enumerate(parts) for n in ((give[d], p) if d in cut else (p,))])
+    fronts = [d + number for number, d in enumerate(cut)]  # where the cuts' own dims stand
+    x = jnp.moveaxis(x, fronts, range(len(cut)))
+    return x.reshape(-1, *parts), parts
+
+
+def _put_together(x: jax.Array, grow: list[int], parts: tuple[int, ...]) -> jax.Array:
+    """The opposite: pieces, counted along the dims that they make up, as one array."""
+    joined = [d for d, g in enumerate(grow) if g > 1]
+    x = x.reshape(*(grow[d] for d in joined), *parts)
+    places = [d + number for number, d in enumerate(joined)]
+    x = jnp.moveaxis(x, range(len(joined)), places)
+    return x.reshape([g * p for g, p in zip(grow, parts, strict=True)])
 
 
 def _in_order_of_parts(place: Place, x, here: Sharding, kept, groups):
