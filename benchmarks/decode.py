@@ -3,9 +3,9 @@
     python -m benchmarks.decode                      beams 4 and 8
     python -m benchmarks.decode --beams 2 4 --batch 8 --length 64 --dtype bfloat16
 
-Both search alike, down to the same sequences, which is checked; they differ in where the keys and
-values of a hypothesis lie. Times are medians of runs that alternate between the two. `ms a step`
-is the time of a search divided by its steps.
+Both search alike, down to the same sequences and scores, which is checked; they differ in where the
+keys and values of a hypothesis lie. Times are medians of runs that alternate between the two.
+`ms a step` is the time of a search divided by its steps.
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ class Row:
     steps: int
     flat_ms: float
     reordering_ms: float
+    won: int  # runs in which flat was faster than the reordering run after it
     same: bool
 
 
@@ -145,7 +146,9 @@ def measure(model: Transformer, source: Array, config: BeamConfig, runs: int) ->
         config.beam,
         steps,
         *(1e3 * statistics.median(times[name]) / steps for name in SEARCHES),
-        same=bool(jnp.all(flat.tokens == reordering.tokens)),
+        won=sum(f < r for f, r in zip(*times.values(), strict=True)),
+        same=bool(jnp.all(flat.tokens == reordering.tokens))
+        and bool(jnp.allclose(flat.scores, reordering.scores, rtol=1e-3)),
     )
 
 
@@ -183,13 +186,14 @@ def main() -> None:
         f"{jax.devices()[0].device_kind}: {args.batch} sentences, {args.length} steps, "
         f"{args.layers} + {args.layers} layers of {args.dim}, {args.experts} experts, {args.dtype}"
     )
-    print("beam  steps  flat ms a step  reordering ms a step  faster by  same")
+    print("beam  steps  flat ms a step  reordering ms a step  faster by  runs won  same")
     for beam in args.beams:
         config = BeamConfig(beam=beam, nbest=beam, max_length=args.length)
         row = measure(model, source, config, args.runs)
         print(
             f"{row.beam:4}  {row.steps:5}  {row.flat_ms:14.2f}  {row.reordering_ms:20.2f}  "
-            f"{row.reordering_ms / row.flat_ms:8.2f}x  {'yes' if row.same else 'NO'}"
+            f"{row.reordering_ms / row.flat_ms:8.2f}x  "
+            f"{f'{row.won}/{args.runs}':>8}  {'yes' if row.same else 'NO'}"
         )
 
 

@@ -130,7 +130,7 @@ def searches(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     config=searches(),
     B=st.integers(1, 7),
