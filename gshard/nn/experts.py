@@ -10,6 +10,7 @@ multiplications per group to move 2 * S * M numbers).
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import equinox as eqx
@@ -98,9 +99,9 @@ class MoE(eqx.Module):
         routing, metrics = route(logits_GSE, C, self.config, key, mask_GS)
 
         dispatch, combine = DISPATCHES[self.dispatch]
-        x_EGCM = strategy.experts(dispatch(routing, x_GSM, E, C))
+        x_EGCM = strategy.experts(dispatch(strategy, routing, x_GSM, E, C))
         y_GECM = strategy.groups(self.experts(x_EGCM))
-        return combine(routing, y_GECM).reshape(B, L, M), metrics
+        return combine(strategy, routing, y_GECM).reshape(B, L, M), metrics
 
 
 def one_hots(routing: Routing, weight_KGS: Array, E: int, C: int) -> Array:
@@ -114,32 +115,33 @@ def one_hots(routing: Routing, weight_KGS: Array, E: int, C: int) -> Array:
     )
 
 
-def dispatch_einsum(routing: Routing, x_GSM: Array, E: int, C: int) -> Array:
+def dispatch_einsum(strategy: Strategy, routing: Routing, x_GSM: Array, E: int, C: int) -> Array:
     """Move tokens to their experts by the paper's einsum with the dispatch mask."""
     mask_GSEC = one_hots(routing, routing.kept.astype(x_GSM.dtype), E, C)
     return jnp.einsum("GSEC,GSM->EGCM", mask_GSEC, x_GSM)
 
 
-def combine_einsum(routing: Routing, y_GECM: Array) -> Array:
+def combine_einsum(strategy: Strategy, routing: Routing, y_GECM: Array) -> Array:
     """Bring results back by the paper's einsum with the combine weights."""
     E, C = y_GECM.shape[1:3]
     combine_GSEC = one_hots(routing, routing.weight.astype(y_GECM.dtype), E, C)
     return jnp.einsum("GSEC,GECM->GSM", combine_GSEC, y_GECM)
 
 
-def dispatch_index(routing: Routing, x_GSM: Array, E: int, C: int) -> Array:
+def dispatch_index(strategy: Strategy, routing: Routing, x_GSM: Array, E: int, C: int) -> Array:
     """Move tokens to their experts by looking up, for each slot, the token that has it."""
     G, S, M = x_GSM.shape
     slot_GKS, choice_GX = _tables(routing, E, C)
     token_GX = jnp.where(choice_GX < slot_GKS[0].size, choice_GX % S, S)
-    return _lookup(x_GSM, token_GX, slot_GKS).reshape(G, E, C, M).swapaxes(0, 1)
+    return _lookup(strategy, x_GSM, token_GX, slot_GKS).reshape(G, E, C, M).swapaxes(0, 1)
 
 
-def combine_index(routing: Routing, y_GECM: Array) -> Array:
+def combine_index(strategy: Strategy, routing: Routing, y_GECM: Array) -> Array:
     """Bring results back by looking up, for each token, the slots that it has."""
     G, E, C, M = y_GECM.shape
     slot_GKS, choice_GX = _tables(routing, E, C)
-    y_GYM = _lookup(y_GECM.reshape(G, E * C, M), slot_GKS.reshape(G, -1), choice_GX[:, None])
+    rows_GXM = y_GECM.reshape(G, E * C, M)
+    y_GYM = _lookup(strategy, rows_GXM, slot_GKS.reshape(G, -1), choice_GX[:, None])
     y_GKSM = y_GYM.reshape(*slot_GKS.shape, M)
     return jnp.einsum("KGS,GKSM->GSM", routing.weight.astype(y_GECM.dtype), y_GKSM)
 
@@ -162,25 +164,33 @@ def _tables(routing: Routing, E: int, C: int) -> tuple[Array, Array]:
     return slot_GKS, jax.vmap(invert)(slot_GKS)
 
 
-@jax.custom_vjp
-def _lookup(rows_GRM: Array, index_GX: Array, back_GKR: Array) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _lookup(strategy: Strategy, rows_GRM: Array, index_GX: Array, back_GKR: Array) -> Array:
     """Rows by index within each group; an index past the end gives zeros.
+
+    The paper's example of partitioning by hand: the index never leaves a group, so each device
+    looks up in its own groups, which a partitioner could not know.
 
     `back_GKR` has the K places where each row went: with it the derivative looks up too, where
     the one of a plain gather would scatter and add.
     """
-    return jax.vmap(lambda rows, index: rows.at[index].get(mode="fill", fill_value=0))(
-        rows_GRM, index_GX
+    found_GXM = jax.vmap(lambda rows, index: rows.at[index].get(mode="fill", fill_value=0))(
+        strategy.own_groups(rows_GRM), strategy.own_groups(index_GX)
     )
+    return strategy.all_groups(found_GXM, len(rows_GRM))
 
 
-def _lookup_forward(rows_GRM: Array, index_GX: Array, back_GKR: Array) -> tuple[Array, Array]:
-    return _lookup(rows_GRM, index_GX, back_GKR), back_GKR
+def _lookup_forward(
+    strategy: Strategy, rows_GRM: Array, index_GX: Array, back_GKR: Array
+) -> tuple[Array, Array]:
+    return _lookup(strategy, rows_GRM, index_GX, back_GKR), back_GKR
 
 
-def _lookup_backward(back_GKR: Array, grads_GXM: Array) -> tuple[Array, None, None]:
+def _lookup_backward(
+    strategy: Strategy, back_GKR: Array, grads_GXM: Array
+) -> tuple[Array, None, None]:
     G, K, R = back_GKR.shape
-    taken = _lookup(grads_GXM, back_GKR.reshape(G, K * R), back_GKR)
+    taken = _lookup(strategy, grads_GXM, back_GKR.reshape(G, K * R), back_GKR)
     return jnp.sum(taken.reshape(G, K, R, -1), axis=1), None, None
 
 

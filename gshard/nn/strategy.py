@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 
 from gshard.annotate import replicate, shard, split
+from gshard.manual import auto_to_manual_spmd_partition, manual_to_auto_spmd_partition
 
 # The dim of a single layer's weight that `tensor` cuts: the hidden dim, or the heads.
 _TENSOR_DIM: dict[tuple[str, ...], int] = {
@@ -58,6 +59,17 @@ class Strategy:
     def groups(self, x: Array) -> Array:
         """Split dim 0, the groups (or the sequences of the batch), over all devices."""
         return x if self.devices == 1 else split(x, 0, self.devices)
+
+    def own_groups(self, x: Array) -> Array:
+        """The groups of this device alone: what follows is partitioned by hand (section 3.2)."""
+        return x if self.devices == 1 else auto_to_manual_spmd_partition(self.groups(x))
+
+    def all_groups(self, x: Array, count: int) -> Array:
+        """The tensor of `count` groups of which `x` has those of this device: by gshard again."""
+        if self.devices == 1:
+            return x
+        split_groups = np.arange(self.devices).reshape(-1, *[1] * (x.ndim - 1))
+        return manual_to_auto_spmd_partition(x, split_groups, (count, *x.shape[1:]))
 
     def experts(self, x: Array, dim: int = 0) -> Array:
         """Split the expert dim; along `tensor` the devices hold copies."""

@@ -105,9 +105,7 @@ def _partition_id(
 register(
     Rule(no_factors, partition=_to_manual, doc=Doc(free="border of a manual region")), to_manual_p
 )
-register(
-    Rule(no_factors, partition=_to_auto, doc=Doc(free="border of a manual region")), to_auto_p
-)
+register(Rule(no_factors, partition=_to_auto, doc=Doc(free="border of a manual region")), to_auto_p)
 register(Rule(no_factors, partition=_collective, doc=Doc(gather="as the user says")), collective_p)
 register(
     Rule(no_factors, partition=_partition_id, doc=Doc(free="the device's own number")),
