@@ -132,9 +132,12 @@ def _generic_reduce(
             collectives.all_gather(ctx.place, part[None], 0, groups, reason) for part in folded
         ]
         scalars = [i.array for i in inits]
-        has, *values = fold(gathered[0], gathered[1:], scalars, (0,))
-        starts = [jnp.broadcast_to(s, v.shape) for s, v in zip(scalars, values, strict=True)]
-        _, *results = paired((jnp.ones_like(has), *starts), (has, *values))
+        firsts = [jnp.ones((1, *gathered[0].shape[1:]), bool)] + [
+            jnp.broadcast_to(s, (1, *g.shape[1:]))
+            for s, g in zip(scalars, gathered[1:], strict=True)
+        ]
+        flags, *values = (jnp.concatenate(pair) for pair in zip(firsts, gathered, strict=True))
+        _, *results = fold(flags, values, scalars, (0,))
         return results
 
     return _partition_custom(ctx, eqn, tiles, targets, prepare, finish)

@@ -1,0 +1,82 @@
+"""Pointwise operators: any split, no communication, bit for bit; all of them in a few programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.scipy import special
+
+from tests.oracle import check, random_array
+
+UNARY = [
+    lax.abs, lax.acos, lax.asin, lax.asinh, lax.atan, lax.atanh, lax.bessel_i0e, lax.bessel_i1e,
+    lax.cbrt, lax.ceil, lax.cos, lax.cosh, lax.digamma, lax.erf, lax.erf_inv, lax.erfc, lax.exp,
+    lax.exp2, lax.expm1, lax.floor, lax.is_finite, lax.lgamma, lax.log, lax.log1p, lax.logistic,
+    lax.neg, lax.round, lax.rsqrt, lax.sign, lax.sin, lax.sinh, lax.sqrt, lax.square, lax.tan,
+    lax.tanh, lax.stop_gradient, lambda x: lax.acosh(1 + x * x), lambda x: lax.integer_pow(x, 3),
+    lambda x: lax.reduce_precision(x, 5, 10), lambda x: lax.convert_element_type(x, jnp.bfloat16),
+    lambda x: lax.bitcast_convert_type(x, jnp.int32), jax.nn.relu, jax.nn.gelu, jnp.nan_to_num,
+    lambda x: lax.clamp(-0.5, x, 0.5), lambda x: lax.optimization_barrier(x),
+]  # fmt: skip
+BINARY = [
+    lax.add, lax.sub, lax.mul, lax.div, lax.rem, lax.max, lax.min, lax.atan2, lax.nextafter,
+    lax.eq, lax.ne, lax.lt, lax.le, lax.gt, lax.ge, lax.complex, lax.pow,
+    lambda x, y: lax.igamma(abs(x) + 1, abs(y)), lambda x, y: lax.igammac(abs(x) + 1, abs(y)),
+    lambda x, y: special.zeta(2 + abs(x), 1 + abs(y)),
+    lambda x, y: special.polygamma(1, 1 + abs(x)),
+    lambda x, y: lax.betainc(1 + abs(x), 1 + abs(y), lax.logistic(x)),
+    lambda x, y: lax.select(x > y, x, y), lambda x, y: lax.clamp(x - 1, y, x + 1),
+]  # fmt: skip
+INTEGER = [
+    lax.bitwise_and, lax.bitwise_or, lax.bitwise_xor, lax.shift_left, lax.div, lax.rem, lax.max,
+    lax.shift_right_arithmetic, lax.shift_right_logical, lambda x, y: lax.bitwise_not(x),
+    lambda x, y: lax.population_count(x), lambda x, y: lax.clz(x), lambda x, y: lax.sign(y),
+]  # fmt: skip
+COMPLEX = [lax.conj, lax.real, lax.imag, lax.abs, lax.exp, lax.sin, lax.neg]
+
+MESH = np.arange(6).reshape(2, 3)
+SPLITS = [MESH, MESH.T, np.array([[5], [3], [1], [0]])]
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=["2x3", "3x2", "4 of 6"])
+@pytest.mark.parametrize(
+    ("functions", "dtypes"),
+    [
+        (UNARY, ["float32"]),
+        (BINARY, ["float32", "float32"]),
+        (INTEGER, ["int32", "int32"]),
+        (COMPLEX, ["complex64"]),
+    ],
+    ids=["unary", "binary", "integer", "complex"],
+)
+def test_every_function(functions, dtypes, split):
+    args = [random_array((7, 5), d, seed=i) for i, d in enumerate(dtypes)]
+    if dtypes[0] == "int32":
+        args[1] = abs(args[1]) % 7 + 1
+
+    def fn(*xs):
+        return [f(*xs) for f in functions]
+
+    inputs = [split] * len(args)
+    lowered = check(fn, *args, devices=6, inputs=inputs, rtol=1e-6, atol=1e-6)
+    assert lowered.collectives == []
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8", "uint8", "bool", "uint32"])
+def test_other_types(dtype):
+    args = [random_array((9, 4), dtype, seed=i) for i in range(2)]
+
+    def fn(x, y):
+        return x | y if dtype == "bool" else x + y * y, x == y
+
+    assert check(fn, *args, inputs=[np.arange(8)[:, None]] * 2, exact=True).collectives == []
+
+
+def test_sizes_of_one_and_scalars_broadcast():
+    def fn(x, row, scalar):
+        return x * row + scalar, jnp.where(x > row, x, scalar)
+
+    x, row = random_array((13, 5)), random_array((1, 5))
+    lowered = check(fn, x, row, np.float32(2), inputs=[np.arange(8)[:, None]], exact=True)
+    assert lowered.collectives == []
