@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +36,7 @@ class Annotation:
     assignment: tuple[int, ...] | None
     open_dims: tuple[int, ...] = ()
 
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  (small, and asked for again and again)
     def resolve(self, num_devices: int) -> Sharding:
         """The sharding meant; a ValueError says what does not fit on `num_devices` devices."""
         rank = len(self.tiles)

@@ -206,7 +206,7 @@ def _balanced(index: np.ndarray, tiles: int) -> bool:
 
 def _with_copies(devices: np.ndarray, num_devices: int) -> np.ndarray:
     """`devices`, then shifted rows of it that together use every device once, if there are any."""
-    if num_devices % devices.size:
+    if num_devices % devices.size or num_devices == devices.size:
         return devices[None]
     rows, used = [devices], set(devices.tolist())
     for free in range(num_devices):
