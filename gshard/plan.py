@@ -237,7 +237,7 @@ def _finer(split: Split | None, target: Sharding, dim: int) -> list[Split]:
     wanted = target.splits[dim]
     now = split.tiles if split else 1
     if wanted and wanted.tiles % now == 0 and wanted.major(now) is split:
-        found += [wanted.major(k) for k in _divisors(wanted.tiles) if k > now and k % now == 0]  # type: ignore[misc]
+        found += [_coarser(wanted, k) for k in _divisors(wanted.tiles) if k > now and k % now == 0]
     for other in target.splits:
         if other:
             found.append(split.times(other) if split else other)
@@ -252,8 +252,15 @@ def _appended(into: Split | None, split: Split, factor: int, wanted: Split | Non
         found.append(into.times(minor) if into else minor)
     now = into.tiles if into else 1
     if wanted and wanted.tiles % (now * factor) == 0 and wanted.major(now) is into:
-        found.append(wanted.major(now * factor))  # type: ignore[arg-type]
+        found.append(_coarser(wanted, now * factor))
     return found
+
+
+def _coarser(split: Split, tiles: int) -> Split:
+    """`split` in fewer tiles, but more than one."""
+    part = split.major(tiles)
+    assert part
+    return part
 
 
 def _divisors(n: int) -> list[int]:
@@ -267,10 +274,12 @@ def kept_tiles(here: Sharding, target: Sharding) -> tuple[int, ...]:
     """Per dim, how many tiles the two have in common: the major part that stays where it is."""
     kept = []
     for a, b in zip(here.splits, target.splits, strict=True):
-        common = math.gcd(a.tiles, b.tiles) if a and b else 1
-        kept.append(
-            next(k for k in reversed(_divisors(common)) if k == 1 or a.major(k) is b.major(k))  # type: ignore[union-attr]
-        )
+        shared = [
+            k
+            for k in (_divisors(math.gcd(a.tiles, b.tiles)) if a and b else ())
+            if a and b and a.major(k) is b.major(k)
+        ]
+        kept.append(max(shared, default=1))
     return tuple(kept)
 
 
