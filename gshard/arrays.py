@@ -167,6 +167,16 @@ class Port:
         """How JAX calls the sharding of the array that crosses."""
         return NamedSharding(mesh, self.spec)
 
+    def struct(self, mesh: Mesh, dtype: Any) -> jax.ShapeDtypeStruct:
+        """The ordinary array that crosses here without moving; one that is uneven crosses whole."""
+        if not self.stacked:
+            sharding = self.named(mesh)
+        elif self.sharding.is_even(self.shape):
+            sharding = _ordinary(mesh, self.sharding)
+        else:
+            sharding = NamedSharding(mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(self.shape, dtype, sharding=sharding)
+
     def put(self, mesh: Mesh, value: Any) -> jax.Array:
         """`value` as the array that crosses; nothing moves if it is in place."""
         wanted = self.named(mesh)

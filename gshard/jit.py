@@ -180,6 +180,14 @@ class Lowered:
         """The shardings of the results, in a tree like theirs."""
         return self._results.unflatten([p.sharding for p in self._out_of])
 
+    @property
+    def in_info(self) -> Any:
+        """The arguments as shapes with JAX's own shardings: how to load them from a checkpoint."""
+        ports = self._into[len(self._consts) :]
+        avals = self._call.avals
+        structs = [p.struct(self._mesh, a.dtype) for p, a in zip(ports, avals, strict=True)]
+        return self._call.unflatten_arguments(structs)
+
     def as_text(self) -> str:
         """The per-device program, readable."""
         return explain.program_text(self.jaxpr, self._mesh.size)

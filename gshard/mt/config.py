@@ -1,0 +1,222 @@
+"""The configuration of a training run: typed, named, overridden on the command line, saved with it.
+
+A setting has a dotted name, such as `model.experts` or `model.gating.top_k`, and the type of its
+field; a value of another type, or a name that does not exist, is refused before anything starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from gshard.mt.batches import BatchConfig
+from gshard.mt.errors import UserError, nearest
+from gshard.mt.tokenizer import VocabularyConfig
+from gshard.nn.transformer import TransformerConfig
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the text is."""
+
+    corpus: str = "corpus"  # the folder of a gathered corpus
+    vocabulary: str = ""  # the folder of finished vocabularies; trained if empty
+    workers: int = 0  # processes that read ahead; 0 is threads
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The paper's Adafactor, or Adam.
+
+    The rate rises over `rise` steps to `learning_rate` / sqrt(`warmup`) and falls with the square
+    root of the step after `warmup`. Adafactor's rate is relative to the size of each weight. The
+    paper's setting is 1.0 with a warmup of 10,000.
+    """
+
+    name: Literal["adafactor", "adam"] = "adafactor"
+    learning_rate: float = 1.0
+    warmup: int = 10_000
+    rise: int = 0
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, how often, and when to stop."""
+
+    steps: int = 10_000
+    minutes: float = 0.0  # stop after so long, to be resumed; 0 is no limit
+    seed: int = 0
+    label_smoothing: float = 0.1
+    log_every: int = 20
+    save_every: int = 500  # a checkpoint, and the loss on dev text with it
+    dev_batches: int = 8
+    keep: int = 2  # the newest checkpoints, and the best beside them
+    spike: float = 6.0  # a loss so many deviations above its mean is not learned from
+    patience: int = 20  # updates left out in a row before training gives up
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """How the model is spread over devices."""
+
+    count: int = 0  # 0: every accelerator, or 8 virtual devices on a machine without
+    tensor: int = 1  # how many ways the hidden dims and heads are cut
+    split_update: bool = False  # optimizer state of replicated weights in pieces
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All settings of a run. The model's two vocabulary sizes are filled in from the tokenizer."""
+
+    model: TransformerConfig
+    name: str = "run"
+    data: DataConfig = field(default_factory=DataConfig)
+    vocabulary: VocabularyConfig = field(default_factory=VocabularyConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    devices: DeviceConfig = field(default_factory=DeviceConfig)
+
+
+# What may change when a run is resumed: nothing that the losses depend on. (Another number of
+# devices adds in another order, and the last bits of a sum differ.)
+CHANGEABLE = ("data.corpus", "data.workers", "devices.", "name", "train.steps", "train.minutes")
+CHANGEABLE += ("train.log_every", "train.save_every", "train.keep", "train.patience")
+# Known only when the vocabularies are there.
+_FILLED_IN = ("model.source_vocab", "model.target_vocab")
+
+
+def settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted name, value, type) of every setting."""
+    hints = typing.get_type_hints(type(config))
+    for each in dataclasses.fields(config):
+        name, value = prefix + each.name, getattr(config, each.name)
+        if dataclasses.is_dataclass(value):
+            yield from settings(value, name + ".")
+        elif name not in _FILLED_IN:
+            yield name, value, hints[each.name]
+
+
+def override(config: RunConfig, assignments: Sequence[str]) -> RunConfig:
+    """The configuration with `name=value` settings replaced."""
+    known = {name: kind for name, _, kind in settings(config)}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals:
+            raise UserError(f"{assignment!r} is no setting: settings are written name=value")
+        if name not in known:
+            raise UserError(
+                f"no setting {name!r}{nearest(name, known)} "
+                "(`gshard train --settings` lists all of them)"
+            )
+        try:
+            config = _replaced(config, name.split("."), _parsed(text, known[name]))
+        except ValueError as error:
+            raise UserError(f"{assignment}: {error}") from None
+    return config
+
+
+def _replaced(config: Any, path: Sequence[str], value: Any) -> Any:
+    if len(path) > 1:
+        value = _replaced(getattr(config, path[0]), path[1:], value)
+    return dataclasses.replace(config, **{path[0]: value})
+
+
+def _parsed(text: str, kind: Any) -> Any:
+    """A value of type `kind` from its text; a ValueError says what is allowed."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        for part in parts:
+            try:
+                return _parsed(text, part)
+            except ValueError:
+                continue
+        raise ValueError(f"{text!r} is none of {', '.join(_said(part) for part in parts)}")
+    if origin is Literal:
+        for value in parts:
+            if text == str(value):
+                return value
+        raise ValueError(
+            f"{text!r} is none of {', '.join(map(str, parts))}{nearest(text, map(str, parts))}"
+        )
+    if origin is tuple:
+        return tuple(_parsed(piece, parts[0]) for piece in text.split(",") if piece)
+    if kind is type(None):
+        if text.lower() == "none":
+            return None
+    elif kind is bool:
+        if text.lower() in ("true", "yes", "1", "false", "no", "0"):
+            return text.lower() in ("true", "yes", "1")
+    elif kind is str:
+        return text
+    else:
+        try:
+            return kind(text.replace("_", ""))
+        except ValueError:
+            pass
+    raise ValueError(f"{text!r} is not {_said(kind)}")
+
+
+def _said(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return ", ".join(map(str, typing.get_args(kind)))
+    words = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
+    return words.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def to_json(config: RunConfig) -> dict[str, Any]:
+    """The configuration as nested dicts of plain values."""
+    tree = dataclasses.asdict(config)
+    for name in _FILLED_IN:
+        del tree["model"][name.rpartition(".")[2]]
+    return tree
+
+
+def from_json(tree: dict[str, Any]) -> RunConfig:
+    """The configuration that `to_json` wrote; settings it does not know are errors."""
+    filled = {**tree, "model": {**tree["model"], "source_vocab": 0, "target_vocab": 0}}
+    return _built(RunConfig, filled, "")
+
+
+def _built(kind: Any, tree: dict[str, Any], prefix: str) -> Any:
+    hints = typing.get_type_hints(kind)
+    for name in tree:
+        if name not in hints:
+            raise UserError(f"no setting {prefix + name!r}{nearest(name, hints)}")
+    values = {}
+    for name, value in tree.items():
+        if dataclasses.is_dataclass(hints[name]):
+            value = _built(hints[name], value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            value = tuple(value)
+        values[name] = value
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{prefix.rstrip('.') or 'the configuration'}: {error}") from None
+
+
+def read(path: Path) -> RunConfig:
+    """The configuration in a JSON file."""
+    try:
+        return from_json(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise UserError(f"no configuration at {path}") from None
+    except (ValueError, KeyError, AttributeError, OSError) as error:
+        raise UserError(f"{path} holds no configuration: {error}") from None
+
+
+def conflicts(saved: RunConfig, wanted: RunConfig) -> list[str]:
+    """Settings that differ and that a resumed run may not change, a line each."""
+    before = {name: value for name, value, _ in settings(saved)}
+    return [
+        f"{name} was {before[name]} and is now {value}"
+        for name, value, _ in settings(wanted)
+        if before[name] != value and not name.startswith(CHANGEABLE)
+    ]

@@ -1,0 +1,105 @@
+"""The runs that have a name: small ones for a laptop and a GPU, and the paper's models.
+
+`tiny` is what eight virtual devices on a laptop train in minutes; `dense` is its equal in
+arithmetic per token without experts (two choices of experts are one layer twice as wide).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from gshard.mt.batches import BatchConfig
+from gshard.mt.config import OptimizerConfig, RunConfig, TrainConfig
+from gshard.mt.errors import UserError, nearest
+from gshard.mt.tokenizer import VocabularyConfig
+from gshard.nn.family import FAMILY, Model
+from gshard.nn.gating import GatingConfig
+from gshard.nn.transformer import TransformerConfig
+
+
+def _model(
+    layers: int, dim: int, hidden: int, experts: int, dropout: float, dtype: str = "float32"
+) -> TransformerConfig:
+    heads = max(4, dim // 64)
+    return TransformerConfig(
+        source_vocab=0,
+        target_vocab=0,
+        encoder_layers=layers,
+        decoder_layers=layers,
+        model_dim=dim,
+        hidden_dim=hidden,
+        heads=heads,
+        key_dim=dim // heads,
+        value_dim=dim // heads,
+        experts=experts,
+        groups=8,
+        gating=GatingConfig(min_capacity=4),
+        input_dropout=dropout,
+        residual_dropout=dropout,
+        attention_dropout=dropout,
+        dtype=dtype,  # type: ignore[arg-type]
+    )
+
+
+_TINY = RunConfig(
+    name="tiny",
+    model=_model(2, 128, 512, 8, 0.1),
+    vocabulary=VocabularyConfig(4_000, 2_000, sentences=100_000),
+    batch=BatchConfig(32, 64, 40, temperature=2.0),
+    optimizer=OptimizerConfig(learning_rate=0.7, warmup=200, rise=200),
+    train=TrainConfig(steps=2_000, save_every=200, log_every=10),
+)
+
+
+def _dense(config: RunConfig) -> RunConfig:
+    """The same run without experts: every second layer has one feed-forward twice as wide."""
+    hidden = 2 * (config.model.expert_hidden_dim or config.model.hidden_dim)
+    model = dataclasses.replace(config.model, experts=0, expert_hidden_dim=hidden, groups=None)
+    return dataclasses.replace(config, name="dense", model=model)
+
+
+_SMALL = RunConfig(
+    name="small",
+    model=_model(4, 256, 1024, 16, 0.1),
+    vocabulary=VocabularyConfig(16_000, 8_000),
+    batch=BatchConfig(64, 96, 64),
+    optimizer=OptimizerConfig(learning_rate=1.0, warmup=1_000, rise=1_000),
+    train=TrainConfig(steps=20_000, save_every=500),
+)
+
+_BASE = RunConfig(
+    name="base",
+    model=_model(6, 512, 2048, 32, 0.1, "bfloat16"),
+    vocabulary=VocabularyConfig(32_000, 16_000),
+    batch=BatchConfig(256, 128, 80),
+    optimizer=OptimizerConfig(learning_rate=1.0, warmup=2_000, rise=2_000),
+    train=TrainConfig(steps=100_000, save_every=2_000, log_every=50),
+)
+
+
+def _of_family(model: Model) -> RunConfig:
+    """One of the paper's models with the paper's batch and optimizer."""
+    c = model.config
+    return RunConfig(
+        name=model.name,
+        model=dataclasses.replace(c, source_vocab=0, target_vocab=0),
+        vocabulary=VocabularyConfig(c.source_vocab, c.target_vocab, sentences=10_000_000),
+        batch=BatchConfig(model.batch_tokens // model.length, model.length, model.length),
+        train=TrainConfig(steps=1_000_000, save_every=5_000, log_every=100),
+    )
+
+
+PRESETS: dict[str, RunConfig] = {
+    **{name: _of_family(model) for name, model in FAMILY.items() if model.devices > 8},
+    **{config.name: config for config in (_TINY, _dense(_TINY), _SMALL, _BASE)},
+}
+
+
+def preset(name: str) -> RunConfig:
+    """The configuration of that name."""
+    if name not in PRESETS:
+        raise UserError(
+            f"{name!r} is neither a run's folder, nor a configuration file, nor one of "
+            f"{', '.join(PRESETS)}{nearest(name, PRESETS)}"
+        )
+    return PRESETS[name]

@@ -1,0 +1,116 @@
+"""A run's folder: its configuration, vocabularies, encoded text, checkpoints and metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from gshard.mt import atomic
+from gshard.mt.config import RunConfig, conflicts, read, to_json
+from gshard.mt.corpus import Corpus
+from gshard.mt.errors import UserError
+from gshard.mt.tokenizer import Tokenizer, train_tokenizer
+from gshard.mt.tokens import TaskTokens, open_tokens
+from gshard.nn.transformer import TransformerConfig
+
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+
+
+class Stages(Protocol):
+    """Something that shows the progress of named stages, as `commands.show.Bars` does."""
+
+    def stage(self, name: str, total: int) -> Any:
+        """Begin a stage; the result is called with a note for each unit of work."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run on disk."""
+
+    folder: Path
+    config: RunConfig
+
+    @staticmethod
+    def open(folder: str | Path) -> Run:
+        """The run in `folder`; an error that says what to do if there is none."""
+        folder = Path(folder)
+        if not (folder / CONFIG).is_file():
+            raise UserError(f"no run in {folder} (`gshard train tiny --out {folder}` starts one)")
+        return Run(folder, read(folder / CONFIG))
+
+    @staticmethod
+    def create(folder: str | Path, config: RunConfig) -> Run:
+        """The run in `folder` with this configuration: a new one, or the one that is there.
+
+        What the losses depend on may not differ from the one that is there.
+        """
+        folder = Path(folder)
+        if (folder / CONFIG).is_file():
+            if different := conflicts(read(folder / CONFIG), config):
+                lines = "\n  ".join(different)
+                raise UserError(
+                    f"{folder} holds a run with other settings:\n  {lines}\n"
+                    f"`gshard train {folder}` goes on with it; another --out starts a new one"
+                )
+        elif folder.is_dir() and any(folder.iterdir()):
+            raise UserError(f"{folder} holds something else; name a new folder for the run")
+        atomic.write_json(folder / CONFIG, to_json(config))
+        return Run(folder, config)
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return self.folder.resolve().name
+
+    @functools.cached_property
+    def corpus(self) -> Corpus:
+        """The corpus that it learns from."""
+        return Corpus.open(self.config.data.corpus)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Its vocabularies."""
+        return Tokenizer.load(self.folder / "vocabulary")
+
+    @functools.cached_property
+    def model_config(self) -> TransformerConfig:
+        """The model, with the sizes of the vocabularies."""
+        return dataclasses.replace(
+            self.config.model,
+            source_vocab=self.tokenizer.source_size,
+            target_vocab=self.tokenizer.target_size,
+        )
+
+    def make_vocabulary(self) -> None:
+        """Train the vocabularies, or take the finished ones that the configuration names."""
+        place = self.folder / "vocabulary"
+        if place.is_dir():
+            return
+        if finished := self.config.data.vocabulary:
+            Tokenizer.load(finished).save(place)
+        else:
+            train_tokenizer(self.corpus, self.config.vocabulary).save(place)
+
+    def tokens(self, split: str = "train", progress: Any = None) -> list[TaskTokens]:
+        """The text of a split as tokens, encoded once."""
+        folder = self.folder / "tokens"
+        return open_tokens(self.corpus, self.tokenizer, folder, split, progress=progress)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """What was logged; a last line that a killed run left unfinished is not counted."""
+        try:
+            lines = (self.folder / METRICS).read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return []
+        found = []
+        for line in lines:
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return found
