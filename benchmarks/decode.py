@@ -62,7 +62,8 @@ def reordering_beam_search(model: Transformer, source_BL: Array, config: BeamCon
     B, K, T = source_BL.shape[0], config.beam, config.max_length
     real_BL = source_BL != PAD
     positions_BL = jnp.broadcast_to(jnp.arange(source_BL.shape[1]), source_BL.shape)
-    memory_BLM, _ = model.encode(source_BL, real_BL.astype(jnp.int32), positions_BL)
+    segments_BL = real_BL.astype(jnp.int32)
+    memory_BLM, _ = model.encode(source_BL, segments_BL, positions_BL, dropless=True)
     repeated_XL = jnp.repeat(real_BL, K, axis=0)
     cache = model.start_decoding(jnp.repeat(memory_BLM, K, axis=0), T)
 

@@ -113,14 +113,15 @@ def beam_search(
 
     To be called under `jax.jit`, or under `gshard.jit` with the strategy of training: the batch is
     split over the devices, and nothing but the experts' tokens and the test for the end crosses
-    between them. A sentence that is all padding costs no steps.
+    between them. A sentence that is all padding costs no steps. Every token gets its experts, so
+    that a translation does not depend on the batch and the padding it stands in.
     """
-    B = source_BL.shape[0]
-    source_BL = strategy.groups(_whole_groups(source_BL, model.config.groups))
+    source_BL = strategy.groups(source_BL)
     real_BL = source_BL != PAD
     positions_BL = jnp.broadcast_to(jnp.arange(source_BL.shape[1]), source_BL.shape)
-    memory_BLM, _ = model.encode(source_BL, real_BL.astype(jnp.int32), positions_BL, None, strategy)
-    memory_BLM, real_BL = memory_BLM[:B], real_BL[:B]
+    memory_BLM, _ = model.encode(
+        source_BL, real_BL.astype(jnp.int32), positions_BL, None, strategy, dropless=True
+    )
     K, T = config.beam, config.max_length
 
     def searching(state: State) -> Array:
@@ -243,12 +244,3 @@ def read(slots_BL: Array, ended: Ended, config: BeamConfig) -> Array:
     position_T = jnp.arange(T)
     tokens_BNT = jnp.where(position_T < last_BN1, tokens_BNT, PAD)
     return jnp.where(position_T == last_BN1, END, tokens_BNT)
-
-
-def _whole_groups(source_BL: Array, groups: int | None) -> Array:
-    """Add empty sentences until the tokens divide into the groups of the encoder's gating."""
-    if groups is None:
-        return source_BL
-    B, L = source_BL.shape
-    rows = groups // math.gcd(groups, L)
-    return jnp.pad(source_BL, ((0, -B % rows), (0, 0)), constant_values=PAD)

@@ -3,7 +3,7 @@
 from gshard.nn.attention import Attention, KeysValues, segment_mask
 from gshard.nn.experts import Experts, MoE
 from gshard.nn.family import FAMILY, Model
-from gshard.nn.gating import GatingConfig, RouterMetrics, Routing, route
+from gshard.nn.gating import GatingConfig, Routed, RouterMetrics, Routing, route
 from gshard.nn.layers import Embedding, FeedForward, LayerNorm
 from gshard.nn.optimizer import adafactor, adam, inverse_sqrt, per_matrix
 from gshard.nn.remat import StepMemory, choose_remat, step_memory
@@ -20,6 +20,7 @@ from gshard.nn.strategy import Strategy
 from gshard.nn.transformer import (
     Batch,
     ModelMetrics,
+    ModelRoutings,
     PairCache,
     Transformer,
     TransformerConfig,
@@ -38,7 +39,9 @@ __all__ = [
     "MoE",
     "Model",
     "ModelMetrics",
+    "ModelRoutings",
     "PairCache",
+    "Routed",
     "RouterMetrics",
     "Routing",
     "StepMemory",

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from gshard.nn.gating import PAPER_GATING, GatingConfig, RouterMetrics, Routing, route
+from gshard.nn.gating import PAPER_GATING, GatingConfig, Routed, RouterMetrics, Routing, route
 from gshard.nn.layers import init_weight
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 
@@ -79,10 +79,23 @@ class MoE(eqx.Module):
         *,
         dropless: bool = False,
     ) -> tuple[Array, RouterMetrics]:
-        """Mix the experts' results for each token; training if there is a `key`.
+        """Mix the experts' results for each token; training if there is a `key`."""
+        y_BLM, routed = self.routed(x_BLM, mask_BL, key, strategy, dropless=dropless)
+        return y_BLM, routed.metrics
 
-        The batch is regrouped into `groups` groups of equal size; None, and dropless decoding
-        where grouping has no effect, make each sequence a group.
+    def routed(
+        self,
+        x_BLM: Array,
+        mask_BL: Array,
+        key: Array | None = None,
+        strategy: Strategy = ONE_DEVICE,
+        *,
+        dropless: bool = False,
+    ) -> tuple[Array, Routed]:
+        """The layer, and where it sent every token.
+
+        The batch is regrouped into `groups` groups of equal size; None, and `dropless` where
+        grouping has no effect, make each sequence a group.
         """
         B, L, M = x_BLM.shape
         G = B if dropless or self.groups is None else self.groups
@@ -101,7 +114,7 @@ class MoE(eqx.Module):
         dispatch, combine = DISPATCHES[self.dispatch]
         x_EGCM = strategy.experts(dispatch(strategy, routing, x_GSM, E, C))
         y_GECM = strategy.groups(self.experts(x_EGCM))
-        return combine(strategy, routing, y_GECM).reshape(B, L, M), metrics
+        return combine(strategy, routing, y_GECM).reshape(B, L, M), Routed(routing, metrics)
 
 
 def one_hots(routing: Routing, weight_KGS: Array, E: int, C: int) -> Array:

@@ -61,6 +61,13 @@ class Routing(NamedTuple):
     kept: Array
 
 
+class Routed(NamedTuple):
+    """What one MoE layer did: where each token went, and the sums over all of them."""
+
+    routing: Routing
+    metrics: RouterMetrics
+
+
 class RouterMetrics(NamedTuple):
     """What one MoE layer did with the tokens of a step; padding is never counted.
 

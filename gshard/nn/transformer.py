@@ -18,7 +18,7 @@ from jax import Array
 
 from gshard.nn.attention import Attention, KeysValues, segment_mask
 from gshard.nn.experts import Dispatch, MoE
-from gshard.nn.gating import PAPER_GATING, GatingConfig, RouterMetrics
+from gshard.nn.gating import PAPER_GATING, GatingConfig, Routed, RouterMetrics, Routing
 from gshard.nn.layers import Embedding, FeedForward, LayerNorm, dropout, split_key
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 
@@ -142,7 +142,9 @@ class Layer(eqx.Module):
         strategy: Strategy = ONE_DEVICE,
         cache: LayerCache | None = None,
         index: Array | int = 0,
-    ) -> tuple[Array, LayerCache | None, RouterMetrics | None]:
+        *,
+        dropless: bool = False,
+    ) -> tuple[Array, LayerCache | None, Routed | None]:
         """One layer; with a `cache` it attends to that, after writing its own part at `index`."""
         c = self.config
         keys = split_key(key, 6)
@@ -165,13 +167,12 @@ class Layer(eqx.Module):
             y_BTM = self.cross_attention(h_BTM, cross, masks.cross, c.attention_dropout, keys[2])
             x_BTM = x_BTM + dropout(y_BTM, c.residual_dropout, keys[3])
 
-        h_BTM, metrics = self.feed_forward_norm(x_BTM), None
+        h_BTM, routed = self.feed_forward_norm(x_BTM), None
         if self.moe is not None:
-            dropless = cache is not None
-            y_BTM, metrics = self.moe(h_BTM, masks.real, keys[4], strategy, dropless=dropless)
+            y_BTM, routed = self.moe.routed(h_BTM, masks.real, keys[4], strategy, dropless=dropless)
         elif self.feed_forward is not None:
             y_BTM = self.feed_forward(h_BTM)
-        return x_BTM + dropout(y_BTM, c.residual_dropout, keys[5]), cache, metrics
+        return x_BTM + dropout(y_BTM, c.residual_dropout, keys[5]), cache, routed
 
 
 class Masks(NamedTuple):
@@ -202,17 +203,19 @@ class Pair(eqx.Module):
         strategy: Strategy = ONE_DEVICE,
         cache: PairCache | None = None,
         index: Array | int = 0,
-    ) -> tuple[Array, PairCache | None, RouterMetrics | None]:
-        """Both layers; the metrics are those of the experts."""
+        *,
+        dropless: bool = False,
+    ) -> tuple[Array, PairCache | None, Routed | None]:
+        """Both layers, and what the one with experts did; `dropless` gives each token its own."""
         keys = split_key(key, 2)
         first, second = cache if cache is not None else (None, None)
         rest = (strategy,)
         x_BTM, first, _ = self.dense(x_BTM, masks, memory_BLM, keys[0], *rest, first, index)
-        x_BTM, second, metrics = self.sparse(
-            x_BTM, masks, memory_BLM, keys[1], *rest, second, index
+        x_BTM, second, routed = self.sparse(
+            x_BTM, masks, memory_BLM, keys[1], *rest, second, index, dropless=dropless
         )
         pair = None if first is None or second is None else PairCache(first, second)
-        return x_BTM, pair, metrics
+        return x_BTM, pair, routed
 
 
 class PairCache(NamedTuple):
@@ -254,26 +257,26 @@ class Transformer(eqx.Module):
         key: Array | None = None,
         strategy: Strategy = ONE_DEVICE,
         remat: Remat | None = None,
+        *,
+        dropless: bool = False,
     ) -> tuple[Array, ModelMetrics]:
         """The logits of every target token, and the routers' metrics; training if there is a key.
 
         `remat` overrides the config's, whose budget in bytes needs the step's shapes.
         """
-        keys = split_key(key, 3)
-        memory_BLM, encoder = self.encode(
-            batch.source, batch.source_segments, batch.source_positions, keys[0], strategy, remat
-        )
-        x_BTM = self.target(batch.inputs, batch.target_positions, self.config.dtype)
-        x_BTM = dropout(x_BTM, self.config.input_dropout, keys[1])
-        masks = Masks(
-            batch.target_segments > 0,
-            segment_mask(batch.target_segments, batch.target_segments, causal=True),
-            segment_mask(batch.target_segments, batch.source_segments),
-        )
-        x_BTM, decoder = self._stack(
-            self.decoder, x_BTM, masks, memory_BLM, keys[2], strategy, remat
-        )
-        return self.target.logits(self.decoder_norm(x_BTM)), ModelMetrics(encoder, decoder)
+        settings = Settings(strategy, remat, dropless)
+        x_BTM, encoder, decoder = self._run(batch, key, settings)
+        return self.target.logits(x_BTM), ModelMetrics(encoder, decoder)
+
+    def routings(self, batch: Batch, strategy: Strategy = ONE_DEVICE) -> ModelRoutings:
+        """Which experts each token of the sentence pairs goes to when nothing is dropped.
+
+        A token's experts then depend on its own sentence alone, and are those that decoding gave
+        it, if the pairs are what it found.
+        """
+        settings = Settings(strategy, dropless=True, report=lambda routed: routed.routing)
+        _, encoder, decoder = self._run(batch, None, settings)
+        return ModelRoutings(encoder, decoder)
 
     def encode(
         self,
@@ -283,14 +286,16 @@ class Transformer(eqx.Module):
         key: Array | None = None,
         strategy: Strategy = ONE_DEVICE,
         remat: Remat | None = None,
+        *,
+        dropless: bool = False,
     ) -> tuple[Array, RouterMetrics | None]:
-        """What the decoder attends to."""
-        keys = split_key(key, 2)
-        x_BLM = self.source(source_BL, positions_BL, self.config.dtype)
-        x_BLM = dropout(x_BLM, self.config.input_dropout, keys[0])
-        masks = Masks(segments_BL > 0, segment_mask(segments_BL, segments_BL))
-        x_BLM, metrics = self._stack(self.encoder, x_BLM, masks, None, keys[1], strategy, remat)
-        return self.encoder_norm(x_BLM), metrics
+        """What the decoder attends to.
+
+        With `dropless` it depends on nothing but the sentence: no other one in the batch, nor the
+        length of its padding, takes or gives a slot.
+        """
+        settings = Settings(strategy, remat, dropless)
+        return self._encode(source_BL, segments_BL, positions_BL, key, settings)
 
     def start_decoding(self, memory_BLM: Array, length: int) -> PairCache:
         """An empty cache of `length` target positions, with the source's keys and values."""
@@ -335,12 +340,41 @@ class Transformer(eqx.Module):
             pair, cached = layer
             pair = strategy.weights(pair)
             x_BKM, cached_now, _ = pair(
-                strategy.groups(x_BKM), masks, None, None, strategy, cached, index
+                strategy.groups(x_BKM), masks, None, None, strategy, cached, index, dropless=True
             )
             return x_BKM, cached_now
 
         x_BKM, cache = jax.lax.scan(body, x_BKM, (self.decoder, cache))
         return self.target.logits(self.decoder_norm(x_BKM)), cache
+
+    def _run(self, batch: Batch, key: Array | None, settings: Settings) -> tuple[Array, Any, Any]:
+        """Both stacks on given pairs: what the logits are made from, and the routers' reports."""
+        keys = split_key(key, 3)
+        memory_BLM, encoder = self._encode(*batch[:3], keys[0], settings)
+        x_BTM = self.target(batch.inputs, batch.target_positions, self.config.dtype)
+        x_BTM = dropout(x_BTM, self.config.input_dropout, keys[1])
+        masks = Masks(
+            batch.target_segments > 0,
+            segment_mask(batch.target_segments, batch.target_segments, causal=True),
+            segment_mask(batch.target_segments, batch.source_segments),
+        )
+        x_BTM, decoder = self._stack(self.decoder, x_BTM, masks, memory_BLM, keys[2], settings)
+        return self.decoder_norm(x_BTM), encoder, decoder
+
+    def _encode(
+        self,
+        source_BL: Array,
+        segments_BL: Array,
+        positions_BL: Array,
+        key: Array | None,
+        settings: Settings,
+    ) -> tuple[Array, Any]:
+        keys = split_key(key, 2)
+        x_BLM = self.source(source_BL, positions_BL, self.config.dtype)
+        x_BLM = dropout(x_BLM, self.config.input_dropout, keys[0])
+        masks = Masks(segments_BL > 0, segment_mask(segments_BL, segments_BL))
+        x_BLM, report = self._stack(self.encoder, x_BLM, masks, None, keys[1], settings)
+        return self.encoder_norm(x_BLM), report
 
     def _stack(
         self,
@@ -349,11 +383,11 @@ class Transformer(eqx.Module):
         masks: Masks,
         memory_BLM: Array | None,
         key: Array | None,
-        strategy: Strategy,
-        remat: Remat | None,
-    ) -> tuple[Array, RouterMetrics | None]:
-        """Run a stack of pairs; the metrics come back with the MoE layers in dim 0."""
-        setting = remat or self.config.remat
+        settings: Settings,
+    ) -> tuple[Array, Any]:
+        """Run a stack of pairs; the reports come back with the MoE layers in dim 0."""
+        strategy = settings.strategy
+        setting = settings.remat or self.config.remat
         if isinstance(setting, int) and key is not None:
             raise ValueError(
                 f"remat={setting} is a memory budget: choose_remat turns it into 'none' or 'layer' "
@@ -362,13 +396,18 @@ class Transformer(eqx.Module):
         pairs = jax.tree.leaves(stack)[0].shape[0]
         keys = None if key is None else jax.random.split(key, pairs)
 
-        def body(
-            x_BTM: Array, layer: tuple[Pair, Array | None]
-        ) -> tuple[Array, RouterMetrics | None]:
+        def body(x_BTM: Array, layer: tuple[Pair, Array | None]) -> tuple[Array, Any]:
             pair, key = layer
             pair = strategy.weights(pair)
-            x_BTM, _, metrics = pair(strategy.groups(x_BTM), masks, memory_BLM, key, strategy)
-            return x_BTM, metrics
+            x_BTM, _, routed = pair(
+                strategy.groups(x_BTM),
+                masks,
+                memory_BLM,
+                key,
+                strategy,
+                dropless=settings.dropless,
+            )
+            return x_BTM, None if routed is None else settings.report(routed)
 
         run: Callable[..., Any] = body
         if setting == "layer":
@@ -376,8 +415,24 @@ class Transformer(eqx.Module):
         return jax.lax.scan(run, x_BTM, (stack, keys))
 
 
+class Settings(NamedTuple):
+    """How a stack runs, and what is kept of each router: its metrics, or where tokens went."""
+
+    strategy: Strategy = ONE_DEVICE
+    remat: Remat | None = None
+    dropless: bool = False
+    report: Callable[[Routed], Any] = lambda routed: routed.metrics
+
+
 class ModelMetrics(NamedTuple):
     """The routers' metrics, stacked over the MoE layers of each side; None in a dense model."""
 
     encoder: RouterMetrics | None
     decoder: RouterMetrics | None
+
+
+class ModelRoutings(NamedTuple):
+    """The routings of each side, every array [MoE layers, K, B, L]; None in a dense model."""
+
+    encoder: Routing | None
+    decoder: Routing | None

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from gshard.nn import Attention, Batch, LayerNorm, Transformer, segment_mask
+from gshard.nn import Attention, Batch, GatingConfig, LayerNorm, Transformer, segment_mask
 
 
 @functools.lru_cache
@@ -202,3 +202,42 @@ def test_initial_weights_have_the_scale_of_their_fan_in():
     ]:
         np.testing.assert_allclose(np.std(weight), fan_in**-0.5, rtol=0.07)
     assert np.abs(layer.moe.experts.wi[0] - layer.moe.experts.wi[1]).max() > 0.1
+
+
+def test_dropless_results_do_not_depend_on_batch_and_padding():
+    """With a capacity of one slot a batch of four shares few experts; alone nothing is shared."""
+    gating = GatingConfig(eval_capacity_factor=0.1)
+    model = models.model(models.config(gating=gating, groups=1))
+    batch = models.batch()
+
+    @jax.jit
+    def encode(model, source, segments, positions):
+        return model.encode(source, segments, positions, dropless=True)[0]
+
+    together = encode(model, *batch[:3])
+    alone = encode(model, *(x[1:2, :5] for x in batch[:3]))
+    np.testing.assert_allclose(together[1:2, :5], alone, atol=1e-5)
+    dropped = jax.jit(lambda m: m.encode(*batch[:3])[0])(model)
+    assert np.abs(dropped - together).max() > 1e-2
+
+
+def test_routings_are_where_the_tokens_go():
+    model = models.model(models.config(encoder_layers=4))
+    batch = models.batch()
+    routings = jax.jit(Transformer.routings)(model, batch)
+    metrics = jax.jit(lambda m, b: m(b, dropless=True)[1])(model, batch)
+    for routing, sums, real in zip(
+        routings, metrics, (batch.source_segments > 0, batch.target_segments > 0), strict=True
+    ):
+        layers = len(sums.load)
+        assert routing.expert.shape == (layers, 2, *real.shape)
+        np.testing.assert_allclose(routing.weight.sum(1), np.tile(real, (layers, 1, 1)), atol=1e-5)
+        assert (routing.weight[:, 0] >= routing.weight[:, 1]).all()
+        assert (routing.expert[:, 0] != routing.expert[:, 1]).all()
+        for layer in range(layers):
+            chosen = np.asarray(routing.expert[layer])[:, real]
+            counts = np.bincount(chosen.ravel(), minlength=4)
+            np.testing.assert_allclose(sums.load[layer], counts / counts.sum(), rtol=1e-5)
+    assert routings.encoder.expert.shape[0] == 2
+    dense = models.model(models.config(experts=0))
+    assert jax.jit(Transformer.routings)(dense, batch) == (None, None)
