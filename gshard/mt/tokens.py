@@ -88,6 +88,34 @@ def open_tokens(
     return opened
 
 
+def in_memory(
+    tokenizer: Tokenizer, task: Task, sources: Sequence[str], targets: Sequence[str]
+) -> TaskTokens:
+    """Sentence pairs of a task as ids that lie in no file: for a few sentences, and one process."""
+    sides = []
+    for sequences in (
+        tokenizer.encode_source(sources, task.target),
+        tokenizer.encode_target(targets),
+    ):
+        ids = np.fromiter((i for sequence in sequences for i in sequence), np.uint32)
+        ends = np.cumsum([0, *map(len, sequences)], dtype=np.int64)
+        sides.append(Side(ids, ends))
+    english = targets if task.target == "en" else sources
+    words = np.array([min(255, len(text.split())) for text in english], np.uint8)
+    return TaskTokens(task, sides[0], sides[1], words, Path())
+
+
+def some_of(tokens: TaskTokens, examples: np.ndarray) -> TaskTokens:
+    """Only these examples of a task, in memory."""
+    sides = []
+    for side in (tokens.source, tokens.target):
+        pieces = [side[i] for i in examples]
+        ends = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
+        sides.append(Side(np.concatenate(pieces) if pieces else side.ids[:0], ends))
+    words = np.asarray(tokens.english_words)[examples]
+    return TaskTokens(tokens.task, sides[0], sides[1], words, Path())
+
+
 def _note(place: Path) -> dict[str, str]:
     try:
         return dict(json.loads((place / _NOTE).read_text(encoding="utf-8")))
