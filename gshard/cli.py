@@ -15,7 +15,7 @@ try:
 except ImportError:
     sys.exit("the gshard command needs more packages: pip install 'gshard[mt]'")
 
-from gshard.mt.commands import data
+from gshard.mt.commands import data, train
 from gshard.mt.errors import UserError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
     help="Massively multilingual translation with mixtures of experts.",
 )
 app.add_typer(data.app, name="data")
+app.command()(train.train)
 
 
 @app.callback()

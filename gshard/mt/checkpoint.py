@@ -109,7 +109,7 @@ class Checkpoints:
         for step in reversed(self.steps):
             try:
                 return (*self.restore(step, model, optimizer), damaged)
-            except Damaged as error:
+            except DamagedError as error:
                 damaged.append(str(error))
         if damaged:
             raise UserError("\n".join([*damaged, "no whole checkpoint is left"]))
@@ -133,7 +133,7 @@ class Checkpoints:
                 step, args=ocp.args.Composite(**args, note=ocp.args.JsonRestore())
             )
         except Exception as error:  # Orbax and TensorStore raise all kinds
-            raise Damaged(self._about(step, error)) from error
+            raise DamagedError(self._about(step, error)) from error
         restored = {n: unnamed(found[n], tree) for n, tree in trees.items()}
         return {**restored, "note": found["note"]}
 
@@ -143,7 +143,7 @@ class Checkpoints:
             try:
                 saved = dict(self._manager.item_metadata(step)[item].tree)
             except Exception as error:
-                raise Damaged(self._about(step, error)) from error
+                raise DamagedError(self._about(step, error)) from error
             shapes = {name: tuple(leaf.shape) for name, leaf in tree.items()}
             there = {name: tuple(leaf.shape) for name, leaf in saved.items()}
             if shapes == there:
@@ -161,7 +161,7 @@ class Checkpoints:
         return f"the checkpoint {self.folder / str(step)} is damaged: {first[0][:200]}"
 
 
-class Damaged(UserError):
+class DamagedError(UserError):
     """A checkpoint that cannot be read."""
 
 

@@ -86,8 +86,18 @@ class RunConfig:
 
 # What may change when a run is resumed: nothing that the losses depend on. (Another number of
 # devices adds in another order, and the last bits of a sum differ.)
-CHANGEABLE = ("data.corpus", "data.workers", "devices.", "name", "train.steps", "train.minutes")
-CHANGEABLE += ("train.log_every", "train.save_every", "train.keep", "train.patience")
+CHANGEABLE = (
+    "name",
+    "data.corpus",
+    "data.workers",
+    "devices.",
+    "train.steps",
+    "train.minutes",
+    "train.log_every",
+    "train.save_every",
+    "train.keep",
+    "train.patience",
+)
 # Known only when the vocabularies are there.
 _FILLED_IN = ("model.source_vocab", "model.target_vocab")
 

@@ -1,0 +1,84 @@
+"""`gshard train`: start a run, or go on with one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    what: Annotated[
+        str,
+        typer.Argument(help="a preset (tiny, dense, small, base, ...), a config file, or a run"),
+    ] = "",
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="name=value settings, as model.experts=16")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="folder of the run [runs/NAME]")] = None,
+    corpus: Annotated[
+        Path | None, typer.Option(help="folder of a gathered corpus [corpus]")
+    ] = None,
+    coordinator: Annotated[str, typer.Option(help="HOST:PORT of process 0, on every host")] = "",
+    processes: Annotated[int, typer.Option(help="how many processes train together")] = 1,
+    process: Annotated[int, typer.Option(help="which of them this is, from 0")] = 0,
+    distributed: Annotated[
+        bool, typer.Option("--distributed", help="let JAX find the hosts (Slurm, MPI, TPU)")
+    ] = False,
+    list_settings: Annotated[
+        bool, typer.Option("--settings", help="list all settings with their values, and stop")
+    ] = False,
+) -> None:
+    """Train a model; Ctrl-C saves it, and the same command goes on where it stopped."""
+    from gshard.mt import config as configs
+    from gshard.mt.commands.display import TrainDisplay
+    from gshard.mt.commands.show import console
+    from gshard.mt.errors import UserError
+    from gshard.mt.presets import preset
+    from gshard.mt.run import CONFIG, Run
+
+    given = list(settings or [])
+    if list_settings and not what:
+        what = "tiny"
+    elif not what:
+        raise UserError("what to train? `gshard train tiny`, say; `--help` tells more")
+    if corpus is not None:
+        given.append(f"data.corpus={corpus}")
+    folder = Path(what)
+    if (folder / CONFIG).is_file():
+        out, base = folder, Run.open(folder).config
+    elif folder.is_file():
+        base = configs.read(folder)
+    else:
+        base = preset(what)
+    config = configs.override(base, given)
+    if list_settings:
+        for name, value, _ in configs.settings(config):
+            said = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            console.print(f"{name}={said}", markup=False, highlight=False, soft_wrap=True)
+        return
+
+    from gshard.mt import platform
+
+    platform.start(
+        config.devices.count, platform.Hosts(coordinator, processes, process, distributed)
+    )
+    from gshard.mt import train as work
+    from gshard.mt.corpus import Corpus
+
+    Corpus.open(config.data.corpus)  # before a folder is made for nothing
+    run = Run.create(out or Path("runs") / config.name, config)
+    platform.cache_programs(run.folder / "programs")
+    with TrainDisplay() as display:
+        outcome = work.train(run, display)
+    console.print(
+        f"step {outcome.step:,} of {config.train.steps:,}, best at step {outcome.best:,}, "
+        f"{outcome.waited:.1%} of the time spent waiting for data",
+        soft_wrap=True,
+    )
+    if outcome.finished:
+        console.print(f"`gshard evaluate {run.folder}` measures it", soft_wrap=True)
+        return
+    console.print(f"stopped and saved; `gshard train {run.folder}` goes on", soft_wrap=True)
+    raise typer.Exit(130)

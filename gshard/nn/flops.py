@@ -1,0 +1,31 @@
+"""The arithmetic that a token needs: what a share of peak performance is measured by."""
+
+from __future__ import annotations
+
+from gshard.nn.transformer import TransformerConfig
+
+
+def forward_flops(config: TransformerConfig) -> tuple[int, int]:
+    """Multiplications and additions for one source token and for one target token.
+
+    Only products with weights count, which is the useful work: a token visits `top_k` experts
+    however many slots their buffers have, and scores between tokens are left out, since they
+    depend on how sentences are packed.
+    """
+    c = config
+    attention = c.model_dim * c.heads * 2 * (c.key_dim + c.value_dim)
+    dense = 2 * c.model_dim * c.hidden_dim
+    hidden = c.expert_hidden_dim or c.hidden_dim
+    sparse = 2 * c.model_dim * hidden * (c.gating.top_k if c.experts else 1)
+    pair = dense + sparse + c.model_dim * c.experts
+    source = c.encoder_layers // 2 * (2 * attention + pair)
+    # The decoder's keys and values of the source are made from source tokens.
+    cross_source = c.decoder_layers * attention // 2
+    target = c.decoder_layers // 2 * (3 * attention + pair) + c.model_dim * c.target_vocab
+    return 2 * (source + cross_source), 2 * target
+
+
+def step_flops(config: TransformerConfig, source_tokens: float, target_tokens: float) -> float:
+    """A training step's: the backward pass does twice the work of the forward pass."""
+    source, target = forward_flops(config)
+    return 3.0 * (source * source_tokens + target * target_tokens)
