@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,11 +20,14 @@ from jax import Array
 
 import gshard
 from gshard.mt.decode import BeamConfig, Translations, beam_search
-from gshard.mt.errors import UserError
+from gshard.mt.errors import UserError, nearest
 from gshard.mt.pieces import cut
 from gshard.mt.tokenizer import END, PAD, Tokenizer
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Transformer
+
+if TYPE_CHECKING:
+    from gshard.mt.run import Run
 
 Progress = Callable[[int, int], None]  # pieces done, of all
 
@@ -205,6 +208,55 @@ class Translator:
         full = -(-self.config.rows // devices) * devices
         few = count <= devices and ("search", ((full, length),)) not in self._programs
         return devices if few else full
+
+
+def open_translator(
+    run: Run,
+    which: str = "best",
+    config: TranslateConfig = TranslateConfig(),  # noqa: B008  (frozen)
+    devices: int = 0,
+) -> tuple[Translator, int]:
+    """The translator of a run on this machine's devices (0: all), and the step of its weights."""
+    from gshard.mt import platform
+    from gshard.mt.checkpoint import load_model
+    from gshard.mt.config import DeviceConfig
+
+    platform.start(devices)
+    platform.cache_programs(run.folder / "programs")
+    strategy = platform.strategy(DeviceConfig(devices))
+    model, step = load_model(run, which, strategy)
+    return Translator(model, run.tokenizer, strategy, config), step
+
+
+def choose_target(tokenizer: Tokenizer, source: str = "", target: str = "") -> str:
+    """The language to translate into, which must be one that the model has learned.
+
+    Into English the source need not be named, since the model sees text only; if it is, it must
+    be known too. Without a target it is English, or the only one there is.
+    """
+    sources = sorted({task.source for task in tokenizer.tasks})
+    targets = sorted({task.target for task in tokenizer.tasks})
+    if source and source not in (*sources, *targets):
+        raise UserError(_unknown(source, "translated from", sources))
+    if not target:
+        target = "en" if "en" in targets and source != "en" else ""
+        if not target and len(targets) > 1:
+            raise UserError(
+                f"which language to translate into? --to is one of {', '.join(targets)}"
+            )
+        target = target or targets[0]
+    if target not in targets:
+        raise UserError(_unknown(target, "translated into", targets))
+    if source == target:
+        raise UserError(f"the text is in {source!r} and is to be translated into {target!r}")
+    return target
+
+
+def _unknown(language: str, what: str, known: Sequence[str]) -> str:
+    return (
+        f"this model has not learned {language!r}{nearest(language, known)}; "
+        f"what can be {what}: {', '.join(known)}"
+    )
 
 
 def well_formed(text: str) -> str:

@@ -1,0 +1,138 @@
+"""`gshard translate`: lines of text in, their translations out, in order."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from gshard.mt.translate import Hypothesis, Progress
+
+_CHUNK = 16  # batches that are read at a time: enough to sort sentences by length
+_CHARACTERS = 2_000_000  # and no more than this
+# In plain output a line is a translation and nothing steers the terminal: controls become spaces.
+_CONTROLS = dict.fromkeys((*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029), " ")
+
+
+def translate(
+    run: Annotated[Path, typer.Argument(help="folder of a training run")],
+    file: Annotated[
+        Path | None, typer.Argument(help="text, a sentence a line [standard input]")
+    ] = None,
+    source: Annotated[
+        str, typer.Option("--from", help="language of the text; checked, but not needed")
+    ] = "",
+    target: Annotated[str, typer.Option("--to", help="language to translate into [en]")] = "",
+    beam: Annotated[int, typer.Option(help="hypotheses that are followed; 1 is greedy")] = 4,
+    nbest: Annotated[int, typer.Option(help="translations of each line, the best first")] = 1,
+    alpha: Annotated[float, typer.Option(help="how much longer translations are favoured")] = 0.6,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="a JSON object a line, with scores and the n-best list")
+    ] = False,
+    checkpoint: Annotated[str, typer.Option(help="best, last, or a step")] = "best",
+    rows: Annotated[int, typer.Option(help="sentences in a batch")] = 32,
+    encoding: Annotated[str, typer.Option(help="of the text that is read")] = "utf-8",
+    devices: Annotated[int, typer.Option(help="devices to use; 0 is all")] = 0,
+) -> None:
+    """Translate lines of text, from a file or as they come from standard input."""
+    from gshard.mt.lines import Lines
+    from gshard.mt.run import Run
+    from gshard.mt.translate import TranslateConfig, choose_target, open_translator
+
+    opened = Run.open(run)
+    longest = opened.config.batch.source_length  # the model has seen nothing longer
+    config = TranslateConfig(beam, nbest, alpha, rows, max(longest, 16))
+    wanted = choose_target(opened.tokenizer, source, target)
+    lines = Lines(file, encoding)
+    lines.check()
+    with _status(f"loading {opened.name}"):
+        translator, _ = open_translator(opened, checkpoint, config, devices)
+    done = 0
+    try:
+        for chunk in lines.chunks(_CHUNK * rows, _CHARACTERS):
+            with _progress(done + 1, done + len(chunk)) as progress:
+                found = translator.translate(chunk, wanted, progress)
+            _write(_formatted(chunk, found, done + 1, nbest, as_json))
+            done += len(chunk)
+    except BrokenPipeError:  # whoever reads has had enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; {done:,} lines are translated and written", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def _formatted(
+    texts: Sequence[str],
+    found: Sequence[Sequence[Hypothesis]],
+    first: int,
+    nbest: int,
+    as_json: bool,
+) -> Iterator[str]:
+    """The lines to write for some texts, the first of which is line `first`."""
+    from gshard.mt.translate import well_formed
+
+    for number, (text, hypotheses) in enumerate(zip(texts, found, strict=True), first):
+        if as_json:
+            best = hypotheses[0]
+            said = {
+                "source": well_formed(text),
+                "translation": best.text,
+                "score": best.score,
+                "nbest": [{"text": h.text, "score": h.score} for h in hypotheses],
+            }
+            yield json.dumps(said, ensure_ascii=False)
+        elif nbest > 1:
+            for h in hypotheses:
+                yield f"{number}\t{h.score:.4f}\t{h.text.translate(_CONTROLS)}"
+        else:
+            yield hypotheses[0].text.translate(_CONTROLS)
+
+
+def _write(lines: Iterator[str]) -> None:
+    """Whole lines in UTF-8, whatever the terminal's settings, and out at once."""
+    sys.stdout.buffer.write("".join(f"{line}\n" for line in lines).encode())
+    sys.stdout.buffer.flush()
+
+
+def _status(text: str) -> contextlib.AbstractContextManager[object]:
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    return console.status(text) if console.is_terminal else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _progress(first: int, last: int) -> Iterator[Progress | None]:
+    """A bar on the terminal's standard error while a chunk is translated, gone afterwards."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    what = f"line {first:,}" if first == last else f"lines {first:,} to {last:,}"
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as bars:
+        task = bars.add_task(what, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
