@@ -1,0 +1,328 @@
+"""The tables of the page, as HTML that needs no script; the script only sorts and searches them.
+
+They are the tables of the paper's section 4, and every number that a chart shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gshard.mt.report import measures
+from gshard.mt.report.cells import Cell, Column, change, figure, run_name, table, words
+from gshard.mt.report.charts import HEALTH
+from gshard.mt.report.gathered import GROUPS, Baselines, Run, Task
+from gshard.mt.report.wording import MISSING, duration, fixed, safe, share, short, whole
+
+_GROUP_NAMES = {"to-english": "into English", "from-english": "from English"}
+FEW = 100  # sentences; a BLEU of fewer says little
+
+
+def models(runs: Sequence[Run]) -> str:
+    """The paper's table of models: what each run is, what it took and what it reached."""
+    columns = [
+        Column("Model", text=True),
+        Column("Experts", "experts in each MoE layer; 0 is a dense model"),
+        Column("Layers", "encoder + decoder", text=True),
+        Column("Dims", "model dim / hidden dim, heads", text=True),
+        Column("Weights"),
+        Column("Devices", "0 or missing: as many as the machine has"),
+        Column("Steps"),
+        Column("Tokens", "target tokens trained on"),
+        Column("Time", "seconds of training, without evaluation"),
+        Column("BLEU", "average over all tasks"),
+        Column("ΔBLEU", "average gain over the bilingual baselines"),
+    ]
+    rows = [_model(run, runs) for run in runs]
+    shown = [run for run in runs if run.baselines]
+    for run in shown:
+        rows.append(_baselines(run, several=len(shown) > 1))
+    breaks = (len(runs),) if shown else ()
+    return table(
+        "models-table", columns, rows, "Models, what they took and what they reached", breaks=breaks
+    )
+
+
+def _model(run: Run, runs: Sequence[Run]) -> list[Cell]:
+    def setting(*path: str) -> float | None:
+        value = run.setting(*path)
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    layers = [setting("model", f"{side}_layers") for side in ("encoder", "decoder")]
+    dims = [setting("model", name) for name in ("model_dim", "hidden_dim")]
+    heads = setting("model", "heads")
+    depth = MISSING if None in layers else " + ".join(whole(value) for value in layers)
+    width = MISSING if None in dims else " / ".join(whole(value) for value in dims)
+    width += f", {heads} heads" if heads else ""
+    baselines, _ = measures.baselines_of(run, runs)
+    about = run.evaluation.about if run.evaluation else {}
+    return [
+        run_name(run, runs),
+        figure(setting("model", "experts"), whole),
+        words(depth),
+        words(width),
+        figure(about.get("weights"), short),
+        figure(setting("devices", "count") or None, whole),
+        figure(run.last.get("step"), whole),
+        figure(run.last.get("tokens"), short),
+        figure(run.last.get("seconds"), duration),
+        figure(measures.average(run, "all", "bleu")),
+        change(measures.mean_gain(run, baselines)),
+    ]
+
+
+def _baselines(run: Run, several: bool) -> list[Cell]:
+    assert run.baselines is not None
+    tasks = list(run.baselines.tasks.values())
+    weights = measures.mean(task.get("weights") for task in tasks)
+    name = f"{len(tasks)} bilingual baselines" + (f" of {run.name}" if several else "")
+    empty = [words("") for _ in range(3)]
+    size = Cell(safe(f"{len(tasks)} \N{MULTIPLICATION SIGN} {short(weights)}"), weights)
+    return [
+        words(name, "quiet"),
+        *empty,
+        size if weights is not None else figure(None),
+        words(""),
+        figure(measures.mean(task.get("steps") for task in tasks), whole),
+        words(""),
+        figure(run.baselines.seconds, duration),
+        figure(_mean_baseline(run, run.baselines, "all")),
+        words(""),
+    ]
+
+
+def _mean_baseline(run: Run, baselines: Baselines | None, group: str) -> float | None:
+    """The mean BLEU of the baselines of the tasks in a group; of all if the run has no scores."""
+    if baselines is None:
+        return None
+    names = [task.name for task in measures.members(run, group)] or list(baselines.tasks)
+    return measures.mean(baselines.tasks.get(name, {}).get("bleu") for name in names)
+
+
+def reached(runs: Sequence[Run]) -> str:
+    """What it took to reach losses, as in the paper's table: tokens, and steps and time below."""
+    parts = []
+    for kind, smooth in (("training", True), ("dev", False)):
+        curves = {
+            run.name: measures.curve(run.train if smooth else run.dev, smooth) for run in runs
+        }
+        losses = measures.thresholds(list(curves.values()))
+        if not losses:
+            continue
+        rows = []
+        for run in runs:
+            if not curves[run.name].records:
+                continue
+            row = [run_name(run, runs)]
+            for loss in losses:
+                record = curves[run.name].reached(loss)
+                row.append(_taken(record) if record else figure(None))
+            rows.append(row)
+        columns = [Column("Model", text=True), *(Column(f"{loss:g}") for loss in losses)]
+        caption = f"Target tokens, steps and time to a {kind} cross-entropy of"
+        parts.append(table(f"reached-{kind}", columns, rows, caption))
+    return "\n".join(parts)
+
+
+def _taken(record: dict[str, float]) -> Cell:
+    detail = f"{whole(record['step'])} steps"
+    if "seconds" in record:
+        detail += f" · {duration(record['seconds'])}"
+    tokens = record.get("tokens")
+    main = short(tokens) if tokens is not None else f"{whole(record['step'])} steps"
+    return Cell(f"{safe(main)}<small>{safe(detail)}</small>", tokens)
+
+
+def averages(runs: Sequence[Run]) -> str:
+    """Scores averaged over all tasks, and over those with much, some and little training text."""
+    scored = [run for run in runs if run.evaluation]
+    columns = [
+        Column("Model", text=True),
+        Column("Resource", "a quarter of the languages is high, a quarter low", text=True),
+        Column("Tasks"),
+        Column("BLEU"),
+        Column("chrF++"),
+        Column("Copy", "BLEU of the source, copied"),
+        Column("Untrained", "BLEU of the same model before training"),
+        Column("Baseline", "BLEU of the bilingual models"),
+        Column("ΔBLEU"),
+    ]
+    rows: list[list[Cell]] = []
+    breaks: list[int] = []
+    for run in scored:
+        assert run.evaluation is not None
+        baselines, _ = measures.baselines_of(run, runs)
+        breaks.append(len(rows))
+        groups = ["all", *GROUPS]
+        if len({task.into_english for task in run.evaluation.tasks.values()}) > 1:
+            groups += ["to-english", "from-english"]
+        for group in groups:
+            tasks = measures.members(run, group)
+            if not tasks:
+                continue
+            rows.append(
+                [
+                    run_name(run, runs) if group == "all" else Cell(""),
+                    words(_GROUP_NAMES.get(group, group)),
+                    figure(len(tasks), whole),
+                    figure(measures.average(run, group, "bleu")),
+                    figure(measures.average(run, group, "chrf")),
+                    figure(measures.average(run, group, "copy_bleu")),
+                    figure(measures.average(run, group, "untrained_bleu")),
+                    figure(_mean_baseline(run, baselines, group)),
+                    change(measures.mean_gain(run, baselines, group)),
+                ]
+            )
+    columns, rows = _without_empty(columns, rows, keep=5)
+    return table("averages", columns, rows, "Averages by resource", breaks=breaks[1:])
+
+
+def _without_empty(
+    columns: Sequence[Column], rows: Sequence[Sequence[Cell]], keep: int
+) -> tuple[list[Column], list[list[Cell]]]:
+    """Without the columns after the first `keep` that no row has a value for."""
+    kept = [
+        n for n in range(len(columns)) if n < keep or any(row[n].value is not None for row in rows)
+    ]
+    return [columns[n] for n in kept], [[row[n] for n in kept] for row in rows]
+
+
+def _language(code: str) -> str:
+    """A code that the script completes with the language's name."""
+    return f'<span data-language="{safe(code)}">{safe(code)}</span>'
+
+
+def _head(task: Task, several: bool) -> list[Cell]:
+    name = _language(task.language)
+    name += f" <small>{safe(task.name)}</small>" if several else ""
+    few = task.sentences is not None and task.sentences < FEW
+    count = safe(whole(task.sentences))
+    if few:
+        hint = f"fewer than {FEW} sentences: the scores say little"
+        hint += ", and the averages leave them out" if task.few else ""
+        count = f'<abbr title="{hint}">few{"*" if task.few else ""}</abbr> {count}'
+    return [
+        Cell(name, task.name),
+        Cell(task.group or MISSING, GROUPS.index(task.group) if task.group else None, "quiet"),
+        figure(task.train_pairs, whole),
+        Cell(count, task.sentences, "few" if few else ""),
+    ]
+
+
+_HEAD = (
+    Column("Language", text=True),
+    Column(
+        "Resource", "by the number of training pairs: a quarter is high, a quarter low", text=True
+    ),
+    Column("Training pairs"),
+    Column("Sentences", "of the test set"),
+)
+
+
+def languages(run: Run, runs: Sequence[Run], order: Sequence[Task]) -> str:
+    """Every score of a run, by language."""
+    assert run.evaluation is not None
+    baselines, _ = measures.baselines_of(run, runs)
+    delta = measures.deltas(run, baselines)
+    several = len({task.into_english for task in order}) > 1
+    columns = [
+        *_HEAD,
+        Column("BLEU"),
+        Column("chrF++"),
+        Column("Copy", "BLEU of the source, copied"),
+        Column("Untrained", "BLEU of the same model before training"),
+        Column("Baseline", "BLEU of the bilingual model"),
+        Column("ΔBLEU", "BLEU less that of the baseline"),
+    ]
+    rows = []
+    for task in (run.evaluation.tasks[t.name] for t in order if t.name in run.evaluation.tasks):
+        baseline = baselines.tasks.get(task.name, {}) if baselines else {}
+        rows.append(
+            [
+                *_head(task, several),
+                figure(task.bleu),
+                figure(task.chrf),
+                figure(task.copy_bleu),
+                figure(task.untrained_bleu),
+                figure(baseline.get("bleu")),
+                change(delta.get(task.name)),
+            ]
+        )
+    columns, rows = _without_empty(columns, rows, keep=6)
+    place = runs.index(run)
+    return table(f"languages-{place}", columns, rows, f"Scores of {run.name}", sortable=True)
+
+
+def comparison(runs: Sequence[Run], order: Sequence[Task]) -> str:
+    """BLEU, and its gain over the baselines, of all evaluated runs side by side."""
+    scored = [run for run in runs if run.evaluation]
+    several = len({task.into_english for task in order}) > 1
+    delta = [measures.deltas(run, measures.baselines_of(run, runs)[0]) for run in scored]
+    columns = [*_HEAD, *(Column(f"BLEU {run.name}") for run in scored)]
+    columns += [Column(f"Δ {run.name}", "BLEU less that of the baseline") for run in scored]
+    rows = []
+    for task in order:
+        found = [run.evaluation.tasks.get(task.name) for run in scored if run.evaluation]
+        scores = [figure(each.bleu if each else None) for each in found]
+        gains = [change(each.get(task.name)) for each in delta]
+        rows.append([*_head(task, several), *scores, *gains])
+    columns, rows = _without_empty(columns, rows, keep=4)
+    return table("languages-all", columns, rows, "BLEU of all runs", sortable=True)
+
+
+def corpora(found: Sequence[dict[str, Any]]) -> str:
+    """Training pairs of each language, a table for each corpus."""
+    columns = [Column("Language", text=True), Column("Training pairs")]
+    return "\n".join(
+        table(
+            f"corpus-{n}",
+            columns,
+            [
+                [Cell(_language(language), language), figure(pairs, whole)]
+                for language, pairs in corpus["pairs"]
+            ],
+            f"Training pairs of {', '.join(corpus['runs'])}",
+            sortable=True,
+        )
+        for n, corpus in enumerate(found)
+    )
+
+
+def health(runs: Sequence[Run]) -> str:
+    """The measures of training over its last tenth, where a run has settled."""
+    written = {"share": share, "short": short, "whole": whole}
+    columns = [Column("Model", text=True)]
+    columns += [Column(title, meaning) for _, title, _, meaning in HEALTH]
+    rows = []
+    for run in runs:
+        recent = run.train[-max(1, len(run.train) // 10) :]
+        row = [run_name(run, runs)]
+        for name, _, form, _ in HEALTH:
+            known = [record[name] for record in recent if name in record]
+            value = known[-1] if known and name == "skipped" else measures.mean(known)
+            row.append(figure(value, written.get(form, lambda each: fixed(each, 2))))
+        if recent:
+            rows.append(row)
+    columns, rows = _without_empty(columns, rows, keep=1)
+    return table("health-table", columns, rows, "Mean over the last tenth of the training")
+
+
+def dev_losses(runs: Sequence[Run]) -> str:
+    """The dev losses in numbers, for those who do not see the curves."""
+    rows = []
+    for run in runs:
+        curve = measures.curve(run.dev, smooth=False)
+        for n in measures.thinned(len(curve.records), 20):
+            record = curve.records[n]
+            rows.append(
+                [
+                    run_name(run, runs),
+                    figure(record["step"], whole),
+                    figure(record.get("tokens"), short),
+                    figure(record.get("seconds"), duration),
+                    figure(record["nll"], lambda value: fixed(value, 3)),
+                ]
+            )
+    columns = [Column("Model", text=True), Column("Step"), Column("Tokens"), Column("Time")]
+    columns += [Column("Dev cross-entropy")]
+    return table("dev-losses", columns, rows, "Dev cross-entropy") if rows else ""

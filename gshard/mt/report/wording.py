@@ -1,0 +1,93 @@
+"""Numbers and text as the page writes them, and text made safe to stand in HTML."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import time
+from typing import Any
+
+MISSING = "\N{EN DASH}"
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+
+def safe(text: object) -> str:
+    """Any text as HTML shows it: no markup, no control characters."""
+    return html.escape(_CONTROL.sub("\ufffd", str(text)), quote=True)
+
+
+def safe_json(value: Any) -> str:
+    """JSON that can stand inside a script element: nothing in it can end the element."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for unsafe in "<>&\u2028\u2029":
+        text = text.replace(unsafe, f"\\u{ord(unsafe):04x}")
+    return text
+
+
+def cut(text: str, most: int) -> str:
+    """`text`, shortened with a mark at its end if it has more than `most` characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def whole(value: float | None) -> str:
+    """12,345"""
+    return MISSING if value is None else f"{round(value):,}"
+
+
+def short(value: float | None) -> str:
+    """Three figures and a letter: 12.3M, 600B."""
+    if value is None:
+        return MISSING
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * size:
+            return f"{_three(value / size)}{letter}"
+    return _three(value)
+
+
+def _three(value: float) -> str:
+    places = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    text = f"{value:.{places}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def fixed(value: float | None, places: int = 1) -> str:
+    """A fixed number of decimals."""
+    return MISSING if value is None else f"{value:.{places}f}"
+
+
+def signed(value: float | None, places: int = 1) -> str:
+    """A fixed number of decimals and always a sign, with a true minus."""
+    if value is None:
+        return MISSING
+    text = f"{abs(value):.{places}f}"
+    sign = "" if float(text) == 0 else "+" if value > 0 else "\u2212"
+    return sign + text
+
+
+def share(value: float | None) -> str:
+    """12.3%"""
+    return MISSING if value is None else f"{value:.1%}"
+
+
+def duration(seconds: float | None) -> str:
+    """45 s, 12 min, 3 h 20 min, 4 d 2 h."""
+    if seconds is None:
+        return MISSING
+    if seconds < 99.5:
+        return f"{seconds:.0f} s" if seconds >= 9.5 else f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    if minutes < 100:
+        return f"{minutes} min"
+    hours, rest = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {rest} min" if rest else f"{hours} h"
+    days, hours = divmod(round(minutes / 60), 24)
+    return f"{days} d {hours} h" if hours else f"{days} d"
+
+
+def day(seconds: float | None) -> str:
+    """A moment, in the time of the machine that writes the report."""
+    if seconds is None:
+        return MISSING
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
