@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,13 @@ class Checkpoints:
         policy = preservation_policy.AnyPreservationPolicy(
             [
                 preservation_policy.LatestN(keep),
-                preservation_policy.BestN(
-                    get_metric_fn=lambda metrics: metrics["nll"], reverse=True, n=1
-                ),
+                preservation_policy.BestN(get_metric_fn=_loss, reverse=True, n=1),
             ]
         )
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=None if read_only else policy,
+            preservation_policy=policy,
+            best_fn=_loss,
+            best_mode="min",
             cleanup_tmp_directories=not read_only,
             read_only=read_only,
             create=not read_only,
@@ -67,12 +68,7 @@ class Checkpoints:
 
     def best(self) -> int:
         """The step with the lowest loss on dev text."""
-        losses = {step: self._loss(step) for step in self.steps}
-        return min(losses, key=lambda step: (losses[step], -step))
-
-    def _loss(self, step: int) -> float:
-        metrics = self._manager.metrics(step)
-        return float("inf") if metrics is None else float(metrics["nll"])
+        return int(self._manager.best_step() or self.steps[-1])
 
     def save(
         self, step: int, model: Any, optimizer: Any, note: dict[str, Any], dev_nll: float
@@ -159,6 +155,12 @@ class Checkpoints:
     def _about(self, step: int, error: Exception) -> str:
         first = str(error).strip().splitlines() or [type(error).__name__]
         return f"the checkpoint {self.folder / str(step)} is damaged: {first[0][:200]}"
+
+
+def _loss(metrics: dict[str, float]) -> float:
+    """By which checkpoints are compared; one whose loss is not a number is the worst."""
+    nll = float(metrics["nll"])
+    return nll if math.isfinite(nll) else math.inf
 
 
 class DamagedError(UserError):

@@ -1,0 +1,116 @@
+"""Settings: typed, named, refused when they are wrong, the same after a round trip."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gshard.mt import config as configs
+from gshard.mt.errors import UserError
+from gshard.mt.presets import PRESETS, preset
+
+
+@pytest.mark.parametrize(
+    ("assignment", "value"),
+    [
+        ("model.experts=16", 16),
+        ("model.groups=none", None),
+        ("model.groups=4", 4),
+        ("model.remat=layer", "layer"),
+        ("model.remat=2_000", 2000),
+        ("model.gating.top_k=1", 1),
+        ("model.gating.second_expert=sampling", "sampling"),
+        ("optimizer.learning_rate=1e-3", 1e-3),
+        ("devices.split_update=true", True),
+        ("vocabulary.languages=de,fr", ("de", "fr")),
+        ("batch.buckets=0.5,1", (0.5, 1.0)),
+        ("data.corpus=a=b", "a=b"),
+    ],
+)
+def test_an_override_has_the_type_of_its_setting(assignment, value):
+    changed = configs.override(preset("tiny"), [assignment])
+    found = {name: v for name, v, _ in configs.settings(changed)}
+    name = assignment.partition("=")[0]
+    assert found[name] == value
+    assert type(found[name]) is type(value)
+    before = {name: v for name, v, _ in configs.settings(preset("tiny"))}
+    assert {n for n in before if before[n] != found[n]} <= {name}
+
+
+@pytest.mark.parametrize(
+    ("assignment", "said"),
+    [
+        ("model.expert=16", "did you mean 'model.experts'"),
+        ("optimizer.learningrate=1", "did you mean 'optimizer.learning_rate'"),
+        ("trian.steps=1", "did you mean 'train.steps'"),
+        ("model.experts=many", "'many' is not a whole number"),
+        ("model.gating.top_k=3", "none of 1, 2"),
+        ("model.dtype=float16", "none of float32, bfloat16"),
+        ("devices.split_update=maybe", "true or false"),
+        ("model.remat=sometimes", "none of"),
+        ("model.encoder_layers=3", "layers come in pairs"),
+        ("batch.mode=packed", "did you mean 'pack'"),
+        ("model.source_vocab=7", "no setting"),  # the vocabularies say how many
+        ("steps", "name=value"),
+    ],
+)
+def test_a_wrong_setting_is_an_error_that_helps(assignment, said):
+    with pytest.raises(UserError, match=said):
+        configs.override(preset("tiny"), [assignment])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_survives_a_round_trip(name):
+    config = preset(name)
+    assert configs.from_json(json.loads(json.dumps(configs.to_json(config)))) == config
+
+
+@given(st.sampled_from([name for name, _, _ in configs.settings(preset("tiny"))]), st.data())
+def test_settings_round_trip_through_text_and_json(name, data):
+    """What `--settings` prints is what the command line takes."""
+    kind = {n: k for n, _, k in configs.settings(preset("tiny"))}[name]
+    drawn = {
+        int: st.integers(1, 9).map(lambda n: 2 * n),
+        float: st.floats(0.01, 1.0),
+        bool: st.booleans(),
+    }.get(kind)
+    if drawn is None:
+        return
+    value = data.draw(drawn)
+    changed = configs.override(preset("tiny"), [f"{name}={value}"])
+    assert configs.from_json(json.loads(json.dumps(configs.to_json(changed)))) == changed
+
+
+def test_unknown_names_are_refused_with_the_nearest(tmp_path):
+    with pytest.raises(UserError, match="did you mean 'tiny'"):
+        preset("tyni")
+    tree = configs.to_json(preset("tiny"))
+    tree["train"]["step"] = 3
+    with pytest.raises(UserError, match=r"no setting 'train.step'; did you mean 'steps'"):
+        configs.from_json(tree)
+    bad = tmp_path / "config.json"
+    bad.write_text("{")
+    with pytest.raises(UserError, match="holds no configuration"):
+        configs.read(bad)
+
+
+def test_what_a_resumed_run_may_not_change():
+    config = preset("tiny")
+    allowed = ["train.steps=7", "devices.count=4", "train.keep=9", "data.corpus=elsewhere"]
+    assert configs.conflicts(config, configs.override(config, allowed)) == []
+    other = configs.override(config, ["batch.seed=1", "model.experts=16"])
+    assert configs.conflicts(config, other) == [
+        "model.experts was 8 and is now 16",
+        "batch.seed was 0 and is now 1",
+    ]
+
+
+def test_the_dense_preset_does_the_arithmetic_of_the_sparse_one():
+    from gshard.nn.flops import forward_flops
+
+    tiny, dense = (
+        forward_flops(preset(name).model)[0] for name in ("tiny", "dense")
+    )
+    gate = 2 * preset("tiny").model.model_dim * preset("tiny").model.experts
+    assert tiny - gate == dense
