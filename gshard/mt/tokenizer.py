@@ -164,6 +164,14 @@ class Tokenizer:
         """The pieces of a source sentence, for people to look at."""
         return [str(piece) for piece in self._source.encode(text, out_type=str)]
 
+    def spell_source(self, ids: Sequence[int]) -> list[str]:
+        """The piece, tag or symbol that each source id stands for."""
+        return [str(self._source.id_to_piece(int(i))) for i in ids]
+
+    def spell_target(self, ids: Sequence[int]) -> list[str]:
+        """The piece or symbol that each target id stands for."""
+        return [str(self._target.id_to_piece(int(i))) for i in ids]
+
 
 def train_tokenizer(corpus: Corpus, config: VocabularyConfig) -> Tokenizer:
     """Train both vocabularies on a temperature sample of `corpus`; equal inputs, equal models."""

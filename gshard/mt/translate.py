@@ -112,6 +112,8 @@ class Translator:
         self.tokenizer = tokenizer
         self.strategy = strategy
         self.config = config
+        self.model_config = model.config
+        self.weights = sum(leaf.size for leaf in jax.tree.leaves(model))
         self._model = model
         self._devices = jax.devices()[: strategy.devices]
         self._programs: dict[Any, Callable[..., Any]] = {}
@@ -134,7 +136,7 @@ class Translator:
             found.update(zip((job.piece for job in batch), self._search(batch), strict=True))
         if progress:
             progress(len(jobs), len(jobs))
-        return [_joined([found[p] for p in pieces if p in found], target) for pieces in cuts]
+        return [joined([found[p] for p in pieces if p in found], target) for pieces in cuts]
 
     def pieces(self, text: str, target: str = "en") -> list[str]:
         """The text in pieces that the model can take; most often there is one."""
@@ -268,7 +270,7 @@ def well_formed(text: str) -> str:
     return text
 
 
-def _joined(pieces: Sequence[Sequence[Hypothesis]], target: str) -> list[Hypothesis]:
+def joined(pieces: Sequence[Sequence[Hypothesis]], target: str) -> list[Hypothesis]:
     """The n-best list of a text from those of its pieces."""
     if len(pieces) == 1:
         return list(pieces[0])

@@ -1,0 +1,40 @@
+"""`gshard serve`: a local web page to try a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def serve(
+    run: Annotated[Path, typer.Argument(help="folder of a training run")],
+    port: Annotated[int, typer.Option(help="where to listen; 0 takes any that is free")] = 8000,
+    beam: Annotated[int, typer.Option(help="hypotheses that are followed")] = 4,
+    alternatives: Annotated[int, typer.Option(help="translations to show")] = 4,
+    alpha: Annotated[float, typer.Option(help="how much longer translations are favoured")] = 0.6,
+    checkpoint: Annotated[str, typer.Option(help="best, last, or a step")] = "best",
+    devices: Annotated[int, typer.Option(help="devices to use; 0 is all")] = 0,
+) -> None:
+    """Show a page on this machine: type a sentence, see its translation and its experts."""
+    import threading
+
+    from gshard.mt.commands.show import console
+    from gshard.mt.run import Run
+    from gshard.mt.serve import Server, Service
+    from gshard.mt.translate import TranslateConfig, open_translator
+
+    opened = Run.open(run)
+    longest = max(opened.config.batch.source_length, 16)
+    config = TranslateConfig(beam, min(alternatives, beam), alpha, devices or 1, longest)
+    with console.status(f"loading {opened.name}"):
+        translator, step = open_translator(opened, checkpoint, config, devices)
+    service = Service(translator, opened.name, step)
+    with Server(service, port) as server:
+        threading.Thread(target=service.warm_up, daemon=True).start()
+        console.print(f"{opened.name} at [link]{server.address}[/link] (Ctrl-C ends it)")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            console.print("ended")
