@@ -8,9 +8,7 @@ experts and spill over to the rest, and every language would look alike.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-import equinox as eqx
 import jax
 import numpy as np
 
@@ -20,7 +18,6 @@ from gshard.mt.heldout import HeldOut
 from gshard.mt.packing import Arrays, fill, pack
 from gshard.mt.tokenizer import Tokenizer
 from gshard.mt.tokens import TaskTokens, in_memory
-from gshard.nn.step import eval_step
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Batch, Transformer
 
@@ -43,11 +40,12 @@ def expert_loads(
     """
     if not model.config.experts:
         return {}
-    model = dropless(model)
     rows = -(-_ROWS // strategy.devices) * strategy.devices
 
     def routed(model: Transformer, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        metrics = eval_step(model, batch, strategy=strategy)
+        model = strategy.weights(model, stacked=1)
+        batch = jax.tree.map(strategy.groups, batch)
+        _, metrics = model(batch, None, strategy, dropless=True)
         assert metrics.encoder is not None
         assert metrics.decoder is not None
         return metrics.encoder.load, metrics.decoder.load
@@ -75,28 +73,19 @@ def expert_loads(
     return loads
 
 
-def dropless(model: Transformer) -> Transformer:
-    """The same weights in a model whose experts have room for every token in evaluation."""
-    gating = replace(model.config.gating, eval_capacity_factor=float(model.config.experts))
-    config = replace(model.config, gating=gating, groups=None)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    like = eqx.filter_eval_shape(Transformer, config, key)
-    return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(model))
-
-
 def batches_of(
-    tokens: TaskTokens, rows: int, source_length: int, target_length: int
+    tokens: TaskTokens, rows: int, source_length: int, target_length: int, least: int = 0
 ) -> list[Arrays]:
-    """Every example of a task that fits, once, packed into batches; the last may have empty rows.
+    """Every example of a task that fits, once, packed into `least` batches or more.
 
-    The rows come in the order of the first example in each, so that a few batches are a fair
-    sample and not the longest sentences.
+    Rows that are left over are empty. The rows come in the order of the first example in each, so
+    that a few batches are a fair sample and not the longest sentences.
     """
     sources, targets = tokens.source.lengths, tokens.target.lengths
     fits = np.flatnonzero((sources <= source_length) & (targets <= target_length))
     packed = pack(sources[fits], targets[fits], source_length, target_length)
     ordered = sorted([(0, int(fits[i])) for i in sorted(row)] for row in packed)
-    ordered += [[]] * (-len(ordered) % rows)
+    ordered += [[]] * max(-len(ordered) % rows, least * rows - len(ordered))
     return [
         fill(ordered[i : i + rows], [tokens], source_length, target_length, False)
         for i in range(0, len(ordered), rows)
