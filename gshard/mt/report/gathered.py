@@ -96,17 +96,17 @@ class Run:
     ended: float | None = None  # when metrics.jsonl was last written
     problems: tuple[str, ...] = ()
 
-    def setting(self, *path: str) -> Any:
-        """A setting of the configuration, or None."""
+    def setting(self, *path: str) -> float | None:
+        """A setting of the configuration that is a number, or None."""
         value: Any = self.config
         for name in path:
             value = value.get(name) if isinstance(value, dict) else None
-        return value
+        return number(value)
 
     @property
     def last(self) -> Record:
-        """The newest training record, or an empty one."""
-        return self.train[-1] if self.train else {}
+        """The newest known value of everything that training records have."""
+        return {name: value for record in self.train for name, value in record.items()}
 
 
 def gather(folders: Sequence[str | Path]) -> list[Run]:

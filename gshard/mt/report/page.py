@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shlex
 import string
 import time
 from collections.abc import Sequence
@@ -32,10 +33,13 @@ def render(runs: Sequence[Run], now: float | None = None) -> str:
         ("languages", "Scores", _languages(runs)),
         ("training", "Loss", _loss(runs)),
         ("data", "Training text", _corpora(data["corpora"])),
-        ("experts", "Experts", _experts(runs, data["experts"])),
-        ("translations", "Translations", _examples(runs, data["examples"])),
+        ("experts", "Experts", _experts(data["experts"])),
+        ("translations", "Translations", _examples(data["examples"])),
         ("health", "Training health", _health(runs, data["health"])),
     ]
+    if not _scored(runs):  # "quality" says so, once
+        need_scores = ("languages", "experts", "translations")
+        sections = [each for each in sections if each[0] not in need_scores]
     script = "\n".join(_file(name) for name in SCRIPTS)
     script = f'"use strict";\n(() => {{\n{script}}})();'
     checksum = base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode()
@@ -122,13 +126,14 @@ def _about(run: Run, runs: Sequence[Run]) -> str:
     """A line on a run: what it is, how far it came, whether it was evaluated."""
     said = []
     experts = run.setting("model", "experts")
-    if isinstance(experts, int):
-        said.append(f"mixture of {experts} experts" if experts else "dense model")
+    if experts is not None:
+        said.append(f"mixture of {whole(experts)} experts" if experts else "dense model")
     step, steps = run.last.get("step"), run.setting("train", "steps")
     if step is None:
         said.append("no training recorded")
-    elif isinstance(steps, int | float) and step < steps:
-        said.append(f"<b>unfinished</b>: {whole(step)} of {whole(steps)} steps")
+    elif steps is not None and step < steps:
+        progress = f"{whole(step)} of {whole(steps)} steps"
+        said.append(f"<b>unfinished</b>: {progress}, {_command('train', run)} goes on")
     else:
         said.append(f"{whole(step)} steps")
     if run.ended is not None and run.train:
@@ -146,23 +151,21 @@ def _about(run: Run, runs: Sequence[Run]) -> str:
 
 
 def _command(name: str, run: Run, *options: str) -> str:
-    return f"<code>{safe(' '.join(('gshard', name, str(run.folder), *options)))}</code>"
+    return f"<code>{safe(shlex.join(['gshard', name, str(run.folder), *options]))}</code>"
 
 
 def _scored(runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if run.evaluation and run.evaluation.tasks]
 
 
-def _evaluate_first(runs: Sequence[Run], what: str) -> str:
-    return _p(
-        f"No run here has been evaluated. {_command('evaluate', runs[0])} gives {what}.", "note"
-    )
-
-
 def _quality(runs: Sequence[Run]) -> str:
     scored = _scored(runs)
     if not scored:
-        return _evaluate_first(runs, "BLEU and chrF++ for every language")
+        return _p(
+            f"No run here has been evaluated. {_command('evaluate', runs[0])} gives the scores of "
+            "every language, the load of the experts and translations to read.",
+            "note",
+        )
     lead = (
         "Each point is a language, those with most training text on the left. The baselines, a "
         "bilingual model for each language, lie at zero: above it, one model for all languages "
@@ -201,10 +204,10 @@ def _quality(runs: Sequence[Run]) -> str:
 
 def _languages(runs: Sequence[Run]) -> str:
     scored = _scored(runs)
-    if not scored:
-        return _evaluate_first(runs, "a table of scores")
     order = measures.resource_order(runs)
-    panels = [("panel-all", "all runs", tables.comparison(runs, order))] if len(scored) > 1 else []
+    panels: list[tuple[str, str, str]] = []
+    if len(scored) > 1:
+        panels.append(("panel-all", "all runs", tables.comparison(runs, order)))
     panels += [
         (f"panel-{runs.index(run)}", run.name, tables.languages(run, runs, order)) for run in scored
     ]
@@ -284,10 +287,8 @@ def _corpora(corpora: Sequence[dict]) -> str:
     )
 
 
-def _experts(runs: Sequence[Run], experts: Sequence[dict]) -> str:
+def _experts(experts: Sequence[dict]) -> str:
     if not experts:
-        if not _scored(runs):
-            return _evaluate_first(runs, "the load of the experts by language, where there are any")
         return _p("No evaluated run has experts: these are dense models.", "note")
     grouped = max(each["together"] for each in experts)
     together = f" Experts are shown {grouped} together." if grouped > 1 else ""
@@ -306,9 +307,7 @@ def _experts(runs: Sequence[Run], experts: Sequence[dict]) -> str:
     )
 
 
-def _examples(runs: Sequence[Run], examples: dict) -> str:
-    if not _scored(runs):
-        return _evaluate_first(runs, "translations to read")
+def _examples(examples: dict) -> str:
     if not examples["list"]:
         return _p("The evaluation kept no translations.", "note")
     left = examples["all"] - len(examples["list"])

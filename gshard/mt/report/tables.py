@@ -44,25 +44,21 @@ def models(runs: Sequence[Run]) -> str:
 
 
 def _model(run: Run, runs: Sequence[Run]) -> list[Cell]:
-    def setting(*path: str) -> float | None:
-        value = run.setting(*path)
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-    layers = [setting("model", f"{side}_layers") for side in ("encoder", "decoder")]
-    dims = [setting("model", name) for name in ("model_dim", "hidden_dim")]
-    heads = setting("model", "heads")
+    layers = [run.setting("model", f"{side}_layers") for side in ("encoder", "decoder")]
+    dims = [run.setting("model", name) for name in ("model_dim", "hidden_dim")]
+    heads = run.setting("model", "heads")
     depth = MISSING if None in layers else " + ".join(whole(value) for value in layers)
     width = MISSING if None in dims else " / ".join(whole(value) for value in dims)
-    width += f", {heads} heads" if heads else ""
+    width += f", {whole(heads)} heads" if heads else ""
     baselines, _ = measures.baselines_of(run, runs)
     about = run.evaluation.about if run.evaluation else {}
     return [
         run_name(run, runs),
-        figure(setting("model", "experts"), whole),
+        figure(run.setting("model", "experts"), whole),
         words(depth),
         words(width),
         figure(about.get("weights"), short),
-        figure(setting("devices", "count") or None, whole),
+        figure(run.setting("devices", "count") or None, whole),
         figure(run.last.get("step"), whole),
         figure(run.last.get("tokens"), short),
         figure(run.last.get("seconds"), duration),
