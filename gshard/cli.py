@@ -15,7 +15,7 @@ try:
 except ImportError:
     sys.exit("the gshard command needs more packages: pip install 'gshard[mt]'")
 
-from gshard.mt.commands import data, report, serve, train, translate
+from gshard.mt.commands import data, evaluate, report, serve, train, translate
 from gshard.mt.errors import UserError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 app.add_typer(data.app, name="data")
 app.command()(train.train)
+app.command()(evaluate.evaluate)
 app.command()(translate.translate)
 app.command()(serve.serve)
 app.command()(report.report)

@@ -26,6 +26,7 @@ from gshard.mt.translations import Said, Store, Translates, folder_of, translate
 
 if TYPE_CHECKING:
     from gshard.mt.run import Run
+    from gshard.mt.translate import TranslateConfig
     from gshard.nn.transformer import Transformer
 
 VERSION = 1
@@ -178,13 +179,14 @@ def examples(held: HeldOut, said: Mapping[str, Sequence[Said]], count: int) -> l
     return shown
 
 
-def system_of(run: Run, which: str, config: EvaluateConfig) -> System:
-    """A checkpoint of the run as a system; its weights are read once, here."""
+def system_of(run: Run, which: str, config: EvaluateConfig, devices: int = 0) -> System:
+    """A checkpoint of the run as a system on so many devices (0: all); it is read once, here."""
     from gshard.mt import platform
     from gshard.mt.checkpoint import load_model
+    from gshard.mt.config import DeviceConfig
     from gshard.mt.loads import expert_loads
 
-    strategy = platform.strategy(run.config.devices)
+    strategy = platform.strategy(DeviceConfig(devices))
     model, step = load_model(run, which, strategy)
     lengths = (run.config.batch.source_length, run.config.batch.target_length)
 
@@ -192,13 +194,23 @@ def system_of(run: Run, which: str, config: EvaluateConfig) -> System:
         return expert_loads(model, run.tokenizer, sets, lengths, strategy, progress)
 
     def translator() -> Translates:
-        from gshard.mt.translate import TranslateConfig, Translator
+        from gshard.mt.translate import Translator
 
-        settings = TranslateConfig(beam=config.beam, alpha=config.alpha)
-        return Translator(model, run.tokenizer, strategy, settings)
+        return Translator(model, run.tokenizer, strategy, search_of(run, config))
 
     digest, weights = digest_of(model, run.tokenizer.digest), weights_of(model)
     return System(step, digest, weights, translator, loads if model.config.experts else None)
+
+
+def search_of(run: Run, config: EvaluateConfig) -> TranslateConfig:
+    """How the run and its baselines are searched; nothing longer than what they have seen."""
+    import jax
+
+    from gshard.mt.translate import TranslateConfig
+
+    rows = 32 if jax.default_backend() == "cpu" else 128
+    longest = max(run.config.batch.source_length, 16)
+    return TranslateConfig(config.beam, 1, config.alpha, rows, longest)
 
 
 def digest_of(model: Transformer, tokenizer: str) -> str:

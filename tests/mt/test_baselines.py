@@ -9,22 +9,13 @@ import numpy as np
 import pytest
 
 from gshard.mt import baselines
-from gshard.mt.baselines import (
-    SIZES,
-    BaselineConfig,
-    Size,
-    evaluate_baselines,
-    groups_of,
-    pupils,
-    read_note,
-    set_aside,
-    train_baselines,
-)
+from gshard.mt.baselines import evaluate_baselines, read_note, train_baselines
 from gshard.mt.batches import BatchConfig, Batches
 from gshard.mt.errors import UserError
 from gshard.mt.evaluate import EvaluateConfig
 from gshard.mt.heldout import held_out, tasks_of
 from gshard.mt.loads import batches_of
+from gshard.mt.pupils import SIZES, BaselineConfig, Size, groups_of, pupils, set_aside
 from gshard.mt.scores import score
 from gshard.mt.side_by_side import (
     Group,
@@ -35,6 +26,7 @@ from gshard.mt.side_by_side import (
     stacked,
     stacked_keys,
 )
+from gshard.mt.tokens import some_of
 from gshard.nn import Batch, eval_step, train_step
 from tests.nn import models
 
@@ -195,9 +187,7 @@ def test_each_model_keeps_its_best_and_stops_by_itself(small):
 def test_the_dev_loss_counts_every_token_once(small, tokens):
     group = side_by_side(small)
     state = group.first(stacked_keys([1, 2]))
-    texts = [
-        baselines.some_of(each, np.arange(n)) for each, n in zip(tokens[:2], (9, 2), strict=True)
-    ]
+    texts = [some_of(each, np.arange(n)) for each, n in zip(tokens[:2], (9, 2), strict=True)]
     dev = [batches_of(text, ROWS, *LENGTHS, least=1) for text in texts]
     loss = jax.jit(eval_step)
     seen = []
@@ -207,7 +197,7 @@ def test_the_dev_loss_counts_every_token_once(small, tokens):
         total = count = 0
         model = model_of(done.train.model, i)
         for n in range(len(text)):
-            (arrays,) = batches_of(baselines.some_of(text, np.array([n])), 1, *LENGTHS)
+            (arrays,) = batches_of(some_of(text, np.array([n])), 1, *LENGTHS)
             metrics = loss(model, Batch(*(arrays[name] for name in Batch._fields)))
             total += float(metrics.nll * metrics.tokens)
             count += float(metrics.tokens)
@@ -255,7 +245,7 @@ def test_a_task_without_dev_text_sets_some_of_its_own_aside(tokens):
         for texts in ((train, dev), (tokens[0],))
     ]
     assert pairs[0] == pairs[1]
-    one = set_aside(baselines.some_of(tokens[0], np.arange(1)))
+    one = set_aside(some_of(tokens[0], np.arange(1)))
     assert [len(part) for part in one] == [1, 1]
 
 

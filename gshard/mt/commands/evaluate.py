@@ -1,0 +1,188 @@
+"""`gshard evaluate`: BLEU and chrF++ of a run on held-out text, beside its controls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_SCORES = ("bleu", "chrf", "copy_bleu", "untrained_bleu")
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="folder of a training run")],
+    split: Annotated[str, typer.Option(help="test, dev or train")] = "test",
+    languages: Annotated[str, typer.Option(help="only these, with commas")] = "",
+    sentences: Annotated[int, typer.Option(help="of each language, at most; 0 is all")] = 0,
+    beam: Annotated[int, typer.Option(help="hypotheses that are followed; 1 is greedy")] = 4,
+    alpha: Annotated[float, typer.Option(help="how much longer translations are favoured")] = 0.6,
+    checkpoint: Annotated[str, typer.Option(help="best, last, or a step")] = "best",
+    untrained: Annotated[
+        bool, typer.Option("--untrained", help="measure the run's fresh weights too")
+    ] = False,
+    baselines: Annotated[
+        bool, typer.Option("--baselines", help="train and measure a bilingual model of each task")
+    ] = False,
+    baseline_steps: Annotated[
+        int, typer.Option(help="steps of training a bilingual model, at most")
+    ] = 4_000,
+    examples: Annotated[int, typer.Option(help="of each task, to read in the report")] = 3,
+    devices: Annotated[int, typer.Option(help="devices to use; 0 is all")] = 0,
+) -> None:
+    """Measure a run. Ctrl-C loses nothing: the same command goes on where it stopped."""
+    from gshard.mt import evaluate as work
+    from gshard.mt.commands import show
+    from gshard.mt.heldout import held_out, tasks_of
+    from gshard.mt.run import Run
+
+    opened = Run.open(run)
+    chosen = tuple(name for name in languages.replace(" ", "").split(",") if name)
+    config = work.EvaluateConfig(
+        split, chosen, sentences, beam, alpha, checkpoint, untrained, examples
+    )
+    # What is misspelt shows now, and not after the weights are read.
+    held_out(opened.corpus, tasks_of(opened.tokenizer, chosen), split, 1)
+
+    from gshard.mt import platform
+
+    platform.start(devices)
+    platform.cache_programs(opened.folder / "programs")
+    measured = None
+    try:
+        with show.bars() as bars:
+            result = work.evaluate(
+                opened, config, lambda which: work.system_of(opened, which, config, devices), bars
+            )
+            if baselines:
+                measured = _baselines(opened, config, baseline_steps, devices, bars)
+    except KeyboardInterrupt:
+        show.console.print("interrupted; the same command goes on from here")
+        raise typer.Exit(130) from None
+    if measured is None:
+        measured = work.read_results(opened.folder / "baselines.json")
+    zero = comparable(result, measured)
+    show.console.print(task_table(result, zero))
+    show.console.print(average_table(result, zero))
+    for line in notes(result, measured, zero):
+        show.console.print(line, soft_wrap=True, markup=False, highlight=False)
+    show.console.print(f"written to {opened.folder / work.EVALUATION}", soft_wrap=True)
+
+
+def _baselines(run: Any, config: Any, steps: int, devices: int, bars: Any) -> dict[str, Any]:
+    from gshard.mt import platform
+    from gshard.mt.baselines import OneOfMany, evaluate_baselines
+    from gshard.mt.config import DeviceConfig
+    from gshard.mt.evaluate import search_of
+    from gshard.mt.pupils import BaselineConfig
+    from gshard.mt.translations import Translates
+    from gshard.nn.transformer import Transformer
+
+    settings = DeviceConfig(devices)
+    strategy, programs = platform.strategy(settings), dict[Any, Any]()
+
+    def translator(model: Transformer) -> Translates:
+        search = search_of(run, config)
+        return OneOfMany(model, run.tokenizer, strategy, search, programs=programs)
+
+    chosen = platform.chosen(settings)
+    return evaluate_baselines(run, config, BaselineConfig(steps), translator, chosen, bars)
+
+
+def comparable(
+    result: Mapping[str, Any], baselines: Mapping[str, Any] | None
+) -> dict[str, Mapping[str, Any]]:
+    """The baselines of those tasks that were measured on the same sentences in the same way."""
+    if baselines is None or any(
+        baselines.get(key) != result[key] for key in ("split", "beam", "alpha")
+    ):
+        return {}
+    found = {}
+    for name, task in result["tasks"].items():
+        other = baselines["tasks"].get(name)
+        if other and all(
+            other.get(key) == task[key] for key in ("sentences", "copy_bleu", "bleu_signature")
+        ):
+            found[name] = other
+    return found
+
+
+def task_table(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str, Any]]) -> Table:
+    """A row for each task, the one with the most training pairs first."""
+    from rich.table import Table
+
+    table = Table(title=f"{result['run']}, step {result['checkpoint']:,}, {result['split']}")
+    columns = ["group", "pairs", "sentences", "BLEU", "chrF++", "copy"]
+    columns += ["untrained"] if _has(result, "untrained_bleu") else []
+    columns += ["baseline", "delta"] if baselines else []
+    table.add_column("task")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "group" else "right")
+    rows = result["tasks"]
+    for name in sorted(rows, key=lambda name: (-rows[name]["train_pairs"], name)):
+        task, zero = rows[name], baselines.get(name)
+        few = " (few)" if task.get("few") else ""
+        cells = [name, task["group"], f"{task['train_pairs']:,}", f"{task['sentences']:,}{few}"]
+        cells += [f"{task[key]:.1f}" for key in _SCORES if key in task]
+        if baselines:
+            delta = "" if zero is None else f"{task['bleu'] - zero['bleu']:+.1f}"
+            cells += ["" if zero is None else f"{zero['bleu']:.1f}", delta]
+        table.add_row(*cells)
+    return table
+
+
+def average_table(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The means over tasks, of all and by resource; the baselines' are over the same tasks."""
+    from rich.table import Table
+
+    from gshard.mt.scores import averages
+
+    table = Table(title="averages over tasks")
+    columns = ["tasks", "BLEU", "chrF++", "copy"]
+    columns += ["untrained"] if _has(result, "untrained_bleu") else []
+    columns += ["baseline", "delta"] if baselines else []
+    table.add_column("")
+    for column in columns:
+        table.add_column(column, justify="right")
+    shared = {name: result["tasks"][name] for name in baselines}
+    mine = averages(shared) if shared else {}
+    theirs = averages({n: {**shared[n], "bleu": baselines[n]["bleu"]} for n in shared})
+    for kind, mean in result["averages"].items():
+        cells = [kind, str(mean["tasks"]), *(f"{mean[k]:.1f}" for k in _SCORES if k in mean)]
+        if kind in theirs:
+            delta = mine[kind]["bleu"] - theirs[kind]["bleu"]
+            some = "" if mine[kind]["tasks"] == mean["tasks"] else f" ({mine[kind]['tasks']})"
+            cells += [f"{theirs[kind]['bleu']:.1f}{some}", f"{delta:+.1f}"]
+        table.add_row(*cells)
+    return table
+
+
+def notes(
+    result: Mapping[str, Any],
+    baselines: Mapping[str, Any] | None,
+    compared: Mapping[str, Any],
+) -> list[str]:
+    """What the numbers mean: signatures, what is left out, and which baselines do not compare."""
+    from gshard.mt.scores import FEW
+
+    tasks, usual = result["tasks"], result["signatures"]
+    lines = [f"BLEU: {usual['bleu']}", f"chrF++: {usual['chrf']}"]
+    for signature in sorted({task["bleu_signature"] for task in tasks.values()} - {usual["bleu"]}):
+        which = [name for name, task in tasks.items() if task["bleu_signature"] == signature]
+        lines.append(f"BLEU of {', '.join(which)}: {signature}")
+    if left_out := result["averages"]["all"]["few"]:
+        lines.append(f"averages leave out {left_out} tasks with fewer than {FEW} sentences")
+    if baselines and len(compared) < len(tasks):
+        lines.append(
+            f"{len(tasks) - len(compared)} tasks have no baseline measured on the same sentences "
+            "with the same search; --baselines makes them"
+        )
+    return lines
+
+
+def _has(result: Mapping[str, Any], key: str) -> bool:
+    return any(key in task for task in result["tasks"].values())
