@@ -32,15 +32,13 @@ class Lines:
 
         A pipe cannot be read twice: what is wrong in it is found when it comes.
         """
-        if self.path is None:
+        if self.path is None or self.path.is_fifo() or self.path.is_char_device():
             return
-        descriptor = self._open()
-        os.close(descriptor)
-        if self.path.is_file():
-            if self.path.stat().st_size == 0:
-                raise UserError(f"{self.name} is empty: there is nothing to translate")
-            for _ in self.chunks(1 << 20, 1 << 24):
-                pass
+        os.close(self._open())
+        if self.path.stat().st_size == 0:
+            raise UserError(f"{self.name} is empty: there is nothing to translate")
+        for _ in self.chunks(1 << 20, 1 << 24):
+            pass
 
     def chunks(self, lines: int, characters: int) -> Iterator[list[str]]:
         """The lines in order, about so many at a time at most."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,25 +38,36 @@ def routes(translator: Translator, piece: str, said: Hypothesis, target: str = "
     The model reads the pair once more with nothing dropped, which gives every token the experts
     that it had while decoding.
     """
-    tokenizer, strategy = translator.tokenizer, translator.strategy
+    tokenizer = translator.tokenizer
     (ids,) = tokenizer.encode_source([piece], target)
-    length = translator.config.shape(min(len(ids), translator.config.longest))
-    most = translator.config.search(length).max_length
-    source = np.full((strategy.devices, length), PAD, np.int32)
-    output = np.full((strategy.devices, most), PAD, np.int32)
-    ids, tokens = ids[:length], said.tokens[:most]
+    ids = ids[: translator.config.longest]
+    source, output = _arrays(translator, translator.config.shape(len(ids)))
+    tokens = said.tokens[: output.shape[1]]
     source[0, : len(ids)] = ids
     output[0, : len(tokens)] = tokens
+    found = routes_program(translator, source.shape[1])(source, output)
+    return Routes(
+        _routes(tokenizer.spell_source(ids), found.encoder),
+        _routes(tokenizer.spell_target(tokens), found.decoder),
+    )
+
+
+def routes_program(translator: Translator, length: int) -> Callable[..., ModelRoutings]:
+    """The routings of sentences of `length` source tokens and their translations."""
+    strategy = translator.strategy
 
     def run(model: Transformer, source_BL: Array, output_BT: Array) -> ModelRoutings:
         batch = Batch.of(source_BL, output_BT, pad=PAD, start=START)
         return model.routings(jax.tree.map(strategy.groups, batch), strategy)
 
-    found = translator.compiled("routes", run, source.shape, output.shape)(source, output)
-    return Routes(
-        _routes(tokenizer.spell_source(ids), found.encoder),
-        _routes(tokenizer.spell_target(tokens), found.decoder),
-    )
+    return translator.compiled("routes", run, *(a.shape for a in _arrays(translator, length)))
+
+
+def _arrays(translator: Translator, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Room for one pair, with a row for each device."""
+    most = translator.config.search(length).max_length
+    rows = translator.strategy.devices
+    return np.full((rows, length), PAD, np.int32), np.full((rows, most), PAD, np.int32)
 
 
 def _routes(pieces: Sequence[str], routing: Routing | None) -> tuple[Route, ...]:

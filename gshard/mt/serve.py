@@ -21,7 +21,7 @@ from importlib import resources
 from typing import Any
 
 from gshard.mt.errors import UserError
-from gshard.mt.routes import routes
+from gshard.mt.routes import routes, routes_program
 from gshard.mt.translate import Translator, choose_target, joined, well_formed
 
 HOST = "127.0.0.1"
@@ -74,10 +74,16 @@ class Service:
         )
 
     def warm_up(self) -> None:
-        """Compile what short sentences need, so that the first one does not wait."""
-        with self._lock:
-            (said, *_), *_ = self._translator.translate(["."], self.about.target)
-            routes(self._translator, ".", said, self.about.target)
+        """Compile the programs for every length, short ones first, so that nobody waits for them.
+
+        Between two programs the model is free.
+        """
+        rows = self._translator.strategy.devices
+        for length in self._translator.config.lengths:
+            with self._lock:
+                self._translator.search_program(rows, length)
+            with self._lock:
+                routes_program(self._translator, length)
 
     def translate(self, request: Any) -> dict[str, Any]:
         """The translation of a request's text, its alternatives, and every token's experts."""

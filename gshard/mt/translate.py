@@ -159,6 +159,15 @@ class Translator:
             self._programs[name, shapes] = functools.partial(program, self._model)
         return self._programs[name, shapes]
 
+    def search_program(self, rows: int, length: int) -> Callable[..., Translations]:
+        """Beam search of `rows` sentences of `length` tokens."""
+        config, strategy = self.config.search(length), self.strategy
+
+        def search(model: Transformer, source_BL: Array) -> Translations:
+            return beam_search(model, source_BL, config, strategy)
+
+        return self.compiled("search", search, (rows, length))
+
     @property
     def _overhead(self) -> int:
         """Tokens beside those of the text: the end, and a tag if the model has several targets."""
@@ -187,14 +196,9 @@ class Translator:
         source = np.full((self._rows(len(batch), length), length), PAD, np.int32)
         for row, job in enumerate(batch):
             source[row, : len(job.ids)] = job.ids
-        search = self.config.search(length)
-
-        def run(model: Transformer, source_BL: Array) -> Translations:
-            return beam_search(model, source_BL, search, self.strategy)
-
-        found = jax.tree.map(np.asarray, self.compiled("search", run, source.shape)(source))
+        found = jax.tree.map(np.asarray, self.search_program(*source.shape)(source))
         for row in range(len(batch)):
-            places = [n for n in range(search.nbest) if found.lengths[row, n]]
+            places = [n for n in range(self.config.nbest) if found.lengths[row, n]]
             said = [tuple(found.tokens[row, n, : found.lengths[row, n]].tolist()) for n in places]
             texts = self.tokenizer.decode_target(said)
             scores = [float(found.scores[row, n]) for n in places]

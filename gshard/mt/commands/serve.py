@@ -33,7 +33,7 @@ def serve(
     service = Service(translator, opened.name, step)
     with Server(service, port) as server:
         threading.Thread(target=service.warm_up, daemon=True).start()
-        console.print(f"{opened.name} at [link]{server.address}[/link] (Ctrl-C ends it)")
+        console.print(f"{opened.name} is at {server.address} (Ctrl-C ends it)", soft_wrap=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
