@@ -153,6 +153,7 @@ def evaluation(tasks, experts, step, weights, seed):
                     "reference": reference,
                     "translation": " ".join(words),
                     "score": round(-draw.random(), 4),
+                    "chrf": round(100 * len(words) / len(reference.split()), 2),
                 }
             )
     value = {"version": 1, "run": "x", "checkpoint": step, "split": "test", "beam": 4}

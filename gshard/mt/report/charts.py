@@ -209,8 +209,11 @@ def examples(runs: Sequence[Run], order: Sequence[Task]) -> dict[str, Any]:
     for place, run in enumerate(runs):
         for example in run.evaluation.examples if run.evaluation else ():
             entry = found.setdefault((example.task, example.source), _example(example))
+            if place in (each[0] for each in entry["translations"]):
+                continue  # the same sentence twice in a test set
             text = cut(example.translation, LONGEST_TEXT)
-            entry["translations"].append([place, text, _rounded(example.score)])
+            scores = [_rounded(example.score), _rounded(example.chrf)]
+            entry["translations"].append([place, text, *scores])
     by_task: dict[str, list[dict[str, Any]]] = {task.name: [] for task in order}
     for (task, _), entry in found.items():
         by_task.setdefault(task, []).append(entry)
@@ -235,5 +238,5 @@ def _example(example: Example) -> dict[str, Any]:
 
 
 def _size(entry: dict[str, Any]) -> int:
-    texts = [entry["source"], entry["reference"], *(text for _, text, _ in entry["translations"])]
+    texts = [entry["source"], entry["reference"], *(each[1] for each in entry["translations"])]
     return 100 + sum(len(text.encode("utf-8", "replace")) for text in texts)

@@ -55,7 +55,8 @@ class Example:
     source: str
     reference: str
     translation: str
-    score: float | None = None
+    score: float | None = None  # of the model, for its own translation
+    chrf: float | None = None
 
 
 @dataclass(frozen=True)
@@ -300,10 +301,9 @@ def _examples(values: list[Any]) -> list[Example]:
     for value in values:
         said = _texts(value)
         if {"task", "source", "translation"} <= said.keys():
-            said = {name: said.get(name, "") for name in ("task", "source", "reference")} | {
-                "translation": said["translation"]
-            }
-            found.append(Example(**said, score=number(value.get("score"))))
+            scores = [number(value.get(name)) for name in ("score", "chrf")]
+            texts = (said["task"], said["source"], said.get("reference", ""), said["translation"])
+            found.append(Example(*texts, *scores))
     return found
 
 

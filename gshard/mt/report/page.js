@@ -230,10 +230,13 @@ function showExamples() {
       element("dt", { class: "from" }, nameOf(example.task)),
       text("source", source, example.source),
       element("dt", {}, "reference"), text("reference", target || "en", example.reference));
-    for (const [run, words, score] of example.translations) {
+    for (const [run, words, score, chrf] of example.translations) {
       const name = element("dt", {}, element("i", { class: `key ${kindOf(run)}` }), data.runs[run]);
       if (score !== null) name.title = `score ${score}`;
-      item.append(name, text("translated", target || "en", words));
+      const said = words.trim() ? text("translated", target || "en", words)
+        : element("dd", { class: "none" }, "(nothing)");
+      if (chrf !== null) said.append(element("small", { dir: "ltr" }, `chrF++ ${chrf.toFixed(0)}`));
+      item.append(name, said);
     }
     return item;
   };

@@ -249,16 +249,17 @@ def _languages(runs: Sequence[Run]) -> str:
 def _loss(runs: Sequence[Run]) -> str:
     if not any("nll" in record for run in runs for record in (*run.train, *run.dev)):
         return _p("No losses are recorded yet.", "note")
-    windows = {run.name: measures.curve(run.train, smooth=True).window for run in runs if run.train}
-    spans = sorted(set(windows.values()))
-    span = f"{spans[0]}" if len(spans) == 1 else f"{spans[0]} to {spans[-1]}" if spans else "1"
+    windows = {measures.curve(run.train, smooth=True).window for run in runs if run.train} or {1}
+    low, high = min(windows), max(windows)
+    span = f"the mean of the last {low if low == high else f'{low} to {high}'} records, with the "
+    span = f"training, {span}records themselves faint behind" if high > 1 else "training"
     losses = tables.dev_losses(runs)
-    table = f"<details><summary>Dev losses as a table</summary>{losses}</details>"
+    table = f'<details class="long"><summary>Dev losses as a table</summary>{losses}</details>'
     return (
         '<div class="controls" id="loss-controls"></div><figure>'
         '<div class="chart" id="loss-chart"></div>'
-        "<figcaption>Cross-entropy without the auxiliary losses. Lines: training, the mean of the "
-        f"last {span} records, with the records themselves faint behind; dashed with points: dev. "
+        "<figcaption>Cross-entropy without the auxiliary losses. Lines: "
+        f"{span}; dashed with points: dev. "
         "The first steps may lie above the frame.</figcaption></figure>"
         f"{table if losses else ''}<h3>Tokens to reach a loss</h3>{tables.reached(runs)}"
         + _p("The first record at which the curve, smoothed as above, is at or below the loss.")
@@ -278,11 +279,12 @@ def _corpora(corpora: Sequence[dict]) -> str:
             half += 1
         lines.append(
             f"{whose}{whole(sum(counts))} pairs with English in {len(counts)} languages, from "
-            f"{whole(counts[0])} to {whole(counts[-1])}; the first {half} have half of all."
+            f"{whole(counts[0])} to {whole(counts[-1])}; "
+            + ("the first has half of all." if half == 1 else f"the first {half} have half of all.")
         )
     return (
         _p("<br>".join(lines)) + '<figure><div class="chart" id="corpora"></div>'
-        "</figure><details><summary>As a table</summary>"
+        '</figure><details class="long"><summary>As a table</summary>'
         f"{tables.corpora(corpora)}</details>"
     )
 
@@ -313,7 +315,7 @@ def _examples(examples: dict) -> str:
     left = examples["all"] - len(examples["list"])
     more = f" {whole(left)} more are in evaluation.json." if left else ""
     return (
-        _p(f"Sentences of the test set, as they came: none is picked for being good.{more}")
+        _p(f"Sentences of the test set, chosen without looking at the translations.{more}")
         + '<div class="controls"><label>Language <select id="example-task">'
         '<option value="">all</option></select></label><label>Find '
         '<input type="search" id="example-search" autocomplete="off"></label>'
