@@ -168,7 +168,8 @@ function drawChart(box, spec) {
       y1: up(value), y2: up(value) }, svg);
     shape("text", { x: left - 7, y: up(value) + 4, "text-anchor": "end" }, svg, form(value));
   }
-  if (y.mark) shape("text", { x: width - right, y: up(0) + 15, "text-anchor": "end" }, svg, y.mark);
+  if (y.mark) shape("text", { x: width - right, "text-anchor": "end",
+    y: up(0) + 15 > bottom ? up(0) - 6 : up(0) + 15 }, svg, y.mark);
   if (y.name) shape("text", { x: 0, y: 12 }, svg, y.name);
   if (x.name) shape("text", { x: (left + width - right) / 2, y: height - 4,
     "text-anchor": "middle" }, svg, x.name);
