@@ -284,7 +284,7 @@ def test_a_pipe_is_answered_line_by_line_and_ctrl_c_ends(run):
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
         err = process.stderr.read().decode()
-    assert "interrupted; 3 lines are translated" in err
+    assert re.search("interrupted; [23] lines are translated", err)  # the third may just be out
     assert "Traceback" not in err
 
 
