@@ -93,6 +93,12 @@ class BaselineConfig:
             raise UserError(f"{self.models} models side by side train nothing")
 
 
+def of_steps(steps: int) -> BaselineConfig:
+    """The usual training within so many steps: with fewer, a shorter warmup and more looks."""
+    looks, warmup = min(100, max(10, steps // 40)), min(400, max(1, steps // 4))
+    return BaselineConfig(steps, schooling=Schooling(look_every=looks, warmup=warmup))
+
+
 @dataclass(frozen=True)
 class Pupil:
     """A task whose baseline is wanted, with all that its training depends on."""

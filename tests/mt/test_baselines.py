@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gshard.mt import baselines
-from gshard.mt.baselines import evaluate_baselines, read_note, train_baselines
+from gshard.mt.baselines import OneOfMany, evaluate_baselines, read_note, train_baselines
 from gshard.mt.batches import BatchConfig, Batches
 from gshard.mt.errors import UserError
 from gshard.mt.evaluate import EvaluateConfig
@@ -27,7 +27,9 @@ from gshard.mt.side_by_side import (
     stacked_keys,
 )
 from gshard.mt.tokens import some_of
+from gshard.mt.translate import TranslateConfig, Translator
 from gshard.nn import Batch, eval_step, train_step
+from gshard.nn.strategy import ONE_DEVICE
 from tests.nn import models
 
 ROWS, LENGTHS = 4, (32, 32)
@@ -329,6 +331,20 @@ def test_a_damaged_or_foreign_baseline_is_trained_again(run):
     (place / "weights.npz").write_bytes(b"PK no")
     with pytest.raises(UserError, match=r"ru.* is damaged; remove it"):
         baselines.read_model(run.folder, wanted)
+
+
+def test_translators_share_programs_and_not_weights(small, tokenizer, corpus):
+    settings = TranslateConfig(beam=2, rows=3, longest=24, most=8)
+    texts = [english for _, english in corpus.pairs("de", "test")][:3]
+    programs, said = {}, []
+    for seed in range(2):
+        model = models.model(small, seed)
+        shared = OneOfMany(model, tokenizer, ONE_DEVICE, settings, programs=programs)
+        said.append(shared.translate(texts, "de"))
+        compiled = len(programs)
+    assert said[1] == Translator(model, tokenizer, ONE_DEVICE, settings).translate(texts, "de")
+    assert said[0] != said[1]
+    assert len(programs) == compiled == 1
 
 
 def test_settings_that_make_no_sense():

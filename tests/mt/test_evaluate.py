@@ -11,10 +11,16 @@ import sacrebleu
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gshard import cli
+from gshard.mt.batches import BatchConfig
+from gshard.mt.checkpoint import Checkpoints
+from gshard.mt.commands.evaluate import average_table, comparable, notes, task_table
+from gshard.mt.config import DataConfig, RunConfig
 from gshard.mt.errors import UserError
 from gshard.mt.evaluate import EvaluateConfig, System, evaluate, examples
 from gshard.mt.heldout import held_out, tasks_of
 from gshard.mt.loads import batches_of, expert_loads
+from gshard.mt.run import Run
 from gshard.mt.scores import averages, cut_of, resource_groups, score
 from gshard.mt.tokens import in_memory
 from gshard.mt.translations import Said, Store
@@ -33,9 +39,11 @@ class Hypothesis:
 
 @pytest.fixture(autouse=True, scope="module")
 def _compile_quickly():
+    cache = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_compilation_cache_dir", cache)
 
 
 class Fake:
@@ -332,3 +340,95 @@ def test_no_held_out_text_says_what_there_is(corpus, tokenizer):
         splits.pop("test", None)
     with pytest.raises(UserError, match=r"no test sentences of de.* there are train and dev ones"):
         held_out(replace(corpus, manifest=manifest), tasks_of(tokenizer, ["de"]))
+
+
+def cells(table):
+    columns = [list(column.cells) for column in table.columns]
+    return [
+        dict(zip([c.header for c in table.columns], r, strict=True))
+        for r in zip(*columns, strict=True)
+    ]
+
+
+def test_the_tables_say_what_the_files_say(run):
+    config = EvaluateConfig(languages=("de", "ru"))
+    result = evaluate(run, config, lambda which: system(Fake(lambda text, target: text)))
+    same = {key: result[key] for key in ("split", "beam", "alpha")}
+    zero = {name: {**task, "bleu": task["bleu"] - 2.5} for name, task in result["tasks"].items()}
+    baselines = {**same, "tasks": zero}
+    compared = comparable(result, baselines)
+    assert set(compared) == set(result["tasks"])
+    rows = cells(task_table(result, compared))
+    pairs = [int(row["pairs"].replace(",", "")) for row in rows]
+    assert pairs == sorted(pairs, reverse=True)
+    for row in rows:
+        task = result["tasks"][row["task"]]
+        assert row["BLEU"] == f"{task['bleu']:.1f}"
+        assert row["delta"] == "+2.5"
+        assert "untrained" not in row
+    means = cells(average_table(result, compared))
+    assert {row["delta"] for row in means} == {"+2.5"}
+    assert means[0]["BLEU"] == f"{result['averages']['all']['bleu']:.1f}"
+    # Scores of other sentences or another search are not subtracted.
+    assert comparable(result, {**baselines, "beam": 1}) == {}
+    zero["de-en"]["sentences"] += 1
+    assert "de-en" not in comparable(result, baselines)
+    said = notes(result, baselines, comparable(result, baselines))
+    assert result["signatures"]["bleu"] in said[0]
+    assert any("1 tasks have no baseline" in line for line in said)
+    assert comparable(result, None) == {}
+
+
+@pytest.fixture
+def real(corpus, tokenizer, tmp_path):
+    """A run with a checkpoint."""
+    dims = models.config(experts=8)
+    data, batch = DataConfig(str(corpus.folder)), BatchConfig(8, 24, 24)
+    made = Run.create(tmp_path / "real", RunConfig(dims, "real", data, tokenizer.config, batch))
+    tokenizer.save(made.folder / "vocabulary")
+    return made
+
+
+def command(*arguments):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([str(argument) for argument in arguments])
+    return stop.value.code
+
+
+def test_the_command_from_a_checkpoint_to_the_file(real, capsys):
+    checkpoints = Checkpoints(real.folder)
+    checkpoints.save(3, models.model(real.model_config), {"count": np.zeros(3)}, {}, dev_nll=3.0)
+    checkpoints.close()
+    asked = ("evaluate", real.folder, "--languages", "ru", "--sentences", "2", "--beam", "1")
+    assert command(*asked) == 0
+    shown = capsys.readouterr().out
+    found = json.loads((real.folder / "evaluation.json").read_text())
+    assert (found["checkpoint"], found["run"], found["beam"]) == (3, "real", 1)
+    assert set(found["tasks"]) == {"ru-en", "en-ru"}
+    assert found["tasks"]["ru-en"]["sentences"] == 2
+    assert "tok:13a" in shown
+    assert "ru-en" in shown
+    for side in ("encoder", "decoder"):
+        shares = np.array(found["experts"][side]["ru-en"])
+        assert shares.shape == (1, 8)
+        np.testing.assert_allclose(shares.sum(axis=1), 1, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--languages", "rru"), "no language 'rru'; did you mean 'ru'?"),
+        (("--split", "tset"), "did you mean 'test'?"),
+        (("--beam", "0"), "a beam of 0"),
+        (("--alpha", "-2"), "alpha is -2"),
+        (("--checkpoint", "bset"), "no checkpoints yet"),
+    ],
+)
+def test_the_command_with_bad_input(real, capsys, arguments, said):
+    assert command("evaluate", real.folder, *arguments) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_the_command_without_a_run(tmp_path, capsys):
+    assert command("evaluate", tmp_path / "none") == 1
+    assert "no run in" in capsys.readouterr().err

@@ -78,7 +78,7 @@ def _baselines(run: Any, config: Any, steps: int, devices: int, bars: Any) -> di
     from gshard.mt.baselines import OneOfMany, evaluate_baselines
     from gshard.mt.config import DeviceConfig
     from gshard.mt.evaluate import search_of
-    from gshard.mt.pupils import BaselineConfig
+    from gshard.mt.pupils import of_steps
     from gshard.mt.translations import Translates
     from gshard.nn.transformer import Transformer
 
@@ -90,7 +90,7 @@ def _baselines(run: Any, config: Any, steps: int, devices: int, bars: Any) -> di
         return OneOfMany(model, run.tokenizer, strategy, search, programs=programs)
 
     chosen = platform.chosen(settings)
-    return evaluate_baselines(run, config, BaselineConfig(steps), translator, chosen, bars)
+    return evaluate_baselines(run, config, of_steps(steps), translator, chosen, bars)
 
 
 def comparable(
