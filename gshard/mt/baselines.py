@@ -63,7 +63,7 @@ def train_baselines(
 
     groups = groups_of(missing, room)
     for number, group in enumerate(groups, 1):
-        most = max(pupil.limit for pupil in group) // config.schooling.look_every + 1
+        most = -(-max(pupil.limit for pupil in group) // config.schooling.look_every)
         name = f"baselines {number}/{len(groups)}"
         _train_group(run, group, config, devices, progress.stage(name, most))
 

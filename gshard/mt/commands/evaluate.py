@@ -129,8 +129,11 @@ def task_table(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str, A
         cells = [name, task["group"], f"{task['train_pairs']:,}", f"{task['sentences']:,}{few}"]
         cells += [f"{task[key]:.1f}" for key in _SCORES if key in task]
         if baselines:
-            delta = "" if zero is None else f"{task['bleu'] - zero['bleu']:+.1f}"
-            cells += ["" if zero is None else f"{zero['bleu']:.1f}", delta]
+            cells += (
+                ["", ""]
+                if zero is None
+                else [f"{zero['bleu']:.1f}", _signed(task["bleu"] - zero["bleu"])]
+            )
         table.add_row(*cells)
     return table
 
@@ -156,7 +159,7 @@ def average_table(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str
         if kind in theirs:
             delta = mine[kind]["bleu"] - theirs[kind]["bleu"]
             some = "" if mine[kind]["tasks"] == mean["tasks"] else f" ({mine[kind]['tasks']})"
-            cells += [f"{theirs[kind]['bleu']:.1f}{some}", f"{delta:+.1f}"]
+            cells += [f"{theirs[kind]['bleu']:.1f}{some}", _signed(delta)]
         table.add_row(*cells)
     return table
 
@@ -182,6 +185,10 @@ def notes(
             "with the same search; --baselines makes them"
         )
     return lines
+
+
+def _signed(delta: float) -> str:
+    return f"{round(delta, 1) + 0.0:+.1f}"  # no -0.0
 
 
 def _has(result: Mapping[str, Any], key: str) -> bool:
