@@ -18,6 +18,8 @@ def serve(
     devices: Annotated[int, typer.Option(help="devices to use; 0 is all")] = 0,
 ) -> None:
     """Show a page on this machine: type a sentence, see its translation and its experts."""
+    import os
+    import sys
     import threading
 
     from gshard.mt.commands.show import console
@@ -38,3 +40,7 @@ def serve(
             server.serve_forever()
         except KeyboardInterrupt:
             console.print("ended")
+            # A thread may be in the middle of a compilation, which cannot be stopped and which an
+            # orderly exit would pull the ground from under; there is nothing left to save.
+            sys.stdout.flush()
+            os._exit(0)
