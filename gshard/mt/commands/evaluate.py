@@ -113,19 +113,22 @@ def comparable(
 
 def task_table(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str, Any]]) -> Table:
     """A row for each task, the one with the most training pairs first."""
+    from rich import box
     from rich.table import Table
 
-    table = Table(title=f"{result['run']}, step {result['checkpoint']:,}, {result['split']}")
-    columns = ["group", "pairs", "sentences", "BLEU", "chrF++", "copy"]
+    title = f"{result['run']}, step {result['checkpoint']:,}, {result['split']}"
+    # All of it fits into 80 columns: a number that is cut short is a wrong number.
+    table = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    columns = ["group", "pairs", "tested", "BLEU", "chrF++", "copy"]
     columns += ["untrained"] if _has(result, "untrained_bleu") else []
     columns += ["baseline", "delta"] if baselines else []
-    table.add_column("task")
+    table.add_column("task", no_wrap=True)
     for column in columns:
-        table.add_column(column, justify="left" if column == "group" else "right")
+        table.add_column(column, justify="left" if column == "group" else "right", no_wrap=True)
     rows = result["tasks"]
     for name in sorted(rows, key=lambda name: (-rows[name]["train_pairs"], name)):
         task, zero = rows[name], baselines.get(name)
-        few = " (few)" if task.get("few") else ""
+        few = "*" if task.get("few") else ""
         cells = [name, task["group"], f"{task['train_pairs']:,}", f"{task['sentences']:,}{few}"]
         cells += [f"{task[key]:.1f}" for key in _SCORES if key in task]
         if baselines:
@@ -140,11 +143,12 @@ def task_table(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str, A
 
 def average_table(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str, Any]]) -> Table:
     """The means over tasks, of all and by resource; the baselines' are over the same tasks."""
+    from rich import box
     from rich.table import Table
 
     from gshard.mt.scores import averages
 
-    table = Table(title="averages over tasks")
+    table = Table(title="averages over tasks", box=box.SIMPLE_HEAD)
     columns = ["tasks", "BLEU", "chrF++", "copy"]
     columns += ["untrained"] if _has(result, "untrained_bleu") else []
     columns += ["baseline", "delta"] if baselines else []
@@ -177,8 +181,12 @@ def notes(
     for signature in sorted({task["bleu_signature"] for task in tasks.values()} - {usual["bleu"]}):
         which = [name for name, task in tasks.items() if task["bleu_signature"] == signature]
         lines.append(f"BLEU of {', '.join(which)}: {signature}")
-    if left_out := result["averages"]["all"]["few"]:
-        lines.append(f"averages leave out {left_out} tasks with fewer than {FEW} sentences")
+    if few := sum(bool(task.get("few")) for task in tasks.values()):
+        left_out = result["averages"]["all"]["few"]
+        how = (
+            "averages leave them out" if left_out else "averages include them: there are no others"
+        )
+        lines.append(f"* {few} tasks have fewer than {FEW} sentences; {how}")
     if baselines and len(compared) < len(tasks):
         lines.append(
             f"{len(tasks) - len(compared)} tasks have no baseline measured on the same sentences "
