@@ -118,7 +118,7 @@ def task_table(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str, A
 
     title = f"{result['run']}, step {result['checkpoint']:,}, {result['split']}"
     # All of it fits into 80 columns: a number that is cut short is a wrong number.
-    table = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=0)
     columns = ["group", "pairs", "tested", "BLEU", "chrF++", "copy"]
     columns += ["untrained"] if _has(result, "untrained_bleu") else []
     columns += ["baseline", "delta"] if baselines else []
