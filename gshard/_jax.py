@@ -2,6 +2,7 @@
 
 import importlib
 
+import jax
 from jax._src import source_info_util
 from jax._src.ad_checkpoint import remat_p
 from jax._src.core import Primitive, Var
@@ -23,6 +24,10 @@ random_unwrap_p = _prng.random_unwrap_p
 random_wrap_p = _prng.random_wrap_p
 
 
+# The parameter of the primitive `composite` that holds its body.
+COMPOSITE_BODY = "call_jaxpr" if jax.__version_info__ >= (0, 11, 2) else "jaxpr"
+
+
 def private_primitives(module: str, *names: str) -> list[Primitive]:
     """Primitives of a private module by name; those that a release does not have are left out."""
     found = importlib.import_module(f"jax._src.{module}")
@@ -34,7 +39,16 @@ def prng_impl(dtype):
     return dtype._impl
 
 
+def scan_counts(params) -> tuple[int, int]:
+    """How many constants a scan has, and how many carried values."""
+    if "ft_in" in params:  # since JAX 0.11: the operands as a tree of three parts
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
 __all__ = [
+    "COMPOSITE_BODY",
     "Var",
     "ad",
     "batching",
@@ -48,6 +62,7 @@ __all__ = [
     "random_unwrap_p",
     "random_wrap_p",
     "remat_p",
+    "scan_counts",
     "scatter_sub_p",
     "source_info_util",
     "split_p",

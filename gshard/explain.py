@@ -104,7 +104,9 @@ def _settings(eqn: JaxprEqn) -> str:
     return f"[{' '.join(shown)}]" if shown else ""
 
 
-_UNTOLD = {"axis_name", "axis_size", "tiled", "sharding", "out_sharding", "weak_type"}
+_UNTOLD = {
+    "axis_name", "axis_size", "tiled", "sharding", "out_sharding", "weak_type", "ft_in", "ft_out",
+}  # fmt: skip
 
 
 def _name(atom: Any, names: dict[Any, str]) -> str:

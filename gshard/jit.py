@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from gshard import explain
 from gshard.arrays import Port, axis_names, ports
@@ -116,7 +116,8 @@ def lower(signature: Signature, call: Call, devices, memory_limit: int) -> Lower
         return [p.leave(t) for p, t in zip(out_of, results, strict=True)]
 
     if isinstance(devices, int):
-        mesh: Any = AbstractMesh(axes, axis_names(axes))
+        # Abstract axes may be explicit by default: then avals would have to carry their shardings.
+        mesh: Any = AbstractMesh(axes, axis_names(axes), (AxisType.Auto,) * len(axes))
     else:
         mesh = Mesh(np.asarray(devices).reshape(axes), axis_names(axes))
     sharded = jax.shard_map(

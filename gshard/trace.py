@@ -14,7 +14,14 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, new_jaxpr_eqn
 from jax.extend.core import primitives as p
 
-from gshard._jax import Var, dce_jaxpr, optimization_barrier_p, private_primitives, remat_p
+from gshard._jax import (
+    COMPOSITE_BODY,
+    Var,
+    dce_jaxpr,
+    optimization_barrier_p,
+    private_primitives,
+    remat_p,
+)
 from gshard.annotate import tracing_for
 from gshard.fold import fold
 
@@ -27,7 +34,7 @@ CALLS = {
     remat_p: "jaxpr",
     p.linear_solve_p: "jaxprs",
     **dict.fromkeys(private_primitives("custom_batching", "custom_vmap_p"), "call"),
-    **dict.fromkeys(private_primitives("lax.lax", "composite_p"), "jaxpr"),
+    **dict.fromkeys(private_primitives("lax.lax", "composite_p"), COMPOSITE_BODY),
 }
 
 

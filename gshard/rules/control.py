@@ -16,6 +16,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.extend.core import primitives as p
 
+from gshard._jax import scan_counts
 from gshard.rules.registry import Context, Doc, Rule, no_factors, register
 from gshard.sharding import Sharding
 from gshard.tile import Tile
@@ -58,7 +59,7 @@ def links(eqn: JaxprEqn) -> Iterator[Link]:
 
 def _scan_links(eqn: JaxprEqn) -> Iterator[Link]:
     body = eqn.params["jaxpr"].jaxpr
-    consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry = scan_counts(eqn.params)
     inside = body.invars[consts : consts + carry]
     yield from _alike(inside, body.outvars)
     yield from _alike(eqn.invars[: consts + carry], body.invars)
@@ -75,7 +76,7 @@ def _alike(outside: Sequence[Any], inside: Sequence[Any], more: int = 0) -> Iter
 def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
     params = eqn.params
     closed, body = params["jaxpr"], params["jaxpr"].jaxpr
-    n_consts, n_carry = params["num_consts"], params["num_carry"]
+    n_consts, n_carry = scan_counts(params)
     reason = "operand of scan"
     wanted = [ctx.sharding(v) for v in body.invars]
     ready = [

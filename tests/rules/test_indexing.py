@@ -261,8 +261,9 @@ def test_a_split_table_gives_the_very_bits(dtype, output):
     outputs = [] if output is None else [even_split(2, output, 4)]
     marked = annotated(fn, [even_split(2, 0, 4)], outputs)
     split = gshard.jit(marked, devices=jax.devices()[:4])
-    got, wanted = np.asarray(split(table, ids)), np.asarray(jax.jit(fn)(table, ids))
-    assert got.tobytes() == wanted.tobytes()
+    # NumPy's lookup: XLA's own loses a subnormal bfloat16 now and then.
+    wanted = np.append(table, np.full_like(table[:1], -0.0), axis=0)[ids]
+    assert np.asarray(split(table, ids)).tobytes() == wanted.tobytes()
     # Split by columns, the small table itself is exchanged, and every lookup is local.
     expected = {None: "all_reduce", 0: "reduce_scatter", 1: "all_to_all"}[output]
     assert expected in kinds(split.lower(table, ids))

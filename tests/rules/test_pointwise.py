@@ -17,7 +17,8 @@ UNARY = [
     lax.tanh, lax.stop_gradient, lambda x: lax.acosh(1 + x * x), lambda x: lax.integer_pow(x, 3),
     lambda x: lax.reduce_precision(x, 5, 10), lambda x: lax.convert_element_type(x, jnp.bfloat16),
     lambda x: lax.bitcast_convert_type(x, jnp.int32), jax.nn.relu, jax.nn.gelu, jnp.nan_to_num,
-    lambda x: lax.clamp(-0.5, x, 0.5), lambda x: lax.optimization_barrier(x),
+    lambda x: lax.clamp(-0.5, x, 0.5), lambda x: lax.optimization_barrier(x), jnp.log2,
+    jax.grad(lambda x: jnp.sum(jnp.tanh(x))),
 ]  # fmt: skip
 BINARY = [
     lax.add, lax.sub, lax.mul, lax.div, lax.rem, lax.max, lax.min, lax.atan2, lax.nextafter,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.extend.core import jaxprs_in_params
 
 import gshard
 from gshard.rules import random as rules
@@ -37,7 +38,7 @@ def local_sizes(lowered) -> int:
     def largest(jaxpr):
         for eqn in jaxpr.eqns:
             yield from (math.prod(v.aval.shape) for v in eqn.outvars if v.aval.dtype != np.int32)
-            for inner in jax.core.jaxprs_in_params(eqn.params):
+            for inner in jaxprs_in_params(eqn.params):
                 yield from largest(getattr(inner, "jaxpr", inner))
 
     return max(largest(lowered.jaxpr), default=0)
