@@ -18,6 +18,7 @@ _TABLES = tomllib.loads(
 _NO_LANGUAGE = frozenset(_TABLES["no_language"].split())
 _ALIASES: dict[str, str] = dict(pair.split("=") for pair in _TABLES["aliases"].split())
 _TWO_LETTERS: dict[str, str] = dict(pair.split("=") for pair in _TABLES["two_letters"].split())
+_SHORT = frozenset((*_TWO_LETTERS.values(), "en"))
 _TRADITIONAL = frozenset(("tw", "hk", "mo", "hant"))
 _CODE = re.compile(r"[a-z]{2,3}")
 
@@ -44,7 +45,9 @@ def language_of(locale: str) -> str | None:
 _LOCALE = r"[a-z]{2,3}(?:[_-](?:[A-Za-z]{2}|[A-Za-z]{4}|\d{3}|[a-z]{5,8}))*(?:@[A-Za-z]+)?"
 _LC_MESSAGES = re.compile(r"(?:^|/)([A-Za-z]{2,3}(?:[_@-][A-Za-z0-9@_-]+)?)/LC_MESSAGES/[^/]+$")
 _RESOURCE = re.compile(r"/resource\.language\.([a-z]{2,3}(?:_[a-z]{2,4})?)/")
-_REGION_SUFFIX = re.compile(r"(?:^|[-_.])([a-z]{2,3}[_-](?:[A-Z]{2}|[A-Z][a-z]{3})(?:@[a-z]+)?)$")
+_REGION_NAME_SUFFIX = re.compile(r"^([a-z]{2,3})[-_]([a-z]{2})$")
+_SUFFIX = re.compile(r"(?:^|[-_.])([a-z]{2,3}[_-](?:[A-Z]{2}|[A-Z][a-z]{3})(?:@[a-z]+)?)$")
+_NAME_SUFFIX = re.compile(r"^([a-z]{2,3})[-_]([a-z]{2})$")
 _SUFFIX = re.compile(r"(?:^|.*[-_.])([a-z]{2,3}(?:[_-][A-Za-z]{2,4})?(?:@[a-z]+)?)$")
 _FOLDER = re.compile(
     rf"/(?:locale|locales|i18n|lang|po|translations)/({_LOCALE})/",
@@ -58,6 +61,9 @@ def language_of_path(path: str) -> str | None:
         if match := pattern.search(path):
             return language_of(match[1])
     stem = path.rsplit("/", 1)[-1].rsplit(".", 1)[0]
+    # A program may have the name of a locale: `fet_ar` is Arabic, as a region would be `AR`.
+    if (match := _NAME_SUFFIX.search(stem)) and match[2] in _SHORT and match[1] not in _SHORT:
+        return language_of(match[2])
     # The longest locale wins: `app_pt_BR` is pt_BR, not a locale named BR.
     for pattern in (_REGION_SUFFIX, _SUFFIX):
         if (match := pattern.search(stem)) and (code := language_of(match[1])):
