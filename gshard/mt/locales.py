@@ -45,8 +45,7 @@ def language_of(locale: str) -> str | None:
 _LOCALE = r"[a-z]{2,3}(?:[_-](?:[A-Za-z]{2}|[A-Za-z]{4}|\d{3}|[a-z]{5,8}))*(?:@[A-Za-z]+)?"
 _LC_MESSAGES = re.compile(r"(?:^|/)([A-Za-z]{2,3}(?:[_@-][A-Za-z0-9@_-]+)?)/LC_MESSAGES/[^/]+$")
 _RESOURCE = re.compile(r"/resource\.language\.([a-z]{2,3}(?:_[a-z]{2,4})?)/")
-_REGION_NAME_SUFFIX = re.compile(r"^([a-z]{2,3})[-_]([a-z]{2})$")
-_SUFFIX = re.compile(r"(?:^|[-_.])([a-z]{2,3}[_-](?:[A-Z]{2}|[A-Z][a-z]{3})(?:@[a-z]+)?)$")
+_REGION_SUFFIX = re.compile(r"(?:^|[-_.])([a-z]{2,3}[_-](?:[A-Z]{2}|[A-Z][a-z]{3})(?:@[a-z]+)?)$")
 _NAME_SUFFIX = re.compile(r"^([a-z]{2,3})[-_]([a-z]{2})$")
 _SUFFIX = re.compile(r"(?:^|.*[-_.])([a-z]{2,3}(?:[_-][A-Za-z]{2,4})?(?:@[a-z]+)?)$")
 _FOLDER = re.compile(
