@@ -8,6 +8,7 @@ batches do not depend on the number of hosts or workers, and resuming is naming 
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -218,10 +219,15 @@ class Batches:
             return iter(steps.to_iter_dataset(grain.ReadOptions(2, self._ahead)))
         dataset = steps.to_iter_dataset(grain.ReadOptions(1, 2))
         options = grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=self._ahead)
-        return iter(dataset.mp_prefetch(options))
+        return iter(dataset.mp_prefetch(options, worker_init_fn=_leave_ctrl_c))
 
     def __iter__(self) -> BatchIterator:
         return self.iterate()
+
+
+def _leave_ctrl_c(worker: int, count: int) -> None:
+    """Ctrl-C reaches the workers too; the process that owns them decides when they stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class BatchIterator(Iterator[Arrays]):

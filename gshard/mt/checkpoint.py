@@ -75,6 +75,8 @@ class Checkpoints:
     ) -> None:
         """Begin to save; the arrays may be donated as soon as this returns."""
         with _explained(f"step {step} could not be saved in {self.folder}"):
+            if step in self.steps:  # a damaged one, which training has passed over
+                self._manager.delete(step)
             self._manager.save(
                 step,
                 args=ocp.args.Composite(

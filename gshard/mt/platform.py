@@ -97,6 +97,10 @@ def peak_flops(devices: int, dtype: str = "float32") -> float:
 
 
 def cache_programs(folder: str | os.PathLike[str]) -> None:
-    """Keep compiled programs in `folder`, so that a run that is resumed starts at once."""
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    """Keep compiled programs in `folder`, so that a run that is resumed starts at once.
+
+    Unless the user keeps them elsewhere already (`JAX_COMPILATION_CACHE_DIR`).
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

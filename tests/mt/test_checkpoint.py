@@ -102,7 +102,7 @@ def test_a_checkpoint_of_another_model_is_an_error_not_a_reshape(tmp_path):
     with pytest.raises(UserError, match=r"another model: w is \(7, 4\) there and \(9, 4\)"):
         Checkpoints(tmp_path).restore_newest(*other)
     missing = like({"b": state(0)["b"]}), LIKE[1]
-    with pytest.raises(UserError, match="w is .* there and absent"):
+    with pytest.raises(UserError, match=r"w is .* there and absent"):
         Checkpoints(tmp_path).restore_newest(*missing)
 
 
