@@ -192,6 +192,10 @@ class Port:
             value = _on_all_devices(mesh, value)
             if self.stacked and not value.is_fully_addressable:
                 return _stacker(self.sharding, wanted)(value)
+            if value.is_fully_addressable and not wanted.is_fully_addressable:
+                if is_key(value) and not self.stacked:
+                    return _spread_key(value, wanted)
+                value = np.asarray(value)
         if not self.stacked:
             return jax.device_put(value, wanted)
         value = value if is_key(value) else np.asarray(value)
@@ -209,6 +213,12 @@ class Port:
         return jax.make_array_from_single_device_arrays(
             self.shape, wanted, tiles, dtype=value.dtype
         )
+
+
+def _spread_key(key: jax.Array, wanted: NamedSharding) -> jax.Array:
+    """A random key that every process has, as one array of all of them."""
+    raw = jax.device_put(np.asarray(jax.random.key_data(key)), wanted)
+    return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key))
 
 
 def _rewrap(mesh: Mesh, sharding: Sharding, value: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import multihost_utils
 
 from gshard.mt.config import DeviceConfig
 from gshard.mt.errors import UserError
@@ -63,6 +64,17 @@ def _connect(hosts: Hosts) -> None:
         jax.distributed.initialize(hosts.coordinator, hosts.count, hosts.index)
     except (RuntimeError, ValueError) as error:
         raise UserError(f"the hosts could not be connected: {error}") from None
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes what all of them share."""
+    return jax.process_index() == 0
+
+
+def wait_for_all(reason: str) -> None:
+    """Go on when all processes are here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(reason)
 
 
 def chosen(config: DeviceConfig) -> list[jax.Device]:

@@ -73,7 +73,7 @@ def train(run: Run, display: Display) -> Outcome:
 
 def _prepare(run: Run, display: Display) -> None:
     """Vocabularies and encoded text, made by one process while the others wait."""
-    if jax.process_index() == 0:
+    if platform.is_first():
         if not (run.folder / "vocabulary").is_dir():
             made = display.stage("vocabulary", 1)
             run.make_vocabulary()
@@ -81,8 +81,7 @@ def _prepare(run: Run, display: Display) -> None:
         encoded = display.stage("encode", len(run.tokenizer.tasks))
         run.tokens(progress=encoded)
         _dev_tokens(run)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("vocabulary and tokens")
+    platform.wait_for_all("vocabulary and tokens")
 
 
 def _dev_tokens(run: Run) -> list[TaskTokens]:
@@ -160,7 +159,7 @@ class _Loop:
     def run(self) -> Outcome:
         """Train; the state is saved however this ends, unless the process is killed."""
         state, step, data = self._begin()
-        self.journal = Journal(self.run_, step) if jax.process_index() == 0 else None
+        self.journal = Journal(self.run_, step) if platform.is_first() else None
         iterator = self.batches.iterate(step)
         if data:
             iterator.set_state({**data, "step": step})

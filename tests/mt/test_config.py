@@ -109,8 +109,6 @@ def test_what_a_resumed_run_may_not_change():
 def test_the_dense_preset_does_the_arithmetic_of_the_sparse_one():
     from gshard.nn.flops import forward_flops
 
-    tiny, dense = (
-        forward_flops(preset(name).model)[0] for name in ("tiny", "dense")
-    )
+    tiny, dense = (forward_flops(preset(name).model)[0] for name in ("tiny", "dense"))
     gate = 2 * preset("tiny").model.model_dim * preset("tiny").model.experts
     assert tiny - gate == dense

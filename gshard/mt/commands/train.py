@@ -68,7 +68,11 @@ def train(
     from gshard.mt.corpus import Corpus
 
     Corpus.open(config.data.corpus)  # before a folder is made for nothing
-    run = Run.create(out or Path("runs") / config.name, config)
+    folder = out or Path("runs") / config.name
+    if platform.is_first():
+        Run.create(folder, config)
+    platform.wait_for_all("the run's folder")
+    run = Run.open(folder)
     platform.cache_programs(run.folder / "programs")
     with TrainDisplay() as display:
         outcome = work.train(run, display)
