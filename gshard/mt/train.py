@@ -49,7 +49,7 @@ class Outcome:
     """How a training ended."""
 
     step: int
-    finished: bool
+    interrupted: bool
     best: int  # the step of the best checkpoint
     waited: float  # share of the time that was spent waiting for batches
 
@@ -57,6 +57,10 @@ class Outcome:
 def train(run: Run, display: Display) -> Outcome:
     """Train until the configured step; a run with checkpoints goes on from the newest."""
     _prepare(run, display)
+    checkpoints = Checkpoints(run.folder, run.config.train.keep)
+    if checkpoints.steps and checkpoints.steps[-1] >= run.config.train.steps:
+        display.note(f"step {checkpoints.steps[-1]:,} is reached already")
+        return Outcome(checkpoints.steps[-1], False, checkpoints.best(), 0.0)
     devices = platform.chosen(run.config.devices)
     programs = Programs(
         run.config, run.model_config, devices, platform.strategy(run.config.devices)
@@ -64,7 +68,6 @@ def train(run: Run, display: Display) -> Outcome:
     host = Host(jax.process_index(), jax.process_count())
     batches = Batches(run.tokens(), run.config.batch, host, run.config.data.workers)
     dev = _dev_batches(run, host)
-    checkpoints = Checkpoints(run.folder, run.config.train.keep)
     try:
         return _Loop(run, programs, batches, dev, checkpoints, display).run()
     finally:
@@ -110,11 +113,11 @@ class _Stop:
     def __init__(self, minutes: float, every: int):
         self._until = time.monotonic() + 60 * minutes if minutes else float("inf")
         self._every = every if jax.process_count() > 1 else 1
-        self._asked = False
+        self.interrupted = False
         self._before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
+        self.interrupted = True
         for each, handler in self._before.items():
             signal.signal(each, handler)
 
@@ -131,10 +134,11 @@ class _Stop:
         """Whether to stop after this step."""
         if step % self._every:
             return False
-        stop = self._asked or time.monotonic() > self._until
+        wishes = np.array([self.interrupted, time.monotonic() > self._until])
         if jax.process_count() > 1:
-            stop = bool(multihost_utils.process_allgather(np.array(stop)).any())
-        return stop
+            wishes = np.asarray(multihost_utils.process_allgather(wishes))
+        self.interrupted = bool(wishes.reshape(-1, 2)[:, 0].any())
+        return bool(wishes.any())
 
 
 class _Loop:
@@ -193,7 +197,7 @@ class _Loop:
             if self.journal:
                 self.journal.close()
         waited = self.waited / self.seconds if self.seconds else 0.0
-        return Outcome(step, step >= self.config.steps, self.checkpoints.best(), waited)
+        return Outcome(step, stop.interrupted, self.checkpoints.best(), waited)
 
     def _begin(self) -> tuple[RunState, int, dict[str, int]]:
         """The newest whole checkpoint, or fresh weights."""

@@ -31,7 +31,7 @@ def whole(corpus, tmp_path_factory):
     """A run of 12 steps that nothing interrupted."""
     run = Run.create(tmp_path_factory.mktemp("whole") / "run", run_config(corpus))
     outcome = train(run, Notes())
-    assert (outcome.step, outcome.finished) == (12, True)
+    assert (outcome.step, outcome.interrupted) == (12, False)
     return run
 
 

@@ -81,8 +81,9 @@ def train(
         f"{outcome.waited:.1%} of the time spent waiting for data",
         soft_wrap=True,
     )
-    if outcome.finished:
+    if outcome.step >= config.train.steps:
         console.print(f"`gshard evaluate {run.folder}` measures it", soft_wrap=True)
-        return
-    console.print(f"stopped and saved; `gshard train {run.folder}` goes on", soft_wrap=True)
-    raise typer.Exit(130)
+    else:
+        console.print(f"stopped and saved; `gshard train {run.folder}` goes on", soft_wrap=True)
+    if outcome.interrupted:
+        raise typer.Exit(130)
