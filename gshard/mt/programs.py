@@ -100,10 +100,11 @@ class Programs:
         """Fresh weights, made where they belong."""
         return self._first(self._key)
 
-    def state_like(self, arrays: Arrays) -> RunState:
-        """The state as shapes with the shardings that the step wants; nothing is computed."""
-        batch = self._global(_local(arrays))
-        state, _, _ = self._step.lower(self._shapes, batch, self._key).in_info
+    def compile(self, arrays: Arrays) -> RunState:
+        """Make the step ready; returns the state as shapes with the shardings that it wants."""
+        lowered = self._step.lower(self._shapes, self._global(_local(arrays)), self._key)
+        lowered.compile()
+        state, _, _ = lowered.in_info
         return state
 
     def step(self, state: RunState, arrays: Arrays) -> tuple[RunState, Figures]:

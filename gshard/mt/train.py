@@ -158,7 +158,6 @@ class _Loop:
         self.config = run.config.train
         self.peak = platform.peak_flops(len(programs.devices), run.config.model.dtype)
         self.tokens = self.seconds = self.waited = self.pace = 0.0
-        self.looked = 0
 
     def run(self) -> Outcome:
         """Train; the state is saved however this ends, unless the process is killed."""
@@ -201,8 +200,8 @@ class _Loop:
 
     def _begin(self) -> tuple[RunState, int, dict[str, int]]:
         """The newest whole checkpoint, or fresh weights."""
-        compiled = self.display.stage("partition", 1)
-        like = self.programs.state_like(self.batches[0])
+        compiled = self.display.stage("compile", 1)
+        like = self.programs.compile(self.batches[0])
         compiled(f"{len(self.programs.devices)} devices")
         model, rest = _parts(like)
         found = self.checkpoints.restore_newest(model, rest)
@@ -211,7 +210,9 @@ class _Loop:
         model, rest, note, damaged = found
         for line in damaged:
             self.display.note(f"{line}; going on from step {note['step']}")
-        self.tokens, self.seconds = note["tokens"], note["seconds"]
+        self.tokens, self.seconds, self.waited = (
+            note[name] for name in ("tokens", "seconds", "waited")
+        )
         self.display.note(f"going on from step {note['step']:,}")
         return _whole(model, rest), int(note["step"]), note["data"]
 
@@ -228,9 +229,7 @@ class _Loop:
         now = time.perf_counter()
         took, self.seconds = now - mark, self.seconds + now - mark
         self.tokens += tokens
-        # The first step compiles; after that the pace of late steps counts most.
-        self.pace = took if self.looked < 2 else 0.9 * self.pace + 0.1 * took
-        self.looked += 1
+        self.pace = 0.9 * self.pace + 0.1 * took if self.pace else took  # late steps count most
         if step % self.config.log_every == 0 or step == self.config.steps or in_a_row:
             source = np.count_nonzero(arrays["source_segments"]) * jax.process_count()
             flops = step_flops(self.run_.model_config, source, tokens)
@@ -283,7 +282,13 @@ class _Loop:
             )
             self.display.update(record, self.config.steps, 0.0)
         model, rest = _parts(state)
-        note = {"step": step, "tokens": self.tokens, "seconds": self.seconds, "data": data}
+        note = {
+            "step": step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "waited": self.waited,
+            "data": data,
+        }
         self.checkpoints.save(step, model, rest, note, nll)
 
     def _dev_nll(self, state: RunState) -> float:
