@@ -1,5 +1,6 @@
 """The report in a real browser: drawn, sorted, filtered, switched, on screens of all widths."""
 
+import math
 import re
 
 import made_up_runs
