@@ -116,7 +116,8 @@ def run_and_kill(command, folder, chance):
     return False
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [2, 20])
 def test_killed_at_random_moments_it_learns_the_same(prepared, whole, tmp_path, kills):
     folder, chance = tmp_path / "run", random.Random(kills)
     command = ["train", prepared, "--out", folder]
@@ -137,6 +138,7 @@ def test_killed_at_random_moments_it_learns_the_same(prepared, whole, tmp_path, 
     same_bits(Run.open(folder), whole)
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_says_how_to_go_on(prepared, whole, tmp_path):
     folder = tmp_path / "run"
     process = start("train", prepared, "--out", folder)
@@ -155,6 +157,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(prepared, whole, tmp_path):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(prepared, whole, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -200,6 +203,7 @@ def test_wrong_input_is_said_plainly(arguments, said, tmp_path):
     assert list(tmp_path.iterdir()) == []  # nothing was left behind
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_nothing(prepared, whole, tmp_path):
     """On a small disk of its own: the error says so, and after making room the run goes on."""
     disk = tmp_path / "disk"
