@@ -11,7 +11,7 @@ GSHARD := $(VENV)/bin/gshard
 # Interrupted, it goes on where it stopped.
 demo: $(VENV)/installed
 	$(GSHARD) data gather --tier tiny --out demo/corpus
-	$(GSHARD) train tiny --corpus demo/corpus --out demo/run train.steps=900 \
+	$(GSHARD) train tiny --corpus demo/corpus --out demo/run train.steps=800 train.minutes=4 \
 	    vocabulary.languages=pt,es,fr,it,ca
 	$(GSHARD) evaluate demo/run --sentences 60 --untrained
 	printf '%s\n' "El archivo no existe." "Le nom de la personne" "Seleziona una immagine." \
