@@ -20,6 +20,7 @@ from gshard.mt.errors import UserError
 from gshard.nn.strategy import Strategy
 
 VIRTUAL = 8  # CPU devices in all, where there is no accelerator
+MOST = 4096  # each virtual device has threads of its own
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ def start(devices: int = 0, hosts: Hosts = Hosts()) -> None:  # noqa: B008  (fro
     """Connect the hosts and bring up `devices` devices: all there are, or 8 virtual ones."""
     if devices < 0:
         raise UserError(f"devices.count is {devices}; it is 0 for all, or how many")
+    if devices > MOST:
+        raise UserError(f"devices.count is {devices}; {MOST:,} virtual devices are the most")
     wanted = devices or VIRTUAL
     if wanted % hosts.count:
         raise UserError(f"{wanted} devices do not divide among {hosts.count} processes")

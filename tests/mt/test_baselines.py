@@ -122,6 +122,7 @@ def test_side_by_side_is_alone(small, tokens):
             np.testing.assert_allclose(one, other, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_it_does_not_matter_where_a_model_is(small, tokens):
     batches = [*loaders(tokens), loaders(tokens)[0]]
     uneven = Group(small, SCHOOLING, 3, jax.devices()[:2])

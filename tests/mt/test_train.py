@@ -103,7 +103,7 @@ def slowly(**devices):
 @pytest.mark.parametrize(
     "devices",
     [
-        pytest.param({"count": 6}, id="6"),
+        slowly(count=6),
         slowly(count=4),
         slowly(count=1),
         slowly(count=8, tensor=2),
