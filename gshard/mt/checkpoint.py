@@ -21,7 +21,6 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 from gshard.arrays import UnevenArray
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.run import Run
-from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Transformer
 
 FOLDER = "checkpoints"
@@ -169,20 +168,18 @@ class DamagedError(UserError):
     """A checkpoint that cannot be read."""
 
 
-def load_model(
-    run: Run, which: str = "best", strategy: Strategy = ONE_DEVICE, like: Any = None
-) -> tuple[Transformer, int]:
+def load_model(run: Run, which: str = "best", like: Any = None) -> tuple[Transformer, int]:
     """The weights of a run and their step: "best", "last", a step, or "untrained" for fresh ones.
 
     `like` is the model as shapes with shardings (`Lowered.in_info`); each host then reads only
     what its devices hold. Without it the weights come whole to this process.
     """
-    shapes = eqx.filter_eval_shape(Transformer, run.model_config, jax.random.key(0))
     if which == "untrained":
         return Transformer(run.model_config, jax.random.key(run.config.train.seed)), 0
     checkpoints = Checkpoints(run.folder, read_only=True)
     step = _chosen(checkpoints, which, run.folder)
     if like is None:
+        shapes = eqx.filter_eval_shape(Transformer, run.model_config, jax.random.key(0))
         whole = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         like = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), shapes

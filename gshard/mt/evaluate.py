@@ -187,7 +187,7 @@ def system_of(run: Run, which: str, config: EvaluateConfig, devices: int = 0) ->
     from gshard.mt.loads import expert_loads
 
     strategy = platform.strategy(DeviceConfig(devices))
-    model, step = load_model(run, which, strategy)
+    model, step = load_model(run, which)
     lengths = (run.config.batch.source_length, run.config.batch.target_length)
 
     def loads(sets: Sequence[HeldOut], progress: Progress) -> Mapping[str, Any]:

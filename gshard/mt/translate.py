@@ -230,7 +230,7 @@ def open_translator(
     platform.start(devices)
     platform.cache_programs(run.folder / "programs")
     strategy = platform.strategy(DeviceConfig(devices))
-    model, step = load_model(run, which, strategy)
+    model, step = load_model(run, which)
     return Translator(model, run.tokenizer, strategy, config), step
 
 

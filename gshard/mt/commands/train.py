@@ -35,7 +35,7 @@ def train(
     from gshard.mt.commands.display import TrainDisplay
     from gshard.mt.commands.show import console
     from gshard.mt.errors import UserError
-    from gshard.mt.presets import preset
+    from gshard.mt.presets import PRESETS, preset
     from gshard.mt.run import CONFIG, Run
 
     given = list(settings or [])
@@ -46,8 +46,10 @@ def train(
     if corpus is not None:
         given.append(f"data.corpus={corpus}")
     folder = Path(what)
-    if (folder / CONFIG).is_file():
-        out, base = folder, Run.open(folder).config
+    if what in PRESETS:  # also beside a folder of that name, which is ./tiny
+        base = PRESETS[what]
+    elif (folder / CONFIG).is_file():
+        out, base = out or folder, Run.open(folder).config
     elif folder.is_file():
         base = configs.read(folder)
     else:
