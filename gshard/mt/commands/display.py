@@ -11,9 +11,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from gshard.mt.commands.show import console
-
-_SECONDS = 5.0  # between lines where there is no terminal
+from gshard.mt.commands.show import SECONDS, Lines, console
 
 
 class TrainDisplay:
@@ -44,7 +42,7 @@ class TrainDisplay:
     def stage(self, name: str, total: int) -> Callable[[str], None]:
         """A bar for a stage of the preparation."""
         if not console.is_terminal:
-            console.print(f"{name} ...", soft_wrap=True)
+            return Lines().stage(name, total)
         task = self._bars.add_task(name, total=total, note="")
         return lambda note: self._bars.update(task, advance=1, note=note)
 
@@ -59,7 +57,7 @@ class TrainDisplay:
             return
         if console.is_terminal:
             self._draw(record, steps, seconds_left)
-        elif time.monotonic() - self._last_line > _SECONDS or record["step"] == steps:
+        elif time.monotonic() - self._last_line > SECONDS or record["step"] == steps:
             self._last_line = time.monotonic()
             words = ", ".join(f"{name} {value}" for name, value in self._figures(record))
             left = f", {_clock(seconds_left)} left"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from rich.progress import (
 from gshard.mt.fetch import Problem
 
 console = Console()
+SECONDS = 5.0  # between lines where there is no terminal
 
 
 class Bars:
@@ -33,9 +35,30 @@ class Bars:
         return lambda note: self._progress.update(task, advance=1, note=note)
 
 
+class Lines:
+    """The same without a terminal: a line when a stage begins, ends, and now and then between."""
+
+    def stage(self, name: str, total: int) -> Callable[[str], None]:
+        """Begin a stage; the result counts, and says so if the last line is long ago."""
+        done, said = 0, time.monotonic()
+        console.print(f"{name}: {total:,} to do", soft_wrap=True)
+
+        def step(note: str) -> None:
+            nonlocal done, said
+            done += 1
+            if done == total or time.monotonic() - said > SECONDS:
+                said = time.monotonic()
+                console.print(f"{name}: {done:,} of {total:,} {note}", markup=False, soft_wrap=True)
+
+        return step
+
+
 @contextlib.contextmanager
-def bars() -> Iterator[Bars]:
-    """Progress bars while the block runs."""
+def bars() -> Iterator[Bars | Lines]:
+    """Progress bars while the block runs, or lines where there is no terminal."""
+    if not console.is_terminal:
+        yield Lines()
+        return
     columns = (
         TextColumn("{task.description:>15}"),
         BarColumn(),
