@@ -26,8 +26,8 @@ from gshard.nn.transformer import Transformer
 FOLDER = "checkpoints"
 _ITEMS = ("model", "optimizer", "note")
 
-# Orbax tells of every step it takes; what matters is raised.
-logging.getLogger("absl").setLevel(logging.ERROR)
+# Orbax tells of every step it takes, errors of its threads included; what matters is raised.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 class Checkpoints:
