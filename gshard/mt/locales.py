@@ -46,7 +46,7 @@ _LOCALE = r"[a-z]{2,3}(?:[_-](?:[A-Za-z]{2}|[A-Za-z]{4}|\d{3}|[a-z]{5,8}))*(?:@[
 _LC_MESSAGES = re.compile(r"(?:^|/)([A-Za-z]{2,3}(?:[_@-][A-Za-z0-9@_-]+)?)/LC_MESSAGES/[^/]+$")
 _RESOURCE = re.compile(r"/resource\.language\.([a-z]{2,3}(?:_[a-z]{2,4})?)/")
 _REGION_SUFFIX = re.compile(r"(?:^|[-_.])([a-z]{2,3}[_-](?:[A-Z]{2}|[A-Z][a-z]{3})(?:@[a-z]+)?)$")
-_NAME_SUFFIX = re.compile(r"^([a-z]{2,3})[-_]([a-z]{2})$")
+_NAME_SUFFIX = re.compile(r"^([a-z]{2,3})[-_](([a-z]{2})(?:@[a-z]+)?)$")
 _SUFFIX = re.compile(r"(?:^|.*[-_.])([a-z]{2,3}(?:[_-][A-Za-z]{2,4})?(?:@[a-z]+)?)$")
 _FOLDER = re.compile(
     rf"/(?:locale|locales|i18n|lang|po|translations)/({_LOCALE})/",
@@ -61,7 +61,7 @@ def language_of_path(path: str) -> str | None:
             return language_of(match[1])
     stem = path.rsplit("/", 1)[-1].rsplit(".", 1)[0]
     # A program may have the name of a locale: `fet_ar` is Arabic, as a region would be `AR`.
-    if (match := _NAME_SUFFIX.search(stem)) and match[2] in _SHORT and match[1] not in _SHORT:
+    if (match := _NAME_SUFFIX.search(stem)) and match[3] in _SHORT and match[1] not in _SHORT:
         return language_of(match[2])
     # The longest locale wins: `app_pt_BR` is pt_BR, not a locale named BR.
     for pattern in (_REGION_SUFFIX, _SUFFIX):

@@ -43,6 +43,7 @@ def test_locale_names(locale, language):
         ("share/fet/fet_ar.qm", "ar"),
         ("share/app/qt_de.qm", "de"),
         ("share/app/qt_en.qm", None),
+        ("share/psi/psi_sr@latin.qm", "sr"),
         ("share/app/pt_br.qm", "pt"),
         ("share/app/zh_tw.qm", "zh_Hant"),
         ("share/app/yue_hk.qm", "yue"),
