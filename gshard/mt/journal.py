@@ -42,9 +42,14 @@ class Journal:
         return record
 
     def close(self) -> None:
-        """Finish both files."""
+        """Finish both files; on a full disk TensorBoard's copy of the figures may lack the last."""
         self._file.close()
-        self._board.close()
+        try:
+            self._board.close()
+        except (OSError, ValueError):
+            # It would try once more as the process ends, and fail with a traceback.
+            for writer in self._board.all_writers.values():
+                writer.event_writer._closed = True
 
 
 def _line(record: dict[str, Any]) -> str:

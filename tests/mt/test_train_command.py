@@ -209,7 +209,7 @@ def test_a_full_disk_loses_nothing(prepared, whole, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True
     )
     if mounted.returncode:
         pytest.skip("no permission to mount a small disk")
