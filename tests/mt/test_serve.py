@@ -1,5 +1,6 @@
 """The page and its server: answers beside the translator's, refusals, and a real browser."""
 
+import contextlib
 import html
 import http.client
 import json
@@ -305,9 +306,21 @@ def test_the_command(tokenizer, tmp_path):
     run = make_run(tmp_path / "random", tokenizer)
     command = [sys.executable, "-m", "gshard.cli", "serve", run.folder, "--port=0", "--devices=1"]
     quickly = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=quickly
-    ) as process:
+
+    def heed_ctrl_c():  # which a test that runs in the background would hand on as ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with (
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=quickly,
+            preexec_fn=heed_ctrl_c,
+        ) as process,
+        contextlib.ExitStack() as at_last,
+    ):
+        at_last.callback(process.kill)
         line = process.stdout.readline().decode()
         port = int(re.search(r"http://127.0.0.1:(\d+)/", line)[1])
         connection = http.client.HTTPConnection(HOST, port, timeout=60)
