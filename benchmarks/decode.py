@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from gshard.mt.decode import (
+from gshard.mt.batching.tokenizer import PAD
+from gshard.mt.decoding.beam import (
     BeamConfig,
     Ended,
     Live,
@@ -35,7 +36,6 @@ from gshard.mt.decode import (
     reorder,
     start,
 )
-from gshard.mt.tokenizer import PAD
 from gshard.nn.attention import KeysValues
 from gshard.nn.strategy import ONE_DEVICE
 from gshard.nn.transformer import PairCache, Transformer, TransformerConfig

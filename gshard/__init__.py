@@ -1,7 +1,6 @@
 """gshard: annotate a few tensors, partition the whole program."""
 
 from gshard.annotate import replicate, shard, split
-from gshard.arrays import UnevenArray
 from gshard.explain import Collective
 from gshard.jit import Compiled, Lowered, jit
 from gshard.manual import (
@@ -10,6 +9,7 @@ from gshard.manual import (
     partition_id,
 )
 from gshard.sharding import Sharding
+from gshard.uneven import UnevenArray
 
 __all__ = [
     "Collective",

@@ -12,9 +12,10 @@ from jax.extend.core import Jaxpr, Literal
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from gshard import explain
-from gshard.arrays import Port, axis_names, ports
-from gshard.collectives import Place
+from gshard.devices import Place
+from gshard.meshes import axis_names
 from gshard.partition import Partitioner
+from gshard.ports import Port, ports
 from gshard.propagate import propagate
 from gshard.sharding import Sharding
 from gshard.signature import Call, Signature

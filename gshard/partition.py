@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from gshard import reshard
-from gshard.collectives import Place
+from gshard.choose import partition_by_factors
+from gshard.devices import Place
+from gshard.moving import reshard
 from gshard.rules import RULES
 from gshard.rules.manual import CROSSING_MANUAL, check_manual, run_manually
 from gshard.sharding import Sharding
 from gshard.source import on_behalf_of, source_of
-from gshard.strategy import partition_by_factors
 from gshard.tile import Tile
 
 

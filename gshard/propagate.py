@@ -29,11 +29,11 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from gshard.annotate import annotate_p
+from gshard.factors import Dim, Factor, Factors, compose, decompose
 from gshard.manual import to_auto_p
 from gshard.rules import RULES
 from gshard.rules.control import bodies, links
 from gshard.rules.manual import MAKES_MANUAL
-from gshard.rules.registry import Dim, Factor, Factors, compose, decompose
 from gshard.sharding import Sharding, Split, compatible
 from gshard.source import source_of
 from gshard.tile import itemsize_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard.collectives import Place
+from gshard.devices import Place
 from gshard.sharding import Sharding
 
 
@@ -67,25 +66,6 @@ class Tile:
             fill = jnp.broadcast_to(jnp.asarray(value, array.dtype), array.shape)
             array = lax.select(self.is_padding(place, dim), fill, array)
         return Tile(array, self.sharding, self.shape)
-
-
-def garbage(dtype) -> jax.Array:
-    """What stands in padding that gshard makes itself; anything would do, and tests see to that."""
-    return jnp.zeros((), dtype)
-
-
-def filled_with_garbage(shape: Sequence[int], dtype) -> jax.Array:
-    """An array for rows to be put into; those that are not are padding."""
-    return lax.full(shape, garbage(dtype))
-
-
-def pad_end(x: jax.Array, dim: int, size: int) -> jax.Array:
-    """`x` with garbage added at the end of `dim`, up to `size` rows."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        raw = pad_end(jax.random.key_data(x), dim, size)
-        return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(x))
-    pads = [(0, size - x.shape[d] if d == dim else 0, 0) for d in range(x.ndim)]
-    return lax.pad(x, garbage(x.dtype), pads)
 
 
 def itemsize_of(dtype) -> int:

@@ -23,7 +23,7 @@ from gshard._jax import (
     remat_p,
 )
 from gshard.annotate import tracing_for
-from gshard.fold import fold
+from gshard.rewrite import fold
 
 CALLS = {
     p.jit_p: "jaxpr",

@@ -18,13 +18,15 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import Mesh, NamedSharding
 
 from gshard.annotate import annotate_p
-from gshard.arrays import UnevenArray, axis_names, partition_spec, ports
 from gshard.explain import Collective
+from gshard.meshes import axis_names, partition_spec
+from gshard.ports import ports
 from gshard.propagate import propagate
 from gshard.rules.control import bodies
 from gshard.signature import Call, Signature
 from gshard.source import on_behalf_of
 from gshard.trace import trace
+from gshard.uneven import UnevenArray
 
 
 def lower_with_xla(signature: Signature, call: Call, devices: Any) -> XlaLowered:

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import gshard
-from gshard.arrays import UnevenArray
+from gshard.uneven import UnevenArray
 
 DEVICE_COUNTS = (2, 3, 4, 6, 8)
 SIZES = (1, 2, 3, 5, 7, 8, 12, 13)

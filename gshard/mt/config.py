@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gshard.mt.batches import BatchConfig
+from gshard.mt.batching.batches import BatchConfig
+from gshard.mt.batching.tokenizer import VocabularyConfig
 from gshard.mt.errors import UserError, nearest
-from gshard.mt.tokenizer import VocabularyConfig
 from gshard.nn.transformer import TransformerConfig
 
 

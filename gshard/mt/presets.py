@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from gshard.mt.batches import BatchConfig
+from gshard.mt.batching.batches import BatchConfig
+from gshard.mt.batching.tokenizer import VocabularyConfig
 from gshard.mt.config import OptimizerConfig, RunConfig, TrainConfig
 from gshard.mt.errors import UserError, nearest
-from gshard.mt.tokenizer import VocabularyConfig
 from gshard.nn.family import FAMILY, Model
 from gshard.nn.gating import GatingConfig
 from gshard.nn.transformer import TransformerConfig

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gshard.mt import atomic
+from gshard.mt.batching.tokenizer import Tokenizer, train_tokenizer
+from gshard.mt.batching.tokens import TaskTokens, open_tokens
 from gshard.mt.config import RunConfig, conflicts, read, to_json
-from gshard.mt.corpus import Corpus
+from gshard.mt.data.corpus import Corpus
 from gshard.mt.errors import UserError
-from gshard.mt.tokenizer import Tokenizer, train_tokenizer
-from gshard.mt.tokens import TaskTokens, open_tokens
 from gshard.nn.transformer import TransformerConfig
 
 CONFIG = "config.json"

@@ -8,8 +8,8 @@ from __future__ import annotations
 from jax.extend.core import Primitive
 from jax.extend.core import primitives as exported
 
+from gshard.rule import Doc
 from gshard.rules import RULES
-from gshard.rules.registry import Doc
 from gshard.trace import CALLS
 
 _HEAD = """# Operators

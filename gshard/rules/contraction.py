@@ -16,12 +16,13 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard import collectives
 from gshard._jax import private_primitives
-from gshard.combine import combine, mask_for
-from gshard.rules.registry import Context, Doc, Factor, Factors, Rule, bind_local, register
+from gshard.choose import Assignment, choose, run, shard_dims
+from gshard.factors import Factor, Factors
+from gshard.moving import collectives
+from gshard.moving.partial import combine, mask_for
+from gshard.rule import Context, Doc, Rule, bind_local, register
 from gshard.sharding import Sharding, Split
-from gshard.strategy import Assignment, choose, run, shard_dims
 from gshard.tile import Tile, byte_size
 
 

@@ -17,7 +17,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard._jax import scan_counts
-from gshard.rules.registry import Context, Doc, Rule, no_factors, register
+from gshard.factors import no_factors
+from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding
 from gshard.tile import Tile
 

@@ -13,11 +13,12 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard import collectives
-from gshard.combine import identity, reducing_groups
-from gshard.rules.registry import Context, Doc, Factors, Rule, register
+from gshard.choose import choose, shard_dims
+from gshard.factors import Factors
+from gshard.moving import collectives
+from gshard.moving.partial import identity, reducing_groups
+from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding
-from gshard.strategy import choose, shard_dims
 from gshard.tile import Tile
 
 _COMBINE = {

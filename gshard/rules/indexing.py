@@ -21,11 +21,13 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 from jax.lax import GatherScatterMode
 
-from gshard.combine import combine_disjoint
-from gshard.rules.registry import Context, Doc, Factors, Rule, register
+from gshard import padding
+from gshard.choose import Assignment, choose, default_cost, shard_dims
+from gshard.factors import Factors
+from gshard.moving.partial import combine_disjoint
+from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding
-from gshard.strategy import Assignment, choose, default_cost, shard_dims
-from gshard.tile import Tile, byte_size, garbage
+from gshard.tile import Tile, byte_size
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def window_starts(
 def with_margins(x: jax.Array, dims: Sequence[int], sizes: Sequence[int]) -> jax.Array:
     """`x` with room along `dims` for windows that overlap it by one row only."""
     pads = [(sizes[d] - 1, sizes[d] - 1, 0) if d in dims else (0, 0, 0) for d in range(x.ndim)]
-    return lax.pad(x, garbage(x.dtype), pads) if any(low for low, _, _ in pads) else x
+    return lax.pad(x, padding.garbage(x.dtype), pads) if any(low for low, _, _ in pads) else x
 
 
 # ---------------------------------------------------------------- gather

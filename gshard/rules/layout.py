@@ -12,11 +12,12 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard.halo import fetch
-from gshard.reshard import retile
-from gshard.rules.registry import Context, Doc, Factors, Rule, Shape, register
+from gshard.choose import choose, local_dims, run, shard_dims
+from gshard.factors import Factors, Shape
+from gshard.moving.halo import fetch
+from gshard.moving.reshard import retile
+from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding
-from gshard.strategy import choose, local_dims, run, shard_dims
 from gshard.tile import Tile
 
 

@@ -13,7 +13,8 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard import _jax
-from gshard.rules.registry import Context, Doc, Factors, Rule, Shape, bind_local, register
+from gshard.factors import Factors, Shape
+from gshard.rule import Context, Doc, Rule, bind_local, register
 from gshard.tile import Tile
 
 

@@ -10,10 +10,11 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard import collectives
-from gshard.combine import copies_groups
+from gshard.factors import no_factors
 from gshard.manual import collective_p, partition_id_p, to_auto_p, to_manual_p
-from gshard.rules.registry import Context, Doc, Rule, bind_local, no_factors, register
+from gshard.moving import collectives
+from gshard.moving.partial import copies_groups
+from gshard.rule import Context, Doc, Rule, bind_local, register
 from gshard.sharding import Sharding
 from gshard.source import source_of
 from gshard.tile import Tile

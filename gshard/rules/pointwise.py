@@ -7,7 +7,8 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import optimization_barrier_p
 from gshard.annotate import annotate_p
-from gshard.rules.registry import Context, Doc, Factors, Rule, register
+from gshard.factors import Factors
+from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding
 from gshard.tile import Tile
 

@@ -22,12 +22,13 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard import collectives
 from gshard._jax import gamma_one, prng_impl, random_clone_p, random_unwrap_p, random_wrap_p
-from gshard.rules.registry import RULES, Context, Doc, Factors, Rule, Shape, bind_local, register
+from gshard.choose import partition_by_factors
+from gshard.factors import Factors, Shape
+from gshard.moving import collectives
+from gshard.rule import RULES, Context, Doc, Rule, bind_local, register
 from gshard.sharding import Sharding
 from gshard.source import because
-from gshard.strategy import partition_by_factors
 from gshard.tile import Tile
 
 _COUNTS = "iota_2x32_shape"

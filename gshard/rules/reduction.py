@@ -9,11 +9,12 @@ from jax import lax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 from jax.extend.core import primitives as p
 
-from gshard import collectives
-from gshard.combine import identity, reducing_groups, sortable
-from gshard.rules.registry import Context, Doc, Factors, Rule, bind_local, register
+from gshard.choose import choose, shard_dims
+from gshard.factors import Factors
+from gshard.moving import collectives
+from gshard.moving.partial import identity, reducing_groups, sortable
+from gshard.rule import Context, Doc, Rule, bind_local, register
 from gshard.sharding import Sharding
-from gshard.strategy import choose, shard_dims
 from gshard.tile import Tile
 
 

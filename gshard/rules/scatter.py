@@ -16,9 +16,12 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 from jax.lax import GatherScatterMode
 
-from gshard import reshard
 from gshard._jax import scatter_sub_p
-from gshard.combine import combine, combine_cost, identity
+from gshard.choose import Assignment, choose, local_dims, local_work, shard_dims
+from gshard.factors import Factors
+from gshard.moving import reshard
+from gshard.moving.partial import combine, combine_cost, identity
+from gshard.rule import Context, Doc, Rule, register
 from gshard.rules.indexing import (
     Roles,
     cut_dims,
@@ -29,9 +32,7 @@ from gshard.rules.indexing import (
     with_margins,
     without,
 )
-from gshard.rules.registry import Context, Doc, Factors, Rule, register
 from gshard.sharding import Sharding
-from gshard.strategy import Assignment, choose, local_dims, local_work, shard_dims
 from gshard.tile import Tile
 
 _KINDS = {

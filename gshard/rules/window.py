@@ -29,11 +29,12 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard.collectives import Place
-from gshard.halo import fetch, window
-from gshard.rules.registry import Context, Dim, Doc, Factors, Rule, Shape, register
+from gshard.choose import choose, run
+from gshard.devices import Place
+from gshard.factors import Dim, Factors, Shape
+from gshard.moving.halo import fetch, window
+from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding, Split
-from gshard.strategy import choose, run
 from gshard.tile import Tile
 
 NOTHING = 2**30  # as the first row that a device needs: it needs none

@@ -17,12 +17,13 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard.combine import identity
-from gshard.halo import window
-from gshard.rules.registry import Context, Doc, Factors, Rule, Shape, register
+from gshard.choose import choose, run
+from gshard.factors import Factors, Shape
+from gshard.moving.halo import window
+from gshard.moving.partial import identity
+from gshard.rule import Context, Doc, Rule, register
 from gshard.rules.window import NOTHING, Reach, bring, of_device, reach_of
 from gshard.sharding import Sharding, Split
-from gshard.strategy import choose, run
 from gshard.tile import Tile
 
 _KINDS = {p.reduce_window_sum_p: "sum", p.reduce_window_max_p: "max", p.reduce_window_min_p: "min"}

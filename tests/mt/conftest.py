@@ -1,13 +1,13 @@
 """One small corpus, tokenizer and encoded text for all tests that need them."""
 
 import pytest
-from samples import sentence, translated
 
-from gshard.mt.gather import Plan, gather
-from gshard.mt.own import parse_own
-from gshard.mt.splits import Shares
-from gshard.mt.tokenizer import VocabularyConfig, train_tokenizer
-from gshard.mt.tokens import open_tokens
+from gshard.mt.batching.tokenizer import VocabularyConfig, train_tokenizer
+from gshard.mt.batching.tokens import open_tokens
+from gshard.mt.data.gather import Plan, gather
+from gshard.mt.data.splits import Shares
+from gshard.mt.data.user_text import parse_own
+from tests.mt.samples import sentence, translated
 
 COUNTS = {"de": 600, "ru": 150, "fr": 20}
 

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from gshard.mt.batches import BatchConfig
+from gshard.mt.batching.batches import BatchConfig
+from gshard.mt.batching.tokenizer import VocabularyConfig
 from gshard.mt.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig
-from gshard.mt.tokenizer import VocabularyConfig
 from gshard.nn.gating import GatingConfig
 from gshard.nn.transformer import TransformerConfig
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 
-from gshard.mt.batches import BatchConfig
-from gshard.mt.checkpoint import Checkpoints
+from gshard.mt.batching.batches import BatchConfig
 from gshard.mt.config import RunConfig
 from gshard.mt.run import Run
+from gshard.mt.training.checkpoint import Checkpoints
 from gshard.nn import GatingConfig
 from tests.nn import models
 

@@ -2,11 +2,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gating_oracle import best_second, gate_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gshard.nn.gating import GatingConfig, route
+from tests.nn.gating_oracle import best_second, gate_group
 
 CONFIGS = [GatingConfig(), GatingConfig(second_expert="all"), GatingConfig(top_k=1)]
 jit_route = jax.jit(route, static_argnums=2)  # the capacity stays dynamic: fewer compilations

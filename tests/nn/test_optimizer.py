@@ -3,10 +3,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from models import config, shapes
 
 from gshard.nn import adafactor, adam, inverse_sqrt
 from gshard.nn.optimizer import per_matrix
+from tests.nn.models import config, shapes
 
 
 def test_learning_rate_is_constant_then_decays():

@@ -3,7 +3,6 @@ import functools
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import models
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
@@ -21,6 +20,7 @@ from gshard.nn import (
     step_memory,
     train_step,
 )
+from tests.nn import models
 
 DROPOUT = {"input_dropout": 0.1, "residual_dropout": 0.1, "attention_dropout": 0.1}
 

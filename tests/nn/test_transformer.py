@@ -2,12 +2,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import models
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
 from gshard.nn import Attention, Batch, GatingConfig, LayerNorm, Transformer, segment_mask
+from tests.nn import models
 
 
 @functools.lru_cache

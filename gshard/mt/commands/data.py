@@ -40,11 +40,11 @@ def gather(
     jobs: Annotated[int, typer.Option(help="processes; 0 is one for each core")] = 0,
 ) -> None:
     """Gather a corpus: download, read, clean, split and write. Run it again to continue."""
-    from gshard.mt import gather as work
-    from gshard.mt import tiers
     from gshard.mt.commands import show
-    from gshard.mt.own import parse_own
-    from gshard.mt.splits import SPLITS, Shares
+    from gshard.mt.data import gather as work
+    from gshard.mt.data import tiers
+    from gshard.mt.data.splits import SPLITS, Shares
+    from gshard.mt.data.user_text import parse_own
 
     loaded = tiers.load(tier) if tier else None
     given = {"tsv": tsv, "moses": moses, "parquet": parquet, "catalogs": catalogs}
@@ -77,9 +77,9 @@ def stats(
     verify: Annotated[bool, typer.Option(help="compare every file with its checksum")] = False,
 ) -> None:
     """Print the table of languages, what was dropped and why, and draw the power law."""
-    from gshard.mt import stats as work
     from gshard.mt.commands.show import console
-    from gshard.mt.corpus import Corpus
+    from gshard.mt.data import stats as work
+    from gshard.mt.data.corpus import Corpus
     from gshard.mt.errors import UserError
 
     opened = Corpus.open(corpus)
@@ -114,9 +114,9 @@ def vocabulary(
     seed: int = 0,
 ) -> None:
     """Train the SentencePiece vocabularies on a temperature sample of the corpus."""
+    from gshard.mt.batching.tokenizer import VocabularyConfig, train_tokenizer
     from gshard.mt.commands.show import console
-    from gshard.mt.corpus import Corpus
-    from gshard.mt.tokenizer import VocabularyConfig, train_tokenizer
+    from gshard.mt.data.corpus import Corpus
 
     chosen = tuple(language for language in languages.split(",") if language)
     config = VocabularyConfig(
@@ -151,11 +151,11 @@ def batches(
     """Make batches as training would, and show their padding, speed and mixture."""
     import time
 
-    from gshard.mt.batches import BatchConfig, Batches
+    from gshard.mt.batching.batches import BatchConfig, Batches
+    from gshard.mt.batching.tokenizer import Tokenizer
+    from gshard.mt.batching.tokens import open_tokens
     from gshard.mt.commands import show
-    from gshard.mt.corpus import Corpus
-    from gshard.mt.tokenizer import Tokenizer
-    from gshard.mt.tokens import open_tokens
+    from gshard.mt.data.corpus import Corpus
 
     opened = Corpus.open(corpus)
     tokenizer = Tokenizer.load(vocabulary or corpus / "vocabulary")

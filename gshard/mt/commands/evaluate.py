@@ -35,9 +35,10 @@ def evaluate(
     devices: Annotated[int, typer.Option(help="devices to use; 0 is all")] = 0,
 ) -> None:
     """Measure a run. Ctrl-C loses nothing: the same command goes on where it stopped."""
-    from gshard.mt import evaluate as work
+    from gshard.mt import hosts
     from gshard.mt.commands import show
-    from gshard.mt.heldout import held_out, tasks_of
+    from gshard.mt.evaluation import evaluate as work
+    from gshard.mt.evaluation.heldout import held_out, tasks_of
     from gshard.mt.run import Run
 
     opened = Run.open(run)
@@ -48,10 +49,8 @@ def evaluate(
     # What is misspelt shows now, and not after the weights are read.
     held_out(opened.corpus, tasks_of(opened.tokenizer, chosen), split, 1)
 
-    from gshard.mt import platform
-
-    platform.start(devices)
-    platform.cache_programs(opened.folder / "programs")
+    hosts.start(devices)
+    hosts.cache_programs(opened.folder / "programs")
     measured = None
     try:
         with show.bars() as bars:
@@ -74,22 +73,22 @@ def evaluate(
 
 
 def _baselines(run: Any, config: Any, steps: int, devices: int, bars: Any) -> dict[str, Any]:
-    from gshard.mt import platform
-    from gshard.mt.baselines import OneOfMany, evaluate_baselines
+    from gshard.mt import hosts
     from gshard.mt.config import DeviceConfig
-    from gshard.mt.evaluate import search_of
-    from gshard.mt.pupils import of_steps
-    from gshard.mt.translations import Translates
+    from gshard.mt.evaluation.baseline_plan import of_steps
+    from gshard.mt.evaluation.baselines import OneOfMany, evaluate_baselines
+    from gshard.mt.evaluation.evaluate import search_of
+    from gshard.mt.evaluation.store import Translates
     from gshard.nn.transformer import Transformer
 
     settings = DeviceConfig(devices)
-    strategy, programs = platform.strategy(settings), dict[Any, Any]()
+    strategy, programs = hosts.strategy(settings), dict[Any, Any]()
 
     def translator(model: Transformer) -> Translates:
         search = search_of(run, config)
         return OneOfMany(model, run.tokenizer, strategy, search, programs=programs)
 
-    chosen = platform.chosen(settings)
+    chosen = hosts.chosen(settings)
     return evaluate_baselines(run, config, of_steps(steps), translator, chosen, bars)
 
 
@@ -146,7 +145,7 @@ def average_table(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str
     from rich import box
     from rich.table import Table
 
-    from gshard.mt.scores import averages
+    from gshard.mt.evaluation.scores import averages
 
     table = Table(title="averages over tasks", box=box.SIMPLE_HEAD)
     columns = ["tasks", "BLEU", "chrF++", "copy"]
@@ -174,7 +173,7 @@ def notes(
     compared: Mapping[str, Any],
 ) -> list[str]:
     """What the numbers mean: signatures, what is left out, and which baselines do not compare."""
-    from gshard.mt.scores import FEW
+    from gshard.mt.evaluation.scores import FEW
 
     tasks, usual = result["tasks"], result["signatures"]
     lines = [f"BLEU: {usual['bleu']}", f"chrF++: {usual['chrf']}"]

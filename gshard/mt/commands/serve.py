@@ -23,9 +23,9 @@ def serve(
     import threading
 
     from gshard.mt.commands.show import console
+    from gshard.mt.decoding.serve import Server, Service
+    from gshard.mt.decoding.translator import TranslateConfig, open_translator
     from gshard.mt.run import Run
-    from gshard.mt.serve import Server, Service
-    from gshard.mt.translate import TranslateConfig, open_translator
 
     opened = Run.open(run)
     longest = max(opened.config.batch.source_length, 16)

@@ -17,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from gshard.mt.fetch import Problem
+from gshard.mt.data.fetch import Problem
 
 console = Console()
 SECONDS = 5.0  # between lines where there is no terminal

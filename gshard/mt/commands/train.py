@@ -61,21 +61,19 @@ def train(
             console.print(f"{name}={said}", markup=False, highlight=False, soft_wrap=True)
         return
 
-    from gshard.mt import platform
+    from gshard.mt import hosts
 
-    platform.start(
-        config.devices.count, platform.Hosts(coordinator, processes, process, distributed)
-    )
-    from gshard.mt import train as work
-    from gshard.mt.corpus import Corpus
+    hosts.start(config.devices.count, hosts.Hosts(coordinator, processes, process, distributed))
+    from gshard.mt.data.corpus import Corpus
+    from gshard.mt.training import loop as work
 
     Corpus.open(config.data.corpus)  # before a folder is made for nothing
     folder = out or Path("runs") / config.name
-    if platform.is_first():
+    if hosts.is_first():
         Run.create(folder, config)
-    platform.wait_for_all("the run's folder")
+    hosts.wait_for_all("the run's folder")
     run = Run.open(folder)
-    platform.cache_programs(run.folder / "programs")
+    hosts.cache_programs(run.folder / "programs")
     with TrainDisplay() as display:
         outcome = work.train(run, display)
     console.print(

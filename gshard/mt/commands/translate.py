@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from gshard.mt.translate import Hypothesis, Progress
+    from gshard.mt.decoding.translator import Hypothesis, Progress
 
 _CHUNK = 16  # batches that are read at a time: enough to sort sentences by length
 _CHARACTERS = 2_000_000  # and no more than this
@@ -42,9 +42,9 @@ def translate(
     devices: Annotated[int, typer.Option(help="devices to use; 0 is all")] = 0,
 ) -> None:
     """Translate lines of text, from a file or as they come from standard input."""
-    from gshard.mt.lines import Lines
+    from gshard.mt.decoding.lines import Lines
+    from gshard.mt.decoding.translator import TranslateConfig, choose_target, open_translator
     from gshard.mt.run import Run
-    from gshard.mt.translate import TranslateConfig, choose_target, open_translator
 
     opened = Run.open(run)
     longest = opened.config.batch.source_length  # the model has seen nothing longer
@@ -76,7 +76,7 @@ def _formatted(
     as_json: bool,
 ) -> Iterator[str]:
     """The lines to write for some texts, the first of which is line `first`."""
-    from gshard.mt.translate import well_formed
+    from gshard.mt.decoding.translator import well_formed
 
     for number, (text, hypotheses) in enumerate(zip(texts, found, strict=True), first):
         if as_json:

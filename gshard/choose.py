@@ -1,0 +1,188 @@
+"""Cost decides: how an operator described by factors runs on tiles.
+
+Every way to split the factors is right. Each costs the bytes that a device sends to bring the
+operands into place, to combine partial results, and to hand over the result as it is wanted, and
+the time of the local work; the cheapest is taken (section 3.3.2, "Einsum Case Study").
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from jax.extend.core import JaxprEqn
+
+from gshard.factors import Dim, Factor, Factors, compose, decompose
+from gshard.moving import reshard
+from gshard.moving.partial import combine, combine_cost, mask_for
+from gshard.rule import Context, Rule
+from gshard.sharding import Sharding, Split, compatible
+from gshard.tile import Tile, itemsize_of
+
+# What a device could compute or read from its memory while it sends one byte to another.
+FLOPS_PER_BYTE = 512
+MEMORY_PER_BYTE = 16
+
+Assignment = Mapping[Factor, Split | None]
+
+
+def partition_by_factors(
+    ctx: Context, eqn: JaxprEqn, rule: Rule, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    """Run `eqn` under the cheapest split of its factors; results need not be as wanted yet."""
+    factors = rule.factors(eqn)
+    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets)
+    return run(ctx, eqn, rule, factors, chosen, tiles, targets)
+
+
+def run(
+    ctx: Context,
+    eqn: JaxprEqn,
+    rule: Rule,
+    factors: Factors,
+    chosen: Assignment,
+    tiles: list[Tile],
+    targets: list[Sharding],
+) -> list[Tile]:
+    """Run `eqn` with its factors split as `chosen`."""
+    num_devices = targets[0].num_devices
+    name = eqn.primitive.name
+    ready = []
+    for tile, dims in zip(tiles, factors.operands, strict=True):
+        tile = ctx.reshard(
+            tile, shard_dims(dims, chosen, factors, num_devices), f"operand of {name}"
+        )
+        local = local_dims(dims, chosen, factors, tile.shape)
+        for dim, size in enumerate(local):
+            tile = reshard.retile(ctx.place, tile, dim, size, f"operand of {name}")
+        ready.append(mask_for(ctx.place, tile, dims, factors))
+    results, shapes = [], []
+    for var, dims in zip(eqn.outvars, factors.results, strict=True):
+        shapes.append(local_dims(dims, chosen, factors, var.aval.shape))
+    arrays = rule.local(ctx, eqn, ready, shapes)
+    for var, dims, array, target in zip(eqn.outvars, factors.results, arrays, targets, strict=True):
+        here = shard_dims(dims, chosen, factors, num_devices)
+        tile = Tile(array, here, tuple(var.aval.shape))
+        reduced = {f: s for f, s in chosen.items() if s and f in factors.reduced}
+        results.append(combine(ctx.place, tile, reduced, factors.reduced, target, name))
+    return results
+
+
+def shard_dims(
+    dims: Sequence[Dim], chosen: Assignment, factors: Factors, num_devices: int
+) -> Sharding:
+    """The sharding of a tensor with these dims when the factors are split as `chosen`."""
+    return Sharding(tuple(compose(d, chosen, factors.sizes) for d in dims), num_devices)
+
+
+def local_dims(dims: Sequence[Dim], chosen: Assignment, factors: Factors, shape) -> tuple[int, ...]:
+    """The local shape of such a tensor: a dim is the product of its factors' parts."""
+    local = []
+    for dim, n in zip(dims, shape, strict=True):
+        if len(dim) < 2:
+            split = chosen.get(dim[0]) if dim else None
+            local.append(-(-n // split.tiles) if split else n)
+        else:
+            kept = decompose(compose(dim, chosen, factors.sizes), dim, factors.sizes)
+            local.append(
+                math.prod(-(-factors.sizes[f] // (kept[f].tiles if f in kept else 1)) for f in dim)
+            )
+    return tuple(local)
+
+
+def choose(
+    eqn: JaxprEqn,
+    factors: Factors,
+    shardings: Sequence[Sharding],
+    targets: Sequence[Sharding],
+    kept: Collection[Factor] = (),
+    cost: Callable[..., float] | None = None,
+) -> Assignment:
+    """The cheapest split of every factor, out of those that operands and results suggest.
+
+    `kept` factors stay split where any tensor splits them, even if to gather were cheaper. `cost`
+    is for operators that run otherwise than `run` does.
+    """
+    cost = cost or default_cost
+    options: dict[Factor, list[Split | None]] = {f: [] for f in factors.sizes}
+    tensors = [
+        *zip(factors.operands, shardings, strict=True),
+        *zip(factors.results, targets, strict=True),
+    ]
+    for dims, sharding in tensors:
+        for dim, split in zip(dims, sharding.splits, strict=True):
+            for factor, part in decompose(split, dim, factors.sizes).items():
+                if factor not in factors.whole and part not in options[factor]:
+                    options[factor].append(part)
+    if all(len(o) <= 1 for o in options.values()):
+        agreed = {f: (o[0] if o else None) for f, o in options.items()}
+        right = compatible(tuple(agreed.values())) and _composable(agreed, factors)
+        if right and _fits(agreed, factors, tensors):
+            return agreed
+    best, best_cost = None, math.inf
+    free = [[*o] if o and f in kept else [*o, None] for f, o in options.items()]
+    for splits in itertools.product(*free):
+        candidate = dict(zip(options, splits, strict=True))
+        if not compatible(tuple(s for s in splits if s)) or not _composable(candidate, factors):
+            continue
+        total = cost(eqn, factors, candidate, shardings, targets, best_cost)
+        if total < best_cost:
+            best, best_cost = candidate, total
+    if best is None:  # what is to be kept does not fit together
+        return choose(eqn, factors, shardings, targets)
+    return best
+
+
+def _fits(chosen: Assignment, factors: Factors, tensors) -> bool:
+    """Whether nothing has to move: all dims already are as their factors say."""
+    reduced = any(chosen[f] for f in factors.reduced)
+    return not reduced and all(
+        compose(dim, chosen, factors.sizes) is split
+        for dims, sharding in tensors
+        for dim, split in zip(dims, sharding.splits, strict=True)
+    )
+
+
+def _composable(chosen: Assignment, factors: Factors) -> bool:
+    """Whether no dim has to forget a split of one of its factors, as where it tiles unevenly."""
+    for dims in [*factors.operands, *factors.results]:
+        for dim in dims:
+            if len(dim) > 1:
+                kept = decompose(compose(dim, chosen, factors.sizes), dim, factors.sizes)
+                if any(kept.get(f) is not chosen[f] for f in dim):
+                    return False
+    return True
+
+
+def default_cost(
+    eqn, factors: Factors, chosen: Assignment, shardings, targets, limit: float
+) -> float:
+    """What it costs to bring operands into place, to work, and to hand over the results."""
+    num_devices = targets[0].num_devices
+    total = local_work(eqn, factors, chosen)
+    for atom, dims, sharding in zip(eqn.invars, factors.operands, shardings, strict=True):
+        if total >= limit:
+            return total
+        wanted = shard_dims(dims, chosen, factors, num_devices)
+        total += reshard.cost(sharding, wanted, atom.aval.shape, atom.aval.dtype)
+    reduced = {f: s for f, s in chosen.items() if s and f in factors.reduced}
+    for var, dims, target in zip(eqn.outvars, factors.results, targets, strict=True):
+        here = shard_dims(dims, chosen, factors, num_devices)
+        total += combine_cost(here, reduced, factors.reduced, target, var.aval)
+    return total
+
+
+def local_work(eqn: JaxprEqn, factors: Factors, chosen: Assignment) -> float:
+    """The local work, as the bytes that could be sent meanwhile."""
+    part = {f: -(-n // s.tiles) if (s := chosen.get(f)) else n for f, n in factors.sizes.items()}
+    if eqn.primitive.name == "dot_general":
+        return 2 * math.prod(part.values()) / FLOPS_PER_BYTE
+    touched = 0
+    for dims, atom in [
+        *zip(factors.operands, eqn.invars, strict=True),
+        *zip(factors.results, eqn.outvars, strict=True),
+    ]:
+        local = local_dims(dims, chosen, factors, atom.aval.shape)
+        touched += math.prod(local) * itemsize_of(atom.aval.dtype)
+    return touched / MEMORY_PER_BYTE

@@ -1,0 +1,59 @@
+"""The devices of a partitioned program, and this device among them.
+
+One program runs on all devices. What differs from one to the next is data: a row of a small table,
+looked up by the device's own number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gshard.sharding import Split
+
+
+@dataclass(frozen=True)
+class Place:
+    """The devices of a program, and this device among them: what differs per device is data."""
+
+    axes: tuple[str, ...]
+    num_devices: int
+    known: dict = field(default_factory=dict, compare=False)
+
+    def inner(self) -> Place:
+        """The same devices for the body of a loop or branch, which may not leak values out."""
+        return Place(self.axes, self.num_devices, dict(self.known))
+
+    def device_id(self) -> jax.Array:
+        """The id of this device, at run time."""
+        if "id" not in self.known:
+            self.known["id"] = lax.axis_index(self.axes)
+        return self.known["id"]
+
+    def lookup(self, table: np.ndarray) -> jax.Array | int:
+        """Row `device_id` of a table with a row per device; a plain int if all rows are alike."""
+        table = np.asarray(table, np.int32)
+        if (table == table[:1]).all():
+            return int(table[0]) if table.ndim == 1 else jnp.asarray(table[0])
+        if table.ndim == 1 and (table == np.arange(len(table))).all():
+            return self.device_id()
+        key = table.tobytes()
+        if key not in self.known:
+            row = lax.dynamic_index_in_dim(jnp.asarray(table), self.device_id(), keepdims=False)
+            self.known[key] = row
+        return self.known[key]
+
+    def coord(self, split: Split) -> jax.Array | int:
+        """Which tile of `split` this device holds (0 on a device that holds none)."""
+        return self.lookup(np.maximum(split.coords, 0))
+
+    def groups_by(self, key: np.ndarray, order: np.ndarray) -> list[list[int]]:
+        """Devices with equal `key` (negative: left out), each group sorted by `order`."""
+        devices = np.lexsort((order, key))
+        devices = devices[key[devices] >= 0]
+        borders = np.flatnonzero(np.diff(key[devices])) + 1
+        return [group.tolist() for group in np.split(devices, borders)]

@@ -1,0 +1,1 @@
+"""Everything that moves data between devices: planners, and the collectives under them."""

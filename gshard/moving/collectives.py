@@ -1,0 +1,153 @@
+"""The five communication primitives (section 3.3.1) over arbitrary groups of devices.
+
+Groups are lists of device ids of one size, in the order in which members take part. They need not
+cover all devices: the others take part in groups of their own whose results nobody reads, because
+XLA wants every device in a group of the same size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gshard.devices import Place
+from gshard.source import because
+
+Groups = Sequence[Sequence[int]]
+
+
+def all_reduce(place: Place, x: jax.Array, groups: Groups, kind: str, reason: str) -> jax.Array:
+    """Combine the group's values by `kind`: sum, max or min. Every member gets the result."""
+    reduce = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[kind]
+    with because(reason):
+        return reduce(x, place.axes, axis_index_groups=_index_groups(place, groups, even=False))
+
+
+def all_gather(place: Place, x: jax.Array, dim: int, groups: Groups, reason: str) -> jax.Array:
+    """The members' tiles, concatenated along `dim` in the group's order."""
+    with because(reason):
+        if not _covers_evenly(place, groups):
+            return _gather_by_sum(place, x, dim, groups)
+        listed = _index_groups(place, groups)
+        return _raw(
+            x,
+            lambda r: lax.all_gather(r, place.axes, axis=dim, tiled=True, axis_index_groups=listed),
+        )
+
+
+def all_to_all(place: Place, x: jax.Array, groups: Groups, reason: str) -> jax.Array:
+    """Piece j of the leading dim goes to member j; the pieces received stand in members' order."""
+    with because(reason):
+        if not _covers_evenly(place, groups):
+            everything = _gather_by_sum(place, x[None], 0, groups)
+            mine = place.lookup(_rank_in_group(place, groups))
+            return lax.dynamic_index_in_dim(everything, mine, axis=1, keepdims=False)
+        listed = _index_groups(place, groups)
+        return _raw(
+            x,
+            lambda r: lax.all_to_all(r, place.axes, 0, 0, tiled=True, axis_index_groups=listed),
+        )
+
+
+def reduce_scatter(place: Place, x: jax.Array, dim: int, groups: Groups, reason: str) -> jax.Array:
+    """The sum over the group, of which member j keeps the j-th part of `dim`."""
+    with because(reason):
+        if not _covers_evenly(place, groups):
+            size = x.shape[dim] // len(groups[0])
+            whole = lax.psum(
+                x, place.axes, axis_index_groups=_index_groups(place, groups, even=False)
+            )
+            start = place.lookup(_rank_in_group(place, groups) * size)
+            return lax.dynamic_slice_in_dim(whole, start, size, dim)
+        return lax.psum_scatter(
+            x,
+            place.axes,
+            scatter_dimension=dim,
+            tiled=True,
+            axis_index_groups=_index_groups(place, groups),
+        )
+
+
+def collective_permute(
+    place: Place, x: jax.Array, pairs: Sequence[tuple[int, int]], reason: str
+) -> jax.Array:
+    """Send this device's value along the (source, destination) pairs; zeros where nothing comes."""
+    with because(reason):
+        return _raw(x, lambda r: lax.ppermute(r, place.axes, list(pairs)))
+
+
+def _raw(x: jax.Array, move: Callable) -> jax.Array:
+    """Move random keys, which XLA does not know, as the integers they are made of."""
+    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return move(x)
+    return jax.random.wrap_key_data(move(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+
+
+def _covers_evenly(place: Place, groups: Groups) -> bool:
+    idle = place.num_devices - sum(map(len, groups))
+    return idle % len(groups[0]) == 0
+
+
+def _index_groups(place: Place, groups: Groups, even: bool = True) -> list[list[int]] | None:
+    """Groups for JAX, which wants all devices in one; None for a single group in device order."""
+    listed = [list(g) for g in groups]
+    if listed == [list(range(place.num_devices))]:
+        return None
+    members = {d for g in listed for d in g}
+    idle = [d for d in range(place.num_devices) if d not in members]
+    size = len(listed[0]) if even else 1
+    return listed + [idle[i : i + size] for i in range(0, len(idle), size)]
+
+
+def _rank_in_group(place: Place, groups: Groups) -> np.ndarray:
+    rank = np.zeros(place.num_devices, np.int32)
+    for group in groups:
+        rank[list(group)] = np.arange(len(group))
+    return rank
+
+
+def _gather_by_sum(place: Place, x: jax.Array, dim: int, groups: Groups) -> jax.Array:
+    """An all-gather for groups that leave an odd number of devices out: a sum of disjoint parts.
+
+    Sums take groups of any size. The parts travel as integers, so that no bit of them changes.
+    """
+    bits, back = _as_integers(x)
+    shape = list(bits.shape)
+    shape[dim] *= len(groups[0])
+    start = place.lookup(_rank_in_group(place, groups) * x.shape[dim])
+    mine = lax.dynamic_update_slice_in_dim(jnp.zeros(shape, bits.dtype), bits, start, dim)
+    whole = lax.psum(mine, place.axes, axis_index_groups=_index_groups(place, groups, even=False))
+    return back(whole)
+
+
+def merge_disjoint(place: Place, x: jax.Array, groups: Groups, reason: str) -> jax.Array:
+    """The members' parts of one array put together: where one has a part, the others have zeros."""
+    bits, back = _as_integers(x)
+    return back(all_reduce(place, bits, groups, "sum", reason))
+
+
+def scatter_disjoint(
+    place: Place, x: jax.Array, dim: int, groups: Groups, reason: str
+) -> jax.Array:
+    """`merge_disjoint`, of which member j keeps the j-th part of `dim`."""
+    bits, back = _as_integers(x)
+    return back(reduce_scatter(place, bits, dim, groups, reason))
+
+
+def _as_integers(x: jax.Array) -> tuple[jax.Array, Callable]:
+    """`x` as integers, whose sum with zeros changes no bit, and the way back."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint8), lambda bits: bits.astype(jnp.bool_)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        bits, back = _as_integers(jnp.stack([x.real, x.imag], axis=-1))
+        return bits, lambda bits: lax.complex(back(bits)[..., 0], back(bits)[..., 1])
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        integer = jnp.dtype(f"uint{x.dtype.itemsize * 8}")
+        return lax.bitcast_convert_type(x, integer), lambda bits: lax.bitcast_convert_type(
+            bits, x.dtype
+        )
+    return x, lambda bits: bits

@@ -1,0 +1,177 @@
+"""Halo exchange (section 3.3.3 and the appendix on window-based operators).
+
+Every device needs a window of rows of a split dim that is not quite its tile: shifted, wider, or
+larger on some devices than on others. The sequence is the paper's: exchange the maximum that any
+device needs with the neighbours, put the pieces side by side, and cut out this device's window by
+its number. Rows outside of the tensor are garbage, for the caller to mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gshard import padding
+from gshard.devices import Place
+from gshard.moving.collectives import all_gather, collective_permute
+from gshard.moving.rows import Runs, align, everything, groups_along, plan
+from gshard.sharding import Sharding
+from gshard.tile import Tile
+
+_MAX_SHIFTS = 6  # neighbours to hear from
+
+
+@dataclass(frozen=True)
+class _Shift:
+    """Rows `skip` to `keep` of tile c + `by` go to every tile c that is `used`."""
+
+    by: int
+    skip: int
+    keep: int
+    used: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Way:
+    kind: str  # "shifts", "align", "gather"
+    sent: int  # rows of one device
+    shifts: tuple[_Shift, ...] = ()
+
+
+def fetch(
+    place: Place,
+    tile: Tile,
+    dim: int,
+    starts: Sequence[int] | np.ndarray,
+    width: int,
+    reason: str,
+    only: tuple[int, int] | None = None,
+) -> jax.Array:
+    """Rows `starts[c]` to `starts[c] + width` of the logical `dim` on the holders of tile c.
+
+    If `only` some rows are needed, the others are garbage as well.
+
+    Windows near the tiles are a halo exchange. Where the windows drift away from the tiles (half of
+    a dim, spread over all devices), `align` sends fewer rows; where every window needs most of the
+    dim, a gather does.
+    """
+    split = tile.sharding.splits[dim]
+    if split is None:
+        return window(place, tile.array, dim, int(starts[0]), width)
+    if jnp.issubdtype(tile.array.dtype, jax.dtypes.prng_key):
+        raw = fetch(place, _key_data(tile), dim, starts, width, reason, only)
+        return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(tile.array))
+    starts, rows = np.asarray(starts, np.int64), tile.array.shape[dim]
+    held = Runs.of(tile, dim).only(only)
+    way = _way(held, rows, starts, width)
+    if way.kind == "align":
+        return align(place, tile.array, tile.sharding, dim, held, starts, width, reason)
+    mine = np.maximum(split.coords, 0)
+    needed = (starts < tile.shape[dim]) & (starts + width > 0)
+    if way.kind == "gather":
+        whole = all_gather(place, tile.array, dim, groups_along(tile.sharding, dim), reason)
+        return window(place, whole, dim, np.where(needed, starts, 0)[mine], width)
+    if not way.shifts:
+        shape = (*tile.array.shape[:dim], width, *tile.array.shape[dim + 1 :])
+        return padding.filled(shape, tile.array.dtype)
+    pieces = []
+    for s in way.shifts:
+        piece = lax.slice_in_dim(tile.array, s.skip, s.keep, axis=dim)
+        if s.by:
+            pairs = shifted_pairs(tile.sharding, dim, s.by, s.used)
+            piece = collective_permute(place, piece, pairs, reason)
+        pieces.append(piece)
+    joined = lax.concatenate(pieces, dim) if len(pieces) > 1 else pieces[0]
+    begin = (np.arange(split.tiles) + way.shifts[0].by) * rows + way.shifts[0].skip
+    return window(place, joined, dim, np.where(needed, starts - begin, 0)[mine], width)
+
+
+def fetch_rows(
+    tiles: int,
+    size: int,
+    starts: np.ndarray,
+    width: int,
+    only: tuple[int, int] | None = None,
+    rows: int | None = None,
+) -> int:
+    """How many rows a device sends to `fetch` from even tiles, of `rows` rows if not the usual."""
+    rows = rows or -(-size // tiles)
+    held = Runs.even(tiles, rows, size).only(only)
+    return _way(held, rows, np.asarray(starts, np.int64), width).sent
+
+
+def _way(held: Runs, rows: int, starts: np.ndarray, width: int) -> _Way:
+    """The way that sends the fewest rows."""
+    shifts = _shifts(held, rows, starts, width)
+    options = [_Way("gather", rows * (len(starts) - 1))]
+    routed = plan(held, starts, width)
+    if routed:
+        options.insert(0, _Way("align", routed.sent))
+    if len(shifts) <= _MAX_SHIFTS:
+        options.insert(0, _Way("shifts", sum(s.keep - s.skip for s in shifts if s.by), shifts))
+    return min(options, key=lambda o: o.sent)
+
+
+def _shifts(held: Runs, rows: int, starts: np.ndarray, width: int) -> tuple[_Shift, ...]:
+    """The neighbours between the leftmost and the rightmost that any tile needs rows of."""
+    number = np.arange(len(starts))
+    first_row, end_row, _ = everything(held)
+    low, high = np.clip(starts, first_row, end_row), np.clip(starts + width, first_row, end_row)
+    needed = low < high
+    if not needed.any():
+        return ()
+    first = np.where(needed, low // rows - number, 0)
+    last = np.where(needed, (high - 1) // rows - number, 0)
+    left, right = int(first[needed].min()), int(last[needed].max())
+    if right - left >= _MAX_SHIFTS:
+        return tuple(_Shift(by, 0, rows, needed) for by in range(left, right + 1))
+    shifts = []
+    for by in range(left, right + 1):
+        used = needed & (first <= by) & (by <= last)
+        source = (number + by)[used] * rows
+        skip = int(np.clip(low[used] - source, 0, rows).min()) if by == left else 0
+        keep = int(np.clip(high[used] - source, 0, rows).max()) if by == right else rows
+        shifts.append(_Shift(by, skip, keep, used))
+    return tuple(shifts)
+
+
+def _key_data(tile: Tile) -> Tile:
+    """Random keys as the integers they are made of, which stand in a last dim."""
+    sharding = Sharding((*tile.sharding.splits, None), tile.sharding.num_devices)
+    raw = jax.random.key_data(tile.array)
+    return Tile(raw, sharding, (*tile.shape, raw.shape[-1]))
+
+
+def shifted_pairs(
+    sharding: Sharding, dim: int, shift: int, used: np.ndarray | None = None
+) -> list[tuple[int, int]]:
+    """(source, destination): the holder of tile c + shift along `dim` sends to that of tile c."""
+    devices = np.moveaxis(sharding.devices, dim, 0)
+    tiles = len(devices)
+    return [
+        (int(s), int(d))
+        for c in range(tiles)
+        if 0 <= c + shift < tiles and (used is None or used[c])
+        for s, d in zip(devices[c + shift].ravel(), devices[c].ravel(), strict=True)
+    ]
+
+
+def window(place: Place, x: jax.Array, dim: int, starts: int | np.ndarray, width: int) -> jax.Array:
+    """`width` rows of the local `x` from `starts` (per device) on; garbage where `x` has none."""
+    starts = np.asarray(starts)
+    before = int(max(0, -starts.min()))
+    after = int(max(0, starts.max() + width - x.shape[dim]))
+    if before or after:
+        pads = [(before, after, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)]
+        x = lax.pad(x, padding.garbage(x.dtype), pads)
+    if width == x.shape[dim]:
+        return x
+    start = int(starts + before) if starts.ndim == 0 else place.lookup(starts + before)
+    if isinstance(start, int):
+        return lax.slice_in_dim(x, start, start + width, axis=dim)
+    return lax.dynamic_slice_in_dim(x, start, width, dim)

@@ -1,0 +1,245 @@
+"""Partial results: what every device has after it reduced only its own part of a split dim.
+
+They are combined by AllReduce, or by ReduceScatter when the result is to be split anyway.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gshard.devices import Place
+from gshard.factors import Dim, Factor, Factors
+from gshard.moving import collectives, reshard
+from gshard.sharding import Sharding, Split, compatible
+from gshard.tile import Tile, itemsize_of
+
+
+def identity(kind: str, dtype) -> jax.Array:
+    """The value that changes nothing when it takes part in a reduction."""
+    dtype = jnp.dtype(dtype)
+    if kind in ("sum", "or", "xor"):
+        return jnp.zeros((), dtype)
+    if kind == "prod":
+        return jnp.ones((), dtype)
+    if kind == "and":
+        return ~jnp.zeros((), dtype)
+    if dtype == jnp.bool_:
+        return jnp.asarray(kind == "min")
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.asarray(-jnp.inf if kind == "max" else jnp.inf, dtype)
+    info = jnp.iinfo(dtype)
+    return jnp.asarray(info.min if kind == "max" else info.max, dtype)
+
+
+def mask_for(place: Place, tile: Tile, dims: tuple[Dim, ...], factors: Factors) -> Tile:
+    """`tile` with identities in the padding of its reduced dims, which would leak otherwise."""
+    for number, dim in enumerate(dims):
+        kinds = {factors.reduced[f] for f in dim if f in factors.reduced}
+        if kinds and number in tile.padded_dims():
+            (kind,) = kinds
+            tile = tile.masked(place, identity(kind, tile.array.dtype), [number])
+    return tile
+
+
+@dataclass(frozen=True)
+class _Scatter:
+    dim: int
+    result: Sharding
+
+
+def combine(
+    place: Place,
+    tile: Tile,
+    reduced: Mapping[Factor, Split],
+    kinds: Mapping[Factor, str],
+    target: Sharding,
+    name: str,
+) -> Tile:
+    """`tile`, partial over the `reduced` splits, made whole, or split as `target` wants it."""
+    if not reduced or 0 in tile.shape:
+        return tile
+    (kind,) = {kinds[f] for f in reduced}
+    key, order, size = _parts(tile.sharding, tuple(reduced.values()))
+    idle = next(iter(reduced.values())).idle and tile.sharding.is_replicated
+    scatter = _scatter(tile.sharding, tuple(reduced.values()), target) if kind == "sum" else None
+    if scatter and not idle:
+        groups = place.groups_by(key, scatter.result.tile_index)
+        rows = -(-tile.shape[scatter.dim] // scatter.result.tiles[scatter.dim])
+        padded = reshard.retile(place, tile, scatter.dim, rows * size, f"result of {name}")
+        reason = f"{name}: partial sums over {size} devices, result split"
+        x = collectives.reduce_scatter(place, padded.array, scatter.dim, groups, reason)
+        return reshard.standardize(place, Tile(x, scatter.result, tile.shape), reason)
+    groups = place.groups_by(key, order)
+    array = tile.array
+    if idle:
+        # Devices without a part still get the result; they and copies of a part add nothing to it.
+        part = place.lookup((key == 0).astype(np.int32))
+        array = jnp.where(part == 1, array, identity(kind, array.dtype))
+        groups = [list(range(place.num_devices))]
+    array = _all_reduce(place, array, groups, kind, f"{name}: partial results over {size} devices")
+    return Tile(array, tile.sharding, tile.shape)
+
+
+def combine_disjoint(
+    place: Place, tile: Tile, reduced: Mapping[Factor, Split], target: Sharding, name: str
+) -> Tile:
+    """`combine` where one device has an element and the others have zero: not a bit of it changes.
+
+    The sum is one of integers: sums of floats lose the sign of zero, and some lose tiny numbers.
+    """
+    x, shape = tile.array, tile.shape
+    if not reduced:
+        return tile
+
+    def like(array: jax.Array, shape: tuple[int, ...]) -> Tile:
+        more = (None,) * (len(shape) - len(tile.shape))
+        here, there = (Sharding((*s.splits, *more), s.num_devices) for s in (tile.sharding, target))
+        return combine_disjoint(place, Tile(array, here, shape), reduced, there, name)
+
+    def back(done: Tile, array: jax.Array) -> Tile:
+        return Tile(array, done.sharding.project(range(len(shape))), shape)
+
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        done = like(jnp.stack([lax.real(x), lax.imag(x)], axis=-1), (*shape, 2))
+        return back(done, lax.complex(done.array[..., 0], done.array[..., 1]))
+    if x.dtype == jnp.bool_:
+        done = like(x.astype(jnp.uint8), shape)
+        return back(done, done.array.astype(jnp.bool_))
+    if _in_pairs(x.dtype, tile, target):  # what adds 16-bit integers would send them as 32 bits
+        pairs = lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.uint32)
+        done = like(pairs, (*shape[:-1], shape[-1] // 2))
+        halves = lax.bitcast_convert_type(done.array, x.dtype)
+        return back(done, halves.reshape(*halves.shape[:-2], -1))
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        done = like(
+            lax.bitcast_convert_type(x, jnp.dtype(f"uint{itemsize_of(x.dtype) * 8}")), shape
+        )
+        return back(done, lax.bitcast_convert_type(done.array, x.dtype))
+    return combine(place, tile, reduced, dict.fromkeys(reduced, "sum"), target, name)
+
+
+def _in_pairs(dtype, tile: Tile, target: Sharding) -> bool:
+    """Whether neighbours along the last dim stay together however it is split."""
+    if itemsize_of(dtype) != 2 or not tile.shape:
+        return False
+    tiles = (tile.sharding.tiles[-1], target.tiles[-1])
+    return all(tile.shape[-1] % (2 * t) == 0 for t in tiles)
+
+
+def combine_cost(
+    here: Sharding,
+    reduced: Mapping[Factor, Split],
+    kinds: Mapping[Factor, str],
+    target: Sharding,
+    aval,
+) -> float:
+    """Bytes to make a partial result whole and bring it to `target`."""
+    if not reduced:
+        return reshard.cost(here, target, aval.shape, aval.dtype)
+    (kind,) = {kinds[f] for f in reduced}
+    size = math.prod(s.tiles for s in reduced.values())
+    local = math.prod(here.local_shape(aval.shape)) * itemsize_of(aval.dtype)
+    scatter = _scatter(here, tuple(reduced.values()), target) if kind == "sum" else None
+    if scatter:
+        rest = reshard.cost(scatter.result, target, aval.shape, aval.dtype)
+        return local * (size - 1) / size + reshard.LATENCY + rest
+    factor = 2 * (size - 1) / size if kind in _NATIVE else size - 1
+    return local * factor + reshard.LATENCY + reshard.cost(here, target, aval.shape, aval.dtype)
+
+
+_NATIVE = ("sum", "max", "min", "and", "or")
+
+
+@functools.lru_cache(maxsize=16384)
+def _parts(here: Sharding, reduced: tuple[Split, ...]) -> tuple[np.ndarray, np.ndarray, int]:
+    """Which devices combine: those with one tile of the result and, between them, every part."""
+    parts = Sharding(reduced, here.num_devices)
+    both = Sharding((*here.splits, *reduced), here.num_devices)
+    copy = np.zeros(here.num_devices, np.int64)
+    copy[both.devices.reshape(-1, both.replicas)] = np.arange(both.replicas)
+    key = np.where(parts.tile_index < 0, -1, here.tile_index * both.replicas + copy)
+    return key, parts.tile_index, math.prod(parts.tiles)
+
+
+def reducing_groups(place: Place, here: Sharding, reduced: tuple[Split, ...]) -> list[list[int]]:
+    """The devices whose partial results belong together."""
+    key, order, _ = _parts(here, reduced)
+    return place.groups_by(key, order)
+
+
+def copies_groups(sharding: Sharding) -> list[list[int]]:
+    """The devices that hold copies of one tile."""
+    return sharding.devices.reshape(-1, sharding.replicas).tolist()
+
+
+@functools.lru_cache(maxsize=16384)
+def _scatter(here: Sharding, reduced: tuple[Split, ...], target: Sharding) -> _Scatter | None:
+    """A sharding towards `target` in which the members of a reducing group hold different parts."""
+    size = math.prod(s.tiles for s in reduced)
+    for dim, (now, wanted) in enumerate(zip(here.splits, target.splits, strict=True)):
+        have = now.tiles if now else 1
+        if not wanted or wanted.tiles % (have * size) or wanted.major(have) is not now:
+            continue
+        finer = wanted.major(have * size)
+        assert finer
+        result = here.replace(dim, finer)
+        parts = result.tile_index * size + Sharding(reduced, here.num_devices).tile_index
+        key, _, _ = _parts(here, reduced)
+        distinct = len(set(zip(key.tolist(), result.tile_index.tolist(), strict=True)))
+        if compatible(result.splits) and distinct == here.num_devices and not (parts < 0).any():
+            return _Scatter(dim, result)
+    return None
+
+
+def _all_reduce(place: Place, x: jax.Array, groups, kind: str, reason: str) -> jax.Array:
+    if kind in ("and", "or"):
+        if x.dtype == jnp.bool_:
+            small = x.astype(jnp.int8)
+            op = "min" if kind == "and" else "max"
+            return collectives.all_reduce(place, small, groups, op, reason).astype(jnp.bool_)
+        return _gather_and_reduce(place, x, groups, kind, reason)
+    if kind in ("prod", "xor"):
+        return _gather_and_reduce(place, x, groups, kind, reason)
+    if kind in ("max", "min"):
+        keys, back = sortable(x, kind)
+        return back(collectives.all_reduce(place, keys, groups, kind, reason))
+    return collectives.all_reduce(place, x, groups, kind, reason)
+
+
+def _gather_and_reduce(place: Place, x: jax.Array, groups, kind: str, reason: str) -> jax.Array:
+    parts = collectives.all_gather(place, x[None], 0, groups, reason)
+    op = {"prod": lax.mul, "xor": lax.bitwise_xor, "and": lax.bitwise_and, "or": lax.bitwise_or}[
+        kind
+    ]
+    return lax.reduce(parts, identity(kind, x.dtype), op, (0,))
+
+
+def sortable(x: jax.Array, kind: str):
+    """Floats as integers in the same order, NaN first: collectives lose NaN in max and min."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.int8), lambda y: y.astype(jnp.bool_)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x, lambda y: y
+    width = jnp.dtype(x.dtype).itemsize * 8
+    integer = jnp.dtype(f"int{width}")
+    info = jnp.iinfo(integer)
+
+    def flip(bits):
+        return bits ^ ((bits >> (width - 1)) & info.max)
+
+    nan = jnp.asarray(info.max if kind == "max" else info.min, integer)
+    keys = jnp.where(jnp.isnan(x), nan, flip(lax.bitcast_convert_type(x, integer)))
+
+    def back(keys):
+        value = lax.bitcast_convert_type(flip(keys), x.dtype)
+        return jnp.where(keys == nan, jnp.asarray(jnp.nan, x.dtype), value)
+
+    return keys, back

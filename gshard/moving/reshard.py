@@ -1,0 +1,223 @@
+"""Any sharding -> any other: the steps of a plan, carried out on tiles."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gshard import padding
+from gshard.devices import Place
+from gshard.moving import collectives
+from gshard.moving.boxes import route
+from gshard.moving.plan import (
+    LATENCY,
+    copies_as_split,
+    cost,
+    exchange_groups,
+    kept_tiles,
+    orders_of_parts,
+    plan,
+)
+from gshard.sharding import Sharding
+from gshard.tile import Tile
+
+__all__ = ["LATENCY", "cost", "plan", "reshard", "retile", "standardize"]
+
+
+def reshard(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+    """`tile` as `target` has it."""
+    if tile.sharding == target and tile.is_standard:
+        return tile
+    if jnp.issubdtype(tile.array.dtype, jax.dtypes.prng_key):
+        return _reshard_keys(place, tile, target, reason)
+    if 0 in tile.shape:
+        empty = jnp.zeros(target.local_shape(tile.shape), tile.array.dtype)
+        return Tile(empty, target, tile.shape)
+    tile = standardize(place, tile, reason)
+    for step in plan(tile.sharding, target, tile.shape, tile.array.dtype):
+        why = f"{reason}: {_ARROWS[step.kind]} to {step.target}"
+        tile = _RUN[step.kind](place, tile, step.target, why)
+    return tile
+
+
+def _reshard_keys(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+    """Random keys move as the integers they are made of, which stay together."""
+    raw = jax.random.key_data(tile.array)
+    inside = raw.shape[tile.array.ndim :]
+
+    def with_inside(sharding: Sharding) -> Sharding:
+        return Sharding((*sharding.splits, *(None for _ in inside)), sharding.num_devices)
+
+    whole = Tile(raw, with_inside(tile.sharding), (*tile.shape, *inside))
+    moved = reshard(place, whole, with_inside(target), reason).array
+    keys = jax.random.wrap_key_data(moved, impl=jax.random.key_impl(tile.array))
+    return Tile(keys, target, tile.shape)
+
+
+def standardize(place: Place, tile: Tile, reason: str) -> Tile:
+    """`tile` with the local shape that its sharding prescribes: rows shift between neighbours."""
+    local = tile.sharding.local_shape(tile.shape)
+    for dim, size in enumerate(local):
+        tile = retile(place, tile, dim, size, reason)
+    return tile
+
+
+def retile(place: Place, tile: Tile, dim: int, size: int, reason: str) -> Tile:
+    """`tile` with tiles of `size` rows along `dim`."""
+    now = tile.array.shape[dim]
+    if now == size:
+        return tile
+    split = tile.sharding.splits[dim]
+    if split is None or now * split.tiles == size * split.tiles:
+        return Tile(_resize(tile.array, dim, size), tile.sharding, tile.shape)
+    local = (*tile.array.shape[:dim], size, *tile.array.shape[dim + 1 :])
+    return route(place, tile, tile.sharding, local, f"{reason}: even out tiles of dim {dim}")
+
+
+def _exchange(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+    here, rank = tile.sharding, tile.sharding.rank
+    kept = kept_tiles(here, target)
+    groups = exchange_groups(here, target)
+    assert groups is not None
+    give = [t // k for t, k in zip(target.tiles, kept, strict=True)]  # parts that a dim falls into
+    grow = [t // k for t, k in zip(here.tiles, kept, strict=True)]  # parts that a dim is made of
+    for dim in range(rank):
+        if give[dim] > 1:
+            rows = give[dim] * -(-tile.shape[dim] // target.tiles[dim])
+            tile = retile(place, tile, dim, rows, reason)
+    pieces, parts = _take_apart(tile.array, give)
+    pieces = collectives.all_to_all(place, pieces, groups, reason)
+    pieces = _in_order_of_parts(place, pieces, here, kept, groups)
+    x = _put_together(pieces, grow, parts)
+    return standardize(place, Tile(x, target, tile.shape), reason)
+
+
+def _take_apart(x: jax.Array, give: list[int]) -> tuple[jax.Array, tuple[int, ...]]:
+    """`x` as a row of pieces: dim d cut into `give[d]` parts; and the shape of a piece."""
+    parts = tuple(n // g for n, g in zip(x.shape, give, strict=True))
+    cut = [d for d, g in enumerate(give) if g > 1]
+    x = x.reshape([n for d, p in enumerate(parts) for n in ((give[d], p) if d in cut else (p,))])
+    fronts = [d + number for number, d in enumerate(cut)]  # where the cuts' own dims stand
+    x = jnp.moveaxis(x, fronts, range(len(cut)))
+    return x.reshape(-1, *parts), parts
+
+
+def _put_together(x: jax.Array, grow: list[int], parts: tuple[int, ...]) -> jax.Array:
+    """The opposite: pieces, counted along the dims that they make up, as one array."""
+    joined = [d for d, g in enumerate(grow) if g > 1]
+    x = x.reshape(*(grow[d] for d in joined), *parts)
+    places = [d + number for number, d in enumerate(joined)]
+    x = jnp.moveaxis(x, range(len(joined)), places)
+    return x.reshape([g * p for g, p in zip(grow, parts, strict=True)])
+
+
+def _in_order_of_parts(place: Place, x, here: Sharding, kept, groups):
+    """What came from member j, put where the part that j gave away belongs."""
+    orders = orders_of_parts(here, kept, groups)
+    if len(orders) == 1:
+        (order,) = orders
+        return x if list(order) == sorted(order) else x[np.array(order)]
+    table = np.zeros((place.num_devices, len(groups[0])), np.int32)
+    for order, members in orders.items():
+        table[list(members)] = order
+    return jnp.take(x, place.lookup(table), axis=0, unique_indices=True, mode="clip")
+
+
+# ---------------------------------------------------------------- the other steps
+
+
+def _gather(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+    here = tile.sharding
+    (dim,) = [d for d in range(here.rank) if here.splits[d] is not target.splits[d]]
+    split = here.splits[dim]
+    assert split
+    factor = split.tiles // target.tiles[dim]
+    copy = copies_as_split(here)
+    key = target.tile_index * here.replicas + (copy.coords if copy else 0)
+    groups = place.groups_by(np.where(here.tile_index < 0, -1, key), split.coords % factor)
+    x = collectives.all_gather(place, tile.array, dim, groups, reason)
+    return standardize(place, Tile(x, target, tile.shape), reason)
+
+
+def _slice(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+    for dim, (old, new) in enumerate(zip(tile.sharding.splits, target.splits, strict=True)):
+        if old is new or new is None:
+            continue
+        rows = -(-tile.shape[dim] // new.tiles)
+        factor = new.tiles // (old.tiles if old else 1)
+        tile = retile(place, tile, dim, rows * factor, reason)
+        start = place.lookup(np.maximum(new.coords, 0) % factor * rows)
+        array = lax.dynamic_slice_in_dim(tile.array, start, rows, dim)
+        tile = Tile(array, tile.sharding.replace(dim, new), tile.shape)
+    return tile
+
+
+def _permute(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+    pairs = permutation(tile.sharding, target)
+    x = collectives.collective_permute(place, tile.array, pairs, reason)
+    return Tile(x, target, tile.shape)
+
+
+def permutation(source: Sharding, target: Sharding) -> list[tuple[int, int]]:
+    """Who sends its tile to whom, so that every device gets its tile in `target`."""
+    senders = {
+        t: list(row) for t, row in enumerate(source.devices.reshape(-1, source.replicas).tolist())
+    }
+    pairs, late = [], []
+    for device, index in enumerate(target.tile_index.tolist()):
+        if index < 0:
+            continue
+        if source.tile_index[device] == index:
+            senders[index].remove(device)
+            pairs.append((device, device))
+        else:
+            late.append((device, index))
+    pairs += [(senders[index].pop(0), device) for device, index in late]
+    return sorted(pairs)
+
+
+def _route(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+    return route(place, tile, target, target.local_shape(tile.shape), reason)
+
+
+def _spread(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+    """From some devices to all of them: a sum to which one holder of each tile adds its tile."""
+    first = np.zeros(place.num_devices, bool)
+    first[tile.sharding.devices[..., 0].ravel()] = True
+    tile = tile.masked(place, 0)
+    holds = place.lookup(first.astype(np.int32))
+    x = jnp.where(holds == 1, tile.array, jnp.zeros_like(tile.array))
+    padded = [l * t for l, t in zip(tile.array.shape, tile.sharding.tiles, strict=True)]
+    starts = [tile.offset(place, d) for d in range(tile.sharding.rank)]
+    whole = lax.dynamic_update_slice(jnp.zeros(padded, x.dtype), x, starts)
+    everyone = [list(range(place.num_devices))]
+    whole = whole.astype(jnp.int32) if x.dtype == jnp.bool_ else whole
+    whole = collectives.all_reduce(place, whole, everyone, "sum", reason).astype(x.dtype)
+    return Tile(lax.slice(whole, [0] * whole.ndim, tile.shape), target, tile.shape)
+
+
+def _resize(x, dim: int, size: int):
+    """Cut or pad a dim at its end."""
+    if size < x.shape[dim]:
+        return lax.slice_in_dim(x, 0, size, axis=dim)
+    return padding.pad_end(x, dim, size)
+
+
+_RUN = {
+    "slice": _slice,
+    "permute": _permute,
+    "exchange": _exchange,
+    "gather": _gather,
+    "route": _route,
+    "spread": _spread,
+}
+_ARROWS = {
+    "slice": "cut",
+    "permute": "permute tiles",
+    "exchange": "exchange parts",
+    "gather": "gather",
+    "route": "send the missing parts",
+    "spread": "spread to the devices that held none",
+}

@@ -1,0 +1,277 @@
+"""Rows of a split dim, brought from the tiles that hold them to the tiles that need them.
+
+Formatting operators leave every tile with some run of the result's rows: shifted (slice, pad),
+thinned out (a stride), in the opposite order (reverse). What is left is to align the runs with
+the result's tiles. Usually a tile needs the rows of two or three others, and gets exactly those in
+as many rounds of CollectivePermutes; where many tiles feed one, or one feeds many, a ReduceScatter
+of the result or a gather of the operand sends less, and takes one equation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gshard import padding
+from gshard.devices import Place
+from gshard.moving import collectives
+from gshard.sharding import Sharding
+from gshard.tile import Tile
+
+MAX_ROUNDS = 8  # permutes for one alignment, so that the program does not grow with the devices
+
+Move = tuple[int, int, int]  # the logical rows from the first to the second become rows + the third
+Piece = tuple[int, int, int, int, int]  # tile that receives, tile that sends, and a move
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The logical rows `low[c]` to `high[c]` are the local rows from `first[c]` on of tile c."""
+
+    low: np.ndarray
+    high: np.ndarray
+    first: np.ndarray
+
+    @staticmethod
+    def of(tile: Tile, dim: int) -> Runs:
+        """The rows of a tensor's tiles."""
+        split, rows = tile.sharding.splits[dim], tile.array.shape[dim]
+        return Runs.even(split.tiles if split else 1, rows, tile.shape[dim])
+
+    @staticmethod
+    def even(tiles: int, rows: int, size: int) -> Runs:
+        """Tiles of `rows` rows each, the last ones cut off at `size`."""
+        return Runs.clipped(np.arange(tiles) * rows, np.arange(1, tiles + 1) * rows, size)
+
+    @staticmethod
+    def clipped(low: np.ndarray, high: np.ndarray, size: int) -> Runs:
+        """Tiles whose local row 0 is the logical row `low[c]`; what exceeds the dim is garbage."""
+        inside = np.clip(low, 0, size)
+        return Runs(inside, np.maximum(np.clip(high, 0, size), inside), inside - low)
+
+    def only(self, rows: tuple[int, int] | None) -> Runs:
+        """The part of them that lies within `rows`."""
+        if rows is None:
+            return self
+        low = np.clip(self.low, *rows)
+        return Runs(low, np.maximum(np.clip(self.high, *rows), low), self.first + low - self.low)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cheapest way to align: `sent` is how many rows a device sends."""
+
+    kind: str  # "rounds" or "scatter"
+    sent: int
+    rounds: tuple[tuple[Piece, ...], ...] = ()
+
+
+def plan(
+    held: Runs, starts: np.ndarray, width: int, moves: Sequence[Move] | None = None
+) -> Plan | None:
+    """How to bring the rows `starts[c]` to `starts[c] + width` to every tile c, in a few steps."""
+    options = []
+    rounds = _rounds(held, starts, width, moves or [everything(held)])
+    if rounds is not None:
+        options.append(Plan("rounds", sum(_box(r) for r in rounds if _is_remote(r)), rounds))
+    if (np.diff(starts) == width).all():
+        options.append(Plan("scatter", width * (len(starts) - 1)))
+    return min(options, key=lambda o: o.sent, default=None)
+
+
+def everything(held: Runs) -> Move:
+    """The move that leaves every row where it is."""
+    some = held.low < held.high
+    if not some.any():
+        return 0, 0, 0
+    return int(held.low[some].min()), int(held.high[some].max()), 0
+
+
+def align(
+    place: Place,
+    x: jax.Array,
+    sharding: Sharding,
+    dim: int,
+    held: Runs,
+    starts: Sequence[int] | np.ndarray,
+    width: int,
+    reason: str,
+    moves: Sequence[Move] | None = None,
+) -> jax.Array:
+    """The logical rows `starts[c]` to `starts[c] + width` on the holders of tile c.
+
+    `x` is the local array, `held` says which rows it has, and `moves` which of them become which
+    rows of the result (default: all stay). Rows of the result that nobody holds are garbage.
+    """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        raw = align(
+            place, jax.random.key_data(x), _raw(sharding), dim, held, starts, width, reason, moves
+        )
+        return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(x))
+    split = sharding.splits[dim]
+    assert split
+    starts = np.asarray(starts, np.int64)
+    best = plan(held, starts, width, moves)
+    assert best, "windows that overlap and many rows to each: gather instead"
+    if best.kind == "scatter":
+        size = width * split.tiles
+        spread = _spread(place, x, sharding, dim, held, int(starts[0]), size, moves)
+        groups = groups_along(sharding, dim)
+        return collectives.scatter_disjoint(place, spread, dim, groups, reason)
+    return _exchange(place, x, sharding, dim, held, starts, width, best.rounds, reason)
+
+
+def collect(
+    place: Place, x: jax.Array, sharding: Sharding, dim: int, held: Runs, size: int, reason: str
+) -> jax.Array:
+    """All the logical rows 0 to `size` on every device: for a few rows out of many.
+
+    Every device adds the rows that it has to a sum, so the bytes are those of the result, wherever
+    the rows are. A gather would send as much only if all tiles had as many of them.
+    """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        raw = collect(place, jax.random.key_data(x), _raw(sharding), dim, held, size, reason)
+        return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(x))
+    spread = _spread(place, x, sharding, dim, held, 0, size)
+    return collectives.merge_disjoint(place, spread, groups_along(sharding, dim), reason)
+
+
+def groups_along(sharding: Sharding, dim: int) -> list[list[int]]:
+    """Devices that hold the tiles of `dim` between them, in order, and agree in all else."""
+    split = sharding.splits[dim]
+    assert split
+    devices = np.moveaxis(sharding.devices, dim, -1)
+    return devices.reshape(-1, split.tiles).tolist()
+
+
+def _raw(sharding: Sharding) -> Sharding:
+    """The sharding of random keys as the integers they are made of, which stand in a last dim."""
+    return Sharding((*sharding.splits, None), sharding.num_devices)
+
+
+def _rounds(
+    held: Runs, starts: np.ndarray, width: int, moves: Sequence[Move]
+) -> tuple[tuple[Piece, ...], ...] | None:
+    """Rounds in which every tile sends and receives once at most; None if there are too many.
+
+    Pieces of one size go together, the large ones first. What a tile has itself is not sent.
+    """
+    order = np.flatnonzero(held.low < held.high)
+    order = order[np.argsort(held.low[order], kind="stable")]
+    low, high = held.low[order], held.high[order]
+    found: list[Piece] = []
+    for move in moves:
+        begin = np.searchsorted(high, np.maximum(starts - move[2], move[0]), side="right")
+        end = np.searchsorted(low, np.minimum(starts + width - move[2], move[1]), side="left")
+        if (end - begin).max(initial=0) > MAX_ROUNDS + 1:
+            return None
+        for c, start in enumerate((starts - move[2]).tolist()):
+            for s in range(begin[c], end[c]):
+                a = max(int(low[s]), start, move[0])
+                b = min(int(high[s]), start + width, move[1])
+                if a < b:
+                    found.append((c, int(order[s]), a, b, move[2]))
+    rounds: list[tuple[list[Piece], set[int], set[int]]] = []
+    for piece in sorted(found, key=lambda p: (p[0] != p[1], p[2] - p[3], abs(p[0] - p[1]), p)):
+        remote = piece[0] != piece[1]
+        free = [
+            r
+            for r in rounds
+            if _is_remote(r[0]) == remote and piece[0] not in r[1] and piece[1] not in r[2]
+        ]
+        if not free:
+            if sum(_is_remote(r[0]) for r in rounds) == MAX_ROUNDS and remote:
+                return None
+            rounds.append(([], set(), set()))
+        pieces, receivers, senders = free[0] if free else rounds[-1]
+        pieces.append(piece)
+        receivers.add(piece[0])
+        senders.add(piece[1])
+    return tuple(tuple(pieces) for pieces, _, _ in rounds)
+
+
+def _is_remote(pieces: Sequence[Piece]) -> bool:
+    return pieces[0][0] != pieces[0][1]
+
+
+def _box(pieces: Sequence[Piece]) -> int:
+    return max(b - a for _, _, a, b, _ in pieces)
+
+
+def _exchange(
+    place: Place,
+    x: jax.Array,
+    sharding: Sharding,
+    dim: int,
+    held: Runs,
+    starts: np.ndarray,
+    width: int,
+    rounds: Sequence[Sequence[Piece]],
+    reason: str,
+) -> jax.Array:
+    """Send the pieces, round by round, and put them in their places."""
+    split = sharding.splits[dim]
+    assert split
+    holders = np.moveaxis(sharding.devices, dim, 0).reshape(split.tiles, -1)
+    mine = np.maximum(split.coords, 0)
+    shape = [*x.shape[:dim], width, *x.shape[dim + 1 :]]
+    margin = max(map(_box, rounds), default=0)
+    buffer = padding.filled([n + 2 * margin * (d == dim) for d, n in enumerate(shape)], x.dtype)
+    for pieces in rounds:
+        box = _box(pieces)
+        send, at = np.zeros(split.tiles, np.int64), np.zeros(split.tiles, np.int64)
+        low, high = np.zeros(split.tiles, np.int64), np.zeros(split.tiles, np.int64)
+        for c, s, a, b, by in pieces:
+            send[s] = min(held.first[s] + a - held.low[s], x.shape[dim] - box)
+            begins = held.low[s] - held.first[s] + send[s]  # the logical row that box row 0 is
+            at[c] = margin + begins + by - starts[c]
+            low[c], high[c] = a - begins, b - begins
+        box_rows = lax.dynamic_slice_in_dim(x, place.lookup(send[mine]), box, dim)
+        if _is_remote(pieces):
+            pairs = [
+                (int(f), int(t))
+                for c, s, _, _, _ in pieces
+                for f, t in zip(holders[s], holders[c], strict=True)
+            ]
+            box_rows = collectives.collective_permute(place, box_rows, pairs, reason)
+        where = place.lookup(at[mine])
+        if (high - low < box).any():
+            row = lax.broadcasted_iota(jnp.int32, box_rows.shape, dim)
+            wanted = (row >= place.lookup(low[mine])) & (row < place.lookup(high[mine]))
+            there = lax.dynamic_slice_in_dim(buffer, where, box, dim)
+            box_rows = lax.select(wanted, box_rows, there)
+        buffer = lax.dynamic_update_slice_in_dim(buffer, box_rows, where, dim)
+    return lax.slice_in_dim(buffer, margin, margin + width, axis=dim)
+
+
+def _spread(
+    place: Place,
+    x: jax.Array,
+    sharding: Sharding,
+    dim: int,
+    held: Runs,
+    start: int,
+    size: int,
+    moves: Sequence[Move] | None = None,
+) -> jax.Array:
+    """Rows `start` to `start + size`: this device's own in their places, zeros elsewhere."""
+    split = sharding.splits[dim]
+    assert split
+    mine, rows = np.maximum(split.coords, 0), x.shape[dim]
+    begins = held.low - held.first  # the logical row that local row 0 is
+    row = lax.broadcasted_iota(jnp.int32, x.shape, dim)
+    wide = jnp.zeros([n if d != dim else size + 2 * rows for d, n in enumerate(x.shape)], x.dtype)
+    for first, end, by in moves or [everything(held)]:
+        first, end = max(first, start - by), min(end, start + size - by)
+        low, high = np.clip(held.low, first, end), np.clip(held.high, first, end)
+        own = row >= place.lookup((low - begins)[mine])
+        own &= row < place.lookup((high - begins)[mine])
+        at = place.lookup(np.clip(begins + by - start + rows, 0, size + rows)[mine])
+        there = lax.dynamic_slice_in_dim(wide, at, rows, dim)
+        wide = lax.dynamic_update_slice_in_dim(wide, lax.select(own, x, there), at, dim)
+    return lax.slice_in_dim(wide, rows, rows + size, axis=dim)

@@ -1,0 +1,279 @@
+"""Batches by Grain: a batch is a function of (seed, step), whoever asks for it.
+
+The examples of all tasks are drawn from one endless stream, mixed at a temperature; the stream is
+read in blocks of a few steps, and a block is packed into rows. All of that needs only lengths, so
+every host and every worker plans alike and then reads only the rows that are its own. Hence the
+batches do not depend on the number of hosts or workers, and resuming is naming a step.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gshard.mt.batching.mixture import (
+    Draw,
+    Schedule,
+    Stream,
+    fitting,
+    groups_of,
+    load_grain,
+    sub_seed,
+)
+from gshard.mt.batching.packing import Arrays, fill, pack
+from gshard.mt.batching.tokens import TaskTokens
+from gshard.mt.errors import UserError, nearest
+
+MODES = ("pack", "bucket")
+_ENDLESS = 1 << 40  # steps
+_BLOCK = 256  # rows planned at a time: enough to pack well, few enough to be quick
+_SURPLUS = 1.03  # rows planned for each row needed, so that hardly any stays empty
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """What a batch is and how its examples are drawn."""
+
+    rows: int = 32  # of all hosts together
+    source_length: int = 64
+    target_length: int = 36  # English needs fewer tokens than most languages
+    mode: str = "pack"
+    temperature: float = 5.0
+    short_weight: float = 0.3  # of a short example, where a long one weighs 1
+    seed: int = 0
+    buckets: tuple[float, ...] = (0.25, 0.5, 1.0)  # lengths of rows, as shares of the longest
+    languages: bool = False  # add an array that says which task each source token belongs to
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UserError(
+                f"mode {self.mode!r} is none of {', '.join(MODES)}{nearest(self.mode, MODES)}"
+            )
+        if min(self.rows, self.source_length, self.target_length) < 1:
+            raise UserError("a batch needs rows, and its rows need room")
+        if not 0 < self.short_weight <= 1:
+            raise UserError(f"short_weight {self.short_weight} is not in (0, 1]")
+        if not self.buckets or max(self.buckets) != 1 or min(self.buckets) <= 0:
+            raise UserError(f"buckets {self.buckets}: shares up to 1, which must be among them")
+
+
+@dataclass(frozen=True)
+class Host:
+    """Which part of every batch this process reads."""
+
+    index: int = 0
+    count: int = 1
+
+    def part(self, rows: int) -> slice:
+        """This host's rows of a batch of `rows`."""
+        if rows % self.count:
+            raise UserError(f"{rows} rows do not divide among {self.count} hosts")
+        size = rows // self.count
+        return slice(self.index * size, (self.index + 1) * size)
+
+
+class _Packed:
+    """A Grain source of batches: step -> arrays, with several sentences in a row."""
+
+    def __init__(self, tokens: Sequence[TaskTokens], config: BatchConfig, host: Host):
+        self._tokens, self._config, self._host = tokens, config, host
+        host.part(config.rows)
+        fits = fitting(tokens, config.source_length, config.target_length)
+        groups = groups_of(tokens, fits, config.temperature, config.short_weight)
+        self._stream = Stream(groups, config.seed)
+        self._lengths = [
+            (examples.source.lengths.astype(np.int32), examples.target.lengths.astype(np.int32))
+            for examples in tokens
+        ]
+        self._steps = max(1, _BLOCK // config.rows)
+        self._lock = threading.Lock()
+        self._plans: dict[int, list[list[Draw]]] = {}
+        self._window = self._fit_window()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_plans")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock(), _plans={})
+
+    def __len__(self) -> int:
+        return _ENDLESS
+
+    def _fit_window(self) -> int:
+        """How many draws fill a block's rows, measured on the first few hundred."""
+        sample = 512
+        rows = len(self._pack(self._stream.take(0, sample)))
+        return max(1, int(sample * _SURPLUS * self._steps * self._config.rows / rows))
+
+    def _pack(self, draws: list[Draw]) -> list[list[int]]:
+        lengths = np.array([[side[i] for side in self._lengths[task]] for task, i in draws])
+        config = self._config
+        return pack(lengths[:, 0], lengths[:, 1], config.source_length, config.target_length)
+
+    def _plan(self, block: int) -> list[list[Draw]]:
+        """The rows of a block, in random order.
+
+        A few more rows are packed than needed and a random few left out, which leaves every
+        example the same chance; taking the first rows would favour the long ones.
+        """
+        with self._lock:
+            if block not in self._plans:
+                draws = self._stream.take(block * self._window, (block + 1) * self._window)
+                rows = self._pack(draws)
+                order = np.random.default_rng([self._config.seed, 2, block]).permutation(len(rows))
+                wanted = self._steps * self._config.rows
+                plan = [[draws[i] for i in rows[row]] for row in order[:wanted]]
+                plan += [[] for _ in range(wanted - len(plan))]
+                # Only neighbours are asked for again: by the threads that read ahead.
+                self._plans = {k: v for k, v in self._plans.items() if abs(k - block) <= 2}
+                self._plans[block] = plan
+            return self._plans[block]
+
+    def __getitem__(self, step: int) -> Arrays:
+        block, inside = divmod(int(step), self._steps)
+        rows = self._config.rows
+        batch = self._plan(block)[inside * rows : (inside + 1) * rows]
+        config = self._config
+        return fill(
+            batch[self._host.part(rows)],
+            self._tokens,
+            config.source_length,
+            config.target_length,
+            config.languages,
+        )
+
+
+class _Bucketed:
+    """A Grain source of batches of one sentence a row, all of similar length.
+
+    The shorter the rows of a bucket, the more of them a batch has.
+    """
+
+    def __init__(self, tokens: Sequence[TaskTokens], config: BatchConfig, host: Host):
+        self._tokens, self._config, self._host = tokens, config, host
+        whole = fitting(tokens, config.source_length, config.target_length)
+        everything = groups_of(tokens, whole, config.temperature, config.short_weight)
+        self._buckets: list[tuple[int, int, int, Stream]] = []  # rows, lengths, examples
+        weights = []
+        done = [np.zeros_like(fit) for fit in whole]
+        for number, share in enumerate(sorted(config.buckets)):
+            source, target = (
+                max(1, int(share * n)) for n in (config.source_length, config.target_length)
+            )
+            fits = fitting(tokens, source, target)
+            # A bucket's weight is its part of the weight of every group.
+            groups = []
+            for task, examples, weight in everything:
+                inside = examples[(fits[task] & ~done[task])[examples]]
+                if len(inside):
+                    groups.append((task, inside, weight * len(inside) / len(examples)))
+            done = fits
+            if groups:
+                rows = int(1 / share) * config.rows
+                host.part(rows)
+                stream = Stream(groups, sub_seed(config.seed, 1000 + number))
+                self._buckets.append((rows, source, target, stream))
+                weights.append(sum(weight for _, _, weight in groups) / rows)
+        self._schedule = Schedule(weights, config.seed)
+
+    def __len__(self) -> int:
+        return _ENDLESS
+
+    def __getitem__(self, step: int) -> Arrays:
+        bucket, key = (int(n[0]) for n in self._schedule.locate(np.array([step])))
+        rows, source, target, stream = self._buckets[bucket]
+        draws = stream.take(key * rows, (key + 1) * rows)[self._host.part(rows)]
+        languages = self._config.languages
+        return fill([[draw] for draw in draws], self._tokens, source, target, languages)
+
+
+class Batches:
+    """The endless sequence of batches: random access by step, and iteration that reads ahead."""
+
+    def __init__(
+        self,
+        tokens: Sequence[TaskTokens],
+        config: BatchConfig,
+        host: Host = Host(),  # noqa: B008  (frozen)
+        workers: int = 0,
+        ahead: int = 8,
+    ):
+        grain = load_grain()
+        fits = fitting(tokens, config.source_length, config.target_length)
+        self.config = config
+        self.examples = sum(len(fit) for fit in fits)
+        self.too_long = self.examples - sum(int(fit.sum()) for fit in fits)
+        self.tasks = tuple(examples.task for examples in tokens)
+        source = _Packed if config.mode == "pack" else _Bucketed
+        self._steps = grain.MapDataset.source(source(tokens, config, host))
+        self._workers, self._ahead = workers, ahead
+
+    def __getitem__(self, step: int) -> Arrays:
+        return dict(self._steps[step])
+
+    def iterate(self, step: int = 0) -> BatchIterator:
+        """The batches from `step` on; threads, or `workers` processes, keep `ahead` of them."""
+        return BatchIterator(self._read_ahead, step)
+
+    def _read_ahead(self, step: int) -> Any:
+        grain = load_grain()
+        steps = self._steps[step:]
+        if not self._workers:
+            return iter(steps.to_iter_dataset(grain.ReadOptions(2, self._ahead)))
+        dataset = steps.to_iter_dataset(grain.ReadOptions(1, 2))
+        options = grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=self._ahead)
+        return iter(dataset.mp_prefetch(options, worker_init_fn=_leave_ctrl_c))
+
+    def __iter__(self) -> BatchIterator:
+        return self.iterate()
+
+
+def _leave_ctrl_c(worker: int, count: int) -> None:
+    """Ctrl-C reaches the workers too; the process that owns them decides when they stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class BatchIterator(Iterator[Arrays]):
+    """Batches in order, with the padding counted and a state to save beside a checkpoint."""
+
+    def __init__(self, start: Callable[[int], Any], step: int):
+        self._start = start
+        self._iterator = start(step)
+        self.step = step
+        self.slots = self.tokens = 0
+
+    def __next__(self) -> Arrays:
+        # Copies, since what comes from a worker lies in memory that is shared with it.
+        batch = {name: np.array(array) for name, array in next(self._iterator).items()}
+        self.step += 1
+        for name in ("source_segments", "target_segments"):
+            self.slots += batch[name].size
+            self.tokens += int(np.count_nonzero(batch[name]))
+        return batch
+
+    @property
+    def padding(self) -> float:
+        """The share of token slots so far that hold padding."""
+        return 1 - self.tokens / self.slots if self.slots else 0.0
+
+    def get_state(self) -> dict[str, int]:
+        """What `set_state` needs to go on with the next batch: the step, and the counts so far."""
+        return {"step": self.step, "slots": self.slots, "tokens": self.tokens}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Go on as the iterator that `state` was taken from would have."""
+        self.close()
+        self.step = int(state["step"])
+        self.slots, self.tokens = int(state.get("slots", 0)), int(state.get("tokens", 0))
+        self._iterator = self._start(self.step)
+
+    def close(self) -> None:
+        """Stop the workers."""
+        close = getattr(self._iterator, "close", None)
+        if close:
+            close()

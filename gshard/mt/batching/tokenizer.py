@@ -1,0 +1,242 @@
+"""SentencePiece vocabularies: one for all source languages, one for the target side.
+
+They are trained on temperature-sampled text, so that small languages get pieces of their own, and
+fall back to bytes, so that no character is ever unknown. For many-to-many translation a tag such
+as `<2de>` stands before the source and names the language to translate into; tags are control
+symbols, which no text can spell.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+
+from gshard.mt import atomic
+from gshard.mt.batching.sampling import temperature_shares
+from gshard.mt.data.corpus import Corpus
+from gshard.mt.errors import UserError, nearest
+
+PAD, UNKNOWN, START, END = range(4)  # the same in both vocabularies
+DIRECTIONS = ("to-english", "from-english", "both")
+_THREADS = 4  # fixed: the sums of the training depend on how the text is shared out
+_NOTE = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class VocabularyConfig:
+    """How the two vocabularies are made."""
+
+    source_size: int = 16_000
+    target_size: int = 8_000
+    directions: str = "to-english"
+    temperature: float = 5.0
+    sentences: int = 1_000_000  # at most so many of each side
+    seed: int = 0
+    languages: tuple[str, ...] = ()  # all, unless named
+
+    def __post_init__(self) -> None:
+        if self.directions not in DIRECTIONS:
+            raise UserError(
+                f"directions {self.directions!r} is none of {', '.join(DIRECTIONS)}"
+                f"{nearest(self.directions, DIRECTIONS)}"
+            )
+
+
+@dataclass(frozen=True)
+class Task:
+    """A direction of translation; one of its two sides is English."""
+
+    source: str
+    target: str
+
+    @property
+    def foreign(self) -> str:
+        """The side that is not English."""
+        return self.target if self.source == "en" else self.source
+
+    def __str__(self) -> str:
+        return f"{self.source}-{self.target}"
+
+
+class Tokenizer:
+    """Text to token ids and back, on both sides."""
+
+    def __init__(self, source_model: bytes, target_model: bytes, config: VocabularyConfig):
+        self.config = config
+        self._models = (source_model, target_model)
+        self._load()
+
+    def _load(self) -> None:
+        self._source, self._target = (
+            sentencepiece.SentencePieceProcessor(model_proto=model) for model in self._models
+        )
+
+    def __getstate__(self) -> dict[str, object]:  # a processor does not travel, its model does
+        return {"config": self.config, "_models": self._models}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._load()
+
+    @staticmethod
+    def load(folder: str | Path) -> Tokenizer:
+        """The tokenizer that `save` left in `folder`."""
+        folder = Path(folder)
+        try:
+            note = json.loads((folder / _NOTE).read_text(encoding="utf-8"))
+            models = [(folder / f"{side}.model").read_bytes() for side in ("source", "target")]
+        except FileNotFoundError as error:
+            raise UserError(f"no tokenizer in {folder}: {error.filename} is missing") from None
+        for side, model in zip(("source", "target"), models, strict=True):
+            if hashlib.sha256(model).hexdigest() != note[side]:
+                raise UserError(f"{folder}/{side}.model is not the file that was saved")
+        config = dict(note["config"], languages=tuple(note["config"]["languages"]))
+        return Tokenizer(models[0], models[1], VocabularyConfig(**config))
+
+    def save(self, folder: str | Path) -> None:
+        """Write both models and a note with their checksums."""
+        with atomic.new_folder(Path(folder)) as part:
+            note: dict[str, object] = {"config": asdict(self.config)}
+            for side, model in zip(("source", "target"), self._models, strict=True):
+                (part / f"{side}.model").write_bytes(model)
+                note[side] = hashlib.sha256(model).hexdigest()
+            atomic.write_json(part / _NOTE, note)
+
+    @property
+    def digest(self) -> str:
+        """Names this tokenizer: equal digests cut every text alike."""
+        text = b"".join(hashlib.sha256(model).digest() for model in self._models)
+        return hashlib.sha256(text + self.config.directions.encode()).hexdigest()
+
+    @property
+    def source_size(self) -> int:
+        """How many ids the source side has."""
+        return int(self._source.vocab_size())
+
+    @property
+    def target_size(self) -> int:
+        """How many ids the target side has."""
+        return int(self._target.vocab_size())
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The directions of translation that the vocabularies are made for."""
+        into = [Task(language, "en") for language in self.config.languages]
+        out = [Task("en", language) for language in self.config.languages]
+        wanted = {"to-english": into, "from-english": out, "both": into + out}
+        return tuple(wanted[self.config.directions])
+
+    def tag(self, language: str) -> int:
+        """The id of the tag that asks for a translation into `language`."""
+        tag = int(self._source.piece_to_id(f"<2{language}>"))
+        if tag == UNKNOWN:
+            known = (*self.config.languages, "en")
+            raise UserError(f"no target language {language!r}{nearest(language, known)}")
+        return tag
+
+    def encode_source(self, texts: Sequence[str], target: str = "en") -> list[list[int]]:
+        """The ids of source sentences with their end, after a tag unless all go to English."""
+        start = [] if self.config.directions == "to-english" else [self.tag(target)]
+        pieces = self._source.encode(list(texts), num_threads=_THREADS)
+        return [[*start, *ids, END] for ids in pieces]
+
+    def encode_target(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of target sentences, each with its end; a decoder begins with START."""
+        return [[*ids, END] for ids in self._target.encode(list(texts), num_threads=_THREADS)]
+
+    def decode_target(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """Text of target ids, each sequence up to its end."""
+        cut = []
+        for ids in sequences:
+            ids = [int(i) for i in ids]
+            ids = ids[: ids.index(END)] if END in ids else ids
+            cut.append([i for i in ids if i not in (PAD, START)])
+        return [str(text) for text in self._target.decode(cut)]
+
+    def source_pieces(self, text: str) -> list[str]:
+        """The pieces of a source sentence, for people to look at."""
+        return [str(piece) for piece in self._source.encode(text, out_type=str)]
+
+    def spell_source(self, ids: Sequence[int]) -> list[str]:
+        """The piece, tag or symbol that each source id stands for."""
+        return [str(self._source.id_to_piece(int(i))) for i in ids]
+
+    def spell_target(self, ids: Sequence[int]) -> list[str]:
+        """The piece or symbol that each target id stands for."""
+        return [str(self._target.id_to_piece(int(i))) for i in ids]
+
+
+def train_tokenizer(corpus: Corpus, config: VocabularyConfig) -> Tokenizer:
+    """Train both vocabularies on a temperature sample of `corpus`; equal inputs, equal models."""
+    for language in config.languages:
+        corpus.path(language)  # an unknown language is an error here, not later
+    languages = config.languages or corpus.languages
+    config = VocabularyConfig(**{**asdict(config), "languages": tuple(languages)})
+    foreign, english = _sample(corpus, config)
+    # English is on the source side as often as all other languages together.
+    sides = {
+        "to-english": (foreign, english),
+        "from-english": (english, foreign),
+        "both": ([*foreign, *english], [*english, *foreign]),
+    }
+    source, target = sides[config.directions]
+    tags = [f"<2{language}>" for language in ("en", *languages)]
+    return Tokenizer(
+        # The source is normalised, which forgives odd Unicode; the target is not, so that a
+        # decoded sentence is exactly what was encoded.
+        _train(source, config.source_size, "nmt_nfkc", tags),
+        _train(target, config.target_size, "identity", []),
+        config,
+    )
+
+
+def _sample(corpus: Corpus, config: VocabularyConfig) -> tuple[list[str], list[str]]:
+    counts = [corpus.count(language) for language in config.languages]
+    shares = temperature_shares(counts, config.temperature)
+    foreign, english = [], []
+    for i, language in enumerate(config.languages):
+        wanted = min(counts[i], max(1, round(shares[i] * config.sentences)))
+        rng = np.random.default_rng([config.seed, i])
+        rows = np.sort(rng.choice(counts[i], wanted, replace=False))
+        table = corpus.read(language, columns=["source", "english"]).take(rows)
+        foreign += table["source"].to_pylist()
+        english += table["english"].to_pylist()
+    return foreign, list(dict.fromkeys(english))  # the same English comes from many languages
+
+
+def _train(texts: Sequence[str], size: int, normalisation: str, tags: list[str]) -> bytes:
+    def lines() -> Iterator[str]:
+        return (text for text in texts if text)
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines(),
+            model_writer=model,
+            model_type="unigram",
+            vocab_size=size,
+            hard_vocab_limit=False,  # a small corpus has fewer pieces than were asked for
+            byte_fallback=True,
+            character_coverage=0.9995,
+            normalization_rule_name=normalisation,
+            control_symbols=tags,
+            pad_id=PAD,
+            unk_id=UNKNOWN,
+            bos_id=START,
+            eos_id=END,
+            num_threads=_THREADS,
+            shuffle_input_sentence=False,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        needed = 256 + 4 + len(tags)
+        hint = f" (bytes, tags and symbols alone take {needed})" if size <= needed + 100 else ""
+        raise UserError(f"a vocabulary of {size} pieces cannot be trained: {error}{hint}") from None
+    return model.getvalue()

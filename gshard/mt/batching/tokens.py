@@ -1,0 +1,163 @@
+"""A corpus as token ids, in arrays that are mapped into memory: made once, then read at once.
+
+With every length known beforehand, batches can be planned before any is read, and no sentence is
+cut into pieces while the device waits. A host touches only the pages of the sentences it needs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gshard.mt import atomic
+from gshard.mt.batching.tokenizer import Task, Tokenizer
+from gshard.mt.data.corpus import Corpus
+from gshard.mt.errors import UserError
+
+_NOTE = "tokens.json"
+_CHUNK = 50_000  # sentences encoded at a time
+
+
+@dataclass(frozen=True)
+class Side:
+    """Sentences one after the other: sentence i is `ids[ends[i]:ends[i + 1]]`."""
+
+    ids: np.ndarray
+    ends: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens in each sentence, its end included."""
+        return np.diff(self.ends)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return self.ids[self.ends[i] : self.ends[i + 1]]
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+
+@dataclass(frozen=True)
+class TaskTokens:
+    """The examples of one direction of translation."""
+
+    task: Task
+    source: Side
+    target: Side
+    english_words: np.ndarray  # of each example, at most 255
+    place: Path
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Workers map the files themselves; a pickled map would carry the whole corpus.
+        return _open, (self.place, self.task)
+
+
+def open_tokens(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    folder: str | Path,
+    split: str = "train",
+    tasks: Sequence[Task] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> list[TaskTokens]:
+    """The examples of `tasks` (all of the tokenizer's) as ids, encoded into `folder` when absent.
+
+    A task is one small folder, written whole; it is made again when corpus or tokenizer change.
+    """
+    opened = []
+    for task in tokenizer.tasks if tasks is None else tasks:
+        if corpus.count(task.foreign, split):
+            place = Path(folder) / split / str(task)
+            entry = corpus.manifest["languages"][task.foreign][split]
+            wanted = {"tokenizer": tokenizer.digest, "corpus": entry["sha256"]}
+            if _note(place) != wanted:
+                _encode(corpus, tokenizer, task, split, place, wanted)
+            opened.append(_open(place, task))
+            if progress:
+                progress(str(task))
+    if not opened:
+        raise UserError(f"the corpus has no {split} sentences for the languages asked for")
+    return opened
+
+
+def in_memory(
+    tokenizer: Tokenizer, task: Task, sources: Sequence[str], targets: Sequence[str]
+) -> TaskTokens:
+    """Sentence pairs of a task as ids that lie in no file: for a few sentences, and one process."""
+    sides = []
+    for sequences in (
+        tokenizer.encode_source(sources, task.target),
+        tokenizer.encode_target(targets),
+    ):
+        ids = np.fromiter((i for sequence in sequences for i in sequence), np.uint32)
+        ends = np.cumsum([0, *map(len, sequences)], dtype=np.int64)
+        sides.append(Side(ids, ends))
+    english = targets if task.target == "en" else sources
+    words = np.array([min(255, len(text.split())) for text in english], np.uint8)
+    return TaskTokens(task, sides[0], sides[1], words, Path())
+
+
+def some_of(tokens: TaskTokens, examples: np.ndarray) -> TaskTokens:
+    """Only these examples of a task, in memory."""
+    sides = []
+    for side in (tokens.source, tokens.target):
+        pieces = [side[i] for i in examples]
+        ends = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
+        sides.append(Side(np.concatenate(pieces) if pieces else side.ids[:0], ends))
+    words = np.asarray(tokens.english_words)[examples]
+    return TaskTokens(tokens.task, sides[0], sides[1], words, Path())
+
+
+def _note(place: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads((place / _NOTE).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def _encode(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    task: Task,
+    split: str,
+    place: Path,
+    note: dict[str, str],
+) -> None:
+    table = corpus.read(task.foreign, split, ["source", "english"])
+    foreign, english = table["source"].to_pylist(), table["english"].to_pylist()
+    source, target = (foreign, english) if task.target == "en" else (english, foreign)
+    encode: dict[str, Callable[[list[str]], list[list[int]]]] = {
+        "source": lambda texts: tokenizer.encode_source(texts, task.target),
+        "target": tokenizer.encode_target,
+    }
+    sizes = {"source": tokenizer.source_size, "target": tokenizer.target_size}
+    with atomic.new_folder(place) as part:
+        for name, texts in (("source", source), ("target", target)):
+            small = np.uint16 if sizes[name] <= 1 << 16 else np.uint32
+            pieces, lengths = [], []
+            for start in range(0, len(texts), _CHUNK):
+                sequences = encode[name](texts[start : start + _CHUNK])
+                lengths += [len(ids) for ids in sequences]
+                pieces.append(np.fromiter((i for ids in sequences for i in ids), small))
+            np.save(part / f"{name}.npy", np.concatenate(pieces))
+            np.save(part / f"{name}_ends.npy", np.cumsum([0, *lengths], dtype=np.int64))
+        words = [min(255, len(text.split())) for text in english]
+        np.save(part / "words.npy", np.array(words, np.uint8))
+        atomic.write_json(part / _NOTE, note)
+
+
+def _open(place: Path, task: Task) -> TaskTokens:
+    def array(name: str) -> np.ndarray:
+        # A plain view of the map: slicing a memmap itself is slow.
+        return np.load(place / f"{name}.npy", mmap_mode="r").view(np.ndarray)
+
+    sides = [Side(array(name), array(f"{name}_ends")) for name in ("source", "target")]
+    return TaskTokens(task, sides[0], sides[1], array("words"), place)

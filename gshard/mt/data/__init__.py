@@ -1,0 +1,1 @@
+"""Parallel text: where it comes from, how it is cleaned, and how it is split."""

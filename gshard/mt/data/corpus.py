@@ -1,0 +1,125 @@
+"""A corpus on disk: one Parquet file for each language and split, and a manifest.
+
+The manifest is the corpus. It is replaced in one rename, names the folder of the files that belong
+to it, and has a checksum for each, so a gathering that dies leaves the old corpus or the new one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from gshard.mt import atomic
+from gshard.mt.data.splits import SPLITS, Row
+from gshard.mt.errors import UserError, nearest
+
+MANIFEST = "manifest.json"
+VERSION = 1
+SCHEMA = pa.schema([("source", pa.string()), ("english", pa.string()), ("origin", pa.string())])
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The pairs of many languages with English, as the manifest in `folder` describes them."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @staticmethod
+    def open(folder: str | Path) -> Corpus:
+        """The corpus in `folder`; an error that says what is wrong if there is none."""
+        path = Path(folder) / MANIFEST
+        try:
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(
+                f"no corpus in {folder} (`gshard data gather --out {folder}` makes one)"
+            ) from None
+        except (ValueError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} is damaged: {error}") from None
+        if manifest.get("version") != VERSION:
+            raise UserError(f"{path} has version {manifest.get('version')}, not {VERSION}")
+        return Corpus(Path(folder), manifest)
+
+    @property
+    def languages(self) -> tuple[str, ...]:
+        """Languages with training text, the one with the most pairs first."""
+        counts = {language: self.count(language) for language in self.manifest["languages"]}
+        ordered = sorted(counts, key=lambda language: (-counts[language], language))
+        return tuple(language for language in ordered if counts[language])
+
+    def count(self, language: str, split: str = "train") -> int:
+        """How many pairs `language` has in `split`."""
+        entry = self.manifest["languages"].get(language, {}).get(split)
+        return int(entry["pairs"]) if entry else 0
+
+    def path(self, language: str, split: str = "train") -> Path:
+        """The Parquet file of a language and split."""
+        languages = self.manifest["languages"]
+        if language not in languages:
+            raise UserError(
+                f"no language {language!r} in this corpus{nearest(language, languages)}"
+            )
+        if split not in SPLITS:
+            raise UserError(f"no split {split!r}{nearest(split, SPLITS)}")
+        if split not in languages[language]:
+            raise UserError(f"{language} has no {split} sentences in this corpus")
+        return self.folder / self.manifest["folder"] / split / f"{language}.parquet"
+
+    def read(
+        self, language: str, split: str = "train", columns: list[str] | None = None
+    ) -> pa.Table:
+        """The pairs of a language and split: columns source, english and origin."""
+        path = self.path(language, split)
+        try:
+            return pq.read_table(path, columns=columns)
+        except FileNotFoundError:
+            raise UserError(f"{path} is missing; gather the corpus again") from None
+        except pa.ArrowInvalid as error:
+            raise UserError(f"{path} is damaged ({error}); gather the corpus again") from None
+
+    def pairs(self, language: str, split: str = "train") -> Iterator[tuple[str, str]]:
+        """(source, English) of a language and split, one by one."""
+        table = self.read(language, split, ["source", "english"])
+        for batch in table.to_batches():
+            yield from zip(batch["source"].to_pylist(), batch["english"].to_pylist(), strict=True)
+
+    def verify(self) -> list[str]:
+        """What differs from the manifest's checksums: one line for each bad file."""
+        bad = []
+        for language, splits in self.manifest["languages"].items():
+            for split, entry in splits.items():
+                path = self.path(language, split)
+                if not path.is_file():
+                    bad.append(f"{path} is missing")
+                elif atomic.checksum(path) != entry["sha256"]:
+                    bad.append(f"{path} is not the file that was gathered")
+        return bad
+
+
+def write_rows(rows: list[Row], path: Path) -> dict[str, Any]:
+    """Write one language and split; its entry of the manifest."""
+    with atomic.new_file(path) as part:
+        columns = [[row.source for row in rows], [row.english for row in rows]]
+        columns.append([row.origin for row in rows])
+        table = pa.Table.from_arrays(
+            [pa.array(column, pa.string()) for column in columns], schema=SCHEMA
+        )
+        pq.write_table(table, part, compression="zstd", row_group_size=65536)
+    origins: dict[str, int] = {}
+    for row in rows:
+        origins[row.origin] = origins.get(row.origin, 0) + 1
+    return {
+        "pairs": len(rows),
+        "english_words": sum(len(row.english.split()) for row in rows),
+        "at_least_4_words": sum(len(row.english.split()) >= 4 for row in rows),
+        "origins": origins,
+        "bytes": path.stat().st_size,
+        "sha256": atomic.checksum(path),
+    }

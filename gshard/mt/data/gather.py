@@ -1,0 +1,312 @@
+"""`gshard data gather` on one screen: fetch, read and clean, sort by language, split, write.
+
+Every stage leaves files that are whole and stamped, so stopping anywhere and starting again goes
+on where it was. Memory is bounded by one language's pairs, whatever the tier.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import hashlib
+import multiprocessing
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from gshard.mt import atomic
+from gshard.mt.data import fetch, jobs
+from gshard.mt.data.corpus import MANIFEST, VERSION, Corpus, write_rows
+from gshard.mt.data.splits import Row, Shares, given_splits, split_language, without_duplicates
+from gshard.mt.data.tiers import Tier
+from gshard.mt.data.user_text import Own
+from gshard.mt.errors import UserError
+
+_BUFFERED = 1_000_000  # rows held while sorting by language
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Progress(Protocol):
+    """What shows how far a stage is; the command line has one with bars."""
+
+    def stage(self, name: str, total: int) -> Callable[[str], None]:
+        """Begin a stage of `total` steps; call the result with a note after each."""
+
+
+class Silent:
+    """A progress display that shows nothing."""
+
+    def stage(self, name: str, total: int) -> Callable[[str], None]:
+        """Begin a stage that nobody watches."""
+        return lambda note: None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to gather, where to, and how to split it."""
+
+    out: Path
+    tier: Tier | None = None
+    own: tuple[Own, ...] = ()
+    shares: Shares = field(default_factory=Shares)
+    jobs: int = 0  # processes; 0 is one for each core
+
+
+def gather(plan: Plan, progress: Progress | None = None) -> tuple[Corpus, list[fetch.Problem]]:
+    """Gather a corpus into `plan.out`; what had to be skipped is returned beside it."""
+    progress = progress or Silent()
+    if plan.tier is None and not plan.own:
+        raise UserError("nothing to gather: name a tier, or text of your own")
+    work = plan.out / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    problems = _fetch(plan, work / "packages", progress)
+    jobs = _jobs(plan, work)
+    results = _read(plan, jobs, progress)
+    problems += [problem for result in results for problem in result.problems]
+    with tempfile.TemporaryDirectory(prefix=".part-", dir=work) as scratch:
+        languages, forced = _sort_by_language(jobs, Path(scratch), plan.shares, progress)
+        if not languages:
+            reasons = "".join(f"\n  {problem.what}: {problem.why}" for problem in problems[:10])
+            skipped = f"; skipped:{reasons}" if reasons else ""
+            raise UserError(f"no pair survived the cleaning; nothing was written{skipped}")
+        corpus = _write(plan, work, languages, forced, results, problems, progress)
+    return corpus, problems
+
+
+def _fetch(plan: Plan, folder: Path, progress: Progress) -> list[fetch.Problem]:
+    if plan.tier is None:
+        return []
+    packages = plan.tier.packages()
+    step = progress.stage("download", len(packages))
+    return fetch.fetch(packages, folder, lambda package, _: step(package.name))
+
+
+def _jobs(plan: Plan, work: Path) -> list[jobs.Job]:
+    folder = work / "units"
+    folder.mkdir(exist_ok=True)
+    atomic.sweep(folder)
+    found = [jobs.own_job(own, folder) for own in plan.own]
+    if plan.tier is not None:
+        for unit in plan.tier.units():
+            if any(fetch.fetched(package, work / "packages") for package in unit.packages):
+                found.append(jobs.unit_job(unit, work / "packages", folder))
+    return found
+
+
+def _read(plan: Plan, wanted: list[jobs.Job], progress: Progress) -> list[jobs.Result]:
+    step = progress.stage("read and clean", len(wanted))
+    results = {job.target: result for job in wanted if (result := jobs.finished(job))}
+    for result in results.values():
+        step(result.name)
+    todo = [job for job in wanted if job.target not in results]
+    # The largest first, so that no process is left alone with it at the end.
+    todo.sort(key=_weight, reverse=True)
+    for job, result in _parallel(jobs.run, todo, plan.jobs):
+        results[job.target] = result
+        step(result.name)
+    return [results[job.target] for job in wanted]
+
+
+def _weight(job: jobs.Job) -> int:
+    if job.own is not None:
+        return sum(path.stat().st_size for path in job.own.paths)
+    assert job.unit is not None
+    assert job.packages is not None
+    stamps = [fetch.fetched(package, job.packages) for package in job.unit.packages]
+    return sum(stamp.bytes for stamp in stamps if stamp)
+
+
+def _parallel(work: Callable[[T], R], items: list[T], processes: int) -> Iterator[tuple[T, R]]:
+    """Each item with its result, as they come; in this process if there is little to do."""
+    processes = min(processes or os.cpu_count() or 1, len(items))
+    if processes <= 1:
+        for item in items:
+            yield item, work(item)
+        return
+    context = multiprocessing.get_context("spawn")  # threads of Arrow do not survive a fork
+    with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
+        futures = {pool.submit(work, item): item for item in items}
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                yield futures[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _sort_by_language(
+    jobs: list[jobs.Job], scratch: Path, shares: Shares, progress: Progress
+) -> tuple[dict[str, list[Path]], dict[int, str]]:
+    """All units' rows as files by language, in the units' order, and the splits users gave."""
+    step = progress.stage("sort", len(jobs))
+    files: dict[str, list[Path]] = {}
+    forced: dict[int, str] = {}
+    buffer: dict[str, list[pa.Table]] = {}
+    buffered = 0
+
+    def flush() -> None:
+        for language, tables in sorted(buffer.items()):
+            paths = files.setdefault(language, [])
+            path = scratch / f"{language}-{len(paths)}.arrow"
+            table = pa.concat_tables(tables)
+            with pa.ipc.new_file(path, table.schema) as writer:
+                writer.write_table(table)
+            paths.append(path)
+        buffer.clear()
+
+    for job in jobs:
+        for batch in pq.ParquetFile(job.target).iter_batches(_BUFFERED // 5):
+            table = pa.Table.from_batches([batch])
+            forced = _stronger(forced, given_splits(_given(table), shares))
+            for language, rows in _by_language(table):
+                buffer.setdefault(language, []).append(rows)
+            buffered += table.num_rows
+            if buffered >= _BUFFERED:
+                flush()
+                buffered = 0
+        step(job.name)
+    flush()
+    return files, forced
+
+
+def _given(table: pa.Table) -> Iterable[tuple[str, str]]:
+    given = table.filter(pc.not_equal(table["split"], ""))
+    return zip(given["english"].to_pylist(), given["split"].to_pylist(), strict=True)
+
+
+def _stronger(mine: dict[int, str], theirs: dict[int, str]) -> dict[int, str]:
+    order = ("train", "dev", "test")
+    for mark, split in theirs.items():
+        if mark not in mine or order.index(split) > order.index(mine[mark]):
+            mine[mark] = split
+    return mine
+
+
+def _by_language(table: pa.Table) -> Iterator[tuple[str, pa.Table]]:
+    """The rows of each language, in their order."""
+    indices = pc.sort_indices(table["language"])
+    table = table.take(indices)  # Arrow's sort of one key is stable
+    start = 0
+    for language, count in Counter(table["language"].to_pylist()).items():
+        yield language, table.slice(start, count).select(["source", "english", "origin", "split"])
+        start += count
+
+
+def _write(
+    plan: Plan,
+    work: Path,
+    languages: dict[str, list[Path]],
+    forced: dict[int, str],
+    results: list[jobs.Result],
+    problems: list[fetch.Problem],
+    progress: Progress,
+) -> Corpus:
+    step = progress.stage("split and write", len(languages))
+    dropped = Counter[str]()
+    for result in results:
+        dropped.update(result.dropped)
+    entries: dict[str, Any] = {}
+    old = _old_folder(plan.out)
+    with contextlib.ExitStack() as stack:
+        part = Path(tempfile.mkdtemp(prefix=".part-", dir=plan.out))
+        stack.callback(shutil.rmtree, part, ignore_errors=True)
+        task = functools.partial(_write_language, part, plan.shares, forced)
+        for (language, _), (entry, reasons) in _parallel(task, list(languages.items()), plan.jobs):
+            entries[language] = entry
+            dropped.update(reasons)
+            step(language)
+        sums = sorted(split["sha256"] for entry in entries.values() for split in entry.values())
+        folder = f"corpus-{hashlib.sha256(''.join(sums).encode()).hexdigest()[:12]}"
+        if (plan.out / folder).exists():  # the same corpus again
+            shutil.rmtree(plan.out / folder)
+        part.chmod(0o755)
+        part.replace(plan.out / folder)
+    manifest = {
+        "version": VERSION,
+        "folder": folder,
+        "tier": plan.tier.name if plan.tier else None,
+        "shares": {"test": plan.shares.test, "dev": plan.shares.dev, **_most(plan.shares)},
+        "languages": entries,
+        "sources": _sources(plan, work),
+        "units": {result.name: result.pairs for result in results},
+        "dropped": {reason: count for reason, count in dropped.items() if count},
+        "skipped": [{"what": problem.what, "why": problem.why} for problem in problems],
+    }
+    atomic.write_json(plan.out / MANIFEST, manifest)
+    if old and old != folder:
+        shutil.rmtree(plan.out / old, ignore_errors=True)
+    return Corpus.open(plan.out)
+
+
+def _most(shares: Shares) -> dict[str, int]:
+    return {f"most_{split}": count for split, count in shares.most.items()}
+
+
+def _old_folder(out: Path) -> str:
+    try:
+        return str(Corpus.open(out).manifest["folder"])
+    except (UserError, KeyError):
+        return ""
+
+
+def _write_language(
+    part: Path, shares: Shares, forced: dict[int, str], item: tuple[str, list[Path]]
+) -> tuple[dict[str, Any], Counter[str]]:
+    language, paths = item
+    dropped = Counter[str]()
+    rows = without_duplicates(_rows(paths), dropped)
+    splits = split_language(rows, shares, forced, dropped)
+    entry = {}
+    for split, kept in splits.items():
+        if kept:
+            entry[split] = write_rows(kept, part / split / f"{language}.parquet")
+    return entry, dropped
+
+
+def _rows(paths: list[Path]) -> Iterator[Row]:
+    for path in paths:
+        with pa.ipc.open_file(path) as reader:
+            table = reader.read_all()
+        columns = [table[name].to_pylist() for name in ("source", "english", "origin", "split")]
+        yield from (Row(*cells) for cells in zip(*columns, strict=True))
+
+
+def _sources(plan: Plan, work: Path) -> list[dict[str, Any]]:
+    """Where everything came from: name, version, licence, checksum of the archive."""
+    sources: list[dict[str, Any]] = []
+    if plan.tier is not None:
+        for package, _ in plan.tier.packages():
+            if stamp := fetch.fetched(package, work / "packages"):
+                sources.append(
+                    {
+                        "client": stamp.client,
+                        "name": stamp.name,
+                        "version": stamp.version,
+                        "licence": stamp.licence or "unknown",
+                        "bytes": stamp.bytes,
+                        "sha256": stamp.sha256,
+                    }
+                )
+    for own in plan.own:
+        files = [path for path in own.paths if path.is_file()]
+        sources.append(
+            {
+                "client": own.kind,
+                "name": own.name,
+                "licence": "the user's own",
+                "bytes": sum(path.stat().st_size for path in files),
+                "sha256": ", ".join(atomic.checksum(path) for path in files),
+            }
+        )
+    return sources

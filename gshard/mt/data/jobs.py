@@ -1,0 +1,147 @@
+"""Units of work: a package or a user's file, read and cleaned into one Parquet file.
+
+A unit's file carries the digest of everything it was made from and the counts of what was dropped,
+so a later gathering knows without reading it whether it is still good. Being independent, units
+run in as many processes as there are cores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from gshard.mt import atomic
+from gshard.mt.data import fetch, readers, user_text
+from gshard.mt.data.archives import Tree
+from gshard.mt.data.clean import clean, normalise
+from gshard.mt.data.tiers import Unit
+
+CLEANING = 1  # to be raised when readers or filters change what comes out
+_ROWS = 200_000  # in memory at a time
+_KEY = b"gshard"
+SCHEMA = pa.schema(
+    [(name, pa.string()) for name in ("language", "source", "english", "origin", "split")]
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A unit to be read: either a tier's packages or something of the user's own."""
+
+    name: str
+    target: Path
+    digest: str
+    unit: Unit | None = None
+    packages: Path | None = None  # where the unit's packages are unpacked
+    own: user_text.Own | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a unit: pairs kept, why others were dropped, files that could not be read."""
+
+    name: str
+    pairs: int
+    dropped: dict[str, int]
+    problems: tuple[fetch.Problem, ...]
+
+
+def unit_job(unit: Unit, packages: Path, folder: Path) -> Job:
+    """The job of a tier's unit; its digest covers the packages that came and how to read them."""
+    stamps = [fetch.fetched(package, packages) for package in unit.packages]
+    text = f"{CLEANING} {unit.source.read} {unit.source.split} {stamps}"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    client = unit.packages[0].client
+    target = folder / f"{client}-{unit.name}.parquet".replace("/", "+")
+    return Job(unit.name, target, digest, unit=unit, packages=packages)
+
+
+def own_job(what: user_text.Own, folder: Path) -> Job:
+    """The job of a user's file or folder."""
+    digest = hashlib.sha256(f"{CLEANING} {what.digest()}".encode()).hexdigest()
+    place = hashlib.sha256("\n".join(str(path.resolve()) for path in what.paths).encode())
+    target = folder / f"own-{what.name}-{place.hexdigest()[:8]}.parquet"
+    return Job(what.name, target, digest, own=what)
+
+
+def finished(job: Job) -> Result | None:
+    """The result of a job that an earlier gathering did from the same things."""
+    try:
+        metadata = pq.read_metadata(job.target).metadata or {}
+        note = json.loads(metadata[_KEY])
+    except (OSError, pa.ArrowInvalid, KeyError, ValueError):
+        return None
+    if note["digest"] != job.digest:
+        return None
+    problems = tuple(fetch.Problem(**problem) for problem in note["problems"])
+    return Result(job.name, note["pairs"], note["dropped"], problems)
+
+
+def run(job: Job) -> Result:
+    """Read and clean a unit into its file."""
+    dropped: Counter[str] = Counter()
+    problems: list[fetch.Problem] = []
+
+    def report(path: str, why: str) -> None:
+        problems.append(fetch.Problem(path, why[:300]))
+
+    pairs = 0
+    with atomic.new_file(job.target) as part:
+        writer = pq.ParquetWriter(part, SCHEMA, compression="zstd")
+        try:
+            columns: list[list[str]] = [[] for _ in SCHEMA]
+            for row in _rows(job, dropped, report):
+                for column, cell in zip(columns, row, strict=True):
+                    column.append(cell)
+                pairs += 1
+                if len(columns[0]) >= _ROWS:
+                    writer.write_table(pa.table(columns, SCHEMA))
+                    columns = [[] for _ in SCHEMA]
+            writer.write_table(pa.table(columns, SCHEMA))
+            note = {
+                "digest": job.digest,
+                "pairs": pairs,
+                "dropped": dict(dropped),
+                "problems": [{"what": p.what, "why": p.why} for p in problems],
+            }
+            writer.add_key_value_metadata({_KEY: json.dumps(note).encode()})
+        finally:
+            writer.close()
+    return Result(job.name, pairs, dict(dropped), tuple(problems))
+
+
+Cells = tuple[str, str, str, str, str]
+
+
+def _rows(job: Job, dropped: Counter[str], report: readers.Report) -> Iterator[Cells]:
+    if job.own is not None:
+        for pair in user_text.read_own(job.own, report):
+            raw = pair.raw
+            if job.own.clean:
+                for english, text in clean(raw, dropped):
+                    yield raw.language, text, english, pair.origin, pair.split
+            elif (english := normalise(raw.english)) and (text := normalise(raw.text)):
+                yield raw.language, text, english, pair.origin, pair.split
+            else:
+                dropped["empty"] += 1
+        return
+    assert job.unit is not None
+    assert job.packages is not None
+    there = [p for p in job.unit.packages if fetch.fetched(p, job.packages)]
+    tree = Tree({package.name: job.packages / package.id for package in there})
+    once: set[tuple[str, str, str]] = set()  # catalogs repeat each other within a package
+    for reading in job.unit.source.read:
+        for raw in readers.read(tree, reading, report):
+            for english, text in clean(raw, dropped):
+                if (row := (raw.language, text, english)) not in once:
+                    once.add(row)
+                    yield *row, job.unit.name, job.unit.source.split
+                else:
+                    dropped["duplicate"] += 1

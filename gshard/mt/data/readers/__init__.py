@@ -1,0 +1,182 @@
+"""From the files of a package to raw pairs: a table of formats, and the search for the English.
+
+Two kinds. A catalog holds both sides. Everything else comes as one file a language, and is paired
+with the file of the same path in English, by key or by structure.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from gshard.mt.data.archives import Tree
+from gshard.mt.data.locales import language_of, language_of_path
+from gshard.mt.data.readers import documents, gettext, keyed, qt
+from gshard.mt.data.tiers import Reading
+
+
+class Raw(NamedTuple):
+    """A pair as a reader finds it, before any cleaning.
+
+    `kind` says what may stand in it: "message" (accelerators of any style, markup), "menu" (`&`
+    accelerators), "keyed" (markup only) or "document" (plain text, perhaps with gaps), and
+    "sentence" (a user's own text).
+    """
+
+    language: str
+    english: str
+    text: str
+    kind: str
+
+
+Report = Callable[[str, str], None]  # (path, why it was skipped)
+
+
+def read(tree: Tree, reading: Reading, report: Report) -> Iterator[Raw]:
+    """All pairs that `reading` finds in `tree`; files that cannot be read are reported."""
+    for path, why in tree.broken:
+        report(path, why)
+    if reading.format == "catalogs":
+        yield from _catalogs(tree, reading, report)
+    else:
+        yield from _aligned(tree, reading, report)
+
+
+def _catalogs(tree: Tree, reading: Reading, report: Report) -> Iterator[Raw]:
+    for path in tree:
+        stem, _, suffix = path.rpartition(".")
+        if suffix not in ("mo", "gmo", "po", "qm") or "/help/" in path:
+            continue
+        # A catalog often lies there in both forms. The compiled one has no fuzzy entries, the
+        # source alone has comments.
+        if suffix == "po" and not reading.english_from_comment and f"{stem}.mo" in tree:
+            continue
+        if suffix != "po" and reading.english_from_comment and f"{stem}.po" in tree:
+            continue
+        language = language_of_path(path)
+        if language is None:
+            continue
+        kind = "menu" if suffix == "qm" else "keyed" if reading.english_from_comment else "message"
+        try:
+            data = tree.read(path)
+            if suffix == "qm":
+                pairs = qt.read_qm(data)
+            elif suffix == "po":
+                pairs = gettext.read_po(data, reading.english_from_comment)
+            else:
+                pairs = gettext.read_mo(data)
+            for english, text in pairs:
+                yield Raw(language, english, text, kind)
+        except UNREADABLE as error:
+            report(path, str(error) or type(error).__name__)
+
+
+# What a broken file makes the readers raise; anything else is a fault of ours.
+UNREADABLE = (
+    ValueError,
+    OSError,
+    EOFError,
+    IndexError,
+    KeyError,
+    RecursionError,
+    SyntaxError,  # lxml's
+    struct.error,
+    zlib.error,
+    zipfile.BadZipFile,
+)
+
+
+def _aligned(tree: Tree, reading: Reading, report: Report) -> Iterator[Raw]:
+    pattern = path_pattern(reading.files)
+    files: dict[str, dict[str, str]] = {}  # locale -> group -> path
+    for path in tree:
+        if match := pattern.fullmatch(path):
+            group = path
+            spans = [match.span(name) for name in match.groupdict()]
+            for begin, end in sorted(spans, reverse=True):
+                group = group[:begin] + group[end:]
+            if reading.format == "mozilla":
+                group = keyed.mozilla_key(path)
+            files.setdefault(match["language"], {})[group] = path
+    parse, pairs, kind = _format(reading)
+
+    def parsed(path: str) -> Any:
+        try:
+            return parse(path, tree.read(path))
+        except UNREADABLE as error:
+            report(path, str(error) or type(error).__name__)
+            return None
+
+    # Language after language, since each lies in a package or archive of its own.
+    english = {group: parsed(path) for group, path in files.get(reading.english, {}).items()}
+    for locale, groups in files.items():
+        language = language_of(locale)
+        if language is None or locale == reading.english:
+            continue
+        for group, path in groups.items():
+            if english.get(group) and (other := parsed(path)):
+                for a, b in pairs(english[group], other):
+                    yield Raw(language, a, b, kind)
+
+
+def path_pattern(files: str) -> re.Pattern[str]:
+    """A path pattern as a regular expression.
+
+    `*` stays within a folder and `**` does not; both must agree for two files to belong together.
+    `{language}` and `{any}` may differ.
+    """
+    pieces = {
+        "**/": "(?:.*/)?",
+        "**": ".*",
+        "*": "[^/]*",
+        "{any}": "(?P<any>[^/]*)",
+        "{language}": r"(?P<language>[A-Za-z]{1,3}(?:[_@-][A-Za-z0-9]+)*)",
+    }
+    parts = re.split(r"(\*\*/|\*\*|\*|\{any\}|\{language\})", files)
+    return re.compile("".join(pieces.get(part) or re.escape(part) for part in parts))
+
+
+_Pairs = Iterator[tuple[str, str]]
+
+
+def _format(reading: Reading) -> tuple[Callable[[str, bytes], Any], Callable[..., _Pairs], str]:
+    """How a format is parsed, how two parsed files are paired, and the kind of what comes out."""
+
+    def by_key(english: dict[str, str], other: dict[str, str]) -> _Pairs:
+        for key, text in other.items():
+            if key in english and only.search(key):
+                yield english[key], text
+
+    only = re.compile(reading.only)
+    name = reading.format
+    if name in ("docbook", "mallard"):
+        return (lambda _, data: documents.xml_blocks(data)), _without_gaps, "document"
+    if name == "html":
+        return (lambda _, data: documents.html_blocks(data)), _without_gaps, "document"
+    if name == "html-ids":
+        return (lambda _, data: documents.html_ids(data)), by_key, "document"
+    if name == "mozilla":
+        plain = keyed.plain_mozilla
+        return (
+            lambda path, data: {k: plain(v) for k, v in keyed.read_mozilla(path, data).items()},
+            by_key,
+            "keyed",
+        )
+    reader = keyed.FORMATS[name]
+    if reading.markup == "wikitext":
+        return (
+            lambda _, data: {k: keyed.plain_wikitext(v) for k, v in reader(data).items()},
+            by_key,
+            "keyed",
+        )
+    return (lambda _, data: reader(data)), by_key, "menu" if name == "pak" else "keyed"
+
+
+def _without_gaps(english: list[documents.Block], other: list[documents.Block]) -> _Pairs:
+    for a, b in documents.align(english, other):
+        if documents.GAP not in a and documents.GAP not in b:
+            yield a, b

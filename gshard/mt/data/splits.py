@@ -1,0 +1,167 @@
+"""Train, dev and test without leaks: a sentence's split is a function of its English alone.
+
+The same English is translated into a hundred languages, so a split made for each language would
+train on the references of the others' tests. Here the English, with case, punctuation, digits and
+placeholders folded away, is hashed, and the hash decides for all languages at once. Gathering more
+text later never moves a sentence, and a smaller share holds out a subset of what a larger one does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from gshard.mt.data.filters import PLACEHOLDER
+from gshard.mt.errors import UserError
+
+SPLITS = ("train", "dev", "test")
+_RANK = {"train": 0, "dev": 1, "test": 2}
+MIN_WORDS, MAX_WORDS = 5, 40  # of a held-out sentence
+MAX_VARIANTS = 4
+
+_NOT_LETTERS = re.compile(r"[\W\d_]+")
+_LIGHT = re.compile(r"[\s.:…!?,;\"“”'’*。：]+")  # noqa: RUF001
+
+
+class Row(NamedTuple):
+    """A clean pair of one language; `split` is "" unless the user's file says where it belongs."""
+
+    source: str
+    english: str
+    origin: str
+    split: str = ""
+
+
+def fold(text: str) -> str:
+    """The text with case, punctuation, digits and placeholders folded away: what leaks compare."""
+    return _NOT_LETTERS.sub(" ", PLACEHOLDER.sub(" ", text.casefold())).strip()
+
+
+def fingerprint(key: str) -> int:
+    """64 bits of a folded text, equal on every machine."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How much of the long sentences to hold out, and at most how many a language."""
+
+    test: float = 0.02
+    dev: float = 0.01
+    most: Mapping[str, int] = field(default_factory=lambda: {"test": 1000, "dev": 500})
+
+    def __post_init__(self) -> None:
+        if min(self.test, self.dev) < 0 or self.test + self.dev >= 1:
+            raise UserError(f"cannot hold out {self.test} for test and {self.dev} for dev")
+
+    def split_of(self, key: str) -> str:
+        """The split of a folded English sentence; short ones are always for training."""
+        if not MIN_WORDS <= key.count(" ") + 1 <= MAX_WORDS:
+            return "train"
+        place = fingerprint(key) / 2**64
+        if place < self.test:
+            return "test"
+        return "dev" if place >= 1 - self.dev else "train"
+
+
+def given_splits(rows: Iterable[tuple[str, str]], shares: Shares) -> dict[int, str]:
+    """The splits that users' files force, from (English, split), by fingerprint.
+
+    Test is stronger than dev and dev than train. Only what differs from the hash's own answer, or
+    holds something out, needs to be remembered.
+    """
+    forced: dict[int, str] = {}
+    for english, split in rows:
+        key = fold(english)
+        if split == "train" and shares.split_of(key) == "train":
+            continue
+        mark = fingerprint(key)
+        if _RANK[split] >= _RANK[forced.get(mark, "train")]:
+            forced[mark] = split
+    return forced
+
+
+def fit_to_hold_out(english: str) -> bool:
+    """Whether a sentence makes a fair test: 5 to 40 words and no placeholder."""
+    return MIN_WORDS <= len(english.split()) <= MAX_WORDS and not PLACEHOLDER.search(english)
+
+
+def without_duplicates(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Row]:
+    """Rows without repeated pairs, and with at most four translations of the same English.
+
+    Rows with a given split are kept unless they are repeated to the letter: that file is somebody's
+    decision.
+    """
+    seen: set[int] = set()
+    variants: Counter[int] = Counter()
+    for row in rows:
+        if row.split:
+            mark = fingerprint(f"{row.split}\t{row.english}\t{row.source}")
+            if mark in seen:
+                dropped["duplicate"] += 1
+                continue
+            seen.add(mark)
+            yield row
+            continue
+        english, source = (_LIGHT.sub(" ", side.casefold()).strip() for side in row[1::-1])
+        if not english or not source or english == source:
+            dropped["untranslated"] += 1
+            continue
+        mark = fingerprint(f"{english}\t{source}")
+        if mark in seen:
+            dropped["duplicate"] += 1
+            continue
+        seen.add(mark)
+        same = fingerprint(english)
+        if variants[same] >= MAX_VARIANTS:
+            dropped["more than 4 translations"] += 1
+            continue
+        variants[same] += 1
+        yield row
+
+
+def split_language(
+    rows: Iterable[Row], shares: Shares, forced: Mapping[int, str], dropped: Counter[str]
+) -> dict[str, list[Row]]:
+    """The rows of one language by split; what must not be trained on is dropped and counted."""
+    held: dict[str, dict[int, Row]] = {"dev": {}, "test": {}}
+    given: dict[str, list[Row]] = {"dev": [], "test": []}
+    train: list[Row] = []
+    for row in rows:
+        key = fold(row.english)
+        mark = fingerprint(key)
+        split = forced.get(mark) or shares.split_of(key)
+        if row.split and row.split != split:
+            dropped["held out elsewhere"] += 1
+        elif split == "train":
+            train.append(row)
+        elif row.split:
+            given[split].append(row)
+        elif mark in held[split]:
+            dropped["second reference of a held-out sentence"] += 1
+        elif not fit_to_hold_out(row.english):
+            dropped["held out, not fit for a test"] += 1
+        else:
+            held[split][mark] = row
+
+    kept: dict[str, list[Row]] = {}
+    sources: set[int] = set()  # of what is held out so far
+    for split in ("test", "dev"):
+        most = shares.most[split]
+        # By fingerprint, so that which ones stay does not depend on the order of the sources.
+        ranked = [row for _, row in sorted(held[split].items())]
+        dropped["held out, more than needed"] += max(0, len(ranked) - most)
+        chosen = given[split] + ranked[:most]
+        if split == "dev":
+            fresh = [row for row in chosen if fingerprint(fold(row.source)) not in sources]
+            dropped["source is held out"] += len(chosen) - len(fresh)
+            chosen = fresh
+        kept[split] = chosen
+        sources |= {fingerprint(fold(row.source)) for row in chosen}
+    kept["train"] = [row for row in train if fingerprint(fold(row.source)) not in sources]
+    dropped["source is held out"] += len(train) - len(kept["train"])
+    return kept

@@ -1,0 +1,100 @@
+"""What a corpus holds: a table by language, why text was dropped, and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.table import Table
+
+from gshard.mt import atomic
+from gshard.mt.data.corpus import Corpus
+from gshard.mt.data.splits import SPLITS
+
+
+def language_table(corpus: Corpus, most: int = 0) -> Table:
+    """Pairs by language and split, the largest language first; `most` rows, or all."""
+    table = Table(title=f"{len(corpus.languages)} languages with English")
+    for name, justify in (
+        ("rank", "right"),
+        ("language", "left"),
+        *((split, "right") for split in SPLITS),
+        ("English words", "right"),
+        ("4 words or more", "right"),
+    ):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    shown = corpus.languages[: most or None]
+    for rank, language in enumerate(shown, 1):
+        train = corpus.manifest["languages"][language]["train"]
+        table.add_row(
+            str(rank),
+            language,
+            *(f"{corpus.count(language, split):,}" for split in SPLITS),
+            f"{train['english_words']:,}",
+            f"{train['at_least_4_words'] / train['pairs']:.0%}",
+        )
+    table.add_section()
+    everywhere = corpus.manifest["languages"]
+    totals = [sum(corpus.count(language, split) for language in everywhere) for split in SPLITS]
+    trains = [entry["train"] for entry in everywhere.values() if "train" in entry]
+    words = sum(entry["english_words"] for entry in trains)
+    long = sum(entry["at_least_4_words"] for entry in trains)
+    share = f"{long / totals[0]:.0%}" if totals[0] else ""
+    table.add_row("", "all", *(f"{total:,}" for total in totals), f"{words:,}", share)
+    return table
+
+
+def dropped_table(corpus: Corpus) -> Table:
+    """How many pairs were dropped, by reason."""
+    table = Table(title="dropped")
+    table.add_column("reason")
+    table.add_column("pairs", justify="right")
+    dropped = corpus.manifest["dropped"]
+    for reason in sorted(dropped, key=lambda reason: -dropped[reason]):
+        table.add_row(reason, f"{dropped[reason]:,}")
+    return table
+
+
+def source_table(corpus: Corpus, most: int = 20) -> Table:
+    """The sources that gave the most pairs, with version and licence."""
+    table = Table(title="sources")
+    for name in ("source", "version", "licence"):
+        table.add_column(name, overflow="fold")
+    table.add_column("pairs", justify="right")
+    stated = {source["name"]: source for source in corpus.manifest["sources"]}
+    pairs: dict[str, int] = {}
+    for entry in corpus.manifest["languages"].values():
+        for split in entry.values():
+            for origin, count in split["origins"].items():
+                pairs[origin] = pairs.get(origin, 0) + count
+    for origin in sorted(pairs, key=lambda origin: -pairs[origin])[:most]:
+        source = stated.get(origin, {})
+        table.add_row(
+            origin, source.get("version", ""), source.get("licence", ""), f"{pairs[origin]:,}"
+        )
+    return table
+
+
+def draw_power_law(corpus: Corpus, path: Path) -> None:
+    """Training pairs by language, in the order of their number, both axes logarithmic.
+
+    The paper's corpus falls by five powers of ten from the first language to the hundredth.
+    """
+    from matplotlib.figure import Figure
+
+    counts = [corpus.count(language) for language in corpus.languages]
+    ranks = range(1, len(counts) + 1)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(ranks, counts, marker="o", markersize=3, linewidth=1, color="#2a6f97")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("language, by number of training pairs")
+    axes.set_ylabel("training pairs")
+    axes.set_title(f"{sum(counts):,} pairs of {len(counts)} languages with English")
+    axes.grid(which="both", alpha=0.25)
+    step = max(1, len(counts) // 12)
+    for rank in (*range(1, min(6, len(counts)) + 1), *range(8, len(counts) + 1, step)):
+        label, count = corpus.languages[rank - 1], counts[rank - 1]
+        axes.annotate(label, (rank, count), (0, 6), textcoords="offset points", fontsize=7)
+    with atomic.new_file(path) as part:
+        figure.savefig(part, format="png", dpi=150)

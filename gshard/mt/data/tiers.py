@@ -1,0 +1,210 @@
+"""Tiers of sources: which packages to gather, and how to read what is inside them.
+
+They are data, one TOML file each in `tiers/`, so that a user can edit a list, pin another version
+or write a tier of their own without touching code. `client` names the package client, `packages`
+what it downloads (`name` or `name==version`), `read` how the unpacked files become pairs.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from gshard.mt.errors import UserError, nearest
+
+CLIENTS = ("pip", "apt", "npm", "apt-descriptions")
+FORMATS = (
+    "catalogs",
+    "json",
+    "ini",
+    "php",
+    "js",
+    "properties",
+    "mozilla",
+    "pak",
+    "descriptions",
+    "html",
+    "html-ids",
+    "docbook",
+    "mallard",
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How to turn files into pairs: a format, and which files of which language belong together.
+
+    `files` is a path pattern with `{language}` where the language stands; the file of the language
+    named by `english` is the English side of all files that otherwise have the same path, `{any}`
+    aside. A path begins with the name of its package.
+    """
+
+    format: str
+    files: str = "**"
+    english: str = "en"
+    only: str = ""  # of keyed formats: a pattern that the key must match
+    markup: str = ""  # "wikitext": unwrap it first
+    english_from_comment: bool = (
+        False  # Plone's catalogs: `#. Default: "English"`, msgid an identifier
+    )
+
+
+@dataclass(frozen=True)
+class Package:
+    """One package of a registry, at a version or at whatever the registry offers."""
+
+    client: str
+    name: str
+    version: str = ""
+
+    @property
+    def id(self) -> str:
+        """A name for folders and stamps; the version is not in it, so that a change replaces."""
+        return f"{self.client}-{self.name}".replace("/", "+")
+
+    @property
+    def requirement(self) -> str:
+        """The package as its client spells it on the command line."""
+        between = {"pip": "==", "apt": "=", "npm": "@"}.get(self.client, "")
+        return self.name + (between + self.version if self.version else "")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Packages that are read in the same way: each on its own, or together when `together`.
+
+    `together` is for translations that come apart from their English, as one package a language.
+    """
+
+    name: str
+    packages: tuple[Package, ...]
+    read: tuple[Reading, ...]
+    keep: tuple[str, ...]  # patterns of the files worth unpacking
+    together: bool = False
+    licence: str = ""  # what the package itself does not say
+    split: str = ""  # "test" keeps a whole source out of training
+    arguments: tuple[str, ...] = ()  # more arguments for the client
+
+    def units(self) -> Iterator[Unit]:
+        """The pieces that are read, cleaned and stamped one by one."""
+        if self.together:
+            yield Unit(self.name, self, self.packages)
+        else:
+            for package in self.packages:
+                yield Unit(package.name, self, (package,))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is read in one go, and the name that its pairs carry as their origin."""
+
+    name: str
+    source: Source
+    packages: tuple[Package, ...]
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A named list of sources, and the shares of long sentences to hold out."""
+
+    name: str
+    sources: tuple[Source, ...]
+    test_share: float = 0.02
+    dev_share: float = 0.01
+
+    def units(self) -> list[Unit]:
+        """All units in order: earlier ones win where two have the same pair."""
+        return [unit for source in self.sources for unit in source.units()]
+
+    def packages(self) -> list[tuple[Package, Source]]:
+        """Every package once, with the source that says what to unpack."""
+        once: dict[str, tuple[Package, Source]] = {}
+        for source in self.sources:
+            for package in source.packages:
+                once.setdefault(package.id, (package, source))
+        return list(once.values())
+
+
+def shipped() -> list[str]:
+    """The names of the tiers that come with the package."""
+    folder = resources.files("gshard.mt.data") / "tiers"
+    return sorted(file.name[:-5] for file in folder.iterdir() if file.name.endswith(".toml"))
+
+
+def load(name: str) -> Tier:
+    """The tier called `name`, or the one in the TOML file of that path."""
+    if name.endswith(".toml"):
+        path = Path(name)
+        if not path.is_file():
+            raise UserError(f"no tier file {name}")
+        return parse(path.read_text(encoding="utf-8"), path.stem)
+    if name not in shipped():
+        raise UserError(
+            f"no tier {name!r}{nearest(name, shipped())} "
+            f"(tiers: {', '.join(shipped())}, or a .toml file of your own)"
+        )
+    text = (resources.files("gshard.mt.data") / "tiers" / f"{name}.toml").read_text(
+        encoding="utf-8"
+    )
+    return parse(text, name)
+
+
+def parse(text: str, name: str) -> Tier:
+    """A tier from TOML; every misspelt key is an error that names the nearest one."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"tier {name}: {error}") from None
+    _check(data, {"extends", "source", "test_share", "dev_share"}, f"tier {name}")
+    sources = [_source(entry, name) for entry in data.pop("source", [])]
+    if parent := data.pop("extends", ""):
+        # The parent's sources come first: gathering the larger tier keeps what the smaller kept.
+        base = load(parent)
+        sources = [*base.sources, *sources]
+        data = {"test_share": base.test_share, "dev_share": base.dev_share, **data}
+    return Tier(name, tuple(sources), **data)
+
+
+def _source(entry: dict[str, Any], tier: str) -> Source:
+    where = f"tier {tier}, source {entry.get('name', '?')!r}"
+    known = {field.name for field in fields(Source)} | {"client"}
+    _check(entry, known, where)
+    for key in ("name", "client", "packages", "read"):
+        if key not in entry:
+            raise UserError(f"{where}: {key!r} is missing")
+    client = entry["client"]
+    _choice(client, CLIENTS, f"{where}: client")
+    packages = []
+    for text in entry["packages"]:
+        name, _, version = text.partition("==")
+        packages.append(Package(client, name, version))
+    readings = []
+    for reading in entry["read"]:
+        _check(reading, {field.name for field in fields(Reading)}, where)
+        _choice(reading.get("format", ""), FORMATS, f"{where}: format")
+        readings.append(Reading(**reading))
+    return Source(
+        name=entry["name"],
+        packages=tuple(packages),
+        read=tuple(readings),
+        keep=tuple(entry.get("keep", ("*",))),
+        together=entry.get("together", False),
+        licence=entry.get("licence", ""),
+        split=entry.get("split", ""),
+        arguments=tuple(entry.get("arguments", ())),
+    )
+
+
+def _check(entry: dict[str, Any], known: set[str], where: str) -> None:
+    for key in entry:
+        if key not in known:
+            raise UserError(f"{where}: no setting {key!r}{nearest(key, known)}")
+
+
+def _choice(value: str, known: tuple[str, ...], where: str) -> None:
+    if value not in known:
+        raise UserError(f"{where} {value!r} is none of {', '.join(known)}{nearest(value, known)}")

@@ -1,0 +1,246 @@
+"""Flat beam search, the appendix's way to decode: one interleaved sequence for all hypotheses.
+
+The K hypotheses of a sentence share one buffer of K * T slots: slot t * K + k holds the token that
+hypothesis k read at step t, and the decoder's keys and values lie in the same order. Who descends
+from whom is a 0/1 mask over the slots, which is also the mask of self-attention. When hypotheses
+branch and die only the masks are reordered; keys and values stay where they were written.
+
+What is searched, in words. A hypothesis is worth the sum of its tokens' log-probabilities. Each
+step takes the K best continuations of the K live hypotheses. An end of sentence that ranks among
+the K best goes, with its length-normalized score, to a list of its own and is never extended; so
+beam 1 is greedy search. At the last step all live hypotheses end. A sentence is done when K
+hypotheses have ended, or when no live one can enter the list any more, and the search stops when
+every sentence is done.
+
+Dims: B sentences, K beam, N best, T steps, L = K * T slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from gshard.mt.batching.tokenizer import END, PAD, START, UNKNOWN
+from gshard.nn.strategy import ONE_DEVICE, Strategy
+from gshard.nn.transformer import PairCache, Transformer
+
+
+@dataclass(frozen=True)
+class BeamConfig:
+    """How to search: `beam=1` is greedy, and the `nbest` best of each sentence come back.
+
+    `max_length` counts the end of sentence. `alpha` is that of ((5 + t) / 6)^alpha, by which a
+    score is divided: 0 favours short sentences, 1 about means the average per token. A token that
+    is `banned` is never said, but keeps its share of the probability.
+    """
+
+    beam: int = 4
+    nbest: int = 1
+    max_length: int = 128
+    alpha: float = 0.6
+    banned: tuple[int, ...] = (PAD, UNKNOWN, START)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.nbest <= self.beam:
+            raise ValueError(
+                f"1 <= nbest <= beam is needed, but nbest={self.nbest}, beam={self.beam}"
+            )
+        if self.max_length < 1:
+            raise ValueError(f"max_length is {self.max_length}; the end alone takes 1")
+        if not (math.isfinite(self.alpha) and self.alpha >= 0):
+            raise ValueError(f"alpha is {self.alpha}; it is finite and at least 0")
+        if END in self.banned:
+            raise ValueError(f"token {END} ends a sentence and cannot be banned")
+
+    def norm(self, length: Array | int) -> Array:
+        """What the score of `length` tokens is divided by, the end counted."""
+        return ((5.0 + jnp.asarray(length, jnp.float32)) / 6.0) ** self.alpha
+
+
+class Translations(NamedTuple):
+    """The n-best list of each sentence, best first.
+
+    `tokens` end with END and are padded with PAD. A place that no hypothesis took (and every place
+    of a sentence that is all padding) has length 0 and score -inf.
+    """
+
+    tokens: Array  # [B, N, T]
+    scores: Array  # [B, N], length-normalized
+    lengths: Array  # [B, N], the end counted
+    steps: Array  # how often the decoder ran
+
+
+class Live(NamedTuple):
+    """The hypotheses that may still be extended; one that does not exist has score -inf."""
+
+    tokens: Array  # [B, K], what each reads next
+    scores: Array  # [B, K]
+    ancestry: Array  # [B, K, L]
+
+
+class Ended(NamedTuple):
+    """The best hypotheses that have ended, as masks over the slots; and how many ever did."""
+
+    scores: Array  # [B, N]
+    lengths: Array  # [B, N]
+    ancestry: Array  # [B, N, L]
+    total: Array  # [B]
+
+
+class State(NamedTuple):
+    """What the loop carries; only `live` and `ended` are ever reordered."""
+
+    step: Array
+    live: Live
+    ended: Ended
+    slots: Array  # [B, L], the token in each slot
+    cache: PairCache
+    done: Array  # [B]
+
+
+def beam_search(
+    model: Transformer,
+    source_BL: Array,
+    config: BeamConfig,
+    strategy: Strategy = ONE_DEVICE,
+) -> Translations:
+    """Translate sentences of any number and length, each padded with PAD at the end.
+
+    To be called under `jax.jit`, or under `gshard.jit` with the strategy of training: the batch is
+    split over the devices, and nothing but the experts' tokens and the test for the end crosses
+    between them. A sentence that is all padding costs no steps. Every token gets its experts, so
+    that a translation does not depend on the batch and the padding it stands in.
+    """
+    source_BL = strategy.groups(source_BL)
+    real_BL = source_BL != PAD
+    positions_BL = jnp.broadcast_to(jnp.arange(source_BL.shape[1]), source_BL.shape)
+    memory_BLM, _ = model.encode(
+        source_BL, real_BL.astype(jnp.int32), positions_BL, None, strategy, dropless=True
+    )
+    K, T = config.beam, config.max_length
+
+    def searching(state: State) -> Array:
+        return (state.step < T) & ~jnp.all(state.done)
+
+    def step(state: State) -> State:
+        t, live = state.step, state.live
+        slots_BL = jax.lax.dynamic_update_slice_in_dim(state.slots, live.tokens, t * K, axis=1)
+        itself_KL = jnp.arange(K * T) == t * K + jnp.arange(K)[:, None]
+        live = live._replace(ancestry=live.ancestry | itself_KL)
+        logits_BKV, cache = model.decode_step(
+            live.tokens,
+            jnp.broadcast_to(t, live.tokens.shape),
+            state.cache,
+            t * K,
+            live.ancestry,
+            real_BL,
+            strategy,
+        )
+        ends_BK, extended = extend(live, logits_BKV, config)
+        ends_BK = jnp.where(may_end(ends_BK, extended.scores, t + 1 == T), ends_BK, -jnp.inf)
+        ends_BK = jnp.where(state.done[:, None], -jnp.inf, ends_BK)
+        ended = collect(state.ended, live, ends_BK, t + 1, config)
+        done_B = state.done | is_done(ended, extended, config)
+        return State(t + 1, extended, ended, slots_BL, cache, done_B)
+
+    empty = start(real_BL, model.start_decoding(memory_BLM, K * T), config, strategy)
+    final = jax.lax.while_loop(searching, step, empty)
+    tokens_BNT = read(final.slots, final.ended, config)
+    return Translations(tokens_BNT, final.ended.scores, final.ended.lengths, final.step)
+
+
+def start(real_BL: Array, cache: PairCache, config: BeamConfig, strategy: Strategy) -> State:
+    """One live hypothesis per sentence, the empty one, and nothing in any slot."""
+    B, K, N, L = real_BL.shape[0], config.beam, config.nbest, config.beam * config.max_length
+    first_K = jnp.arange(K) == 0
+    return State(
+        jnp.asarray(0, jnp.int32),
+        Live(
+            strategy.groups(jnp.full((B, K), START, jnp.int32)),
+            strategy.groups(jnp.broadcast_to(jnp.where(first_K, 0.0, -jnp.inf), (B, K))),
+            strategy.groups(jnp.zeros((B, K, L), bool)),
+        ),
+        Ended(
+            strategy.groups(jnp.full((B, N), -jnp.inf, jnp.float32)),
+            strategy.groups(jnp.zeros((B, N), jnp.int32)),
+            strategy.groups(jnp.zeros((B, N, L), bool)),
+            strategy.groups(jnp.zeros((B,), jnp.int32)),
+        ),
+        strategy.groups(jnp.full((B, L), PAD, jnp.int32)),
+        cache,
+        strategy.groups(~jnp.any(real_BL, axis=1)),
+    )
+
+
+def extend(live: Live, logits_BKV: Array, config: BeamConfig) -> tuple[Array, Live]:
+    """The score with which each hypothesis would end here, and the K best that go on."""
+    B, K, V = logits_BKV.shape
+    scores_BKV = live.scores[:, :, None] + jax.nn.log_softmax(logits_BKV.astype(jnp.float32))
+    ends_BK = scores_BKV[:, :, END]
+    tokens_V = jnp.arange(V)
+    silent_V = (tokens_V[:, None] == jnp.asarray((*config.banned, END))).any(axis=1)
+    goes_on_BX = jnp.where(silent_V, -jnp.inf, scores_BKV).reshape(B, K * V)
+    scores_BK, best_BK = jax.lax.top_k(goes_on_BX, K)
+    ancestry_BKL = reorder(live.ancestry, best_BK // V)
+    return ends_BK, Live((best_BK % V).astype(jnp.int32), scores_BK, ancestry_BKL)
+
+
+def may_end(ends_BK: Array, goes_on_BK: Array, last: Array) -> Array:
+    """Which ends rank among the K best of all candidates; at the last step, all of them.
+
+    Fewer than K candidates are better than such an end, so that those of them that go on are all
+    among the K best that go on: there is no need to sort the vocabulary again with the ends in it.
+    """
+    K = ends_BK.shape[1]
+    rivals_BX = jnp.concatenate([goes_on_BK, ends_BK], axis=1)
+    better_BK = jnp.sum(rivals_BX[:, None, :] > ends_BK[:, :, None], axis=2)
+    return (better_BK < K) | last
+
+
+def collect(ended: Ended, live: Live, ends_BK: Array, length: Array, config: BeamConfig) -> Ended:
+    """Enter the hypotheses that end into the list, which keeps its N best."""
+    scores_BX = jnp.concatenate([ended.scores, ends_BK / config.norm(length)], axis=1)
+    lengths_BX = jnp.concatenate(
+        [ended.lengths, jnp.where(jnp.isfinite(ends_BK), length, 0)], axis=1
+    )
+    ancestry_BXL = jnp.concatenate([ended.ancestry, live.ancestry], axis=1)
+    scores_BN, best_BN = jax.lax.top_k(scores_BX, config.nbest)
+    return Ended(
+        scores_BN,
+        reorder(lengths_BX, best_BN),
+        reorder(ancestry_BXL, best_BN),
+        ended.total + jnp.sum(jnp.isfinite(ends_BK), axis=1, dtype=jnp.int32),
+    )
+
+
+def is_done(ended: Ended, live: Live, config: BeamConfig) -> Array:
+    """Whether K hypotheses have ended, or no live one can still enter the list.
+
+    A sum of log-probabilities only falls, and at best is divided by the norm of the last step.
+    """
+    bound_B = jnp.max(live.scores, axis=1) / config.norm(config.max_length)
+    return (ended.total >= config.beam) | (bound_B <= jnp.min(ended.scores, axis=1))
+
+
+def reorder(x_BX: Array, index_BK: Array) -> Array:
+    """Take entries of dim 1, by an index of each sentence's own."""
+    index = index_BK.reshape(*index_BK.shape, *(1,) * (x_BX.ndim - 2))
+    return jnp.take_along_axis(x_BX, index, axis=1)
+
+
+def read(slots_BL: Array, ended: Ended, config: BeamConfig) -> Array:
+    """Spell out the ended hypotheses: in each step's slots a hypothesis has one ancestor."""
+    B, N, _ = ended.ancestry.shape
+    K, T = config.beam, config.max_length
+    spoken_BNTK = jnp.where(ended.ancestry, slots_BL[:, None, :], 0).reshape(B, N, T, K)
+    inputs_BNT = jnp.sum(spoken_BNTK, axis=3)
+    tokens_BNT = jnp.pad(inputs_BNT[:, :, 1:], ((0, 0), (0, 0), (0, 1)))  # the start is not said
+    last_BN1 = ended.lengths[:, :, None] - 1
+    position_T = jnp.arange(T)
+    tokens_BNT = jnp.where(position_T < last_BN1, tokens_BNT, PAD)
+    return jnp.where(position_T == last_BN1, END, tokens_BNT)

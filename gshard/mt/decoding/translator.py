@@ -1,0 +1,290 @@
+"""Translation of any number of texts of any length, in few compiled programs.
+
+Texts are cut to what the model can take, sorted by length into batches of a few fixed shapes, and
+searched by `beam_search` under `gshard.jit`, spread over the devices as in training. Each shape is
+compiled when first needed and kept; the weights go to the devices once. What a text becomes does
+not depend on the texts beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+import gshard
+from gshard.mt.batching.tokenizer import END, PAD, Tokenizer
+from gshard.mt.decoding.beam import BeamConfig, Translations, beam_search
+from gshard.mt.decoding.segment import cut
+from gshard.mt.errors import UserError, nearest
+from gshard.nn.strategy import ONE_DEVICE, Strategy
+from gshard.nn.transformer import Transformer
+
+if TYPE_CHECKING:
+    from gshard.mt.run import Run
+
+Progress = Callable[[int, int], None]  # pieces done, of all
+
+_SHORTEST = 16  # source tokens in the smallest program
+_UNSPACED = ("zh", "ja", "yue", "wuu", "th", "lo", "km", "my", "bo", "dz")
+
+
+@dataclass(frozen=True)
+class TranslateConfig:
+    """How to search, and the shapes to search in.
+
+    A batch has `rows` sentences of 16, 32, ... up to `longest` source tokens; longer text is cut.
+    A translation has at most twice the tokens of its source's shape and 16, within `most`.
+    """
+
+    beam: int = 4
+    nbest: int = 1
+    alpha: float = 0.6
+    rows: int = 32
+    longest: int = 128
+    most: int = 256
+
+    def __post_init__(self) -> None:
+        if self.beam < 1:
+            raise UserError(f"a beam of {self.beam} keeps nothing; 1 is greedy search")
+        if not 1 <= self.nbest <= self.beam:
+            raise UserError(
+                f"the {self.nbest} best of a beam of {self.beam} cannot be given; "
+                "nbest is from 1 to beam"
+            )
+        if not (math.isfinite(self.alpha) and self.alpha >= 0):
+            raise UserError(f"alpha is {self.alpha}; it is a number from 0 up, usually 0.6")
+        if self.rows < 1:
+            raise UserError(f"batches of {self.rows} rows hold nothing; at least 1 is needed")
+        if self.longest < 4 or self.most < 2:
+            raise UserError(
+                f"longest is {self.longest} and most {self.most} tokens; 4 and 2 are the least"
+            )
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The source lengths of the programs: doubled up to the longest."""
+        doubled = (_SHORTEST << n for n in range(self.longest.bit_length()))
+        return (*(length for length in doubled if length < self.longest), self.longest)
+
+    def shape(self, tokens: int) -> int:
+        """The source length of the program for a sentence of so many tokens."""
+        return next(length for length in self.lengths if tokens <= length)
+
+    def search(self, length: int) -> BeamConfig:
+        """How sentences of the program of that source length are searched."""
+        most = min(2 * length + 16, self.most)
+        return BeamConfig(self.beam, self.nbest, most, self.alpha)
+
+
+class Hypothesis(NamedTuple):
+    """A translation, its length-normalized log-probability, and its tokens with their end."""
+
+    text: str
+    score: float
+    tokens: tuple[int, ...] = ()
+
+
+class _Job(NamedTuple):
+    """One piece of text to translate, its source tokens, and the program's source length."""
+
+    piece: str
+    ids: list[int]
+    length: int
+
+
+class Translator:
+    """A model ready to translate; the first batch of each shape waits for its compilation."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        strategy: Strategy = ONE_DEVICE,
+        config: TranslateConfig = TranslateConfig(),  # noqa: B008  (frozen)
+    ):
+        self.tokenizer = tokenizer
+        self.strategy = strategy
+        self.config = config
+        self.model_config = model.config
+        self.weights = sum(leaf.size for leaf in jax.tree.leaves(model))
+        self._model = model
+        self._devices = jax.devices()[: strategy.devices]
+        self._programs: dict[Any, Callable[..., Any]] = {}
+
+    def translate(
+        self, texts: Sequence[str], target: str = "en", progress: Progress | None = None
+    ) -> list[list[Hypothesis]]:
+        """For each text, in order, its best translations, the best one first.
+
+        Blank text becomes one empty translation. Pieces of text that was too long are translated
+        apart and joined, best with best; the score is then their mean.
+        """
+        cuts = [self.pieces(text, target) for text in texts]
+        distinct = list(dict.fromkeys(piece for pieces in cuts for piece in pieces))
+        jobs = self._jobs(distinct, target)
+        found: dict[str, list[Hypothesis]] = {}
+        for batch in self._batches(jobs):
+            if progress:
+                progress(len(found), len(jobs))
+            found.update(zip((job.piece for job in batch), self._search(batch), strict=True))
+        if progress:
+            progress(len(jobs), len(jobs))
+        return [joined([found[p] for p in pieces if p in found], target) for pieces in cuts]
+
+    def pieces(self, text: str, target: str = "en") -> list[str]:
+        """The text in pieces that the model can take; most often there is one."""
+
+        def size(texts: Sequence[str]) -> list[int]:
+            sources = self.tokenizer.encode_source(texts, target)
+            return [len(ids) - self._overhead for ids in sources]
+
+        return cut(well_formed(text), size, self.config.longest - self._overhead)
+
+    def compiled(
+        self, name: str, fn: Callable[..., Any], *shapes: tuple[int, ...]
+    ) -> Callable[..., Any]:
+        """`fn(model, *arrays)` for arrays of tokens: compiled once, with the weights in place."""
+        if (name, shapes) not in self._programs:
+            arrays = [np.zeros(shape, np.int32) for shape in shapes]
+            program = gshard.jit(fn, devices=self._devices).lower(self._model, *arrays).compile()
+            # Where programs agree on the place of a weight, they share it: nothing is copied.
+            self._model, *_ = program.place(self._model, *arrays)
+            self._programs[name, shapes] = functools.partial(program, self._model)
+        return self._programs[name, shapes]
+
+    def search_program(self, rows: int, length: int) -> Callable[..., Translations]:
+        """Beam search of `rows` sentences of `length` tokens."""
+        config, strategy = self.config.search(length), self.strategy
+
+        def search(model: Transformer, source_BL: Array) -> Translations:
+            return beam_search(model, source_BL, config, strategy)
+
+        return self.compiled("search", search, (rows, length))
+
+    @property
+    def _overhead(self) -> int:
+        """Tokens beside those of the text: the end, and a tag if the model has several targets."""
+        return 1 if self.tokenizer.config.directions == "to-english" else 2
+
+    def _jobs(self, pieces: Sequence[str], target: str) -> list[_Job]:
+        """What there is to translate; of blank text nothing."""
+        longest, jobs = self.config.longest, []
+        for piece, ids in zip(pieces, self.tokenizer.encode_source(pieces, target), strict=True):
+            if len(ids) > longest:  # a single character that the longest program cannot hold
+                ids = [*ids[: longest - 1], END]
+            if len(ids) > self._overhead:
+                jobs.append(_Job(piece, ids, self.config.shape(len(ids))))
+        return jobs
+
+    def _batches(self, jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+        """Batches of one shape, with sentences of like length together: they end together."""
+        for length in self.config.lengths:
+            alike = sorted((j for j in jobs if j.length == length), key=lambda j: len(j.ids))
+            for i in range(0, len(alike), self.config.rows):
+                yield alike[i : i + self.config.rows]
+
+    def _search(self, batch: Sequence[_Job]) -> Iterator[list[Hypothesis]]:
+        """The n-best lists of a batch."""
+        length = batch[0].length
+        source = np.full((self._rows(len(batch), length), length), PAD, np.int32)
+        for row, job in enumerate(batch):
+            source[row, : len(job.ids)] = job.ids
+        found = jax.tree.map(np.asarray, self.search_program(*source.shape)(source))
+        for row in range(len(batch)):
+            places = [n for n in range(self.config.nbest) if found.lengths[row, n]]
+            said = [tuple(found.tokens[row, n, : found.lengths[row, n]].tolist()) for n in places]
+            texts = self.tokenizer.decode_target(said)
+            scores = [float(found.scores[row, n]) for n in places]
+            yield [Hypothesis(*each) for each in zip(texts, scores, said, strict=True)]
+
+    def _rows(self, count: int, length: int) -> int:
+        """The rows of the batch for so many sentences: all, or one for each device.
+
+        One sentence, typed by a person, should not pay for a whole batch; but what is left of a
+        long list takes the program that is there.
+        """
+        devices = self.strategy.devices
+        full = -(-self.config.rows // devices) * devices
+        few = count <= devices and ("search", ((full, length),)) not in self._programs
+        return devices if few else full
+
+
+def open_translator(
+    run: Run,
+    which: str = "best",
+    config: TranslateConfig = TranslateConfig(),  # noqa: B008  (frozen)
+    devices: int = 0,
+) -> tuple[Translator, int]:
+    """The translator of a run on this machine's devices (0: all), and the step of its weights."""
+    from gshard.mt import hosts
+    from gshard.mt.config import DeviceConfig
+    from gshard.mt.training.checkpoint import load_model
+
+    hosts.start(devices)
+    hosts.cache_programs(run.folder / "programs")
+    strategy = hosts.strategy(DeviceConfig(devices))
+    model, step = load_model(run, which)
+    return Translator(model, run.tokenizer, strategy, config), step
+
+
+def choose_target(tokenizer: Tokenizer, source: str = "", target: str = "") -> str:
+    """The language to translate into, which must be one that the model has learned.
+
+    Into English the source need not be named, since the model sees text only; if it is, it must
+    be known too. Without a target it is English, or the only one there is.
+    """
+    sources = sorted({task.source for task in tokenizer.tasks})
+    targets = sorted({task.target for task in tokenizer.tasks})
+    if source and source not in (*sources, *targets):
+        raise UserError(_unknown(source, "translated from", sources))
+    if not target:
+        target = "en" if "en" in targets and source != "en" else ""
+        if not target and len(targets) > 1:
+            raise UserError(
+                f"which language to translate into? --to is one of {', '.join(targets)}"
+            )
+        target = target or targets[0]
+    if target not in targets:
+        raise UserError(_unknown(target, "translated into", targets))
+    if source == target:
+        raise UserError(f"the text is in {source!r} and is to be translated into {target!r}")
+    return target
+
+
+def _unknown(language: str, what: str, known: Sequence[str]) -> str:
+    return (
+        f"this model has not learned {language!r}{nearest(language, known)}; "
+        f"what can be {what}: {', '.join(known)}"
+    )
+
+
+def well_formed(text: str) -> str:
+    """The text with U+FFFD for halves of surrogate pairs, which no encoding can write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def joined(pieces: Sequence[Sequence[Hypothesis]], target: str) -> list[Hypothesis]:
+    """The n-best list of a text from those of its pieces."""
+    if len(pieces) == 1:
+        return list(pieces[0])
+    if not pieces:
+        return [Hypothesis("", 0.0)]
+    space = "" if target.split("_")[0].split("-")[0] in _UNSPACED else " "
+    joined = []
+    for n in range(max(map(len, pieces))):
+        each = [piece[min(n, len(piece) - 1)] for piece in pieces]
+        text = space.join(stripped for h in each if (stripped := h.text.strip()))
+        score = sum(h.score for h in each) / len(each)
+        joined.append(Hypothesis(text, score, tuple(t for h in each for t in h.tokens)))
+    return joined

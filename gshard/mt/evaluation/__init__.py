@@ -1,0 +1,1 @@
+"""BLEU by language, and the bilingual baselines to hold it against."""

@@ -1,0 +1,232 @@
+"""Many small models trained at once, each on its own text: one program, mapped over the models.
+
+A bilingual model is too small to fill a device by itself. Here the weights, the optimizer's state
+and the batches of N equal models stand stacked, and the training step of one is mapped over dim 0.
+Split over devices along that dim it communicates nothing. Each model is looked at on dev text now
+and then, its best weights are kept, and it stops by itself when they stay the best.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+import gshard
+from gshard.mt.batching.batches import Batches
+from gshard.mt.batching.packing import Arrays
+from gshard.nn.step import TrainState, eval_step, init_state, train_step
+from gshard.nn.transformer import Batch, Transformer, TransformerConfig
+
+_AHEAD = 4  # batches read ahead
+
+
+@dataclass(frozen=True)
+class Schooling:
+    """How every model of a group is trained."""
+
+    learning_rate: float = 1e-3  # Adam's, at its highest
+    warmup: int = 400  # steps; after them it falls with the square root of the step
+    label_smoothing: float = 0.1
+    look_every: int = 100  # steps between two looks at the dev text
+    patience: int = 8  # looks without a new best before a model stops
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """Adam, with the schedule of "Attention is all you need"."""
+
+        def rate(count: Any) -> Array:
+            t = jnp.asarray(count, jnp.float32) + 1.0
+            return self.learning_rate * jnp.minimum(t / self.warmup, jnp.sqrt(self.warmup / t))
+
+        return optax.adam(rate, b1=0.9, b2=0.98, eps=1e-9)
+
+
+class GroupState(NamedTuple):
+    """N models in training; every array has the models in dim 0."""
+
+    train: TrainState
+    best: Transformer  # the weights with the lowest loss on dev text
+    best_nll: Array
+    best_step: Array
+    waited: Array  # looks since then
+    running: Array  # whether it may still become better
+
+
+class Group:
+    """The programs of N models of one shape."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        schooling: Schooling,
+        count: int,
+        devices: Sequence[jax.Device] | None = None,
+    ):
+        self.count, self.schooling = count, schooling
+        chosen = list(jax.devices()[:1] if devices is None else devices)[:count]
+        parts = len(chosen)
+        optimizer = schooling.optimizer()
+
+        def spread(tree: Any) -> Any:
+            if parts == 1:
+                return tree
+            return jax.tree.map(lambda x: gshard.split(x, 0, parts), tree)
+
+        def first(keys_N: Array) -> GroupState:
+            train = jax.vmap(lambda key: init_state(config, optimizer, key))(spread(keys_N))
+            zeros_N = jnp.zeros((count,), jnp.int32)
+            nll_N = jnp.full((count,), jnp.inf, jnp.float32)
+            # Not the same arrays twice: a step gives back the memory of those it has used.
+            best = jax.tree.map(jnp.copy, train.model)
+            running_N = jnp.ones((count,), bool)
+            return spread(GroupState(train, best, nll_N, zeros_N, jnp.copy(zeros_N), running_N))
+
+        def step(state: GroupState, batch: Batch, keys_N: Array) -> tuple[GroupState, Array]:
+            def one(state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, Array]:
+                smoothing = schooling.label_smoothing
+                state, metrics = train_step(
+                    state, batch, key, optimizer=optimizer, label_smoothing=smoothing
+                )
+                return state, metrics.nll
+
+            state, batch, keys_N = spread((state, batch, keys_N))
+            train, nll_N = jax.vmap(one)(state.train, batch, keys_N)
+            return spread(state._replace(train=train)), spread(nll_N)
+
+        def dev(models: Transformer, batch: Batch) -> tuple[Array, Array]:
+            metrics = jax.vmap(eval_step)(spread(models), spread(batch))
+            return spread(metrics.nll * metrics.tokens), spread(metrics.tokens)
+
+        def look(state: GroupState, nll_N: Array, limits_N: Array) -> GroupState:
+            return spread(judge(spread(state), spread(nll_N), spread(limits_N), schooling.patience))
+
+        def program(fn: Callable, donated: tuple[int, ...] = ()) -> Any:
+            if parts == 1:
+                return jax.jit(fn, donate_argnums=donated)
+            return gshard.jit(fn, devices=chosen, donate_argnums=donated)
+
+        self._plain_first = first
+        self.first = program(first)
+        self.step = program(step, (0,))
+        self.dev = program(dev)
+        self.look = program(look, (0,))
+
+    def state_like(self) -> GroupState:
+        """The shapes of the state."""
+        return jax.eval_shape(self._plain_first, stacked_keys(range(self.count)))
+
+    def train(
+        self,
+        batches: Sequence[Batches],
+        dev: Sequence[Sequence[Arrays]],
+        seeds: Sequence[int],
+        limits: Sequence[int],
+        state: GroupState | None = None,
+        looked: Callable[[int, GroupState], None] | None = None,
+    ) -> GroupState:
+        """Train every model on its own `batches` until it stops getting better, or its limit.
+
+        `dev` has batches of each model's dev text. From `state` the training goes on where it was
+        taken, which is whenever `looked` was called with it.
+        """
+        keys_N = stacked_keys(seeds)
+        if state is None:
+            state = self.first(keys_N)
+        every = self.schooling.look_every
+        limits_N = np.array([-(-limit // every) * every for limit in limits], np.int32)
+        dev_batches = stacked_dev(dev)
+        step = int(np.max(np.asarray(state.train.step)))
+        ahead = read_ahead(batches, step)
+        try:
+            while np.asarray(state.running).any():
+                for _ in range(every):
+                    state, _ = self.step(state, next(ahead), keys_N)
+                    step += 1
+                sums = [self.dev(state.train.model, batch) for batch in dev_batches]
+                nll_N = sum(np.asarray(nll) for nll, _ in sums)
+                tokens_N = sum(np.asarray(tokens) for _, tokens in sums)
+                mean_N = np.asarray(nll_N / np.maximum(tokens_N, 1), np.float32)
+                state = self.look(state, mean_N, limits_N)
+                if looked:
+                    looked(step, state)
+        finally:
+            ahead.close()
+        return state
+
+
+@functools.lru_cache(maxsize=8)
+def group_of(
+    config: TransformerConfig, schooling: Schooling, count: int, devices: tuple[jax.Device, ...]
+) -> Group:
+    """The programs for such a group, compiled once for all groups of one shape."""
+    return Group(config, schooling, count, devices)
+
+
+def judge(state: GroupState, nll_N: Array, limits_N: Array, patience: int) -> GroupState:
+    """Keep each model's weights if they are its best so far, and stop those that had their time."""
+    better_N = state.running & (nll_N < state.best_nll)
+
+    def chosen(new: Array, old: Array) -> Array:
+        return jnp.where(better_N.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    waited_N = jnp.where(better_N, 0, state.waited + 1)
+    return GroupState(
+        state.train,
+        jax.tree.map(chosen, state.train.model, state.best),
+        chosen(nll_N, state.best_nll),
+        chosen(state.train.step, state.best_step),
+        waited_N,
+        state.running & (waited_N < patience) & (state.train.step < limits_N),
+    )
+
+
+def stacked_keys(seeds: Sequence[int]) -> Array:
+    """A random key for each model, of the kind that draws the same numbers mapped and alone."""
+    keys = [jax.random.key_data(jax.random.key(seed, impl="threefry2x32")) for seed in seeds]
+    return jax.random.wrap_key_data(jnp.stack(keys), impl="threefry2x32")
+
+
+def stacked(arrays: Sequence[Arrays]) -> Batch:
+    """The batches of all models as one, with the models in dim 0."""
+    return Batch(*(np.stack([a[name] for a in arrays]) for name in Batch._fields))  # type: ignore[arg-type]
+
+
+def stacked_dev(dev: Sequence[Sequence[Arrays]]) -> list[Batch]:
+    """Dev batches of all models; who has fewer gets empty ones, which count nothing."""
+    longest = max(len(batches) for batches in dev)
+    empty = {name: np.zeros_like(array) for name, array in dev[0][0].items()}
+    filled = [[*batches, *[empty] * (longest - len(batches))] for batches in dev]
+    return [stacked(batches) for batches in zip(*filled, strict=True)]
+
+
+def read_ahead(batches: Sequence[Batches], step: int) -> Generator[Batch, None, None]:
+    """The stacked batches from `step` on, made by a thread while the devices compute."""
+
+    def make(step: int) -> Batch:
+        return stacked([each[step] for each in batches])
+
+    pool = ThreadPoolExecutor(1)
+    try:
+        waiting = deque(pool.submit(make, step + i) for i in range(_AHEAD))
+        step += _AHEAD
+        while True:
+            batch = waiting.popleft().result()
+            waiting.append(pool.submit(make, step))
+            step += 1
+            yield batch
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def model_of(models: Transformer, i: int) -> Transformer:
+    """One of the stacked models, on the host."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf[i]), models)

@@ -1,0 +1,277 @@
+"""Measure a trained model on held-out text: the numbers of section 4, with their controls.
+
+Three systems say the same sentences: the model, the source copied as it is, and, on request, the
+model before training. Copying shows how much of a score is names, numbers and markup; fresh
+weights show that the test can fail.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gshard.mt import atomic
+from gshard.mt.data.gather import Progress, Silent
+from gshard.mt.data.splits import fingerprint
+from gshard.mt.errors import UserError
+from gshard.mt.evaluation.heldout import HeldOut, held_out, tasks_of
+from gshard.mt.evaluation.scores import FEW, averages, resource_groups, score, sentence_chrf
+from gshard.mt.evaluation.store import Said, Store, Translates, folder_of, translate_all
+
+if TYPE_CHECKING:
+    from gshard.mt.decoding.translator import TranslateConfig
+    from gshard.mt.run import Run
+    from gshard.nn.transformer import Transformer
+
+VERSION = 1
+EVALUATION = "evaluation.json"
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """What to measure and how to search."""
+
+    split: str = "test"
+    languages: tuple[str, ...] = ()  # all of the run's
+    sentences: int = 0  # of each task, at most; 0 is all
+    beam: int = 4
+    alpha: float = 0.6
+    checkpoint: str = "best"  # or "last", or a step
+    untrained: bool = False  # measure fresh weights too
+    examples: int = 3  # of each task, to read
+
+    def __post_init__(self) -> None:
+        if self.beam < 1:
+            raise UserError(f"a beam of {self.beam} keeps nothing; 1 is greedy search")
+        if not (math.isfinite(self.alpha) and self.alpha >= 0):
+            raise UserError(
+                f"alpha is {self.alpha}; 0 favours short sentences, 1 is about the mean"
+            )
+        if self.examples < 0:
+            raise UserError(f"{self.examples} examples cannot be shown")
+
+
+@dataclass(frozen=True)
+class System:
+    """A model that can be measured: what its translations are filed under, and how to get them.
+
+    `translator` is called once, and only if there is something to translate. `loads` counts
+    expert loads; it is None for systems without experts.
+    """
+
+    step: int
+    digest: str  # equal only for equal weights and vocabularies
+    weights: int
+    translator: Callable[[], Translates]
+    loads: Callable[[Sequence[HeldOut], Progress], Mapping[str, Any]] | None = None
+
+
+def evaluate(
+    run: Run,
+    config: EvaluateConfig,
+    open_system: Callable[[str], System],
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure the run and write `evaluation.json`; what was translated before is not again."""
+    began = time.monotonic()
+    progress = progress or Silent()
+    tasks = tasks_of(run.tokenizer, config.languages)
+    sets = held_out(run.corpus, tasks, config.split, config.sentences)
+    system = open_system(config.checkpoint)
+    store, said = _translations(run.folder, system, config, sets, progress, "translate")
+    fresh: dict[str, list[Said]] = {}
+    if config.untrained:
+        _, fresh = _translations(
+            run.folder, open_system("untrained"), config, sets, progress, "untrained"
+        )
+
+    groups = resource_groups(run.corpus, run.tokenizer.config.languages)
+    step = progress.stage("score", len(sets))
+    measured: dict[str, dict[str, Any]] = {}
+    for held in sets:
+        name = str(held.task)
+        measured[name] = {
+            "group": groups[held.task.foreign],
+            **task_scores(held, said[name], fresh.get(name)),
+        }
+        step(name)
+    loads = _loads(store.folder, system, sets, progress)
+    result: dict[str, Any] = {
+        "version": VERSION,
+        "run": run.name,
+        "checkpoint": system.step,
+        "split": config.split,
+        "sentences_asked": config.sentences,
+        "beam": config.beam,
+        "alpha": config.alpha,
+        "seconds": round(time.monotonic() - began, 1),
+        "weights": system.weights,
+        "signatures": signatures(measured),
+        "tasks": measured,
+        "averages": averages(measured),
+        "examples": [e for held in sets for e in examples(held, said, config.examples)],
+    }
+    if loads:
+        result["experts"] = loads
+    atomic.write_json(run.folder / EVALUATION, result)
+    return result
+
+
+def task_scores(
+    held: HeldOut, said: Sequence[Said], untrained: Sequence[Said] | None = None
+) -> dict[str, Any]:
+    """The scores of one task, and those of copying its source."""
+    target = held.task.target
+    scores = score([s.text for s in said], held.references, target)
+    copied = score(held.sources, held.references, target)
+    measured: dict[str, Any] = {
+        "language": held.task.foreign,
+        "target": target,
+        "sentences": len(held),
+        "train_pairs": held.train_pairs,
+        "bleu": scores.bleu,
+        "chrf": scores.chrf,
+        "bleu_signature": scores.bleu_signature,
+        "chrf_signature": scores.chrf_signature,
+        "copy_bleu": copied.bleu,
+        "copy_chrf": copied.chrf,
+    }
+    if len(held) < FEW:
+        measured["few"] = True
+    if untrained is not None:
+        scores = score([s.text for s in untrained], held.references, target)
+        measured |= {"untrained_bleu": scores.bleu, "untrained_chrf": scores.chrf}
+    return measured
+
+
+def signatures(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """The signatures that most tasks have; a task with another cut states its own."""
+    found = {}
+    for metric in ("bleu", "chrf"):
+        stated = [task[f"{metric}_signature"] for task in tasks.values()]
+        found[metric] = max(dict.fromkeys(stated), key=stated.count)
+    return found
+
+
+def examples(held: HeldOut, said: Mapping[str, Sequence[Said]], count: int) -> list[dict[str, Any]]:
+    """`count` sentences of a task to read: always the same ones, chosen by their hash."""
+    ranked = sorted(range(len(held)), key=lambda i: (fingerprint(held.sources[i]), i))
+    shown = []
+    for i in ranked[:count]:
+        translation = said[str(held.task)][i]
+        finite = math.isfinite(translation.score)
+        shown.append(
+            {
+                "task": str(held.task),
+                "source": held.sources[i],
+                "reference": held.references[i],
+                "translation": translation.text,
+                "score": round(translation.score, 4) if finite else None,
+                "chrf": round(sentence_chrf(translation.text, held.references[i]), 2),
+            }
+        )
+    return shown
+
+
+def system_of(run: Run, which: str, config: EvaluateConfig, devices: int = 0) -> System:
+    """A checkpoint of the run as a system on so many devices (0: all); it is read once, here."""
+    from gshard.mt import hosts
+    from gshard.mt.config import DeviceConfig
+    from gshard.mt.evaluation.expert_loads import expert_loads
+    from gshard.mt.training.checkpoint import load_model
+
+    strategy = hosts.strategy(DeviceConfig(devices))
+    model, step = load_model(run, which)
+    lengths = (run.config.batch.source_length, run.config.batch.target_length)
+
+    def loads(sets: Sequence[HeldOut], progress: Progress) -> Mapping[str, Any]:
+        return expert_loads(model, run.tokenizer, sets, lengths, strategy, progress)
+
+    def translator() -> Translates:
+        from gshard.mt.decoding.translator import Translator
+
+        return Translator(model, run.tokenizer, strategy, search_of(run, config))
+
+    digest, weights = digest_of(model, run.tokenizer.digest), weights_of(model)
+    return System(step, digest, weights, translator, loads if model.config.experts else None)
+
+
+def search_of(run: Run, config: EvaluateConfig) -> TranslateConfig:
+    """How the run and its baselines are searched; nothing longer than what they have seen."""
+    import jax
+
+    from gshard.mt.decoding.translator import TranslateConfig
+
+    rows = 32 if jax.default_backend() == "cpu" else 128
+    longest = max(run.config.batch.source_length, 16)
+    return TranslateConfig(config.beam, 1, config.alpha, rows, longest)
+
+
+def digest_of(model: Transformer, tokenizer: str) -> str:
+    """Names weights by a few of them, which is enough to tell one training from another.
+
+    Bits, not sums: those would depend on the number of devices.
+    """
+    import numpy as np
+
+    some = (model.decoder_norm.scale, model.encoder_norm.scale, model.target.table[:8])
+    digest = hashlib.sha256(tokenizer.encode())
+    for array in some:
+        digest.update(np.ascontiguousarray(np.asarray(array, np.float32)).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def weights_of(model: Transformer) -> int:
+    """How many weights a model has."""
+    import jax
+
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model))
+
+
+def read_results(path: Path) -> dict[str, Any] | None:
+    """What a file of results holds; None if it is not there or of another version."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, UnicodeDecodeError):
+        raise UserError(f"{path} is damaged; remove it and evaluate again") from None
+    return found if isinstance(found, dict) and found.get("version") == VERSION else None
+
+
+def _translations(
+    folder: Path,
+    system: System,
+    config: EvaluateConfig,
+    sets: Sequence[HeldOut],
+    progress: Progress,
+    stage: str,
+) -> tuple[Store, dict[str, list[Said]]]:
+    place = folder_of(folder, f"step-{system.step}", config.split, config.beam, config.alpha)
+    store = Store(place, {"weights": system.digest})
+    return store, translate_all(store, sets, system.translator, progress, stage)
+
+
+def _loads(
+    folder: Path, system: System, sets: Sequence[HeldOut], progress: Progress
+) -> Mapping[str, Any]:
+    """The expert loads, counted once for each choice of sentences."""
+    if system.loads is None:
+        return {}
+    path = folder / "experts.json"
+    counted = {str(held.task): len(held) for held in sets}
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        if known["sentences"] == counted:
+            return dict(known["experts"])
+    except (OSError, ValueError, KeyError):
+        pass
+    loads = system.loads(sets, progress)
+    atomic.write_json(path, {"sentences": counted, "experts": loads})
+    return loads

@@ -1,0 +1,92 @@
+"""Which experts each language uses: routing of held-out text, counted layer by layer.
+
+The model reads the references (teacher forcing), one language at a time, with room for every token
+at every expert. With the capacity of training, a batch of one language would fill its favourite
+experts and spill over to the rest, and every language would look alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+
+import gshard
+from gshard.mt.batching.packing import Arrays, fill, pack
+from gshard.mt.batching.tokenizer import Tokenizer
+from gshard.mt.batching.tokens import TaskTokens, in_memory
+from gshard.mt.data.gather import Progress, Silent
+from gshard.mt.evaluation.heldout import HeldOut
+from gshard.nn.strategy import ONE_DEVICE, Strategy
+from gshard.nn.transformer import Batch, Transformer
+
+Loads = dict[str, list[list[float]]]  # by task: the share of each expert, for each MoE layer
+_ROWS = 16  # of a batch, or as many as there are devices
+_BATCHES = 8  # of each language, at most
+
+
+def expert_loads(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    sets: Sequence[HeldOut],
+    lengths: tuple[int, int],
+    strategy: Strategy = ONE_DEVICE,
+    progress: Progress | None = None,
+) -> Mapping[str, Loads]:
+    """Shares of all choices by expert, in the encoder and the decoder; {} for a dense model.
+
+    `lengths` are those of a row's source and target; sentences that are longer are left out.
+    """
+    if not model.config.experts:
+        return {}
+    rows = -(-_ROWS // strategy.devices) * strategy.devices
+
+    def routed(model: Transformer, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        model = strategy.weights(model, stacked=1)
+        batch = jax.tree.map(strategy.groups, batch)
+        _, metrics = model(batch, None, strategy, dropless=True)
+        assert metrics.encoder is not None
+        assert metrics.decoder is not None
+        return metrics.encoder.load, metrics.decoder.load
+
+    run = (
+        jax.jit(routed)
+        if strategy.devices == 1
+        else gshard.jit(routed, devices=jax.devices()[: strategy.devices])
+    )
+    step = (progress or Silent()).stage("expert loads", len(sets))
+    loads: dict[str, Loads] = {"encoder": {}, "decoder": {}}
+    for held in sets:
+        tokens = in_memory(tokenizer, held.task, held.sources, held.references)
+        sums: dict[str, np.ndarray] = {}
+        for arrays in batches_of(tokens, rows, *lengths)[:_BATCHES]:
+            found = run(model, Batch(*(arrays[name] for name in Batch._fields)))  # type: ignore[arg-type]
+            sides = zip(("encoder", "decoder"), ("source", "target"), found, strict=True)
+            for name, side, load_LE in sides:
+                weight = np.count_nonzero(arrays[f"{side}_segments"])
+                sums[name] = sums.get(name, 0) + weight * np.asarray(load_LE, np.float64)
+        for name, total_LE in sums.items():
+            shares_LE = total_LE / np.maximum(total_LE.sum(axis=1, keepdims=True), 1e-9)
+            loads[name][str(held.task)] = shares_LE.round(6).tolist()
+        step(str(held.task))
+    return loads
+
+
+def batches_of(
+    tokens: TaskTokens, rows: int, source_length: int, target_length: int, least: int = 0
+) -> list[Arrays]:
+    """Every example of a task that fits, once, packed into `least` batches or more.
+
+    Rows that are left over are empty. The rows come in the order of the first example in each, so
+    that a few batches are a fair sample and not the longest sentences.
+    """
+    sources, targets = tokens.source.lengths, tokens.target.lengths
+    fits = np.flatnonzero((sources <= source_length) & (targets <= target_length))
+    packed = pack(sources[fits], targets[fits], source_length, target_length)
+    ordered = sorted([(0, int(fits[i])) for i in sorted(row)] for row in packed)
+    ordered += [[]] * max(-len(ordered) % rows, least * rows - len(ordered))
+    return [
+        fill(ordered[i : i + rows], [tokens], source_length, target_length, False)
+        for i in range(0, len(ordered), rows)
+    ]

@@ -1,0 +1,107 @@
+"""How good translations are: sacreBLEU's BLEU and chrF++, by task and averaged by resource.
+
+BLEU means nothing without the way its words were cut. Each score therefore goes with sacreBLEU's
+signature, and the cut goes by the target language: Chinese, Japanese and Korean have no spaces
+between (or too much within) what BLEU counts as words.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sacrebleu.metrics import BLEU, CHRF
+
+from gshard.mt.data.corpus import Corpus
+
+GROUPS = ("high", "mid", "low")
+FEW = 10  # sentences: with fewer, a score says next to nothing
+# What sacreBLEU cuts these languages with, the first that works here.
+_CUTS = {"zh": ("zh",), "ja": ("ja-mecab", "char"), "ko": ("ko-mecab", "char")}
+_USUAL_CUT = "13a"
+# In the averages of tasks; a key that a task lacks is left out of them.
+_AVERAGED = ("bleu", "chrf", "copy_bleu", "copy_chrf", "untrained_bleu", "untrained_chrf")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of one set of translations, both from 0 to 100."""
+
+    bleu: float
+    chrf: float
+    bleu_signature: str
+    chrf_signature: str
+
+
+def score(translations: Sequence[str], references: Sequence[str], target: str = "en") -> Scores:
+    """Corpus-level BLEU and chrF++ of `translations` into `target`, one reference each."""
+    if len(translations) != len(references) or not references:
+        raise ValueError(f"{len(translations)} translations of {len(references)} references")
+    bleu, chrf = BLEU(tokenize=cut_of(target)), CHRF(word_order=2)
+    values = [m.corpus_score(list(translations), [list(references)]).score for m in (bleu, chrf)]
+    signatures = [str(metric.get_signature()) for metric in (bleu, chrf)]
+    return Scores(values[0], values[1], signatures[0], signatures[1])
+
+
+def sentence_chrf(translation: str, reference: str) -> float:
+    """chrF++ of one sentence: for people who look at examples."""
+    return float(CHRF(word_order=2).sentence_score(translation, [reference]).score)
+
+
+@functools.cache
+def cut_of(target: str) -> str:
+    """The name of sacreBLEU's tokenizer for a target language; only those that are installed.
+
+    Without MeCab, Japanese and Korean are cut into characters, and the signature says so.
+    """
+    base = target.replace("_", "-").split("-")[0]
+    for cut in _CUTS.get(base, (_USUAL_CUT,)):
+        try:
+            BLEU(tokenize=cut).corpus_score(["a"], [["a"]])
+        except (ImportError, RuntimeError):
+            continue
+        return cut
+    return "char"
+
+
+def resource_groups(corpus: Corpus, languages: Sequence[str]) -> dict[str, str]:
+    """high, mid or low for each language: the quarter with the most pairs, and with the fewest.
+
+    Of 102 languages that makes 25, 52 and 25, as in the papers on massively multilingual
+    translation. Two or three languages still have a high and a low one.
+    """
+    ranked = sorted(languages, key=lambda language: (-corpus.count(language), language))
+    quarter = max(len(ranked) // 4, min(1, len(ranked) // 2))
+    names = [GROUPS[0]] * quarter
+    names += [GROUPS[1]] * (len(ranked) - 2 * quarter) + [GROUPS[2]] * quarter
+    return dict(zip(ranked, names, strict=True))
+
+
+def averages(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The plain mean over tasks of every score: of all, by group, and by direction if both are.
+
+    Tasks with fewer than ten sentences are left out and counted (`few`), unless there are no
+    others: one sentence right or wrong would weigh as much as a thousand of another language.
+    """
+    kinds: dict[str, list[Mapping[str, Any]]] = {"all": list(tasks.values())}
+    for group in GROUPS:
+        kinds[group] = [task for task in tasks.values() if task["group"] == group]
+    into = [task for task in tasks.values() if task["target"] == "en"]
+    if 0 < len(into) < len(tasks):
+        kinds["to-english"] = into
+        kinds["from-english"] = [task for task in tasks.values() if task["target"] != "en"]
+    only_few = all(task.get("few") for task in tasks.values())
+    found = {}
+    for kind, members in kinds.items():
+        counted = [task for task in members if only_few or not task.get("few")]
+        if counted:
+            means: dict[str, Any] = {
+                key: math.fsum(values) / len(values)
+                for key in _AVERAGED
+                if (values := [task[key] for task in counted if key in task])
+            }
+            found[kind] = {"tasks": len(counted), "few": len(members) - len(counted), **means}
+    return found

@@ -1,0 +1,153 @@
+"""Translations on disk as they come: whoever is interrupted goes on, and nothing is done twice.
+
+What one system says under one setting is one folder of `RUN/translations`. Its file is only ever
+added to, a few hundred sentences at a time, and a line that was cut off by a crash is cut away.
+Sentences are looked up by their text and the language wanted, which is all that a translator is
+told: another choice of sentences finds those it shares.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from gshard.mt import atomic
+from gshard.mt.data.gather import Progress, Silent
+from gshard.mt.errors import UserError
+from gshard.mt.evaluation.heldout import HeldOut
+
+_LINES = "translations.jsonl"
+_NOTE = "note.json"
+CHUNK = 128  # sentences: full batches on any device, and a bar that moves
+
+
+class Said(NamedTuple):
+    """A translation and its score, the length-normalized log-probability."""
+
+    text: str
+    score: float
+
+
+class Translates(Protocol):
+    """What a `Translator` does, so that anything that does it can be measured."""
+
+    def translate(self, texts: Sequence[str], target: str = "en") -> Sequence[Sequence[Any]]:
+        """For each text its best translations, each with `text` and `score`."""
+
+
+class Store:
+    """The translations of one system under one setting.
+
+    `note` names the system: if the folder was made by another one (the run was trained anew),
+    what it holds is thrown away.
+    """
+
+    def __init__(self, folder: Path, note: dict[str, Any]):
+        self.folder = folder
+        if _read_note(folder) != note:
+            shutil.rmtree(folder, ignore_errors=True)
+            atomic.write_json(folder / _NOTE, note)
+        self._said: dict[tuple[str, str], Said] = {}
+        self._read()
+
+    def _read(self) -> None:
+        path = self.folder / _LINES
+        if not path.is_file():
+            return
+        whole = 0
+        with path.open("rb") as file:
+            for line in file:
+                try:
+                    target, source, text, score = json.loads(line)
+                except ValueError:
+                    break
+                if not line.endswith(b"\n"):
+                    break
+                self._said[target, source] = Said(text, score)
+                whole += len(line)
+        if whole < path.stat().st_size:
+            os.truncate(path, whole)
+
+    def __len__(self) -> int:
+        return len(self._said)
+
+    def get(self, target: str, source: str) -> Said | None:
+        """The translation of a sentence into a language, if it is there."""
+        return self._said.get((target, source))
+
+    def add(self, new: Iterable[tuple[str, str, Said]]) -> None:
+        """Write (target, source, translation)s down, all of them before this returns."""
+        rows = [(target, source, said.text, said.score) for target, source, said in new]
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / _LINES).open("ab") as file:
+            file.write(lines.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        for target, source, text, score in rows:
+            self._said[target, source] = Said(text, score)
+
+
+def translate_all(
+    store: Store,
+    sets: Sequence[HeldOut],
+    open_translator: Callable[[], Translates],
+    progress: Progress | None = None,
+    stage: str = "translate",
+) -> dict[str, list[Said]]:
+    """The translations of every set, in order; what `store` lacks is translated and added to it.
+
+    All tasks into one language go together, the longest sentences first: batches are full, of
+    one length, and what does not fit in memory shows at once. The translator is not even opened
+    when there is nothing to do.
+    """
+    texts: dict[str, dict[str, None]] = {}
+    for held in sets:
+        mine = texts.setdefault(held.task.target, {})
+        mine.update((s, None) for s in held.sources if store.get(held.task.target, s) is None)
+    chunks = []
+    for target, mine in texts.items():
+        ordered = sorted(mine, key=len, reverse=True)
+        chunks += [(target, ordered[i : i + CHUNK]) for i in range(0, len(ordered), CHUNK)]
+    if chunks:
+        step = (progress or Silent()).stage(stage, len(chunks))
+        translator = open_translator()
+        done, total = 0, sum(len(chunk) for _, chunk in chunks)
+        for target, chunk in chunks:
+            found = translator.translate(chunk, target)
+            if len(found) != len(chunk):
+                raise ValueError(f"{len(found)} translations of {len(chunk)} sentences")
+            pairs = zip(chunk, found, strict=True)
+            store.add((target, source, _best(hypotheses)) for source, hypotheses in pairs)
+            done += len(chunk)
+            step(f"{done:,} of {total:,} sentences")
+    results: dict[str, list[Said]] = {}
+    for held in sets:
+        said = [store.get(held.task.target, source) for source in held.sources]
+        results[str(held.task)] = [s for s in said if s is not None]
+    return results
+
+
+def _best(hypotheses: Sequence[Any]) -> Said:
+    """The first of an n-best list; nothing at all is an empty translation."""
+    if not hypotheses:
+        return Said("", float("-inf"))
+    return Said(str(hypotheses[0].text), float(hypotheses[0].score))
+
+
+def folder_of(run: Path, system: str, split: str, beam: int, alpha: float) -> Path:
+    """Where the translations of one system and setting are."""
+    if beam < 1:
+        raise UserError(f"a beam of {beam} keeps nothing; 1 is greedy search")
+    return run / "translations" / f"{system}-{split}-beam-{beam}-alpha-{alpha:g}"
+
+
+def _read_note(folder: Path) -> Any:
+    try:
+        return json.loads((folder / _NOTE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

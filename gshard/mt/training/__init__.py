@@ -1,0 +1,1 @@
+"""What a training step computes and keeps, and the loop around it."""

@@ -1,0 +1,241 @@
+"""Checkpoints by Orbax: asynchronous, each host writing its own shards, whole or absent.
+
+Weights and optimizer state are saved under their logical names and shapes, whatever devices held
+them, so that they can be restored on another number of devices and under other annotations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+from gshard.mt.errors import UserError, nearest
+from gshard.mt.run import Run
+from gshard.nn.transformer import Transformer
+from gshard.uneven import UnevenArray
+
+FOLDER = "checkpoints"
+_ITEMS = ("model", "optimizer", "note")
+
+# Orbax tells of every step it takes, errors of its threads included; what matters is raised.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+
+class Checkpoints:
+    """The checkpoints of a run: the newest few, and the best by the loss on dev text."""
+
+    def __init__(self, folder: Path, keep: int = 2, *, read_only: bool = False):
+        self.folder = (folder / FOLDER).absolute()
+        handlers = {
+            "model": ocp.StandardCheckpointHandler(),
+            "optimizer": ocp.StandardCheckpointHandler(),
+            "note": ocp.JsonCheckpointHandler(),
+        }
+        policy = preservation_policy.AnyPreservationPolicy(
+            [
+                preservation_policy.LatestN(keep),
+                preservation_policy.BestN(get_metric_fn=_loss, reverse=True, n=1),
+            ]
+        )
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policy,
+            best_fn=_loss,
+            best_mode="min",
+            cleanup_tmp_directories=not read_only,
+            read_only=read_only,
+            create=not read_only,
+        )
+        if read_only and not self.folder.is_dir():
+            raise UserError(f"{folder} has no checkpoints yet; `gshard train {folder}` makes some")
+        self._manager = ocp.CheckpointManager(
+            self.folder, item_names=_ITEMS, item_handlers=handlers, options=options
+        )
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that were saved whole, in order."""
+        return sorted(self._manager.all_steps())
+
+    def best(self) -> int:
+        """The step with the lowest loss on dev text."""
+        return int(self._manager.best_step() or self.steps[-1])
+
+    def save(
+        self, step: int, model: Any, optimizer: Any, note: dict[str, Any], dev_nll: float
+    ) -> None:
+        """Begin to save; the arrays may be donated as soon as this returns."""
+        with _explained(f"step {step} could not be saved in {self.folder}"):
+            if step in self.steps:  # a damaged one, which training has passed over
+                self._manager.delete(step)
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    model=ocp.args.StandardSave(named(model)),
+                    optimizer=ocp.args.StandardSave(named(optimizer)),
+                    note=ocp.args.JsonSave(note),
+                ),
+                metrics={"nll": dev_nll},
+                force=True,
+            )
+
+    def wait(self) -> None:
+        """Until everything is on disk; what went wrong in the background is raised here."""
+        with _explained(f"a checkpoint could not be saved in {self.folder}"):
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Finish writing and let go."""
+        self.wait()
+        self._manager.close()
+
+    def restore_newest(self, model: Any, optimizer: Any) -> tuple[Any, Any, dict, list[str]] | None:
+        """The newest checkpoint that is whole, as trees like those given (shapes with shardings).
+
+        Returns the trees, the note, and a line about each newer checkpoint that is damaged.
+        """
+        damaged: list[str] = []
+        for step in reversed(self.steps):
+            try:
+                return (*self.restore(step, model, optimizer), damaged)
+            except DamagedError as error:
+                damaged.append(str(error))
+        if damaged:
+            raise UserError("\n".join([*damaged, "no whole checkpoint is left"]))
+        return None
+
+    def restore(self, step: int, model: Any, optimizer: Any) -> tuple[Any, Any, dict]:
+        """The checkpoint of one step."""
+        found = self._restored(step, {"model": model, "optimizer": optimizer})
+        return found["model"], found["optimizer"], found["note"]
+
+    def restore_model(self, step: int, model: Any) -> Any:
+        """The weights of one step, without the optimizer's state."""
+        return self._restored(step, {"model": model})["model"]
+
+    def _restored(self, step: int, trees: dict[str, Any]) -> dict[str, Any]:
+        wanted = {name: named(tree) for name, tree in trees.items()}
+        self._check(step, wanted)
+        args: dict[str, Any] = {n: ocp.args.StandardRestore(tree) for n, tree in wanted.items()}
+        try:
+            found = self._manager.restore(
+                step, args=ocp.args.Composite(**args, note=ocp.args.JsonRestore())
+            )
+        except Exception as error:  # Orbax and TensorStore raise all kinds
+            raise DamagedError(self._about(step, error)) from error
+        restored = {n: unnamed(found[n], tree) for n, tree in trees.items()}
+        return {**restored, "note": found["note"]}
+
+    def _check(self, step: int, wanted: dict[str, Any]) -> None:
+        """That the checkpoint is of such a model: names and shapes are told without its arrays."""
+        for item, tree in wanted.items():
+            try:
+                saved = dict(self._manager.item_metadata(step)[item].tree)
+            except Exception as error:
+                raise DamagedError(self._about(step, error)) from error
+            shapes = {name: tuple(leaf.shape) for name, leaf in tree.items()}
+            there = {name: tuple(leaf.shape) for name, leaf in saved.items()}
+            if shapes == there:
+                continue
+            differing = [n for n in {**shapes, **there} if shapes.get(n) != there.get(n)]
+            first = differing[0]
+            raise UserError(
+                f"{self.folder / str(step)} is a checkpoint of another model: {first} is "
+                f"{there.get(first, 'absent')} there and {shapes.get(first, 'absent')} in this "
+                f"run's configuration ({len(differing)} of {len(shapes)} arrays differ)"
+            )
+
+    def _about(self, step: int, error: Exception) -> str:
+        first = str(error).strip().splitlines() or [type(error).__name__]
+        return f"the checkpoint {self.folder / str(step)} is damaged: {first[0][:200]}"
+
+
+def _loss(metrics: dict[str, float]) -> float:
+    """By which checkpoints are compared; one whose loss is not a number is the worst."""
+    nll = float(metrics["nll"])
+    return nll if math.isfinite(nll) else math.inf
+
+
+class DamagedError(UserError):
+    """A checkpoint that cannot be read."""
+
+
+def load_model(run: Run, which: str = "best", like: Any = None) -> tuple[Transformer, int]:
+    """The weights of a run and their step: "best", "last", a step, or "untrained" for fresh ones.
+
+    `like` is the model as shapes with shardings (`Lowered.in_info`); each host then reads only
+    what its devices hold. Without it the weights come whole to this process.
+    """
+    if which == "untrained":
+        return Transformer(run.model_config, jax.random.key(run.config.train.seed)), 0
+    checkpoints = Checkpoints(run.folder, read_only=True)
+    step = _chosen(checkpoints, which, run.folder)
+    if like is None:
+        shapes = eqx.filter_eval_shape(Transformer, run.model_config, jax.random.key(0))
+        whole = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        like = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), shapes
+        )
+    return checkpoints.restore_model(step, like), step
+
+
+def _chosen(checkpoints: Checkpoints, which: str, folder: Path) -> int:
+    steps = checkpoints.steps
+    if not steps:
+        raise UserError(f"{folder} has no whole checkpoint yet; `gshard train {folder}` makes some")
+    if which == "best":
+        return checkpoints.best()
+    if which == "last":
+        return steps[-1]
+    if which.isdigit() and int(which) in steps:
+        return int(which)
+    known = ("best", "last", "untrained", *map(str, steps))
+    raise UserError(
+        f"no checkpoint {which!r} in {folder}; there are {', '.join(known)}{nearest(which, known)}"
+    )
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their paths, as `encoder.dense.self_norm.scale`.
+
+    An array that does not divide over its devices is saved by its logical value.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda leaf: isinstance(leaf, UnevenArray)
+    )
+    return {
+        _name(path): leaf.logical() if isinstance(leaf, UnevenArray) else leaf
+        for path, leaf in leaves
+    }
+
+
+def unnamed(leaves: dict[str, Any], like: Any) -> Any:
+    """The tree `like`, with the leaves that `named` gave."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: leaves[_name(path)], like)
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".") or "value"
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """A full disk, said plainly: the last whole checkpoint is still there."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error)
+        if "No space left" in text or "ENOSPC" in text or "Disk quota" in text:
+            raise UserError(
+                f"{what}: the disk is full. The checkpoints before it are whole; make room and run "
+                "the same command again to continue from them"
+            ) from error
+        raise

@@ -1,0 +1,141 @@
+"""The compiled programs of a run: its first weights, a training step, a loss on dev text.
+
+Each is written as for one device, and partitioned by `gshard.jit` under the run's strategy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+import gshard
+from gshard.mt.batching.packing import Arrays
+from gshard.mt.config import OptimizerConfig, RunConfig
+from gshard.mt.errors import UserError
+from gshard.mt.training import guard
+from gshard.nn.optimizer import adafactor, adam, inverse_sqrt
+from gshard.nn.step import StepMetrics, TrainState, eval_step, init_state, train_step
+from gshard.nn.strategy import ONE_DEVICE, Strategy
+from gshard.nn.transformer import Batch, Transformer, TransformerConfig
+
+
+class RunState(NamedTuple):
+    """All that a step changes, and all that a checkpoint has to hold."""
+
+    train: TrainState
+    guard: guard.Guard
+
+
+class Figures(NamedTuple):
+    """What a step tells: its losses, and the updates left out so far and lately."""
+
+    metrics: StepMetrics
+    skipped: Array
+    in_a_row: Array
+
+
+def schedule(config: OptimizerConfig) -> optax.Schedule:
+    """The learning rate by step."""
+    falling = inverse_sqrt(config.learning_rate, config.warmup)
+
+    def rate(count: Any) -> Array:
+        risen = jnp.minimum((jnp.asarray(count, jnp.float32) + 1.0) / max(config.rise, 1), 1.0)
+        return falling(count) * risen
+
+    return rate
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """The optimizer that the configuration names."""
+    rate = schedule(config)
+    return adafactor(rate) if config.name == "adafactor" else adam(rate)
+
+
+class Programs:
+    """What a run computes, on the devices it has."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: TransformerConfig,
+        devices: Sequence[jax.Device],
+        strategy: Strategy,
+    ):
+        self.devices = list(devices)
+        optimizer = make_optimizer(config.optimizer)
+        # One key serves the whole run: steps and layers fold their numbers into it.
+        self._key = jax.random.key(config.train.seed)
+
+        def first(key: Array, strategy: Strategy = strategy) -> RunState:
+            weights_key = jax.random.fold_in(key, 0)
+            return RunState(init_state(model, optimizer, weights_key, strategy), guard.Guard.new())
+
+        def step(state: RunState, batch: Batch, key: Array) -> tuple[RunState, Figures]:
+            learned, metrics = train_step(
+                state.train,
+                batch,
+                jax.random.fold_in(key, 1),
+                optimizer=optimizer,
+                strategy=strategy,
+                label_smoothing=config.train.label_smoothing,
+            )
+            judged, good = state.guard.judge(metrics.loss, metrics.grad_norm, config.train.spike)
+            kept = guard.choose(good, learned, state.train)._replace(step=learned.step)
+            return RunState(kept, judged), Figures(metrics, judged.skipped, judged.in_a_row)
+
+        self._first = gshard.jit(first, devices=self.devices)
+        self._step = gshard.jit(step, devices=self.devices, donate_argnums=0)
+        self._dev = gshard.jit(
+            functools.partial(eval_step, strategy=strategy), devices=self.devices
+        )
+        self._shapes = jax.eval_shape(functools.partial(first, strategy=ONE_DEVICE), self._key)
+
+    def first_state(self) -> RunState:
+        """Fresh weights, made where they belong."""
+        return self._first(self._key)
+
+    def compile(self, arrays: Arrays) -> RunState:
+        """Make the step ready; returns the state as shapes with the shardings that it wants."""
+        lowered = self._step.lower(self._shapes, self._global(_local(arrays)), self._key)
+        lowered.compile()
+        state, _, _ = lowered.in_info
+        return state
+
+    def step(self, state: RunState, arrays: Arrays) -> tuple[RunState, Figures]:
+        """One update from this host's part of a batch; `state` is used up."""
+        return self._step(state, self.batch(arrays), self._key)
+
+    def dev(self, model: Transformer, arrays: Arrays) -> StepMetrics:
+        """The losses on a batch."""
+        return self._dev(model, self.batch(arrays))
+
+    def batch(self, arrays: Arrays) -> Batch:
+        """This host's rows as their part of the batch of all hosts."""
+        local = _local(arrays)
+        if jax.process_count() == 1:
+            return local
+        rows = len(arrays["source"]) * jax.process_count()
+        if rows % len(self.devices):
+            raise UserError(
+                f"{rows} rows of a batch do not divide over {len(self.devices)} devices, which "
+                "they have to with several hosts: change batch.rows"
+            )
+        mesh = jax.sharding.Mesh(self.devices, ("devices",))
+        rows_split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows_split, x), local)
+
+    def _global(self, batch: Batch) -> Batch:
+        count = jax.process_count()
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((len(x) * count, *x.shape[1:]), x.dtype), batch
+        )
+
+
+def _local(arrays: Arrays) -> Batch:
+    return Batch(*(arrays[name] for name in Batch._fields))  # type: ignore[arg-type]

@@ -1,0 +1,90 @@
+"""Rule: what gshard knows about a primitive, read by propagation and by partitioning.
+
+Most operators are described by their `Factors` alone; the others add a partition rule of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+from jax.extend.core import JaxprEqn, Primitive
+
+from gshard.factors import Factors, Shape
+from gshard.sharding import Sharding
+from gshard.tile import Tile
+
+
+class Context(Protocol):
+    """What a partition rule may ask of the partitioner."""
+
+    place: Any
+    memory_limit: int
+
+    def reshard(self, tile: Tile, target: Sharding, reason: str) -> Tile:
+        """`tile` under another sharding; asking twice moves it once."""
+        ...
+
+    def inner(self) -> Context:
+        """A context for the body of a loop or branch, whose values may not leave it."""
+        ...
+
+    def run_body(self, closed: Any, tiles: Sequence[Tile]) -> list[Tile]:
+        """Partition the body of a loop or branch, called with `tiles`."""
+        ...
+
+    def sharding(self, var: Any) -> Sharding:
+        """The sharding that propagation gave a variable."""
+        ...
+
+
+LocalOp = Callable[[Context, JaxprEqn, list[Tile], list[Shape]], Sequence[jax.Array]]
+PartitionRule = Callable[[Context, JaxprEqn, list[Tile], list[Sharding]], list[Tile]]
+
+
+def bind_local(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
+) -> Sequence[jax.Array]:
+    """The primitive itself, on local arrays."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    out = eqn.primitive.bind(*(t.array for t in tiles), **params)
+    return out if eqn.primitive.multiple_results else [out]
+
+
+@dataclass(frozen=True)
+class Doc:
+    """An operator's row in docs/operators.md: which dims split how, and what it sends."""
+
+    free: str = ""
+    halo: str = ""  # by halo exchange or CollectivePermutes
+    gather: str = ""  # by collectives over all tiles of a dim
+    refused: str = ""  # why there is no way at all
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a primitive's dims relate, and how it runs on tiles.
+
+    `local` computes the results from tiles of which every dim is split like its factors.
+    `partition` takes over where that is not enough: it gets the operands as they are and the
+    shardings wanted for the results, and may return other shardings. `level` orders propagation:
+    0 before 1. `doc` is the operator's row in docs/operators.md.
+    """
+
+    factors: Callable[[JaxprEqn], Factors]
+    local: LocalOp = bind_local
+    partition: PartitionRule | None = None
+    level: int = 1
+    doc: Doc = Doc()
+
+
+RULES: dict[Primitive, Rule] = {}
+
+
+def register(rule: Rule, *primitives: Primitive) -> None:
+    """Make `rule` the rule of `primitives`; each has exactly one."""
+    for primitive in primitives:
+        assert primitive not in RULES, primitive
+        RULES[primitive] = rule

@@ -1,0 +1,208 @@
+"""Operators that put tensors together or take them apart: concatenate, stack, unstack."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.extend.core import primitives as p
+
+from gshard._jax import stack_p, unstack_p
+from gshard.devices import Place
+from gshard.factors import Factors
+from gshard.moving import reshard
+from gshard.moving.halo import fetch_rows
+from gshard.moving.rows import Move, Runs, align, plan
+from gshard.rewrite import concatenate_slices_p
+from gshard.rule import Context, Doc, Rule, register
+from gshard.rules.slicing import filled, rows_of
+from gshard.sharding import Sharding, Split
+from gshard.tile import Tile, itemsize_of
+
+
+def stack_factors(eqn: JaxprEqn) -> Factors:
+    """The new dim is whole, the others are free."""
+    names: list[str | None] = [f"d{i}" for i in range(len(eqn.invars[0].aval.shape))]
+    result = list(names)
+    result.insert(eqn.params["axis"], None)
+    return Factors.of(eqn, [names] * len(eqn.invars), [result])
+
+
+def unstack_factors(eqn: JaxprEqn) -> Factors:
+    """The dim that goes is whole, the others are free."""
+    names: list[str | None] = [f"d{i}" for i in range(len(eqn.outvars[0].aval.shape))]
+    operand = list(names)
+    operand.insert(eqn.params["axis"], None)
+    return Factors.of(eqn, [operand], [names] * len(eqn.outvars))
+
+
+def concatenate_factors(eqn: JaxprEqn) -> Factors:
+    """Every dim passes its splits on; operands with fewer rows than tiles stay whole."""
+    names = [f"d{i}" for i in range(len(eqn.outvars[0].aval.shape))]
+    resized = [names[eqn.params["dimension"]]]
+    return Factors.of(eqn, [names] * len(eqn.invars), [names], resized=resized)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows `start` to `limit` of operand number `operand`, which become the rows from `at` on."""
+
+    operand: int
+    start: int
+    limit: int
+    at: int
+
+    @property
+    def move(self) -> Move:
+        """The same for `align`."""
+        return self.start, self.limit, self.at - self.start
+
+
+def concatenate(
+    ctx: Context, tiles: list[Tile], parts: list[Part], dim: int, target: Sharding, name: str
+) -> Tile:
+    """The parts one after the other along `dim`.
+
+    Where the dim is split, every tile of the result fetches the rows that it needs of each operand.
+    Operands that are whole there send nothing.
+    """
+    parts = [part for part in parts if part.start < part.limit]
+    shape = list(tiles[0].shape)
+    shape[dim] = max((part.at + part.limit - part.start for part in parts), default=0)
+    if 0 in shape:
+        return Tile(
+            jnp.zeros(target.local_shape(shape), tiles[0].array.dtype), target, tuple(shape)
+        )
+    used = {part.operand: [q for q in parts if q.operand == part.operand] for part in parts}
+    options = dict.fromkeys([target, *(_towards(tiles[i].sharding, target) for i in used)])
+    whole = [s.replace(dim, None) for s in options]
+    plans = [
+        _plan(tiles, used, dim, shape, result, target)
+        for result in dict.fromkeys([*options, *whole])
+    ]
+    _, result, sources = min(plans, key=lambda plan: plan[0])
+    ready = {i: ctx.reshard(tiles[i], s, f"operand of {name}") for i, s in sources.items()}
+    split = result.splits[dim]
+    if split is None:
+        pieces = [
+            lax.slice_in_dim(ready[q.operand].array, q.start, q.limit, axis=dim) for q in parts
+        ]
+        return Tile(lax.concatenate(pieces, dim), result, tuple(shape))
+    rows = -(-shape[dim] // split.tiles)
+    joined: jax.Array | None = None
+    for i, own in used.items():
+        reason = f"{name}: rows of operand {i} to their tiles"
+        for array, covered in _fetched(ctx.place, ready[i], own, dim, split, rows, reason):
+            joined = (
+                array if joined is None else _over(ctx.place, joined, array, covered, dim, split)
+            )
+    assert joined is not None
+    return Tile(joined, result, tuple(shape))
+
+
+def _towards(here: Sharding, target: Sharding) -> Sharding:
+    for dim in range(here.rank):
+        here = filled(here, dim, target)
+    return here
+
+
+def _plan(
+    tiles: list[Tile],
+    used: Mapping[int, list[Part]],
+    dim: int,
+    shape: list[int],
+    result: Sharding,
+    target: Sharding,
+) -> tuple[float, Sharding, dict[int, Sharding]]:
+    """The bytes to send if the result is split like that, and the operands' shardings for it."""
+    dtype, split = tiles[0].array.dtype, result.splits[dim]
+    total = reshard.cost(result, target, tuple(shape), dtype)
+    local = result.local_shape(shape)
+    row = math.prod(n for d, n in enumerate(local) if d != dim) * itemsize_of(dtype)
+    sources = {}
+    for i, own in used.items():
+        tile, whole = tiles[i], result.replace(dim, None)
+        cost = reshard.cost(tile.sharding, whole, tile.shape, dtype)
+        sources[i] = whole
+        if split:
+            moved = reshard.cost(tile.sharding, result, tile.shape, dtype)
+            moved += _sent(tile.shape[dim], own, split.tiles, local[dim]) * row
+            if moved < cost:
+                cost, sources[i] = moved, result
+        total += cost
+    return total, result, sources
+
+
+def _sent(size: int, parts: list[Part], tiles: int, rows: int) -> int:
+    starts = np.arange(tiles) * rows
+    if len(parts) == 1:
+        (part,) = parts
+        first, end, by = part.move
+        return fetch_rows(tiles, size, starts - by, rows, (first, end))
+    moved = plan(Runs.even(tiles, -(-size // tiles), size), starts, rows, [q.move for q in parts])
+    assert moved
+    return moved.sent
+
+
+def _fetched(
+    place: Place, tile: Tile, parts: list[Part], dim: int, split: Split, rows: int, reason: str
+) -> Iterator[tuple[jax.Array, list[Part]]]:
+    """The rows of the result's tile that come from one operand, and the parts that they are."""
+    starts = np.arange(split.tiles) * rows
+    if tile.sharding.splits[dim] is split and len(parts) > 1:
+        held, moves = Runs.of(tile, dim), [q.move for q in parts]
+        yield align(place, tile.array, tile.sharding, dim, held, starts, rows, reason, moves), parts
+        return
+    for part in parts:
+        first, end, by = part.move
+        yield rows_of(place, tile, dim, split, starts - by, rows, reason, (first, end)), [part]
+
+
+def _over(
+    place: Place, below: jax.Array, above: jax.Array, parts: list[Part], dim: int, split: Split
+) -> jax.Array:
+    """`above` in the rows that the parts become, `below` in all others."""
+    rows = below.shape[dim]
+    offset = place.lookup(np.maximum(split.coords, 0) * rows)
+    index = lax.broadcasted_iota(jnp.int32, below.shape, dim) + offset
+    inside = functools.reduce(
+        jnp.logical_or,
+        [(index >= q.at) & (index < q.at + q.limit - q.start) for q in parts],
+    )
+    return lax.select(inside, above, below)
+
+
+def _concatenate(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    dim, parts, at = eqn.params["dimension"], [], 0
+    windows = eqn.params.get("windows") or [(i, 0, t.shape[dim]) for i, t in enumerate(tiles)]
+    for operand, start, limit in windows:
+        parts.append(Part(operand, start, limit, at))
+        at += limit - start
+    return [concatenate(ctx, tiles, parts, dim, targets[0], "concatenate")]
+
+
+_JOINED = Doc(free="other dims", halo="the dim itself: the rows that change tiles")
+register(
+    Rule(concatenate_factors, partition=_concatenate, doc=_JOINED),
+    p.concatenate_p,
+    concatenate_slices_p,
+)
+register(Rule(stack_factors, doc=Doc(free="the operands' dims")), stack_p)
+register(
+    Rule(
+        unstack_factors,
+        doc=Doc(
+            free="the results' dims", gather="the other: AllGather, every device needs all rows"
+        ),
+    ),
+    unstack_p,
+)

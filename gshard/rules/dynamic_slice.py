@@ -1,0 +1,277 @@
+"""Slices at run-time offsets: dynamic_slice, dynamic_update_slice.
+
+Which device has to send what is not known when the program is made. Two schemes do without a gather
+of the operand. A slice of few rows is *collected*: every device puts the rows that it owns into the
+result's window, zeros elsewhere, and a ReduceScatter or AllReduce adds the windows up; the bytes
+are those of the result. A slice of most rows is a *rotation*: tiles move by the bits of the offset,
+a permute for each, and then by rows between neighbours; the bytes are a tile for each bit. An
+update is written by the devices that own its rows, and costs nothing if all have it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.extend.core import primitives as p
+
+from gshard import padding
+from gshard.devices import Place
+from gshard.factors import Factors
+from gshard.moving import collectives, reshard
+from gshard.moving.halo import fetch, fetch_rows, shifted_pairs
+from gshard.moving.rows import groups_along
+from gshard.rule import Context, Doc, Rule, register
+from gshard.rules.slicing import Change, change_dims, changed_dims
+from gshard.sharding import Sharding, Split
+from gshard.tile import Tile
+
+
+@dataclass(frozen=True)
+class DynamicSlice(Change):
+    """`rows` rows from the run-time `start` on, which lies within the dim."""
+
+    start: jax.Array
+    rows: int
+    collectable = True
+
+    def result(self, size: int) -> int:
+        """Known in advance."""
+        return self.rows
+
+    def sent(self, size: int, tiles: int) -> int:
+        """The cheaper of the two schemes."""
+        return min(self._rotated(size, tiles), self._scattered(tiles))
+
+    def _scattered(self, tiles: int) -> int:
+        return -(-self.rows // tiles) * (tiles - 1)
+
+    def _rotated(self, size: int, tiles: int) -> int:
+        local, width = -(-size // tiles), -(-self.rows // tiles)
+        aligned = fetch_rows(tiles, self.rows, np.arange(tiles) * width, width, rows=local)
+        return rotation_rows(size, self.rows, local) + aligned
+
+    def run(
+        self, place: Place, tile: Tile, dim: int, split: Split | None, reason: str
+    ) -> jax.Array:
+        """The rows of this device's tile of the result."""
+        if split is None:
+            return lax.dynamic_slice_in_dim(tile.array, self.start, self.rows, dim)
+        size, local, width = tile.shape[dim], tile.array.shape[dim], -(-self.rows // split.tiles)
+        if tile.sharding.splits[dim] is None:
+            offset = self.start + place.lookup(np.maximum(split.coords, 0) * width)
+            x = padding.pad_end(tile.array, dim, size + split.tiles * width - self.rows)
+            return lax.dynamic_slice_in_dim(x, offset, width, dim)
+        if self._scattered(split.tiles) < self._rotated(size, split.tiles):
+            spread = self._spread(place, tile, dim, split.tiles * width)
+            groups = groups_along(tile.sharding, dim)
+            return collectives.scatter_disjoint(place, spread, dim, groups, reason)
+        x, sharding = tile.array, tile.sharding
+        x = _by_tiles(
+            place, x, sharding, dim, self.start // local, (size - self.rows) // local, 1, reason
+        )
+        halo = min(local, size - self.rows)
+        ahead = lax.slice_in_dim(x, 0, halo, axis=dim)
+        pairs = shifted_pairs(sharding, dim, 1)
+        ahead = collectives.collective_permute(place, ahead, pairs, reason)
+        x = lax.concatenate([x, ahead], dim)
+        x = lax.dynamic_slice_in_dim(x, self.start % local, local, dim)
+        shape = (*tile.shape[:dim], self.rows, *tile.shape[dim + 1 :])
+        starts = np.arange(split.tiles) * width
+        return fetch(place, Tile(x, sharding, shape), dim, starts, width, reason)
+
+    def collected(self, place: Place, tile: Tile, dim: int, reason: str) -> jax.Array:
+        """The whole result on every device."""
+        spread = self._spread(place, tile, dim, self.rows)
+        return collectives.merge_disjoint(place, spread, groups_along(tile.sharding, dim), reason)
+
+    def _spread(self, place: Place, tile: Tile, dim: int, size: int) -> jax.Array:
+        """The result's window: the rows of this device in their places, zeros elsewhere."""
+        local = tile.array.shape[dim]
+        offset = tile.offset(place, dim) - self.start  # the result's row that local row 0 is
+        index = lax.broadcasted_iota(jnp.int32, tile.array.shape, dim) + offset
+        own = (index >= 0) & (index < self.rows)
+        if dim in tile.padded_dims():
+            own &= ~tile.is_padding(place, dim)
+        x = lax.select(own, tile.array, jnp.zeros_like(tile.array))
+        shape = [n if d != dim else size + 2 * local for d, n in enumerate(x.shape)]
+        at = jnp.clip(offset + local, 0, size + local)
+        wide = lax.dynamic_update_slice_in_dim(jnp.zeros(shape, x.dtype), x, at, dim)
+        return lax.slice_in_dim(wide, local, local + size, axis=dim)
+
+
+def rotation_rows(size: int, rows: int, local: int) -> int:
+    """How many rows a device sends so that tiles move by any offset that `rows` of `size` allow."""
+    return local * ((size - rows) // local).bit_length() + min(local, size - rows)
+
+
+def _by_tiles(
+    place: Place,
+    x: jax.Array,
+    sharding: Sharding,
+    dim: int,
+    count: jax.Array,
+    most: int,
+    direction: int,
+    reason: str,
+) -> jax.Array:
+    """The tile that lies `count` tiles further on (or, in direction -1, back), at most `most`."""
+    for bit in range(most.bit_length()):
+        pairs = shifted_pairs(sharding, dim, direction * (1 << bit))
+        moved = collectives.collective_permute(place, x, pairs, reason) if pairs else x
+        x = jnp.where((count >> bit) & 1 == 1, moved, x)
+    return x
+
+
+def _clamped(index: Tile, size: int, rows: int) -> jax.Array:
+    """A start index, which JAX moves so that the slice lies within the dim."""
+    most = min(size - rows, int(jnp.iinfo(index.array.dtype).max))
+    return jnp.clip(index.array, 0, most).astype(jnp.int32)
+
+
+def _dynamic_slice(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    tile, *starts = tiles
+    changes = {
+        d: DynamicSlice(_clamped(starts[d], n, rows), rows)
+        for d, (n, rows) in enumerate(zip(tile.shape, eqn.params["slice_sizes"], strict=True))
+        if n != rows
+    }
+    return [change_dims(ctx, tile, changes, targets[0], "dynamic_slice")]
+
+
+def update_factors(eqn: JaxprEqn) -> Factors:
+    """Operand and result are alike; an update of less than half of a dim is best whole there."""
+    shape, update = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+    names = [f"d{i}" for i in range(len(shape))]
+    parts = [f if 2 * m >= n else None for f, n, m in zip(names, shape, update, strict=True)]
+    operands: list[Sequence[str | None]] = [names, parts, *([] for _ in eqn.invars[2:])]
+    resized = [f for f, n, m in zip(names, shape, update, strict=True) if n != m]
+    return Factors.of(eqn, operands, [names], resized=resized)
+
+
+def _dynamic_update_slice(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    tile, update, *indices = tiles
+    (target,) = targets
+    if 0 in update.shape:
+        return [tile]
+    moving = [d for d, (n, m) in enumerate(zip(tile.shape, update.shape, strict=True)) if n != m]
+    starts = {d: _clamped(indices[d], tile.shape[d], update.shape[d]) for d in moving}
+    dtype = tile.array.dtype
+
+    def cost(sharding: Sharding) -> float:
+        whole = functools.reduce(lambda s, d: s.replace(d, None), moving, sharding)
+        return (
+            reshard.cost(tile.sharding, sharding, tile.shape, dtype)
+            + reshard.cost(update.sharding, whole, update.shape, dtype)
+            + reshard.cost(sharding, target, tile.shape, dtype)
+        )
+
+    result = min(dict.fromkeys([target, tile.sharding]), key=cost)
+    tile = ctx.reshard(tile, result, f"operand of {_UPDATE}")
+    whole = functools.reduce(lambda s, d: s.replace(d, None), moving, result)
+    turned = next((d for d in moving if _is_better_rotated(tile, update, d)), None)
+    if turned is not None:
+        split = result.splits[turned]
+        update = ctx.reshard(update, whole.replace(turned, split), f"update of {_UPDATE}")
+        update = _rotated(ctx.place, tile, update, turned, starts[turned])
+    else:
+        update = ctx.reshard(update, whole, f"update of {_UPDATE}")
+    array = _write(ctx.place, tile, update.array, starts, eqn.invars[1].aval.shape, turned)
+    return [Tile(array, result, tile.shape)]
+
+
+_UPDATE = "dynamic_update_slice"
+
+
+def _is_better_rotated(tile: Tile, update: Tile, dim: int) -> bool:
+    """Whether to move the update's tiles takes fewer bytes than to gather them."""
+    split = tile.sharding.splits[dim]
+    if split is None or update.sharding.splits[dim] is not split:
+        return False
+    local, width = tile.array.shape[dim], update.array.shape[dim]
+    starts = np.arange(split.tiles) * local
+    sent = rotation_rows(tile.shape[dim], update.shape[dim], local)
+    sent += fetch_rows(split.tiles, update.shape[dim], starts, local)
+    return sent < width * (split.tiles - 1)
+
+
+def _rotated(place: Place, tile: Tile, update: Tile, dim: int, start: jax.Array) -> Tile:
+    """The rows of the update that belong into the rows of `tile`, for every device."""
+    split, local = tile.sharding.splits[dim], tile.array.shape[dim]
+    assert split
+    reason = f"{_UPDATE}: tiles of the update to where they are written"
+    spare = tile.shape[dim] - update.shape[dim]
+    x = fetch(place, update, dim, np.arange(split.tiles) * local, local, reason)
+    halo = min(local, spare)
+    behind = lax.slice_in_dim(x, local - halo, local, axis=dim)
+    pairs = shifted_pairs(update.sharding, dim, -1)
+    behind = collectives.collective_permute(place, behind, pairs, reason)
+    x = lax.concatenate([behind, x], dim)
+    x = lax.dynamic_slice_in_dim(x, halo - start % local, local, dim)
+    x = _by_tiles(place, x, update.sharding, dim, start // local, spare // local, -1, reason)
+    shape = (*update.shape[:dim], tile.shape[dim], *update.shape[dim + 1 :])
+    return Tile(x, update.sharding, shape)
+
+
+def _write(
+    place: Place,
+    tile: Tile,
+    update: jax.Array,
+    starts: Mapping[int, jax.Array],
+    shape: Sequence[int],
+    turned: int | None,
+) -> jax.Array:
+    """`tile` with the rows of an update of the given logical shape that this device owns.
+
+    Only as many rows are touched as the update has, or the tile. Along the dim `turned` the update
+    has been brought into its place; along the others it is whole.
+    """
+    local = tile.array.shape
+    at = [jnp.zeros((), jnp.int32)] * len(local)
+    edges: list[tuple[int, jax.Array]] = []  # dims, and the update's row in the first touched one
+    for dim, start in starts.items():
+        if tile.sharding.splits[dim] is None:
+            at[dim] = start
+            continue
+        offset = tile.offset(place, dim)
+        rows = local[dim] if dim == turned else min(shape[dim], local[dim])
+        at[dim] = jnp.clip(start - offset, 0, local[dim] - rows)
+        first = offset + at[dim] - start
+        if dim != turned:
+            pads = [(rows, rows, 0) if d == dim else (0, 0, 0) for d in range(update.ndim)]
+            wide = lax.pad(update, jnp.zeros((), update.dtype), pads)
+            begin = jnp.clip(first + rows, 0, shape[dim] + rows)
+            update = lax.dynamic_slice_in_dim(wide, begin, rows, dim)
+        edges.append((dim, first))
+    if edges:
+        there = lax.dynamic_slice(tile.array, at, update.shape)
+        for dim, first in edges:
+            index = lax.broadcasted_iota(jnp.int32, update.shape, dim) + first
+            update = lax.select((index >= 0) & (index < shape[dim]), update, there)
+    return lax.dynamic_update_slice(tile.array, update, at)
+
+
+_CUT = Doc(
+    free="dims that stay as they are",
+    halo="others, most rows: a tile for each bit of the largest offset in tiles",
+    gather="others, few rows: ReduceScatter or AllReduce of the result",
+)
+_WRITTEN = Doc(
+    free="every dim, if the update is whole where it moves",
+    halo="where it moves, most rows: a tile for each bit of the largest offset in tiles",
+    gather="where it moves, few rows: AllGather of the update",
+)
+register(Rule(changed_dims, partition=_dynamic_slice, doc=_CUT), p.dynamic_slice_p)
+register(
+    Rule(update_factors, partition=_dynamic_update_slice, doc=_WRITTEN), p.dynamic_update_slice_p
+)

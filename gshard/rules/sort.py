@@ -1,0 +1,235 @@
+"""Sorting, and the largest k.
+
+Along a dim that is whole, a sort is local. Along a split dim there are three ways, and the
+cheapest is taken: exchange the split for one of another dim, sort, and exchange back (2 times the
+tile sent); columnsort (about 3 times, and only for tiles that are long enough); or gather the dim
+on every device (tiles - 1 times).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.extend.core import primitives as p
+
+from gshard import padding
+from gshard.choose import MEMORY_PER_BYTE, choose, shard_dims
+from gshard.factors import Factors
+from gshard.moving import collectives, reshard
+from gshard.moving.columnsort import columnsort, rows_needed
+from gshard.moving.partial import identity, reducing_groups
+from gshard.rule import Context, Doc, Rule, register
+from gshard.sharding import Sharding, Split, compatible
+from gshard.tile import Tile, itemsize_of
+
+
+def sort_dims(eqn: JaxprEqn) -> Factors:
+    """All operands and results have the same dims; the sorted one keeps its split too."""
+    names = [f"d{i}" for i in range(len(eqn.invars[0].aval.shape))]
+    return Factors.of(eqn, [names] * len(eqn.invars), [names] * len(eqn.outvars))
+
+
+def _sort(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+    dim, factors = eqn.params["dimension"], sort_dims(eqn)
+    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets)
+    here = shard_dims(factors.operands[0], chosen, factors, targets[0].num_devices)
+    split = here.splits[dim]
+    if split is None or 0 in tiles[0].shape:
+        return _sort_locally(ctx, eqn, tiles, here)
+    ways: list[tuple[float, Sharding | None]] = [
+        (_cost(eqn, tiles, targets, way, dim), way) for way in _whole_along(here, dim, split)
+    ]
+    rows = rows_needed(-(-tiles[0].shape[dim] // split.tiles), split.tiles)
+    if rows is not None and not split.idle:
+        ways.append((_columnsort_cost(eqn, tiles, targets, here, dim, rows), None))
+    _, best = min(ways, key=lambda way: way[0])
+    if best is not None:
+        return _sort_locally(ctx, eqn, tiles, best)
+    assert rows is not None
+    return _sort_columns(ctx, eqn, tiles, here, rows)
+
+
+def _sort_locally(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], here: Sharding) -> list[Tile]:
+    """Sort along a dim that is whole; padding of other dims sorts among itself."""
+    ready = [ctx.reshard(t, here, "sort: its dim has to be whole") for t in tiles]
+    arrays = eqn.primitive.bind(*(t.array for t in ready), **eqn.params)
+    return [Tile(a, here, t.shape) for a, t in zip(arrays, tiles, strict=True)]
+
+
+def _whole_along(here: Sharding, dim: int, split: Split) -> list[Sharding]:
+    """Shardings in which `dim` is whole: gathered, or its split moved to another dim."""
+    gathered = here.replace(dim, None)
+    if split.idle:
+        return [gathered]
+    moved = [
+        gathered.replace(other, now.times(split) if now else split)
+        for other, now in enumerate(here.splits)
+        if other != dim
+    ]
+    return [gathered, *(m for m in moved if compatible(m.splits))]
+
+
+def _cost(eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding], way: Sharding, dim: int):
+    """Bytes to get there and to where the results are wanted, and the time of the sort."""
+    moved = sum(
+        reshard.cost(t.sharding, way, t.shape, t.array.dtype)
+        + reshard.cost(way, target, t.shape, t.array.dtype)
+        for t, target in zip(tiles, targets, strict=True)
+    )
+    return moved + _work(tiles, way.local_shape(tiles[0].shape), dim)
+
+
+def _work(tiles: list[Tile], local: Sequence[int], dim: int, sorts: int = 1) -> float:
+    touched = math.prod(local) * sum(itemsize_of(t.array.dtype) for t in tiles)
+    return sorts * touched * max(1.0, math.log2(max(local[dim], 1))) / MEMORY_PER_BYTE
+
+
+def _columnsort_cost(
+    eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding], here: Sharding, dim: int, rows: int
+) -> float:
+    local = list(here.local_shape(tiles[0].shape))
+    padded = rows * here.tiles[dim] != tiles[0].shape[dim]
+    local[dim] = rows
+    width = sum(itemsize_of(t.array.dtype) for t in tiles) + padded + 4 * _needs_index(eqn)
+    sent = 3 * math.prod(local) * width + (3 + padded) * len(tiles) * reshard.LATENCY
+    ends = sum(
+        reshard.cost(t.sharding, here, t.shape, t.array.dtype)
+        + reshard.cost(here, target, t.shape, t.array.dtype)
+        for t, target in zip(tiles, targets, strict=True)
+    )
+    uneven = rows != -(-tiles[0].shape[dim] // here.tiles[dim])
+    shifted = math.prod(local) * sum(itemsize_of(t.array.dtype) for t in tiles) * uneven
+    return sent + ends + shifted + _work(tiles, local, dim, sorts=4)
+
+
+def _needs_index(eqn: JaxprEqn) -> bool:
+    """Whether equal keys can be told apart, so that their order matters."""
+    return eqn.params["num_keys"] < len(eqn.invars) or not all(
+        jnp.issubdtype(a.aval.dtype, jnp.integer) for a in eqn.invars
+    )
+
+
+def _sort_columns(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], here: Sharding, rows: int
+) -> list[Tile]:
+    """Columnsort, stable because the place in the operand is the last of the keys.
+
+    Padding comes behind everything else because that it is padding is the first.
+    """
+    dim, num_keys = eqn.params["dimension"], eqn.params["num_keys"]
+    split, place = here.splits[dim], ctx.place
+    assert split
+    ready = [ctx.reshard(t, here, "operand of sort") for t in tiles]
+    whole_rows = [padding.pad_end(t.array, dim, rows) for t in ready]
+    columns = [jnp.moveaxis(x, dim, 0) for x in whole_rows]
+    own, size = ready[0].array.shape[dim], ready[0].shape[dim]
+    row = lax.broadcasted_iota(jnp.int32, columns[0].shape, 0)
+    index = row + ready[0].offset(place, dim)
+    first: list[jax.Array] = []
+    if rows * split.tiles != size:
+        first = [((row >= own) | (index >= size)).astype(jnp.uint8)]
+    last = [index] if _needs_index(eqn) else []
+    keys = len(first) + num_keys + len(last)
+    operands = [*first, *columns[:num_keys], *last, *columns[num_keys:]]
+
+    def sort(arrays: list[jax.Array]) -> list[jax.Array]:
+        return list(lax.sort(arrays, dimension=0, is_stable=False, num_keys=keys))
+
+    groups = reducing_groups(place, here.replace(dim, None), (split,))
+    reason = f"sort: columnsort over {split.tiles} tiles"
+    done = columnsort(place, operands, sort, here, dim, groups, reason)
+    kept = done[len(first) : len(first) + num_keys] + done[keys:]
+    return [
+        reshard.standardize(place, Tile(jnp.moveaxis(x, 0, dim), here, t.shape), reason)
+        for x, t in zip(kept, ready, strict=True)
+    ]
+
+
+def top_k_dims(eqn: JaxprEqn) -> Factors:
+    """All dims but the one that is searched, which only the operand has at that size."""
+    dim = _searched(eqn)
+    rank = len(eqn.invars[0].aval.shape)
+    names = [f"d{i}" for i in range(rank)]
+    kept = [None if i == dim else names[i] for i in range(rank)]
+    return Factors.of(eqn, [names], [kept, kept])
+
+
+def _searched(eqn: JaxprEqn) -> int:
+    rank = len(eqn.invars[0].aval.shape)
+    return eqn.params.get("axis", eqn.params.get("reduction_dimension", rank - 1)) % rank
+
+
+def _top_k(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+    """The best k of each tile are candidates for the best k of all.
+
+    Candidates stand in the order of their tiles, so equal ones still stand in the order of their
+    indices, and the first of them wins as in JAX.
+    """
+    (tile,), k, dim = tiles, eqn.params["k"], _searched(eqn)
+    factors, count = top_k_dims(eqn), targets[0].num_devices
+    chosen = choose(eqn, factors, [tile.sharding], targets)
+    here = shard_dims(factors.operands[0], chosen, factors, count)
+    split = here.splits[dim]
+    if split:
+        rows = here.local_shape(tile.shape)[dim]
+        found = min(k, rows)
+        candidate = itemsize_of(tile.array.dtype) + 4
+        if found * candidate >= rows * itemsize_of(tile.array.dtype) or not _exact(eqn):
+            here = here.replace(dim, None)  # as many bytes to gather what is searched
+    whole = here.replace(dim, None)
+    tile = ctx.reshard(tile, here, f"operand of {eqn.primitive.name}")
+    if here.splits[dim] is None or 0 in tile.shape or k == 0:
+        values, indices = eqn.primitive.bind(tile.array, **eqn.params)
+    else:
+        assert split
+        lowest = identity("max" if eqn.params.get("is_max_k", True) else "min", tile.array.dtype)
+        searched = tile.masked(ctx.place, lowest, [dim]).array
+        values, indices = eqn.primitive.bind(searched, **{**eqn.params, "k": found})
+        indices = indices + tile.offset(ctx.place, dim)
+        groups = reducing_groups(ctx.place, whole, (split,))
+        reason = f"{eqn.primitive.name}: candidates of {split.tiles} tiles"
+        values, indices = (
+            collectives.all_gather(ctx.place, x, dim, groups, reason) for x in (values, indices)
+        )
+        values, winners = eqn.primitive.bind(values, **eqn.params)
+        indices = jnp.take_along_axis(indices, winners, axis=dim)
+    return [
+        Tile(a, whole, tuple(v.aval.shape))
+        for a, v in zip((values, indices), eqn.outvars, strict=True)
+    ]
+
+
+def _exact(eqn: JaxprEqn) -> bool:
+    """Whether k results come out, rather than some number that the shape of the operand decides."""
+    return (
+        eqn.params.get("aggregate_to_topk", True)
+        and eqn.params.get("reduction_input_size_override", -1) < 0
+    )
+
+
+register(
+    Rule(
+        sort_dims,
+        partition=_sort,
+        doc=Doc(
+            free="other dims",
+            gather="the sorted dim: 2 AllToAlls with another dim (twice the tile), columnsort "
+            "(3 times the tile), or AllGather, whichever is cheapest",
+        ),
+    ),
+    p.sort_p,
+)
+register(
+    Rule(
+        top_k_dims,
+        partition=_top_k,
+        doc=Doc(free="other dims", gather="the searched dim: AllGather of k candidates per tile"),
+    ),
+    p.top_k_p,
+    p.approx_top_k_p,
+)

@@ -1,0 +1,142 @@
+"""Any sharding to any other: values, and the fewest bytes."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
+
+import gshard
+from gshard.devices import Place
+from gshard.moving.plan import plan
+from gshard.moving.reshard import reshard
+from gshard.sharding import Sharding
+from gshard.tile import Tile
+from tests.oracle import DEVICE_COUNTS, assignments, check, kinds, random_array, sent
+
+SIZES = (0, 1, 2, 3, 5, 8, 12, 13, 16)
+
+
+def tiles_of(x: np.ndarray, sharding: Sharding) -> np.ndarray:
+    """The tile of every device, NaN where there is padding or nothing."""
+    local = sharding.local_shape(x.shape)
+    padded = np.full(sharding.padded_shape(x.shape), np.nan, x.dtype)
+    padded[tuple(slice(0, n) for n in x.shape)] = x
+    out = np.full((sharding.num_devices, *local), np.nan, x.dtype)
+    for device in np.flatnonzero(sharding.tile_index >= 0):
+        starts = [
+            int(s.coords[device]) * l if s else 0
+            for s, l in zip(sharding.splits, local, strict=True)
+        ]
+        out[device] = padded[tuple(slice(a, a + l) for a, l in zip(starts, local, strict=True))]
+    return out
+
+
+@st.composite
+def reshardings(draw):
+    devices = draw(st.sampled_from(DEVICE_COUNTS))
+    shape = tuple(draw(st.lists(st.sampled_from(SIZES), min_size=1, max_size=3)))
+    whole = np.zeros([1] * len(shape), int)
+    found = [draw(assignments(len(shape), devices)) for _ in range(2)]
+    return shape, *(Sharding.of_assignment(whole if a is None else a, devices) for a in found)
+
+
+def run(x, source, target):
+    devices = source.num_devices
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("d",))
+
+    def local(tile):
+        done = reshard(Place(("d",), devices), Tile(tile[0], source, x.shape), target, "test")
+        assert done.sharding == target
+        return done.array[None]
+
+    spec = PartitionSpec("d")
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return np.asarray(jax.jit(mapped)(tiles_of(x, source)))
+
+
+def assert_arrives(shape, source, target):
+    x = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    got, wanted = run(x, source, target), tiles_of(x, target)
+    np.testing.assert_array_equal(np.where(np.isnan(wanted), 0, got), np.nan_to_num(wanted))
+
+
+@given(reshardings())
+def test_everything_arrives(case):
+    assert_arrives(*case)
+
+
+@given(reshardings())
+def test_no_plan_replicates_on_the_way(case):
+    """Unless the target is replicated, or devices are idle, no step holds the whole tensor."""
+    shape, source, target = case
+    if 0 in shape or target.is_replicated or source.is_replicated or source.idle or target.idle:
+        return
+    for step in plan(source, target, shape, np.float32):
+        assert not step.target.is_replicated, [
+            str(s.target) for s in plan(source, target, shape, np.float32)
+        ]
+
+
+@pytest.mark.slow
+def test_everything_arrives_in_many_more_cases():
+    from hypothesis import settings
+
+    settings(max_examples=400)(given(reshardings())(lambda case: assert_arrives(*case)))()
+
+
+def test_two_axes_of_a_mesh_at_once():
+    """P(b, None, a) -> P(None, (a, b)): XLA gives up and replicates; it is one AllToAll."""
+    mesh = np.arange(8).reshape(4, 2)
+    x = random_array((8, 16, 4))
+    lowered = check(
+        lambda x: x,
+        x,
+        inputs=[mesh.reshape(4, 1, 2)],
+        outputs=[mesh.T.reshape(1, 8, 1)],
+        exact=True,
+    )
+    assert kinds(lowered) == {"all_to_all": 1}
+    assert sent(lowered) == x.nbytes // 8 * 7 // 8
+
+
+def test_another_device_order_is_one_permute():
+    order = np.array([3, 1, 4, 0, 5, 7, 2, 6])
+    x = random_array((16, 3))
+    lowered = check(
+        lambda x: x, x, inputs=[np.arange(8)[:, None]], outputs=[order[:, None]], exact=True
+    )
+    assert kinds(lowered) == {"collective_permute": 1}
+    assert sent(lowered) == x.nbytes // 8
+
+
+def test_gathering_one_of_two_dims_moves_only_what_is_missing():
+    mesh = np.arange(8).reshape(2, 4)
+    x = random_array((8, 8))
+    lowered = check(lambda x: x, x, inputs=[mesh], outputs=[mesh[:, :1]], exact=True)
+    assert kinds(lowered) == {"all_gather": 1}
+    assert sent(lowered) == x.nbytes // 2 * 3 // 4
+
+
+def test_cutting_what_is_replicated_is_free():
+    lowered = check(lambda x: x * 1, random_array((13, 5)), outputs=[np.arange(8).reshape(4, 2)])
+    assert lowered.collectives == []
+
+
+def test_plans_for_thousands_of_devices_are_quick():
+    """The same steps for 2048 devices as for 8."""
+    for devices in (8, 2048):
+        rows = Sharding.of_assignment(np.arange(devices)[:, None], devices)
+        columns = Sharding.of_assignment(np.arange(devices)[None], devices)
+        steps = plan(rows, columns, (8 * devices, 8 * devices), np.float32)
+        assert [s.kind for s in steps] == ["exchange"]
+
+
+def test_an_annotation_of_an_annotated_tensor_is_a_reshard():
+    x = random_array((8, 8))
+    step = gshard.jit(lambda x: gshard.split(gshard.split(x, 0, 8), 1, 8))
+    np.testing.assert_array_equal(step(x), x)
+    assert kinds(step.lower(x)) == {"all_to_all": 1}

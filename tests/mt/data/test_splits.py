@@ -1,0 +1,145 @@
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gshard.mt.data.splits import (
+    MAX_VARIANTS,
+    SPLITS,
+    Row,
+    Shares,
+    fold,
+    given_splits,
+    split_language,
+    without_duplicates,
+)
+from gshard.mt.errors import UserError
+from tests.mt.samples import sentence
+
+# Few distinct sentences in several spellings, so that collisions are the rule.
+ENGLISH = st.builds(
+    lambda n, change: change(sentence(n)),
+    st.integers(0, 60),
+    st.sampled_from([str, str.upper, lambda t: t + " 12!", lambda t: t.replace(" ", "  ")]),
+)
+SOURCES = st.integers(0, 30).map(lambda n: f"quelle {chr(97 + n % 26)} {'b' * (n // 26)}")
+ROWS = st.lists(
+    st.builds(Row, SOURCES, ENGLISH, st.just("o"), st.sampled_from(["", "", "", *SPLITS])),
+    max_size=80,
+)
+SHARES = Shares(0.3, 0.2)
+
+
+def split_all(languages, shares=SHARES):
+    forced = given_splits(
+        ((row.english, row.split) for rows in languages for row in rows if row.split), shares
+    )
+    return [
+        split_language(without_duplicates(rows, Counter()), shares, forced, Counter())
+        for rows in languages
+    ]
+
+
+@given(st.lists(ROWS, min_size=1, max_size=3))
+def test_no_english_in_two_splits_and_no_held_out_source_in_train(languages):
+    seen = {split: set() for split in SPLITS}
+    for result in split_all(languages):
+        for split, rows in result.items():
+            seen[split] |= {fold(row.english) for row in rows}
+        sources = {split: {fold(row.source) for row in rows} for split, rows in result.items()}
+        assert not sources["train"] & (sources["dev"] | sources["test"])
+        assert not sources["dev"] & sources["test"]
+    assert not seen["train"] & (seen["dev"] | seen["test"])
+    assert not seen["dev"] & seen["test"]
+
+
+@given(ROWS, ROWS)
+def test_gathering_more_moves_nothing(rows, more):
+    rows = [row._replace(split="") for row in rows]
+    more = [row._replace(split="") for row in more]
+    before, after = split_all([rows])[0], split_all([rows + more])[0]
+    held = {fold(row.english) for split in ("dev", "test") for row in before[split]}
+    assert not held & {fold(row.english) for row in after["train"]}
+    for split in ("dev", "test"):
+        other = "test" if split == "dev" else "dev"
+        assert not {fold(row.english) for row in before[split]} & {
+            fold(row.english) for row in after[other]
+        }
+
+
+@given(ROWS)
+def test_every_row_is_kept_or_counted(rows):
+    dropped = Counter()
+    forced = given_splits(((row.english, row.split) for row in rows if row.split), SHARES)
+    result = split_language(without_duplicates(rows, dropped), SHARES, forced, dropped)
+    assert sum(map(len, result.values())) + dropped.total() == len(rows)
+
+
+def test_a_smaller_share_holds_out_a_subset():
+    keys = [fold(sentence(n)) for n in range(2000)]
+    few, many = Shares(0.02, 0.01), Shares(0.04, 0.02)
+    for split in ("dev", "test"):
+        small = {key for key in keys if few.split_of(key) == split}
+        assert small
+        assert small < {key for key in keys if many.split_of(key) == split}
+
+
+def test_shares_are_about_what_was_asked_for():
+    counts = Counter(Shares(0.1, 0.05).split_of(fold(sentence(n))) for n in range(4000))
+    assert 300 < counts["test"] < 500
+    assert 130 < counts["dev"] < 270
+    assert Shares(0.5, 0.4).split_of("open the file") == "train"  # too short to hold out
+
+
+def test_given_splits_are_kept_and_the_stronger_wins():
+    rows = [
+        Row("a", sentence(1), "o", "test"),
+        Row("b", sentence(2), "o", "train"),
+        Row("c", "Open", "o", "dev"),
+        Row("d", sentence(1).upper(), "o", "train"),
+    ]
+    result = split_all([rows], Shares(0, 0))[0]
+    assert [row.source for row in result["test"]] == ["a"]
+    assert [row.source for row in result["train"]] == ["b"]
+    assert [row.source for row in result["dev"]] == ["c"]
+    # The same English, given to training in one language, is in no test of another.
+    other = [Row("e", sentence(2), "o")]
+    forced = Shares(0.99, 0)
+    assert [row.source for row in split_all([rows, other], forced)[1]["train"]] == ["e"]
+
+
+def test_held_out_sentences_have_no_placeholder_and_one_reference():
+    shares = Shares(0.99, 0)
+    rows = [
+        Row("eins", sentence(3), "o"),
+        Row("zwei", sentence(3) + "!", "o"),
+        Row("drei %s", sentence(4) + " %s", "o"),
+    ]
+    dropped = Counter()
+    result = split_language(rows, shares, {}, dropped)
+    assert [row.source for row in result["test"]] == ["eins"]
+    assert dropped["second reference of a held-out sentence"] == 1
+    assert dropped["held out, not fit for a test"] == 1
+
+
+def test_no_more_than_needed_are_held_out():
+    shares = Shares(0.99, 0, {"test": 3, "dev": 3})
+    rows = [Row(f"q{'x' * n}", sentence(n), "o") for n in range(10)]
+    kept = split_language(rows, shares, {}, Counter())["test"]
+    again = split_language(rows[::-1], shares, {}, Counter())["test"]
+    assert len(kept) == 3
+    assert kept == again
+
+
+def test_duplicates_and_variants():
+    dropped = Counter()
+    rows = [Row(f"wort {'x' * n}", "Open", "o") for n in range(MAX_VARIANTS + 2)]
+    rows += [Row("Wort x!", "open", "o"), Row("open", "Open!", "o")]
+    assert len(list(without_duplicates(rows, dropped))) == MAX_VARIANTS
+    assert dropped == {"more than 4 translations": 2, "duplicate": 1, "untranslated": 1}
+
+
+def test_impossible_shares():
+    with pytest.raises(UserError, match="cannot hold out"):
+        Shares(0.9, 0.2)

@@ -1,0 +1,120 @@
+"""Checkpoints: what is kept, what is damaged, what belongs to another model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+from gshard.mt.errors import UserError
+from gshard.mt.training.checkpoint import Checkpoints, named
+
+
+def state(value, experts=7):
+    return {"w": jnp.full((experts, 4), value), "b": {"c": jnp.arange(3.0) + value}}
+
+
+def saved(folder, losses, keep=2):
+    checkpoints = Checkpoints(folder, keep)
+    for step, loss in enumerate(losses, 1):
+        checkpoints.save(step, state(step), {"count": jnp.array(step)}, {"step": step}, loss)
+        checkpoints.wait()
+    return checkpoints
+
+
+def like(tree):
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
+
+
+LIKE = like(state(0)), like({"count": jnp.array(0)})
+
+
+@pytest.mark.parametrize(
+    ("losses", "kept", "best"),
+    [
+        ([5, 4, 3, 2, 1], [4, 5], 5),
+        ([5, 1, 3, 2, 4], [2, 4, 5], 2),
+        ([1, 2, 3, 4, 5], [1, 4, 5], 1),
+        ([2, 2, 3], [2, 3], 2),
+        ([2, float("nan"), 3, 4], [1, 3, 4], 1),
+    ],
+)
+def test_the_newest_and_the_best_are_kept(tmp_path, losses, kept, best):
+    checkpoints = saved(tmp_path, losses)
+    assert set(kept) <= set(checkpoints.steps)
+    assert len(checkpoints.steps) == len(kept)
+    assert checkpoints.best() == best
+    checkpoints.close()
+
+
+def test_what_is_restored_is_what_was_saved(tmp_path):
+    saved(tmp_path, [3, 2]).close()
+    model, rest, note, damaged = Checkpoints(tmp_path).restore_newest(*LIKE)
+    jax.tree.map(np.testing.assert_array_equal, model, state(2))
+    assert (int(rest["count"]), note, damaged) == (2, {"step": 2}, [])
+
+
+def test_an_array_that_does_not_divide_is_saved_by_its_value(tmp_path):
+    uneven = gshard.jit(lambda x: gshard.split(x, 0, 8))(np.arange(28.0).reshape(7, 4))
+    assert not isinstance(uneven, jax.Array)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"w": uneven}, {"count": jnp.array(1)}, {"step": 1}, 1.0)
+    checkpoints.wait()
+    found = checkpoints.restore_model(1, {"w": like(jnp.zeros((7, 4)))})
+    np.testing.assert_array_equal(found["w"], np.arange(28.0).reshape(7, 4))
+    checkpoints.close()
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path):
+    saved(tmp_path, [3, 2]).close()
+    cut = [f for f in (tmp_path / "checkpoints" / "2" / "model").rglob("*") if f.is_file()]
+    for file in cut:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    _, _, note, damaged = Checkpoints(tmp_path).restore_newest(*LIKE)
+    assert note == {"step": 1}
+    assert len(damaged) == 1
+    assert "checkpoints/2 is damaged" in damaged[0]
+
+
+def test_only_the_data_cut_is_noticed_too(tmp_path):
+    """The metadata are whole, the arrays are not."""
+    saved(tmp_path, [3, 2]).close()
+    data = [f for f in (tmp_path / "checkpoints" / "2" / "model").rglob("d/*") if f.is_file()]
+    assert data
+    for file in data:
+        file.write_bytes(file.read_bytes()[:-20])
+    assert Checkpoints(tmp_path).restore_newest(*LIKE)[2] == {"step": 1}
+
+
+def test_when_nothing_is_whole_the_error_says_so(tmp_path):
+    saved(tmp_path, [3]).close()
+    for file in (tmp_path / "checkpoints" / "1" / "optimizer").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    with pytest.raises(UserError, match="no whole checkpoint is left"):
+        Checkpoints(tmp_path).restore_newest(*LIKE)
+
+
+def test_a_checkpoint_of_another_model_is_an_error_not_a_reshape(tmp_path):
+    saved(tmp_path, [3]).close()
+    other = like(state(0, experts=9)), LIKE[1]
+    with pytest.raises(UserError, match=r"another model: w is \(7, 4\) there and \(9, 4\)"):
+        Checkpoints(tmp_path).restore_newest(*other)
+    missing = like({"b": state(0)["b"]}), LIKE[1]
+    with pytest.raises(UserError, match=r"w is .* there and absent"):
+        Checkpoints(tmp_path).restore_newest(*missing)
+
+
+def test_names_are_paths():
+    assert set(named(state(1))) == {"w", "b.c"}
+
+
+def test_half_written_folders_are_not_checkpoints(tmp_path):
+    """What a killed process leaves: a folder under Orbax's temporary name."""
+    saved(tmp_path, [3]).close()
+    half = tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp"
+    (half / "model").mkdir(parents=True)
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.steps == [1]
+    assert checkpoints.restore_newest(*LIKE)[2] == {"step": 1}

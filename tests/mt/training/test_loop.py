@@ -1,0 +1,198 @@
+"""Training: the same bits after any interruption, on other devices, and under harm."""
+
+import dataclasses
+import json
+import shutil
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+from gshard.mt import hosts
+from gshard.mt.batching.batches import Batches
+from gshard.mt.errors import UserError
+from gshard.mt.run import Run
+from gshard.mt.training import programs
+from gshard.mt.training.checkpoint import Checkpoints, load_model
+from gshard.mt.training.loop import train
+from tests.mt.runs import Notes, run_config, with_devices, with_train
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once(tmp_path_factory):
+    """The same programs come up again and again here."""
+    hosts.cache_programs(tmp_path_factory.mktemp("programs"))
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, tmp_path_factory):
+    """A run of 12 steps that nothing interrupted."""
+    run = Run.create(tmp_path_factory.mktemp("whole") / "run", run_config(corpus))
+    outcome = train(run, Notes())
+    assert (outcome.step, outcome.interrupted) == (12, False)
+    return run
+
+
+def losses(run, kind="train"):
+    return {r["step"]: r["nll"] for r in run.metrics() if r["kind"] == kind}
+
+
+def weights(run, which="last"):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(load_model(run, which)[0])]
+
+
+def copied(run, folder, **train_settings):
+    """A new run that shares the vocabulary, so that only the training is repeated."""
+    config = with_train(run.config, **train_settings)
+    data = dataclasses.replace(config.data, vocabulary=str(run.folder / "vocabulary"))
+    return Run.create(folder, dataclasses.replace(config, data=data))
+
+
+def test_the_loss_falls_and_is_written_down(whole):
+    curve = losses(whole)
+    assert list(curve) == list(range(1, 13))
+    assert curve[12] < curve[1] - 0.3
+    assert list(losses(whole, "dev")) == [4, 8, 12]
+    last = whole.metrics()[-2]
+    for name in ("tokens", "tokens_per_second", "share_of_peak", "balance", "seconds"):
+        assert last[name] > 0, name
+    assert 0 <= last["overflow"] < 1
+    assert last["skipped"] == 0
+
+
+def test_tokens_are_those_of_the_batches(whole):
+    batches = Batches(whole.tokens(), whole.config.batch)
+    expected = sum(np.count_nonzero(batches[i]["target_segments"]) for i in range(12))
+    assert whole.metrics()[-2]["tokens"] == expected
+
+
+def test_tensorboard_reads_the_same_figures(whole):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board = accumulator.EventAccumulator(str(whole.folder / "tensorboard"))
+    board.Reload()
+    events = board.Scalars("train/nll")
+    assert {e.step: np.float32(e.value) for e in events} == {
+        step: np.float32(nll) for step, nll in losses(whole).items()
+    }
+
+
+def test_a_run_that_stopped_goes_on_bit_for_bit(whole, tmp_path):
+    """With all that a crash leaves: a damaged checkpoint, and a journal that knows too much."""
+    first = copied(whole, tmp_path / "run", steps=6)
+    train(first, Notes())
+    for file in (first.folder / "checkpoints" / "6").rglob("d/*"):
+        file.write_bytes(b"")
+    with (first.folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "train", "step": 7, "nll": 99.0}) + '\n{"kind": "tr')
+    notes = Notes()
+    second = Run.create(tmp_path / "run", with_train(first.config, steps=12))
+    train(second, notes)
+    assert "checkpoints/6 is damaged" in notes.notes[0]
+    assert notes.notes[1:] == ["going on from step 4"]
+    assert losses(second) == losses(whole)
+    for a, b in zip(weights(second), weights(whole), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def slowly(**devices):
+    return pytest.param(devices, marks=pytest.mark.slow, id=str(devices))
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [
+        slowly(count=6),
+        slowly(count=4),
+        slowly(count=1),
+        slowly(count=8, tensor=2),
+        slowly(split_update=True),
+    ],
+)
+def test_a_checkpoint_of_8_devices_goes_on_anywhere(whole, tmp_path, devices):
+    """Also where 8 experts do not divide, and under other annotations."""
+    moved = tmp_path / "run"
+    shutil.copytree(whole.folder, moved)
+    saved = weights(whole, "12")
+    longer = with_devices(with_train(whole.config, steps=14), **devices)
+    train(Run.create(moved, longer), Notes())
+    for a, b in zip(weights(Run.open(moved), "12"), saved, strict=True):
+        np.testing.assert_array_equal(a, b)
+    found, expected = losses(Run.open(moved)), losses(longer_whole(whole, tmp_path))
+    assert list(found) == list(range(1, 15))
+    for step in (13, 14):
+        assert found[step] == pytest.approx(expected[step], abs=2e-4)
+
+
+def longer_whole(whole, tmp_path):
+    """The same two steps more on the 8 devices that the checkpoint came from."""
+    folder = tmp_path / "longer"
+    shutil.copytree(whole.folder, folder)
+    run = Run.create(folder, with_train(whole.config, steps=14))
+    train(run, Notes())
+    return run
+
+
+def test_a_loss_that_is_not_finite_is_not_learned_from(whole):
+    """The step's guard leaves every weight as it was, and counts."""
+    made = programs.Programs(
+        whole.config, whole.model_config, jax.devices(), hosts.strategy(whole.config.devices)
+    )
+    batches = Batches(whole.tokens(), whole.config.batch)
+    state = made.first_state()
+    ruined = eqx.tree_at(
+        lambda s: s.train.model.decoder_norm.scale,
+        state,
+        state.train.model.decoder_norm.scale * np.nan,
+    )
+    before = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(ruined.train.model)]
+    moments = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(ruined.train.opt_state)]
+    after, figures = made.step(ruined, batches[1])
+    assert (int(figures.skipped), int(figures.in_a_row), int(after.train.step)) == (1, 1, 1)
+    for a, b in zip(jax.tree.leaves(after.train.model), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(jax.tree.leaves(after.train.opt_state), moments, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+def test_training_gives_up_with_advice(whole, tmp_path):
+    """A rate that destroys the weights: the guard stops it and says what to do."""
+    config = dataclasses.replace(
+        with_train(whole.config, patience=3, steps=40),
+        optimizer=dataclasses.replace(whole.config.optimizer, learning_rate=1e20, rise=0),
+    )
+    wild = Run.create(tmp_path / "run", config)
+    with pytest.raises(UserError, match=r"optimizer.learning_rate \(it is 1e\+20\)"):
+        train(wild, Notes())
+    skipped = [r["skipped"] for r in wild.metrics() if r["kind"] == "train"]
+    assert skipped[-1] == 3
+
+
+def test_other_settings_are_refused_for_a_run_that_is_there(whole):
+    other = dataclasses.replace(whole.config, name="x")
+    Run.create(whole.folder, other)  # a name changes nothing
+    harmful = dataclasses.replace(
+        whole.config, batch=dataclasses.replace(whole.config.batch, seed=3)
+    )
+    with pytest.raises(UserError, match=r"batch.seed was 0 and is now 3"):
+        Run.create(whole.folder, harmful)
+
+
+def test_a_folder_with_other_things_is_not_overwritten(whole, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="holds something else"):
+        Run.create(tmp_path, whole.config)
+
+
+def test_data_is_ready_before_the_device(whole):
+    """Waiting for batches takes a small part of the time even of this smallest of models."""
+    assert whole.metrics()[-2]["data_wait"] < 0.2
+
+
+def test_checkpoints_say_which_there_are(whole):
+    assert Checkpoints(whole.folder, read_only=True).steps[-1] == 12
+    with pytest.raises(UserError, match=r"no checkpoint '7'.*best, last, untrained"):
+        load_model(whole, "7")
