@@ -32,6 +32,7 @@ lint: $(VENV)/installed
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports --no-cache --no-logo
 
 format: $(VENV)/installed
 	$(RUN) -m ruff check --fix .
