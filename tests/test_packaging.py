@@ -1,0 +1,100 @@
+"""What users install: the wheel's contents and metadata, and the small public face."""
+
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import gshard
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel built from a copy of the sources by setuptools alone, without a network."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("gshard", "tests", "tools"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = "from setuptools import build_meta; print(build_meta.build_wheel('dist'))"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    (built,) = (source / "dist").glob("*.whl")
+    return zipfile.ZipFile(built)
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_no_other(wheel):
+    ours = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "gshard").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert packed == ours
+    assert "gshard/py.typed" in packed
+    kinds = {Path(name).suffix for name in packed}
+    assert kinds == {".py", ".typed", ".toml", ".html", ".css", ".js"}
+
+
+def test_the_wheel_says_whose_it_is_and_what_it_needs(wheel):
+    (name,) = [n for n in wheel.namelist() if n.endswith(".dist-info/METADATA")]
+    told = Parser().parsestr(wheel.read(name).decode())
+    assert told["Author"] == "The gshard authors"
+    assert told["License-Expression"] == "Apache-2.0"
+    assert "Typing :: Typed" in told.get_all("Classifier")
+    assert {url.split(",")[0] for url in told.get_all("Project-URL")} == {
+        "Homepage",
+        "Documentation",
+        "Changelog",
+        "Issues",
+    }
+    core = [r for r in told.get_all("Requires-Dist") if "extra ==" not in r]
+    assert sorted(r.split("<")[0].split(">")[0] for r in core) == ["jax", "numpy"]
+
+
+def test_what_the_wheel_unpacks_to_works(wheel, tmp_path):
+    """From another folder, nothing else of the repository on the path."""
+    wheel.extractall(tmp_path)
+    program = (
+        "import gshard; from gshard.mt.data.tiers import load;"
+        "print(gshard.__file__, gshard.__version__, load('tiny').name)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path), "PATH": "", "JAX_PLATFORMS": "cpu"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    where, version, tier = done.stdout.split()
+    assert where == str(tmp_path / "gshard" / "__init__.py")
+    assert f"gshard-{version}.dist-info/METADATA" in wheel.namelist()
+    assert tier == "tiny"
+
+
+def test_dir_shows_what_users_call_and_nothing_else():
+    assert dir(gshard) == sorted(gshard.__all__)
+    assert all(hasattr(gshard, name) for name in gshard.__all__)
+    everything = {name for name in vars(gshard) if not name.startswith("_")}
+    hidden = everything - set(gshard.__all__)
+    modules = {path.stem for path in (ROOT / "gshard").iterdir()}
+    assert hidden <= modules, "a public name is missing from __all__"
+
+
+def test_a_version_that_cannot_be_known_is_not_made_up(monkeypatch):
+    def nothing_installed(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(importlib.metadata, "version", nothing_installed)
+            assert importlib.reload(gshard).__version__ == "0+unknown"
+    finally:
+        importlib.reload(gshard)
