@@ -1,0 +1,55 @@
+"""A pipeline: each device is a stage, and microbatches roll from stage to stage in a loop.
+
+Every tick all stages work on different microbatches, and hand their results on: one permute each
+way. The last stage's results are the outputs.
+"""
+
+import jax
+import jax.numpy as jnp
+
+import gshard
+from examples.recipes.recipe import D, Recipe, all_reduce, show
+from examples.recipes.transformer import SMALL, Size
+
+MICROBATCHES = 16
+
+
+def run(weights_DMM, x_TBM):
+    """The microbatches, T of them, through all stages."""
+    ticks = MICROBATCHES + D - 1
+    x_TBM = jnp.concatenate([x_TBM, jnp.zeros((D - 1, *x_TBM.shape[1:]))])
+
+    def tick(state_DBM, x_BM):
+        state_DBM = jnp.roll(state_DBM, 1, 0).at[0].set(x_BM)
+        state_DBM = gshard.split(state_DBM, 0, D)
+        state_DBM = jnp.tanh(jnp.einsum("DBM,DMK->DBK", state_DBM, weights_DMM))
+        return state_DBM, state_DBM[-1]
+
+    nothing = gshard.split(jnp.zeros((D, *x_TBM.shape[1:])), 0, D)
+    _, y_TBM = jax.lax.scan(tick, nothing, x_TBM, length=ticks)
+    return y_TBM[D - 1 :]
+
+
+def step(weights, x, targets):
+    weights = gshard.split(weights, 0, D)
+
+    def loss(weights):
+        return jnp.mean((run(weights, x) - targets) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(weights)
+    return weights - 1e-3 * grads, value
+
+
+def recipes(size: Size = SMALL) -> list[Recipe]:
+    B, M = (8, 128) if size == SMALL else (64, 4096)
+    f32 = jnp.float32
+    batches = jax.ShapeDtypeStruct((MICROBATCHES, B, M), f32)
+    weights = jax.ShapeDtypeStruct((D, M, M), f32)
+    permute = B * M * 4
+    # A permute each way for every tick; then all devices get the outputs, to compare.
+    expert = 2 * (MICROBATCHES + D - 1) * permute + all_reduce(MICROBATCHES * permute)
+    return [Recipe("pipeline, 8 stages", step, (weights, batches, batches), expert)]
+
+
+if __name__ == "__main__":
+    show(recipes())
