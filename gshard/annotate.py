@@ -28,18 +28,27 @@ class Annotation:
     """What the user asked of one tensor; `resolve` turns it into a Sharding for given devices.
 
     `assignment` is None for `replicate`; otherwise a device id per tile, row-major, over `tiles`.
-    `open_dims` are dims that `vmap` added: nothing is said about them.
+    `open_dims` are dims that `vmap` added: nothing is said about them. `meant` is the sharding
+    itself where it was not said in tiles: by a `NamedSharding`, for so many devices.
     """
 
     name: str
     tiles: tuple[int, ...]
     assignment: tuple[int, ...] | None
     open_dims: tuple[int, ...] = ()
+    meant: Sharding | None = None
+
+    @staticmethod
+    def of_sharding(name: str, sharding: Sharding, open_dims: tuple[int, ...] = ()) -> Annotation:
+        """The annotation that asks for just this sharding."""
+        return Annotation(name, sharding.tiles, None, open_dims, sharding)
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019  (small, and asked for again and again)
     def resolve(self, num_devices: int) -> Sharding:
         """The sharding meant; a ValueError says what does not fit on `num_devices` devices."""
         rank = len(self.tiles)
+        if self.meant is not None:
+            return self.meant
         if self.assignment is None:
             return Sharding.replicated(rank, num_devices)
         count = len(self.assignment)
@@ -170,10 +179,14 @@ def _annotate(tensor: Any, annotation: Annotation) -> Any:
 
 def widen(annotation: Annotation, dim: int) -> Annotation:
     """The annotation with another dim, added by `vmap`, on which the user said nothing."""
+    meant = annotation.meant
+    if meant is not None:
+        meant = meant.project([*range(dim), None, *range(dim, meant.rank)])
     return replace(
         annotation,
         tiles=(*annotation.tiles[:dim], 1, *annotation.tiles[dim:]),
         open_dims=(dim, *(d + (d >= dim) for d in annotation.open_dims)),
+        meant=meant,
     )
 
 

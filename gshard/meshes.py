@@ -1,24 +1,41 @@
-"""Shardings in terms of a mesh's axes: the border to JAX's own `NamedSharding`."""
+"""Shardings in terms of a mesh's axes: the border to JAX's own `NamedSharding`.
+
+Devices are numbered in the order in which `gshard.jit` was given them, or in that of the user's
+mesh. `sharding_of` reads what JAX says about an array; `spec_on` says it again on a given mesh.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gshard.sharding import Sharding, Split
 
+Numbers = Mapping[Any, int]  # the number of each device
+AnyMesh = Mesh | AbstractMesh
+
 
 def axis_names(axes: Sequence[int]) -> tuple[str, ...]:
-    """The names of a mesh's axes."""
+    """The names of the axes of a mesh that gshard makes."""
     return tuple(f"axis{i}" for i in range(len(axes))) if len(axes) > 1 else ("devices",)
 
 
-def mesh_shapes(shardings: Sequence[Sharding], num_devices: int):
+def make_mesh(axes: Sequence[int], devices: Sequence[jax.Device] | int) -> AnyMesh:
+    """The mesh of a program: real devices in their order, or as many abstract ones."""
+    names, types = axis_names(axes), (AxisType.Auto,) * len(axes)
+    if isinstance(devices, int):
+        return AbstractMesh(tuple(axes), names, types)
+    return Mesh(np.asarray(devices).reshape(axes), names, types)
+
+
+def mesh_shapes(shardings: Sequence[Sharding], num_devices: int) -> Iterator[tuple[int, ...]]:
     """The plain row of devices, then the grids that the tile counts suggest."""
     yield (num_devices,)
     sizes = sorted({t for s in shardings for t in (*s.tiles, s.replicas) if 1 < t < num_devices})
@@ -26,11 +43,12 @@ def mesh_shapes(shardings: Sequence[Sharding], num_devices: int):
         for grid in itertools.permutations([n for n in sizes for _ in range(count)], count):
             if math.prod(grid) == num_devices:
                 yield grid
-    primes = _primes(num_devices)
+    primes = prime_factors(num_devices)
     yield from sorted(set(itertools.islice(itertools.permutations(primes), 5040)))
 
 
-def _primes(n: int) -> list[int]:
+def prime_factors(n: int) -> list[int]:
+    """The prime factors of `n`: the finest grid of that many devices."""
     found, divisor = [], 2
     while n > 1:
         while n % divisor == 0:
@@ -40,14 +58,29 @@ def _primes(n: int) -> list[int]:
     return found
 
 
+# ---------------------------------------------------------------- from gshard to JAX
+
+
 def partition_spec(sharding: Sharding, axes: tuple[int, ...]) -> PartitionSpec | None:
-    """The sharding in terms of mesh axes; None where it is not that regular."""
-    entries = [_axes_of(split, axes) for split in sharding.splits]
-    if any(e is None for e in entries):
+    """The sharding on a mesh that gshard makes; None where it is not that regular."""
+    grid = np.arange(math.prod(axes)).reshape(axes)
+    return spec_on(sharding, grid, axis_names(axes))
+
+
+def spec_on(sharding: Sharding, grid: np.ndarray, names: Sequence[str]) -> PartitionSpec | None:
+    """The sharding in terms of the axes `names` of a grid of device numbers, if that is possible.
+
+    None where the tiles do not lie along the axes.
+    """
+    if grid.size != sharding.num_devices:
+        return None
+    raw = np.ascontiguousarray(grid, np.int64)
+    found = [_axes_of(split, raw.tobytes(), raw.shape) for split in sharding.splits]
+    entries = [e for e in found if e is not None]
+    if len(entries) < len(found):
         return None
     while entries and not entries[-1]:
         entries.pop()
-    names = axis_names(axes)
     return PartitionSpec(
         *(
             None if not e else names[e[0]] if len(e) == 1 else tuple(names[i] for i in e)
@@ -57,11 +90,11 @@ def partition_spec(sharding: Sharding, axes: tuple[int, ...]) -> PartitionSpec |
 
 
 @functools.lru_cache(maxsize=4096)
-def _axes_of(split: Split | None, axes: tuple[int, ...]) -> tuple[int, ...] | None:
+def _axes_of(split: Split | None, raw: bytes, axes: tuple[int, ...]) -> tuple[int, ...] | None:
     """The mesh axes, major to minor, along which the tile number of a split counts up."""
     if split is None:
         return ()
-    grid = split.coords.reshape(axes)
+    grid = split.coords[np.frombuffer(raw, np.int64)].reshape(axes)
     origin = (0,) * len(axes)
     weights = []
     for i, n in enumerate(axes):
@@ -74,3 +107,81 @@ def _axes_of(split: Split | None, axes: tuple[int, ...]) -> tuple[int, ...] | No
         expected += stride * np.indices(axes)[i]
         stride *= axes[i]
     return tuple(chosen) if (expected == grid).all() else None
+
+
+def named_on(mesh: Mesh, sharding: Sharding, numbers: Numbers) -> NamedSharding | None:
+    """The sharding on the user's own mesh, with the user's names, where they can say it."""
+    if any(d not in numbers for d in mesh.devices.flat):
+        return None
+    spec = spec_on(sharding, grid_of(mesh, numbers), mesh.axis_names)
+    return None if spec is None else NamedSharding(mesh, spec)
+
+
+def grid_of(mesh: AnyMesh, numbers: Numbers) -> np.ndarray:
+    """The numbers of a mesh's devices, in its shape; abstract ones are counted up."""
+    if isinstance(mesh, AbstractMesh):
+        return np.arange(mesh.size).reshape(mesh.axis_sizes)
+    flat = [numbers[d] for d in mesh.devices.flat]
+    return np.array(flat).reshape(mesh.devices.shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def ordinary(mesh: Mesh, sharding: Sharding) -> NamedSharding:
+    """A tiling in any device order, as a NamedSharding with a mesh of its own."""
+    names = tuple(f"dim{d}" for d in range(sharding.rank))
+    devices = mesh.devices.ravel()[sharding.devices]
+    return NamedSharding(Mesh(devices, (*names, "copies")), PartitionSpec(*names))
+
+
+# ---------------------------------------------------------------- from JAX to gshard
+
+
+def sharding_of(
+    named: NamedSharding, rank: int, numbers: Numbers, num_devices: int
+) -> tuple[Sharding, tuple[int, ...]]:
+    """What a NamedSharding means for a tensor, and the dims that it leaves unconstrained."""
+    mesh = named.mesh
+    unknown = [d for d in _devices_of(mesh) if d not in numbers]
+    if unknown or mesh.size > num_devices:
+        raise ValueError(
+            f"the mesh {dict(mesh.shape)} has {len(unknown) or mesh.size} devices that are not "
+            f"among the {num_devices} that gshard.jit runs on; give it devices=mesh.devices.ravel()"
+        )
+    numbered = grid_of(mesh, numbers).ravel()
+    entries = (*named.spec, *(None,) * (rank - len(named.spec)))
+    where = np.indices(tuple(mesh.shape.values()))
+    axis_number = {name: i for i, name in enumerate(mesh.axis_names)}
+    splits: list[Split | None] = []
+    for entry in entries:
+        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+            splits.append(None)
+            continue
+        index = np.zeros(where.shape[1:], np.int64)
+        for name in (entry,) if isinstance(entry, str) else entry:
+            index = index * mesh.shape[name] + where[axis_number[name]]
+        coords = np.full(num_devices, -1)
+        coords[numbered] = index.ravel()
+        splits.append(Split.of(coords))
+    free = tuple(d for d, e in enumerate(entries) if e is PartitionSpec.UNCONSTRAINED)
+    return Sharding(tuple(splits), num_devices), free
+
+
+def _devices_of(mesh: AnyMesh) -> list[jax.Device]:
+    return [] if isinstance(mesh, AbstractMesh) else list(mesh.devices.flat)
+
+
+def sharding_of_slices(
+    held: Mapping[Any, tuple[slice, ...]], rank: int, numbers: Numbers, num_devices: int
+) -> Sharding | None:
+    """The sharding of an array of which every device holds these slices; None if irregular."""
+    if any(d not in numbers for d in held):
+        return None
+    splits: list[Split | None] = []
+    for dim in range(rank):
+        starts = {d: index[dim].start or 0 for d, index in held.items()}
+        order = {start: i for i, start in enumerate(sorted(set(starts.values())))}
+        coords = np.full(num_devices, -1)
+        for device, start in starts.items():
+            coords[numbers[device]] = order[start]
+        splits.append(Split.of(coords) if len(order) > 1 else None)
+    return Sharding(tuple(splits), num_devices)

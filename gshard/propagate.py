@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,10 +60,18 @@ class _Edge:
                     yield atom, names
 
 
-def propagate(closed: ClosedJaxpr, num_devices: int) -> dict[Any, Sharding]:
-    """A sharding for every variable of the program and of the bodies in it."""
+def propagate(
+    closed: ClosedJaxpr, num_devices: int, given: Mapping[Any, Sharding] | None = None
+) -> dict[Any, Sharding]:
+    """A sharding for every variable of the program and of the bodies in it.
+
+    `given` are the shardings of arguments that lie somewhere already: as binding as annotations.
+    """
     state = _State(num_devices)
     state.add(closed.jaxpr)
+    for var, sharding in (given or {}).items():
+        state.splits[var] = list(sharding.splits)
+        state.closed[var] = set(range(sharding.rank))
     state.settle()
     return state.shardings()
 
