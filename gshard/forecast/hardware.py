@@ -1,0 +1,142 @@
+"""Hardware is data: peak rates by dtype, memory, links.
+
+A machine is a small TOML file beside this one, a file of the user's, or a `Hardware` in Python.
+Peaks are the vendor's. What programs reach of them is `Reached`, whose values are 1 unless somebody
+measured or fitted them; the file says against what.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from gshard.forecast.topology import Network, Switch, Torus
+
+_MACHINES = Path(__file__).parent / "machines"
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The share of each peak that operators reach, and what starting one costs."""
+
+    products: float = 1.0  # of the peak rate, by matrix products and convolutions
+    memory: float = 1.0  # of the memory's bandwidth, by everything else
+    links: float = 1.0  # of the links' bandwidth, by collectives
+    operator_seconds: float = 0.0  # to start one fused operator
+    step_seconds: float = 0.0  # outside the program: feeding it, fetching its results
+    fitted: str = ""  # which of these are fitted, and to what
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device and the network that joins it to others.
+
+    `flops` are peak rates (a multiplication and an addition are two) by the dtype of the operands;
+    `float32_exact` is for products that ask for full float32, where the default is less.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    memory: int
+    memory_bandwidth: float
+    network: Network
+    reached: Reached = field(default_factory=Reached)
+
+    def rate(self, dtype: Any, exact: bool = False) -> float:
+        """Operations per second of a matrix product on operands of `dtype`."""
+        name = np.dtype(dtype).name if not isinstance(dtype, str) else dtype
+        if exact and f"{name}_exact" in self.flops:
+            return self.flops[f"{name}_exact"]
+        if name in self.flops:
+            return self.flops[name]
+        wider = self.flops.get("float32_exact", self.flops["float32"])
+        return wider / 2 if name in ("float64", "complex128") else wider
+
+    def topology(self, devices: int) -> Torus | Switch:
+        """How so many of these devices are joined."""
+        return self.network.topology(devices)
+
+    def replace(self, **changes: Any) -> Hardware:
+        """The same hardware but for `changes`."""
+        return replace(self, **changes)
+
+
+def known() -> list[str]:
+    """The names that `hardware` accepts."""
+    return sorted(path.stem for path in _MACHINES.glob("*.toml"))
+
+
+def hardware(name: str | Path | Hardware) -> Hardware:
+    """The machine of a name, or of a TOML file."""
+    if isinstance(name, Hardware):
+        return name
+    path = Path(name)
+    if path.suffix == ".toml":
+        if not path.exists():
+            raise ValueError(f"there is no file {path} to read hardware from")
+        return read(path)
+    if str(name) not in known():
+        near = difflib.get_close_matches(str(name), known(), 1, cutoff=0.3)
+        hint = f"; the nearest is {near[0]!r}" if near else ""
+        raise ValueError(
+            f"hardware is {str(name)!r}; known are {', '.join(known())}, or a path to a TOML file "
+            f"like those in gshard/forecast/machines{hint}"
+        )
+    return read(_MACHINES / f"{name}.toml")
+
+
+def read(path: Path) -> Hardware:
+    """Hardware from a TOML file; a misspelt key is an error."""
+    text = tomllib.loads(path.read_text(encoding="utf-8"))
+    wanted = {f.name for f in fields(Hardware)}
+    _check(path, set(text), wanted, wanted - {"reached"})
+    _check(path, set(text["network"]), {"kind", *_names(Network)}, {"kind"})
+    reached = text.get("reached", {})
+    _check(path, set(reached), _names(Reached), set())
+    return Hardware(
+        text["name"],
+        {k: float(v) for k, v in text["flops"].items()},
+        int(text["memory"]),
+        float(text["memory_bandwidth"]),
+        Network(**text["network"]),
+        Reached(**reached),
+    )
+
+
+def present() -> Hardware:
+    """What JAX says the devices of this machine are; a CPU where it is nothing known."""
+    kind = jax.devices()[0].device_kind.lower()
+    for mark, name in _KINDS.items():
+        if mark in kind:
+            return hardware(name)
+    return hardware("cpu")
+
+
+_KINDS = {
+    "h200": "h200",
+    "h100": "h100",
+    "v5 lite": "tpu-v5e",
+    "v5e": "tpu-v5e",
+    "v5p": "tpu-v5p",
+    "v5": "tpu-v5p",
+    "v4": "tpu-v4",
+    "v3": "tpu-v3",
+}  # parts of JAX's `device_kind`, the first that fits
+
+
+def _names(kind: type) -> set[str]:
+    return {f.name for f in fields(kind)}
+
+
+def _check(path: Path, given: set[str], allowed: set[str], needed: set[str]) -> None:
+    if unknown := given - allowed:
+        raise ValueError(f"{path}: {', '.join(sorted(unknown))} is not one of {sorted(allowed)}")
+    if missing := needed - given:
+        raise ValueError(f"{path}: {', '.join(sorted(missing))} is missing")

@@ -1,0 +1,59 @@
+"""Machines are data: every file reads, mistakes say what would work."""
+
+import pytest
+
+from gshard.forecast.hardware import Hardware, hardware, known, present, read
+
+
+@pytest.mark.parametrize("name", known())
+def test_every_machine_reads_and_joins_devices(name):
+    machine = hardware(name)
+    assert machine.name == name
+    assert machine.rate("float32") >= machine.rate("float32", exact=True) > 0
+    for devices in (1, 2, 8, 64):
+        assert machine.topology(devices).devices >= devices
+
+
+def test_the_named_machines_are_there():
+    wanted = {"tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p", "h100", "h200", "cpu"}
+    assert wanted <= set(known())
+
+
+def test_an_unknown_name_says_what_is_known_and_the_nearest():
+    with pytest.raises(ValueError, match=r"'h-100'.*tpu-v3.*the nearest is 'h100'"):
+        hardware("h-100")
+
+
+def test_a_user_adds_a_machine_in_a_few_lines(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'name = "mine"\nmemory = 1_000\nmemory_bandwidth = 10.0\n[flops]\nfloat32 = 5.0\n'
+        '[network]\nkind = "switch"\ninside_bandwidth = 1.0\n'
+    )
+    machine = hardware(path)
+    assert machine.memory == 1_000
+    assert machine.rate("int8") == 5.0
+    assert isinstance(machine, Hardware)
+    assert hardware(machine) is machine
+
+
+@pytest.mark.parametrize(
+    ("line", "said"), [("memroy = 1", "memroy is not one of"), ("", "memory is missing")]
+)
+def test_a_mistake_in_a_file_is_named(tmp_path, line, said):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        f'name = "mine"\n{line}\nmemory_bandwidth = 1.0\n[flops]\nfloat32 = 1.0\n'
+        '[network]\nkind = "switch"\n'
+    )
+    with pytest.raises(ValueError, match=said):
+        read(path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match="there is no file"):
+        hardware(tmp_path / "none.toml")
+
+
+def test_without_an_accelerator_the_devices_are_the_cpu():
+    assert present().name == "cpu"
