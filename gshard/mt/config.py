@@ -147,7 +147,7 @@ def _parsed(text: str, kind: Any) -> Any:
                 return _parsed(text, part)
             except ValueError:
                 continue
-        raise ValueError(f"{text!r} is none of {', '.join(_said(part) for part in parts)}")
+        raise ValueError(f"{text!r} is none of {', '.join(_described(part) for part in parts)}")
     if origin is Literal:
         for value in parts:
             if text == str(value):
@@ -170,10 +170,10 @@ def _parsed(text: str, kind: Any) -> Any:
             return kind(text.replace("_", ""))
         except ValueError:
             pass
-    raise ValueError(f"{text!r} is not {_said(kind)}")
+    raise ValueError(f"{text!r} is not {_described(kind)}")
 
 
-def _said(kind: Any) -> str:
+def _described(kind: Any) -> str:
     if typing.get_origin(kind) is Literal:
         return ", ".join(map(str, typing.get_args(kind)))
     words = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
@@ -182,25 +182,25 @@ def _said(kind: Any) -> str:
 
 def to_json(config: RunConfig) -> dict[str, Any]:
     """The configuration as nested dicts of plain values."""
-    tree = dataclasses.asdict(config)
+    nested = dataclasses.asdict(config)
     for name in _FILLED_IN:
-        del tree["model"][name.rpartition(".")[2]]
-    return tree
+        del nested["model"][name.rpartition(".")[2]]
+    return nested
 
 
-def from_json(tree: dict[str, Any]) -> RunConfig:
+def from_json(nested: dict[str, Any]) -> RunConfig:
     """The configuration that `to_json` wrote; settings it does not know are errors."""
-    filled = {**tree, "model": {**tree["model"], "source_vocab": 0, "target_vocab": 0}}
+    filled = {**nested, "model": {**nested["model"], "source_vocab": 0, "target_vocab": 0}}
     return _built(RunConfig, filled, "")
 
 
-def _built(kind: Any, tree: dict[str, Any], prefix: str) -> Any:
+def _built(kind: Any, nested: dict[str, Any], prefix: str) -> Any:
     hints = typing.get_type_hints(kind)
-    for name in tree:
+    for name in nested:
         if name not in hints:
             raise UserError(f"no setting {prefix + name!r}{nearest(name, hints)}")
     values = {}
-    for name, value in tree.items():
+    for name, value in nested.items():
         if dataclasses.is_dataclass(hints[name]):
             value = _built(hints[name], value, f"{prefix}{name}.")
         elif isinstance(value, list):

@@ -7,7 +7,7 @@ import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import Tokenizer, train_tokenizer
@@ -15,17 +15,11 @@ from gshard.mt.batching.tokens import TaskTokens, open_tokens
 from gshard.mt.config import RunConfig, conflicts, read, to_json
 from gshard.mt.data.corpus import Corpus
 from gshard.mt.errors import UserError
+from gshard.mt.progress import Step
 from gshard.nn.transformer import TransformerConfig
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
-
-
-class Stages(Protocol):
-    """Something that shows the progress of named stages, as `commands.show.Bars` does."""
-
-    def stage(self, name: str, total: int) -> Any:
-        """Begin a stage; the result is called with a note for each unit of work."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +90,10 @@ class Run:
         else:
             train_tokenizer(self.corpus, self.config.vocabulary).save(place)
 
-    def tokens(self, split: str = "train", progress: Any = None) -> list[TaskTokens]:
+    def tokens(self, split: str = "train", step: Step | None = None) -> list[TaskTokens]:
         """The text of a split as tokens, encoded once."""
         folder = self.folder / "tokens"
-        return open_tokens(self.corpus, self.tokenizer, folder, split, progress=progress)
+        return open_tokens(self.corpus, self.tokenizer, folder, split, step=step)
 
     def metrics(self) -> list[dict[str, Any]]:
         """What was logged; a last line that a killed run left unfinished is not counted."""

@@ -1,10 +1,11 @@
 """One small corpus, tokenizer and encoded text for all tests that need them."""
 
+import jax
 import pytest
 
 from gshard.mt.batching.tokenizer import VocabularyConfig, train_tokenizer
 from gshard.mt.batching.tokens import open_tokens
-from gshard.mt.data.gather import Plan, gather
+from gshard.mt.data.gather import GatherConfig, gather
 from gshard.mt.data.splits import Shares
 from gshard.mt.data.user_text import parse_own
 from tests.mt.samples import sentence, translated
@@ -24,7 +25,7 @@ def corpus(tmp_path_factory):
                 lines.append(f"{language}\t{translated(n, language)[:9]}\t{short}")
     (folder / "a.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     own = (parse_own("tsv", str(folder / "a.tsv")),)
-    return gather(Plan(folder, own=own, shares=Shares(0.1, 0.1), jobs=1))[0]
+    return gather(GatherConfig(folder, own=own, shares=Shares(0.1, 0.1), jobs=1))[0]
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +36,13 @@ def tokenizer(corpus):
 @pytest.fixture(scope="session")
 def tokens(corpus, tokenizer, tmp_path_factory):
     return open_tokens(corpus, tokenizer, tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture(scope="module")
+def compile_quickly():
+    """Programs of a module are compiled without most optimizations: small ones run as fast."""
+    cache = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_compilation_cache_dir", cache)

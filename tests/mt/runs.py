@@ -1,12 +1,18 @@
-"""A run that trains in seconds, for all tests that need one."""
+"""Runs for all tests that need one: one that trains in seconds, and one with random weights."""
 
 import dataclasses
+from collections import Counter
+
+import numpy as np
 
 from gshard.mt.batching.batches import BatchConfig
 from gshard.mt.batching.tokenizer import VocabularyConfig
 from gshard.mt.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig
+from gshard.mt.run import Run
+from gshard.mt.training.checkpoint import Checkpoints
 from gshard.nn.gating import GatingConfig
 from gshard.nn.transformer import TransformerConfig
+from tests.nn import models
 
 MODEL = TransformerConfig(
     source_vocab=0,
@@ -47,15 +53,41 @@ def with_devices(config, **devices):
     return dataclasses.replace(config, devices=dataclasses.replace(config.devices, **devices))
 
 
+SCARCE = GatingConfig(eval_capacity_factor=0.5)  # whoever drops tokens gives other results
+
+
+def random_model(tokenizer, **changes):
+    sizes = {"source_vocab": tokenizer.source_size, "target_vocab": tokenizer.target_size}
+    return models.model(models.config(**{"gating": SCARCE, "experts": 8, **sizes, **changes}))
+
+
+def make_run(folder, tokenizer):
+    """A run with two checkpoints of random weights: enough to translate into nonsense."""
+    dims = dataclasses.replace(models.TINY, experts=8)
+    batch = BatchConfig(source_length=16, target_length=16)
+    run = Run.create(folder, RunConfig(dims, vocabulary=tokenizer.config, batch=batch))
+    tokenizer.save(folder / "vocabulary")
+    checkpoints = Checkpoints(folder)
+    for step, seed in ((5, 0), (10, 1)):
+        model = models.model(run.model_config, seed)
+        checkpoints.save(step, model, {"count": np.zeros(3)}, {}, dev_nll=3.0 + step)
+    checkpoints.close()
+    return run
+
+
 class Notes:
-    """A display that remembers what it was told."""
+    """A progress display that remembers what it was told."""
 
     def __init__(self):
-        self.stages, self.notes, self.records = [], [], []
+        self.stages, self.notes, self.records, self.done = [], [], [], Counter()
 
     def stage(self, name, total):
-        self.stages.append(name)
-        return lambda note: None
+        self.stages.append((name, total))
+
+        def step(note="", count=1):
+            self.done[name] += count
+
+        return step
 
     def note(self, text):
         self.notes.append(text)

@@ -21,9 +21,9 @@ from gshard.mt.batching.mixture import (
     Schedule,
     Stream,
     fitting,
-    groups_of,
     load_grain,
     sub_seed,
+    weighted_groups,
 )
 from gshard.mt.batching.packing import Arrays, fill, pack
 from gshard.mt.batching.tokens import TaskTokens
@@ -84,7 +84,7 @@ class _Packed:
         self._tokens, self._config, self._host = tokens, config, host
         host.part(config.rows)
         fits = fitting(tokens, config.source_length, config.target_length)
-        groups = groups_of(tokens, fits, config.temperature, config.short_weight)
+        groups = weighted_groups(tokens, fits, config.temperature, config.short_weight)
         self._stream = Stream(groups, config.seed)
         self._lengths = [
             (examples.source.lengths.astype(np.int32), examples.target.lengths.astype(np.int32))
@@ -157,7 +157,7 @@ class _Bucketed:
     def __init__(self, tokens: Sequence[TaskTokens], config: BatchConfig, host: Host):
         self._tokens, self._config, self._host = tokens, config, host
         whole = fitting(tokens, config.source_length, config.target_length)
-        everything = groups_of(tokens, whole, config.temperature, config.short_weight)
+        everything = weighted_groups(tokens, whole, config.temperature, config.short_weight)
         self._buckets: list[tuple[int, int, int, Stream]] = []  # rows, lengths, examples
         weights = []
         done = [np.zeros_like(fit) for fit in whole]

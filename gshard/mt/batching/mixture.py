@@ -103,7 +103,7 @@ def sub_seed(seed: int, i: int) -> int:
     return int(np.random.SeedSequence([seed, i]).generate_state(1)[0])
 
 
-def groups_of(
+def weighted_groups(
     tokens: Sequence[TaskTokens],
     fits: Sequence[np.ndarray],
     temperature: float,

@@ -18,6 +18,7 @@ from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import Task, Tokenizer
 from gshard.mt.data.corpus import Corpus
 from gshard.mt.errors import UserError
+from gshard.mt.progress import Step
 
 _NOTE = "tokens.json"
 _CHUNK = 50_000  # sentences encoded at a time
@@ -66,7 +67,7 @@ def open_tokens(
     folder: str | Path,
     split: str = "train",
     tasks: Sequence[Task] | None = None,
-    progress: Callable[[str], None] | None = None,
+    step: Step | None = None,
 ) -> list[TaskTokens]:
     """The examples of `tasks` (all of the tokenizer's) as ids, encoded into `folder` when absent.
 
@@ -81,8 +82,8 @@ def open_tokens(
             if _note(place) != wanted:
                 _encode(corpus, tokenizer, task, split, place, wanted)
             opened.append(_open(place, task))
-            if progress:
-                progress(str(task))
+            if step:
+                step(str(task))
     if not opened:
         raise UserError(f"the corpus has no {split} sentences for the languages asked for")
     return opened

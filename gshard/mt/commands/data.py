@@ -54,9 +54,9 @@ def gather(
         usual.test if test_share is None else test_share,
         usual.dev if dev_share is None else dev_share,
     )
-    plan = work.Plan(out, loaded, own, shares, jobs)
+    config = work.GatherConfig(out, loaded, own, shares, jobs)
     with show.bars() as bars:
-        corpus, skipped = work.gather(plan, bars)
+        corpus, skipped = work.gather(config, bars)
     show.problems(skipped)
     everywhere = corpus.manifest["languages"]
     totals = [
@@ -162,7 +162,7 @@ def batches(
     config = BatchConfig(rows, source_length, target_length, mode, temperature, languages=True)
     with show.bars() as bars:
         step = bars.stage("encode", len(tokenizer.tasks))
-        tokens = open_tokens(opened, tokenizer, corpus / "tokens", progress=step)
+        tokens = open_tokens(opened, tokenizer, corpus / "tokens", step=step)
     made = Batches(tokens, config, workers=workers)
     iterator = made.iterate()
     counts = [0] * len(tokens)

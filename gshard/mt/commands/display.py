@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from rich.console import Group
@@ -11,7 +10,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from gshard.mt.commands.show import SECONDS, Lines, console
+from gshard.mt.commands.show import SECONDS, Lines, bar, console
+from gshard.mt.progress import Step
 
 
 class TrainDisplay:
@@ -39,12 +39,11 @@ class TrainDisplay:
         if console.is_terminal:
             self._live.stop()
 
-    def stage(self, name: str, total: int) -> Callable[[str], None]:
+    def stage(self, name: str, total: int) -> Step:
         """A bar for a stage of the preparation."""
         if not console.is_terminal:
             return Lines().stage(name, total)
-        task = self._bars.add_task(name, total=total, note="")
-        return lambda note: self._bars.update(task, advance=1, note=note)
+        return bar(self._bars, name, total)
 
     def note(self, text: str) -> None:
         """A line of its own."""

@@ -11,6 +11,10 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from gshard.mt.evaluation.evaluate import EvaluateConfig
+    from gshard.mt.progress import Progress
+    from gshard.mt.run import Run
+
 _SCORES = ("bleu", "chrf", "copy_bleu", "untrained_bleu")
 
 
@@ -72,24 +76,26 @@ def evaluate(
     show.console.print(f"written to {opened.folder / work.EVALUATION}", soft_wrap=True)
 
 
-def _baselines(run: Any, config: Any, steps: int, devices: int, bars: Any) -> dict[str, Any]:
+def _baselines(
+    run: Run, config: EvaluateConfig, steps: int, devices: int, progress: Progress
+) -> dict[str, Any]:
     from gshard.mt import hosts
     from gshard.mt.config import DeviceConfig
+    from gshard.mt.decoding.translator import Translator
     from gshard.mt.evaluation.baseline_plan import of_steps
-    from gshard.mt.evaluation.baselines import OneOfMany, evaluate_baselines
+    from gshard.mt.evaluation.baselines import evaluate_baselines
     from gshard.mt.evaluation.evaluate import search_of
-    from gshard.mt.evaluation.store import Translates
+    from gshard.mt.evaluation.store import AnyTranslator
     from gshard.nn.transformer import Transformer
 
     settings = DeviceConfig(devices)
     strategy, programs = hosts.strategy(settings), dict[Any, Any]()
 
-    def translator(model: Transformer) -> Translates:
-        search = search_of(run, config)
-        return OneOfMany(model, run.tokenizer, strategy, search, programs=programs)
+    def translator(model: Transformer) -> AnyTranslator:
+        return Translator(model, run.tokenizer, strategy, search_of(run, config), programs)
 
     chosen = hosts.chosen(settings)
-    return evaluate_baselines(run, config, of_steps(steps), translator, chosen, bars)
+    return evaluate_baselines(run, config, of_steps(steps), translator, chosen, progress)
 
 
 def comparable(

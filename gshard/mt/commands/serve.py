@@ -40,7 +40,7 @@ def serve(
             server.serve_forever()
         except KeyboardInterrupt:
             console.print("ended")
-            # A thread may be in the middle of a compilation, which cannot be stopped and which an
-            # orderly exit would pull the ground from under; there is nothing left to save.
+            # A thread may be in the middle of a compilation, which cannot be stopped and would
+            # crash in an orderly exit; there is nothing left to save.
             sys.stdout.flush()
             os._exit(0)

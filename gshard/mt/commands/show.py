@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.progress import (
@@ -18,6 +18,7 @@ from rich.progress import (
 )
 
 from gshard.mt.data.fetch import Problem
+from gshard.mt.progress import Step
 
 console = Console()
 SECONDS = 5.0  # between lines where there is no terminal
@@ -29,25 +30,34 @@ class Bars:
     def __init__(self, progress: Progress):
         self._progress = progress
 
-    def stage(self, name: str, total: int) -> Callable[[str], None]:
-        """Begin a stage; the result moves its bar on by one and shows a note."""
-        task = self._progress.add_task(name, total=total, note="")
-        return lambda note: self._progress.update(task, advance=1, note=note)
+    def stage(self, name: str, total: int) -> Step:
+        """Begin a stage; the result moves its bar on and shows a note."""
+        return bar(self._progress, name, total)
+
+
+def bar(progress: Progress, name: str, total: int) -> Step:
+    """A new bar among those of `progress`, as the step of a stage."""
+    task = progress.add_task(name, total=total, note="")
+
+    def step(note: str = "", count: int = 1) -> None:
+        progress.update(task, advance=count, note=note)
+
+    return step
 
 
 class Lines:
     """The same without a terminal: a line when a stage begins, ends, and now and then between."""
 
-    def stage(self, name: str, total: int) -> Callable[[str], None]:
-        """Begin a stage; the result counts, and says so if the last line is long ago."""
-        done, said = 0, time.monotonic()
+    def stage(self, name: str, total: int) -> Step:
+        """Begin a stage; the result counts, and prints if the last line was long ago."""
+        done, printed = 0, time.monotonic()
         console.print(f"{name}: {total:,} to do", soft_wrap=True)
 
-        def step(note: str) -> None:
-            nonlocal done, said
-            done += 1
-            if done == total or time.monotonic() - said > SECONDS:
-                said = time.monotonic()
+        def step(note: str = "", count: int = 1) -> None:
+            nonlocal done, printed
+            done += count
+            if done == total or time.monotonic() - printed > SECONDS:
+                printed = time.monotonic()
                 console.print(f"{name}: {done:,} of {total:,} {note}", markup=False, soft_wrap=True)
 
         return step
@@ -73,7 +83,7 @@ def bars() -> Iterator[Bars | Lines]:
 
 
 def problems(found: Sequence[Problem], most: int = 20) -> None:
-    """Say what was skipped and why."""
+    """Print what was skipped and why."""
     if not found:
         return
     console.print(f"[yellow]skipped {len(found)}:[/yellow]")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from gshard.mt.config import RunConfig
 
 
 def train(
@@ -31,51 +35,29 @@ def train(
     ] = False,
 ) -> None:
     """Train a model; Ctrl-C saves it, and the same command goes on where it stopped."""
-    from gshard.mt import config as configs
-    from gshard.mt.commands.display import TrainDisplay
-    from gshard.mt.commands.show import console
-    from gshard.mt.errors import UserError
-    from gshard.mt.presets import PRESETS, preset
-    from gshard.mt.run import CONFIG, Run
-
-    given = list(settings or [])
-    if list_settings and not what:
-        what = "tiny"
-    elif not what:
-        raise UserError("what to train? `gshard train tiny`, say; `--help` tells more")
-    if corpus is not None:
-        given.append(f"data.corpus={corpus}")
-    folder = Path(what)
-    if what in PRESETS:  # also beside a folder of that name, which is ./tiny
-        base = PRESETS[what]
-    elif (folder / CONFIG).is_file():
-        out, base = out or folder, Run.open(folder).config
-    elif folder.is_file():
-        base = configs.read(folder)
-    else:
-        base = preset(what)
-    config = configs.override(base, given)
+    config, folder = _configured(what or ("tiny" if list_settings else ""), settings or [], corpus)
     if list_settings:
-        for name, value, _ in configs.settings(config):
-            said = ",".join(map(str, value)) if isinstance(value, tuple) else value
-            console.print(f"{name}={said}", markup=False, highlight=False, soft_wrap=True)
+        _list_settings(config)
         return
 
     from gshard.mt import hosts
 
     hosts.start(config.devices.count, hosts.Hosts(coordinator, processes, process, distributed))
+    from gshard.mt.commands.display import TrainDisplay
+    from gshard.mt.commands.show import console
     from gshard.mt.data.corpus import Corpus
-    from gshard.mt.training import loop as work
+    from gshard.mt.run import Run
+    from gshard.mt.training import loop
 
     Corpus.open(config.data.corpus)  # before a folder is made for nothing
-    folder = out or Path("runs") / config.name
+    folder = out or folder
     if hosts.is_first():
         Run.create(folder, config)
     hosts.wait_for_all("the run's folder")
     run = Run.open(folder)
     hosts.cache_programs(run.folder / "programs")
     with TrainDisplay() as display:
-        outcome = work.train(run, display)
+        outcome = loop.train(run, display)
     console.print(
         f"step {outcome.step:,} of {config.train.steps:,}, best at step {outcome.best:,}, "
         f"{outcome.waited:.1%} of the time spent waiting for data",
@@ -87,3 +69,35 @@ def train(
         console.print(f"stopped and saved; `gshard train {run.folder}` goes on", soft_wrap=True)
     if outcome.interrupted:
         raise typer.Exit(130)
+
+
+def _configured(what: str, settings: Sequence[str], corpus: Path | None) -> tuple[RunConfig, Path]:
+    """The configuration that the command line asks for, and the usual folder of its run."""
+    from gshard.mt import config as configs
+    from gshard.mt.errors import UserError
+    from gshard.mt.presets import PRESETS, preset
+    from gshard.mt.run import CONFIG, Run
+
+    if not what:
+        raise UserError("what to train? `gshard train tiny`, say; `--help` tells more")
+    given = [*settings, *([f"data.corpus={corpus}"] if corpus is not None else [])]
+    folder = Path(what)
+    if what in PRESETS:  # also beside a folder of that name, which is ./tiny
+        base = PRESETS[what]
+    elif (folder / CONFIG).is_file():
+        return configs.override(Run.open(folder).config, given), folder
+    elif folder.is_file():
+        base = configs.read(folder)
+    else:
+        base = preset(what)
+    config = configs.override(base, given)
+    return config, Path("runs") / config.name
+
+
+def _list_settings(config: RunConfig) -> None:
+    from gshard.mt.commands.show import console
+    from gshard.mt.config import settings
+
+    for name, value, _ in settings(config):
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else value
+        console.print(f"{name}={text}", markup=False, highlight=False, soft_wrap=True)

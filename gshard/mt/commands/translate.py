@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from gshard.mt.decoding.translator import Hypothesis, Progress
+    from gshard.mt.decoding.translator import Hypothesis
+    from gshard.mt.progress import Progress
 
 _CHUNK = 16  # batches that are read at a time: enough to sort sentences by length
 _CHARACTERS = 2_000_000  # and no more than this
@@ -81,13 +82,13 @@ def _formatted(
     for number, (text, hypotheses) in enumerate(zip(texts, found, strict=True), first):
         if as_json:
             best = hypotheses[0]
-            said = {
+            record = {
                 "source": well_formed(text),
                 "translation": best.text,
                 "score": best.score,
                 "nbest": [{"text": h.text, "score": h.score} for h in hypotheses],
             }
-            yield json.dumps(said, ensure_ascii=False)
+            yield json.dumps(record, ensure_ascii=False)
         elif nbest > 1:
             for h in hypotheses:
                 yield f"{number}\t{h.score:.4f}\t{h.text.translate(_CONTROLS)}"
@@ -115,24 +116,25 @@ def _progress(first: int, last: int) -> Iterator[Progress | None]:
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
-        Progress,
         TextColumn,
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
+    from rich.progress import Progress as RichProgress
+
+    from gshard.mt.commands.show import Bars
 
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
         return
+    lines = f"line {first:,}" if first == last else f"lines {first:,} to {last:,}"
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn(lines),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    what = f"line {first:,}" if first == last else f"lines {first:,} to {last:,}"
-    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as bars:
-        task = bars.add_task(what, total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)
+    with RichProgress(*columns, console=console, transient=True, redirect_stdout=False) as bars:
+        yield Bars(bars)

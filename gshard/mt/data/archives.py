@@ -18,7 +18,7 @@ _COMPRESSED: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.decompress, ".bz
 MAX_BYTES = 200 << 20  # no message file is this long; a bomb or a mistake is
 
 
-class Tree:
+class Files:
     """Files under named roots; a path begins with its root's name, and reading it is lazy."""
 
     def __init__(self, roots: Mapping[str, Path]):

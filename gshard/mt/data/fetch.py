@@ -111,7 +111,7 @@ def _npm(wanted: _Wanted, folder: Path) -> _Outcomes:
 
 def _one(command: list[str], package: Package, source: Source, folder: Path, scratch: str) -> str:
     try:
-        _run(command, scratch)
+        _call(command, scratch)
         archives = [path for path in Path(scratch).iterdir() if path.is_file()]
         if not archives:
             raise BrokenPackageError("the client downloaded nothing")
@@ -133,13 +133,13 @@ def _apt(wanted: _Wanted, folder: Path) -> _Outcomes:
             command = ["apt-get", "download", "-q", *options]
             failures = {}
             try:
-                _run(command + [package.requirement for package, _ in batch], scratch)
+                _call(command + [package.requirement for package, _ in batch], scratch)
             except BrokenPackageError:
                 # One unknown name fails the whole call, so ask for them one by one.
                 for package, _ in batch:
                     if not list(Path(scratch).glob(f"{package.name}_*.deb")):
                         try:
-                            _run([*command, package.requirement], scratch)
+                            _call([*command, package.requirement], scratch)
                         except BrokenPackageError as error:
                             failures[package.id] = str(error)
             for package, source in batch:
@@ -197,7 +197,7 @@ def _apt_lists(folder: Path, languages: Iterable[str]) -> list[str]:
     options += ["-o", "Acquire::Languages="]
     for language in languages:
         options += ["-o", f"Acquire::Languages::={language}"]
-    _run(["apt-get", "update", "-q", *options], str(folder))
+    _call(["apt-get", "update", "-q", *options], str(folder))
     return options
 
 
@@ -209,7 +209,7 @@ _CLIENTS: dict[str, Callable[[_Wanted, Path], _Outcomes]] = {
 }
 
 
-def _run(command: list[str], cwd: str) -> None:
+def _call(command: list[str], cwd: str) -> None:
     try:
         done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, errors="replace")
     except FileNotFoundError:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -31,29 +31,15 @@ from gshard.mt.data.splits import Row, Shares, given_splits, split_language, wit
 from gshard.mt.data.tiers import Tier
 from gshard.mt.data.user_text import Own
 from gshard.mt.errors import UserError
+from gshard.mt.progress import Progress, Silent
 
 _BUFFERED = 1_000_000  # rows held while sorting by language
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Progress(Protocol):
-    """What shows how far a stage is; the command line has one with bars."""
-
-    def stage(self, name: str, total: int) -> Callable[[str], None]:
-        """Begin a stage of `total` steps; call the result with a note after each."""
-
-
-class Silent:
-    """A progress display that shows nothing."""
-
-    def stage(self, name: str, total: int) -> Callable[[str], None]:
-        """Begin a stage that nobody watches."""
-        return lambda note: None
-
-
 @dataclass(frozen=True)
-class Plan:
+class GatherConfig:
     """What to gather, where to, and how to split it."""
 
     out: Path
@@ -63,48 +49,50 @@ class Plan:
     jobs: int = 0  # processes; 0 is one for each core
 
 
-def gather(plan: Plan, progress: Progress | None = None) -> tuple[Corpus, list[fetch.Problem]]:
-    """Gather a corpus into `plan.out`; what had to be skipped is returned beside it."""
+def gather(
+    config: GatherConfig, progress: Progress | None = None
+) -> tuple[Corpus, list[fetch.Problem]]:
+    """Gather a corpus into `config.out`; what had to be skipped is returned beside it."""
     progress = progress or Silent()
-    if plan.tier is None and not plan.own:
+    if config.tier is None and not config.own:
         raise UserError("nothing to gather: name a tier, or text of your own")
-    work = plan.out / "work"
+    work = config.out / "work"
     work.mkdir(parents=True, exist_ok=True)
-    problems = _fetch(plan, work / "packages", progress)
-    jobs = _jobs(plan, work)
-    results = _read(plan, jobs, progress)
+    problems = _fetch(config, work / "packages", progress)
+    jobs = _jobs(config, work)
+    results = _read(config, jobs, progress)
     problems += [problem for result in results for problem in result.problems]
     with tempfile.TemporaryDirectory(prefix=".part-", dir=work) as scratch:
-        languages, forced = _sort_by_language(jobs, Path(scratch), plan.shares, progress)
+        languages, forced = _sort_by_language(jobs, Path(scratch), config.shares, progress)
         if not languages:
             reasons = "".join(f"\n  {problem.what}: {problem.why}" for problem in problems[:10])
             skipped = f"; skipped:{reasons}" if reasons else ""
             raise UserError(f"no pair survived the cleaning; nothing was written{skipped}")
-        corpus = _write(plan, work, languages, forced, results, problems, progress)
+        corpus = _write(config, work, languages, forced, results, problems, progress)
     return corpus, problems
 
 
-def _fetch(plan: Plan, folder: Path, progress: Progress) -> list[fetch.Problem]:
-    if plan.tier is None:
+def _fetch(config: GatherConfig, folder: Path, progress: Progress) -> list[fetch.Problem]:
+    if config.tier is None:
         return []
-    packages = plan.tier.packages()
+    packages = config.tier.packages()
     step = progress.stage("download", len(packages))
     return fetch.fetch(packages, folder, lambda package, _: step(package.name))
 
 
-def _jobs(plan: Plan, work: Path) -> list[jobs.Job]:
+def _jobs(config: GatherConfig, work: Path) -> list[jobs.Job]:
     folder = work / "units"
     folder.mkdir(exist_ok=True)
     atomic.sweep(folder)
-    found = [jobs.own_job(own, folder) for own in plan.own]
-    if plan.tier is not None:
-        for unit in plan.tier.units():
+    found = [jobs.own_job(own, folder) for own in config.own]
+    if config.tier is not None:
+        for unit in config.tier.units():
             if any(fetch.fetched(package, work / "packages") for package in unit.packages):
                 found.append(jobs.unit_job(unit, work / "packages", folder))
     return found
 
 
-def _read(plan: Plan, wanted: list[jobs.Job], progress: Progress) -> list[jobs.Result]:
+def _read(config: GatherConfig, wanted: list[jobs.Job], progress: Progress) -> list[jobs.Result]:
     step = progress.stage("read and clean", len(wanted))
     results = {job.target: result for job in wanted if (result := jobs.finished(job))}
     for result in results.values():
@@ -112,7 +100,7 @@ def _read(plan: Plan, wanted: list[jobs.Job], progress: Progress) -> list[jobs.R
     todo = [job for job in wanted if job.target not in results]
     # The largest first, so that no process is left alone with it at the end.
     todo.sort(key=_weight, reverse=True)
-    for job, result in _parallel(jobs.run, todo, plan.jobs):
+    for job, result in _parallel(jobs.read_and_clean, todo, config.jobs):
         results[job.target] = result
         step(result.name)
     return [results[job.target] for job in wanted]
@@ -204,7 +192,7 @@ def _by_language(table: pa.Table) -> Iterator[tuple[str, pa.Table]]:
 
 
 def _write(
-    plan: Plan,
+    config: GatherConfig,
     work: Path,
     languages: dict[str, list[Path]],
     forced: dict[int, str],
@@ -217,36 +205,38 @@ def _write(
     for result in results:
         dropped.update(result.dropped)
     entries: dict[str, Any] = {}
-    old = _old_folder(plan.out)
+    old = _old_folder(config.out)
     with contextlib.ExitStack() as stack:
-        part = Path(tempfile.mkdtemp(prefix=".part-", dir=plan.out))
+        part = Path(tempfile.mkdtemp(prefix=".part-", dir=config.out))
         stack.callback(shutil.rmtree, part, ignore_errors=True)
-        task = functools.partial(_write_language, part, plan.shares, forced)
-        for (language, _), (entry, reasons) in _parallel(task, list(languages.items()), plan.jobs):
+        task = functools.partial(_write_language, part, config.shares, forced)
+        for (language, _), (entry, reasons) in _parallel(
+            task, list(languages.items()), config.jobs
+        ):
             entries[language] = entry
             dropped.update(reasons)
             step(language)
         sums = sorted(split["sha256"] for entry in entries.values() for split in entry.values())
         folder = f"corpus-{hashlib.sha256(''.join(sums).encode()).hexdigest()[:12]}"
-        if (plan.out / folder).exists():  # the same corpus again
-            shutil.rmtree(plan.out / folder)
+        if (config.out / folder).exists():  # the same corpus again
+            shutil.rmtree(config.out / folder)
         part.chmod(0o755)
-        part.replace(plan.out / folder)
+        part.replace(config.out / folder)
     manifest = {
         "version": VERSION,
         "folder": folder,
-        "tier": plan.tier.name if plan.tier else None,
-        "shares": {"test": plan.shares.test, "dev": plan.shares.dev, **_most(plan.shares)},
+        "tier": config.tier.name if config.tier else None,
+        "shares": {"test": config.shares.test, "dev": config.shares.dev, **_most(config.shares)},
         "languages": entries,
-        "sources": _sources(plan, work),
+        "sources": _sources(config, work),
         "units": {result.name: result.pairs for result in results},
         "dropped": {reason: count for reason, count in dropped.items() if count},
         "skipped": [{"what": problem.what, "why": problem.why} for problem in problems],
     }
-    atomic.write_json(plan.out / MANIFEST, manifest)
+    atomic.write_json(config.out / MANIFEST, manifest)
     if old and old != folder:
-        shutil.rmtree(plan.out / old, ignore_errors=True)
-    return Corpus.open(plan.out)
+        shutil.rmtree(config.out / old, ignore_errors=True)
+    return Corpus.open(config.out)
 
 
 def _most(shares: Shares) -> dict[str, int]:
@@ -282,11 +272,11 @@ def _rows(paths: list[Path]) -> Iterator[Row]:
         yield from (Row(*cells) for cells in zip(*columns, strict=True))
 
 
-def _sources(plan: Plan, work: Path) -> list[dict[str, Any]]:
+def _sources(config: GatherConfig, work: Path) -> list[dict[str, Any]]:
     """Where everything came from: name, version, licence, checksum of the archive."""
     sources: list[dict[str, Any]] = []
-    if plan.tier is not None:
-        for package, _ in plan.tier.packages():
+    if config.tier is not None:
+        for package, _ in config.tier.packages():
             if stamp := fetch.fetched(package, work / "packages"):
                 sources.append(
                     {
@@ -298,7 +288,7 @@ def _sources(plan: Plan, work: Path) -> list[dict[str, Any]]:
                         "sha256": stamp.sha256,
                     }
                 )
-    for own in plan.own:
+    for own in config.own:
         files = [path for path in own.paths if path.is_file()]
         sources.append(
             {

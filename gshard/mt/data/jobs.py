@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from gshard.mt import atomic
 from gshard.mt.data import fetch, readers, user_text
-from gshard.mt.data.archives import Tree
+from gshard.mt.data.archives import Files
 from gshard.mt.data.clean import clean, normalise
 from gshard.mt.data.tiers import Unit
 
@@ -84,7 +84,7 @@ def finished(job: Job) -> Result | None:
     return Result(job.name, note["pairs"], note["dropped"], problems)
 
 
-def run(job: Job) -> Result:
+def read_and_clean(job: Job) -> Result:
     """Read and clean a unit into its file."""
     dropped: Counter[str] = Counter()
     problems: list[fetch.Problem] = []
@@ -135,10 +135,10 @@ def _rows(job: Job, dropped: Counter[str], report: readers.Report) -> Iterator[C
     assert job.unit is not None
     assert job.packages is not None
     there = [p for p in job.unit.packages if fetch.fetched(p, job.packages)]
-    tree = Tree({package.name: job.packages / package.id for package in there})
+    files = Files({package.name: job.packages / package.id for package in there})
     once: set[tuple[str, str, str]] = set()  # catalogs repeat each other within a package
     for reading in job.unit.source.read:
-        for raw in readers.read(tree, reading, report):
+        for raw in readers.read(files, reading, report):
             for english, text in clean(raw, dropped):
                 if (row := (raw.language, text, english)) not in once:
                     once.add(row)

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gshard.mt.data import readers
-from gshard.mt.data.archives import Tree
+from gshard.mt.data.archives import Files
 from gshard.mt.data.locales import language_of
 from gshard.mt.data.splits import SPLITS
 from gshard.mt.data.tiers import Reading
@@ -196,7 +196,7 @@ def _read_catalogs(own: Own, report: readers.Report) -> Iterator[OwnPair]:
     """Every gettext and Qt catalog under a folder."""
     (folder,) = own.paths
     found = False
-    for raw in readers.read(Tree({folder.name: folder}), Reading("catalogs"), report):
+    for raw in readers.read(Files({folder.name: folder}), Reading("catalogs"), report):
         found = True
         yield OwnPair(raw, own.name, own.split)
     if not found:

@@ -36,7 +36,7 @@ class BeamConfig:
 
     `max_length` counts the end of sentence. `alpha` is that of ((5 + t) / 6)^alpha, by which a
     score is divided: 0 favours short sentences, 1 about means the average per token. A token that
-    is `banned` is never said, but keeps its share of the probability.
+    is `banned` is never chosen, but keeps its share of the probability.
     """
 
     beam: int = 4
@@ -239,7 +239,7 @@ def read(slots_BL: Array, ended: Ended, config: BeamConfig) -> Array:
     K, T = config.beam, config.max_length
     spoken_BNTK = jnp.where(ended.ancestry, slots_BL[:, None, :], 0).reshape(B, N, T, K)
     inputs_BNT = jnp.sum(spoken_BNTK, axis=3)
-    tokens_BNT = jnp.pad(inputs_BNT[:, :, 1:], ((0, 0), (0, 0), (0, 1)))  # the start is not said
+    tokens_BNT = jnp.pad(inputs_BNT[:, :, 1:], ((0, 0), (0, 0), (0, 1)))  # without the start
     last_BN1 = ended.lengths[:, :, None] - 1
     position_T = jnp.arange(T)
     tokens_BNT = jnp.where(position_T < last_BN1, tokens_BNT, PAD)

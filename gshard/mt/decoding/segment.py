@@ -76,16 +76,16 @@ def _split(text: str, pattern: re.Pattern[str]) -> list[str]:
 
 
 def _halved(text: str, size: Size, longest: int) -> list[str]:
-    """Cut anywhere: runs of about `longest` characters, halved until they fit or are one each."""
-    runs, fit = [text], False
+    """Cut anywhere: spans of about `longest` characters, halved until they fit or are one each."""
+    spans, fit = [text], False
     while not fit:
         fit, halves = True, []
-        for run, tokens in zip(runs, size(runs), strict=True):
-            if tokens <= longest or len(run) == 1:
-                halves.append(run)
+        for span, tokens in zip(spans, size(spans), strict=True):
+            if tokens <= longest or len(span) == 1:
+                halves.append(span)
             else:
                 fit = False
-                step = min(longest, -(-len(run) // 2))
-                halves += [run[i : i + step] for i in range(0, len(run), step)]
-        runs = halves
-    return runs
+                step = min(longest, -(-len(span) // 2))
+                halves += [span[i : i + step] for i in range(0, len(span), step)]
+        spans = halves
+    return spans

@@ -242,8 +242,8 @@ class _Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the library itself refuses, as JSON too."""
         self.close_connection = True
-        said = {"error": message or self.responses.get(code, ("refused",))[0]}
-        self._send(code, json.dumps(said).encode(), "application/json")
+        refusal = {"error": message or self.responses.get(code, ("refused",))[0]}
+        self._send(code, json.dumps(refusal).encode(), "application/json")
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: a calm terminal."""

@@ -32,7 +32,7 @@ class Routes:
     output: tuple[Route, ...]
 
 
-def routes(translator: Translator, piece: str, said: Hypothesis, target: str = "en") -> Routes:
+def routes(translator: Translator, piece: str, best: Hypothesis, target: str = "en") -> Routes:
     """The experts of a piece of text and of its translation, as the search ran them.
 
     The model reads the pair once more with nothing dropped, which gives every token the experts
@@ -42,7 +42,7 @@ def routes(translator: Translator, piece: str, said: Hypothesis, target: str = "
     (ids,) = tokenizer.encode_source([piece], target)
     ids = ids[: translator.config.longest]
     source, output = _arrays(translator, translator.config.shape(len(ids)))
-    tokens = said.tokens[: output.shape[1]]
+    tokens = best.tokens[: output.shape[1]]
     source[0, : len(ids)] = ids
     output[0, : len(tokens)] = tokens
     found = routes_program(translator, source.shape[1])(source, output)
@@ -56,11 +56,11 @@ def routes_program(translator: Translator, length: int) -> Callable[..., ModelRo
     """The routings of sentences of `length` source tokens and their translations."""
     strategy = translator.strategy
 
-    def run(model: Transformer, source_BL: Array, output_BT: Array) -> ModelRoutings:
+    def routings(model: Transformer, source_BL: Array, output_BT: Array) -> ModelRoutings:
         batch = Batch.of(source_BL, output_BT, pad=PAD, start=START)
         return model.routings(jax.tree.map(strategy.groups, batch), strategy)
 
-    return translator.compiled("routes", run, *(a.shape for a in _arrays(translator, length)))
+    return translator.compiled("routes", routings, *(a.shape for a in _arrays(translator, length)))
 
 
 def _arrays(translator: Translator, length: int) -> tuple[np.ndarray, np.ndarray]:

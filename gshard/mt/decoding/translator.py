@@ -23,13 +23,12 @@ from gshard.mt.batching.tokenizer import END, PAD, Tokenizer
 from gshard.mt.decoding.beam import BeamConfig, Translations, beam_search
 from gshard.mt.decoding.segment import cut
 from gshard.mt.errors import UserError, nearest
+from gshard.mt.progress import Progress, Silent
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Transformer
 
 if TYPE_CHECKING:
     from gshard.mt.run import Run
-
-Progress = Callable[[int, int], None]  # pieces done, of all
 
 _SHORTEST = 16  # source tokens in the smallest program
 _UNSPACED = ("zh", "ja", "yue", "wuu", "th", "lo", "km", "my", "bo", "dz")
@@ -100,7 +99,11 @@ class _Job(NamedTuple):
 
 
 class Translator:
-    """A model ready to translate; the first batch of each shape waits for its compilation."""
+    """A model ready to translate; the first batch of each shape waits for its compilation.
+
+    Translators that are given one dict of `programs` compile each program once for all of them,
+    as far as their models are of the same shape.
+    """
 
     def __init__(
         self,
@@ -108,6 +111,7 @@ class Translator:
         tokenizer: Tokenizer,
         strategy: Strategy = ONE_DEVICE,
         config: TranslateConfig = TranslateConfig(),  # noqa: B008  (frozen)
+        programs: dict[Any, Any] | None = None,
     ):
         self.tokenizer = tokenizer
         self.strategy = strategy
@@ -116,7 +120,8 @@ class Translator:
         self.weights = sum(leaf.size for leaf in jax.tree.leaves(model))
         self._model = model
         self._devices = jax.devices()[: strategy.devices]
-        self._programs: dict[Any, Callable[..., Any]] = {}
+        self._programs: dict[Any, Any] = {} if programs is None else programs
+        self._with_weights: dict[Any, Callable[..., Any]] = {}
 
     def translate(
         self, texts: Sequence[str], target: str = "en", progress: Progress | None = None
@@ -130,12 +135,10 @@ class Translator:
         distinct = list(dict.fromkeys(piece for pieces in cuts for piece in pieces))
         jobs = self._jobs(distinct, target)
         found: dict[str, list[Hypothesis]] = {}
+        step = (progress or Silent()).stage("translate", len(jobs))
         for batch in self._batches(jobs):
-            if progress:
-                progress(len(found), len(jobs))
             found.update(zip((job.piece for job in batch), self._search(batch), strict=True))
-        if progress:
-            progress(len(jobs), len(jobs))
+            step(count=len(batch))
         return [joined([found[p] for p in pieces if p in found], target) for pieces in cuts]
 
     def pieces(self, text: str, target: str = "en") -> list[str]:
@@ -151,13 +154,17 @@ class Translator:
         self, name: str, fn: Callable[..., Any], *shapes: tuple[int, ...]
     ) -> Callable[..., Any]:
         """`fn(model, *arrays)` for arrays of tokens: compiled once, with the weights in place."""
-        if (name, shapes) not in self._programs:
+        if (name, shapes) not in self._with_weights:
             arrays = [np.zeros(shape, np.int32) for shape in shapes]
-            program = gshard.jit(fn, devices=self._devices).lower(self._model, *arrays).compile()
+            key = (self.model_config, self.strategy, self.config, name, shapes)
+            if key not in self._programs:
+                jitted = gshard.jit(fn, devices=self._devices)
+                self._programs[key] = jitted.lower(self._model, *arrays).compile()
+            program = self._programs[key]
             # Where programs agree on the place of a weight, they share it: nothing is copied.
             self._model, *_ = program.place(self._model, *arrays)
-            self._programs[name, shapes] = functools.partial(program, self._model)
-        return self._programs[name, shapes]
+            self._with_weights[name, shapes] = functools.partial(program, self._model)
+        return self._with_weights[name, shapes]
 
     def search_program(self, rows: int, length: int) -> Callable[..., Translations]:
         """Beam search of `rows` sentences of `length` tokens."""
@@ -199,10 +206,10 @@ class Translator:
         found = jax.tree.map(np.asarray, self.search_program(*source.shape)(source))
         for row in range(len(batch)):
             places = [n for n in range(self.config.nbest) if found.lengths[row, n]]
-            said = [tuple(found.tokens[row, n, : found.lengths[row, n]].tolist()) for n in places]
-            texts = self.tokenizer.decode_target(said)
+            tokens = [tuple(found.tokens[row, n, : found.lengths[row, n]].tolist()) for n in places]
+            texts = self.tokenizer.decode_target(tokens)
             scores = [float(found.scores[row, n]) for n in places]
-            yield [Hypothesis(*each) for each in zip(texts, scores, said, strict=True)]
+            yield [Hypothesis(*each) for each in zip(texts, scores, tokens, strict=True)]
 
     def _rows(self, count: int, length: int) -> int:
         """The rows of the batch for so many sentences: all, or one for each device.
@@ -212,7 +219,7 @@ class Translator:
         """
         devices = self.strategy.devices
         full = -(-self.config.rows // devices) * devices
-        few = count <= devices and ("search", ((full, length),)) not in self._programs
+        few = count <= devices and ("search", ((full, length),)) not in self._with_weights
         return devices if few else full
 
 

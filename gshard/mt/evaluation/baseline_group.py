@@ -2,8 +2,8 @@
 
 A bilingual model is too small to fill a device by itself. Here the weights, the optimizer's state
 and the batches of N equal models stand stacked, and the training step of one is mapped over dim 0.
-Split over devices along that dim it communicates nothing. Each model is looked at on dev text now
-and then, its best weights are kept, and it stops by itself when they stay the best.
+Split over devices along that dim it communicates nothing. Every few steps each model's loss on
+dev text is measured; its best weights are kept, and it stops when they have stayed the best.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _AHEAD = 4  # batches read ahead
 
 
 @dataclass(frozen=True)
-class Schooling:
+class BaselineTraining:
     """How every model of a group is trained."""
 
     learning_rate: float = 1e-3  # Adam's, at its highest
     warmup: int = 400  # steps; after them it falls with the square root of the step
     label_smoothing: float = 0.1
-    look_every: int = 100  # steps between two looks at the dev text
-    patience: int = 8  # looks without a new best before a model stops
+    dev_every: int = 100  # steps between two measurements of the loss on dev text
+    patience: int = 8  # measurements without a new best before a model stops
 
     def optimizer(self) -> optax.GradientTransformation:
         """Adam, with the schedule of "Attention is all you need"."""
@@ -57,24 +57,24 @@ class GroupState(NamedTuple):
     best: Transformer  # the weights with the lowest loss on dev text
     best_nll: Array
     best_step: Array
-    waited: Array  # looks since then
+    waited: Array  # measurements since then
     running: Array  # whether it may still become better
 
 
-class Group:
+class BaselineGroup:
     """The programs of N models of one shape."""
 
     def __init__(
         self,
         config: TransformerConfig,
-        schooling: Schooling,
+        training: BaselineTraining,
         count: int,
         devices: Sequence[jax.Device] | None = None,
     ):
-        self.count, self.schooling = count, schooling
+        self.count, self.training = count, training
         chosen = list(jax.devices()[:1] if devices is None else devices)[:count]
         parts = len(chosen)
-        optimizer = schooling.optimizer()
+        optimizer = training.optimizer()
 
         def spread(tree: Any) -> Any:
             if parts == 1:
@@ -92,7 +92,7 @@ class Group:
 
         def step(state: GroupState, batch: Batch, keys_N: Array) -> tuple[GroupState, Array]:
             def one(state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, Array]:
-                smoothing = schooling.label_smoothing
+                smoothing = training.label_smoothing
                 state, metrics = train_step(
                     state, batch, key, optimizer=optimizer, label_smoothing=smoothing
                 )
@@ -106,10 +106,10 @@ class Group:
             metrics = jax.vmap(eval_step)(spread(models), spread(batch))
             return spread(metrics.nll * metrics.tokens), spread(metrics.tokens)
 
-        def look(state: GroupState, nll_N: Array, limits_N: Array) -> GroupState:
-            return spread(judge(spread(state), spread(nll_N), spread(limits_N), schooling.patience))
+        def keep_best(state: GroupState, nll_N: Array, limits_N: Array) -> GroupState:
+            return spread(judge(spread(state), spread(nll_N), spread(limits_N), training.patience))
 
-        def program(fn: Callable, donated: tuple[int, ...] = ()) -> Any:
+        def program(fn: Callable[..., Any], donated: tuple[int, ...] = ()) -> Any:
             if parts == 1:
                 return jax.jit(fn, donate_argnums=donated)
             return gshard.jit(fn, devices=chosen, donate_argnums=donated)
@@ -118,7 +118,7 @@ class Group:
         self.first = program(first)
         self.step = program(step, (0,))
         self.dev = program(dev)
-        self.look = program(look, (0,))
+        self.keep_best = program(keep_best, (0,))
 
     def state_like(self) -> GroupState:
         """The shapes of the state."""
@@ -131,17 +131,17 @@ class Group:
         seeds: Sequence[int],
         limits: Sequence[int],
         state: GroupState | None = None,
-        looked: Callable[[int, GroupState], None] | None = None,
+        on_dev: Callable[[int, GroupState], None] | None = None,
     ) -> GroupState:
         """Train every model on its own `batches` until it stops getting better, or its limit.
 
-        `dev` has batches of each model's dev text. From `state` the training goes on where it was
-        taken, which is whenever `looked` was called with it.
+        `dev` has batches of each model's dev text. `on_dev` is called with the step and the state
+        after every measurement; a training that is given such a `state` goes on from there.
         """
         keys_N = stacked_keys(seeds)
         if state is None:
             state = self.first(keys_N)
-        every = self.schooling.look_every
+        every = self.training.dev_every
         limits_N = np.array([-(-limit // every) * every for limit in limits], np.int32)
         dev_batches = stacked_dev(dev)
         step = int(np.max(np.asarray(state.train.step)))
@@ -155,24 +155,27 @@ class Group:
                 nll_N = sum(np.asarray(nll) for nll, _ in sums)
                 tokens_N = sum(np.asarray(tokens) for _, tokens in sums)
                 mean_N = np.asarray(nll_N / np.maximum(tokens_N, 1), np.float32)
-                state = self.look(state, mean_N, limits_N)
-                if looked:
-                    looked(step, state)
+                state = self.keep_best(state, mean_N, limits_N)
+                if on_dev:
+                    on_dev(step, state)
         finally:
             ahead.close()
         return state
 
 
 @functools.lru_cache(maxsize=8)
-def group_of(
-    config: TransformerConfig, schooling: Schooling, count: int, devices: tuple[jax.Device, ...]
-) -> Group:
+def compiled_group(
+    config: TransformerConfig,
+    training: BaselineTraining,
+    count: int,
+    devices: tuple[jax.Device, ...],
+) -> BaselineGroup:
     """The programs for such a group, compiled once for all groups of one shape."""
-    return Group(config, schooling, count, devices)
+    return BaselineGroup(config, training, count, devices)
 
 
 def judge(state: GroupState, nll_N: Array, limits_N: Array, patience: int) -> GroupState:
-    """Keep each model's weights if they are its best so far, and stop those that had their time."""
+    """Keep each model's weights if they are its best; stop it when out of patience or steps."""
     better_N = state.running & (nll_N < state.best_nll)
 
     def chosen(new: Array, old: Array) -> Array:
@@ -201,7 +204,7 @@ def stacked(arrays: Sequence[Arrays]) -> Batch:
 
 
 def stacked_dev(dev: Sequence[Sequence[Arrays]]) -> list[Batch]:
-    """Dev batches of all models; who has fewer gets empty ones, which count nothing."""
+    """Dev batches of all models; models with fewer get empty ones, which count nothing."""
     longest = max(len(batches) for batches in dev)
     empty = {name: np.zeros_like(array) for name, array in dev[0][0].items()}
     filled = [[*batches, *[empty] * (longest - len(batches))] for batches in dev]

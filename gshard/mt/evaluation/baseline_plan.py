@@ -22,7 +22,7 @@ from gshard.mt.batching.tokenizer import Task
 from gshard.mt.batching.tokens import TaskTokens, open_tokens, some_of
 from gshard.mt.data.splits import fingerprint
 from gshard.mt.errors import UserError
-from gshard.mt.evaluation.baseline_group import Schooling
+from gshard.mt.evaluation.baseline_group import BaselineTraining
 from gshard.nn.remat import step_memory
 from gshard.nn.transformer import Batch, Transformer, TransformerConfig
 
@@ -81,7 +81,7 @@ class BaselineConfig:
 
     steps: int = 4_000  # of each model, at most
     models: int = 16  # side by side, at most
-    schooling: Schooling = dataclasses.field(default_factory=Schooling)
+    training: BaselineTraining = dataclasses.field(default_factory=BaselineTraining)
     sizes: tuple[Size, ...] = SIZES
     save_seconds: float = 120.0  # between two copies of a group in training
     seed: int = 0
@@ -94,14 +94,14 @@ class BaselineConfig:
 
 
 def of_steps(steps: int) -> BaselineConfig:
-    """The usual training within so many steps: with fewer, a shorter warmup and more looks."""
-    looks, warmup = min(100, max(10, steps // 40)), min(400, max(1, steps // 4))
-    return BaselineConfig(steps, schooling=Schooling(look_every=looks, warmup=warmup))
+    """The usual training within so many steps: with fewer, a shorter warmup, and dev text often."""
+    every, warmup = min(100, max(10, steps // 40)), min(400, max(1, steps // 4))
+    return BaselineConfig(steps, training=BaselineTraining(dev_every=every, warmup=warmup))
 
 
 @dataclass(frozen=True)
-class Pupil:
-    """A task whose baseline is wanted, with all that its training depends on."""
+class Baseline:
+    """The baseline of one task: all that its training depends on."""
 
     task: Task
     size: Size
@@ -114,7 +114,7 @@ class Pupil:
     digest: str  # equal only for equal trainings
 
 
-def pupils(run: Run, tasks: Sequence[Task], config: BaselineConfig) -> list[Pupil]:
+def plan_baselines(run: Run, tasks: Sequence[Task], config: BaselineConfig) -> list[Baseline]:
     """What there is to train, the task with the most text first."""
     found = []
     folder = run.folder / "tokens"
@@ -132,11 +132,11 @@ def pupils(run: Run, tasks: Sequence[Task], config: BaselineConfig) -> list[Pupi
         model = size.model(run.model_config)
         seed = fingerprint(f"{config.seed} {task}") % 2**31
         entry = run.corpus.manifest["languages"][task.foreign]
-        settings: Any = [dataclasses.asdict(c) for c in (model, size, config.schooling)]
+        settings: Any = [dataclasses.asdict(c) for c in (model, size, config.training)]
         settings += [rows, limit, seed, run.config.batch.source_length, row]
         settings += [run.tokenizer.digest, entry["train"]["sha256"], entry.get("dev", {})]
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-        found.append(Pupil(task, size, model, train, dev, rows, limit, seed, digest))
+        found.append(Baseline(task, size, model, train, dev, rows, limit, seed, digest))
     return found
 
 
@@ -148,14 +148,16 @@ def set_aside(tokens: TaskTokens) -> tuple[TaskTokens, TaskTokens]:
     return some_of(tokens, train if len(train) else dev), some_of(tokens, dev)
 
 
-def groups_of(pupils: Sequence[Pupil], room: Callable[[Pupil], int]) -> list[list[Pupil]]:
+def baseline_groups(
+    baselines: Sequence[Baseline], room: Callable[[Baseline], int]
+) -> list[list[Baseline]]:
     """Groups of one shape, of tasks with about equal text, which take about as long.
 
-    `room` says how many models of a pupil's shape there is memory for.
+    `room` says how many models of a baseline's shape there is memory for.
     """
-    alike: dict[Any, list[Pupil]] = {}
-    for pupil in pupils:
-        alike.setdefault((pupil.model, pupil.rows), []).append(pupil)
+    alike: dict[Any, list[Baseline]] = {}
+    for baseline in baselines:
+        alike.setdefault((baseline.model, baseline.rows), []).append(baseline)
     groups = []
     for members in alike.values():
         count = -(-len(members) // room(members[0]))  # as few as possible, of equal sizes
@@ -165,12 +167,15 @@ def groups_of(pupils: Sequence[Pupil], room: Callable[[Pupil], int]) -> list[lis
 
 
 def room_for(
-    pupil: Pupil, lengths: tuple[int, int], devices: Sequence[jax.Device], schooling: Schooling
+    baseline: Baseline,
+    lengths: tuple[int, int],
+    devices: Sequence[jax.Device],
+    training: BaselineTraining,
 ) -> int:
     """How many such models the devices can train at once, by what a step of one keeps."""
-    model = jax.eval_shape(lambda: Transformer(pupil.model, jax.random.key(0)))
-    optimizer = jax.eval_shape(schooling.optimizer().init, model)
-    source, target = (jax.ShapeDtypeStruct((pupil.rows, n), np.int32) for n in lengths)
+    model = jax.eval_shape(lambda: Transformer(baseline.model, jax.random.key(0)))
+    optimizer = jax.eval_shape(training.optimizer().init, model)
+    source, target = (jax.ShapeDtypeStruct((baseline.rows, n), np.int32) for n in lengths)
     batch = Batch(source, source, source, target, target, target, target)  # type: ignore[arg-type]
     # The best weights stand beside the newest; the rest is for what XLA needs in between.
     one = 1.5 * step_memory(model, optimizer, batch).total + 4 * sum(

@@ -1,14 +1,13 @@
 """Bilingual models, one for each task: the zero line of the paper's Delta-BLEU (section 4.1).
 
-They are dense Transformers with the run's own vocabularies, sized by their data (`pupils`), many of
-them trained at once (`side_by_side`) and stopped early on their dev text. What is trained stays in
-`RUN/baselines`, so that another search or test set needs no training. They translate by the code
-that the run translates by, and are scored by the code that scores it.
+They are dense Transformers with the run's own vocabularies, sized by their data (`baseline_plan`),
+many of them trained at once (`baseline_group`) and stopped early by the loss on their dev text.
+Trained weights stay in `RUN/baselines`, so that another search or test set needs no training. The
+baselines translate and are scored by the same code as the run.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import time
@@ -19,16 +18,19 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-import gshard
 from gshard.mt import atomic
 from gshard.mt.batching.batches import BatchConfig, Batches
 from gshard.mt.batching.packing import Arrays
 from gshard.mt.batching.tokens import TaskTokens
-from gshard.mt.data.gather import Progress, Silent
-from gshard.mt.decoding.translator import Translator
 from gshard.mt.errors import UserError
-from gshard.mt.evaluation.baseline_group import GroupState, group_of, model_of
-from gshard.mt.evaluation.baseline_plan import BaselineConfig, Pupil, groups_of, pupils, room_for
+from gshard.mt.evaluation.baseline_group import GroupState, compiled_group, model_of
+from gshard.mt.evaluation.baseline_plan import (
+    Baseline,
+    BaselineConfig,
+    baseline_groups,
+    plan_baselines,
+    room_for,
+)
 from gshard.mt.evaluation.evaluate import (
     EvaluateConfig,
     digest_of,
@@ -39,7 +41,8 @@ from gshard.mt.evaluation.evaluate import (
 from gshard.mt.evaluation.expert_loads import batches_of
 from gshard.mt.evaluation.heldout import HeldOut, held_out, tasks_of
 from gshard.mt.evaluation.scores import averages, resource_groups
-from gshard.mt.evaluation.store import Store, Translates, folder_of, translate_all
+from gshard.mt.evaluation.store import AnyTranslator, Store, folder_of, translate_all
+from gshard.mt.progress import Progress, Silent, Step
 from gshard.mt.training.checkpoint import named, unnamed
 from gshard.nn.transformer import Transformer
 
@@ -53,7 +56,7 @@ _DEV_BATCHES = 16
 
 def train_baselines(
     run: Run,
-    wanted: Sequence[Pupil],
+    wanted: Sequence[Baseline],
     config: BaselineConfig,
     devices: Sequence[jax.Device] | None = None,
     progress: Progress | None = None,
@@ -62,39 +65,41 @@ def train_baselines(
     progress = progress or Silent()
     devices = list(jax.devices()[:1] if devices is None else devices)
     lengths = (run.config.batch.source_length, run.config.batch.target_length)
-    missing = [pupil for pupil in wanted if read_note(run.folder, pupil) is None]
+    missing = [baseline for baseline in wanted if read_note(run.folder, baseline) is None]
 
-    def room(pupil: Pupil) -> int:
-        return min(config.models, room_for(pupil, lengths, devices, config.schooling))
+    def room(baseline: Baseline) -> int:
+        return min(config.models, room_for(baseline, lengths, devices, config.training))
 
-    groups = groups_of(missing, room)
+    groups = baseline_groups(missing, room)
     for number, group in enumerate(groups, 1):
-        most = -(-max(pupil.limit for pupil in group) // config.schooling.look_every)
+        most = -(-max(baseline.limit for baseline in group) // config.training.dev_every)
         name = f"baselines {number}/{len(groups)}"
         _train_group(run, group, config, devices, progress.stage(name, most))
 
 
 def _train_group(
     run: Run,
-    group: Sequence[Pupil],
+    group: Sequence[Baseline],
     config: BaselineConfig,
     devices: Sequence[jax.Device],
-    tell: Callable[[str], None],
+    tell: Step,
 ) -> None:
     began = saved = time.monotonic()
     lengths = (run.config.batch.source_length, run.config.batch.target_length)
     batches, dev = [], []
-    for pupil in group:
-        settings = BatchConfig(pupil.rows, *lengths, seed=pupil.seed)
-        batches.append(Batches([pupil.train], settings))
-        dev.append(dev_batches(pupil.dev, pupil.rows, lengths))
-    programs = group_of(group[0].model, config.schooling, len(group), tuple(devices))
-    marks = hashlib.sha256(" ".join(pupil.digest for pupil in group).encode()).hexdigest()[:16]
+    for baseline in group:
+        settings = BatchConfig(baseline.rows, *lengths, seed=baseline.seed)
+        batches.append(Batches([baseline.train], settings))
+        dev.append(dev_batches(baseline.dev, baseline.rows, lengths))
+    programs = compiled_group(group[0].model, config.training, len(group), tuple(devices))
+    marks = hashlib.sha256(" ".join(baseline.digest for baseline in group).encode()).hexdigest()[
+        :16
+    ]
     place = run.folder / "baselines" / f"unfinished-{marks}.npz"
     seeds, limits = [p.seed for p in group], [p.limit for p in group]
     state = read_tree(place, programs.state_like())
 
-    def looked(step: int, state: GroupState) -> None:
+    def on_dev(step: int, state: GroupState) -> None:
         nonlocal saved
         running = int(np.asarray(state.running).sum())
         nll = float(np.mean(np.asarray(state.best_nll)))
@@ -103,19 +108,19 @@ def _train_group(
             write_tree(place, state)
             saved = time.monotonic()
 
-    state = programs.train(batches, dev, seeds, limits, state, looked)
+    state = programs.train(batches, dev, seeds, limits, state, on_dev)
     seconds = time.monotonic() - began
     nll_N, step_N = np.asarray(state.best_nll), np.asarray(state.best_step)
-    for i, pupil in enumerate(group):
+    for i, baseline in enumerate(group):
         note = {
-            "digest": pupil.digest,
-            "size": pupil.size.name,
-            "train_pairs": len(pupil.train),
+            "digest": baseline.digest,
+            "size": baseline.size.name,
+            "train_pairs": len(baseline.train),
             "steps": int(step_N[i]),
             "dev_nll": float(nll_N[i]),
             "seconds": round(seconds / len(group), 1),
         }
-        with atomic.new_folder(_place(run.folder, pupil)) as part:
+        with atomic.new_folder(_place(run.folder, baseline)) as part:
             write_tree(part / "weights.npz", model_of(state.best, i))
             atomic.write_json(part / "note.json", note)
     place.unlink(missing_ok=True)
@@ -130,7 +135,7 @@ def evaluate_baselines(
     run: Run,
     evaluation: EvaluateConfig,
     config: BaselineConfig,
-    open_translator: Callable[[Transformer], Translates],
+    open_translator: Callable[[Transformer], AnyTranslator],
     devices: Sequence[jax.Device] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -139,14 +144,14 @@ def evaluate_baselines(
     progress = progress or Silent()
     tasks = tasks_of(run.tokenizer, evaluation.languages)
     sets = held_out(run.corpus, tasks, evaluation.split, evaluation.sentences)
-    wanted = pupils(run, [held.task for held in sets], config)
+    wanted = plan_baselines(run, [held.task for held in sets], config)
     train_baselines(run, wanted, config, devices, progress)
     groups = resource_groups(run.corpus, run.tokenizer.config.languages)
-    step = progress.stage("baselines say", len(sets))
+    step = progress.stage("translate with baselines", len(sets))
     measured: dict[str, dict[str, Any]] = {}
-    for held, pupil in zip(sets, wanted, strict=True):
-        note = read_note(run.folder, pupil) or {}
-        model = read_model(run.folder, pupil)
+    for held, baseline in zip(sets, wanted, strict=True):
+        note = read_note(run.folder, baseline) or {}
+        model = read_model(run.folder, baseline)
         store = Store(
             folder_of(
                 run.folder,
@@ -189,52 +194,29 @@ def _scores(
     store: Store,
     held: HeldOut,
     model: Transformer,
-    open_translator: Callable[[Transformer], Translates],
+    open_translator: Callable[[Transformer], AnyTranslator],
 ) -> dict[str, Any]:
     """A baseline's scores, by the code that gives the run its own."""
-    said = translate_all(store, [held], lambda: open_translator(model))
-    return task_scores(held, said[str(held.task)])
+    found = translate_all(store, [held], lambda: open_translator(model))
+    return task_scores(held, found[str(held.task)])
 
 
-class OneOfMany(Translator):
-    """A translator that shares its compiled programs with those of other models of its shape."""
-
-    def __init__(self, *settings: Any, programs: dict[Any, Any]):
-        super().__init__(*settings)
-        self._shared = programs
-
-    def compiled(
-        self, name: str, fn: Callable[..., Any], *shapes: tuple[int, ...]
-    ) -> Callable[..., Any]:
-        """`fn(model, *arrays)`, compiled by whoever needed it first, with this model's weights."""
-        if (name, shapes) not in self._programs:
-            arrays = [np.zeros(shape, np.int32) for shape in shapes]
-            key = (self.model_config, self.config, name, shapes)
-            if key not in self._shared:
-                jitted = gshard.jit(fn, devices=self._devices)
-                self._shared[key] = jitted.lower(self._model, *arrays).compile()
-            program = self._shared[key]
-            self._model, *_ = program.place(self._model, *arrays)
-            self._programs[name, shapes] = functools.partial(program, self._model)
-        return self._programs[name, shapes]
-
-
-def read_model(run: Path, pupil: Pupil) -> Transformer:
+def read_model(run: Path, baseline: Baseline) -> Transformer:
     """The weights of a baseline that is there."""
-    shapes = jax.eval_shape(lambda: Transformer(pupil.model, jax.random.key(0)))
-    model = read_tree(_place(run, pupil) / "weights.npz", shapes)
+    shapes = jax.eval_shape(lambda: Transformer(baseline.model, jax.random.key(0)))
+    model = read_tree(_place(run, baseline) / "weights.npz", shapes)
     if model is None:
-        raise UserError(f"{_place(run, pupil)} is damaged; remove it and evaluate again")
+        raise UserError(f"{_place(run, baseline)} is damaged; remove it and evaluate again")
     return model
 
 
-def read_note(run: Path, pupil: Pupil) -> dict[str, Any] | None:
+def read_note(run: Path, baseline: Baseline) -> dict[str, Any] | None:
     """What is known of a finished baseline; None if it was trained otherwise, or not at all."""
     try:
-        note = json.loads((_place(run, pupil) / "note.json").read_text(encoding="utf-8"))
+        note = json.loads((_place(run, baseline) / "note.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return note if note.get("digest") == pupil.digest else None
+    return note if note.get("digest") == baseline.digest else None
 
 
 def write_tree(path: Path, tree: Any) -> None:
@@ -257,5 +239,5 @@ def read_tree(path: Path, like: Any) -> Any:
     return unnamed(arrays, like)
 
 
-def _place(run: Path, pupil: Pupil) -> Path:
-    return run / "baselines" / str(pupil.task)
+def _place(run: Path, baseline: Baseline) -> Path:
+    return run / "baselines" / str(baseline.task)

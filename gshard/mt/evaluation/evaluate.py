@@ -1,8 +1,8 @@
 """Measure a trained model on held-out text: the numbers of section 4, with their controls.
 
-Three systems say the same sentences: the model, the source copied as it is, and, on request, the
-model before training. Copying shows how much of a score is names, numbers and markup; fresh
-weights show that the test can fail.
+Three systems translate the same sentences: the model, one that copies the source, and, on
+request, the model before training. Copying shows how much of a score is names, numbers and markup;
+fresh weights show that the test can fail.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gshard.mt import atomic
-from gshard.mt.data.gather import Progress, Silent
 from gshard.mt.data.splits import fingerprint
 from gshard.mt.errors import UserError
 from gshard.mt.evaluation.heldout import HeldOut, held_out, tasks_of
 from gshard.mt.evaluation.scores import FEW, averages, resource_groups, score, sentence_chrf
-from gshard.mt.evaluation.store import Said, Store, Translates, folder_of, translate_all
+from gshard.mt.evaluation.store import AnyTranslator, Store, Translation, folder_of, translate_all
+from gshard.mt.progress import Progress, Silent
 
 if TYPE_CHECKING:
     from gshard.mt.decoding.translator import TranslateConfig
@@ -68,7 +68,7 @@ class System:
     step: int
     digest: str  # equal only for equal weights and vocabularies
     weights: int
-    translator: Callable[[], Translates]
+    translator: Callable[[], AnyTranslator]
     loads: Callable[[Sequence[HeldOut], Progress], Mapping[str, Any]] | None = None
 
 
@@ -78,14 +78,14 @@ def evaluate(
     open_system: Callable[[str], System],
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure the run and write `evaluation.json`; what was translated before is not again."""
+    """Measure the run and write `evaluation.json`; stored translations are used again."""
     began = time.monotonic()
     progress = progress or Silent()
     tasks = tasks_of(run.tokenizer, config.languages)
     sets = held_out(run.corpus, tasks, config.split, config.sentences)
     system = open_system(config.checkpoint)
-    store, said = _translations(run.folder, system, config, sets, progress, "translate")
-    fresh: dict[str, list[Said]] = {}
+    store, found = _translations(run.folder, system, config, sets, progress, "translate")
+    fresh: dict[str, list[Translation]] = {}
     if config.untrained:
         _, fresh = _translations(
             run.folder, open_system("untrained"), config, sets, progress, "untrained"
@@ -98,7 +98,7 @@ def evaluate(
         name = str(held.task)
         measured[name] = {
             "group": groups[held.task.foreign],
-            **task_scores(held, said[name], fresh.get(name)),
+            **task_scores(held, found[name], fresh.get(name)),
         }
         step(name)
     loads = _loads(store.folder, system, sets, progress)
@@ -115,7 +115,7 @@ def evaluate(
         "signatures": signatures(measured),
         "tasks": measured,
         "averages": averages(measured),
-        "examples": [e for held in sets for e in examples(held, said, config.examples)],
+        "examples": [e for held in sets for e in examples(held, found, config.examples)],
     }
     if loads:
         result["experts"] = loads
@@ -124,11 +124,11 @@ def evaluate(
 
 
 def task_scores(
-    held: HeldOut, said: Sequence[Said], untrained: Sequence[Said] | None = None
+    held: HeldOut, found: Sequence[Translation], untrained: Sequence[Translation] | None = None
 ) -> dict[str, Any]:
     """The scores of one task, and those of copying its source."""
     target = held.task.target
-    scores = score([s.text for s in said], held.references, target)
+    scores = score([s.text for s in found], held.references, target)
     copied = score(held.sources, held.references, target)
     measured: dict[str, Any] = {
         "language": held.task.foreign,
@@ -159,12 +159,14 @@ def signatures(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     return found
 
 
-def examples(held: HeldOut, said: Mapping[str, Sequence[Said]], count: int) -> list[dict[str, Any]]:
+def examples(
+    held: HeldOut, found: Mapping[str, Sequence[Translation]], count: int
+) -> list[dict[str, Any]]:
     """`count` sentences of a task to read: always the same ones, chosen by their hash."""
     ranked = sorted(range(len(held)), key=lambda i: (fingerprint(held.sources[i]), i))
     shown = []
     for i in ranked[:count]:
-        translation = said[str(held.task)][i]
+        translation = found[str(held.task)][i]
         finite = math.isfinite(translation.score)
         shown.append(
             {
@@ -193,7 +195,7 @@ def system_of(run: Run, which: str, config: EvaluateConfig, devices: int = 0) ->
     def loads(sets: Sequence[HeldOut], progress: Progress) -> Mapping[str, Any]:
         return expert_loads(model, run.tokenizer, sets, lengths, strategy, progress)
 
-    def translator() -> Translates:
+    def translator() -> AnyTranslator:
         from gshard.mt.decoding.translator import Translator
 
         return Translator(model, run.tokenizer, strategy, search_of(run, config))
@@ -252,7 +254,7 @@ def _translations(
     sets: Sequence[HeldOut],
     progress: Progress,
     stage: str,
-) -> tuple[Store, dict[str, list[Said]]]:
+) -> tuple[Store, dict[str, list[Translation]]]:
     place = folder_of(folder, f"step-{system.step}", config.split, config.beam, config.alpha)
     store = Store(place, {"weights": system.digest})
     return store, translate_all(store, sets, system.translator, progress, stage)

@@ -16,8 +16,8 @@ import gshard
 from gshard.mt.batching.packing import Arrays, fill, pack
 from gshard.mt.batching.tokenizer import Tokenizer
 from gshard.mt.batching.tokens import TaskTokens, in_memory
-from gshard.mt.data.gather import Progress, Silent
 from gshard.mt.evaluation.heldout import HeldOut
+from gshard.mt.progress import Progress, Silent
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Batch, Transformer
 
@@ -50,7 +50,7 @@ def expert_loads(
         assert metrics.decoder is not None
         return metrics.encoder.load, metrics.decoder.load
 
-    run = (
+    program = (
         jax.jit(routed)
         if strategy.devices == 1
         else gshard.jit(routed, devices=jax.devices()[: strategy.devices])
@@ -61,7 +61,7 @@ def expert_loads(
         tokens = in_memory(tokenizer, held.task, held.sources, held.references)
         sums: dict[str, np.ndarray] = {}
         for arrays in batches_of(tokens, rows, *lengths)[:_BATCHES]:
-            found = run(model, Batch(*(arrays[name] for name in Batch._fields)))  # type: ignore[arg-type]
+            found = program(model, Batch(*(arrays[name] for name in Batch._fields)))  # type: ignore[arg-type]
             sides = zip(("encoder", "decoder"), ("source", "target"), found, strict=True)
             for name, side, load_LE in sides:
                 weight = np.count_nonzero(arrays[f"{side}_segments"])

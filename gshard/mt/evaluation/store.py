@@ -2,7 +2,7 @@
 
 What one system says under one setting is one folder of `RUN/translations`. Its file is only ever
 added to, a few hundred sentences at a time, and a line that was cut off by a crash is cut away.
-Sentences are looked up by their text and the language wanted, which is all that a translator is
+Sentences are on_dev up by their text and the language wanted, which is all that a translator is
 told: another choice of sentences finds those it shares.
 """
 
@@ -16,24 +16,24 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from gshard.mt import atomic
-from gshard.mt.data.gather import Progress, Silent
 from gshard.mt.errors import UserError
 from gshard.mt.evaluation.heldout import HeldOut
+from gshard.mt.progress import Progress, Silent
 
 _LINES = "translations.jsonl"
 _NOTE = "note.json"
 CHUNK = 128  # sentences: full batches on any device, and a bar that moves
 
 
-class Said(NamedTuple):
+class Translation(NamedTuple):
     """A translation and its score, the length-normalized log-probability."""
 
     text: str
     score: float
 
 
-class Translates(Protocol):
-    """What a `Translator` does, so that anything that does it can be measured."""
+class AnyTranslator(Protocol):
+    """Anything that translates as a `Translator` does, and so can be measured."""
 
     def translate(self, texts: Sequence[str], target: str = "en") -> Sequence[Sequence[Any]]:
         """For each text its best translations, each with `text` and `score`."""
@@ -51,7 +51,7 @@ class Store:
         if _read_note(folder) != note:
             shutil.rmtree(folder, ignore_errors=True)
             atomic.write_json(folder / _NOTE, note)
-        self._said: dict[tuple[str, str], Said] = {}
+        self._known: dict[tuple[str, str], Translation] = {}
         self._read()
 
     def _read(self) -> None:
@@ -67,21 +67,21 @@ class Store:
                     break
                 if not line.endswith(b"\n"):
                     break
-                self._said[target, source] = Said(text, score)
+                self._known[target, source] = Translation(text, score)
                 whole += len(line)
         if whole < path.stat().st_size:
             os.truncate(path, whole)
 
     def __len__(self) -> int:
-        return len(self._said)
+        return len(self._known)
 
-    def get(self, target: str, source: str) -> Said | None:
+    def get(self, target: str, source: str) -> Translation | None:
         """The translation of a sentence into a language, if it is there."""
-        return self._said.get((target, source))
+        return self._known.get((target, source))
 
-    def add(self, new: Iterable[tuple[str, str, Said]]) -> None:
+    def add(self, new: Iterable[tuple[str, str, Translation]]) -> None:
         """Write (target, source, translation)s down, all of them before this returns."""
-        rows = [(target, source, said.text, said.score) for target, source, said in new]
+        rows = [(target, source, t.text, t.score) for target, source, t in new]
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / _LINES).open("ab") as file:
@@ -89,16 +89,16 @@ class Store:
             file.flush()
             os.fsync(file.fileno())
         for target, source, text, score in rows:
-            self._said[target, source] = Said(text, score)
+            self._known[target, source] = Translation(text, score)
 
 
 def translate_all(
     store: Store,
     sets: Sequence[HeldOut],
-    open_translator: Callable[[], Translates],
+    open_translator: Callable[[], AnyTranslator],
     progress: Progress | None = None,
     stage: str = "translate",
-) -> dict[str, list[Said]]:
+) -> dict[str, list[Translation]]:
     """The translations of every set, in order; what `store` lacks is translated and added to it.
 
     All tasks into one language go together, the longest sentences first: batches are full, of
@@ -125,18 +125,18 @@ def translate_all(
             store.add((target, source, _best(hypotheses)) for source, hypotheses in pairs)
             done += len(chunk)
             step(f"{done:,} of {total:,} sentences")
-    results: dict[str, list[Said]] = {}
+    results: dict[str, list[Translation]] = {}
     for held in sets:
-        said = [store.get(held.task.target, source) for source in held.sources]
-        results[str(held.task)] = [s for s in said if s is not None]
+        known = [store.get(held.task.target, source) for source in held.sources]
+        results[str(held.task)] = [t for t in known if t is not None]
     return results
 
 
-def _best(hypotheses: Sequence[Any]) -> Said:
+def _best(hypotheses: Sequence[Any]) -> Translation:
     """The first of an n-best list; nothing at all is an empty translation."""
     if not hypotheses:
-        return Said("", float("-inf"))
-    return Said(str(hypotheses[0].text), float(hypotheses[0].score))
+        return Translation("", float("-inf"))
+    return Translation(str(hypotheses[0].text), float(hypotheses[0].score))
 
 
 def folder_of(run: Path, system: str, split: str, beam: int, alpha: float) -> Path:

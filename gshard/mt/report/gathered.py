@@ -277,12 +277,12 @@ def _read_evaluation(path: Path, problems: list[str]) -> Evaluation | None:
 def _task(name: str, entry: Any) -> Task:
     entry = entry if isinstance(entry, dict) else {}
     source, _, target = name.partition("-")
-    known, said = numbers(entry), _texts(entry)
-    group = said.get("group", "")
-    target = said.get("target", target)
+    known, texts = numbers(entry), _texts(entry)
+    group = texts.get("group", "")
+    target = texts.get("target", target)
     return Task(
         name=name,
-        language=said.get("language", source if target == "en" else target),
+        language=texts.get("language", source if target == "en" else target),
         target=target,
         sentences=known.get("sentences"),
         train_pairs=known.get("train_pairs"),
@@ -299,11 +299,12 @@ def _task(name: str, entry: Any) -> Task:
 def _examples(values: list[Any]) -> list[Example]:
     found = []
     for value in values:
-        said = _texts(value)
-        if {"task", "source", "translation"} <= said.keys():
+        texts = _texts(value)
+        if {"task", "source", "translation"} <= texts.keys():
             scores = [number(value.get(name)) for name in ("score", "chrf")]
-            texts = (said["task"], said["source"], said.get("reference", ""), said["translation"])
-            found.append(Example(*texts, *scores))
+            reference = texts.get("reference", "")
+            pair = (texts["task"], texts["source"], reference, texts["translation"])
+            found.append(Example(*pair, *scores))
     return found
 
 

@@ -124,30 +124,30 @@ def _tiles(runs: Sequence[Run]) -> str:
 
 def _about(run: Run, runs: Sequence[Run]) -> str:
     """A line on a run: what it is, how far it came, whether it was evaluated."""
-    said = []
+    facts = []
     experts = run.setting("model", "experts")
     if experts is not None:
-        said.append(f"mixture of {whole(experts)} experts" if experts else "dense model")
+        facts.append(f"mixture of {whole(experts)} experts" if experts else "dense model")
     step, steps = run.last.get("step"), run.setting("train", "steps")
     if step is None:
-        said.append("no training recorded")
+        facts.append("no training recorded")
     elif steps is not None and step < steps:
         progress = f"{whole(step)} of {whole(steps)} steps"
-        said.append(f"<b>unfinished</b>: {progress}, {_command('train', run)} goes on")
+        facts.append(f"<b>unfinished</b>: {progress}, {_command('train', run)} goes on")
     else:
-        said.append(f"{whole(step)} steps")
+        facts.append(f"{whole(step)} steps")
     if run.ended is not None and run.train:
-        said.append(f"last trained {day(run.ended)}")
+        facts.append(f"last trained {day(run.ended)}")
     if run.evaluation:
         about = run.evaluation.about
         text = f"evaluated at step {whole(about.get('checkpoint'))}"
         text += f" on {safe(run.evaluation.split)}" if run.evaluation.split else ""
         text += f", beam {whole(about['beam'])}" if "beam" in about else ""
-        said.append(text)
+        facts.append(text)
     else:
-        said.append(f"<b>not evaluated</b>: {_command('evaluate', run)} does it")
+        facts.append(f"<b>not evaluated</b>: {_command('evaluate', run)} does it")
     key = run_name(run, runs).html
-    return f"<li><b>{key}</b> <span>· {' · '.join(said)}</span></li>"
+    return f"<li><b>{key}</b> <span>· {' · '.join(facts)}</span></li>"
 
 
 def _command(name: str, run: Run, *options: str) -> str:
@@ -266,7 +266,7 @@ def _loss(runs: Sequence[Run]) -> str:
     )
 
 
-def _corpora(corpora: Sequence[dict]) -> str:
+def _corpora(corpora: Sequence[dict[str, Any]]) -> str:
     if not corpora:
         return _p("The corpus is not there any more, and no evaluation says what it held.", "note")
     lines = []
@@ -289,7 +289,7 @@ def _corpora(corpora: Sequence[dict]) -> str:
     )
 
 
-def _experts(experts: Sequence[dict]) -> str:
+def _experts(experts: Sequence[dict[str, Any]]) -> str:
     if not experts:
         return _p("No evaluated run has experts: these are dense models.", "note")
     grouped = max(each["together"] for each in experts)
@@ -309,7 +309,7 @@ def _experts(experts: Sequence[dict]) -> str:
     )
 
 
-def _examples(examples: dict) -> str:
+def _examples(examples: dict[str, Any]) -> str:
     if not examples["list"]:
         return _p("The evaluation kept no translations.", "note")
     left = examples["all"] - len(examples["list"])
@@ -325,7 +325,7 @@ def _examples(examples: dict) -> str:
     )
 
 
-def _health(runs: Sequence[Run], health: Sequence[dict]) -> str:
+def _health(runs: Sequence[Run], health: Sequence[dict[str, Any]]) -> str:
     if not health:
         return _p("No measures of training are recorded.", "note")
     meanings = {name: (title, meaning) for name, title, _, meaning in HEALTH}

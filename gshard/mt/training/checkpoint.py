@@ -97,7 +97,7 @@ class Checkpoints:
         self.wait()
         self._manager.close()
 
-    def restore_newest(self, model: Any, optimizer: Any) -> tuple[Any, Any, dict, list[str]] | None:
+    def restore_newest(self, model: Any, optimizer: Any) -> tuple[Any, Any, dict[str, Any], list[str]] | None:
         """The newest checkpoint that is whole, as trees like those given (shapes with shardings).
 
         Returns the trees, the note, and a line about each newer checkpoint that is damaged.
@@ -112,7 +112,7 @@ class Checkpoints:
             raise UserError("\n".join([*damaged, "no whole checkpoint is left"]))
         return None
 
-    def restore(self, step: int, model: Any, optimizer: Any) -> tuple[Any, Any, dict]:
+    def restore(self, step: int, model: Any, optimizer: Any) -> tuple[Any, Any, dict[str, Any]]:
         """The checkpoint of one step."""
         found = self._restored(step, {"model": model, "optimizer": optimizer})
         return found["model"], found["optimizer"], found["note"]
@@ -228,7 +228,7 @@ def _name(path: Any) -> str:
 
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """A full disk, said plainly: the last whole checkpoint is still there."""
+    """Say plainly that the disk is full, and that the last whole checkpoint is still there."""
     try:
         yield
     except Exception as error:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,6 +22,7 @@ from gshard.mt.batching.batches import Batches, Host
 from gshard.mt.batching.packing import Arrays
 from gshard.mt.batching.tokens import TaskTokens
 from gshard.mt.errors import UserError
+from gshard.mt.progress import TrainingProgress
 from gshard.mt.run import Run
 from gshard.mt.training import guard
 from gshard.mt.training.checkpoint import Checkpoints
@@ -30,19 +30,6 @@ from gshard.mt.training.journal import Journal
 from gshard.mt.training.programs import Figures, Programs, RunState
 from gshard.nn.flops import step_flops
 from gshard.nn.step import TrainState
-
-
-class Display(Protocol):
-    """What shows a training to its user."""
-
-    def stage(self, name: str, total: int) -> Callable[[str], None]:
-        """Begin a stage of the preparation; the result moves it on."""
-
-    def note(self, text: str) -> None:
-        """Say something once."""
-
-    def update(self, record: dict[str, Any], steps: int, seconds_left: float) -> None:
-        """Show the newest record."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +42,12 @@ class Outcome:
     waited: float  # share of the time that was spent waiting for batches
 
 
-def train(run: Run, display: Display) -> Outcome:
+def train(run: Run, progress: TrainingProgress) -> Outcome:
     """Train until the configured step; a run with checkpoints goes on from the newest."""
-    _prepare(run, display)
+    _prepare(run, progress)
     checkpoints = Checkpoints(run.folder, run.config.train.keep)
     if checkpoints.steps and checkpoints.steps[-1] >= run.config.train.steps:
-        display.note(f"step {checkpoints.steps[-1]:,} is reached already")
+        progress.note(f"step {checkpoints.steps[-1]:,} is reached already")
         return Outcome(checkpoints.steps[-1], False, checkpoints.best(), 0.0)
     devices = hosts.chosen(run.config.devices)
     programs = Programs(run.config, run.model_config, devices, hosts.strategy(run.config.devices))
@@ -68,20 +55,20 @@ def train(run: Run, display: Display) -> Outcome:
     batches = Batches(run.tokens(), run.config.batch, host, run.config.data.workers)
     dev = _dev_batches(run, host)
     try:
-        return _Loop(run, programs, batches, dev, checkpoints, display).run()
+        return _Loop(run, programs, batches, dev, checkpoints, progress).train()
     finally:
         checkpoints.close()
 
 
-def _prepare(run: Run, display: Display) -> None:
+def _prepare(run: Run, progress: TrainingProgress) -> None:
     """Vocabularies and encoded text, made by one process while the others wait."""
     if hosts.is_first():
         if not (run.folder / "vocabulary").is_dir():
-            made = display.stage("vocabulary", 1)
+            made = progress.stage("vocabulary", 1)
             run.make_vocabulary()
             made(f"{run.tokenizer.source_size:,} and {run.tokenizer.target_size:,} pieces")
-        encoded = display.stage("encode", len(run.tokenizer.tasks))
-        run.tokens(progress=encoded)
+        encoded = progress.stage("encode", len(run.tokenizer.tasks))
+        run.tokens(step=encoded)
         _dev_tokens(run)
     hosts.wait_for_all("vocabulary and tokens")
 
@@ -150,18 +137,18 @@ class _Loop:
         batches: Batches,
         dev: list[Arrays],
         checkpoints: Checkpoints,
-        display: Display,
+        progress: TrainingProgress,
     ):
-        self.run_, self.programs, self.batches, self.dev = run, programs, batches, dev
-        self.checkpoints, self.display = checkpoints, display
+        self.run, self.programs, self.batches, self.dev = run, programs, batches, dev
+        self.checkpoints, self.progress = checkpoints, progress
         self.config = run.config.train
         self.peak = hosts.peak_flops(len(programs.devices), run.config.model.dtype)
         self.tokens = self.seconds = self.waited = self.pace = 0.0
 
-    def run(self) -> Outcome:
+    def train(self) -> Outcome:
         """Train; the state is saved however this ends, unless the process is killed."""
         state, step, data = self._begin()
-        self.journal = Journal(self.run_, step) if hosts.is_first() else None
+        self.journal = Journal(self.run, step) if hosts.is_first() else None
         iterator = self.batches.iterate(step)
         if data:
             iterator.set_state({**data, "step": step})
@@ -199,7 +186,7 @@ class _Loop:
 
     def _begin(self) -> tuple[RunState, int, dict[str, int]]:
         """The newest whole checkpoint, or fresh weights."""
-        compiled = self.display.stage("compile", 1)
+        compiled = self.progress.stage("compile", 1)
         like = self.programs.compile(self.batches[0])
         compiled(f"{len(self.programs.devices)} devices")
         model, rest = _parts(like)
@@ -208,11 +195,11 @@ class _Loop:
             return self.programs.first_state(), 0, {}
         model, rest, note, damaged = found
         for line in damaged:
-            self.display.note(f"{line}; going on from step {note['step']}")
+            self.progress.note(f"{line}; going on from step {note['step']}")
         self.tokens, self.seconds, self.waited = (
             note[name] for name in ("tokens", "seconds", "waited")
         )
-        self.display.note(f"going on from step {note['step']:,}")
+        self.progress.note(f"going on from step {note['step']:,}")
         return _whole(model, rest), int(note["step"]), note["data"]
 
     def _look(
@@ -231,10 +218,10 @@ class _Loop:
         self.pace = 0.9 * self.pace + 0.1 * took if self.pace else took  # late steps count most
         if step % self.config.log_every == 0 or step == self.config.steps or in_a_row:
             source = np.count_nonzero(arrays["source_segments"]) * jax.process_count()
-            flops = step_flops(self.run_.model_config, source, tokens)
+            flops = step_flops(self.run.model_config, source, tokens)
             self._log(step, figures, tokens, flops, padding)
         if in_a_row >= self.config.patience:
-            rate = self.run_.config.optimizer.learning_rate
+            rate = self.run.config.optimizer.learning_rate
             raise UserError(guard.advice(in_a_row, float(figures.metrics.loss), rate))
         return now
 
@@ -250,7 +237,7 @@ class _Loop:
         routers = [side for side in (metrics.encoder, metrics.decoder) if side is not None]
         overflow = [np.asarray(side.overflow_first) for side in routers]
         fullest = [np.asarray(side.load).max(axis=-1) for side in routers]
-        experts = self.run_.config.model.experts
+        experts = self.run.config.model.experts
         record = {
             "loss": float(metrics.loss),
             "nll": float(metrics.nll),
@@ -270,7 +257,7 @@ class _Loop:
         if self.journal:
             shown = self.journal.write("train", step, **record)
             left = (self.config.steps - step) * self.pace
-            self.display.update(shown, self.config.steps, left)
+            self.progress.update(shown, self.config.steps, left)
 
     def _save(self, step: int, state: RunState, data: dict[str, int]) -> None:
         """The loss on dev text, and a checkpoint with it."""
@@ -279,7 +266,7 @@ class _Loop:
             record = self.journal.write(
                 "dev", step, nll=nll, tokens=int(self.tokens), seconds=self.seconds
             )
-            self.display.update(record, self.config.steps, 0.0)
+            self.progress.update(record, self.config.steps, 0.0)
         model, rest = _parts(state)
         note = {
             "step": step,

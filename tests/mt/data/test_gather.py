@@ -8,7 +8,7 @@ import pytest
 
 from gshard.mt.data import fetch, jobs, tiers, user_text
 from gshard.mt.data.corpus import Corpus
-from gshard.mt.data.gather import Plan, gather
+from gshard.mt.data.gather import GatherConfig, gather
 from gshard.mt.data.splits import SPLITS, Shares, fold
 from gshard.mt.data.tiers import Package
 from gshard.mt.data.user_text import parse_own
@@ -54,7 +54,7 @@ def tier_plan(tmp_path, monkeypatch):
             yield package, "no such package"
 
     monkeypatch.setitem(fetch._CLIENTS, "pip", no_network)
-    return Plan(tmp_path, tier, shares=SHARES, jobs=1)
+    return GatherConfig(tmp_path, tier, shares=SHARES, jobs=1)
 
 
 def everything(corpus):
@@ -90,7 +90,7 @@ def test_when_nothing_came_the_reasons_are_told(tmp_path, monkeypatch):
 
     monkeypatch.setitem(fetch._CLIENTS, "pip", no_network)
     with pytest.raises(UserError, match=r"(?s)nothing was written.*one==1.0: no such package"):
-        gather(Plan(tmp_path, tiers.parse(TIER, "test"), jobs=1))
+        gather(GatherConfig(tmp_path, tiers.parse(TIER, "test"), jobs=1))
 
 
 def test_gathering_again_continues_and_gives_the_same(tier_plan, monkeypatch):
@@ -117,7 +117,7 @@ def test_a_gathering_that_dies_leaves_the_old_corpus(tier_plan, monkeypatch, tmp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("gshard.mt.data.gather.write_rows", full)
-    bigger = Plan(tier_plan.out, tier_plan.tier, (parse_own("tsv", str(more)),), SHARES, 1)
+    bigger = GatherConfig(tier_plan.out, tier_plan.tier, (parse_own("tsv", str(more)),), SHARES, 1)
     with pytest.raises(OSError, match="No space"):
         gather(bigger)
     corpus = Corpus.open(tier_plan.out)
@@ -140,8 +140,8 @@ def tsv_of(path, languages=("de", "ru"), count=COUNT):
 
 
 def gathered(folder, kind, argument, clean=True):
-    plan = Plan(folder, own=(parse_own(kind, argument, clean),), shares=SHARES, jobs=1)
-    return gather(plan)[0]
+    config = GatherConfig(folder, own=(parse_own(kind, argument, clean),), shares=SHARES, jobs=1)
+    return gather(config)[0]
 
 
 def test_tsv_compressed_and_with_given_splits(tmp_path):
@@ -179,16 +179,18 @@ def test_a_folder_of_catalogs(tmp_path):
     place.mkdir(parents=True)
     (place / "a.mo").write_bytes(mo([(sentence(n), translated(n)) for n in range(20)]))
     (place / "b.mo").write_bytes(b"broken")
-    plan = Plan(tmp_path / "out", own=(parse_own("catalogs", str(tmp_path / "po")),), jobs=1)
-    corpus, problems = gather(plan)
+    config = GatherConfig(
+        tmp_path / "out", own=(parse_own("catalogs", str(tmp_path / "po")),), jobs=1
+    )
+    corpus, problems = gather(config)
     assert corpus.languages == ("de",)
     assert [problem.what for problem in problems] == ["po/de/LC_MESSAGES/b.mo"]
 
 
 def test_two_processes_write_what_one_does(tmp_path):
     argument = parse_own("tsv", str(tsv_of(tmp_path / "a.tsv")))
-    one = gather(Plan(tmp_path / "one", own=(argument,), shares=SHARES, jobs=1))[0]
-    two = gather(Plan(tmp_path / "two", own=(argument,), shares=SHARES, jobs=2))[0]
+    one = gather(GatherConfig(tmp_path / "one", own=(argument,), shares=SHARES, jobs=1))[0]
+    two = gather(GatherConfig(tmp_path / "two", own=(argument,), shares=SHARES, jobs=2))[0]
     assert one.manifest == two.manifest
 
 
@@ -236,7 +238,7 @@ def test_mistakes_before_any_work(tmp_path):
         with pytest.raises(UserError, match=message):
             parse_own(kind, argument)
     with pytest.raises(UserError, match="nothing to gather"):
-        gather(Plan(tmp_path / "out"))
+        gather(GatherConfig(tmp_path / "out"))
 
 
 def test_one_sided_moses_files(tmp_path):

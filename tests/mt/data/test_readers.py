@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gshard.mt.data import readers
-from gshard.mt.data.archives import Tree
+from gshard.mt.data.archives import Files
 from gshard.mt.data.readers import documents, gettext, keyed, qt
 from gshard.mt.data.tiers import Reading
 from tests.mt.samples import mo, pak, po, qm
@@ -186,8 +186,8 @@ def test_html_by_ids():
 
 def _read(folder, reading):
     reports = []
-    tree = Tree({"pkg": folder})
-    found = list(readers.read(tree, reading, lambda path, why: reports.append((path, why))))
+    files = Files({"pkg": folder})
+    found = list(readers.read(files, reading, lambda path, why: reports.append((path, why))))
     return [(raw.language, raw.english, raw.text) for raw in found], reports
 
 

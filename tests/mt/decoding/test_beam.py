@@ -20,12 +20,7 @@ from tests.oracle import kinds
 
 ROWS = 8  # of the batch in which the plain search runs its prefixes
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _compile_quickly():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 def sources(B, L, seed):

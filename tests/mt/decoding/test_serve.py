@@ -25,17 +25,12 @@ from gshard.mt.decoding.serve import HOST, LONGEST, About, Server, Service
 from gshard.mt.decoding.translator import TranslateConfig, Translator
 from gshard.mt.errors import UserError
 from gshard.nn import Batch
+from tests.mt.runs import make_run, random_model
 from tests.mt.samples import sentence
-from tests.mt.untrained import make_run, random_model
 
 SMALL = TranslateConfig(beam=3, nbest=3, rows=1, longest=24, most=10)
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _compile_quickly():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +145,7 @@ def test_the_page_and_the_model(server):
     reply, data = ask(server, "GET", "/?q=x")
     assert reply.status == 200
     page = data.decode()
-    assert data == resources.files("gshard.mt").joinpath("serve.html").read_bytes()
+    assert data == resources.files("gshard.mt.decoding").joinpath("serve.html").read_bytes()
     # Nothing from outside, and no way to make markup of text.
     assert not re.search(r"https?:|//\w|\bsrc\s*=|@import|url\(|<link", page)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b", page)

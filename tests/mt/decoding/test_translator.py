@@ -24,19 +24,12 @@ from gshard.mt.decoding.translator import (
 )
 from gshard.mt.errors import UserError
 from gshard.nn import Strategy
+from tests.mt.runs import Notes, make_run, random_model
 from tests.mt.samples import WORDS
-from tests.mt.untrained import make_run, random_model
 
 SMALL = TranslateConfig(beam=3, nbest=2, rows=3, longest=24, most=12)
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _compile_quickly():
-    cache = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.config.update("jax_compilation_cache_dir", cache)
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +77,8 @@ def test_equal_to_beam_search_of_one_sentence(model, tokenizer, devices, rows):
     lengths = [len(ids) for ids in tokenizer.encode_source(texts, "de")]
     assert {config.shape(n) for n in lengths} == {16, 24}
     translator = Translator(model, tokenizer, Strategy(devices), config)
-    seen = []
-    found = translator.translate(texts, "de", lambda done, total: seen.append((done, total)))
+    progress = Notes()
+    found = translator.translate(texts, "de", progress)
     want = one_by_one(model, tokenizer, texts, "de", config, padded=31)
     for hypotheses, alone in zip(found, want, strict=True):
         assert [h.text for h in hypotheses] == [text for text, _ in alone]
@@ -93,9 +86,8 @@ def test_equal_to_beam_search_of_one_sentence(model, tokenizer, devices, rows):
             [h.score for h in hypotheses], [score for _, score in alone], rtol=1e-4
         )
         assert hypotheses[0].score >= hypotheses[1].score
-    assert seen[0] == (0, 23)
-    assert seen[-1] == (23, 23)
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert progress.stages == [("translate", 23)]
+    assert progress.done["translate"] == 23
     # Two lengths of one batch size; a single sentence needs nothing new.
     assert len(translator._programs) == 2
     again = translator.translate(texts[5:6], "de")[0]

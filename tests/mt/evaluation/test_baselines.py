@@ -14,9 +14,9 @@ from gshard.mt.decoding.translator import TranslateConfig, Translator
 from gshard.mt.errors import UserError
 from gshard.mt.evaluation import baselines
 from gshard.mt.evaluation.baseline_group import (
-    Group,
-    Schooling,
-    group_of,
+    BaselineGroup,
+    BaselineTraining,
+    compiled_group,
     judge,
     model_of,
     stacked,
@@ -26,11 +26,11 @@ from gshard.mt.evaluation.baseline_plan import (
     SIZES,
     BaselineConfig,
     Size,
-    groups_of,
-    pupils,
+    baseline_groups,
+    plan_baselines,
     set_aside,
 )
-from gshard.mt.evaluation.baselines import OneOfMany, evaluate_baselines, read_note, train_baselines
+from gshard.mt.evaluation.baselines import evaluate_baselines, read_note, train_baselines
 from gshard.mt.evaluation.evaluate import EvaluateConfig
 from gshard.mt.evaluation.expert_loads import batches_of
 from gshard.mt.evaluation.heldout import held_out, tasks_of
@@ -40,15 +40,10 @@ from gshard.nn.strategy import ONE_DEVICE
 from tests.nn import models
 
 ROWS, LENGTHS = 4, (32, 32)
-SCHOOLING = Schooling(learning_rate=3e-3, warmup=3, look_every=2, patience=2)
+TRAINING = BaselineTraining(learning_rate=3e-3, warmup=3, dev_every=2, patience=2)
 TINY = Size("tiny", 0, dropout=0.1, rows=ROWS, epochs=1000)
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _compile_quickly():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compile_quickly")
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +73,7 @@ def run(corpus, tokenizer, small, tmp_path):
 
 
 def config(**changes):
-    return BaselineConfig(steps=4, schooling=SCHOOLING, sizes=(TINY,), **changes)
+    return BaselineConfig(steps=4, training=TRAINING, sizes=(TINY,), **changes)
 
 
 def loaders(tokens):
@@ -89,12 +84,12 @@ def loaders(tokens):
 
 def side_by_side(config):
     """The programs for two models, compiled once for all tests."""
-    return group_of(config, SCHOOLING, 2, (jax.devices()[0],))
+    return compiled_group(config, TRAINING, 2, (jax.devices()[0],))
 
 
 def alone(config, batches, seed, steps):
     """One model trained by itself, and its losses."""
-    optimizer = SCHOOLING.optimizer()
+    optimizer = TRAINING.optimizer()
     key = jax.random.key(seed, impl="threefry2x32")
     state = side_by_side(config).first(stacked_keys([seed, seed]))
     state = jax.tree.map(lambda leaf: leaf[0], state.train)
@@ -132,7 +127,7 @@ def test_side_by_side_is_alone(small, tokens):
 @pytest.mark.slow
 def test_it_does_not_matter_where_a_model_is(small, tokens):
     batches = [*loaders(tokens), loaders(tokens)[0]]
-    uneven = Group(small, SCHOOLING, 3, jax.devices()[:2])
+    uneven = BaselineGroup(small, TRAINING, 3, jax.devices()[:2])
     _, spread = trained(uneven, batches, [11, 12, 11], 2)
     _, together = trained(side_by_side(small), batches[:2], [11, 12], 2)
     np.testing.assert_allclose(spread[:2], together, rtol=1e-5)
@@ -141,7 +136,7 @@ def test_it_does_not_matter_where_a_model_is(small, tokens):
 
 def test_nothing_crosses_between_devices(small, tokens):
     count = 12  # on 8 devices
-    group = Group(small, SCHOOLING, count, jax.devices())
+    group = BaselineGroup(small, TRAINING, count, jax.devices())
     batch = stacked([loaders(tokens)[0][0]] * count)
     state, keys = group.state_like(), stacked_keys(range(count))
     nll = np.zeros(count, np.float32)
@@ -153,13 +148,13 @@ def test_nothing_crosses_between_devices(small, tokens):
     for program, arguments in (
         (group.first, (keys,)),
         (group.dev, (state.train.model, batch)),
-        (group.look, (state, nll, limits)),
+        (group.keep_best, (state, nll, limits)),
     ):
         assert program.lower(*arguments).collectives == []
 
 
 def test_each_model_keeps_its_best_and_stops_by_itself(small):
-    state = Group(small, SCHOOLING, 3).state_like()
+    state = BaselineGroup(small, TRAINING, 3).state_like()
     state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state)
     state = state._replace(best_nll=np.full(3, np.inf), running=np.ones(3, bool))
     nlls = np.array(
@@ -218,7 +213,7 @@ def test_the_dev_loss_counts_every_token_once(small, tokens):
 def test_sizes_go_by_the_data(run):
     tasks = tasks_of(run.tokenizer)
     sizes = (replace(TINY, name="much", pairs=200), TINY)
-    found = pupils(run, tasks, BaselineConfig(steps=7, sizes=sizes))
+    found = plan_baselines(run, tasks, BaselineConfig(steps=7, sizes=sizes))
     assert [p.size.name for p in found] == [
         "much" if len(p.train) >= 200 else "tiny" for p in found
     ]
@@ -226,7 +221,7 @@ def test_sizes_go_by_the_data(run):
     assert all(p.limit <= 7 for p in found)
     assert all(p.model.experts == 0 for p in found)
     assert len({p.seed for p in found}) == len(found)
-    groups = groups_of(found, lambda pupil: 2)
+    groups = baseline_groups(found, lambda baseline: 2)
     assert [p for group in groups for p in group] == found
     assert all(len(group) <= 2 for group in groups)
 
@@ -272,8 +267,8 @@ class Upper:
 
 def test_from_training_to_the_file(run, monkeypatch):
     asked, trained = [], []
-    whole = Group.train
-    monkeypatch.setattr(Group, "train", lambda *a: trained.append(a[0].count) or whole(*a))
+    whole = BaselineGroup.train
+    monkeypatch.setattr(BaselineGroup, "train", lambda *a: trained.append(a[0].count) or whole(*a))
     evaluation = EvaluateConfig(languages=("ru",), sentences=5)
 
     def measure(settings=config()):  # noqa: B008
@@ -292,7 +287,7 @@ def test_from_training_to_the_file(run, monkeypatch):
         assert task["weights"] > 1000
     assert trained == [2]
     said = len(asked)
-    again = measure()  # nothing is trained or said twice
+    again = measure()  # nothing is trained or translated twice
     assert (trained, len(asked)) == ([2], said)
     assert {**again, "seconds": 0} == {**found, "seconds": 0}
     measure(config(seed=1))
@@ -300,35 +295,35 @@ def test_from_training_to_the_file(run, monkeypatch):
 
 
 def test_an_interrupted_group_goes_on(run):
-    wanted = pupils(run, tasks_of(run.tokenizer, ["ru"]), config())
+    wanted = plan_baselines(run, tasks_of(run.tokenizer, ["ru"]), config())
     train_baselines(run, wanted, config())
-    expected = [baselines.read_model(run.folder, pupil) for pupil in wanted]
+    expected = [baselines.read_model(run.folder, baseline) for baseline in wanted]
     run.folder = run.folder / "other"
     settings = config(save_seconds=0.0)
 
-    class StopAfterOneLook:
+    class StopAfterOneMeasurement:
         def stage(self, name, total):
-            def tell(note):
+            def step(note="", count=1):
                 if "step 4" in note:
                     raise KeyboardInterrupt
 
-            return tell
+            return step
 
     with pytest.raises(KeyboardInterrupt):
-        train_baselines(run, wanted, settings, progress=StopAfterOneLook())
+        train_baselines(run, wanted, settings, progress=StopAfterOneMeasurement())
     assert len(list(run.folder.glob("baselines/unfinished-*.npz"))) == 1
     notes = []
     train_baselines(run, wanted, settings, progress=SimpleNamespace(stage=lambda *a: notes.append))
-    assert len(notes) == 1  # only the second look was left
+    assert len(notes) == 1  # only the second measurement was left
     assert not list(run.folder.glob("baselines/unfinished-*.npz"))
-    for pupil, model in zip(wanted, expected, strict=True):
-        found = baselines.read_model(run.folder, pupil)
+    for baseline, model in zip(wanted, expected, strict=True):
+        found = baselines.read_model(run.folder, baseline)
         for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(model), strict=True):
             np.testing.assert_allclose(one, other, atol=1e-6)
 
 
 def test_a_damaged_or_foreign_baseline_is_trained_again(run):
-    (wanted, *_) = pupils(run, tasks_of(run.tokenizer, ["ru"]), config())
+    (wanted, *_) = plan_baselines(run, tasks_of(run.tokenizer, ["ru"]), config())
     place = run.folder / "baselines" / str(wanted.task)
     place.mkdir(parents=True)
     (place / "note.json").write_text("{")
@@ -347,7 +342,7 @@ def test_translators_share_programs_and_not_weights(small, tokenizer, corpus):
     programs, said = {}, []
     for seed in range(2):
         model = models.model(small, seed)
-        shared = OneOfMany(model, tokenizer, ONE_DEVICE, settings, programs=programs)
+        shared = Translator(model, tokenizer, ONE_DEVICE, settings, programs)
         said.append(shared.translate(texts, "de"))
         compiled = len(programs)
     assert said[1] == Translator(model, tokenizer, ONE_DEVICE, settings).translate(texts, "de")

@@ -5,21 +5,10 @@ import re
 
 import pytest
 
-from gshard.mt.report import write_report
 from tests.mt.browser import act, open_page
 from tests.mt.report import made_up_runs
 from tests.mt.report.made_up_runs import LANGUAGES
 from tests.mt.report.page_reader import lines, read
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return made_up_runs.make(tmp_path_factory.mktemp("runs"))
-
-
-@pytest.fixture(scope="module")
-def path(runs):
-    return write_report(runs, runs[0].parent / "report.html")[0]
 
 
 def test_in_a_browser(path, tmp_path):

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from gshard.mt.data.archives import Tree
+from gshard.mt.data.archives import Files
 from gshard.mt.data.locales import language_of, language_of_path
 from gshard.mt.data.readers import documents, gettext, keyed, qt
 from gshard.mt.data.tiers import Reading
@@ -36,33 +36,33 @@ class Raw(NamedTuple):
 Report = Callable[[str, str], None]  # (path, why it was skipped)
 
 
-def read(tree: Tree, reading: Reading, report: Report) -> Iterator[Raw]:
-    """All pairs that `reading` finds in `tree`; files that cannot be read are reported."""
-    for path, why in tree.broken:
+def read(files: Files, reading: Reading, report: Report) -> Iterator[Raw]:
+    """All pairs that `reading` finds in `files`; files that cannot be read are reported."""
+    for path, why in files.broken:
         report(path, why)
     if reading.format == "catalogs":
-        yield from _catalogs(tree, reading, report)
+        yield from _catalogs(files, reading, report)
     else:
-        yield from _aligned(tree, reading, report)
+        yield from _aligned(files, reading, report)
 
 
-def _catalogs(tree: Tree, reading: Reading, report: Report) -> Iterator[Raw]:
-    for path in tree:
+def _catalogs(files: Files, reading: Reading, report: Report) -> Iterator[Raw]:
+    for path in files:
         stem, _, suffix = path.rpartition(".")
         if suffix not in ("mo", "gmo", "po", "qm") or "/help/" in path:
             continue
         # A catalog often lies there in both forms. The compiled one has no fuzzy entries, the
         # source alone has comments.
-        if suffix == "po" and not reading.english_from_comment and f"{stem}.mo" in tree:
+        if suffix == "po" and not reading.english_from_comment and f"{stem}.mo" in files:
             continue
-        if suffix != "po" and reading.english_from_comment and f"{stem}.po" in tree:
+        if suffix != "po" and reading.english_from_comment and f"{stem}.po" in files:
             continue
         language = language_of_path(path)
         if language is None:
             continue
         kind = "menu" if suffix == "qm" else "keyed" if reading.english_from_comment else "message"
         try:
-            data = tree.read(path)
+            data = files.read(path)
             if suffix == "qm":
                 pairs = qt.read_qm(data)
             elif suffix == "po":
@@ -90,10 +90,10 @@ UNREADABLE = (
 )
 
 
-def _aligned(tree: Tree, reading: Reading, report: Report) -> Iterator[Raw]:
+def _aligned(files: Files, reading: Reading, report: Report) -> Iterator[Raw]:
     pattern = path_pattern(reading.files)
-    files: dict[str, dict[str, str]] = {}  # locale -> group -> path
-    for path in tree:
+    paths: dict[str, dict[str, str]] = {}  # locale -> group -> path
+    for path in files:
         if match := pattern.fullmatch(path):
             group = path
             spans = [match.span(name) for name in match.groupdict()]
@@ -101,19 +101,19 @@ def _aligned(tree: Tree, reading: Reading, report: Report) -> Iterator[Raw]:
                 group = group[:begin] + group[end:]
             if reading.format == "mozilla":
                 group = keyed.mozilla_key(path)
-            files.setdefault(match["language"], {})[group] = path
+            paths.setdefault(match["language"], {})[group] = path
     parse, pairs, kind = _format(reading)
 
     def parsed(path: str) -> Any:
         try:
-            return parse(path, tree.read(path))
+            return parse(path, files.read(path))
         except UNREADABLE as error:
             report(path, str(error) or type(error).__name__)
             return None
 
     # Language after language, since each lies in a package or archive of its own.
-    english = {group: parsed(path) for group, path in files.get(reading.english, {}).items()}
-    for locale, groups in files.items():
+    english = {group: parsed(path) for group, path in paths.get(reading.english, {}).items()}
+    for locale, groups in paths.items():
         language = language_of(locale)
         if language is None or locale == reading.english:
             continue
