@@ -14,6 +14,7 @@ import string
 import time
 from collections.abc import Sequence
 from importlib import resources
+from typing import Any
 
 from gshard.mt.report import measures, tables
 from gshard.mt.report.cells import run_name

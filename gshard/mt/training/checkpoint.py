@@ -97,7 +97,9 @@ class Checkpoints:
         self.wait()
         self._manager.close()
 
-    def restore_newest(self, model: Any, optimizer: Any) -> tuple[Any, Any, dict[str, Any], list[str]] | None:
+    def restore_newest(
+        self, model: Any, optimizer: Any
+    ) -> tuple[Any, Any, dict[str, Any], list[str]] | None:
         """The newest checkpoint that is whole, as trees like those given (shapes with shardings).
 
         Returns the trees, the note, and a line about each newer checkpoint that is damaged.
