@@ -14,15 +14,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from jax.extend.core import JaxprEqn
 
 from gshard.factors import Dim, Factor, Factors, compose, decompose
-from gshard.moving import reshard
+from gshard.moving.costs import MACHINE
 from gshard.moving.partial import combine, combine_cost, mask_for
-from gshard.rule import Context, Rule
+from gshard.moving.plan import reshard_cost
+from gshard.rule import RULES, Context, Rule
 from gshard.sharding import Sharding, Split, compatible
 from gshard.tile import Tile, itemsize_of
-
-# What a device could compute or read from its memory while it sends one byte to another.
-FLOPS_PER_BYTE = 512
-MEMORY_PER_BYTE = 16
 
 Assignment = Mapping[Factor, Split | None]
 
@@ -55,7 +52,7 @@ def run(
         )
         local = local_dims(dims, chosen, factors, tile.shape)
         for dim, size in enumerate(local):
-            tile = reshard.retile(ctx.place, tile, dim, size, f"operand of {name}")
+            tile = ctx.retile(tile, dim, size, f"operand of {name}")
         ready.append(mask_for(ctx.place, tile, dims, factors))
     results, shapes = [], []
     for var, dims in zip(eqn.outvars, factors.results, strict=True):
@@ -165,7 +162,7 @@ def default_cost(
         if total >= limit:
             return total
         wanted = shard_dims(dims, chosen, factors, num_devices)
-        total += reshard.cost(sharding, wanted, atom.aval.shape, atom.aval.dtype)
+        total += reshard_cost(sharding, wanted, atom.aval.shape, atom.aval.dtype)
     reduced = {f: s for f, s in chosen.items() if s and f in factors.reduced}
     for var, dims, target in zip(eqn.outvars, factors.results, targets, strict=True):
         here = shard_dims(dims, chosen, factors, num_devices)
@@ -176,8 +173,9 @@ def default_cost(
 def local_work(eqn: JaxprEqn, factors: Factors, chosen: Assignment) -> float:
     """The local work, as the bytes that could be sent meanwhile."""
     part = {f: -(-n // s.tiles) if (s := chosen.get(f)) else n for f, n in factors.sizes.items()}
-    if eqn.primitive.name == "dot_general":
-        return 2 * math.prod(part.values()) / FLOPS_PER_BYTE
+    rule = RULES[eqn.primitive]
+    if rule.work:
+        return rule.work(part) / MACHINE.flops_per_byte
     touched = 0
     for dims, atom in [
         *zip(factors.operands, eqn.invars, strict=True),
@@ -185,4 +183,4 @@ def local_work(eqn: JaxprEqn, factors: Factors, chosen: Assignment) -> float:
     ]:
         local = local_dims(dims, chosen, factors, atom.aval.shape)
         touched += math.prod(local) * itemsize_of(atom.aval.dtype)
-    return touched / MEMORY_PER_BYTE
+    return touched / MACHINE.memory_per_byte

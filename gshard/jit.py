@@ -14,14 +14,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from gshard import explain
 from gshard.devices import Place
 from gshard.meshes import axis_names
+from gshard.moving.costs import MEMORY_LIMIT
 from gshard.partition import Partitioner
 from gshard.ports import Port, ports
 from gshard.propagate import propagate
 from gshard.sharding import Sharding
 from gshard.signature import Call, Signature
 from gshard.trace import trace
-
-MEMORY_LIMIT = 2 * 2**30  # bytes of one operand that may be gathered whole
 
 
 def jit(

@@ -7,26 +7,32 @@ through this module (`padding.garbage`), never imported by name.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gshard.keys import as_integers
 
-def garbage(dtype) -> jax.Array:
+
+def garbage(dtype: Any) -> jax.Array:
     """What stands in padding that gshard makes itself; anything would do, and tests see to that."""
     return jnp.zeros((), dtype)
 
 
-def filled(shape: Sequence[int], dtype) -> jax.Array:
+def filled(shape: Sequence[int], dtype: Any) -> jax.Array:
     """An array for rows to be put into; those that are not are padding."""
     return lax.full(shape, garbage(dtype))
 
 
+def pad(x: jax.Array, dim: int, before: int, after: int) -> jax.Array:
+    """`x` with garbage added at the ends of `dim`."""
+    raw, back = as_integers(x)
+    pads = [(before, after, 0) if d == dim else (0, 0, 0) for d in range(raw.ndim)]
+    return back(lax.pad(raw, garbage(raw.dtype), pads))
+
+
 def pad_end(x: jax.Array, dim: int, size: int) -> jax.Array:
     """`x` with garbage added at the end of `dim`, up to `size` rows."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        raw = pad_end(jax.random.key_data(x), dim, size)
-        return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(x))
-    pads = [(0, size - x.shape[d] if d == dim else 0, 0) for d in range(x.ndim)]
-    return lax.pad(x, garbage(x.dtype), pads)
+    return pad(x, dim, 0, size - x.shape[dim])

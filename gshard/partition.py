@@ -52,6 +52,10 @@ class Partitioner:
             self.resharded[key] = (tile, moved)  # the tile is kept, so that its id stays its own
         return self.resharded[key][1]
 
+    def retile(self, tile: Tile, dim: int, size: int, reason: str) -> Tile:
+        """`tile` with tiles of `size` rows along `dim`, which need not be the usual."""
+        return reshard.retile(self.place, tile, dim, size, reason)
+
     def run_body(self, closed: ClosedJaxpr, tiles: Sequence[Tile]) -> list[Tile]:
         """The results of a body; its constants are whole on every device."""
         return self.run(closed.jaxpr, [*map(self.whole, closed.consts), *tiles])

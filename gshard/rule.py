@@ -5,14 +5,16 @@ Most operators are described by their `Factors` alone; the others add a partitio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 from jax.extend.core import JaxprEqn, Primitive
 
-from gshard.factors import Factors, Shape
+from gshard.devices import Place
+from gshard.evaluate import bind
+from gshard.factors import Factor, Factors, Shape
 from gshard.sharding import Sharding
 from gshard.tile import Tile
 
@@ -20,11 +22,15 @@ from gshard.tile import Tile
 class Context(Protocol):
     """What a partition rule may ask of the partitioner."""
 
-    place: Any
+    place: Place
     memory_limit: int
 
     def reshard(self, tile: Tile, target: Sharding, reason: str) -> Tile:
         """`tile` under another sharding; asking twice moves it once."""
+        ...
+
+    def retile(self, tile: Tile, dim: int, size: int, reason: str) -> Tile:
+        """`tile` with tiles of `size` rows along `dim`, which need not be the usual."""
         ...
 
     def inner(self) -> Context:
@@ -42,15 +48,14 @@ class Context(Protocol):
 
 LocalOp = Callable[[Context, JaxprEqn, list[Tile], list[Shape]], Sequence[jax.Array]]
 PartitionRule = Callable[[Context, JaxprEqn, list[Tile], list[Sharding]], list[Tile]]
+Work = Callable[[Mapping[Factor, int]], float]
 
 
 def bind_local(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
 ) -> Sequence[jax.Array]:
     """The primitive itself, on local arrays."""
-    params = eqn.primitive.get_bind_params(eqn.params)
-    out = eqn.primitive.bind(*(t.array for t in tiles), **params)
-    return out if eqn.primitive.multiple_results else [out]
+    return bind(eqn, [t.array for t in tiles])
 
 
 @dataclass(frozen=True)
@@ -70,13 +75,16 @@ class Rule:
     `local` computes the results from tiles of which every dim is split like its factors.
     `partition` takes over where that is not enough: it gets the operands as they are and the
     shardings wanted for the results, and may return other shardings. `level` orders propagation:
-    0 before 1. `doc` is the operator's row in docs/operators.md.
+    0 before 1. `work` counts the floating-point operations on factors of given local sizes, for
+    operators that compute for longer than they read and write memory. `doc` is the operator's row
+    in docs/operators.md.
     """
 
     factors: Callable[[JaxprEqn], Factors]
     local: LocalOp = bind_local
     partition: PartitionRule | None = None
     level: int = 1
+    work: Work | None = None
     doc: Doc = Doc()
 
 

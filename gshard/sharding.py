@@ -166,6 +166,10 @@ class Sharding:
         """This sharding with another split on `dim`."""
         return Sharding((*self.splits[:dim], split, *self.splits[dim + 1 :]), self.num_devices)
 
+    def extended(self, dims: int) -> Sharding:
+        """The sharding of a tensor with so many more dims at the end, which are whole."""
+        return Sharding((*self.splits, *(None,) * dims), self.num_devices)
+
     def __str__(self) -> str:
         if self.manual:
             return "manual"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from gshard.devices import Place
+from gshard.keys import is_key_type
 from gshard.sharding import Sharding
 
 
@@ -68,11 +70,11 @@ class Tile:
         return Tile(array, self.sharding, self.shape)
 
 
-def itemsize_of(dtype) -> int:
+def itemsize_of(dtype: Any) -> int:
     """Bytes of an element; a random key counts as the integers in it."""
-    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else np.dtype(dtype).itemsize
+    return 8 if is_key_type(dtype) else np.dtype(dtype).itemsize
 
 
-def byte_size(shape: tuple[int, ...], dtype) -> int:
+def byte_size(shape: tuple[int, ...], dtype: Any) -> int:
     """Bytes of an array."""
     return math.prod(shape) * itemsize_of(dtype)

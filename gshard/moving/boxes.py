@@ -1,4 +1,4 @@
-"""Point-to-point redistribution: rounds of CollectivePermutes that send just what is missing.
+"""Boxes point to point: rounds of CollectivePermutes that send just what is missing.
 
 Works between any two tilings of a tensor: uneven, of different tile counts on one dim, on other
 devices, or on fewer of them. It takes as many rounds as a device has partners, so it is used where
@@ -11,18 +11,31 @@ import functools
 import itertools
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from gshard.devices import Place
 from gshard.moving.collectives import collective_permute
-from gshard.sharding import Sharding
+from gshard.moving.rounds import in_rounds
+from gshard.sharding import Sharding, Split
 from gshard.tile import Tile
 
 Shape = tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """A box of the tensor, from its first row to its end row in every dim."""
+
+    sender: int
+    receiver: int
+    low: Shape
+    high: Shape
 
 
 @dataclass(frozen=True)
@@ -34,45 +47,37 @@ class Round:
     send_start: np.ndarray  # [devices, dims] local row of the source tile
     receive_start: np.ndarray  # [devices, dims] local row of the target tile; dump where < -box
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether anything is sent."""
+        return any(s != d for s, d in self.pairs)
+
+    @property
+    def sent(self) -> int:
+        """How many elements a device sends."""
+        return math.prod(self.box) if self.is_remote else 0
+
 
 @functools.lru_cache(maxsize=4096)
-def plan_route(
+def plan_boxes(
     source: Sharding, source_local: Shape, target: Sharding, target_local: Shape, shape: Shape
 ) -> tuple[Round, ...]:
     """The rounds that bring every device the part of the tensor that `target` gives it.
 
     The first round is local: what a device already has.
     """
-    edges = _edges(source, source_local, target, target_local, shape)
-    rounds: list[dict[int, tuple]] = []  # destination -> (source, start, stop)
-    sending: list[set[int]] = []
-    local = {d: (s, lo, hi) for s, d, lo, hi in edges if s == d}
-    remote = sorted(
-        (e for e in edges if e[0] != e[1]),
-        key=lambda e: (_distance(source, target, e[0], e[1]), e[1]),
-    )
-    for s, d, lo, hi in remote:
-        for taken, senders in zip(rounds, sending, strict=True):
-            if d not in taken and s not in senders:
-                break
-        else:
-            taken, senders = {}, set()
-            rounds.append(taken)
-            sending.append(senders)
-        taken[d] = (s, lo, hi)
-        senders.add(s)
-    parts = [local, *rounds] if local else rounds
-    return tuple(_round(part, source, source_local, target, target_local) for part in parts)
-
-
-def route_bytes(rounds: tuple[Round, ...], itemsize: int) -> int:
-    """What a device sends over all rounds."""
-    return sum(math.prod(r.box) * itemsize for r in rounds if _is_remote(r))
+    pieces = _pieces(source, source_local, target, target_local, shape)
+    distance = target.tile_index[[p.receiver for p in pieces]]
+    distance = distance - source.tile_index[[p.sender for p in pieces]]
+    order = sorted(range(len(pieces)), key=lambda i: (distance[i], pieces[i].receiver))
+    rounds = in_rounds(pieces[i] for i in order)
+    assert rounds is not None
+    return tuple(_round(part, source, source_local, target, target_local) for part in rounds)
 
 
 def route(place: Place, tile: Tile, target: Sharding, target_local: Shape, reason: str) -> Tile:
     """`tile` under `target`, with tiles of size `target_local`."""
-    rounds = plan_route(tile.sharding, tile.array.shape, target, target_local, tile.shape)
+    rounds = plan_boxes(tile.sharding, tile.array.shape, target, target_local, tile.shape)
     moved = [
         d
         for d, (a, b) in enumerate(zip(tile.sharding.splits, target.splits, strict=True))
@@ -86,7 +91,7 @@ def route(place: Place, tile: Tile, target: Sharding, target_local: Shape, reaso
     )
     for step in rounds:
         piece = lax.dynamic_slice(tile.array, _starts(place, step.send_start), step.box)
-        if _is_remote(step):
+        if step.is_remote:
             piece = collective_permute(place, piece, step.pairs, reason)
         # A device that receives nothing drops the zeros it gets into the margin.
         start = np.where(
@@ -97,22 +102,23 @@ def route(place: Place, tile: Tile, target: Sharding, target_local: Shape, reaso
     return Tile(inside, target, tile.shape)
 
 
-def _is_remote(step: Round) -> bool:
-    return any(s != d for s, d in step.pairs)
-
-
-def _starts(place: Place, table: np.ndarray) -> list:
+def _starts(place: Place, table: np.ndarray) -> list[jax.Array | int]:
     return [place.lookup(table[:, d]) for d in range(table.shape[1])]
 
 
-def _edges(source, source_local, target, target_local, shape) -> list[tuple]:
-    """(source device, target device, first row, end row) for every piece that has to be there."""
+def _pieces(
+    source: Sharding, source_local: Shape, target: Sharding, target_local: Shape, shape: Shape
+) -> list[Piece]:
+    """Every box that has to be on some device, from one that has it: the device itself if it can.
+
+    The holders of a tile take turns.
+    """
     holders = defaultdict(list)
     for device, index in enumerate(source.tile_index.tolist()):
         if index >= 0:
             holders[index].append(device)
     coords = [s.coords if s else np.zeros(target.num_devices, int) for s in target.splits]
-    edges: list[tuple] = []
+    pieces: list[Piece] = []
     served: dict[int, int] = defaultdict(int)
     for device in np.flatnonzero(target.tile_index >= 0).tolist():
         low = [int(c[device]) * l for c, l in zip(coords, target_local, strict=True)]
@@ -135,30 +141,30 @@ def _edges(source, source_local, target, target_local, shape) -> list[tuple]:
             hi = tuple(
                 min(b, (w + 1) * l) for b, w, l in zip(high, where, source_local, strict=True)
             )
-            edges.append((sender, device, lo, hi))
-    return edges
+            pieces.append(Piece(sender, device, lo, hi))
+    return pieces
 
 
-def _distance(source: Sharding, target: Sharding, sender: int, receiver: int) -> int:
-    return int(target.tile_index[receiver] - source.tile_index[sender])
-
-
-def _round(part: dict[int, tuple], source, source_local, target, target_local) -> Round:
+def _round(
+    part: Sequence[Piece],
+    source: Sharding,
+    source_local: Shape,
+    target: Sharding,
+    target_local: Shape,
+) -> Round:
     rank, devices = source.rank, source.num_devices
-    box = tuple(
-        max(hi[d] - lo[d] for _, lo, hi in part.values()) if part else 0 for d in range(rank)
-    )
+    box = tuple(max(p.high[d] - p.low[d] for p in part) for d in range(rank))
     send = np.zeros((devices, rank), np.int32)
     receive = np.full((devices, rank), np.iinfo(np.int32).min // 2, np.int32)
-    for receiver, (sender, lo, _) in part.items():
+    for p in part:
         for d in range(rank):
-            origin = (
-                int(source.splits[d].coords[sender]) * source_local[d] if source.splits[d] else 0
-            )
-            landing = (
-                int(target.splits[d].coords[receiver]) * target_local[d] if target.splits[d] else 0
-            )
-            send[sender, d] = min(lo[d] - origin, source_local[d] - box[d])
-            receive[receiver, d] = origin + send[sender, d] - landing
-    pairs = tuple((sender, receiver) for receiver, (sender, _, _) in sorted(part.items()))
+            origin = _first_row(source.splits[d], p.sender, source_local[d])
+            landing = _first_row(target.splits[d], p.receiver, target_local[d])
+            send[p.sender, d] = min(p.low[d] - origin, source_local[d] - box[d])
+            receive[p.receiver, d] = origin + send[p.sender, d] - landing
+    pairs = tuple((p.sender, p.receiver) for p in sorted(part, key=lambda p: p.receiver))
     return Round(pairs, box, send, receive)
+
+
+def _first_row(split: Split | None, device: int, rows: int) -> int:
+    return int(split.coords[device]) * rows if split else 0

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from gshard.devices import Place
+from gshard.keys import as_integers, is_key
 from gshard.source import because
 
 Groups = Sequence[Sequence[int]]
@@ -33,10 +34,8 @@ def all_gather(place: Place, x: jax.Array, dim: int, groups: Groups, reason: str
         if not _covers_evenly(place, groups):
             return _gather_by_sum(place, x, dim, groups)
         listed = _index_groups(place, groups)
-        return _raw(
-            x,
-            lambda r: lax.all_gather(r, place.axes, axis=dim, tiled=True, axis_index_groups=listed),
-        )
+        raw, back = as_integers(x)
+        return back(lax.all_gather(raw, place.axes, axis=dim, tiled=True, axis_index_groups=listed))
 
 
 def all_to_all(place: Place, x: jax.Array, groups: Groups, reason: str) -> jax.Array:
@@ -47,10 +46,8 @@ def all_to_all(place: Place, x: jax.Array, groups: Groups, reason: str) -> jax.A
             mine = place.lookup(_rank_in_group(place, groups))
             return lax.dynamic_index_in_dim(everything, mine, axis=1, keepdims=False)
         listed = _index_groups(place, groups)
-        return _raw(
-            x,
-            lambda r: lax.all_to_all(r, place.axes, 0, 0, tiled=True, axis_index_groups=listed),
-        )
+        raw, back = as_integers(x)
+        return back(lax.all_to_all(raw, place.axes, 0, 0, tiled=True, axis_index_groups=listed))
 
 
 def reduce_scatter(place: Place, x: jax.Array, dim: int, groups: Groups, reason: str) -> jax.Array:
@@ -77,14 +74,8 @@ def collective_permute(
 ) -> jax.Array:
     """Send this device's value along the (source, destination) pairs; zeros where nothing comes."""
     with because(reason):
-        return _raw(x, lambda r: lax.ppermute(r, place.axes, list(pairs)))
-
-
-def _raw(x: jax.Array, move: Callable) -> jax.Array:
-    """Move random keys, which XLA does not know, as the integers they are made of."""
-    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return move(x)
-    return jax.random.wrap_key_data(move(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        raw, back = as_integers(x)
+        return back(lax.ppermute(raw, place.axes, list(pairs)))
 
 
 def _covers_evenly(place: Place, groups: Groups) -> bool:
@@ -115,7 +106,7 @@ def _gather_by_sum(place: Place, x: jax.Array, dim: int, groups: Groups) -> jax.
 
     Sums take groups of any size. The parts travel as integers, so that no bit of them changes.
     """
-    bits, back = _as_integers(x)
+    bits, back = _as_bits(x)
     shape = list(bits.shape)
     shape[dim] *= len(groups[0])
     start = place.lookup(_rank_in_group(place, groups) * x.shape[dim])
@@ -126,7 +117,7 @@ def _gather_by_sum(place: Place, x: jax.Array, dim: int, groups: Groups) -> jax.
 
 def merge_disjoint(place: Place, x: jax.Array, groups: Groups, reason: str) -> jax.Array:
     """The members' parts of one array put together: where one has a part, the others have zeros."""
-    bits, back = _as_integers(x)
+    bits, back = _as_bits(x)
     return back(all_reduce(place, bits, groups, "sum", reason))
 
 
@@ -134,17 +125,24 @@ def scatter_disjoint(
     place: Place, x: jax.Array, dim: int, groups: Groups, reason: str
 ) -> jax.Array:
     """`merge_disjoint`, of which member j keeps the j-th part of `dim`."""
-    bits, back = _as_integers(x)
+    bits, back = _as_bits(x)
     return back(reduce_scatter(place, bits, dim, groups, reason))
 
 
-def _as_integers(x: jax.Array) -> tuple[jax.Array, Callable]:
+def _as_bits(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """`x` as integers, whose sum with zeros changes no bit, and the way back."""
+    if is_key(x):
+        return as_integers(x)
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint8), lambda bits: bits.astype(jnp.bool_)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        bits, back = _as_integers(jnp.stack([x.real, x.imag], axis=-1))
-        return bits, lambda bits: lax.complex(back(bits)[..., 0], back(bits)[..., 1])
+        parts, unbits = _as_bits(jnp.stack([x.real, x.imag], axis=-1))
+
+        def joined(bits: jax.Array) -> jax.Array:
+            pair = unbits(bits)
+            return lax.complex(pair[..., 0], pair[..., 1])
+
+        return parts, joined
     if jnp.issubdtype(x.dtype, jnp.floating):
         integer = jnp.dtype(f"uint{x.dtype.itemsize * 8}")
         return lax.bitcast_convert_type(x, integer), lambda bits: lax.bitcast_convert_type(

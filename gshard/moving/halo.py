@@ -12,18 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from gshard import padding
 from gshard.devices import Place
+from gshard.keys import as_integers
 from gshard.moving.collectives import all_gather, collective_permute
-from gshard.moving.rows import Runs, align, everything, groups_along, plan
+from gshard.moving.costs import MAX_SHIFTS
+from gshard.moving.rows import Runs, align, everything, groups_along, plan_rows
 from gshard.sharding import Sharding
 from gshard.tile import Tile
-
-_MAX_SHIFTS = 6  # neighbours to hear from
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,11 @@ class _Shift:
 
 
 @dataclass(frozen=True)
-class _Way:
-    kind: str  # "shifts", "align", "gather"
-    sent: int  # rows of one device
+class Plan:
+    """The cheapest way to fetch: `sent` is how many rows a device sends."""
+
+    kind: str  # "shifts", "align" or "gather"
+    sent: int
     shifts: tuple[_Shift, ...] = ()
 
 
@@ -63,32 +64,29 @@ def fetch(
     split = tile.sharding.splits[dim]
     if split is None:
         return window(place, tile.array, dim, int(starts[0]), width)
-    if jnp.issubdtype(tile.array.dtype, jax.dtypes.prng_key):
-        raw = fetch(place, _key_data(tile), dim, starts, width, reason, only)
-        return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(tile.array))
-    starts, rows = np.asarray(starts, np.int64), tile.array.shape[dim]
+    x, back = as_integers(tile.array)
+    starts, rows = np.asarray(starts, np.int64), x.shape[dim]
     held = Runs.of(tile, dim).only(only)
-    way = _way(held, rows, starts, width)
-    if way.kind == "align":
-        return align(place, tile.array, tile.sharding, dim, held, starts, width, reason)
+    best = plan_halo(held, rows, starts, width)
+    if best.kind == "align":
+        return back(align(place, x, tile.sharding, dim, held, starts, width, reason))
     mine = np.maximum(split.coords, 0)
     needed = (starts < tile.shape[dim]) & (starts + width > 0)
-    if way.kind == "gather":
-        whole = all_gather(place, tile.array, dim, groups_along(tile.sharding, dim), reason)
-        return window(place, whole, dim, np.where(needed, starts, 0)[mine], width)
-    if not way.shifts:
-        shape = (*tile.array.shape[:dim], width, *tile.array.shape[dim + 1 :])
-        return padding.filled(shape, tile.array.dtype)
+    if best.kind == "gather":
+        whole = all_gather(place, x, dim, groups_along(tile.sharding, dim), reason)
+        return back(window(place, whole, dim, np.where(needed, starts, 0)[mine], width))
+    if not best.shifts:
+        return back(padding.filled((*x.shape[:dim], width, *x.shape[dim + 1 :]), x.dtype))
     pieces = []
-    for s in way.shifts:
-        piece = lax.slice_in_dim(tile.array, s.skip, s.keep, axis=dim)
+    for s in best.shifts:
+        piece = lax.slice_in_dim(x, s.skip, s.keep, axis=dim)
         if s.by:
             pairs = shifted_pairs(tile.sharding, dim, s.by, s.used)
             piece = collective_permute(place, piece, pairs, reason)
         pieces.append(piece)
     joined = lax.concatenate(pieces, dim) if len(pieces) > 1 else pieces[0]
-    begin = (np.arange(split.tiles) + way.shifts[0].by) * rows + way.shifts[0].skip
-    return window(place, joined, dim, np.where(needed, starts - begin, 0)[mine], width)
+    begin = (np.arange(split.tiles) + best.shifts[0].by) * rows + best.shifts[0].skip
+    return back(window(place, joined, dim, np.where(needed, starts - begin, 0)[mine], width))
 
 
 def fetch_rows(
@@ -102,18 +100,18 @@ def fetch_rows(
     """How many rows a device sends to `fetch` from even tiles, of `rows` rows if not the usual."""
     rows = rows or -(-size // tiles)
     held = Runs.even(tiles, rows, size).only(only)
-    return _way(held, rows, np.asarray(starts, np.int64), width).sent
+    return plan_halo(held, rows, np.asarray(starts, np.int64), width).sent
 
 
-def _way(held: Runs, rows: int, starts: np.ndarray, width: int) -> _Way:
+def plan_halo(held: Runs, rows: int, starts: np.ndarray, width: int) -> Plan:
     """The way that sends the fewest rows."""
     shifts = _shifts(held, rows, starts, width)
-    options = [_Way("gather", rows * (len(starts) - 1))]
-    routed = plan(held, starts, width)
+    options = [Plan("gather", rows * (len(starts) - 1))]
+    routed = plan_rows(held, starts, width)
     if routed:
-        options.insert(0, _Way("align", routed.sent))
-    if len(shifts) <= _MAX_SHIFTS:
-        options.insert(0, _Way("shifts", sum(s.keep - s.skip for s in shifts if s.by), shifts))
+        options.insert(0, Plan("align", routed.sent))
+    if len(shifts) <= MAX_SHIFTS:
+        options.insert(0, Plan("shifts", sum(s.keep - s.skip for s in shifts if s.by), shifts))
     return min(options, key=lambda o: o.sent)
 
 
@@ -128,7 +126,7 @@ def _shifts(held: Runs, rows: int, starts: np.ndarray, width: int) -> tuple[_Shi
     first = np.where(needed, low // rows - number, 0)
     last = np.where(needed, (high - 1) // rows - number, 0)
     left, right = int(first[needed].min()), int(last[needed].max())
-    if right - left >= _MAX_SHIFTS:
+    if right - left >= MAX_SHIFTS:
         return tuple(_Shift(by, 0, rows, needed) for by in range(left, right + 1))
     shifts = []
     for by in range(left, right + 1):
@@ -138,13 +136,6 @@ def _shifts(held: Runs, rows: int, starts: np.ndarray, width: int) -> tuple[_Shi
         keep = int(np.clip(high[used] - source, 0, rows).max()) if by == right else rows
         shifts.append(_Shift(by, skip, keep, used))
     return tuple(shifts)
-
-
-def _key_data(tile: Tile) -> Tile:
-    """Random keys as the integers they are made of, which stand in a last dim."""
-    sharding = Sharding((*tile.sharding.splits, None), tile.sharding.num_devices)
-    raw = jax.random.key_data(tile.array)
-    return Tile(raw, sharding, (*tile.shape, raw.shape[-1]))
 
 
 def shifted_pairs(
@@ -167,8 +158,7 @@ def window(place: Place, x: jax.Array, dim: int, starts: int | np.ndarray, width
     before = int(max(0, -starts.min()))
     after = int(max(0, starts.max() + width - x.shape[dim]))
     if before or after:
-        pads = [(before, after, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)]
-        x = lax.pad(x, padding.garbage(x.dtype), pads)
+        x = padding.pad(x, dim, before, after)
     if width == x.shape[dim]:
         return x
     start = int(starts + before) if starts.ndim == 0 else place.lookup(starts + before)

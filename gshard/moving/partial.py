@@ -18,6 +18,8 @@ from jax import lax
 from gshard.devices import Place
 from gshard.factors import Dim, Factor, Factors
 from gshard.moving import collectives, reshard
+from gshard.moving.costs import MACHINE
+from gshard.moving.plan import reshard_cost
 from gshard.sharding import Sharding, Split, compatible
 from gshard.tile import Tile, itemsize_of
 
@@ -100,8 +102,8 @@ def combine_disjoint(
         return tile
 
     def like(array: jax.Array, shape: tuple[int, ...]) -> Tile:
-        more = (None,) * (len(shape) - len(tile.shape))
-        here, there = (Sharding((*s.splits, *more), s.num_devices) for s in (tile.sharding, target))
+        more = len(shape) - len(tile.shape)
+        here, there = tile.sharding.extended(more), target.extended(more)
         return combine_disjoint(place, Tile(array, here, shape), reduced, there, name)
 
     def back(done: Tile, array: jax.Array) -> Tile:
@@ -143,16 +145,16 @@ def combine_cost(
 ) -> float:
     """Bytes to make a partial result whole and bring it to `target`."""
     if not reduced:
-        return reshard.cost(here, target, aval.shape, aval.dtype)
+        return reshard_cost(here, target, aval.shape, aval.dtype)
     (kind,) = {kinds[f] for f in reduced}
     size = math.prod(s.tiles for s in reduced.values())
     local = math.prod(here.local_shape(aval.shape)) * itemsize_of(aval.dtype)
     scatter = _scatter(here, tuple(reduced.values()), target) if kind == "sum" else None
     if scatter:
-        rest = reshard.cost(scatter.result, target, aval.shape, aval.dtype)
-        return local * (size - 1) / size + reshard.LATENCY + rest
+        rest = reshard_cost(scatter.result, target, aval.shape, aval.dtype)
+        return local * (size - 1) / size + MACHINE.latency + rest
     factor = 2 * (size - 1) / size if kind in _NATIVE else size - 1
-    return local * factor + reshard.LATENCY + reshard.cost(here, target, aval.shape, aval.dtype)
+    return local * factor + MACHINE.latency + reshard_cost(here, target, aval.shape, aval.dtype)
 
 
 _NATIVE = ("sum", "max", "min", "and", "or")

@@ -12,19 +12,16 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from gshard.moving.boxes import plan_route, route_bytes
+from gshard.moving.boxes import plan_boxes
+from gshard.moving.costs import MACHINE, MAX_ROUNDS, MAX_STATES, STEP_COST
 from gshard.sharding import Sharding, Split, compatible
 from gshard.tile import itemsize_of
-
-STEP_COST = 64  # bytes by which a plan with one step less is preferred
-LATENCY = 16 * 2**10  # bytes that could be sent in the time that a collective takes to get going
-MAX_ROUNDS = 8  # permutes that a routed step may take
-_MAX_STATES = 400  # shardings that the search visits before it takes the best it has
 
 
 @dataclass(frozen=True)
@@ -36,14 +33,17 @@ class Step:
     bytes: int
 
 
-def cost(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype) -> float:
+def reshard_cost(source: Sharding, target: Sharding, shape: Sequence[int], dtype: Any) -> float:
     """The time to reshard, as bytes that a device could send meanwhile: latency counts too."""
     if source == target or 0 in shape:
         return 0.0
-    return sum(s.bytes + LATENCY for s in plan(source, target, shape, dtype) if s.kind != "slice")
+    steps = plan_reshard(source, target, shape, dtype)
+    return sum(s.bytes + MACHINE.latency for s in steps if s.kind != "slice")
 
 
-def plan(source: Sharding, target: Sharding, shape: tuple[int, ...], dtype) -> tuple[Step, ...]:
+def plan_reshard(
+    source: Sharding, target: Sharding, shape: Sequence[int], dtype: Any
+) -> tuple[Step, ...]:
     """The cheapest steps from `source` to `target`."""
     return _plan(source, target, tuple(shape), itemsize_of(dtype))
 
@@ -58,7 +58,7 @@ def _plan(source: Sharding, target: Sharding, shape, itemsize: int) -> tuple[Ste
     queue: list = [(0.0, next(counter), 0.0, source, ())]
     best: dict[Sharding, float] = {source: 0.0}
     visited: set[Sharding] = set()
-    while queue and len(visited) < _MAX_STATES:
+    while queue and len(visited) < MAX_STATES:
         _, _, spent, here, path = heapq.heappop(queue)
         if here == target:
             return path
@@ -184,12 +184,13 @@ def _idle_steps(here: Sharding, target: Sharding, shape, itemsize) -> Iterator[S
 
 
 def _routed(here: Sharding, target: Sharding, shape, itemsize, limit: int | None) -> Step | None:
-    rounds = plan_route(
+    rounds = plan_boxes(
         here, here.local_shape(shape), target, target.local_shape(shape), tuple(shape)
     )
     if limit is not None and len(rounds) > limit + 1:
         return None
-    return Step("route", target, route_bytes(rounds, itemsize) + STEP_COST * len(rounds))
+    sent = sum(r.sent for r in rounds) * itemsize
+    return Step("route", target, sent + STEP_COST * len(rounds))
 
 
 def _misaligned(here: Sharding, target: Sharding) -> bool:

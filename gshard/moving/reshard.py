@@ -9,51 +9,38 @@ from jax import lax
 
 from gshard import padding
 from gshard.devices import Place
+from gshard.keys import as_integers, is_key
 from gshard.moving import collectives
 from gshard.moving.boxes import route
 from gshard.moving.plan import (
-    LATENCY,
     copies_as_split,
-    cost,
     exchange_groups,
     kept_tiles,
     orders_of_parts,
-    plan,
+    plan_reshard,
 )
 from gshard.sharding import Sharding
 from gshard.tile import Tile
-
-__all__ = ["LATENCY", "cost", "plan", "reshard", "retile", "standardize"]
 
 
 def reshard(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
     """`tile` as `target` has it."""
     if tile.sharding == target and tile.is_standard:
         return tile
-    if jnp.issubdtype(tile.array.dtype, jax.dtypes.prng_key):
-        return _reshard_keys(place, tile, target, reason)
+    if is_key(tile.array):
+        raw, back = as_integers(tile.array)
+        inside = raw.shape[tile.array.ndim :]  # the integers of a key stay together
+        whole = Tile(raw, tile.sharding.extended(len(inside)), (*tile.shape, *inside))
+        moved = reshard(place, whole, target.extended(len(inside)), reason)
+        return Tile(back(moved.array), target, tile.shape)
     if 0 in tile.shape:
         empty = jnp.zeros(target.local_shape(tile.shape), tile.array.dtype)
         return Tile(empty, target, tile.shape)
     tile = standardize(place, tile, reason)
-    for step in plan(tile.sharding, target, tile.shape, tile.array.dtype):
+    for step in plan_reshard(tile.sharding, target, tile.shape, tile.array.dtype):
         why = f"{reason}: {_ARROWS[step.kind]} to {step.target}"
         tile = _RUN[step.kind](place, tile, step.target, why)
     return tile
-
-
-def _reshard_keys(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
-    """Random keys move as the integers they are made of, which stay together."""
-    raw = jax.random.key_data(tile.array)
-    inside = raw.shape[tile.array.ndim :]
-
-    def with_inside(sharding: Sharding) -> Sharding:
-        return Sharding((*sharding.splits, *(None for _ in inside)), sharding.num_devices)
-
-    whole = Tile(raw, with_inside(tile.sharding), (*tile.shape, *inside))
-    moved = reshard(place, whole, with_inside(target), reason).array
-    keys = jax.random.wrap_key_data(moved, impl=jax.random.key_impl(tile.array))
-    return Tile(keys, target, tile.shape)
 
 
 def standardize(place: Place, tile: Tile, reason: str) -> Tile:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,27 @@ from jax import lax
 
 from gshard import padding
 from gshard.devices import Place
+from gshard.keys import as_integers
 from gshard.moving import collectives
+from gshard.moving.costs import MAX_ROUNDS
+from gshard.moving.rounds import in_rounds, is_remote
 from gshard.sharding import Sharding
 from gshard.tile import Tile
 
-MAX_ROUNDS = 8  # permutes for one alignment, so that the program does not grow with the devices
-
 Move = tuple[int, int, int]  # the logical rows from the first to the second become rows + the third
-Piece = tuple[int, int, int, int, int]  # tile that receives, tile that sends, and a move
+
+
+class Piece(NamedTuple):
+    """Logical rows `low` to `high` of the tile `sender`, which become rows + `by` of `receiver`."""
+
+    receiver: int
+    sender: int
+    low: int
+    high: int
+    by: int
+
+
+Rounds = Sequence[Sequence[Piece]]
 
 
 @dataclass(frozen=True)
@@ -68,17 +82,17 @@ class Plan:
 
     kind: str  # "rounds" or "scatter"
     sent: int
-    rounds: tuple[tuple[Piece, ...], ...] = ()
+    rounds: Rounds = ()
 
 
-def plan(
+def plan_rows(
     held: Runs, starts: np.ndarray, width: int, moves: Sequence[Move] | None = None
 ) -> Plan | None:
     """How to bring the rows `starts[c]` to `starts[c] + width` to every tile c, in a few steps."""
     options = []
     rounds = _rounds(held, starts, width, moves or [everything(held)])
     if rounds is not None:
-        options.append(Plan("rounds", sum(_box(r) for r in rounds if _is_remote(r)), rounds))
+        options.append(Plan("rounds", sum(_box(r) for r in rounds if is_remote(r[0])), rounds))
     if (np.diff(starts) == width).all():
         options.append(Plan("scatter", width * (len(starts) - 1)))
     return min(options, key=lambda o: o.sent, default=None)
@@ -108,22 +122,18 @@ def align(
     `x` is the local array, `held` says which rows it has, and `moves` which of them become which
     rows of the result (default: all stay). Rows of the result that nobody holds are garbage.
     """
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        raw = align(
-            place, jax.random.key_data(x), _raw(sharding), dim, held, starts, width, reason, moves
-        )
-        return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(x))
+    x, back = as_integers(x)
     split = sharding.splits[dim]
     assert split
     starts = np.asarray(starts, np.int64)
-    best = plan(held, starts, width, moves)
+    best = plan_rows(held, starts, width, moves)
     assert best, "windows that overlap and many rows to each: gather instead"
     if best.kind == "scatter":
         size = width * split.tiles
         spread = _spread(place, x, sharding, dim, held, int(starts[0]), size, moves)
         groups = groups_along(sharding, dim)
-        return collectives.scatter_disjoint(place, spread, dim, groups, reason)
-    return _exchange(place, x, sharding, dim, held, starts, width, best.rounds, reason)
+        return back(collectives.scatter_disjoint(place, spread, dim, groups, reason))
+    return back(_exchange(place, x, sharding, dim, held, starts, width, best.rounds, reason))
 
 
 def collect(
@@ -134,11 +144,9 @@ def collect(
     Every device adds the rows that it has to a sum, so the bytes are those of the result, wherever
     the rows are. A gather would send as much only if all tiles had as many of them.
     """
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        raw = collect(place, jax.random.key_data(x), _raw(sharding), dim, held, size, reason)
-        return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(x))
+    x, back = as_integers(x)
     spread = _spread(place, x, sharding, dim, held, 0, size)
-    return collectives.merge_disjoint(place, spread, groups_along(sharding, dim), reason)
+    return back(collectives.merge_disjoint(place, spread, groups_along(sharding, dim), reason))
 
 
 def groups_along(sharding: Sharding, dim: int) -> list[list[int]]:
@@ -149,18 +157,8 @@ def groups_along(sharding: Sharding, dim: int) -> list[list[int]]:
     return devices.reshape(-1, split.tiles).tolist()
 
 
-def _raw(sharding: Sharding) -> Sharding:
-    """The sharding of random keys as the integers they are made of, which stand in a last dim."""
-    return Sharding((*sharding.splits, None), sharding.num_devices)
-
-
-def _rounds(
-    held: Runs, starts: np.ndarray, width: int, moves: Sequence[Move]
-) -> tuple[tuple[Piece, ...], ...] | None:
-    """Rounds in which every tile sends and receives once at most; None if there are too many.
-
-    Pieces of one size go together, the large ones first. What a tile has itself is not sent.
-    """
+def _rounds(held: Runs, starts: np.ndarray, width: int, moves: Sequence[Move]) -> Rounds | None:
+    """The pieces in rounds, those of one size together, the large ones first; None if too many."""
     order = np.flatnonzero(held.low < held.high)
     order = order[np.argsort(held.low[order], kind="stable")]
     low, high = held.low[order], held.high[order]
@@ -175,32 +173,13 @@ def _rounds(
                 a = max(int(low[s]), start, move[0])
                 b = min(int(high[s]), start + width, move[1])
                 if a < b:
-                    found.append((c, int(order[s]), a, b, move[2]))
-    rounds: list[tuple[list[Piece], set[int], set[int]]] = []
-    for piece in sorted(found, key=lambda p: (p[0] != p[1], p[2] - p[3], abs(p[0] - p[1]), p)):
-        remote = piece[0] != piece[1]
-        free = [
-            r
-            for r in rounds
-            if _is_remote(r[0]) == remote and piece[0] not in r[1] and piece[1] not in r[2]
-        ]
-        if not free:
-            if sum(_is_remote(r[0]) for r in rounds) == MAX_ROUNDS and remote:
-                return None
-            rounds.append(([], set(), set()))
-        pieces, receivers, senders = free[0] if free else rounds[-1]
-        pieces.append(piece)
-        receivers.add(piece[0])
-        senders.add(piece[1])
-    return tuple(tuple(pieces) for pieces, _, _ in rounds)
-
-
-def _is_remote(pieces: Sequence[Piece]) -> bool:
-    return pieces[0][0] != pieces[0][1]
+                    found.append(Piece(c, int(order[s]), a, b, move[2]))
+    found.sort(key=lambda p: (p.low - p.high, abs(p.receiver - p.sender), p))
+    return in_rounds(found, limit=MAX_ROUNDS)
 
 
 def _box(pieces: Sequence[Piece]) -> int:
-    return max(b - a for _, _, a, b, _ in pieces)
+    return max(p.high - p.low for p in pieces)
 
 
 def _exchange(
@@ -211,7 +190,7 @@ def _exchange(
     held: Runs,
     starts: np.ndarray,
     width: int,
-    rounds: Sequence[Sequence[Piece]],
+    rounds: Rounds,
     reason: str,
 ) -> jax.Array:
     """Send the pieces, round by round, and put them in their places."""
@@ -232,7 +211,7 @@ def _exchange(
             at[c] = margin + begins + by - starts[c]
             low[c], high[c] = a - begins, b - begins
         box_rows = lax.dynamic_slice_in_dim(x, place.lookup(send[mine]), box, dim)
-        if _is_remote(pieces):
+        if is_remote(pieces[0]):
             pairs = [
                 (int(f), int(t))
                 for c, s, _, _, _ in pieces

@@ -17,12 +17,13 @@ from jax.extend.core import primitives as p
 from gshard._jax import stack_p, unstack_p
 from gshard.devices import Place
 from gshard.factors import Factors
-from gshard.moving import reshard
 from gshard.moving.halo import fetch_rows
-from gshard.moving.rows import Move, Runs, align, plan
+from gshard.moving.plan import reshard_cost
+from gshard.moving.rows import Move, Runs, align, plan_rows
 from gshard.rewrite import concatenate_slices_p
 from gshard.rule import Context, Doc, Rule, register
-from gshard.rules.slicing import filled, rows_of
+from gshard.rules.changes import rows_of
+from gshard.rules.slicing import filled
 from gshard.sharding import Sharding, Split
 from gshard.tile import Tile, itemsize_of
 
@@ -123,16 +124,16 @@ def _plan(
 ) -> tuple[float, Sharding, dict[int, Sharding]]:
     """The bytes to send if the result is split like that, and the operands' shardings for it."""
     dtype, split = tiles[0].array.dtype, result.splits[dim]
-    total = reshard.cost(result, target, tuple(shape), dtype)
+    total = reshard_cost(result, target, tuple(shape), dtype)
     local = result.local_shape(shape)
     row = math.prod(n for d, n in enumerate(local) if d != dim) * itemsize_of(dtype)
     sources = {}
     for i, own in used.items():
         tile, whole = tiles[i], result.replace(dim, None)
-        cost = reshard.cost(tile.sharding, whole, tile.shape, dtype)
+        cost = reshard_cost(tile.sharding, whole, tile.shape, dtype)
         sources[i] = whole
         if split:
-            moved = reshard.cost(tile.sharding, result, tile.shape, dtype)
+            moved = reshard_cost(tile.sharding, result, tile.shape, dtype)
             moved += _sent(tile.shape[dim], own, split.tiles, local[dim]) * row
             if moved < cost:
                 cost, sources[i] = moved, result
@@ -146,7 +147,9 @@ def _sent(size: int, parts: list[Part], tiles: int, rows: int) -> int:
         (part,) = parts
         first, end, by = part.move
         return fetch_rows(tiles, size, starts - by, rows, (first, end))
-    moved = plan(Runs.even(tiles, -(-size // tiles), size), starts, rows, [q.move for q in parts])
+    moved = plan_rows(
+        Runs.even(tiles, -(-size // tiles), size), starts, rows, [q.move for q in parts]
+    )
     assert moved
     return moved.sent
 

@@ -8,6 +8,7 @@ a gathered operand would not fit in memory, its tiles go round in a loop of Coll
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,11 @@ def dot_factors(eqn: JaxprEqn) -> Factors:
     out = batch + [f for f in lhs if f[0] == "l"] + [f for f in rhs if f[0] == "r"]
     contracted = [f"k{i}" for i in range(len(lhs_contract))]
     return Factors.of(eqn, [lhs, rhs], [out], dict.fromkeys(contracted, "sum"), priority=batch)
+
+
+def dot_work(part: Mapping[Factor, int]) -> float:
+    """A multiplication and an addition for every combination of the factors."""
+    return 2 * math.prod(part.values())
 
 
 def partition_dot(
@@ -113,7 +119,7 @@ def _in_a_loop(
     if write_dim is not None:
         local[write_dim] = rows * split.tiles
 
-    def meet(number: jax.Array, visitor: jax.Array, total: jax.Array) -> jax.Array:
+    def meet(number: jax.Array | int, visitor: jax.Array, total: jax.Array) -> jax.Array:
         partner = other
         if slice_dim is not None:
             partner = lax.dynamic_slice_in_dim(other, number * rows, rows, slice_dim)
@@ -185,6 +191,7 @@ def ragged_factors(eqn: JaxprEqn) -> Factors:
 _RULE = Rule(
     dot_factors,
     partition=partition_dot,
+    work=dot_work,
     doc=Doc(
         free="batch dims; any dim of one operand alone",
         gather="contracting dims: AllReduce or ReduceScatter of the result; where operands "

@@ -24,11 +24,13 @@ from jax.extend.core import primitives as p
 from gshard import padding
 from gshard.devices import Place
 from gshard.factors import Factors
-from gshard.moving import collectives, reshard
+from gshard.moving import collectives
 from gshard.moving.halo import fetch, fetch_rows, shifted_pairs
+from gshard.moving.plan import reshard_cost
 from gshard.moving.rows import groups_along
 from gshard.rule import Context, Doc, Rule, register
-from gshard.rules.slicing import Change, change_dims, changed_dims
+from gshard.rules.changes import Change
+from gshard.rules.slicing import change_dims, changed_dims
 from gshard.sharding import Sharding, Split
 from gshard.tile import Tile
 
@@ -58,9 +60,10 @@ class DynamicSlice(Change):
         return rotation_rows(size, self.rows, local) + aligned
 
     def run(
-        self, place: Place, tile: Tile, dim: int, split: Split | None, reason: str
+        self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: str
     ) -> jax.Array:
         """The rows of this device's tile of the result."""
+        place = ctx.place
         if split is None:
             return lax.dynamic_slice_in_dim(tile.array, self.start, self.rows, dim)
         size, local, width = tile.shape[dim], tile.array.shape[dim], -(-self.rows // split.tiles)
@@ -86,10 +89,11 @@ class DynamicSlice(Change):
         starts = np.arange(split.tiles) * width
         return fetch(place, Tile(x, sharding, shape), dim, starts, width, reason)
 
-    def collected(self, place: Place, tile: Tile, dim: int, reason: str) -> jax.Array:
+    def collected(self, ctx: Context, tile: Tile, dim: int, reason: str) -> jax.Array:
         """The whole result on every device."""
-        spread = self._spread(place, tile, dim, self.rows)
-        return collectives.merge_disjoint(place, spread, groups_along(tile.sharding, dim), reason)
+        spread = self._spread(ctx.place, tile, dim, self.rows)
+        groups = groups_along(tile.sharding, dim)
+        return collectives.merge_disjoint(ctx.place, spread, groups, reason)
 
     def _spread(self, place: Place, tile: Tile, dim: int, size: int) -> jax.Array:
         """The result's window: the rows of this device in their places, zeros elsewhere."""
@@ -171,9 +175,9 @@ def _dynamic_update_slice(
     def cost(sharding: Sharding) -> float:
         whole = functools.reduce(lambda s, d: s.replace(d, None), moving, sharding)
         return (
-            reshard.cost(tile.sharding, sharding, tile.shape, dtype)
-            + reshard.cost(update.sharding, whole, update.shape, dtype)
-            + reshard.cost(sharding, target, tile.shape, dtype)
+            reshard_cost(tile.sharding, sharding, tile.shape, dtype)
+            + reshard_cost(update.sharding, whole, update.shape, dtype)
+            + reshard_cost(sharding, target, tile.shape, dtype)
         )
 
     result = min(dict.fromkeys([target, tile.sharding]), key=cost)

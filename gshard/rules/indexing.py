@@ -24,6 +24,7 @@ from jax.lax import GatherScatterMode
 from gshard import padding
 from gshard.choose import Assignment, choose, default_cost, shard_dims
 from gshard.factors import Factors
+from gshard.keys import is_key_type
 from gshard.moving.partial import combine_disjoint
 from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding
@@ -93,11 +94,6 @@ def without(kinds: str, names: Sequence[str | None]) -> list[str | None]:
     return [n if n and n[0] not in kinds else None for n in names]
 
 
-def is_opaque(dtype) -> bool:
-    """Whether elements cannot be masked or summed: random keys."""
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
 # ---------------------------------------------------------------- windows on a tile
 
 
@@ -162,7 +158,7 @@ def gather_factors(eqn: JaxprEqn) -> Factors:
     """
     roles = roles_of(eqn)
     operand, windows = roles.operand, roles.windows
-    if is_opaque(eqn.outvars[0].aval.dtype):
+    if is_key_type(eqn.outvars[0].aval.dtype):
         return Factors.of(eqn, [without("k", operand), roles.indices], [without("o", windows)])
     summed = {name: "sum" for name in operand if name[0] == "k"}
     return Factors.of(eqn, [operand, roles.indices], [windows], summed)
@@ -174,10 +170,10 @@ def partition_gather(
     """Look up what this device has; where the rows are split, one device has it, and they sum."""
     roles, factors = roles_of(eqn), gather_factors(eqn)
     shape, dtype = tuple(eqn.outvars[0].aval.shape), eqn.outvars[0].aval.dtype
-    if 0 in shape and not is_opaque(dtype):
+    if 0 in shape and not is_key_type(dtype):
         return [Tile(jnp.zeros(targets[0].local_shape(shape), dtype), targets[0], shape)]
     limit = max(tiles[0].nbytes, byte_size(targets[0].local_shape(shape), dtype))
-    cost = default_cost if is_opaque(dtype) else _within(limit)
+    cost = default_cost if is_key_type(dtype) else _within(limit)
     chosen = choose(eqn, factors, [t.sharding for t in tiles], targets, cost=cost)
     operand, indices = (
         ctx.reshard(

@@ -15,7 +15,6 @@ from jax.extend.core import primitives as p
 from gshard.choose import choose, local_dims, run, shard_dims
 from gshard.factors import Factors, Shape
 from gshard.moving.halo import fetch
-from gshard.moving.reshard import retile
 from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding
 from gshard.tile import Tile
@@ -154,7 +153,7 @@ def _reshape(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shard
     local = local_dims(factors.results[0], chosen, factors, shape)
     tile = ctx.reshard(tiles[0], wanted, "operand of reshape")
     for dim, rows in enumerate(local_dims(factors.operands[0], chosen, factors, tile.shape)):
-        tile = retile(ctx.place, tile, dim, rows, "operand of reshape")
+        tile = ctx.retile(tile, dim, rows, "operand of reshape")
     for m in reversed(mixed):  # from the end, so that dim numbers stay
         flat = _flattened(tile, m.first[0], m.end[0])
         width = math.prod(local[m.first[1] : m.end[1]])

@@ -19,11 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard._jax import gamma_one, prng_impl, random_clone_p, random_unwrap_p, random_wrap_p
 from gshard.choose import partition_by_factors
+from gshard.evaluate import bind, evaluate
 from gshard.factors import Factors, Shape
 from gshard.moving import collectives
 from gshard.rule import RULES, Context, Doc, Rule, bind_local, register
@@ -138,7 +139,7 @@ def _draw(
     counting = impl.name in _COUNTING and _uses(program.jaxpr, _COUNTS)
     if not mixes and (per_draw.is_replicated or counting):
         counters = functools.partial(_counters, ctx, per_draw, shape)
-        (array,) = _evaluate(program.jaxpr, program.consts, [raw], counters)
+        (array,) = _counting(program, [raw], counters)
         return Tile(array, target, logical)
     with because(f"{eqn.primitive.name}: {impl.name} draws all elements at once, each device does"):
         array = _vectorized(draw(impl, shape), rank)(raw)
@@ -184,29 +185,19 @@ def _body(jaxpr: Any) -> ClosedJaxpr:
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 
-def _evaluate(
-    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], counters: Callable
+def _counting(
+    program: ClosedJaxpr, args: Sequence[Any], counters: Callable[[Shape], Sequence[jax.Array]]
 ) -> list[Any]:
     """Run a program, with `counters` in the place of JAX's own."""
-    env: dict[Any, Any] = dict(
-        zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True)
-    )
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        values = [read(a) for a in eqn.invars]
+    def interpret(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name == _COUNTS:
-            results = counters(tuple(eqn.params["shape"]))
-        elif _called(eqn):
-            body = _body(eqn.params["jaxpr"])
-            results = _evaluate(body.jaxpr, body.consts, values, counters)
-        else:
-            results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-            results = results if eqn.primitive.multiple_results else [results]
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [read(a) for a in jaxpr.outvars]
+            return counters(tuple(eqn.params["shape"]))
+        for body in _called(eqn):
+            return evaluate(_body(body), values, interpret)
+        return bind(eqn, values)
+
+    return evaluate(program, args, interpret)
 
 
 def _counters(

@@ -19,13 +19,13 @@ from jax.lax import GatherScatterMode
 from gshard._jax import scatter_sub_p
 from gshard.choose import Assignment, choose, local_dims, local_work, shard_dims
 from gshard.factors import Factors
-from gshard.moving import reshard
+from gshard.keys import is_key_type
 from gshard.moving.partial import combine, combine_cost, identity
+from gshard.moving.plan import reshard_cost
 from gshard.rule import Context, Doc, Rule, register
 from gshard.rules.indexing import (
     Roles,
     cut_dims,
-    is_opaque,
     local_sizes,
     roles_of,
     window_starts,
@@ -56,7 +56,7 @@ def scatter_factors(eqn: JaxprEqn) -> Factors:
     kind = _KINDS.get(eqn.primitive)
     if jnp.issubdtype(dtype, jnp.complexfloating) and kind in ("min", "max"):
         kind = None
-    operand = list(without("k" if is_opaque(dtype) else "", roles.operand))
+    operand = list(without("k" if is_key_type(dtype) else "", roles.operand))
     ordered = "" if kind else "io"
     indices, updates = without(ordered, roles.indices), without(ordered, roles.windows)
     reduced = {n: kind for n in (*indices, *updates) if kind and n and n[0] in "io"}
@@ -78,7 +78,7 @@ def _scatter_cost(
         if total >= limit:
             return total
         wanted = shard_dims(dims, chosen, factors, num_devices) if n or not reduced else target
-        total += reshard.cost(sharding, wanted, atom.aval.shape, atom.aval.dtype)
+        total += reshard_cost(sharding, wanted, atom.aval.shape, atom.aval.dtype)
     return total
 
 

@@ -18,11 +18,13 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard import padding
-from gshard.choose import MEMORY_PER_BYTE, choose, shard_dims
+from gshard.choose import choose, shard_dims
 from gshard.factors import Factors
-from gshard.moving import collectives, reshard
+from gshard.moving import collectives
 from gshard.moving.columnsort import columnsort, rows_needed
+from gshard.moving.costs import MACHINE
 from gshard.moving.partial import identity, reducing_groups
+from gshard.moving.plan import reshard_cost
 from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding, Split, compatible
 from gshard.tile import Tile, itemsize_of
@@ -77,8 +79,8 @@ def _whole_along(here: Sharding, dim: int, split: Split) -> list[Sharding]:
 def _cost(eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding], way: Sharding, dim: int):
     """Bytes to get there and to where the results are wanted, and the time of the sort."""
     moved = sum(
-        reshard.cost(t.sharding, way, t.shape, t.array.dtype)
-        + reshard.cost(way, target, t.shape, t.array.dtype)
+        reshard_cost(t.sharding, way, t.shape, t.array.dtype)
+        + reshard_cost(way, target, t.shape, t.array.dtype)
         for t, target in zip(tiles, targets, strict=True)
     )
     return moved + _work(tiles, way.local_shape(tiles[0].shape), dim)
@@ -86,7 +88,7 @@ def _cost(eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding], way: Shardi
 
 def _work(tiles: list[Tile], local: Sequence[int], dim: int, sorts: int = 1) -> float:
     touched = math.prod(local) * sum(itemsize_of(t.array.dtype) for t in tiles)
-    return sorts * touched * max(1.0, math.log2(max(local[dim], 1))) / MEMORY_PER_BYTE
+    return sorts * touched * max(1.0, math.log2(max(local[dim], 1))) / MACHINE.memory_per_byte
 
 
 def _columnsort_cost(
@@ -96,10 +98,10 @@ def _columnsort_cost(
     padded = rows * here.tiles[dim] != tiles[0].shape[dim]
     local[dim] = rows
     width = sum(itemsize_of(t.array.dtype) for t in tiles) + padded + 4 * _needs_index(eqn)
-    sent = 3 * math.prod(local) * width + (3 + padded) * len(tiles) * reshard.LATENCY
+    sent = 3 * math.prod(local) * width + (3 + padded) * len(tiles) * MACHINE.latency
     ends = sum(
-        reshard.cost(t.sharding, here, t.shape, t.array.dtype)
-        + reshard.cost(here, target, t.shape, t.array.dtype)
+        reshard_cost(t.sharding, here, t.shape, t.array.dtype)
+        + reshard_cost(here, target, t.shape, t.array.dtype)
         for t, target in zip(tiles, targets, strict=True)
     )
     uneven = rows != -(-tiles[0].shape[dim] // here.tiles[dim])
@@ -145,7 +147,7 @@ def _sort_columns(
     done = columnsort(place, operands, sort, here, dim, groups, reason)
     kept = done[len(first) : len(first) + num_keys] + done[keys:]
     return [
-        reshard.standardize(place, Tile(jnp.moveaxis(x, 0, dim), here, t.shape), reason)
+        ctx.reshard(Tile(jnp.moveaxis(x, 0, dim), here, t.shape), here, reason)
         for x, t in zip(kept, ready, strict=True)
     ]
 

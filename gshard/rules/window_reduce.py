@@ -19,6 +19,7 @@ from jax.extend.core import primitives as p
 
 from gshard.choose import choose, run
 from gshard.factors import Factors, Shape
+from gshard.moving.costs import WIDE_WINDOW
 from gshard.moving.halo import window
 from gshard.moving.partial import identity
 from gshard.rule import Context, Doc, Rule, register
@@ -28,7 +29,6 @@ from gshard.tile import Tile
 
 _KINDS = {p.reduce_window_sum_p: "sum", p.reduce_window_max_p: "max", p.reduce_window_min_p: "min"}
 _OPS = {"sum": lax.add, "max": lax.max, "min": lax.min}
-_MOST = 4  # a window this many times larger than the result is reduced in parts
 
 
 def window_factors(eqn: JaxprEqn) -> Factors:
@@ -52,7 +52,7 @@ def _in_parts(eqn: JaxprEqn) -> list[int]:
         eqn.outvars[0].aval.shape,
         strict=True,
     )
-    return [d for d, (w, base, n) in enumerate(sizes) if base == 1 and w >= _MOST * n > 0]
+    return [d for d, (w, base, n) in enumerate(sizes) if base == 1 and w >= WIDE_WINDOW * n > 0]
 
 
 def partition_window(

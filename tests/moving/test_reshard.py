@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import gshard
 from gshard.devices import Place
-from gshard.moving.plan import plan
+from gshard.moving.plan import plan_reshard
 from gshard.moving.reshard import reshard
 from gshard.sharding import Sharding
 from gshard.tile import Tile
@@ -75,9 +75,9 @@ def test_no_plan_replicates_on_the_way(case):
     shape, source, target = case
     if 0 in shape or target.is_replicated or source.is_replicated or source.idle or target.idle:
         return
-    for step in plan(source, target, shape, np.float32):
+    for step in plan_reshard(source, target, shape, np.float32):
         assert not step.target.is_replicated, [
-            str(s.target) for s in plan(source, target, shape, np.float32)
+            str(s.target) for s in plan_reshard(source, target, shape, np.float32)
         ]
 
 
@@ -131,7 +131,7 @@ def test_plans_for_thousands_of_devices_are_quick():
     for devices in (8, 2048):
         rows = Sharding.of_assignment(np.arange(devices)[:, None], devices)
         columns = Sharding.of_assignment(np.arange(devices)[None], devices)
-        steps = plan(rows, columns, (8 * devices, 8 * devices), np.float32)
+        steps = plan_reshard(rows, columns, (8 * devices, 8 * devices), np.float32)
         assert [s.kind for s in steps] == ["exchange"]
 
 
