@@ -1,12 +1,13 @@
 """Everything gshard takes from JAX's private modules, so that a new release is adapted to here."""
 
 import importlib
+from collections.abc import Callable
 
 import jax
-from jax._src import source_info_util
+from jax._src import core, dispatch, effects, source_info_util
 from jax._src.ad_checkpoint import remat_p
 from jax._src.core import Primitive, Var
-from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import ad, batching, mlir, pxla
 from jax._src.interpreters.partial_eval import dce_jaxpr
 from jax._src.lax.lax import optimization_barrier_p, split_p, stack_p, tile_p, unstack_p
 from jax._src.lax.slicing import scatter_sub_p
@@ -34,6 +35,26 @@ def private_primitives(module: str, *names: str) -> list[Primitive]:
     return [getattr(found, name) for name in names if hasattr(found, name)]
 
 
+def python_implementation(primitive: Primitive) -> Callable | None:
+    """The Python function that a primitive is outside of `jit`; None if XLA alone has it."""
+    implementation = primitive.impl
+    if getattr(implementation, "func", None) is dispatch.apply_primitive:
+        return None
+    return None if getattr(implementation, "__func__", None) is Primitive.impl else implementation
+
+
+def allowed_in_branches(found) -> bool:
+    """Whether effects may happen on one side of a `cond` alone."""
+    return not effects.control_flow_allowed_effects.filter_not_in(found)
+
+
+def discharge_refs(closed):
+    """The program with the references that it makes replaced by the values in them."""
+    if not any(isinstance(e, core.InternalMutableArrayEffect) for e in closed.effects):
+        return closed
+    return pxla._discharge_internal_refs(closed)
+
+
 def prng_impl(dtype):
     """The generator of random keys of this dtype."""
     return dtype._impl
@@ -51,13 +72,16 @@ __all__ = [
     "COMPOSITE_BODY",
     "Var",
     "ad",
+    "allowed_in_branches",
     "batching",
     "dce_jaxpr",
+    "discharge_refs",
     "gamma_one",
     "mlir",
     "optimization_barrier_p",
     "private_primitives",
     "prng_impl",
+    "python_implementation",
     "random_clone_p",
     "random_unwrap_p",
     "random_wrap_p",

@@ -31,30 +31,46 @@ def jit(
     donate_argnums: int | Sequence[int] = (),
     partitioner: str = "gshard",
     memory_limit: int = MEMORY_LIMIT,
+    strict: bool = False,
 ) -> Jitted:
     """Like `jax.jit`, for a function whose tensors are annotated with `split` and the like.
 
     `devices` are the devices to run on (default: all), or their number: a count of abstract
     devices, for which `lower` works without hardware. `partitioner="xla"` keeps the annotations
     and leaves the partitioning to XLA. An operand that would take more than `memory_limit` bytes
-    when gathered is passed around in a loop instead.
+    when gathered is passed around in a loop instead. A primitive without a rule runs whole on
+    every device (`Lowered.collectives` says so); with `strict` it is an error.
     """
     if partitioner not in ("gshard", "xla"):
         raise ValueError(f"partitioner is {partitioner!r}; allowed are 'gshard' and 'xla'")
     if isinstance(devices, int) and devices < 1:
         raise ValueError(f"devices is {devices}; at least 1 device is needed")
     return Jitted(
-        fn, devices, Signature(fn, static_argnums, donate_argnums), partitioner, memory_limit
+        fn,
+        devices,
+        Signature(fn, static_argnums, donate_argnums),
+        partitioner,
+        memory_limit,
+        strict,
     )
 
 
 class Jitted:
     """A function to be partitioned: call it, or `lower` it to see what that would do."""
 
-    def __init__(self, fn, devices, signature: Signature, partitioner: str, memory_limit: int):
+    def __init__(
+        self,
+        fn,
+        devices,
+        signature: Signature,
+        partitioner: str,
+        memory_limit: int,
+        strict: bool,
+    ):
         self.signature = signature
         self.partitioner = partitioner
         self.memory_limit = memory_limit
+        self.strict = strict
         self._devices = devices
         self._lowered: dict[Any, Any] = {}
         functools.update_wrapper(self, fn)
@@ -82,12 +98,14 @@ class Jitted:
                 self._lowered[call.key] = lower_with_xla(self.signature, call, self.devices)
             else:
                 self._lowered[call.key] = lower(
-                    self.signature, call, self.devices, self.memory_limit
+                    self.signature, call, self.devices, self.memory_limit, self.strict
                 )
         return self._lowered[call.key]
 
 
-def lower(signature: Signature, call: Call, devices, memory_limit: int) -> Lowered:
+def lower(
+    signature: Signature, call: Call, devices, memory_limit: int, strict: bool = False
+) -> Lowered:
     """The whole way, for one call."""
     count = devices if isinstance(devices, int) else len(devices)
     flat_fn, results = signature.flat(call)
@@ -110,7 +128,8 @@ def lower(signature: Signature, call: Call, devices, memory_limit: int) -> Lower
     into, out_of = crossing[: len(inputs)], crossing[len(inputs) :]
 
     def local(*arrays):  # the per-device program
-        partitioner = Partitioner(Place(axis_names(axes), count), shardings, memory_limit)
+        place = Place(axis_names(axes), count)
+        partitioner = Partitioner(place, shardings, memory_limit, strict)
         tiles = [p.enter(a) for p, a in zip(into, arrays, strict=True)]
         results = partitioner.run(jaxpr, tiles)
         return [p.leave(t) for p, t in zip(out_of, results, strict=True)]

@@ -18,23 +18,31 @@ from gshard.devices import Place
 from gshard.moving import reshard
 from gshard.rules import RULES
 from gshard.rules.manual import CROSSING_MANUAL, check_manual, run_manually
+from gshard.rules.unknown import unknown_rule
 from gshard.sharding import Sharding
-from gshard.source import on_behalf_of, source_of
+from gshard.source import on_behalf_of
 from gshard.tile import Tile
 
 
 class Partitioner:
     """Runs a program on tiles, with the shardings that propagation found."""
 
-    def __init__(self, place: Place, shardings: Mapping[Any, Sharding], memory_limit: int):
+    def __init__(
+        self,
+        place: Place,
+        shardings: Mapping[Any, Sharding],
+        memory_limit: int,
+        strict: bool = False,
+    ):
         self.place = place
         self.shardings = shardings
         self.memory_limit = memory_limit
+        self.strict = strict  # whether a primitive without a rule is an error
         self.resharded: dict[tuple[int, Sharding], tuple[Tile, Tile]] = {}
 
     def inner(self) -> Partitioner:
         """A partitioner for a body: it may use what is known outside, but not leak what it adds."""
-        inner = Partitioner(self.place.inner(), self.shardings, self.memory_limit)
+        inner = Partitioner(self.place.inner(), self.shardings, self.memory_limit, self.strict)
         inner.resharded = dict(self.resharded)
         return inner
 
@@ -75,18 +83,15 @@ class Partitioner:
 
     def equation(self, eqn: JaxprEqn, tiles: list[Tile]) -> list[Tile]:
         """The results of one equation, on tiles."""
-        rule = RULES.get(eqn.primitive)
-        if rule is None:
-            raise NotImplementedError(
-                f"{source_of(eqn)}: gshard has no rule for the primitive {eqn.primitive.name!r}"
-            )
         targets = [self.sharding(v) for v in eqn.outvars]
         if any(t.sharding.manual for t in tiles) and eqn.primitive not in CROSSING_MANUAL:
             results = run_manually(self, eqn, tiles)
-        elif rule.partition:
-            results = rule.partition(self, eqn, tiles, targets)
         else:
-            results = partition_by_factors(self, eqn, rule, tiles, targets)
+            rule = RULES.get(eqn.primitive) or unknown_rule(eqn, self.strict)
+            if rule.partition:
+                results = rule.partition(self, eqn, tiles, targets)
+            else:
+                results = partition_by_factors(self, eqn, rule, tiles, targets)
         for result, target in zip(results, targets, strict=True):
             check_manual(eqn, result, target)
         return [

@@ -1,7 +1,8 @@
 """Function -> one flat program over logical shapes.
 
 Calls (`jit`, `custom_jvp`, `custom_vjp`, `remat`, linear solvers) are inlined: differentiation has
-happened by now, so their bodies are all that is left of them. Loops and branches stay, as copies of
+happened by now, so their bodies are all that is left of them; so are equations that stand for
+others (see `expand`). Loops and branches stay, as copies of
 their own, so that every variable in the program belongs to one place in it.
 """
 
@@ -18,11 +19,13 @@ from gshard._jax import (
     COMPOSITE_BODY,
     Var,
     dce_jaxpr,
+    discharge_refs,
     optimization_barrier_p,
     private_primitives,
     remat_p,
 )
 from gshard.annotate import tracing_for
+from gshard.expand import expand
 from gshard.rewrite import fold
 
 CALLS = {
@@ -38,6 +41,11 @@ CALLS = {
 }
 
 
+# Reads and writes of references are those of values by the time the program is flat.
+REFS = (p.get_p, p.swap_p, *private_primitives("state.primitives", "addupdate_p"))
+LOOPS = (p.scan_p, p.while_p, p.cond_p)  # their bodies are partitioned like any program
+
+
 def trace(
     flat_fn: Callable, avals: Sequence[Any], num_devices: int, folded: bool = True
 ) -> ClosedJaxpr:
@@ -47,6 +55,7 @@ def trace(
     """
     with tracing_for(num_devices):
         closed = jax.make_jaxpr(flat_fn)(*avals)
+    closed = discharge_refs(closed)
     live, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     return _Builder(folded).body(ClosedJaxpr(live, closed.consts))
 
@@ -87,9 +96,15 @@ class _Builder:
             if eqn.primitive in CALLS:
                 env.update(zip(eqn.outvars, self.call(eqn, invars), strict=True))
                 continue
+            if (expanded := expand(eqn)) is not None:
+                results = self.inline(expanded.jaxpr, expanded.consts, invars)
+                env.update(zip(eqn.outvars, results, strict=True))
+                continue
             outvars = [Var(v.aval) for v in eqn.outvars]
             env.update(zip(eqn.outvars, outvars, strict=True))
-            params = {k: self.copy_bodies(v) for k, v in eqn.params.items()}
+            params = eqn.params
+            if eqn.primitive in LOOPS:
+                params = {k: self.copy_bodies(v) for k, v in params.items()}
             self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
         return [read(a) for a in jaxpr.outvars]
 

@@ -10,7 +10,7 @@ from jax.extend.core import primitives as exported
 
 from gshard.rule import Doc
 from gshard.rules import RULES
-from gshard.trace import CALLS
+from gshard.trace import CALLS, REFS
 
 _HEAD = """# Operators
 
@@ -42,6 +42,8 @@ def table() -> str:
         rows[primitive] = _row(rule.doc)
     for primitive in CALLS:
         rows[primitive] = _row(Doc(free="inlined: as its body"))
+    for primitive in REFS:
+        rows[primitive] = _row(Doc(free="as reads and writes of a value"))
     named = sorted(
         (public[p].removesuffix("_p") if p in public else p.name, p not in public, row)
         for p, row in rows.items()

@@ -15,12 +15,11 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard import _jax
-from gshard.devices import Place
 from gshard.factors import Factors
 from gshard.moving import collectives
 from gshard.rule import Context, Doc, Rule, bind_local, register
 from gshard.sharding import Sharding
-from gshard.source import source_of
+from gshard.source import because, source_of
 from gshard.tile import Tile
 
 
@@ -33,32 +32,16 @@ def whole_dims(eqn: JaxprEqn) -> Factors:
     )
 
 
-def _gathered(ctx: Context, eqn: JaxprEqn, tiles: list[Tile]) -> list[Tile]:
-    reason = f"{eqn.primitive.name} sees whole arrays only"
-    return [
-        ctx.reshard(t, Sharding.replicated(t.sharding.rank, ctx.place.num_devices), reason)
-        for t in tiles
-    ]
-
-
-def _everywhere(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def run_everywhere(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], reason: str) -> list[Tile]:
     """A pure function: every device calls it with the whole and keeps its part of the result."""
-    if eqn.params.get("has_side_effect"):
-        _refuse(eqn, "it has side effects, which every device would repeat")
-    arrays = bind_local(ctx, eqn, _gathered(ctx, eqn, tiles), [])
-    return [
-        Tile(a, Sharding.replicated(a.ndim, ctx.place.num_devices), tuple(v.aval.shape))
-        for a, v in zip(arrays, eqn.outvars, strict=True)
-    ]
+    with because(reason):
+        arrays = bind_local(ctx, eqn, _gathered(ctx, tiles, reason), [])
+    return [_whole(ctx, a, v) for a, v in zip(arrays, eqn.outvars, strict=True)]
 
 
-def _once(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+def run_once(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], reason: str) -> list[Tile]:
     """Side effects: the first device calls, and the others take part in a sum to get the result."""
-    if eqn.params.get("ordered"):
-        _refuse(eqn, "effects of several devices cannot be kept in order; leave out ordered=True")
-    ready = _gathered(ctx, eqn, tiles)
+    ready = _gathered(ctx, tiles, reason)
 
     def call(*arrays):
         whole = [Tile(a, t.sharding, t.shape) for a, t in zip(arrays, ready, strict=True)]
@@ -68,29 +51,37 @@ def _once(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
         return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
 
     called = lax.cond(ctx.place.device_id() == 0, call, skip, *(t.array for t in ready))
-    reason = f"{eqn.primitive.name} runs on the first device only"
+    everyone = [list(range(ctx.place.num_devices))]
+    why = f"{eqn.primitive.name} runs on the first device only"
     return [
-        Tile(
-            _from_first(ctx.place, a, reason),
-            Sharding.replicated(a.ndim, ctx.place.num_devices),
-            a.shape,
-        )
-        for a in called
+        _whole(ctx, collectives.merge_disjoint(ctx.place, a, everyone, why), v)
+        for a, v in zip(called, eqn.outvars, strict=True)
     ]
 
 
-def _from_first(place: Place, x: jax.Array, reason: str) -> jax.Array:
-    """The first device's value, where the others have zeros; as integers no bit of it changes."""
-    if x.dtype == jnp.bool_:
-        return _from_first(place, x.astype(jnp.int8), reason).astype(jnp.bool_)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return lax.complex(_from_first(place, x.real, reason), _from_first(place, x.imag, reason))
-    bits = x
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{x.dtype.itemsize * 8}"))
-    everyone = [list(range(place.num_devices))]
-    total = collectives.all_reduce(place, bits, everyone, "sum", reason)
-    return total if total.dtype == x.dtype else lax.bitcast_convert_type(total, x.dtype)
+def _gathered(ctx: Context, tiles: list[Tile], reason: str) -> list[Tile]:
+    return [
+        ctx.reshard(t, Sharding.replicated(t.sharding.rank, ctx.place.num_devices), reason)
+        for t in tiles
+    ]
+
+
+def _whole(ctx: Context, array: jax.Array, var) -> Tile:
+    return Tile(array, Sharding.replicated(array.ndim, ctx.place.num_devices), var.aval.shape)
+
+
+def _pure(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+    if eqn.params.get("has_side_effect"):
+        return run_once(ctx, eqn, tiles, _sees_whole(eqn))
+    return run_everywhere(ctx, eqn, tiles, _sees_whole(eqn))
+
+
+def _effect(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+    return run_once(ctx, eqn, tiles, _sees_whole(eqn))
+
+
+def _sees_whole(eqn: JaxprEqn) -> str:
+    return f"{eqn.primitive.name} sees whole arrays only"
 
 
 def _refuse(eqn: JaxprEqn, why: str) -> None:
@@ -126,12 +117,11 @@ _COLLECTIVES = (
     *_jax.private_primitives("lax.parallel", "psum_invariant_p", "all_gather_invariant_p"),
     *_jax.private_primitives("shard_map", "shard_map_p"),
 )
-_REFS = (p.get_p, p.swap_p, *_jax.private_primitives("state.primitives", "addupdate_p"))
 
 register(
     Rule(
         whole_dims,
-        partition=_everywhere,
+        partition=_pure,
         doc=Doc(gather="every dim: AllGather, then it runs whole on every device"),
     ),
     *_jax.private_primitives("callback", "pure_callback_p"),
@@ -140,7 +130,7 @@ register(
 register(
     Rule(
         whole_dims,
-        partition=_once,
+        partition=_effect,
         doc=Doc(
             gather="every dim: AllGather, then it runs on the first device; AllReduce of the result"
         ),
@@ -150,7 +140,6 @@ register(
 )
 register(Rule(whole_dims, doc=Doc(free="a scalar")), p.empty2_p)
 register(refused(_COLLECTIVE), *_COLLECTIVES)
-register(refused("mutable references live on one device; pass values instead"), *_REFS)
 register(
     refused("tokens order the effects of one device; use values or optimization_barrier"),
     p.after_all_p,

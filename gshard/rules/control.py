@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard._jax import scan_counts
+from gshard._jax import private_primitives, scan_counts
 from gshard.factors import no_factors
 from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding
@@ -190,10 +190,16 @@ def _cond(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
 
         return call
 
-    whole = ctx.reshard(index, Sharding.replicated(0, index.sharding.num_devices), "index of cond")
-    arrays = lax.switch(
-        whole.array.astype(jnp.int32), [branch(b) for b in eqn.params["branches"]], *arguments
-    )
+    branches = [branch(b) for b in eqn.params["branches"]]
+    platforms = eqn.params.get("branches_platforms")
+    if platforms:  # the branches of `lax.platform_dependent`: the others may not even compile
+        named = zip(platforms, branches, strict=True)
+        by_name = {name or "default": b for names, b in named for name in names or (None,)}
+        arrays = lax.platform_dependent(*arguments, **by_name)
+    else:
+        whole = Sharding.replicated(0, index.sharding.num_devices)
+        number = ctx.reshard(index, whole, "index of cond").array.astype(jnp.int32)
+        arrays = lax.switch(number, branches, *arguments)
     return [
         Tile(a, t, tuple(v.aval.shape))
         for a, t, v in zip(arrays, targets, eqn.outvars, strict=True)
@@ -207,6 +213,10 @@ register(
         doc=Doc(free="as its body", gather="the dim it runs over: AllGather"),
     ),
     p.scan_p,
+)
+register(
+    Rule(no_factors, doc=Doc(free="a scalar")),
+    *private_primitives("lax.control_flow.conditionals", "platform_index_p"),
 )
 register(Rule(no_factors, partition=_while, doc=Doc(free="as its body")), p.while_p)
 register(Rule(no_factors, partition=_cond, doc=Doc(free="as its branches")), p.cond_p)

@@ -1,0 +1,75 @@
+"""Primitives without a rule: they run whole on every device, and the gathers before say so.
+
+That is right for every function of arrays, and slow for large ones: `gshard.register_rule` says how
+such a primitive can be split, and `gshard.jit(..., strict=True)` makes it an error.
+"""
+
+from __future__ import annotations
+
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+
+from gshard._jax import allowed_in_branches
+from gshard.rule import Context, Rule
+from gshard.rules.callbacks import run_everywhere, run_once, whole_dims
+from gshard.rules.manual import CROSSING_MANUAL, MAKES_MANUAL
+from gshard.sharding import Sharding
+from gshard.source import source_of
+from gshard.tile import Tile
+
+
+def unknown_rule(eqn: JaxprEqn, strict: bool) -> Rule:
+    """The rule of a primitive that nobody told gshard about."""
+    name = eqn.primitive.name
+    if strict:
+        raise NotImplementedError(
+            f"{source_of(eqn)}: gshard has no rule for the primitive {name!r}, and strict=True "
+            "does not let it run whole on every device; gshard.register_rule teaches one"
+        )
+    _check(eqn)
+    return Rule(whole_dims, partition=_run_whole)
+
+
+def _check(eqn: JaxprEqn) -> None:
+    """Only functions of arrays can run on every device, each by itself."""
+    name = eqn.primitive.name
+    avals = [a.aval for a in (*eqn.invars, *eqn.outvars)]
+    strange = [a for a in avals if not isinstance(a, ShapedArray)]
+    if strange:
+        raise NotImplementedError(
+            f"{source_of(eqn)}: gshard cannot run the primitive {name!r}: it takes or returns "
+            f"{strange[0]}, which is not an array and cannot be copied to every device; keep it "
+            "out of gshard.jit, or give the primitive a rule with gshard.register_rule"
+        )
+    if eqn.effects and not allowed_in_branches(eqn.effects):
+        raise NotImplementedError(
+            f"{source_of(eqn)}: gshard cannot run the primitive {name!r}: it has the effects "
+            f"{set(eqn.effects)}, which one device alone may not have in a program of many; keep "
+            "it out of gshard.jit, or give the primitive a rule with gshard.register_rule"
+        )
+    if any(map(_is_manual, jaxprs_in_params(eqn.params))):
+        raise NotImplementedError(
+            f"{source_of(eqn)}: the primitive {name!r} has no rule, so it runs as it stands, but "
+            "there is a manual region inside of it; put the region around it instead"
+        )
+
+
+def _is_manual(jaxpr: Jaxpr) -> bool:
+    """Whether a manual region begins, ends or communicates in a program."""
+    borders = {*MAKES_MANUAL, *CROSSING_MANUAL[:2]}
+    return any(
+        eqn.primitive in borders or any(map(_is_manual, jaxprs_in_params(eqn.params)))
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
+    )
+
+
+def _run_whole(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    where = "the first device" if eqn.effects else "every device"
+    reason = (
+        f"{eqn.primitive.name} has no rule and runs whole on {where}; "
+        "gshard.register_rule teaches one"
+    )
+    run = run_once if eqn.effects else run_everywhere
+    return run(ctx, eqn, tiles, reason)
