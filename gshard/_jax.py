@@ -20,6 +20,7 @@ except ImportError:  # modules of an older layout
     from jax._src import random as _random  # type: ignore[no-redef,assignment]
 
 gamma_one = _random._gamma_one
+iota_2x32_shape_p = _prng.iota_2x32_shape_p
 random_clone_p = _random.random_clone_p
 random_unwrap_p = _prng.random_unwrap_p
 random_wrap_p = _prng.random_wrap_p
@@ -77,6 +78,7 @@ __all__ = [
     "dce_jaxpr",
     "discharge_refs",
     "gamma_one",
+    "iota_2x32_shape_p",
     "mlir",
     "optimization_barrier_p",
     "private_primitives",

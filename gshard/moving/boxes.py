@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from gshard import padding
 from gshard.devices import Place
 from gshard.moving.collectives import collective_permute
 from gshard.moving.rounds import in_rounds
@@ -86,7 +86,7 @@ def route(place: Place, tile: Tile, target: Sharding, target_local: Shape, reaso
     margin = [
         max((r.box[d] for r in rounds), default=0) if d in moved else 0 for d in range(target.rank)
     ]
-    buffer = jnp.zeros(
+    buffer = padding.filled(
         [l + 2 * m for l, m in zip(target_local, margin, strict=True)], tile.array.dtype
     )
     for step in rounds:

@@ -18,6 +18,7 @@ from jax import lax
 from gshard.devices import Place
 from gshard.factors import Dim, Factor, Factors
 from gshard.moving import collectives, reshard
+from gshard.moving.collectives import Groups
 from gshard.moving.costs import MACHINE
 from gshard.moving.plan import reshard_cost
 from gshard.sharding import Sharding, Split, compatible
@@ -35,8 +36,10 @@ def identity(kind: str, dtype) -> jax.Array:
         return ~jnp.zeros((), dtype)
     if dtype == jnp.bool_:
         return jnp.asarray(kind == "min")
-    if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.asarray(-jnp.inf if kind == "max" else jnp.inf, dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        least = -jnp.inf if kind == "max" else jnp.inf
+        paired = jnp.issubdtype(dtype, jnp.complexfloating)  # in lexicographic order, as in JAX
+        return jnp.asarray(complex(least, least) if paired else least, dtype)
     info = jnp.iinfo(dtype)
     return jnp.asarray(info.min if kind == "max" else info.max, dtype)
 
@@ -201,7 +204,7 @@ def _scatter(here: Sharding, reduced: tuple[Split, ...], target: Sharding) -> _S
     return None
 
 
-def _all_reduce(place: Place, x: jax.Array, groups, kind: str, reason: str) -> jax.Array:
+def _all_reduce(place: Place, x: jax.Array, groups: Groups, kind: str, reason: str) -> jax.Array:
     if kind in ("and", "or"):
         if x.dtype == jnp.bool_:
             small = x.astype(jnp.int8)
@@ -211,12 +214,25 @@ def _all_reduce(place: Place, x: jax.Array, groups, kind: str, reason: str) -> j
     if kind in ("prod", "xor"):
         return _gather_and_reduce(place, x, groups, kind, reason)
     if kind in ("max", "min"):
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            return _lexicographic(place, x, groups, kind, reason)
         keys, back = sortable(x, kind)
         return back(collectives.all_reduce(place, keys, groups, kind, reason))
     return collectives.all_reduce(place, x, groups, kind, reason)
 
 
-def _gather_and_reduce(place: Place, x: jax.Array, groups, kind: str, reason: str) -> jax.Array:
+def _lexicographic(place: Place, x: jax.Array, groups: Groups, kind: str, reason: str) -> jax.Array:
+    """Complex numbers compare by their real parts, and equal ones by the imaginary parts."""
+    real, imag = lax.real(x), lax.imag(x)
+    best = _all_reduce(place, jnp.where(real == 0, 0, real), groups, kind, reason)
+    beaten = identity(kind, imag.dtype)
+    rest = _all_reduce(place, jnp.where(real == best, imag, beaten), groups, kind, reason)
+    return lax.complex(best, rest)
+
+
+def _gather_and_reduce(
+    place: Place, x: jax.Array, groups: Groups, kind: str, reason: str
+) -> jax.Array:
     parts = collectives.all_gather(place, x[None], 0, groups, reason)
     op = {"prod": lax.mul, "xor": lax.bitwise_xor, "and": lax.bitwise_and, "or": lax.bitwise_or}[
         kind

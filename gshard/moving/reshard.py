@@ -170,7 +170,7 @@ def _route(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
 
 
 def _spread(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
-    """From some devices to all of them: a sum to which one holder of each tile adds its tile."""
+    """From some devices to all of them: one holder of each tile has a part, the others zeros."""
     first = np.zeros(place.num_devices, bool)
     first[tile.sharding.devices[..., 0].ravel()] = True
     tile = tile.masked(place, 0)
@@ -180,8 +180,7 @@ def _spread(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
     starts = [tile.offset(place, d) for d in range(tile.sharding.rank)]
     whole = lax.dynamic_update_slice(jnp.zeros(padded, x.dtype), x, starts)
     everyone = [list(range(place.num_devices))]
-    whole = whole.astype(jnp.int32) if x.dtype == jnp.bool_ else whole
-    whole = collectives.all_reduce(place, whole, everyone, "sum", reason).astype(x.dtype)
+    whole = collectives.merge_disjoint(place, whole, everyone, reason)
     return Tile(lax.slice(whole, [0] * whole.ndim, tile.shape), target, tile.shape)
 
 

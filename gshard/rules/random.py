@@ -22,7 +22,14 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard._jax import gamma_one, prng_impl, random_clone_p, random_unwrap_p, random_wrap_p
+from gshard._jax import (
+    gamma_one,
+    iota_2x32_shape_p,
+    prng_impl,
+    random_clone_p,
+    random_unwrap_p,
+    random_wrap_p,
+)
 from gshard.choose import partition_by_factors
 from gshard.evaluate import bind, evaluate
 from gshard.factors import Factors, Shape
@@ -289,10 +296,23 @@ def _rng_uniform(
         first[target.devices[..., 0].ravel()] = 1
         mine = jnp.where(ctx.place.lookup(first) == 1, array, jnp.zeros_like(array))
         copies = target.devices.reshape(-1, target.replicas).tolist()
-        array = collectives.all_reduce(
-            ctx.place, mine, copies, "sum", "rng_uniform: copies take the numbers of the first"
-        )
+        reason = "rng_uniform: copies take the numbers of the first"
+        array = collectives.merge_disjoint(ctx.place, mine, copies, reason)
     return [Tile(array, target, shape)]
+
+
+def _count(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+    """`iota_2x32_shape`, as where a generator written by hand counts for itself."""
+    shape = tuple(eqn.params["shape"])
+    return [
+        Tile(_counters(ctx, target, shape, target.local_shape(shape))[half], target, shape)
+        for half, target in enumerate(targets)
+    ]
+
+
+def _counted_dims(eqn: JaxprEqn) -> Factors:
+    names = [f"d{i}" for i in range(len(eqn.params["shape"]))]
+    return Factors.of(eqn, [], [names, names])
 
 
 def _uniform_dims(eqn: JaxprEqn) -> Factors:
@@ -348,6 +368,9 @@ register(
         doc=Doc(free="drawn whole on every device, which keeps its part"),
     ),
     p.rng_bit_generator_p,
+)
+register(
+    Rule(_counted_dims, partition=_count, level=0, doc=Doc(free="every dim")), iota_2x32_shape_p
 )
 register(
     Rule(

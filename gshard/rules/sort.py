@@ -181,7 +181,7 @@ def _top_k(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardin
         rows = here.local_shape(tile.shape)[dim]
         found = min(k, rows)
         candidate = itemsize_of(tile.array.dtype) + 4
-        if found * candidate >= rows * itemsize_of(tile.array.dtype) or not _exact(eqn):
+        if found * candidate >= rows * itemsize_of(tile.array.dtype) or not _from_candidates(eqn):
             here = here.replace(dim, None)  # as many bytes to gather what is searched
     whole = here.replace(dim, None)
     tile = ctx.reshard(tile, here, f"operand of {eqn.primitive.name}")
@@ -189,8 +189,7 @@ def _top_k(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardin
         values, indices = eqn.primitive.bind(tile.array, **eqn.params)
     else:
         assert split
-        lowest = identity("max" if eqn.params.get("is_max_k", True) else "min", tile.array.dtype)
-        searched = tile.masked(ctx.place, lowest, [dim]).array
+        searched = tile.masked(ctx.place, identity("max", tile.array.dtype), [dim]).array
         values, indices = eqn.primitive.bind(searched, **{**eqn.params, "k": found})
         indices = indices + tile.offset(ctx.place, dim)
         groups = reducing_groups(ctx.place, whole, (split,))
@@ -206,12 +205,17 @@ def _top_k(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardin
     ]
 
 
-def _exact(eqn: JaxprEqn) -> bool:
-    """Whether k results come out, rather than some number that the shape of the operand decides."""
-    return (
-        eqn.params.get("aggregate_to_topk", True)
-        and eqn.params.get("reduction_input_size_override", -1) < 0
-    )
+def _from_candidates(eqn: JaxprEqn) -> bool:
+    """Whether the best k of all are among the best k of each tile, the first of equal ones first.
+
+    `approx_top_k` may return another number than k, which the shape of the operand decides; and XLA
+    keeps equal elements in order only for the largest float32, elsewhere it sorts as it pleases.
+    """
+    if eqn.primitive is p.top_k_p:
+        return True
+    params, dtype = eqn.params, eqn.invars[0].aval.dtype
+    whole = params["aggregate_to_topk"] and params["reduction_input_size_override"] < 0
+    return whole and params["is_max_k"] and dtype == jnp.float32
 
 
 register(
@@ -230,7 +234,11 @@ register(
     Rule(
         top_k_dims,
         partition=_top_k,
-        doc=Doc(free="other dims", gather="the searched dim: AllGather of k candidates per tile"),
+        doc=Doc(
+            free="other dims",
+            gather="the searched dim: AllGather of k candidates per tile, or of the operand where "
+            "approx_top_k leaves the order of equal elements open",
+        ),
     ),
     p.top_k_p,
     p.approx_top_k_p,

@@ -140,3 +140,27 @@ def test_an_annotation_of_an_annotated_tensor_is_a_reshard():
     step = gshard.jit(lambda x: gshard.split(gshard.split(x, 0, 8), 1, 8))
     np.testing.assert_array_equal(step(x), x)
     assert kinds(step.lower(x)) == {"all_to_all": 1}
+
+
+TINY = [-0.0, 1e-42, -1e-42, np.nan, np.inf, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64, np.bool_])
+def test_not_a_bit_changes_on_the_way_from_some_devices_to_all(dtype):
+    """Three tiles on 8 devices, to copies of the whole: sums would lose -0.0 and tiny numbers."""
+    x = np.resize(np.array(TINY, np.float32), (7, 2)).astype(dtype)
+    spread = gshard.jit(lambda x: gshard.replicate(gshard.split(x, 0, 3)), devices=jax.devices())
+    got = np.asarray(spread(x))
+    np.testing.assert_array_equal(got.view(np.uint8), x.view(np.uint8))
+    assert kinds(spread.lower(x)) == {"all_reduce": 1}
+
+
+def test_routed_tiles_have_padding_that_is_poison():
+    """The oracle's NaN must stand in what a route leaves open, or leaks would go unseen."""
+    source = Sharding.of_assignment(np.arange(3)[:, None], 4)
+    target = Sharding.of_assignment(np.arange(4)[:, None], 4)
+    assert [s.kind for s in plan_reshard(source, target, (9, 5), np.float32)] == ["route"]
+    x = np.ones((9, 5), np.float32)
+    got, wanted = run(x, source, target), tiles_of(x, target)
+    assert np.isnan(wanted).any()
+    np.testing.assert_array_equal(got, wanted)

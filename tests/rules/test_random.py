@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 
 import gshard
+from gshard._jax import iota_2x32_shape_p
 from gshard.rules import random as rules
 from tests.oracle import DEVICE_COUNTS, SIZES, annotated, assignments, check, even_split, sent
 
@@ -230,3 +231,15 @@ def test_threefry_on_raw_words():
         exact=True,
     )
     assert sent(low) == 0
+
+
+@pytest.mark.parametrize("output", [even_split(2, 0, 8), even_split(2, 1, 3), None])
+def test_counters_by_themselves(output):
+    """Where a kernel takes its counters from JAX's primitive, every device counts its own part."""
+
+    def fn():
+        high, low = iota_2x32_shape_p.bind(shape=(13, 7))
+        return high, low
+
+    lowered = check(fn, outputs=[output, output], exact=True)
+    assert not lowered.collectives

@@ -20,8 +20,8 @@ from tests.oracle import (
 KINDS = {
     "sum": (jnp.sum, ["float32", "int32", "bfloat16", "complex64"]),
     "prod": (jnp.prod, ["float32", "int32"]),
-    "max": (jnp.max, ["float32", "int32", "bool", "uint8"]),
-    "min": (jnp.min, ["float32", "int8", "bool"]),
+    "max": (jnp.max, ["float32", "int32", "bool", "uint8", "complex64"]),
+    "min": (jnp.min, ["float32", "int8", "bool", "complex64"]),
     "all": (jnp.all, ["bool"]),
     "any": (jnp.any, ["bool"]),
     "and": (lambda x, axis: lax.reduce_and(x, axis), ["int32", "uint8"]),
@@ -111,3 +111,13 @@ def test_several_operands_at_once():
         return lax.reduce((x, numbers), (np.float32(-np.inf), np.int32(99)), best, (0,))
 
     check(fn, random_array((13, 5)), inputs=[even_split(2, 0, 8)], exact=True)
+
+
+@pytest.mark.parametrize("reduce", [jnp.max, jnp.min])
+def test_complex_numbers_compare_by_real_then_imaginary_part(reduce):
+    """In JAX's order, -0.0 as 0.0; padding must not win. Two AllReduces of half the bytes each."""
+    rng = np.random.default_rng(0)
+    parts = rng.integers(-1, 2, (2, 13, 4)).astype(np.float32) * np.float32(-1)
+    x = (parts[0] + 1j * parts[1]).astype(np.complex64)
+    lowered = check(lambda x: reduce(x, axis=0), x, inputs=[even_split(2, 0, 8)], exact=True)
+    assert kinds(lowered) == {"all_reduce": 2}

@@ -145,6 +145,17 @@ def test_approximate_top_k():
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_approximate_top_k_of_equal_elements(dtype):
+    """Indices as without partitioning: XLA's order of equal ones is the operand's for one kind."""
+    x = jnp.asarray(np.random.default_rng(0).integers(0, 4, (3, 200)), dtype)
+    for fn in (lax.approx_max_k, lax.approx_min_k):
+        check(lambda x, fn=fn: fn(x, 5), x, inputs=[even_split(2, 1, 8)], exact=True)
+    lowered = check(lambda x: lax.approx_max_k(x, 5), x, inputs=[even_split(2, 1, 8)])
+    candidates = 3 * 5 * (4 + 4) * 7
+    assert sent(lowered) == (candidates if dtype == "float32" else 3 * 25 * 2 * 7)
+
+
 @settings(max_examples=8)
 @given(cases(SIZES), st.sampled_from(DTYPES[:5]))
 def test_argmax_and_argmin(case, dtype):

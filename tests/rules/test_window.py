@@ -430,3 +430,17 @@ def test_any_pool(case):
 @settings(max_examples=300)
 def test_any_pool_at_length(case):
     check_pool(case)
+
+
+@pytest.mark.parametrize("op", [lax.max, lax.min])
+@pytest.mark.parametrize("window", [3, 13])
+def test_windows_of_complex_numbers(op, window):
+    """Halos and parts of a window, with padding that is the least of all pairs."""
+    parts = np.random.default_rng(0).integers(-1, 2, (2, 13, 2)).astype(np.float32)
+    x = (parts[0] + 1j * parts[1]).astype(np.complex64)
+    init = np.complex64(-np.inf if op is lax.max else np.inf)
+
+    def pool(x):
+        return lax.reduce_window(x, init, op, (window, 1), (1, 1), "VALID")
+
+    check(pool, x, inputs=[even_split(2, 0, 8)], exact=True)
