@@ -21,6 +21,17 @@ from gshard._jax import ad, batching
 from gshard.annotate import Annotation, annotation_of, as_annotation, devices_of_trace, widen
 from gshard.source import here
 
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "auto_to_manual_spmd_partition",
+    "collective_permute",
+    "manual_to_auto_spmd_partition",
+    "partition_id",
+    "reduce_scatter",
+]
+
 Groups = Sequence[Sequence[int]] | None
 
 

@@ -60,7 +60,7 @@ def bind_local(
 
 @dataclass(frozen=True)
 class Doc:
-    """An operator's row in docs/operators.md: which dims split how, and what it sends."""
+    """An operator's row in docs/reference/operators.md: which dims split how, and what it sends."""
 
     free: str = ""
     halo: str = ""  # by halo exchange or CollectivePermutes
@@ -77,7 +77,7 @@ class Rule:
     shardings wanted for the results, and may return other shardings. `level` orders propagation:
     0 before 1. `work` counts the floating-point operations on factors of given local sizes, for
     operators that compute for longer than they read and write memory. `doc` is the operator's row
-    in docs/operators.md.
+    in docs/reference/operators.md.
     """
 
     factors: Callable[[JaxprEqn], Factors]

@@ -1,6 +1,6 @@
-"""`python -m gshard.rules`: the table of operators, docs/operators.md, from the registry.
+"""`python -m gshard.rules`: the table of operators, docs/reference/operators.md, from the registry.
 
-`python -m gshard.rules > docs/operators.md` brings it up to date; a test sees to that.
+`python -m gshard.rules > docs/reference/operators.md` brings it up to date; a test sees to that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gshard.trace import CALLS, REFS
 
 _HEAD = """# Operators
 
-Made by `python -m gshard.rules > docs/operators.md` from the rules in `gshard/rules`.
+Made by `python -m gshard.rules > docs/reference/operators.md` from the rules in `gshard/rules`.
 
 A dim in the second column splits for free: nothing is sent. One in the third takes rows from other
 tiles by halo exchange or CollectivePermutes, and sends those rows only. One in the fourth needs a

@@ -1,4 +1,4 @@
-"""Every primitive that JAX exports has a rule, and docs/operators.md says what it is."""
+"""Every primitive that JAX exports has a rule, and docs/reference/operators.md says what it is."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from gshard.rules import RULES
 from gshard.rules.__main__ import exported_primitives, table
 from gshard.trace import CALLS, REFS
 
-PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "operators.md"
 
 
 @pytest.mark.parametrize("name", exported_primitives())
@@ -31,4 +31,4 @@ def test_the_page_is_up_to_date():
     """Rows of primitives that this release of JAX does not have are not its business."""
     stated = {row for row in PAGE.read_text().splitlines() if row.startswith("| ")}
     missing = [row for row in table().splitlines() if row.startswith("| ") and row not in stated]
-    assert not missing, "run python -m gshard.rules > docs/operators.md"
+    assert not missing, "run python -m gshard.rules > docs/reference/operators.md"

@@ -1,0 +1,98 @@
+"""The pages of the documentation, taken apart: prose, links and code blocks.
+
+In a fenced block the word after the fence says what a test does with it:
+
+    python   is run, all blocks of a page in one process, in order; one that begins with a comment
+             `# slow: ...` only by `make test-all`, one with `# not run: ...` is only compiled
+    text     right after a python block is what that block prints; `...` stands for what is left out
+    console  is not run; each command in it must exist, with the options that it is given
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+
+RUN_BLOCKS = """
+import pathlib, sys
+namespace = {"__name__": "__main__"}
+for path in sys.argv[1:]:
+    exec(compile(pathlib.Path(path).read_text(), path, "exec"), namespace)
+    print(end="\\0", flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced code block, the line on which its code begins, and the output shown after it."""
+
+    kind: str
+    code: str
+    line: int
+    shown: str | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether some test runs it."""
+        return self.kind == "python" and not self.code.startswith("# not run: ")
+
+    @property
+    def slow(self) -> bool:
+        """Whether only `make test-all` runs it."""
+        return self.runs and self.code.startswith("# slow: ")
+
+
+def name(page: Path) -> str:
+    """A page's path in the repository, as a test's id."""
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The fenced blocks of a page, each python block with the text block that follows it."""
+    text = page.read_text()
+    found = list(FENCE.finditer(text))
+    for match, after in itertools.zip_longest(found, found[1:]):
+        shown = None
+        if after and after[1] == "text" and not text[match.end() : after.start()].strip():
+            shown = after[2]
+        line = text.count("\n", 0, match.start()) + 2
+        yield Block(match[1], match[2], line, shown if match[1] == "python" else None)
+
+
+def printed(found: list[Block], folder: Path) -> list[str]:
+    """What each of a page's python blocks prints, run as a reader would, in `folder`.
+
+    A block whose first line is a comment like `# layer.py` is saved under that name, so that the
+    lines that gshard names are those of that file. The folder's own name is left out.
+    """
+    paths = []
+    for number, block in enumerate(found):
+        named = re.match(r"# (\w+\.py)\n", block.code)
+        paths.append(folder / (named[1] if named else f"block_{number}.py"))
+        paths[-1].write_text(block.code)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_BLOCKS, *map(str, paths)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.replace(f"{folder}/", "").split("\0")[:-1]
