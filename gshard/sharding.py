@@ -34,7 +34,7 @@ class Split:
         array = np.ascontiguousarray(coords, dtype=np.int32)
         return _intern(array.tobytes())
 
-    @property
+    @functools.cached_property
     def idle(self) -> bool:
         """Whether some devices hold no tile, as where the counts do not divide."""
         return bool((self.coords < 0).any())
@@ -109,7 +109,7 @@ class Sharding:
         """The number of dims."""
         return len(self.splits)
 
-    @property
+    @functools.cached_property
     def tiles(self) -> tuple[int, ...]:
         """The number of tiles along each dim."""
         return tuple(s.tiles if s else 1 for s in self.splits)
@@ -119,7 +119,7 @@ class Sharding:
         """Whether every device holds the whole tensor."""
         return not any(self.splits) and not self.manual
 
-    @property
+    @functools.cached_property
     def idle(self) -> bool:
         """Whether some devices hold nothing."""
         return any(s.idle for s in self.splits if s)

@@ -20,8 +20,11 @@ import numpy as np
 
 from gshard.moving.boxes import plan_boxes
 from gshard.moving.costs import MACHINE, MAX_ROUNDS, MAX_STATES, STEP_COST
+from gshard.moving.exchange import can_exchange, divisors, exchange_bytes, group_size, kept_tiles
 from gshard.sharding import Sharding, Split, compatible
 from gshard.tile import itemsize_of
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,21 @@ def plan_reshard(
 
 
 @functools.lru_cache(maxsize=16384)
-def _plan(source: Sharding, target: Sharding, shape, itemsize: int) -> tuple[Step, ...]:
+def _plan(source: Sharding, target: Sharding, shape: Shape, itemsize: int) -> tuple[Step, ...]:
     least = _missing(source, target, shape) * itemsize
     for step in _direct(source, target, shape, itemsize):
         if step.bytes <= least:
             return (step,)
+    return _search(source, target, shape, itemsize)
+
+
+def _search(source: Sharding, target: Sharding, shape: Shape, itemsize: int) -> tuple[Step, ...]:
+    """A* from `source`; the best path known by the time that it has looked at enough shardings."""
     counter = itertools.count()  # ties are broken by age, so that the plan is deterministic
-    queue: list = [(0.0, next(counter), 0.0, source, ())]
+    queue: list[tuple[float, int, float, Sharding, tuple[Step, ...]]]
+    queue = [(0.0, next(counter), 0.0, source, ())]
     best: dict[Sharding, float] = {source: 0.0}
+    arrived: tuple[Step, ...] = ()
     visited: set[Sharding] = set()
     while queue and len(visited) < MAX_STATES:
         _, _, spent, here, path = heapq.heappop(queue)
@@ -67,26 +77,40 @@ def _plan(source: Sharding, target: Sharding, shape, itemsize: int) -> tuple[Ste
         visited.add(here)
         for step in _steps(here, target, shape, itemsize):
             total = spent + step.bytes + STEP_COST * (step.kind != "slice")
-            if total < best.get(step.target, math.inf):
+            if total < min(best.get(step.target, math.inf), best.get(target, math.inf)):
                 best[step.target] = total
                 estimate = total + _missing(step.target, target, shape) * itemsize
                 heapq.heappush(queue, (estimate, next(counter), total, step.target, (*path, step)))
-    return tuple(_through_whole(source, target, shape, itemsize))
+                if step.target == target:
+                    arrived = (*path, step)
+    return arrived or tuple(_through_whole(source, target, shape, itemsize))
 
 
-@functools.lru_cache(maxsize=65536)
-def _missing(here: Sharding, target: Sharding, shape) -> float:
+def _missing(here: Sharding, target: Sharding, shape: Shape) -> float:
     """Elements of its tile in `target` that a device does not have yet: at least as many must come.
 
     The mean over the devices, which the search takes as the least that is still to be sent.
     """
-    have = wanted = np.ones(here.num_devices)
+    have, wanted = np.ones(here.num_devices), np.ones(here.num_devices)
     for n, a, b in zip(shape, here.splits, target.splits, strict=True):
-        low_a, high_a = _rows(a, n, here.num_devices)
-        low_b, high_b = _rows(b, n, here.num_devices)
-        have = have * np.maximum(np.minimum(high_a, high_b) - np.maximum(low_a, low_b), 0)
-        wanted = wanted * (high_b - low_b)
-    return float(np.mean(np.where(target.tile_index < 0, 0, wanted - have)))
+        if a or b:
+            shared, own = _shared_rows(a, b, n, here.num_devices)
+            have, wanted = have * shared, wanted * own
+        else:
+            have, wanted = have * n, wanted * n
+    missing = wanted - have
+    return float(missing.sum(where=target.tile_index >= 0) / here.num_devices)
+
+
+@functools.lru_cache(maxsize=16384)
+def _shared_rows(
+    here: Split | None, target: Split | None, n: int, num_devices: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """How many of its rows in `target` each device has, and how many it wants."""
+    low_a, high_a = _rows(here, n, num_devices)
+    low_b, high_b = _rows(target, n, num_devices)
+    shared = np.minimum(high_a, high_b) - np.maximum(low_a, low_b)
+    return np.maximum(shared, 0), high_b - low_b
 
 
 def _rows(split: Split | None, n: int, num_devices: int) -> tuple[np.ndarray, np.ndarray]:
@@ -98,7 +122,7 @@ def _rows(split: Split | None, n: int, num_devices: int) -> tuple[np.ndarray, np
     return low, np.where(split.coords < 0, low, np.minimum(low + rows, n))
 
 
-def _through_whole(here: Sharding, target: Sharding, shape, itemsize: int) -> Iterator[Step]:
+def _through_whole(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Step]:
     """The plan that always works, for tilings that have nothing in common."""
     whole = Sharding.replicated(here.rank, here.num_devices)
     if here.idle:
@@ -112,7 +136,7 @@ def _through_whole(here: Sharding, target: Sharding, shape, itemsize: int) -> It
     yield Step("slice", target, 0)
 
 
-def _direct(here: Sharding, target: Sharding, shape, itemsize) -> Iterator[Step]:
+def _direct(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Step]:
     """The moves that lead to `target` at once."""
     local = math.prod(here.local_shape(shape)) * itemsize
     if here.idle or target.idle:
@@ -125,12 +149,12 @@ def _direct(here: Sharding, target: Sharding, shape, itemsize) -> Iterator[Step]
     gathered = [d for d, (a, b) in enumerate(zip(here.tiles, kept, strict=True)) if a > b]
     if kept == target.tiles and len(gathered) == 1:
         yield Step("gather", target, local * (here.tiles[gathered[0]] // kept[gathered[0]] - 1))
-    if exchange_groups(here, target) is not None:
-        size = _group_size(here, target)
-        yield Step("exchange", target, _exchange_bytes(here, target, shape, itemsize, size))
+    if can_exchange(here, target):
+        size = group_size(here, target)
+        yield Step("exchange", target, exchange_bytes(here, target, shape, itemsize, size))
 
 
-def _steps(here: Sharding, target: Sharding, shape, itemsize) -> Iterator[Step]:
+def _steps(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Step]:
     """The moves from `here` that can lie on a good path to `target`."""
     local = math.prod(here.local_shape(shape)) * itemsize
     if here.idle or target.idle:
@@ -143,6 +167,9 @@ def _steps(here: Sharding, target: Sharding, shape, itemsize) -> Iterator[Step]:
     for between in _predecessors(target):
         if between.tiles == here.tiles and between != here:
             yield Step("permute", between, local)
+    alike = _cut_alike(here, target)
+    if alike:
+        yield Step("slice", alike, 0)
     for dim, split in enumerate(here.splits):
         for finer in _finer(split, target, dim):
             new = here.replace(dim, finer)
@@ -150,7 +177,7 @@ def _steps(here: Sharding, target: Sharding, shape, itemsize) -> Iterator[Step]:
                 yield Step("slice", new, 0)
         if not split:
             continue
-        for keep in _divisors(split.tiles)[:-1]:
+        for keep in divisors(split.tiles)[:-1]:
             gathered = here.replace(dim, split.major(keep))
             if not (here.idle and gathered.is_replicated):
                 yield Step("gather", gathered, local * (split.tiles // keep - 1))
@@ -161,33 +188,31 @@ def _steps(here: Sharding, target: Sharding, shape, itemsize) -> Iterator[Step]:
                     here.splits[other], split, split.tiles // keep, target.splits[other]
                 ):
                     new = gathered.replace(other, moved)
-                    if compatible(new.splits) and exchange_groups(here, new) is not None:
+                    if compatible(new.splits) and can_exchange(here, new):
                         size = split.tiles // keep
-                        sent = _exchange_bytes(here, new, shape, itemsize, size)
+                        sent = exchange_bytes(here, new, shape, itemsize, size)
                         yield Step("exchange", new, sent)
     if _misaligned(here, target):
-        routed = _routed(here, target, shape, itemsize, MAX_ROUNDS)
+        routed = _routed(here, target, shape, itemsize)
         if routed:
             yield routed
 
 
-def _idle_steps(here: Sharding, target: Sharding, shape, itemsize) -> Iterator[Step]:
+def _idle_steps(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Step]:
     """Tilings that leave devices out: a device that has it all cuts, others are sent theirs."""
     if here.is_replicated:
         yield Step("slice", target, 0)
         return
-    routed = _routed(here, target, shape, itemsize, MAX_ROUNDS)
+    routed = _routed(here, target, shape, itemsize)
     if routed:
         yield routed
     whole = Sharding.replicated(here.rank, here.num_devices)
     yield Step("spread", whole, 2 * math.prod(shape) * itemsize)
 
 
-def _routed(here: Sharding, target: Sharding, shape, itemsize, limit: int | None) -> Step | None:
-    rounds = plan_boxes(
-        here, here.local_shape(shape), target, target.local_shape(shape), tuple(shape)
-    )
-    if limit is not None and len(rounds) > limit + 1:
+def _routed(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Step | None:
+    rounds = plan_boxes(here, here.local_shape(shape), target, target.local_shape(shape), shape)
+    if len(rounds) > MAX_ROUNDS + 1:
         return None
     sent = sum(r.sent for r in rounds) * itemsize
     return Step("route", target, sent + STEP_COST * len(rounds))
@@ -207,7 +232,7 @@ def _predecessors(target: Sharding) -> Iterator[Sharding]:
         for other, source in enumerate(target.splits):
             if other == dim or not source:
                 continue
-            for keep in _divisors(source.tiles)[:-1]:
+            for keep in divisors(source.tiles)[:-1]:
                 minor = source.minor(source.tiles // keep)
                 if minor:
                     yield target.replace(other, source.major(keep)).replace(
@@ -216,7 +241,7 @@ def _predecessors(target: Sharding) -> Iterator[Sharding]:
     spare = copies_as_split(target)
     if spare:
         for dim, split in enumerate(target.splits):
-            for count in _divisors(spare.tiles)[1:]:
+            for count in divisors(spare.tiles)[1:]:
                 part = spare.major(count)
                 if part:
                     yield target.replace(dim, split.times(part) if split else part)
@@ -232,13 +257,32 @@ def copies_as_split(sharding: Sharding) -> Split | None:
     return Split.of(number)
 
 
+def _cut_alike(here: Sharding, target: Sharding) -> Sharding | None:
+    """`here` with its copies cut to the target's tile counts: what is left is to permute tiles."""
+    if any(b % a for a, b in zip(here.tiles, target.tiles, strict=True)) or here.idle:
+        return None
+    spare = copies_as_split(here)
+    factor = math.prod(target.tiles) // math.prod(here.tiles)
+    if factor == 1 or spare is None or spare.tiles % factor:
+        return None
+    left = spare.major(factor)
+    for dim, (a, b) in enumerate(zip(here.tiles, target.tiles, strict=True)):
+        if a < b:
+            assert left
+            part, now = left.major(b // a), here.splits[dim]
+            assert part
+            here = here.replace(dim, now.times(part) if now else part)
+            left = left.minor(left.tiles // (b // a))
+    return here
+
+
 def _finer(split: Split | None, target: Sharding, dim: int) -> list[Split]:
     """Ways to cut `split` further that head for the target."""
     found: list[Split] = []
     wanted = target.splits[dim]
     now = split.tiles if split else 1
     if wanted and wanted.tiles % now == 0 and wanted.major(now) is split:
-        found += [_coarser(wanted, k) for k in _divisors(wanted.tiles) if k > now and k % now == 0]
+        found += [_coarser(wanted, k) for k in divisors(wanted.tiles) if k > now and k % now == 0]
     for other in target.splits:
         if other:
             found.append(split.times(other) if split else other)
@@ -262,123 +306,3 @@ def _coarser(split: Split, tiles: int) -> Split:
     part = split.major(tiles)
     assert part
     return part
-
-
-def _divisors(n: int) -> list[int]:
-    return [k for k in range(1, n + 1) if n % k == 0]
-
-
-# ---------------------------------------------------------------- exchange: gather and all-to-all
-
-
-def kept_tiles(here: Sharding, target: Sharding) -> tuple[int, ...]:
-    """Per dim, how many tiles the two have in common: the major part that stays where it is."""
-    kept = []
-    for a, b in zip(here.splits, target.splits, strict=True):
-        shared = [
-            k
-            for k in (_divisors(math.gcd(a.tiles, b.tiles)) if a and b else ())
-            if a and b and a.major(k) is b.major(k)
-        ]
-        kept.append(max(shared, default=1))
-    return tuple(kept)
-
-
-@functools.lru_cache(maxsize=65536)
-def exchange_groups(here: Sharding, target: Sharding) -> tuple[tuple[int, ...], ...] | None:
-    """Groups of devices that can turn `here` into `target` among themselves by one AllToAll.
-
-    Members share the kept part of every dim. Each part to give away along the dims that grow is
-    held by one member, and each part to receive along the dims that shrink belongs to one member;
-    members stand in the order of the parts that they receive. None if there are no such groups.
-    """
-    kept = kept_tiles(here, target)
-    if ((here.tile_index < 0) != (target.tile_index < 0)).any():
-        return None
-    if any(a > k < b for a, b, k in zip(here.tiles, target.tiles, kept, strict=True)):
-        return None
-    block = _index_of(
-        [s.major(k) if s else None for s, k in zip(here.splits, kept, strict=True)], here
-    )
-    gives = _index_of(
-        [s.minor(s.tiles // k) if s else None for s, k in zip(here.splits, kept, strict=True)], here
-    )
-    takes = _index_of(
-        [s.minor(s.tiles // k) if s else None for s, k in zip(target.splits, kept, strict=True)],
-        target,
-    )
-    size = _group_size(here, target)
-    if size != math.prod(t // k for t, k in zip(target.tiles, kept, strict=True)) or size == 1:
-        return None
-    block = np.where(here.tile_index < 0, -1, block)
-    by_block = np.lexsort((takes, block))
-    rows = by_block[block[by_block] >= 0].reshape(-1, size)
-    numbers = np.arange(size)
-    if (takes[rows] == numbers).all() and (np.sort(gives[rows], axis=1) == numbers).all():
-        return tuple(map(tuple, rows.tolist()))
-    groups: list[tuple[int, ...]] = []
-    for b in range(int(block.max()) + 1):
-        remaining = np.flatnonzero(block == b).tolist()
-        while remaining:
-            group = _matching(remaining, gives, takes, size)
-            if group is None:
-                return None
-            groups.append(tuple(sorted(group, key=lambda d: takes[d])))
-            taken = set(group)
-            remaining = [d for d in remaining if d not in taken]
-    return tuple(sorted(groups))
-
-
-def _index_of(splits: list[Split | None], like: Sharding) -> np.ndarray:
-    return Sharding(tuple(splits), like.num_devices).tile_index
-
-
-def _group_size(here: Sharding, target: Sharding) -> int:
-    return math.prod(t // k for t, k in zip(here.tiles, kept_tiles(here, target), strict=True))
-
-
-def _matching(
-    devices: list[int], gives: np.ndarray, takes: np.ndarray, size: int
-) -> list[int] | None:
-    """Among `devices`, one for each part to give that are also one for each part to take."""
-    options: list[list[int]] = [[] for _ in range(size)]
-    for d in devices:
-        options[gives[d]].append(d)
-    owner: dict[int, int] = {}  # part to take -> device
-
-    def assign(give: int, seen: set[int]) -> bool:
-        for device in options[give]:
-            take = int(takes[device])
-            if take in seen:
-                continue
-            seen.add(take)
-            if take not in owner or assign(int(gives[owner[take]]), seen):
-                owner[take] = device
-                return True
-        return False
-
-    if all(assign(give, set()) for give in range(size)):
-        return list(owner.values())
-    return None
-
-
-def _exchange_bytes(here: Sharding, target: Sharding, shape, itemsize: int, size: int) -> int:
-    kept = kept_tiles(here, target)
-    rows = [
-        (t // k) * -(-n // t) if t > k else l
-        for l, n, t, k in zip(here.local_shape(shape), shape, target.tiles, kept, strict=True)
-    ]
-    return math.prod(rows) * itemsize * (size - 1) // size
-
-
-@functools.lru_cache(maxsize=4096)
-def orders_of_parts(here: Sharding, kept, groups) -> dict[tuple[int, ...], list[int]]:
-    """In which order members hold the parts to give away, and the devices for which that is so."""
-    gives = _index_of(
-        [s.minor(s.tiles // k) if s else None for s, k in zip(here.splits, kept, strict=True)], here
-    )
-    orders: dict[tuple[int, ...], list[int]] = {}
-    for group in groups:
-        order = tuple(np.argsort(gives[list(group)]).tolist())
-        orders.setdefault(order, []).extend(group)
-    return orders

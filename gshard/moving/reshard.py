@@ -12,13 +12,8 @@ from gshard.devices import Place
 from gshard.keys import as_integers, is_key
 from gshard.moving import collectives
 from gshard.moving.boxes import route
-from gshard.moving.plan import (
-    copies_as_split,
-    exchange_groups,
-    kept_tiles,
-    orders_of_parts,
-    plan_reshard,
-)
+from gshard.moving.exchange import exchange_groups, kept_tiles, orders_of_parts
+from gshard.moving.plan import copies_as_split, plan_reshard
 from gshard.sharding import Sharding
 from gshard.tile import Tile
 
@@ -67,7 +62,6 @@ def _exchange(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
     here, rank = tile.sharding, tile.sharding.rank
     kept = kept_tiles(here, target)
     groups = exchange_groups(here, target)
-    assert groups is not None
     give = [t // k for t, k in zip(target.tiles, kept, strict=True)]  # parts that a dim falls into
     grow = [t // k for t, k in zip(here.tiles, kept, strict=True)]  # parts that a dim is made of
     for dim in range(rank):

@@ -1,0 +1,86 @@
+"""Planning: few bytes, and little work for many devices, in whatever order they stand."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gshard.moving import exchange, plan
+from gshard.moving.exchange import can_exchange, exchange_groups, kept_tiles
+from gshard.moving.plan import plan_reshard
+from gshard.sharding import Sharding
+from tests.oracle import assignments
+
+MESH = np.arange(512).reshape(8, 8, 8)
+SHUFFLED = np.random.default_rng(0).permutation(512).reshape(8, 8, 8)
+
+
+def layouts(mesh: np.ndarray) -> list[Sharding]:
+    """A tensor of three dims over a mesh of three axes, in ways that have little in common."""
+    found = [
+        mesh,
+        mesh.transpose(2, 1, 0),
+        mesh.reshape(64, 8, 1),
+        mesh.transpose(2, 0, 1).reshape(64, 1, 8),
+        mesh.transpose(1, 0, 2).reshape(1, 1, 512),
+        mesh[:, :, :1],
+    ]
+    return [Sharding.of_assignment(m, 512) for m in found]
+
+
+@st.composite
+def pairs(draw):
+    devices = draw(st.sampled_from((4, 6, 8, 12)))
+    rank = draw(st.integers(1, 3))
+    found = [draw(assignments(rank, devices)) for _ in range(2)]
+    whole = np.zeros([1] * rank, int)
+    return tuple(Sharding.of_assignment(whole if a is None else a, devices) for a in found)
+
+
+@given(pairs())
+def test_where_an_exchange_is_possible_there_are_groups_for_it(case):
+    """Members share what is kept, and give and take every part once between them."""
+    here, target = case
+    if not can_exchange(here, target):
+        return
+    kept, groups = kept_tiles(here, target), exchange_groups(here, target)
+    size = math.prod(t // k for t, k in zip(here.tiles, kept, strict=True))
+    assert sorted(itertools.chain(*groups)) == np.flatnonzero(here.tile_index >= 0).tolist()
+    for group in groups:
+        for sharding in (here, target):
+            parts = list(zip(sharding.splits, kept, strict=True))
+            shared = {tuple(s.coords[d] // (s.tiles // k) for s, k in parts if s) for d in group}
+            rest = {tuple(s.coords[d] % (s.tiles // k) for s, k in parts if s) for d in group}
+            assert len(shared) == 1
+            assert len(rest) == len(group) == size
+
+
+def test_planning_for_many_devices_builds_no_groups(monkeypatch):
+    """A search that matched devices for every step took seconds for one of these, 30 for another.
+
+    That there are groups is known from the tile counts; they are made for the steps taken.
+    """
+    monkeypatch.setattr(exchange, "exchange_groups", None)
+    monkeypatch.setattr(exchange, "_matching", None)
+    expanded = []
+    steps = plan._steps
+    monkeypatch.setattr(plan, "_steps", lambda *args: expanded.append(args) or steps(*args))
+    shape = (512, 510, 509)
+    tile = 4 * math.prod(-(-n // 8) for n in shape)
+    sources, targets = layouts(MESH), layouts(MESH) + layouts(SHUFFLED)
+    for source, target in [(s, t) for s in sources[::2] for t in targets[::3] if s != t]:
+        found = plan_reshard(source, target, shape, np.float32)
+        assert found[-1].target == target
+        assert sum(s.bytes for s in found) <= 24 * tile
+    assert len(expanded) < 3000
+
+
+@pytest.mark.parametrize("mesh", [MESH.transpose(1, 2, 0), SHUFFLED])
+def test_copies_are_cut_before_they_move(mesh):
+    """Eight copies of 64 tiles, to 512 tiles in another order: one permute of the small tiles."""
+    source, target = Sharding.of_assignment(MESH[:, :, :1], 512), Sharding.of_assignment(mesh, 512)
+    steps = plan_reshard(source, target, (64, 64, 64), np.float32)
+    assert sum(s.bytes for s in steps) <= 8 * 8 * 8 * 4
