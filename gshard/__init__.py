@@ -9,13 +9,17 @@ from importlib import metadata as _metadata
 from gshard import manual
 from gshard.annotate import replicate, shard, split
 from gshard.explain import Collective
+from gshard.factors import Factors
 from gshard.jit import Compiled, Lowered, jit
 from gshard.manual import (
     auto_to_manual_spmd_partition,
     manual_to_auto_spmd_partition,
     partition_id,
 )
+from gshard.register import register_rule
+from gshard.rule import Rule
 from gshard.sharding import Sharding
+from gshard.tile import Tile
 from gshard.uneven import UnevenArray
 
 try:
@@ -26,8 +30,11 @@ except _metadata.PackageNotFoundError:  # the source tree on the path, nothing i
 __all__ = [
     "Collective",
     "Compiled",
+    "Factors",
     "Lowered",
+    "Rule",
     "Sharding",
+    "Tile",
     "UnevenArray",
     "__version__",
     "auto_to_manual_spmd_partition",
@@ -35,6 +42,7 @@ __all__ = [
     "manual",
     "manual_to_auto_spmd_partition",
     "partition_id",
+    "register_rule",
     "replicate",
     "shard",
     "split",

@@ -1,12 +1,16 @@
 """Everything gshard takes from JAX's private modules, so that a new release is adapted to here."""
 
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax._src import core, dispatch, effects, source_info_util
 from jax._src.ad_checkpoint import remat_p
 from jax._src.core import Primitive, Var
+from jax._src.custom_partitioning import custom_partitioning_p
+from jax._src.custom_partitioning_sharding_rule import str_to_sdy_sharding_rule
 from jax._src.interpreters import ad, batching, mlir, pxla
 from jax._src.interpreters.partial_eval import dce_jaxpr
 from jax._src.lax.lax import optimization_barrier_p, split_p, stack_p, tile_p, unstack_p
@@ -56,6 +60,21 @@ def discharge_refs(closed):
     return pxla._discharge_internal_refs(closed)
 
 
+def parse_sharding_rule(text: str, settings: Mapping[str, Any]):
+    """A sharding rule written like an einsum, as `custom_partitioning` takes it."""
+    return str_to_sdy_sharding_rule(text, **settings)
+
+
+@contextlib.contextmanager
+def tensor_types(*avals: Sequence[Any]) -> Iterator[list[list[Any]]]:
+    """Lists of arrays as the types of MLIR, which live as long as the context."""
+    with mlir.make_ir_context(), mlir.ir.Location.unknown():
+        yield [
+            [mlir.ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(a.dtype)) for a in listed]
+            for listed in avals
+        ]
+
+
 def prng_impl(dtype):
     """The generator of random keys of this dtype."""
     return dtype._impl
@@ -75,12 +94,14 @@ __all__ = [
     "ad",
     "allowed_in_branches",
     "batching",
+    "custom_partitioning_p",
     "dce_jaxpr",
     "discharge_refs",
     "gamma_one",
     "iota_2x32_shape_p",
     "mlir",
     "optimization_barrier_p",
+    "parse_sharding_rule",
     "private_primitives",
     "prng_impl",
     "python_implementation",
@@ -93,6 +114,7 @@ __all__ = [
     "source_info_util",
     "split_p",
     "stack_p",
+    "tensor_types",
     "tile_p",
     "unstack_p",
 ]

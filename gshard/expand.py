@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun, jaxprs_in_params
 from jax.extend.core import primitives as p
 
-from gshard._jax import python_implementation
+from gshard._jax import custom_partitioning_p, python_implementation
 from gshard.rule import RULES
 from gshard.source import on_behalf_of
 
@@ -29,7 +29,8 @@ def expand(eqn: JaxprEqn) -> ClosedJaxpr | None:
         return _traced(eqn, _batched_while)
     if eqn.primitive in _REDUCERS and all(isinstance(a, int) for a in eqn.params["axes"]):
         return _traced(eqn, _reduction_over_dims)
-    if eqn.primitive in RULES or eqn.effects:
+    described = eqn.primitive is not custom_partitioning_p or eqn.params["sharding_rule"]
+    if (eqn.primitive in RULES and described) or eqn.effects:
         return None
     implementation = python_implementation(eqn.primitive)
     if implementation is None:

@@ -1,0 +1,229 @@
+"""`jax.experimental.custom_partitioning`: the user's own partitioning of a function.
+
+Its sharding rule is a rule like gshard's own. Its `partition` callback is asked for the function of
+one device, on a mesh with one axis for every factor that is split, and the collectives over those
+axes become gshard's. A function without a sharding rule is its body (see `expand`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import primitives as p
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from gshard._jax import (
+    custom_partitioning_p,
+    parse_sharding_rule,
+    private_primitives,
+    tensor_types,
+)
+from gshard.choose import choose
+from gshard.devices import Place
+from gshard.factors import Dim, Factor, Factors
+from gshard.register import factors_of
+from gshard.rule import Context, Doc, Rule, register
+from gshard.sharding import Sharding, Split
+from gshard.source import because, on_behalf_of, source_of
+from gshard.tile import Tile
+
+Axes = dict[Factor, Split]  # the mesh: an axis for every factor that is split
+
+
+def custom_factors(eqn: JaxprEqn) -> Factors:
+    """What the sharding rule says; the callback reduces partial sums by itself."""
+    rule = eqn.params["sharding_rule"]
+    settings: dict[str, Any] = {}
+    if callable(rule):
+        avals = [[a.aval for a in atoms] for atoms in (eqn.invars, eqn.outvars)]
+        with tensor_types(*avals) as (operands, results):
+            rule = rule(*eqn.params["static_args"], AbstractMesh((), ()), operands, results)
+        if isinstance(rule, (list, tuple)):
+            rule, settings = rule
+    if isinstance(rule, str):
+        rule = parse_sharding_rule(rule, settings)
+    return factors_of(eqn, rule, dict.fromkeys(rule.reduction_factors, "sum"))
+
+
+def _partition(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    factors = custom_factors(eqn)
+    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets)
+    axes = {f: s for f, s in chosen.items() if s and _can_split(f, s, factors)}
+    reason = f"operand of {eqn.primitive.name}"
+    if not axes:
+        whole = Sharding.replicated
+        ready = [
+            ctx.reshard(t, whole(t.sharding.rank, ctx.place.num_devices), reason) for t in tiles
+        ]
+        arrays = jaxpr_as_fun(eqn.params["call"])(*(t.array for t in ready))
+        return [Tile(a, whole(a.ndim, ctx.place.num_devices), a.shape) for a in arrays]
+    lowered, operands, results = _ask(eqn, factors, axes)
+    ready = [
+        ctx.reshard(t, _sharding(ctx, spec, axes), reason)
+        for t, spec in zip(tiles, operands, strict=True)
+    ]
+    sizes = [(f, s.tiles) for f, s in axes.items()]
+    arguments = [t.array for t in ready]
+    program = jax.make_jaxpr(lowered, axis_env=sizes)(
+        *jax.tree.unflatten(eqn.params["in_tree"], arguments)
+    )
+    arrays = _evaluate(ctx.place, axes, program, arguments)
+    made = []
+    for array, spec, var in zip(arrays, results, eqn.outvars, strict=True):
+        tile = Tile(array, _sharding(ctx, spec, axes), tuple(var.aval.shape))
+        if not tile.is_standard:
+            raise ValueError(
+                f"{source_of(eqn)}: the function that partition() returned gives a tile of shape "
+                f"{array.shape}, but a tensor of shape {tile.shape} split as {spec} has tiles of "
+                f"shape {tile.sharding.local_shape(tile.shape)}"
+            )
+        made.append(tile)
+    return made
+
+
+def _can_split(factor: Factor, split: Split, factors: Factors) -> bool:
+    """The callback knows no padding: none may take part in a reduction, or stand inside a dim."""
+    inside = any(
+        factor in dim and len(dim) > 1
+        for dims in (*factors.operands, *factors.results)
+        for dim in dims
+    )
+    if split.idle:
+        return False
+    even = factors.sizes[factor] % split.tiles == 0
+    return even or not (factor in factors.reduced or inside)
+
+
+def _ask(eqn: JaxprEqn, factors: Factors, axes: Axes) -> tuple[Any, list, list]:
+    """The function of one device, and how it wants its operands and leaves its results."""
+    params = eqn.params
+    mesh = AbstractMesh(tuple(s.tiles for s in axes.values()), tuple(axes))
+
+    def struct(atom: Any, dims: tuple[Dim, ...]) -> jax.ShapeDtypeStruct:
+        spec = [tuple(f for f in dim if f in axes) or None for dim in dims]
+        cuts = [int(np.prod([axes[f].tiles for f in names or ()])) for names in spec]
+        shape = [-(-n // c) * c for n, c in zip(atom.aval.shape, cuts, strict=True)]  # rounded up
+        named = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(shape, atom.aval.dtype, sharding=named)
+
+    operands = [struct(a, d) for a, d in zip(eqn.invars, factors.operands, strict=True)]
+    results = [struct(v, d) for v, d in zip(eqn.outvars, factors.results, strict=True)]
+    _, lowered, result_shardings, operand_shardings = params["partition"](
+        *params["static_args"],
+        mesh,
+        jax.tree.unflatten(params["in_tree"], operands),
+        jax.tree.unflatten(params["out_tree"], results),
+    )
+    specs = []
+    for shardings, tree, atoms in (
+        (operand_shardings, params["in_tree"], eqn.invars),
+        (result_shardings, params["out_tree"], eqn.outvars),
+    ):
+        flat = tree.flatten_up_to(tuple(shardings) if isinstance(shardings, list) else shardings)
+        specs.append([_spec(s, len(a.aval.shape)) for s, a in zip(flat, atoms, strict=True)])
+    return lowered, *specs
+
+
+def _spec(sharding: NamedSharding, rank: int) -> list[tuple[str, ...]]:
+    """The mesh axes of each dim."""
+    named = [(n,) if isinstance(n, str) else tuple(n or ()) for n in sharding.spec]
+    return named + [()] * (rank - len(named))
+
+
+def _sharding(ctx: Context, spec: Sequence[tuple[str, ...]], axes: Axes) -> Sharding:
+    splits: list[Split | None] = []
+    for names in spec:
+        split = None
+        for name in names:
+            split = split.times(axes[name]) if split else axes[name]
+        splits.append(split)
+    return Sharding(tuple(splits), ctx.place.num_devices)
+
+
+# ---------------------------------------------------------------- collectives over the axes
+
+_WITH_GROUPS = (
+    p.psum_p,
+    p.pmax_p,
+    p.pmin_p,
+    p.all_gather_p,
+    p.all_to_all_p,
+    *private_primitives("lax.parallel", "reduce_scatter_p", "psum_invariant_p"),
+)
+
+
+def _evaluate(place: Place, axes: Axes, program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """Run the function of one device, with its collectives over groups of gshard's devices."""
+    jaxpr = program.jaxpr
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*program.consts, *args), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        with on_behalf_of(eqn), because("asked for by a custom_partitioning function"):
+            values = [read(a) for a in eqn.invars]
+            env.update(zip(eqn.outvars, _equation(place, axes, eqn, values), strict=True))
+    return [read(a) for a in jaxpr.outvars]
+
+
+def _equation(place: Place, axes: Axes, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    params = dict(eqn.params)
+    key = next((k for k in ("axes", "axis_name") if k in params), None)
+    if key is None:
+        params = {k: _rebuilt(place, axes, v) for k, v in params.items()}
+    else:
+        names = params[key] if isinstance(params[key], tuple) else (params[key],)
+        groups, rank = _groups(place, axes, names)
+        if eqn.primitive is p.axis_index_p:
+            return [place.lookup(rank)]
+        if eqn.primitive is p.ppermute_p:
+            pairs = [(g[s], g[d]) for g in groups for s, d in params["perm"]]
+            params |= {key: place.axes, "perm": tuple(pairs)}
+        elif eqn.primitive in _WITH_GROUPS and not params.get("axis_index_groups"):
+            params |= {key: place.axes, "axis_index_groups": tuple(map(tuple, groups))}
+        else:
+            raise NotImplementedError(
+                f"{source_of(eqn)}: gshard cannot run {eqn.primitive.name!r} in the function that "
+                "partition() returned; use psum, all_gather, all_to_all, ppermute or axis_index "
+                "without groups"
+            )
+    made = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))
+    return made if eqn.primitive.multiple_results else [made]
+
+
+def _rebuilt(place: Place, axes: Axes, param: Any) -> Any:
+    """A body inside of an equation, with its collectives replaced too."""
+    if isinstance(param, tuple):
+        return tuple(_rebuilt(place, axes, x) for x in param)
+    if not isinstance(param, ClosedJaxpr):
+        return param
+    return jax.make_jaxpr(lambda *args: _evaluate(place, axes, param, args))(*param.in_avals)
+
+
+def _groups(place: Place, axes: Axes, names: Sequence[str]) -> tuple[list[list[int]], np.ndarray]:
+    """The devices that differ along the named axes only, in order, and each one's place there."""
+    unknown = [n for n in names if n not in axes]
+    if unknown:
+        raise NameError(f"the axis {unknown[0]!r} is not one of the mesh's: {tuple(axes)}")
+    mesh = Sharding((*axes.values(),), place.num_devices)
+    # Devices beyond the mesh hold copies: a group lies within one copy.
+    copies = np.moveaxis(mesh.devices, -1, 0).reshape(-1, *mesh.tiles)
+    moved = [list(axes).index(n) + 1 for n in names]
+    ordered = np.moveaxis(copies, moved, range(-len(moved), 0))
+    groups = ordered.reshape(-1, int(np.prod([axes[n].tiles for n in names])))
+    rank = np.zeros(place.num_devices, np.int32)
+    rank[groups] = np.arange(groups.shape[1])
+    return groups.tolist(), rank
+
+
+register(
+    Rule(custom_factors, partition=_partition, doc=Doc(free="as its sharding rule says")),
+    custom_partitioning_p,
+)
