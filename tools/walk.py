@@ -88,7 +88,12 @@ def walk_train() -> list[str]:
         corpus, out = f"{folder}/corpus", f"{folder}/run"
 
         run("data", "gather", "--out", corpus, "--tsv", f"train={text}", "--no-clean")
-        settings = ("train.steps=2", "vocabulary.source_size=300", "vocabulary.target_size=300")
+        settings = (
+            "train.steps=2",
+            "devices.count=2",
+            "vocabulary.source_size=300",
+            "vocabulary.target_size=300",
+        )
         files = visited(lambda: run("train", "tiny", "--corpus", corpus, "--out", out, *settings))
     return [f for f in files if f.startswith(("mt/", "nn/")) or f in ("cli.py", "jit.py")]
 
