@@ -40,7 +40,7 @@ def private_primitives(module: str, *names: str) -> list[Primitive]:
     return [getattr(found, name) for name in names if hasattr(found, name)]
 
 
-def python_implementation(primitive: Primitive) -> Callable | None:
+def python_implementation(primitive: Primitive) -> Callable[..., Any] | None:
     """The Python function that a primitive is outside of `jit`; None if XLA alone has it."""
     implementation = primitive.impl
     if getattr(implementation, "func", None) is dispatch.apply_primitive:
@@ -48,19 +48,19 @@ def python_implementation(primitive: Primitive) -> Callable | None:
     return None if getattr(implementation, "__func__", None) is Primitive.impl else implementation
 
 
-def allowed_in_branches(found) -> bool:
+def allowed_in_branches(found: Any) -> bool:
     """Whether effects may happen on one side of a `cond` alone."""
     return not effects.control_flow_allowed_effects.filter_not_in(found)
 
 
-def discharge_refs(closed):
+def discharge_refs(closed: Any) -> Any:
     """The program with the references that it makes replaced by the values in them."""
     if not any(isinstance(e, core.InternalMutableArrayEffect) for e in closed.effects):
         return closed
     return pxla._discharge_internal_refs(closed)
 
 
-def parse_sharding_rule(text: str, settings: Mapping[str, Any]):
+def parse_sharding_rule(text: str, settings: Mapping[str, Any]) -> Any:
     """A sharding rule written like an einsum, as `custom_partitioning` takes it."""
     return str_to_sdy_sharding_rule(text, **settings)
 
@@ -75,12 +75,12 @@ def tensor_types(*avals: Sequence[Any]) -> Iterator[list[list[Any]]]:
         ]
 
 
-def prng_impl(dtype):
+def prng_impl(dtype: Any) -> Any:
     """The generator of random keys of this dtype."""
     return dtype._impl
 
 
-def scan_counts(params) -> tuple[int, int]:
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     """How many constants a scan has, and how many carried values."""
     if "ft_in" in params:  # since JAX 0.11: the operands as a tree of three parts
         consts, carry, _ = params["ft_in"].unpack()

@@ -190,7 +190,7 @@ def widen(annotation: Annotation, dim: int) -> Annotation:
     )
 
 
-def _batch(args, dims, *, annotation: Annotation):
+def _batch(args: Any, dims: Any, *, annotation: Annotation) -> Any:
     (x,), (dim,) = args, dims
     return annotate_p.bind(x, annotation=widen(annotation, dim)), dim
 

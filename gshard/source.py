@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
@@ -29,7 +30,7 @@ def here() -> str:
     return _user_line(source_info_util.current())
 
 
-def _user_line(source_info) -> str:
+def _user_line(source_info: Any) -> str:
     frames = list(source_info_util.user_frames(source_info.traceback))
     own = [f for f in frames if "site-packages" not in f.file_name]
     frame = (own or frames or [None])[0]
@@ -45,7 +46,7 @@ def reason_of(eqn: JaxprEqn) -> str:
     return ""
 
 
-def because(reason: str) -> contextlib.AbstractContextManager:
+def because(reason: str) -> contextlib.AbstractContextManager[Any]:
     """Attach `reason` to the operations made inside; profilers show it too, in the op's name."""
     return jax.named_scope(_REASON + reason)
 
