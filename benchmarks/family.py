@@ -37,7 +37,7 @@ def lower(model: Model) -> tuple[gshard.Lowered, float]:
 def state_bytes(lowered: gshard.Lowered) -> int:
     """Weights and optimizer state (and the batch) on one device."""
     shardings = jax.tree.leaves(lowered.in_shardings)
-    avals = lowered._call.avals
+    avals = jax.tree.leaves(lowered.args_info)
     return sum(math.prod(s.local_shape(a.shape)) * 4 for s, a in zip(shardings, avals, strict=True))
 
 

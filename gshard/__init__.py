@@ -10,7 +10,7 @@ from gshard import manual
 from gshard.annotate import replicate, shard, split
 from gshard.explain import Collective
 from gshard.factors import Factors
-from gshard.jit import Compiled, Lowered, jit
+from gshard.jit import jit
 from gshard.manual import (
     auto_to_manual_spmd_partition,
     manual_to_auto_spmd_partition,
@@ -19,6 +19,7 @@ from gshard.manual import (
 from gshard.register import register_rule
 from gshard.rule import Rule
 from gshard.sharding import Sharding
+from gshard.stages import Compiled, Lowered
 from gshard.tile import Tile
 from gshard.uneven import UnevenArray
 

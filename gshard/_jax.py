@@ -6,15 +6,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax._src import core, dispatch, effects, source_info_util
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import dispatch as _dispatch
+from jax._src import dtypes as _dtypes
+from jax._src import effects as _effects
+from jax._src import mesh as _mesh
+from jax._src import pjit as _pjit
+from jax._src import source_info_util
+from jax._src import tree_util as _tree_util
+from jax._src import util as _util
 from jax._src.ad_checkpoint import remat_p
+from jax._src.api_util import InternalFloatingPointError
 from jax._src.core import Primitive, Var
 from jax._src.custom_partitioning import custom_partitioning_p
 from jax._src.custom_partitioning_sharding_rule import str_to_sdy_sharding_rule
-from jax._src.interpreters import ad, batching, mlir, pxla
+from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import pxla as _pxla
 from jax._src.interpreters.partial_eval import dce_jaxpr
 from jax._src.lax.lax import optimization_barrier_p, split_p, stack_p, tile_p, unstack_p
 from jax._src.lax.slicing import scatter_sub_p
+from jax._src.lib import _jax as _jaxlib
+from jax._src.lib import jax_jit as _jax_jit
+from jax._src.numpy.array_methods import _set_array_base_attributes
+from jax._src.pjit import reshard_p, sharding_constraint_p
+from jax._src.shard_map import shard_map_p
 
 try:
     from jax._src.random import core as _random
@@ -40,27 +56,27 @@ def private_primitives(module: str, *names: str) -> list[Primitive]:
     return [getattr(found, name) for name in names if hasattr(found, name)]
 
 
-def python_implementation(primitive: Primitive) -> Callable[..., Any] | None:
+def python_implementation(primitive: Primitive) -> Callable | None:
     """The Python function that a primitive is outside of `jit`; None if XLA alone has it."""
     implementation = primitive.impl
-    if getattr(implementation, "func", None) is dispatch.apply_primitive:
+    if getattr(implementation, "func", None) is _dispatch.apply_primitive:
         return None
     return None if getattr(implementation, "__func__", None) is Primitive.impl else implementation
 
 
-def allowed_in_branches(found: Any) -> bool:
+def allowed_in_branches(found) -> bool:
     """Whether effects may happen on one side of a `cond` alone."""
-    return not effects.control_flow_allowed_effects.filter_not_in(found)
+    return not _effects.control_flow_allowed_effects.filter_not_in(found)
 
 
-def discharge_refs(closed: Any) -> Any:
+def discharge_refs(closed):
     """The program with the references that it makes replaced by the values in them."""
-    if not any(isinstance(e, core.InternalMutableArrayEffect) for e in closed.effects):
+    if not any(isinstance(e, _core.InternalMutableArrayEffect) for e in closed.effects):
         return closed
-    return pxla._discharge_internal_refs(closed)
+    return _pxla._discharge_internal_refs(closed)
 
 
-def parse_sharding_rule(text: str, settings: Mapping[str, Any]) -> Any:
+def parse_sharding_rule(text: str, settings: Mapping[str, Any]):
     """A sharding rule written like an einsum, as `custom_partitioning` takes it."""
     return str_to_sdy_sharding_rule(text, **settings)
 
@@ -75,12 +91,12 @@ def tensor_types(*avals: Sequence[Any]) -> Iterator[list[list[Any]]]:
         ]
 
 
-def prng_impl(dtype: Any) -> Any:
+def prng_impl(dtype):
     """The generator of random keys of this dtype."""
     return dtype._impl
 
 
-def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+def scan_counts(params) -> tuple[int, int]:
     """How many constants a scan has, and how many carried values."""
     if "ft_in" in params:  # since JAX 0.11: the operands as a tree of three parts
         consts, carry, _ = params["ft_in"].unpack()
@@ -88,33 +104,202 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
+# ---------------------------------------------------------------- the quick way into a program
+#
+# `jax.jit` parses its arguments, looks up the program and passes the buffers in C++. gshard uses
+# the same: JAX asks `cache_miss` once for each new kind of arguments, and what that returns beside
+# the results lets all further calls pass by Python.
+
+_programs = _jaxlib.PjitFunctionCache(capacity=8192)
+
+
+def jit_info(jitted: Any) -> Any:
+    """What `jax.jit` made of its keywords: static and donated arguments, by number and name."""
+    return jitted._jit_info
+
+
+def quick_call(fun: Any, cache_miss: Callable, static: Any, key: Any) -> Callable:
+    """A function like those that `jax.jit` returns; `static` has its static arguments."""
+    numbers = static.static_argnums if static else ()
+    names = static.static_argnames if static else ()
+    name = _util.fun_name(fun) if fun is not None else "compiled"
+    registry = _tree_util.dispatch_registry
+    made = _jaxlib.pjit(
+        name, fun, cache_miss, numbers, names, key, registry, _pxla.cc_shard_arg, _programs
+    )
+    made._fun = fun  # what debug_nans runs op by op when it finds one
+    return made
+
+
+def quick_data(
+    compiled: Any, tree: Any, names: Sequence, consts: Sequence, out: Sequence, results: Sequence
+) -> Any:
+    """What lets later calls pass by Python, or None where they cannot (callbacks, wrapped results).
+
+    `names` are the shardings that the arguments have now, for those that crossed as they are;
+    `results` are what the user sees of what came `out`.
+    """
+    executable = compiled._executable
+    if any(a.shape != b.shape for a, b in zip(out, results, strict=True)):
+        return None
+    own = executable.shard_const_args(compiled._params.const_args)
+    data = _pjit._get_fastpath_data(executable, tree, names, results, (), (), None, [*own, *consts])
+    if data is None or len(data.out_avals) != len(results):
+        return None
+    kept = [i for i, used in enumerate(data.kept_var_bitvec) if used]
+    called = [None] * (len(own) + len(consts)) + list(names)
+    into = [called[i] or s for i, s in zip(kept, data.in_shardings, strict=True)]
+    return data._replace(in_shardings=into, out_shardings=[r.sharding for r in results])
+
+
+def parse_arguments(static: Any, args: tuple, kwargs: dict) -> tuple[Any, list]:
+    """A call's signature (trees, names and static arguments), and its flat dynamic arguments."""
+    return _jax_jit.parse_arguments(
+        args,
+        tuple(kwargs.values()),
+        tuple(kwargs),
+        static.static_argnums,
+        static.static_argnames,
+        _tree_util.tracing_registry,
+    )
+
+
+def execute(compiled: Any, arrays: Sequence) -> list:
+    """Run a compiled program on arrays that are known to fit, without JAX's checks of them.
+
+    The checks refuse int4 arrays, whose layout they take for another one.
+    """
+    executable = compiled._executable
+    own = executable.shard_const_args(compiled._params.const_args)
+    return executable.unsafe_call(*own, *arrays)
+
+
+def closed_over(traced: Any) -> list:
+    """Values that a traced function takes in front of its arguments."""
+    return list(traced._consts)
+
+
+def is_tracing() -> bool:
+    """Whether a function is being traced or transformed by JAX right now."""
+    return not _core.trace_ctx.is_top_level()
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether this stands for a value of a program that is being traced."""
+    return isinstance(value, _core.Tracer)
+
+
+def is_array_like(value: Any) -> bool:
+    """Whether JAX takes this for an array."""
+    return _core.valid_jaxtype(value)
+
+
+def struct_of(value: Any) -> Any:
+    """An argument for tracing: its shape and type alone, and its sharding if that is in its type.
+
+    A mesh in a type would make a program of its own of every mesh that an argument has lain on.
+    """
+    aval = _core.shaped_abstractify(value)
+    if not isinstance(aval, _core.ShapedArray):
+        return value
+    explicit = aval.sharding.mesh._any_axis_explicit
+    return jax.ShapeDtypeStruct(
+        aval.shape,
+        aval.dtype,
+        weak_type=aval.weak_type,
+        sharding=value.sharding if explicit else None,
+    )
+
+
+weakref_cache = _util.weakref_lru_cache  # forgotten with its first argument, or by clear_caches
+
+
+def context_mesh() -> Any:
+    """The mesh of `jax.set_mesh`, or of `with mesh:`; None outside."""
+    mesh = _mesh.get_concrete_mesh()
+    if mesh.empty:
+        mesh = _mesh.thread_resources.env.physical_mesh
+    return None if mesh.empty else mesh
+
+
+def without_mesh() -> Any:
+    """A context in which no mesh is set: a partitioned program has its own."""
+    return _NoMesh()
+
+
+_contexts: Any = _mesh if hasattr(_mesh, "device_context") else _config  # since JAX 0.11: _mesh
+
+
+class _NoMesh:
+    def __enter__(self) -> None:
+        nothing = _mesh.empty_concrete_mesh if _contexts is _mesh else None
+        empty = _mesh.empty_abstract_mesh
+        self.abstract = _contexts.abstract_mesh_context_manager.swap_local(empty)
+        self.concrete = _contexts.device_context.swap_local(nothing)
+
+    def __exit__(self, *_: object) -> None:
+        _contexts.abstract_mesh_context_manager.set_local(self.abstract)
+        _contexts.device_context.set_local(self.concrete)
+
+
+def register_array_type(cls: type, aval: Callable, place: Callable) -> None:
+    """Make JAX take `cls` for an array: `aval` says of which type, `place` puts it somewhere."""
+    _set_array_base_attributes(cls, exclude=set(vars(cls)))
+    _core.pytype_aval_mappings[cls] = aval
+    _dtypes.register_canonicalize_value_handler(cls, None)
+
+    def shard(values: Sequence, shardings: Sequence, layouts: Sequence, copies: Sequence) -> Any:
+        arrays = [place(v) for v in values]
+        return _pxla.shard_args(shardings, layouts, copies, arrays)
+
+    _pxla.shard_arg_handlers[cls] = shard
+
+
 __all__ = [
     "COMPOSITE_BODY",
+    "InternalFloatingPointError",
     "Var",
     "ad",
     "allowed_in_branches",
     "batching",
+    "closed_over",
+    "context_mesh",
     "custom_partitioning_p",
     "dce_jaxpr",
     "discharge_refs",
+    "execute",
     "gamma_one",
     "iota_2x32_shape_p",
+    "is_array_like",
+    "is_tracer",
+    "is_tracing",
+    "jit_info",
     "mlir",
     "optimization_barrier_p",
+    "parse_arguments",
     "parse_sharding_rule",
     "private_primitives",
     "prng_impl",
     "python_implementation",
+    "quick_call",
+    "quick_data",
     "random_clone_p",
     "random_unwrap_p",
     "random_wrap_p",
+    "register_array_type",
     "remat_p",
+    "reshard_p",
     "scan_counts",
     "scatter_sub_p",
+    "shard_map_p",
+    "sharding_constraint_p",
     "source_info_util",
     "split_p",
     "stack_p",
+    "struct_of",
     "tensor_types",
     "tile_p",
     "unstack_p",
+    "weakref_cache",
+    "without_mesh",
 ]

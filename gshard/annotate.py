@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.extend.core import Primitive
 
 from gshard._jax import ad, batching, mlir
+from gshard.meshes import constrained
 from gshard.sharding import Sharding
 from gshard.source import here
 
@@ -71,7 +73,7 @@ class Annotation:
 
 def replicate(tensor: Any) -> Any:
     """Annotate `tensor` to be whole on every device."""
-    return _annotate(tensor, Annotation("replicate(tensor)", (1,) * np.ndim(tensor), None))
+    return annotate(tensor, Annotation("replicate(tensor)", (1,) * np.ndim(tensor), None))
 
 
 def split(tensor: Any, split_dimension: int, num_partitions: int) -> Any:
@@ -92,7 +94,7 @@ def split(tensor: Any, split_dimension: int, num_partitions: int) -> Any:
         raise ValueError(f"{here()}: {call}: the number of partitions must be at least 1")
     tiles = [1] * rank
     tiles[split_dimension] = int(num_partitions)
-    return _annotate(tensor, Annotation(call, tuple(tiles), tuple(range(num_partitions))))
+    return annotate(tensor, Annotation(call, tuple(tiles), tuple(range(num_partitions))))
 
 
 def shard(tensor: Any, device_assignment: Any) -> Any:
@@ -103,7 +105,7 @@ def shard(tensor: Any, device_assignment: Any) -> Any:
     devices as `mesh = np.arange(8).reshape(2, 4)`, `shard(x, mesh[:, :1])` cuts a matrix into two
     row blocks, each copied along a row of the mesh.
     """
-    return _annotate(tensor, as_annotation(tensor, device_assignment))
+    return annotate(tensor, as_annotation(tensor, device_assignment))
 
 
 def as_annotation(tensor: Any, device_assignment: Any) -> Annotation:
@@ -136,22 +138,38 @@ annotate_p.def_impl(lambda x, **_: x)
 annotate_p.def_abstract_eval(lambda x, **_: x)
 
 
-# The number of devices that `gshard.jit` traces for. JAX keys its caches by it: a function that
-# is jitted inside may have been traced before, for another number, or outside.
-_num_devices = jax.make_user_context(1)
+# The devices that `gshard.jit` traces for, in their order. JAX keys its caches by it: a function
+# that is jitted inside may have been traced before, for others, or outside.
+_tracing_for = jax.make_user_context(None)
 
-# What has been annotated in the current trace. Tensors can only be told by identity.
-_annotated: contextvars.ContextVar[list[tuple[Any, Annotation]] | None] = contextvars.ContextVar(
-    "gshard_annotated", default=None
+# The devices on which annotations are sharding constraints for XLA: where a function of
+# `gshard.jit` is called inside of `jax.jit`, or transformed.
+_constraining = jax.make_user_context(None)
+
+# What has been annotated in the current trace. Tensors can only be told by identity, and may not
+# be kept alive beyond their trace.
+_annotated: contextvars.ContextVar[list[tuple[weakref.ref, Annotation]] | None] = (
+    contextvars.ContextVar("gshard_annotated", default=None)
 )
 
 
+class Devices(Protocol):
+    """The devices of a program, in their order, or how many abstract ones."""
+
+    devices: tuple[jax.Device, ...] | int
+
+    @property
+    def count(self) -> int:
+        """How many devices there are."""
+        ...
+
+
 @contextlib.contextmanager
-def tracing_for(num_devices: int) -> Iterator[None]:
-    """While `gshard.jit` traces for `num_devices` devices."""
+def tracing_for(devices: Devices) -> Iterator[None]:
+    """While `gshard.jit` traces for these devices."""
     token = _annotated.set([])
     try:
-        with _num_devices(num_devices):
+        with _tracing_for(devices), _constraining(None):
             yield
     finally:
         _annotated.reset(token)
@@ -159,21 +177,40 @@ def tracing_for(num_devices: int) -> Iterator[None]:
 
 def devices_of_trace() -> int:
     """The number of devices that the current trace is for; 1 outside of `gshard.jit`."""
-    return _num_devices.value
+    return _tracing_for.value.count if is_tracing_for_gshard() else 1
+
+
+def is_tracing_for_gshard() -> bool:
+    """Whether `gshard.jit` is tracing, and will read the annotations."""
+    return _tracing_for.value is not None
+
+
+def constraining(devices: Devices) -> contextlib.AbstractContextManager:
+    """A context in which annotations become constraints for XLA's partitioner."""
+    return _constraining(devices)
+
+
+def reading_devices() -> Any:
+    """The devices for which annotations are read now, by gshard or as constraints by XLA."""
+    return _tracing_for.value or _constraining.value
 
 
 def annotation_of(tensor: Any) -> Annotation | None:
     """The annotation that this very tensor was given in the current trace."""
-    return next((a for marked, a in _annotated.get() or () if marked is tensor), None)
+    return next((a for marked, a in _annotated.get() or () if marked() is tensor), None)
 
 
-def _annotate(tensor: Any, annotation: Annotation) -> Any:
+def annotate(tensor: Any, annotation: Annotation) -> Any:
+    """`tensor` with this annotation, for whoever reads it."""
     if not hasattr(tensor, "dtype"):
         tensor = np.asarray(tensor)
+    order = _constraining.value
+    if order is not None:
+        return constrained(tensor, annotation.resolve(order.count), order.devices)
     marked = annotate_p.bind(tensor, annotation=annotation)
     known = _annotated.get()
     if known is not None:
-        known.append((marked, annotation))
+        known.append((weakref.ref(marked), annotation))
     return marked
 
 
@@ -190,7 +227,7 @@ def widen(annotation: Annotation, dim: int) -> Annotation:
     )
 
 
-def _batch(args: Any, dims: Any, *, annotation: Annotation) -> Any:
+def _batch(args, dims, *, annotation: Annotation):
     (x,), (dim,) = args, dims
     return annotate_p.bind(x, annotation=widen(annotation, dim)), dim
 

@@ -3,269 +3,295 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import Mesh
 
-from gshard import explain
-from gshard.devices import Place
-from gshard.meshes import axis_names
+from gshard import _jax
+from gshard.annotate import constraining, is_tracing_for_gshard, tracing_for
+from gshard.calls import StaticLeaves, Trees, with_static_results
 from gshard.moving.costs import MEMORY_LIMIT
-from gshard.partition import Partitioner
-from gshard.ports import Port, ports
+from gshard.partition import partition
+from gshard.placement import DeviceOrder, device_order, mesh_of, with_shardings
+from gshard.program import Program, Settings, arrange
 from gshard.propagate import propagate
 from gshard.sharding import Sharding
-from gshard.signature import Call, Signature
-from gshard.trace import trace
+from gshard.stages import Lowered
+from gshard.trace import inline, mesh_in
+from gshard.xla import lower_with_xla
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to partition: what `gshard.jit` was told beyond what `jax.jit` takes."""
+
+    devices: tuple[jax.Device, ...] | int | None
+    backend: str | None
+    partitioner: str
+    memory_limit: int
+    strict: bool
+
+
+def lower(
+    traced: jax.stages.Traced,
+    given: Sequence[Sharding | None],
+    order: DeviceOrder,
+    mesh: Mesh | None,
+    settings: Settings,
+    options: Options,
+) -> Program:
+    """The whole way, for one traced function whose arguments lie as `given`."""
+    flat = inline(traced.jaxpr, order)  # one flat program, logical shapes
+    lies = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
+    shardings = propagate(flat, order.count, lies)  # a sharding for every value
+    local = partition(  # the per-device program
+        flat.jaxpr, shardings, options.memory_limit, options.strict
+    )
+    closed_over = _jax.closed_over(traced)
+    return arrange(  # XLA compiles and runs it
+        local, flat, shardings, traced.fun_name, closed_over, order, mesh, settings
+    )
 
 
 def jit(
-    fn: Callable,
+    fun: Callable | None = None,
+    /,
     *,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    keep_unused: bool = False,
+    device: jax.Device | None = None,
+    backend: str | None = None,
+    inline: bool = False,
+    compiler_options: dict[str, Any] | None = None,
     devices: Sequence[jax.Device] | int | None = None,
-    static_argnums: int | Sequence[int] = (),
-    donate_argnums: int | Sequence[int] = (),
     partitioner: str = "gshard",
     memory_limit: int = MEMORY_LIMIT,
     strict: bool = False,
-) -> Jitted:
+) -> Any:
     """Like `jax.jit`, for a function whose tensors are annotated with `split` and the like.
 
-    `devices` are the devices to run on (default: all), or their number: a count of abstract
-    devices, for which `lower` works without hardware. `partitioner="xla"` keeps the annotations
-    and leaves the partitioning to XLA. An operand that would take more than `memory_limit` bytes
-    when gathered is passed around in a loop instead. A primitive without a rule runs whole on
-    every device (`Lowered.collectives` says so); with `strict` it is an error.
+    Beyond what `jax.jit` takes: `devices` are the devices to run on, or their number: a count of
+    abstract devices, for which `lower` works without hardware. By default they are those of the
+    mesh that is set or that the arguments lie on, else all. `partitioner="xla"` keeps the
+    annotations and leaves the partitioning to XLA. An operand that would take more than
+    `memory_limit` bytes when gathered is passed around in a loop instead. `strict` refuses
+    primitives that gshard has no rule for, which would run whole on every device.
+
+    `in_shardings` and `out_shardings` are trees of `NamedSharding`, `PartitionSpec` or
+    `gshard.Sharding`, or prefixes of such trees; None says nothing.
     """
+    options = Options(_checked(devices, device), backend, partitioner, memory_limit, strict)
     if partitioner not in ("gshard", "xla"):
         raise ValueError(f"partitioner is {partitioner!r}; allowed are 'gshard' and 'xla'")
-    if isinstance(devices, int) and devices < 1:
-        raise ValueError(f"devices is {devices}; at least 1 device is needed")
-    return Jitted(
-        fn,
-        devices,
-        Signature(fn, static_argnums, donate_argnums),
-        partitioner,
-        memory_limit,
-        strict,
-    )
+    of_jax: dict[str, Any] = {
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "donate_argnums": donate_argnums,
+        "donate_argnames": donate_argnames,
+        "keep_unused": keep_unused,
+        "inline": inline,
+        "compiler_options": compiler_options,
+    }
+    keywords = Keywords(of_jax, in_shardings, out_shardings)
+    if fun is None:  # a decorator with keywords
+        return functools.partial(Jitted, keywords, options)
+    return Jitted(keywords, options, fun)
+
+
+@dataclass(frozen=True, eq=False)
+class Keywords:
+    """What `gshard.jit` was told in the words of `jax.jit`."""
+
+    of_jax: dict[str, Any]
+    in_shardings: Any = None
+    out_shardings: Any = None
+
+    @property
+    def shardings(self) -> list[Any]:
+        """All shardings among them."""
+        return jax.tree.leaves((self.in_shardings, self.out_shardings))
+
+    def key(self, known: Any) -> Any:
+        """What tells apart two ways to jit one function."""
+        tree = jax.tree.structure((self.in_shardings, self.out_shardings))
+        donated = (known.donate_argnums, known.donate_argnames)
+        return tree, tuple(self.shardings), donated, self.settings(())
+
+    def settings(self, donated: tuple[int, ...]) -> Settings:
+        """What XLA's side is told, for a call whose flat arguments `donated` are given up."""
+        options = self.of_jax["compiler_options"] or {}
+        return Settings(donated, self.of_jax["keep_unused"], tuple(sorted(options.items())))
+
+    def of_arrays(self, donated: tuple[int, ...]) -> Keywords:
+        """The same for a function of flat arrays alone."""
+        kept = {k: self.of_jax[k] for k in ("keep_unused", "inline", "compiler_options")}
+        return Keywords({**kept, "donate_argnums": donated})
+
+
+def _checked(devices: Any, device: jax.Device | None) -> tuple[jax.Device, ...] | int | None:
+    if device is not None:
+        if devices is not None:
+            raise ValueError("device and devices are both given; device is a single one of them")
+        return (device,)
+    if isinstance(devices, int):
+        if devices < 1:
+            raise ValueError(f"devices is {devices}; at least 1 device is needed")
+        return devices
+    return None if devices is None else tuple(np.ravel(devices))
 
 
 class Jitted:
     """A function to be partitioned: call it, or `lower` it to see what that would do."""
 
-    def __init__(
-        self,
-        fn,
-        devices,
-        signature: Signature,
-        partitioner: str,
-        memory_limit: int,
-        strict: bool,
-    ):
-        self.signature = signature
-        self.partitioner = partitioner
-        self.memory_limit = memory_limit
-        self.strict = strict
-        self._devices = devices
-        self._lowered: dict[Any, Any] = {}
-        functools.update_wrapper(self, fn)
+    def __init__(self, keywords: Keywords, options: Options, fun: Callable):
+        functools.update_wrapper(self, fun)
+        self.options = options
+        self._keywords = keywords
+        self._fun = with_shardings(fun, keywords.in_shardings, keywords.out_shardings)
+        # JAX itself checks the keywords, flattens the arguments and traces, as it does for jax.jit.
+        self._traces = jax.jit(with_static_results(self._fun), **keywords.of_jax)
+        self._known = _jax.jit_info(self._traces)
+        self._with_leaves: dict[StaticLeaves, Jitted] = {}
+        self._quick = _jax.quick_call(
+            fun, self._cache_miss, self._known, (options, keywords.key(self._known))
+        )
 
-    @property
-    def devices(self) -> Sequence[jax.Device] | int:
-        """The devices, or how many abstract ones."""
-        return jax.devices() if self._devices is None else self._devices
-
-    def lower(self, *args, **kwargs) -> Lowered:
-        """Partition for arguments like these: arrays, or `jax.ShapeDtypeStruct`s."""
-        return self._lower(self.signature.bind(args, kwargs))
-
-    def __call__(self, *args, **kwargs) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Partition if need be, and run."""
-        call = self.signature.bind(args, kwargs)
-        lowered = self._lower(call)
-        return lowered.compile().run(call)
+        return self._quick(*args, **kwargs)
 
-    def _lower(self, call: Call) -> Lowered:
-        if call.key not in self._lowered:
-            if self.partitioner == "xla":
-                from gshard.xla import lower_with_xla
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a method."""
+        return self if instance is None else functools.partial(self, instance)
 
-                self._lowered[call.key] = lower_with_xla(self.signature, call, self.devices)
-            else:
-                self._lowered[call.key] = lower(
-                    self.signature, call, self.devices, self.memory_limit, self.strict
-                )
-        return self._lowered[call.key]
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Partition for arguments like these: arrays, or `jax.ShapeDtypeStruct`s."""
+        _, leaves = _jax.parse_arguments(self._known, args, kwargs)
+        if all(map(_jax.is_array_like, leaves)):
+            return self._lower(args, kwargs, leaves)
+        static, arrays = self._static_leaves(args, kwargs)
+        return self._for_leaves(static)._lower(tuple(arrays), {}, arrays, static)
 
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """The partitioned program as JAX's own stage, on logical values: for `jax.export`."""
+        return self.lower(*args, **kwargs).logical()
 
-def lower(
-    signature: Signature, call: Call, devices, memory_limit: int, strict: bool = False
-) -> Lowered:
-    """The whole way, for one call."""
-    count = devices if isinstance(devices, int) else len(devices)
-    flat_fn, results = signature.flat(call)
-    program = trace(flat_fn, call.avals, count)  # one flat program, logical shapes
-    shardings = propagate(program, count)  # a sharding for every value
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """The shapes and types of the results."""
+        return jax.eval_shape(self, *args, **kwargs)
 
-    jaxpr = program.jaxpr
-    inputs = [shardings[v] for v in (*jaxpr.constvars, *jaxpr.invars)]
-    outputs = [
-        Sharding.replicated(v.aval.ndim, count) if isinstance(v, Literal) else shardings[v]
-        for v in jaxpr.outvars
-    ]
-    if any(s.manual for s in outputs):
-        raise ValueError(
-            "the function returns a value of a manual region; leave it with "
-            "manual_to_auto_spmd_partition, which says which part of the result each device has"
-        )
-    shapes = [tuple(v.aval.shape) for v in (*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars)]
-    axes, crossing = ports([*inputs, *outputs], shapes, count)
-    into, out_of = crossing[: len(inputs)], crossing[len(inputs) :]
+    def clear_cache(self) -> None:
+        """Forget the programs of this function."""
+        self._quick.clear_cache()  # type: ignore[attr-defined]
+        self._traces.clear_cache()
+        self._with_leaves.clear()
 
-    def local(*arrays):  # the per-device program
-        place = Place(axis_names(axes), count)
-        partitioner = Partitioner(place, shardings, memory_limit, strict)
-        tiles = [p.enter(a) for p, a in zip(into, arrays, strict=True)]
-        results = partitioner.run(jaxpr, tiles)
-        return [p.leave(t) for p, t in zip(out_of, results, strict=True)]
+    # ------------------------------------------------------------ new kinds of arguments
 
-    if isinstance(devices, int):
-        # Abstract axes may be explicit by default: then avals would have to carry their shardings.
-        mesh: Any = AbstractMesh(axes, axis_names(axes), (AxisType.Auto,) * len(axes))
-    else:
-        mesh = Mesh(np.asarray(devices).reshape(axes), axis_names(axes))
-    sharded = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=tuple(p.spec for p in into),
-        out_specs=[p.spec for p in out_of],
-        check_vma=False,
-    )
-    donated = tuple(len(jaxpr.constvars) + i for i in call.donated)
-    avals = [
-        jax.ShapeDtypeStruct(
-            p.physical_shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)
-        )
-        for p, v in zip(into, (*jaxpr.constvars, *jaxpr.invars), strict=True)
-    ]
-    placed = {} if isinstance(devices, int) else {"in_shardings": [p.named(mesh) for p in into]}
-    jitted = jax.jit(sharded, donate_argnums=donated, keep_unused=True, **placed)
-    traced = jitted.trace(*avals)  # XLA compiles and runs it
-    return Lowered(traced, mesh, into, out_of, program.consts, call, results)
+    def _cache_miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+        """Called by JAX for arguments of a kind that it has no program for yet.
 
+        The results, and what lets later calls pass by Python.
+        """
+        _, leaves = _jax.parse_arguments(self._known, args, kwargs)
+        if _jax.is_tracing() or any(map(_jax.is_tracer, leaves)):
+            return self._inlined(args, kwargs, leaves), None, False
+        if not all(map(_jax.is_array_like, leaves)):
+            static, arrays = self._static_leaves(args, kwargs)
+            return self._for_leaves(static)(*arrays), None, False
+        lowered = self._lower(args, kwargs, leaves)
+        try:
+            results, quick = lowered.compile().run(leaves)
+        except _jax.InternalFloatingPointError as error:  # debug_nans: op by op, to say where
+            with jax.disable_jit():
+                self._fun(*args, **kwargs)
+            raise FloatingPointError(f"{error} in the partitioned program alone") from None
+        return lowered.trees.like_results(results), quick, False
 
-class Lowered:
-    """A partitioned program, before it is compiled."""
+    def _lower(
+        self, args: tuple, kwargs: dict, leaves: Sequence, static: StaticLeaves | None = None
+    ) -> Lowered:
+        mesh = mesh_of([*leaves, *self._keywords.shardings])
+        order = self._order(mesh)
+        with tracing_for(order):
+            traced = self._traces.trace(*self._structs(args), **self._structs(kwargs))
+        mesh = mesh or mesh_in(traced.jaxpr)
+        trees = Trees.of(traced, static)
+        settings = self._keywords.settings(trees.donated)
+        before = _lowered_before(traced.jaxpr, order, mesh, settings, self.options)
+        given = [None] * len(_jax.closed_over(traced)) + [order.held(x) for x in leaves]
+        for lowered in before:
+            if lowered.fits(given):
+                return lowered
+        how = lower_with_xla if self.options.partitioner == "xla" else lower
+        program = how(traced, given, order, mesh, settings, self.options)
+        lowered = Lowered(program, trees)
+        before.append(lowered)
+        return lowered
 
-    def __init__(self, traced, mesh, into: list[Port], out_of: list[Port], consts, call, results):
-        self._traced = traced
-        self._mesh = mesh
-        self._into = into
-        self._out_of = out_of
-        self._consts = consts
-        self._call = call
-        self._results = results
-        self._compiled: Compiled | None = None
-
-    @property
-    def jaxpr(self) -> Jaxpr:
-        """The per-device program."""
-        (eqn,) = [e for e in self._traced.jaxpr.eqns if e.primitive.name == "shard_map"]
-        inner = eqn.params["jaxpr"]
-        return getattr(inner, "jaxpr", inner)
-
-    @functools.cached_property
-    def collectives(self) -> list[explain.Collective]:
-        """What moves, how much, and because of which line."""
-        return explain.collectives_of(self.jaxpr, self._mesh.size)
-
-    @property
-    def num_equations(self) -> int:
-        """The size of the per-device program."""
-        return explain.count_equations(self.jaxpr)
-
-    @property
-    def in_shardings(self) -> Any:
-        """The shardings of the arguments, in a tree like theirs."""
-        shardings = [p.sharding for p in self._into[len(self._consts) :]]
-        return self._call.unflatten_arguments(shardings)
-
-    @property
-    def out_shardings(self) -> Any:
-        """The shardings of the results, in a tree like theirs."""
-        return self._results.unflatten([p.sharding for p in self._out_of])
-
-    @property
-    def in_info(self) -> Any:
-        """The arguments as shapes with JAX's own shardings: how to load them from a checkpoint."""
-        ports = self._into[len(self._consts) :]
-        avals = self._call.avals
-        structs = [p.struct(self._mesh, a.dtype) for p, a in zip(ports, avals, strict=True)]
-        return self._call.unflatten_arguments(structs)
-
-    def as_text(self) -> str:
-        """The per-device program, readable."""
-        return explain.program_text(self.jaxpr, self._mesh.size)
-
-    def compile(self) -> Compiled:
-        """The program, compiled by XLA for its devices."""
-        if isinstance(self._mesh, AbstractMesh):
-            raise RuntimeError(
-                f"this program was lowered for {self._mesh.size} abstract devices and cannot run; "
-                "give gshard.jit a list of devices (devices=jax.devices()) to compile or call it"
-            )
-        if self._compiled is None:
-            self._compiled = Compiled(self)
-        return self._compiled
-
-
-class Compiled:
-    """An executable program: call it with arguments like those it was lowered for."""
-
-    def __init__(self, lowered: Lowered):
-        self._lowered = lowered
-        self._executable = lowered._traced.lower().compile()
-        self._consts = [
-            p.put(lowered._mesh, c) for p, c in zip(lowered._into, lowered._consts, strict=False)
-        ]
-
-    def __call__(self, *args, **kwargs) -> Any:
-        """Run it."""
-        return self.run(self._lowered._call.signature.bind(args, kwargs))
-
-    def run(self, call: Call) -> Any:
-        """Place the arguments, execute, wrap the results."""
-        low = self._lowered
-        out = self._executable(*self._consts, *self._put(call))
-        return low._results.unflatten(
-            [p.get(low._mesh, x) for p, x in zip(low._out_of, out, strict=True)]
+    def _structs(self, arguments: Any) -> Any:
+        """The arguments as types alone, so that nothing of them is kept."""
+        static = (*self._known.static_argnums, *self._known.static_argnames)
+        if isinstance(arguments, dict):
+            kept = {k: v for k, v in arguments.items() if k in static}
+            return {**jax.tree.map(_jax.struct_of, _without(arguments, kept)), **kept}
+        count = len(arguments)
+        fixed = {n % count if n < 0 else n for n in static if isinstance(n, int)} if count else ()
+        return tuple(
+            a if i in fixed else jax.tree.map(_jax.struct_of, a) for i, a in enumerate(arguments)
         )
 
-    def place(self, *args, **kwargs) -> Any:
-        """The arguments where the program wants them: a call with these moves nothing."""
-        low = self._lowered
-        call = low._call.signature.bind(args, kwargs)
-        ports = low._into[len(self._consts) :]
-        placed = [p.get(low._mesh, x) for p, x in zip(ports, self._put(call), strict=True)]
-        return call.unflatten_arguments(placed)
+    def _order(self, mesh: Mesh | None) -> DeviceOrder:
+        """The devices, in the order in which they are numbered."""
+        devices = self.options.devices
+        if devices is None:
+            found = mesh.devices.flat if mesh is not None else jax.devices(self.options.backend)
+            devices = tuple(found)
+        return device_order(devices)
 
-    def _put(self, call: Call) -> list[jax.Array]:
-        into = self._lowered._into[len(self._consts) :]
-        return [p.put(self._lowered._mesh, x) for p, x in zip(into, call.leaves, strict=True)]
+    def _inlined(self, args: tuple, kwargs: dict, leaves: Sequence) -> Any:
+        """Inside of another trace: the annotated program. XLA gets the annotations as constraints.
 
-    def as_text(self) -> str:
-        """XLA's optimised program."""
-        return self._executable.as_text()
+        Under `gshard.jit` they stay annotations, for the outer function to partition.
+        """
+        call = self._traces if all(map(_jax.is_array_like, leaves)) else self._fun
+        order = self._order(mesh_of(self._keywords.shardings))
+        if is_tracing_for_gshard() or isinstance(order.devices, int) or order.count == 1:
+            return call(*args, **kwargs)
+        with constraining(order):
+            return call(*args, **kwargs)
 
-    def cost_analysis(self) -> Any:
-        """XLA's own estimate of the work on one device."""
-        return self._executable.cost_analysis()
+    # ------------------------------------------------------------ arguments that are not arrays
 
-    def memory_analysis(self) -> Any:
-        """XLA's account of the memory on one device."""
-        return self._executable.memory_analysis()
+    def _static_leaves(self, args: tuple, kwargs: dict) -> tuple[StaticLeaves, list]:
+        return StaticLeaves.of(
+            args, kwargs, self._known.static_argnums, self._known.static_argnames
+        )
+
+    def _for_leaves(self, static: StaticLeaves) -> Jitted:
+        """This function for calls with these leaves that are not arrays: one of arrays alone."""
+        if static not in self._with_leaves:
+            numbers, names = self._known.donate_argnums, self._known.donate_argnames
+            donated = static.numbers_of(lambda key: key in numbers or key in names)
+            keywords = self._keywords.of_arrays(donated)
+            self._with_leaves[static] = Jitted(keywords, self.options, static.flat(self._fun))
+        return self._with_leaves[static]
+
+
+@_jax.weakref_cache
+def _lowered_before(jaxpr: Any, *key: Any) -> list[Lowered]:
+    """The programs made of a traced function so far; forgotten with it."""
+    return []
+
+
+def _without(arguments: dict, left_out: dict) -> dict:
+    return {k: v for k, v in arguments.items() if k not in left_out}

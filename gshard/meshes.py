@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,12 +19,18 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from gshard.sharding import Sharding, Split
 
 Numbers = Mapping[Any, int]  # the number of each device
-AnyMesh: TypeAlias = Mesh | AbstractMesh
+AnyMesh = Mesh | AbstractMesh
+_OWN = "gshard"  # how the names of axes begin that gshard makes
 
 
 def axis_names(axes: Sequence[int]) -> tuple[str, ...]:
     """The names of the axes of a mesh that gshard makes."""
-    return tuple(f"axis{i}" for i in range(len(axes))) if len(axes) > 1 else ("devices",)
+    return tuple(f"{_OWN}{i}" for i in range(len(axes)))
+
+
+def is_own(mesh: AnyMesh) -> bool:
+    """Whether gshard made the mesh: its names mean nothing to the user."""
+    return all(str(name).startswith(_OWN) for name in mesh.axis_names)
 
 
 def make_mesh(axes: Sequence[int], devices: Sequence[jax.Device] | int) -> AnyMesh:
@@ -125,12 +131,35 @@ def grid_of(mesh: AnyMesh, numbers: Numbers) -> np.ndarray:
     return np.array(flat).reshape(mesh.devices.shape)
 
 
+def constrained(
+    tensor: Any, sharding: Sharding, devices: tuple[jax.Device, ...], mesh: Mesh | None = None
+) -> Any:
+    """`tensor` with the sharding as a constraint for XLA, where it divides and is regular.
+
+    XLA drops a constraint that does not divide, so nothing is lost by leaving it out.
+    """
+    if not sharding.is_even(tensor.shape):
+        return tensor
+    if mesh is None:
+        mesh = _finest(devices)
+    named = named_on(mesh, sharding, {d: i for i, d in enumerate(devices)})
+    return tensor if named is None else jax.lax.with_sharding_constraint(tensor, named)
+
+
+@functools.lru_cache(maxsize=64)
+def _finest(devices: tuple[jax.Device, ...]) -> Mesh:
+    """The mesh that can say every regular sharding of these devices."""
+    mesh = make_mesh(prime_factors(len(devices)) or [1], devices)
+    assert isinstance(mesh, Mesh)
+    return mesh
+
+
 @functools.lru_cache(maxsize=4096)
 def ordinary(mesh: Mesh, sharding: Sharding) -> NamedSharding:
     """A tiling in any device order, as a NamedSharding with a mesh of its own."""
-    names = tuple(f"dim{d}" for d in range(sharding.rank))
+    names = axis_names(sharding.tiles)
     devices = mesh.devices.ravel()[sharding.devices]
-    return NamedSharding(Mesh(devices, (*names, "copies")), PartitionSpec(*names))
+    return NamedSharding(Mesh(devices, (*names, f"{_OWN}_copies")), PartitionSpec(*names))
 
 
 # ---------------------------------------------------------------- from JAX to gshard

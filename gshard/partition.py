@@ -6,7 +6,7 @@ all devices. Each operator's rule is ordinary `lax` code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,17 @@ from gshard.rules.unknown import unknown_rule
 from gshard.sharding import Sharding
 from gshard.source import on_behalf_of
 from gshard.tile import Tile
+
+
+def partition(
+    jaxpr: Jaxpr, shardings: Mapping[Any, Sharding], memory_limit: int, strict: bool = False
+) -> Callable[[Place, Sequence[Tile]], list[Tile]]:
+    """The per-device program: from tiles of its constants and arguments to tiles of its results."""
+
+    def local(place: Place, tiles: Sequence[Tile]) -> list[Tile]:
+        return Partitioner(place, shardings, memory_limit, strict).run(jaxpr, tiles)
+
+    return local
 
 
 class Partitioner:

@@ -10,8 +10,9 @@ does not, it stays a stack inside an `UnevenArray`.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,21 +20,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gshard.keys import is_key
-from gshard.meshes import axis_names, mesh_shapes, partition_spec
+from gshard import keys
+from gshard.meshes import AnyMesh, Numbers, axis_names, mesh_shapes, named_on, ordinary, spec_on
 from gshard.sharding import Sharding
 from gshard.tile import Tile
-from gshard.uneven import UnevenArray, stack
+from gshard.uneven import UnevenArray, stack, unstack
 
 
 @dataclass(frozen=True)
 class Port:
-    """How one argument or result crosses into the per-device program."""
+    """How one argument or result crosses into the per-device program.
+
+    `label` is how the user's own mesh calls the sharding, where it can.
+    """
 
     sharding: Sharding
     shape: tuple[int, ...]
     spec: PartitionSpec
     stacked: bool
+    label: NamedSharding | None = None
 
     @property
     def physical_shape(self) -> tuple[int, ...]:
@@ -42,6 +47,13 @@ class Port:
             return self.shape
         local = self.sharding.local_shape(self.shape)
         return (local[0] * self.sharding.num_devices, *local[1:])
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the user meets an `UnevenArray` here."""
+        return self.stacked and not self.sharding.is_even(self.shape)
+
+    # ------------------------------------------------------------ inside of the program
 
     def enter(self, array: jax.Array) -> Tile:
         """The tile of this device, inside of the program."""
@@ -53,16 +65,28 @@ class Port:
         """What crosses of a result."""
         return jnp.zeros(self.shape, tile.array.dtype) if 0 in self.shape else tile.array
 
-    def named(self, mesh: Mesh) -> NamedSharding:
+    def whole_in(self, value: jax.Array) -> jax.Array:
+        """A logical value as what crosses, for programs that take logical values only."""
+        return stack(value, self.sharding) if self.stacked else value
+
+    def whole_out(self, value: jax.Array) -> jax.Array:
+        """The logical value of what crossed."""
+        return unstack(value, self.sharding, self.shape) if self.stacked else value
+
+    # ------------------------------------------------------------ outside of it
+
+    def named(self, mesh: AnyMesh) -> NamedSharding:
         """How JAX calls the sharding of the array that crosses."""
         return NamedSharding(mesh, self.spec)
 
     def struct(self, mesh: Mesh, dtype: Any) -> jax.ShapeDtypeStruct:
         """The ordinary array that crosses here without moving; one that is uneven crosses whole."""
-        if not self.stacked:
+        if self.label is not None:
+            sharding = self.label
+        elif not self.stacked:
             sharding = self.named(mesh)
         elif self.sharding.is_even(self.shape):
-            sharding = _ordinary(mesh, self.sharding)
+            sharding = ordinary(mesh, self.sharding)
         else:
             sharding = NamedSharding(mesh, PartitionSpec())
         return jax.ShapeDtypeStruct(self.shape, dtype, sharding=sharding)
@@ -71,38 +95,55 @@ class Port:
         """`value` as the array that crosses; nothing moves if it is in place."""
         wanted = self.named(mesh)
         if isinstance(value, UnevenArray):
-            if self.stacked and value.sharding == self.sharding and value.stack.sharding == wanted:
+            if self.stacked and value.tiling == self.sharding and value.stack.sharding == wanted:
                 return value.stack
             value = value.logical()
         if isinstance(value, jax.Array):
-            if value.sharding == wanted and not self.stacked:
+            here = value.sharding
+            if not self.stacked and in_place(here, wanted, value.ndim):
                 return value
-            if self.stacked and value.sharding == _ordinary(mesh, self.sharding):
+            if self.stacked and here == ordinary(mesh, self.sharding):
                 return _rewrap(mesh, self.sharding, value)
             value = _on_all_devices(mesh, value)
             if self.stacked and not value.is_fully_addressable:
                 return _stacker(self.sharding, wanted)(value)
             if value.is_fully_addressable and not wanted.is_fully_addressable:
-                if is_key(value) and not self.stacked:
+                if keys.is_key(value) and not self.stacked:
                     return _spread_key(value, wanted)
                 value = np.asarray(value)
         if not self.stacked:
             return jax.device_put(value, wanted)
-        value = value if is_key(value) else np.asarray(value)
+        value = value if keys.is_key(value) else np.asarray(value)
         return jax.device_put(stack(value, self.sharding), wanted)
 
-    def get(self, mesh: Mesh, value: jax.Array) -> jax.Array | UnevenArray:
+    def get(self, mesh: Mesh, value: jax.Array) -> jax.Array:
         """What the user sees of an array that crossed."""
+        if self.label is not None and self.label != value.sharding:
+            return _relabelled(value, self.label)
         if not self.stacked:
             return value
-        if not self.sharding.is_even(self.shape):
+        if self.uneven:
             return UnevenArray(value, self.sharding, self.shape)
-        wanted = _ordinary(mesh, self.sharding)
+        wanted = ordinary(mesh, self.sharding)
         held = {s.device: s.data for s in value.addressable_shards}
         tiles = [held[d] for d in wanted.mesh.devices.ravel() if d in held]
         return jax.make_array_from_single_device_arrays(
             self.shape, wanted, tiles, dtype=value.dtype
         )
+
+
+def in_place(here: Any, wanted: NamedSharding, rank: int) -> bool:
+    """Whether an array lies where it is wanted, whatever its sharding is called."""
+    return here == wanted or here.is_equivalent_to(wanted, rank)
+
+
+def _relabelled(value: jax.Array, label: NamedSharding) -> jax.Array:
+    """The same array, its sharding called otherwise: nothing moves."""
+    if keys.is_key(value):
+        return jax.device_put(value, label)
+    held = {s.device: s.data for s in value.addressable_shards}
+    tiles = [held[d] for d in label.mesh.devices.flat if d in held]
+    return jax.make_array_from_single_device_arrays(value.shape, label, tiles, dtype=value.dtype)
 
 
 def _spread_key(key: jax.Array, wanted: NamedSharding) -> jax.Array:
@@ -144,24 +185,23 @@ def _on_all_devices(mesh: Mesh, value: jax.Array) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=256)
-def _stacker(sharding: Sharding, wanted: NamedSharding):
-    return jax.jit(functools.partial(stack, sharding=sharding), out_shardings=wanted)
-
-
-@functools.lru_cache(maxsize=4096)
-def _ordinary(mesh: Mesh, sharding: Sharding) -> NamedSharding:
-    """A tiling in any device order, as a NamedSharding with a mesh of its own."""
-    names = tuple(f"dim{d}" for d in range(sharding.rank))
-    devices = mesh.devices.ravel()[sharding.devices]
-    return NamedSharding(Mesh(devices, (*names, "copies")), PartitionSpec(*names))
+def _stacker(sharding: Sharding, wanted: NamedSharding) -> Any:
+    return jax.jit(functools.partial(stack, tiling=sharding), out_shardings=wanted)
 
 
 def ports(
-    shardings: Sequence[Sharding], shapes: Sequence[tuple[int, ...]], num_devices: int
+    shardings: Sequence[Sharding],
+    shapes: Sequence[tuple[int, ...]],
+    num_devices: int,
+    like: tuple[int, ...] | None = None,
 ) -> tuple[tuple[int, ...], list[Port]]:
-    """The mesh that suits most of the arrays that cross, and how each of them does."""
+    """The axes of the mesh that suits most of the arrays that cross, and how each of them does.
+
+    `like` are the axes of the user's mesh, which are tried first.
+    """
     best: tuple[int, tuple[int, ...], list[Port]] | None = None
-    for axes in mesh_shapes(shardings, num_devices):
+    candidates = mesh_shapes(shardings, num_devices)
+    for axes in itertools.chain([like] if like else [], candidates):
         found = [_port(s, tuple(n), axes) for s, n in zip(shardings, shapes, strict=True)]
         stacks = sum(p.stacked for p in found)
         if best is None or stacks < best[0]:
@@ -172,11 +212,22 @@ def ports(
     return best[1], best[2]
 
 
+def labelled(found: Sequence[Port], mesh: Mesh | None, numbers: Numbers) -> list[Port]:
+    """The ports, with what the user's mesh calls their shardings."""
+    if mesh is None:
+        return list(found)
+    return [
+        p if p.stacked or 0 in p.shape else replace(p, label=named_on(mesh, p.sharding, numbers))
+        for p in found
+    ]
+
+
 def _port(sharding: Sharding, shape: tuple[int, ...], axes: tuple[int, ...]) -> Port:
     if 0 in shape:
         return Port(sharding, shape, PartitionSpec(), False)
-    spec = partition_spec(sharding, axes) if sharding.is_even(shape) else None
+    names = axis_names(axes)
+    grid = np.arange(sharding.num_devices).reshape(axes)
+    spec = spec_on(sharding, grid, names) if sharding.is_even(shape) else None
     if spec is None:
-        names = axis_names(axes)
         return Port(sharding, shape, PartitionSpec(names if len(names) > 1 else names[0]), True)
     return Port(sharding, shape, spec, False)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
 
-from gshard._jax import source_info_util
+from gshard._jax import source_info_util, without_mesh
 
 _CORE = Path(__file__).parent
 _REASON = "gshard: "
 
 # The core's frames are not the user's. Those of gshard/nn are: a model like any other.
-for _path in [*_CORE.glob("*.py"), _CORE / "rules"]:
+for _path in [*_CORE.glob("*.py"), _CORE / "moving", _CORE / "rules"]:
     source_info_util.register_exclusion(str(_path))
 
 
@@ -30,7 +29,7 @@ def here() -> str:
     return _user_line(source_info_util.current())
 
 
-def _user_line(source_info: Any) -> str:
+def _user_line(source_info) -> str:
     frames = list(source_info_util.user_frames(source_info.traceback))
     own = [f for f in frames if "site-packages" not in f.file_name]
     frame = (own or frames or [None])[0]
@@ -46,15 +45,16 @@ def reason_of(eqn: JaxprEqn) -> str:
     return ""
 
 
-def because(reason: str) -> contextlib.AbstractContextManager[Any]:
+def because(reason: str) -> contextlib.AbstractContextManager:
     """Attach `reason` to the operations made inside; profilers show it too, in the op's name."""
     return jax.named_scope(_REASON + reason)
 
 
 @contextlib.contextmanager
 def on_behalf_of(eqn: JaxprEqn) -> Iterator[None]:
-    """Operations made inside belong to the user's line and name scope of `eqn`."""
+    """Operations made inside belong to the user's line and name scope of `eqn`, not to its mesh."""
     info = eqn.source_info
     name_stack = source_info_util.current_name_stack() + info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=name_stack), eqn.ctx.manager:
+    user = source_info_util.user_context(info.traceback, name_stack=name_stack)
+    with user, eqn.ctx.manager, without_mesh():
         yield

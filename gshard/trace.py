@@ -1,19 +1,30 @@
-"""Function -> one flat program over logical shapes.
+"""A traced function -> one flat program over logical shapes.
 
 Calls (`jit`, `custom_jvp`, `custom_vjp`, `remat`, linear solvers) are inlined: differentiation has
 happened by now, so their bodies are all that is left of them; so are equations that stand for
-others (see `expand`). Loops and branches stay, as copies of
-their own, so that every variable in the program belongs to one place in it.
+others (see `expand`). Loops and branches stay, as copies of their own, so that every variable in
+the program belongs to one place in it. What JAX's own words say about shardings (sharding
+constraints, reshards, operators with a sharding of their own) becomes annotations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, new_jaxpr_eqn
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    jaxprs_in_params,
+    new_jaxpr_eqn,
+)
 from jax.extend.core import primitives as p
+from jax.sharding import Mesh, NamedSharding
 
 from gshard._jax import (
     COMPOSITE_BODY,
@@ -23,10 +34,17 @@ from gshard._jax import (
     optimization_barrier_p,
     private_primitives,
     remat_p,
+    reshard_p,
+    sharding_constraint_p,
 )
-from gshard.annotate import tracing_for
+from gshard.annotate import Annotation, annotate_p
 from gshard.expand import expand
+from gshard.manual import to_auto_p, to_manual_p
+from gshard.mapped import NamedAxes, is_shard_map, over_groups, says_nothing
+from gshard.meshes import grid_of
+from gshard.placement import DeviceOrder
 from gshard.rewrite import fold
+from gshard.source import source_of
 
 CALLS = {
     p.jit_p: "jaxpr",
@@ -40,37 +58,57 @@ CALLS = {
     **dict.fromkeys(private_primitives("lax.lax", "composite_p"), COMPOSITE_BODY),
 }
 
-
 # Reads and writes of references are those of values by the time the program is flat.
 REFS = (p.get_p, p.swap_p, *private_primitives("state.primitives", "addupdate_p"))
 LOOPS = (p.scan_p, p.while_p, p.cond_p)  # their bodies are partitioned like any program
 
+# Where JAX's own words for shardings stand: in operators that do nothing else, or beside others.
+_CONSTRAINTS = {sharding_constraint_p: "sharding", reshard_p: "dst_sharding"}
+_OWN_SHARDING = ("sharding", "out_sharding")
 
-def trace(
-    flat_fn: Callable, avals: Sequence[Any], num_devices: int, folded: bool = True
-) -> ClosedJaxpr:
-    """The flat program of `flat_fn`, a function from a list of arrays to a list of arrays.
 
-    `folded` joins equations that are better partitioned as one (see `fold`).
+def inline(closed: ClosedJaxpr, order: DeviceOrder, folded: bool = True) -> ClosedJaxpr:
+    """The flat program of a traced one.
+
+    `folded` joins equations that are better partitioned as one (see `rewrite`).
     """
-    with tracing_for(num_devices):
-        closed = jax.make_jaxpr(flat_fn)(*avals)
     closed = discharge_refs(closed)
     live, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-    return _Builder(folded).body(ClosedJaxpr(live, closed.consts))
+    return _Builder(order, folded).body(ClosedJaxpr(live, closed.consts), results=True)
+
+
+def mesh_in(closed: ClosedJaxpr) -> Mesh | None:
+    """The mesh that a program's own sharding constraints name, if they agree on one."""
+    found = set(_meshes(closed.jaxpr))
+    return found.pop() if len(found) == 1 else None
+
+
+def _meshes(jaxpr: Jaxpr) -> Iterator[Mesh]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive in _CONSTRAINTS:
+            said = eqn.params[_CONSTRAINTS[eqn.primitive]]
+            if isinstance(said, NamedSharding) and isinstance(said.mesh, Mesh):
+                yield said.mesh
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _meshes(getattr(inner, "jaxpr", inner))
 
 
 class _Builder:
     """Copies equations with fresh variables, collecting the constants of inlined calls."""
 
-    def __init__(self, folded: bool):
+    def __init__(self, order: DeviceOrder, folded: bool, axes: NamedAxes | None = None):
+        self.order = order
         self.folded = folded
+        self.axes = axes  # of the `jax.shard_map` around
         self.eqns: list[JaxprEqn] = []
         self.consts: dict[Var, Any] = {}
 
-    def body(self, closed: ClosedJaxpr) -> ClosedJaxpr:
-        invars = [Var(v.aval) for v in closed.jaxpr.invars]
+    def body(self, closed: ClosedJaxpr, results: bool = False) -> ClosedJaxpr:
+        """A copy of a program; its `results` are annotated as their types say."""
+        invars = [_fresh(v) for v in closed.jaxpr.invars]
         outvars = self.inline(closed.jaxpr, closed.consts, invars)
+        if results:
+            outvars = list(map(self.result, closed.jaxpr.outvars, outvars))
         jaxpr = Jaxpr(
             list(self.consts),
             invars,
@@ -85,28 +123,101 @@ class _Builder:
         """Append the equations of `jaxpr`, called with `args`; its results."""
         env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = Var(var.aval)
+            env[var] = _fresh(var)
             self.consts[env[var]] = value
 
-        def read(atom):
-            return atom if isinstance(atom, Literal) else env[atom]
+        def read(atom: Any) -> Any:
+            return _plain(atom) if isinstance(atom, Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
             invars = [read(a) for a in eqn.invars]
-            if eqn.primitive in CALLS:
-                env.update(zip(eqn.outvars, self.call(eqn, invars), strict=True))
-                continue
-            if (expanded := expand(eqn)) is not None:
-                results = self.inline(expanded.jaxpr, expanded.consts, invars)
-                env.update(zip(eqn.outvars, results, strict=True))
-                continue
-            outvars = [Var(v.aval) for v in eqn.outvars]
-            env.update(zip(eqn.outvars, outvars, strict=True))
-            params = eqn.params
-            if eqn.primitive in LOOPS:
-                params = {k: self.copy_bodies(v) for k, v in params.items()}
-            self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
+            env.update(zip(eqn.outvars, self.equation(eqn, invars), strict=True))
         return [read(a) for a in jaxpr.outvars]
+
+    def equation(self, eqn: JaxprEqn, invars: list[Any]) -> list[Any]:
+        """Append one equation; what its results are called now."""
+        if eqn.primitive in CALLS:
+            return self.call(eqn, invars)
+        if eqn.primitive in _CONSTRAINTS:
+            return [self.annotate(eqn, invars[0], eqn.params[_CONSTRAINTS[eqn.primitive]])]
+        if is_shard_map(eqn):
+            return self.shard_map(eqn, invars)
+        if says_nothing(eqn):
+            return invars
+        if self.axes and (found := over_groups(eqn, self.axes)):
+            return self.append(eqn, invars, [_fresh(v) for v in eqn.outvars], *found)
+        if (expanded := expand(eqn)) is not None:
+            return self.inline(expanded.jaxpr, expanded.consts, invars)
+        outvars = [_fresh(v) for v in eqn.outvars]
+        params = dict(eqn.params)
+        if eqn.primitive in LOOPS:
+            params = {k: self.copy_bodies(v) for k, v in params.items()}
+        said = [params[k] for k in _OWN_SHARDING if isinstance(params.get(k), NamedSharding)]
+        params.update((k, None) for k in _OWN_SHARDING if k in params)
+        self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
+        if said and not said[0].mesh.empty:
+            return [self.annotate(eqn, outvars[0], said[0])]
+        return outvars
+
+    def annotate(self, eqn: JaxprEqn, atom: Any, said: Any) -> Any:
+        """The result of annotating `atom` as a sharding in JAX's words says."""
+        if isinstance(said, NamedSharding) and said.mesh.empty:
+            return atom
+        annotation = self.meant(eqn, said, len(atom.aval.shape))
+        return self.append(eqn, [atom], [Var(atom.aval)], annotate_p, {"annotation": annotation})[0]
+
+    def meant(self, eqn: JaxprEqn, said: Any, rank: int) -> Annotation:
+        """The annotation that a sharding in JAX's words amounts to; errors name the user's line."""
+        name = f"{eqn.primitive.name} to {getattr(said, 'spec', said)}"
+        try:
+            return self.order.annotation(said, rank, name)
+        except ValueError as error:
+            raise ValueError(f"{source_of(eqn)}: {name}: {error}") from None
+
+    def append(
+        self, eqn: JaxprEqn, invars: list, outvars: list, primitive: Primitive, params: dict
+    ) -> list[Any]:
+        """Append an equation that stands for `eqn`; its results."""
+        made = (primitive, params, set(), eqn.source_info, eqn.ctx)
+        self.eqns.append(new_jaxpr_eqn(invars, outvars, *made))
+        return outvars
+
+    def shard_map(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
+        """A region of `jax.shard_map` as a manual one: its operands cut, its body inlined."""
+        mesh, body, count = eqn.params["mesh"], eqn.params["jaxpr"], self.order.count
+        manual = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
+        if self.axes or set(manual) != set(mesh.axis_names) or mesh.size != count:
+            raise NotImplementedError(
+                f"{source_of(eqn)}: jax.shard_map over the axes {sorted(map(str, manual))} of a "
+                f"mesh of {mesh.size} devices {mesh.axis_names}: inside of gshard.jit it has to be "
+                f"over all axes of a mesh of all {count} devices, and not in another one"
+            )
+        own: dict[str, Any] = {"num_devices": count}
+        entered = []
+        for atom, spec, var in zip(args, eqn.params["in_specs"], body.invars, strict=True):
+            annotation = self.meant(eqn, NamedSharding(mesh, spec), len(atom.aval.shape))
+            params = {**own, "annotation": annotation, "copies": "all"}
+            entered += self.append(eqn, [atom], [_fresh(var)], to_manual_p, params)
+        self.axes = NamedAxes(tuple(mesh.axis_names), grid_of(mesh, self.order.numbers))
+        left = self.inline(getattr(body, "jaxpr", body), getattr(body, "consts", ()), entered)
+        self.axes = None
+        results = []
+        for atom, spec, var in zip(left, eqn.params["out_specs"], eqn.outvars, strict=True):
+            annotation = self.meant(eqn, NamedSharding(mesh, spec), len(var.aval.shape))
+            params = {**own, "annotation": annotation, "shape": var.aval.shape, "copies": "first"}
+            results += self.append(eqn, [atom], [_fresh(var)], to_auto_p, params)
+        return results
+
+    def result(self, var: Any, atom: Any) -> Any:
+        """A result, annotated if its type says how it is sharded (explicit axes of a mesh)."""
+        said = getattr(var.aval, "sharding", None)
+        if said is None or said.mesh.empty or not any(said.spec):
+            return atom
+        annotation = self.order.annotation(said, len(atom.aval.shape), f"a type, {said.spec}")
+        marked = Var(atom.aval)
+        params = {"annotation": annotation}
+        self.eqns.append(new_jaxpr_eqn([atom], [marked], annotate_p, params, set()))
+        return marked
 
     def call(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
         inner = eqn.params[CALLS[eqn.primitive]]
@@ -145,9 +256,25 @@ class _Builder:
     def copy_bodies(self, param: Any) -> Any:
         """A parameter of an equation; programs in it are copied."""
         if isinstance(param, ClosedJaxpr):
-            return _Builder(self.folded).body(param)
+            return _Builder(self.order, self.folded, self.axes).body(param)
         if isinstance(param, Jaxpr):
-            return _Builder(self.folded).body(ClosedJaxpr(param, ())).jaxpr
+            return _Builder(self.order, self.folded, self.axes).body(ClosedJaxpr(param, ())).jaxpr
         if isinstance(param, tuple) and any(isinstance(x, (ClosedJaxpr, Jaxpr)) for x in param):
             return tuple(map(self.copy_bodies, param))
         return param
+
+
+def _fresh(var: Any) -> Var:
+    """A variable like this one; a sharding in its type has been read, and is left out."""
+    return Var(_without_mesh(var.aval))
+
+
+def _plain(literal: Literal) -> Literal:
+    aval = _without_mesh(literal.aval)
+    return literal if aval is literal.aval else Literal(np.asarray(literal.val), aval)
+
+
+def _without_mesh(aval: Any) -> Any:
+    if isinstance(aval, ShapedArray) and not aval.sharding.mesh.empty:
+        return ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    return aval

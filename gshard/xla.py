@@ -9,55 +9,156 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import Mesh, NamedSharding
 
+from gshard import _jax
 from gshard.annotate import annotate_p
 from gshard.explain import Collective
-from gshard.meshes import axis_names, partition_spec
-from gshard.ports import ports
+from gshard.meshes import make_mesh, partition_spec
+from gshard.placement import DeviceOrder
+from gshard.ports import in_place, ports
+from gshard.program import Settings
 from gshard.propagate import propagate
 from gshard.rules.control import bodies
-from gshard.signature import Call, Signature
+from gshard.sharding import Sharding
 from gshard.source import on_behalf_of
-from gshard.trace import trace
+from gshard.trace import inline
 from gshard.uneven import UnevenArray
 
 
-def lower_with_xla(signature: Signature, call: Call, devices: Any) -> XlaLowered:
+def lower_with_xla(
+    traced: jax.stages.Traced,
+    given: Sequence[Sharding | None],
+    order: DeviceOrder,
+    mesh: Mesh | None,
+    settings: Settings,
+    options: Any,
+) -> XlaProgram:
     """Annotations as constraints, the rest to XLA; arguments start where gshard would put them."""
-    if isinstance(devices, int):
+    if isinstance(order.devices, int):
         raise ValueError("partitioner='xla' needs real devices: XLA partitions when it compiles")
-    flat_fn, results = signature.flat(call)
-    program = trace(flat_fn, call.avals, len(devices), folded=False)
-    shardings = propagate(program, len(devices))
-    variables = [*program.jaxpr.constvars, *program.jaxpr.invars]
+    flat = inline(traced.jaxpr, order, folded=False)
+    lies = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
+    shardings = propagate(flat, order.count, lies)
+    closed_over = _jax.closed_over(traced)
+    variables = [*flat.jaxpr.constvars, *flat.jaxpr.invars]
     shapes = [tuple(v.aval.shape) for v in variables]
-    axes, _ = ports([shardings[v] for v in variables], shapes, len(devices))
-    mesh = Mesh(np.asarray(devices).reshape(axes), axis_names(axes))
+    axes, _ = ports([shardings[v] for v in variables], shapes, order.count)
+    own = make_mesh(axes, order.devices)
 
-    def named(sharding, shape) -> NamedSharding | None:
+    def named(sharding: Sharding, shape: Sequence[int]) -> NamedSharding | None:
         spec = partition_spec(sharding, axes) if sharding.is_even(shape) else None
-        return None if spec is None else NamedSharding(mesh, spec)
+        return None if spec is None else NamedSharding(own, spec)
 
-    def constrained(*arrays):
-        return _evaluate(program, arrays, lambda v: named(shardings[v], v.aval.shape))
+    def constrained(*arrays: jax.Array) -> list[Any]:
+        arguments = [*closed_over, *arrays]
+        return _evaluate(flat, arguments, lambda v: named(shardings[v], v.aval.shape))
 
-    placed = [named(shardings[v], v.aval.shape) for v in program.jaxpr.invars]
+    arguments = flat.jaxpr.invars[len(closed_over) :]
+    placed = [named(shardings[v], v.aval.shape) for v in arguments]
+    into = [s or NamedSharding(own, jax.P()) for s in placed]
+    constrained.__name__ = constrained.__qualname__ = traced.fun_name
     jitted = jax.jit(
         constrained,
-        in_shardings=tuple(s or NamedSharding(mesh, jax.P()) for s in placed),
-        donate_argnums=call.donated,
+        in_shardings=into,
+        donate_argnums=settings.donated,
+        keep_unused=settings.keep_unused,
+        compiler_options=dict(settings.compiler_options) or None,
     )
-    return XlaLowered(jitted, call, results, len(devices), shardings, program)
+    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in arguments]
+    with _jax.without_mesh():
+        return XlaProgram(
+            jitted.trace(*structs), order.count, into, [shardings[v] for v in arguments]
+        )
 
 
-def _evaluate(program: ClosedJaxpr, arrays, sharding_of) -> list[Any]:
+@dataclass(frozen=True, eq=False)
+class XlaProgram:
+    """A program that XLA partitions when it compiles it."""
+
+    traced: jax.stages.Traced
+    num_devices: int
+    into: list[NamedSharding]
+    inputs: list[Sharding]
+    bare = True
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """The annotated program, on logical shapes: XLA partitions it when it compiles."""
+        return self.traced.jaxpr.jaxpr
+
+    @functools.cached_property
+    def _compiled(self) -> jax.stages.Compiled:
+        return self.traced.lower().compile()
+
+    def fits(self, given: Sequence[Sharding | None]) -> bool:
+        """Whether it takes arguments that lie like that as they are."""
+        own = given[len(given) - len(self.inputs) :]
+        return all(g is None or g == s for g, s in zip(own, self.inputs, strict=True))
+
+    def collectives(self) -> list[Collective]:
+        """What XLA's compiled program moves."""
+        return list(collectives_of_hlo(self._compiled.as_text() or "", self.num_devices))
+
+    def text(self) -> str:
+        """The annotated program."""
+        return self.traced.lower().as_text()
+
+    def input_shardings(self) -> list[Any]:
+        """Where the arguments start: as gshard would have them."""
+        return self.inputs
+
+    def output_shardings(self) -> list[Any]:
+        """What XLA chose for the results."""
+        return jax.tree.leaves(self._compiled.output_shardings)
+
+    def structs(self, dtypes: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """The arguments as shapes with their shardings."""
+        avals = self.traced.jaxpr.in_avals
+        return [
+            jax.ShapeDtypeStruct(a.shape, dtype, sharding=s)
+            for a, dtype, s in zip(avals, dtypes, self.into, strict=True)
+        ]
+
+    def compile(self, compiler_options: dict | None) -> jax.stages.Compiled:
+        """The program, partitioned and compiled by XLA."""
+        if compiler_options:
+            return self.traced.lower().compile(compiler_options=compiler_options)
+        return self._compiled
+
+    def placed_consts(self) -> list[jax.Array]:
+        """None: XLA takes the values that the user's function closes over as constants."""
+        return []
+
+    def put(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """The arguments where the program wants them."""
+        return [
+            x
+            if isinstance(x, jax.Array) and in_place(x.sharding, s, x.ndim)
+            else jax.device_put(x.logical() if isinstance(x, UnevenArray) else x, s)
+            for x, s in zip(leaves, self.into, strict=True)
+        ]
+
+    def shown(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """The arguments, as they are."""
+        return list(arrays)
+
+    def get(self, out: Sequence[jax.Array]) -> list[jax.Array]:
+        """The results, as they are."""
+        return list(out)
+
+    def logical(self, arguments: Sequence[jax.Array]) -> list[jax.Array]:
+        """The program on logical values."""
+        return self.traced(*arguments)
+
+
+def _evaluate(program: ClosedJaxpr, arrays: Sequence[Any], sharding_of: Callable) -> list[Any]:
     """The program, with each annotation that divides as a constraint (XLA drops the others)."""
 
     def run(closed: ClosedJaxpr, args) -> list[Any]:
@@ -97,74 +198,6 @@ def _rebuilt(param: Any, run) -> Any:
 
 def _call(run, closed: ClosedJaxpr, *args) -> list[Any]:
     return run(closed, args)
-
-
-class XlaLowered:
-    """What `Lowered` offers, for a program that XLA partitions."""
-
-    def __init__(self, jitted, call: Call, results, num_devices: int, shardings, program):
-        self._jitted, self._call, self._results = jitted, call, results
-        self._num_devices = num_devices
-        self._inputs = [shardings[v] for v in program.jaxpr.invars]
-
-    @functools.cached_property
-    def _lowered(self):
-        return self._jitted.lower(*self._call.avals)
-
-    @property
-    def in_shardings(self) -> Any:
-        """Where the arguments start: as gshard would have them."""
-        return self._call.unflatten_arguments(self._inputs)
-
-    @property
-    def out_shardings(self) -> Any:
-        """What XLA chose for the results."""
-        return self._results.unflatten(self.compile()._executable.output_shardings)
-
-    @property
-    def collectives(self) -> list[Collective]:
-        """What XLA's compiled program moves."""
-        return list(collectives_of_hlo(self.compile().as_text(), self._num_devices))
-
-    def as_text(self) -> str:
-        """The annotated program; XLA partitions it when it compiles."""
-        return self._lowered.as_text()
-
-    @functools.cache  # noqa: B019  (one compilation per lowered program)
-    def compile(self) -> XlaCompiled:
-        """The program, partitioned and compiled by XLA."""
-        return XlaCompiled(self)
-
-
-class XlaCompiled:
-    """What `Compiled` offers, for a program that XLA partitioned."""
-
-    def __init__(self, lowered: XlaLowered):
-        self._lowered = lowered
-        self._executable = lowered._lowered.compile()
-        self.as_text = self._executable.as_text
-        self.cost_analysis = self._executable.cost_analysis
-        self.memory_analysis = self._executable.memory_analysis
-
-    def __call__(self, *args, **kwargs) -> Any:
-        """Run it."""
-        return self.run(self._lowered._call.signature.bind(args, kwargs))
-
-    def run(self, call: Call) -> Any:
-        """Place the arguments, execute, put the results into the user's tree."""
-        return self._lowered._results.unflatten(self._executable(*self._put(call)))
-
-    def place(self, *args, **kwargs):
-        """The arguments where the program wants them."""
-        call = self._lowered._call.signature.bind(args, kwargs)
-        return call.unflatten_arguments(self._put(call))
-
-    def _put(self, call: Call) -> list[jax.Array]:
-        wanted = self._executable.input_shardings[0]
-        return [
-            jax.device_put(x.logical() if isinstance(x, UnevenArray) else x, s)
-            for x, s in zip(call.leaves, wanted, strict=True)
-        ]
 
 
 # ---------------------------------------------------------------- reading XLA's program

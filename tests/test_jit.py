@@ -57,7 +57,7 @@ def test_uneven_results_stay_split_between_calls():
     z = step(y)
     np.testing.assert_array_equal(np.asarray(z), x * 4)
     assert step.lower(y).collectives == []
-    port = step.lower(y)._into[0]
+    port = step.lower(y)._program.into[0]
     assert port.put(y.stack.sharding.mesh, y) is y.stack, "passing it on moved it"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from jax.extend.core import Primitive
 from jax.extend.core import primitives as exported
 
+from gshard._jax import shard_map_p
 from gshard.rule import Doc
 from gshard.rules import RULES
 from gshard.trace import CALLS, REFS
@@ -40,7 +41,7 @@ def table() -> str:
     rows = {}
     for primitive, rule in RULES.items():
         rows[primitive] = _row(rule.doc)
-    for primitive in CALLS:
+    for primitive in (*CALLS, shard_map_p):
         rows[primitive] = _row(Doc(free="inlined: as its body"))
     for primitive in REFS:
         rows[primitive] = _row(Doc(free="as reads and writes of a value"))

@@ -8,8 +8,6 @@ the primitive and the user's line.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -45,11 +43,11 @@ def run_once(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], reason: str) -> lis
     """Side effects: the first device calls, and the others take part in a sum to get the result."""
     ready = _gathered(ctx, tiles, reason)
 
-    def call(*arrays: jax.Array) -> list[jax.Array]:
+    def call(*arrays):
         whole = [Tile(a, t.sharding, t.shape) for a, t in zip(arrays, ready, strict=True)]
         return list(bind_local(ctx, eqn, whole, []))
 
-    def skip(*arrays: jax.Array) -> list[jax.Array]:
+    def skip(*arrays):
         return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
 
     called = lax.cond(ctx.place.device_id() == 0, call, skip, *(t.array for t in ready))
@@ -68,7 +66,7 @@ def _gathered(ctx: Context, tiles: list[Tile], reason: str) -> list[Tile]:
     ]
 
 
-def _whole(ctx: Context, array: jax.Array, var: Any) -> Tile:
+def _whole(ctx: Context, array: jax.Array, var) -> Tile:
     return Tile(array, Sharding.replicated(array.ndim, ctx.place.num_devices), var.aval.shape)
 
 
@@ -95,9 +93,7 @@ def _refuse(eqn: JaxprEqn, why: str) -> None:
 def refused(why: str) -> Rule:
     """A rule for what has no meaning in a partitioned program."""
 
-    def refuse(
-        ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-    ) -> list[Tile]:
+    def refuse(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]):
         _refuse(eqn, why)
         return []
 
@@ -105,8 +101,8 @@ def refused(why: str) -> Rule:
 
 
 _COLLECTIVE = (
-    "axis names belong to shard_map; inside of gshard.jit use auto_to_manual_spmd_partition "
-    "and gshard's collectives"
+    "axis names belong to jax.shard_map; call it inside of a function that jax.shard_map runs, or "
+    "use gshard's own collectives between auto_to_manual_spmd_partition and its opposite"
 )
 _COLLECTIVES = (
     p.all_gather_p,
@@ -119,7 +115,6 @@ _COLLECTIVES = (
     p.ragged_all_to_all_p,
     *_jax.private_primitives("lax.parallel", "pbroadcast_p", "reduce_scatter_p"),
     *_jax.private_primitives("lax.parallel", "psum_invariant_p", "all_gather_invariant_p"),
-    *_jax.private_primitives("shard_map", "shard_map_p"),
 )
 
 register(

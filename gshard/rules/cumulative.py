@@ -7,8 +7,6 @@ reverse scan it comes first.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -68,7 +66,7 @@ def _cumulative(
     return [Tile(result, wanted, tile.shape)]
 
 
-def _identity(kind: str, dtype: Any) -> jax.Array:
+def _identity(kind: str, dtype) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.complexfloating) and kind in ("max", "min"):
         return jnp.asarray(-jnp.inf if kind == "max" else jnp.inf, dtype)
     return identity(kind, dtype)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -39,9 +37,7 @@ def broadcast_factors(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, [operand], [names])
 
 
-def _broadcast_local(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
-) -> list[jax.Array]:
+def _broadcast_local(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]):
     return [lax.broadcast_in_dim(tiles[0].array, shapes[0], eqn.params["broadcast_dimensions"])]
 
 
@@ -100,7 +96,7 @@ def _reshape_factors(eqn: JaxprEqn) -> tuple[Factors, list[_Mixed]]:
 
 
 def _match(
-    sides: list[list[int]], dims: list[list[list[str]]], factor: Any, mixed: list[_Mixed] | None
+    sides: list[list[int]], dims: list[list[list[str]]], factor, mixed: list[_Mixed] | None
 ) -> None:
     """Walk both shapes from the major end, taking off what the current dims have in common."""
     at, left = [0, 0], [1, 1]  # the current dim on either side, and what is left of its size
@@ -140,9 +136,7 @@ def _match(
             at[s] += left[s] == 1
 
 
-def _reshape_local(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
-) -> list[jax.Array]:
+def _reshape_local(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]):
     return [lax.reshape(tiles[0].array, shapes[0], eqn.params["dimensions"])]
 
 

@@ -5,7 +5,6 @@ Inside, a value is each device's own: operators run on it as they stand.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -13,29 +12,31 @@ from jax.extend.core import primitives as p
 
 from gshard.factors import no_factors
 from gshard.manual import collective_p, partition_id_p, to_auto_p, to_manual_p
+from gshard.mapped import over_groups_p, row_of_device_p
 from gshard.moving import collectives
 from gshard.moving.partial import copies_groups
 from gshard.rule import Context, Doc, Rule, bind_local, register
 from gshard.sharding import Sharding
-from gshard.source import source_of
+from gshard.source import because, source_of
 from gshard.tile import Tile
 
-MAKES_MANUAL = (to_manual_p, partition_id_p, collective_p)
+MAKES_MANUAL = (to_manual_p, partition_id_p, collective_p, over_groups_p, row_of_device_p)
 # Control flow partitions its bodies, in which manual and automatic values may both occur.
-CROSSING_MANUAL = (to_auto_p, collective_p, p.scan_p, p.while_p, p.cond_p)
+CROSSING_MANUAL = (to_auto_p, collective_p, over_groups_p, p.scan_p, p.while_p, p.cond_p)
 
 
 def run_manually(ctx: Context, eqn: JaxprEqn, tiles: list[Tile]) -> list[Tile]:
     """An operator inside of a manual region: the primitive itself, on what each device has."""
-    ready = []
-    for tile in tiles:
-        if not tile.sharding.manual:
-            whole = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
-            tile = ctx.reshard(
-                tile, whole, f"{eqn.primitive.name} in a manual region needs it whole"
-            )
-        ready.append(tile)
+    ready = [whole_in_region(ctx, eqn, tile) for tile in tiles]
     return [_own(ctx, a) for a in bind_local(ctx, eqn, ready, [])]
+
+
+def whole_in_region(ctx: Context, eqn: JaxprEqn, tile: Tile) -> Tile:
+    """An operand inside of a manual region; one from outside is brought whole."""
+    if tile.sharding.manual:
+        return tile
+    whole = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
+    return ctx.reshard(tile, whole, f"{eqn.primitive.name} in a manual region needs it whole")
 
 
 def check_manual(eqn: JaxprEqn, tile: Tile, target: Sharding) -> None:
@@ -48,7 +49,7 @@ def check_manual(eqn: JaxprEqn, tile: Tile, target: Sharding) -> None:
         )
 
 
-def _own(ctx: Context, array: jax.Array) -> Tile:
+def _own(ctx: Context, array) -> Tile:
     sharding = Sharding((None,) * array.ndim, ctx.place.num_devices, manual=True)
     return Tile(array, sharding, array.shape)
 
@@ -98,6 +99,30 @@ def _collective(
     return [_own(ctx, collectives.collective_permute(place, x, groups, reason))]
 
 
+def _over_groups(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    """A collective of `jax.shard_map`: the primitive itself, its named axes as groups."""
+    primitive, groups = eqn.params["primitive"], eqn.params["groups"]
+    params = dict(eqn.params["settings"])
+    arrays = [whole_in_region(ctx, eqn, t).array for t in tiles]
+    if primitive is p.ppermute_p:
+        params |= {"axis_name": ctx.place.axes, "perm": groups}
+    else:
+        name = "axes" if primitive in (p.psum_p, p.pmax_p, p.pmin_p) else "axis_name"
+        alone = groups == (tuple(range(ctx.place.num_devices)),)
+        params |= {name: ctx.place.axes, "axis_index_groups": None if alone else groups}
+    with because("asked for in jax.shard_map"):
+        out = primitive.bind(*arrays, **params)
+    return [_own(ctx, a) for a in (out if primitive.multiple_results else [out])]
+
+
+def _row_of_device(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    return [_own(ctx, jnp.asarray(ctx.place.lookup(np.array(eqn.params["table"])), jnp.int32))]
+
+
 def _partition_id(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
@@ -112,4 +137,11 @@ register(Rule(no_factors, partition=_collective, doc=Doc(gather="as the user say
 register(
     Rule(no_factors, partition=_partition_id, doc=Doc(free="the device's own number")),
     partition_id_p,
+)
+register(
+    Rule(no_factors, partition=_over_groups, doc=Doc(gather="as jax.shard_map says")), over_groups_p
+)
+register(
+    Rule(no_factors, partition=_row_of_device, doc=Doc(free="the device's own number")),
+    row_of_device_p,
 )

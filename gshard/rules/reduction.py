@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
@@ -44,12 +41,7 @@ _KINDS = {
 
 
 def _partition_custom(
-    ctx: Context,
-    eqn: JaxprEqn,
-    tiles: list[Tile],
-    targets: list[Sharding],
-    prepare: Callable[[list[Tile]], Any],
-    finish: Callable[[Any, Any], Any],
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding], prepare, finish
 ) -> list[Tile]:
     """Choose splits as for a maximum, reduce locally with `prepare`, combine with `finish`."""
     factors = reduce_factors(eqn, "max")
@@ -67,19 +59,8 @@ def _partition_custom(
     if not reduced:
         arrays = bind_local(ctx, eqn, ready, [])
     else:
-        groups = reducing_groups(ctx.place, here, reduced)
-        arrays = finish(prepare(ready), groups)
-        if here.is_replicated and any(s.idle for s in reduced):
-            arrays = [_from_one(ctx, eqn, a, groups[0][0]) for a in arrays]
+        arrays = finish(prepare(ready), reducing_groups(ctx.place, here, reduced))
     return [Tile(a, here, tuple(v.aval.shape)) for a, v in zip(arrays, eqn.outvars, strict=True)]
-
-
-def _from_one(ctx: Context, eqn: JaxprEqn, array: jax.Array, device: int) -> jax.Array:
-    """What `device` has, on all devices: those that held no part of the operand have no result."""
-    reason = f"{eqn.primitive.name}: the result for devices that held no part"
-    mine = jnp.where(ctx.place.device_id() == device, array, jnp.zeros_like(array))
-    everyone = [list(range(ctx.place.num_devices))]
-    return collectives.merge_disjoint(ctx.place, mine, everyone, reason)
 
 
 def _arg_reduce(
@@ -90,7 +71,7 @@ def _arg_reduce(
     (dim,) = eqn.params["axes"]
     index_dtype = eqn.params["index_dtype"]
 
-    def prepare(ready: list[Tile]) -> Any:
+    def prepare(ready):
         (tile,) = ready
         masked = tile.masked(ctx.place, identity(kind, tile.array.dtype), [dim])
         (local,) = bind_local(ctx, eqn, [masked], [])
@@ -99,7 +80,7 @@ def _arg_reduce(
             tile.offset(ctx.place, dim), index_dtype
         )
 
-    def finish(parts: Any, groups: Any) -> Any:
+    def finish(parts, groups):
         value, index = parts
         reason = f"{eqn.primitive.name}: winners of {len(groups[0])} devices"
         keys, _ = sortable(value, kind)
@@ -123,7 +104,7 @@ def _generic_reduce(
     dims = tuple(eqn.params["dimensions"])
     compute = jaxpr_as_fun(eqn.params["jaxpr"])
 
-    def paired(a: Any, b: Any) -> Any:
+    def paired(a, b):
         both = compute(*a[1:], *b[1:])
         has = a[0] | b[0]
         values = [
@@ -132,11 +113,11 @@ def _generic_reduce(
         ]
         return (has, *values)
 
-    def fold(flags: jax.Array, values: Any, inits: Any, over: Sequence[int]) -> Any:
+    def fold(flags, values, inits, over):
         nothing = (jnp.asarray(False), *inits)
         return lax.reduce((flags, *values), nothing, paired, over)
 
-    def prepare(ready: list[Tile]) -> Any:
+    def prepare(ready):
         values, inits = ready[:count], ready[count:]
         flags = functools.reduce(
             jnp.logical_and,
@@ -145,7 +126,7 @@ def _generic_reduce(
         )
         return fold(flags, [v.array for v in values], [i.array for i in inits], dims), inits
 
-    def finish(parts: Any, groups: Any) -> Any:
+    def finish(parts, groups):
         folded, inits = parts
         reason = f"{eqn.primitive.name}: partial results of {len(groups[0])} devices"
         gathered = [

@@ -76,9 +76,7 @@ def _whole_along(here: Sharding, dim: int, split: Split) -> list[Sharding]:
     return [gathered, *(m for m in moved if compatible(m.splits))]
 
 
-def _cost(
-    eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding], way: Sharding, dim: int
-) -> float:
+def _cost(eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding], way: Sharding, dim: int):
     """Bytes to get there and to where the results are wanted, and the time of the sort."""
     moved = sum(
         reshard_cost(t.sharding, way, t.shape, t.array.dtype)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -116,7 +115,7 @@ def generic_local(
         out = eqn.primitive.bind(*arrays, *inits, **(params | {"padding": padding}))
         return [_own(ctx, x, reaches, shapes[0]) for x in out]
 
-    def computation(left: Any, right: Any) -> Any:
+    def computation(left, right):
         (*xs, x_there), (*ys, y_there) = left, right
         both = jax.core.eval_jaxpr(params["jaxpr"], params["consts"], *xs, *ys)
         one = [lax.select(x_there, x, y) for x, y in zip(xs, ys, strict=True)]
@@ -152,8 +151,8 @@ def _reaches(eqn: JaxprEqn, sharding: Sharding, local: Shape) -> _Reaches:
 
 
 def _bring_all(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], fills: Sequence[Any], local: Shape
-) -> tuple[list[Tile], tuple[Any, ...], _Reaches]:
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], fills: Sequence, local: Shape
+) -> tuple[list[Tile], tuple, _Reaches]:
     """The operands with their halos, and the padding that is left to the operator."""
     reaches = _reaches(eqn, tiles[0].sharding, local)
     padding = list(eqn.params["padding"])

@@ -29,7 +29,7 @@ def lowered_step(model, devices=None):
 def bytes_per_device(lowered) -> int:
     """What the arguments of a step, weights and optimizer state first of all, take on a device."""
     shardings = jax.tree.leaves(lowered.in_shardings)
-    avals = lowered._call.avals
+    avals = jax.tree.leaves(lowered.args_info)
     return sum(math.prod(s.local_shape(a.shape)) * 4 for s, a in zip(shardings, avals, strict=True))
 
 

@@ -1,0 +1,181 @@
+"""What a user's call holds besides arrays, and results that are not arrays.
+
+`jax.jit` takes arrays alone. Models often carry more: an activation function in a module, a name,
+None. Such leaves of the arguments are static: they take part in the choice of the program. Leaves
+of the results that are not arrays come out as the function returned them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from gshard._jax import is_array_like
+
+
+class Static:
+    """A value that is not an array, compared and hashed as itself."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Static):
+            return False
+        return self.value is other.value or bool(self.value == other.value)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+class _Result:
+    """A leaf of the results that is not an array: a part of their tree."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+jax.tree_util.register_pytree_node(
+    _Result, lambda r: ((), Static(r.value)), lambda static, _: static.value
+)
+
+
+def with_static_results(fun: Callable) -> Callable:
+    """`fun` with the results that are not arrays as parts of the tree, which need no hash."""
+
+    @functools.wraps(fun)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf: leaf if is_array_like(leaf) else _Result(leaf), fun(*args, **kwargs)
+        )
+
+    return traced
+
+
+@dataclass(frozen=True)
+class StaticLeaves:
+    """The tree of a call's arguments, and its leaves that are not arrays (None: an array)."""
+
+    tree: Any
+    marks: tuple[Static | None, ...]
+
+    @staticmethod
+    def of(args: tuple, kwargs: dict, numbers: Sequence[int], names: Sequence[str]) -> Any:
+        """Both, and the arrays, of a call whose arguments `numbers` and `names` are static."""
+        count = len(args)
+        static = {n % count if n < 0 else n for n in numbers} if count else set()
+        given = (
+            [Static(a) if i in static else a for i, a in enumerate(args)],
+            {k: Static(v) if k in names else v for k, v in kwargs.items()},
+        )
+        leaves, tree = jax.tree.flatten(given)
+        marks = tuple(
+            None if is_array_like(x) else x if isinstance(x, Static) else Static(x) for x in leaves
+        )
+        for mark in marks:
+            if mark is not None:
+                _check_hash(mark)
+        arrays = [x for x, mark in zip(leaves, marks, strict=True) if mark is None]
+        return StaticLeaves(tree, marks), arrays
+
+    def arguments(self, arrays: Sequence[Any]) -> tuple[list, dict]:
+        """The user's arguments again, with these arrays in them."""
+        fresh = iter(arrays)
+        leaves = [next(fresh) if mark is None else mark for mark in self.marks]
+        args, kwargs = jax.tree.unflatten(self.tree, leaves)
+        bare = functools.partial(jax.tree.map, lambda x: x.value if isinstance(x, Static) else x)
+        return [bare(a) for a in args], {k: bare(v) for k, v in kwargs.items()}
+
+    def flat(self, fun: Callable) -> Callable:
+        """`fun` as a function of the arrays alone."""
+
+        @functools.wraps(fun, updated=())
+        def on_arrays(*arrays: Any) -> Any:
+            args, kwargs = self.arguments(arrays)
+            return fun(*args, **kwargs)
+
+        del on_arrays.__wrapped__  # it has another signature
+        return on_arrays
+
+    def numbers_of(self, chosen: Callable[[int | str], bool]) -> tuple[int, ...]:
+        """The numbers of the arrays under arguments for which `chosen(number or name)` holds."""
+        arrays = [i for i, mark in enumerate(self.marks) if mark is None]
+        number = {leaf: i for i, leaf in enumerate(arrays)}
+        args, kwargs = jax.tree.unflatten(self.tree, range(len(self.marks)))
+        found = [
+            number[leaf]
+            for key, argument in [*enumerate(args), *kwargs.items()]
+            if chosen(key)
+            for leaf in jax.tree.leaves(argument)
+            if leaf in number
+        ]
+        return tuple(sorted(found))
+
+
+@dataclass(frozen=True)
+class Trees:
+    """The trees of a call: its arguments, with what of them is static, and its results."""
+
+    args_info: Any  # JAX's: the type of each argument, and whether it is donated
+    out_tree: Any
+    out_info: Any
+    static: StaticLeaves | None
+
+    @staticmethod
+    def of(traced: jax.stages.Traced, static: StaticLeaves | None) -> Trees:
+        """Those of a traced function, and of the leaves that it did not see."""
+        return Trees(traced.args_info, traced.out_tree, traced.out_info, static)
+
+    @functools.cached_property
+    def _infos(self) -> list[Any]:
+        return jax.tree.leaves(self.args_info)
+
+    @property
+    def dtypes(self) -> list[Any]:
+        """The types of the flat arguments."""
+        return [info.dtype for info in self._infos]
+
+    @property
+    def types(self) -> list[tuple]:
+        """The shapes and types of the flat arguments."""
+        return [(tuple(info.shape), info.dtype) for info in self._infos]
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """The numbers of the flat arguments that are given up."""
+        return tuple(i for i, info in enumerate(self._infos) if info.donated)
+
+    @property
+    def in_tree(self) -> Any:
+        """The tree of the arrays among the arguments."""
+        return jax.tree.structure(self.args_info)
+
+    def like_arguments(self, values: Sequence[Any]) -> Any:
+        """A tree like the arguments, with these leaves; keyword arguments stand beside, if any."""
+        if self.static is not None:
+            args, kwargs = self.static.arguments(values)
+        else:
+            args, kwargs = jax.tree.unflatten(self.in_tree, values)
+        return (tuple(args), kwargs) if kwargs else tuple(args)
+
+    def like_results(self, values: Sequence[Any]) -> Any:
+        """A tree like the results, with these leaves."""
+        return jax.tree.unflatten(self.out_tree, values)
+
+
+def _check_hash(mark: Static) -> None:
+    try:
+        hash(mark)
+    except TypeError:
+        raise ValueError(
+            f"an argument that is not an array, {mark!r} of type {type(mark.value).__name__}, "
+            "cannot be hashed, so gshard.jit could not tell when it changes; pass its arrays, or "
+            "something that can be hashed (a tuple for a list)"
+        ) from None

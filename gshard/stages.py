@@ -1,0 +1,255 @@
+"""`Lowered` and `Compiled`: a partitioned program to look at, and to run.
+
+Both partitioners answer to one protocol, `Partitioned`, so that these classes serve them both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+from jax.extend.core import Jaxpr
+
+from gshard import _jax, explain
+from gshard.calls import Trees
+from gshard.sharding import Sharding
+
+
+class Partitioned(Protocol):
+    """What a partitioner makes of a traced function, for arguments in a flat list."""
+
+    @property
+    def traced(self) -> jax.stages.Traced:
+        """The function that XLA compiles, on the arrays that cross its border."""
+        ...
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """The program: per device, or before XLA partitions it."""
+        ...
+
+    @property
+    def bare(self) -> bool:
+        """Whether arguments and results cross as the user sees them."""
+        ...
+
+    def fits(self, given: Sequence[Sharding | None]) -> bool:
+        """Whether it takes arguments that lie like that as they are."""
+        ...
+
+    def collectives(self) -> list[explain.Collective]:
+        """What moves, how much, and because of which line."""
+        ...
+
+    def text(self) -> str:
+        """The program, readable."""
+        ...
+
+    def input_shardings(self) -> list[Any]:
+        """The shardings of the arguments."""
+        ...
+
+    def output_shardings(self) -> list[Any]:
+        """The shardings of the results."""
+        ...
+
+    def structs(self, dtypes: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """The arguments as shapes with JAX's own shardings."""
+        ...
+
+    def compile(self, compiler_options: dict | None) -> jax.stages.Compiled:
+        """The executable, or an error where there is nothing to run it on."""
+        ...
+
+    def placed_consts(self) -> list[jax.Array]:
+        """The values that the user's function closes over, where the executable wants them."""
+        ...
+
+    def put(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """The arguments as the arrays that cross; nothing moves that is in place."""
+        ...
+
+    def shown(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """What the user sees of arguments that would cross as these."""
+        ...
+
+    def get(self, out: Sequence[jax.Array]) -> list[jax.Array]:
+        """What the user sees of results that crossed."""
+        ...
+
+    def logical(self, arguments: Sequence[jax.Array]) -> list[jax.Array]:
+        """The program on logical values, to be traced."""
+        ...
+
+
+class Lowered:
+    """A partitioned program, before it is compiled."""
+
+    def __init__(self, program: Partitioned, trees: Trees):
+        self._program = program
+        self.trees = trees
+        self._compiled: Compiled | None = None
+
+    args_info = property(lambda self: self.trees.args_info)
+    in_tree = property(lambda self: self.trees.in_tree)
+    out_info = property(lambda self: self.trees.out_info)
+    out_tree = property(lambda self: self.trees.out_tree)
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """The per-device program."""
+        return self._program.jaxpr
+
+    @property
+    def num_equations(self) -> int:
+        """The size of the program."""
+        return explain.count_equations(self.jaxpr)
+
+    @functools.cached_property
+    def collectives(self) -> list[explain.Collective]:
+        """What moves, how much, and because of which line."""
+        return self._program.collectives()
+
+    @property
+    def in_shardings(self) -> Any:
+        """The shardings of the arguments, in a tree like theirs."""
+        return self.trees.like_arguments(self._program.input_shardings())
+
+    @property
+    def out_shardings(self) -> Any:
+        """The shardings of the results, in a tree like theirs."""
+        return self.trees.like_results(self._program.output_shardings())
+
+    @property
+    def in_info(self) -> Any:
+        """The arguments as shapes with JAX's own shardings: how to load them from a checkpoint."""
+        return self.trees.like_arguments(self._program.structs(self.trees.dtypes))
+
+    def fits(self, given: Sequence[Sharding | None]) -> bool:
+        """Whether it takes arguments that lie like that as they are."""
+        return self._program.fits(given)
+
+    def as_text(self, dialect: str | None = None) -> str:
+        """The program, readable; or in a `dialect` that JAX knows, such as "stablehlo"."""
+        if dialect is not None:
+            return self._program.traced.lower().as_text(dialect)
+        return self._program.text()
+
+    def compiler_ir(self, dialect: str | None = None) -> Any:
+        """The program as the compiler gets it."""
+        return self._program.traced.lower().compiler_ir(dialect)
+
+    def cost_analysis(self) -> Any:
+        """XLA's estimate of the work, before it optimises."""
+        return self._program.traced.lower().cost_analysis()
+
+    def compile(self, compiler_options: dict | None = None) -> Compiled:
+        """The program, compiled by XLA for its devices."""
+        if compiler_options:
+            return Compiled(self._program, self.trees, compiler_options)
+        if self._compiled is None:
+            self._compiled = Compiled(self._program, self.trees)
+        return self._compiled
+
+    def logical(self) -> jax.stages.Traced:
+        """The program as JAX's own stage, from logical arguments to logical results."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            arrays = [x for x in jax.tree.leaves((args, kwargs)) if _jax.is_array_like(x)]
+            return self.trees.like_results(self._program.logical(arrays))
+
+        called.__name__ = called.__qualname__ = self._program.traced.fun_name
+        args, kwargs = jax.tree.unflatten(
+            self.trees.in_tree, self._program.structs(self.trees.dtypes)
+        )
+        with _jax.without_mesh():
+            return jax.jit(called).trace(*args, **kwargs)
+
+
+class Compiled:
+    """An executable program: call it with arguments like those it was lowered for."""
+
+    def __init__(self, program: Partitioned, trees: Trees, compiler_options: dict | None = None):
+        self._program = program
+        self.trees = trees
+        self._stage = program.compile(compiler_options)
+        self._consts = program.placed_consts()
+        self._quick = _jax.quick_call(None, self._cache_miss, None, (id(self),))
+
+    args_info = property(lambda self: self.trees.args_info)
+    in_tree = property(lambda self: self.trees.in_tree)
+    out_info = property(lambda self: self.trees.out_info)
+    out_tree = property(lambda self: self.trees.out_tree)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        return self._quick(*args, **kwargs)
+
+    def _cache_miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+        results, quick = self.run(self._arrays(args, kwargs))
+        return self.trees.like_results(results), quick, False
+
+    def run(self, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Place the flat arguments, execute, wrap the results; and JAX's quick way for next time.
+
+        That one passes arrays on as they are. It is there only where nothing is wrapped, and for
+        the names that the arguments' shardings have now: under other names, JAX asks again.
+        """
+        placed = self._program.put(leaves)
+        out = _jax.execute(self._stage, [*self._consts, *placed])
+        results = self._program.get(out)
+        names = [x.sharding if x is a else None for x, a in zip(leaves, placed, strict=True)]
+        quick = _jax.quick_data(self._stage, self.trees.out_tree, names, self._consts, out, results)
+        return results, quick
+
+    def place(self, *args: Any, **kwargs: Any) -> Any:
+        """The arguments where the program wants them: a call with these moves nothing."""
+        placed = self._program.put(self._arrays(args, kwargs))
+        return self.trees.like_arguments(self._program.shown(placed))
+
+    def _arrays(self, args: tuple, kwargs: dict) -> list[Any]:
+        leaves = jax.tree.leaves((args, kwargs))
+        arrays = [x for x in leaves if _jax.is_array_like(x)]
+        types = [(x.shape, x.dtype) for x in map(_jax.struct_of, arrays)]
+        if types != self.trees.types:
+            raise TypeError(
+                "the program was compiled for arrays of the types "
+                f"{_named(self.trees.types)}, and was called with {_named(types)}"
+            )
+        return arrays
+
+    def as_text(self) -> str | None:
+        """XLA's optimised program."""
+        return self._stage.as_text()
+
+    def cost_analysis(self) -> Any:
+        """XLA's own estimate of the work on one device."""
+        return self._stage.cost_analysis()
+
+    def memory_analysis(self) -> Any:
+        """XLA's account of the memory on one device."""
+        return self._stage.memory_analysis()
+
+    # What `jax.experimental.serialize_executable` reads. Programs whose arguments or results are
+    # wrapped, or that close over arrays, would come back without their wrapping.
+    @property
+    def _executable(self) -> Any:
+        if self._consts or not self._program.bare:
+            raise ValueError(
+                "a program that closes over arrays, or some of whose arguments or results do not "
+                "divide by their tiles, cannot be serialized: pass the arrays as arguments, and "
+                "choose sizes that divide; jax.export serializes it without the compiled code"
+            )
+        return self._stage._executable
+
+    @property
+    def _params(self) -> Any:
+        return self._stage._params
+
+    _no_kwargs = False
+
+
+def _named(types: Sequence[tuple]) -> str:
+    return "(" + ", ".join(f"{dtype}{list(shape)}" for shape, dtype in types) + ")"
