@@ -41,6 +41,7 @@ class Plan:
 
     kind: str  # "shifts", "align" or "gather"
     sent: int
+    steps: int = 1  # collectives
     shifts: tuple[_Shift, ...] = ()
 
 
@@ -89,18 +90,18 @@ def fetch(
     return back(window(place, joined, dim, np.where(needed, starts - begin, 0)[mine], width))
 
 
-def fetch_rows(
+def plan_fetch(
     tiles: int,
     size: int,
     starts: np.ndarray,
     width: int,
     only: tuple[int, int] | None = None,
     rows: int | None = None,
-) -> int:
-    """How many rows a device sends to `fetch` from even tiles, of `rows` rows if not the usual."""
+) -> Plan:
+    """What `fetch` does with even tiles, of `rows` rows if not the usual."""
     rows = rows or -(-size // tiles)
     held = Runs.even(tiles, rows, size).only(only)
-    return plan_halo(held, rows, np.asarray(starts, np.int64), width).sent
+    return plan_halo(held, rows, np.asarray(starts, np.int64), width)
 
 
 def plan_halo(held: Runs, rows: int, starts: np.ndarray, width: int) -> Plan:
@@ -109,9 +110,10 @@ def plan_halo(held: Runs, rows: int, starts: np.ndarray, width: int) -> Plan:
     options = [Plan("gather", rows * (len(starts) - 1))]
     routed = plan_rows(held, starts, width)
     if routed:
-        options.insert(0, Plan("align", routed.sent))
+        options.insert(0, Plan("align", routed.sent, routed.steps))
     if len(shifts) <= MAX_SHIFTS:
-        options.insert(0, Plan("shifts", sum(s.keep - s.skip for s in shifts if s.by), shifts))
+        widths = [s.keep - s.skip for s in shifts if s.by]
+        options.insert(0, Plan("shifts", sum(widths), len(widths), shifts))
     return min(options, key=lambda o: o.sent)
 
 

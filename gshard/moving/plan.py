@@ -247,6 +247,19 @@ def _predecessors(target: Sharding) -> Iterator[Sharding]:
                     yield target.replace(dim, split.times(part) if split else part)
 
 
+def whole_along(here: Sharding, dim: int) -> list[Sharding]:
+    """Shardings in which `dim` is whole: gathered, or its split moved to another dim."""
+    split, gathered = here.splits[dim], here.replace(dim, None)
+    if split is None or split.idle:
+        return [gathered]
+    moved = [
+        gathered.replace(other, now.times(split) if now else split)
+        for other, now in enumerate(here.splits)
+        if other != dim
+    ]
+    return [gathered, *(m for m in moved if compatible(m.splits))]
+
+
 def copies_as_split(sharding: Sharding) -> Split | None:
     """The copies of each tile, numbered: a split that the tensor has room for."""
     if sharding.replicas == 1:

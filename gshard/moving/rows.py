@@ -82,6 +82,7 @@ class Plan:
 
     kind: str  # "rounds" or "scatter"
     sent: int
+    steps: int = 1  # collectives
     rounds: Rounds = ()
 
 
@@ -92,7 +93,8 @@ def plan_rows(
     options = []
     rounds = _rounds(held, starts, width, moves or [everything(held)])
     if rounds is not None:
-        options.append(Plan("rounds", sum(_box(r) for r in rounds if is_remote(r[0])), rounds))
+        boxes = [_box(r) for r in rounds if is_remote(r[0])]
+        options.append(Plan("rounds", sum(boxes), len(boxes), rounds))
     if (np.diff(starts) == width).all():
         options.append(Plan("scatter", width * (len(starts) - 1)))
     return min(options, key=lambda o: o.sent, default=None)

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from gshard.devices import Place
-from gshard.moving.halo import fetch, fetch_rows, window
+from gshard.moving.halo import fetch, plan_fetch, window
 from gshard.moving.rows import Runs, align, collect, plan_rows
 from gshard.rule import Context
 from gshard.sharding import Split
@@ -66,7 +66,7 @@ class Slice(Change):
         rows = -(-self.result(size) // tiles)
         starts = np.arange(tiles) * rows
         if self.stride == 1:
-            return fetch_rows(tiles, size, starts + self.start, rows, (self.start, self.limit))
+            return plan_fetch(tiles, size, starts + self.start, rows, (self.start, self.limit)).sent
         moved = plan_rows(self.runs(tiles, -(-size // tiles), size), starts, rows)
         assert moved
         return moved.sent
@@ -133,7 +133,7 @@ class Pad(Change):
         """The operand's rows that a tile of the result has, and the operand's tile has not."""
         rows = -(-self.result(size) // tiles)
         first, count = self._needed(tiles, rows)
-        return fetch_rows(tiles, size, first, count)
+        return plan_fetch(tiles, size, first, count).sent
 
     def run(
         self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: str

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,8 @@ from jax.extend.core import primitives as p
 from gshard._jax import stack_p, unstack_p
 from gshard.devices import Place
 from gshard.factors import Factors
-from gshard.moving.halo import fetch_rows
-from gshard.moving.plan import reshard_cost
+from gshard.moving.halo import plan_fetch
+from gshard.moving.plan import plan_reshard, reshard_cost, whole_along
 from gshard.moving.rows import Move, Runs, align, plan_rows
 from gshard.rewrite import concatenate_slices_p
 from gshard.rule import Context, Doc, Rule, register
@@ -82,13 +83,8 @@ def concatenate(
             jnp.zeros(target.local_shape(shape), tiles[0].array.dtype), target, tuple(shape)
         )
     used = {part.operand: [q for q in parts if q.operand == part.operand] for part in parts}
-    options = dict.fromkeys([target, *(_towards(tiles[i].sharding, target) for i in used)])
-    whole = [s.replace(dim, None) for s in options]
-    plans = [
-        _plan(tiles, used, dim, shape, result, target)
-        for result in dict.fromkeys([*options, *whole])
-    ]
-    _, result, sources = min(plans, key=lambda plan: plan[0])
+    way = _cheapest(tiles, used, dim, shape, target)
+    result, sources = way.result, way.sources
     ready = {i: ctx.reshard(tiles[i], s, f"operand of {name}") for i, s in sources.items()}
     split = result.splits[dim]
     if split is None:
@@ -114,44 +110,88 @@ def _towards(here: Sharding, target: Sharding) -> Sharding:
     return here
 
 
+@dataclass(frozen=True)
+class _Way:
+    """A sharding of the result, and the operands' for it."""
+
+    result: Sharding
+    sources: Mapping[int, Sharding]
+    cost: float  # in bytes, the latency of reshards included
+    sent: int  # bytes of one device
+    steps: int  # collectives
+
+
+def _cheapest(
+    tiles: list[Tile],
+    used: Mapping[int, list[Part]],
+    dim: int,
+    shape: list[int],
+    target: Sharding,
+) -> _Way:
+    """Fetch rows where the dim is split; or have it whole, gathered or split along another dim.
+
+    The last takes an AllToAll for each operand and one for the result. It is right where that is
+    fewer bytes in no more steps than the rows take.
+    """
+    options = dict.fromkeys([target, *(_towards(tiles[i].sharding, target) for i in used)])
+    whole = [s.replace(dim, None) for s in options]
+    moved = [m for s in options for m in whole_along(s, dim)[1:]]
+    plan = functools.partial(_plan, tiles, used, dim, shape, target)
+    best = min(map(plan, dict.fromkeys([*options, *whole])), key=lambda way: way.cost)
+    others = [w for w in map(plan, dict.fromkeys(moved)) if w.steps <= best.steps]
+    return min([best, *others], key=lambda way: way.sent)
+
+
 def _plan(
     tiles: list[Tile],
     used: Mapping[int, list[Part]],
     dim: int,
     shape: list[int],
-    result: Sharding,
     target: Sharding,
-) -> tuple[float, Sharding, dict[int, Sharding]]:
-    """The bytes to send if the result is split like that, and the operands' shardings for it."""
+    result: Sharding,
+) -> _Way:
+    """What there is to send if the result is split like that."""
     dtype, split = tiles[0].array.dtype, result.splits[dim]
-    total = reshard_cost(result, target, tuple(shape), dtype)
     local = result.local_shape(shape)
     row = math.prod(n for d, n in enumerate(local) if d != dim) * itemsize_of(dtype)
     sources = {}
+    cost, total, steps = _moved(result, target, shape, dtype)
     for i, own in used.items():
-        tile, whole = tiles[i], result.replace(dim, None)
-        cost = reshard_cost(tile.sharding, whole, tile.shape, dtype)
-        sources[i] = whole
+        tile, sources[i] = tiles[i], result.replace(dim, None)
+        best = _moved(tile.sharding, sources[i], tile.shape, dtype)
         if split:
-            moved = reshard_cost(tile.sharding, result, tile.shape, dtype)
-            moved += _sent(tile.shape[dim], own, split.tiles, local[dim]) * row
-            if moved < cost:
-                cost, sources[i] = moved, result
-        total += cost
-    return total, result, sources
+            rows, rounds = _rows_sent(tile.shape[dim], own, split.tiles, local[dim])
+            there = _moved(tile.sharding, result, tile.shape, dtype)
+            if there[0] + rows * row < best[0]:
+                best = there[0] + rows * row, there[1] + rows * row, there[2] + rounds
+                sources[i] = result
+        cost, total, steps = cost + best[0], total + best[1], steps + best[2]
+    return _Way(result, sources, cost, total, steps)
 
 
-def _sent(size: int, parts: list[Part], tiles: int, rows: int) -> int:
+def _moved(
+    source: Sharding, target: Sharding, shape: Sequence[int], dtype: Any
+) -> tuple[float, int, int]:
+    """The cost of a reshard, its bytes and its steps."""
+    if source == target:
+        return 0.0, 0, 0
+    steps = [s for s in plan_reshard(source, target, shape, dtype) if s.kind != "slice"]
+    sent = sum(s.bytes for s in steps)
+    return reshard_cost(source, target, shape, dtype), sent, len(steps)
+
+
+def _rows_sent(size: int, parts: list[Part], tiles: int, rows: int) -> tuple[int, int]:
+    """The rows that a device sends of one operand, and in how many steps."""
     starts = np.arange(tiles) * rows
     if len(parts) == 1:
         (part,) = parts
         first, end, by = part.move
-        return fetch_rows(tiles, size, starts - by, rows, (first, end))
-    moved = plan_rows(
-        Runs.even(tiles, -(-size // tiles), size), starts, rows, [q.move for q in parts]
-    )
+        fetched = plan_fetch(tiles, size, starts - by, rows, (first, end))
+        return fetched.sent, fetched.steps
+    held = Runs.even(tiles, -(-size // tiles), size)
+    moved = plan_rows(held, starts, rows, [q.move for q in parts])
     assert moved
-    return moved.sent
+    return moved.sent, moved.steps
 
 
 def _fetched(

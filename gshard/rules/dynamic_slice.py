@@ -25,7 +25,7 @@ from gshard import padding
 from gshard.devices import Place
 from gshard.factors import Factors
 from gshard.moving import collectives
-from gshard.moving.halo import fetch, fetch_rows, shifted_pairs
+from gshard.moving.halo import fetch, plan_fetch, shifted_pairs
 from gshard.moving.plan import reshard_cost
 from gshard.moving.rows import groups_along
 from gshard.rule import Context, Doc, Rule, register
@@ -56,7 +56,7 @@ class DynamicSlice(Change):
 
     def _rotated(self, size: int, tiles: int) -> int:
         local, width = -(-size // tiles), -(-self.rows // tiles)
-        aligned = fetch_rows(tiles, self.rows, np.arange(tiles) * width, width, rows=local)
+        aligned = plan_fetch(tiles, self.rows, np.arange(tiles) * width, width, rows=local).sent
         return rotation_rows(size, self.rows, local) + aligned
 
     def run(
@@ -205,7 +205,7 @@ def _is_better_rotated(tile: Tile, update: Tile, dim: int) -> bool:
     local, width = tile.array.shape[dim], update.array.shape[dim]
     starts = np.arange(split.tiles) * local
     sent = rotation_rows(tile.shape[dim], update.shape[dim], local)
-    sent += fetch_rows(split.tiles, update.shape[dim], starts, local)
+    sent += plan_fetch(split.tiles, update.shape[dim], starts, local).sent
     return sent < width * (split.tiles - 1)
 
 

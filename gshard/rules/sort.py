@@ -24,9 +24,9 @@ from gshard.moving import collectives
 from gshard.moving.columnsort import columnsort, rows_needed
 from gshard.moving.costs import MACHINE
 from gshard.moving.partial import identity, reducing_groups
-from gshard.moving.plan import reshard_cost
+from gshard.moving.plan import reshard_cost, whole_along
 from gshard.rule import Context, Doc, Rule, register
-from gshard.sharding import Sharding, Split, compatible
+from gshard.sharding import Sharding
 from gshard.tile import Tile, itemsize_of
 
 
@@ -44,7 +44,7 @@ def _sort(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     if split is None or 0 in tiles[0].shape:
         return _sort_locally(ctx, eqn, tiles, here)
     ways: list[tuple[float, Sharding | None]] = [
-        (_cost(eqn, tiles, targets, way, dim), way) for way in _whole_along(here, dim, split)
+        (_cost(eqn, tiles, targets, way, dim), way) for way in whole_along(here, dim)
     ]
     rows = rows_needed(-(-tiles[0].shape[dim] // split.tiles), split.tiles)
     if rows is not None and not split.idle:
@@ -61,19 +61,6 @@ def _sort_locally(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], here: Sharding
     ready = [ctx.reshard(t, here, "sort: its dim has to be whole") for t in tiles]
     arrays = eqn.primitive.bind(*(t.array for t in ready), **eqn.params)
     return [Tile(a, here, t.shape) for a, t in zip(arrays, tiles, strict=True)]
-
-
-def _whole_along(here: Sharding, dim: int, split: Split) -> list[Sharding]:
-    """Shardings in which `dim` is whole: gathered, or its split moved to another dim."""
-    gathered = here.replace(dim, None)
-    if split.idle:
-        return [gathered]
-    moved = [
-        gathered.replace(other, now.times(split) if now else split)
-        for other, now in enumerate(here.splits)
-        if other != dim
-    ]
-    return [gathered, *(m for m in moved if compatible(m.splits))]
 
 
 def _cost(eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding], way: Sharding, dim: int):
