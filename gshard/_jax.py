@@ -91,12 +91,12 @@ def tensor_types(*avals: Sequence[Any]) -> Iterator[list[list[Any]]]:
         ]
 
 
-def prng_impl(dtype):
+def prng_impl(dtype: Any) -> Any:
     """The generator of random keys of this dtype."""
     return dtype._impl
 
 
-def scan_counts(params) -> tuple[int, int]:
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     """How many constants a scan has, and how many carried values."""
     if "ft_in" in params:  # since JAX 0.11: the operands as a tree of three parts
         consts, carry, _ = params["ft_in"].unpack()

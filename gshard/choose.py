@@ -73,7 +73,9 @@ def shard_dims(
     return Sharding(tuple(compose(d, chosen, factors.sizes) for d in dims), num_devices)
 
 
-def local_dims(dims: Sequence[Dim], chosen: Assignment, factors: Factors, shape) -> tuple[int, ...]:
+def local_dims(
+    dims: Sequence[Dim], chosen: Assignment, factors: Factors, shape: Sequence[int]
+) -> tuple[int, ...]:
     """The local shape of such a tensor: a dim is the product of its factors' parts."""
     local = []
     for dim, n in zip(dims, shape, strict=True):
@@ -131,7 +133,9 @@ def choose(
     return best
 
 
-def _fits(chosen: Assignment, factors: Factors, tensors) -> bool:
+def _fits(
+    chosen: Assignment, factors: Factors, tensors: Sequence[tuple[Sequence[Dim], Sharding]]
+) -> bool:
     """Whether nothing has to move: all dims already are as their factors say."""
     reduced = any(chosen[f] for f in factors.reduced)
     return not reduced and all(
@@ -153,7 +157,12 @@ def _composable(chosen: Assignment, factors: Factors) -> bool:
 
 
 def default_cost(
-    eqn, factors: Factors, chosen: Assignment, shardings, targets, limit: float
+    eqn: JaxprEqn,
+    factors: Factors,
+    chosen: Assignment,
+    shardings: Sequence[Sharding],
+    targets: Sequence[Sharding],
+    limit: float,
 ) -> float:
     """What it costs to bring operands into place, to work, and to hand over the results."""
     num_devices = targets[0].num_devices

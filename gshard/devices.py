@@ -7,6 +7,7 @@ looked up by the device's own number.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ class Place:
 
     axes: tuple[str, ...]
     num_devices: int
-    known: dict = field(default_factory=dict, compare=False)
+    known: dict[str | bytes, Any] = field(default_factory=dict, compare=False)
 
     def inner(self) -> Place:
         """The same devices for the body of a loop or branch, which may not leak values out."""

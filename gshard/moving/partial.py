@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from gshard.sharding import Sharding, Split, compatible
 from gshard.tile import Tile, itemsize_of
 
 
-def identity(kind: str, dtype) -> jax.Array:
+def identity(kind: str, dtype: Any) -> jax.Array:
     """The value that changes nothing when it takes part in a reduction."""
     dtype = jnp.dtype(dtype)
     if kind in ("sum", "or", "xor"):
@@ -131,7 +132,7 @@ def combine_disjoint(
     return combine(place, tile, reduced, dict.fromkeys(reduced, "sum"), target, name)
 
 
-def _in_pairs(dtype, tile: Tile, target: Sharding) -> bool:
+def _in_pairs(dtype: Any, tile: Tile, target: Sharding) -> bool:
     """Whether neighbours along the last dim stay together however it is split."""
     if itemsize_of(dtype) != 2 or not tile.shape:
         return False
@@ -144,7 +145,7 @@ def combine_cost(
     reduced: Mapping[Factor, Split],
     kinds: Mapping[Factor, str],
     target: Sharding,
-    aval,
+    aval: Any,
 ) -> float:
     """Bytes to make a partial result whole and bring it to `target`."""
     if not reduced:
@@ -240,7 +241,7 @@ def _gather_and_reduce(
     return lax.reduce(parts, identity(kind, x.dtype), op, (0,))
 
 
-def sortable(x: jax.Array, kind: str):
+def sortable(x: jax.Array, kind: str) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """Floats as integers in the same order, NaN first: collectives lose NaN in max and min."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.int8), lambda y: y.astype(jnp.bool_)
@@ -250,13 +251,13 @@ def sortable(x: jax.Array, kind: str):
     integer = jnp.dtype(f"int{width}")
     info = jnp.iinfo(integer)
 
-    def flip(bits):
+    def flip(bits: jax.Array) -> jax.Array:
         return bits ^ ((bits >> (width - 1)) & info.max)
 
     nan = jnp.asarray(info.max if kind == "max" else info.min, integer)
     keys = jnp.where(jnp.isnan(x), nan, flip(lax.bitcast_convert_type(x, integer)))
 
-    def back(keys):
+    def back(keys: jax.Array) -> jax.Array:
         value = lax.bitcast_convert_type(flip(keys), x.dtype)
         return jnp.where(keys == nan, jnp.asarray(jnp.nan, x.dtype), value)
 

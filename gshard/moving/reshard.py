@@ -94,7 +94,13 @@ def _put_together(x: jax.Array, grow: list[int], parts: tuple[int, ...]) -> jax.
     return x.reshape([g * p for g, p in zip(grow, parts, strict=True)])
 
 
-def _in_order_of_parts(place: Place, x, here: Sharding, kept, groups):
+def _in_order_of_parts(
+    place: Place,
+    x: jax.Array,
+    here: Sharding,
+    kept: tuple[int, ...],
+    groups: tuple[tuple[int, ...], ...],
+) -> jax.Array:
     """What came from member j, put where the part that j gave away belongs."""
     orders = orders_of_parts(here, kept, groups)
     if len(orders) == 1:
@@ -178,7 +184,7 @@ def _spread(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
     return Tile(lax.slice(whole, [0] * whole.ndim, tile.shape), target, tile.shape)
 
 
-def _resize(x, dim: int, size: int):
+def _resize(x: jax.Array, dim: int, size: int) -> jax.Array:
     """Cut or pad a dim at its end."""
     if size < x.shape[dim]:
         return lax.slice_in_dim(x, 0, size, axis=dim)

@@ -8,6 +8,8 @@ the primitive and the user's line.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -43,11 +45,11 @@ def run_once(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], reason: str) -> lis
     """Side effects: the first device calls, and the others take part in a sum to get the result."""
     ready = _gathered(ctx, tiles, reason)
 
-    def call(*arrays):
+    def call(*arrays: jax.Array) -> list[jax.Array]:
         whole = [Tile(a, t.sharding, t.shape) for a, t in zip(arrays, ready, strict=True)]
         return list(bind_local(ctx, eqn, whole, []))
 
-    def skip(*arrays):
+    def skip(*arrays: jax.Array) -> list[jax.Array]:
         return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
 
     called = lax.cond(ctx.place.device_id() == 0, call, skip, *(t.array for t in ready))
@@ -66,7 +68,7 @@ def _gathered(ctx: Context, tiles: list[Tile], reason: str) -> list[Tile]:
     ]
 
 
-def _whole(ctx: Context, array: jax.Array, var) -> Tile:
+def _whole(ctx: Context, array: jax.Array, var: Any) -> Tile:
     return Tile(array, Sharding.replicated(array.ndim, ctx.place.num_devices), var.aval.shape)
 
 
@@ -93,7 +95,9 @@ def _refuse(eqn: JaxprEqn, why: str) -> None:
 def refused(why: str) -> Rule:
     """A rule for what has no meaning in a partitioned program."""
 
-    def refuse(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]):
+    def refuse(
+        ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+    ) -> list[Tile]:
         _refuse(eqn, why)
         return []
 

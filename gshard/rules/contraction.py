@@ -135,7 +135,7 @@ def _in_a_loop(
     ring = _ring(moving.sharding, factors.operands[which].index((factor,)))
     first = place.coord(split)
 
-    def step(i, carry):
+    def step(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         visitor, total = carry
         total = meet((first + i) % split.tiles, visitor, total)
         return collectives.collective_permute(place, visitor, ring, reason), total

@@ -7,10 +7,11 @@ at the border where it differs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
@@ -91,7 +92,9 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     )
     made: list[Tile] = []
 
-    def step(carried, slices):
+    def step(
+        carried: Sequence[jax.Array], slices: Sequence[jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         inner = ctx.inner()
         arguments = [
             *consts,
@@ -145,10 +148,10 @@ def _while(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardin
         ready[n_cond + n_body :],
     )
 
-    def carried(arrays) -> list[Tile]:
+    def carried(arrays: Sequence[jax.Array]) -> list[Tile]:
         return [Tile(a, t.sharding, t.shape) for a, t in zip(arrays, carry, strict=True)]
 
-    def go_on(arrays):
+    def go_on(arrays: Sequence[jax.Array]) -> jax.Array:
         inner = ctx.inner()
         inputs = [
             inner.reshard(t, ctx.sharding(v), "condition of while")
@@ -160,7 +163,7 @@ def _while(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardin
             again, Sharding.replicated(0, again.sharding.num_devices), reason
         ).array
 
-    def step(arrays):
+    def step(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         inner = ctx.inner()
         results = inner.run_body(body, [*body_consts, *carried(arrays)])
         return [
@@ -175,8 +178,8 @@ def _cond(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     index, *operands = tiles
     arguments = [t.array for t in operands]
 
-    def branch(closed):
-        def call(*arrays):
+    def branch(closed: ClosedJaxpr) -> Callable[..., list[jax.Array]]:
+        def call(*arrays: jax.Array) -> list[jax.Array]:
             inner = ctx.inner()
             inputs = [
                 inner.reshard(Tile(a, t.sharding, t.shape), ctx.sharding(v), "operand of cond")

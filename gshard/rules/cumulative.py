@@ -7,7 +7,6 @@ reverse scan it comes first.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
@@ -48,7 +47,7 @@ def _cumulative(
     split = wanted.splits[dim]
     if split is None or 0 in tile.shape:
         return [Tile(eqn.primitive.bind(tile.array, **eqn.params), wanted, tile.shape)]
-    nothing = _identity(kind, tile.array.dtype)
+    nothing = identity(kind, tile.array.dtype)
     local = eqn.primitive.bind(tile.masked(ctx.place, nothing, [dim]).array, **eqn.params)
     end = 0 if reverse else local.shape[dim] - 1
     total = lax.slice_in_dim(local, end, end + 1, axis=dim)
@@ -64,12 +63,6 @@ def _cumulative(
     first = number == (split.tiles - 1 if reverse else 0)
     result = jnp.where(first, local, combine(jnp.broadcast_to(before, local.shape), local))
     return [Tile(result, wanted, tile.shape)]
-
-
-def _identity(kind: str, dtype) -> jax.Array:
-    if jnp.issubdtype(dtype, jnp.complexfloating) and kind in ("max", "min"):
-        return jnp.asarray(-jnp.inf if kind == "max" else jnp.inf, dtype)
-    return identity(kind, dtype)
 
 
 register(

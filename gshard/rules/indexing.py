@@ -199,7 +199,14 @@ def _within(limit: int) -> Callable[..., float]:
     take more memory than it does or than the result does, even if that sends less.
     """
 
-    def cost(eqn, factors, chosen, shardings, targets, best):
+    def cost(
+        eqn: JaxprEqn,
+        factors: Factors,
+        chosen: Assignment,
+        shardings: Sequence[Sharding],
+        targets: Sequence[Sharding],
+        best: float,
+    ) -> float:
         table = eqn.invars[0].aval
         wanted = shard_dims(factors.operands[0], chosen, factors, targets[0].num_devices)
         if byte_size(wanted.local_shape(table.shape), table.dtype) > limit:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -37,7 +38,9 @@ def broadcast_factors(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, [operand], [names])
 
 
-def _broadcast_local(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]):
+def _broadcast_local(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
+) -> Sequence[jax.Array]:
     return [lax.broadcast_in_dim(tiles[0].array, shapes[0], eqn.params["broadcast_dimensions"])]
 
 
@@ -96,7 +99,10 @@ def _reshape_factors(eqn: JaxprEqn) -> tuple[Factors, list[_Mixed]]:
 
 
 def _match(
-    sides: list[list[int]], dims: list[list[list[str]]], factor, mixed: list[_Mixed] | None
+    sides: list[list[int]],
+    dims: list[list[list[str]]],
+    factor: Callable[..., str],
+    mixed: list[_Mixed] | None,
 ) -> None:
     """Walk both shapes from the major end, taking off what the current dims have in common."""
     at, left = [0, 0], [1, 1]  # the current dim on either side, and what is left of its size
@@ -136,7 +142,9 @@ def _match(
             at[s] += left[s] == 1
 
 
-def _reshape_local(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]):
+def _reshape_local(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
+) -> Sequence[jax.Array]:
     return [lax.reshape(tiles[0].array, shapes[0], eqn.params["dimensions"])]
 
 

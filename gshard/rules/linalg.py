@@ -7,7 +7,10 @@ for long, or forever, on what may stand there.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
@@ -23,7 +26,7 @@ def batch_dims(eqn: JaxprEqn, core: int) -> Factors:
     shape = eqn.invars[0].aval.shape
     batch = [f"b{i}" for i in range(len(shape) - core)]
 
-    def names(atom) -> list[str | None]:
+    def names(atom: Any) -> list[str | None]:
         return [*batch, *[None] * (len(atom.aval.shape) - len(batch))]
 
     return Factors.of(eqn, [names(a) for a in eqn.invars], [names(v) for v in eqn.outvars])
@@ -34,7 +37,9 @@ def fft_dims(eqn: JaxprEqn) -> Factors:
     return batch_dims(eqn, len(eqn.params["fft_lengths"]))
 
 
-def _without_garbage(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]):
+def _without_garbage(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
+) -> Sequence[jax.Array]:
     clean = [t.masked(ctx.place, jnp.zeros((), t.array.dtype)) for t in tiles]
     return bind_local(ctx, eqn, clean, shapes)
 

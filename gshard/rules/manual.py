@@ -5,6 +5,7 @@ Inside, a value is each device's own: operators run on it as they stand.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -49,7 +50,7 @@ def check_manual(eqn: JaxprEqn, tile: Tile, target: Sharding) -> None:
         )
 
 
-def _own(ctx: Context, array) -> Tile:
+def _own(ctx: Context, array: jax.Array) -> Tile:
     sharding = Sharding((None,) * array.ndim, ctx.place.num_devices, manual=True)
     return Tile(array, sharding, array.shape)
 

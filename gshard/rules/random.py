@@ -39,6 +39,8 @@ from gshard.sharding import Sharding
 from gshard.source import because
 from gshard.tile import Tile
 
+Draw = Callable[[jax.Array], jax.Array]  # what a generator makes of one key's integers
+
 _COUNTS = "iota_2x32_shape"
 _MIXES = "rng_bit_generator"  # under vmap the first key draws for all the others
 _COUNTING = ("threefry2x32", "threefry4x32", "philox2x32", "philox4x32", "rbg")
@@ -91,7 +93,7 @@ def _random_bits(
 ) -> list[Tile]:
     width, shape = eqn.params["bit_width"], tuple(eqn.params["shape"])
 
-    def draw(impl, local: Shape) -> Callable:
+    def draw(impl: Any, local: Shape) -> Draw:
         return lambda key: impl.random_bits(key, width, local)
 
     return [_draw(ctx, eqn, draw, shape, tiles[0], targets[0])]
@@ -106,7 +108,7 @@ def _random_split(
 def split_keys(ctx: Context, eqn: JaxprEqn, shape: Shape, keys: Tile, target: Sharding) -> Tile:
     """New keys of `shape` from each of `keys`."""
 
-    def draw(impl, local: Shape) -> Callable:
+    def draw(impl: Any, local: Shape) -> Draw:
         return lambda key: impl.split(key, local)
 
     raw = _draw(ctx, eqn, draw, shape, keys, target)
@@ -130,7 +132,12 @@ def _fold_in(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shard
 
 
 def _draw(
-    ctx: Context, eqn: JaxprEqn, draw: Callable, shape: Shape, keys: Tile, target: Sharding
+    ctx: Context,
+    eqn: JaxprEqn,
+    draw: Callable[[Any, Shape], Draw],
+    shape: Shape,
+    keys: Tile,
+    target: Sharding,
 ) -> Tile:
     """What `draw(impl, shape)` makes of every key: this device's part of it, if it counts."""
     rank = keys.sharding.rank
@@ -166,11 +173,11 @@ def _draw(
     return Tile(cut.array, target, logical)
 
 
-def _traced(draw: Callable, rank: int, keys: Tile) -> ClosedJaxpr:
+def _traced(draw: Draw, rank: int, keys: Tile) -> ClosedJaxpr:
     return jax.make_jaxpr(_vectorized(draw, rank))(jax.random.key_data(keys.array))
 
 
-def _vectorized(draw: Callable, rank: int) -> Callable:
+def _vectorized(draw: Draw, rank: int) -> Draw:
     for _ in range(rank):
         draw = jax.vmap(draw)
     return draw
@@ -267,7 +274,7 @@ def _random_gamma(
     alpha = ctx.reshard(alpha, target, "operand of random_gamma").masked(ctx.place, 1)
     own = split_keys(ctx, eqn, alpha.shape[keys.sharding.rank :], keys, target).array
 
-    def one(args):
+    def one(args: tuple[jax.Array, ...]) -> jax.Array:
         return gamma_one(*args, log_space=eqn.params["log_space"])
 
     flat = own.reshape(-1), alpha.array.reshape(-1)
@@ -276,7 +283,9 @@ def _random_gamma(
     return [Tile(samples.reshape(alpha.array.shape), target, alpha.shape)]
 
 
-def _bit_generator_local(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]):
+def _bit_generator_local(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
+) -> Sequence[jax.Array]:
     with because("rng_bit_generator: draws all elements at once, each device does"):
         return eqn.primitive.bind(tiles[0].array, **eqn.params)
 

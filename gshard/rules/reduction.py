@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
@@ -16,6 +19,8 @@ from gshard.moving.partial import identity, reducing_groups, sortable
 from gshard.rule import Context, Doc, Rule, bind_local, register
 from gshard.sharding import Sharding
 from gshard.tile import Tile
+
+Arrays = Sequence[jax.Array]
 
 
 def reduce_factors(eqn: JaxprEqn, kind: str) -> Factors:
@@ -41,7 +46,12 @@ _KINDS = {
 
 
 def _partition_custom(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding], prepare, finish
+    ctx: Context,
+    eqn: JaxprEqn,
+    tiles: list[Tile],
+    targets: list[Sharding],
+    prepare: Callable[[list[Tile]], Any],
+    finish: Callable[[Any, collectives.Groups], Sequence[jax.Array]],
 ) -> list[Tile]:
     """Choose splits as for a maximum, reduce locally with `prepare`, combine with `finish`."""
     factors = reduce_factors(eqn, "max")
@@ -71,7 +81,7 @@ def _arg_reduce(
     (dim,) = eqn.params["axes"]
     index_dtype = eqn.params["index_dtype"]
 
-    def prepare(ready):
+    def prepare(ready: list[Tile]) -> tuple[jax.Array, jax.Array]:
         (tile,) = ready
         masked = tile.masked(ctx.place, identity(kind, tile.array.dtype), [dim])
         (local,) = bind_local(ctx, eqn, [masked], [])
@@ -80,7 +90,9 @@ def _arg_reduce(
             tile.offset(ctx.place, dim), index_dtype
         )
 
-    def finish(parts, groups):
+    def finish(
+        parts: tuple[jax.Array, jax.Array], groups: collectives.Groups
+    ) -> Sequence[jax.Array]:
         value, index = parts
         reason = f"{eqn.primitive.name}: winners of {len(groups[0])} devices"
         keys, _ = sortable(value, kind)
@@ -104,7 +116,7 @@ def _generic_reduce(
     dims = tuple(eqn.params["dimensions"])
     compute = jaxpr_as_fun(eqn.params["jaxpr"])
 
-    def paired(a, b):
+    def paired(a: Arrays, b: Arrays) -> Arrays:
         both = compute(*a[1:], *b[1:])
         has = a[0] | b[0]
         values = [
@@ -113,11 +125,11 @@ def _generic_reduce(
         ]
         return (has, *values)
 
-    def fold(flags, values, inits, over):
+    def fold(flags: jax.Array, values: Arrays, inits: Arrays, over: Sequence[int]) -> Arrays:
         nothing = (jnp.asarray(False), *inits)
         return lax.reduce((flags, *values), nothing, paired, over)
 
-    def prepare(ready):
+    def prepare(ready: list[Tile]) -> tuple[Arrays, list[Tile]]:
         values, inits = ready[:count], ready[count:]
         flags = functools.reduce(
             jnp.logical_and,
@@ -126,7 +138,7 @@ def _generic_reduce(
         )
         return fold(flags, [v.array for v in values], [i.array for i in inits], dims), inits
 
-    def finish(parts, groups):
+    def finish(parts: tuple[Arrays, list[Tile]], groups: collectives.Groups) -> Sequence[jax.Array]:
         folded, inits = parts
         reason = f"{eqn.primitive.name}: partial results of {len(groups[0])} devices"
         gathered = [

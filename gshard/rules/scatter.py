@@ -7,7 +7,7 @@ sends less. An embedding's gradient is both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.lax import GatherScatterMode
 
 from gshard._jax import scatter_sub_p
 from gshard.choose import Assignment, choose, local_dims, local_work, shard_dims
-from gshard.factors import Factors
+from gshard.factors import Factor, Factors
 from gshard.keys import is_key_type
 from gshard.moving.partial import combine, combine_cost, identity
 from gshard.moving.plan import reshard_cost
@@ -32,7 +32,7 @@ from gshard.rules.indexing import (
     with_margins,
     without,
 )
-from gshard.sharding import Sharding
+from gshard.sharding import Sharding, Split
 from gshard.tile import Tile
 
 _KINDS = {
@@ -64,7 +64,12 @@ def scatter_factors(eqn: JaxprEqn) -> Factors:
 
 
 def _scatter_cost(
-    eqn: JaxprEqn, factors: Factors, chosen: Assignment, shardings, targets, limit: float
+    eqn: JaxprEqn,
+    factors: Factors,
+    chosen: Assignment,
+    shardings: Sequence[Sharding],
+    targets: Sequence[Sharding],
+    limit: float,
 ) -> float:
     """Bytes that a device sends; partial results do without the operand until they are combined."""
     num_devices, (target,) = targets[0].num_devices, targets
@@ -82,7 +87,7 @@ def _scatter_cost(
     return total
 
 
-def _reduced(factors: Factors, chosen: Assignment) -> Mapping:
+def _reduced(factors: Factors, chosen: Assignment) -> Mapping[Factor, Split]:
     return {f: s for f in factors.reduced if (s := chosen[f])}
 
 

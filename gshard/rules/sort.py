@@ -63,7 +63,9 @@ def _sort_locally(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], here: Sharding
     return [Tile(a, here, t.shape) for a, t in zip(arrays, tiles, strict=True)]
 
 
-def _cost(eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding], way: Sharding, dim: int):
+def _cost(
+    eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding], way: Sharding, dim: int
+) -> float:
     """Bytes to get there and to where the results are wanted, and the time of the sort."""
     moved = sum(
         reshard_cost(t.sharding, way, t.shape, t.array.dtype)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,7 @@ def reach_of(
 
 
 def bring(
-    place: Place, tile: Tile, dim: int, starts: np.ndarray, rows: int, fill, reason: str
+    place: Place, tile: Tile, dim: int, starts: np.ndarray, rows: int, fill: Any, reason: str
 ) -> Tile:
     """`tile` with the rows that each device needs, and `fill` where the tensor has none."""
     split, size = tile.sharding.splits[dim], tile.shape[dim]

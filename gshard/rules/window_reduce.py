@@ -115,7 +115,7 @@ def generic_local(
         out = eqn.primitive.bind(*arrays, *inits, **(params | {"padding": padding}))
         return [_own(ctx, x, reaches, shapes[0]) for x in out]
 
-    def computation(left, right):
+    def computation(left: Sequence[jax.Array], right: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         (*xs, x_there), (*ys, y_there) = left, right
         both = jax.core.eval_jaxpr(params["jaxpr"], params["consts"], *xs, *ys)
         one = [lax.select(x_there, x, y) for x, y in zip(xs, ys, strict=True)]
@@ -151,8 +151,8 @@ def _reaches(eqn: JaxprEqn, sharding: Sharding, local: Shape) -> _Reaches:
 
 
 def _bring_all(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], fills: Sequence, local: Shape
-) -> tuple[list[Tile], tuple, _Reaches]:
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], fills: Sequence[jax.Array | None], local: Shape
+) -> tuple[list[Tile], tuple[tuple[int, int], ...], _Reaches]:
     """The operands with their halos, and the padding that is left to the operator."""
     reaches = _reaches(eqn, tiles[0].sharding, local)
     padding = list(eqn.params["padding"])
