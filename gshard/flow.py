@@ -1,0 +1,326 @@
+"""The data flow of propagation: dims without a split take one over from their neighbours.
+
+Neighbours are tensors that share a dim through an operator, or across the border of a loop. Once
+taken, a split stays, so the flow ends; program order makes it deterministic. Which splits go first
+is for `propagate` to say.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import primitives as p
+
+from gshard.annotate import annotate_p
+from gshard.factors import Dim, Factor, Factors, compose, decompose
+from gshard.manual import to_auto_p
+from gshard.rules import RULES
+from gshard.rules.control import bodies, links
+from gshard.rules.manual import MAKES_MANUAL
+from gshard.sharding import Sharding, Split, compatible
+from gshard.source import source_of
+from gshard.tile import byte_size
+
+_OPERANDS, _RESULTS = 0, 1
+_BOTH = (_OPERANDS, _RESULTS)
+_PASSES = [(_BOTH, _BOTH), ((_OPERANDS,), (_RESULTS,)), (_BOTH, _BOTH)]
+_BACKWARDS = 2  # the last of the passes
+
+Node = tuple[Any, int]  # a variable and one of its dims
+Tensor = tuple[Any, tuple[Dim, ...], int]  # a variable, the factors of its dims, and its bytes
+Groups = Mapping[Any, Sequence[int]]  # for every variable, the groups that its dims belong to
+
+
+@dataclass(eq=False)
+class Edge:
+    """An operator, or the border of a loop, that relates the dims of its variables."""
+
+    factors: Factors
+    atoms: tuple[list[Any], list[Any]]
+    level: int
+    eqn: JaxprEqn | None
+    runs: int  # how often it runs: the trip counts of the loops around it
+    place: int = 0
+    queued: set[int] = field(default_factory=set)
+    sides: tuple[list[Tensor], list[Tensor]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        described = (self.factors.operands, self.factors.results)
+        self.sides = ([], [])
+        for side, atoms, dims in zip(self.sides, self.atoms, described, strict=True):
+            for atom, names in zip(atoms, dims, strict=True):
+                if not isinstance(atom, Literal) and any(names):
+                    side.append((atom, names, byte_size(atom.aval.shape, atom.aval.dtype)))
+
+
+class Flow:
+    """A program as tensors and the edges between them, through which splits spread."""
+
+    def __init__(self, num_devices: int):
+        self.num_devices = num_devices
+        self.given: dict[Any, list[Split | None]] = {}  # the splits that annotations ask for
+        self.closed: dict[Any, set[int]] = defaultdict(set)  # dims that may not be split any more
+        self.runs: dict[Any, int] = {}  # how often each variable is made
+        self.manual: set[Any] = set()  # variables of manual regions
+        self.edges: list[Edge] = []
+        self.touching: dict[Any, list[Edge]] = defaultdict(list)
+
+    # ------------------------------------------------------------ the program
+
+    def add(self, jaxpr: Jaxpr, runs: int = 1) -> None:
+        """Take in a program whose body runs `runs` times."""
+        for var in [*jaxpr.constvars, *jaxpr.invars]:
+            self.declare(var, runs)
+        for eqn in jaxpr.eqns:
+            for var in eqn.outvars:
+                self.declare(var, runs)
+            if eqn.primitive is annotate_p:
+                self.annotate(eqn)
+            if bodies(eqn):
+                self.add_bodies(eqn, runs)
+            elif eqn.primitive is to_auto_p:
+                self.annotate(eqn)
+            elif self.is_manual(eqn):
+                self.manual.update(eqn.outvars)
+            elif eqn.primitive in RULES:
+                rule = RULES[eqn.primitive]
+                atoms = (list(eqn.invars), list(eqn.outvars))
+                self.connect(Edge(rule.factors(eqn), atoms, rule.level, eqn, runs))
+
+    def add_bodies(self, eqn: JaxprEqn, runs: int) -> None:
+        """The programs inside a loop or branch, and what joins them to the outside."""
+        joined = [
+            (a, b, more)
+            for a, b, more in links(eqn)
+            if not isinstance(a, Literal) and not isinstance(b, Literal)
+        ]
+        inside = runs * eqn.params["length"] if eqn.primitive is p.scan_p else runs
+        before = -1
+        while before != len(self.manual):  # a carried value may turn out to be manual at the end
+            before = len(self.manual)
+            edges = len(self.edges)
+            for a, b, _ in joined:
+                if a in self.manual or b in self.manual:
+                    self.manual |= {a, b}
+            for body in bodies(eqn):
+                self.add(body.jaxpr, inside)
+            if before != len(self.manual):
+                self.forget(edges)
+        for a, b, more in joined:
+            if a not in self.manual:
+                self.link(a, b, more)
+
+    def forget(self, count: int) -> None:
+        """Take back all edges but the first `count`."""
+        for edge in self.edges[count:]:
+            for atom in edge.atoms[0] + edge.atoms[1]:
+                if not isinstance(atom, Literal):
+                    self.touching[atom].remove(edge)
+        del self.edges[count:]
+
+    def is_manual(self, eqn: JaxprEqn) -> bool:
+        """Whether an operator stands in a manual region: one manual operand is enough."""
+        if eqn.primitive in MAKES_MANUAL:
+            return True
+        return bool(self.manual) and not self.manual.isdisjoint(
+            a for a in eqn.invars if not isinstance(a, Literal)
+        )
+
+    def declare(self, var: Any, runs: int) -> None:
+        """A variable of which nothing is known yet."""
+        self.given[var] = [None] * len(getattr(var.aval, "shape", ()))
+        self.runs[var] = runs
+
+    def annotate(self, eqn: JaxprEqn) -> None:
+        """Hold the result of an annotation to it."""
+        annotation = eqn.params["annotation"]
+        if eqn.primitive is annotate_p and self.is_manual(eqn):
+            raise ValueError(
+                f"{source_of(eqn)}: {annotation} conflicts with the manual region that the tensor "
+                "is in, where every device has its own; leave it with "
+                "manual_to_auto_spmd_partition first"
+            )
+        try:
+            sharding = annotation.resolve(self.num_devices)
+        except ValueError as error:
+            raise ValueError(f"{source_of(eqn)}: {error}") from None
+        (var,) = eqn.outvars
+        self.fix(var, sharding, set(annotation.open_dims))
+
+    def fix(self, var: Any, sharding: Sharding, open_dims: set[int] | None = None) -> None:
+        """Hold a variable to a sharding, but for some dims."""
+        self.given[var] = list(sharding.splits)
+        self.closed[var] = set(range(sharding.rank)) - (open_dims or set())
+
+    def link(self, a: Any, b: Any, more: int) -> None:
+        """Join variables on both sides of a loop's border; `a` has `more` dims in front."""
+        names = [f"d{i}" for i in range(len(b.aval.shape))]
+        sizes = dict(zip(names, b.aval.shape, strict=True))
+        inside: tuple[Dim, ...] = tuple((n,) for n in names)
+        outside: tuple[Dim, ...] = ((),) * more + inside
+        runs = min(self.runs[a], self.runs[b])
+        self.connect(Edge(Factors((outside,), (inside,), sizes), ([a], [b]), 0, None, runs))
+
+    def connect(self, edge: Edge) -> None:
+        """Add an edge at the end of the program."""
+        edge.place = len(self.edges)
+        self.edges.append(edge)
+        for atom in edge.atoms[0] + edge.atoms[1]:
+            if not isinstance(atom, Literal):
+                self.touching[atom].append(edge)
+
+    # ------------------------------------------------------------ the flow
+
+    def spread(self, groups: Groups, first: Sequence[tuple[int, Split]] = ()) -> Spread:
+        """Let the given splits spread: those of the groups `first` in their order, then all."""
+        spread = _Spreading(self, groups)
+        for stage in first:
+            spread.settle(stage)
+        spread.settle(None)
+        return Spread(self, spread.splits, spread.blocked())
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where the splits came to stand, and the nodes that wanted one and could not take it."""
+
+    flow: Flow
+    splits: dict[Any, list[Split | None]]
+    blocked: dict[Node, Split]
+
+    def shardings(self) -> dict[Any, Sharding]:
+        """A sharding for every variable."""
+        n, manual = self.flow.num_devices, self.flow.manual
+        return {v: Sharding(tuple(s), n, v in manual) for v, s in self.splits.items()}
+
+
+class _Spreading:
+    """The flow at work. Passes are numbered as rules 3 and 4 of `propagate` order them."""
+
+    def __init__(self, flow: Flow, groups: Groups):
+        self.flow = flow
+        self.groups = groups
+        self.splits = {v: list(s) for v, s in flow.given.items()}
+        self.open = {v: self.open_dims(v) for v in flow.given}
+        self.waiting: list[list[int]] = [[], [], []]
+        self.stage: tuple[int, Split] | None = None
+
+    def open_dims(self, var: Any) -> tuple[int, ...]:
+        """The dims that may still take a split: none where every device has a tile of its own."""
+        splits, closed = self.splits[var], self.flow.closed.get(var, ())
+        if 2 * math.prod(s.tiles for s in splits if s) > self.flow.num_devices:
+            return ()
+        return tuple(d for d, s in enumerate(splits) if s is None and d not in closed)
+
+    def settle(self, stage: tuple[int, Split] | None) -> None:
+        """Pass splits on until nothing changes; in a stage, only one split of one group of dims."""
+        self.stage = stage
+        edges = self.flow.edges
+        for var, splits in self.splits.items():
+            if any(splits) and (stage is None or stage[1] in splits):
+                for edge in self.flow.touching[var]:
+                    if self.has_room(edge, _BOTH):
+                        self.revisit(edge)
+        while any(self.waiting):
+            number = next(i for i, queue in enumerate(self.waiting) if queue)
+            place = heapq.heappop(self.waiting[number])
+            edge = edges[-place if number == _BACKWARDS else place]
+            edge.queued.discard(number)
+            sources, sinks = _PASSES[number]
+            if self.has_room(edge, sinks):
+                self.pass_on(edge, sources, sinks)
+
+    def revisit(self, edge: Edge) -> None:
+        """Queue an operator: in program order for passes that go forwards, else from the end."""
+        for number in range(edge.level, len(self.waiting)):
+            if number not in edge.queued:
+                edge.queued.add(number)
+                place = -edge.place if number == _BACKWARDS else edge.place
+                heapq.heappush(self.waiting[number], place)
+
+    def has_room(self, edge: Edge, sinks: Sequence[int]) -> bool:
+        """Whether any dim of an operator's tensors could take a split over."""
+        for side in sinks:
+            for atom, names, _ in edge.sides[side]:
+                for dim in self.open[atom]:
+                    if names[dim] and (not self.stage or self.groups[atom][dim] == self.stage[0]):
+                        return True
+        return False
+
+    def pass_on(self, edge: Edge, sources: Sequence[int], sinks: Sequence[int]) -> None:
+        """Give open dims of an operator's tensors the splits of the others."""
+        wanted = self.preferences(edge, sources)
+        order = {factor: i for i, factor in enumerate(wanted)}
+        for side in sinks:
+            for atom, names, _ in edge.sides[side]:
+                dims = [d for d in self.open[atom] if names[d] and names[d][0] in wanted]
+                for dim in sorted(dims, key=lambda d: order[names[d][0]]):
+                    if self.stage and self.groups[atom][dim] != self.stage[0]:
+                        continue
+                    split = offered(edge, atom, dim, names[dim], wanted)
+                    if split and self.stage and split is not self.stage[1]:
+                        continue
+                    if split and self.fits(atom, dim, split):
+                        self.splits[atom][dim] = split
+                        self.open[atom] = self.open_dims(atom)
+                        for other in self.flow.touching[atom]:
+                            self.revisit(other)
+
+    def fits(self, atom: Any, dim: int, split: Split) -> bool:
+        others = self.splits[atom][:dim] + self.splits[atom][dim + 1 :]
+        return compatible((*[s for s in others if s], split))
+
+    def preferences(self, edge: Edge, sources: Sequence[int]) -> dict[Factor, Split]:
+        """For each factor the split that most of its tensors' bytes already have."""
+        votes: dict[Factor, dict[Split, float]] = {}
+        factors = edge.factors
+        for side in sources:
+            for atom, names, weight in edge.sides[side]:
+                for dim, split in zip(names, self.splits[atom], strict=True):
+                    if split is None:
+                        continue
+                    for factor, part in decompose(split, dim, factors.sizes).items():
+                        if factor not in factors.whole:
+                            tally = votes.setdefault(factor, {})
+                            tally[part] = tally.get(part, 0) + weight
+        favourite = {f: max(tally, key=lambda s: tally[s]) for f, tally in votes.items()}
+        if len(favourite) < 2:
+            return favourite
+        order = sorted(
+            favourite,
+            key=lambda f: (f not in factors.priority, -votes[f][favourite[f]]),
+        )
+        return {f: favourite[f] for f in order}
+
+    def blocked(self) -> dict[Node, Split]:
+        """The open dims that a neighbour's split could not reach."""
+        found: dict[Node, Split] = {}
+        for edge in self.flow.edges:
+            wanted = self.preferences(edge, _BOTH)
+            if not wanted:
+                continue
+            for atom, names, _ in edge.sides[0] + edge.sides[1]:
+                closed = self.flow.closed.get(atom, ())
+                for dim, name in enumerate(names):
+                    if not name or name[0] not in wanted or dim in closed:
+                        continue
+                    split = offered(edge, atom, dim, name, wanted)
+                    if split and self.splits[atom][dim] is not split:
+                        found.setdefault((atom, dim), split)
+        return found
+
+
+def offered(
+    edge: Edge, atom: Any, dim: int, name: Dim, wanted: Mapping[Factor, Split]
+) -> Split | None:
+    """The split that a dim is offered when its factors are to be split as `wanted`."""
+    split = compose(name, wanted, edge.factors.sizes)
+    if split and edge.factors.resized and not edge.factors.resized.isdisjoint(name):
+        return split if split.tiles <= atom.aval.shape[dim] else None
+    return split
