@@ -127,8 +127,8 @@ def _grouped(flow: Flow) -> _Dims:
     group_of: dict[int, int] = {}
     candidates: dict[Candidate, None] = {}
     for node in sorted(anchors):
-        said = frozenset(s for s, _ in anchors[node])
-        group = group_of[node] = by_anchors.setdefault(said, len(by_anchors))
+        known = frozenset(said for said, _ in anchors[node])
+        group = group_of[node] = by_anchors.setdefault(known, len(by_anchors))
         candidates |= dict.fromkeys((group, split) for _, split in anchors[node])
     of = {
         var: tuple(group_of.get(root(first[var] + d), _NONE) for d in range(len(splits)))
