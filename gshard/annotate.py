@@ -156,7 +156,10 @@ _annotated: contextvars.ContextVar[list[tuple[weakref.ref, Annotation]] | None] 
 class Devices(Protocol):
     """The devices of a program, in their order, or how many abstract ones."""
 
-    devices: tuple[jax.Device, ...] | int
+    @property
+    def devices(self) -> tuple[jax.Device, ...] | int:
+        """The devices."""
+        ...
 
     @property
     def count(self) -> int:

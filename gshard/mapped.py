@@ -66,7 +66,7 @@ def over_groups(eqn: JaxprEqn, axes: NamedAxes) -> tuple[Primitive, dict[str, An
         over = params["axes"]
         if not all(isinstance(name, str) for name in over):
             raise NotImplementedError("a reduction over a named axis and over dims at once")
-        settings = ()
+        settings: tuple[tuple[str, Any], ...] = ()
     elif primitive in _MOVING:
         over = _names(params.pop("axis_name"))
         settings = tuple(sorted((k, v) for k, v in params.items() if k != "axis_index_groups"))

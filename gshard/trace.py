@@ -178,8 +178,8 @@ class _Builder:
         self, eqn: JaxprEqn, invars: list, outvars: list, primitive: Primitive, params: dict
     ) -> list[Any]:
         """Append an equation that stands for `eqn`; its results."""
-        made = (primitive, params, set(), eqn.source_info, eqn.ctx)
-        self.eqns.append(new_jaxpr_eqn(invars, outvars, *made))
+        info, ctx = eqn.source_info, eqn.ctx
+        self.eqns.append(new_jaxpr_eqn(invars, outvars, primitive, params, set(), info, ctx))
         return outvars
 
     def shard_map(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:

@@ -109,7 +109,9 @@ class UnevenArray(jax.Array):
     def __reduce__(self) -> Any:
         return jnp.asarray, (np.asarray(self),)  # as other arrays: by value
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(
+        self, dtype: Any = None, context: None = None, copy: bool | None = None
+    ) -> np.ndarray:
         if self.stack.is_fully_addressable:
             value = unstack(np.asarray(self.stack), self.tiling, self._shape)
         else:

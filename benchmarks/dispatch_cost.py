@@ -1,0 +1,146 @@
+"""What `gshard.jit` itself costs, beside `jax.jit`: calls of a cached program, and lowering.
+
+    python -m benchmarks.dispatch_cost            both tables
+    python -m benchmarks.dispatch_cost --json F   and their figures in a file
+
+A call is timed until it returns, not until its results are there; both kinds of calls alternate, so
+compare them as ratios. "other mesh" are arrays that lie where the program wants them on a mesh of
+the user's own: `jax.jit` gets the same arrays. Lowering is timed in seconds of this process, for a
+step of 48 unrolled layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from rich.console import Console
+from rich.table import Table
+
+import gshard
+
+ARGUMENTS = (1, 10, 100, 1000)
+LAYERS, WIDTH = 48, 64
+
+
+def call_times(
+    calls: Sequence[tuple[Callable, Sequence[Any]]], repeats: int
+) -> list[float]:
+    """The median microseconds of each call; they take turns."""
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats):
+        for taken, (fn, arguments) in zip(times, calls, strict=True):
+            start = time.perf_counter()
+            results = fn(*arguments)
+            taken.append(time.perf_counter() - start)
+            jax.block_until_ready(results)
+    return [1e6 * statistics.median(t) for t in times]
+
+
+def add_one(*arrays: jax.Array) -> list[jax.Array]:
+    return [x + 1 for x in arrays]
+
+
+def calls_table(repeats: int) -> list[dict[str, Any]]:
+    rows = []
+    for count in (1, len(jax.devices())):
+        devices = jax.devices()[:count]
+        plain = Mesh(np.array(devices), ("data",), (AxisType.Auto,))
+        other = Mesh(np.array(devices).reshape(count, 1), ("x", "y"), (AxisType.Auto,) * 2)
+        for number in ARGUMENTS:
+            for name, mesh, spec in (("data", plain, "data"), ("other mesh", other, "x")):
+                where = NamedSharding(mesh, jax.P(spec))
+                arrays = [jax.device_put(np.ones(8, np.float32), where) for _ in range(number)]
+                ours = gshard.jit(add_one, devices=devices)
+                theirs = jax.jit(add_one, in_shardings=where, out_shardings=where)
+                pair = [(ours, arrays), (theirs, arrays)]
+                call_times(pair, 2)
+                mine, jaxs = call_times(pair, max(repeats // number, 20))
+                rows.append(
+                    {
+                        "devices": count,
+                        "arguments": number,
+                        "mesh": name,
+                        "gshard_us": mine,
+                        "jax_us": jaxs,
+                        "ratio": mine / jaxs,
+                    }
+                )
+    return rows
+
+
+def step(weights: list[dict[str, jax.Array]], x: jax.Array) -> Any:
+    """A training step of unrolled layers, its batch split."""
+
+    def loss(weights: list[dict[str, jax.Array]]) -> jax.Array:
+        h = gshard.split(x, 0, gshard_devices())
+        for w in weights:
+            normed = h / jnp.sqrt(jnp.mean(h * h, axis=-1, keepdims=True) + 1e-6) * w["scale"]
+            h = h + jax.nn.gelu(normed @ w["up"]) @ w["down"]
+        return jnp.mean(h * h)
+
+    gradients = jax.grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+
+
+_count = 8
+
+
+def gshard_devices() -> int:
+    return _count
+
+
+def lowering_table(counts: Sequence[int] = (8, 64, 512, 2048)) -> list[dict[str, Any]]:
+    global _count
+    shapes = {"scale": (WIDTH,), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    weights = [
+        {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()} for _ in range(LAYERS)
+    ]
+    rows = []
+    for _count in counts:
+        x = jax.ShapeDtypeStruct((4 * _count, WIDTH), jnp.float32)
+        jitted = gshard.jit(step, devices=_count)
+        start = time.process_time()
+        lowered = jitted.lower(weights, x)
+        seconds = time.process_time() - start
+        rows.append(
+            {
+                "devices": _count,
+                "equations": lowered.num_equations,
+                "seconds": seconds,
+                "seconds_per_1000": 1000 * seconds / lowered.num_equations,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--repeats", type=int, default=2000)
+    given = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 8)
+    calls, lowering = calls_table(given.repeats), lowering_table()
+    console = Console(width=100)
+    for title, rows in (("a cached call, in microseconds", calls), ("lowering", lowering)):
+        table = Table(title=title)
+        for name in rows[0]:
+            table.add_column(name.replace("_", " "), justify="right")
+        for row in rows:
+            table.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()))
+        console.print(table)
+    if given.json:
+        given.json.write_text(json.dumps({"calls": calls, "lowering": lowering}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
