@@ -32,9 +32,7 @@ ARGUMENTS = (1, 10, 100, 1000)
 LAYERS, WIDTH = 48, 64
 
 
-def call_times(
-    calls: Sequence[tuple[Callable, Sequence[Any]]], repeats: int
-) -> list[float]:
+def call_times(calls: Sequence[tuple[Callable, Sequence[Any]]], repeats: int) -> list[float]:
     """The median microseconds of each call; they take turns."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):

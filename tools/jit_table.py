@@ -1,0 +1,76 @@
+"""`python -m tools.jit_table`: docs/reference/jit.md, from the tests that show each row.
+
+A test marked with `tests.shows.shows` shows that something works as it does with `jax.jit`. What
+is refused, or differs, is said here. `--update` writes the page; a test fails while it is stale.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+
+import jax
+
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "jit.md"
+MODULES = ("test_transformations", "test_placement", "test_calls", "test_uneven")
+
+_HEAD = """# `gshard.jit` beside `jax.jit`
+
+Made by `python -m tools.jit_table --update` from the tests that show each row.
+
+`gshard.jit` takes every keyword of `jax.jit`, and the function that it returns is called,
+transformed, lowered and cached in the same way: JAX itself parses the arguments, traces the
+function and passes the buffers. `python -m benchmarks.dispatch_cost` measures what a call costs
+beside `jax.jit`.
+"""
+
+_DIFFERS = {
+    "arguments that are not arrays": "leaves of the arguments that are not arrays (functions, "
+    "strings, None) are static by themselves; `jax.jit` refuses them",
+    "results that are not arrays": "come out as the function returned them",
+    "sizes that do not divide": "`in_shardings` and arguments may split any size; `jax.jit` "
+    "refuses. Such results are `gshard.UnevenArray`s",
+    "arguments on one device": "say nothing about where the program runs: it runs on all devices, "
+    "on those of the mesh that is set or that arguments lie on, or on `devices=`",
+    "inside of another trace": "a function of `gshard.jit` is its annotated program. Under "
+    "`gshard.jit` the annotations stay; under `jax.jit` and the transformations they become "
+    "sharding constraints for XLA",
+    "`jax.export`": "arguments and results that do not divide cross whole",
+    "`serialize_executable`": "refuses programs that close over arrays or whose arguments or "
+    "results do not divide",
+}
+
+
+def page() -> str:
+    """The page, from the tests."""
+    for module in MODULES:
+        importlib.import_module(f"tests.{module}")
+    from tests.shows import SHOWN
+
+    keywords = list(inspect.signature(jax.jit).parameters)[1:]
+    missing = [k for k in keywords if k not in SHOWN]
+    assert not missing, f"no test shows {missing}"
+    rows = {name: SHOWN[name] for name in keywords}
+    others = {name: where for name, where in SHOWN.items() if name not in rows}
+    lines = [_HEAD, "## Keywords\n", *_table("keyword", {f"`{k}`": v for k, v in rows.items()})]
+    lines += ["\n## Transformations, habits and switches\n", *_table("what", others)]
+    lines += ["\n## What differs\n", "| what | how |", "|---|---|"]
+    lines += [f"| {name} | {how} |" for name, how in _DIFFERS.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _table(title: str, rows: dict[str, str]) -> list[str]:
+    return [
+        f"| {title} | shown by |",
+        "|---|---|",
+        *(f"| {name} | `{where}` |" for name, where in rows.items()),
+    ]
+
+
+if __name__ == "__main__":
+    if "--update" in sys.argv[1:]:
+        PAGE.write_text(page())
+    else:
+        print(page(), end="")
