@@ -19,10 +19,11 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import private_primitives
 from gshard.choose import Assignment, choose, run, shard_dims
+from gshard.evaluate import bind
 from gshard.factors import Factor, Factors
 from gshard.moving import collectives
 from gshard.moving.partial import combine, mask_for
-from gshard.rule import Context, Doc, Rule, bind_local, register
+from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding, Split
 from gshard.tile import Tile, byte_size
 
@@ -93,13 +94,7 @@ def _in_a_loop(
     place = ctx.place
     factor, split = around
     reason = f"{eqn.primitive.name}: operand of {_mib(tiles[which])} exceeds the memory limit"
-    ready = []
-    for number, (tile, dims) in enumerate(zip(tiles, factors.operands, strict=True)):
-        wanted = shard_dims(dims, chosen, factors, target.num_devices)
-        if number == which:
-            wanted = wanted.replace(dims.index((factor,)), split)
-        tile = ctx.reshard(tile, wanted, f"operand of {eqn.primitive.name}")
-        ready.append(mask_for(place, tile, dims, factors))
+    ready = _operands(ctx, eqn, factors, chosen, tiles, which, around)
     moving, still = ready[which], ready[1 - which]
     rows = moving.array.shape[factors.operands[which].index((factor,))]
     still_dims, out_dims = factors.operands[1 - which], factors.results[0]
@@ -110,12 +105,7 @@ def _in_a_loop(
     local = list(out_sharding.local_shape(shape))
     other = still.array
     if slice_dim is not None:
-        rest = rows * split.tiles - other.shape[slice_dim]  # met by the visitor's own padding
-        other = lax.pad(
-            other,
-            jnp.zeros((), other.dtype),
-            [(0, rest * (d == slice_dim), 0) for d in range(other.ndim)],
-        )
+        other = _zeros_behind(other, slice_dim, rows * split.tiles)  # for the visitor's own padding
     if write_dim is not None:
         local[write_dim] = rows * split.tiles
 
@@ -123,11 +113,7 @@ def _in_a_loop(
         partner = other
         if slice_dim is not None:
             partner = lax.dynamic_slice_in_dim(other, number * rows, rows, slice_dim)
-        pair = [
-            Tile(visitor, moving.sharding, moving.shape),
-            Tile(partner, still.sharding, still.shape),
-        ]
-        (part,) = bind_local(ctx, eqn, pair if which == 0 else pair[::-1], [])
+        (part,) = bind(eqn, [visitor, partner] if which == 0 else [partner, visitor])
         if write_dim is None:
             return total + part
         return lax.dynamic_update_slice_in_dim(total, part, number * rows, write_dim)
@@ -144,12 +130,35 @@ def _in_a_loop(
     visitor, total = lax.fori_loop(0, split.tiles - 1, step, (moving.array, total))
     total = meet((first + split.tiles - 1) % split.tiles, visitor, total)
     if write_dim is not None:
-        total = lax.slice_in_dim(
-            total, 0, out_sharding.local_shape(shape)[write_dim], axis=write_dim
-        )
+        total = lax.slice(total, [0] * total.ndim, out_sharding.local_shape(shape))
     reduced = {f: s for f, s in chosen.items() if s and f in factors.reduced}
     done = Tile(total, out_sharding, shape)
     return combine(place, done, reduced, factors.reduced, target, eqn.primitive.name)
+
+
+def _operands(
+    ctx: Context,
+    eqn: JaxprEqn,
+    factors: Factors,
+    chosen: Assignment,
+    tiles: list[Tile],
+    which: int,
+    around: tuple[Factor, Split],
+) -> list[Tile]:
+    """The operands as `chosen`, but for the one that goes round, which stays split."""
+    ready = []
+    for number, (tile, dims) in enumerate(zip(tiles, factors.operands, strict=True)):
+        wanted = shard_dims(dims, chosen, factors, tile.sharding.num_devices)
+        if number == which:
+            wanted = wanted.replace(dims.index((around[0],)), around[1])
+        tile = ctx.reshard(tile, wanted, f"operand of {eqn.primitive.name}")
+        ready.append(mask_for(ctx.place, tile, dims, factors))
+    return ready
+
+
+def _zeros_behind(x: jax.Array, dim: int, size: int) -> jax.Array:
+    pads = [(0, size - x.shape[d] if d == dim else 0, 0) for d in range(x.ndim)]
+    return lax.pad(x, jnp.zeros((), x.dtype), pads)
 
 
 def _ring(sharding: Sharding, dim: int) -> list[tuple[int, int]]:

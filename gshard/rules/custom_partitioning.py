@@ -100,7 +100,7 @@ def _can_split(factor: Factor, split: Split, factors: Factors) -> bool:
     return even or not (factor in factors.reduced or inside)
 
 
-def _ask(eqn: JaxprEqn, factors: Factors, axes: Axes) -> tuple[Any, list, list]:
+def _ask(eqn: JaxprEqn, factors: Factors, axes: Axes) -> tuple[Any, list[Any], list[Any]]:
     """The function of one device, and how it wants its operands and leaves its results."""
     params = eqn.params
     mesh = AbstractMesh(tuple(s.tiles for s in axes.values()), tuple(axes))

@@ -46,24 +46,6 @@ def gradient(fn, argnums=0):
     return jax.grad(lambda *args: jnp.sum(fn(*args) ** 2) / 2, argnums)
 
 
-def pool(init, op, size, stride=1, pad=(0, 0), base=1, dilation=1):
-    """A reduction over windows of the last of 3 dims."""
-
-    def fn(x):
-        return lax.reduce_window(
-            x,
-            init,
-            op,
-            (1, 1, size),
-            (1, 1, stride),
-            [(0, 0), (0, 0), pad],
-            (1, 1, base),
-            (1, 1, dilation),
-        )
-
-    return fn
-
-
 # ---------------------------------------------------------------- what is sent
 
 
@@ -213,28 +195,6 @@ def test_kernel_larger_than_the_activations_gathers_none_of_them():
     assert set(kinds(lowered)) == {"collective_permute", "all_reduce"}
 
 
-def test_a_window_that_spans_the_input_is_reduced_in_parts():
-    x = random_array((2, 3, 37))
-    for init, op in [(0.0, lax.add), (-jnp.inf, lax.max), (jnp.inf, lax.min)]:
-        for size, stride in [(37, 1), (33, 2), (6, 1)]:
-            lowered = check(
-                pool(init, op, size, stride),
-                x[..., : size + 4 * (size == 33)],
-                inputs=[even_split(3, 2, 8)],
-            )
-            assert kinds(lowered)["all_reduce"] == 1
-            assert set(kinds(lowered)) <= {"collective_permute", "all_reduce"}
-
-
-def test_max_pool_gradient_is_exact_and_exchanges_halos():
-    """Ties included: the first of equal elements takes the gradient, also across tiles."""
-    x = np.round(random_array((2, 3, 37)))
-    fn = pool(-jnp.inf, lax.max, 3, 2, (1, 1))
-    lowered = check(fn, x, inputs=[even_split(3, 2, 8)], exact=True)
-    assert halo_only(lowered) == 2 * 3 * 4 * 6
-    assert halo_only(check(gradient(fn), x, inputs=[even_split(3, 2, 8)], exact=True)) > 0
-
-
 def test_spatial_splits_travel_through_a_network():
     """One annotation on the image: convolutions, pools and their gradients all stay split."""
     x = random_array((2, 37, 16, 3))
@@ -364,83 +324,3 @@ def test_any_convolution(case):
 @settings(max_examples=300)
 def test_any_convolution_at_length(case):
     check_convolution(case)
-
-
-REDUCERS = {
-    "sum": (0, lax.add),
-    "max": (-np.inf, lax.max),
-    "min": (np.inf, lax.min),
-    "prod": (1, lax.mul),
-    "odd": (2, lambda a, b: a - b * 2),
-}
-
-
-@st.composite
-def pools(draw):
-    rank = draw(st.integers(1, 3))
-    shape = [draw(st.sampled_from((*SIZES, 0))) for _ in range(rank)]
-    size = [draw(st.sampled_from((1, 2, 3, 5, 13))) for _ in range(rank)]
-    stride, base, dilation = ([draw(st.integers(1, 3)) for _ in range(rank)] for _ in range(3))
-    pads = [(draw(st.integers(0, 4)), draw(st.integers(0, 4))) for _ in range(rank)]
-    plain = draw(st.booleans())  # without dilation there are gradients
-    if plain:
-        base = dilation = [1] * rank
-    devices = draw(st.sampled_from(DEVICE_COUNTS))
-    split = [draw(assignments(rank, devices)) for _ in range(2)]
-    name = draw(st.sampled_from(sorted(REDUCERS)))
-    dtype = draw(st.sampled_from([jnp.float32, jnp.bfloat16, jnp.int32]))
-    return name, dtype, shape, (size, stride, pads, base, dilation), plain, devices, split
-
-
-def check_pool(case):
-    name, dtype, shape, window, plain, devices, split = case
-    init, op = REDUCERS[name]
-    floats = jnp.issubdtype(dtype, jnp.floating)
-    if not floats and not np.isfinite(init):
-        init = jnp.iinfo(dtype).min if init < 0 else jnp.iinfo(dtype).max
-    x = random_array(shape, dtype)
-
-    def fn(x):
-        return lax.reduce_window(x, np.asarray(init, dtype), op, *window)
-
-    try:
-        jax.eval_shape(fn, x)
-    except (ValueError, TypeError):
-        assume(False)
-    exact = name in ("max", "min")
-    how = {"devices": devices, "inputs": split[:1], "exact": exact, "rtol": 1e-4, "atol": 1e-4}
-    lowered = check(fn, x, outputs=split[1:], **how)
-    if split[1] is None:
-        assert not gathers(lowered)
-    if dtype == jnp.float32 and plain and name in ("sum", "max", "min"):
-        check(gradient(fn), x, **(how | {"exact": False}))
-    if dtype == jnp.float32 and name in ("max", "min"):  # select_and_gather_add
-        tangent = random_array(shape, seed=1)
-        check(lambda x, t: jax.jvp(fn, (x,), (t,)), x, tangent, **how)
-
-
-@given(pools())
-@settings(max_examples=6)
-def test_any_pool(case):
-    check_pool(case)
-
-
-@pytest.mark.slow
-@given(pools())
-@settings(max_examples=300)
-def test_any_pool_at_length(case):
-    check_pool(case)
-
-
-@pytest.mark.parametrize("op", [lax.max, lax.min])
-@pytest.mark.parametrize("window", [3, 13])
-def test_windows_of_complex_numbers(op, window):
-    """Halos and parts of a window, with padding that is the least of all pairs."""
-    parts = np.random.default_rng(0).integers(-1, 2, (2, 13, 2)).astype(np.float32)
-    x = (parts[0] + 1j * parts[1]).astype(np.complex64)
-    init = np.complex64(-np.inf if op is lax.max else np.inf)
-
-    def pool(x):
-        return lax.reduce_window(x, init, op, (window, 1), (1, 1), "VALID")
-
-    check(pool, x, inputs=[even_split(2, 0, 8)], exact=True)
