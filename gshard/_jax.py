@@ -132,16 +132,14 @@ def quick_call(fun: Any, cache_miss: Callable, static: Any, key: Any) -> Callabl
 
 
 def quick_data(
-    compiled: Any, tree: Any, names: Sequence, consts: Sequence, out: Sequence, results: Sequence
+    compiled: Any, tree: Any, names: Sequence, consts: Sequence, results: Sequence
 ) -> Any:
-    """What lets later calls pass by Python, or None where they cannot (callbacks, wrapped results).
+    """What lets later calls pass by Python, or None where they cannot (callbacks).
 
-    `names` are the shardings that the arguments have now, for those that crossed as they are;
-    `results` are what the user sees of what came `out`.
+    `names` are the shardings that the arguments have now, for those that crossed as they are, and
+    `results` have the shardings that the user is to see.
     """
     executable = compiled._executable
-    if any(a.shape != b.shape for a, b in zip(out, results, strict=True)):
-        return None
     own = executable.shard_const_args(compiled._params.const_args)
     data = _pjit._get_fastpath_data(executable, tree, names, results, (), (), None, [*own, *consts])
     if data is None or len(data.out_avals) != len(results):

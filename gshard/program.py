@@ -42,9 +42,9 @@ class Program:
         return self.into[len(self.consts) :]
 
     @property
-    def bare(self) -> bool:
-        """Whether arguments and results cross as the user sees them."""
-        return not any(p.stacked or p.label for p in (*self.into, *self.out_of))
+    def wraps(self) -> bool:
+        """Whether some arguments or results cross otherwise than the user sees them."""
+        return any(p.stacked for p in (*self.into, *self.out_of))
 
     @property
     def jaxpr(self) -> Jaxpr:

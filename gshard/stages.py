@@ -31,8 +31,8 @@ class Partitioned(Protocol):
         ...
 
     @property
-    def bare(self) -> bool:
-        """Whether arguments and results cross as the user sees them."""
+    def wraps(self) -> bool:
+        """Whether some arguments or results cross otherwise than the user sees them."""
         ...
 
     def fits(self, given: Sequence[Sharding | None]) -> bool:
@@ -200,8 +200,10 @@ class Compiled:
         placed = self._program.put(leaves)
         out = _jax.execute(self._stage, [*self._consts, *placed])
         results = self._program.get(out)
+        if self._program.wraps:
+            return results, None
         names = [x.sharding if x is a else None for x, a in zip(leaves, placed, strict=True)]
-        quick = _jax.quick_data(self._stage, self.trees.out_tree, names, self._consts, out, results)
+        quick = _jax.quick_data(self._stage, self.trees.out_tree, names, self._consts, results)
         return results, quick
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
@@ -236,11 +238,12 @@ class Compiled:
     # wrapped, or that close over arrays, would come back without their wrapping.
     @property
     def _executable(self) -> Any:
-        if self._consts or not self._program.bare:
+        if self._consts or self._program.wraps:
             raise ValueError(
                 "a program that closes over arrays, or some of whose arguments or results do not "
-                "divide by their tiles, cannot be serialized: pass the arrays as arguments, and "
-                "choose sizes that divide; jax.export serializes it without the compiled code"
+                "divide by their tiles or lie on devices in an irregular order, cannot be "
+                "serialized: pass the arrays as arguments, and choose sizes that divide; "
+                "jax.export serializes it without the compiled code"
             )
         return self._stage._executable
 

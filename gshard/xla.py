@@ -86,7 +86,7 @@ class XlaProgram:
     num_devices: int
     into: list[NamedSharding]
     inputs: list[Sharding]
-    bare = True
+    wraps = False
 
     @property
     def jaxpr(self) -> Jaxpr:

@@ -235,6 +235,20 @@ def test_values_that_a_function_closes_over():
     assert step.lower(X).compile().memory_analysis().argument_size_in_bytes == 2 * X.nbytes // 8
 
 
+def test_the_quick_way_is_taken_only_where_nothing_is_wrapped():
+    """Every call gives the values of the first, whatever order its devices are in."""
+    order = np.array([3, 1, 4, 0, 5, 7, 2, 6])
+    for fn in (
+        lambda x: gshard.shard(x, order.reshape(8, 1)) * 2,
+        lambda x: gshard.replicate(gshard.shard(x, order.reshape(8, 1))) * 2,
+        lambda x: gshard.split(x, 0, 3) * 2,
+    ):
+        step = gshard.jit(fn)
+        for x in (X, X + 1, jnp.asarray(X), jnp.asarray(X) + 1):
+            for _ in range(3):
+                np.testing.assert_array_equal(np.asarray(step(x)), np.asarray(x) * 2)
+
+
 @shows("random keys")
 def test_random_keys():
     key = jax.random.key(0)
