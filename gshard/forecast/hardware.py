@@ -48,6 +48,7 @@ class Hardware:
     memory_bandwidth: float
     network: Network
     reached: Reached = field(default_factory=Reached)
+    fuses_products: bool = False  # whether its compiler joins products with pointwise neighbours
 
     def rate(self, dtype: Any, exact: bool = False) -> float:
         """Operations per second of a matrix product on operands of `dtype`."""
@@ -58,6 +59,11 @@ class Hardware:
             return self.flops[name]
         wider = self.flops.get("float32_exact", self.flops["float32"])
         return wider / 2 if name in ("float64", "complex128") else wider
+
+    @property
+    def vector_rate(self) -> float:
+        """Operations per second outside matrix products."""
+        return self.flops.get("vector", self.flops.get("float32_exact", self.flops["float32"]))
 
     def topology(self, devices: int) -> Torus | Switch:
         """How so many of these devices are joined."""
@@ -96,7 +102,7 @@ def read(path: Path) -> Hardware:
     """Hardware from a TOML file; a misspelt key is an error."""
     text = tomllib.loads(path.read_text(encoding="utf-8"))
     wanted = {f.name for f in fields(Hardware)}
-    _check(path, set(text), wanted, wanted - {"reached"})
+    _check(path, set(text), wanted, wanted - {"reached", "fuses_products"})
     _check(path, set(text["network"]), {"kind", *_names(Network)}, {"kind"})
     reached = text.get("reached", {})
     _check(path, set(reached), _names(Reached), set())
@@ -107,6 +113,7 @@ def read(path: Path) -> Hardware:
         float(text["memory_bandwidth"]),
         Network(**text["network"]),
         Reached(**reached),
+        bool(text.get("fuses_products", False)),
     )
 
 
