@@ -48,7 +48,7 @@ class Hardware:
     memory_bandwidth: float
     network: Network
     reached: Reached = field(default_factory=Reached)
-    fuses_products: bool = False  # whether its compiler joins products with pointwise neighbours
+    compiler: str = "gpu"  # what its compiler joins: see `gshard.forecast.program`
 
     def rate(self, dtype: Any, exact: bool = False) -> float:
         """Operations per second of a matrix product on operands of `dtype`."""
@@ -102,7 +102,7 @@ def read(path: Path) -> Hardware:
     """Hardware from a TOML file; a misspelt key is an error."""
     text = tomllib.loads(path.read_text(encoding="utf-8"))
     wanted = {f.name for f in fields(Hardware)}
-    _check(path, set(text), wanted, wanted - {"reached", "fuses_products"})
+    _check(path, set(text), wanted, wanted - {"reached", "compiler"})
     _check(path, set(text["network"]), {"kind", *_names(Network)}, {"kind"})
     reached = text.get("reached", {})
     _check(path, set(reached), _names(Reached), set())
@@ -113,7 +113,7 @@ def read(path: Path) -> Hardware:
         float(text["memory_bandwidth"]),
         Network(**text["network"]),
         Reached(**reached),
-        bool(text.get("fuses_products", False)),
+        bool(text.get("compiler", False)),
     )
 
 

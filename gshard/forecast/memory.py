@@ -47,7 +47,7 @@ class Memory:
         return self.arguments + self.results - self.donated + self.temporary
 
 
-def memory_of(jaxpr: Jaxpr, donated: Sequence[int] = ()) -> Memory:
+def memory_of(jaxpr: Jaxpr, donated: Sequence[int] = (), style: str = "gpu") -> Memory:
     """The memory of a per-device program whose arguments at `donated` may be overwritten."""
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     arguments = sum(map(size_of, inputs))
@@ -59,7 +59,7 @@ def memory_of(jaxpr: Jaxpr, donated: Sequence[int] = ()) -> Memory:
         if size in free:
             free.remove(size)
             reused += size
-    peak = _peak(jaxpr)
+    peak = _peak(jaxpr, style)
     return Memory(arguments, results, reused, peak.bytes, peak.where, peak.held, peak.along)
 
 
@@ -72,14 +72,14 @@ class _Peak:
 
 
 @functools.lru_cache(maxsize=512)
-def _peak(jaxpr: Jaxpr) -> _Peak:
+def _peak(jaxpr: Jaxpr, style: str) -> _Peak:
     """The temporaries of a body, under the better of two orders."""
-    body = body_of(jaxpr)
+    body = body_of(jaxpr, style)
     orders = [body.operators, _depth_first(body)]
-    return min((_simulate(body, order) for order in orders), key=lambda p: p.bytes)
+    return min((_simulate(body, order, style) for order in orders), key=lambda p: p.bytes)
 
 
-def _simulate(body: Body, order: Sequence[Operator]) -> _Peak:
+def _simulate(body: Body, order: Sequence[Operator], style: str) -> _Peak:
     outside = set(body.inputs)
     leaving = {body.stands_for(v) for v in body.outputs if not isinstance(v, Literal)}
     last: dict[Any, int] = {}
@@ -91,7 +91,7 @@ def _simulate(body: Body, order: Sequence[Operator]) -> _Peak:
     now, best, along = 0, _Peak(0, "", (), ()), []
     for number, operator in enumerate(order):
         dying = [v for v in operator.reads if last[v] == number and v in live and v not in leaving]
-        inner = _inside(operator)
+        inner = _inside(operator, style)
         made = {v: size_of(v) for v in operator.writes if v not in leaving}
         for var in operator.writes:
             makers[var] = operator
@@ -113,16 +113,11 @@ def _simulate(body: Body, order: Sequence[Operator]) -> _Peak:
     return _Peak(best.bytes, best.where, best.held, tuple(along)) if outside or along else best
 
 
-def _inside(operator: Operator) -> _Peak:
+def _inside(operator: Operator, style: str) -> _Peak:
     """The temporaries of an operator's bodies while it runs, its stacked results left out."""
     if operator.root.name not in LOOPS:
         return _Peak(0, "", (), ())
-    return max((_body_peak(j) for j in bodies_of(operator.root.eqn)), key=lambda p: p.bytes)
-
-
-def _body_peak(jaxpr: Jaxpr) -> _Peak:
-    """A body's temporaries: what it hands over stands in the loop's own results already."""
-    return _peak(jaxpr)
+    return max((_peak(j, style) for j in bodies_of(operator.root.eqn)), key=lambda p: p.bytes)
 
 
 def _written_over(

@@ -4,8 +4,10 @@ XLA joins pointwise equations into their consumers, so most values of a program 
 Here a value is stored if it leaves the body, if an operator that cannot join reads or makes it, or
 if it is dear to compute and read more than once. Each stored value that pointwise equations make
 is one operator: what it reads is what stands stored at the end of every chain that leads to it.
-Some compilers (XLA's for TPUs) also join a matrix product with what makes its operands and with
-what reads its result; that is `fused_products`.
+How much is joined depends on the compiler: XLA for TPUs also joins a matrix product with what makes
+its operands and with what reads its result; XLA for CPUs draws random bits in a loop of their own,
+undoes rematerialization outside of loops (equal equations are computed once), and waits for all
+gradients to reduce them over devices together.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ ALIASES = {
     "reshape", "squeeze", "expand_dims", "bitcast_convert_type", "copy", "stop_gradient",
     "random_wrap", "random_unwrap", "optimization_barrier", "copy_p",
 }  # fmt: skip
+STYLES = ("cpu", "gpu", "tpu")  # XLA's compilers, as far as they differ in what they join
 _APART = {
     "gather", "scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_min", "scatter_max",
     "sort", "top_k", "approx_top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp",
@@ -60,21 +63,12 @@ class Op:
     eqn: JaxprEqn
     reads: tuple[Any, ...]
     writes: tuple[Any, ...]
+    joins: bool  # whether a compiler joins it with its neighbours
 
     @property
     def name(self) -> str:
         """The primitive's name."""
         return self.eqn.primitive.name
-
-    @property
-    def joins(self) -> bool:
-        """Whether a compiler joins it with its neighbours."""
-        return not (
-            self.name in _APART
-            or self.name in COLLECTIVES
-            or self.name in PRODUCTS
-            or self.name in LOOPS
-        )
 
     @property
     def reduces(self) -> bool:
@@ -125,14 +119,45 @@ def bodies_of(eqn: JaxprEqn) -> list[Jaxpr]:
     return [getattr(j, "jaxpr", j) for j in jaxprs_in_params(eqn.params)]
 
 
-def flatten(jaxpr: Jaxpr) -> tuple[list[Op], list[Any]]:
+def flatten(jaxpr: Jaxpr, style: str) -> tuple[list[Op], list[Any]]:
     """The equations with calls inlined, and the results' variables."""
     ops: list[Op] = []
-    outputs = _inline(jaxpr, {}, ops)
-    return ops, outputs
+    apart = _APART | set(COLLECTIVES) | PRODUCTS | LOOPS
+    if style == "cpu":
+        apart = apart | {"threefry2x32"}
+    outputs = _inline(jaxpr, {}, ops, apart)
+    return _once(ops, outputs) if style == "cpu" else (ops, outputs)
 
 
-def _inline(jaxpr: Jaxpr, env: dict[Any, Any], ops: list[Op]) -> list[Any]:
+def _once(ops: list[Op], outputs: list[Any]) -> tuple[list[Op], list[Any]]:
+    """Equal equations on equal values computed once, barriers against that notwithstanding."""
+    same: dict[Any, Any] = {}
+    seen: dict[Any, Op] = {}
+    kept = []
+    for op in ops:
+        reads = tuple(same.get(v, v) for v in op.reads)
+        if op.name == "optimization_barrier":
+            same.update(zip(op.writes, reads, strict=True))
+            continue
+        fixed = tuple(str(a) for a in op.eqn.invars if isinstance(a, Literal))
+        settings = tuple((k, _key(v)) for k, v in sorted(op.eqn.params.items()))
+        first = seen.setdefault((op.name, reads, fixed, settings), op)
+        if first is op or op.eqn.effects or op.name in LOOPS:
+            kept.append(Op(op.eqn, reads, op.writes, op.joins))
+        else:
+            same.update(zip(op.writes, first.writes, strict=True))
+    return kept, [v if isinstance(v, Literal) else same.get(v, v) for v in outputs]
+
+
+def _key(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return str(value)
+    return value
+
+
+def _inline(jaxpr: Jaxpr, env: dict[Any, Any], ops: list[Op], apart: set[str]) -> list[Any]:
     def read(atom: Any) -> Any:
         return atom if isinstance(atom, Literal) else env.get(atom, atom)
 
@@ -141,7 +166,8 @@ def _inline(jaxpr: Jaxpr, env: dict[Any, Any], ops: list[Op]) -> list[Any]:
         inner = bodies_of(eqn) if eqn.primitive.name in CALLS else []
         if len(inner) == 1 and len(inner[0].invars) == len(reads):
             # A body may be shared by several calls: its variables get fresh stand-ins.
-            results = _inline(inner[0], _Fresh(zip(inner[0].invars, reads, strict=True)), ops)
+            fresh = _Fresh(zip(inner[0].invars, reads, strict=True))
+            results = _inline(inner[0], fresh, ops, apart)
             env.update(zip(eqn.outvars, results, strict=True))
             continue
         writes = []
@@ -149,7 +175,8 @@ def _inline(jaxpr: Jaxpr, env: dict[Any, Any], ops: list[Op]) -> list[Any]:
             if isinstance(env, _Fresh):
                 env[var] = Stored(var.aval)
             writes.append(env.get(var, var))
-        ops.append(Op(eqn, tuple(r for r in reads if not isinstance(r, Literal)), tuple(writes)))
+        values = tuple(r for r in reads if not isinstance(r, Literal))
+        ops.append(Op(eqn, values, tuple(writes), eqn.primitive.name not in apart))
     return [read(a) for a in jaxpr.outvars]
 
 
@@ -165,9 +192,9 @@ class Stored:
 
 
 @functools.lru_cache(maxsize=512)
-def body_of(jaxpr: Jaxpr, fused_products: bool = False) -> Body:
+def body_of(jaxpr: Jaxpr, style: str) -> Body:
     """What a compiler makes of one body."""
-    ops, outputs = flatten(jaxpr)
+    ops, outputs = flatten(jaxpr, style)
     makers = {var: op for op in ops for var in op.writes}
     alias = {
         new: old
@@ -182,19 +209,70 @@ def body_of(jaxpr: Jaxpr, fused_products: bool = False) -> Body:
     leaving = {v for v in outputs if not isinstance(v, Literal)}
     body = Body(jaxpr, [*jaxpr.constvars, *jaxpr.invars], outputs, [], alias)
     stored = _stored(ops, readers, leaving, body)
-    if fused_products:
+    if style == "tpu":
         _join_products(ops, readers, leaving, stored, body)
     for op in ops:
         if op.writes and op.writes[0] in alias:
             continue
-        if op.joins or (fused_products and op.name in PRODUCTS):
+        if op.joins or (style == "tpu" and op.name in PRODUCTS):
             kept = [v for v in op.writes if v in stored]
             if kept:
                 body.operators.append(_fusion(op, kept, makers, stored, body))
         else:
             reads = list(dict.fromkeys(body.stands_for(v) for v in op.reads))
             body.operators.append(Operator(op, reads, list(op.writes), [op]))
+    if style == "cpu":
+        body.operators = _reduced_together(body.operators)
     return body
+
+
+def _reduced_together(operators: list[Operator]) -> list[Operator]:
+    """All-reduces that do not depend on each other as one, where the last of them stands."""
+    merged: dict[Any, Operator] = {}
+    late: dict[int, Operator] = {}
+    behind: dict[Any, set[int]] = {}  # for every value the joined all-reduces that it waits for
+    for operator in operators:
+        waits = set().union(*(behind.get(v, set()) for v in operator.reads))
+        params = operator.root.eqn.params
+        if COLLECTIVES.get(operator.root.name) == "all_reduce":
+            key = (operator.root.name, _key(params.get("axis_index_groups")), len(waits))
+            first = merged.setdefault(key, operator)
+            late[id(operator)] = first
+            if first is not operator:
+                first.reads += operator.reads
+                first.writes += operator.writes
+            waits = waits | {id(first)}
+        for var in operator.writes:
+            behind[var] = waits
+    last = {id(first): number for number, o in enumerate(operators) if (first := late.get(id(o)))}
+    ordered = []
+    for number, operator in enumerate(operators):
+        first = late.get(id(operator))
+        if first is None or last[id(first)] == number:
+            ordered.append(first or operator)
+    return _in_order(ordered)
+
+
+def _in_order(operators: list[Operator]) -> list[Operator]:
+    """The same operators, each after those that make what it reads, else as they stand."""
+    makers = {v: o for o in operators for v in o.writes}
+    done: set[int] = set()
+    order: list[Operator] = []
+    for goal in operators:
+        stack = [goal]
+        while stack:
+            operator = stack[-1]
+            waiting = [
+                makers[v] for v in operator.reads if v in makers and id(makers[v]) not in done
+            ]
+            if id(operator) in done or not waiting:
+                stack.pop()
+                if id(operator) not in done:
+                    done.add(id(operator))
+                    order.append(operator)
+            else:
+                stack.append(waiting[0])
+    return order
 
 
 def _stored(
@@ -295,22 +373,22 @@ def trips(eqn: JaxprEqn) -> int:
 
 
 def walk(
-    jaxpr: Jaxpr, fused_products: bool = False
+    jaxpr: Jaxpr, style: str
 ) -> Iterator[tuple[Operator, int, tuple[JaxprEqn, ...]]]:
     """Every operator with its number of runs and the loops around it, bodies before their loop."""
-    yield from _walk(jaxpr, fused_products, 1, ())
+    yield from _walk(jaxpr, style, 1, ())
 
 
 def _walk(
-    jaxpr: Jaxpr, fused_products: bool, times: int, around: tuple[JaxprEqn, ...]
+    jaxpr: Jaxpr, style: str, times: int, around: tuple[JaxprEqn, ...]
 ) -> Iterator[tuple[Operator, int, tuple[JaxprEqn, ...]]]:
-    for operator in body_of(jaxpr, fused_products).operators:
+    for operator in body_of(jaxpr, style).operators:
         eqn = operator.root.eqn
         if operator.root.name in LOOPS:
             inner = bodies_of(eqn)
             if operator.root.name == "cond":
                 inner = inner[-1:]
             for body in inner:
-                yield from _walk(body, fused_products, times * trips(eqn), (*around, eqn))
+                yield from _walk(body, style, times * trips(eqn), (*around, eqn))
         else:
             yield operator, times, around

@@ -63,7 +63,7 @@ def timed(jaxpr: Jaxpr, machine: Hardware, topology: Topology) -> list[Timed]:
     """Every operator of a per-device program, in its order."""
     return [
         _timed(operator, count, around, machine, topology)
-        for operator, count, around in walk(jaxpr, machine.fuses_products)
+        for operator, count, around in walk(jaxpr, machine.compiler)
     ]
 
 
