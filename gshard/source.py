@@ -33,7 +33,14 @@ def here() -> str:
 def site_of(eqn: JaxprEqn) -> tuple[str, str]:
     """`file:line` of the user's operation and the name of the function that it stands in."""
     frame = _user_frame(eqn.source_info)
-    return (f"{frame.file_name}:{frame.start_line}", frame.function_name) if frame else ("unknown", "")
+    return (
+        (f"{frame.file_name}:{frame.start_line}", frame.function_name) if frame else ("unknown", "")
+    )
+
+
+def short_source(line: str) -> str:
+    """A `file:line` without the folders that do not matter: its file and the folder above."""
+    return "/".join(Path(line).parts[-2:])
 
 
 def _user_line(source_info) -> str:

@@ -51,7 +51,7 @@ def memory_of(jaxpr: Jaxpr, donated: Sequence[int] = (), style: str = "gpu") -> 
     """The memory of a per-device program whose arguments at `donated` may be overwritten."""
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     arguments = sum(map(size_of, inputs))
-    outputs = [v for v in jaxpr.outvars]
+    outputs = list(jaxpr.outvars)
     results = sum(size_of(v) for v in outputs)
     free = sorted(size_of(inputs[i]) for i in donated)
     reused = 0

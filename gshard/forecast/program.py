@@ -323,9 +323,9 @@ def _join_products(
             alone = len(users) == 1 and not _leaves(var, leaving, readers, body)
             if product and alone and users[0].joins:
                 stored.discard(var)
-            elif not product and op.joins and not op.reduces and alone:
-                if users[0].name in PRODUCTS and not found:
-                    stored.discard(var)
+            joined = op.joins and not op.reduces and not found
+            if alone and joined and users[0].name in PRODUCTS:
+                stored.discard(var)
             if var not in stored and (product or found):
                 holding.add(var)
 
@@ -372,9 +372,7 @@ def trips(eqn: JaxprEqn) -> int:
     return eqn.params["length"] if eqn.primitive.name == "scan" else 1
 
 
-def walk(
-    jaxpr: Jaxpr, style: str
-) -> Iterator[tuple[Operator, int, tuple[JaxprEqn, ...]]]:
+def walk(jaxpr: Jaxpr, style: str) -> Iterator[tuple[Operator, int, tuple[JaxprEqn, ...]]]:
     """Every operator with its number of runs and the loops around it, bodies before their loop."""
     yield from _walk(jaxpr, style, 1, ())
 

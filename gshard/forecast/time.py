@@ -1,19 +1,17 @@
 """How long a step takes: a roofline for every operator, and the sum.
 
 An operator takes as long as its slowest resource: arithmetic, memory or links. Operators run one
-after the other: that a compiler may hide a collective behind arithmetic is not counted, `overlap`
-says how much of the links' time could be hidden at most.
+after the other: that a compiler may hide a collective behind arithmetic is not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from gshard.forecast.collective import Groups, Topology, collective_seconds
+from gshard.forecast.collective import Groups, Topology, collective_terms, reach
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.program import COLLECTIVES, PRODUCTS, Op, Operator, size_of, walk
 from gshard.forecast.work import is_exact, product_flops, vector_flops
@@ -27,7 +25,7 @@ class Timed:
     name: str
     source: str  # the user's file:line
     function: str
-    phase: str  # "forward", "backward" or "update"
+    phase: str  # "forward", "backward", or "other": outside of differentiation
     count: int
     flops: float
     bytes: float
@@ -36,6 +34,7 @@ class Timed:
     memory_seconds: float
     link_seconds: float
     start_seconds: float
+    roofline_seconds: float  # at the peak of every resource
     collective: str = ""
     group_size: int = 1
     reason: str = ""
@@ -76,12 +75,14 @@ def _timed(
 ) -> Timed:
     root, reached = operator.root, machine.reached
     source, function = _site(operator)
-    flops, arithmetic, links, sent, members = 0.0, 0.0, 0.0, 0, 1
+    flops, arithmetic, links, peak, sent, members = 0.0, 0.0, 0.0, 0.0, 0, 1
     kind = COLLECTIVES.get(root.name, "")
     if kind:
         for var in root.eqn.invars:
-            seconds, bytes_sent, members = collective_cost(root.eqn, size_of(var), topology)
-            links += seconds / reached.links
+            (busy, wait), bytes_sent, groups = collective_cost(root.eqn, size_of(var), topology)
+            links += busy / reached.links + wait + reached.skew_seconds * reach(topology, groups)
+            members = len(groups[0]) if groups else topology.devices
+            peak += busy
             sent += bytes_sent
     else:
         products = [op for op in operator.members if op.name in PRODUCTS]
@@ -91,9 +92,9 @@ def _timed(
             vector / machine.vector_rate,
             sum(_product_seconds(op, machine) for op in products),
         )
-    moved = _moved(operator)
+    moved, others = _moved(operator), len(operator.members) - 1
     return Timed(
-        name=root.name if len(operator.members) == 1 else f"{root.name} and {len(operator.members) - 1} more",
+        name=root.name + (f" and {others} more" if others else ""),
         source=source,
         function=function,
         phase=phase_of((*around, root.eqn)),
@@ -105,6 +106,7 @@ def _timed(
         memory_seconds=moved / (machine.memory_bandwidth * reached.memory),
         link_seconds=links,
         start_seconds=reached.operator_seconds,
+        roofline_seconds=max(arithmetic * reached.products, moved / machine.memory_bandwidth, peak),
         collective=kind,
         group_size=members,
         reason=reason_of(root.eqn),
@@ -127,12 +129,14 @@ def _moved(operator: Operator) -> float:
     return float(operator.bytes)
 
 
-def collective_cost(eqn: JaxprEqn, size: int, topology: Topology) -> tuple[float, int, int]:
-    """The seconds of a collective, the bytes that a device sends, and the size of its groups."""
+def collective_cost(
+    eqn: JaxprEqn, size: int, topology: Topology
+) -> tuple[tuple[float, float], int, Groups]:
+    """A collective's two terms, the bytes that a device sends, and its groups."""
     kind = COLLECTIVES[eqn.primitive.name]
     if kind == "collective_permute":
         pairs: Groups = tuple((int(a), int(b)) for a, b in eqn.params["perm"])
-        return collective_seconds(topology, kind, size, pairs=pairs), size, 2
+        return collective_terms(topology, kind, size, pairs=pairs), size, pairs
     listed = eqn.params.get("axis_index_groups")
     groups: Groups = tuple(tuple(map(int, g)) for g in listed) if listed else ()
     members = max(map(len, groups)) if groups else topology.devices
@@ -142,7 +146,7 @@ def collective_cost(eqn: JaxprEqn, size: int, topology: Topology) -> tuple[float
         "all_to_all": size * (members - 1) // members,
         "reduce_scatter": size * (members - 1) // members,
     }[kind]
-    return collective_seconds(topology, kind, size, groups), sent, members
+    return collective_terms(topology, kind, size, groups), sent, groups
 
 
 def _site(operator: Operator) -> tuple[str, str]:
@@ -155,16 +159,8 @@ def _site(operator: Operator) -> tuple[str, str]:
 
 
 def phase_of(eqns: Iterable[JaxprEqn]) -> str:
-    """Forward, backward or update, from the marks that differentiation leaves in names."""
+    """Forward or backward, from the marks that differentiation leaves in names."""
     names = [str(e.source_info.name_stack) for e in eqns]
     if any("transpose(" in n for n in names):
         return "backward"
     return "forward" if any("jvp(" in n for n in names) else "other"
-
-
-def by(operators: Iterable[Timed], key: Callable[[Timed], Any]) -> dict[Any, float]:
-    """Seconds summed by a key, the largest first."""
-    total: dict[Any, float] = {}
-    for t in operators:
-        total[key(t)] = total.get(key(t), 0.0) + t.total_seconds
-    return dict(sorted(total.items(), key=lambda item: -item[1]))
