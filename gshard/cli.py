@@ -15,8 +15,22 @@ try:
 except ImportError:
     sys.exit("the gshard command needs more packages: pip install 'gshard[mt]'")
 
-from gshard.mt.commands import data, evaluate, report, serve, train, translate
+from gshard.mt.commands import data, evaluate, launch, report, serve, train, translate
 from gshard.mt.errors import UserError
+
+# What a machine refuses, and a user can mend.
+_NOT_OURS = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.EIO,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,6 +39,7 @@ app = typer.Typer(
 )
 app.add_typer(data.app, name="data")
 app.command()(train.train)
+app.command(context_settings=launch.SETTINGS)(launch.launch)
 app.command()(evaluate.evaluate)
 app.command()(translate.translate)
 app.command()(serve.serve)
@@ -43,12 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UserError as error:
         _fail(str(error))
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _fail(
+                "the disk is full; nothing half-written is left, and running the same command "
+                "again after making room continues"
+            )
+        if error.errno not in _NOT_OURS or error.filename is None:
             raise
-        _fail(
-            "the disk is full; nothing half-written is left, and running the same command again "
-            "after making room continues"
-        )
+        _fail(f"{error.filename}: {error.strerror}")
 
 
 def _fail(message: str) -> None:

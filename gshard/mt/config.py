@@ -173,11 +173,30 @@ def _parsed(text: str, kind: Any) -> Any:
     raise ValueError(f"{text!r} is not {_described(kind)}")
 
 
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether a value read from JSON is of a setting's type; whole numbers are numbers."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return any(_is_a(value, part) for part in parts)
+    if origin is Literal:
+        return value in parts
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_is_a(each, parts[0]) for each in value)
+    if kind in (int, float):
+        numbers = (int, float) if kind is float else (int,)
+        return isinstance(value, numbers) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
 def _described(kind: Any) -> str:
     if typing.get_origin(kind) is Literal:
         return ", ".join(map(str, typing.get_args(kind)))
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " or ".join(_described(part) for part in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return f"a list, each {_described(typing.get_args(kind)[0])}"
     words = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
-    return words.get(kind, getattr(kind, "__name__", str(kind)))
+    return {str: "text", **words}.get(kind, getattr(kind, "__name__", str(kind)))
 
 
 def to_json(config: RunConfig) -> dict[str, Any]:
@@ -202,9 +221,13 @@ def _built(kind: Any, nested: dict[str, Any], prefix: str) -> Any:
     values = {}
     for name, value in nested.items():
         if dataclasses.is_dataclass(hints[name]):
+            if not isinstance(value, dict):
+                raise UserError(f"{prefix}{name} is {value!r}, and not a table of settings")
             value = _built(hints[name], value, f"{prefix}{name}.")
         elif isinstance(value, list):
             value = tuple(value)
+        if not _is_a(value, hints[name]):
+            raise UserError(f"{prefix}{name} is {value!r}, which is not {_described(hints[name])}")
         values[name] = value
     try:
         return kind(**values)
@@ -218,7 +241,7 @@ def read(path: Path) -> RunConfig:
         return from_json(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise UserError(f"no configuration at {path}") from None
-    except (ValueError, KeyError, AttributeError, OSError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
         raise UserError(f"{path} holds no configuration: {error}") from None
 
 

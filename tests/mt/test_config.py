@@ -112,3 +112,34 @@ def test_the_dense_preset_does_the_arithmetic_of_the_sparse_one():
     tiny, dense = (forward_flops(preset(name).model)[0] for name in ("tiny", "dense"))
     gate = 2 * preset("tiny").model.model_dim * preset("tiny").model.experts
     assert tiny - gate == dense
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("train.steps", "many", "train.steps is 'many', which is not a whole number"),
+        ("train.steps", 3.5, "train.steps is 3.5, which is not a whole number"),
+        ("train.steps", True, "train.steps is True, which is not a whole number"),
+        ("train.spike", None, "train.spike is None, which is not a number"),
+        ("data.corpus", 5, "data.corpus is 5, which is not text"),
+        ("vocabulary.languages", "de", "vocabulary.languages is 'de', which is not a list"),
+        ("model.gating", [], r"model.gating is \[\], and not a table of settings"),
+        ("optimizer.name", "sgd", "optimizer.name is 'sgd', which is not adafactor, adam"),
+    ],
+)
+def test_a_wrong_type_in_a_file_is_said_plainly(tmp_path, name, value, said):
+    nested = configs.to_json(preset("tiny"))
+    inner, (*path, last) = nested, name.split(".")
+    for part in path:
+        inner = inner[part]
+    inner[last] = value
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    with pytest.raises(UserError, match=said):
+        configs.read(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("text", ["[]", "5", "null", '{"model": 3}', "{", '{"model": {}}'])
+def test_what_is_no_configuration(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError):
+        configs.read(tmp_path / "config.json")

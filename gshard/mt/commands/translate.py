@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import typer
 
 if TYPE_CHECKING:
     from gshard.mt.decoding.translator import Hypothesis
-    from gshard.mt.progress import Progress
+    from gshard.mt.progress import Progress, Step
 
 _CHUNK = 16  # batches that are read at a time: enough to sort sentences by length
 _CHARACTERS = 2_000_000  # and no more than this
@@ -57,9 +58,9 @@ def translate(
         translator, _ = open_translator(opened, checkpoint, config, devices)
     done = 0
     try:
-        for chunk in lines.chunks(_CHUNK * rows, _CHARACTERS):
+        for chunk in lines.chunks(_CHUNK * rows, _CHARACTERS, first=rows):
             with _progress(done + 1, done + len(chunk)) as progress:
-                found = translator.translate(chunk, wanted, progress)
+                found = translator.translate(chunk, wanted, _UntilNobodyReads(progress))
             _write(_formatted(chunk, found, done + 1, nbest, as_json))
             done += len(chunk)
     except BrokenPipeError:  # whoever reads has had enough, as `head` does
@@ -96,6 +97,25 @@ def _formatted(
             yield hypotheses[0].text.translate(_CONTROLS)
 
 
+class _UntilNobodyReads:
+    """Shows progress, and ends the work when whoever read standard output has left."""
+
+    def __init__(self, shown: Progress):
+        self._shown = shown
+        self._output = select.poll()
+        self._output.register(1, 0)  # only whether its other end is gone
+
+    def stage(self, name: str, total: int) -> Step:
+        step = self._shown.stage(name, total)
+
+        def checked(note: str = "", count: int = 1) -> None:
+            if any(event & select.POLLERR for _, event in self._output.poll(0)):
+                raise BrokenPipeError
+            step(note, count)
+
+        return checked
+
+
 def _write(lines: Iterator[str]) -> None:
     """Whole lines in UTF-8, whatever the terminal's settings, and out at once."""
     sys.stdout.buffer.write("".join(f"{line}\n" for line in lines).encode())
@@ -110,7 +130,7 @@ def _status(text: str) -> contextlib.AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
-def _progress(first: int, last: int) -> Iterator[Progress | None]:
+def _progress(first: int, last: int) -> Iterator[Progress]:
     """A bar on the terminal's standard error while a chunk is translated, gone afterwards."""
     from rich.console import Console
     from rich.progress import (
@@ -123,10 +143,11 @@ def _progress(first: int, last: int) -> Iterator[Progress | None]:
     from rich.progress import Progress as RichProgress
 
     from gshard.mt.commands.show import Bars
+    from gshard.mt.progress import Silent
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield None
+        yield Silent()
         return
     lines = f"line {first:,}" if first == last else f"lines {first:,} to {last:,}"
     columns = (

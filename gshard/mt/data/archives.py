@@ -9,13 +9,16 @@ from __future__ import annotations
 import bz2
 import gzip
 import os
+import stat
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import IO, Any
 
 _ARCHIVES = (".zip", ".xpi")
-_COMPRESSED: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.decompress, ".bz2": bz2.decompress}
-MAX_BYTES = 200 << 20  # no message file is this long; a bomb or a mistake is
+_COMPRESSED: dict[str, Callable[[Any], IO[bytes]]] = {".gz": gzip.open, ".bz2": bz2.open}  # type: ignore[dict-item]
+MAX_BYTES = 128 << 20  # of a file, unpacked: no message file is this long; a bomb or a mistake is
+MAX_MEMBERS = 200_000  # of an archive
 
 
 class Files:
@@ -27,7 +30,9 @@ class Files:
         for name, root in roots.items():
             for place in sorted(_files(root)):
                 path = f"{name}/{place.relative_to(root).as_posix()}"
-                if place.suffix in _ARCHIVES:
+                if why := _not_a_file(place):
+                    self.broken.append((path, why))
+                elif place.suffix in _ARCHIVES:
                     self._add_archive(path, place)
                 else:
                     self._add(path, place, "")
@@ -40,11 +45,14 @@ class Files:
     def _add_archive(self, path: str, place: Path) -> None:
         try:
             with zipfile.ZipFile(place) as archive:
-                for entry in archive.infolist():
+                entries = archive.infolist()
+                if len(entries) > MAX_MEMBERS:
+                    raise ValueError(f"{len(entries):,} files; {MAX_MEMBERS:,} are the most")
+                for entry in entries:
                     if not entry.is_dir():
                         self._add(f"{path}/{entry.filename}", place, entry.filename)
-        except (zipfile.BadZipFile, OSError) as error:
-            self.broken.append((path, str(error)))
+        except Exception as error:  # a damaged archive raises a dozen kinds
+            self.broken.append((path, str(error) or type(error).__name__))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -55,16 +63,27 @@ class Files:
     def read(self, path: str) -> bytes:
         """The contents of the file at `path`, decompressed."""
         place, member, suffix = self._places[path]
-        if place.stat().st_size > MAX_BYTES:
-            raise ValueError(f"{path} is larger than {MAX_BYTES >> 20} MB")
         if member:
             # Archives are read file after file: the last one stays open.
             if self._open is None or self._open[0] != place:
                 self._open = (place, zipfile.ZipFile(place))
-            data = self._open[1].read(member)
+            file: IO[bytes] = self._open[1].open(member)
         else:
-            data = place.read_bytes()
-        return _COMPRESSED[suffix](data) if suffix else data
+            file = place.open("rb")
+        with file, _COMPRESSED[suffix](file) if suffix else file as unpacked:
+            data = unpacked.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"it unpacks to more than {MAX_BYTES >> 20} MB")
+        return data
+
+
+def _not_a_file(place: Path) -> str:
+    """Why a path cannot be read as a file, or ""; a pipe would be waited for without end."""
+    try:
+        mode = place.stat().st_mode
+    except OSError as error:
+        return error.strerror or str(error)  # a link that leads nowhere, say
+    return "" if stat.S_ISREG(mode) else "it is no regular file"
 
 
 def _files(root: Path) -> Iterator[Path]:

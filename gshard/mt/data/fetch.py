@@ -7,9 +7,10 @@ What fails is reported and skipped, and tried again the next time.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
+import functools
 import json
-import lzma
 import re
 import shutil
 import subprocess
@@ -17,16 +18,19 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
+from typing import IO
 
 from gshard.mt import atomic
+from gshard.mt.data.archives import MAX_BYTES
 from gshard.mt.data.tiers import Package, Source
 from gshard.mt.errors import UserError
 
 STAMP = "gshard-package.json"
+MAX_FILES = 200_000  # worth unpacking, of one package
+MAX_UNPACKED = 8 << 30  # bytes of them
 _BATCH = 25  # Debian packages a call of apt-get: few enough for a lively progress bar
 
 
@@ -98,14 +102,16 @@ def _pip(wanted: _Wanted, folder: Path) -> _Outcomes:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as scratch:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
             command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", scratch]
-            command += [*source.arguments, package.requirement]
+            command += [*source.arguments, "--", package.requirement]
             yield package, _one(command, package, source, folder, scratch)
 
 
 def _npm(wanted: _Wanted, folder: Path) -> _Outcomes:
     for package, source in wanted:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as scratch:
-            command = ["npm", "pack", "--silent", *source.arguments, package.requirement]
+            # A package's scripts would run on this machine, by packing alone.
+            command = ["npm", "pack", "--silent", "--ignore-scripts", *source.arguments]
+            command += ["--", package.requirement]
             yield package, _one(command, package, source, folder, scratch)
 
 
@@ -231,41 +237,35 @@ def _decompressed(path: Path) -> bytes:
         return stream.read()
 
 
-# What a damaged archive makes the standard library raise.
-BROKEN = (
-    zipfile.BadZipFile,
-    tarfile.TarError,
-    zlib.error,
-    lzma.LZMAError,
-    EOFError,
-    ValueError,
-    NotImplementedError,
-)
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Around the reading of an archive: whatever its damage raises, the gathering goes on."""
+    try:
+        yield
+    except BrokenPackageError:
+        raise
+    except Exception as error:  # the standard library raises a dozen kinds
+        raise BrokenPackageError(f"broken archive: {error or type(error).__name__}") from None
 
 
 def unpack(archive: Path, package: Package, source: Source, folder: Path) -> Fetched:
     """Unpack the files of `archive` that `source` keeps into the package's folder, and stamp it."""
     with atomic.new_folder(folder / package.id) as part:
         papers: dict[str, bytes] = {}  # what names version and licence
-        try:
-            for name, read in members(archive):
-                paper = _is_paper(package, name)
-                if paper or any(fnmatch.fnmatchcase(name, pattern) for pattern in source.keep):
-                    data = read()
-                    if paper:
-                        papers[name] = data
-                    target = part / name
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    target.write_bytes(data)
-        except (
-            zipfile.BadZipFile,
-            tarfile.TarError,
-            EOFError,
-            ValueError,
-            NotImplementedError,
-        ) as error:
-            raise BrokenPackageError(f"broken archive: {error}") from None
-        version, licence = _identify(package, archive, papers)
+        count = size = 0
+        for name, data in _kept(archive, package, source):
+            count, size = count + 1, size + len(data)
+            if count > MAX_FILES or size > MAX_UNPACKED:
+                raise BrokenPackageError(
+                    f"it unpacks to more than {MAX_FILES:,} files or {MAX_UNPACKED >> 30} GB"
+                )
+            if _is_paper(package, name):
+                papers[name] = data
+            target = part / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
+        with _reading():
+            version, licence = _identify(package, archive, papers)
         stamp = Fetched(
             package.client,
             package.name,
@@ -279,6 +279,23 @@ def unpack(archive: Path, package: Package, source: Source, folder: Path) -> Fet
     return stamp
 
 
+def _kept(archive: Path, package: Package, source: Source) -> Iterator[tuple[str, bytes]]:
+    """The files of an archive that are worth unpacking, one by one."""
+    found = members(archive)
+    while True:
+        with _reading():
+            try:
+                name, read = next(found)
+            except StopIteration:
+                return
+            if not _is_paper(package, name) and not any(
+                fnmatch.fnmatchcase(name, pattern) for pattern in source.keep
+            ):
+                continue
+            data = read()
+        yield name, data
+
+
 def members(archive: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
     """The regular files of a wheel, tarball or .deb: each path with a function that reads it.
 
@@ -288,7 +305,7 @@ def members(archive: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
         with zipfile.ZipFile(archive) as zipped:
             for entry in zipped.infolist():
                 if not entry.is_dir() and _inside(entry.filename):
-                    yield entry.filename, lambda entry=entry: zipped.read(entry)  # type: ignore[misc]
+                    yield entry.filename, functools.partial(_read_zipped, zipped, entry)
         return
     process = None
     if archive.suffix == ".deb":
@@ -304,12 +321,25 @@ def members(archive: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
                 if member.isreg() and _inside(name):
                     file = tar.extractfile(member)
                     assert file is not None
-                    yield name, file.read
+                    yield name, functools.partial(_read_at_most, file, name)
     finally:
         if process:
             assert process.stdout is not None
             process.stdout.close()
             process.wait()
+
+
+def _read_zipped(zipped: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
+    with zipped.open(entry) as file:
+        return _read_at_most(file, entry.filename)
+
+
+def _read_at_most(file: IO[bytes], name: str) -> bytes:
+    """A file's contents, if they are of a sane size, whatever its header claims."""
+    data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{name} unpacks to more than {MAX_BYTES >> 20} MB")
+    return data
 
 
 def _inside(name: str) -> bool:

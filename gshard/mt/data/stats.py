@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from gshard.mt import atomic
 from gshard.mt.data.corpus import Corpus
@@ -50,7 +51,7 @@ def dropped_table(corpus: Corpus) -> Table:
     table.add_column("pairs", justify="right")
     dropped = corpus.manifest["dropped"]
     for reason in sorted(dropped, key=lambda reason: -dropped[reason]):
-        table.add_row(reason, f"{dropped[reason]:,}")
+        table.add_row(Text(reason), f"{dropped[reason]:,}")
     return table
 
 
@@ -68,9 +69,10 @@ def source_table(corpus: Corpus, most: int = 20) -> Table:
                 pairs[origin] = pairs.get(origin, 0) + count
     for origin in sorted(pairs, key=lambda origin: -pairs[origin])[:most]:
         source = stated.get(origin, {})
-        table.add_row(
-            origin, source.get("version", ""), source.get("licence", ""), f"{pairs[origin]:,}"
-        )
+        stated_of = (source.get("version", ""), source.get("licence", ""))
+        # As text: brackets in a name are not markup.
+        cells = (Text(str(cell)) for cell in (origin, *stated_of, f"{pairs[origin]:,}"))
+        table.add_row(*cells)
     return table
 
 

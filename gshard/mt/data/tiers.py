@@ -7,6 +7,7 @@ what it downloads (`name` or `name==version`), `read` how the unpacked files bec
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -17,6 +18,15 @@ from typing import Any
 from gshard.mt.errors import UserError, nearest
 
 CLIENTS = ("pip", "apt", "npm", "apt-descriptions")
+# How each client's registry spells names: none begins with a dash, and none is a path.
+_NAMES = {
+    "pip": re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"),
+    "npm": re.compile(r"(@[A-Za-z0-9~][A-Za-z0-9._~-]*/)?[A-Za-z0-9~][A-Za-z0-9._~-]*"),
+    "apt": re.compile(r"[a-z0-9][a-z0-9+.-]+"),
+    "apt-descriptions": re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*"),
+}
+_VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+:~!_-]*")
+_OPTIONS = {"pip": ("--python-version", "--ignore-requires-python")}
 FORMATS = (
     "catalogs",
     "json",
@@ -180,8 +190,16 @@ def _source(entry: dict[str, Any], tier: str) -> Source:
     _choice(client, CLIENTS, f"{where}: client")
     packages = []
     for text in entry["packages"]:
-        name, _, version = text.partition("==")
+        name, _, version = str(text).partition("==")
+        _spelling(name, _NAMES[client], f"{where}: package")
+        if version:
+            _spelling(version, _VERSION, f"{where}: version of {name}")
         packages.append(Package(client, name, version))
+    for argument in entry.get("arguments", ()):
+        if str(argument).startswith("-"):
+            _choice(argument, _OPTIONS.get(client, ()), f"{where}: argument")
+        else:
+            _spelling(argument, _VERSION, f"{where}: argument")
     readings = []
     for reading in entry["read"]:
         _check(reading, {field.name for field in fields(Reading)}, where)
@@ -197,6 +215,12 @@ def _source(entry: dict[str, Any], tier: str) -> Source:
         split=entry.get("split", ""),
         arguments=tuple(entry.get("arguments", ())),
     )
+
+
+def _spelling(text: str, pattern: re.Pattern[str], where: str) -> None:
+    """Refuse what is no name: a client would take it for an option, a path or an address."""
+    if not pattern.fullmatch(str(text)):
+        raise UserError(f"{where} {text!r} is not spelt as one")
 
 
 def _check(entry: dict[str, Any], known: set[str], where: str) -> None:

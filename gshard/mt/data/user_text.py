@@ -22,6 +22,7 @@ from gshard.mt.data.splits import SPLITS
 from gshard.mt.data.tiers import Reading
 from gshard.mt.errors import UserError, nearest
 
+_COLUMNS = ("language", "source", "english", "origin", "split")
 _COMPRESSION = {".zst": "zstd", ".gz": "gzip", ".bz2": "bz2", ".lz4": "lz4"}
 
 
@@ -44,7 +45,7 @@ class Own:
         text = f"{self}"
         for path in self.paths:
             for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-                stat = file.stat()
+                stat = file.lstat()
                 text += f"\n{file} {stat.st_size} {stat.st_mtime_ns}"
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -75,6 +76,8 @@ def parse_own(kind: str, argument: str, clean: bool = True) -> Own:
             raise UserError(f"--{kind}: there is no {path}")
         if path.is_dir() != (kind == "catalogs"):
             raise UserError(f"--{kind}: {path} is {'a' if path.is_dir() else 'no'} folder")
+        if not path.is_dir() and not path.is_file():
+            raise UserError(f"--{kind}: {path} is no regular file")
         if path.is_file() and not path.stat().st_size:
             raise UserError(f"--{kind}: {path} is empty")
     if kind == "moses" and language_of(_moses_language(paths[0])) is None:
@@ -176,6 +179,11 @@ def _read_parquet(own: Own, report: readers.Report) -> Iterator[OwnPair]:
     for name in ("language", "source", "english"):
         if name not in names:
             raise UserError(f"{path} has no column {name!r}{nearest(name, names)}")
+    for field in file.schema_arrow:
+        kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+        text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        if field.name in _COLUMNS and not text:
+            raise UserError(f"{path}: column {field.name!r} holds {field.type}, not text")
     for batch in file.iter_batches():
         rows = batch.to_pydict()
         count = batch.num_rows

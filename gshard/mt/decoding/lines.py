@@ -40,24 +40,32 @@ class Lines:
         for _ in self.chunks(1 << 20, 1 << 24):
             pass
 
-    def chunks(self, lines: int, characters: int) -> Iterator[list[str]]:
-        """The lines in order, about so many at a time at most."""
+    def chunks(self, lines: int, characters: int, first: int = 0) -> Iterator[list[str]]:
+        """The lines in order, about so many at a time at most.
+
+        With `first`, the first chunk has so many, and each has twice as many as the one before.
+        """
         descriptor = 0 if self.path is None else self._open()
         try:
-            yield from self._chunks(descriptor, lines, characters)
+            yield from self._chunks(descriptor, lines, characters, first or lines)
         finally:
             if self.path is not None:
                 os.close(descriptor)
 
-    def _chunks(self, descriptor: int, lines: int, characters: int) -> Iterator[list[str]]:
+    def _chunks(
+        self, descriptor: int, most: int, characters: int, lines: int
+    ) -> Iterator[list[str]]:
         text = _Decoder(self.name, self.encoding)
         ready: list[str] = []
         size = 0
         unfinished: list[str] = []  # the parts of a line whose end has not come yet
         while True:
-            if ready and (
-                len(ready) >= lines or size >= characters or not _something_to_read(descriptor)
-            ):
+            while len(ready) >= lines or size >= characters:
+                now, ready = ready[:lines], ready[lines:]
+                size = sum(map(len, ready))
+                lines = min(2 * lines, most)
+                yield now
+            if ready and not _something_to_read(descriptor):
                 yield ready
                 ready, size = [], 0
             raw = _read(descriptor, self.name)
@@ -71,8 +79,10 @@ class Lines:
                 break
         if last := "".join(unfinished).removesuffix("\r"):
             ready.append(last)
-        if ready:
-            yield ready
+        while ready:
+            now, ready = ready[:lines], ready[lines:]
+            lines = min(2 * lines, most)
+            yield now
 
     def _open(self) -> int:
         assert self.path is not None

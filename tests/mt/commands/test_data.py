@@ -1,6 +1,9 @@
+import os
 import subprocess
 import sys
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from gshard import cli
@@ -97,3 +100,36 @@ def test_the_tiny_tier(capsys, tmp_path):
     code, printed, _ = run(capsys, "data", "gather", "--tier", "tiny", "--out", tmp_path)
     assert code == 0
     assert "106 languages" in printed
+
+
+def test_brackets_in_an_origin_are_text(capsys, tmp_path):
+    lines = [f"de\t{translated(n)}\t{sentence(n)}\t[/x] [red]{n % 2}\n" for n in range(40)]
+    (tmp_path / "a.tsv").write_text("".join(lines), encoding="utf-8")
+    options = ("--tsv", tmp_path / "a.tsv", "--out", tmp_path / "corpus", "--jobs", 1)
+    assert run(capsys, "data", "gather", *options)[0] == 0
+    status, out, _ = run(capsys, "data", "stats", tmp_path / "corpus")
+    assert (status, "[/x] [red]0" in out) == (0, True)
+
+
+def test_parquet_of_numbers_is_an_error_with_a_sentence(capsys, tmp_path):
+    table = pa.table({"language": ["de"], "source": [5], "english": ["five"]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    options = ("--parquet", tmp_path / "a.parquet", "--out", tmp_path / "corpus", "--jobs", 1)
+    status, _, err = run(capsys, "data", "gather", *options)
+    assert (status, "column 'source' holds int64, not text" in err) == (1, True)
+
+
+def test_a_pipe_is_not_waited_for(capsys, tmp_path):
+    os.mkfifo(tmp_path / "pipe.tsv")
+    options = ("--tsv", tmp_path / "pipe.tsv", "--out", tmp_path / "corpus")
+    status, _, err = run(capsys, "data", "gather", *options)
+    assert (status, "pipe.tsv is no regular file" in err) == (1, True)
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(capsys, tmp_path, tsv):
+    (tmp_path / "file").write_text("")
+    options = ("--tsv", tsv, "--out", tmp_path / "file" / "corpus")
+    status, _, err = run(capsys, "data", "gather", *options)
+    assert status == 1
+    assert "file/corpus" in err
+    assert "Not a directory" in err

@@ -1,5 +1,6 @@
 import io
 import json
+import random
 import subprocess
 import sys
 import tarfile
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gshard.mt import atomic
-from gshard.mt.data import fetch
+from gshard.mt.data import fetch, tiers
 from gshard.mt.data.tiers import Package, Reading, Source
 from gshard.mt.errors import UserError
 from tests.mt.samples import mo
@@ -170,3 +171,93 @@ def test_pip_downloads_a_real_package(tmp_path):
     assert stamp.version == "65.21.1"
     assert sys.executable  # the interpreter whose pip it was
     assert list((tmp_path / package.id).rglob("*.mo"))
+
+
+def tarball(path):
+    with tarfile.open(path, "w:gz") as archive:
+        for name, data in (("package/package.json", b'{"version": "3.1"}'), ("package/a.mo", b"x")):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    return path
+
+
+@pytest.mark.parametrize(("make", "client"), [(wheel, "pip"), (tarball, "npm")])
+def test_no_damage_to_an_archive_ends_the_gathering(tmp_path, make, client):
+    """Bytes changed, cut and swapped at random: the package comes, or is named and passed over."""
+    package, draw = Package(client, "app"), random.Random(0)
+    whole = make(tmp_path / "whole").read_bytes()
+    broken = 0
+    for trial in range(200):
+        data = bytearray(whole)
+        for _ in range(draw.choice([1, 1, 4, 40])):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        if draw.random() < 0.2:
+            del data[draw.randrange(len(data)) :]
+        archive = tmp_path / f"a{trial}"
+        archive.write_bytes(data)
+        try:
+            fetch.unpack(archive, package, source_of(package), tmp_path / "p")
+        except fetch.BrokenPackageError:
+            broken += 1
+    assert broken > 20
+
+
+def test_a_bomb_is_not_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr(fetch, "MAX_BYTES", 1 << 20)
+    package = Package("pip", "app")
+    with zipfile.ZipFile(tmp_path / "a.whl", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("app/de.mo", bytes(8 << 20))
+    with pytest.raises(fetch.BrokenPackageError, match="unpacks to more than 1 MB"):
+        fetch.unpack(tmp_path / "a.whl", package, source_of(package), tmp_path / "p")
+    monkeypatch.setattr(fetch, "MAX_FILES", 2)
+    with zipfile.ZipFile(tmp_path / "b.whl", "w") as archive:
+        for n in range(3):
+            archive.writestr(f"app/{n}.mo", b"x")
+    with pytest.raises(fetch.BrokenPackageError, match="more than 2 files"):
+        fetch.unpack(tmp_path / "b.whl", package, source_of(package), tmp_path / "p")
+    assert not list((tmp_path / "p").rglob("*.mo"))
+
+
+@pytest.mark.parametrize(
+    ("client", "package"),
+    [
+        ("npm", "./folder"),
+        ("npm", "--unsafe-perm"),
+        ("npm", "https://example.org/a.tgz"),
+        ("npm", "file:folder"),
+        ("npm", "git+ssh://host/a"),
+        ("pip", "-r"),
+        ("pip", "../a"),
+        ("pip", "a@https://example.org/a.whl"),
+        ("apt", "-o=Dir::Etc=x"),
+        ("apt", "./a.deb"),
+        ("pip", "app==-1"),
+    ],
+)
+def test_what_is_no_name_of_a_package_is_refused(client, package):
+    text = f"""
+        [[source]]
+        name = "s"
+        client = "{client}"
+        packages = ["{package}"]
+        read = [{{format = "catalogs"}}]
+    """
+    with pytest.raises(UserError, match="is not spelt as one"):
+        tiers.parse(text, "mine")
+    if client == "pip":
+        option = text.replace(package, "app") + 'arguments = ["--index-url"]'
+        with pytest.raises(UserError, match="'--index-url' is none of --python-version"):
+            tiers.parse(option, "mine")
+
+
+def test_a_packages_scripts_are_not_run(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(fetch, "_call", lambda command, cwd: commands.append(command))
+    for client in ("npm", "pip"):
+        package = Package(client, "app")
+        fetch.fetch([(package, source_of(package))], tmp_path, lambda *_: None)
+    assert "--ignore-scripts" in commands[0]
+    assert "--only-binary=:all:" in commands[1]
+    for command in commands:
+        assert command[-2:] == ["--", "app"]

@@ -100,7 +100,7 @@ def test_gathering_again_continues_and_gives_the_same(tier_plan, monkeypatch):
     def fail(job):
         raise AssertionError(f"{job.name} was read again")
 
-    monkeypatch.setattr(jobs, "run", fail)
+    monkeypatch.setattr(jobs, "read_and_clean", fail)
     again, _ = gather(tier_plan)
     assert again.manifest == before
     assert sorted(path.name for path in tier_plan.out.iterdir()) == sorted(
@@ -256,7 +256,7 @@ def test_damaged_corpora_say_so(tier_plan):
     path = corpus.path("de")
     path.write_bytes(path.read_bytes()[:-10])
     assert len(corpus.verify()) == 1
-    with pytest.raises(UserError, match="is damaged"):
+    with pytest.raises(UserError, match="is not the file that was gathered"):
         corpus.read("de")
     path.unlink()
     with pytest.raises(UserError, match="is missing"):

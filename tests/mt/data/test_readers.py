@@ -1,13 +1,15 @@
 import bz2
 import contextlib
+import gzip
 import json
+import os
 import zipfile
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gshard.mt.data import readers
+from gshard.mt.data import archives, readers
 from gshard.mt.data.archives import Files
 from gshard.mt.data.readers import documents, gettext, keyed, qt
 from gshard.mt.data.tiers import Reading
@@ -308,3 +310,35 @@ STARTS = [
 def test_no_bytes_break_a_reader(read, start, rest):
     with contextlib.suppress(readers.UNREADABLE):
         list(read(start + rest))
+
+
+def test_pipes_devices_and_links_to_nowhere_are_named_and_not_waited_for(tmp_path):
+    (tmp_path / "de").mkdir()
+    os.mkfifo(tmp_path / "de" / "pipe.mo")
+    (tmp_path / "de" / "nowhere.mo").symlink_to(tmp_path / "gone")
+    (tmp_path / "de" / "zero.mo").symlink_to("/dev/zero")
+    (tmp_path / "de" / "good.mo").write_bytes(mo([("Open", "Öffnen")]))
+    files = Files({"pkg": tmp_path})
+    assert list(files) == ["pkg/de/good.mo"]
+    assert {path for path, _ in files.broken} == {
+        "pkg/de/pipe.mo",
+        "pkg/de/nowhere.mo",
+        "pkg/de/zero.mo",
+    }
+
+
+@pytest.mark.parametrize("name", ["de/a.po.gz", "de/a.po.bz2", "de.zip"])
+def test_what_unpacks_without_end_is_named(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(archives, "MAX_BYTES", 1 << 20)
+    place = tmp_path / name
+    place.parent.mkdir(exist_ok=True)
+    data = bytes(4 << 20)
+    if name.endswith(".zip"):
+        with zipfile.ZipFile(place, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("de/a.po", data)
+    else:
+        place.write_bytes((gzip if name.endswith("gz") else bz2).compress(data))
+    files = Files({"pkg": tmp_path})
+    (path,) = files
+    with pytest.raises(ValueError, match="unpacks to more than 1 MB"):
+        files.read(path)

@@ -135,3 +135,11 @@ def test_a_pause_ends_a_chunk(tmp_path):
     seen.set()
     assert list(chunks) == [["three"]]
     writer.join()
+
+
+def test_the_first_chunks_are_small_and_double(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"{n}\n" for n in range(100)))
+    chunks = list(Lines(path).chunks(16, 1000, first=2))
+    assert [len(chunk) for chunk in chunks] == [2, 4, 8, 16, 16, 16, 16, 16, 6]
+    assert [int(line) for chunk in chunks for line in chunk] == list(range(100))

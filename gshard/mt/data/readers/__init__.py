@@ -6,6 +6,7 @@ with the file of the same path in English, by key or by structure.
 
 from __future__ import annotations
 
+import lzma
 import re
 import struct
 import zipfile
@@ -75,17 +76,19 @@ def _catalogs(files: Files, reading: Reading, report: Report) -> Iterator[Raw]:
             report(path, str(error) or type(error).__name__)
 
 
-# What a broken file makes the readers raise; anything else is a fault of ours.
+# What a broken file or archive makes the readers raise; anything else is a fault of ours.
 UNREADABLE = (
     ValueError,
     OSError,
     EOFError,
     IndexError,
     KeyError,
-    RecursionError,
+    OverflowError,
+    RuntimeError,  # also of archives with a password, and of methods that are not known
     SyntaxError,  # lxml's
     struct.error,
     zlib.error,
+    lzma.LZMAError,
     zipfile.BadZipFile,
 )
 
