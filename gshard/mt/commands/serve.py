@@ -15,32 +15,33 @@ def serve(
     alternatives: Annotated[int, typer.Option(help="translations to show")] = 4,
     alpha: Annotated[float, typer.Option(help="how much longer translations are favoured")] = 0.6,
     checkpoint: Annotated[str, typer.Option(help="best, last, or a step")] = "best",
+    rows: Annotated[int, typer.Option(help="sentences translated together, at most")] = 16,
     devices: Annotated[int, typer.Option(help="devices to use; 0 is all")] = 0,
 ) -> None:
     """Show a page on this machine: type a sentence, see its translation and its experts."""
     import os
     import sys
-    import threading
 
     from gshard.mt.commands.show import console
-    from gshard.mt.decoding.serve import Server, Service
+    from gshard.mt.decoding.serve import Server
+    from gshard.mt.decoding.service import Service
     from gshard.mt.decoding.translator import TranslateConfig, open_translator
     from gshard.mt.run import Run
 
     opened = Run.open(run)
     longest = max(opened.config.batch.source_length, 16)
-    config = TranslateConfig(beam, min(alternatives, beam), alpha, devices or 1, longest)
+    config = TranslateConfig(beam, min(alternatives, beam), alpha, rows, longest)
     with console.status(f"loading {opened.name}"):
         translator, step = open_translator(opened, checkpoint, config, devices)
     service = Service(translator, opened.name, step)
-    with Server(service, port) as server:
-        threading.Thread(target=service.warm_up, daemon=True).start()
-        console.print(f"{opened.name} is at {server.address} (Ctrl-C ends it)", soft_wrap=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            console.print("ended")
-            # A thread may be in the middle of a compilation, which cannot be stopped and would
-            # crash in an orderly exit; there is nothing left to save.
-            sys.stdout.flush()
-            os._exit(0)
+    server = Server(service, port)
+    service.warm_up()
+    console.print(f"{opened.name} is at {server.address} (Ctrl-C ends it)", soft_wrap=True)
+    try:
+        server.run()
+    except KeyboardInterrupt:
+        console.print("ended")
+    # A thread may be in the middle of a compilation, which cannot be stopped and would crash in an
+    # orderly exit; there is nothing left to save.
+    sys.stdout.flush()
+    os._exit(0)

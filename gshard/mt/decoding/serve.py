@@ -1,264 +1,200 @@
 """A local web page to type a sentence and see its translation and the experts behind it.
 
-The page is one file without a word from outside; the server listens on this machine only and
-speaks JSON. One request at a time has the model.
+The page is one file without a word from outside. Starlette and Uvicorn carry it: connections cost
+no threads, and bodies that are not read end their connection. The server listens on this
+machine only, answers to its own name only, and to those who know the token in its address.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import hashlib
 import json
 import re
+import secrets
+import socket
 import sys
-import threading
-import time
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
-from gshard.mt.decoding.token_experts import routes, routes_program
-from gshard.mt.decoding.translator import Translator, choose_target, joined, well_formed
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gshard.mt.decoding.service import LONGEST, RefusedError, Service
 from gshard.mt.errors import UserError
 
 HOST = "127.0.0.1"
-LONGEST = 5_000  # characters of a text
 _BODY = 16 * LONGEST  # bytes of a request: every character may be an escape
 _READING = 20.0  # seconds that a request may take to arrive
+_LEAVING = 0.2  # seconds between two looks at whether a client has left
 
 
-class RefusedError(Exception):
-    """A request that is answered with an error of the client's making."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
-
-
-@dataclass(frozen=True)
-class About:
-    """What the page says about the model."""
-
-    name: str
-    step: int
-    targets: tuple[str, ...]
-    target: str  # the usual one
-    experts: int
-    encoder_layers: int
-    decoder_layers: int
-    weights: int
-    longest: int = LONGEST
-
-
-class Service:
-    """The answers, apart from how they travel."""
-
-    def __init__(self, translator: Translator, name: str = "model", step: int = 0):
-        self._translator = translator
-        self._lock = threading.Lock()
-        tokenizer, dims = translator.tokenizer, translator.model_config
-        targets = tuple(sorted({task.target for task in tokenizer.tasks}))
-        usual = "en" if "en" in targets else targets[0]
-        self.about = About(
-            name,
-            step,
-            targets,
-            usual,
-            dims.experts,
-            dims.encoder_layers,
-            dims.decoder_layers,
-            translator.weights,
-        )
-
-    def warm_up(self) -> None:
-        """Compile the programs for every length, short ones first, so that nobody waits for them.
-
-        Between two programs the model is free.
-        """
-        rows = self._translator.strategy.devices
-        for length in self._translator.config.lengths:
-            with self._lock:
-                self._translator.search_program(rows, length)
-            with self._lock:
-                routes_program(self._translator, length)
-
-    def translate(self, request: Any) -> dict[str, Any]:
-        """The translation of a request's text, its alternatives, and every token's experts."""
-        if not isinstance(request, dict):
-            raise RefusedError(400, 'the request is no JSON object such as {"text": "..."}')
-        text, target = request.get("text"), request.get("target") or self.about.target
-        if not isinstance(text, str) or not isinstance(target, str):
-            raise RefusedError(400, "`text` and `target` are strings")
-        if len(text) > LONGEST:
-            raise RefusedError(
-                413, f"{len(text):,} characters are too many for the page; {LONGEST:,} are allowed"
-            )
-        try:
-            target = choose_target(self._translator.tokenizer, target=target)
-        except UserError as error:
-            raise RefusedError(400, str(error)) from None
-        text = " ".join(well_formed(text).split())
-        begin = time.perf_counter()
-        with self._lock:
-            parts = [part for part in self._translator.pieces(text, target) if part.strip()]
-            found = self._translator.translate(parts, target)
-            answers = []
-            for part, hypotheses in zip(parts, found, strict=True):
-                if hypotheses[0].tokens:
-                    shown = routes(self._translator, part, hypotheses[0], target)
-                    answers.append({"text": part.strip(), **asdict(shown)})
-        whole = joined([hypotheses for hypotheses in found if hypotheses[0].tokens], target)
-        return {
-            "target": target,
-            "translation": whole[0].text,
-            "score": whole[0].score,
-            "alternatives": [{"text": h.text, "score": h.score} for h in whole],
-            "parts": answers,
-            "seconds": round(time.perf_counter() - begin, 3),
-        }
-
-
-class Server(ThreadingHTTPServer):
+class Server:
     """The web server of one service; `port` 0 takes any that is free."""
 
-    daemon_threads = True
-
     def __init__(self, service: Service, port: int = 8000):
-        self.service = service
-        self.page = resources.files("gshard.mt.decoding").joinpath("serve.html").read_bytes()
-        self.policy = _policy(self.page.decode())
+        self.token = secrets.token_urlsafe(16)
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            super().__init__((HOST, port), _Handler)
+            self._socket.bind((HOST, port))
         except (OSError, OverflowError) as error:
+            self._socket.close()
             why = getattr(error, "strerror", None) or error
             raise UserError(f"port {port} cannot be used: {why}; --port names another") from None
+        self._socket.listen(128)
+        self.port = self._socket.getsockname()[1]
+        config = uvicorn.Config(
+            _application(service, self.token),
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_level="critical",
+            server_header=False,
+            timeout_graceful_shutdown=1,
+            h11_max_incomplete_event_size=16_384,
+        )
+        self._server = uvicorn.Server(config)
 
     @property
     def address(self) -> str:
-        """Where a browser finds it."""
-        return f"http://{HOST}:{self.server_address[1]}/"
+        """Where a browser finds it; whoever does not know the token is sent away."""
+        return f"http://{HOST}:{self.port}/{self.token}/"
+
+    def run(self) -> None:
+        """Answer until `stop` or a signal."""
+        self._server.run(sockets=[self._socket])
+
+    def stop(self) -> None:
+        """Let `run` return."""
+        self._server.should_exit = True
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: Server
-    protocol_version = "HTTP/1.1"
-    server_version = "gshard"
-    sys_version = ""
-    timeout = _READING
+def _application(service: Service, token: str) -> Starlette:
+    page = resources.files("gshard.mt.decoding").joinpath("serve.html").read_bytes()
 
-    def do_GET(self) -> None:
-        """The page, or what the model is."""
-        path = self.path.partition("?")[0]
-        if path == "/":
-            self._answer(lambda: self.server.page, "text/html; charset=utf-8")
-        elif path == "/model":
-            self._answer(lambda: asdict(self.server.service.about))
-        elif path == "/favicon.ico":
-            self._send(204, b"", "image/x-icon")
-        else:
-            self._answer(lambda: _refuse_path(path, "POST"))
+    async def show(request: Request) -> Response:
+        return Response(page, media_type="text/html")
 
-    def do_POST(self) -> None:
-        """A translation."""
-        path = self.path.partition("?")[0]
-        if path == "/translate":
-            self._answer(lambda: self.server.service.translate(self._request()))
-        else:
-            self.close_connection = True  # what was sent is not read
-            self._answer(lambda: _refuse_path(path, "GET"))
+    async def model(request: Request) -> Response:
+        return JSONResponse(asdict(service.about))
 
-    def _other_method(self) -> None:
-        self.close_connection = True
-        self._answer(lambda: _refuse_path("/translate", "GET, POST"))
+    async def health(request: Request) -> Response:
+        return JSONResponse(service.health)
 
-    do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_HEAD = do_TRACE = _other_method  # noqa: N815
+    async def icon(request: Request) -> Response:
+        return Response(status_code=204)
 
-    def _request(self) -> Any:
-        """The JSON that was sent. It must say that it is: no form on another site can."""
-        try:
-            size = int(self.headers.get("Content-Length", ""))
-        except ValueError:
-            self.close_connection = True
-            raise RefusedError(411, "the request does not say how long it is") from None
-        if not 0 <= size <= _BODY:
-            self.close_connection = True
-            raise RefusedError(413, f"{size:,} bytes are too many; {_BODY:,} are allowed")
-        body = self.rfile.read(size)
-        kind = self.headers.get_content_type()
-        if kind != "application/json":
-            raise RefusedError(415, f"the request is {kind}, not application/json")
-        try:
-            return json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise RefusedError(400, f"the request is no JSON: {error}") from None
+    async def translate(request: Request) -> Response:
+        asked = await _json(request)
+        answer = asyncio.wrap_future(await asyncio.to_thread(service.submit, asked))
+        while not (await asyncio.wait([answer], timeout=_LEAVING))[0]:
+            if await request.is_disconnected():
+                answer.cancel()  # nobody waits for it any more
+                raise ClientDisconnect
+        return JSONResponse(answer.result())
 
-    def _answer(self, answer: Callable[[], Any], kind: str = "application/json") -> None:
-        """Send what `answer` returns, or the error it raises, as JSON."""
-        status, value = 200, None
-        try:
-            self._check_host()
-            value = answer()
-        except RefusedError as error:
-            status, value = error.status, {"error": str(error)}
-        except TimeoutError:
-            self.close_connection = True
-            status, value = 408, {"error": "the request did not arrive in time"}
-        except Exception:
-            traceback.print_exc(file=sys.stderr)
-            status, value = 500, {"error": "something went wrong here; the terminal says what"}
-        if not isinstance(value, bytes):
-            value, kind = json.dumps(value, allow_nan=False).encode(), "application/json"
-        self._send(status, value, kind)
+    return Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/favicon.ico", icon),
+            Route(f"/{token}/", show),
+            Route(f"/{token}/model", model),
+            Route(f"/{token}/translate", translate, methods=["POST"]),
+        ],
+        middleware=[Middleware(_Guard, policy=_policy(page.decode()))],
+        exception_handlers={
+            RefusedError: _refused,
+            HTTPException: _not_found,
+            ClientDisconnect: lambda request, error: Response(status_code=499),
+            Exception: _failed,
+        },
+    )
 
-    def _check_host(self) -> None:
-        """Refuse names that others could point at this machine."""
-        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
-        if host not in (HOST, "localhost"):
-            raise RefusedError(403, f"this server answers as {self.server.address} only")
 
-    def _send(self, status: int, body: bytes, kind: str) -> None:
-        self.send_response(status)
-        headers = {
-            "Content-Type": kind,
-            "Content-Length": str(len(body)),
-            "Content-Security-Policy": self.server.policy,
+async def _json(request: Request) -> Any:
+    """The JSON that was sent. It must say that it is: no form on another site can."""
+    kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise RefusedError(415, f"the request is {kind or 'of no type'}, not application/json")
+    body = b""
+    try:
+        async with asyncio.timeout(_READING):
+            async for part in request.stream():
+                body += part
+                if len(body) > _BODY:
+                    raise RefusedError(413, f"a request has {_BODY:,} bytes at most")
+    except TimeoutError:
+        raise RefusedError(408, "the request did not arrive in time") from None
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(400, f"the request is no JSON: {error}") from None
+
+
+class _Guard:
+    """Refuses names that others could point at this machine, and adds the page's policy."""
+
+    def __init__(self, app: ASGIApp, policy: str):
+        self._app = app
+        self._headers = {
+            "Content-Security-Policy": policy,
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
             "Cache-Control": "no-store",
         }
-        if status == 405:
-            headers["Allow"] = "GET, POST"
-        if self.close_connection:
-            headers["Connection"] = "close"
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
 
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the library itself refuses, as JSON too."""
-        self.close_connection = True
-        refusal = {"error": message or self.responses.get(code, ("refused",))[0]}
-        self._send(code, json.dumps(refusal).encode(), "application/json")
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                added = [(k.lower().encode(), v.encode()) for k, v in self._headers.items()]
+                message = {**message, "headers": [*message["headers"], *added]}
+            await send(message)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a calm terminal."""
+        app = self._app
+        host = Headers(scope=scope).get("Host", "")
+        if (host.rpartition(":")[0] or host) not in (HOST, "localhost"):
+            error = {"error": f"this server answers as {HOST} only"}
+            app = JSONResponse(error, 403, headers={"Connection": "close"})
+        with contextlib.suppress(ClientDisconnect):
+            await app(scope, receive, guarded)
 
 
-def _refuse_path(path: str, methods: str) -> Any:
-    known = {"/": "GET", "/model": "GET", "/translate": "POST"}
-    if path in known:
-        raise RefusedError(405, f"{path} takes {known[path]}")
-    raise RefusedError(404, f"there is nothing at {path[:100]}; /translate takes POST")
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedError)
+    # What is left of a body is not read, so that the connection cannot be used again.
+    headers = {"Connection": "close", **({"Retry-After": "5"} if error.status == 503 else {})}
+    return JSONResponse({"error": str(error)}, error.status, headers)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    why = f"there is nothing at {request.url.path[:100]} (the address has a token)"
+    if error.status_code == 405:
+        why = f"{request.method[:20]} is not what this takes"
+    headers = {**(error.headers or {}), "Connection": "close"}
+    return JSONResponse({"error": why}, error.status_code, headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    traceback.print_exception(error, file=sys.stderr)
+    return JSONResponse({"error": "something went wrong here; the terminal says what"}, 500)
 
 
 def _policy(page: str) -> str:
     """A content security policy under which only the page's own script runs."""
-    sources = {"script": [], "style": []}  # type: dict[str, list[str]]
+    sources: dict[str, list[str]] = {"script": [], "style": []}
     for tag, found in sources.items():
         for text in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL):
             digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

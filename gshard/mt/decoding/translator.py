@@ -217,10 +217,19 @@ class Translator:
         One sentence, typed by a person, should not pay for a whole batch; but what is left of a
         long list takes the program that is there.
         """
+        small, full = self.strategy.devices, self.full_rows
+
+        def compiled(rows: int) -> bool:
+            return ("search", ((rows, length),)) in self._with_weights
+
+        few = count <= small and (compiled(small) or not compiled(full))
+        return small if few else full
+
+    @property
+    def full_rows(self) -> int:
+        """Sentences in a full batch: a whole number for each device."""
         devices = self.strategy.devices
-        full = -(-self.config.rows // devices) * devices
-        few = count <= devices and ("search", ((full, length),)) not in self._with_weights
-        return devices if few else full
+        return -(-self.config.rows // devices) * devices
 
 
 def open_translator(
@@ -235,7 +244,7 @@ def open_translator(
     from gshard.mt.training.checkpoint import load_model
 
     hosts.start(devices)
-    hosts.cache_programs(run.folder / "programs")
+    hosts.cache_programs()
     strategy = hosts.strategy(DeviceConfig(devices))
     model, step = load_model(run, which)
     return Translator(model, run.tokenizer, strategy, config), step

@@ -13,7 +13,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import urllib.parse
+from concurrent.futures import Future
 from importlib import resources
 
 import jax
@@ -21,10 +23,12 @@ import numpy as np
 import pytest
 
 from gshard.mt.batching.tokenizer import START
-from gshard.mt.decoding.serve import HOST, LONGEST, About, Server, Service
+from gshard.mt.decoding.serve import HOST, Server
+from gshard.mt.decoding.service import LONGEST, About, Service
 from gshard.mt.decoding.translator import TranslateConfig, Translator
 from gshard.mt.errors import UserError
 from gshard.nn import Batch
+from tests.mt.decoding.slow_translator import slow_translator, until
 from tests.mt.runs import make_run, random_model
 from tests.mt.samples import sentence
 
@@ -45,7 +49,7 @@ def translator(model, tokenizer):
 
 def serving(service):
     server = Server(service, port=0)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.run, daemon=True).start()
     return server
 
 
@@ -53,13 +57,13 @@ def serving(service):
 def server(translator):
     server = serving(Service(translator, "tried", 7))
     yield server
-    server.shutdown()
-    server.server_close()
+    server.stop()
 
 
 def ask(server, method, path, body=None, headers=None):
-    connection = http.client.HTTPConnection(HOST, server.server_address[1], timeout=120)
-    connection.request(method, path, body, headers or {})
+    connection = http.client.HTTPConnection(HOST, server.port, timeout=240)
+    inside = path == "/health" or path.startswith("//")
+    connection.request(method, path if inside else f"/{server.token}{path}", body, headers or {})
     reply = connection.getresponse()
     return reply, reply.read()
 
@@ -174,17 +178,17 @@ JSON = {"Content-Type": "application/json"}
         ("POST", "/translate", '{"text": "a", "target": ["de"]}', JSON, 400, "are strings"),
         ("POST", "/translate", '{"text": "a", "target": "dde"}', JSON, 400, "did you mean 'de'"),
         ("POST", "/translate", json.dumps({"text": "a" * (LONGEST + 1)}), JSON, 413, "too many"),
-        ("POST", "/translate", "a" * 100_000, JSON, 413, "too many"),
+        ("POST", "/translate", "a" * 100_000, JSON, 413, "at most"),
         ("POST", "/translate", '{"text": "a"}', {"Content-Type": "text/plain"}, 415, "text/plain"),
-        ("POST", "/translate", None, {"Content-Length": "x", **JSON}, 411, "how long"),
-        ("POST", "/translate", None, {"Content-Length": "-5", **JSON}, 413, "allowed"),
-        ("POST", "/", "{}", JSON, 405, "takes GET"),
-        ("GET", "/translate", None, {}, 405, "takes POST"),
-        ("PUT", "/translate", "{}", JSON, 405, "takes POST"),
-        ("DELETE", "/", None, {}, 405, "takes"),
-        ("BREW", "/", None, {}, 501, "BREW"),
+        ("POST", "/", "{}", JSON, 405, "POST is not what this takes"),
+        ("GET", "/translate", None, {}, 405, "GET is not"),
+        ("PUT", "/translate", "{}", JSON, 405, "PUT is not"),
+        ("DELETE", "/", None, {}, 405, "DELETE is not"),
+        ("BREW", "/", None, {}, 405, "BREW"),
         ("GET", "/../../etc/passwd", None, {}, 404, "nothing at"),
         ("GET", "/<script>", None, {}, 404, "nothing at"),
+        ("GET", "//wrong-token/", None, {}, 404, "has a token"),
+        ("POST", "//wrong-token/translate", '{"text": "a"}', JSON, 404, "has a token"),
         ("GET", "/", None, {"Host": "evil.example"}, 403, "answers as"),
     ],
 )
@@ -198,7 +202,7 @@ def test_refusals_are_json(server, method, path, body, headers, status, message)
 
 def test_rubbish_on_the_wire(server):
     for rubbish in (b"\x16\x03\x01\x00\xff\xff\n\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"):
-        with socket.create_connection(server.server_address[:2], timeout=30) as wire:
+        with socket.create_connection((HOST, server.port), timeout=30) as wire:
             wire.sendall(rubbish)
             wire.shutdown(socket.SHUT_WR)
             answer = wire.makefile("rb").read()
@@ -208,9 +212,62 @@ def test_rubbish_on_the_wire(server):
 
 
 def test_a_port_in_use(server, translator):
-    for port in (server.server_address[1], 99_999):
+    for port in (server.port, 99_999):
         with pytest.raises(UserError, match=f"port {port} cannot be used"):
             Server(Service(translator), port)
+
+
+@pytest.fixture
+def slow(model, tokenizer):
+    return slow_translator(model, tokenizer)
+
+
+def test_nothing_is_translated_for_a_client_who_has_left(slow):
+    server = serving(Service(slow))
+    body = json.dumps({"text": sentence(1), "target": "de"}).encode()
+    request = (
+        f"POST /{server.token}/translate HTTP/1.1\r\nHost: {HOST}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    ).encode() + body
+    with socket.create_connection((HOST, server.port), timeout=240) as stays:
+        stays.sendall(request)
+        until(lambda: len(slow.batches) == 1)
+        with socket.create_connection((HOST, server.port), timeout=30) as leaves:
+            leaves.sendall(request.replace(b"river", b"xxxxx").replace(b"mountain", b"yyyyyyyy"))
+            until(lambda: json.loads(ask(server, "GET", "/health")[1])["waiting"] == 2)
+        time.sleep(1.0)  # the server looks now and then
+        slow.on.release()
+        assert stays.recv(20).startswith(b"HTTP/1.1 200")
+    until(lambda: json.loads(ask(server, "GET", "/health")[1])["waiting"] == 0)
+    assert len(slow.batches) == 1
+    server.stop()
+
+
+@pytest.mark.parametrize("path", ["/translate", "/nothing"])
+def test_the_body_of_a_refused_request_is_not_the_next_request(server, path):
+    """A request in a request: past the check of the name, if a server were careless."""
+    inside = f"GET /{server.token}/model HTTP/1.1\r\nHost: {HOST}\r\n\r\n".encode()
+    head = (
+        f"POST /{server.token}{path} HTTP/1.1\r\nHost: evil.example\r\n"
+        f"Content-Type: text/plain\r\nContent-Length: {len(inside)}\r\n\r\n"
+    ).encode()
+    with socket.create_connection((HOST, server.port), timeout=30) as wire:
+        wire.sendall(head + inside)
+        wire.shutdown(socket.SHUT_WR)
+        answer = wire.makefile("rb").read()
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b"403" in answer.splitlines()[0]
+
+
+def test_slow_connections_take_no_threads_and_hold_nobody_up(server):
+    before = threading.active_count()
+    wires = [socket.create_connection((HOST, server.port), timeout=30) for _ in range(100)]
+    for wire in wires:
+        wire.sendall(b"POST / HTTP/1.1\r\nHost: ")
+    assert ask(server, "GET", "/model")[0].status == 200
+    assert threading.active_count() <= before + 4
+    for wire in wires:
+        wire.close()
 
 
 # A browser.
@@ -264,9 +321,15 @@ class Malicious:
     bad = "</script><img src=x onerror=\"alert('owned')\"><script>alert('owned')</script>&lt;b&gt;"
     about = About(bad, 1, ("en", bad), "en", 2, 2, 2, 10)
 
-    def translate(self, request):
+    def submit(self, request):
+        answer = Future()
         if request["text"] == "fail":
-            raise RuntimeError(self.bad)
+            answer.set_exception(RuntimeError(self.bad))
+        else:
+            answer.set_result(self.translate(request))
+        return answer
+
+    def translate(self, request):
         token = {"piece": self.bad, "layers": [[[0, 0.7], [1, 0.3]]]}
         said = {"text": self.bad, "score": -1.0}
         return {
@@ -293,8 +356,7 @@ def test_nothing_that_is_shown_becomes_markup(capfd):
         assert "RuntimeError" not in dom
         assert "RuntimeError" in capfd.readouterr().err
     finally:
-        server.shutdown()
-        server.server_close()
+        server.stop()
 
 
 def test_the_command(tokenizer, tmp_path):
@@ -317,9 +379,9 @@ def test_the_command(tokenizer, tmp_path):
     ):
         at_last.callback(process.kill)
         line = process.stdout.readline().decode()
-        port = int(re.search(r"http://127.0.0.1:(\d+)/", line)[1])
-        connection = http.client.HTTPConnection(HOST, port, timeout=60)
-        connection.request("GET", "/model")
+        port, token = re.search(r"http://127.0.0.1:(\d+)/([\w-]+)/", line).groups()
+        connection = http.client.HTTPConnection(HOST, int(port), timeout=60)
+        connection.request("GET", f"/{token}/model")
         about = json.loads(connection.getresponse().read())
         assert (about["name"], about["step"]) == ("random", 5)
         process.send_signal(signal.SIGINT)

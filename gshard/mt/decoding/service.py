@@ -1,0 +1,240 @@
+"""Translation for many at once: requests wait in a bounded queue, and share batches of the model.
+
+One thread has the model. It works in rounds: each takes pieces of text from the requests that wait,
+the oldest first and a few from each, until a batch is full. So a long text does not hold up short
+ones, a request whose client has left costs no more rounds, and ten requests take little longer
+than one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gshard.mt.decoding.token_experts import routes, routes_program
+from gshard.mt.decoding.translator import (
+    Hypothesis,
+    Translator,
+    choose_target,
+    joined,
+    well_formed,
+)
+from gshard.mt.errors import UserError
+
+LONGEST = 5_000  # characters of a text
+PIECES = 100  # of a text, each as long as the model can take; rare characters need many
+WAITING = 64  # requests
+SECONDS = 60.0  # that a request may take, once the programs are compiled
+_TURN = 4  # pieces of one request in a round, while others wait
+
+
+class RefusedError(Exception):
+    """A request that is not answered, with HTTP's status for the reason."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class About:
+    """What the page says about the model."""
+
+    name: str
+    step: int
+    targets: tuple[str, ...]
+    target: str  # the usual one
+    experts: int
+    encoder_layers: int
+    decoder_layers: int
+    weights: int
+    longest: int = LONGEST
+
+
+@dataclass
+class _Waiting:
+    """A request that is being answered: pieces to translate, and those that are done."""
+
+    target: str
+    pieces: list[str]
+    arrived: float
+    answer: Future[dict[str, Any]] = field(default_factory=Future)
+    found: list[tuple[list[Hypothesis], dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def left(self) -> list[str]:
+        return self.pieces[len(self.found) :]
+
+    def settle(self, answer: dict[str, Any] | Exception) -> None:
+        with contextlib.suppress(InvalidStateError):  # its client has left just now
+            if isinstance(answer, Exception):
+                self.answer.set_exception(answer)
+            else:
+                self.answer.set_result(answer)
+
+
+class Service:
+    """The answers, apart from how they travel."""
+
+    def __init__(self, translator: Translator, name: str = "model", step: int = 0):
+        self._translator = translator
+        self._requests: deque[_Waiting] = deque()
+        self._to_compile: deque[int] = deque()  # source lengths
+        self._changed = threading.Condition()
+        self._ready_at: float | None = None  # when all programs were compiled
+        tokenizer, dims = translator.tokenizer, translator.model_config
+        targets = tuple(sorted({task.target for task in tokenizer.tasks}))
+        usual = "en" if "en" in targets else targets[0]
+        self.about = About(
+            name,
+            step,
+            targets,
+            usual,
+            dims.experts,
+            dims.encoder_layers,
+            dims.decoder_layers,
+            translator.weights,
+        )
+        threading.Thread(target=self._work, name="translator", daemon=True).start()
+
+    @property
+    def health(self) -> dict[str, Any]:
+        """Whether the programs are compiled, and how many requests wait."""
+        return {
+            "status": "warming up" if self._ready_at is None else "ready",
+            "waiting": len(self._requests),
+        }
+
+    def translate(self, request: Any) -> dict[str, Any]:
+        """The answer to a request; for callers that can wait."""
+        return self.submit(request).result()
+
+    def submit(self, request: Any) -> Future[dict[str, Any]]:
+        """Put a request into the queue; cancelling the result takes it out again."""
+        waiting = self._checked(request)
+        with self._changed:
+            if len(self._requests) >= WAITING:
+                raise RefusedError(503, "too many requests wait here; try again in a moment")
+            self._requests.append(waiting)
+            self._changed.notify()
+        return waiting.answer
+
+    def warm_up(self) -> None:
+        """Have every program compiled while nobody waits, short lengths first."""
+        with self._changed:
+            self._to_compile.extend(self._translator.config.lengths)
+            self._changed.notify()
+
+    def _checked(self, request: Any) -> _Waiting:
+        if not isinstance(request, dict):
+            raise RefusedError(400, 'the request is no JSON object such as {"text": "..."}')
+        text, target = request.get("text"), request.get("target") or self.about.target
+        if not isinstance(text, str) or not isinstance(target, str):
+            raise RefusedError(400, "`text` and `target` are strings")
+        if len(text) > LONGEST:
+            raise RefusedError(
+                413, f"{len(text):,} characters are too many for the page; {LONGEST:,} are allowed"
+            )
+        try:
+            target = choose_target(self._translator.tokenizer, target=target)
+        except UserError as error:
+            raise RefusedError(400, str(error)) from None
+        text = " ".join(well_formed(text).split())
+        pieces = [part for part in self._translator.pieces(text, target) if part.strip()]
+        if len(pieces) > PIECES:
+            raise RefusedError(
+                413,
+                f"this text is too much for one request: it comes to {len(pieces):,} pieces of "
+                f"what the model can read at once, and {PIECES} are allowed",
+            )
+        return _Waiting(target, pieces, time.monotonic())
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._requests or self._to_compile)
+                everyone = [r for r in self._requests if not r.answer.cancelled()]
+                self._requests = deque(everyone)
+            if everyone:
+                done = self._round(everyone)
+                with self._changed:
+                    for request in done:
+                        self._requests.remove(request)
+            elif self._to_compile:
+                self._compile(self._to_compile.popleft())
+
+    def _compile(self, length: int) -> None:
+        """The programs for sentences of a length: a few of them, and a full batch."""
+        for rows in sorted({self._translator.strategy.devices, self._translator.full_rows}):
+            self._translator.search_program(rows, length)
+        routes_program(self._translator, length)
+        if not self._to_compile:
+            self._ready_at = time.monotonic()
+
+    def _round(self, everyone: list[_Waiting]) -> list[_Waiting]:
+        """Translate one batch of pieces; returns the requests that are answered by it."""
+        target = everyone[0].target
+        alike = [request for request in everyone if request.target == target]
+        turn = _TURN if len(alike) > 1 else self._translator.full_rows
+        chosen: list[tuple[_Waiting, list[str]]] = []
+        room = self._translator.full_rows
+        for request in alike:
+            pieces = request.left[: min(turn, room)]
+            chosen.append((request, pieces))
+            room -= len(pieces)
+        begin = time.monotonic()
+        try:
+            found = iter(self._translator.translate([p for _, ps in chosen for p in ps], target))
+            for request, pieces in chosen:
+                mine = zip(pieces, itertools.islice(found, len(pieces)), strict=True)
+                request.found += [(h, self._shown(piece, h, target)) for piece, h in mine]
+        except Exception as error:
+            for request, _ in chosen:
+                request.settle(error)
+            return [request for request, _ in chosen]
+        done = [request for request in alike if self._finish(request, begin)]
+        # Who has had a turn and is not done stands behind the others.
+        with self._changed:
+            for request, pieces in chosen:
+                if pieces and request not in done and len(alike) > 1:
+                    self._requests.remove(request)
+                    self._requests.append(request)
+        return done
+
+    def _shown(self, piece: str, hypotheses: list[Hypothesis], target: str) -> dict[str, Any]:
+        """A piece with the experts of its tokens; nothing for what translates to nothing."""
+        if not hypotheses[0].tokens:
+            return {}
+        shown = routes(self._translator, piece, hypotheses[0], target)
+        return {"text": piece.strip(), **asdict(shown)}
+
+    def _finish(self, request: _Waiting, now: float) -> bool:
+        """Answer a request that is done or out of time."""
+        if request.answer.cancelled():
+            return True
+        if not request.left:
+            request.settle(self._answer(request))
+            return True
+        if self._ready_at is not None and now - max(request.arrived, self._ready_at) > SECONDS:
+            limit = f"this text took more than {SECONDS:.0f} s, and was given up"
+            request.settle(RefusedError(503, limit))
+            return True
+        return False
+
+    def _answer(self, request: _Waiting) -> dict[str, Any]:
+        said = [hypotheses for hypotheses, _ in request.found if hypotheses[0].tokens]
+        whole = joined(said, request.target)
+        return {
+            "target": request.target,
+            "translation": whole[0].text,
+            "score": whole[0].score,
+            "alternatives": [{"text": h.text, "score": h.score} for h in whole],
+            "parts": [shown for _, shown in request.found if shown],
+            "seconds": round(time.monotonic() - request.arrived, 3),
+        }
