@@ -15,6 +15,7 @@ from gshard.mt.batching.tokens import TaskTokens, open_tokens
 from gshard.mt.config import RunConfig, conflicts, read, to_json
 from gshard.mt.data.corpus import Corpus
 from gshard.mt.errors import UserError
+from gshard.mt.lock import LOCK
 from gshard.mt.progress import Step
 from gshard.nn.transformer import TransformerConfig
 
@@ -51,7 +52,7 @@ class Run:
                     f"{folder} holds a run with other settings:\n  {lines}\n"
                     f"`gshard train {folder}` goes on with it; another --out starts a new one"
                 )
-        elif folder.is_dir() and any(folder.iterdir()):
+        elif folder.is_dir() and any(not p.name.startswith(LOCK) for p in folder.iterdir()):
             raise UserError(f"{folder} holds something else; name a new folder for the run")
         atomic.write_json(folder / CONFIG, to_json(config))
         return Run(folder, config)
@@ -90,21 +91,26 @@ class Run:
         else:
             train_tokenizer(self.corpus, self.config.vocabulary).save(place)
 
-    def tokens(self, split: str = "train", step: Step | None = None) -> list[TaskTokens]:
+    def tokens(
+        self, split: str = "train", step: Step | None = None, verify: bool = False
+    ) -> list[TaskTokens]:
         """The text of a split as tokens, encoded once."""
         folder = self.folder / "tokens"
-        return open_tokens(self.corpus, self.tokenizer, folder, split, step=step)
+        return open_tokens(self.corpus, self.tokenizer, folder, split, step=step, verify=verify)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """What was logged; a last line that a killed run left unfinished is not counted."""
+        """What was logged; lines that are no records, as a killed run's last one, are left out."""
         try:
-            lines = (self.folder / METRICS).read_text(encoding="utf-8").splitlines()
+            text = (self.folder / METRICS).read_text(encoding="utf-8", errors="replace")
+            lines = text.splitlines()
         except FileNotFoundError:
             return []
         found = []
         for line in lines:
             try:
-                found.append(json.loads(line))
+                record = json.loads(line)
             except ValueError:
                 continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                found.append({"kind": "", **record})
         return found

@@ -3,13 +3,14 @@
 import dataclasses
 from collections import Counter
 
+import jax
 import numpy as np
 
 from gshard.mt.batching.batches import BatchConfig
 from gshard.mt.batching.tokenizer import VocabularyConfig
 from gshard.mt.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from gshard.mt.run import Run
-from gshard.mt.training.checkpoint import Checkpoints
+from gshard.mt.training.checkpoint import Checkpoints, load_model
 from gshard.nn.gating import GatingConfig
 from gshard.nn.transformer import TransformerConfig
 from tests.nn import models
@@ -51,6 +52,21 @@ def with_train(config, **train):
 
 def with_devices(config, **devices):
     return dataclasses.replace(config, devices=dataclasses.replace(config.devices, **devices))
+
+
+def losses(run, kind="train"):
+    return {r["step"]: r["nll"] for r in run.metrics() if r["kind"] == kind}
+
+
+def weights(run, which="last"):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(load_model(run, which)[0])]
+
+
+def copied(run, folder, **train_settings):
+    """A new run that shares the vocabulary, so that only the training is repeated."""
+    config = with_train(run.config, **train_settings)
+    data = dataclasses.replace(config.data, vocabulary=str(run.folder / "vocabulary"))
+    return Run.create(folder, dataclasses.replace(config, data=data))
 
 
 SCARCE = GatingConfig(eval_capacity_factor=0.5)  # whoever drops tokens gives other results

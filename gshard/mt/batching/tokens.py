@@ -68,10 +68,12 @@ def open_tokens(
     split: str = "train",
     tasks: Sequence[Task] | None = None,
     step: Step | None = None,
+    verify: bool = False,
 ) -> list[TaskTokens]:
     """The examples of `tasks` (all of the tokenizer's) as ids, encoded into `folder` when absent.
 
-    A task is one small folder, written whole; it is made again when corpus or tokenizer change.
+    A task is one small folder, written whole; it is made again when corpus or tokenizer change,
+    and with `verify` also when a file is not as it was written.
     """
     opened = []
     for task in tokenizer.tasks if tasks is None else tasks:
@@ -79,9 +81,13 @@ def open_tokens(
             place = Path(folder) / split / str(task)
             entry = corpus.manifest["languages"][task.foreign][split]
             wanted = {"tokenizer": tokenizer.digest, "corpus": entry["sha256"]}
-            if _note(place) != wanted:
+            if not _good(place, wanted, verify):
                 _encode(corpus, tokenizer, task, split, place, wanted)
-            opened.append(_open(place, task))
+            try:
+                opened.append(_open(place, task))
+            except (ValueError, OSError, EOFError):  # cut short, say
+                _encode(corpus, tokenizer, task, split, place, wanted)
+                opened.append(_open(place, task))
             if step:
                 step(str(task))
     if not opened:
@@ -117,11 +123,19 @@ def some_of(tokens: TaskTokens, examples: np.ndarray) -> TaskTokens:
     return TaskTokens(tokens.task, sides[0], sides[1], words, Path())
 
 
-def _note(place: Path) -> dict[str, str]:
+def _good(place: Path, wanted: dict[str, str], verify: bool) -> bool:
+    """Whether the tokens in `place` were made from what is wanted, and are still the same."""
     try:
-        return dict(json.loads((place / _NOTE).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
+        note = dict(json.loads((place / _NOTE).read_text(encoding="utf-8")))
+        files = dict(note.pop("files"))
+        same = (
+            all(atomic.checksum(place / name) == digest for name, digest in files.items())
+            if verify
+            else all((place / name).is_file() for name in files)
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return note == wanted and same
 
 
 def _encode(
@@ -152,7 +166,8 @@ def _encode(
             np.save(part / f"{name}_ends.npy", np.cumsum([0, *lengths], dtype=np.int64))
         words = [min(255, len(text.split())) for text in english]
         np.save(part / "words.npy", np.array(words, np.uint8))
-        atomic.write_json(part / _NOTE, note)
+        files = {path.name: atomic.checksum(path) for path in sorted(part.iterdir())}
+        atomic.write_json(part / _NOTE, {**note, "files": files})
 
 
 def _open(place: Path, task: Task) -> TaskTokens:
@@ -161,4 +176,8 @@ def _open(place: Path, task: Task) -> TaskTokens:
         return np.load(place / f"{name}.npy", mmap_mode="r").view(np.ndarray)
 
     sides = [Side(array(name), array(f"{name}_ends")) for name in ("source", "target")]
-    return TaskTokens(task, sides[0], sides[1], array("words"), place)
+    words = array("words")
+    for side in sides:
+        if len(side.ends) != len(words) + 1 or side.ends[-1] != len(side.ids):
+            raise ValueError(f"{place} is damaged: its files do not belong together")
+    return TaskTokens(task, sides[0], sides[1], words, place)

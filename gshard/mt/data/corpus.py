@@ -75,9 +75,18 @@ class Corpus:
     def read(
         self, language: str, split: str = "train", columns: list[str] | None = None
     ) -> pa.Table:
-        """The pairs of a language and split: columns source, english and origin."""
+        """The pairs of a language and split: columns source, english and origin.
+
+        A file that is not the one that was gathered is an error, not other text.
+        """
         path = self.path(language, split)
+        expected = self.manifest["languages"][language][split]["sha256"]
         try:
+            if atomic.checksum(path) != expected:
+                raise UserError(
+                    f"{path} is not the file that was gathered (its checksum differs); "
+                    "gather the corpus again"
+                )
             return pq.read_table(path, columns=columns)
         except FileNotFoundError:
             raise UserError(f"{path} is missing; gather the corpus again") from None

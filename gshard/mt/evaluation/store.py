@@ -1,9 +1,9 @@
-"""Translations on disk as they come: whoever is interrupted goes on, and nothing is done twice.
+"""Translations on disk as they come: an interrupted evaluation goes on and repeats nothing.
 
-What one system says under one setting is one folder of `RUN/translations`. Its file is only ever
-added to, a few hundred sentences at a time, and a line that was cut off by a crash is cut away.
-Sentences are on_dev up by their text and the language wanted, which is all that a translator is
-told: another choice of sentences finds those it shares.
+The translations by one system under one setting are one folder of `RUN/translations`. Its file is
+only ever added to, a few hundred sentences at a time, and a line that a crash left unfinished is
+removed. Sentences are looked up by their text and the target language, which is all that a
+translator is given: another choice of sentences finds those it shares.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Checkpoints by Orbax: asynchronous, each host writing its own shards, whole or absent.
 
 Weights and optimizer state are saved under their logical names and shapes, whatever devices held
-them, so that they can be restored on another number of devices and under other annotations.
+them, so that they can be restored on another number of devices and under other annotations. Every
+file has a checksum; a checkpoint with a file that differs is named and passed over.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+import shutil
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +21,17 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from gshard.mt import hosts
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.run import Run
+from gshard.mt.training import checksums
 from gshard.nn.transformer import Transformer
 from gshard.uneven import UnevenArray
 
 FOLDER = "checkpoints"
 _ITEMS = ("model", "optimizer", "note")
+_FULL = ("No space left", "ENOSPC", "Disk quota", "RESOURCE_EXHAUSTED")
+_DISK = (*_FULL, "Read-only file system", "Permission denied", "Input/output error")
 
 # Orbax tells of every step it takes, errors of its threads included; what matters is raised.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -46,19 +53,28 @@ class Checkpoints:
                 preservation_policy.BestN(get_metric_fn=_loss, reverse=True, n=1),
             ]
         )
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=policy,
-            best_fn=_loss,
-            best_mode="min",
-            cleanup_tmp_directories=not read_only,
-            read_only=read_only,
-            create=not read_only,
-        )
         if read_only and not self.folder.is_dir():
             raise UserError(f"{folder} has no checkpoints yet; `gshard train {folder}` makes some")
-        self._manager = ocp.CheckpointManager(
-            self.folder, item_names=_ITEMS, item_handlers=handlers, options=options
-        )
+
+        def manager() -> ocp.CheckpointManager:
+            options = ocp.CheckpointManagerOptions(
+                preservation_policy=policy,
+                best_fn=_loss,
+                best_mode="min",
+                cleanup_tmp_directories=not read_only,
+                read_only=read_only,
+                create=not read_only,
+                # Called when all files are there, before they get the checkpoint's name.
+                async_options=ocp.AsyncOptions(post_finalization_callback=self._add_checksums),
+            )
+            return ocp.CheckpointManager(
+                self.folder, item_names=_ITEMS, item_handlers=handlers, options=options
+            )
+
+        self.damaged = self._set_aside(read_only)  # a line about each
+        self._open = manager
+        self._manager = manager()
+        self._saving = 0  # the step that is being written
 
     @property
     def steps(self) -> list[int]:
@@ -72,8 +88,14 @@ class Checkpoints:
     def save(
         self, step: int, model: Any, optimizer: Any, note: dict[str, Any], dev_nll: float
     ) -> None:
-        """Begin to save; the arrays may be donated as soon as this returns."""
-        with _explained(f"step {step} could not be saved in {self.folder}"):
+        """Begin to save; the arrays may be donated as soon as this returns.
+
+        A `SaveError`, here or from `wait`, leaves the checkpoints before as they are; saving can
+        be tried again.
+        """
+        self.wait()
+        self._saving = step
+        with self._explained(step):
             if step in self.steps:  # a damaged one, which training has passed over
                 self._manager.delete(step)
             self._manager.save(
@@ -89,12 +111,23 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until everything is on disk; what went wrong in the background is raised here."""
-        with _explained(f"a checkpoint could not be saved in {self.folder}"):
+        with self._explained(self._saving):
             self._manager.wait_until_finished()
+
+    def check(self) -> None:
+        """Raise what went wrong in the background, if that is known already."""
+        if not self._manager.is_saving_in_progress():
+            self.wait()
+
+    def forget_after(self, step: int) -> None:
+        """Remove all checkpoints of later steps."""
+        for later in [s for s in self.steps if s > step]:
+            self._manager.delete(later)
 
     def close(self) -> None:
         """Finish writing and let go."""
-        self.wait()
+        with contextlib.suppress(SaveError):  # has been told by `wait`, or does not matter any more
+            self.wait()
         self._manager.close()
 
     def restore_newest(
@@ -104,7 +137,7 @@ class Checkpoints:
 
         Returns the trees, the note, and a line about each newer checkpoint that is damaged.
         """
-        damaged: list[str] = []
+        damaged = list(self.damaged)
         for step in reversed(self.steps):
             try:
                 return (*self.restore(step, model, optimizer), damaged)
@@ -112,6 +145,15 @@ class Checkpoints:
                 damaged.append(str(error))
         if damaged:
             raise UserError("\n".join([*damaged, "no whole checkpoint is left"]))
+        return None
+
+    def newest_note(self) -> dict[str, Any] | None:
+        """The note of the newest checkpoint that has one."""
+        for step in reversed(self.steps):
+            try:
+                return dict(self._restored(step, {})["note"])
+            except DamagedError:
+                continue
         return None
 
     def restore(self, step: int, model: Any, optimizer: Any) -> tuple[Any, Any, dict[str, Any]]:
@@ -125,6 +167,7 @@ class Checkpoints:
 
     def _restored(self, step: int, trees: dict[str, Any]) -> dict[str, Any]:
         wanted = {name: named(tree) for name, tree in trees.items()}
+        self._verify(step, (*wanted, "note"))
         self._check(step, wanted)
         args: dict[str, Any] = {n: ocp.args.StandardRestore(tree) for n, tree in wanted.items()}
         try:
@@ -132,9 +175,37 @@ class Checkpoints:
                 step, args=ocp.args.Composite(**args, note=ocp.args.JsonRestore())
             )
         except Exception as error:  # Orbax and TensorStore raise all kinds
-            raise DamagedError(self._about(step, error)) from error
+            raise DamagedError(self._about(step, str(error) or repr(error))) from error
         restored = {n: unnamed(found[n], tree) for n, tree in trees.items()}
         return {**restored, "note": found["note"]}
+
+    def _set_aside(self, read_only: bool) -> list[str]:
+        """Move checkpoints away whose figures are damaged: Orbax cannot even list those."""
+        lines = []
+        for folder in sorted(self.folder.glob("[0-9]*")) if hosts.is_first() else ():
+            if not folder.name.isdigit() or not (problem := checksums.problem(folder, ["metrics"])):
+                continue
+            about = self._about(int(folder.name), problem)
+            if read_only:
+                raise DamagedError(f"{about}; `gshard train {self.folder.parent}` sets it aside")
+            place = self.folder.parent / "damaged" / f"{folder.name}-{time.time_ns()}"
+            place.parent.mkdir(exist_ok=True)
+            folder.rename(place)
+            lines.append(f"{about} (it is in {place} now)")
+        hosts.wait_for_all("damaged checkpoints")
+        return lines
+
+    def _verify(self, step: int, items: Sequence[str]) -> None:
+        """That every file is as it was written; process 0 looks, and tells the others."""
+        first = hosts.is_first()
+        problem = checksums.problem(self.folder / str(step), items) if first else "see process 0"
+        if hosts.told_by_first(bool(problem)):
+            raise DamagedError(self._about(step, problem))
+
+    def _add_checksums(self) -> None:
+        if hosts.is_first():
+            (folder,) = self.folder.glob(f"{self._saving}.orbax-checkpoint-tmp*")
+            checksums.write(folder)
 
     def _check(self, step: int, wanted: dict[str, Any]) -> None:
         """That the checkpoint is of such a model: names and shapes are told without its arrays."""
@@ -142,7 +213,7 @@ class Checkpoints:
             try:
                 saved = dict(self._manager.item_metadata(step)[item].tree)
             except Exception as error:
-                raise DamagedError(self._about(step, error)) from error
+                raise DamagedError(self._about(step, str(error) or repr(error))) from error
             shapes = {name: tuple(leaf.shape) for name, leaf in tree.items()}
             there = {name: tuple(leaf.shape) for name, leaf in saved.items()}
             if shapes == there:
@@ -155,9 +226,31 @@ class Checkpoints:
                 f"run's configuration ({len(differing)} of {len(shapes)} arrays differ)"
             )
 
-    def _about(self, step: int, error: Exception) -> str:
-        first = str(error).strip().splitlines() or [type(error).__name__]
-        return f"the checkpoint {self.folder / str(step)} is damaged: {first[0][:200]}"
+    def _about(self, step: int, problem: str) -> str:
+        first = problem.strip().splitlines()[0]
+        return f"the checkpoint {self.folder / str(step)} is damaged: {first[:200]}"
+
+    @contextlib.contextmanager
+    def _explained(self, step: int) -> Iterator[None]:
+        """What the disk refuses becomes a `SaveError`, and leaves nothing half-written."""
+        try:
+            yield
+        except Exception as error:
+            text = str(error)
+            if not isinstance(error, OSError) and not any(word in text for word in _DISK):
+                raise
+            with contextlib.suppress(Exception):
+                self._manager.close()
+            if hosts.is_first():
+                for part in self.folder.glob("*.orbax-checkpoint-tmp*"):
+                    shutil.rmtree(part, ignore_errors=True)
+            self._saving, self._manager = 0, self._open()
+            full = any(word in text for word in _FULL)
+            why = "the disk is full" if full else text.strip().splitlines()[0][:200]
+            raise SaveError(
+                f"step {step} could not be saved in {self.folder}: {why}. The checkpoints before "
+                "it are whole; make room and run the same command again to continue from them"
+            ) from error
 
 
 def _loss(metrics: dict[str, float]) -> float:
@@ -168,6 +261,10 @@ def _loss(metrics: dict[str, float]) -> float:
 
 class DamagedError(UserError):
     """A checkpoint that cannot be read."""
+
+
+class SaveError(UserError):
+    """A checkpoint that could not be written; those before it are whole."""
 
 
 def load_model(run: Run, which: str = "best", like: Any = None) -> tuple[Transformer, int]:
@@ -226,18 +323,3 @@ def unnamed(leaves: dict[str, Any], like: Any) -> Any:
 
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".") or "value"
-
-
-@contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Say plainly that the disk is full, and that the last whole checkpoint is still there."""
-    try:
-        yield
-    except Exception as error:
-        text = str(error)
-        if "No space left" in text or "ENOSPC" in text or "Disk quota" in text:
-            raise UserError(
-                f"{what}: the disk is full. The checkpoints before it are whole; make room and run "
-                "the same command again to continue from them"
-            ) from error
-        raise

@@ -1,55 +1,121 @@
 """What a run writes down as it goes: JSON lines for programs, and TensorBoard files for people.
 
 A run that died may have logged steps that its last checkpoint does not have; they are cut off when
-it goes on, so that the file always tells of one uninterrupted training.
+it goes on, so that the file always tells of one uninterrupted training. Writing never ends or holds
+up a training: what a full disk refuses is kept and written when there is room again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
+import os
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from gshard.mt import atomic
 from gshard.mt.run import METRICS, Run
 
 _NOT_CURVES = ("kind", "step")
+_WAITING = 100_000  # lines kept while they cannot be written; then the oldest are lost
 
 
 class Journal:
-    """The records of a run from `step` on."""
+    """The records of a run from `step` on; `note` is told when they cannot be written."""
 
-    def __init__(self, run: Run, step: int):
-        path: Path = run.folder / METRICS
+    def __init__(self, run: Run, step: int, note: Callable[[str], None] = print):
+        self._path: Path = run.folder / METRICS
         kept = [record for record in run.metrics() if record["step"] <= step]
-        with atomic.new_file(path) as part:
+        with atomic.new_file(self._path) as part:
             part.write_text("".join(_line(record) for record in kept), encoding="utf-8")
-        self._file = path.open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=step + 1)
+        self._whole = self._path.stat().st_size  # bytes of lines that were written to their end
+        self._waiting: deque[str] = deque(maxlen=_WAITING)
+        self._curves = _Curves(run.folder / "tensorboard", step + 1)
+        self._note, self._failed = note, False
 
     def write(self, kind: str, step: int, **values: Any) -> dict[str, Any]:
         """Add a record of a step; None is left out."""
         known = {name: value for name, value in values.items() if value is not None}
         record = {"kind": kind, "step": step, **known}
-        self._file.write(_line(record))
-        self._file.flush()
-        for name, value in record.items():
-            if name not in _NOT_CURVES:
-                self._board.add_scalar(f"{kind}/{name}", value, step)
+        self._waiting.append(_line(record))
+        try:
+            self._write_lines()
+            self._curves.write(kind, record)
+        except OSError as error:
+            if not self._failed:
+                self._note(f"the figures cannot be written ({error.strerror}); training goes on")
+            self._failed = True
+        else:
+            if self._failed:
+                self._note("the figures are written again")
+            self._failed = False
         return record
 
+    def _write_lines(self) -> None:
+        data = "".join(self._waiting).encode()
+        with self._path.open("r+b", buffering=0) as file:
+            file.truncate(self._whole)  # the half of a line that a full disk took
+            file.seek(self._whole)
+            view = memoryview(data)
+            while view:
+                view = view[file.write(view) or 0 :]
+        self._whole += len(data)
+        self._waiting.clear()
+
     def close(self) -> None:
-        """Finish both files; on a full disk TensorBoard's copy of the figures may lack the last."""
-        self._file.close()
+        """Finish both files."""
+        with contextlib.suppress(OSError):
+            if self._waiting:
+                self._write_lines()
+        self._curves.close()
+
+
+class _Curves:
+    """TensorBoard's event files, written at once: no thread that could die or be waited for.
+
+    After a failure the next record begins a new file, since readers stop where a record is cut.
+    """
+
+    def __init__(self, folder: Path, first_step: int):
+        self._folder, self._first = folder, first_step
+        self._numbers = itertools.count()
+        self._writer: Any = None
+
+    def write(self, kind: str, record: dict[str, Any]) -> None:
+        step = record["step"]
         try:
-            self._board.close()
-        except (OSError, ValueError):
-            # It would try once more as the process ends, and fail with a traceback.
-            for writer in self._board.all_writers.values():
-                writer.event_writer._closed = True
+            if self._writer is None:
+                self._writer = self._begin()
+            for name, value in record.items():
+                if name not in _NOT_CURVES:
+                    curve = summary.scalar(f"{kind}/{name}", value)
+                    self._writer.write_event(Event(summary=curve, step=step))
+            self._writer.flush()
+        except OSError:
+            self._writer = None
+            raise
+
+    def _begin(self) -> Any:
+        os.makedirs(self._folder, exist_ok=True)
+        suffix = f".{os.getpid()}.{next(self._numbers)}"
+        writer = EventsWriter(str(self._folder / "events"), suffix)
+        # Tells readers that an earlier process's records from this step on do not count.
+        start = SessionLog(status=SessionLog.START)
+        writer.write_event(Event(session_log=start, step=self._first))
+        return writer
+
+    def close(self) -> None:
+        if self._writer is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._writer.close()
 
 
 def _line(record: dict[str, Any]) -> str:

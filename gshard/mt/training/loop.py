@@ -7,27 +7,27 @@ checkpoint or follows from (seed, step), so a run that was killed repeats its st
 
 from __future__ import annotations
 
-import signal
+import math
 import time
 from dataclasses import dataclass, replace
-from types import FrameType
 from typing import Any
 
-import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from gshard.mt import hosts
 from gshard.mt.batching.batches import Batches, Host
 from gshard.mt.batching.packing import Arrays
 from gshard.mt.batching.tokens import TaskTokens
 from gshard.mt.errors import UserError
+from gshard.mt.launch.status import Reporter, reporting
 from gshard.mt.progress import TrainingProgress
 from gshard.mt.run import Run
 from gshard.mt.training import guard
-from gshard.mt.training.checkpoint import Checkpoints
+from gshard.mt.training.checkpoint import Checkpoints, SaveError
+from gshard.mt.training.identity import differences, identity
 from gshard.mt.training.journal import Journal
 from gshard.mt.training.programs import Figures, Programs, RunState
+from gshard.mt.training.stopping import Stop
 from gshard.nn.flops import step_flops
 from gshard.nn.step import TrainState
 
@@ -37,25 +37,33 @@ class Outcome:
     """How a training ended."""
 
     step: int
-    interrupted: bool
+    signal: int  # that stopped it, or 0
     best: int  # the step of the best checkpoint
     waited: float  # share of the time that was spent waiting for batches
 
 
-def train(run: Run, progress: TrainingProgress) -> Outcome:
-    """Train until the configured step; a run with checkpoints goes on from the newest."""
+def train(run: Run, progress: TrainingProgress, back_to: int | None = None) -> Outcome:
+    """Train until the configured step; a run with checkpoints goes on from the newest.
+
+    With `back_to` it goes on from the checkpoint of that step, and later ones are removed.
+    """
     _prepare(run, progress)
     checkpoints = Checkpoints(run.folder, run.config.train.keep)
-    if checkpoints.steps and checkpoints.steps[-1] >= run.config.train.steps:
+    if back_to is not None and back_to not in checkpoints.steps:
+        there = ", ".join(map(str, checkpoints.steps)) or "none"
+        raise UserError(f"{run.folder} has no checkpoint of step {back_to}; there are {there}")
+    if back_to is None and checkpoints.steps and checkpoints.steps[-1] >= run.config.train.steps:
         progress.note(f"step {checkpoints.steps[-1]:,} is reached already")
-        return Outcome(checkpoints.steps[-1], False, checkpoints.best(), 0.0)
+        return Outcome(checkpoints.steps[-1], 0, checkpoints.best(), 0.0)
+    _refuse_changes(run, checkpoints)
     devices = hosts.chosen(run.config.devices)
     programs = Programs(run.config, run.model_config, devices, hosts.strategy(run.config.devices))
-    host = Host(jax.process_index(), jax.process_count())
-    batches = Batches(run.tokens(), run.config.batch, host, run.config.data.workers)
-    dev = _dev_batches(run, host)
+    batches = Batches(run.tokens(), run.config.batch, programs.host, run.config.data.workers)
+    dev = _dev_batches(run, programs.host)
     try:
-        return _Loop(run, programs, batches, dev, checkpoints, progress).train()
+        with reporting() as reporter:
+            loop = _Loop(run, programs, batches, dev, checkpoints, progress, reporter)
+            return loop.train(back_to)
     finally:
         checkpoints.close()
 
@@ -68,14 +76,25 @@ def _prepare(run: Run, progress: TrainingProgress) -> None:
             run.make_vocabulary()
             made(f"{run.tokenizer.source_size:,} and {run.tokenizer.target_size:,} pieces")
         encoded = progress.stage("encode", len(run.tokenizer.tasks))
-        run.tokens(step=encoded)
-        _dev_tokens(run)
+        run.tokens(step=encoded, verify=True)
+        _dev_tokens(run, verify=True)
     hosts.wait_for_all("vocabulary and tokens")
 
 
-def _dev_tokens(run: Run) -> list[TaskTokens]:
+def _refuse_changes(run: Run, checkpoints: Checkpoints) -> None:
+    """An error if something that the losses depend on is not as it was at the last checkpoint."""
+    note = checkpoints.newest_note()
+    if note and (changed := differences(note["identity"], identity(run))):
+        lines = "\n  ".join(changed)
+        raise UserError(
+            f"{run.folder} is not as it was at step {note['step']}:\n  {lines}\n"
+            "its losses would be others; bring that back, or start a new run"
+        )
+
+
+def _dev_tokens(run: Run, verify: bool = False) -> list[TaskTokens]:
     try:
-        return run.tokens("dev")
+        return run.tokens("dev", verify=verify)
     except UserError:  # no dev text: the training loss has to do
         return []
 
@@ -90,43 +109,6 @@ def _dev_batches(run: Run, host: Host) -> list[Arrays]:
     return [batches[i] for i in range(run.config.train.dev_batches)]
 
 
-class _Stop:
-    """Ctrl-C and SIGTERM end the training after the step that runs; a second one ends it at once.
-
-    All hosts have to stop at the same step, so they ask each other from time to time.
-    """
-
-    def __init__(self, minutes: float, every: int):
-        self._until = time.monotonic() + 60 * minutes if minutes else float("inf")
-        self._every = every if jax.process_count() > 1 else 1
-        self.interrupted = False
-        self._before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.interrupted = True
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
-
-    def __enter__(self) -> _Stop:
-        for each in self._before:
-            signal.signal(each, self._ask)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
-
-    def __call__(self, step: int) -> bool:
-        """Whether to stop after this step."""
-        if step % self._every:
-            return False
-        wishes = np.array([self.interrupted, time.monotonic() > self._until])
-        if jax.process_count() > 1:
-            wishes = np.asarray(multihost_utils.process_allgather(wishes))
-        self.interrupted = bool(wishes.reshape(-1, 2)[:, 0].any())
-        return bool(wishes.any())
-
-
 class _Loop:
     """One stretch of training, from the newest checkpoint to the end or a stop."""
 
@@ -138,62 +120,100 @@ class _Loop:
         dev: list[Arrays],
         checkpoints: Checkpoints,
         progress: TrainingProgress,
+        reporter: Reporter,
     ):
         self.run, self.programs, self.batches, self.dev = run, programs, batches, dev
-        self.checkpoints, self.progress = checkpoints, progress
+        self.checkpoints, self.progress, self.reporter = checkpoints, progress, reporter
         self.config = run.config.train
         self.peak = hosts.peak_flops(len(programs.devices), run.config.model.dtype)
         self.tokens = self.seconds = self.waited = self.pace = 0.0
+        self.identity = identity(run)
+        self.in_a_row, self.last_loss = 0, 0.0  # updates left out lately; the newest loss
+        self.unsaved = False  # a save failed and is to be tried again
 
-    def train(self) -> Outcome:
+    def train(self, back_to: int | None = None) -> Outcome:
         """Train; the state is saved however this ends, unless the process is killed."""
-        state, step, data = self._begin()
-        self.journal = Journal(self.run, step) if hosts.is_first() else None
+        state, step, data = self._begin(back_to)
+        note = self.progress.note
+        self.journal = Journal(self.run, step, note) if hosts.is_first() else None
         iterator = self.batches.iterate(step)
         if data:
             iterator.set_state({**data, "step": step})
         saved, pending = step, None
         try:
-            with _Stop(self.config.minutes, self.config.log_every) as stop:
+            with Stop(self.config.minutes) as stop:
                 mark = time.perf_counter()
                 while step < self.config.steps:
                     begin = time.perf_counter()
+                    self.reporter.tell("reading a batch", step)
                     arrays = next(iterator)
+                    self.reporter.tell("training", step)
                     self.waited += time.perf_counter() - begin
                     state, figures = self.programs.step(state, arrays)
                     step += 1
                     if pending:
                         mark = self._look(*pending, mark, iterator.padding)
                     pending = (step, figures, arrays)
-                    if stop(step):
+                    wishes = stop(step, self._failed_save())
+                    if wishes.stop:
                         break
-                    if step % self.config.save_every == 0:
+                    if step % self.config.save_every == 0 or wishes.save:
                         mark = self._look(*pending, mark, iterator.padding)
                         pending = None
-                        self._save(step, state, iterator.get_state())
-                        saved, mark = step, time.perf_counter()
+                        if self._save(step, state, iterator.get_state()):
+                            saved = step
+                        mark = time.perf_counter()
                 if pending:
                     self._look(*pending, mark, iterator.padding)
-                if saved != step:
-                    self._save(step, state, iterator.get_state())
-            self.checkpoints.wait()
+                self._finish(step, saved, state, iterator.get_state())
         finally:
             iterator.close()
             if self.journal:
                 self.journal.close()
         waited = self.waited / self.seconds if self.seconds else 0.0
-        return Outcome(step, stop.interrupted, self.checkpoints.best(), waited)
+        return Outcome(step, stop.signal, self.checkpoints.best(), waited)
 
-    def _begin(self) -> tuple[RunState, int, dict[str, int]]:
-        """The newest whole checkpoint, or fresh weights."""
+    def _finish(self, step: int, saved: int, state: RunState, data: dict[str, int]) -> None:
+        """Save the last state, which must be worth it, and wait until it is on disk."""
+        if not math.isfinite(self.last_loss):
+            raise UserError(
+                f"training ended at step {step:,} with a loss that is not finite, and was not "
+                f"saved; `gshard train {self.run.folder} --from {saved}` goes back to the "
+                "checkpoint before"
+            )
+        if saved != step or self._failed_save():
+            self._save(step, state, data, last=True)
+        self.checkpoints.wait()
+
+    def _failed_save(self) -> bool:
+        """Whether a save has failed, here or in the background, and is to be tried again."""
+        try:
+            self.checkpoints.check()
+        except SaveError as error:
+            self._tell_unsaved(error)
+        return self.unsaved
+
+    def _tell_unsaved(self, error: SaveError) -> None:
+        if not self.unsaved:
+            self.progress.note(f"{error}; training goes on, and saving is tried again")
+        self.unsaved = True
+
+    def _begin(self, back_to: int | None) -> tuple[RunState, int, dict[str, int]]:
+        """The newest whole checkpoint, or the one to go back to, or fresh weights."""
+        self.reporter.tell("compiling")
         compiled = self.progress.stage("compile", 1)
         like = self.programs.compile(self.batches[0])
         compiled(f"{len(self.programs.devices)} devices")
         model, rest = _parts(like)
-        found = self.checkpoints.restore_newest(model, rest)
-        if found is None:
+        if back_to is not None:
+            model, rest, note = self.checkpoints.restore(back_to, model, rest)
+            damaged: list[str] = []
+        elif found := self.checkpoints.restore_newest(model, rest):
+            model, rest, note, damaged = found
+        else:
             return self.programs.first_state(), 0, {}
-        model, rest, note, damaged = found
+        if back_to is not None:
+            self.checkpoints.forget_after(back_to)
         for line in damaged:
             self.progress.note(f"{line}; going on from step {note['step']}")
         self.tokens, self.seconds, self.waited = (
@@ -212,12 +232,14 @@ class _Loop:
     ) -> float:
         """Wait for a step's figures, log and show them; returns when that was."""
         tokens, in_a_row = float(figures.metrics.tokens), int(figures.in_a_row)
+        self.reporter.tell("training", step)
+        self.in_a_row, self.last_loss = in_a_row, float(figures.metrics.loss)
         now = time.perf_counter()
         took, self.seconds = now - mark, self.seconds + now - mark
         self.tokens += tokens
         self.pace = 0.9 * self.pace + 0.1 * took if self.pace else took  # late steps count most
         if step % self.config.log_every == 0 or step == self.config.steps or in_a_row:
-            source = np.count_nonzero(arrays["source_segments"]) * jax.process_count()
+            source = int(np.count_nonzero(arrays["source_segments"])) * self.programs.host.count
             flops = step_flops(self.run.model_config, source, tokens)
             self._log(step, figures, tokens, flops, padding)
         if in_a_row >= self.config.patience:
@@ -259,8 +281,20 @@ class _Loop:
             left = (self.config.steps - step) * self.pace
             self.progress.update(shown, self.config.steps, left)
 
-    def _save(self, step: int, state: RunState, data: dict[str, int]) -> None:
-        """The loss on dev text, and a checkpoint with it."""
+    def _save(self, step: int, state: RunState, data: dict[str, int], last: bool = False) -> bool:
+        """The loss on dev text, and a checkpoint with it; False if it could not be written.
+
+        While updates are left out nothing is saved: older checkpoints would be removed for it.
+        """
+        if self.in_a_row and not last:
+            self.progress.note(f"step {step:,} is not saved: its update was left out")
+            return False
+        self.reporter.tell("saving", step)
+        if not self.programs.finite(state):
+            raise UserError(
+                f"weights are not finite at step {step:,}, and were not saved; `gshard train "
+                f"{self.run.folder} --from STEP` goes back to a checkpoint before it"
+            )
         nll = self._dev_nll(state)
         if self.journal:
             record = self.journal.write(
@@ -274,8 +308,17 @@ class _Loop:
             "seconds": self.seconds,
             "waited": self.waited,
             "data": data,
+            "identity": self.identity,
         }
-        self.checkpoints.save(step, model, rest, note, nll)
+        try:
+            self.checkpoints.save(step, model, rest, note, nll)
+        except SaveError as error:
+            if last:
+                raise
+            self._tell_unsaved(error)
+            return False
+        self.unsaved = False
+        return True
 
     def _dev_nll(self, state: RunState) -> float:
         """Per target token, over the dev batches; the training loss where there is no dev text."""

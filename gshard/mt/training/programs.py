@@ -15,9 +15,9 @@ import optax
 from jax import Array
 
 import gshard
+from gshard.mt.batching.batches import Host
 from gshard.mt.batching.packing import Arrays
 from gshard.mt.config import OptimizerConfig, RunConfig
-from gshard.mt.errors import UserError
 from gshard.mt.training import guard
 from gshard.nn.optimizer import adafactor, adam, inverse_sqrt
 from gshard.nn.step import StepMetrics, TrainState, eval_step, init_state, train_step
@@ -68,6 +68,10 @@ class Programs:
         strategy: Strategy,
     ):
         self.devices = list(devices)
+        # With several hosts each brings its own rows, or all of them where they do not divide.
+        self.host = Host(jax.process_index(), jax.process_count())
+        if config.batch.rows % len(self.devices):
+            self.host = Host()
         optimizer = make_optimizer(config.optimizer)
         # One key serves the whole run: steps and layers fold their numbers into it.
         self._key = jax.random.key(config.train.seed)
@@ -94,6 +98,7 @@ class Programs:
         self._dev = gshard.jit(
             functools.partial(eval_step, strategy=strategy), devices=self.devices
         )
+        self._finite = gshard.jit(all_finite, devices=self.devices)
         self._shapes = jax.eval_shape(functools.partial(first, strategy=ONE_DEVICE), self._key)
 
     def first_state(self) -> RunState:
@@ -115,26 +120,31 @@ class Programs:
         """The losses on a batch."""
         return self._dev(model, self.batch(arrays))
 
+    def finite(self, state: RunState) -> bool:
+        """Whether every number of the state is one."""
+        return bool(self._finite(state.train))
+
     def batch(self, arrays: Arrays) -> Batch:
-        """This host's rows as their part of the batch of all hosts."""
+        """This host's rows (`host`) as their part of the batch of all hosts."""
         local = _local(arrays)
         if jax.process_count() == 1:
             return local
-        rows = len(arrays["source"]) * jax.process_count()
-        if rows % len(self.devices):
-            raise UserError(
-                f"{rows} rows of a batch do not divide over {len(self.devices)} devices, which "
-                "they have to with several hosts: change batch.rows"
-            )
         mesh = jax.sharding.Mesh(self.devices, ("devices",))
-        rows_split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows_split, x), local)
+        split = jax.sharding.PartitionSpec("devices" if self.host.count > 1 else None)
+        place = jax.sharding.NamedSharding(mesh, split)
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(place, x), local)
 
     def _global(self, batch: Batch) -> Batch:
-        count = jax.process_count()
+        count = self.host.count
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((len(x) * count, *x.shape[1:]), x.dtype), batch
         )
+
+
+def all_finite(tree: Any) -> Array:
+    """Whether no leaf of a tree holds NaN or infinity."""
+    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in floats]).all()
 
 
 def _local(arrays: Arrays) -> Batch:

@@ -1,5 +1,9 @@
 """Checkpoints: what is kept, what is damaged, what belongs to another model."""
 
+import errno
+import random
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +11,8 @@ import pytest
 
 import gshard
 from gshard.mt.errors import UserError
-from gshard.mt.training.checkpoint import Checkpoints, named
+from gshard.mt.training import checksums
+from gshard.mt.training.checkpoint import Checkpoints, SaveError, named
 
 
 def state(value, experts=7):
@@ -118,3 +123,70 @@ def test_half_written_folders_are_not_checkpoints(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.steps == [1]
     assert checkpoints.restore_newest(*LIKE)[2] == {"step": 1}
+
+
+def flips(folder, count, seed):
+    """`count` places in the files of a checkpoint: (file, byte, bit), every file at least once."""
+    files = [f for f in sorted(folder.rglob("*")) if f.is_file() and f.name != "commit_success.txt"]
+    draw = random.Random(seed)
+    chosen = files + draw.choices(files, k=max(0, count - len(files)))
+    return [(f, draw.randrange(f.stat().st_size), draw.randrange(8)) for f in chosen]
+
+
+def test_no_flipped_bit_is_restored(tmp_path):
+    """Every file once and more, also those that TensorStore does not check."""
+    saved(tmp_path, [3, 2]).close()
+    for file, byte, bit in flips(tmp_path / "checkpoints" / "2", 40, 0):
+        if b"timestamp_nsecs" in file.read_bytes()[max(0, byte - 60) : byte]:
+            continue  # when it was saved is not what it holds
+        folder = tmp_path / f"{file.name}-{byte}-{bit}"
+        shutil.copytree(tmp_path / "checkpoints", folder / "checkpoints")
+        damaged = bytearray(file.read_bytes())
+        damaged[byte] ^= 1 << bit
+        (folder / file.relative_to(tmp_path)).write_bytes(damaged)
+        checkpoints = Checkpoints(folder)
+        _, _, note, lines = checkpoints.restore_newest(*LIKE)
+        assert note == {"step": 1}, (file, byte, bit)
+        assert "checkpoints/2 is damaged" in lines[0]
+        checkpoints.close()
+    assert Checkpoints(tmp_path).restore_newest(*LIKE)[2] == {"step": 2}
+
+
+def test_a_file_too_many_or_too_few_is_damage(tmp_path):
+    saved(tmp_path, [3]).close()
+    folder = tmp_path / "checkpoints" / "1"
+    (folder / "model" / "d" / "more").write_text("x")
+    assert checksums.problem(folder) == "model/d/more does not belong to it"
+    assert checksums.problem(folder, ["optimizer"]) == ""
+    (folder / "model" / "d" / "more").unlink()
+    assert checksums.problem(folder) == ""
+    (folder / "optimizer" / "_METADATA").unlink()
+    assert checksums.problem(folder) == "optimizer/_METADATA is missing"
+    (folder / "checksums.json").write_text("[")
+    assert "cannot be read" in checksums.problem(folder)
+    (folder / "checksums.json").unlink()
+    assert "has no checksums" in checksums.problem(folder)
+
+
+def test_a_full_disk_is_told_and_saving_goes_on_when_there_is_room(tmp_path, monkeypatch):
+    """Both where the save begins and in its background thread."""
+    checkpoints = saved(tmp_path, [3])
+
+    def full(*arguments, **named):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checksums, "write", full)
+        checkpoints.save(2, state(2), {"count": jnp.array(2)}, {"step": 2}, 2.0)
+        with pytest.raises(SaveError, match=r"step 2 could not be saved.*the disk is full"):
+            checkpoints.wait()
+        checkpoints.wait()  # told once
+        patch.setattr(checkpoints._manager, "save", full)
+        with pytest.raises(SaveError, match="step 3 could not be saved"):
+            checkpoints.save(3, state(3), {"count": jnp.array(3)}, {"step": 3}, 2.0)
+    assert [f.name for f in (tmp_path / "checkpoints").iterdir()] == ["1"]
+    checkpoints.save(3, state(3), {"count": jnp.array(3)}, {"step": 3}, 2.0)
+    checkpoints.wait()
+    assert checkpoints.steps == [1, 3]
+    assert checkpoints.restore_newest(*LIKE)[2] == {"step": 3}
+    checkpoints.close()

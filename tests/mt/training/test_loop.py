@@ -16,39 +16,7 @@ from gshard.mt.run import Run
 from gshard.mt.training import programs
 from gshard.mt.training.checkpoint import Checkpoints, load_model
 from gshard.mt.training.loop import train
-from tests.mt.runs import Notes, run_config, with_devices, with_train
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_once(tmp_path_factory):
-    """The same programs come up again and again here."""
-    hosts.cache_programs(tmp_path_factory.mktemp("programs"))
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-
-
-@pytest.fixture(scope="module")
-def whole(corpus, tmp_path_factory):
-    """A run of 12 steps that nothing interrupted."""
-    run = Run.create(tmp_path_factory.mktemp("whole") / "run", run_config(corpus))
-    outcome = train(run, Notes())
-    assert (outcome.step, outcome.interrupted) == (12, False)
-    return run
-
-
-def losses(run, kind="train"):
-    return {r["step"]: r["nll"] for r in run.metrics() if r["kind"] == kind}
-
-
-def weights(run, which="last"):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(load_model(run, which)[0])]
-
-
-def copied(run, folder, **train_settings):
-    """A new run that shares the vocabulary, so that only the training is repeated."""
-    config = with_train(run.config, **train_settings)
-    data = dataclasses.replace(config.data, vocabulary=str(run.folder / "vocabulary"))
-    return Run.create(folder, dataclasses.replace(config, data=data))
+from tests.mt.runs import Notes, copied, losses, weights, with_devices, with_train
 
 
 def test_the_loss_falls_and_is_written_down(whole):
