@@ -87,7 +87,6 @@ class XlaProgram:
     into: list[NamedSharding]
     inputs: list[Sharding]
     wraps = False
-    per_device = False
 
     @property
     def jaxpr(self) -> Jaxpr:

@@ -90,6 +90,8 @@ def check_options(words):
         word = words.pop(0)
         assert word in command.commands, f"there is no subcommand {word}"
         command = command.commands[word]
+        if word == "launch":  # has a command of its own behind it
+            words, command = words[words.index("train") :], get_command(app)
     known = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
     assert {word.split("=")[0] for word in words if word.startswith("--")} <= known
 

@@ -14,7 +14,6 @@ _TEMPLATE = """\
 name = "cpu"
 memory = {memory}
 memory_bandwidth = {bandwidth:.3g}
-compiler = "cpu"
 
 [flops]
 float32 = {float32:.3g}

@@ -9,31 +9,25 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import multihost_utils
 
 from gshard.mt.config import DeviceConfig
 from gshard.mt.errors import UserError
+from gshard.mt.launch import status
+from gshard.mt.launch.environment import Hosts
 from gshard.nn.strategy import Strategy
 
+_COMING = 120  # seconds that processes wait for each other at the start
+_ALONE = 60  # seconds of silence after which JAX takes another process for dead
+_WATCHED = 3600  # the same, where a parent watches
+_LEAVING = 60  # seconds that processes wait for each other at the end
 VIRTUAL = 8  # CPU devices in all, where there is no accelerator
 MOST = 4096  # each virtual device has threads of its own
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """The processes of a run and which of them this is; one, unless said otherwise.
-
-    With `automatic`, JAX finds the others by itself, as it can under Slurm, MPI or on TPUs.
-    """
-
-    coordinator: str = ""  # host:port of process 0
-    count: int = 1
-    index: int = 0
-    automatic: bool = False
 
 
 def start(devices: int = 0, hosts: Hosts = Hosts()) -> None:  # noqa: B008  (frozen)
@@ -42,13 +36,12 @@ def start(devices: int = 0, hosts: Hosts = Hosts()) -> None:  # noqa: B008  (fro
         raise UserError(f"devices.count is {devices}; it is 0 for all, or how many")
     if devices > MOST:
         raise UserError(f"devices.count is {devices}; {MOST:,} virtual devices are the most")
-    wanted = devices or VIRTUAL
-    if wanted % hosts.count:
-        raise UserError(f"{wanted} devices do not divide among {hosts.count} processes")
+    if devices % hosts.count:
+        raise UserError(f"{devices} devices do not divide among {hosts.count} processes")
     # In a notebook or a test, JAX may have its devices already, and then keeps them.
     with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", wanted // hosts.count)
-    if hosts.automatic or hosts.count > 1:
+        jax.config.update("jax_num_cpu_devices", max(1, (devices or VIRTUAL) // hosts.count))
+    if hosts.count > 1:
         _connect(hosts)
     if devices > jax.device_count():
         raise UserError(
@@ -58,15 +51,31 @@ def start(devices: int = 0, hosts: Hosts = Hosts()) -> None:  # noqa: B008  (fro
 
 
 def _connect(hosts: Hosts) -> None:
-    if hosts.automatic:
-        jax.distributed.initialize()
-        return
-    if not hosts.coordinator:
-        raise UserError(f"{hosts.count} processes need --coordinator HOST:PORT, that of process 0")
+    """Meet the other processes at the coordinator, which listens where it was told and only there.
+
+    JAX ends a process that has lost another, from C++ and without an exception. Where a parent
+    watches, it notices sooner and can say who it was; JAX is then told to be patient.
+    """
+    # Its handler would swallow SIGTERM, at which a training saves and stops.
+    jax.config.update("jax_enable_preemption_service", False)
+    watched = status.VARIABLE in os.environ
     try:
-        jax.distributed.initialize(hosts.coordinator, hosts.count, hosts.index)
+        jax.distributed.initialize(
+            hosts.coordinator,
+            hosts.count,
+            hosts.index,
+            cluster_detection_method="deactivate",
+            initialization_timeout=_COMING,
+            heartbeat_timeout_seconds=_WATCHED if watched else _ALONE,
+            shutdown_timeout_seconds=_LEAVING,
+            coordinator_bind_address=hosts.coordinator,
+        )
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"the hosts could not be connected: {error}") from None
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise UserError(
+            f"process {hosts.index} of {hosts.count} could not meet the others at "
+            f"{hosts.coordinator} within {_COMING} s: {first}"
+        ) from None
 
 
 def is_first() -> bool:
@@ -78,6 +87,13 @@ def wait_for_all(reason: str) -> None:
     """Go on when all processes are here."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(reason)
+
+
+def told_by_first(value: bool) -> bool:
+    """The value that the first process has, on all of them."""
+    if jax.process_count() == 1:
+        return value
+    return bool(multihost_utils.broadcast_one_to_all(np.array(value)))
 
 
 def chosen(config: DeviceConfig) -> list[jax.Device]:
@@ -111,11 +127,25 @@ def peak_flops(devices: int, dtype: str = "float32") -> float:
     return best * (jax.process_count() if jax.default_backend() == "cpu" else devices)
 
 
-def cache_programs(folder: str | os.PathLike[str]) -> None:
-    """Keep compiled programs in `folder`, so that a run that is resumed starts at once.
+def cache_programs() -> None:
+    """Keep compiled programs in the user's own cache, so that a run that is resumed starts at once.
 
-    Unless the user keeps them elsewhere already (`JAX_COMPILATION_CACHE_DIR`).
+    Compiled programs are native code, and JAX runs what it finds without asking. So they are never
+    kept in a run's folder, which people copy from each other, and a cache that others can write
+    to is not used. `JAX_COMPILATION_CACHE_DIR` names another place.
     """
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.jax_compilation_cache_dir is None and (folder := _own_cache()):
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _own_cache() -> Path | None:
+    """A folder for compiled programs that only this user can write to, or None."""
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = root / "gshard" / "programs"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except (OSError, RuntimeError):  # no home, or not writable
+        return None
+    return folder if found.st_uid == os.getuid() and not found.st_mode & 0o022 else None

@@ -54,7 +54,7 @@ def evaluate(
     held_out(opened.corpus, tasks_of(opened.tokenizer, chosen), split, 1)
 
     hosts.start(devices)
-    hosts.cache_programs(opened.folder / "programs")
+    hosts.cache_programs()
     measured = None
     try:
         with show.bars() as bars:

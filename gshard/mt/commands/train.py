@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +12,9 @@ import typer
 
 if TYPE_CHECKING:
     from gshard.mt.config import RunConfig
+    from gshard.mt.launch.environment import Hosts
+    from gshard.mt.run import Run
+    from gshard.mt.training.loop import Outcome
 
 
 def train(
@@ -25,11 +30,15 @@ def train(
         Path | None, typer.Option(help="folder of a gathered corpus [corpus]")
     ] = None,
     coordinator: Annotated[str, typer.Option(help="HOST:PORT of process 0, on every host")] = "",
-    processes: Annotated[int, typer.Option(help="how many processes train together")] = 1,
-    process: Annotated[int, typer.Option(help="which of them this is, from 0")] = 0,
-    distributed: Annotated[
-        bool, typer.Option("--distributed", help="let JAX find the hosts (Slurm, MPI, TPU)")
-    ] = False,
+    processes: Annotated[
+        int | None, typer.Option(help="how many processes train together [found, or 1]")
+    ] = None,
+    process: Annotated[
+        int | None, typer.Option(help="which of them this is, from 0 [found, or 0]")
+    ] = None,
+    back_to: Annotated[
+        int | None, typer.Option("--from", help="go back to the checkpoint of this step")
+    ] = None,
     list_settings: Annotated[
         bool, typer.Option("--settings", help="list all settings with their values, and stop")
     ] = False,
@@ -42,33 +51,41 @@ def train(
 
     from gshard.mt import hosts
 
-    hosts.start(config.devices.count, hosts.Hosts(coordinator, processes, process, distributed))
+    hosts.start(config.devices.count, _hosts(coordinator, processes, process))
     from gshard.mt.commands.display import TrainDisplay
-    from gshard.mt.commands.show import console
     from gshard.mt.data.corpus import Corpus
+    from gshard.mt.lock import locked
     from gshard.mt.run import Run
     from gshard.mt.training import loop
 
     Corpus.open(config.data.corpus)  # before a folder is made for nothing
     folder = out or folder
-    if hosts.is_first():
-        Run.create(folder, config)
-    hosts.wait_for_all("the run's folder")
-    run = Run.open(folder)
-    hosts.cache_programs(run.folder / "programs")
-    with TrainDisplay() as display:
-        outcome = loop.train(run, display)
+    hosts.cache_programs()
+    with locked(folder) if hosts.is_first() else contextlib.nullcontext():
+        if hosts.is_first():
+            Run.create(folder, config)
+        hosts.wait_for_all("the run's folder")
+        run = Run.open(folder)
+        with TrainDisplay() as display:
+            outcome = loop.train(run, display, back_to)
+    _summarize(run, outcome)
+    if outcome.signal:
+        raise typer.Exit(128 + outcome.signal)
+
+
+def _summarize(run: Run, outcome: Outcome) -> None:
+    from gshard.mt.commands.show import console
+
+    steps = run.config.train.steps
     console.print(
-        f"step {outcome.step:,} of {config.train.steps:,}, best at step {outcome.best:,}, "
+        f"step {outcome.step:,} of {steps:,}, best at step {outcome.best:,}, "
         f"{outcome.waited:.1%} of the time spent waiting for data",
         soft_wrap=True,
     )
-    if outcome.step >= config.train.steps:
+    if outcome.step >= steps:
         console.print(f"`gshard evaluate {run.folder}` measures it", soft_wrap=True)
     else:
         console.print(f"stopped and saved; `gshard train {run.folder}` goes on", soft_wrap=True)
-    if outcome.interrupted:
-        raise typer.Exit(130)
 
 
 def _configured(what: str, settings: Sequence[str], corpus: Path | None) -> tuple[RunConfig, Path]:
@@ -92,6 +109,21 @@ def _configured(what: str, settings: Sequence[str], corpus: Path | None) -> tupl
         base = preset(what)
     config = configs.override(base, given)
     return config, Path("runs") / config.name
+
+
+def _hosts(coordinator: str, processes: int | None, process: int | None) -> Hosts:
+    """What the environment says of the processes of this run, unless the command line does."""
+    from gshard.mt.launch.environment import Hosts, find
+
+    if coordinator and processes is not None and process is not None:
+        return Hosts(coordinator, processes, process).checked()
+    found = find(os.environ)
+    return Hosts(
+        coordinator or found.coordinator,
+        found.count if processes is None else processes,
+        found.index if process is None else process,
+        found.launcher,
+    ).checked()
 
 
 def _list_settings(config: RunConfig) -> None:

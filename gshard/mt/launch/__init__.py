@@ -1,0 +1,1 @@
+"""Several processes for one training: found in the environment, or started and watched here."""

@@ -1,0 +1,85 @@
+"""What a process is doing, in a small file of its own, for a parent outside of it to read.
+
+A thread writes it every second, so that a process that is stopped falls silent, while one that
+waits for the others does not. The file is for this machine only and lies where the parent says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from gshard.mt import atomic
+
+VARIABLE = "GSHARD_STATUS"  # the file's path
+_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Status:
+    """Of one process, at a moment."""
+
+    host: str = ""
+    process: int = 0  # the operating system's number
+    step: int = 0  # the last one that is done
+    doing: str = "starting"
+    since: float = 0.0  # when it began to do that; seconds of the wall clock
+    seen: float = 0.0  # when this was written
+
+
+class Reporter:
+    """Writes this process's status; does nothing where nobody has asked for it."""
+
+    def __init__(self, path: str | os.PathLike[str] | None = None):
+        self._path = Path(path) if path else None
+        self._now = Status(socket.gethostname(), os.getpid(), since=time.time())
+        self._ended = threading.Event()
+        if self._path:
+            self._write()
+            threading.Thread(target=self._keep_writing, name="status", daemon=True).start()
+
+    def tell(self, doing: str, step: int | None = None) -> None:
+        """From now on the process does `doing`, and `step` steps are done."""
+        now = self._now
+        step = now.step if step is None else step
+        if (doing, step) != (now.doing, now.step):
+            self._now = Status(now.host, now.process, step, doing, time.time())
+
+    def close(self) -> None:
+        """Write no more."""
+        self._ended.set()
+
+    def _keep_writing(self) -> None:
+        while not self._ended.wait(_SECONDS):
+            self._write()
+
+    def _write(self) -> None:
+        assert self._path is not None
+        now = {**asdict(self._now), "seen": time.time()}
+        with contextlib.suppress(OSError):  # a full disk is no reason to stop
+            atomic.write_json(self._path, now)
+
+
+def read(path: Path) -> Status:
+    """The status that a process wrote last; an empty one if there is none yet."""
+    try:
+        return Status(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return Status()
+
+
+@contextlib.contextmanager
+def reporting() -> Iterator[Reporter]:
+    """A reporter for the parent that started this process, if it is watched."""
+    reporter = Reporter(os.environ.get(VARIABLE))
+    try:
+        yield reporter
+    finally:
+        reporter.close()

@@ -1,0 +1,136 @@
+"""Every launcher's environment, as it sets it, and contradictions in one line."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gshard.mt.errors import UserError
+from gshard.mt.launch.environment import Hosts, find
+
+SLURM = {
+    "SLURM_JOB_ID": "70123",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NODELIST": "gpu[03-05,09],login1",
+}
+OPEN_MPI_4 = {
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:33911",
+}
+OPEN_MPI_5 = {
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-laptop-81245@1",
+}
+JOBSET = {
+    "JOB_COMPLETION_INDEX": "1",
+    "JOB_INDEX": "2",
+    "JOBS": "3",
+    "PROCESSES_IN_JOB": "4",
+    "JOBSET_NAME": "mt",
+    "REPLICATED_JOB_NAME": "train",
+    "HOSTNAME": "mt-train-2-1",
+}
+INDEXED_JOB = {
+    "JOB_COMPLETION_INDEX": "3",
+    "PROCESSES_IN_JOB": "4",
+    "SERVICE_NAME": "mt-pods",
+    "HOSTNAME": "mt-3",
+}
+JAX_JOB = {
+    "COORDINATOR_ADDRESS": "mt-worker-0",
+    "COORDINATOR_PORT": "6666",
+    "NUM_PROCESSES": "3",
+    "PROCESS_ID": "2",
+}
+PYTORCH_JOB = {
+    "MASTER_ADDR": "mt-master-0",
+    "MASTER_PORT": "23456",
+    "WORLD_SIZE": "3",
+    "RANK": "0",
+}
+PLAIN = {"GSHARD_COORDINATOR": "a:1", "GSHARD_PROCESSES": "2", "GSHARD_PROCESS": "1"}
+JAX = {
+    "JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234",
+    "JAX_NUM_PROCESSES": "2",
+    "JAX_PROCESS_ID": "0",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, Hosts()),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1"}, Hosts()),
+        (PLAIN, Hosts("a:1", 2, 1, "GSHARD_*")),
+        (JAX, Hosts("10.0.0.1:1234", 2, 0, "JAX_*")),
+        (SLURM, Hosts(f"gpu03:{61440 + 70123 % 4096}", 4, 2, "Slurm")),
+        ({**SLURM, "SLURM_STEP_NODELIST": "one"}, Hosts("one:61931", 4, 2, "Slurm")),
+        ({k: v for k, v in SLURM.items() if "STEP" not in k}, Hosts()),  # the batch script
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, Hosts()),
+        (OPEN_MPI_4, Hosts(f"10.96.0.1:{61440 + 1531576320 % 4096}", 8, 5, "Open MPI")),
+        (
+            OPEN_MPI_5,
+            Hosts(f"127.0.0.1:{61440 + sum(b'prterun-laptop-81245@1') % 4096}", 2, 1, "Open MPI"),
+        ),
+        (JOBSET, Hosts("mt-train-0-0.mt:1234", 12, 9, "JobSet")),
+        (INDEXED_JOB, Hosts("mt-0.mt-pods:1234", 4, 3, "Kubernetes")),
+        ({"JOB_COMPLETION_INDEX": "0"}, Hosts()),  # a job of one pod
+        (
+            {**INDEXED_JOB, "JAX_COORDINATOR_ADDRESS": "x"},
+            Hosts("x:1234", 4, 3, "Kubernetes"),
+        ),
+        (JAX_JOB, Hosts("mt-worker-0:6666", 3, 2, "Kubeflow")),
+        (PYTORCH_JOB, Hosts("mt-master-0:23456", 3, 0, "Kubeflow")),
+        ({**SLURM, **PLAIN}, Hosts("a:1", 2, 1, "GSHARD_*")),  # ours decide
+        # srun starts mpi processes that agree with it.
+        (
+            {**SLURM, "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
+            | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+            Hosts("gpu03:61931", 4, 2, "Slurm"),
+        ),
+    ],
+)
+def test_what_each_launcher_says(environment, expected):
+    assert find(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({**PLAIN, "GSHARD_PROCESS": "2"}, "GSHARD_*: process 2 of 2 cannot be"),
+        ({**PLAIN, "GSHARD_PROCESS": "one"}, "GSHARD_PROCESS is 'one', and not a whole number"),
+        ({**PLAIN, "GSHARD_COORDINATOR": "host"}, "'host' is no HOST:PORT"),
+        ({"GSHARD_PROCESSES": "2"}, "GSHARD_PROCESS is not set"),
+        ({"GSHARD_PROCESSES": "2", "GSHARD_PROCESS": "0"}, "2 processes: they need a HOST:PORT"),
+        ({"JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID is not set"),
+        ({**SLURM, "SLURM_PROCID": "-1"}, "Slurm: SLURM_PROCID is '-1'"),
+        ({**SLURM, "SLURM_PROCID": "4"}, "Slurm: process 4 of 4 cannot be"),
+        ({**SLURM, **OPEN_MPI_4}, "Slurm says 2 of 4, Open MPI says 5 of 8"),
+        ({**OPEN_MPI_5, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "does not say on which host"),
+        ({"JOB_COMPLETION_INDEX": "2"}, "set PROCESSES_IN_JOB in the job's file"),
+        ({**INDEXED_JOB, "HOSTNAME": "mt-1-abcde"}, "does not end in this pod's index 3"),
+        ({k: v for k, v in INDEXED_JOB.items() if k != "SERVICE_NAME"}, "SERVICE_NAME"),
+        ({k: v for k, v in JOBSET.items() if k[:3] != "REP"}, "REPLICATED_JOB_NAME is not set"),
+        ({**JAX_JOB, "COORDINATOR_ADDRESS": ""}, "Kubeflow: 3 processes: they need a HOST:PORT"),
+    ],
+)
+def test_contradictions_are_one_line(environment, said):
+    with pytest.raises(UserError) as refused:
+        find(environment)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_job_files_set_what_is_read():
+    jobs = Path(__file__).parents[3] / "examples" / "jobs"
+    text = (jobs / "jobset.yaml").read_text()
+    for name in ("PROCESSES_IN_JOB", "JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_INDEX"):
+        assert f"name: {name}" in text
+    assert subprocess.run(["bash", "-n", jobs / "slurm.sh"]).returncode == 0
