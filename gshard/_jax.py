@@ -52,7 +52,10 @@ COMPOSITE_BODY = "call_jaxpr" if jax.__version_info__ >= (0, 11, 2) else "jaxpr"
 
 def private_primitives(module: str, *names: str) -> list[Primitive]:
     """Primitives of a private module by name; those that a release does not have are left out."""
-    found = importlib.import_module(f"jax._src.{module}")
+    try:
+        found = importlib.import_module(f"jax._src.{module}")
+    except ModuleNotFoundError:  # a layout of another release
+        return []
     return [getattr(found, name) for name in names if hasattr(found, name)]
 
 
