@@ -1,11 +1,11 @@
-# Two commands: `make demo` shows what gshard does, `make test` checks that it does it.
-# Both set up their own virtual environment from nothing but Python, pip and make.
+# `make demo` shows what gshard does, `make test` checks that it does it.
+# All targets set up their own virtual environment from nothing but Python, pip and make.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 GSHARD := $(VENV)/bin/gshard
 
-.PHONY: demo layer test test-all lint format clean
+.PHONY: demo layer test test-all test-matrix lint format docs clean
 
 # Real text to BLEU: gather, train 8 experts on 8 virtual devices, evaluate, translate, report.
 # Interrupted, it goes on where it stopped.
@@ -28,15 +28,25 @@ test: lint
 test-all: lint
 	$(RUN) -m pytest -n 2 -m "slow or not slow"
 
+# The quick tests under JAX 0.10 and 0.11, each in an environment of its own (JAX=0.11: only that).
+test-matrix: $(VENV)/installed
+	$(RUN) -m tools.matrix $(if $(JAX),--jax $(JAX))
+
 lint: $(VENV)/installed
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports --no-cache --no-logo
+	$(RUN) -m tools.hygiene
 
 format: $(VENV)/installed
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+
+# The pages that are made from the code.
+docs: $(VENV)/installed
+	$(RUN) -m gshard.rules > docs/reference/operators.md
+	$(RUN) -m tools.structure --update
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -45,4 +55,4 @@ $(VENV)/installed: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venvs build *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -18,7 +18,7 @@ from gshard.keys import as_integers
 
 def garbage(dtype: Any) -> jax.Array:
     """What stands in padding that gshard makes itself; anything would do, and tests see to that."""
-    return jnp.zeros((), dtype)
+    return jnp.zeros((), jax.dtypes.canonicalize_dtype(dtype))
 
 
 def filled(shape: Sequence[int], dtype: Any) -> jax.Array:

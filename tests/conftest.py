@@ -22,6 +22,7 @@ settings.load_profile("quick")
 
 def poison(dtype):
     """The worst that could stand in padding."""
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.asarray(jnp.nan, dtype)
     if dtype == jnp.bool_:

@@ -2,11 +2,13 @@
 
 Each release gets an environment of its own under `.venvs/`, made by the newest Python on this
 machine that it runs on. A release without such a Python is skipped, and the summary says so.
-`python -m tools.matrix tests/test_jit.py` hands its arguments to pytest.
+`python -m tools.matrix --jax 0.11 tests/test_jit.py` takes one release and hands the other
+arguments to pytest.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -66,16 +68,21 @@ def environment(release: str, python: str) -> Path:
 
 def main() -> None:
     """Run the tests under each release; fail if any of them does."""
-    arguments = sys.argv[1:] or ["-n", "2"]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jax", action="append", choices=list(RELEASES), help="default: all")
+    args, to_pytest = parser.parse_known_args()
     summary, failed = [], False
-    for release, oldest in RELEASES.items():
+    for release in args.jax or RELEASES:
+        oldest = RELEASES[release]
         python = python_for(oldest)
         if python is None:
             needed = ".".join(map(str, oldest))
             summary.append(f"JAX {release}: SKIPPED, it needs Python {needed} or newer; none here")
             continue
         inside = environment(release, python)
-        code = subprocess.run([str(inside), "-m", "pytest", *arguments], cwd=ROOT).returncode
+        code = subprocess.run(
+            [str(inside), "-m", "pytest", *(to_pytest or ["-n", "2"])], cwd=ROOT
+        ).returncode
         failed |= code != 0
         summary.append(f"JAX {release}: {'passed' if code == 0 else f'FAILED (pytest: {code})'}")
     print("\n".join(summary))
