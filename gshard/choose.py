@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from jax.extend.core import JaxprEqn
 
 from gshard.factors import Dim, Factor, Factors, compose, decompose
-from gshard.moving.costs import MACHINE
+from gshard.moving.costs import machine
 from gshard.moving.partial import combine, combine_cost, mask_for
 from gshard.moving.plan import reshard_cost
 from gshard.rule import RULES, Context, Rule
@@ -184,7 +184,7 @@ def local_work(eqn: JaxprEqn, factors: Factors, chosen: Assignment) -> float:
     part = {f: -(-n // s.tiles) if (s := chosen.get(f)) else n for f, n in factors.sizes.items()}
     rule = RULES[eqn.primitive]
     if rule.work:
-        return rule.work(part) / MACHINE.flops_per_byte
+        return rule.work(part) / machine().flops_per_byte
     touched = 0
     for dims, atom in [
         *zip(factors.operands, eqn.invars, strict=True),
@@ -192,4 +192,4 @@ def local_work(eqn: JaxprEqn, factors: Factors, chosen: Assignment) -> float:
     ]:
         local = local_dims(dims, chosen, factors, atom.aval.shape)
         touched += math.prod(local) * itemsize_of(atom.aval.dtype)
-    return touched / MACHINE.memory_per_byte
+    return touched / machine().memory_per_byte

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +15,9 @@ from jax.sharding import Mesh
 from gshard import _jax
 from gshard.annotate import constraining, is_tracing_for_gshard, tracing_for
 from gshard.calls import StaticLeaves, Trees, with_static_results
-from gshard.moving.costs import MEMORY_LIMIT
+from gshard.forecast import Hardware
+from gshard.forecast.hardware import machine_for
+from gshard.moving.costs import MEMORY_LIMIT, Machine, planning_for
 from gshard.partition import partition
 from gshard.placement import DeviceOrder, device_order, mesh_of, with_shardings
 from gshard.program import Program, Settings, arrange
@@ -34,6 +37,7 @@ class Options:
     partitioner: str
     memory_limit: int
     strict: bool
+    machine: Machine | None = None  # to plan for; None: what JAX says the devices are
 
 
 def lower(
@@ -76,6 +80,7 @@ def jit(
     partitioner: str = "gshard",
     memory_limit: int = MEMORY_LIMIT,
     strict: bool = False,
+    hardware: str | Path | Hardware | None = None,
 ) -> Any:
     """Like `jax.jit`, for a function whose tensors are annotated with `split` and the like.
 
@@ -84,12 +89,16 @@ def jit(
     mesh that is set or that the arguments lie on, else all. `partitioner="xla"` keeps the
     annotations and leaves the partitioning to XLA. An operand that would take more than
     `memory_limit` bytes when gathered is passed around in a loop instead. `strict` refuses
-    primitives that gshard has no rule for, which would run whole on every device.
+    primitives that gshard has no rule for, which would run whole on every device. Where several
+    plans are right, the cheapest on `hardware` is taken (`gshard.forecast.known()` lists names):
+    by default what JAX says the devices are, where CPUs stand in for accelerators.
 
     `in_shardings` and `out_shardings` are trees of `NamedSharding`, `PartitionSpec` or
     `gshard.Sharding`, or prefixes of such trees; None says nothing.
     """
-    options = Options(_checked(devices, device), backend, partitioner, memory_limit, strict)
+    machine = None if hardware is None else machine_for(hardware)
+    chosen = _checked(devices, device)
+    options = Options(chosen, backend, partitioner, memory_limit, strict, machine)
     if partitioner not in ("gshard", "xla"):
         raise ValueError(f"partitioner is {partitioner!r}; allowed are 'gshard' and 'xla'")
     of_jax: dict[str, Any] = {
@@ -233,7 +242,8 @@ class Jitted:
             if lowered.fits(given):
                 return lowered
         how = lower_with_xla if self.options.partitioner == "xla" else lower
-        program = how(traced, given, order, mesh, settings, self.options)
+        with planning_for(self.options.machine or machine_for(None)):
+            program = how(traced, given, order, mesh, settings, self.options)
         lowered = Lowered(program, trees)
         before.append(lowered)
         return lowered

@@ -35,11 +35,17 @@ class Program:
     consts: tuple[Any, ...]
     into: tuple[Port, ...]
     out_of: tuple[Port, ...]
+    per_device = True
 
     @property
     def arguments(self) -> tuple[Port, ...]:
         """Where the user's arguments cross."""
         return self.into[len(self.consts) :]
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the program is for."""
+        return self.mesh.size
 
     @property
     def wraps(self) -> bool:

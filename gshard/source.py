@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
@@ -29,11 +30,28 @@ def here() -> str:
     return _user_line(source_info_util.current())
 
 
+def site_of(eqn: JaxprEqn) -> tuple[str, str]:
+    """`file:line` of the user's operation and the name of the function that it stands in."""
+    frame = _user_frame(eqn.source_info)
+    return (
+        (f"{frame.file_name}:{frame.start_line}", frame.function_name) if frame else ("unknown", "")
+    )
+
+
+def short_source(line: str) -> str:
+    """A `file:line` without the folders that do not matter: its file and the folder above."""
+    return "/".join(Path(line).parts[-2:])
+
+
 def _user_line(source_info) -> str:
+    frame = _user_frame(source_info)
+    return f"{frame.file_name}:{frame.start_line}" if frame else "unknown"
+
+
+def _user_frame(source_info) -> Any:
     frames = list(source_info_util.user_frames(source_info.traceback))
     own = [f for f in frames if "site-packages" not in f.file_name]
-    frame = (own or frames or [None])[0]
-    return f"{frame.file_name}:{frame.start_line}" if frame else "unknown"
+    return (own or frames or [None])[0]
 
 
 def reason_of(eqn: JaxprEqn) -> str:

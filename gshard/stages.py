@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -14,6 +15,8 @@ from jax.extend.core import Jaxpr
 
 from gshard import _jax, explain
 from gshard.calls import Trees
+from gshard.forecast import Forecast, Hardware, forecast
+from gshard.forecast.collective import Topology
 from gshard.sharding import Sharding
 
 
@@ -28,6 +31,16 @@ class Partitioned(Protocol):
     @property
     def jaxpr(self) -> Jaxpr:
         """The program: per device, or before XLA partitions it."""
+        ...
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the program is for."""
+        ...
+
+    @property
+    def per_device(self) -> bool:
+        """Whether `jaxpr` is what each device runs, not what XLA is still to partition."""
         ...
 
     @property
@@ -144,6 +157,19 @@ class Lowered:
     def cost_analysis(self) -> Any:
         """XLA's estimate of the work, before it optimises."""
         return self._program.traced.lower().cost_analysis()
+
+    def forecast(
+        self, hardware: str | Path | Hardware | None = None, topology: Topology | None = None
+    ) -> Forecast:
+        """Its time and memory on hardware that need not be there; by default on what is."""
+        if not self._program.per_device:
+            raise ValueError(
+                "partitioner='xla' leaves the partitioning to XLA's compiler, so that there is no "
+                "per-device program to forecast; leave the partitioner out for gshard's own"
+            )
+        closed_over = len(self.jaxpr.invars) - len(self.trees.dtypes)
+        donated = [closed_over + i for i in self.trees.donated]
+        return forecast(self.jaxpr, self._program.num_devices, hardware, topology, donated)
 
     def compile(self, compiler_options: dict | None = None) -> Compiled:
         """The program, compiled by XLA for its devices."""

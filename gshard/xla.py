@@ -87,6 +87,7 @@ class XlaProgram:
     into: list[NamedSharding]
     inputs: list[Sharding]
     wraps = False
+    per_device = False
 
     @property
     def jaxpr(self) -> Jaxpr:

@@ -1,1 +1,22 @@
 """What a partitioned program will take on hardware that need not be there: memory and time."""
+
+from gshard.forecast.hardware import Hardware, Reached, hardware, known, present
+from gshard.forecast.memory import Memory
+from gshard.forecast.report import Forecast, forecast
+from gshard.forecast.time import Timed
+from gshard.forecast.topology import Network, Switch, Torus
+
+__all__ = [
+    "Forecast",
+    "Hardware",
+    "Memory",
+    "Network",
+    "Reached",
+    "Switch",
+    "Timed",
+    "Torus",
+    "forecast",
+    "hardware",
+    "known",
+    "present",
+]

@@ -29,22 +29,35 @@ def collective_seconds(
 
     All groups take part at once. A permute has (source, destination) `pairs` instead.
     """
-    if kind == "collective_permute":
-        flows, latency = _permute(topology, pairs)
-        return size * flows + latency
+    return sum(collective_terms(topology, kind, size, groups, pairs))
+
+
+def collective_terms(
+    topology: Topology, kind: str, size: int, groups: Groups = (), pairs: Groups = ()
+) -> tuple[float, float]:
+    """The two terms of that time: for the bytes on the links, and for the steps they take."""
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}; allowed are {', '.join(KINDS)}")
+    if kind == "collective_permute":
+        slope, latency = _permute(topology, pairs)
+        return size * slope, latency
     members = len(groups[0]) if groups else topology.devices
     if members == 1:
-        return 0.0
+        return 0.0, 0.0
     if kind == "all_to_all":
         slope, latency = _all_to_all(topology, groups)
-        return size * slope + latency
-    ways = _reduce_scatter(topology, groups)
+        return size * slope, latency
     if kind == "all_gather":  # a reduce-scatter of the result, backwards
         size *= members
     times = 2 if kind == "all_reduce" else 1
-    return times * min(size * slope + latency for slope, latency in ways)
+    ways = [(times * size * slope, times * wait) for slope, wait in _ways(topology, groups)]
+    return min(ways, key=sum)
+
+
+@functools.lru_cache(maxsize=4096)
+def reach(topology: Topology, groups: Groups) -> int:
+    """Hops across the widest of the groups."""
+    return max(topology.reach(row) for row in _rows(topology, groups))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -80,8 +93,8 @@ def _ends(topology: Topology, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _reduce_scatter(topology: Topology, groups: Groups) -> tuple[tuple[float, float], ...]:
-    """Seconds per byte of the operand, and the latency, of every way known.
+def _ways(topology: Topology, groups: Groups) -> tuple[tuple[float, float], ...]:
+    """Of every way to reduce-scatter: seconds per byte of the operand, and the latency.
 
     Either one ring through all members, or phases: within what is near, then between, each phase
     on the part of the operand that the one before left to a device. On a torus the operand is

@@ -17,7 +17,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from gshard.forecast.program import STYLES
 from gshard.forecast.topology import Network, Switch, Torus
+from gshard.moving.costs import MACHINE, Machine
 
 _MACHINES = Path(__file__).parent / "machines"
 
@@ -30,6 +32,7 @@ class Reached:
     memory: float = 1.0  # of the memory's bandwidth, by everything else
     links: float = 1.0  # of the links' bandwidth, by collectives
     operator_seconds: float = 0.0  # to start one fused operator
+    skew_seconds: float = 0.0  # by which the last comes to a collective, per hop across its group
     step_seconds: float = 0.0  # outside the program: feeding it, fetching its results
     fitted: str = ""  # which of these are fitted, and to what
 
@@ -48,6 +51,7 @@ class Hardware:
     memory_bandwidth: float
     network: Network
     reached: Reached = field(default_factory=Reached)
+    compiler: str = "gpu"  # what its compiler joins: see `gshard.forecast.program`
 
     def rate(self, dtype: Any, exact: bool = False) -> float:
         """Operations per second of a matrix product on operands of `dtype`."""
@@ -58,6 +62,24 @@ class Hardware:
             return self.flops[name]
         wider = self.flops.get("float32_exact", self.flops["float32"])
         return wider / 2 if name in ("float64", "complex128") else wider
+
+    @property
+    def vector_rate(self) -> float:
+        """Operations per second outside matrix products."""
+        return self.flops.get("vector", self.flops.get("float32_exact", self.flops["float32"]))
+
+    @property
+    def machine(self) -> Machine:
+        """What the partitioner's own choices need: each speed against that of the links."""
+        net = self.network
+        torus = net.kind == "torus"
+        sent = (net.link_bandwidth if torus else net.inside_bandwidth) * self.reached.links
+        waited = net.hop_seconds if torus else net.inside_seconds
+        return Machine(
+            latency=(waited + self.reached.operator_seconds + self.reached.skew_seconds) * sent,
+            flops_per_byte=self.rate("bfloat16") * self.reached.products / sent,
+            memory_per_byte=self.memory_bandwidth * self.reached.memory / sent,
+        )
 
     def topology(self, devices: int) -> Torus | Switch:
         """How so many of these devices are joined."""
@@ -96,8 +118,10 @@ def read(path: Path) -> Hardware:
     """Hardware from a TOML file; a misspelt key is an error."""
     text = tomllib.loads(path.read_text(encoding="utf-8"))
     wanted = {f.name for f in fields(Hardware)}
-    _check(path, set(text), wanted, wanted - {"reached"})
+    _check(path, set(text), wanted, wanted - {"reached", "compiler"})
     _check(path, set(text["network"]), {"kind", *_names(Network)}, {"kind"})
+    if text.get("compiler", "gpu") not in STYLES:
+        raise ValueError(f"{path}: compiler is {text['compiler']!r}; allowed are {STYLES}")
     reached = text.get("reached", {})
     _check(path, set(reached), _names(Reached), set())
     return Hardware(
@@ -107,6 +131,7 @@ def read(path: Path) -> Hardware:
         float(text["memory_bandwidth"]),
         Network(**text["network"]),
         Reached(**reached),
+        text.get("compiler", "gpu"),
     )
 
 
@@ -117,6 +142,14 @@ def present() -> Hardware:
         if mark in kind:
             return hardware(name)
     return hardware("cpu")
+
+
+def machine_for(given: str | Path | Hardware | None) -> Machine:
+    """The speeds to plan with: of hardware that is named, else of the devices that JAX has."""
+    if given is not None:
+        return hardware(given).machine
+    here = present()
+    return MACHINE if here.name == "cpu" else here.machine
 
 
 _KINDS = {

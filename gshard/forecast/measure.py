@@ -14,6 +14,7 @@ _TEMPLATE = """\
 name = "cpu"
 memory = {memory}
 memory_bandwidth = {bandwidth:.3g}
+compiler = "cpu"
 
 [flops]
 float32 = {float32:.3g}

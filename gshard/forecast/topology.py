@@ -56,6 +56,16 @@ class Torus:
         ]
         return self.hop_seconds * float(np.sum(hops, axis=0).max(initial=0))
 
+    def reach(self, members: np.ndarray) -> int:
+        """Hops between the members that are furthest apart."""
+        total = 0
+        for position, n, wrap in zip(
+            self.coordinates(members), self.shape, self.wraps, strict=True
+        ):
+            extent = int(position.max() - position.min())
+            total += min(extent, n // 2) if wrap else extent
+        return total
+
     def _busiest(self, flows: Flows) -> float:
         source, target, sent = flows
         here, there = self.coordinates(source), self.coordinates(target)
@@ -125,6 +135,11 @@ class Switch:
         """Of a message to another node, if there is one."""
         apart = source // self.devices_per_node != target // self.devices_per_node
         return self.outside_seconds if apart.any() else self.inside_seconds
+
+    def reach(self, members: np.ndarray) -> int:
+        """Levels of switches between the members that are furthest apart, by halving."""
+        nodes = len(set((np.asarray(members) // self.devices_per_node).tolist()))
+        return 1 + math.ceil(math.log2(nodes))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@ to read memory) counts as the bytes that could be sent meanwhile, so that one nu
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -19,6 +22,23 @@ class Machine:
 
 
 MACHINE = Machine()  # about what accelerators of today have in common
+_planned_for = contextvars.ContextVar("planned_for", default=MACHINE)
+
+
+def machine() -> Machine:
+    """The machine that plans are made for now."""
+    return _planned_for.get()
+
+
+@contextlib.contextmanager
+def planning_for(chosen: Machine) -> Iterator[None]:
+    """Plans made inside are for this machine."""
+    token = _planned_for.set(chosen)
+    try:
+        yield
+    finally:
+        _planned_for.reset(token)
+
 
 STEP_COST = 64  # bytes by which a reshard with one step less is preferred; not a latency: a
 # reshard by itself takes the fewest bytes, and small tensors must not be gathered to save a step

@@ -20,7 +20,7 @@ from gshard.devices import Place
 from gshard.factors import Dim, Factor, Factors
 from gshard.moving import collectives, reshard
 from gshard.moving.collectives import Groups
-from gshard.moving.costs import MACHINE
+from gshard.moving.costs import machine
 from gshard.moving.plan import reshard_cost
 from gshard.sharding import Sharding, Split, compatible
 from gshard.tile import Tile, itemsize_of
@@ -156,9 +156,9 @@ def combine_cost(
     scatter = _scatter(here, tuple(reduced.values()), target) if kind == "sum" else None
     if scatter:
         rest = reshard_cost(scatter.result, target, aval.shape, aval.dtype)
-        return local * (size - 1) / size + MACHINE.latency + rest
+        return local * (size - 1) / size + machine().latency + rest
     factor = 2 * (size - 1) / size if kind in _NATIVE else size - 1
-    return local * factor + MACHINE.latency + reshard_cost(here, target, aval.shape, aval.dtype)
+    return local * factor + machine().latency + reshard_cost(here, target, aval.shape, aval.dtype)
 
 
 _NATIVE = ("sum", "max", "min", "and", "or")

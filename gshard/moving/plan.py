@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from gshard.moving.boxes import plan_boxes
-from gshard.moving.costs import MACHINE, MAX_ROUNDS, MAX_STATES, STEP_COST
+from gshard.moving.costs import MAX_ROUNDS, MAX_STATES, STEP_COST, machine
 from gshard.moving.exchange import can_exchange, divisors, exchange_bytes, group_size, kept_tiles
 from gshard.sharding import Sharding, Split, compatible
 from gshard.tile import itemsize_of
@@ -41,7 +41,7 @@ def reshard_cost(source: Sharding, target: Sharding, shape: Sequence[int], dtype
     if source == target or 0 in shape:
         return 0.0
     steps = plan_reshard(source, target, shape, dtype)
-    return sum(s.bytes + MACHINE.latency for s in steps if s.kind != "slice")
+    return sum(s.bytes + machine().latency for s in steps if s.kind != "slice")
 
 
 def plan_reshard(

@@ -22,7 +22,7 @@ from gshard.choose import choose, shard_dims
 from gshard.factors import Factors
 from gshard.moving import collectives
 from gshard.moving.columnsort import columnsort, rows_needed
-from gshard.moving.costs import MACHINE
+from gshard.moving.costs import machine
 from gshard.moving.partial import identity, reducing_groups
 from gshard.moving.plan import reshard_cost, whole_along
 from gshard.rule import Context, Doc, Rule, register
@@ -77,7 +77,7 @@ def _cost(
 
 def _work(tiles: list[Tile], local: Sequence[int], dim: int, sorts: int = 1) -> float:
     touched = math.prod(local) * sum(itemsize_of(t.array.dtype) for t in tiles)
-    return sorts * touched * max(1.0, math.log2(max(local[dim], 1))) / MACHINE.memory_per_byte
+    return sorts * touched * max(1.0, math.log2(max(local[dim], 1))) / machine().memory_per_byte
 
 
 def _columnsort_cost(
@@ -87,7 +87,7 @@ def _columnsort_cost(
     padded = rows * here.tiles[dim] != tiles[0].shape[dim]
     local[dim] = rows
     width = sum(itemsize_of(t.array.dtype) for t in tiles) + padded + 4 * _needs_index(eqn)
-    sent = 3 * math.prod(local) * width + (3 + padded) * len(tiles) * MACHINE.latency
+    sent = 3 * math.prod(local) * width + (3 + padded) * len(tiles) * machine().latency
     ends = sum(
         reshard_cost(t.sharding, here, t.shape, t.array.dtype)
         + reshard_cost(here, target, t.shape, t.array.dtype)

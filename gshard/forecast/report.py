@@ -1,0 +1,202 @@
+"""The forecast of one program: its time and memory, summed by whatever one asks for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax.extend.core import Jaxpr
+
+from gshard.forecast.collective import Topology
+from gshard.forecast.hardware import Hardware, hardware, present
+from gshard.forecast.memory import Memory, memory_of
+from gshard.forecast.time import Timed, timed
+from gshard.source import short_source
+
+
+def forecast(
+    jaxpr: Jaxpr,
+    devices: int,
+    machine: str | Path | Hardware | None = None,
+    topology: Topology | None = None,
+    donated: Sequence[int] = (),
+) -> Forecast:
+    """The forecast of a per-device program on `devices` devices, by default those of JAX."""
+    chosen = present() if machine is None else hardware(machine)
+    joined = chosen.topology(devices) if topology is None else topology
+    if joined.devices < devices:
+        raise ValueError(
+            f"the program is for {devices} devices, but the topology {joined.name} joins "
+            f"{joined.devices}; leave `topology` out for one that fits"
+        )
+    memory = memory_of(jaxpr, donated, chosen.compiler)
+    return Forecast(chosen, joined, devices, tuple(timed(jaxpr, chosen, joined)), memory)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a step of a program takes on each device."""
+
+    hardware: Hardware
+    topology: Topology
+    devices: int
+    operators: tuple[Timed, ...]
+    memory: Memory
+
+    @functools.cached_property
+    def step_seconds(self) -> float:
+        """One run of the program, and what stands around it."""
+        spent = sum(t.total_seconds for t in self.operators)
+        return float(spent) + self.hardware.reached.step_seconds
+
+    @property
+    def steps_per_second(self) -> float:
+        """Runs of the program in a second."""
+        return 1.0 / self.step_seconds
+
+    @property
+    def memory_bytes(self) -> int:
+        """The peak on each device."""
+        return self.memory.peak
+
+    @property
+    def sent_bytes(self) -> int:
+        """What each device sends."""
+        return sum(t.sent * t.count for t in self.operators)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the device's memory."""
+        return self.memory_bytes <= self.hardware.memory
+
+    @property
+    def hidden_seconds(self) -> float:
+        """The links' time that other work could hide at most; the sum does not count on it."""
+        links = sum(t.total_seconds for t in self.operators if t.collective)
+        return float(min(links, self.step_seconds - links))
+
+    def by(self, key: Callable[[Timed], str]) -> dict[str, Part]:
+        """Seconds, bytes sent, arithmetic and memory traffic summed by a key, slowest first."""
+        found: dict[str, list[Timed]] = {}
+        for operator in self.operators:
+            found.setdefault(key(operator), []).append(operator)
+        parts = {name: Part.of(members) for name, members in found.items()}
+        return dict(sorted(parts.items(), key=lambda item: -item[1].seconds))
+
+    def as_dict(self, part: Callable[[Timed], str] | None = None) -> dict[str, Any]:
+        """For programs: numbers by name, each also by part."""
+        parts = self.by(part or by_function)
+        memory = self.memory
+        return {
+            "hardware": self.hardware.name,
+            "topology": self.topology.name,
+            "devices": self.devices,
+            "steps_per_second": self.steps_per_second,
+            "step_seconds": self.step_seconds,
+            "memory_bytes": self.memory_bytes,
+            "sent_bytes": self.sent_bytes,
+            "fits": self.fits,
+            "parts": {
+                name: {
+                    "seconds": p.seconds,
+                    "roofline_seconds": p.roofline_seconds,
+                    "sent_bytes": p.sent,
+                    "flops": p.flops,
+                }
+                for name, p in parts.items()
+            },
+            "memory": {
+                "arguments": memory.arguments,
+                "results": memory.results,
+                "donated": memory.donated,
+                "temporary": memory.temporary,
+                "peak_at": short_source(memory.where),
+                "held": [
+                    {"bytes": h.bytes, "shape": h.shape, "source": short_source(h.source)}
+                    for h in memory.held[:12]
+                ],
+            },
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([*_summary(self), "", *_table(self.by(by_function))])
+
+
+@dataclass(frozen=True)
+class Part:
+    """The sum of some operators."""
+
+    seconds: float
+    roofline_seconds: float  # if every operator reached the peak of what bounds it
+    sent: int
+    flops: float
+    bound: str
+
+    @staticmethod
+    def of(operators: Sequence[Timed]) -> Part:
+        """All of them together; `bound` is the resource that most of the time waits for."""
+        bounds: dict[str, float] = {}
+        for t in operators:
+            bounds[t.bound] = bounds.get(t.bound, 0.0) + t.total_seconds
+        return Part(
+            float(sum(t.total_seconds for t in operators)),
+            float(sum(t.roofline_seconds * t.count for t in operators)),
+            sum(t.sent * t.count for t in operators),
+            float(sum(t.flops * t.count for t in operators)),
+            max(bounds, key=lambda b: bounds[b]),
+        )
+
+
+def by_function(operator: Timed) -> str:
+    """The user's file and function."""
+    if operator.source == "unknown":
+        return "elsewhere"
+    return f"{Path(operator.source).name.split(':')[0]} {operator.function}"
+
+
+def size(count: float) -> str:
+    """Bytes as people say them."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def _summary(f: Forecast) -> list[str]:
+    memory = f.memory
+    room = "fits in" if f.fits else "DOES NOT FIT in"
+    return [
+        f"{f.devices} x {f.hardware.name}, {f.topology.name}",
+        f"  step    {duration(f.step_seconds)}, {f.steps_per_second:.3g} steps a second; of the "
+        f"links' time {duration(f.hidden_seconds)} could be hidden at most, none is counted so",
+        f"  memory  {size(f.memory_bytes)} on each device, {room} {size(f.hardware.memory)}: "
+        f"{size(memory.arguments)} arguments, {size(memory.results - memory.donated)} results "
+        f"besides, {size(memory.temporary)} temporary at {short_source(memory.where)}",
+        f"  sent    {size(f.sent_bytes)} by each device",
+    ]
+
+
+def _table(parts: dict[str, Part], rows: int = 20) -> list[str]:
+    width = max(map(len, parts), default=4)
+    lines = [f"{'part':<{width}}  {'time':>9}  {'roofline':>9}  {'sent':>9}  waits for"]
+    for name, p in list(parts.items())[:rows]:
+        lines.append(
+            f"{name:<{width}}  {duration(p.seconds):>9}  {duration(p.roofline_seconds):>9}  "
+            f"{size(p.sent):>9}  {p.bound}"
+        )
+    if len(parts) > rows:
+        rest = sum(p.seconds for p in list(parts.values())[rows:])
+        lines.append(f"{len(parts) - rows} more{'':<{max(width - 7, 0)}}  {duration(rest):>9}")
+    return lines

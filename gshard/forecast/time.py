@@ -1,0 +1,166 @@
+"""How long a step takes: a roofline for every operator, and the sum.
+
+An operator takes as long as its slowest resource: arithmetic, memory or links. Operators run one
+after the other: that a compiler may hide a collective behind arithmetic is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from gshard.forecast.collective import Groups, Topology, collective_terms, reach
+from gshard.forecast.hardware import Hardware
+from gshard.forecast.program import COLLECTIVES, PRODUCTS, Op, Operator, size_of, walk
+from gshard.forecast.work import is_exact, product_flops, vector_flops
+from gshard.source import reason_of, site_of
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One operator of the program: what it does in one run, and how often it runs."""
+
+    name: str
+    source: str  # the user's file:line
+    function: str
+    phase: str  # "forward", "backward", or "other": outside of differentiation
+    count: int
+    flops: float
+    bytes: float
+    sent: int
+    arithmetic_seconds: float
+    memory_seconds: float
+    link_seconds: float
+    start_seconds: float
+    roofline_seconds: float  # at the peak of every resource
+    collective: str = ""
+    group_size: int = 1
+    reason: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """One run of it."""
+        slowest = max(self.arithmetic_seconds, self.memory_seconds, self.link_seconds)
+        return slowest + self.start_seconds
+
+    @property
+    def total_seconds(self) -> float:
+        """All runs of it."""
+        return self.seconds * self.count
+
+    @property
+    def bound(self) -> str:
+        """The resource that it waits for."""
+        if self.collective:
+            return "links"
+        return "arithmetic" if self.arithmetic_seconds > self.memory_seconds else "memory"
+
+
+def timed(jaxpr: Jaxpr, machine: Hardware, topology: Topology) -> list[Timed]:
+    """Every operator of a per-device program, in its order."""
+    return [
+        _timed(operator, count, around, machine, topology)
+        for operator, count, around in walk(jaxpr, machine.compiler)
+    ]
+
+
+def _timed(
+    operator: Operator,
+    count: int,
+    around: tuple[JaxprEqn, ...],
+    machine: Hardware,
+    topology: Topology,
+) -> Timed:
+    root, reached = operator.root, machine.reached
+    source, function = _site(operator)
+    flops, arithmetic, links, peak, sent, members = 0.0, 0.0, 0.0, 0.0, 0, 1
+    kind = COLLECTIVES.get(root.name, "")
+    if kind:
+        for var in root.eqn.invars:
+            (busy, wait), bytes_sent, groups = collective_cost(root.eqn, size_of(var), topology)
+            links += busy / reached.links + wait + reached.skew_seconds * reach(topology, groups)
+            members = len(groups[0]) if groups else topology.devices
+            peak += busy
+            sent += bytes_sent
+    else:
+        products = [op for op in operator.members if op.name in PRODUCTS]
+        vector = vector_flops(operator)
+        flops = vector + sum(map(product_flops, products))
+        arithmetic = max(  # different units of a core, busy at once
+            vector / machine.vector_rate,
+            sum(_product_seconds(op, machine) for op in products),
+        )
+    moved, others = _moved(operator), len(operator.members) - 1
+    return Timed(
+        name=root.name + (f" and {others} more" if others else ""),
+        source=source,
+        function=function,
+        phase=phase_of((*around, root.eqn)),
+        count=count,
+        flops=flops,
+        bytes=moved,
+        sent=sent,
+        arithmetic_seconds=arithmetic,
+        memory_seconds=moved / (machine.memory_bandwidth * reached.memory),
+        link_seconds=links,
+        start_seconds=reached.operator_seconds,
+        roofline_seconds=max(arithmetic * reached.products, moved / machine.memory_bandwidth, peak),
+        collective=kind,
+        group_size=members,
+        reason=reason_of(root.eqn),
+    )
+
+
+def _product_seconds(op: Op, machine: Hardware) -> float:
+    dtype = op.eqn.invars[0].aval.dtype
+    return product_flops(op) / (machine.rate(dtype, is_exact(op)) * machine.reached.products)
+
+
+def _moved(operator: Operator) -> float:
+    """Bytes of memory that an operator touches: of a lookup or a slice only the rows it takes."""
+    written = sum(map(size_of, operator.writes))
+    names = {op.name for op in operator.members}
+    if names & {"gather", "dynamic_slice", "slice"}:
+        return written + sum(min(size_of(v), 2 * written) for v in operator.reads)
+    if operator.root.name in ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add"):
+        return 2 * sum(map(size_of, operator.reads[1:])) + 0.0
+    return float(operator.bytes)
+
+
+def collective_cost(
+    eqn: JaxprEqn, size: int, topology: Topology
+) -> tuple[tuple[float, float], int, Groups]:
+    """A collective's two terms, the bytes that a device sends, and its groups."""
+    kind = COLLECTIVES[eqn.primitive.name]
+    if kind == "collective_permute":
+        pairs: Groups = tuple((int(a), int(b)) for a, b in eqn.params["perm"])
+        return collective_terms(topology, kind, size, pairs=pairs), size, pairs
+    listed = eqn.params.get("axis_index_groups")
+    groups: Groups = tuple(tuple(map(int, g)) for g in listed) if listed else ()
+    members = max(map(len, groups)) if groups else topology.devices
+    sent = {
+        "all_reduce": 2 * size * (members - 1) // members,
+        "all_gather": size * (members - 1),
+        "all_to_all": size * (members - 1) // members,
+        "reduce_scatter": size * (members - 1) // members,
+    }[kind]
+    return collective_terms(topology, kind, size, groups), sent, groups
+
+
+def _site(operator: Operator) -> tuple[str, str]:
+    """The user's line and function, of the first member that has one."""
+    for op in operator.members:
+        line, function = site_of(op.eqn)
+        if line != "unknown":
+            return line, function
+    return "unknown", ""
+
+
+def phase_of(eqns: Iterable[JaxprEqn]) -> str:
+    """Forward or backward, from the marks that differentiation leaves in names."""
+    names = [str(e.source_info.name_stack) for e in eqns]
+    if any("transpose(" in n for n in names):
+        return "backward"
+    return "forward" if any("jvp(" in n for n in names) else "other"
