@@ -67,7 +67,7 @@ def test_every_block_says_what_it_is(page):
     assert {block.kind for block in documents.blocks(page)} <= {"python", "text", "console"}
 
 
-@pytest.mark.parametrize("words", commands())
+@pytest.mark.parametrize("words", list(commands()))
 def test_commands_exist_with_their_options(words):
     program, *rest = words
     if program == "gshard":

@@ -106,7 +106,7 @@ def _program_ids(jaxpr: Jaxpr) -> set[int]:
     return found
 
 
-def _local(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]):
+def _local(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]) -> list[Any]:
     """The kernel on a device's own blocks: a smaller grid over smaller arrays."""
     mapping, factors = eqn.params["grid_mapping"], grid_dims(eqn)
     locals_ = [*(t.array.shape for t in tiles), *shapes]

@@ -1,7 +1,6 @@
 """The models through `gshard.jit`: the paper's communication, and the numbers of one device."""
 
 import math
-import time
 
 import jax
 import numpy as np
@@ -37,9 +36,7 @@ def bytes_per_device(lowered) -> int:
 @pytest.mark.parametrize("name", ["moe_2048e_36l", "moe_128e_12l"])
 def test_four_all_to_all_per_layer_and_six_with_rematerialization(name, remat):
     model = FAMILY[name].replace(remat=remat)
-    start = time.process_time()
     found = kinds(lowered_step(model))
-    assert time.process_time() - start < 60
     layers = (model.config.encoder_layers + model.config.decoder_layers) // 2
     assert found["all_to_all"] == layers * {"none": 4, "layer": 6}[remat]
     assert set(found) == {"all_to_all", "all_reduce"}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import gshard
-from examples.moe_layer import moe_layer, moe_loss, shapes
+from examples.moe_layer import D, moe_layer, moe_loss, shapes
 from tests.oracle import compare, kinds, random_array, sent
 
 GRADIENT = jax.value_and_grad(moe_loss, argnums=(0, 1, 2, 3))
@@ -24,14 +24,17 @@ def above_1kb(lowered):
 def test_forward_is_two_all_to_all():
     lowered = gshard.jit(moe_layer).lower(*shapes())
     assert above_1kb(lowered) == ["all_to_all"] * 2
-    assert sent(lowered, "all_to_all") == 2 * 229_376
+    x_GSM = shapes()[0]
+    dispatched = 2 * x_GSM.size * x_GSM.dtype.itemsize // D  # each token twice: [E, G, C, M] / D
+    assert sent(lowered, "all_to_all") == 2 * dispatched * (D - 1) // D
 
 
 def test_gradient_is_four_all_to_all_and_the_gates_all_reduce():
     lowered = gshard.jit(GRADIENT).lower(*shapes())
     assert above_1kb(lowered) == ["all_reduce"] + ["all_to_all"] * 4
     gate = [c for c in lowered.collectives if c.kind == "all_reduce" and c.bytes > 1024]
-    assert gate[0].bytes == 2 * 128 * 8 * 4 * 7 // 8  # the gate's gradient, [M, E]
+    wg_ME = shapes()[1]
+    assert gate[0].bytes == 2 * wg_ME.size * wg_ME.dtype.itemsize * (D - 1) // D
 
 
 def test_far_below_xla():
@@ -73,10 +76,14 @@ def lowered_for(devices: int) -> tuple[gshard.Lowered, float]:
 
 
 def test_one_program_for_8_to_2048_devices():
+    programs = [lowered_for(n)[0] for n in (8, 64, 512, 2048)]
+    assert len({low.num_equations for low in programs}) == 1
+    assert len({str(kinds(low)) for low in programs}) == 1
+
+
+@pytest.mark.slow
+def test_2048_devices_take_no_longer_than_8():
     lowered_for(8)  # warms up what is cached for any device count
-    programs = {n: lowered_for(n) for n in (8, 64, 512, 2048)}
-    assert len({low.num_equations for low, _ in programs.values()}) == 1
-    assert len({str(kinds(low)) for low, _ in programs.values()}) == 1
     times = [(lowered_for(8)[1], lowered_for(2048)[1]) for _ in range(8)]
     small, large = (min(column) for column in zip(*times, strict=True))
     assert large <= 1.3 * small, times
