@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from gshard import _jax
@@ -51,14 +52,19 @@ def lower(
     """The whole way, for one traced function whose arguments lie as `given`."""
     flat = inline(traced.jaxpr, order)  # one flat program, logical shapes
     lies = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
-    shardings = propagate(flat, order.count, lies)  # a sharding for every value
-    local = partition(  # the per-device program
-        flat.jaxpr, shardings, options.memory_limit, options.strict
-    )
-    closed_over = _jax.closed_over(traced)
-    return arrange(  # XLA compiles and runs it
-        local, flat, shardings, traced.fun_name, closed_over, order, mesh, settings
-    )
+
+    def partitioned(flat: ClosedJaxpr) -> Program:
+        shardings = propagate(flat, order.count, lies)  # a sharding for every value
+        local = partition(  # the per-device program
+            flat.jaxpr, shardings, options.memory_limit, options.strict
+        )
+        closed_over = _jax.closed_over(traced)
+        with planning_for(options.machine or machine_for(None)):
+            return arrange(  # XLA compiles and runs it
+                local, flat, shardings, traced.fun_name, closed_over, order, mesh, settings
+            )
+
+    return replace(partitioned(flat), variant=partitioned)
 
 
 def jit(
@@ -242,8 +248,7 @@ class Jitted:
             if lowered.fits(given):
                 return lowered
         how = lower_with_xla if self.options.partitioner == "xla" else lower
-        with planning_for(self.options.machine or machine_for(None)):
-            program = how(traced, given, order, mesh, settings, self.options)
+        program = how(traced, given, order, mesh, settings, self.options)
         lowered = Lowered(program, trees)
         before.append(lowered)
         return lowered

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from gshard import _jax, explain
 from gshard.devices import Place
+from gshard.explaining import Subject
 from gshard.meshes import AnyMesh, axis_names, make_mesh
 from gshard.placement import DeviceOrder
 from gshard.ports import Port, labelled, ports
@@ -35,7 +36,21 @@ class Program:
     consts: tuple[Any, ...]
     into: tuple[Port, ...]
     out_of: tuple[Port, ...]
+    flat: ClosedJaxpr  # the logical program that it was made of, and its shardings
+    shardings: Mapping[Any, Sharding]
+    variant: Callable[[ClosedJaxpr], Program] | None = None  # of a changed logical program
     per_device = True
+
+    @property
+    def subject(self) -> Subject:
+        """What explanations are made of."""
+        variant = self.variant
+        assert variant is not None
+
+        def changed(flat: ClosedJaxpr) -> Jaxpr:
+            return variant(flat).jaxpr
+
+        return Subject(self.flat, self.shardings, self.jaxpr, self.num_devices, changed)
 
     @property
     def arguments(self) -> tuple[Port, ...]:
@@ -178,7 +193,7 @@ def arrange(
         for p, v in zip(into, entering, strict=True)
     ]
     traced = _traced(step, name, structs, into, mesh, len(consts), settings)
-    return Program(traced, mesh, consts, into, out_of)
+    return Program(traced, mesh, consts, into, out_of, flat, shardings)
 
 
 def _traced(

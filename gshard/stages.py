@@ -15,6 +15,8 @@ from jax.extend.core import Jaxpr
 
 from gshard import _jax, explain
 from gshard.calls import Trees
+from gshard.explaining import Subject
+from gshard.explaining import explain as explained
 from gshard.forecast import Forecast, Hardware, forecast
 from gshard.forecast.collective import Topology
 from gshard.sharding import Sharding
@@ -41,6 +43,11 @@ class Partitioned(Protocol):
     @property
     def per_device(self) -> bool:
         """Whether `jaxpr` is what each device runs, not what XLA is still to partition."""
+        ...
+
+    @property
+    def subject(self) -> Subject:
+        """What explanations are made of, where there is a per-device program."""
         ...
 
     @property
@@ -162,14 +169,28 @@ class Lowered:
         self, hardware: str | Path | Hardware | None = None, topology: Topology | None = None
     ) -> Forecast:
         """Its time and memory on hardware that need not be there; by default on what is."""
-        if not self._program.per_device:
-            raise ValueError(
-                "partitioner='xla' leaves the partitioning to XLA's compiler, so that there is no "
-                "per-device program to forecast; leave the partitioner out for gshard's own"
-            )
+        self._check_per_device()
         closed_over = len(self.jaxpr.invars) - len(self.trees.dtypes)
         donated = [closed_over + i for i in self.trees.donated]
         return forecast(self.jaxpr, self._program.num_devices, hardware, topology, donated)
+
+    def explain(
+        self, hardware: str | Path | Hardware | None = None, *, try_fixes: bool | None = None
+    ) -> str:
+        """What moves, how long it takes, because of which line, and which annotation to change.
+
+        `try_fixes` partitions the program anew for every change of one annotation; by default
+        where that is quick.
+        """
+        self._check_per_device()
+        return explained(self._program.subject, self.forecast(hardware), try_fixes)
+
+    def _check_per_device(self) -> None:
+        if not self._program.per_device:
+            raise ValueError(
+                "partitioner='xla' leaves the partitioning to XLA's compiler, so that there is no "
+                "per-device program to look at; leave the partitioner out for gshard's own"
+            )
 
     def compile(self, compiler_options: dict | None = None) -> Compiled:
         """The program, compiled by XLA for its devices."""

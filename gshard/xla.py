@@ -90,6 +90,11 @@ class XlaProgram:
     per_device = False
 
     @property
+    def subject(self) -> Any:
+        """Nothing: XLA partitions when it compiles."""
+        raise NotImplementedError
+
+    @property
     def jaxpr(self) -> Jaxpr:
         """The annotated program, on logical shapes: XLA partitions it when it compiles."""
         return self.traced.jaxpr.jaxpr

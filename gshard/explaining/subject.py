@@ -1,0 +1,68 @@
+"""A partitioned program as the explanations need it: before and after partitioning."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from gshard.annotate import annotate_p
+from gshard.explain import Collective, collectives_of
+from gshard.flow import Flow
+from gshard.rules.control import bodies
+from gshard.sharding import Sharding
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """The logical program, its shardings, and the per-device program made of them.
+
+    `variant` partitions a changed copy of the logical program, for asking what a change would do.
+    """
+
+    flat: ClosedJaxpr
+    shardings: Mapping[Any, Sharding]
+    jaxpr: Jaxpr
+    num_devices: int
+    variant: Callable[[ClosedJaxpr], Jaxpr]
+
+    @functools.cached_property
+    def collectives(self) -> list[Collective]:
+        """What moves."""
+        return collectives_of(self.jaxpr, self.num_devices)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that one device sends."""
+        return sum(c.total_bytes for c in self.collectives)
+
+    @functools.cached_property
+    def equations(self) -> list[JaxprEqn]:
+        """All equations of the logical program, those of loops included."""
+        return list(_equations(self.flat.jaxpr))
+
+    @functools.cached_property
+    def flow(self) -> Flow:
+        """Which dims of which values are neighbours through which operator."""
+        flow = Flow(self.num_devices)
+        flow.add(self.flat.jaxpr)
+        return flow
+
+    @property
+    def annotations(self) -> list[JaxprEqn]:
+        """The equations that the user's annotations left."""
+        return [e for e in self.equations if e.primitive is annotate_p]
+
+    def sharding(self, atom: Any) -> Sharding | None:
+        """The sharding of a value; constants have none."""
+        return None if isinstance(atom, Literal) else self.shardings.get(atom)
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body in bodies(eqn):
+            yield from _equations(body.jaxpr)
