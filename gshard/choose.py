@@ -62,7 +62,8 @@ def run(
         here = shard_dims(dims, chosen, factors, num_devices)
         tile = Tile(array, here, tuple(var.aval.shape))
         reduced = {f: s for f, s in chosen.items() if s and f in factors.reduced}
-        results.append(combine(ctx.place, tile, reduced, factors.reduced, target, name))
+        waiting = ctx.waits(var, tile, reduced, factors.reduced)
+        results.append(waiting or combine(ctx.place, tile, reduced, factors.reduced, target, name))
     return results
 
 

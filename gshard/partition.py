@@ -6,20 +6,23 @@ all devices. Each operator's rule is ordinary `lax` code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from gshard import unreduced
 from gshard.choose import partition_by_factors
 from gshard.devices import Place
+from gshard.factors import Factor
 from gshard.moving import reshard
+from gshard.moving.partial import combine_sums
 from gshard.rules import RULES
 from gshard.rules.manual import CROSSING_MANUAL, check_manual, run_manually
 from gshard.rules.unknown import unknown_rule
-from gshard.sharding import Sharding
+from gshard.sharding import Sharding, Split
 from gshard.source import on_behalf_of
 from gshard.tile import Tile
 
@@ -50,6 +53,8 @@ class Partitioner:
         self.memory_limit = memory_limit
         self.strict = strict  # whether a primitive without a rule is an error
         self.resharded: dict[tuple[int, Sharding], tuple[Tile, Tile]] = {}
+        self.values: dict[Any, Tile] = {}  # of all variables, once they are known
+        self.waiting: set[Any] = set()  # variables whose sum over the devices may wait
 
     def inner(self) -> Partitioner:
         """A partitioner for a body: it may use what is known outside, but not leak what it adds."""
@@ -63,6 +68,9 @@ class Partitioner:
 
     def reshard(self, tile: Tile, target: Sharding, reason: str) -> Tile:
         """`tile` under another sharding; asking twice moves it once."""
+        if tile.partial:
+            name = reason.removeprefix("operand of ").removeprefix("result of ")
+            tile = combine_sums(self.place, tile, target, name)
         if tile.sharding == target and tile.is_standard:
             return tile
         key = (id(tile.array), target)
@@ -75,13 +83,28 @@ class Partitioner:
         """`tile` with tiles of `size` rows along `dim`, which need not be the usual."""
         return reshard.retile(self.place, tile, dim, size, reason)
 
-    def run_body(self, closed: ClosedJaxpr, tiles: Sequence[Tile]) -> list[Tile]:
-        """The results of a body; its constants are whole on every device."""
-        return self.run(closed.jaxpr, [*map(self.whole, closed.consts), *tiles])
+    def waits(
+        self, var: Any, tile: Tile, reduced: Mapping[Factor, Split], kinds: Mapping[Factor, str]
+    ) -> Tile | None:
+        """`tile` as a partial sum over the `reduced` splits, if the sum of `var` may wait."""
+        if not reduced or var not in self.waiting or {kinds[f] for f in reduced} != {"sum"}:
+            return None
+        return unreduced.left_partial(tile, tuple(reduced.values()))
 
-    def run(self, jaxpr: Jaxpr, tiles: Sequence[Tile]) -> list[Tile]:
-        """The results of a program, given tiles for its constants and its arguments."""
+    def run_body(
+        self, closed: ClosedJaxpr, tiles: Sequence[Tile], leaving: Collection[int] = ()
+    ) -> list[Tile]:
+        """The results of a body; its constants are whole on every device."""
+        return self.run(closed.jaxpr, [*map(self.whole, closed.consts), *tiles], leaving)
+
+    def run(self, jaxpr: Jaxpr, tiles: Sequence[Tile], leaving: Collection[int] = ()) -> list[Tile]:
+        """The results of a program, given tiles for its constants and its arguments.
+
+        The results with the numbers `leaving` may be partial sums.
+        """
+        self.waiting = unreduced.waiting(jaxpr, leaving)
         env: dict[Any, Tile] = dict(zip((*jaxpr.constvars, *jaxpr.invars), tiles, strict=True))
+        self.values = env
 
         def read(atom: Any) -> Tile:
             return self.whole(atom.val) if isinstance(atom, Literal) else env[atom]
@@ -95,6 +118,18 @@ class Partitioner:
     def equation(self, eqn: JaxprEqn, tiles: list[Tile]) -> list[Tile]:
         """The results of one equation, on tiles."""
         targets = [self.sharding(v) for v in eqn.outvars]
+        if any(t.partial for t in tiles):
+            part = unreduced.on_partial_sums(self, eqn, tiles)
+            if part and eqn.outvars[0] in self.waiting:
+                return [part]
+            if part:
+                return [self.reshard(part, targets[0], f"result of {eqn.primitive.name}")]
+            tiles = [
+                self.reshard(t, self.sharding(a), f"operand of {eqn.primitive.name}")
+                if t.partial
+                else t
+                for t, a in zip(tiles, eqn.invars, strict=True)
+            ]
         if any(t.sharding.manual for t in tiles) and eqn.primitive not in CROSSING_MANUAL:
             results = run_manually(self, eqn, tiles)
         else:
@@ -106,8 +141,10 @@ class Partitioner:
         for result, target in zip(results, targets, strict=True):
             check_manual(eqn, result, target)
         return [
-            self.reshard(r, t, f"result of {eqn.primitive.name}")
-            for r, t in zip(results, targets, strict=True)
+            r
+            if r.partial and v in self.waiting
+            else self.reshard(r, t, f"result of {eqn.primitive.name}")
+            for r, t, v in zip(results, targets, eqn.outvars, strict=True)
         ]
 
     def whole(self, value: Any) -> Tile:

@@ -5,7 +5,7 @@ Most operators are described by their `Factors` alone; the others add a partitio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Primitive
 from gshard.devices import Place
 from gshard.evaluate import bind
 from gshard.factors import Factor, Factors, Shape
-from gshard.sharding import Sharding
+from gshard.sharding import Sharding, Split
 from gshard.tile import Tile
 
 
@@ -24,6 +24,7 @@ class Context(Protocol):
 
     place: Place
     memory_limit: int
+    values: dict[Any, Tile]  # of the variables of the program or body that ran last
 
     def reshard(self, tile: Tile, target: Sharding, reason: str) -> Tile:
         """`tile` under another sharding; asking twice moves it once."""
@@ -33,12 +34,23 @@ class Context(Protocol):
         """`tile` with tiles of `size` rows along `dim`, which need not be the usual."""
         ...
 
+    def waits(
+        self, var: Any, tile: Tile, reduced: Mapping[Factor, Split], kinds: Mapping[Factor, str]
+    ) -> Tile | None:
+        """`tile` as a partial sum over the `reduced` splits, if the sum of `var` may wait."""
+        ...
+
     def inner(self) -> Context:
         """A context for the body of a loop or branch, whose values may not leave it."""
         ...
 
-    def run_body(self, closed: Any, tiles: Sequence[Tile]) -> list[Tile]:
-        """Partition the body of a loop or branch, called with `tiles`."""
+    def run_body(
+        self, closed: Any, tiles: Sequence[Tile], leaving: Collection[int] = ()
+    ) -> list[Tile]:
+        """Partition the body of a loop or branch, called with `tiles`.
+
+        The results with the numbers `leaving` may be partial sums.
+        """
         ...
 
     def sharding(self, var: Any) -> Sharding:

@@ -13,7 +13,7 @@ from jax import lax
 
 from gshard.devices import Place
 from gshard.keys import is_key_type
-from gshard.sharding import Sharding
+from gshard.sharding import Sharding, Split
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,14 @@ class Tile:
 
     Along a split dim tile c starts at row c * array.shape[dim]. That size is the sharding's
     `ceil(size / tiles)`, except on the way: a reshard or a reshape may leave larger tiles for
-    `reshard.retile` to even out.
+    `reshard.retile` to even out. The tile of a `partial` sum is the sum of what the devices hold
+    that differ in their parts of these splits (see `unreduced`).
     """
 
     array: jax.Array
     sharding: Sharding
     shape: tuple[int, ...]
+    partial: tuple[Split, ...] = ()
 
     @property
     def is_standard(self) -> bool:

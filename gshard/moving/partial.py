@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -57,8 +57,11 @@ def mask_for(place: Place, tile: Tile, dims: tuple[Dim, ...], factors: Factors) 
 
 @dataclass(frozen=True)
 class _Scatter:
+    """Of the members of a reducing group, `parts` hold different parts of `result`'s dim `dim`."""
+
     dim: int
     result: Sharding
+    parts: int
 
 
 def combine(
@@ -77,12 +80,7 @@ def combine(
     idle = next(iter(reduced.values())).idle and tile.sharding.is_replicated
     scatter = _scatter(tile.sharding, tuple(reduced.values()), target) if kind == "sum" else None
     if scatter and not idle:
-        groups = place.groups_by(key, scatter.result.tile_index)
-        rows = -(-tile.shape[scatter.dim] // scatter.result.tiles[scatter.dim])
-        padded = reshard.retile(place, tile, scatter.dim, rows * size, f"result of {name}")
-        reason = f"{name}: partial sums over {size} devices, result split"
-        x = collectives.reduce_scatter(place, padded.array, scatter.dim, groups, reason)
-        return reshard.standardize(place, Tile(x, scatter.result, tile.shape), reason)
+        return _scattered(place, tile, scatter, key, size, name)
     groups = place.groups_by(key, order)
     array = tile.array
     if idle:
@@ -92,6 +90,34 @@ def combine(
         groups = [list(range(place.num_devices))]
     array = _all_reduce(place, array, groups, kind, f"{name}: partial results over {size} devices")
     return Tile(array, tile.sharding, tile.shape)
+
+
+def _scattered(
+    place: Place, tile: Tile, scatter: _Scatter, key: np.ndarray, size: int, name: str
+) -> Tile:
+    """Partial sums scattered; among members with the same part, the rest of the sum is reduced."""
+    result, dim, parts = scatter.result, scatter.dim, scatter.parts
+    rows = -(-tile.shape[dim] // result.tiles[dim])
+    padded = reshard.retile(place, tile, dim, rows * parts, f"result of {name}")
+    reason = f"{name}: partial sums over {parts} devices, result split"
+    same = key * math.prod(result.tiles) + result.tile_index  # who ends with the same part
+    turn = np.zeros(len(same), np.int64)
+    for group in place.groups_by(same, np.arange(len(same))):
+        turn[group] = np.arange(len(group))
+    within = place.groups_by(key * size + turn, result.tile_index)
+    x = collectives.reduce_scatter(place, padded.array, dim, within, reason)
+    if parts < size:
+        across = place.groups_by(same, turn)
+        reason = f"{name}: partial sums over {size // parts} groups of devices"
+        x = collectives.all_reduce(place, x, across, "sum", reason)
+    return reshard.standardize(place, Tile(x, result, tile.shape), reason)
+
+
+def combine_sums(place: Place, tile: Tile, target: Sharding, name: str) -> Tile:
+    """A partial sum that waited, combined as `target` wants it."""
+    splits = {str(number): split for number, split in enumerate(tile.partial)}
+    done = replace(tile, partial=())
+    return combine(place, done, splits, dict.fromkeys(splits, "sum"), target, name)
 
 
 def combine_disjoint(
@@ -156,7 +182,9 @@ def combine_cost(
     scatter = _scatter(here, tuple(reduced.values()), target) if kind == "sum" else None
     if scatter:
         rest = reshard_cost(scatter.result, target, aval.shape, aval.dtype)
-        return local * (size - 1) / size + machine().latency + rest
+        k, across = scatter.parts, size // scatter.parts
+        latency = machine().latency * (1 + (across > 1))
+        return local * ((k - 1) / k + 2 / k * (across - 1) / across) + latency + rest
     factor = 2 * (size - 1) / size if kind in _NATIVE else size - 1
     return local * factor + machine().latency + reshard_cost(here, target, aval.shape, aval.dtype)
 
@@ -188,20 +216,23 @@ def copies_groups(sharding: Sharding) -> list[list[int]]:
 
 @functools.lru_cache(maxsize=16384)
 def _scatter(here: Sharding, reduced: tuple[Split, ...], target: Sharding) -> _Scatter | None:
-    """A sharding towards `target` in which the members of a reducing group hold different parts."""
-    size = math.prod(s.tiles for s in reduced)
-    for dim, (now, wanted) in enumerate(zip(here.splits, target.splits, strict=True)):
-        have = now.tiles if now else 1
-        if not wanted or wanted.tiles % (have * size) or wanted.major(have) is not now:
-            continue
-        finer = wanted.major(have * size)
-        assert finer
-        result = here.replace(dim, finer)
-        parts = result.tile_index * size + Sharding(reduced, here.num_devices).tile_index
-        key, _, _ = _parts(here, reduced)
-        distinct = len(set(zip(key.tolist(), result.tile_index.tolist(), strict=True)))
-        if compatible(result.splits) and distinct == here.num_devices and not (parts < 0).any():
-            return _Scatter(dim, result)
+    """A sharding towards `target` in which members of a reducing group hold different parts."""
+    key, order, size = _parts(here, reduced)
+    if (order < 0).any():
+        return None
+    for parts in (k for k in range(size, 1, -1) if size % k == 0):
+        for dim, (now, wanted) in enumerate(zip(here.splits, target.splits, strict=True)):
+            have = now.tiles if now else 1
+            if not wanted or wanted.tiles % (have * parts) or wanted.major(have) is not now:
+                continue
+            finer = wanted.major(have * parts)
+            assert finer
+            result = here.replace(dim, finer)
+            same = key * math.prod(result.tiles) + result.tile_index
+            _, counts = np.unique(same, return_counts=True)
+            even = len(counts) * size == here.num_devices * parts and len(set(counts)) == 1
+            if compatible(result.splits) and even and not (result.tile_index < 0).any():
+                return _Scatter(dim, result, parts)
     return None
 
 

@@ -7,21 +7,22 @@ at the border where it differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard._jax import private_primitives, scan_counts
 from gshard.factors import no_factors
 from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding
-from gshard.tile import Tile
+from gshard.tile import Tile, byte_size
+from gshard.unreduced import accumulators, as_partial
 
 Link = tuple[Any, Any, int]  # two atoms with the same dims; the first has `int` more in front
 
@@ -75,56 +76,106 @@ def _alike(outside: Sequence[Any], inside: Sequence[Any], more: int = 0) -> Iter
         yield a, b, more
 
 
+@dataclass(frozen=True)
+class _Loop:
+    """A scan on tiles: its body, what every run of it sees, and what is carried and run over."""
+
+    closed: ClosedJaxpr
+    consts: list[Tile]
+    carry: list[Tile]
+    xs: list[Tile]
+
+    def run_once(
+        self,
+        ctx: Context,
+        carried: Sequence[jax.Array],
+        slices: Sequence[jax.Array],
+        leaving: Collection[int],
+    ) -> list[Tile]:
+        """The results of the body; those that are `leaving` may be partial sums."""
+        arguments = [
+            *self.consts,
+            *(replace(t, array=a) for a, t in zip(carried, self.carry, strict=True)),
+            *(
+                Tile(a, replace(t.sharding, splits=t.sharding.splits[1:]), t.shape[1:])
+                for a, t in zip(slices, self.xs, strict=True)
+            ),
+        ]
+        return ctx.run_body(self.closed, arguments, leaving)
+
+
 def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
     params = eqn.params
     closed, body = params["jaxpr"], params["jaxpr"].jaxpr
     n_consts, n_carry = scan_counts(params)
-    reason = "operand of scan"
-    wanted = [ctx.sharding(v) for v in body.invars]
     ready = [
-        ctx.reshard(t, w if i < n_consts + n_carry else _stacked(w), reason)
-        for i, (t, w) in enumerate(zip(tiles, wanted, strict=True))
+        ctx.reshard(t, w if i < n_consts + n_carry else _stacked(w), "operand of scan")
+        for i, (t, w) in enumerate(zip(tiles, map(ctx.sharding, body.invars), strict=True))
     ]
-    consts, carry, xs = (
-        ready[:n_consts],
-        ready[n_consts : n_consts + n_carry],
-        ready[n_consts + n_carry :],
-    )
+    first_xs = n_consts + n_carry
+    loop = _Loop(closed, ready[:n_consts], ready[n_consts:first_xs], ready[first_xs:])
+    loop, leaving = _accumulating(ctx, eqn, loop)
     made: list[Tile] = []
 
     def step(
         carried: Sequence[jax.Array], slices: Sequence[jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         inner = ctx.inner()
-        arguments = [
-            *consts,
-            *(Tile(a, t.sharding, t.shape) for a, t in zip(carried, carry, strict=True)),
-            *(
-                Tile(a, w, t.shape[1:])
-                for a, w, t in zip(slices, wanted[n_consts + n_carry :], xs, strict=True)
-            ),
-        ]
-        results = inner.run_body(closed, arguments)
+        results = loop.run_once(inner, carried, slices, leaving)
         after = [
-            inner.reshard(r, c.sharding, "carried value of scan")
-            for r, c in zip(results[:n_carry], carry, strict=True)
+            r if c.partial else inner.reshard(r, c.sharding, "carried value of scan")
+            for r, c in zip(results[:n_carry], loop.carry, strict=True)
         ]
+        for r, c in zip(after, loop.carry, strict=True):
+            assert (r.partial, r.sharding) == (c.partial, c.sharding), (r, c)
         made[:] = results[n_carry:]
         return [t.array for t in after], [t.array for t in made]
 
     last, stacked = lax.scan(
         step,
-        [t.array for t in carry],
-        [t.array for t in xs],
+        [t.array for t in loop.carry],
+        [t.array for t in loop.xs],
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    finished = [Tile(a, t.sharding, t.shape) for a, t in zip(last, carry, strict=True)]
+    finished = [replace(t, array=a) for a, t in zip(last, loop.carry, strict=True)]
     return finished + [
         Tile(a, _stacked(t.sharding), (params["length"], *t.shape))
         for a, t in zip(stacked, made, strict=True)
     ]
+
+
+def _accumulating(ctx: Context, eqn: JaxprEqn, loop: _Loop) -> tuple[_Loop, list[int]]:
+    """The loop with partial sums for the carried values to which its body adds nothing but those.
+
+    What the body adds is known when it has been partitioned, so it is, once for nothing. The sums
+    take as much memory as the partial sums in the body do, which is within the memory limit.
+    """
+    added = accumulators(eqn)
+    if not added:
+        return loop, []
+    inner = ctx.inner()
+    slices = [jax.ShapeDtypeStruct(t.array.shape[1:], t.array.dtype) for t in loop.xs]
+
+    def trial(carried: Sequence[jax.Array], slices: Sequence[jax.Array]) -> None:
+        loop.run_once(inner, carried, slices, list(added))
+
+    jax.eval_shape(trial, [t.array for t in loop.carry], slices)
+    carry, leaving = list(loop.carry), []
+    for i, variables in added.items():
+        parts = [inner.values.get(v) for v in variables if not isinstance(v, Literal)]
+        forms = {(t.sharding, t.partial) for t in parts if t}
+        if len(forms) != 1 or None in parts or len(parts) < len(variables):
+            continue
+        ((sharding, partial),) = forms
+        shape, dtype = carry[i].shape, carry[i].array.dtype
+        local = byte_size(sharding.local_shape(shape), dtype)
+        if partial and local <= max(ctx.memory_limit, carry[i].nbytes):
+            whole = ctx.reshard(carry[i], sharding, "operand of scan")
+            carry[i] = as_partial(ctx.place, whole, partial)
+            leaving.append(i)
+    return replace(loop, carry=carry), leaving
 
 
 def _stacked(sharding: Sharding) -> Sharding:

@@ -8,6 +8,7 @@ sends less. An embedding's gradient is both.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ from gshard.rules.indexing import (
 )
 from gshard.sharding import Sharding, Split
 from gshard.tile import Tile
+from gshard.unreduced import as_partial
 
 _KINDS = {
     p.scatter_add_p: "sum",
@@ -115,6 +117,13 @@ def partition_scatter(
     nothing = Tile(jnp.full(local, neutral), wanted[0], shape)
     cut = [d for d, n in enumerate(roles.windows) if n in reduced]
     updates = updates.masked(ctx.place, neutral, cut)
+    if kind == "sum" and reshard_cost(tiles[0].sharding, wanted[0], shape, neutral.dtype) == 0:
+        operand = ctx.reshard(tiles[0], wanted[0], f"operand of {name}")
+        waiting = ctx.waits(eqn.outvars[0], operand, reduced, factors.reduced)
+        if waiting:
+            part = as_partial(ctx.place, operand, waiting.partial)
+            done = _update(ctx, eqn, roles, chosen, part, indices, updates)
+            return [replace(done, partial=waiting.partial)]
     part = _update(ctx, eqn, roles, chosen, nothing, indices, updates)
     part = combine(ctx.place, part, reduced, factors.reduced, target, name)
     part = ctx.reshard(part, target, f"result of {name}")

@@ -1,0 +1,162 @@
+"""Partial sums that wait: a value that is the sum of what the devices hold, summed where needed.
+
+A contraction over a split dim leaves a partial sum on every device. Additions, scalings,
+transposes and the like can work on the partial sums themselves, and a loop can accumulate them: the
+devices are asked for their sum once, after it (gradient accumulation; the gradient of what queries,
+keys and values have in common). A sum waits only for an operator that is its one use, so it is
+never asked for twice, and only through operators that leave it no larger than it was. It is never
+taken in a narrower type than the program's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import primitives as p
+
+from gshard._jax import scan_counts
+from gshard.choose import shard_dims
+from gshard.devices import Place
+from gshard.factors import decompose
+from gshard.rule import RULES, Context
+from gshard.sharding import Sharding, Split
+from gshard.tile import Tile
+
+_ADDED = (p.add_p, p.add_jaxvals_p, p.sub_p)
+_SCALED = (p.mul_p, p.div_p)
+_REARRANGED = (
+    p.neg_p, p.transpose_p, p.reshape_p, p.squeeze_p, p.reduce_sum_p, p.convert_element_type_p,
+    p.copy_p, p.broadcast_in_dim_p,
+)  # fmt: skip
+
+
+def waiting(jaxpr: Jaxpr, leaving: Collection[int] = ()) -> set[Any]:
+    """The variables whose sum may wait; results with the numbers `leaving` may even leave so."""
+    uses: dict[Any, int] = {}
+    for atom in [*(a for eqn in jaxpr.eqns for a in eqn.invars), *jaxpr.outvars]:
+        if not isinstance(atom, Literal):
+            uses[atom] = uses.get(atom, 0) + 1
+    found = {v for i in leaving if not isinstance(v := jaxpr.outvars[i], Literal) and uses[v] == 1}
+    ends = set(found)
+    for eqn in reversed(jaxpr.eqns):
+        for number, atom in enumerate(eqn.invars):
+            if not isinstance(atom, Literal) and uses[atom] == 1 and _passes(eqn, number, ends):
+                found.add(atom)
+                if eqn.outvars[0] in ends:  # through additions, to the end
+                    ends.add(atom)
+    return found
+
+
+def _passes(eqn: JaxprEqn, number: int, ends: Collection[Any]) -> bool:
+    """Whether an operator can work on partial sums of its operand `number`."""
+    if eqn.primitive is p.convert_element_type_p:
+        # To sum wider numbers sends more: only a loop makes up for it, by summing once.
+        old, new = (jnp.dtype(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))
+        floats = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
+        wider = floats and jnp.promote_types(old, new) == new
+        return wider and (old == new or eqn.outvars[0] in ends)
+    if eqn.primitive is p.broadcast_in_dim_p:
+        return number == 0 and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+    if eqn.primitive in _SCALED:
+        return number == 0 or eqn.primitive is p.mul_p
+    return eqn.primitive in _ADDED or eqn.primitive in _REARRANGED
+
+
+def accumulators(eqn: JaxprEqn) -> dict[int, list[Any]]:
+    """The carried values of a loop to which its body only ever adds, and what it adds to each."""
+    body = eqn.params["jaxpr"].jaxpr
+    consts, carry = scan_counts(eqn.params)
+    users: dict[Any, list[JaxprEqn | None]] = {}
+    for e in [*body.eqns, None]:
+        for a in e.invars if e else body.outvars:
+            if not isinstance(a, Literal):
+                users.setdefault(a, []).append(e)
+    found = {}
+    for i, (var, end) in enumerate(zip(body.invars[consts:], body.outvars[:carry], strict=False)):
+        added: list[Any] = []
+        while var is not end:
+            (user, *more) = users.get(var, [None])
+            if more or user is None or user.primitive not in _ADDED:
+                break
+            left, right = user.invars
+            if right is var and user.primitive is p.sub_p:
+                break
+            added.append(right if left is var else left)
+            (var,) = user.outvars
+        if added and var is end and len(users[end]) == 1:
+            found[i] = added
+    return found
+
+
+def left_partial(tile: Tile, splits: Sequence[Split]) -> Tile | None:
+    """`tile` as a partial sum over `splits`, if it can wait: all devices have to take part."""
+    fits = not any(s.idle for s in splits) and not tile.sharding.idle
+    if not fits or not jnp.issubdtype(tile.array.dtype, jnp.inexact) or 0 in tile.shape:
+        return None
+    return replace(tile, partial=tuple(splits))
+
+
+def on_partial_sums(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
+    """The result of an operator on partial sums, itself one; None if it needs the sums."""
+    if eqn.primitive in _ADDED:
+        first, second = tiles
+        alike = (first.sharding, first.partial) == (second.sharding, second.partial)
+        standard = first.is_standard and second.is_standard
+        if not alike or not standard or first.array.dtype != second.array.dtype:
+            return None
+        (array,) = RULES[eqn.primitive].local(ctx, eqn, list(tiles), [first.array.shape])
+        return replace(first, array=array)
+    if eqn.primitive in _SCALED:
+        return _scaled(ctx, eqn, tiles)
+    if eqn.primitive in _REARRANGED:
+        return _rearranged(ctx, eqn, tiles[0])
+    return None
+
+
+def _scaled(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
+    (which,) = [i for i, t in enumerate(tiles) if t.partial][:1]
+    part, by = tiles[which], tiles[1 - which]
+    if by.partial or (which == 1 and eqn.primitive is not p.mul_p) or not part.is_standard:
+        return None
+    same = by.sharding == part.sharding and by.is_standard and by.shape == part.shape
+    if not same and not (by.shape == () and by.sharding.is_replicated):
+        return None
+    if part.shape != tuple(eqn.outvars[0].aval.shape):
+        return None
+    (array,) = RULES[eqn.primitive].local(ctx, eqn, list(tiles), [part.array.shape])
+    return replace(part, array=array)
+
+
+def _rearranged(ctx: Context, eqn: JaxprEqn, tile: Tile) -> Tile | None:
+    """An operator of one operand, where no split dim is summed over or torn apart."""
+    rule = RULES[eqn.primitive]
+    factors, shape = rule.factors(eqn), tuple(eqn.outvars[0].aval.shape)
+    chosen: dict[str, Split] = {}
+    for dim, split in zip(factors.operands[0], tile.sharding.splits, strict=True):
+        chosen |= decompose(split, dim, factors.sizes)
+    if any(f in factors.reduced or f in factors.whole or f in factors.resized for f in chosen):
+        return None
+    devices = tile.sharding.num_devices
+    here = shard_dims(factors.results[0], chosen, factors, devices)
+    back = shard_dims(factors.operands[0], chosen, factors, devices)
+    if back != tile.sharding or math.prod(here.tiles) != math.prod(back.tiles):
+        return None
+    if not tile.sharding.is_even(tile.shape) or not here.is_even(shape) or not tile.is_standard:
+        return None
+    (array,) = rule.local(ctx, eqn, [tile], [here.local_shape(shape)])
+    return Tile(array, here, shape, tile.partial)
+
+
+def as_partial(place: Place, tile: Tile, partial: tuple[Split, ...]) -> Tile:
+    """A value that all have as a partial sum: one holds it, the others hold zeros."""
+    first = Sharding(partial, tile.sharding.num_devices).tile_index == 0
+    mine = place.lookup(first.astype(np.int32))
+    zeros = jnp.zeros_like(tile.array)
+    return replace(tile, array=lax.select(mine == 1, tile.array, zeros), partial=partial)

@@ -1,0 +1,169 @@
+"""Partial sums wait: they are added, scaled and accumulated before the devices sum them, once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gshard
+from tests.oracle import annotated, assignments, check, even_split, kinds, random_array, sent
+
+MESH = np.arange(8).reshape(2, 4)
+ROWS, COLUMNS = even_split(2, 0, 8), even_split(2, 1, 8)
+
+
+def lowered(fn, *args, inputs=(), tolerance=1e-4):
+    return check(fn, *args, inputs=inputs, rtol=tolerance, atol=tolerance)
+
+
+def test_two_products_are_summed_once():
+    args = [random_array(s, seed=i) for i, s in enumerate([(5, 32), (32, 7), (5, 16), (16, 7)])]
+    low = lowered(
+        lambda a, b, c, d: jnp.tanh(a @ b + c @ d), *args, inputs=[COLUMNS, ROWS, COLUMNS, ROWS]
+    )
+    assert kinds(low) == {"all_reduce": 1}
+    assert sent(low) == 2 * 5 * 7 * 4 * 7 // 8
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda x: -x,
+        lambda x: x.T,
+        lambda x: 3 * x,
+        lambda x: x / 3,
+        lambda x: x.reshape(10, 4),
+        lambda x: x[None],
+        lambda x: jnp.sum(x, 1),
+    ],
+)
+def test_what_a_partial_sum_passes_through(then):
+    args = [random_array(s, seed=i) for i, s in enumerate([(5, 32), (32, 8), (5, 16), (16, 8)])]
+    low = lowered(
+        lambda a, b, c, d: jnp.tanh(then(a @ b) + then(c @ d)),
+        *args,
+        inputs=[COLUMNS, ROWS, COLUMNS, ROWS],
+    )
+    assert kinds(low) == {"all_reduce": 1}
+
+
+def test_a_sum_with_two_uses_is_taken_once():
+    args = random_array((5, 32)), random_array((32, 7))
+    low = lowered(lambda a, b: (jnp.tanh(2 * (y := a @ b)), y.T), *args, inputs=[COLUMNS, ROWS])
+    assert kinds(low) == {"all_reduce": 1}
+
+
+def test_a_sum_is_not_widened_before_it_is_sent():
+    args = [random_array(s, jnp.bfloat16) for s in [(5, 32), (32, 8)]]
+    low = lowered(
+        lambda a, b: jnp.tanh((a @ b).astype(jnp.float32)),
+        *args,
+        inputs=[COLUMNS, ROWS],
+        tolerance=3e-2,
+    )
+    (reduce,) = low.collectives
+    assert reduce.dtype == "bfloat16"
+
+
+def accumulate(ws, x, dtype=jnp.float32):
+    """The gradients of a loss over batches one after another, added up."""
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(gshard.split(x, 0, 8) @ w) ** 2)
+
+    def add(total, x):
+        grads = jax.grad(loss)(ws, x)
+        return total + grads.astype(dtype), None
+
+    return jax.lax.scan(add, jnp.ones(ws.shape, dtype), x)[0]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_loop_accumulates_partial_sums_and_sums_after_it(dtype):
+    """The carry starts with ones, which must count once; narrow gradients add up to wide ones."""
+    args = random_array((7, 5), dtype), random_array((3, 16, 7), dtype)
+    low = lowered(accumulate, *args, tolerance=1e-4 if dtype == jnp.float32 else 3e-2)
+    (reduce,) = low.collectives
+    assert (reduce.kind, reduce.count, reduce.dtype) == ("all_reduce", 1, "float32")
+
+
+def test_what_the_body_needs_is_summed_in_the_loop():
+    def fn(w, x):
+        def add(total, x):
+            total = total + gshard.split(x, 0, 8).T @ x
+            return total, jnp.max(total)
+
+        return jax.lax.scan(add, w, x)
+
+    low = lowered(fn, random_array((7, 7)), random_array((3, 16, 7)))
+    assert {(c.kind, c.count) for c in low.collectives} == {("all_reduce", 3)}
+
+
+def test_scattered_within_and_summed_across():
+    """HSDP: 8 parts of the batch, a gradient split in 4, with 2 copies."""
+
+    def fn(x, y):
+        return gshard.shard(x.T @ y, MESH[:1].T)
+
+    args = random_array((16, 8)), random_array((16, 5))
+    low = lowered(fn, *args, inputs=[ROWS, ROWS])
+    assert kinds(low) == {"reduce_scatter": 1, "all_reduce": 1}
+    assert sent(low) == 8 * 5 * 4 * 3 // 4 + 2 * (2 * 5 * 4) // 2
+
+
+def test_scattered_unevenly_within_and_summed_across():
+    def fn(x, y):
+        return gshard.shard(x.T @ y, MESH[:1].T)
+
+    lowered(fn, random_array((13, 7)), random_array((13, 5)), inputs=[ROWS, ROWS])
+
+
+@st.composite
+def programs(draw):
+    """Sums of products, scaled and turned around, in a loop or not, with gradients or not."""
+    steps = draw(st.lists(st.sampled_from(["neg", "scale", "turn", "sum", "add"]), max_size=4))
+    loop, grad = draw(st.booleans()), draw(st.booleans())
+    sizes = [draw(st.sampled_from([3, 7, 8, 13, 16])) for _ in range(3)]
+
+    def once(x, w, v):
+        y = x @ w
+        for step in steps:
+            if step == "neg":
+                y = -y
+            elif step == "scale":
+                y = y * 0.5
+            elif step == "turn":
+                y = y.T * 2.0
+                y = y.T
+            elif step == "sum":
+                y = y + jnp.sum(x @ w, 1, keepdims=True)
+            else:
+                y = y + v @ w
+        return y
+
+    def fn(x, w, v):
+        if not loop:
+            return once(x, w, v)
+        start = jnp.ones((x.shape[0], w.shape[1]))
+        return jax.lax.scan(lambda t, s: (t + once(x * s, w, v), None), start, jnp.arange(3.0))[0]
+
+    def with_grad(x, w, v):
+        if not grad:
+            return fn(x, w, v)
+        return jax.grad(lambda w: jnp.sum(jnp.sin(fn(x, w, v))))(w)
+
+    a, k, b = sizes
+    shapes = [(a, k), (k, b), (a, k)]
+    inputs = [draw(assignments(2, 8)) for _ in shapes]
+    return with_grad, shapes, inputs, [draw(assignments(2, 8))]
+
+
+@given(programs())
+def test_random_programs_of_partial_sums(program):
+    fn, shapes, inputs, outputs = program
+    args = [random_array(s, seed=i) for i, s in enumerate(shapes)]
+    wanted = jax.jit(fn)(*args)
+    got = gshard.jit(annotated(fn, inputs, outputs))(*args)
+    np.testing.assert_allclose(np.asarray(got), wanted, rtol=2e-4, atol=2e-4)
