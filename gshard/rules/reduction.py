@@ -69,8 +69,19 @@ def _partition_custom(
     if not reduced:
         arrays = bind_local(ctx, eqn, ready, [])
     else:
-        arrays = finish(prepare(ready), reducing_groups(ctx.place, here, reduced))
+        groups = reducing_groups(ctx.place, here, reduced)
+        arrays = finish(prepare(ready), groups)
+        if here.is_replicated and any(s.idle for s in reduced):
+            arrays = [_from_one(ctx, eqn, a, groups[0][0]) for a in arrays]
     return [Tile(a, here, tuple(v.aval.shape)) for a, v in zip(arrays, eqn.outvars, strict=True)]
+
+
+def _from_one(ctx: Context, eqn: JaxprEqn, array: jax.Array, device: int) -> jax.Array:
+    """What `device` has, on all devices: those that held no part of the operand have no result."""
+    reason = f"{eqn.primitive.name}: the result for devices that held no part"
+    mine = jnp.where(ctx.place.device_id() == device, array, jnp.zeros_like(array))
+    everyone = [list(range(ctx.place.num_devices))]
+    return collectives.merge_disjoint(ctx.place, mine, everyone, reason)
 
 
 def _arg_reduce(

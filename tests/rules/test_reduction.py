@@ -121,3 +121,16 @@ def test_complex_numbers_compare_by_real_then_imaginary_part(reduce):
     x = (parts[0] + 1j * parts[1]).astype(np.complex64)
     lowered = check(lambda x: reduce(x, axis=0), x, inputs=[even_split(2, 0, 8)], exact=True)
     assert kinds(lowered) == {"all_reduce": 2}
+
+
+@pytest.mark.parametrize("tiles", [3, 5, 7])
+def test_devices_without_a_part_have_the_result_too(tiles):
+    """Tiles that do not divide the devices: the first device may be one without."""
+    x = random_array((15, 2))
+    assigned = np.arange(8)[::-1][:tiles].reshape(tiles, 1)
+
+    def fn(x):
+        largest = lax.reduce(x, -jnp.inf, lambda a, b: jnp.maximum(a, b) + 0 * a, (0,))
+        return jnp.argmin(x, 0), jnp.argmax(x), largest
+
+    check(fn, x, inputs=[assigned])
