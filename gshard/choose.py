@@ -10,6 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from jax.extend.core import JaxprEqn
 
@@ -17,20 +19,70 @@ from gshard.factors import Dim, Factor, Factors, compose, decompose
 from gshard.moving.costs import machine
 from gshard.moving.partial import combine, combine_cost, mask_for
 from gshard.moving.plan import reshard_cost
-from gshard.rule import RULES, Context, Rule
+from gshard.rule import MOST_REMEMBERED, RULES, Context, Rule, equation_key, factors_of
 from gshard.sharding import Sharding, Split, compatible
 from gshard.tile import Tile, itemsize_of
 
 Assignment = Mapping[Factor, Split | None]
 
 
+@dataclass(frozen=True)
+class Layout:
+    """An operator under one split of its factors: how each of its tensors lies then."""
+
+    chosen: Assignment
+    reduced: Mapping[Factor, Split]  # what leaves partial results
+    operands: tuple[tuple[Sharding, tuple[int, ...]], ...]  # sharding and local shape
+    results: tuple[tuple[Sharding, tuple[int, ...]], ...]
+
+    @staticmethod
+    def of(eqn: JaxprEqn, factors: Factors, chosen: Assignment, num_devices: int) -> Layout:
+        """The layout of `eqn` with its factors split as `chosen`."""
+
+        def lie(tensors: Sequence[Sequence[Dim]], atoms: Sequence[Any]) -> tuple:
+            return tuple(
+                (
+                    shard_dims(dims, chosen, factors, num_devices),
+                    local_dims(dims, chosen, factors, atom.aval.shape),
+                )
+                for dims, atom in zip(tensors, atoms, strict=True)
+            )
+
+        reduced = {f: s for f, s in chosen.items() if s and f in factors.reduced}
+        operands, results = lie(factors.operands, eqn.invars), lie(factors.results, eqn.outvars)
+        return Layout(chosen, reduced, operands, results)
+
+
 def partition_by_factors(
     ctx: Context, eqn: JaxprEqn, rule: Rule, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     """Run `eqn` under the cheapest split of its factors; results need not be as wanted yet."""
-    factors = rule.factors(eqn)
-    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets)
-    return run(ctx, eqn, rule, factors, chosen, tiles, targets)
+    factors = factors_of(rule, eqn)
+    layout = _cheapest(eqn, factors, tuple(t.sharding for t in tiles), tuple(targets))
+    return _run(ctx, eqn, rule, factors, layout, tiles, targets)
+
+
+_cheapest_before: dict[Any, Layout] = {}
+
+
+def _cheapest(
+    eqn: JaxprEqn,
+    factors: Factors,
+    shardings: tuple[Sharding, ...],
+    targets: tuple[Sharding, ...],
+) -> Layout:
+    """The layout that `choose` finds; for equations that are alike, it is asked once."""
+    alike = equation_key(eqn)
+    key = (alike, shardings, targets, machine())
+    if alike is None or key not in _cheapest_before:
+        chosen = choose(eqn, factors, shardings, targets)
+        layout = Layout.of(eqn, factors, chosen, targets[0].num_devices)
+        if alike is None:
+            return layout
+        if len(_cheapest_before) > MOST_REMEMBERED:
+            _cheapest_before.clear()
+        _cheapest_before[key] = layout
+    return _cheapest_before[key]
 
 
 def run(
@@ -43,25 +95,34 @@ def run(
     targets: list[Sharding],
 ) -> list[Tile]:
     """Run `eqn` with its factors split as `chosen`."""
-    num_devices = targets[0].num_devices
+    layout = Layout.of(eqn, factors, chosen, targets[0].num_devices)
+    return _run(ctx, eqn, rule, factors, layout, tiles, targets)
+
+
+def _run(
+    ctx: Context,
+    eqn: JaxprEqn,
+    rule: Rule,
+    factors: Factors,
+    layout: Layout,
+    tiles: list[Tile],
+    targets: list[Sharding],
+) -> list[Tile]:
     name = eqn.primitive.name
     ready = []
-    for tile, dims in zip(tiles, factors.operands, strict=True):
-        tile = ctx.reshard(
-            tile, shard_dims(dims, chosen, factors, num_devices), f"operand of {name}"
-        )
-        local = local_dims(dims, chosen, factors, tile.shape)
-        for dim, size in enumerate(local):
-            tile = ctx.retile(tile, dim, size, f"operand of {name}")
-        ready.append(mask_for(ctx.place, tile, dims, factors))
-    results, shapes = [], []
-    for var, dims in zip(eqn.outvars, factors.results, strict=True):
-        shapes.append(local_dims(dims, chosen, factors, var.aval.shape))
-    arrays = rule.local(ctx, eqn, ready, shapes)
-    for var, dims, array, target in zip(eqn.outvars, factors.results, arrays, targets, strict=True):
-        here = shard_dims(dims, chosen, factors, num_devices)
+    for tile, dims, (sharding, local) in zip(tiles, factors.operands, layout.operands, strict=True):
+        tile = ctx.reshard(tile, sharding, f"operand of {name}")
+        if tile.array.shape != local:
+            for dim, size in enumerate(local):
+                tile = ctx.retile(tile, dim, size, f"operand of {name}")
+        ready.append(mask_for(ctx.place, tile, dims, factors) if factors.reduced else tile)
+    arrays = rule.local(ctx, eqn, ready, [local for _, local in layout.results])
+    results = []
+    for var, (here, _), array, target in zip(
+        eqn.outvars, layout.results, arrays, targets, strict=True
+    ):
         tile = Tile(array, here, tuple(var.aval.shape))
-        reduced = {f: s for f, s in chosen.items() if s and f in factors.reduced}
+        reduced = layout.reduced
         waiting = ctx.waits(var, tile, reduced, factors.reduced)
         results.append(waiting or combine(ctx.place, tile, reduced, factors.reduced, target, name))
     return results

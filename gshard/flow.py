@@ -20,6 +20,7 @@ from jax.extend.core import primitives as p
 from gshard.annotate import annotate_p
 from gshard.factors import Dim, Factor, Factors, compose, decompose
 from gshard.manual import to_auto_p
+from gshard.rule import factors_of
 from gshard.rules import RULES
 from gshard.rules.control import bodies, links
 from gshard.rules.manual import MAKES_MANUAL
@@ -91,7 +92,7 @@ class Flow:
             elif eqn.primitive in RULES:
                 rule = RULES[eqn.primitive]
                 atoms = (list(eqn.invars), list(eqn.outvars))
-                self.connect(Edge(rule.factors(eqn), atoms, rule.level, eqn, runs))
+                self.connect(Edge(factors_of(rule, eqn), atoms, rule.level, eqn, runs))
 
     def add_bodies(self, eqn: JaxprEqn, runs: int) -> None:
         """The programs inside a loop or branch, and what joins them to the outside."""

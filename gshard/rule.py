@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
-from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 
 from gshard.devices import Place
 from gshard.evaluate import bind
@@ -101,6 +101,50 @@ class Rule:
 
 
 RULES: dict[Primitive, Rule] = {}
+
+
+def equation_key(eqn: JaxprEqn) -> Any:
+    """Equations with one key are alike but for their variables, as in layer after layer.
+
+    None where that cannot be told, or where the equation holds programs, which are not alike.
+    """
+    try:
+        params = tuple(eqn.params.items())
+        hash(params)
+    except TypeError:
+        return None
+    if any(map(_holds_program, eqn.params.values())):
+        return None
+    types = tuple((a.aval.shape, a.aval.dtype, _known(a)) for a in (*eqn.invars, *eqn.outvars))
+    return eqn.primitive, params, types
+
+
+def _holds_program(param: Any) -> bool:
+    return isinstance(param, (Jaxpr, ClosedJaxpr)) or (
+        isinstance(param, tuple) and any(map(_holds_program, param))
+    )
+
+
+def _known(atom: Any) -> Any:
+    return str(atom.val) if isinstance(atom, Literal) else None
+
+
+_described: dict[Any, Factors] = {}
+
+
+def factors_of(rule: Rule, eqn: JaxprEqn) -> Factors:
+    """The factors of an equation; those of equations that are alike are made once."""
+    key = equation_key(eqn)
+    if key is None:
+        return rule.factors(eqn)
+    if key not in _described:
+        if len(_described) > MOST_REMEMBERED:
+            _described.clear()
+        _described[key] = rule.factors(eqn)
+    return _described[key]
+
+
+MOST_REMEMBERED = 16384  # kinds of equations of which something is remembered
 
 
 def register(rule: Rule, *primitives: Primitive) -> None:

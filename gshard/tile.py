@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +73,7 @@ class Tile:
         return Tile(array, self.sharding, self.shape)
 
 
+@functools.cache
 def itemsize_of(dtype: Any) -> int:
     """Bytes of an element; a random key counts as the integers in it."""
     return 8 if is_key_type(dtype) else np.dtype(dtype).itemsize
