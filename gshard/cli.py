@@ -17,6 +17,7 @@ except ImportError:
 
 from gshard.mt.commands import data, evaluate, launch, report, serve, train, translate
 from gshard.mt.errors import UserError
+from gshard.planning import commands as planning
 
 # What a machine refuses, and a user can mend.
 _NOT_OURS = (
@@ -44,6 +45,8 @@ app.command()(evaluate.evaluate)
 app.command()(translate.translate)
 app.command()(serve.serve)
 app.command()(report.report)
+app.command()(planning.forecast)
+app.command()(planning.explain)
 
 
 @app.callback()

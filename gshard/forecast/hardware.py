@@ -33,6 +33,7 @@ class Reached:
     links: float = 1.0  # of the links' bandwidth, by collectives
     operator_seconds: float = 0.0  # to start one fused operator
     skew_seconds: float = 0.0  # by which the last comes to a collective, per hop across its group
+    slack: float = 1.0  # temporaries that the compiler's own schedule holds, for each of ours
     step_seconds: float = 0.0  # outside the program: feeding it, fetching its results
     fitted: str = ""  # which of these are fitted, and to what
 

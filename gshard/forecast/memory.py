@@ -10,6 +10,7 @@ depth first from the results, whichever needs less: XLA chooses likewise.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,9 @@ class Memory:
         return self.arguments + self.results - self.donated + self.temporary
 
 
-def memory_of(jaxpr: Jaxpr, donated: Sequence[int] = (), style: str = "gpu") -> Memory:
+def memory_of(
+    jaxpr: Jaxpr, donated: Sequence[int] = (), style: str = "gpu", slack: float = 1.0
+) -> Memory:
     """The memory of a per-device program whose arguments at `donated` may be overwritten."""
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     arguments = sum(map(size_of, inputs))
@@ -60,7 +63,8 @@ def memory_of(jaxpr: Jaxpr, donated: Sequence[int] = (), style: str = "gpu") -> 
             free.remove(size)
             reused += size
     peak = _peak(jaxpr, style)
-    return Memory(arguments, results, reused, peak.bytes, peak.where, peak.held, peak.along)
+    temporary = round(slack * peak.bytes)
+    return Memory(arguments, results, reused, temporary, peak.where, peak.held, peak.along)
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ def _simulate(body: Body, order: Sequence[Operator], style: str) -> _Peak:
             makers[var] = operator
         reused = _written_over(operator, dying, made, live)
         during = now + sum(made.values()) - reused + inner.bytes
+        during += _copied(operator) if style == "cpu" else 0
         along.append(during)
         if during > best.bytes:
             held = [Held(b, _short(v), source_of(makers[v].root.eqn)) for v, b in live.items()]
@@ -118,6 +123,21 @@ def _inside(operator: Operator, style: str) -> _Peak:
     if operator.root.name not in LOOPS:
         return _Peak(0, "", (), ())
     return max((_peak(j, style) for j in bodies_of(operator.root.eqn)), key=lambda p: p.bytes)
+
+
+def _copied(operator: Operator) -> int:
+    """Operands that a matrix product on CPUs copies first: their batch dims do not lead."""
+    if operator.root.name != "dot_general":
+        return 0
+    contracted, batch = operator.root.eqn.params["dimension_numbers"]
+    total = 0
+    for var, summed, kept in zip(operator.root.eqn.invars, contracted, batch, strict=True):
+        dims = [d for d in range(len(var.aval.shape)) if d not in kept]
+        roles = [d in summed for d in dims]
+        blocks = sum(a != b for a, b in itertools.pairwise(roles)) + 1
+        if tuple(kept) != tuple(range(len(kept))) or blocks > 2:
+            total += size_of(var)
+    return total
 
 
 def _written_over(

@@ -32,7 +32,7 @@ def forecast(
             f"the program is for {devices} devices, but the topology {joined.name} joins "
             f"{joined.devices}; leave `topology` out for one that fits"
         )
-    memory = memory_of(jaxpr, donated, chosen.compiler)
+    memory = memory_of(jaxpr, donated, chosen.compiler, chosen.reached.slack)
     return Forecast(chosen, joined, devices, tuple(timed(jaxpr, chosen, joined)), memory)
 
 
@@ -122,7 +122,7 @@ class Forecast:
         }
 
     def __str__(self) -> str:
-        return "\n".join([*_summary(self), "", *_table(self.by(by_function))])
+        return "\n".join([*summary(self), "", *table(self.by(by_function))])
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,8 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e9:.3g} ns"
 
 
-def _summary(f: Forecast) -> list[str]:
+def summary(f: Forecast) -> list[str]:
+    """The step, the memory and what is sent, a line each."""
     memory = f.memory
     room = "fits in" if f.fits else "DOES NOT FIT in"
     return [
@@ -188,7 +189,8 @@ def _summary(f: Forecast) -> list[str]:
     ]
 
 
-def _table(parts: dict[str, Part], rows: int = 20) -> list[str]:
+def table(parts: dict[str, Part], rows: int = 20) -> list[str]:
+    """The slowest parts, a line each."""
     width = max(map(len, parts), default=4)
     lines = [f"{'part':<{width}}  {'time':>9}  {'roofline':>9}  {'sent':>9}  waits for"]
     for name, p in list(parts.items())[:rows]:
