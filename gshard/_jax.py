@@ -31,6 +31,7 @@ from jax._src.lib import jax_jit as _jax_jit
 from jax._src.numpy.array_methods import _set_array_base_attributes
 from jax._src.pjit import reshard_p, sharding_constraint_p
 from jax._src.shard_map import shard_map_p
+from jax._src.state.types import AbstractRef
 
 try:
     from jax._src.random import core as _random
@@ -258,6 +259,7 @@ def register_array_type(cls: type, aval: Callable, place: Callable) -> None:
 
 __all__ = [
     "COMPOSITE_BODY",
+    "AbstractRef",
     "InternalFloatingPointError",
     "Var",
     "ad",

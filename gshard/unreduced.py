@@ -60,13 +60,18 @@ def _passes(eqn: JaxprEqn, number: int, ends: Collection[Any]) -> bool:
         # To sum wider numbers sends more: only a loop makes up for it, by summing once.
         old, new = (jnp.dtype(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))
         floats = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
-        wider = floats and jnp.promote_types(old, new) == new
-        return wider and (old == new or eqn.outvars[0] in ends)
+        return (old == new or eqn.outvars[0] in ends) and floats and _holds(new, old)
     if eqn.primitive is p.broadcast_in_dim_p:
         return number == 0 and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
     if eqn.primitive in _SCALED:
         return number == 0 or eqn.primitive is p.mul_p
     return eqn.primitive in _ADDED or eqn.primitive in _REARRANGED
+
+
+def _holds(wide: Any, narrow: Any) -> bool:
+    """Whether floats of one type are all floats of the other (which JAX does not say of 8 bits)."""
+    one, other = jnp.finfo(wide), jnp.finfo(narrow)
+    return one.nmant >= other.nmant and one.maxexp >= other.maxexp
 
 
 def accumulators(eqn: JaxprEqn) -> dict[int, list[Any]]:

@@ -39,6 +39,8 @@ def identity(kind: str, dtype: Any) -> jax.Array:
         return jnp.asarray(kind == "min")
     if jnp.issubdtype(dtype, jnp.inexact):
         least = -jnp.inf if kind == "max" else jnp.inf
+        if not np.isinf(np.asarray(least, dtype)).any():  # some floats of 8 bits have no infinity
+            least = float(jnp.finfo(dtype).min if kind == "max" else jnp.finfo(dtype).max)
         paired = jnp.issubdtype(dtype, jnp.complexfloating)  # in lexicographic order, as in JAX
         return jnp.asarray(complex(least, least) if paired else least, dtype)
     info = jnp.iinfo(dtype)

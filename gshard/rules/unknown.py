@@ -9,7 +9,7 @@ from __future__ import annotations
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
-from gshard._jax import allowed_in_branches
+from gshard._jax import AbstractRef, allowed_in_branches
 from gshard.rule import Context, Rule
 from gshard.rules.callbacks import run_everywhere, run_once, whole_dims
 from gshard.rules.manual import CROSSING_MANUAL, MAKES_MANUAL
@@ -35,6 +35,12 @@ def _check(eqn: JaxprEqn) -> None:
     name = eqn.primitive.name
     avals = [a.aval for a in (*eqn.invars, *eqn.outvars)]
     strange = [a for a in avals if not isinstance(a, ShapedArray)]
+    if any(isinstance(a, AbstractRef) for a in strange):
+        raise NotImplementedError(
+            f"{source_of(eqn)}: gshard cannot run {name!r} on a reference that the program did not "
+            "make itself; give gshard.jit its value (ref[...]), return the new one and write it "
+            "back outside, or make the reference inside with jax.new_ref"
+        )
     if strange:
         raise NotImplementedError(
             f"{source_of(eqn)}: gshard cannot run the primitive {name!r}: it takes or returns "
