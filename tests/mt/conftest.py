@@ -13,6 +13,15 @@ from tests.mt.samples import sentence, translated
 COUNTS = {"de": 600, "ru": 150, "fr": 20}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory):
+    """Compiled programs go to a folder of the tests, not to the user's."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    yield
+    patch.undo()
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")

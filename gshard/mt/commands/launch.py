@@ -24,11 +24,16 @@ def launch(
 ) -> None:
     """Run several processes on this machine, and start them again when one dies or hangs."""
     from gshard.mt.commands.show import console
-    from gshard.mt.launch.supervisor import Patience, Supervisor, gshard_command
+    from gshard.mt.errors import UserError
+    from gshard.mt.launch.local import ThisMachine, gshard_command
+    from gshard.mt.launch.supervisor import Patience, Supervisor
+
+    if command[0] != "train":
+        raise UserError(f"`gshard launch` runs `train`, and not {command[0]!r}")
 
     def note(text: str) -> None:
         console.print(f"launch: {text}", markup=False, soft_wrap=True)
 
     patience = Patience(failures=failures)
-    supervisor = Supervisor(gshard_command(command), processes, note, patience, least)
-    raise typer.Exit(supervisor.run())
+    train = gshard_command(command)
+    raise typer.Exit(Supervisor(ThisMachine(), train, processes, note, patience, least).run())

@@ -17,37 +17,58 @@ if TYPE_CHECKING:
     from gshard.mt.training.loop import Outcome
 
 
+What = Annotated[
+    str, typer.Argument(help="a preset (tiny, dense, small, base, ...), a config file, or a run")
+]
+Settings = Annotated[
+    list[str] | None, typer.Argument(help="name=value settings, as model.experts=16")
+]
+Out = Annotated[Path | None, typer.Option(help="folder of the run [runs/NAME]")]
+CorpusFolder = Annotated[Path | None, typer.Option(help="folder of a gathered corpus [corpus]")]
+Coordinator = Annotated[str, typer.Option(help="HOST:PORT of process 0, on every host")]
+Processes = Annotated[
+    int | None, typer.Option(help="how many processes train together [found, or 1]")
+]
+Process = Annotated[int | None, typer.Option(help="which of them this is, from 0 [found, or 0]")]
+OnRay = Annotated[
+    bool, typer.Option("--ray", help="train on the nodes of a Ray cluster, watched from here")
+]
+Nodes = Annotated[
+    int, typer.Option("--hosts", help="with --ray: how many nodes [all there are]", min=0)
+]
+Least = Annotated[int, typer.Option(help="with --ray: go on with as few nodes as this", min=1)]
+BackTo = Annotated[
+    int | None, typer.Option("--from", help="go back to the checkpoint of this step")
+]
+ListSettings = Annotated[
+    bool, typer.Option("--settings", help="list all settings with their values, and stop")
+]
+
+
 def train(
-    what: Annotated[
-        str,
-        typer.Argument(help="a preset (tiny, dense, small, base, ...), a config file, or a run"),
-    ] = "",
-    settings: Annotated[
-        list[str] | None, typer.Argument(help="name=value settings, as model.experts=16")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="folder of the run [runs/NAME]")] = None,
-    corpus: Annotated[
-        Path | None, typer.Option(help="folder of a gathered corpus [corpus]")
-    ] = None,
-    coordinator: Annotated[str, typer.Option(help="HOST:PORT of process 0, on every host")] = "",
-    processes: Annotated[
-        int | None, typer.Option(help="how many processes train together [found, or 1]")
-    ] = None,
-    process: Annotated[
-        int | None, typer.Option(help="which of them this is, from 0 [found, or 0]")
-    ] = None,
-    back_to: Annotated[
-        int | None, typer.Option("--from", help="go back to the checkpoint of this step")
-    ] = None,
-    list_settings: Annotated[
-        bool, typer.Option("--settings", help="list all settings with their values, and stop")
-    ] = False,
+    what: What = "",
+    settings: Settings = None,
+    out: Out = None,
+    corpus: CorpusFolder = None,
+    coordinator: Coordinator = "",
+    processes: Processes = None,
+    process: Process = None,
+    ray: OnRay = False,
+    nodes: Nodes = 0,
+    least: Least = 1,
+    back_to: BackTo = None,
+    list_settings: ListSettings = False,
 ) -> None:
     """Train a model; Ctrl-C saves it, and the same command goes on where it stopped."""
     config, folder = _configured(what or ("tiny" if list_settings else ""), settings or [], corpus)
     if list_settings:
         _list_settings(config)
         return
+    if ray:
+        words = [what, *(settings or []), "--out", str((out or folder).absolute())]
+        words += ["--corpus", str(corpus.absolute())] if corpus else []
+        words += [] if back_to is None else ["--from", str(back_to)]
+        raise typer.Exit(_on_ray(words, nodes, least))
 
     from gshard.mt import hosts
 
@@ -71,6 +92,28 @@ def train(
     _summarize(run, outcome)
     if outcome.signal:
         raise typer.Exit(128 + outcome.signal)
+
+
+def _on_ray(arguments: Sequence[str], nodes: int, least: int) -> int:
+    """Train on a Ray cluster; the exit status."""
+    from gshard.mt.commands.show import console
+    from gshard.mt.errors import UserError
+    from gshard.mt.launch.local import gshard_command
+    from gshard.mt.launch.supervisor import Supervisor
+
+    try:
+        from gshard.mt.launch.ray_cluster import RayCluster
+    except ImportError:
+        raise UserError("--ray needs more packages: pip install 'gshard[cluster]'") from None
+
+    def note(text: str) -> None:
+        console.print(f"ray: {text}", markup=False, soft_wrap=True)
+
+    cluster = RayCluster(os.environ.get("RAY_ADDRESS"))
+    count = nodes or len(cluster.nodes())
+    note(f"{count} processes on {len(cluster.nodes())} nodes")
+    command = gshard_command(["train", *arguments])
+    return Supervisor(cluster, command, count, note, least=min(least, count)).run()
 
 
 def _summarize(run: Run, outcome: Outcome) -> None:

@@ -10,26 +10,53 @@ new step in between is given up.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
-from gshard.mt.errors import UserError
-from gshard.mt.launch import status
+from gshard.mt.launch.status import Status
 
-_LOOK = 0.2  # seconds between two looks at the processes
 _USER_ERRORS = (1, 2)  # exit statuses of what a user has to mend
 _BUSY = ("starting", "compiling")
-_TAIL = 2_000  # bytes of a process's output to look for its last words in
+
+
+class Child(Protocol):
+    """A process that was started, here or on another host."""
+
+    begun: float
+
+    def poll(self) -> int | None:
+        """Its exit status, if it has ended; a signal's number is negative."""
+
+    def status(self) -> Status:
+        """What it says of itself, in times of this machine's clock."""
+
+    def send(self, number: int) -> None:
+        """Send it a signal."""
+
+    def end(self) -> None:
+        """End it, whatever it does, and wait until it has."""
+
+    def last_words(self) -> str:
+        """The last line of its output."""
+
+
+class Machines(Protocol):
+    """Where processes are started."""
+
+    look: float
+
+    def capacity(self, wanted: int) -> int:
+        """How many processes can be started now, of those that are wanted."""
+
+    def start(self, command: Sequence[str], count: int, scratch: Path) -> Sequence[Child]:
+        """Start `count` processes that know of each other."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +71,7 @@ class Patience:
     usual_steps: float = 20.0  # without a step, as a multiple of the usual one
     least: float = 15.0  # but never less than this
     stopping: float = 120.0  # to save after SIGTERM
+    joining: float = 20.0  # between two looks at whether there are more machines
     failures: int = 3  # in a row, without a new step in between
 
 
@@ -59,34 +87,21 @@ class Failure:
         return f"process {self.index} {self.what}"
 
 
-@dataclass
-class Child:
-    """A process that was started."""
-
-    index: int
-    popen: subprocess.Popen[bytes]
-    status_file: Path
-    log: Path
-    begun: float = field(default_factory=time.time)
-
-    def status(self) -> status.Status:
-        """What it says of itself."""
-        return status.read(self.status_file)
-
-
 class Supervisor:
     """Runs `command` as several processes until it succeeds; `note` is told what happens."""
 
     def __init__(
         self,
+        machines: Machines,
         command: Sequence[str],
         count: int,
         note: Callable[[str], None],
         patience: Patience = Patience(),  # noqa: B008  (frozen)
         least: int = 0,
     ):
-        self._command, self._count, self._note = list(command), count, note
-        self._patience, self._least = patience, least or count
+        self._machines, self._command = machines, list(command)
+        self._count, self._least, self._note = count, least or count, note
+        self._patience = patience
         self._asked = 0  # the signal that ended it all
         self._paces: list[float] = []
         self._moved = (0, 0.0)  # the newest step of all, and when it was seen
@@ -95,80 +110,111 @@ class Supervisor:
 
     def run(self) -> int:
         """The exit status of the whole: 0 when every process has done its work."""
-        failures, missing = 0, 0
+        failures, left_out = 0, 0
         with self._signals(), tempfile.TemporaryDirectory(prefix="gshard-launch-") as scratch:
             while True:
-                before, began = self._best, time.time()
-                failure = self._attempt(Path(scratch), self._count - missing)
+                count = self._room(self._count - left_out)
                 if self._asked:
                     return 128 + self._asked
-                if failure is None:
+                before, began = self._best, time.time()
+                ended = self._attempt(Path(scratch), count)
+                if self._asked:
+                    return 128 + self._asked
+                if ended is None:
                     return 0
+                self._command = without_from(self._command)
+                if isinstance(ended, str):
+                    self._note(ended)
+                    continue
+                if ended.status in _USER_ERRORS:
+                    self._note(f"{ended}; all are stopped")
+                    return int(ended.status or 1)
                 failures = 1 if self._best > before else failures + 1
-                if failure.status in _USER_ERRORS:
-                    self._note(f"{failure}; all are stopped")
-                    return int(failure.status)
-                again = time.time() - began
-                if failures >= self._patience.failures and self._count - missing > self._least:
-                    missing, failures = missing + 1, 0
-                    self._note(f"{failure}; going on with {self._count - missing} processes")
-                elif failures >= self._patience.failures:
-                    self._note(f"{failure}; given up after {failures} failures without a new step")
-                    return 1
+                if failures < self._patience.failures:
+                    after = f"{time.time() - began:.0f} s after the start"
+                    self._note(f"{ended} ({after}); all go on from the newest whole checkpoint")
+                elif count > self._least:
+                    left_out, failures = self._count - count + 1, 0
+                    self._note(f"{ended}; going on with {count - 1} processes")
                 else:
-                    self._note(
-                        f"{failure} ({again:.0f} s after the start); all are started again, from "
-                        "the newest whole checkpoint"
-                    )
+                    self._note(f"{ended}; given up after {failures} failures without a new step")
+                    return 1
 
-    def _attempt(self, scratch: Path, count: int) -> Failure | None:
-        """Start all processes and watch them; the first failure, or None if there was none."""
-        children = self._start(scratch, count)
+    def _room(self, wanted: int) -> int:
+        """How many to start: all that are wanted, or as many as there are machines for."""
+        told = False
+        while (count := self._machines.capacity(wanted)) < self._least and not self._asked:
+            if not told:
+                self._note(f"there is room for {count} processes; waiting for {self._least}")
+            told = True
+            time.sleep(1.0)
+        if count < wanted:
+            self._note(f"{count} of {self._count} processes are started")
+        return count
+
+    def _attempt(self, scratch: Path, count: int) -> Failure | str | None:
+        """Start all processes and watch them.
+
+        Returns the first failure, or in words why they were stopped, or None if all is done.
+        """
+        children = self._machines.start(self._command, count, scratch)
         self._moved, self._lagging = (0, time.time()), set()
-        stopping = 0.0
+        looked, stopping, why = time.time(), 0.0, None
         try:
             while True:
-                if self._asked and not stopping:
-                    stopping = time.time()
-                    for child in children:
-                        child.popen.send_signal(signal.SIGTERM)
-                ended = [child.popen.poll() for child in children]
-                if self._asked and all(code is not None for code in ended):
-                    return None
+                ended = [child.poll() for child in children]
                 if stopping:
-                    if time.time() - stopping > self._patience.stopping:
-                        return None
+                    late = time.time() - stopping > self._patience.stopping
+                    if late or all(code is not None for code in ended):
+                        return why
                 elif failure := self._failure(children, ended):
                     return failure
                 elif all(code == 0 for code in ended):
                     return None
-                time.sleep(_LOOK)
+                elif self._asked or (why := self._more(count, looked)):
+                    stopping = time.time()
+                    for child in children:
+                        child.send(signal.SIGTERM)
+                if time.time() - looked > self._patience.joining:
+                    looked = time.time()
+                time.sleep(self._machines.look)
         finally:
-            self._end(children)
+            for child in children:
+                child.send(signal.SIGKILL)
+            for child in children:
+                child.end()
+
+    def _more(self, count: int, looked: float) -> str | None:
+        """Whether to stop and start again with more processes, in words."""
+        if count >= self._count or time.time() - looked <= self._patience.joining:
+            return None
+        room = self._machines.capacity(self._count)
+        return f"there is room for {room} processes: all save and start again" * (room > count)
 
     def _failure(self, children: Sequence[Child], ended: Sequence[int | None]) -> Failure | None:
-        for child, code in zip(children, ended, strict=True):
+        for index, (child, code) in enumerate(zip(children, ended, strict=True)):
             if code:
-                return Failure(child.index, self._obituary(child, code), code)
-        alive = [c for c, code in zip(children, ended, strict=True) if code is None]
-        states = {child.index: child.status() for child in alive}
+                return Failure(index, _obituary(child, code), code)
+        states: dict[int, Status] = {}
         now = time.time()
-        for child in alive:
-            state = states[child.index]
+        for index, (child, code) in enumerate(zip(children, ended, strict=True)):
+            if code is not None:
+                continue
+            state = states[index] = child.status()
             silent = now - (state.seen or child.begun)
             limit = self._patience.silent if state.seen else self._patience.starting
             if state.doing in _BUSY:
                 limit = max(limit, self._patience.busy)
             if silent > limit:
-                return Failure(child.index, _hung("has been silent for", silent, state), None)
-            if state.seen and silent > self._patience.lagging and child.index not in self._lagging:
-                self._lagging.add(child.index)
-                self._note(f"process {child.index} {_hung('lags: silent for', silent, state)}")
+                return Failure(index, _hung("has been silent for", silent, state), None)
+            if state.seen and silent > self._patience.lagging and index not in self._lagging:
+                self._lagging.add(index)
+                self._note(f"process {index} {_hung('lags: silent for', silent, state)}")
             elif silent < 2.0:
-                self._lagging.discard(child.index)
+                self._lagging.discard(index)
         return self._stuck(states, now)
 
-    def _stuck(self, states: dict[int, status.Status], now: float) -> Failure | None:
+    def _stuck(self, states: dict[int, Status], now: float) -> Failure | None:
         """All give signs of life, and yet no step is made."""
         if not states:
             return None
@@ -193,49 +239,6 @@ class Supervisor:
             return Failure(index, _hung("has made no step for", waited, state), None)
         return None
 
-    def _obituary(self, child: Child, code: int) -> str:
-        state = child.status()
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        words = _last_words(child.log)
-        return f"{_where(state)}{how} {_when(state)}" + (f": {words}" if words else "")
-
-    def _start(self, scratch: Path, count: int) -> list[Child]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
-        children = []
-        for index in range(count):
-            place = scratch / f"status-{index}.json"
-            place.unlink(missing_ok=True)
-            log = scratch / f"log-{index}.txt"
-            environment = {
-                **os.environ,
-                "GSHARD_COORDINATOR": address,
-                "GSHARD_PROCESSES": str(count),
-                "GSHARD_PROCESS": str(index),
-                status.VARIABLE: str(place),
-                **_gpus(index, count),
-            }
-            with log.open("wb") as file:
-                # The first one's output is the user's; the others' is looked at if they fail.
-                output = None if index == 0 else file
-                popen = subprocess.Popen(
-                    self._command,
-                    env=environment,
-                    stdout=output,
-                    stderr=subprocess.STDOUT if output else None,
-                    start_new_session=True,  # Ctrl-C is for the parent to hand on
-                )
-            children.append(Child(index, popen, place, log))
-        return children
-
-    def _end(self, children: Sequence[Child]) -> None:
-        for child in children:
-            if child.popen.poll() is None:
-                child.popen.kill()
-        for child in children:
-            child.popen.wait()
-
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         def ask(number: int, frame: FrameType | None) -> None:
@@ -249,41 +252,33 @@ class Supervisor:
                 signal.signal(each, handler)
 
 
-def _where(state: status.Status) -> str:
+def without_from(command: Sequence[str]) -> list[str]:
+    """A command without `--from STEP`, which is for the first attempt only."""
+    kept: list[str] = []
+    words = iter(command)
+    for word in words:
+        if word == "--from":
+            next(words, None)
+        elif not word.startswith("--from="):
+            kept.append(word)
+    return kept
+
+
+def _obituary(child: Child, code: int) -> str:
+    state = child.status()
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+    words = child.last_words()
+    return f"{_where(state)}{how} {_when(state)}" + (f": {words}" if words else "")
+
+
+def _where(state: Status) -> str:
     return f"({state.process} on {state.host}) " if state.host else ""
 
 
-def _when(state: status.Status) -> str:
+def _when(state: Status) -> str:
     after = f"after step {state.step:,}" if state.step else "before its first step"
     return f"{after}, while {state.doing}"
 
 
-def _hung(how: str, seconds: float, state: status.Status) -> str:
+def _hung(how: str, seconds: float, state: Status) -> str:
     return f"{_where(state)}{how} {seconds:.0f} s {_when(state)}"
-
-
-def _last_words(log: Path) -> str:
-    """The last line of a process's output that is for people, and not a trace of C++ code."""
-    try:
-        text = log.read_bytes()[-_TAIL:].decode("utf-8", "replace")
-    except OSError:
-        return ""
-    lines = [line.removeprefix("gshard: ").strip() for line in text.splitlines()]
-    lines = [line for line in lines if line and not line.startswith(("@", "***", "PC:", "0x"))]
-    return lines[-1][:300] if lines else ""
-
-
-def _gpus(index: int, count: int) -> dict[str, str]:
-    """Each process its share of this machine's GPUs, unless the user has dealt them out."""
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return {}
-    there = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    mine = [str(gpu) for gpu in range(there) if gpu * count // max(there, 1) == index]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {}
-
-
-def gshard_command(arguments: Sequence[str]) -> list[str]:
-    """The command line that runs gshard with this interpreter."""
-    if not arguments or arguments[0] not in ("train",):
-        raise UserError("what to launch? `gshard launch -n 4 train ...`")
-    return [sys.executable, "-m", "gshard.cli", *arguments]

@@ -113,10 +113,14 @@ class Checkpoints:
         """Until everything is on disk; what went wrong in the background is raised here."""
         with self._explained(self._saving):
             self._manager.wait_until_finished()
+        self._saving = 0
 
     def check(self) -> None:
-        """Raise what went wrong in the background, if that is known already."""
-        if not self._manager.is_saving_in_progress():
+        """Raise what went wrong in the background, if that is known already.
+
+        Several hosts have to wait at the same step, which is when the next save begins.
+        """
+        if self._saving and jax.process_count() == 1 and not self._manager.is_saving_in_progress():
             self.wait()
 
     def forget_after(self, step: int) -> None:
@@ -183,7 +187,9 @@ class Checkpoints:
         """Move checkpoints away whose figures are damaged: Orbax cannot even list those."""
         lines = []
         for folder in sorted(self.folder.glob("[0-9]*")) if hosts.is_first() else ():
-            if not folder.name.isdigit() or not (problem := checksums.problem(folder, ["metrics"])):
+            if not folder.name.isdigit() or not (folder / checksums.FILE).exists():
+                continue
+            if not (problem := checksums.problem(folder, ["metrics"])):
                 continue
             about = self._about(int(folder.name), problem)
             if read_only:

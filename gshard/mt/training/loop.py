@@ -154,7 +154,8 @@ class _Loop:
                     if pending:
                         mark = self._look(*pending, mark, iterator.padding)
                     pending = (step, figures, arrays)
-                    wishes = stop(step, self._failed_save())
+                    again = self._failed_save() and step % self.config.log_every == 0
+                    wishes = stop(step, again)
                     if wishes.stop:
                         break
                     if step % self.config.save_every == 0 or wishes.save:

@@ -98,6 +98,8 @@ class Programs:
         self._dev = gshard.jit(
             functools.partial(eval_step, strategy=strategy), devices=self.devices
         )
+        self._compiled: dict[Any, Any] = {}  # steps, by the shapes of a batch
+        self._placed_key: Any = None
         self._finite = gshard.jit(all_finite, devices=self.devices)
         self._shapes = jax.eval_shape(functools.partial(first, strategy=ONE_DEVICE), self._key)
 
@@ -108,13 +110,19 @@ class Programs:
     def compile(self, arrays: Arrays) -> RunState:
         """Make the step ready; returns the state as shapes with the shardings that it wants."""
         lowered = self._step.lower(self._shapes, self._global(_local(arrays)), self._key)
-        lowered.compile()
+        self._compiled[_shapes_of(arrays)] = lowered.compile()
         state, _, _ = lowered.in_info
         return state
 
     def step(self, state: RunState, arrays: Arrays) -> tuple[RunState, Figures]:
         """One update from this host's part of a batch; `state` is used up."""
-        return self._step(state, self.batch(arrays), self._key)
+        shapes, batch = _shapes_of(arrays), self.batch(arrays)
+        if shapes not in self._compiled:  # of another bucket
+            self.compile(arrays)
+        if self._placed_key is None:  # hosts talk about where a key lies: once is enough
+            placed = self._compiled[shapes].place(state, batch, self._key)
+            state, batch, self._placed_key = placed
+        return self._compiled[shapes](state, batch, self._placed_key)
 
     def dev(self, model: Transformer, arrays: Arrays) -> StepMetrics:
         """The losses on a batch."""
@@ -145,6 +153,10 @@ def all_finite(tree: Any) -> Array:
     """Whether no leaf of a tree holds NaN or infinity."""
     floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in floats]).all()
+
+
+def _shapes_of(arrays: Arrays) -> tuple[tuple[int, ...], ...]:
+    return tuple(arrays[name].shape for name in Batch._fields)
 
 
 def _local(arrays: Arrays) -> Batch:

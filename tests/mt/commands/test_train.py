@@ -53,10 +53,10 @@ def prepared(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared")
     run = Run.create(folder / "run", run_config(corpus, steps=60, save_every=2, keep=3))
     run.make_vocabulary()
-    tree = to_json(run.config)
-    tree["data"]["vocabulary"] = str(run.folder / "vocabulary")
+    nested = to_json(run.config)
+    nested["data"]["vocabulary"] = str(run.folder / "vocabulary")
     config = folder / "config.json"
-    config.write_text(json.dumps(tree))
+    config.write_text(json.dumps(nested))
     return config
 
 
@@ -176,6 +176,57 @@ def test_two_processes_train_as_one(prepared, whole, tmp_path):
         np.testing.assert_array_equal(x, y)
     finish(start("train", folder, "train.steps=10"))
     assert losses(Run.open(folder))["train", 10] == pytest.approx(alone["train", 10], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_second_training_in_the_folder_is_refused(prepared, tmp_path):
+    folder = tmp_path / "run"
+    first = start("train", prepared, "--out", folder)
+    while not steps_logged(folder):
+        assert first.poll() is None, first.communicate()[0]
+        time.sleep(0.02)
+    said = finish(start("train", prepared, "train.steps=3", "--out", folder), status=1)
+    assert f"is being trained in by process {first.pid} on {socket.gethostname()}" in said
+    assert Run.open(folder).config.train.steps == 60  # nothing was changed under the first one
+    first.send_signal(signal.SIGTERM)
+    assert "stopped and saved" in finish(first, status=143)
+
+
+@pytest.mark.slow
+def test_launched_processes_that_are_killed_learn_the_same(prepared, tmp_path):
+    """Two processes of one device each: one is killed, one is stopped, all go on by themselves."""
+    settings = ["train", prepared, "devices.count=2", "train.steps=14"]
+    alone, hurt = tmp_path / "alone", tmp_path / "hurt"
+    finish(start("launch", "-n", 2, *settings, "--out", alone))
+    parent = start("launch", "-n", 2, *settings, "--out", hurt)
+    for step, (victim, number) in ((4, (1, signal.SIGKILL)), (8, (0, signal.SIGSTOP))):
+        while steps_logged(hurt) < step:
+            assert parent.poll() is None, parent.communicate()[0]
+            time.sleep(0.02)
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        os.kill(int(children[victim]), number)
+    said = finish(parent)
+    assert "process 1 (" in said
+    assert "was ended by SIGKILL after step" in said
+    assert "process 0 (" in said
+    assert "has been silent for" in said
+    same_bits(Run.open(hurt), Run.open(alone))
+
+
+@pytest.mark.slow
+def test_three_processes_go_on_with_a_run_of_two(prepared, tmp_path):
+    """Eight rows and eight experts divide neither over three processes nor over their devices."""
+    folder = tmp_path / "run"
+    launch = ["launch", "-n"]
+    finish(
+        start(*launch, 2, "train", prepared, "devices.count=2", "train.steps=4", "--out", folder)
+    )
+    finish(start(*launch, 3, "train", folder, "devices.count=3", "train.steps=6"))
+    alone = tmp_path / "alone"
+    finish(start("train", prepared, "devices.count=2", "train.steps=6", "--out", alone))
+    together, expected = losses(Run.open(folder)), losses(Run.open(alone))
+    for step in range(1, 7):
+        assert together["train", step] == pytest.approx(expected["train", step], abs=2e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The parent with made-up processes: dead, stopped, stuck, wrong; named, and started again."""
 
+import dataclasses
 import signal
 import socket
 import subprocess
@@ -8,7 +9,8 @@ import time
 
 import pytest
 
-from gshard.mt.launch.supervisor import Patience, Supervisor
+from gshard.mt.launch.local import ThisMachine
+from gshard.mt.launch.supervisor import Patience, Supervisor, without_from
 
 # A process that makes steps until `fault` says otherwise, on its first attempt only.
 WORKER = """
@@ -37,12 +39,12 @@ with reporting() as reporter:
             if fault.startswith("wrong"):
                 print("gshard: no such corpus", flush=True)
                 sys.exit(1)
-        if fault == "wait":
+        if fault == "wait" or (fault == "wait-first" and tries.read_text() == "1" and index == "0"):
             folder.joinpath(f"here-{index}").touch()
             time.sleep(1000)
         if faulty or fault == "none":
             time.sleep(0.02)
-    if fault != "none" and tries.read_text() == "1":
+    if fault not in ("none", "wait-first") and tries.read_text() == "1":
         time.sleep(1000)  # for the other one, as in a collective
 """
 QUICK = Patience(silent=3.0, lagging=2.0, usual_steps=20, least=3.0, starting=60.0, stopping=20.0)
@@ -50,10 +52,11 @@ QUICK = Patience(silent=3.0, lagging=2.0, usual_steps=20, least=3.0, starting=60
 
 @pytest.fixture
 def supervised(tmp_path):
-    def run(fault, after=3, patience=QUICK, **options):
+    def run(fault, after=3, patience=QUICK, machines=None, **options):
+        machines = machines or ThisMachine()
         notes = []
         command = [sys.executable, "-c", WORKER, str(tmp_path), fault, str(after)]
-        supervisor = Supervisor(command, 2, notes.append, patience, **options)
+        supervisor = Supervisor(machines, command, 2, notes.append, patience, **options)
         return supervisor.run(), notes
 
     return run
@@ -74,7 +77,7 @@ def test_nothing_happens(supervised):
 def test_who_fails_is_named_and_all_are_started_again(supervised, tmp_path, fault, said):
     status, notes = supervised(fault)
     assert status == 0
-    (note,) = [note for note in notes if "started again" in note]
+    (note,) = [note for note in notes if "go on from" in note]
     assert note.startswith("process 1 (")
     assert socket.gethostname() in note
     assert said.split("{}")[0] in note
@@ -94,6 +97,7 @@ def test_one_that_does_not_come_back_is_left_out(supervised, tmp_path):
     status, notes = supervised("die-always", after=0, least=1)
     assert status == 0
     assert "going on with 1 processes" in notes[-1]
+    assert (tmp_path / "tries-1").read_text() == "3"
 
 
 def test_what_a_user_has_to_mend_is_not_tried_again(supervised, tmp_path):
@@ -108,9 +112,10 @@ def test_sigterm_is_handed_on_and_waited_for(tmp_path):
     """In a process of its own, since the handlers are."""
     program = f"""
 import sys
+from gshard.mt.launch.local import ThisMachine
 from gshard.mt.launch.supervisor import Supervisor
 command = [sys.executable, "-c", {WORKER!r}, {str(tmp_path)!r}, "wait", "0"]
-sys.exit(Supervisor(command, 2, print).run())
+sys.exit(Supervisor(ThisMachine(), command, 2, print).run())
 """
     parent = subprocess.Popen([sys.executable, "-c", program])
     deadline = time.monotonic() + 60
@@ -120,3 +125,31 @@ sys.exit(Supervisor(command, 2, print).run())
     parent.send_signal(signal.SIGTERM)
     assert parent.wait(60) == 143
     assert all((tmp_path / f"saved-{i}").exists() for i in range(2))
+
+
+class Growing(ThisMachine):
+    """Room for one process at first, and for all when that one has begun."""
+
+    def __init__(self, begun):
+        self._begun = begun
+
+    def capacity(self, wanted):
+        return wanted if self._begun.exists() else 1
+
+
+def test_when_a_machine_comes_back_all_save_and_start_again_with_it(supervised, tmp_path):
+    patience = dataclasses.replace(QUICK, joining=1.0)
+    machines = Growing(tmp_path / "here-0")
+    status, notes = supervised("wait-first", patience=patience, machines=machines, least=1)
+    assert status == 0
+    assert notes == [
+        "1 of 2 processes are started",
+        "there is room for 2 processes: all save and start again",
+    ]
+    assert (tmp_path / "saved-0").exists()
+    assert (tmp_path / "tries-1").read_text() == "1"
+
+
+def test_going_back_is_for_the_first_attempt_only():
+    assert without_from(["train", "run", "--from", "8", "a=b"]) == ["train", "run", "a=b"]
+    assert without_from(["train", "--from=8", "--out", "x"]) == ["train", "--out", "x"]

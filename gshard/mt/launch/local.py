@@ -1,0 +1,114 @@
+"""Processes of a training on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from gshard.mt.launch import status
+
+_TAIL = 2_000  # bytes of a process's output to look for its last words in
+
+
+class LocalChild:
+    """A process that was started here; `quiet` ones write to a file, for when they fail."""
+
+    def __init__(self, command: Sequence[str], more: Mapping[str, str], place: Path, quiet: bool):
+        self._status, self._log = place.with_suffix(".json"), place.with_suffix(".log")
+        self._status.unlink(missing_ok=True)
+        self.begun = time.time()
+        with self._log.open("wb") as file:
+            self._popen = subprocess.Popen(
+                command,
+                env={**os.environ, **more, status.VARIABLE: str(self._status)},
+                stdout=file if quiet else None,
+                stderr=subprocess.STDOUT if quiet else None,
+                start_new_session=True,  # Ctrl-C is for the parent to hand on
+            )
+
+    def poll(self) -> int | None:
+        """Its exit status, if it has ended; a signal's number is negative."""
+        return self._popen.poll()
+
+    def status(self) -> status.Status:
+        """What it says of itself."""
+        return status.read(self._status)
+
+    def send(self, number: int) -> None:
+        """Send it a signal."""
+        if self._popen.poll() is None:
+            self._popen.send_signal(number)
+
+    def end(self) -> None:
+        """End it, whatever it does, and wait until it has."""
+        self.send(signal.SIGKILL)
+        self._popen.wait()
+
+    def last_words(self) -> str:
+        """The last line of its output that is for people, and not a trace of C++ code."""
+        try:
+            text = self._log.read_bytes()[-_TAIL:].decode("utf-8", "replace")
+        except OSError:
+            return ""
+        lines = [line.removeprefix("gshard: ").strip() for line in text.splitlines()]
+        lines = [line for line in lines if line and not line.startswith(("@", "***", "PC:", "0x"))]
+        return lines[-1][:300] if lines else ""
+
+
+class ThisMachine:
+    """Where `gshard launch` starts processes: as many as are asked for."""
+
+    look = 0.2  # seconds between two looks at the processes
+
+    def capacity(self, wanted: int) -> int:
+        """How many processes can be started now, of those that are wanted."""
+        return wanted
+
+    def start(self, command: Sequence[str], count: int, scratch: Path) -> list[LocalChild]:
+        """Start `count` processes that know of each other."""
+        address = f"127.0.0.1:{free_port('127.0.0.1')}"
+        return [
+            LocalChild(
+                command,
+                {**member(address, count, index), **_gpus(index, count)},
+                scratch / f"process-{index}",
+                quiet=index > 0,  # the first one's output is the user's
+            )
+            for index in range(count)
+        ]
+
+
+def member(address: str, count: int, index: int) -> dict[str, str]:
+    """The variables by which a process knows which one it is (`environment`)."""
+    return {
+        "GSHARD_COORDINATOR": address,
+        "GSHARD_PROCESSES": str(count),
+        "GSHARD_PROCESS": str(index),
+    }
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def gshard_command(arguments: Sequence[str]) -> list[str]:
+    """The command line that runs gshard with this interpreter."""
+    return [sys.executable, "-m", "gshard.cli", *arguments]
+
+
+def _gpus(index: int, count: int) -> dict[str, str]:
+    """Each process its share of this machine's GPUs, unless the user has dealt them out."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return {}
+    there = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    mine = [str(gpu) for gpu in range(there) if gpu * count // there == index]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {}

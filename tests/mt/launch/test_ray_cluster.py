@@ -1,0 +1,90 @@
+"""A Ray cluster on this machine, whose nodes a test takes away and gives back."""
+
+import sys
+import threading
+import time
+
+import pytest
+
+from gshard.mt.launch.supervisor import Patience, Supervisor
+
+ray = pytest.importorskip("ray")
+
+# Makes steps until the test says that it is enough; SIGTERM saves.
+WORKER = """
+import os, pathlib, signal, sys, time
+from gshard.mt.launch.status import reporting
+
+folder = pathlib.Path(sys.argv[1])
+index, count = (os.environ[f"GSHARD_PROCESS{s}"] for s in ("", "ES"))
+signal.signal(signal.SIGTERM, lambda *_: (folder.joinpath(f"saved-{index}").touch(), os._exit(143)))
+with reporting() as reporter:
+    step = 0
+    while not folder.joinpath("enough").exists():
+        step += 1
+        reporter.tell("training", step)
+        folder.joinpath(f"here-{count}-{index}").touch()
+        time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def cluster():
+    from ray.cluster_utils import Cluster
+
+    # A busy machine is not a dead node.
+    patient = {"health_check_period_ms": 1000, "health_check_failure_threshold": 20}
+    head = {"num_cpus": 1, "_system_config": patient}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    made.add_node(num_cpus=1)
+    made.connect()
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def until(true):
+    deadline = time.monotonic() + 300
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_node_is_lost_and_comes_back(cluster, tmp_path):
+    """Three nodes, then two, then three again, by what the cluster says alone."""
+    from gshard.mt.launch.ray_cluster import RayCluster
+
+    third = cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    notes, failed = [], []
+
+    def everyone(count):
+        return all((tmp_path / f"here-{count}-{i}").exists() for i in range(count))
+
+    def happen():
+        try:
+            until(lambda: everyone(3))
+            cluster.remove_node(third, allow_graceful=False)
+            until(lambda: everyone(2))
+            for path in tmp_path.glob("here-3-*"):
+                path.unlink()
+            cluster.add_node(num_cpus=1)
+            until(lambda: everyone(3))
+        except AssertionError:
+            failed.append("see the notes")
+        (tmp_path / "enough").touch()
+
+    thread = threading.Thread(target=happen)
+    thread.start()
+    patience = Patience(joining=2.0, stopping=60.0)
+    command = [sys.executable, "-c", WORKER, str(tmp_path)]
+    status = Supervisor(RayCluster(), command, 3, notes.append, patience, least=1).run()
+    thread.join()
+    assert (status, failed) == (0, []), notes
+    lost, fewer, more = [note for note in notes if "lags" not in note]
+    assert "was ended by SIGKILL" in lost
+    assert "its node is gone" in lost
+    assert fewer == "2 of 3 processes are started"
+    assert more == "there is room for 3 processes: all save and start again"
+    assert (tmp_path / "saved-0").exists()
