@@ -142,7 +142,7 @@ def test_when_a_machine_comes_back_all_save_and_start_again_with_it(supervised, 
     machines = Growing(tmp_path / "here-0")
     status, notes = supervised("wait-first", patience=patience, machines=machines, least=1)
     assert status == 0
-    assert notes == [
+    assert [note for note in notes if "lags" not in note] == [
         "1 of 2 processes are started",
         "there is room for 2 processes: all save and start again",
     ]
