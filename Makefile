@@ -47,6 +47,8 @@ format: $(VENV)/installed
 docs: $(VENV)/installed
 	$(RUN) -m gshard.rules > docs/reference/operators.md
 	$(RUN) -m tools.structure --update
+	$(RUN) -m tools.walk jit --update
+	$(RUN) -m tools.jit_table --update
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -60,7 +60,7 @@ def private_primitives(module: str, *names: str) -> list[Primitive]:
     return [getattr(found, name) for name in names if hasattr(found, name)]
 
 
-def python_implementation(primitive: Primitive) -> Callable | None:
+def python_implementation(primitive: Primitive) -> Callable[..., Any] | None:
     """The Python function that a primitive is outside of `jit`; None if XLA alone has it."""
     implementation = primitive.impl
     if getattr(implementation, "func", None) is _dispatch.apply_primitive:
@@ -68,19 +68,19 @@ def python_implementation(primitive: Primitive) -> Callable | None:
     return None if getattr(implementation, "__func__", None) is Primitive.impl else implementation
 
 
-def allowed_in_branches(found) -> bool:
+def allowed_in_branches(found: Any) -> bool:
     """Whether effects may happen on one side of a `cond` alone."""
     return not _effects.control_flow_allowed_effects.filter_not_in(found)
 
 
-def discharge_refs(closed):
+def discharge_refs(closed: Any) -> Any:
     """The program with the references that it makes replaced by the values in them."""
     if not any(isinstance(e, _core.InternalMutableArrayEffect) for e in closed.effects):
         return closed
     return _pxla._discharge_internal_refs(closed)
 
 
-def parse_sharding_rule(text: str, settings: Mapping[str, Any]):
+def parse_sharding_rule(text: str, settings: Mapping[str, Any]) -> Any:
     """A sharding rule written like an einsum, as `custom_partitioning` takes it."""
     return str_to_sdy_sharding_rule(text, **settings)
 
@@ -122,7 +122,9 @@ def jit_info(jitted: Any) -> Any:
     return jitted._jit_info
 
 
-def quick_call(fun: Any, cache_miss: Callable, static: Any, key: Any) -> Callable:
+def quick_call(
+    fun: Any, cache_miss: Callable[..., Any], static: Any, key: Any
+) -> Callable[..., Any]:
     """A function like those that `jax.jit` returns; `static` has its static arguments."""
     numbers = static.static_argnums if static else ()
     names = static.static_argnames if static else ()
@@ -136,7 +138,7 @@ def quick_call(fun: Any, cache_miss: Callable, static: Any, key: Any) -> Callabl
 
 
 def quick_data(
-    compiled: Any, tree: Any, names: Sequence, consts: Sequence, results: Sequence
+    compiled: Any, tree: Any, names: Sequence[Any], consts: Sequence[Any], results: Sequence[Any]
 ) -> Any:
     """What lets later calls pass by Python, or None where they cannot (callbacks).
 
@@ -154,7 +156,9 @@ def quick_data(
     return data._replace(in_shardings=into, out_shardings=[r.sharding for r in results])
 
 
-def parse_arguments(static: Any, args: tuple, kwargs: dict) -> tuple[Any, list]:
+def parse_arguments(
+    static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, list[Any]]:
     """A call's signature (trees, names and static arguments), and its flat dynamic arguments."""
     return _jax_jit.parse_arguments(
         args,
@@ -166,7 +170,7 @@ def parse_arguments(static: Any, args: tuple, kwargs: dict) -> tuple[Any, list]:
     )
 
 
-def execute(compiled: Any, arrays: Sequence) -> list:
+def execute(compiled: Any, arrays: Sequence[Any]) -> list[Any]:
     """Run a compiled program on arrays that are known to fit, without JAX's checks of them.
 
     The checks refuse int4 arrays, whose layout they take for another one.
@@ -176,7 +180,7 @@ def execute(compiled: Any, arrays: Sequence) -> list:
     return executable.unsafe_call(*own, *arrays)
 
 
-def closed_over(traced: Any) -> list:
+def closed_over(traced: Any) -> list[Any]:
     """Values that a traced function takes in front of its arguments."""
     return list(traced._consts)
 
@@ -244,13 +248,18 @@ class _NoMesh:
         _contexts.device_context.set_local(self.concrete)
 
 
-def register_array_type(cls: type, aval: Callable, place: Callable) -> None:
+def register_array_type(cls: type, aval: Callable[..., Any], place: Callable[..., Any]) -> None:
     """Make JAX take `cls` for an array: `aval` says of which type, `place` puts it somewhere."""
     _set_array_base_attributes(cls, exclude=set(vars(cls)))
     _core.pytype_aval_mappings[cls] = aval
     _dtypes.register_canonicalize_value_handler(cls, None)
 
-    def shard(values: Sequence, shardings: Sequence, layouts: Sequence, copies: Sequence) -> Any:
+    def shard(
+        values: Sequence[Any],
+        shardings: Sequence[Any],
+        layouts: Sequence[Any],
+        copies: Sequence[Any],
+    ) -> Any:
         arrays = [place(v) for v in values]
         return _pxla.shard_args(shardings, layouts, copies, arrays)
 

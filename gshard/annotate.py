@@ -148,7 +148,7 @@ _constraining = jax.make_user_context(None)
 
 # What has been annotated in the current trace. Tensors can only be told by identity, and may not
 # be kept alive beyond their trace.
-_annotated: contextvars.ContextVar[list[tuple[weakref.ref, Annotation]] | None] = (
+_annotated: contextvars.ContextVar[list[tuple[weakref.ref[Any], Annotation]] | None] = (
     contextvars.ContextVar("gshard_annotated", default=None)
 )
 
@@ -188,7 +188,7 @@ def is_tracing_for_gshard() -> bool:
     return _tracing_for.value is not None
 
 
-def constraining(devices: Devices) -> contextlib.AbstractContextManager:
+def constraining(devices: Devices) -> contextlib.AbstractContextManager[None]:
     """A context in which annotations become constraints for XLA's partitioner."""
     return _constraining(devices)
 
@@ -230,7 +230,7 @@ def widen(annotation: Annotation, dim: int) -> Annotation:
     )
 
 
-def _batch(args, dims, *, annotation: Annotation):
+def _batch(args: Any, dims: Any, *, annotation: Annotation) -> Any:
     (x,), (dim,) = args, dims
     return annotate_p.bind(x, annotation=widen(annotation, dim)), dim
 

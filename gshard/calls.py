@@ -47,7 +47,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def with_static_results(fun: Callable) -> Callable:
+def with_static_results(fun: Callable[..., Any]) -> Callable[..., Any]:
     """`fun` with the results that are not arrays as parts of the tree, which need no hash."""
 
     @functools.wraps(fun)
@@ -67,7 +67,9 @@ class StaticLeaves:
     marks: tuple[Static | None, ...]
 
     @staticmethod
-    def of(args: tuple, kwargs: dict, numbers: Sequence[int], names: Sequence[str]) -> Any:
+    def of(
+        args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Sequence[int], names: Sequence[str]
+    ) -> Any:
         """Both, and the arrays, of a call whose arguments `numbers` and `names` are static."""
         count = len(args)
         static = {n % count if n < 0 else n for n in numbers} if count else set()
@@ -85,7 +87,7 @@ class StaticLeaves:
         arrays = [x for x, mark in zip(leaves, marks, strict=True) if mark is None]
         return StaticLeaves(tree, marks), arrays
 
-    def arguments(self, arrays: Sequence[Any]) -> tuple[list, dict]:
+    def arguments(self, arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """The user's arguments again, with these arrays in them."""
         fresh = iter(arrays)
         leaves = [next(fresh) if mark is None else mark for mark in self.marks]
@@ -93,7 +95,7 @@ class StaticLeaves:
         bare = functools.partial(jax.tree.map, lambda x: x.value if isinstance(x, Static) else x)
         return [bare(a) for a in args], {k: bare(v) for k, v in kwargs.items()}
 
-    def flat(self, fun: Callable) -> Callable:
+    def flat(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """`fun` as a function of the arrays alone."""
 
         @functools.wraps(fun, updated=())
@@ -143,7 +145,7 @@ class Trees:
         return [info.dtype for info in self._infos]
 
     @property
-    def types(self) -> list[tuple]:
+    def types(self) -> list[tuple[Any, ...]]:
         """The shapes and types of the flat arguments."""
         return [(tuple(info.shape), info.dtype) for info in self._infos]
 

@@ -39,7 +39,7 @@ class Layout:
     def of(eqn: JaxprEqn, factors: Factors, chosen: Assignment, num_devices: int) -> Layout:
         """The layout of `eqn` with its factors split as `chosen`."""
 
-        def lie(tensors: Sequence[Sequence[Dim]], atoms: Sequence[Any]) -> tuple:
+        def lie(tensors: Sequence[Sequence[Dim]], atoms: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(
                 (
                     shard_dims(dims, chosen, factors, num_devices),

@@ -29,7 +29,7 @@ class Estimator:
         """`signature` tells variables apart that may get different shardings."""
         self.flow = flow
         self.costs: dict[Key, float] = {}
-        self.kinds: dict[Key, list] = {}  # of operators: an example, and how often it runs
+        self.kinds: dict[Key, list[Any]] = {}  # of operators: an example, and how often it runs
         used: set[Any] = set()
         for edge in flow.edges:
             atoms = edge.atoms[0]

@@ -44,7 +44,7 @@ def expand(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return closed if same and not _contains(closed.jaxpr, eqn.primitive) else None
 
 
-def _traced(eqn: JaxprEqn, fn: Callable) -> ClosedJaxpr:
+def _traced(eqn: JaxprEqn, fn: Callable[..., Any]) -> ClosedJaxpr:
     """The program of `fn(eqn, *operands)`, on behalf of the user's line."""
     avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
     with on_behalf_of(eqn):
@@ -75,11 +75,11 @@ def _batched_while(eqn: JaxprEqn, *operands: Any) -> list[Any]:
     cond_consts, rest = operands[:n_cond], operands[n_cond:]
     body_consts, carry = rest[:n_body], list(rest[n_body:])
 
-    def going(carried):
+    def going(carried: list[Any]) -> Any:
         (again,) = cond(*cond_consts, *carried)
         return again
 
-    def step(carried):
+    def step(carried: list[Any]) -> list[Any]:
         again = going(carried)
         after = body(*body_consts, *carried)
         return [_where(again, new, old) for new, old in zip(after, carried, strict=True)]

@@ -68,7 +68,7 @@ def lower(
 
 
 def jit(
-    fun: Callable | None = None,
+    fun: Callable[..., Any] | None = None,
     /,
     *,
     in_shardings: Any = None,
@@ -167,7 +167,7 @@ def _checked(devices: Any, device: jax.Device | None) -> tuple[jax.Device, ...] 
 class Jitted:
     """A function to be partitioned: call it, or `lower` it to see what that would do."""
 
-    def __init__(self, keywords: Keywords, options: Options, fun: Callable):
+    def __init__(self, keywords: Keywords, options: Options, fun: Callable[..., Any]):
         functools.update_wrapper(self, fun)
         self.options = options
         self._keywords = keywords
@@ -233,7 +233,11 @@ class Jitted:
         return lowered.trees.like_results(results), quick, False
 
     def _lower(
-        self, args: tuple, kwargs: dict, leaves: Sequence, static: StaticLeaves | None = None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: Sequence[Any],
+        static: StaticLeaves | None = None,
     ) -> Lowered:
         mesh = mesh_of([*leaves, *self._keywords.shardings])
         order = self._order(mesh)
@@ -273,7 +277,7 @@ class Jitted:
             devices = tuple(found)
         return device_order(devices)
 
-    def _inlined(self, args: tuple, kwargs: dict, leaves: Sequence) -> Any:
+    def _inlined(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Any:
         """Inside of another trace: the annotated program. XLA gets the annotations as constraints.
 
         Under `gshard.jit` they stay annotations, for the outer function to partition.
@@ -287,7 +291,9 @@ class Jitted:
 
     # ------------------------------------------------------------ arguments that are not arrays
 
-    def _static_leaves(self, args: tuple, kwargs: dict) -> tuple[StaticLeaves, list]:
+    def _static_leaves(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[StaticLeaves, list[Any]]:
         return StaticLeaves.of(
             args, kwargs, self._known.static_argnums, self._known.static_argnames
         )
@@ -308,5 +314,5 @@ def _lowered_before(jaxpr: Any, *key: Any) -> list[Lowered]:
     return []
 
 
-def _without(arguments: dict, left_out: dict) -> dict:
+def _without(arguments: dict[str, Any], left_out: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in arguments.items() if k not in left_out}

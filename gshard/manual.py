@@ -136,12 +136,14 @@ collective_p = Primitive("manual_collective")
 
 
 @to_manual_p.def_abstract_eval
-def _to_manual_aval(x, *, annotation: Annotation, num_devices: int, copies: str):
+def _to_manual_aval(
+    x: Any, *, annotation: Annotation, num_devices: int, copies: str
+) -> ShapedArray:
     return ShapedArray(annotation.resolve(num_devices).local_shape(x.shape), x.dtype)
 
 
 @to_auto_p.def_abstract_eval
-def _to_auto_aval(x, *, annotation, shape, num_devices, copies):
+def _to_auto_aval(x: Any, *, shape: tuple[int, ...], **_: Any) -> ShapedArray:
     return ShapedArray(shape, x.dtype)
 
 
@@ -149,7 +151,7 @@ partition_id_p.def_abstract_eval(lambda: ShapedArray((), jnp.int32))
 
 
 @collective_p.def_abstract_eval
-def _collective_aval(x, *, kind: str, dim: int, groups):
+def _collective_aval(x: Any, *, kind: str, dim: int, groups: Any) -> ShapedArray:
     shape = list(x.shape)
     if kind == "all_gather":
         shape[dim] *= len(groups[0])
@@ -158,7 +160,9 @@ def _collective_aval(x, *, kind: str, dim: int, groups):
     return ShapedArray(shape, x.dtype)
 
 
-def _to_manual_transpose(ct, x, *, annotation, num_devices, copies):
+def _to_manual_transpose(
+    ct: Any, x: Any, *, annotation: Annotation, num_devices: int, copies: str
+) -> list[Any]:
     """Every copy of a part contributed to the result, or the first one only."""
     back = {"all": "sum", "first": "first"}[copies]
     return [
@@ -168,30 +172,34 @@ def _to_manual_transpose(ct, x, *, annotation, num_devices, copies):
     ]
 
 
-def _to_auto_transpose(ct, x, *, annotation, shape, num_devices, copies):
+def _to_auto_transpose(
+    ct: Any, x: Any, *, annotation: Annotation, shape: Any, num_devices: int, copies: str
+) -> list[Any]:
     back = {"sum": "all", "first": "first"}[copies]
     return [to_manual_p.bind(ct, annotation=annotation, num_devices=num_devices, copies=back)]
 
 
-def _collective_transpose(ct, x, *, kind, dim, groups):
+def _collective_transpose(ct: Any, x: Any, *, kind: str, dim: int, groups: Any) -> list[Any]:
     if kind == "collective_permute":
         groups = tuple((d, s) for s, d in groups)
     back = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(kind, kind)
     return [collective_p.bind(ct, kind=back, dim=dim, groups=groups)]
 
 
-def _batch_to_manual(args, dims, *, annotation, **params):
+def _batch_to_manual(args: Any, dims: Any, *, annotation: Annotation, **params: Any) -> Any:
     (x,), (dim,) = args, dims
     return to_manual_p.bind(x, annotation=widen(annotation, dim), **params), dim
 
 
-def _batch_to_auto(args, dims, *, annotation, shape, **params):
+def _batch_to_auto(
+    args: Any, dims: Any, *, annotation: Annotation, shape: tuple[int, ...], **params: Any
+) -> Any:
     (x,), (dim,) = args, dims
     shape = (*shape[:dim], x.shape[dim], *shape[dim:])
     return to_auto_p.bind(x, annotation=widen(annotation, dim), shape=shape, **params), dim
 
 
-def _batch_collective(args, dims, *, kind, dim, groups):
+def _batch_collective(args: Any, dims: Any, *, kind: str, dim: int, groups: Any) -> Any:
     (x,), (at,) = args, dims
     x = jnp.moveaxis(x, at, x.ndim - 1)  # last, so that the other dims keep their numbers
     return collective_p.bind(x, kind=kind, dim=dim, groups=groups), x.ndim - 1

@@ -121,7 +121,7 @@ def _mesh_for(spec: PartitionSpec) -> Mesh:
     return mesh
 
 
-def with_shardings(fun: Callable, arguments: Any, results: Any) -> Callable:
+def with_shardings(fun: Callable[..., Any], arguments: Any, results: Any) -> Callable[..., Any]:
     """`fun` with annotations on its arguments and results, by trees of shardings or prefixes.
 
     They are those of `in_shardings` and `out_shardings`; None says nothing.

@@ -100,7 +100,7 @@ class Program:
         ports = zip(self.arguments, dtypes, strict=True)
         return [p.struct(self.mesh, dtype) for p, dtype in ports]
 
-    def compile(self, compiler_options: dict | None) -> jax.stages.Compiled:
+    def compile(self, compiler_options: dict[str, Any] | None) -> jax.stages.Compiled:
         """The executable, for real devices."""
         if isinstance(self.mesh, AbstractMesh):
             raise RuntimeError(
@@ -197,7 +197,7 @@ def arrange(
 
 
 def _traced(
-    step: Callable,
+    step: Callable[..., Any],
     name: str,
     structs: Sequence[jax.ShapeDtypeStruct],
     into: Sequence[Port],

@@ -115,7 +115,7 @@ def _grouped(flow: Flow) -> _Dims:
                     other = root(seen.setdefault(name[0], node))
                     low, high = min(node, other), max(node, other)
                     parent[high] = low
-    anchors: dict[int, list] = {}
+    anchors: dict[int, list[Any]] = {}
     numbers: dict[Split, int] = {}
     for var in flow.closed:
         for dim, split in enumerate(flow.given[var]):

@@ -67,13 +67,13 @@ def _rule_of(
     notation: str | Callable[[JaxprEqn], str],
     reduced: Mapping[str, str],
     sizes: Mapping[str, int],
-    local: Callable | None,
+    local: Callable[..., Any] | None,
 ) -> Rule:
     def factors(eqn: JaxprEqn) -> Factors:
         text = notation if isinstance(notation, str) else notation(eqn)
         return factors_of(eqn, parse_sharding_rule(text, sizes), reduced)
 
-    def run(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]):
+    def run(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]) -> Sequence[Any]:
         if local is None:
             return bind_local(ctx, eqn, tiles, shapes)
         return jax.tree.leaves(local(*(t.array for t in tiles), **eqn.params))

@@ -25,7 +25,9 @@ Window = tuple[Any, int, int]  # a tensor, and the rows of it: first and end
 concatenate_slices_p = Primitive("concatenate_slices")  # of `windows`: (operand, start, limit)
 
 
-def _concatenate_slices(*operands, dimension: int, windows: tuple[tuple[int, int, int], ...]):
+def _concatenate_slices(
+    *operands: jax.Array, dimension: int, windows: tuple[tuple[int, int, int], ...]
+) -> jax.Array:
     """What it means, for regions that gshard does not partition."""
     parts = [
         lax.slice_in_dim(operands[number], start, limit, axis=dimension)
@@ -35,7 +37,7 @@ def _concatenate_slices(*operands, dimension: int, windows: tuple[tuple[int, int
 
 
 @concatenate_slices_p.def_abstract_eval
-def _concatenate_slices_aval(*operands, dimension, windows):
+def _concatenate_slices_aval(*operands: Any, dimension: int, windows: Any) -> ShapedArray:
     shape = list(operands[0].shape)
     shape[dimension] = sum(limit - start for _, start, limit in windows)
     return ShapedArray(shape, operands[0].dtype)

@@ -43,12 +43,12 @@ def short_source(line: str) -> str:
     return "/".join(Path(line).parts[-2:])
 
 
-def _user_line(source_info) -> str:
+def _user_line(source_info: Any) -> str:
     frame = _user_frame(source_info)
     return f"{frame.file_name}:{frame.start_line}" if frame else "unknown"
 
 
-def _user_frame(source_info) -> Any:
+def _user_frame(source_info: Any) -> Any:
     frames = list(source_info_util.user_frames(source_info.traceback))
     own = [f for f in frames if "site-packages" not in f.file_name]
     return (own or frames or [None])[0]
@@ -63,7 +63,7 @@ def reason_of(eqn: JaxprEqn) -> str:
     return ""
 
 
-def because(reason: str) -> contextlib.AbstractContextManager:
+def because(reason: str) -> contextlib.AbstractContextManager[None]:
     """Attach `reason` to the operations made inside; profilers show it too, in the op's name."""
     return jax.named_scope(_REASON + reason)
 

@@ -79,7 +79,7 @@ class Partitioned(Protocol):
         """The arguments as shapes with JAX's own shardings."""
         ...
 
-    def compile(self, compiler_options: dict | None) -> jax.stages.Compiled:
+    def compile(self, compiler_options: dict[str, Any] | None) -> jax.stages.Compiled:
         """The executable, or an error where there is nothing to run it on."""
         ...
 
@@ -192,7 +192,7 @@ class Lowered:
                 "per-device program to look at; leave the partitioner out for gshard's own"
             )
 
-    def compile(self, compiler_options: dict | None = None) -> Compiled:
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
         """The program, compiled by XLA for its devices."""
         if compiler_options:
             return Compiled(self._program, self.trees, compiler_options)
@@ -218,7 +218,9 @@ class Lowered:
 class Compiled:
     """An executable program: call it with arguments like those it was lowered for."""
 
-    def __init__(self, program: Partitioned, trees: Trees, compiler_options: dict | None = None):
+    def __init__(
+        self, program: Partitioned, trees: Trees, compiler_options: dict[str, Any] | None = None
+    ):
         self._program = program
         self.trees = trees
         self._stage = program.compile(compiler_options)
@@ -258,7 +260,7 @@ class Compiled:
         placed = self._program.put(self._arrays(args, kwargs))
         return self.trees.like_arguments(self._program.shown(placed))
 
-    def _arrays(self, args: tuple, kwargs: dict) -> list[Any]:
+    def _arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         leaves = jax.tree.leaves((args, kwargs))
         arrays = [x for x in leaves if _jax.is_array_like(x)]
         types = [(x.shape, x.dtype) for x in map(_jax.struct_of, arrays)]
@@ -301,5 +303,5 @@ class Compiled:
     _no_kwargs = False
 
 
-def _named(types: Sequence[tuple]) -> str:
+def _named(types: Sequence[tuple[Any, ...]]) -> str:
     return "(" + ", ".join(f"{dtype}{list(shape)}" for shape, dtype in types) + ")"

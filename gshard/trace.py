@@ -175,7 +175,12 @@ class _Builder:
             raise ValueError(f"{source_of(eqn)}: {name}: {error}") from None
 
     def append(
-        self, eqn: JaxprEqn, invars: list, outvars: list, primitive: Primitive, params: dict
+        self,
+        eqn: JaxprEqn,
+        invars: list[Any],
+        outvars: list[Any],
+        primitive: Primitive,
+        params: dict[str, Any],
     ) -> list[Any]:
         """Append an equation that stands for `eqn`; its results."""
         info, ctx = eqn.source_info, eqn.ctx

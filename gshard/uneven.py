@@ -103,7 +103,7 @@ class UnevenArray(jax.Array):
 
     __copy__ = copy
 
-    def __deepcopy__(self, memo: dict) -> UnevenArray:
+    def __deepcopy__(self, memo: dict[str, Any]) -> UnevenArray:
         return self.copy()
 
     def __reduce__(self) -> Any:

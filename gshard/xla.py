@@ -7,19 +7,19 @@ the compiled program, so that both partitioners are measured with one ruler.
 from __future__ import annotations
 
 import functools
-import math
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import Mesh, NamedSharding
 
 from gshard import _jax
 from gshard.annotate import annotate_p
+from gshard.evaluate import bind, evaluate
 from gshard.explain import Collective
+from gshard.hlo import collectives_of_hlo
 from gshard.meshes import make_mesh, partition_spec
 from gshard.placement import DeviceOrder
 from gshard.ports import in_place, ports
@@ -58,7 +58,7 @@ def lower_with_xla(
 
     def constrained(*arrays: jax.Array) -> list[Any]:
         arguments = [*closed_over, *arrays]
-        return _evaluate(flat, arguments, lambda v: named(shardings[v], v.aval.shape))
+        return _constrained(flat, arguments, lambda v: named(shardings[v], v.aval.shape))
 
     arguments = flat.jaxpr.invars[len(closed_over) :]
     placed = [named(shardings[v], v.aval.shape) for v in arguments]
@@ -132,7 +132,7 @@ class XlaProgram:
             for a, dtype, s in zip(avals, dtypes, self.into, strict=True)
         ]
 
-    def compile(self, compiler_options: dict | None) -> jax.stages.Compiled:
+    def compile(self, compiler_options: dict[str, Any] | None) -> jax.stages.Compiled:
         """The program, partitioned and compiled by XLA."""
         if compiler_options:
             return self.traced.lower().compile(compiler_options=compiler_options)
@@ -164,133 +164,27 @@ class XlaProgram:
         return self.traced(*arguments)
 
 
-def _evaluate(program: ClosedJaxpr, arrays: Sequence[Any], sharding_of: Callable) -> list[Any]:
+def _constrained(
+    program: ClosedJaxpr, arrays: Sequence[Any], sharding_of: Callable[[Any], NamedSharding | None]
+) -> list[Any]:
     """The program, with each annotation that divides as a constraint (XLA drops the others)."""
 
-    def run(closed: ClosedJaxpr, args) -> list[Any]:
-        jaxpr = closed.jaxpr
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
-        for eqn in jaxpr.eqns:
-            values = [a.val if isinstance(a, Literal) else env[a] for a in eqn.invars]
-            with on_behalf_of(eqn):
-                if eqn.primitive is annotate_p:
-                    wanted = sharding_of(eqn.outvars[0])
-                    out = (
-                        values[0]
-                        if wanted is None
-                        else jax.lax.with_sharding_constraint(values[0], wanted)
-                    )
-                    outs = [out]
-                else:
-                    params = dict(eqn.params)
-                    if bodies(eqn):
-                        params = {k: _rebuilt(v, run) for k, v in params.items()}
-                    made = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))
-                    outs = made if eqn.primitive.multiple_results else [made]
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [a.val if isinstance(a, Literal) else env[a] for a in jaxpr.outvars]
+    def interpret(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        with on_behalf_of(eqn):
+            if eqn.primitive is not annotate_p:
+                inside = eqn.params if bodies(eqn) else {}
+                return bind(eqn, values, **{k: rebuilt(v) for k, v in inside.items()})
+            wanted = sharding_of(eqn.outvars[0])
+            if wanted is None:
+                return values
+            return [jax.lax.with_sharding_constraint(values[0], wanted)]
 
-    return run(program, arrays)
+    def rebuilt(param: Any) -> Any:
+        """The body of a loop or branch with its annotations as constraints."""
+        if isinstance(param, tuple):
+            return tuple(map(rebuilt, param))
+        if not isinstance(param, ClosedJaxpr):
+            return param
+        return jax.make_jaxpr(lambda *args: evaluate(param, args, interpret))(*param.in_avals)
 
-
-def _rebuilt(param: Any, run) -> Any:
-    """The body of a loop or branch with its annotations as constraints."""
-    if isinstance(param, tuple):
-        return tuple(_rebuilt(x, run) for x in param)
-    if not isinstance(param, ClosedJaxpr):
-        return param
-    return jax.make_jaxpr(functools.partial(_call, run, param))(*param.in_avals)
-
-
-def _call(run, closed: ClosedJaxpr, *args) -> list[Any]:
-    return run(closed, args)
-
-
-# ---------------------------------------------------------------- reading XLA's program
-
-_OPS = {
-    "all-reduce": "all_reduce",
-    "all-gather": "all_gather",
-    "all-to-all": "all_to_all",
-    "collective-permute": "collective_permute",
-    "reduce-scatter": "reduce_scatter",
-}
-_LINE = re.compile(
-    r"= (?P<type>\(.*?\)|\S+) "
-    r"(?P<op>all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
-)
-_SHAPE = re.compile(r"(?P<dtype>[a-z]+\d*(?:e\d+m\d+\w*)?)\[(?P<dims>[\d,]*)\]")
-
-
-def collectives_of_hlo(text: str, num_devices: int) -> Iterator[Collective]:
-    """The collectives of a compiled program, with the trip counts of the loops they stand in."""
-    runs = _trip_counts(text)
-    for computation, line in _lines(text):
-        found = _LINE.search(line)
-        if not found:
-            continue
-        kind = _OPS[found["op"]]
-        shapes = [(m["dtype"], m["dims"]) for m in _SHAPE.finditer(found["type"])]
-        size = sum(_bytes(dtype, dims) for dtype, dims in shapes)
-        if found["op"] + "-start(" in line and len(shapes) > 1:
-            size //= 2  # operand and result stand side by side
-        members = _group_size(line, num_devices)
-        sent = {
-            "all_reduce": 2 * size * (members - 1) // members,
-            "all_gather": size * (members - 1) // members,  # of its result, unlike ours
-            "all_to_all": size * (members - 1) // members,
-            "reduce_scatter": size * (members - 1),
-            "collective_permute": size,
-        }[kind]
-        where = re.search(r'source_file="([^"]*)" source_line=(\d+)', line)
-        source = f"{where[1]}:{where[2]}" if where else "unknown"
-        if sent:
-            yield Collective(
-                kind, sent, runs.get(computation, 1), members, shapes[0][0], source, "XLA"
-            )
-
-
-def _lines(text: str) -> Iterator[tuple[str, str]]:
-    """(computation, line) for every line of the program."""
-    computation = ""
-    for line in text.splitlines():
-        head = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line)
-        if head:
-            computation = head[1]
-        yield computation, line
-
-
-def _trip_counts(text: str) -> dict[str, int]:
-    """How often each computation runs: the product of the loops around it."""
-    calls: dict[str, list[tuple[str, int]]] = {}
-    for computation, line in _lines(text):
-        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
-        for kind, callee in re.findall(r"(body|calls|to_apply|condition)=%?([\w.\-]+)", line):
-            times = int(trips[1]) if trips and kind == "body" else 1
-            calls.setdefault(callee, []).append((computation, times))
-
-    @functools.cache
-    def runs(computation: str) -> int:
-        callers = calls.get(computation, [])
-        return sum(runs(caller) * times for caller, times in callers) if callers else 1
-
-    return {callee: runs(callee) for callee in calls}
-
-
-def _group_size(line: str, num_devices: int) -> int:
-    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
-    if listed:
-        return len(listed[1].split(","))
-    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]", line)
-    if iota:
-        return int(iota[2])
-    pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", line)
-    if pairs:
-        return len(set(re.findall(r"\d+", pairs[1])))
-    return num_devices
-
-
-def _bytes(dtype: str, dims: str) -> int:
-    count = math.prod(int(d) for d in dims.split(",")) if dims else 1
-    width = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])  # type: ignore[index]
-    return count * max(width // 8, 1)
+    return evaluate(program, arrays, interpret)

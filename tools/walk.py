@@ -1,14 +1,17 @@
 """`python -m tools.walk jit` and `python -m tools.walk train`: the files in the order of a call.
 
 A small program is run, and each file of gshard is printed when a function of it is called for the
-first time: the order in which to read them. The reading orders of docs/design.md follow it.
+first time: the order in which to read them. The reading orders of docs/design.md follow it;
+`python -m tools.walk jit --update` brings the rows of the first one into that order.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import pkgutil
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -98,13 +101,47 @@ def walk_train() -> list[str]:
     return [f for f in files if f.startswith(("mt/", "nn/")) or f in ("cli.py", "jit.py")]
 
 
+PAGE = Path("docs/design.md")
+_ROW = re.compile(r"\| (`[\w/]+\.py`(?:, `[\w/]+\.py`)*) \| (.*) \|\n")
+
+
+def in_order(page: str, files: list[str]) -> str:
+    """The page with the rows of its first table in the order of a walk, and one for each file.
+
+    A row keeps its words; a file that has none gets the first sentence of its docstring.
+    """
+    begin = page.index("| file |")
+    begin = page.index("\n", page.index("|---|", begin)) + 1
+    end = page.index("\n\n", begin) + 1
+    said: dict[str, str] = {}
+    for names, words in _ROW.findall(page[begin:end]):
+        first, *more = re.findall(r"`([\w/]+\.py)`", names)
+        said[first] = f"| {names} | {words} |\n"
+        said.update(dict.fromkeys(more, ""))
+    rows = []
+    for file in files:
+        if file not in said:
+            if file.startswith("rules/"):
+                continue
+            words = (ast.get_docstring(ast.parse((PACKAGE / file).read_text())) or "").split("\n")[
+                0
+            ]
+            said[file] = f"| `{file}` | {words[:1].lower()}{words[1:].rstrip('.')} |\n"
+        rows.append(said[file])
+    return page[:begin] + "".join(rows) + page[end:]
+
+
 def main() -> None:
     """Print the walk."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("which", choices=("jit", "train"))
-    walk = {"jit": walk_jit, "train": walk_train}[parser.parse_args().which]
+    parser.add_argument("--update", action="store_true", help="the rows of docs/design.md, for jit")
+    given = parser.parse_args()
     import_all()
-    print(*walk(), sep="\n")
+    files = {"jit": walk_jit, "train": walk_train}[given.which]()
+    print(*files, sep="\n")
+    if given.update:
+        PAGE.write_text(in_order(PAGE.read_text(), files))
 
 
 if __name__ == "__main__":

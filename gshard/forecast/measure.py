@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,7 @@ def main() -> None:
     )
 
 
-def _seconds(fn: Callable, *args: jax.Array, times: int = 5) -> float:
+def _seconds(fn: Callable[..., Any], *args: jax.Array, times: int = 5) -> float:
     """The least of several runs: what the machine can do when nothing else disturbs it."""
     jax.block_until_ready(fn(*args))
     best = float("inf")

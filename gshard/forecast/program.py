@@ -180,7 +180,7 @@ def _inline(jaxpr: Jaxpr, env: dict[Any, Any], ops: list[Op], apart: set[str]) -
     return [read(a) for a in jaxpr.outvars]
 
 
-class _Fresh(dict):
+class _Fresh(dict[str, Any]):
     """The values of one call of a body."""
 
 

@@ -11,6 +11,7 @@ import difflib
 import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -52,7 +53,7 @@ class Plan:
         key = jax.eval_shape(lambda: jax.random.key(0))
         state = jax.eval_shape(lambda key: init_state(model.config, optimizer, key), key)
 
-        def step(state, batch, key):
+        def step(state: Any, batch: Any, key: Any) -> Any:
             return train_step(state, batch, key, optimizer=optimizer, strategy=strategy)
 
         step_fn = gshard.jit(step, devices=model.devices, donate_argnums=0)
