@@ -26,6 +26,7 @@ test: lint
 	$(RUN) -m pytest -n 2
 
 test-all: lint
+	$(RUN) -m pip install --quiet --editable '.[dev,third-party]'
 	$(RUN) -m pytest -n 2 -m "slow or not slow"
 
 # The quick tests under JAX 0.10 and 0.11, each in an environment of its own (JAX=0.11: only that).

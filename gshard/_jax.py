@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -62,6 +63,12 @@ def private_primitives(module: str, *names: str) -> list[Primitive]:
 
 def python_implementation(primitive: Primitive) -> Callable[..., Any] | None:
     """The Python function that a primitive is outside of `jit`; None if XLA alone has it."""
+    # Sparse matrices have theirs beside them, to choose between it and a library on a GPU.
+    name = primitive.name
+    module = sys.modules.get(f"jax.experimental.sparse.{name.split('_')[0]}")
+    beside = getattr(module, f"_{name}_impl", None)
+    if beside is not None and getattr(module, f"{name}_p", None) is primitive:
+        return beside
     implementation = primitive.impl
     if getattr(implementation, "func", None) is _dispatch.apply_primitive:
         return None

@@ -1,0 +1,50 @@
+"""Other people's programs: `jax.jit`'s values, and a list of what they gather."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+import gshard
+from tests.oracle import compare
+
+SMALL = 4096  # bytes: what a batch's statistics, losses and flags may take
+
+
+def check_program(
+    fn: Callable, *args: Any, split: Mapping[int, int], tolerance: float = 1e-4
+) -> list[str]:
+    """Assert the values of `jax.jit`; the reasons of all that moves and is no small reduction.
+
+    `split` says along which dim the arrays of an argument are split over 8 devices.
+    """
+
+    def annotated(*args):
+        marked = list(args)
+        for number, dim in split.items():
+            marked[number] = jax.tree.map(
+                lambda x, dim=dim: gshard.split(x, dim, min(8, x.shape[dim])), args[number]
+            )
+        return fn(*marked)
+
+    wanted = jax.jit(fn)(*args)
+    lowered = gshard.jit(annotated, strict=True).lower(*args)
+    got = lowered.compile()(*args)
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        compare(a, b, exact=False, rtol=tolerance, atol=tolerance)
+    return sorted(
+        {
+            f"{c.kind}: {c.reason}"
+            for c in lowered.collectives
+            if c.kind != "all_reduce" or c.bytes > SMALL
+        }
+    )
+
+
+def data(*shape: int, seed: int = 0) -> np.ndarray:
+    """Normal numbers."""
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
