@@ -7,6 +7,7 @@ the time of the local work; the cheapest is taken (section 3.3.2, "Einsum Case S
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,7 +20,7 @@ from gshard.factors import Dim, Factor, Factors, compose, decompose
 from gshard.moving.costs import machine
 from gshard.moving.partial import combine, combine_cost, mask_for
 from gshard.moving.plan import reshard_cost
-from gshard.rule import MOST_REMEMBERED, RULES, Context, Rule, equation_key, factors_of
+from gshard.rule import MOST_REMEMBERED, RULES, Context, Rule, Shares, equation_key, factors_of
 from gshard.sharding import Sharding, Split, compatible
 from gshard.tile import Tile, itemsize_of
 
@@ -58,24 +59,23 @@ def partition_by_factors(
 ) -> list[Tile]:
     """Run `eqn` under the cheapest split of its factors; results need not be as wanted yet."""
     factors = factors_of(rule, eqn)
-    layout = _cheapest(eqn, factors, tuple(t.sharding for t in tiles), tuple(targets))
-    return _run(ctx, eqn, rule, factors, layout, tiles, targets)
+    layout = cheapest(ctx, eqn, factors, tiles, targets)
+    return run_as(ctx, eqn, rule, factors, layout, tiles, targets)
 
 
 _cheapest_before: dict[Any, Layout] = {}
 
 
-def _cheapest(
-    eqn: JaxprEqn,
-    factors: Factors,
-    shardings: tuple[Sharding, ...],
-    targets: tuple[Sharding, ...],
+def cheapest(
+    ctx: Context, eqn: JaxprEqn, factors: Factors, tiles: list[Tile], targets: list[Sharding]
 ) -> Layout:
     """The layout that `choose` finds; for equations that are alike, it is asked once."""
-    alike = equation_key(eqn)
-    key = (alike, shardings, targets, machine())
+    alike, shares = equation_key(eqn), ctx.shares(eqn, tiles)
+    shardings = tuple(t.sharding for t in tiles)
+    key = (alike, shardings, tuple(targets), shares, machine())
     if alike is None or key not in _cheapest_before:
-        chosen = choose(eqn, factors, shardings, targets)
+        cost = functools.partial(default_cost, shares=shares) if shares else None
+        chosen = choose(eqn, factors, shardings, targets, cost=cost)
         layout = Layout.of(eqn, factors, chosen, targets[0].num_devices)
         if alike is None:
             return layout
@@ -96,10 +96,10 @@ def run(
 ) -> list[Tile]:
     """Run `eqn` with its factors split as `chosen`."""
     layout = Layout.of(eqn, factors, chosen, targets[0].num_devices)
-    return _run(ctx, eqn, rule, factors, layout, tiles, targets)
+    return run_as(ctx, eqn, rule, factors, layout, tiles, targets)
 
 
-def _run(
+def run_as(
     ctx: Context,
     eqn: JaxprEqn,
     rule: Rule,
@@ -108,6 +108,7 @@ def _run(
     tiles: list[Tile],
     targets: list[Sharding],
 ) -> list[Tile]:
+    """Run `eqn` as a layout says."""
     name = eqn.primitive.name
     ready = []
     for tile, dims, (sharding, local) in zip(tiles, factors.operands, layout.operands, strict=True):
@@ -225,19 +226,27 @@ def default_cost(
     shardings: Sequence[Sharding],
     targets: Sequence[Sharding],
     limit: float,
+    shares: Shares | None = None,
 ) -> float:
-    """What it costs to bring operands into place, to work, and to hand over the results."""
+    """What it costs to bring operands into place, to work, and to hand over the results.
+
+    What is shared with other operators is paid in `shares`.
+    """
     num_devices = targets[0].num_devices
     total = local_work(eqn, factors, chosen)
-    for atom, dims, sharding in zip(eqn.invars, factors.operands, shardings, strict=True):
+    for number, (atom, dims, sharding) in enumerate(
+        zip(eqn.invars, factors.operands, shardings, strict=True)
+    ):
         if total >= limit:
             return total
         wanted = shard_dims(dims, chosen, factors, num_devices)
-        total += reshard_cost(sharding, wanted, atom.aval.shape, atom.aval.dtype)
+        cost = reshard_cost(sharding, wanted, atom.aval.shape, atom.aval.dtype)
+        total += cost * shares.of_move(number, wanted) if shares and cost else cost
     reduced = {f: s for f, s in chosen.items() if s and f in factors.reduced}
     for var, dims, target in zip(eqn.outvars, factors.results, targets, strict=True):
         here = shard_dims(dims, chosen, factors, num_devices)
-        total += combine_cost(here, reduced, factors.reduced, target, var.aval)
+        cost = combine_cost(here, reduced, factors.reduced, target, var.aval)
+        total += cost * shares.of_sum if shares and reduced else cost
     return total
 
 

@@ -23,7 +23,7 @@ class Place:
 
     axes: tuple[str, ...]
     num_devices: int
-    known: dict[str | bytes, Any] = field(default_factory=dict, compare=False)
+    known: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     def inner(self) -> Place:
         """The same devices for the body of a loop or branch, which may not leak values out."""

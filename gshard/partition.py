@@ -6,12 +6,15 @@ all devices. Each operator's rule is ordinary `lax` code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import primitives as p
 
 from gshard import unreduced
 from gshard.choose import partition_by_factors
@@ -19,6 +22,7 @@ from gshard.devices import Place
 from gshard.factors import Factor
 from gshard.moving import reshard
 from gshard.moving.partial import combine_sums
+from gshard.rule import Shares
 from gshard.rules import RULES
 from gshard.rules.manual import CROSSING_MANUAL, check_manual, run_manually
 from gshard.rules.unknown import unknown_rule
@@ -38,6 +42,9 @@ def partition(
     return local
 
 
+NOTHING: Mapping[int, float] = MappingProxyType({})
+
+
 class Partitioner:
     """Runs a program on tiles, with the shardings that propagation found."""
 
@@ -53,13 +60,16 @@ class Partitioner:
         self.memory_limit = memory_limit
         self.strict = strict  # whether a primitive without a rule is an error
         self.resharded: dict[tuple[int, Sharding], tuple[Tile, Tile]] = {}
+        self.forms: dict[int, list[Sharding]] = {}  # what an array has been resharded to
+        self.products: Mapping[Any, int] = {}  # how many products contract a variable's dims alike
         self.values: dict[Any, Tile] = {}  # of all variables, once they are known
-        self.waiting: set[Any] = set()  # variables whose sum over the devices may wait
+        self.waiting: dict[Any, float] = {}  # variables whose sum may wait, and its share
 
     def inner(self) -> Partitioner:
         """A partitioner for a body: it may use what is known outside, but not leak what it adds."""
         inner = Partitioner(self.place.inner(), self.shardings, self.memory_limit, self.strict)
         inner.resharded = dict(self.resharded)
+        inner.forms = {array: list(forms) for array, forms in self.forms.items()}
         return inner
 
     def sharding(self, var: Any) -> Sharding:
@@ -76,6 +86,7 @@ class Partitioner:
         key = (id(tile.array), target)
         if key not in self.resharded:
             moved = reshard.reshard(self.place, tile, target, reason)
+            self.forms.setdefault(id(tile.array), []).append(target)
             self.resharded[key] = (tile, moved)  # the tile is kept, so that its id stays its own
         return self.resharded[key][1]
 
@@ -91,18 +102,48 @@ class Partitioner:
             return None
         return unreduced.left_partial(tile, tuple(reduced.values()))
 
+    def shares(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Shares | None:
+        """What an operator shares with others, if anything."""
+        of_sum = min((self.waiting.get(v, 1.0) for v in eqn.outvars), default=1.0)
+        moved = tuple(frozenset(self.forms.get(id(t.array), ())) for t in tiles)
+        uses = (1.0,) * len(tiles)
+        if eqn.primitive is p.dot_general_p:
+            contracted = eqn.params["dimension_numbers"][0]
+            uses = tuple(
+                1 / self.products.get((a, dims), 1) if not isinstance(a, Literal) else 1.0
+                for a, dims in zip(eqn.invars, contracted, strict=True)
+            )
+        if of_sum == 1 and not any(moved) and min(uses, default=1.0) == 1:
+            return None
+        return Shares(of_sum, uses, moved)
+
     def run_body(
-        self, closed: ClosedJaxpr, tiles: Sequence[Tile], leaving: Collection[int] = ()
+        self,
+        closed: ClosedJaxpr,
+        tiles: Sequence[Tile],
+        leaving: Mapping[int, float] = NOTHING,
     ) -> list[Tile]:
         """The results of a body; its constants are whole on every device."""
         return self.run(closed.jaxpr, [*map(self.whole, closed.consts), *tiles], leaving)
 
-    def run(self, jaxpr: Jaxpr, tiles: Sequence[Tile], leaving: Collection[int] = ()) -> list[Tile]:
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        tiles: Sequence[Tile],
+        leaving: Mapping[int, float] = NOTHING,
+    ) -> list[Tile]:
         """The results of a program, given tiles for its constants and its arguments.
 
-        The results with the numbers `leaving` may be partial sums.
+        The results with the numbers in `leaving` may be partial sums (see `unreduced.waiting`).
         """
         self.waiting = unreduced.waiting(jaxpr, leaving)
+        self.products = Counter(
+            (a, eqn.params["dimension_numbers"][0][side])
+            for eqn in jaxpr.eqns
+            if eqn.primitive is p.dot_general_p
+            for side, a in enumerate(eqn.invars)
+            if not isinstance(a, Literal)
+        )
         env: dict[Any, Tile] = dict(zip((*jaxpr.constvars, *jaxpr.invars), tiles, strict=True))
         self.values = env
 

@@ -18,7 +18,7 @@ from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
 
-from gshard._jax import Var, mlir
+from gshard._jax import Var, mlir, split_p
 
 Window = tuple[Any, int, int]  # a tensor, and the rows of it: first and end
 
@@ -62,6 +62,8 @@ def fold(
             folded.append(_concatenation(eqn, windows, eqn.params["dimension"], made))
         elif eqn.primitive is p.scatter_p:
             folded += _static_update(eqn, made, consts)
+        elif eqn.primitive in (p.add_p, p.add_jaxvals_p):
+            folded.append(_sum_of_padded(eqn, made))
         else:
             folded.append(eqn)
     live = {v for v in results if not isinstance(v, Literal)}
@@ -74,7 +76,7 @@ def fold(
     return kept[::-1]
 
 
-_DROPPED = (p.slice_p, p.broadcast_in_dim_p)  # what folding leaves without use
+_DROPPED = (p.slice_p, split_p, p.pad_p, p.broadcast_in_dim_p)  # what folding leaves without use
 
 
 def _concatenation(
@@ -82,7 +84,7 @@ def _concatenation(
 ) -> JaxprEqn:
     """Windows one after the other; a slice gives way to its source where that has several."""
     parts = [
-        (None if isinstance(atom, Literal) else _cut(made.get(atom), dim, start, limit))
+        (None if isinstance(atom, Literal) else _cut(atom, made.get(atom), dim, start, limit))
         or (atom, start, limit)
         for atom, start, limit in whole
     ]
@@ -160,8 +162,12 @@ _INDEX_MATH = (
 )  # fmt: skip
 
 
-def _cut(eqn: JaxprEqn | None, dim: int, first: int, end: int) -> Window | None:
+def _cut(atom: Any, eqn: JaxprEqn | None, dim: int, first: int, end: int) -> Window | None:
     """Rows `first` to `end` of a slice along `dim` alone, as rows of its source."""
+    if eqn is not None and eqn.primitive is split_p and eqn.params["axis"] == dim:
+        number = next(i for i, v in enumerate(eqn.outvars) if v is atom)
+        before = int(sum(eqn.params["sizes"][:number]))
+        return eqn.invars[0], before + first, before + end
     if eqn is None or eqn.primitive is not p.slice_p:
         return None
     if any(s != 1 for s in eqn.params["strides"] or ()):
@@ -172,3 +178,36 @@ def _cut(eqn: JaxprEqn | None, dim: int, first: int, end: int) -> Window | None:
         if d != dim and (start, limit) != (0, n):
             return None
     return source, int(starts[dim]) + first, int(starts[dim]) + end
+
+
+def _sum_of_padded(eqn: JaxprEqn, made: Mapping[Any, JaxprEqn]) -> JaxprEqn:
+    """Two tensors padded with zeros that leave each other room, added: a concatenation.
+
+    That is what JAX makes of the gradient of a roll.
+    """
+    parts = [None if isinstance(a, Literal) else _padded(made.get(a)) for a in eqn.invars]
+    if parts[0] is None or parts[1] is None:
+        return eqn
+    (dim, low, first), (other, _, second) = sorted(parts, key=lambda part: part[1])  # type: ignore
+    rows = [a.aval.shape[dim] for a in (first, second)]
+    if dim != other or low or sum(rows) != eqn.outvars[0].aval.shape[dim]:
+        return eqn
+    windows: list[Window] = [(first, 0, rows[0]), (second, 0, rows[1])]
+    joined = eqn.replace(
+        invars=[first, second], primitive=p.concatenate_p, params={"dimension": dim}
+    )
+    return _concatenation(joined, windows, dim, made)
+
+
+def _padded(eqn: JaxprEqn | None) -> tuple[int, int, Any] | None:
+    """The dim along which a tensor is padded with zeros, its place there, and the tensor."""
+    if eqn is None or eqn.primitive is not p.pad_p:
+        return None
+    operand, value = eqn.invars
+    if not isinstance(value, Literal) or value.val != 0:
+        return None
+    config = [tuple(map(int, c)) for c in eqn.params["padding_config"]]
+    padded = [d for d, c in enumerate(config) if c != (0, 0, 0)]
+    if len(padded) != 1 or min(config[padded[0]]) < 0 or config[padded[0]][2]:
+        return None
+    return padded[0], config[padded[0]][0], operand

@@ -5,7 +5,7 @@ Most operators are described by their `Factors` alone; the others add a partitio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,24 @@ from gshard.evaluate import bind
 from gshard.factors import Factor, Factors, Shape
 from gshard.sharding import Sharding, Split
 from gshard.tile import Tile
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What of its costs an operator shares with others.
+
+    `of_sum` is the part of the sum of its result that is to be paid for it, where partial sums are
+    added first. `uses` is for each operand the part of a move that is to be paid for this use of
+    it, and `moved` the forms that it has been moved to already, which cost nothing.
+    """
+
+    of_sum: float
+    uses: tuple[float, ...]
+    moved: tuple[frozenset[Sharding], ...]
+
+    def of_move(self, number: int, target: Sharding) -> float:
+        """The part to pay for bringing an operand to `target`."""
+        return 0.0 if target in self.moved[number] else self.uses[number]
 
 
 class Context(Protocol):
@@ -40,16 +58,20 @@ class Context(Protocol):
         """`tile` as a partial sum over the `reduced` splits, if the sum of `var` may wait."""
         ...
 
+    def shares(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Shares | None:
+        """What an operator shares with others, if anything."""
+        ...
+
     def inner(self) -> Context:
         """A context for the body of a loop or branch, whose values may not leave it."""
         ...
 
     def run_body(
-        self, closed: Any, tiles: Sequence[Tile], leaving: Collection[int] = ()
+        self, closed: Any, tiles: Sequence[Tile], leaving: Mapping[int, float] = ...
     ) -> list[Tile]:
         """Partition the body of a loop or branch, called with `tiles`.
 
-        The results with the numbers `leaving` may be partial sums.
+        The results with the numbers in `leaving` may be partial sums (see `unreduced.waiting`).
         """
         ...
 

@@ -11,7 +11,7 @@ taken in a narrower type than the program's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,20 +37,51 @@ _REARRANGED = (
 )  # fmt: skip
 
 
-def waiting(jaxpr: Jaxpr, leaving: Collection[int] = ()) -> set[Any]:
-    """The variables whose sum may wait; results with the numbers `leaving` may even leave so."""
+_SUMMING = (p.dot_general_p, p.conv_general_dilated_p, p.reduce_sum_p, p.scatter_add_p)
+
+
+def waiting(jaxpr: Jaxpr, leaving: Mapping[int, float]) -> dict[Any, float]:
+    """The variables whose sum may wait, and what share of it is to be paid for each.
+
+    Two that are added pay half each. The results with the numbers in `leaving` may leave their sum
+    to others, and pay the share that is given there.
+    """
     uses: dict[Any, int] = {}
     for atom in [*(a for eqn in jaxpr.eqns for a in eqn.invars), *jaxpr.outvars]:
         if not isinstance(atom, Literal):
             uses[atom] = uses.get(atom, 0) + 1
-    found = {v for i in leaving if not isinstance(v := jaxpr.outvars[i], Literal) and uses[v] == 1}
-    ends = set(found)
+    sums = _sums(jaxpr)
+    found: dict[Any, float] = {}
+    ends: set[Any] = set()  # what is added, in the end, to a result that leaves
+    for number, share in leaving.items():
+        var = jaxpr.outvars[number]
+        if not isinstance(var, Literal) and uses[var] == 1:
+            found[var] = share
+            ends.add(var)
     for eqn in reversed(jaxpr.eqns):
-        for number, atom in enumerate(eqn.invars):
-            if not isinstance(atom, Literal) and uses[atom] == 1 and _passes(eqn, number, ends):
-                found.add(atom)
-                if eqn.outvars[0] in ends:  # through additions, to the end
-                    ends.add(atom)
+        able = [
+            a
+            for number, a in enumerate(eqn.invars)
+            if not isinstance(a, Literal) and uses[a] == 1 and _passes(eqn, number, ends)
+        ]
+        for atom in able:
+            share = found.get(eqn.outvars[0], 1.0)
+            both = eqn.primitive in _ADDED and len(sums.intersection(able)) == 2
+            found[atom] = share / 2 if both else share
+            if eqn.outvars[0] in ends:
+                ends.add(atom)
+    return found
+
+
+def _sums(jaxpr: Jaxpr) -> set[Any]:
+    """The variables that may be partial sums: made by summing, or from such."""
+    found: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        linear = eqn.primitive in (*_ADDED, *_SCALED, *_REARRANGED)
+        if eqn.primitive in _SUMMING or (
+            linear and any(not isinstance(a, Literal) and a in found for a in eqn.invars)
+        ):
+            found.update(eqn.outvars)
     return found
 
 

@@ -17,7 +17,7 @@ def step(x, *weights):
 
 
 def recipes(size: Size = SMALL) -> list[Recipe]:
-    S, M, H = (256, 128, 512) if size == SMALL else (4096, 1024, 8192)
+    S, M, H = (256, 128, 512) if size.M < 1024 else (4096, 1024, 8192)
     capacity = 2 * S // D
     exchanged = D * capacity * M * 4  # what a device dispatches: [E, 1, C, M]
     # The gradient for the router, and two scalars: the loss and the balance of the load.

@@ -21,6 +21,7 @@ def step(params, batch):
 
 
 def recipes(size: Size = SMALL) -> list[Recipe]:
+    size = size.few_tokens()
     params = shapes(size)
     scales = [params["norm"], *([layer["norm1"], layer["norm2"]] for layer in params["layers"])]
     expert = tensor_parallel.expert(size) + all_reduce(nbytes(scales))  # their gradients

@@ -29,7 +29,7 @@ def step(kernels, x_BHWC):
 
 
 def recipes(size: Size = SMALL) -> list[Recipe]:
-    B, H, W, C = (4, 64, 256, 16) if size == SMALL else (8, 1024, 4096, 64)
+    B, H, W, C = (4, 64, 256, 16) if size.M < 1024 else (8, 1024, 4096, 64)
     kernels = [jax.ShapeDtypeStruct((3, 3, C, C), jnp.float32)] * LAYERS
     column = B * H * C * 4
     # Two columns for every convolution, and two for every gradient but that of the images.

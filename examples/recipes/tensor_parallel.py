@@ -34,6 +34,7 @@ def expert(size: Size) -> float:
 
 
 def recipes(size: Size = SMALL) -> list[Recipe]:
+    size = size.few_tokens()
     return [Recipe("tensor parallel", step, (shapes(size), tokens(size)), expert(size))]
 
 

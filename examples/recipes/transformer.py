@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -30,9 +30,13 @@ class Size:
         """Bytes of the activations between layers, [B, S, M]."""
         return self.B * self.S * self.M * 4
 
+    def few_tokens(self) -> Size:
+        """An eighth of the batch: where the activations are smaller than the weights."""
+        return replace(self, B=self.B // 8)
+
 
 SMALL = Size()
-LARGE = Size(L=4, B=8, S=1024, M=4096, N=32, F=16384, V=32000)
+LARGE = Size(L=4, B=32, S=2048, M=4096, N=32, F=16384, V=32000)
 
 
 def shapes(size: Size) -> Params:

@@ -50,6 +50,7 @@ def step_fsdp(params, batch):
 
 
 def recipes(size: Size = SMALL) -> list[Recipe]:
+    size = size.few_tokens()
     params = shapes(size)
     scales = [params["norm"], *([layer["norm1"], layer["norm2"]] for layer in params["layers"])]
     whole, split = nbytes(scales), (nbytes(params) - nbytes(scales)) / 4

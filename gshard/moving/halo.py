@@ -21,7 +21,7 @@ from gshard.keys import as_integers
 from gshard.moving.collectives import all_gather, collective_permute
 from gshard.moving.costs import MAX_SHIFTS
 from gshard.moving.rows import Runs, align, everything, groups_along, plan_rows
-from gshard.sharding import Sharding
+from gshard.sharding import Sharding, Split
 from gshard.tile import Tile
 
 
@@ -60,11 +60,27 @@ def fetch(
 
     Windows near the tiles are a halo exchange. Where the windows drift away from the tiles (half of
     a dim, spread over all devices), `align` sends fewer rows; where every window needs most of the
-    dim, a gather does.
+    dim, a gather does. Asking twice moves them once.
     """
     split = tile.sharding.splits[dim]
     if split is None:
         return window(place, tile.array, dim, int(starts[0]), width)
+    key = (id(tile.array), tile.sharding, dim, np.asarray(starts).tobytes(), width, only)
+    if key not in place.known:  # the array is kept, so that its id stays its own
+        place.known[key] = tile.array, _fetch(place, tile, split, dim, starts, width, reason, only)
+    return place.known[key][1]
+
+
+def _fetch(
+    place: Place,
+    tile: Tile,
+    split: Split,
+    dim: int,
+    starts: Sequence[int] | np.ndarray,
+    width: int,
+    reason: str,
+    only: tuple[int, int] | None,
+) -> jax.Array:
     x, back = as_integers(tile.array)
     starts, rows = np.asarray(starts, np.int64), x.shape[dim]
     held = Runs.of(tile, dim).only(only)

@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard._jax import private_primitives
-from gshard.choose import Assignment, choose, run, shard_dims
+from gshard.choose import Assignment, cheapest, run_as, shard_dims
 from gshard.evaluate import bind
 from gshard.factors import Factor, Factors
 from gshard.moving import collectives
@@ -52,12 +52,13 @@ def partition_dot(
 ) -> list[Tile]:
     """The cheapest split of the factors; in a loop if it gathers more than memory allows."""
     factors = dot_factors(eqn)
-    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets)
+    layout = cheapest(ctx, eqn, factors, tiles, targets)
+    chosen = layout.chosen
     for which, tile in enumerate(tiles):
         around = _too_large(ctx, factors, chosen, which, tile)
         if around:
             return [_in_a_loop(ctx, eqn, factors, chosen, which, around, tiles, targets[0])]
-    return run(ctx, eqn, _RULE, factors, chosen, tiles, targets)
+    return run_as(ctx, eqn, _RULE, factors, layout, tiles, targets)
 
 
 def _too_large(

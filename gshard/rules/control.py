@@ -7,7 +7,7 @@ at the border where it differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,7 +90,7 @@ class _Loop:
         ctx: Context,
         carried: Sequence[jax.Array],
         slices: Sequence[jax.Array],
-        leaving: Collection[int],
+        leaving: Mapping[int, float],
     ) -> list[Tile]:
         """The results of the body; those that are `leaving` may be partial sums."""
         arguments = [
@@ -146,7 +146,7 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     ]
 
 
-def _accumulating(ctx: Context, eqn: JaxprEqn, loop: _Loop) -> tuple[_Loop, list[int]]:
+def _accumulating(ctx: Context, eqn: JaxprEqn, loop: _Loop) -> tuple[_Loop, dict[int, float]]:
     """The loop with partial sums for the carried values to which its body adds nothing but those.
 
     What the body adds is known when it has been partitioned, so it is, once for nothing. The sums
@@ -154,15 +154,16 @@ def _accumulating(ctx: Context, eqn: JaxprEqn, loop: _Loop) -> tuple[_Loop, list
     """
     added = accumulators(eqn)
     if not added:
-        return loop, []
+        return loop, {}
+    once = dict.fromkeys(added, 1 / max(eqn.params["length"], 1))
     inner = ctx.inner()
     slices = [jax.ShapeDtypeStruct(t.array.shape[1:], t.array.dtype) for t in loop.xs]
 
     def trial(carried: Sequence[jax.Array], slices: Sequence[jax.Array]) -> None:
-        loop.run_once(inner, carried, slices, list(added))
+        loop.run_once(inner, carried, slices, once)
 
     jax.eval_shape(trial, [t.array for t in loop.carry], slices)
-    carry, leaving = list(loop.carry), []
+    carry, leaving = list(loop.carry), {}
     for i, variables in added.items():
         parts = [inner.values.get(v) for v in variables if not isinstance(v, Literal)]
         forms = {(t.sharding, t.partial) for t in parts if t}
@@ -174,7 +175,7 @@ def _accumulating(ctx: Context, eqn: JaxprEqn, loop: _Loop) -> tuple[_Loop, list
         if partial and local <= max(ctx.memory_limit, carry[i].nbytes):
             whole = ctx.reshard(carry[i], sharding, "operand of scan")
             carry[i] = as_partial(ctx.place, whole, partial)
-            leaving.append(i)
+            leaving[i] = once[i]
     return replace(loop, carry=carry), leaving
 
 

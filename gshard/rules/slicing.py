@@ -42,8 +42,7 @@ def change_dims(
         key=lambda way: _cost(tile, changes, shape, way[0], way[1], target),
     )
     tile = ctx.reshard(tile, source, f"operand of {name}")
-    order = sorted(changes, key=lambda d: shape[d] / tile.shape[d])  # the smaller, the earlier
-    for dim in order:
+    for dim in _order(changes, tile.shape, shape, tile.sharding):
         reason = f"{name}: rows of dim {dim} between tiles"
         change, split = changes[dim], result.splits[dim]
         if split is None and tile.sharding.splits[dim]:
@@ -87,6 +86,18 @@ def filled(sharding: Sharding, dim: int, target: Sharding) -> Sharding:
     return more if compatible(more.splits) else sharding
 
 
+def _order(
+    changes: Mapping[int, Change], before: Sequence[int], after: Sequence[int], source: Sharding
+) -> list[int]:
+    """The dims in the order that sends least: what shrinks for free first, what grows last."""
+
+    def rank(dim: int) -> tuple[bool, float]:
+        ratio = after[dim] / before[dim]
+        return bool(source.splits[dim]) or ratio > 1, ratio
+
+    return sorted(changes, key=rank)
+
+
 def _cost(
     tile: Tile,
     changes: Mapping[int, Change],
@@ -99,7 +110,7 @@ def _cost(
     total = reshard_cost(tile.sharding, source, tile.shape, dtype)
     now = list(source.local_shape(tile.shape))
     after = result.local_shape(shape)
-    for dim in sorted(changes, key=lambda d: shape[d] / tile.shape[d]):
+    for dim in _order(changes, tile.shape, shape, source):
         row = math.prod(n for d, n in enumerate(now) if d != dim) * itemsize_of(dtype)
         split = source.splits[dim]
         if split and result.splits[dim]:

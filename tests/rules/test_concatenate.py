@@ -39,3 +39,21 @@ def test_uneven_operands_by_another_dim(shape):
     x, y = random_array(shape), random_array((shape[0] + 2, shape[1]))
     split = even_split(2, 0, 8)
     check(joined, x, y, inputs=[split, split], outputs=[split], exact=True)
+
+
+def test_the_gradient_of_a_roll_is_a_roll():
+    def fn(x, y):
+        return jax.grad(lambda x: jnp.sum(jnp.roll(gshard.split(x, 0, 8), 3, 0) * y))(x)
+
+    x, y = random_array((16, 5)), random_array((16, 5), seed=1)
+    low = check(fn, x, y)
+    assert set(kinds(low)) == {"collective_permute"}
+    assert sent(low) == 2 * 5 * 4  # of a device's two rows, one goes one device on, one goes two
+
+
+def test_a_padded_sum_that_overlaps_stays_a_sum():
+    def fn(x, y):
+        return jnp.pad(x, ((0, 3), (0, 0))) + jnp.pad(y, ((4, 0), (0, 0)))
+
+    check(fn, random_array((13, 5)), random_array((12, 5)), inputs=[even_split(2, 0, 8)] * 2)
+    check(fn, random_array((4, 5)), random_array((3, 5)), inputs=[even_split(2, 1, 8)] * 2)
