@@ -6,6 +6,7 @@ Both partitioners answer to one protocol, `Partitioned`, so that these classes s
 from __future__ import annotations
 
 import functools
+import html
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from gshard import _jax, explain
 from gshard.calls import Trees
 from gshard.explaining import Subject
 from gshard.explaining import explain as explained
+from gshard.explaining.page import page
 from gshard.forecast import Forecast, Hardware, forecast
 from gshard.forecast.collective import Topology
 from gshard.sharding import Sharding
@@ -184,6 +186,17 @@ class Lowered:
         """
         self._check_per_device()
         return explained(self._program.subject, self.forecast(hardware), try_fixes)
+
+    def page(self, hardware: str | Path | Hardware | None = None) -> str:
+        """The explanation as one self-contained HTML page."""
+        self._check_per_device()
+        title = f"{self._program.traced.fun_name} on {self._program.num_devices} devices"
+        return page(self._program.subject, self.forecast(hardware), title)
+
+    def _repr_html_(self) -> str:
+        """The page, in a frame of its own: how notebooks show it."""
+        text = html.escape(self.page(), quote=True)
+        return f'<iframe srcdoc="{text}" style="width:100%;height:700px;border:0"></iframe>'
 
     def _check_per_device(self) -> None:
         if not self._program.per_device:

@@ -1,0 +1,70 @@
+"""The family's forecasts: what is refused and what would work; small members end to end."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from gshard.cli import app, main
+from gshard.planning.family import PARTS, part_of, plan
+from gshard.planning.fit import fitting, parse
+
+
+def test_a_batch_that_does_not_divide_names_the_nearest():
+    with pytest.raises(ValueError, match=r"4,000,000 tokens.*multiple of 1,048,576.*4,194,304"):
+        plan("moe_2048e_36l", batch_tokens=4_000_000)
+
+
+def test_devices_must_divide_the_experts():
+    with pytest.raises(ValueError, match=r"devices is 100.*must divide 128.*nearest.* 128"):
+        plan("moe_128e_12l", devices=100)
+
+
+def test_an_unknown_model_names_the_nearest():
+    with pytest.raises(ValueError, match=r"'moe_2048e_24l'; known are .*nearest is 'moe_2048e"):
+        plan("moe_2048e_24l")
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return plan("tiny", devices=8, batch_tokens=512)
+
+
+def test_every_operator_of_a_step_has_a_part(tiny):
+    found = tiny.forecast("tpu-v3")
+    parts = found.by(part_of)
+    assert set(parts) <= set(PARTS)
+    assert {"MoE feed-forward", "dispatch and combine", "transformer layers"} <= set(parts)
+    assert sum(p.seconds for p in parts.values()) == pytest.approx(found.step_seconds)
+    assert sum(p.sent for p in parts.values()) == found.sent_bytes
+    assert found.sent_bytes == sum(c.total_bytes for c in tiny.lowered.collectives)
+
+
+def test_the_command_prints_json_for_programs(tiny):
+    done = CliRunner().invoke(app, ["forecast", "tiny", "--batch-tokens", "512", "--json"])
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.output)
+    for key in ("steps_per_second", "step_seconds", "memory_bytes", "sent_bytes", "parts"):
+        assert said[key]
+
+
+def test_a_mistake_is_one_line(capsys):
+    with pytest.raises(SystemExit):
+        main(["forecast", "tiny", "--hardware", "h1000"])
+    assert "known are cpu, h100" in capsys.readouterr().err
+
+
+def test_devices_are_a_number_and_a_name():
+    devices, machine = parse("8 x h100")
+    assert (devices, machine.name) == (8, "h100")
+    with pytest.raises(ValueError, match="as in '64 x h100'"):
+        parse("h100")
+
+
+@pytest.mark.slow
+def test_what_fits_is_ranked():
+    devices, machine = parse("8 x h100")
+    found = fitting(devices, machine.replace(memory=2_000_000))
+    assert [f.plan.model.name for f in found] == ["tiny"] * len(found)
+    assert found
+    assert all(f.forecast.fits for f in found)
