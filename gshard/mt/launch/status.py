@@ -53,8 +53,11 @@ class Reporter:
             self._now = Status(now.host, now.process, step, doing, time.time())
 
     def close(self) -> None:
-        """Write no more."""
+        """Say that the process ends, and write no more."""
         self._ended.set()
+        self.tell("ending")
+        if self._path:
+            self._write()
 
     def _keep_writing(self) -> None:
         while not self._ended.wait(_SECONDS):

@@ -13,6 +13,7 @@ import contextlib
 import signal
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import Protocol
 from gshard.mt.launch.status import Status
 
 _USER_ERRORS = (1, 2)  # exit statuses of what a user has to mend
-_BUSY = ("starting", "compiling")
+_BUSY = ("starting", "compiling", "ending")  # may be silent for longer
 
 
 class Child(Protocol):
@@ -207,7 +208,8 @@ class Supervisor:
                 limit = max(limit, self._patience.busy)
             if silent > limit:
                 return Failure(index, _hung("has been silent for", silent, state), None)
-            if state.seen and silent > self._patience.lagging and index not in self._lagging:
+            lags = state.seen and state.doing not in _BUSY and silent > self._patience.lagging
+            if lags and index not in self._lagging:
                 self._lagging.add(index)
                 self._note(f"process {index} {_hung('lags: silent for', silent, state)}")
             elif silent < 2.0:
@@ -244,6 +246,9 @@ class Supervisor:
         def ask(number: int, frame: FrameType | None) -> None:
             self._asked = number
 
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals are not ours to take
+            return
         before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield

@@ -57,32 +57,33 @@ def test_a_node_is_lost_and_comes_back(cluster, tmp_path):
 
     third = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
-    notes, failed = [], []
+    notes, status = [], []
 
     def everyone(count):
         return all((tmp_path / f"here-{count}-{i}").exists() for i in range(count))
 
-    def happen():
-        try:
-            until(lambda: everyone(3))
-            cluster.remove_node(third, allow_graceful=False)
-            until(lambda: everyone(2))
-            for path in tmp_path.glob("here-3-*"):
-                path.unlink()
-            cluster.add_node(num_cpus=1)
-            until(lambda: everyone(3))
-        except AssertionError:
-            failed.append("see the notes")
-        (tmp_path / "enough").touch()
+    def train():
+        patience = Patience(joining=2.0, stopping=60.0)
+        command = [sys.executable, "-c", WORKER, str(tmp_path)]
+        supervisor = Supervisor(RayCluster(), command, 3, notes.append, patience, least=1)
+        status.append(supervisor.run())
 
-    thread = threading.Thread(target=happen)
+    thread = threading.Thread(target=train)
     thread.start()
-    patience = Patience(joining=2.0, stopping=60.0)
-    command = [sys.executable, "-c", WORKER, str(tmp_path)]
-    status = Supervisor(RayCluster(), command, 3, notes.append, patience, least=1).run()
-    thread.join()
-    assert (status, failed) == (0, []), notes
-    lost, fewer, more = [note for note in notes if "lags" not in note]
+    try:
+        until(lambda: everyone(3))
+        cluster.remove_node(third, allow_graceful=False)
+        until(lambda: everyone(2))
+        for path in tmp_path.glob("here-3-*"):
+            path.unlink()
+        cluster.add_node(num_cpus=1)
+        until(lambda: everyone(3))
+    finally:
+        (tmp_path / "enough").touch()
+        thread.join()
+    assert status == [0], notes
+    # Ray may list the lost node for a while, and then one more start fails.
+    lost, *_, fewer, more = [note for note in notes if "lags" not in note]
     assert "was ended by SIGKILL" in lost
     assert "its node is gone" in lost
     assert fewer == "2 of 3 processes are started"
