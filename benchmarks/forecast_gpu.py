@@ -2,12 +2,18 @@
 
     python -m benchmarks.forecast_gpu FOLDER
 
-writes FOLDER/h200.json. The paper's dims with fewer experts and layers, so that one GPU holds them;
+writes FOLDER/h200.json, and
+
+    python -m benchmarks.forecast_gpu --against benchmarks/results/forecast_h200.json
+
+prints the forecast of the same steps beside it, on any machine. The paper's dims with fewer experts
+and layers, so that one GPU holds them;
 the state is donated and all arrays are made on the device.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -91,7 +97,29 @@ def measure(model: Model, steps: int = 6) -> dict:
     }
 
 
+def against(path: Path) -> None:
+    import gshard
+
+    print("| training step | for | measured, ms | ours | error | measured, GB | ours | error |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, row in json.loads(path.read_text(encoding="utf-8"))["steps"].items():
+        if "step_seconds" not in row:
+            continue
+        model = model_of(row["changes"], row["tokens"])
+        found = lower(model, functools.partial(gshard.jit, devices=1))[0].forecast("h200")
+        seconds, peak = row["step_seconds"], row["peak_bytes"]
+        print(
+            f"| {name} | {row['for']} | {1e3 * seconds:.0f} | {1e3 * found.step_seconds:.0f} | "
+            f"{found.step_seconds / seconds - 1:+.1%} | {peak / 1e9:.1f} | "
+            f"{found.memory_bytes / 1e9:.1f} | {found.memory_bytes / peak - 1:+.1%} |",
+            flush=True,
+        )
+
+
 def main() -> None:
+    if sys.argv[1] == "--against":
+        against(Path(sys.argv[2]))
+        return
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     only = sys.argv[2:]
