@@ -46,7 +46,7 @@ format: $(VENV)/installed
 
 # The pages that are made from the code.
 docs: $(VENV)/installed
-	$(RUN) -m gshard.rules > docs/reference/operators.md
+	$(RUN) -m gshard.rules --update
 	$(RUN) -m tools.structure --update
 	$(RUN) -m tools.walk jit --update
 	$(RUN) -m tools.jit_table --update

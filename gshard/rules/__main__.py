@@ -1,9 +1,13 @@
 """`python -m gshard.rules`: the table of operators, docs/reference/operators.md, from the registry.
 
-`python -m gshard.rules > docs/reference/operators.md` brings it up to date; a test sees to that.
+`python -m gshard.rules --update` brings it up to date; a test sees to that. Rows of primitives that
+another release of JAX has are kept.
 """
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 from jax.extend.core import Primitive
 from jax.extend.core import primitives as exported
@@ -13,9 +17,10 @@ from gshard.rule import Doc
 from gshard.rules import RULES
 from gshard.trace import CALLS, REFS
 
+PAGE = Path("docs/reference/operators.md")
 _HEAD = """# Operators
 
-Made by `python -m gshard.rules > docs/reference/operators.md` from the rules in `gshard/rules`.
+Made by `python -m gshard.rules --update` from the rules in `gshard/rules`.
 
 A dim in the second column splits for free: nothing is sent. One in the third takes rows from other
 tiles by halo exchange or CollectivePermutes, and sends those rows only. One in the fourth needs a
@@ -53,6 +58,17 @@ def table() -> str:
     return _HEAD + "\n".join(lines) + "\n"
 
 
+def merged(page: str, old: str) -> str:
+    """The page, with the rows of `old` for primitives that this release of JAX does not have."""
+
+    def rows(text: str) -> dict[str, str]:
+        listed = (line for line in text.splitlines() if line.startswith(("| `", "| *")))
+        return {line.split(" | ")[0].strip("| `*"): line for line in listed}
+
+    both = {**rows(old), **rows(page)}
+    return _HEAD + "\n".join(both[name] for name in sorted(both)) + "\n"
+
+
 def _row(doc: Doc) -> str:
     if doc.refused:
         return f"refused: {doc.refused} | |"
@@ -60,4 +76,7 @@ def _row(doc: Doc) -> str:
 
 
 if __name__ == "__main__":
-    print(table(), end="")
+    if "--update" in sys.argv[1:]:
+        PAGE.write_text(merged(table(), PAGE.read_text()))
+    else:
+        print(table(), end="")

@@ -171,6 +171,10 @@ def _accumulating(ctx: Context, eqn: JaxprEqn, loop: _Loop) -> tuple[_Loop, dict
             continue
         ((sharding, partial),) = forms
         shape, dtype = carry[i].shape, carry[i].array.dtype
+        if sharding.manual or sharding.rank != len(
+            shape
+        ):  # each device's own; or a scalar is added
+            continue
         local = byte_size(sharding.local_shape(shape), dtype)
         if partial and local <= max(ctx.memory_limit, carry[i].nbytes):
             whole = ctx.reshard(carry[i], sharding, "operand of scan")

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
-from jax.sharding import PartitionSpec as P
 
 import gshard
 from tests.oracle import check, check_grad, even_split, random_array, sent
@@ -92,24 +91,6 @@ def test_references_are_values(dim):
     low = check(references, x, inputs=[even_split(2, dim, 8)], exact=True)
     if dim == 1:
         assert sent(low) == 0, low.collectives
-
-
-def refusals():
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("i",))
-
-    def mapped(x):
-        return jax.shard_map(lambda v: lax.psum(v, "i"), mesh=mesh, in_specs=P("i"), out_specs=P())(
-            x
-        )
-
-    return {"shard_map": mapped}
-
-
-@pytest.mark.parametrize("name", refusals())
-def test_refusals_name_the_primitive_and_the_line(name):
-    fn = refusals()[name]
-    with pytest.raises(NotImplementedError, match=r"test_callbacks.py:\d+: .*" + name):
-        gshard.jit(lambda x: fn(gshard.split(x, 0, 8))).lower(np.ones(8, np.float32))
 
 
 def test_ragged_dot():
