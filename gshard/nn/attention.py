@@ -7,14 +7,22 @@ Dims: B sequences, T queries, L keys, M model dim, N heads, D key dim, U value d
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from gshard.nn.flash import flash_attention
+from gshard.nn.hashing import Random, seed_of
 from gshard.nn.layers import dropout, init_weight
+from gshard.nn.segments import Segments, segment_mask
+from gshard.nn.strategy import ONE_DEVICE, Strategy
+
+AttentionKind = Literal["plain", "flash"]
+
+__all__ = ["Attention", "AttentionKind", "KeysValues", "Segments", "segment_mask"]
 
 
 class KeysValues(NamedTuple):
@@ -59,33 +67,49 @@ class Attention(eqx.Module):
         self,
         x_BTM: Array,
         memory: KeysValues,
-        mask_BTL: Array,
+        visible: Array | Segments,
         rate: float = 0.0,
         key: Array | None = None,
+        random: Random = "threefry",
+        kind: AttentionKind = "plain",
+        strategy: Strategy = ONE_DEVICE,
     ) -> Array:
-        """Attend from `x_BTM` to `memory` where the mask is True, with dropout on the weights.
+        """Attend from `x_BTM` to `memory` where a query may see it, with dropout on the weights.
 
         A query that may see nothing (padding) gets an even mixture, never a NaN.
         """
+        if kind == "flash" and isinstance(visible, Segments):
+            return self._project(self._flash(x_BTM, memory, visible, rate, key, strategy))
         dtype = x_BTM.dtype
-        q_BTND = jnp.einsum("BTM,MND->BTND", x_BTM, self.wq.astype(dtype))
-        q_BTND = q_BTND * jnp.asarray(q_BTND.shape[-1] ** -0.5, dtype)
+        mask_BTL = visible.mask() if isinstance(visible, Segments) else visible
+        q_BTND = self._queries(x_BTM)
         scores_BNTL = jnp.einsum(
             "BTND,BLND->BNTL", q_BTND, memory.keys, preferred_element_type=jnp.float32
         )
         scores_BNTL = jnp.where(mask_BTL[:, None], scores_BNTL, -1e9)
-        probs_BNTL = dropout(jax.nn.softmax(scores_BNTL).astype(dtype), rate, key)
+        probs_BNTL = dropout(jax.nn.softmax(scores_BNTL).astype(dtype), rate, key, random)
         out_BTNU = jnp.einsum("BNTL,BLNU->BTNU", probs_BNTL, memory.values)
-        return jnp.einsum("BTNU,NUM->BTM", out_BTNU, self.wo.astype(dtype))
+        return self._project(out_BTNU)
 
+    def _flash(
+        self,
+        x_BTM: Array,
+        memory: KeysValues,
+        visible: Segments,
+        rate: float,
+        key: Array | None,
+        strategy: Strategy,
+    ) -> Array:
+        """By the kernel, which each device runs on its own rows: no partitioner looks into it."""
+        rate, seed = (0.0, jnp.zeros(2, jnp.uint32)) if key is None else (rate, seed_of(key))
+        rows = (self._queries(x_BTM), *memory, visible.queries, visible.keys)
+        q, keys, values, *segments = (strategy.own_groups(x) for x in rows)
+        own = flash_attention(q, keys, values, Segments(*segments, visible.causal), rate, seed)
+        return strategy.all_groups(own, len(x_BTM))
 
-def segment_mask(queries_BT: Array, keys_BL: Array, *, causal: bool = False) -> Array:
-    """Who may see whom: tokens of the same segment, and with `causal` none that come later.
+    def _queries(self, x_BTM: Array) -> Array:
+        q_BTND = jnp.einsum("BTM,MND->BTND", x_BTM, self.wq.astype(x_BTM.dtype))
+        return q_BTND * jnp.asarray(q_BTND.shape[-1] ** -0.5, x_BTM.dtype)
 
-    Segment 0 is padding, which nobody sees; packed sequences carry 1, 2, ...
-    """
-    mask_BTL = (queries_BT[:, :, None] == keys_BL[:, None, :]) & (keys_BL > 0)[:, None, :]
-    if causal:
-        steps_T, steps_L = jnp.arange(queries_BT.shape[1]), jnp.arange(keys_BL.shape[1])
-        mask_BTL = mask_BTL & (steps_T[:, None] >= steps_L[None, :])
-    return mask_BTL
+    def _project(self, out_BTNU: Array) -> Array:
+        return jnp.einsum("BTNU,NUM->BTM", out_BTNU, self.wo.astype(out_BTNU.dtype))

@@ -5,7 +5,9 @@ same result: the paper's one-hot einsums, and gathers by index. Both leave token
 by expert and results [G, E, C, M] split by group, so that the two changes between these are the
 layer's two AllToAlls. By index is the default: it was the faster one wherever it was measured,
 on CPU and on an H200, and more so the larger a group is (the einsums do S * E * C * M
-multiplications per group to move 2 * S * M numbers).
+multiplications per group to move 2 * S * M numbers). On one device, where nothing has to be split,
+`flat` gathers from all groups at once (`gshard.nn.flat`), and moves nothing between the gathers and
+the experts' products.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from gshard.nn.exact import float32_logits
+from gshard.nn.flat import flat_dropless, flat_groups
 from gshard.nn.gating import PAPER_GATING, GatingConfig, Routed, RouterMetrics, Routing, route
-from gshard.nn.layers import init_weight
+from gshard.nn.layers import init_weight, relu
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 
-Dispatch = Literal["einsum", "index"]
+Dispatch = Literal["einsum", "index", "flat"]
 
 
 class Experts(eqx.Module):
@@ -39,8 +43,14 @@ class Experts(eqx.Module):
     def __call__(self, x_EGCM: Array) -> Array:
         """Every expert on its own tokens; the results stand group first."""
         dtype = x_EGCM.dtype
-        h_EGCH = jax.nn.relu(jnp.einsum("EGCM,EMH->EGCH", x_EGCM, self.wi.astype(dtype)))
+        h_EGCH = relu(jnp.einsum("EGCM,EMH->EGCH", x_EGCM, self.wi.astype(dtype)))
         return jnp.einsum("EGCH,EHM->GECM", h_EGCH, self.wo.astype(dtype))
+
+    def in_place(self, x_ECM: Array) -> Array:
+        """Every expert on its own tokens; the results stand where the tokens stood."""
+        dtype = x_ECM.dtype
+        h_ECH = relu(jnp.einsum("ECM,EMH->ECH", x_ECM, self.wi.astype(dtype)))
+        return jnp.einsum("ECH,EHM->ECM", h_ECH, self.wo.astype(dtype))
 
 
 class MoE(eqx.Module):
@@ -104,17 +114,27 @@ class MoE(eqx.Module):
         x_GSM = strategy.groups(x_BLM.reshape(G, -1, M))
         mask_GS = mask_BL.reshape(G, -1)
 
-        logits_GSE = jnp.einsum(
-            "GSM,ME->GSE", x_GSM.astype(jnp.float32), self.gate, precision=jax.lax.Precision.HIGHEST
-        )
+        logits_GSE = self._logits(x_GSM)
         S, E = logits_GSE.shape[1:]
         C = self.config.capacity(S, E, train=key is not None, dropless=dropless)
         routing, metrics = route(logits_GSE, C, self.config, key, mask_GS)
+        if self.dispatch == "flat" and strategy.devices == 1:
+            flat = flat_dropless if dropless else flat_groups
+            y_GSM = flat(self.experts.in_place, routing, x_GSM, E, C)
+            return y_GSM.reshape(B, L, M), Routed(routing, metrics)
 
         dispatch, combine = DISPATCHES[self.dispatch]
         x_EGCM = strategy.experts(dispatch(strategy, routing, x_GSM, E, C))
         y_GECM = strategy.groups(self.experts(x_EGCM))
         return combine(strategy, routing, y_GECM).reshape(B, L, M), Routed(routing, metrics)
+
+    def _logits(self, x_GSM: Array) -> Array:
+        """The router's logits, in float32 whatever the activations are."""
+        if x_GSM.dtype == jnp.bfloat16:
+            return float32_logits(x_GSM, self.gate)
+        return jnp.einsum(
+            "GSM,ME->GSE", x_GSM.astype(jnp.float32), self.gate, precision=jax.lax.Precision.HIGHEST
+        )
 
 
 def one_hots(routing: Routing, weight_KGS: Array, E: int, C: int) -> Array:
@@ -213,4 +233,5 @@ _lookup.defvjp(_lookup_forward, _lookup_backward)
 DISPATCHES = {
     "einsum": (dispatch_einsum, combine_einsum),
     "index": (dispatch_index, combine_index),
+    "flat": (dispatch_index, combine_index),  # on several devices
 }

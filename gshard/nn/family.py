@@ -16,9 +16,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from gshard.nn.config import Batch, TransformerConfig
 from gshard.nn.gating import GatingConfig
 from gshard.nn.strategy import Strategy
-from gshard.nn.transformer import Batch, Transformer, TransformerConfig
+from gshard.nn.transformer import Transformer
 
 
 @dataclass(frozen=True)

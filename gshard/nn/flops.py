@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gshard.nn.transformer import TransformerConfig
+from gshard.nn.config import TransformerConfig
 
 
 def forward_flops(config: TransformerConfig) -> tuple[int, int]:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from gshard.nn.hashing import Random, hash_dropout, seed_of
+
 
 def init_weight(key: Array, shape: tuple[int, ...], fan_in: int, dtype: str) -> Array:
     """A weight drawn from a truncated normal with standard deviation fan_in^-0.5."""
@@ -24,12 +26,32 @@ def split_key(key: Array | None, count: int) -> list[Array | None]:
     return [None] * count if key is None else list(jax.random.split(key, count))
 
 
-def dropout(x: Array, rate: float, key: Array | None) -> Array:
+def dropout(x: Array, rate: float, key: Array | None, random: Random = "threefry") -> Array:
     """Zero a share `rate` of `x` and scale up the rest; the identity without a key."""
     if key is None or rate == 0.0:
         return x
+    if random == "hash":
+        return hash_dropout(x, seed_of(key), rate)
     keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
+
+
+@jax.custom_vjp
+def relu(x: Array) -> Array:
+    """max(x, 0); the backward pass needs its result only, which the next product keeps anyway."""
+    return jnp.maximum(x, 0)
+
+
+def _relu_forward(x: Array) -> tuple[Array, Array]:
+    y = relu(x)
+    return y, y
+
+
+def _relu_backward(y: Array, grad: Array) -> tuple[Array]:
+    return (jnp.where(y > 0, grad, jnp.zeros_like(grad)),)
+
+
+relu.defvjp(_relu_forward, _relu_backward)
 
 
 def sinusoids(positions_BL: Array, model_dim: int) -> Array:
@@ -71,7 +93,7 @@ class FeedForward(eqx.Module):
 
     def __call__(self, x_BLM: Array) -> Array:
         """The layer at every position."""
-        h_BLH = jax.nn.relu(jnp.einsum("BLM,MH->BLH", x_BLM, self.wi.astype(x_BLM.dtype)))
+        h_BLH = relu(jnp.einsum("BLM,MH->BLH", x_BLM, self.wi.astype(x_BLM.dtype)))
         return jnp.einsum("BLH,HM->BLM", h_BLH, self.wo.astype(x_BLM.dtype))
 
 
@@ -86,7 +108,9 @@ class Embedding(eqx.Module):
     def __call__(self, tokens_BL: Array, positions_BL: Array, dtype: str) -> Array:
         """Embed the tokens with unit variance and add their positions."""
         model_dim = self.table.shape[1]
-        x_BLM = jnp.take(self.table, tokens_BL, axis=0, mode="clip").astype(jnp.float32)
+        # Looked up as float32, so that the gradients of a frequent token are summed in it: exact,
+        # and far faster on a GPU, which has no addition of bfloat16 in memory.
+        x_BLM = jnp.take(self.table.astype(jnp.float32), tokens_BL, axis=0, mode="clip")
         return (x_BLM * model_dim**0.5 + sinusoids(positions_BL, model_dim)).astype(dtype)
 
     def logits(self, x_BLM: Array) -> Array:

@@ -15,8 +15,9 @@ import equinox as eqx
 import jax
 from jax import Array
 
+from gshard.nn.config import Batch, Remat
 from gshard.nn.strategy import ONE_DEVICE, Strategy
-from gshard.nn.transformer import Batch, Remat, Transformer
+from gshard.nn.transformer import Transformer
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,17 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from gshard.nn.config import Batch, Remat, TransformerConfig
+from gshard.nn.fused_adafactor import FusedOptimizer
 from gshard.nn.gating import RouterMetrics
+from gshard.nn.hashing import seed_of
 from gshard.nn.remat import choose_remat
 from gshard.nn.strategy import ONE_DEVICE, Strategy
-from gshard.nn.transformer import Batch, ModelMetrics, Remat, Transformer, TransformerConfig
+from gshard.nn.transformer import ModelMetrics, Transformer
+from gshard.nn.vocabulary_loss import weighted_nll
+
+_ROUNDING = 0x5EED  # folded into the key of a step for the bits that round weights
+Optimizer = optax.GradientTransformation | FusedOptimizer
 
 
 class TrainState(NamedTuple):
@@ -38,7 +45,7 @@ class StepMetrics(NamedTuple):
 
 def init_state(
     config: TransformerConfig,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     key: Array,
     strategy: Strategy = ONE_DEVICE,
 ) -> TrainState:
@@ -53,7 +60,7 @@ def train_step(
     batch: Batch,
     key: Array,
     *,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     strategy: Strategy = ONE_DEVICE,
     label_smoothing: float = 0.0,
 ) -> tuple[TrainState, StepMetrics]:
@@ -73,10 +80,14 @@ def train_step(
 
     grads, metrics = jax.grad(objective, has_aux=True)(model)
     grads = strategy.update(grads)
-    updates, opt_state = optimizer.update(grads, opt_state, model)
-    model = strategy.updated(optax.apply_updates(model, updates))
-    opt_state = strategy.update(opt_state)
-    metrics = metrics._replace(grad_norm=_norm(grads))
+    if isinstance(optimizer, FusedOptimizer):
+        seed = seed_of(jax.random.fold_in(key, _ROUNDING))
+        model, opt_state, grad_norm = optimizer.apply(grads, opt_state, model, seed)
+    else:
+        updates, opt_state = optimizer.update(grads, opt_state, model)
+        model, grad_norm = optax.apply_updates(model, updates), _norm(grads)
+    model, opt_state = strategy.updated(model), strategy.update(opt_state)
+    metrics = metrics._replace(grad_norm=grad_norm)
     return TrainState(model, opt_state, state.step + 1), metrics
 
 
@@ -98,11 +109,16 @@ def loss(
 
     Summed, not averaged: how hard each router is pushed then does not depend on the depth.
     """
-    logits_BTV, routers = model(batch, key, strategy, remat)
-    nll_BT = cross_entropy(logits_BTV, batch.labels, label_smoothing)
+    x_BTM, routers = model.hidden(batch, key, strategy, remat)
     real_BT = batch.target_segments > 0
     tokens = jnp.sum(real_BT).astype(jnp.float32)
-    nll = jnp.sum(nll_BT * real_BT) / jnp.maximum(tokens, 1.0)
+    if model.config.loss_chunks > 1:
+        weights_BT = real_BT / jnp.maximum(tokens, 1.0)
+        settings = (label_smoothing, model.config.loss_chunks)
+        nll = weighted_nll(x_BTM, model.target.table, batch.labels, weights_BT, *settings)
+    else:
+        nll_BT = cross_entropy(model.target.logits(x_BTM), batch.labels, label_smoothing)
+        nll = jnp.sum(nll_BT * real_BT) / jnp.maximum(tokens, 1.0)
     aux, z = _router_losses(routers)
     gating = model.config.gating
     total = nll + gating.aux_coefficient * aux + gating.z_coefficient * z

@@ -7,6 +7,7 @@ model changes.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,22 +83,21 @@ class Strategy:
     def weights(self, tree: Any, stacked: int = 0) -> Any:
         """Annotate the weights in `tree`: experts split, the gate replicated, the rest inferred.
 
-        `stacked` is 1 where the weights of all layers stand together, with the layers in dim 0.
+        `stacked` is 1 for whole models, where the weights of all layers may stand together, with
+        the layers in dim 0.
         Also right for the optimizer state of those weights, which lies at the same paths.
         """
         if self.devices == 1:
             return tree
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: self._weight(_names(path), leaf, stacked), tree
+            lambda path, leaf: self._weight(path, leaf, stacked), tree
         )
 
     def update(self, tree: Any) -> Any:
         """With `split_update`, cut gradients or optimizer state of replicated weights in pieces."""
         if self.devices == 1 or not self.split_update:
             return self.weights(tree, stacked=1)
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: self._update(_names(path), leaf), tree
-        )
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: self._update(path, leaf), tree)
 
     def updated(self, tree: Any) -> Any:
         """The annotations of the weights after an update: as before it."""
@@ -105,14 +105,16 @@ class Strategy:
             return self.weights(tree, stacked=1)
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: (
-                self._weight(_names(path), leaf, 1)
+                self._weight(path, leaf, 1)
                 if "experts" in _names(path) or self.tensor > 1
                 else replicate(leaf)
             ),
             tree,
         )
 
-    def _weight(self, names: tuple[str, ...], leaf: Array, stacked: int) -> Array:
+    def _weight(self, path: Any, leaf: Array, stacked: int) -> Array:
+        names = _names(path)
+        stacked = stacked and not _written_out(path)
         if "gate" in names:
             return replicate(leaf)
         tensor_dim = _TENSOR_DIM.get(names[-2:]) if self.tensor > 1 else None
@@ -121,9 +123,10 @@ class Strategy:
             return self._grid(leaf, stacked, hidden)
         return leaf if hidden is None else self._grid(leaf, None, hidden)
 
-    def _update(self, names: tuple[str, ...], leaf: Array) -> Array:
+    def _update(self, path: Any, leaf: Array) -> Array:
+        names = _names(path)
         if "experts" in names or (self.tensor > 1 and names[-2:] in _TENSOR_DIM):
-            return self._weight(names, leaf, 1)
+            return self._weight(path, leaf, 1)
         if not leaf.size > self.devices:
             return leaf
         return split(leaf, int(np.argmax(leaf.shape)), self.devices)
@@ -155,3 +158,18 @@ ONE_DEVICE = Strategy()
 def _names(path: Any) -> tuple[str, ...]:
     """The attribute names along a path in a tree of modules."""
     return tuple(k.name for k in path if hasattr(k, "name"))
+
+
+def stacked_dims(path: Any) -> int:
+    """How many leading dims of the weight at `path` of a model count layers or experts."""
+    names = _names(path)
+    layers = ("encoder" in names or "decoder" in names) and not _written_out(path)
+    return layers + ("experts" in names)
+
+
+def _written_out(path: Any) -> bool:
+    """Whether the pairs of the stack at `path` have arrays of their own, each under its number."""
+    return any(
+        getattr(key, "name", None) in ("encoder", "decoder") and hasattr(inner, "idx")
+        for key, inner in itertools.pairwise(path)
+    )

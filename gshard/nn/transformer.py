@@ -1,237 +1,39 @@
 """The encoder-decoder Transformer of section 2, with experts in every other feed-forward layer.
 
 Layers come in pairs, a dense one and one with experts, and a stack of pairs runs under `lax.scan`:
-the program is as long for 36 layers as for 2. Normalization stands before each sublayer, so that
-the residual path is untouched from input to output and deep stacks train.
+the program is as long for 36 layers as for 2. `config.stacked=False` writes the pairs out instead.
+Normalization stands before each sublayer, so that the residual path is untouched from input to
+output and deep stacks train.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from gshard.nn.attention import Attention, KeysValues, segment_mask
-from gshard.nn.experts import Dispatch, MoE
-from gshard.nn.gating import PAPER_GATING, GatingConfig, Routed, RouterMetrics, Routing
-from gshard.nn.layers import Embedding, FeedForward, LayerNorm, dropout, split_key
+from gshard.nn.attention import KeysValues, Segments
+from gshard.nn.config import Batch, Remat, TransformerConfig
+from gshard.nn.gating import Routed, RouterMetrics, Routing
+from gshard.nn.layers import Embedding, LayerNorm, dropout, split_key
+from gshard.nn.pair import LayerCache, Masks, Pair, PairCache
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 
-Remat = Literal["none", "layer"]
-
-
-@dataclass(frozen=True)
-class TransformerConfig:
-    """The dims and settings of a model; `experts=0` is the dense Transformer.
-
-    `groups` is the G of the gating, a property of the model and not of the devices that run it:
-    None makes each sequence a group. `remat` trades memory for arithmetic in the backward pass:
-    "none", "layer" (keep only what enters each pair of layers), or the bytes that one device has,
-    from which `gshard.nn.remat` chooses.
-    """
-
-    source_vocab: int
-    target_vocab: int
-    encoder_layers: int
-    decoder_layers: int
-    model_dim: int
-    hidden_dim: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    experts: int = 0
-    expert_hidden_dim: int | None = None
-    groups: int | None = None
-    gating: GatingConfig = PAPER_GATING
-    dispatch: Dispatch = "index"
-    input_dropout: float = 0.1
-    residual_dropout: float = 0.1
-    attention_dropout: float = 0.1
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    weight_dtype: Literal["float32", "bfloat16"] = "float32"
-    remat: Remat | int = "none"
-
-    def __post_init__(self) -> None:
-        if self.encoder_layers % 2 or self.decoder_layers % 2:
-            raise ValueError(
-                "layers come in pairs, a dense one and one with experts, but there are "
-                f"{self.encoder_layers} encoder and {self.decoder_layers} decoder layers"
-            )
-
-
-class Batch(NamedTuple):
-    """Sentence pairs, all [B, L]; segment 0 is padding, packed sentences carry 1, 2, ...
-
-    `inputs` is the target shifted right by one: at each position the model has seen the tokens up
-    to `inputs` there and is to say `labels` there.
-    """
-
-    source: Array
-    source_segments: Array
-    source_positions: Array
-    inputs: Array
-    labels: Array
-    target_segments: Array
-    target_positions: Array
-
-    @staticmethod
-    def of(source: Array, target: Array, *, pad: int = 0, start: int = 0) -> Batch:
-        """One sentence pair per row, padded at the end with `pad`; inputs begin with `start`."""
-        positions = [jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape) for x in (source, target)]
-        shifted = jnp.pad(target[:, :-1], ((0, 0), (1, 0)), constant_values=start)
-        return Batch(
-            source=source,
-            source_segments=(source != pad).astype(jnp.int32),
-            source_positions=positions[0],
-            inputs=shifted,
-            labels=target,
-            target_segments=(target != pad).astype(jnp.int32),
-            target_positions=positions[1],
-        )
-
-
-class LayerCache(NamedTuple):
-    """What one decoder layer attends to while decoding."""
-
-    own: KeysValues
-    cross: KeysValues
-
-
-class Layer(eqx.Module):
-    """Self-attention, in the decoder cross-attention, then feed-forward or experts."""
-
-    self_norm: LayerNorm
-    self_attention: Attention
-    cross_norm: LayerNorm | None
-    cross_attention: Attention | None
-    feed_forward_norm: LayerNorm
-    feed_forward: FeedForward | None
-    moe: MoE | None
-    config: TransformerConfig = eqx.field(static=True)
-
-    def __init__(self, config: TransformerConfig, key: Array, *, sparse: bool, cross: bool):
-        c, dtype = config, config.weight_dtype
-        keys = jax.random.split(key, 3)
-        attention = (c.model_dim, c.heads, c.key_dim, c.value_dim, dtype)
-        hidden = c.expert_hidden_dim if sparse and c.expert_hidden_dim else c.hidden_dim
-        self.config = config
-        self.self_norm = LayerNorm(c.model_dim, dtype)
-        self.self_attention = Attention(*attention, keys[0])
-        self.cross_norm = LayerNorm(c.model_dim, dtype) if cross else None
-        self.cross_attention = Attention(*attention, keys[1]) if cross else None
-        self.feed_forward_norm = LayerNorm(c.model_dim, dtype)
-        self.feed_forward, self.moe = None, None
-        if sparse and c.experts:
-            self.moe = MoE(
-                c.experts, c.model_dim, hidden, dtype, keys[2], c.gating, c.groups, c.dispatch
-            )
-        else:
-            self.feed_forward = FeedForward(c.model_dim, hidden, dtype, keys[2])
-
-    def __call__(
-        self,
-        x_BTM: Array,
-        masks: Masks,
-        memory_BLM: Array | None = None,
-        key: Array | None = None,
-        strategy: Strategy = ONE_DEVICE,
-        cache: LayerCache | None = None,
-        index: Array | int = 0,
-        *,
-        dropless: bool = False,
-    ) -> tuple[Array, LayerCache | None, Routed | None]:
-        """One layer; with a `cache` it attends to that, after writing its own part at `index`."""
-        c = self.config
-        keys = split_key(key, 6)
-        h_BTM = self.self_norm(x_BTM)
-        own = self.self_attention.keys_values(h_BTM)
-        if cache is not None:
-            own = cache.own.write(own, jnp.asarray(index))
-            cache = LayerCache(own, cache.cross)
-        y_BTM = self.self_attention(h_BTM, own, masks.own, c.attention_dropout, keys[0])
-        x_BTM = x_BTM + dropout(y_BTM, c.residual_dropout, keys[1])
-
-        if self.cross_attention is not None and self.cross_norm is not None:
-            assert masks.cross is not None
-            if cache is not None:
-                cross = cache.cross
-            else:
-                assert memory_BLM is not None
-                cross = self.cross_attention.keys_values(memory_BLM)
-            h_BTM = self.cross_norm(x_BTM)
-            y_BTM = self.cross_attention(h_BTM, cross, masks.cross, c.attention_dropout, keys[2])
-            x_BTM = x_BTM + dropout(y_BTM, c.residual_dropout, keys[3])
-
-        h_BTM, routed = self.feed_forward_norm(x_BTM), None
-        if self.moe is not None:
-            y_BTM, routed = self.moe.routed(h_BTM, masks.real, keys[4], strategy, dropless=dropless)
-        elif self.feed_forward is not None:
-            y_BTM = self.feed_forward(h_BTM)
-        return x_BTM + dropout(y_BTM, c.residual_dropout, keys[5]), cache, routed
-
-
-class Masks(NamedTuple):
-    """Which tokens are real, and what each may attend to."""
-
-    real: Array  # [B, T]
-    own: Array  # [B, T, L]
-    cross: Array | None = None
-
-
-class Pair(eqx.Module):
-    """A dense layer and a layer with experts: the unit that a stack repeats."""
-
-    dense: Layer
-    sparse: Layer
-
-    def __init__(self, config: TransformerConfig, key: Array, *, cross: bool):
-        key_dense, key_sparse = jax.random.split(key)
-        self.dense = Layer(config, key_dense, sparse=False, cross=cross)
-        self.sparse = Layer(config, key_sparse, sparse=True, cross=cross)
-
-    def __call__(
-        self,
-        x_BTM: Array,
-        masks: Masks,
-        memory_BLM: Array | None = None,
-        key: Array | None = None,
-        strategy: Strategy = ONE_DEVICE,
-        cache: PairCache | None = None,
-        index: Array | int = 0,
-        *,
-        dropless: bool = False,
-    ) -> tuple[Array, PairCache | None, Routed | None]:
-        """Both layers, and what the one with experts did; `dropless` gives each token its own."""
-        keys = split_key(key, 2)
-        first, second = cache if cache is not None else (None, None)
-        rest = (strategy,)
-        x_BTM, first, _ = self.dense(x_BTM, masks, memory_BLM, keys[0], *rest, first, index)
-        x_BTM, second, routed = self.sparse(
-            x_BTM, masks, memory_BLM, keys[1], *rest, second, index, dropless=dropless
-        )
-        pair = None if first is None or second is None else PairCache(first, second)
-        return x_BTM, pair, routed
-
-
-class PairCache(NamedTuple):
-    """The caches of a pair of decoder layers; stacked over the pairs, the decoder's cache."""
-
-    dense: LayerCache
-    sparse: LayerCache
+Pairs = Pair | tuple[Pair, ...]  # stacked, every array [pairs, ...]; or each by itself
+Caches = PairCache | tuple[PairCache, ...]
 
 
 class Transformer(eqx.Module):
-    """The whole model. Stacked weights: every array in `encoder` and `decoder` is [pairs, ...]."""
+    """The whole model, its two stacks of pairs as `config.stacked` says."""
 
     source: Embedding
     target: Embedding
-    encoder: Pair
-    decoder: Pair
+    encoder: Pairs
+    decoder: Pairs
     encoder_norm: LayerNorm
     decoder_norm: LayerNorm
     config: TransformerConfig = eqx.field(static=True)
@@ -240,8 +42,11 @@ class Transformer(eqx.Module):
         c = config
         keys = jax.random.split(key, 4)
 
-        def stack(pairs: int, key: Array, *, cross: bool) -> Pair:
-            return eqx.filter_vmap(lambda k: Pair(c, k, cross=cross))(jax.random.split(key, pairs))
+        def stack(pairs: int, key: Array, *, cross: bool) -> Pairs:
+            keys = jax.random.split(key, pairs)
+            if c.stacked:
+                return eqx.filter_vmap(lambda k: Pair(c, k, cross=cross))(keys)
+            return tuple(Pair(c, k, cross=cross) for k in keys)
 
         self.config = config
         self.source = Embedding(c.source_vocab, c.model_dim, c.weight_dtype, keys[0])
@@ -264,9 +69,21 @@ class Transformer(eqx.Module):
 
         `remat` overrides the config's, whose budget in bytes needs the step's shapes.
         """
-        settings = Settings(strategy, remat, dropless)
-        x_BTM, encoder, decoder = self._run(batch, key, settings)
-        return self.target.logits(x_BTM), ModelMetrics(encoder, decoder)
+        x_BTM, metrics = self.hidden(batch, key, strategy, remat, dropless=dropless)
+        return self.target.logits(x_BTM), metrics
+
+    def hidden(
+        self,
+        batch: Batch,
+        key: Array | None = None,
+        strategy: Strategy = ONE_DEVICE,
+        remat: Remat | None = None,
+        *,
+        dropless: bool = False,
+    ) -> tuple[Array, ModelMetrics]:
+        """What the logits are made from, and the routers' metrics."""
+        x_BTM, encoder, decoder = self._run(batch, key, Settings(strategy, remat, dropless))
+        return x_BTM, ModelMetrics(encoder, decoder)
 
     def routings(self, batch: Batch, strategy: Strategy = ONE_DEVICE) -> ModelRoutings:
         """Which experts each token of the sentence pairs goes to when nothing is dropped.
@@ -297,32 +114,34 @@ class Transformer(eqx.Module):
         settings = Settings(strategy, remat, dropless)
         return self._encode(source_BL, segments_BL, positions_BL, key, settings)
 
-    def start_decoding(self, memory_BLM: Array, length: int) -> PairCache:
+    def start_decoding(self, memory_BLM: Array, length: int) -> Caches:
         """An empty cache of `length` target positions, with the source's keys and values."""
         c = self.config
-        pairs, (B, _, _) = c.decoder_layers // 2, memory_BLM.shape
-        own = KeysValues(
-            jnp.zeros((pairs, B, length, c.heads, c.key_dim), c.dtype),
-            jnp.zeros((pairs, B, length, c.heads, c.value_dim), c.dtype),
-        )
+        B = memory_BLM.shape[0]
 
-        def cross(_: None, pair: Pair) -> tuple[None, list[KeysValues]]:
-            attentions = (pair.dense.cross_attention, pair.sparse.cross_attention)
-            return None, [a.keys_values(memory_BLM) for a in attentions if a is not None]
+        def empty(dim: int) -> Array:
+            return jnp.zeros((B, length, c.heads, dim), c.dtype)
 
-        _, (dense, sparse) = jax.lax.scan(cross, None, self.decoder)
-        return PairCache(LayerCache(own, dense), LayerCache(own, sparse))
+        def start(pair: Pair) -> PairCache:
+            caches = []
+            for layer in (pair.dense, pair.sparse):
+                assert layer.cross_attention is not None
+                own = KeysValues(empty(c.key_dim), empty(c.value_dim))
+                caches.append(LayerCache(own, layer.cross_attention.keys_values(memory_BLM)))
+            return PairCache(*caches)
+
+        return _over_pairs(lambda _, pair: (None, start(pair)), None, self.decoder)[1]
 
     def decode_step(
         self,
         tokens_BK: Array,
         positions_BK: Array,
-        cache: PairCache,
+        cache: Caches,
         index: Array | int,
         mask_BKL: Array,
         source_mask_BL: Array,
         strategy: Strategy = ONE_DEVICE,
-    ) -> tuple[Array, PairCache]:
+    ) -> tuple[Array, Caches]:
         """The logits after `tokens_BK`, K at once, which stand at `index` onwards of the cache.
 
         `mask_BKL` says which of the cache's positions each token may see, itself included. For
@@ -336,15 +155,14 @@ class Transformer(eqx.Module):
         real_BK = jnp.ones(tokens_BK.shape, bool)
         masks = Masks(real_BK, mask_BKL.astype(bool), source_mask_BKL)
 
-        def body(x_BKM: Array, layer: tuple[Pair, PairCache]) -> tuple[Array, Any]:
-            pair, cached = layer
+        def body(x_BKM: Array, pair: Pair, cached: PairCache) -> tuple[Array, Any]:
             pair = strategy.weights(pair)
             x_BKM, cached_now, _ = pair(
                 strategy.groups(x_BKM), masks, None, None, strategy, cached, index, dropless=True
             )
             return x_BKM, cached_now
 
-        x_BKM, cache = jax.lax.scan(body, x_BKM, (self.decoder, cache))
+        x_BKM, cache = _over_pairs(body, x_BKM, self.decoder, cache)
         return self.target.logits(self.decoder_norm(x_BKM)), cache
 
     def _run(self, batch: Batch, key: Array | None, settings: Settings) -> tuple[Array, Any, Any]:
@@ -352,12 +170,9 @@ class Transformer(eqx.Module):
         keys = split_key(key, 3)
         memory_BLM, encoder = self._encode(*batch[:3], keys[0], settings)
         x_BTM = self.target(batch.inputs, batch.target_positions, self.config.dtype)
-        x_BTM = dropout(x_BTM, self.config.input_dropout, keys[1])
-        masks = Masks(
-            batch.target_segments > 0,
-            segment_mask(batch.target_segments, batch.target_segments, causal=True),
-            segment_mask(batch.target_segments, batch.source_segments),
-        )
+        x_BTM = self._input_dropout(x_BTM, keys[1])
+        target, source = batch.target_segments, batch.source_segments
+        masks = Masks(target > 0, Segments(target, target, causal=True), Segments(target, source))
         x_BTM, decoder = self._stack(self.decoder, x_BTM, masks, memory_BLM, keys[2], settings)
         return self.decoder_norm(x_BTM), encoder, decoder
 
@@ -371,14 +186,17 @@ class Transformer(eqx.Module):
     ) -> tuple[Array, Any]:
         keys = split_key(key, 2)
         x_BLM = self.source(source_BL, positions_BL, self.config.dtype)
-        x_BLM = dropout(x_BLM, self.config.input_dropout, keys[0])
-        masks = Masks(segments_BL > 0, segment_mask(segments_BL, segments_BL))
+        x_BLM = self._input_dropout(x_BLM, keys[0])
+        masks = Masks(segments_BL > 0, Segments(segments_BL, segments_BL))
         x_BLM, report = self._stack(self.encoder, x_BLM, masks, None, keys[1], settings)
         return self.encoder_norm(x_BLM), report
 
+    def _input_dropout(self, x_BLM: Array, key: Array | None) -> Array:
+        return dropout(x_BLM, self.config.input_dropout, key, self.config.random)
+
     def _stack(
         self,
-        stack: Pair,
+        stack: Pairs,
         x_BTM: Array,
         masks: Masks,
         memory_BLM: Array | None,
@@ -393,11 +211,9 @@ class Transformer(eqx.Module):
                 f"remat={setting} is a memory budget: choose_remat turns it into 'none' or 'layer' "
                 "for given shapes and devices; train_step does so by itself"
             )
-        pairs = jax.tree.leaves(stack)[0].shape[0]
-        keys = None if key is None else jax.random.split(key, pairs)
+        keys: Any = None if key is None else jax.random.split(key, _count(stack))
 
-        def body(x_BTM: Array, layer: tuple[Pair, Array | None]) -> tuple[Array, Any]:
-            pair, key = layer
+        def body(x_BTM: Array, pair: Pair, key: Array | None) -> tuple[Array, Any]:
             pair = strategy.weights(pair)
             x_BTM, _, routed = pair(
                 strategy.groups(x_BTM),
@@ -412,7 +228,31 @@ class Transformer(eqx.Module):
         run: Callable[..., Any] = body
         if setting == "layer":
             run = jax.checkpoint(body)
-        return jax.lax.scan(run, x_BTM, (stack, keys))
+        if isinstance(stack, Pair):
+            return _over_pairs(run, x_BTM, stack, keys)
+        x_BTM, reports = _over_pairs(
+            run, x_BTM, stack, [None] * len(stack) if keys is None else keys
+        )
+        return x_BTM, jax.tree.map(lambda *each: jnp.stack(each), *reports)
+
+
+def _count(stack: Pairs) -> int:
+    """How many pairs there are."""
+    return len(jax.tree.leaves(stack)[0]) if isinstance(stack, Pair) else len(stack)
+
+
+def _over_pairs(body: Callable[..., Any], carry: Any, stack: Pairs, *each: Any) -> Any:
+    """Run `body(carry, pair, ...)` over the pairs: under `lax.scan`, or one after another.
+
+    What it returns beside the carry comes back stacked, or as a tuple.
+    """
+    if isinstance(stack, Pair):
+        return jax.lax.scan(lambda carry, xs: body(carry, *xs), carry, (stack, *each))
+    results = []
+    for xs in zip(stack, *each, strict=True):
+        carry, result = body(carry, *xs)
+        results.append(result)
+    return carry, tuple(results)
 
 
 class Settings(NamedTuple):

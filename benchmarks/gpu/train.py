@@ -1,0 +1,102 @@
+"""A training step of the paper's dims on one GPU: milliseconds, tokens/s and share of peak."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu.kernels import profile
+from benchmarks.gpu.packed import packed_batch
+from benchmarks.gpu.timing import peak_gb
+from gshard.nn import TrainState, Transformer, adafactor, train_step
+from gshard.nn.family import FAMILY
+from gshard.nn.flops import step_flops
+
+PEAK = 989e12
+LENGTH = 256
+
+
+def config_of(case: dict[str, Any]) -> Any:
+    """The paper's model with that many experts, computed in the way that the case names."""
+    base = FAMILY["moe_128e_12l"].config
+    config = replace(
+        base,
+        experts=case["experts"],
+        groups=case["tokens"] // 2048,
+        dtype="bfloat16",
+        weight_dtype=case.get("weights", "bfloat16"),
+        **case.get("dims", {}),
+    )
+    if case.get("tuned", True):
+        config = config.tuned()
+    return replace(config, **case.get("config", {}))
+
+
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    """One case: compile, time some steps, and if asked look at the kernels."""
+    config = config_of(case)
+    optimizer = adafactor(fused=case.get("fused", case.get("tuned", True)))
+    rows = case["tokens"] // LENGTH
+    vocabs = (config.source_vocab, config.target_vocab)
+    batch = jax.device_put(packed_batch(rows, LENGTH, vocabs))
+    key = jax.random.key(1)
+
+    def first(key: Any) -> TrainState:
+        model = Transformer(config, key)
+        return TrainState(model, optimizer.init(model), jnp.zeros((), jnp.int32))
+
+    begin = time.perf_counter()
+    state = jax.block_until_ready(jax.jit(first)(jax.random.key(0)))
+    initialized = time.perf_counter() - begin
+    step = jax.jit(functools.partial(train_step, optimizer=optimizer), donate_argnums=0)
+    begin = time.perf_counter()
+    compiled = step.lower(state, batch, key).compile()
+    compiling = time.perf_counter() - begin
+    memory = compiled.memory_analysis()
+    losses, times = [], []
+    for _ in range(3):
+        state, metrics = compiled(state, batch, key)
+        losses.append(float(metrics.nll))
+    for _ in range(case.get("repeats", 3)):
+        begin = time.perf_counter()
+        for _ in range(4):
+            state, metrics = compiled(state, batch, key)
+        jax.block_until_ready(state)
+        times.append((time.perf_counter() - begin) / 4)
+    losses.append(float(metrics.nll))
+    seconds = float(np.median(times))
+    real = [
+        float(np.mean(np.asarray(s) > 0)) for s in (batch.source_segments, batch.target_segments)
+    ]
+    flops = step_flops(config, case["tokens"], case["tokens"])
+    needed = step_flops(config, case["tokens"] * real[0], case["tokens"] * real[1])
+    found = {
+        "weights": sum(x.size for x in jax.tree.leaves(state.model)),
+        "ms": 1e3 * seconds,
+        "ms_all": [1e3 * t for t in times],
+        "source_tokens_per_s": case["tokens"] / seconds,
+        "share": flops / seconds / PEAK,
+        "share_without_padding": needed / seconds / PEAK,
+        "filled": real,
+        "compile_s": compiling,
+        "init_s": initialized,
+        "losses": losses,
+        "peak_gb": peak_gb(),
+        "temp_gb": memory.temp_size_in_bytes / 1e9,
+        "tflop": flops / 1e12,
+    }
+    if case.get("profile"):
+        holder = [state]
+
+        def run() -> None:
+            holder[0], _ = compiled(holder[0], batch, key)
+            jax.block_until_ready(holder[0])
+
+        found["kinds_ms"], found["kernels"] = profile(run, 2)
+    return found

@@ -1,0 +1,103 @@
+"""What a model is asked to be, and the sentence pairs that it reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from gshard.nn.attention import AttentionKind
+from gshard.nn.experts import Dispatch
+from gshard.nn.gating import PAPER_GATING, GatingConfig
+from gshard.nn.hashing import Random
+
+Remat = Literal["none", "layer"]
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The dims and settings of a model; `experts=0` is the dense Transformer.
+
+    `groups` is the G of the gating, a property of the model and not of the devices that run it:
+    None makes each sequence a group. `remat` trades memory for arithmetic in the backward pass:
+    "none", "layer" (keep only what enters each pair of layers), or the bytes that one device has,
+    from which `gshard.nn.remat` chooses.
+
+    The last four say how the same model is computed, not what it is; `tuned` sets them for one GPU.
+    `stacked` keeps the weights of all layers in one array and runs them under `lax.scan`, so that
+    the program is as long for 36 layers as for 2; without it every layer has arrays of its own,
+    which no loop has to copy in and out. `attention`: by einsums, or by the kernel of
+    `gshard.nn.flash`. `random` is where dropout's numbers come from. `loss_chunks`: into how many
+    pieces the logits are cut, which are then never whole.
+    """
+
+    source_vocab: int
+    target_vocab: int
+    encoder_layers: int
+    decoder_layers: int
+    model_dim: int
+    hidden_dim: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    experts: int = 0
+    expert_hidden_dim: int | None = None
+    groups: int | None = None
+    gating: GatingConfig = PAPER_GATING
+    dispatch: Dispatch = "index"
+    input_dropout: float = 0.1
+    residual_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    weight_dtype: Literal["float32", "bfloat16"] = "float32"
+    remat: Remat | int = "none"
+    stacked: bool = True
+    attention: AttentionKind = "plain"
+    random: Random = "threefry"
+    loss_chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.encoder_layers % 2 or self.decoder_layers % 2:
+            raise ValueError(
+                "layers come in pairs, a dense one and one with experts, but there are "
+                f"{self.encoder_layers} encoder and {self.decoder_layers} decoder layers"
+            )
+
+    def tuned(self) -> TransformerConfig:
+        """The same model, computed in the ways that are fastest on one GPU."""
+        return replace(
+            self, stacked=False, dispatch="flat", attention="flash", random="hash", loss_chunks=8
+        )
+
+
+class Batch(NamedTuple):
+    """Sentence pairs, all [B, L]; segment 0 is padding, packed sentences carry 1, 2, ...
+
+    `inputs` is the target shifted right by one: at each position the model has seen the tokens up
+    to `inputs` there and is to say `labels` there.
+    """
+
+    source: Array
+    source_segments: Array
+    source_positions: Array
+    inputs: Array
+    labels: Array
+    target_segments: Array
+    target_positions: Array
+
+    @staticmethod
+    def of(source: Array, target: Array, *, pad: int = 0, start: int = 0) -> Batch:
+        """One sentence pair per row, padded at the end with `pad`; inputs begin with `start`."""
+        positions = [jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape) for x in (source, target)]
+        shifted = jnp.pad(target[:, :-1], ((0, 0), (1, 0)), constant_values=start)
+        return Batch(
+            source=source,
+            source_segments=(source != pad).astype(jnp.int32),
+            source_positions=positions[0],
+            inputs=shifted,
+            labels=target,
+            target_segments=(target != pad).astype(jnp.int32),
+            target_positions=positions[1],
+        )

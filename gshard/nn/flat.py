@@ -1,0 +1,140 @@
+"""Tokens to experts and back on one device: gathers at the edges of the experts' products.
+
+On one device the groups need not stay apart: a slot of an expert looks its token up among all
+tokens, and a token its slots among all slots, so that nothing is transposed. Forward and backward,
+each move is one gather; where a row is weighted or summed on its way, that is done in the same
+pass. Dims: R tokens of all groups, K choices, X slots of all experts, each expert's side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from gshard.nn.gating import Routing
+
+RunExperts = Callable[[Array], Array]  # [E, C, M] to [E, C, M]
+
+
+class Places(NamedTuple):
+    """Where everything lies, both ways round; what has no place has one past the end."""
+
+    slot: Array  # [K, R], the slot of each choice
+    token: Array  # [X], the token in each slot
+    choice: Array  # [X], the same as a choice, k * R + r
+
+
+def flat_groups(run: RunExperts, routing: Routing, x_GSM: Array, E: int, C: int) -> Array:
+    """The experts on the tokens of all groups, each with C slots for each group."""
+    G, S, M = x_GSM.shape
+    groups_GS = jnp.arange(G)[:, None]
+    slot_KGS = (routing.expert * G + groups_GS) * C + routing.slot
+    K, R, X = len(slot_KGS), G * S, E * G * C
+    slot_KR = jnp.where(routing.kept, slot_KGS, X).reshape(K, R)
+    y_RM = through(run, x_GSM.reshape(R, M), routing.weight.reshape(K, R), slot_KR, E, G * C)
+    return y_RM.reshape(G, S, M)
+
+
+def flat_dropless(run: RunExperts, routing: Routing, x_GSM: Array, E: int, C: int) -> Array:
+    """The experts on all tokens with room for all: `C`, room for a whole group, is not needed.
+
+    How much room an expert needs is known only when the tokens are there. Some times its even
+    share is nearly always enough, and if not, the tokens take a way with more room, at last with
+    room for everything: the result does not depend on it.
+    """
+    G, S, M = x_GSM.shape
+    K, R = len(routing.expert), G * S
+    expert_KR, kept_KR = routing.expert.reshape(K, R), routing.kept.reshape(K, R)
+    wanted_KRE = jax.nn.one_hot(expert_KR, E, dtype=jnp.int32) * kept_KR[..., None]
+    wanted_YE = wanted_KRE.reshape(K * R, E)
+    place_YE = jnp.cumsum(wanted_YE, axis=0) - wanted_YE
+    place_KR = jnp.sum(place_YE * wanted_YE, axis=-1).reshape(K, R)
+    x_RM, weight_KR = x_GSM.reshape(R, M), routing.weight.reshape(K, R)
+
+    def with_room(room: int) -> Callable[[], Array]:
+        slot_KR = jnp.where(kept_KR, expert_KR * room + place_KR, E * room)
+        return lambda: through(run, x_RM, weight_KR, slot_KR, E, room)
+
+    rooms = sorted({min(R, _round_up(times * K * R // E)) for times in _SHARES} | {R})
+    needed = jnp.max(jnp.sum(wanted_YE, axis=0))
+    way = jnp.sum(needed > jnp.array(rooms))
+    return jax.lax.switch(way, [with_room(room) for room in rooms]).reshape(G, S, M)
+
+
+_SHARES = (2, 8)  # how many times its even share of the tokens an expert has room for
+
+
+def _round_up(rows: int) -> int:
+    """Rows of a matrix product come in multiples of 16."""
+    return max(-(-rows // 16) * 16, 16)
+
+
+def through(
+    run: RunExperts, x_RM: Array, weight_KR: Array, slot_KR: Array, E: int, C: int
+) -> Array:
+    """Bring each token to its slots, run the experts, and mix each token's results by weight."""
+    K, R = slot_KR.shape
+    empty_X = jnp.full((E * C,), K * R, jnp.int32)
+    choice_X = empty_X.at[slot_KR.ravel()].set(jnp.arange(K * R, dtype=jnp.int32), mode="drop")
+    token_X = jnp.where(choice_X < K * R, choice_X % R, R)
+    places = Places(slot_KR, token_X, choice_X)
+    x_XM = dispatch(x_RM, places)
+    y_XM = run(x_XM.reshape(E, C, -1)).reshape(E * C, -1)
+    return combine(y_XM, weight_KR, places)
+
+
+@jax.custom_vjp
+def dispatch(x_RM: Array, places: Places) -> Array:
+    """For each slot the token that has it, or zeros."""
+    return _rows(x_RM, places.token)
+
+
+def _dispatch_forward(x_RM: Array, places: Places) -> tuple[Array, Places]:
+    return dispatch(x_RM, places), places
+
+
+def _dispatch_backward(places: Places, grads_XM: Array) -> tuple[Array, None]:
+    rows = [_rows(grads_XM, slot_R).astype(jnp.float32) for slot_R in places.slot]
+    return sum(rows[1:], rows[0]).astype(grads_XM.dtype), None
+
+
+dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+
+
+@jax.custom_vjp
+def combine(y_XM: Array, weight_KR: Array, places: Places) -> Array:
+    """For each token the results in its slots, mixed by weight."""
+    mixed = [
+        weight_R[:, None] * _rows(y_XM, slot_R).astype(jnp.float32)
+        for weight_R, slot_R in zip(weight_KR, places.slot, strict=True)
+    ]
+    return sum(mixed[1:], mixed[0]).astype(y_XM.dtype)
+
+
+def _combine_forward(y_XM: Array, weight_KR: Array, places: Places) -> tuple[Array, tuple]:
+    return combine(y_XM, weight_KR, places), (y_XM, weight_KR, places)
+
+
+def _combine_backward(
+    kept: tuple[Array, Array, Places], grads_RM: Array
+) -> tuple[Array, Array, None]:
+    y_XM, weight_KR, places = kept
+    weight_X = weight_KR.ravel().at[places.choice].get(mode="fill", fill_value=0)
+    y_grads = weight_X[:, None] * _rows(grads_RM, places.token).astype(jnp.float32)
+    weight_grads = [
+        jnp.sum(_rows(y_XM, slot_R).astype(jnp.float32) * grads_RM.astype(jnp.float32), axis=1)
+        for slot_R in places.slot
+    ]
+    return y_grads.astype(y_XM.dtype), jnp.stack(weight_grads), None
+
+
+combine.defvjp(_combine_forward, _combine_backward)
+
+
+def _rows(x: Array, index: Array) -> Array:
+    """Rows by index; one past the end gives zeros."""
+    return x.at[index].get(mode="fill", fill_value=0)

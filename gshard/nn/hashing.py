@@ -1,0 +1,85 @@
+"""Random bits by hashing each element's own index: cheap, fused into what uses them, never stored.
+
+Dropout and stochastic rounding need many independent bits of no cryptographic worth. A generator
+such as Threefry spends some 70 instructions on a word and is drawn once more, or kept, for the
+backward pass; two multiplications of the element's index serve as well, and are done again where
+the bits are needed again. The numbers do not depend on how an array is split over devices.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+Random = Literal["threefry", "hash"]
+GOLDEN = 0x9E3779B9  # the golden ratio of 2^32: its multiples lie far apart
+
+
+def seed_of(key: Array) -> Array:
+    """The two words that stand for a key."""
+    return jax.random.bits(key, (2,), jnp.uint32)
+
+
+def hashed_bits(seed: Array, shape: tuple[int, ...]) -> Array:
+    """32 bits for each element of `shape`, from its place in the array and the seed."""
+    index, stride = jnp.zeros(shape, jnp.uint32), 1
+    for dim in reversed(range(len(shape))):
+        places = jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
+        index = index + places * jnp.uint32(stride % 2**32)
+        stride *= shape[dim]
+    return mix(mix(index ^ seed[0]) + seed[1])
+
+
+def hashed_row_bits(seed: tuple[Array, Array], rows: Array, columns: Array) -> Array:
+    """32 bits for each row and column, with half of the hashing done once for a row."""
+    return mix(mix(rows ^ seed[0]) + seed[1] + columns * np.uint32(GOLDEN))
+
+
+def mix(x: Array) -> Array:
+    """A bijection of 32 bits in which every input bit flips each output bit half of the time.
+
+    The constants are Chris Wellons's "lowbias32".
+    """
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def kept(bits: Array, rate: float) -> Array:
+    """True for a share 1 - `rate` of the bits."""
+    return bits >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def hash_dropout(x: Array, seed: Array, rate: float) -> Array:
+    """Dropout that keeps nothing for the backward pass but its seed."""
+    keep = kept(hashed_bits(seed, x.shape), rate)
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
+
+
+def _dropout_forward(x: Array, seed: Array, rate: float) -> tuple[Array, Array]:
+    return hash_dropout(x, seed, rate), seed
+
+
+def _dropout_backward(rate: float, seed: Array, grad: Array) -> tuple[Array, None]:
+    return hash_dropout(grad, seed, rate), None
+
+
+hash_dropout.defvjp(_dropout_forward, _dropout_backward)
+
+
+def round_stochastically(x: Array, seed: Array) -> Array:
+    """Float32 to bfloat16, up or down with the odds that make it right on average.
+
+    The 16 bits that bfloat16 leaves off are added to 16 random ones: what carries over rounds up.
+    An update far smaller than a weight's last bit is then not lost, but made now and then.
+    """
+    noise = hashed_bits(seed, x.shape) >> 16
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
+    high = (bits >> 16).astype(jnp.uint16)
+    return jax.lax.bitcast_convert_type(high, jnp.bfloat16)

@@ -1,0 +1,155 @@
+"""One layer of the Transformer, and the pair of a dense and a sparse one that its stacks repeat."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from gshard.nn.attention import Attention, KeysValues, Segments
+from gshard.nn.config import TransformerConfig
+from gshard.nn.experts import MoE
+from gshard.nn.gating import Routed
+from gshard.nn.layers import FeedForward, LayerNorm, dropout, split_key
+from gshard.nn.strategy import ONE_DEVICE, Strategy
+
+
+class LayerCache(NamedTuple):
+    """What one decoder layer attends to while decoding."""
+
+    own: KeysValues
+    cross: KeysValues
+
+
+class Layer(eqx.Module):
+    """Self-attention, in the decoder cross-attention, then feed-forward or experts."""
+
+    self_norm: LayerNorm
+    self_attention: Attention
+    cross_norm: LayerNorm | None
+    cross_attention: Attention | None
+    feed_forward_norm: LayerNorm
+    feed_forward: FeedForward | None
+    moe: MoE | None
+    config: TransformerConfig = eqx.field(static=True)
+
+    def __init__(self, config: TransformerConfig, key: Array, *, sparse: bool, cross: bool):
+        c, dtype = config, config.weight_dtype
+        keys = jax.random.split(key, 3)
+        attention = (c.model_dim, c.heads, c.key_dim, c.value_dim, dtype)
+        hidden = c.expert_hidden_dim if sparse and c.expert_hidden_dim else c.hidden_dim
+        self.config = config
+        self.self_norm = LayerNorm(c.model_dim, dtype)
+        self.self_attention = Attention(*attention, keys[0])
+        self.cross_norm = LayerNorm(c.model_dim, dtype) if cross else None
+        self.cross_attention = Attention(*attention, keys[1]) if cross else None
+        self.feed_forward_norm = LayerNorm(c.model_dim, dtype)
+        self.feed_forward, self.moe = None, None
+        if sparse and c.experts:
+            self.moe = MoE(
+                c.experts, c.model_dim, hidden, dtype, keys[2], c.gating, c.groups, c.dispatch
+            )
+        else:
+            self.feed_forward = FeedForward(c.model_dim, hidden, dtype, keys[2])
+
+    def __call__(
+        self,
+        x_BTM: Array,
+        masks: Masks,
+        memory_BLM: Array | None = None,
+        key: Array | None = None,
+        strategy: Strategy = ONE_DEVICE,
+        cache: LayerCache | None = None,
+        index: Array | int = 0,
+        *,
+        dropless: bool = False,
+    ) -> tuple[Array, LayerCache | None, Routed | None]:
+        """One layer; with a `cache` it attends to that, after writing its own part at `index`."""
+        c = self.config
+        keys = split_key(key, 6)
+
+        def attend(attention: Attention, *given: Any, key: Array | None) -> Array:
+            settings = (c.attention_dropout, key, c.random, c.attention, strategy)
+            return attention(*given, *settings)
+
+        def residual(x: Array, y: Array, key: Array | None) -> Array:
+            return x + dropout(y, c.residual_dropout, key, c.random)
+
+        h_BTM = self.self_norm(x_BTM)
+        own = self.self_attention.keys_values(h_BTM)
+        if cache is not None:
+            own = cache.own.write(own, jnp.asarray(index))
+            cache = LayerCache(own, cache.cross)
+        y_BTM = attend(self.self_attention, h_BTM, own, masks.own, key=keys[0])
+        x_BTM = residual(x_BTM, y_BTM, keys[1])
+
+        if self.cross_attention is not None and self.cross_norm is not None:
+            assert masks.cross is not None
+            if cache is not None:
+                cross = cache.cross
+            else:
+                assert memory_BLM is not None
+                cross = self.cross_attention.keys_values(memory_BLM)
+            h_BTM = self.cross_norm(x_BTM)
+            y_BTM = attend(self.cross_attention, h_BTM, cross, masks.cross, key=keys[2])
+            x_BTM = residual(x_BTM, y_BTM, keys[3])
+
+        h_BTM, routed = self.feed_forward_norm(x_BTM), None
+        if self.moe is not None:
+            y_BTM, routed = self.moe.routed(h_BTM, masks.real, keys[4], strategy, dropless=dropless)
+        elif self.feed_forward is not None:
+            y_BTM = self.feed_forward(h_BTM)
+        return residual(x_BTM, y_BTM, keys[5]), cache, routed
+
+
+class Masks(NamedTuple):
+    """Which tokens are real, and what each may attend to."""
+
+    real: Array  # [B, T]
+    own: Array | Segments  # [B, T, L]
+    cross: Array | Segments | None = None
+
+
+class Pair(eqx.Module):
+    """A dense layer and a layer with experts: the unit that a stack repeats."""
+
+    dense: Layer
+    sparse: Layer
+
+    def __init__(self, config: TransformerConfig, key: Array, *, cross: bool):
+        key_dense, key_sparse = jax.random.split(key)
+        self.dense = Layer(config, key_dense, sparse=False, cross=cross)
+        self.sparse = Layer(config, key_sparse, sparse=True, cross=cross)
+
+    def __call__(
+        self,
+        x_BTM: Array,
+        masks: Masks,
+        memory_BLM: Array | None = None,
+        key: Array | None = None,
+        strategy: Strategy = ONE_DEVICE,
+        cache: PairCache | None = None,
+        index: Array | int = 0,
+        *,
+        dropless: bool = False,
+    ) -> tuple[Array, PairCache | None, Routed | None]:
+        """Both layers, and what the one with experts did; `dropless` gives each token its own."""
+        keys = split_key(key, 2)
+        first, second = cache if cache is not None else (None, None)
+        rest = (strategy,)
+        x_BTM, first, _ = self.dense(x_BTM, masks, memory_BLM, keys[0], *rest, first, index)
+        x_BTM, second, routed = self.sparse(
+            x_BTM, masks, memory_BLM, keys[1], *rest, second, index, dropless=dropless
+        )
+        pair = None if first is None or second is None else PairCache(first, second)
+        return x_BTM, pair, routed
+
+
+class PairCache(NamedTuple):
+    """The caches of a pair of decoder layers; stacked over the pairs, the decoder's cache."""
+
+    dense: LayerCache
+    sparse: LayerCache

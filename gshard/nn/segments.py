@@ -1,0 +1,36 @@
+"""Who may see whom in rows of packed sentences. Dims: B rows, T queries, L keys."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+
+class Segments(NamedTuple):
+    """Who may see whom, in fewer numbers than a mask: tokens of the same segment.
+
+    Segment 0 is padding, which nobody sees; packed sequences carry 1, 2, ...; with `causal` nobody
+    sees a token that comes later.
+    """
+
+    queries: Array  # [B, T]
+    keys: Array  # [B, L]
+    causal: bool = False
+
+    def mask(self) -> Array:
+        """True at [B, T, L] where a query may see a key."""
+        return segment_mask(self.queries, self.keys, causal=self.causal)
+
+
+def segment_mask(queries_BT: Array, keys_BL: Array, *, causal: bool = False) -> Array:
+    """Who may see whom: tokens of the same segment, and with `causal` none that come later.
+
+    Segment 0 is padding, which nobody sees; packed sequences carry 1, 2, ...
+    """
+    mask_BTL = (queries_BT[:, :, None] == keys_BL[:, None, :]) & (keys_BL > 0)[:, None, :]
+    if causal:
+        steps_T, steps_L = jnp.arange(queries_BT.shape[1]), jnp.arange(keys_BL.shape[1])
+        mask_BTL = mask_BTL & (steps_T[:, None] >= steps_L[None, :])
+    return mask_BTL

@@ -1,0 +1,108 @@
+"""The loss of the output projection, which never holds the logits of the whole batch.
+
+With a vocabulary of 32,000 the float32 logits are as large as all weights of some models. Here
+they are made for a slice of every sequence at a time, and what the backward pass needs, the
+gradients of the activations and of the table, is made from them before they are let go: nothing is
+computed twice. That works because the loss is a sum over tokens, each with a known weight: the
+gradient that arrives later is one number.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def weighted_nll(
+    x_BTM: Array,
+    table_VM: Array,
+    labels_BT: Array,
+    weights_BT: Array,
+    label_smoothing: float,
+    chunks: int,
+) -> Array:
+    """The sum of `weights_BT` * -log p(label); the logits are `x_BTM` times the table.
+
+    Exists in at most `chunks` pieces, as many as divide the length of a sequence.
+    """
+
+    def body(total: Array, chunk: tuple[Array, ...]) -> tuple[Array, None]:
+        x, labels, weights = chunk
+        log_z = jax.nn.logsumexp(_logits(x, table_VM), axis=-1)
+        nll = log_z - _expected_logit(x, table_VM, labels, label_smoothing)
+        return total + jnp.sum(nll * weights), None
+
+    cut = (_cut(x, chunks) for x in (x_BTM, labels_BT, weights_BT))
+    return jax.lax.scan(body, jnp.zeros(()), tuple(cut))[0]
+
+
+def _forward(
+    x_BTM: Array,
+    table_VM: Array,
+    labels_BT: Array,
+    weights_BT: Array,
+    label_smoothing: float,
+    chunks: int,
+) -> tuple[Array, tuple[Array, Array]]:
+    def body(carry: tuple[Array, Array], chunk: tuple[Array, ...]) -> tuple[tuple, Array]:
+        total, table_grad = carry
+        x, labels, weights = chunk
+        logits = _logits(x, table_VM)
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        nll = log_z - _expected_logit(x, table_VM, labels, label_smoothing)
+        probs = jnp.exp(logits - log_z[..., None])
+        is_label = jax.lax.broadcasted_iota(labels.dtype, logits.shape, 2) == labels[..., None]
+        target = jnp.where(is_label, 1.0 - label_smoothing, 0.0) + label_smoothing / len(table_VM)
+        grad = ((probs - target) * weights[..., None]).astype(x.dtype)
+        x_grad = jnp.einsum("BTV,VM->BTM", grad, table_VM.astype(x.dtype))
+        table_grad = table_grad + jnp.einsum(
+            "BTV,BTM->VM", grad, x, preferred_element_type=jnp.float32
+        )
+        return (total + jnp.sum(nll * weights), table_grad), x_grad
+
+    cut = tuple(_cut(x, chunks) for x in (x_BTM, labels_BT, weights_BT))
+    empty = jnp.zeros(()), jnp.zeros(table_VM.shape, jnp.float32)
+    (total, table_grad), x_grads = jax.lax.scan(body, empty, cut)
+    x_grad = jnp.moveaxis(x_grads, 0, 1).reshape(x_BTM.shape)
+    return total, (x_grad, table_grad.astype(table_VM.dtype))
+
+
+def _backward(
+    label_smoothing: float, chunks: int, grads: tuple[Array, Array], scale: Array
+) -> tuple[Array, Array, None, None]:
+    x_grad, table_grad = ((scale * grad).astype(grad.dtype) for grad in grads)
+    return x_grad, table_grad, None, None
+
+
+weighted_nll.defvjp(_forward, _backward)
+
+
+def _logits(x: Array, table_VM: Array) -> Array:
+    return jnp.einsum(
+        "BTM,VM->BTV", x, table_VM.astype(x.dtype), preferred_element_type=jnp.float32
+    )
+
+
+def _expected_logit(x: Array, table_VM: Array, labels: Array, label_smoothing: float) -> Array:
+    """The label's logit, its mass smoothed evenly over the vocabulary.
+
+    Straight from the rows of the table: no pass over all logits is needed to pick one of each.
+    """
+    rows = jnp.take(table_VM, labels, axis=0, mode="clip").astype(x.dtype)
+    found = jnp.einsum("BTM,BTM->BT", x, rows, preferred_element_type=jnp.float32)
+    if label_smoothing == 0.0:
+        return found
+    mean_M = jnp.mean(table_VM.astype(jnp.float32), axis=0)
+    even = jnp.einsum("BTM,M->BT", x.astype(jnp.float32), mean_M)
+    return (1.0 - label_smoothing) * found + label_smoothing * even
+
+
+def _cut(x: Array, chunks: int) -> Array:
+    """[B, T, ...] as [chunks, B, T / chunks, ...]: each slice has a part of every sequence."""
+    B, T, *rest = x.shape
+    count = max(n for n in range(1, chunks + 1) if T % n == 0)
+    return jnp.moveaxis(x.reshape(B, count, T // count, *rest), 1, 0)
