@@ -36,7 +36,7 @@ from gshard.mt.decoding.beam import (
     reorder,
     start,
 )
-from gshard.nn.attention import KeysValues
+from gshard.nn.attention import Buffers
 from gshard.nn.strategy import ONE_DEVICE
 from gshard.nn.transformer import PairCache, Transformer, TransformerConfig
 
@@ -67,7 +67,7 @@ def reordering_beam_search(model: Transformer, source_BL: Array, config: BeamCon
     repeated_XL = jnp.repeat(real_BL, K, axis=0)
     cache = model.start_decoding(jnp.repeat(memory_BLM, K, axis=0), T)
 
-    def follow(own: KeysValues, parent_BK: Array) -> KeysValues:
+    def follow(own: Buffers, parent_BK: Array) -> Buffers:
         rows_X = (jnp.arange(B)[:, None] * K + parent_BK).reshape(B * K)
         return jax.tree.map(lambda x: jnp.take(x, rows_X, axis=1), own)
 

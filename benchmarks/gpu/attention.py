@@ -16,7 +16,7 @@ from gshard.nn.segments import Segments
 def measure(case: dict[str, Any]) -> dict[str, Any]:
     """Milliseconds of the ways that the case names; an error stands in its place."""
     B, T, N, D = case["tokens"] // 256, 256, 16, 128
-    segments = jnp.asarray(packed_batch(B, T, (64000, 32000)).source_segments)
+    segments = jnp.asarray(packed_batch(B, (T, T), (64000, 32000)).source_segments)
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, g = (jax.random.normal(key, (B, T, N, D), jnp.bfloat16) for key in keys)
     q = q * D**-0.5

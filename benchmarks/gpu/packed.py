@@ -7,20 +7,27 @@ import numpy as np
 from gshard.nn.config import Batch
 
 
-def packed_batch(rows: int, length: int, vocabs: tuple[int, int], seed: int = 0) -> Batch:
-    """`rows` rows of `length` tokens a side, filled with sentence pairs first come, first served.
+def packed_batch(
+    rows: int, lengths: tuple[int, int], vocabs: tuple[int, int], seed: int = 0
+) -> Batch:
+    """Rows of so many tokens on each side, filled with sentence pairs first come, first served.
 
-    Lengths are log-normal with a mean of about 28 tokens, the target's near the source's.
+    A sentence's length is log-normal with a mean of about 28 tokens in rows of 256, and the target
+    is as much longer or shorter as its row is, give or take.
     """
     rng = np.random.default_rng(seed)
-    fields = {name: np.zeros((rows, length), np.int32) for name in Batch._fields}
+    fields = {
+        name: np.zeros((rows, lengths[not name.startswith("source")]), np.int32)
+        for name in Batch._fields
+    }
     used = np.zeros((rows, 2), int)
     count = np.zeros(rows, int)
     misses = 0
     while misses < 300:
-        source = int(np.clip(rng.lognormal(3.1, 0.65), 3, length))
-        target = int(np.clip(source * rng.lognormal(0.0, 0.15), 3, length))
-        fits = np.flatnonzero((used + np.array([source, target]) <= length).all(axis=1))
+        source = int(np.clip(rng.lognormal(3.1, 0.65), 3, lengths[0]))
+        ratio = rng.lognormal(0.0, 0.15) * lengths[1] / lengths[0]
+        target = int(np.clip(source * ratio, 3, lengths[1]))
+        fits = np.flatnonzero((used + np.array([source, target]) <= lengths).all(axis=1))
         if not len(fits):
             misses += 1
             continue

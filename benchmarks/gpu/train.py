@@ -42,9 +42,10 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     """One case: compile, time some steps, and if asked look at the kernels."""
     config = config_of(case)
     optimizer = adafactor(fused=case.get("fused", case.get("tuned", True)))
-    rows = case["tokens"] // LENGTH
+    lengths = case.get("lengths", (LENGTH, LENGTH))
+    tokens = [case["tokens"] // lengths[0] * length for length in lengths]
     vocabs = (config.source_vocab, config.target_vocab)
-    batch = jax.device_put(packed_batch(rows, LENGTH, vocabs))
+    batch = jax.device_put(packed_batch(tokens[0] // lengths[0], lengths, vocabs))
     key = jax.random.key(1)
 
     def first(key: Any) -> TrainState:
@@ -74,13 +75,14 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     real = [
         float(np.mean(np.asarray(s) > 0)) for s in (batch.source_segments, batch.target_segments)
     ]
-    flops = step_flops(config, case["tokens"], case["tokens"])
-    needed = step_flops(config, case["tokens"] * real[0], case["tokens"] * real[1])
+    flops = step_flops(config, *tokens)
+    needed = step_flops(config, tokens[0] * real[0], tokens[1] * real[1])
     found = {
         "weights": sum(x.size for x in jax.tree.leaves(state.model)),
         "ms": 1e3 * seconds,
         "ms_all": [1e3 * t for t in times],
-        "source_tokens_per_s": case["tokens"] / seconds,
+        "source_tokens_per_s": tokens[0] / seconds,
+        "target_tokens_per_s": tokens[1] / seconds,
         "share": flops / seconds / PEAK,
         "share_without_padding": needed / seconds / PEAK,
         "filled": real,

@@ -22,7 +22,7 @@ from gshard.nn.strategy import ONE_DEVICE, Strategy
 
 AttentionKind = Literal["plain", "flash"]
 
-__all__ = ["Attention", "AttentionKind", "KeysValues", "Segments", "segment_mask"]
+__all__ = ["Attention", "AttentionKind", "Buffers", "KeysValues", "Segments", "segment_mask"]
 
 
 class KeysValues(NamedTuple):
@@ -31,12 +31,24 @@ class KeysValues(NamedTuple):
     keys: Array  # [B, L, N, D]
     values: Array  # [B, L, N, U]
 
-    def write(self, new: KeysValues, index: Array) -> KeysValues:
+
+class Buffers(NamedTuple):
+    """Keys and values of decoding, heads before positions: as the products with them read it."""
+
+    keys: Array  # [B, N, L, D]
+    values: Array  # [B, N, L, U]
+
+    def write(self, new: KeysValues, index: Array) -> Buffers:
         """Put `new` at position `index` of the buffers."""
-        return KeysValues(
-            jax.lax.dynamic_update_slice_in_dim(self.keys, new.keys, index, axis=1),
-            jax.lax.dynamic_update_slice_in_dim(self.values, new.values, index, axis=1),
+        written = (
+            jax.lax.dynamic_update_slice_in_dim(old, x.swapaxes(1, 2), index, axis=2)
+            for old, x in zip(self, new, strict=True)
         )
+        return Buffers(*written)
+
+    def read(self) -> KeysValues:
+        """All positions, as attention takes them."""
+        return KeysValues(self.keys.swapaxes(1, 2), self.values.swapaxes(1, 2))
 
 
 class Attention(eqx.Module):
@@ -102,7 +114,8 @@ class Attention(eqx.Module):
     ) -> Array:
         """By the kernel, which each device runs on its own rows: no partitioner looks into it."""
         rate, seed = (0.0, jnp.zeros(2, jnp.uint32)) if key is None else (rate, seed_of(key))
-        rows = (self._queries(x_BTM), *memory, visible.queries, visible.keys)
+        q_BTND = jnp.einsum("BTM,MND->BTND", x_BTM, self.wq.astype(x_BTM.dtype))
+        rows = (q_BTND, *memory, visible.queries, visible.keys)
         q, keys, values, *segments = (strategy.own_groups(x) for x in rows)
         own = flash_attention(q, keys, values, Segments(*segments, visible.causal), rate, seed)
         return strategy.all_groups(own, len(x_BTM))

@@ -30,12 +30,12 @@ _LOG2_E = math.log2(math.e)
 
 
 class Blocks(NamedTuple):
-    """How the kernels cut their work."""
+    """How the kernels cut their work: rows of the side that a program has, and of the other."""
 
-    queries: int = 64
-    keys: int = 32
+    own: int = 64
+    other: int = 32
     warps: int = 4
-    stages: int = 2
+    stages: int = 3
     interpret: bool = False
 
 
@@ -48,15 +48,16 @@ def flash_attention(
     seed: Array,
     blocks: Blocks | None = None,
 ) -> Array:
-    """Softmax of queries (already scaled) times keys, dropped out at `rate`, times values."""
+    """Softmax of queries times keys, over the root of their dim; dropped out; times values."""
     T, L = q_BTND.shape[1], k_BLND.shape[1]
     if blocks is None:
         if jax.default_backend() != "gpu" or not _fits(q_BTND, v_BLNU):
             return reference(q_BTND, k_BLND, v_BLNU, segments, rate, seed)
-        blocks = Blocks()
-    q_BTND, q_BT = (_padded(x, blocks.queries) for x in (q_BTND, segments.queries))
-    k_BLND, v_BLNU, k_BL = (_padded(x, blocks.keys) for x in (k_BLND, v_BLNU, segments.keys))
-    settings = Settings(rate, segments.causal, L, blocks)
+        own = _block(math.gcd(T, L))
+        blocks = Blocks(own, min(own, 32))
+    q_BTND, q_BT = (_padded(x, blocks.own) for x in (q_BTND, segments.queries))
+    k_BLND, v_BLNU, k_BL = (_padded(x, blocks.own) for x in (k_BLND, v_BLNU, segments.keys))
+    settings = Settings(rate, segments.causal, q_BTND.shape[-1] ** -0.5, blocks)
     spans = _spans(q_BT, k_BL, settings)
     out_BTNU = _attend(q_BTND, k_BLND, v_BLNU, q_BT, k_BL, spans, seed, settings)
     return out_BTNU[:, :T]
@@ -68,6 +69,7 @@ def reference(
     """The same by einsums, which hold all scores."""
     mask_BNTL = segments.mask()[:, None]
     scores_BNTL = jnp.einsum("BTND,BLND->BNTL", q_BTND, k_BLND, preferred_element_type=jnp.float32)
+    scores_BNTL = scores_BNTL * q_BTND.shape[-1] ** -0.5
     probs_BNTL = jax.nn.softmax(jnp.where(mask_BNTL, scores_BNTL, _NEVER))
     probs_BNTL = jnp.where(mask_BNTL, probs_BNTL, 0.0)
     if rate > 0.0:
@@ -93,7 +95,7 @@ class Settings(NamedTuple):
 
     rate: float
     causal: bool
-    length: int  # keys without padding
+    scale: float  # of the scores
     blocks: Blocks
 
 
@@ -101,6 +103,11 @@ def _fits(q_BTND: Array, v_BLNU: Array) -> bool:
     """Whether a block's rows are such as the hardware's products take."""
     dims = (q_BTND.shape[-1], v_BLNU.shape[-1])
     return all(16 <= dim <= 256 and dim & (dim - 1) == 0 for dim in dims)
+
+
+def _block(length: int) -> int:
+    """The largest block that cuts a row without a rest; the largest of all if there is none."""
+    return next((size for size in (64, 32, 16) if length % size == 0), 64)
 
 
 def _padded(x: Array, block: int) -> Array:
@@ -114,20 +121,19 @@ def _spans(q_BT: Array, k_BL: Array, settings: Settings) -> tuple[Array, Array]:
 
     And the same for each block of keys; [B, blocks, 2], the end exclusive.
     """
-    blocks = settings.blocks
+    own, other = settings.blocks.own, settings.blocks.other
     mask_BTL = Segments(q_BT, k_BL, settings.causal).mask()
-    B, T, L = mask_BTL.shape
-    cut = mask_BTL.reshape(B, T // blocks.queries, blocks.queries, L // blocks.keys, blocks.keys)
-    any_BQK = jnp.any(cut, axis=(2, 4))
 
-    def span(any_BXY: Array) -> Array:
-        count = any_BXY.shape[2]
-        places_Y = jnp.arange(count)
-        first_BX = jnp.min(jnp.where(any_BXY, places_Y, count), axis=2)
+    def span(mask_BXY: Array) -> Array:
+        B, X, Y = mask_BXY.shape
+        cut = mask_BXY.reshape(B, X // own, own, Y // other, other)
+        any_BXY = jnp.any(cut, axis=(2, 4))
+        places_Y = jnp.arange(Y // other)
+        first_BX = jnp.min(jnp.where(any_BXY, places_Y, Y // other), axis=2)
         end_BX = jnp.max(jnp.where(any_BXY, places_Y + 1, 0), axis=2)
         return jnp.stack([first_BX, end_BX], axis=2).astype(jnp.int32)
 
-    return span(any_BQK), span(any_BQK.swapaxes(1, 2))
+    return span(mask_BTL), span(mask_BTL.swapaxes(1, 2))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
@@ -168,14 +174,13 @@ def _forward(
 
 def _backward(settings: Settings, kept_: Any, grad: Array) -> tuple[Any, ...]:
     q, k, v, q_BT, k_BL, spans, seed, out, log_z = kept_
-    delta = jnp.einsum("BTNU,BTNU->BNT", out.astype(jnp.float32), grad.astype(jnp.float32))
     given = (q, k, v, q_BT, k_BL)
-    (dq,) = _call(
+    dq, delta = _call(
         _query_kernel,
         settings,
         "queries",
-        (*given, spans[0], seed, grad, log_z, delta),
-        (q,),
+        (*given, spans[0], seed, grad, log_z, out),
+        (q, _per_query(q)),
         "flash_query_grads",
     )
     dk, dv = _call(
@@ -205,9 +210,10 @@ def _call(kernel: Any, settings: Settings, over: str, given: Any, made: Any, nam
     q, k = given[:2]
     B, T, N, _ = q.shape
     L = k.shape[1]
-    block = getattr(settings.blocks, over)
+    block = settings.blocks.own
     own_length = T if over == "queries" else L
-    shapes = ("q", "k", "k", "q_BT", "k_BL", "span", "seed", "q", "q_BNT", "q_BNT")
+    last = "q" if over == "queries" else "q_BNT"
+    shapes = ("q", "k", "k", "q_BT", "k_BL", "span", "seed", "q", "q_BNT", last)
     sides = {"queries": "q", "keys": "k"}
 
     def spec(kind: str, array: Any) -> pl.BlockSpec:
@@ -289,15 +295,15 @@ def _forward_kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, q_seg_ref: Any, k_seg_ref: Any, span_ref: Any,
     seed_ref: Any, out_ref: Any, log_z_ref: Any, *, settings: Settings,
 ) -> None:  # fmt: skip
-    rate, causal, _, blocks = settings
+    rate, causal, scale, blocks = settings
     q, q_seg = q_ref[...], q_seg_ref[...]
-    Q, K, U = blocks.queries, blocks.keys, v_ref.shape[-1]
+    Q, K, U = blocks.own, blocks.other, v_ref.shape[-1]
     q_start, head = pl.program_id(0) * Q, _head()
 
     def body(j: Any, carry: Any) -> Any:
         acc, top, total = carry
         place = pl.ds(j * K, K)
-        scores = plgpu.dot(q, k_ref[place, :].T) * _LOG2_E
+        scores = plgpu.dot(q, k_ref[place, :].T) * (scale * _LOG2_E)
         tile = Tile(head, (Q, K), 0, q_start, j * K)
         mask, keep = _visible(tile, q_seg, k_seg_ref[place], causal), _keep(tile, seed_ref, rate)
         new_top = jnp.maximum(top, jnp.max(jnp.where(mask, scores, _NEVER), axis=1))
@@ -324,8 +330,11 @@ def _score_grads(
     scores: Array, mask: Array, keep: Array | None, prob_grads: Array, log_z: Array, delta: Array,
     rate: float,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The probabilities as dropout left them, and the gradients of the scores."""
-    probs = jnp.where(mask, jnp.exp2(scores * _LOG2_E - log_z), 0.0)
+    """The probabilities as dropout left them, and the gradients of the scores.
+
+    `scores` and `log_z` are logarithms to the base of 2.
+    """
+    probs = jnp.where(mask, jnp.exp2(scores - log_z), 0.0)
     dropped = probs
     if keep is not None:
         scale = 1.0 / (1.0 - rate)
@@ -336,13 +345,14 @@ def _score_grads(
 
 def _query_kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, q_seg_ref: Any, k_seg_ref: Any, span_ref: Any,
-    seed_ref: Any, grad_ref: Any, log_z_ref: Any, delta_ref: Any, dq_ref: Any, *,
-    settings: Settings,
+    seed_ref: Any, grad_ref: Any, log_z_ref: Any, out_ref: Any, dq_ref: Any, delta_ref: Any,
+    *, settings: Settings,
 ) -> None:  # fmt: skip
-    rate, causal, _, blocks = settings
-    Q, K = blocks.queries, blocks.keys
+    rate, causal, scale, blocks = settings
+    Q, K = blocks.own, blocks.other
     q, q_seg, grad = q_ref[...], q_seg_ref[...], grad_ref[...]
-    log_z, delta = log_z_ref[...][:, None], delta_ref[...][:, None]
+    delta_Q = jnp.sum(out_ref[...].astype(jnp.float32) * grad.astype(jnp.float32), axis=1)
+    log_z, delta = log_z_ref[...][:, None], delta_Q[:, None]
     q_start, head = pl.program_id(0) * Q, _head()
 
     def body(j: Any, dq: Array) -> Array:
@@ -350,13 +360,12 @@ def _query_kernel(
         k, v = k_ref[place, :], v_ref[place, :]
         tile = Tile(head, (Q, K), 0, q_start, j * K)
         mask, keep = _visible(tile, q_seg, k_seg_ref[place], causal), _keep(tile, seed_ref, rate)
-        _, ds = _score_grads(
-            plgpu.dot(q, k.T), mask, keep, plgpu.dot(grad, v.T), log_z, delta, rate
-        )
+        scores, prob_grads = plgpu.dot(q, k.T) * (scale * _LOG2_E), plgpu.dot(grad, v.T)
+        _, ds = _score_grads(scores, mask, keep, prob_grads, log_z, delta, rate)
         return dq + plgpu.dot(ds.astype(k.dtype), k)
 
     dq = jax.lax.fori_loop(span_ref[0], span_ref[1], body, jnp.zeros(q.shape, jnp.float32))
-    dq_ref[...] = dq.astype(dq_ref.dtype)
+    dq_ref[...], delta_ref[...] = (dq * scale).astype(dq_ref.dtype), delta_Q
 
 
 def _key_kernel(
@@ -364,8 +373,8 @@ def _key_kernel(
     seed_ref: Any, grad_ref: Any, log_z_ref: Any, delta_ref: Any, dk_ref: Any, dv_ref: Any, *,
     settings: Settings,
 ) -> None:  # fmt: skip
-    rate, causal, _, blocks = settings
-    Q, K = blocks.queries, blocks.keys
+    rate, causal, scale, blocks = settings
+    Q, K = blocks.other, blocks.own
     k, v, k_seg = k_ref[...], v_ref[...], k_seg_ref[...]
     k_start, head = pl.program_id(0) * K, _head()
 
@@ -376,12 +385,11 @@ def _key_kernel(
         tile = Tile(head, (K, Q), 1, i * Q, k_start)
         mask, keep = _visible(tile, q_seg_ref[place], k_seg, causal), _keep(tile, seed_ref, rate)
         log_z, delta = log_z_ref[place][None, :], delta_ref[place][None, :]
-        dropped, ds = _score_grads(
-            plgpu.dot(k, q.T), mask, keep, plgpu.dot(v, grad.T), log_z, delta, rate
-        )
+        scores, prob_grads = plgpu.dot(k, q.T) * (scale * _LOG2_E), plgpu.dot(v, grad.T)
+        dropped, ds = _score_grads(scores, mask, keep, prob_grads, log_z, delta, rate)
         dv = dv + plgpu.dot(dropped.astype(grad.dtype), grad)
         return dk + plgpu.dot(ds.astype(q.dtype), q), dv
 
     empty = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     dk, dv = jax.lax.fori_loop(span_ref[0], span_ref[1], body, empty)
-    dk_ref[...], dv_ref[...] = dk.astype(dk_ref.dtype), dv.astype(dv_ref.dtype)
+    dk_ref[...], dv_ref[...] = (dk * scale).astype(dk_ref.dtype), dv.astype(dv_ref.dtype)

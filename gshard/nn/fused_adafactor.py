@@ -4,11 +4,11 @@ Written as a chain of transformations, Adafactor reads a gradient for its rows, 
 the length of the update and for the update itself, and writes some of that in between. Here it
 takes three passes over the gradient and two over the weight:
 
-1. the mean square of every row, and the size of the weight;
-2. the mean square of every column, and in the same pass that of every column divided by the new
-   second moments of the rows. The length of the update, which clipping needs, follows from these
-   two without a pass of its own: the mean of g^2 / (r_i c_j) is the mean over the columns of
-   (mean over the rows of g^2 / r_i) / c_j;
+1. the mean square of every column, and the size of the weight;
+2. the mean square of every row, and in the same pass that of every row divided by the new second
+   moments of the columns. The length of the update, which clipping needs, follows from these two
+   without a pass of its own: the mean of g^2 / (r_i c_j) is the mean over the rows of
+   (mean over the columns of g^2 / c_j) / r_i;
 3. the update, which is rounded at random where weights are bfloat16.
 
 The state is that of `adafactor()`, except that second moments are always float32: a moving average
@@ -129,10 +129,10 @@ def _factor(
     """The scaled gradient, its mean square, the new second moments, and the sum of squares of `g`.
 
     `v_row` is the mean over `row_dim` and `v_col` that over `column_dim`. Whichever of the two is
-    the last in memory goes first; the passes are the same for both.
+    the last in memory comes second: two means in one pass are cheaper along memory than across.
     """
     dims = (row_dim, column_dim)
-    first = int(np.argmax(dims))
+    first = int(np.argmin(dims))
     moments: list[Array] = [None, None]  # type: ignore[list-item]
 
     def moved(index: int, squares: Array) -> Array:

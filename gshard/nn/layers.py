@@ -48,7 +48,8 @@ def _relu_forward(x: Array) -> tuple[Array, Array]:
 
 
 def _relu_backward(y: Array, grad: Array) -> tuple[Array]:
-    return (jnp.where(y > 0, grad, jnp.zeros_like(grad)),)
+    # Not y > 0: XLA would turn that into x > 0, and keep x as well, which is larger than anything.
+    return (jnp.where(y != 0, grad, jnp.zeros_like(grad)),)
 
 
 relu.defvjp(_relu_forward, _relu_backward)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from gshard.nn.attention import Attention, KeysValues, Segments
+from gshard.nn.attention import Attention, Buffers, KeysValues, Segments
 from gshard.nn.config import TransformerConfig
 from gshard.nn.experts import MoE
 from gshard.nn.gating import Routed
@@ -20,7 +20,7 @@ from gshard.nn.strategy import ONE_DEVICE, Strategy
 class LayerCache(NamedTuple):
     """What one decoder layer attends to while decoding."""
 
-    own: KeysValues
+    own: Buffers
     cross: KeysValues
 
 
@@ -81,8 +81,8 @@ class Layer(eqx.Module):
         h_BTM = self.self_norm(x_BTM)
         own = self.self_attention.keys_values(h_BTM)
         if cache is not None:
-            own = cache.own.write(own, jnp.asarray(index))
-            cache = LayerCache(own, cache.cross)
+            cache = LayerCache(cache.own.write(own, jnp.asarray(index)), cache.cross)
+            own = cache.own.read()
         y_BTM = attend(self.self_attention, h_BTM, own, masks.own, key=keys[0])
         x_BTM = residual(x_BTM, y_BTM, keys[1])
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from gshard.nn.attention import KeysValues, Segments
+from gshard.nn.attention import Buffers, Segments
 from gshard.nn.config import Batch, Remat, TransformerConfig
 from gshard.nn.gating import Routed, RouterMetrics, Routing
 from gshard.nn.layers import Embedding, LayerNorm, dropout, split_key
@@ -120,13 +120,13 @@ class Transformer(eqx.Module):
         B = memory_BLM.shape[0]
 
         def empty(dim: int) -> Array:
-            return jnp.zeros((B, length, c.heads, dim), c.dtype)
+            return jnp.zeros((B, c.heads, length, dim), c.dtype)
 
         def start(pair: Pair) -> PairCache:
             caches = []
             for layer in (pair.dense, pair.sparse):
                 assert layer.cross_attention is not None
-                own = KeysValues(empty(c.key_dim), empty(c.value_dim))
+                own = Buffers(empty(c.key_dim), empty(c.value_dim))
                 caches.append(LayerCache(own, layer.cross_attention.keys_values(memory_BLM)))
             return PairCache(*caches)
 

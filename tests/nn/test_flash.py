@@ -10,7 +10,7 @@ from gshard.nn.flash import Blocks, flash_attention, reference
 from gshard.nn.segments import Segments
 
 SEED = jnp.array([7, 11], jnp.uint32)
-BLOCKS = Blocks(queries=16, keys=8, interpret=True)
+BLOCKS = Blocks(own=16, other=8, interpret=True)
 
 
 def packed(rng, B, length):
@@ -85,8 +85,6 @@ def test_blocks_that_nobody_sees_are_left_out():
     q, k, v, _, _ = arrays(32, 32)
     segments = np.repeat(np.arange(1, 5), 8)[None].repeat(3, 0).astype(np.int32)
     v = v.at[:, 24:].set(jnp.nan)
-    out = flash_attention(
-        q, k, v, Segments(segments, segments), 0.0, SEED, BLOCKS._replace(queries=8)
-    )
+    out = flash_attention(q, k, v, Segments(segments, segments), 0.0, SEED, BLOCKS._replace(own=8))
     assert np.all(np.isfinite(out[:, :24]))
     assert np.all(np.isnan(out[:, 24:]))

@@ -1,0 +1,137 @@
+"""Tables and plots from the results of `benchmarks.speed_gpu`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+Results = list[dict[str, Any]]
+BANDWIDTH = 4.3e12  # bytes a second that a copy moves on an H200, read and written
+PRODUCTS = 740e12  # operations a second of its best large matrix products, 740 to 790
+
+
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    """Text in columns, as Markdown."""
+    lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def training(results: Results) -> str:
+    """A row for each training case, ours and the peer's."""
+    rows = []
+    for r in results:
+        if r["module"] not in ("train", "peer") or "sentences" in r:
+            continue
+        who = "gshard" if r["module"] == "train" else "HF NLLB-MoE"
+        name = f"{who}, {r.get('name', '')}".rstrip(", ")
+        if "ms" not in r:
+            rows.append([name, str(r["experts"]), f"{r['tokens']:,}", _error(r), *[""] * 5])
+            continue
+        rows.append(
+            [
+                name,
+                str(r["experts"]),
+                f"{r['tokens']:,}",
+                f"{r['ms']:.1f}",
+                f"{r['source_tokens_per_s']:,.0f}",
+                f"{100 * r['share']:.1f}%" if "share" in r else "",
+                f"{100 * r['share_without_padding']:.1f}%" if "share" in r else "",
+                f"{r['peak_gb']:.0f}",
+                f"{r['compile_s']:.0f}" if "compile_s" in r else "",
+            ]
+        )
+    heads = ["training step", "experts", "source tokens", "ms", "source tokens/s", "share of 989"]
+    return table([*heads, "padding not counted", "GB", "compile s"], rows)
+
+
+def decoding(results: Results) -> str:
+    """A row for each search, ours and the peer's."""
+    rows = []
+    for r in results:
+        if "sentences" not in r:
+            continue
+        name = "gshard" if r["module"] == "decode" else "HF generate"
+        name += f", {r['name']}" if "name" in r else ""
+        if "ms_a_step" not in r:
+            rows.append([name, str(r["experts"]), str(r["sentences"]), _error(r), ""])
+            continue
+        numbers = [f"{r['ms_a_step']:.2f}", f"{r['sentences_per_s']:,.0f}"]
+        rows.append([name, str(r["experts"]), str(r["sentences"]), *numbers])
+    return table(["beam 4, 64 steps", "experts", "sentences", "ms a step", "sentences/s"], rows)
+
+
+def floors(result: dict[str, Any]) -> str:
+    """Where a step's time went, beside the least that each part could take."""
+    tokens, weights = result["tokens"], result["weights"]
+    products = 1e15 * result["tflop"] / PRODUCTS
+    # Weights are bfloat16. The gradient is read three times, the weight twice, and written once.
+    optimizer = 1e3 * 6 * 2 * weights / BANDWIDTH
+    # 18 attentions: q, k, v, out and their gradients, of 16 heads of 128.
+    attention = 1e3 * 18 * 13 * tokens * 2048 * 2 / BANDWIDTH
+    known = {"matrix products": products, "attention": attention}
+    rows = [
+        [kind, f"{ms:.1f}", f"{known[kind]:.1f}" if kind in known else ""]
+        for kind, ms in result["kinds_ms"].items()
+    ]
+    rows.append(["all", f"{result['ms']:.1f}", f"{products + optimizer + attention:.1f}"])
+    note = f"\nOf element-wise and reductions, Adafactor's floor is {optimizer:.1f} ms (bytes).\n"
+    return table(["kernels", "ms a step", "floor, ms"], rows) + note
+
+
+def attention(result: dict[str, Any]) -> str:
+    """A row for each way to attend."""
+    rows = []
+    for name, found in result.items():
+        if isinstance(found, dict) and "ms" in found:
+            rows.append([name, f"{found['forward_ms']:.2f}", f"{found['ms']:.2f}"])
+        elif isinstance(found, dict) and "error" in found:
+            rows.append([name, "", _error(found)])
+    return table(["one attention, 65,536 tokens", "forward, ms", "with gradients, ms"], rows)
+
+
+def report(results: Results) -> str:
+    """All tables."""
+    parts = [training(results), decoding(results)]
+    parts += [floors(r) for r in results if r["module"] == "train" and "kinds_ms" in r]
+    parts += [attention(r) for r in results if r["module"] == "attention"]
+    return "\n\n".join(parts)
+
+
+def plots(results: Results, folder: Path) -> None:
+    """Tokens/s and share of peak against experts; the step's parts against their floors."""
+    import matplotlib.pyplot as plt
+
+    grown = [r for r in results if r.get("name") == "growth" and "ms" in r]
+    if grown:
+        figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+        experts = [r["experts"] for r in grown]
+        axes[0].plot(experts, [r["source_tokens_per_s"] / 1e3 for r in grown], "o-", label="gshard")
+        peers = [r for r in results if r["module"] == "peer" and "source_tokens_per_s" in r]
+        if peers:
+            speeds = [r["source_tokens_per_s"] / 1e3 for r in peers]
+            axes[0].plot([r["experts"] for r in peers], speeds, "s", label="HF NLLB-MoE")
+        axes[0].set(ylabel="thousand source tokens/s", ylim=(0, None))
+        axes[1].plot(experts, [100 * r["share"] for r in grown], "o-")
+        axes[1].axhline(50, color="gray", linestyle=":")
+        axes[1].set(ylabel="% of 989 TFLOP/s", ylim=(0, 60))
+        for ax in axes:
+            ax.set_xscale("log", base=2)
+            ax.set_xticks(experts, [str(e) for e in experts])
+            ax.set_xlabel("experts")
+        axes[0].legend()
+        figure.savefig(folder / "speed_experts.svg")
+    for r in results:
+        if r["module"] == "train" and "kinds_ms" in r:
+            figure, ax = plt.subplots(figsize=(7, 2.4), layout="constrained")
+            kinds = list(r["kinds_ms"])
+            ax.barh(kinds[::-1], [r["kinds_ms"][k] for k in kinds[::-1]])
+            products = 1e15 * r["tflop"] / PRODUCTS
+            ax.axvline(products, color="black", linestyle=":", label="floor of the products")
+            ax.set(xlabel=f"ms of a step of {r['ms']:.0f}")
+            ax.legend()
+            figure.savefig(folder / "speed_breakdown.svg")
+            break
+
+
+def _error(result: dict[str, Any]) -> str:
+    return result.get("error", "no result").strip().splitlines()[-1][:60]
