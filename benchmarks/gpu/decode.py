@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.gpu.fresh import fresh_model
 from benchmarks.gpu.kernels import profile
 from benchmarks.gpu.timing import peak_gb
 from gshard.mt.decoding.beam import BeamConfig, beam_search
-from gshard.nn import Transformer
 from gshard.nn.family import FAMILY
 
 
@@ -29,7 +29,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     )
     if case.get("tuned", True):
         config = config.tuned()
-    model = jax.jit(Transformer, static_argnums=0)(config, jax.random.key(0))
+    model = fresh_model(config)
     rng = np.random.default_rng(0)
     source = jnp.asarray(rng.integers(4, 32_000, (case["sentences"], 32)), jnp.int32)
     search = BeamConfig(beam=4, nbest=1, max_length=case.get("steps", 64), alpha=1.0)

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.gpu.fresh import fresh_model
 from benchmarks.gpu.kernels import profile
 from benchmarks.gpu.packed import packed_batch
 from benchmarks.gpu.timing import peak_gb
-from gshard.nn import TrainState, Transformer, adafactor, train_step
+from gshard.nn import TrainState, adafactor, train_step
 from gshard.nn.family import FAMILY
 from gshard.nn.flops import step_flops
 
@@ -48,12 +49,11 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     batch = jax.device_put(packed_batch(tokens[0] // lengths[0], lengths, vocabs))
     key = jax.random.key(1)
 
-    def first(key: Any) -> TrainState:
-        model = Transformer(config, key)
-        return TrainState(model, optimizer.init(model), jnp.zeros((), jnp.int32))
-
     begin = time.perf_counter()
-    state = jax.block_until_ready(jax.jit(first)(jax.random.key(0)))
+    model = fresh_model(config)
+    opt_state = jax.jit(optimizer.init)(model)
+    state = jax.block_until_ready(TrainState(model, opt_state, jnp.zeros((), jnp.int32)))
+    del model, opt_state
     initialized = time.perf_counter() - begin
     step = jax.jit(functools.partial(train_step, optimizer=optimizer), donate_argnums=0)
     begin = time.perf_counter()

@@ -116,8 +116,9 @@ class Attention(eqx.Module):
         rate, seed = (0.0, jnp.zeros(2, jnp.uint32)) if key is None else (rate, seed_of(key))
         q_BTND = jnp.einsum("BTM,MND->BTND", x_BTM, self.wq.astype(x_BTM.dtype))
         rows = (q_BTND, *memory, visible.queries, visible.keys)
-        q, keys, values, *segments = (strategy.own_groups(x) for x in rows)
-        own = flash_attention(q, keys, values, Segments(*segments, visible.causal), rate, seed)
+        q, keys, values, q_seg, k_seg = (strategy.own_groups(x) for x in rows)
+        segments = Segments(q_seg, k_seg, visible.causal)
+        own = flash_attention(q, keys, values, segments, rate, seed)
         return strategy.all_groups(own, len(x_BTM))
 
     def _queries(self, x_BTM: Array) -> Array:

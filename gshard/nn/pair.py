@@ -71,9 +71,9 @@ class Layer(eqx.Module):
         c = self.config
         keys = split_key(key, 6)
 
-        def attend(attention: Attention, *given: Any, key: Array | None) -> Array:
-            settings = (c.attention_dropout, key, c.random, c.attention, strategy)
-            return attention(*given, *settings)
+        def attend(attention: Attention, x: Array, memory: KeysValues, visible: Any, key: Any):
+            rate, random, kind = c.attention_dropout, c.random, c.attention
+            return attention(x, memory, visible, rate, key, random, kind, strategy)
 
         def residual(x: Array, y: Array, key: Array | None) -> Array:
             return x + dropout(y, c.residual_dropout, key, c.random)
@@ -83,7 +83,7 @@ class Layer(eqx.Module):
         if cache is not None:
             cache = LayerCache(cache.own.write(own, jnp.asarray(index)), cache.cross)
             own = cache.own.read()
-        y_BTM = attend(self.self_attention, h_BTM, own, masks.own, key=keys[0])
+        y_BTM = attend(self.self_attention, h_BTM, own, masks.own, keys[0])
         x_BTM = residual(x_BTM, y_BTM, keys[1])
 
         if self.cross_attention is not None and self.cross_norm is not None:
@@ -94,7 +94,7 @@ class Layer(eqx.Module):
                 assert memory_BLM is not None
                 cross = self.cross_attention.keys_values(memory_BLM)
             h_BTM = self.cross_norm(x_BTM)
-            y_BTM = attend(self.cross_attention, h_BTM, cross, masks.cross, key=keys[2])
+            y_BTM = attend(self.cross_attention, h_BTM, cross, masks.cross, keys[2])
             x_BTM = residual(x_BTM, y_BTM, keys[3])
 
         h_BTM, routed = self.feed_forward_norm(x_BTM), None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from gshard.nn.transformer import ModelMetrics, Transformer
 from gshard.nn.vocabulary_loss import weighted_nll
 
 _ROUNDING = 0x5EED  # folded into the key of a step for the bits that round weights
-Optimizer = optax.GradientTransformation | FusedOptimizer
+Optimizer: TypeAlias = optax.GradientTransformation | FusedOptimizer
 
 
 class TrainState(NamedTuple):

@@ -27,7 +27,7 @@ from jax import Array
 
 from gshard.mt.batching.tokenizer import END, PAD, START, UNKNOWN
 from gshard.nn.strategy import ONE_DEVICE, Strategy
-from gshard.nn.transformer import PairCache, Transformer
+from gshard.nn.transformer import Caches, Transformer
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class State(NamedTuple):
     live: Live
     ended: Ended
     slots: Array  # [B, L], the token in each slot
-    cache: PairCache
+    cache: Caches
     done: Array  # [B]
 
 
@@ -154,7 +154,7 @@ def beam_search(
     return Translations(tokens_BNT, final.ended.scores, final.ended.lengths, final.step)
 
 
-def start(real_BL: Array, cache: PairCache, config: BeamConfig, strategy: Strategy) -> State:
+def start(real_BL: Array, cache: Caches, config: BeamConfig, strategy: Strategy) -> State:
     """One live hypothesis per sentence, the empty one, and nothing in any slot."""
     B, K, N, L = real_BL.shape[0], config.beam, config.nbest, config.beam * config.max_length
     first_K = jnp.arange(K) == 0
