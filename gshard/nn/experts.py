@@ -120,7 +120,7 @@ class MoE(eqx.Module):
         routing, metrics = route(logits_GSE, C, self.config, key, mask_GS)
         if self.dispatch == "flat" and strategy.devices == 1:
             flat = flat_dropless if dropless else flat_groups
-            y_GSM = flat(self.experts, routing, x_GSM, E, C)
+            y_GSM = flat(self.experts.in_place, routing, x_GSM, E, C)
             return y_GSM.reshape(B, L, M), Routed(routing, metrics)
 
         dispatch, combine = DISPATCHES[self.dispatch]

@@ -8,26 +8,16 @@ pass. Dims: R tokens of all groups, K choices, X slots of all experts, each expe
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from gshard.nn import grouped
 from gshard.nn.gating import Routing
 
-
-class ExpertsLike(Protocol):
-    """What is needed of `gshard.nn.experts.Experts`."""
-
-    wi: Array
-    wo: Array
-
-    def in_place(self, x_ECM: Array) -> Array:
-        """Every expert on its own tokens."""
+RunExperts = Callable[[Array], Array]  # [E, C, M] to [E, C, M]
 
 
 class Places(NamedTuple):
@@ -38,26 +28,44 @@ class Places(NamedTuple):
     choice: Array  # [X], the same as a choice, k * R + r
 
 
-def flat_groups(experts: ExpertsLike, routing: Routing, x_GSM: Array, E: int, C: int) -> Array:
+def flat_groups(run: RunExperts, routing: Routing, x_GSM: Array, E: int, C: int) -> Array:
     """The experts on the tokens of all groups, each with C slots for each group."""
     G, S, M = x_GSM.shape
     groups_GS = jnp.arange(G)[:, None]
     slot_KGS = (routing.expert * G + groups_GS) * C + routing.slot
     K, R, X = len(slot_KGS), G * S, E * G * C
     slot_KR = jnp.where(routing.kept, slot_KGS, X).reshape(K, R)
-    run = functools.partial(_side_by_side, experts, E)
-    y_RM = through(run, x_GSM.reshape(R, M), routing.weight.reshape(K, R), slot_KR, X)
+    y_RM = through(run, x_GSM.reshape(R, M), routing.weight.reshape(K, R), slot_KR, E, G * C)
     return y_RM.reshape(G, S, M)
 
 
-def flat_dropless(experts: ExpertsLike, routing: Routing, x_GSM: Array, E: int, C: int) -> Array:
-    """The experts on all tokens with room for all: `C`, room for a whole group, is not needed."""
+def flat_dropless(run: RunExperts, routing: Routing, x_GSM: Array, E: int, C: int) -> Array:
+    """The experts on all tokens with room for all: `C`, room for a whole group, is not needed.
+
+    How much room the fullest expert needs is known only when the tokens are there. A few times its
+    even share is nearly always enough, and if not, the tokens take a way with more room, at last
+    with room for everything: the result does not depend on it.
+    """
     G, S, M = x_GSM.shape
     K, R = len(routing.expert), G * S
     x_RM, weight_KR = x_GSM.reshape(R, M), routing.weight.reshape(K, R)
     queue = Queue.of(routing.expert.reshape(K, R), routing.kept.reshape(K, R), E)
-    run = in_blocks if grouped.fits(x_RM, (experts.wi, experts.wo)) else in_enough_room
-    return run(experts, x_RM, weight_KR, queue).reshape(G, S, M)
+
+    def with_room(room: int) -> Callable[[], Array]:
+        slot_KR = jnp.where(queue.kept, queue.expert * room + queue.place, E * room)
+        return lambda: through(run, x_RM, weight_KR, slot_KR, E, room)
+
+    rooms = sorted({min(R, _round_up(times * K * R // E)) for times in _SHARES} | {R})
+    way = jnp.sum(jnp.max(queue.load) > jnp.array(rooms))
+    return jax.lax.switch(way, [with_room(room) for room in rooms]).reshape(G, S, M)
+
+
+_SHARES = (2, 4, 8)  # how many times its even share of the tokens an expert has room for
+
+
+def _round_up(rows: int) -> int:
+    """Rows of a matrix product come in multiples of 16."""
+    return max(-(-rows // 16) * 16, 16)
 
 
 class Queue(NamedTuple):
@@ -74,85 +82,23 @@ class Queue(NamedTuple):
         K, R = expert_KR.shape
         wanted_KRE = jax.nn.one_hot(expert_KR, E, dtype=jnp.int32) * kept_KR[..., None]
         wanted_YE = wanted_KRE.reshape(K * R, E)
-        place_Y = jnp.sum(_before(wanted_YE) * wanted_YE, axis=-1)
+        place_YE = jnp.cumsum(wanted_YE, axis=0) - wanted_YE
+        place_Y = jnp.sum(place_YE * wanted_YE, axis=-1)
         return Queue(expert_KR, kept_KR, place_Y.reshape(K, R), jnp.sum(wanted_YE, axis=0))
 
 
-def _before(wanted_YE: Array) -> Array:
-    """The exclusive sums along the queue.
-
-    Short queues, as in decoding, by a product with a triangle of ones, exact since the sums are in
-    float32: a GPU has that done before the first of the passes of a cumulative sum.
-    """
-    Y = len(wanted_YE)
-    if Y > 4096:
-        return jnp.cumsum(wanted_YE, axis=0) - wanted_YE
-    places = jnp.arange(Y)
-    earlier_YY = (places[:, None] > places).astype(jnp.bfloat16)
-    sums = jnp.dot(earlier_YY, wanted_YE.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
-    return sums.astype(jnp.int32)
-
-
-def in_blocks(
-    experts: ExpertsLike, x_RM: Array, weight_KR: Array, queue: Queue, *, interpret: bool = False
-) -> Array:
-    """Each expert's tokens in as many blocks as they need, multiplied by `grouped_product`."""
-    (K, R), E = weight_KR.shape, len(queue.load)
-    rows = grouped.ROWS
-    count = K * R // rows + E
-    ends_E = jnp.cumsum(-(-queue.load // rows))
-    first_E = jnp.concatenate([jnp.zeros((1,), ends_E.dtype), ends_E[:-1]])
-    expert_B = jnp.sum(jnp.arange(count)[:, None] >= ends_E, axis=1, dtype=jnp.int32)
-    slot_KR = first_E[queue.expert] * rows + queue.place
-    slot_KR = jnp.where(queue.kept, slot_KR, count * rows)
-
-    def run(x_XM: Array) -> Array:
-        h_XH = grouped.grouped_product(x_XM, experts.wi, expert_B, True, interpret)
-        return grouped.grouped_product(h_XH, experts.wo, expert_B, False, interpret)
-
-    return through(run, x_RM, weight_KR, slot_KR, count * rows)
-
-
-def in_enough_room(experts: ExpertsLike, x_RM: Array, weight_KR: Array, queue: Queue) -> Array:
-    """The same number of slots for every expert: as many as the fullest one needs, or more.
-
-    How many that is, is known only when the tokens are there. Some times the even share is nearly
-    always enough, and if not, the tokens take a way with more room, at last with room for all.
-    """
-    (K, R), E = weight_KR.shape, len(queue.load)
-
-    def with_room(room: int) -> Callable[[], Array]:
-        slot_KR = jnp.where(queue.kept, queue.expert * room + queue.place, E * room)
-        run = functools.partial(_side_by_side, experts, E)
-        return lambda: through(run, x_RM, weight_KR, slot_KR, E * room)
-
-    rooms = sorted({min(R, _round_up(times * K * R // E)) for times in _SHARES} | {R})
-    way = jnp.sum(jnp.max(queue.load) > jnp.array(rooms))
-    return jax.lax.switch(way, [with_room(room) for room in rooms])
-
-
-_SHARES = (2, 4, 16)  # how many times its even share of the tokens an expert has room for
-
-
-def _round_up(rows: int) -> int:
-    """Rows of a matrix product come in multiples of 16."""
-    return max(-(-rows // 16) * 16, 16)
-
-
-def _side_by_side(experts: ExpertsLike, E: int, x_XM: Array) -> Array:
-    return experts.in_place(x_XM.reshape(E, len(x_XM) // E, -1)).reshape(len(x_XM), -1)
-
-
 def through(
-    run: Callable[[Array], Array], x_RM: Array, weight_KR: Array, slot_KR: Array, X: int
+    run: RunExperts, x_RM: Array, weight_KR: Array, slot_KR: Array, E: int, C: int
 ) -> Array:
     """Bring each token to its slots, run the experts, and mix each token's results by weight."""
     K, R = slot_KR.shape
-    empty_X = jnp.full((X,), K * R, jnp.int32)
+    empty_X = jnp.full((E * C,), K * R, jnp.int32)
     choice_X = empty_X.at[slot_KR.ravel()].set(jnp.arange(K * R, dtype=jnp.int32), mode="drop")
     token_X = jnp.where(choice_X < K * R, choice_X % R, R)
     places = Places(slot_KR, token_X, choice_X)
-    return combine(run(dispatch(x_RM, places)), weight_KR, places)
+    x_XM = dispatch(x_RM, places)
+    y_XM = run(x_XM.reshape(E, C, -1)).reshape(E * C, -1)
+    return combine(y_XM, weight_KR, places)
 
 
 @jax.custom_vjp

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,13 +15,12 @@ from gshard.nn import (
     Transformer,
     adafactor,
     cross_entropy,
-    flat,
-    grouped,
     loss,
     train_step,
 )
 from gshard.nn.exact import float32_logits, parts
 from gshard.nn.experts import MoE
+from gshard.nn.flat import flat_dropless
 from gshard.nn.gating import GatingConfig, Routing, route
 from gshard.nn.hashing import hash_dropout, hashed_bits, round_stochastically, seed_of
 from gshard.nn.layers import relu
@@ -142,55 +140,24 @@ def test_a_tuned_model_keeps_its_four_all_to_all():
     assert set(found) == {"all_to_all", "all_reduce"}
 
 
-def skewed_routing(loads, G, S, E):
-    """Two different experts for each token, and what a mixture of `x * (1 + expert)` would be."""
+@pytest.mark.parametrize("loads", ["even", "all to one", "none"])
+def test_dropless_gives_room_to_all_whatever_the_loads(loads):
+    """Empty experts, experts with a few tokens, and one that all tokens want."""
+    G, S, E, M = 6, 40, 8, 4
     rng = np.random.default_rng(0)
     first = np.full((G, S), 3) if loads == "all to one" else rng.integers(0, E, (G, S))
     expert = np.stack([first, (first + rng.integers(1, E, (G, S))) % E])
     kept = np.broadcast_to(loads != "none", expert.shape)
     weight = rng.random(expert.shape).astype(np.float32) * kept
-    return Routing(jnp.asarray(expert), jnp.zeros(expert.shape, jnp.int32), weight, kept)
+    x = rng.normal(size=(G, S, M)).astype(np.float32)
+    routing = Routing(jnp.asarray(expert), jnp.zeros(expert.shape, jnp.int32), weight, kept)
 
+    def run(x_ECM):
+        return x_ECM * (1.0 + jnp.arange(E)[:, None, None])
 
-def scaling_experts(E, M, H):
-    """Experts that multiply what is positive by 1 + their number."""
-    moe = MoE(E, M, H, "float32", jax.random.key(0))
-    wi = jnp.broadcast_to(jnp.eye(M, H), (E, M, H))
-    wo = (1.0 + jnp.arange(E)[:, None, None]) * jnp.eye(H, M)
-    return eqx.tree_at(lambda e: (e.wi, e.wo), moe.experts, (wi, wo))
-
-
-@pytest.mark.parametrize("loads", ["even", "all to one", "none"])
-@pytest.mark.parametrize("way", ["room", "blocks"])
-def test_dropless_gives_room_to_all_whatever_the_loads(way, loads, monkeypatch):
-    """Empty experts, experts with a few tokens, and one that all tokens want."""
-    G, S, E, M, H = 6, 40, 8, 16, 16
-    routing = skewed_routing(loads, G, S, E)
-    x = np.abs(np.random.default_rng(1).normal(size=(G, S, M))).astype(np.float32)
-    experts = scaling_experts(E, M, H)
-    if way == "blocks":
-        monkeypatch.setattr(grouped, "fits", lambda *_: True)
-        monkeypatch.setattr(flat, "in_blocks", functools.partial(flat.in_blocks, interpret=True))
-    got = jax.jit(lambda r, x: flat.flat_dropless(experts, r, x, E, S))(routing, x)
-    want = np.sum(routing.weight[..., None] * x * (1.0 + routing.expert[..., None]), axis=0)
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("relu", [False, True])
-def test_grouped_product_is_its_reference(relu):
-    """With blocks that have no expert, forward and backward."""
-    E, M, N, rows = 3, 32, 48, 16
-    experts = jnp.array([0, 2, 2, 3, 3], jnp.int32)  # none for 1, and two empty blocks
-    rng = np.random.default_rng(0)
-    x, w, g = (jnp.float32(rng.normal(size=s)) for s in ((5 * rows, M), (E, M, N), (5 * rows, N)))
-
-    def value(product):
-        y, pull = jax.vjp(lambda x, w: product(x, w, experts, relu), x, w)
-        return y, pull(g)
-
-    got = value(lambda *a: grouped.grouped_product(*a, True))
-    close(got, value(grouped.reference), rtol=1e-5, atol=1e-5)
-    assert np.all(got[0][3 * rows :] == 0)
+    got = jax.jit(lambda r, x: flat_dropless(run, r, x, E, S))(routing, x)
+    want = np.sum(weight[..., None] * x * (1.0 + expert[..., None]), axis=0)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_an_expert_without_tokens_has_no_gradient():
