@@ -1,11 +1,13 @@
 """The Mixture-of-Experts Transformer of the paper's sections 2 and 3.1."""
 
 from gshard.nn.attention import Attention, KeysValues, segment_mask
+from gshard.nn.config import Batch, TransformerConfig
 from gshard.nn.experts import Experts, MoE
 from gshard.nn.family import FAMILY, Model
 from gshard.nn.gating import GatingConfig, Routed, RouterMetrics, Routing, route
 from gshard.nn.layers import Embedding, FeedForward, LayerNorm
 from gshard.nn.optimizer import adafactor, adam, inverse_sqrt, per_matrix
+from gshard.nn.pair import PairCache
 from gshard.nn.remat import StepMemory, choose_remat, step_memory
 from gshard.nn.step import (
     StepMetrics,
@@ -17,14 +19,7 @@ from gshard.nn.step import (
     train_step,
 )
 from gshard.nn.strategy import Strategy
-from gshard.nn.transformer import (
-    Batch,
-    ModelMetrics,
-    ModelRoutings,
-    PairCache,
-    Transformer,
-    TransformerConfig,
-)
+from gshard.nn.transformer import ModelMetrics, ModelRoutings, Transformer
 
 __all__ = [
     "FAMILY",
