@@ -60,17 +60,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     compiled = step.lower(state, batch, key).compile()
     compiling = time.perf_counter() - begin
     memory = compiled.memory_analysis()
-    losses, times = [], []
-    for _ in range(3):
-        state, metrics = compiled(state, batch, key)
-        losses.append(float(metrics.nll))
-    for _ in range(case.get("repeats", 3)):
-        begin = time.perf_counter()
-        for _ in range(4):
-            state, metrics = compiled(state, batch, key)
-        jax.block_until_ready(state)
-        times.append((time.perf_counter() - begin) / 4)
-    losses.append(float(metrics.nll))
+    state, losses, times = timed(compiled, state, batch, key, case.get("repeats", 3))
     seconds = float(np.median(times))
     real = [
         float(np.mean(np.asarray(s) > 0)) for s in (batch.source_segments, batch.target_segments)
@@ -102,3 +92,19 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
         found["kinds_ms"], found["kernels"] = profile(run, 2)
     return found
+
+
+def timed(compiled: Any, state: TrainState, batch: Any, key: Any, repeats: int) -> Any:
+    """The state after some steps, losses on the way, and seconds a step of each four."""
+    losses, times = [], []
+    for _ in range(3):
+        state, metrics = compiled(state, batch, key)
+        losses.append(float(metrics.nll))
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        for _ in range(4):
+            state, metrics = compiled(state, batch, key)
+        jax.block_until_ready(state)
+        times.append((time.perf_counter() - begin) / 4)
+    losses.append(float(metrics.nll))
+    return state, losses, times
