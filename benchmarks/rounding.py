@@ -19,15 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.nn import (
-    Batch,
-    TrainState,
-    Transformer,
-    TransformerConfig,
-    adafactor,
-    init_state,
-    train_step,
-)
+from gshard.nn import Batch, TransformerConfig, adafactor, init_state, train_step
 
 CONFIG = TransformerConfig(
     source_vocab=40,
@@ -60,19 +52,13 @@ def curve(weights: str, fused: bool, steps: int, rate: float) -> list[float]:
     """The loss of every step."""
     config = replace(CONFIG, weight_dtype=weights)  # type: ignore[arg-type]
     optimizer = adafactor(lambda t: rate, fused=fused, min_dim_to_factor=32)
-    first = init_state(replace(CONFIG, weight_dtype="float32"), optimizer, jax.random.key(0))
-    model = jax.tree.map(lambda x, s: x.astype(s.dtype), first.model, _shapes(config))
-    state = TrainState(model, optimizer.init(model), first.step)
+    state = init_state(config, optimizer, jax.random.key(0))
     step = jax.jit(functools.partial(train_step, optimizer=optimizer), donate_argnums=0)
     losses = []
     for n in range(steps):
         state, metrics = step(state, reversed_words(n), jax.random.key(1))
         losses.append(float(metrics.nll))
     return losses
-
-
-def _shapes(config: TransformerConfig) -> Transformer:
-    return jax.eval_shape(lambda key: Transformer(config, key), jax.random.key(0))
 
 
 def main() -> None:

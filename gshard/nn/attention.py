@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from gshard.nn.flash import flash_attention
+from gshard.nn.flash import flash_attention, seed_from_row
 from gshard.nn.hashing import Random, seed_of
 from gshard.nn.layers import dropout, init_weight
 from gshard.nn.segments import Segments, segment_mask
@@ -118,6 +118,9 @@ class Attention(eqx.Module):
         rows = (q_BTND, *memory, visible.queries, visible.keys)
         q, keys, values, q_seg, k_seg = (strategy.own_groups(x) for x in rows)
         segments = Segments(q_seg, k_seg, visible.causal)
+        if strategy.devices > 1:
+            first_row = strategy.own_groups(jnp.arange(len(x_BTM)))[0]
+            seed = seed_from_row(seed, first_row, q.shape[2])
         own = flash_attention(q, keys, values, segments, rate, seed)
         return strategy.all_groups(own, len(x_BTM))
 

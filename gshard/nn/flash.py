@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -76,6 +77,11 @@ def reference(
         keep_BNTL = _reference_keep(probs_BNTL.shape, rate, seed)
         probs_BNTL = jnp.where(keep_BNTL, probs_BNTL / (1.0 - rate), 0.0)
     return jnp.einsum("BNTL,BLNU->BTNU", probs_BNTL.astype(v_BLNU.dtype), v_BLNU)
+
+
+def seed_from_row(seed: Array, row: Array, heads: int) -> Array:
+    """The seed with which a part of a batch that begins at `row` draws what the whole would."""
+    return jnp.stack([seed[0] + row.astype(jnp.uint32) * np.uint32(heads * _ROWS), seed[1]])
 
 
 def _reference_keep(shape: tuple[int, ...], rate: float, seed: Array) -> Array:

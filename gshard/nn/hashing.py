@@ -36,8 +36,11 @@ def hashed_bits(seed: Array, shape: tuple[int, ...]) -> Array:
 
 
 def hashed_row_bits(seed: tuple[Array, Array], rows: Array, columns: Array) -> Array:
-    """32 bits for each row and column, with half of the hashing done once for a row."""
-    return mix(mix(rows ^ seed[0]) + seed[1] + columns * np.uint32(GOLDEN))
+    """32 bits for each row and column, with half of the hashing done once for a row.
+
+    A seed whose first word is larger by n gives the bits of the row that comes n later.
+    """
+    return mix(mix(rows + seed[0]) + seed[1] + columns * np.uint32(GOLDEN))
 
 
 def mix(x: Array) -> Array:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gshard.nn.attention import Attention
-from gshard.nn.flash import Blocks, flash_attention, reference
+from gshard.nn.flash import Blocks, flash_attention, reference, seed_from_row
 from gshard.nn.segments import Segments
 
 SEED = jnp.array([7, 11], jnp.uint32)
@@ -88,3 +88,14 @@ def test_blocks_that_nobody_sees_are_left_out():
     out = flash_attention(q, k, v, Segments(segments, segments), 0.0, SEED, BLOCKS._replace(own=8))
     assert np.all(np.isfinite(out[:, :24]))
     assert np.all(np.isnan(out[:, 24:]))
+
+
+def test_a_part_of_a_batch_draws_what_the_whole_does():
+    q, k, v, segments, _ = arrays(16, 16, B=5)
+    segments = np.ones_like(segments)
+    whole = reference(q, k, v, Segments(segments, segments), 0.5, SEED)
+    part = slice(3, 5)
+    seed = seed_from_row(SEED, jnp.asarray(3), q.shape[2])
+    seen = Segments(segments[part], segments[part])
+    got = reference(q[part], k[part], v[part], seen, 0.5, seed)
+    np.testing.assert_allclose(got, whole[part], rtol=1e-5, atol=1e-6)
