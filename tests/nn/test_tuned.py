@@ -56,6 +56,7 @@ def tuned(config):
     return dataclasses.replace(config.tuned(), stacked=True)
 
 
+@pytest.mark.slow
 def test_layers_written_out_are_the_scanned_ones():
     stacked = models.config(encoder_layers=4, residual_dropout=0.1)
     written_out = dataclasses.replace(stacked, stacked=False)
@@ -117,6 +118,7 @@ def tuned_losses(jit, strategy, devices_config):
     return found
 
 
+@pytest.mark.slow
 def test_a_tuned_model_on_eight_devices_trains_like_on_one():
     dropout = dict.fromkeys(("input_dropout", "residual_dropout", "attention_dropout"), 0.1)
     config = dataclasses.replace(
