@@ -86,7 +86,6 @@ def seed_from_row(seed: Array, row: Array, heads: int) -> Array:
 
 def _reference_keep(shape: tuple[int, ...], rate: float, seed: Array) -> Array:
     B, N, T, L = shape
-    # A row's number leaves room for the padding of T, which the kernel's rows may have.
     heads = jnp.arange(B * N, dtype=jnp.uint32).reshape(B, N, 1, 1)
     rows = heads * jnp.uint32(_ROWS) + jnp.arange(T, dtype=jnp.uint32)[:, None]
     columns = jnp.arange(L, dtype=jnp.uint32)
@@ -217,7 +216,6 @@ def _call(kernel: Any, settings: Settings, over: str, given: Any, made: Any, nam
     B, T, N, _ = q.shape
     L = k.shape[1]
     block = settings.blocks.own
-    own_length = T if over == "queries" else L
     last = "q" if over == "queries" else "q_BNT"
     shapes = ("q", "k", "k", "q_BT", "k_BL", "span", "seed", "q", "q_BNT", last)
     sides = {"queries": "q", "keys": "k"}
@@ -236,11 +234,10 @@ def _call(kernel: Any, settings: Settings, over: str, given: Any, made: Any, nam
         dim = array.shape[-1]
         return pl.BlockSpec((None, size, None, dim), lambda i, n, b: (b, i if own else 0, n, 0))
 
-    side = sides[over]
-    out_kinds = [f"{side}_BNT" if len(x.shape) == 3 else side for x in made]
+    out_kinds = [sides[over] + "_BNT" * (len(x.shape) == 3) for x in made]
     return pl.pallas_call(
         functools.partial(kernel, settings=settings),
-        grid=(own_length // block, N, B),
+        grid=((T if over == "queries" else L) // block, N, B),
         in_specs=[spec(kind, x) for kind, x in zip(shapes, given, strict=False)],
         out_specs=[spec(kind, x) for kind, x in zip(out_kinds, made, strict=True)],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in made],
