@@ -61,11 +61,13 @@ def server(translator):
 
 
 def ask(server, method, path, body=None, headers=None):
-    connection = http.client.HTTPConnection(HOST, server.port, timeout=240)
     inside = path == "/health" or path.startswith("//")
-    connection.request(method, path if inside else f"/{server.token}{path}", body, headers or {})
-    reply = connection.getresponse()
-    return reply, reply.read()
+    place = path if inside else f"/{server.token}{path}"
+    connection = http.client.HTTPConnection(HOST, server.port, timeout=240)
+    with contextlib.closing(connection):
+        connection.request(method, place, body, headers or {})
+        with connection.getresponse() as reply:
+            return reply, reply.read()
 
 
 def translate(server, text, **more):
@@ -361,11 +363,12 @@ def test_nothing_that_is_shown_becomes_markup(capfd):
 
 def test_the_command(tokenizer, tmp_path):
     run = make_run(tmp_path / "random", tokenizer)
-    command = [sys.executable, "-m", "gshard.cli", "serve", run.folder, "--port=0", "--devices=1"]
+    words = ["-m", "gshard.cli", "serve", str(run.folder), "--port=0", "--devices=1"]
+    # Ctrl-C, which a test that runs in the background would hand on as ignored, is heeded.
+    heed = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL)"
+    begin = f"{heed}; os.execv(sys.executable, [sys.executable, *{words}])"
+    command = [sys.executable, "-c", begin]
     quickly = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
-
-    def heed_ctrl_c():  # which a test that runs in the background would hand on as ignored
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     with (
         subprocess.Popen(
@@ -373,7 +376,6 @@ def test_the_command(tokenizer, tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=quickly,
-            preexec_fn=heed_ctrl_c,
         ) as process,
         contextlib.ExitStack() as at_last,
     ):
@@ -381,8 +383,9 @@ def test_the_command(tokenizer, tmp_path):
         line = process.stdout.readline().decode()
         port, token = re.search(r"http://127.0.0.1:(\d+)/([\w-]+)/", line).groups()
         connection = http.client.HTTPConnection(HOST, int(port), timeout=60)
-        connection.request("GET", f"/{token}/model")
-        about = json.loads(connection.getresponse().read())
+        with contextlib.closing(connection):
+            connection.request("GET", f"/{token}/model")
+            about = json.loads(connection.getresponse().read())
         assert (about["name"], about["step"]) == ("random", 5)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
