@@ -93,7 +93,8 @@ def _shardings(subject: Subject) -> list[dict[str, Any]]:
     arguments = sorted(subject.flat.jaxpr.invars, key=lambda v: -np.prod(v.aval.shape))
     for var in arguments[:_VALUES]:
         values.setdefault(var, "an argument")
-    shown, seen = [], set()
+    shown: list[dict[str, Any]] = []
+    seen = set()
     for var, source in values.items():
         sharding = subject.sharding(var)
         key = (_shape(var), source)

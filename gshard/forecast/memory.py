@@ -106,7 +106,7 @@ def _simulate(body: Body, order: Sequence[Operator], style: str) -> _Peak:
         if during > best.bytes:
             held = [Held(b, _short(v), source_of(makers[v].root.eqn)) for v, b in live.items()]
             held += [Held(b, _short(v), source_of(operator.root.eqn)) for v, b in made.items()]
-            ranked = sorted([*held, *inner.held], key=lambda h: -h.bytes)[:12]
+            ranked = sorted([*held, *inner.held], key=lambda h: -h.bytes)
             where = inner.where or source_of(operator.root.eqn)
             best = _Peak(during, where, tuple(ranked), ())
         for var, size in made.items():

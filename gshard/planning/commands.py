@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from gshard import Lowered
     from gshard.forecast import Forecast
+    from gshard.planning.family import Plan
 
 
 def forecast(
@@ -40,26 +40,45 @@ def forecast(
             return
         if model is None:
             raise ValueError("name a model, or give --fit with devices, as in --fit '64 x h100'")
-        lowered, found = _forecast(model, hardware, devices, _tokens(batch_tokens), remat, dispatch)
+        chosen, found = _forecast(model, hardware, devices, _tokens(batch_tokens), remat, dispatch)
     except ValueError as error:
         raise UserError(str(error)) from None
     from gshard.forecast.report import summary, table
     from gshard.forecast.trace import trace as as_trace
-    from gshard.planning.family import part_of
+    from gshard.planning.family import memory_parts, part_of
 
+    held = memory_parts(chosen, found)
     if as_json:
-        print(json.dumps({"model": model, **found.as_dict(part_of)}, indent=1))
+        said = {"model": model, **found.as_dict(part_of), "memory_parts": held}
+        print(json.dumps(said, indent=1))
     else:
-        print("\n".join([f"{model}", *summary(found), "", *table(found.by(part_of))]))
+        rows = [f"{name:<38} {count / 1e9:>8.2f} GB" for name, count in held.items()]
+        print("\n".join([model, *summary(found), "", *table(found.by(part_of)), "", *rows]))
     if trace is not None:
         trace.write_text(json.dumps(as_trace(found)), encoding="utf-8")
     if plots is not None:
-        from gshard.planning.plots import plot_forecast
+        from gshard.planning.plots import plot_forecast, plot_growth
 
-        for path in plot_forecast(found, plots, f"{model} on {found.devices} x {hardware}"):
-            print(path)
+        title = f"{model} on {found.devices} x {hardware}"
+        paths = plot_forecast(found, plots, title)
+        paths += plot_growth(_by_devices(chosen, hardware), plots, f"{model}, as much work on each")
+        typer.echo("\n".join(map(str, paths)), err=True)
     if page is not None:
-        page.write_text(lowered.page(hardware), encoding="utf-8")
+        page.write_text(chosen.lowered.page(hardware), encoding="utf-8")
+
+
+def _by_devices(chosen: Plan, hardware: str) -> dict[int, Forecast]:
+    """The same on fewer devices, with as many tokens on each."""
+    from gshard.planning.family import plan
+
+    found = {}
+    for devices in (chosen.devices // 16, chosen.devices // 4, chosen.devices):
+        tokens = chosen.batch_tokens * devices // chosen.devices
+        remat, how = chosen.model.config.remat, chosen.model.config.dispatch
+        if devices:
+            smaller = plan(chosen.model.name, devices, tokens, str(remat), how)
+            found[devices] = smaller.forecast(hardware)
+    return found
 
 
 def explain(
@@ -85,7 +104,7 @@ def explain(
 
 def _forecast(
     model: str, hardware: str, devices: int | None, tokens: int | None, remat: str | None, how: str
-) -> tuple[Lowered, Forecast]:
+) -> tuple[Plan, Forecast]:
     """Under the setting of remat that was asked for, or the first that fits."""
     from gshard.planning.family import plan
 
@@ -93,7 +112,7 @@ def _forecast(
         chosen = plan(model, devices, tokens, setting, how)
         found = chosen.forecast(hardware)
         if found.fits or remat:
-            return chosen.lowered, found
+            return chosen, found
     machine, state = found.hardware, found.memory.arguments
     raise ValueError(
         f"{model} with {chosen.batch_tokens:,} tokens on {chosen.devices} x {machine.name} takes "

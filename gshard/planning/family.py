@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,26 @@ class Plan:
     ) -> Forecast:
         """Its step on this hardware."""
         return self.lowered.forecast(hardware=machine, topology=topology)
+
+
+def memory_parts(chosen: Plan, found: Forecast) -> dict[str, int]:
+    """The peak by what it is for: gradients are what has a weight's shape and is no argument."""
+    (state, *_), _ = jax.tree.flatten(chosen.lowered.in_shardings, lambda x: hasattr(x, "model"))
+    model = jax.tree.leaves(state.model)
+    shapes = jax.tree.leaves(chosen.model.shapes)
+    local = [(s.local_shape(w.shape), w.dtype.itemsize) for s, w in zip(model, shapes, strict=True)]
+    weights = sum(math.prod(shape) * width for shape, width in local)
+    texts = {"[" + ",".join(map(str, shape)) + "]" for shape, _ in local if len(shape) > 1}
+    held = sum(h.bytes for h in found.memory.held) or 1
+    share = sum(h.bytes for h in found.memory.held if h.shape[h.shape.index("[") :] in texts) / held
+    gradients = round(share * found.memory.temporary)
+    return {
+        "weights": weights,
+        "optimizer state and batch": found.memory.arguments - weights,
+        "results that take no argument's place": found.memory.results - found.memory.donated,
+        "gradients": gradients,
+        "activations and other temporaries": found.memory.temporary - gradients,
+    }
 
 
 @functools.lru_cache(maxsize=64)

@@ -17,6 +17,7 @@ import numpy as np
 from gshard.forecast import Forecast, Hardware, hardware
 from gshard.forecast.collective import collective_seconds
 from gshard.planning.family import PARTS, part_of, plan
+from gshard.planning.operators import OPERATORS, growth
 
 STEPS = {  # steps per second (table of section 4.4)
     "moe_2048e_36l": 0.72,
@@ -167,11 +168,29 @@ def _memory_table() -> list[str]:
     return lines
 
 
+def _operator_table() -> list[str]:
+    def power(exponent: float | None) -> str:
+        return "0" if exponent is None else f"D^{exponent:.2f}"
+
+    lines = [
+        "| operator | compute, paper | here | communication, paper | here |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in OPERATORS.items():
+        compute, sent = growth(name)
+        lines.append(
+            f"| {name} | {power(row.compute)} | {power(compute)} | {power(row.communication)} | "
+            f"{power(sent)} |"
+        )
+    return lines
+
+
 SECTIONS = {
     "Steps per second": _steps_table,
     "A layer's time": _layer_table,
     "Collectives": _collective_table,
     "Memory per device": _memory_table,
+    "Operators": _operator_table,
 }
 
 
@@ -180,7 +199,8 @@ def main() -> None:
     if "--fit" in sys.argv[1:]:
         print(f"skew_seconds = {fitted_skew():.2g}")
         return
-    for title, table in SECTIONS.items():
+    chosen = [a for a in sys.argv[1:] if a in SECTIONS] or list(SECTIONS)
+    for title, table in ((name, SECTIONS[name]) for name in chosen):
         print(f"## {title}\n\n" + "\n".join(table()) + "\n", flush=True)
 
 

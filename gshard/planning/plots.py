@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from gshard.forecast import Forecast, hardware
+from gshard.forecast import Forecast
 from gshard.forecast.collective import collective_seconds
 from gshard.planning.family import PARTS, part_of
 
@@ -43,7 +43,7 @@ def plot_forecast(forecast: Forecast, folder: Path, title: str) -> list[Path]:
     return paths
 
 
-def plot_growth(forecasts: Mapping[int, Forecast], folder: Path, title: str) -> list[Path]:
+def plot_growth(found: Mapping[int, Forecast], folder: Path, title: str) -> list[Path]:
     """Step time and collective times against the number of devices."""
     import matplotlib
 
@@ -51,15 +51,17 @@ def plot_growth(forecasts: Mapping[int, Forecast], folder: Path, title: str) -> 
     import matplotlib.pyplot as plt
 
     folder.mkdir(parents=True, exist_ok=True)
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    axes.plot(list(forecasts), [f.step_seconds for f in forecasts.values()], marker="o")
-    axes.set(xscale="log", ylabel="seconds of a step", xlabel="devices", title=title)
+    machine = next(iter(found.values())).hardware
     paths = [folder / "step_time.png", folder / "collectives.png"]
-    figure.savefig(paths[0], dpi=120)
-    machine = hardware(next(iter(forecasts.values())).hardware)
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    axes.plot(list(found), [f.step_seconds for f in found.values()], marker="o")
+    axes.set(
+        xscale="log", ylim=(0, None), ylabel="seconds of a step", xlabel="devices", title=title
+    )
+    figure.savefig(paths[0], dpi=120)
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    counts = [2**n for n in range(4, 12)]
     for kind in ("all_reduce", "all_to_all", "all_gather"):
-        counts = [2**n for n in range(4, 12)]
         times = [collective_seconds(machine.topology(d), kind, 8 * 2**20) for d in counts]
         axes.plot(counts, [1e3 * t for t in times], marker="o", label=kind)
     axes.set(xscale="log", yscale="log", ylabel="ms for 8 MB", xlabel="devices")

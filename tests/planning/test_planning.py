@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gshard.cli import app, main
-from gshard.planning.family import PARTS, part_of, plan
+from gshard.planning.family import PARTS, memory_parts, part_of, plan
 from gshard.planning.fit import fitting, parse
 
 
@@ -38,6 +38,28 @@ def test_every_operator_of_a_step_has_a_part(tiny):
     assert sum(p.seconds for p in parts.values()) == pytest.approx(found.step_seconds)
     assert sum(p.sent for p in parts.values()) == found.sent_bytes
     assert found.sent_bytes == sum(c.total_bytes for c in tiny.lowered.collectives)
+
+
+def test_memory_is_told_by_what_it_is_for(tiny):
+    found = tiny.forecast("tpu-v3")
+    parts = memory_parts(tiny, found)
+    assert sum(parts.values()) == found.memory_bytes
+    assert all(count >= 0 for count in parts.values())
+    assert parts["weights"] < 4 * tiny.model.weights  # float32, the experts split
+    assert parts["gradients"] > 0
+
+
+def test_a_model_that_cannot_fit_says_why(tmp_path, capsys):
+    path = tmp_path / "small.toml"
+    path.write_text(
+        'name = "small"\nmemory = 100_000\nmemory_bandwidth = 1e9\n[flops]\nfloat32 = 1e9\n'
+        '[network]\nkind = "switch"\ninside_bandwidth = 1e9\noutside_bandwidth = 1e9\n'
+    )
+    with pytest.raises(SystemExit):
+        main(["forecast", "tiny", "--batch-tokens", "512", "--hardware", str(path)])
+    said = capsys.readouterr().err
+    assert "0.0 GB" in said
+    assert "weights and optimizer state alone" in said
 
 
 def test_the_command_prints_json_for_programs(tiny):
