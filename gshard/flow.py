@@ -66,6 +66,7 @@ class Flow:
     def __init__(self, num_devices: int):
         self.num_devices = num_devices
         self.given: dict[Any, list[Split | None]] = {}  # the splits that annotations ask for
+        self.said: dict[Any, JaxprEqn] = {}  # the annotations themselves
         self.closed: dict[Any, set[int]] = defaultdict(set)  # dims that may not be split any more
         self.runs: dict[Any, int] = {}  # how often each variable is made
         self.manual: set[Any] = set()  # variables of manual regions
@@ -152,6 +153,7 @@ class Flow:
         except ValueError as error:
             raise ValueError(f"{source_of(eqn)}: {error}") from None
         (var,) = eqn.outvars
+        self.said[var] = eqn
         self.fix(var, sharding, set(annotation.open_dims))
 
     def fix(self, var: Any, sharding: Sharding, open_dims: set[int] | None = None) -> None:

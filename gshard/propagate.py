@@ -33,6 +33,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from gshard.estimate import Estimator
 from gshard.flow import Flow, Groups, Spread
 from gshard.sharding import Sharding, Split, compatible
+from gshard.source import source_of
 
 _NONE = -1  # the group of dims that no annotation says anything about
 _MOST = 6  # contested splits that are ranked; more would take long
@@ -41,9 +42,35 @@ _GAIN = 0.99  # a ranking has to make the program this much cheaper to be taken
 Candidate = tuple[int, Split]  # a group of dims, and a split that annotations give some of them
 
 
+@dataclass(frozen=True)
+class Conflict:
+    """Two splits that wanted the same tensors: the one that spread first, and the one that lost.
+
+    `cost` is what the program costs so, and `instead` what it would cost if the other had gone
+    first, in bytes that a device sends; its work counts as the bytes that it could send meanwhile.
+    """
+
+    kept: str
+    lost: str
+    cost: float
+    instead: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kept} goes before {self.lost}: "
+            f"{self.cost:,.0f} bytes, instead of {self.instead:,.0f}"
+        )
+
+
+class Shardings(dict[Any, Sharding]):
+    """A sharding for every variable, and the conflicts that were decided on the way."""
+
+    conflicts: tuple[Conflict, ...] = ()
+
+
 def propagate(
     closed: ClosedJaxpr, num_devices: int, given: Mapping[Any, Sharding] | None = None
-) -> dict[Any, Sharding]:
+) -> Shardings:
     """A sharding for every variable of the program and of the bodies in it.
 
     `given` are the shardings of arguments that lie somewhere already: as binding as annotations.
@@ -53,24 +80,35 @@ def propagate(
     for var, sharding in (given or {}).items():
         flow.fix(var, sharding)
     spread = flow.spread({})
+    conflicts: tuple[Conflict, ...] = ()
     if spread.blocked:
-        spread = _cheapest(flow, spread)
-    return spread.shardings()
+        spread, conflicts = _cheapest(flow, spread)
+    found = Shardings(spread.shardings())
+    found.conflicts = conflicts
+    return found
 
 
-def _cheapest(flow: Flow, spread: Spread) -> Spread:
+def _cheapest(flow: Flow, spread: Spread) -> tuple[Spread, tuple[Conflict, ...]]:
     """Where splits conflict: the best of the flow by rules 3 to 6 alone and of ranked ones."""
     dims = _grouped(flow)
     contested = _contested(spread, dims)
     if len(contested) < 2:
-        return spread
-    best, least = spread, _GAIN * _actual_cost(flow, spread)
-    for order in _rankings(flow, dims, contested):
-        ranked = flow.spread(dims.of, order)
-        cost = _actual_cost(flow, ranked)
+        return spread, ()
+    rankings, costs = _rankings(flow, dims, contested)
+    best, order, least = spread, [], _GAIN * _actual_cost(flow, spread)
+    for ranking in rankings:
+        ranked = flow.spread(dims.of, ranking)
+        cost = costs[ranking[0]] = _actual_cost(flow, ranked)
         if cost < least:
-            best, least = ranked, cost
-    return best
+            best, order, least = ranked, ranking, cost
+    if not order:
+        return best, ()
+    kept, *others = order
+    return best, tuple(
+        Conflict(dims.told(flow, kept), dims.told(flow, lost), costs[kept], costs[lost])
+        for lost in others
+        if costs[lost] > costs[kept]
+    )
 
 
 def _actual_cost(flow: Flow, spread: Spread) -> float:
@@ -87,7 +125,14 @@ class _Dims:
     """The groups of all dims, and the splits that annotations give to dims of a group."""
 
     of: Groups
-    candidates: list[Candidate]
+    candidates: dict[Candidate, tuple[Any, int]]  # and the first tensor that has such a split
+
+    def told(self, flow: Flow, candidate: Candidate) -> str:
+        """A candidate in the user's words: the first annotation that says so."""
+        var, dim = self.candidates[candidate]
+        where = f" ({source_of(flow.said[var])})" if var in flow.said else ""
+        _, split = candidate
+        return f"dim {dim} by {split.tiles} of {var.aval.str_short(short_dtypes=True)}{where}"
 
 
 def _grouped(flow: Flow) -> _Dims:
@@ -122,19 +167,20 @@ def _grouped(flow: Flow) -> _Dims:
             if split:
                 number = numbers.setdefault(split, len(numbers))
                 said = (number, var.aval.shape, dim)
-                anchors.setdefault(root(first[var] + dim), []).append((said, split))
+                anchors.setdefault(root(first[var] + dim), []).append((said, split, var))
     by_anchors: dict[Any, int] = {}
     group_of: dict[int, int] = {}
-    candidates: dict[Candidate, None] = {}
+    candidates: dict[Candidate, tuple[Any, int]] = {}
     for node in sorted(anchors):
-        known = frozenset(said for said, _ in anchors[node])
+        known = frozenset(said for said, _, _ in anchors[node])
         group = group_of[node] = by_anchors.setdefault(known, len(by_anchors))
-        candidates |= dict.fromkeys((group, split) for _, split in anchors[node])
+        for (_, _, dim), split, var in anchors[node]:
+            candidates.setdefault((group, split), (var, dim))
     of = {
         var: tuple(group_of.get(root(first[var] + d), _NONE) for d in range(len(splits)))
         for var, splits in flow.given.items()
     }
-    return _Dims(of, list(candidates))
+    return _Dims(of, candidates)
 
 
 def _contested(spread: Spread, dims: _Dims) -> list[Candidate]:
@@ -148,8 +194,12 @@ def _contested(spread: Spread, dims: _Dims) -> list[Candidate]:
     return found[:_MOST]
 
 
-def _rankings(flow: Flow, dims: _Dims, contested: Sequence[Candidate]) -> list[list[Candidate]]:
+def _rankings(
+    flow: Flow, dims: _Dims, contested: Sequence[Candidate]
+) -> tuple[list[list[Candidate]], dict[Candidate, float]]:
     """The contested splits in orders in which the program seems to cost least, found greedily.
+
+    And what it seems to cost with each of them going first.
 
     The costs are those of a flood: the flow itself may not get everywhere, and is tried for the
     two best choices of the split that goes first.
@@ -174,19 +224,19 @@ def _rankings(flow: Flow, dims: _Dims, contested: Sequence[Candidate]) -> list[l
 
         return estimator.cost(sharding_of)
 
-    def cheapest(order: list[Candidate]) -> list[Candidate]:
-        """What is left to rank after `order`, the best next one first."""
+    def ranked(order: list[Candidate]) -> dict[Candidate, float]:
+        """What is left to rank after `order`, the best next one first, with costs."""
         left = [c for c in contested if c not in order]
         costs = {c: cost([*order, c, *(o for o in left if o is not c), *rest]) for c in left}
-        return sorted(left, key=costs.__getitem__)
+        return dict(sorted(costs.items(), key=lambda item: item[1]))
 
-    rankings = []
-    for first in cheapest([])[:2]:
+    rankings, costs = [], ranked([])
+    for first in list(costs)[:2]:
         order = [first]
         while len(order) < len(contested):
-            order.append(cheapest(order)[0])
+            order.append(next(iter(ranked(order))))
         rankings.append(order)
-    return rankings
+    return rankings, costs
 
 
 def _flooded(flow: Flow, groups: Groups, atom: Any, order: Sequence[Candidate]) -> Sharding:

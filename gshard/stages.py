@@ -135,6 +135,11 @@ class Lowered:
         return self._program.collectives()
 
     @property
+    def conflicts(self) -> tuple[Any, ...]:
+        """Splits that wanted the same tensors: which went first, and what the others would cost."""
+        return getattr(getattr(self._program, "shardings", None), "conflicts", ())
+
+    @property
     def in_shardings(self) -> Any:
         """The shardings of the arguments, in a tree like theirs."""
         return self.trees.like_arguments(self._program.input_shardings())

@@ -123,3 +123,14 @@ def test_hash_order_does_not_matter():
         )
         found.add(run.stdout.strip())
     assert len(found) == 1
+
+
+def test_a_conflict_names_what_lost_and_what_it_would_have_cost():
+    """With many tokens their split goes first, and the scale's loses."""
+    (conflict,) = gshard.jit(lookup_scale_project).lower(*arguments()).conflicts
+    assert conflict.kept.startswith(f"dim 0 by 8 of i32[{B},{S}] (")
+    assert conflict.lost.startswith("dim 0 by 8 of f32[")
+    assert "test_conflicts.py:" in conflict.kept
+    assert "test_conflicts.py:" in conflict.lost
+    assert conflict.cost < conflict.instead
+    assert f"{conflict.instead:,.0f}" in str(conflict)
