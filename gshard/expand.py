@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun, jaxprs_in_params
 from jax.extend.core import primitives as p
 
 from gshard._jax import custom_partitioning_p, python_implementation
@@ -41,7 +41,7 @@ def expand(eqn: JaxprEqn) -> ClosedJaxpr | None:
         return None
     wanted = [(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
     same = [(a.shape, a.dtype) for a in closed.out_avals] == wanted
-    return closed if same and not _contains(closed.jaxpr, eqn.primitive) else None
+    return closed if same and not _contains(closed.jaxpr, eqn) else None
 
 
 def _traced(eqn: JaxprEqn, fn: Callable[..., Any]) -> ClosedJaxpr:
@@ -51,13 +51,21 @@ def _traced(eqn: JaxprEqn, fn: Callable[..., Any]) -> ClosedJaxpr:
         return jax.make_jaxpr(lambda *args: fn(eqn, *args))(*avals)
 
 
-def _contains(jaxpr: Jaxpr, primitive: Primitive) -> bool:
-    """Whether a primitive occurs in a program; its own expansion would never end."""
+def _contains(jaxpr: Jaxpr, wanted: JaxprEqn) -> bool:
+    """Whether an equation occurs in its own expansion, which would never end."""
     return any(
-        eqn.primitive is primitive
-        or any(_contains(getattr(j, "jaxpr", j), primitive) for j in jaxprs_in_params(eqn.params))
+        _alike(eqn, wanted)
+        or any(_contains(getattr(j, "jaxpr", j), wanted) for j in jaxprs_in_params(eqn.params))
         for eqn in jaxpr.eqns
     )
+
+
+def _alike(one: JaxprEqn, other: JaxprEqn) -> bool:
+    """Whether equations do the same: a solver may well call another one inside of itself."""
+    if one.primitive is not other.primitive:
+        return False
+    shapes = [[(a.aval.shape, a.aval.dtype) for a in eqn.invars] for eqn in (one, other)]
+    return shapes[0] == shapes[1] and str(one.params) == str(other.params)
 
 
 _REDUCERS = {p.psum_p: lax.reduce_sum, p.pmax_p: lax.reduce_max, p.pmin_p: lax.reduce_min}

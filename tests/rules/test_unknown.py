@@ -90,6 +90,20 @@ def test_what_is_python_underneath_is_partitioned_like_python():
     gshard.jit(lambda x: scaled_p.bind(x, by=3.0), strict=True).lower(x)
 
 
+def test_python_that_calls_itself_is_unfolded():
+    """As solvers that call others do; one that calls the very same would never end."""
+
+    def again(x, *, times):
+        return repeated_p.bind(x + 1, times=times - 1) if times else x
+
+    repeated_p = new_primitive("repeated", lambda x, *, times: x + times, implementation=again)
+    endless_p = new_primitive("endless", jnp.sin, implementation=lambda x: endless_p.bind(x))
+    x, split = random_array((13, 3)), even_split(2, 0, 8)
+    assert sent(check(lambda x: repeated_p.bind(x, times=3), x, inputs=[split])) == 0
+    low = check(endless_p.bind, x, inputs=[split])
+    assert "endless has no rule" in low.collectives[0].reason
+
+
 def test_python_that_cannot_be_traced_runs_whole():
     low = check(on_host_p.bind, random_array((13, 3)), inputs=[even_split(2, 0, 8)], exact=True)
     assert "on_host has no rule" in low.collectives[0].reason
@@ -144,8 +158,8 @@ def test_collectives_over_the_axis_of_a_vmap_are_reductions():
         return (v - mean) / (lax.pmax(v, "batch") - lax.pmin(v, "batch")), gathered[0] * v
 
     low = check(jax.vmap(member, axis_name="batch"), x, inputs=[even_split(2, 0, 8)])
-    assert {c.reason.split(":")[0] for c in low.collectives} >= {"reduce_sum", "reduce_max"}
-    assert all(c.bytes <= 2 * 3 * 4 for c in low.collectives if c.kind == "all_reduce")
+    assert "all_reduce" in kinds(low)
+    assert all(c.bytes <= 2 * 3 * 4 for c in low.collectives), low.collectives  # a row of 3
 
 
 def test_platforms_are_told_apart():
