@@ -125,7 +125,7 @@ def test_a_tuned_model_on_eight_devices_trains_like_on_one():
         models.config(experts=8, groups=8, **dropout).tuned(), stacked=True
     )
     want = tuned_losses(jax.jit, Strategy(), config)
-    got = tuned_losses(functools.partial(gshard.jit, devices=8), Strategy(8), config)
+    got = tuned_losses(gshard.jit, Strategy(8), config)
     np.testing.assert_allclose(got, want, rtol=2e-5)
     assert want[2] < want[0]
 
