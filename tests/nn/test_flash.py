@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import gshard
 from gshard.nn.attention import Attention
 from gshard.nn.flash import Blocks, flash_attention, reference, seed_from_row
 from gshard.nn.segments import Segments
+from gshard.nn.strategy import Strategy
 
 SEED = jnp.array([7, 11], jnp.uint32)
 BLOCKS = Blocks(own=16, other=8, interpret=True)
@@ -99,3 +101,26 @@ def test_a_part_of_a_batch_draws_what_the_whole_does():
     seen = Segments(segments[part], segments[part])
     got = reference(q[part], k[part], v[part], seen, 0.5, seed)
     np.testing.assert_allclose(got, whole[part], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_kernel_runs_under_gshard_jit(devices):
+    """On one device as it is; on several in a manual region, each on its own rows."""
+    strategy = Strategy(devices)
+    q, k, v, _, _ = arrays(16, 16, B=8)
+    segments = np.ones((8, 16), np.int32)
+
+    def attend(q, k, v, segments):
+        own = [strategy.own_groups(x) for x in (q, k, v, segments)]
+        blocks = Blocks(16, 16, interpret=True)
+        out = flash_attention(*own[:3], Segments(own[3], own[3]), 0.0, SEED, blocks)
+        return jnp.sum(jnp.sin(strategy.all_groups(out, 8)))
+
+    def plain(q, k, v, segments):
+        out = reference(q, k, v, Segments(segments, segments), 0.0, SEED)
+        return jnp.sum(jnp.sin(out))
+
+    run = gshard.jit(jax.value_and_grad(attend), devices=jax.devices()[:devices])
+    want = jax.jit(jax.value_and_grad(plain))(q, k, v, segments)
+    for a, b in zip(run(q, k, v, segments), want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
