@@ -7,8 +7,7 @@ writes FOLDER/h200.json, and
     python -m benchmarks.forecast_gpu --against benchmarks/results/forecast_h200.json
 
 prints the forecast of the same steps beside it, on any machine. The paper's dims with fewer experts
-and layers, so that one GPU holds them;
-the state is donated and all arrays are made on the device.
+and layers, so that one GPU holds them; the state is donated, and all arrays are made on the device.
 """
 
 from __future__ import annotations

@@ -84,7 +84,6 @@ def _peak(jaxpr: Jaxpr, style: str) -> _Peak:
 
 
 def _simulate(body: Body, order: Sequence[Operator], style: str) -> _Peak:
-    outside = set(body.inputs)
     leaving = {body.stands_for(v) for v in body.outputs if not isinstance(v, Literal)}
     last: dict[Any, int] = {}
     for number, operator in enumerate(order):
@@ -115,7 +114,7 @@ def _simulate(body: Body, order: Sequence[Operator], style: str) -> _Peak:
                 now += size
         for var in dying:
             now -= live.pop(var)
-    return _Peak(best.bytes, best.where, best.held, tuple(along)) if outside or along else best
+    return _Peak(best.bytes, best.where, best.held, tuple(along))
 
 
 def _inside(operator: Operator, style: str) -> _Peak:
