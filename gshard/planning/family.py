@@ -157,7 +157,7 @@ def part_of(operator: Timed) -> str:
         return "MoE feed-forward" if operator.function.startswith("Experts.") else "gate einsums"
     if file == "gating.py":
         return "gating"
-    if operator.function.startswith("Embedding.") or file in ("step.py",):
+    if operator.function.startswith("Embedding.") or file in ("step.py", "vocabulary_loss.py"):
         return "update" if operator.function in _UPDATE else "embeddings and loss"
     if operator.phase == "other" or file == "optimizer.py":
         return "update"
