@@ -12,14 +12,16 @@ import itertools
 import json
 import math
 import os
+import socket
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tensorboardX import summary
-from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import RecordWriter
 
 from gshard.mt import atomic
 from gshard.mt.run import METRICS, Run
@@ -87,35 +89,40 @@ class _Curves:
     def __init__(self, folder: Path, first_step: int):
         self._folder, self._first = folder, first_step
         self._numbers = itertools.count()
-        self._writer: Any = None
+        self._writer: RecordWriter | None = None
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
-        step = record["step"]
         try:
             if self._writer is None:
                 self._writer = self._begin()
             for name, value in record.items():
                 if name not in _NOT_CURVES:
                     curve = summary.scalar(f"{kind}/{name}", value)
-                    self._writer.write_event(Event(summary=curve, step=step))
+                    self._write(summary=curve, step=record["step"])
             self._writer.flush()
         except OSError:
-            self._writer = None
+            self.close()
             raise
 
-    def _begin(self) -> Any:
-        os.makedirs(self._folder, exist_ok=True)
-        suffix = f".{os.getpid()}.{next(self._numbers)}"
-        writer = EventsWriter(str(self._folder / "events"), suffix)
+    def _write(self, **event: Any) -> None:
+        assert self._writer is not None
+        self._writer.write(Event(wall_time=time.time(), **event).SerializeToString())
+
+    def _begin(self) -> RecordWriter:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        process = f"{socket.gethostname()}.{os.getpid()}.{next(self._numbers)}"
+        name = f"events.out.tfevents.{int(time.time())}.{process}"
+        self._writer = RecordWriter(str(self._folder / name))
+        self._write(file_version="brain.Event:2")
         # Tells readers that an earlier process's records from this step on do not count.
-        start = SessionLog(status=SessionLog.START)
-        writer.write_event(Event(session_log=start, step=self._first))
-        return writer
+        self._write(session_log=SessionLog(status=SessionLog.START), step=self._first)
+        return self._writer
 
     def close(self) -> None:
         if self._writer is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._writer.close()
+        self._writer = None
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ import gshard
 from gshard.mt.errors import UserError
 from gshard.mt.training import checksums
 from gshard.mt.training.checkpoint import Checkpoints, SaveError, named
+from gshard.uneven import UnevenArray
 
 
 def state(value, experts=7):
@@ -62,7 +63,7 @@ def test_what_is_restored_is_what_was_saved(tmp_path):
 
 def test_an_array_that_does_not_divide_is_saved_by_its_value(tmp_path):
     uneven = gshard.jit(lambda x: gshard.split(x, 0, 8))(np.arange(28.0).reshape(7, 4))
-    assert not isinstance(uneven, jax.Array)
+    assert isinstance(uneven, UnevenArray)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"w": uneven}, {"count": jnp.array(1)}, {"step": 1}, 1.0)
     checkpoints.wait()

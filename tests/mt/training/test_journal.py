@@ -77,7 +77,7 @@ def test_tensorboard_without_a_disk(run, monkeypatch):
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(journal.EventsWriter, "write_event", full)
+    monkeypatch.setattr(journal.RecordWriter, "flush", full)
     written = Journal(run, 0, notes.append)
     for step in range(1, 100):
         written.write("train", step, nll=1.0)
