@@ -18,7 +18,7 @@ from typing import Any, Literal
 from gshard.mt.batching.batches import BatchConfig
 from gshard.mt.batching.tokenizer import VocabularyConfig
 from gshard.mt.errors import UserError, nearest
-from gshard.nn.transformer import TransformerConfig
+from gshard.nn.config import TransformerConfig
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from gshard.mt.batching.batches import BatchConfig
 from gshard.mt.batching.tokenizer import VocabularyConfig
 from gshard.mt.config import OptimizerConfig, RunConfig, TrainConfig
 from gshard.mt.errors import UserError, nearest
+from gshard.nn.config import TransformerConfig
 from gshard.nn.family import FAMILY, Model
 from gshard.nn.gating import GatingConfig
-from gshard.nn.transformer import TransformerConfig
 
 
 def _model(

@@ -17,7 +17,7 @@ from gshard.mt.data.corpus import Corpus
 from gshard.mt.errors import UserError
 from gshard.mt.lock import LOCK
 from gshard.mt.progress import Step
-from gshard.nn.transformer import TransformerConfig
+from gshard.nn.config import TransformerConfig
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"

@@ -12,8 +12,9 @@ from jax import Array
 
 from gshard.mt.batching.tokenizer import PAD, START
 from gshard.mt.decoding.translator import Hypothesis, Translator
+from gshard.nn.config import Batch
 from gshard.nn.gating import Routing
-from gshard.nn.transformer import Batch, ModelRoutings, Transformer
+from gshard.nn.transformer import ModelRoutings, Transformer
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from jax import Array
 import gshard
 from gshard.mt.batching.batches import Batches
 from gshard.mt.batching.packing import Arrays
+from gshard.nn.config import Batch, TransformerConfig
 from gshard.nn.step import TrainState, eval_step, init_state, train_step
-from gshard.nn.transformer import Batch, Transformer, TransformerConfig
+from gshard.nn.transformer import Transformer
 
 _AHEAD = 4  # batches read ahead
 

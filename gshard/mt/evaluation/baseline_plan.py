@@ -23,8 +23,9 @@ from gshard.mt.batching.tokens import TaskTokens, open_tokens, some_of
 from gshard.mt.data.splits import fingerprint
 from gshard.mt.errors import UserError
 from gshard.mt.evaluation.baseline_group import BaselineTraining
+from gshard.nn.config import Batch, TransformerConfig
 from gshard.nn.remat import step_memory
-from gshard.nn.transformer import Batch, Transformer, TransformerConfig
+from gshard.nn.transformer import Transformer
 
 if TYPE_CHECKING:
     from gshard.mt.run import Run

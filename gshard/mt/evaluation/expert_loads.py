@@ -18,8 +18,9 @@ from gshard.mt.batching.tokenizer import Tokenizer
 from gshard.mt.batching.tokens import TaskTokens, in_memory
 from gshard.mt.evaluation.heldout import HeldOut
 from gshard.mt.progress import Progress, Silent
+from gshard.nn.config import Batch
 from gshard.nn.strategy import ONE_DEVICE, Strategy
-from gshard.nn.transformer import Batch, Transformer
+from gshard.nn.transformer import Transformer
 
 Loads = dict[str, list[list[float]]]  # by task: the share of each expert, for each MoE layer
 _ROWS = 16  # of a batch, or as many as there are devices

@@ -35,7 +35,7 @@ class Agent:
 
     def address(self) -> str:
         """Where this node's process can be the coordinator."""
-        host = ray.util.get_node_ip_address()
+        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return f"{host}:{free_port(host)}"
 
     def start(self, command: Sequence[str], more: Mapping[str, str], folder: str) -> None:
@@ -119,7 +119,8 @@ class RayCluster:
 
     def nodes(self) -> list[str]:
         """The nodes that are alive."""
-        return sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+        known = ray.nodes()  # type: ignore[no-untyped-call]
+        return sorted(node["NodeID"] for node in known if node["Alive"])
 
     def capacity(self, wanted: int) -> int:
         """One process on each node that is alive."""

@@ -39,10 +39,11 @@ def identity(run: Run) -> dict[str, Any]:
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What changed since a checkpoint was made, a line each."""
     before, after = saved["settings"], now["settings"]
+    # A setting that an older release did not have stands for what it did.
     lines = [
-        f"{name} was {before.get(name)} and is now {after.get(name)}"
-        for name in sorted({**before, **after})
-        if before.get(name) != after.get(name)
+        f"{name} was {before[name]} and is now {after[name]}"
+        for name in sorted(before.keys() & after.keys())
+        if before[name] != after[name]
     ]
     if saved["vocabulary"] != now["vocabulary"]:
         lines.append("the vocabularies are others")

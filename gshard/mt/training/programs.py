@@ -19,10 +19,11 @@ from gshard.mt.batching.batches import Host
 from gshard.mt.batching.packing import Arrays
 from gshard.mt.config import OptimizerConfig, RunConfig
 from gshard.mt.training import guard
+from gshard.nn.config import Batch, TransformerConfig
 from gshard.nn.optimizer import adafactor, adam, inverse_sqrt
 from gshard.nn.step import StepMetrics, TrainState, eval_step, init_state, train_step
 from gshard.nn.strategy import ONE_DEVICE, Strategy
-from gshard.nn.transformer import Batch, Transformer, TransformerConfig
+from gshard.nn.transformer import Transformer
 
 
 class RunState(NamedTuple):
