@@ -242,9 +242,10 @@ def main() -> None:
         tormentor.start()
         assert parent.stdout is not None
         for line in parent.stdout:
+            if line.startswith("launch:"):
+                print(line.strip(), flush=True)
             if line.startswith("launch:") and "go on from" in line:
                 tormentor.noticed.append(time.time())
-                print(line.strip(), flush=True)
         status = parent.wait()
         table(tormentor.rows)
         equal = losses(alone) == losses(hurt_run) and same_weights(alone, hurt_run)
@@ -253,7 +254,7 @@ def main() -> None:
 
 
 def table(rows: list[Row]) -> None:
-    """All faults, and the worst of each kind."""
+    """Print a row for each fault."""
     print(f"{'fault':12} {'process':>7} {'at step':>7} {'noticed':>8} {'back':>8} {'repeated':>8}")
     for row in rows:
         cells = [f"{v:.1f} s" if v is not None else "-" for v in (row.noticed, row.back)]
