@@ -9,7 +9,7 @@ pass. Dims: R tokens of all groups, K choices, X slots of all experts, each expe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +129,7 @@ def combine(y_XM: Array, weight_KR: Array, places: Places) -> Array:
     return sum(mixed[1:], mixed[0]).astype(y_XM.dtype)
 
 
-def _combine_forward(y_XM: Array, weight_KR: Array, places: Places) -> tuple[Array, tuple]:
+def _combine_forward(y_XM: Array, weight_KR: Array, places: Places) -> tuple[Array, Any]:
     return combine(y_XM, weight_KR, places), (y_XM, weight_KR, places)
 
 

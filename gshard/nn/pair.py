@@ -71,7 +71,9 @@ class Layer(eqx.Module):
         c = self.config
         keys = split_key(key, 6)
 
-        def attend(attention: Attention, x: Array, memory: KeysValues, visible: Any, key: Any):
+        def attend(
+            attention: Attention, x: Array, memory: KeysValues, visible: Any, key: Any
+        ) -> Array:
             rate, random, kind = c.attention_dropout, c.random, c.attention
             return attention(x, memory, visible, rate, key, random, kind, strategy)
 

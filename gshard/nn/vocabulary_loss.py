@@ -10,6 +10,7 @@ gradient that arrives later is one number.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def _forward(
     label_smoothing: float,
     chunks: int,
 ) -> tuple[Array, tuple[Array, Array]]:
-    def body(carry: tuple[Array, Array], chunk: tuple[Array, ...]) -> tuple[tuple, Array]:
+    def body(carry: tuple[Array, Array], chunk: tuple[Array, ...]) -> tuple[Any, Array]:
         total, table_grad = carry
         x, labels, weights = chunk
         logits = _logits(x, table_VM)
