@@ -103,7 +103,9 @@ def test_a_tuned_model_on_one_device_is_the_plain_one():
     want, want_grads = value(model)
     got, got_grads = value(fast)
     np.testing.assert_allclose(got, want, rtol=1e-5)
-    close(got_grads, unstacked(want_grads), rtol=1e-3, atol=1e-5)
+    leaves = zip(*map(jax.tree.leaves, (got_grads, unstacked(want_grads))), strict=True)
+    for a, b in leaves:
+        assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b) + 1e-7
 
 
 def tuned_losses(jit, strategy, devices_config):
