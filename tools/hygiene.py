@@ -1,4 +1,4 @@
-"""`python -m tools.hygiene FILE ...`: what no text file of the repository should have in it.
+"""`python -m tools.hygiene FILE ...`: what no file of the repository should have in it.
 
 Whitespace at the end of a line, a missing newline at the end of the file, marks of a conflict, and
 files of more than half a megabyte. Without arguments: every file that git knows.
@@ -18,10 +18,12 @@ CONFLICT = re.compile(r"^(<{7}|>{7})( |$)", re.MULTILINE)
 def problems(path: Path) -> list[str]:
     """What is wrong with a file, in words."""
     content = path.read_bytes()
-    text = content.decode()
     found = []
     if len(content) > MOST_BYTES:
         found.append(f"{len(content):,} bytes, more than {MOST_BYTES:,}")
+    if b"\0" in content:  # an image
+        return found
+    text = content.decode()
     if text and not text.endswith("\n"):
         found.append("no newline at its end")
     if text.endswith("\n\n"):
