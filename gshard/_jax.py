@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -130,18 +131,35 @@ def jit_info(jitted: Any) -> Any:
 
 
 def quick_call(
-    fun: Any, cache_miss: Callable[..., Any], static: Any, key: Any
+    fun: Callable[..., Any], cache_miss: Callable[..., Any], static: Any, key: Any
 ) -> Callable[..., Any]:
-    """A function like those that `jax.jit` returns; `static` has its static arguments."""
-    numbers = static.static_argnums if static else ()
-    names = static.static_argnames if static else ()
-    name = _util.fun_name(fun) if fun is not None else "compiled"
-    registry = _tree_util.dispatch_registry
-    made = _jaxlib.pjit(
-        name, fun, cache_miss, numbers, names, key, registry, _pxla.cc_shard_arg, _programs
-    )
+    """A function like those that `jax.jit` returns; `static` has its static arguments.
+
+    Its programs are kept by `fun` and `key`, and forgotten with `fun`. It is called by the owner
+    of the method `cache_miss` alone, whom it does not keep alive: C++ would hide that circle.
+    """
+    name, static_arguments = _util.fun_name(fun), (static.static_argnums, static.static_argnames)
+    parts = (key, _tree_util.dispatch_registry, _pxla.cc_shard_arg, _programs)
+    made = _jaxlib.pjit(name, fun, _weakly(cache_miss), *static_arguments, *parts)
     made._fun = fun  # what debug_nans runs op by op when it finds one
     return made
+
+
+def quick_call_of_compiled(cache_miss: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs one compiled program, with a cache of its own."""
+    parts = ((), _tree_util.dispatch_registry, _pxla.cc_shard_arg)  # no key: no shared cache
+    return _jaxlib.pjit("compiled", None, _weakly(cache_miss), [], [], *parts)
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        owner = found()
+        assert owner is not None
+        return owner(*args, **kwargs)
+
+    return call
 
 
 def quick_data(
@@ -301,6 +319,7 @@ __all__ = [
     "prng_impl",
     "python_implementation",
     "quick_call",
+    "quick_call_of_compiled",
     "quick_data",
     "random_clone_p",
     "random_unwrap_p",

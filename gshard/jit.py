@@ -52,16 +52,16 @@ def lower(
     """The whole way, for one traced function whose arguments lie as `given`."""
     flat = inline(traced.jaxpr, order)  # one flat program, logical shapes
     lies = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
+    name, closed_over = traced.fun_name, _jax.closed_over(traced)  # all that is kept of `traced`
 
     def partitioned(flat: ClosedJaxpr) -> Program:
         shardings = propagate(flat, order.count, lies)  # a sharding for every value
         local = partition(  # the per-device program
             flat.jaxpr, shardings, options.memory_limit, options.strict
         )
-        closed_over = _jax.closed_over(traced)
         with planning_for(options.machine or machine_for(None)):
             return arrange(  # XLA compiles and runs it
-                local, flat, shardings, traced.fun_name, closed_over, order, mesh, settings
+                local, flat, shardings, name, closed_over, order, mesh, settings
             )
 
     return replace(partitioned(flat), variant=partitioned)

@@ -243,7 +243,7 @@ class Compiled:
         self.trees = trees
         self._stage = program.compile(compiler_options)
         self._consts = program.placed_consts()
-        self._quick = _jax.quick_call(None, self._cache_miss, None, (id(self),))
+        self._quick = _jax.quick_call_of_compiled(self._cache_miss)
 
     args_info = property(lambda self: self.trees.args_info)
     in_tree = property(lambda self: self.trees.in_tree)

@@ -211,6 +211,22 @@ def test_nothing_of_the_arguments_stays_alive():
         assert alive() is None
 
 
+def test_a_function_that_is_gone_leaves_nothing_behind():
+    def made():
+        held = jnp.ones((16, 4)) * 3
+
+        def fn(x):
+            return double(x) + held
+
+        gshard.jit(fn)(X)
+        gshard.jit(fn).lower(X).compile()(X)
+        return weakref.ref(held)
+
+    alive = made()
+    gc.collect()
+    assert alive() is None
+
+
 def test_the_compiled_module_has_the_functions_name():
     def my_training_step(x):
         return double(x)
