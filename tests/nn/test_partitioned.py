@@ -52,6 +52,7 @@ def test_every_model_lowers_for_its_devices(name):
     assert set(found) <= {"all_to_all", "all_reduce"}
 
 
+@pytest.mark.slow
 def test_a_device_holds_as_much_of_2048_experts_as_of_128():
     """Weights and optimizer state per device; only the gate, [M, E] a layer, grows."""
     small, large = (

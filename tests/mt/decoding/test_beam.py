@@ -138,6 +138,7 @@ def test_equal_to_a_plain_beam_search_at_any_size(config, B, L, vocab, experts, 
     check(B, L, vocab, experts, config, range(seed, seed + 4))
 
 
+@pytest.mark.slow
 @settings(max_examples=2)
 @given(config=searches(), B=st.integers(1, 3), vocab=st.integers(5, 12), seed=st.integers(0, 99))
 def test_equal_to_a_plain_beam_search_at_some_sizes(config, B, vocab, seed):

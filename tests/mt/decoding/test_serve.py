@@ -103,6 +103,7 @@ def test_an_answer_is_the_translators_with_every_tokens_experts(server, translat
             np.testing.assert_allclose(found[..., 1], routing.weight[:, :, 0, t], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_eight_devices_answer_alike(server, model, tokenizer):
     from gshard.nn import Strategy
 
@@ -118,6 +119,7 @@ def test_eight_devices_answer_alike(server, model, tokenizer):
             np.testing.assert_allclose(one["layers"], other["layers"], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_long_blank_and_odd_text(server, translator):
     text = "\n".join([sentence(1), sentence(2), sentence(3), "x" * 60])
     answer = translate(server, text, target="de")
@@ -224,6 +226,7 @@ def slow(model, tokenizer):
     return slow_translator(model, tokenizer)
 
 
+@pytest.mark.slow
 def test_nothing_is_translated_for_a_client_who_has_left(slow):
     server = serving(Service(slow))
     body = json.dumps({"text": sentence(1), "target": "de"}).encode()

@@ -22,6 +22,7 @@ def slow(model, tokenizer):
     return slow_translator(model, tokenizer)
 
 
+@pytest.mark.slow
 def test_those_who_wait_are_translated_together_and_nobody_waits_for_a_long_text(slow):
     service = Service(slow)
     first = service.submit({"text": "a", "target": "de"})
@@ -41,6 +42,7 @@ def test_those_who_wait_are_translated_together_and_nobody_waits_for_a_long_text
     assert len(long.result(240)["parts"]) > 8
 
 
+@pytest.mark.slow
 def test_the_queue_is_bounded_and_the_wait_too(slow, monkeypatch):
     service = Service(slow)
     monkeypatch.setattr(services, "WAITING", 3)

@@ -93,7 +93,7 @@ def test_equal_to_beam_search_of_one_sentence(model, tokenizer, devices, rows):
     again = translator.translate(texts[5:6], "de")[0]
     assert [h.text for h in again] == [h.text for h in found[5]]
     assert len(translator._programs) == 2
-    placed = [program.args[0] for program in translator._programs.values()]
+    placed = [program.args[0] for program in translator._with_weights.values()]
     one, two = (jax.tree.leaves(tree) for tree in placed)
     assert all(a is b for a, b in zip(one, two, strict=True))  # the weights are there once
 
@@ -201,6 +201,7 @@ def command(capfdbinary, *arguments):
     return exited.value.code or 0, out.decode(), err.decode()
 
 
+@pytest.mark.slow
 def test_the_command(run, tmp_path, capfdbinary):
     path = tmp_path / "a.txt"
     path.write_bytes("\ufeffder fluss\r\n\nsaw the river\n".encode())
@@ -265,6 +266,7 @@ def start_process(run, *options):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_pipe_is_answered_line_by_line_and_ctrl_c_ends(run):
     with start_process(run, "--devices=1", "--beam=1") as process:
         for text in (b"fluss\n", b"\n", b"the river\n"):

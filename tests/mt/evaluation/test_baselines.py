@@ -112,6 +112,7 @@ def trained(group, batches, seeds, steps):
     return state, np.stack(losses, axis=1)
 
 
+@pytest.mark.slow
 def test_side_by_side_is_alone(small, tokens):
     batches, seeds, steps = loaders(tokens), [11, 12], 4
     state, together = trained(side_by_side(small), batches, seeds, steps)

@@ -217,6 +217,7 @@ def test_expert_loads_beside_one_sentence_at_a_time(corpus, tokenizer):
     assert expert_loads(models.model(replace(config, experts=0)), tokenizer, sets, (64, 64)) == {}
 
 
+@pytest.mark.slow
 def test_expert_loads_on_many_devices(corpus, tokenizer):
     config = models.config(
         source_vocab=tokenizer.source_size, target_vocab=tokenizer.target_size, experts=8

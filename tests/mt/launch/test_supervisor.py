@@ -12,6 +12,8 @@ import pytest
 from gshard.mt.launch.local import ThisMachine
 from gshard.mt.launch.supervisor import Patience, Supervisor, without_from
 
+pytestmark = pytest.mark.slow  # processes that are started, stopped and watched
+
 # A process that makes steps until `fault` says otherwise, on its first attempt only.
 WORKER = """
 import os, pathlib, signal, sys, time

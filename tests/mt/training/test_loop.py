@@ -103,6 +103,7 @@ def longer_whole(whole, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_not_learned_from(whole):
     """The step's guard leaves every weight as it was, and counts."""
     made = programs.Programs(
