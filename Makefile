@@ -23,11 +23,11 @@ layer: $(VENV)/installed
 	$(RUN) examples/moe_layer.py
 
 test: lint
-	$(RUN) -m pytest -n 2
+	$(RUN) -m pytest -n 2 --dist loadgroup
 
 test-all: lint
 	$(RUN) -m pip install --quiet --editable '.[dev,third-party]'
-	$(RUN) -m pytest -n 2 -m "slow or not slow"
+	$(RUN) -m pytest -n 2 --dist loadgroup -m "slow or not slow"
 
 # The quick tests under JAX 0.10 and 0.11, each in an environment of its own (JAX=0.11: only that).
 test-matrix: $(VENV)/installed
