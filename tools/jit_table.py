@@ -53,7 +53,8 @@ def page() -> str:
     missing = [k for k in keywords if k not in SHOWN]
     assert not missing, f"no test shows {missing}"
     rows = {name: SHOWN[name] for name in keywords}
-    others = {name: where for name, where in SHOWN.items() if name not in rows}
+    listed = sorted(SHOWN.items(), key=lambda row: MODULES.index(row[1].split(".")[0]))
+    others = {name: where for name, where in listed if name not in rows}
     lines = [_HEAD, "## Keywords\n", *_table("keyword", {f"`{k}`": v for k, v in rows.items()})]
     lines += ["\n## Transformations, habits and switches\n", *_table("what", others)]
     lines += ["\n## What differs\n", "| what | how |", "|---|---|"]
