@@ -32,8 +32,15 @@ def bytes_per_device(lowered) -> int:
     return sum(math.prod(s.local_shape(a.shape)) * 4 for s, a in zip(shardings, avals, strict=True))
 
 
-@pytest.mark.parametrize("remat", ["none", "layer"])
-@pytest.mark.parametrize("name", ["moe_2048e_36l", "moe_128e_12l"])
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [
+        ("moe_2048e_36l", "none"),
+        ("moe_128e_12l", "layer"),
+        pytest.param("moe_2048e_36l", "layer", marks=pytest.mark.slow),
+        pytest.param("moe_128e_12l", "none", marks=pytest.mark.slow),
+    ],
+)
 def test_four_all_to_all_per_layer_and_six_with_rematerialization(name, remat):
     model = FAMILY[name].replace(remat=remat)
     found = kinds(lowered_step(model))
@@ -82,7 +89,7 @@ def losses(jit, strategy, settings, steps):
 @pytest.mark.parametrize(
     ("experts", "dispatch"),
     [
-        (12, "index"),
+        pytest.param(12, "index", marks=pytest.mark.slow),
         pytest.param(8, "index", marks=pytest.mark.slow),
         pytest.param(16, "index", marks=pytest.mark.slow),
         pytest.param(12, "einsum", marks=pytest.mark.slow),

@@ -118,6 +118,7 @@ def test_rematerialization_changes_memory_and_not_values():
     assert residual_bytes(value("layer"), model) < 0.8 * residual_bytes(value("none"), model)
 
 
+@pytest.mark.slow
 def test_remat_is_chosen_by_what_fits():
     config = models.config(encoder_layers=8)
     model = models.shapes(config)

@@ -160,7 +160,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "2d")) for name in STRATEGIES],
+)
 @pytest.mark.parametrize(
     ("make", "optimizer"),
     [(equinox_model, "adafactor"), (flax_model, "adam")],

@@ -188,6 +188,7 @@ def test_examples_are_always_the_same_ones(corpus, tokenizer):
         assert example["reference"] == dict(corpus.pairs("de", "test"))[example["source"]]
 
 
+@pytest.mark.slow
 def test_expert_loads_beside_one_sentence_at_a_time(corpus, tokenizer):
     config = models.config(
         source_vocab=tokenizer.source_size,
