@@ -28,11 +28,10 @@ def check_training(mesh, shape, channels) -> int:
     step = partitioned(mesh)
     np.testing.assert_allclose(losses(step, weights, *data, STEPS), wanted, rtol=2e-3)
     lowered = step.lower(weights, *data)
-    assert set(kinds(lowered)) <= {"collective_permute", "all_reduce"}, kinds(lowered)
-    halo = "rows under the windows"
-    summed = ("conv_general_dilated", "reduce_sum", "dot_general")
+    sums = {"all_reduce", "reduce_scatter"}  # which wait until somebody needs their value
+    assert set(kinds(lowered)) <= {"collective_permute", *sums}, kinds(lowered)
     for c in lowered.collectives:
-        assert c.reason.startswith(halo if c.kind == "collective_permute" else summed), c
+        assert ("partial" if c.kind in sums else "rows under the windows") in c.reason, c
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
