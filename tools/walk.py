@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib
 import pkgutil
 import re
@@ -46,7 +47,8 @@ def import_all() -> None:
 
     for module in pkgutil.walk_packages(gshard.__path__, "gshard."):
         if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
+            with contextlib.suppress(ModuleNotFoundError):  # of an extra that is not installed
+                importlib.import_module(module.name)
 
 
 def walk_jit() -> list[str]:
