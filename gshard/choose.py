@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend.core import JaxprEqn
@@ -125,7 +125,10 @@ def run_as(
         tile = Tile(array, here, tuple(var.aval.shape))
         reduced = layout.reduced
         waiting = ctx.waits(var, tile, reduced, factors.reduced)
-        results.append(waiting or combine(ctx.place, tile, reduced, factors.reduced, target, name))
+        if waiting:
+            results.append(replace(waiting, origin=name))
+        else:
+            results.append(combine(ctx.place, tile, reduced, factors.reduced, target, name))
     return results
 
 

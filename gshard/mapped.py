@@ -16,6 +16,7 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core import primitives as p
 
 from gshard._jax import private_primitives, shard_map_p
+from gshard.source import source_of
 
 # On values of a manual region: `primitive` with `settings`, over groups of devices, or their pairs.
 over_groups_p = Primitive("over_groups")
@@ -65,7 +66,10 @@ def over_groups(eqn: JaxprEqn, axes: NamedAxes) -> tuple[Primitive, dict[str, An
     if primitive in _REDUCING:
         over = params["axes"]
         if not all(isinstance(name, str) for name in over):
-            raise NotImplementedError("a reduction over a named axis and over dims at once")
+            raise NotImplementedError(
+                f"{source_of(eqn)}: {primitive.name} over {over}: a reduction over a named axis of "
+                "jax.shard_map and over dims of jax.vmap at once; take one after the other"
+            )
         settings: tuple[tuple[str, Any], ...] = ()
     elif primitive in _MOVING:
         over = _names(params.pop("axis_name"))

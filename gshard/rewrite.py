@@ -185,10 +185,11 @@ def _sum_of_padded(eqn: JaxprEqn, made: Mapping[Any, JaxprEqn]) -> JaxprEqn:
 
     That is what JAX makes of the gradient of a roll.
     """
-    parts = [None if isinstance(a, Literal) else _padded(made.get(a)) for a in eqn.invars]
-    if parts[0] is None or parts[1] is None:
+    found = [None if isinstance(a, Literal) else _padded(made.get(a)) for a in eqn.invars]
+    parts = [part for part in found if part is not None]
+    if len(parts) < 2:
         return eqn
-    (dim, low, first), (other, _, second) = sorted(parts, key=lambda part: part[1])  # type: ignore
+    (dim, low, first), (other, _, second) = sorted(parts, key=lambda part: part[1])
     rows = [a.aval.shape[dim] for a in (first, second)]
     if dim != other or low or sum(rows) != eqn.outvars[0].aval.shape[dim]:
         return eqn

@@ -24,13 +24,15 @@ class Tile:
     Along a split dim tile c starts at row c * array.shape[dim]. That size is the sharding's
     `ceil(size / tiles)`, except on the way: a reshard or a reshape may leave larger tiles for
     `reshard.retile` to even out. The tile of a `partial` sum is the sum of what the devices hold
-    that differ in their parts of these splits (see `unreduced`).
+    that differ in their parts of these splits (see `unreduced`); `origin` is the operator that
+    left it, for the reason of the collective that will sum it.
     """
 
     array: jax.Array
     sharding: Sharding
     shape: tuple[int, ...]
     partial: tuple[Split, ...] = ()
+    origin: str = ""
 
     @property
     def is_standard(self) -> bool:

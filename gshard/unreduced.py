@@ -187,7 +187,7 @@ def _rearranged(ctx: Context, eqn: JaxprEqn, tile: Tile) -> Tile | None:
     if not tile.sharding.is_even(tile.shape) or not here.is_even(shape) or not tile.is_standard:
         return None
     (array,) = rule.local(ctx, eqn, [tile], [here.local_shape(shape)])
-    return Tile(array, here, shape, tile.partial)
+    return Tile(array, here, shape, tile.partial, tile.origin)
 
 
 def as_partial(place: Place, tile: Tile, partial: tuple[Split, ...]) -> Tile:

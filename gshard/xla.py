@@ -92,7 +92,7 @@ class XlaProgram:
     @property
     def subject(self) -> Any:
         """Nothing: XLA partitions when it compiles."""
-        raise NotImplementedError
+        raise NotImplementedError("XLA partitions when it compiles; nothing to explain yet")
 
     @property
     def jaxpr(self) -> Jaxpr:

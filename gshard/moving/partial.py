@@ -116,9 +116,10 @@ def _scattered(
 
 
 def combine_sums(place: Place, tile: Tile, target: Sharding, name: str) -> Tile:
-    """A partial sum that waited, combined as `target` wants it."""
+    """A partial sum that waited, combined as `target` wants it; `name` is what needs its value."""
+    name = tile.origin or name
     splits = {str(number): split for number, split in enumerate(tile.partial)}
-    done = replace(tile, partial=())
+    done = replace(tile, partial=(), origin="")
     return combine(place, done, splits, dict.fromkeys(splits, "sum"), target, name)
 
 

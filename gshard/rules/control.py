@@ -178,7 +178,8 @@ def _accumulating(ctx: Context, eqn: JaxprEqn, loop: _Loop) -> tuple[_Loop, dict
         local = byte_size(sharding.local_shape(shape), dtype)
         if partial and local <= max(ctx.memory_limit, carry[i].nbytes):
             whole = ctx.reshard(carry[i], sharding, "operand of scan")
-            carry[i] = as_partial(ctx.place, whole, partial)
+            (origin, *_) = [t.origin for t in parts if t]
+            carry[i] = replace(as_partial(ctx.place, whole, partial), origin=origin)
             leaving[i] = once[i]
     return replace(loop, carry=carry), leaving
 

@@ -123,7 +123,7 @@ def partition_scatter(
         if waiting:
             part = as_partial(ctx.place, operand, waiting.partial)
             done = _update(ctx, eqn, roles, chosen, part, indices, updates)
-            return [replace(done, partial=waiting.partial)]
+            return [replace(done, partial=waiting.partial, origin=name)]
     part = _update(ctx, eqn, roles, chosen, nothing, indices, updates)
     part = combine(ctx.place, part, reduced, factors.reduced, target, name)
     part = ctx.reshard(part, target, f"result of {name}")
