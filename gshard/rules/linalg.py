@@ -1,4 +1,4 @@
-"""Linear algebra and FFT: batch dims split for free, at every rank; the rest is gathered.
+"""Linear algebra: batch dims split for free, at every rank; the rest is gathered.
 
 A matrix is factorised on one device. Padding of batch dims is made zero first: some libraries loop
 for long, or forever, on what may stand there.
@@ -30,11 +30,6 @@ def batch_dims(eqn: JaxprEqn, core: int) -> Factors:
         return [*batch, *[None] * (len(atom.aval.shape) - len(batch))]
 
     return Factors.of(eqn, [names(a) for a in eqn.invars], [names(v) for v in eqn.outvars])
-
-
-def fft_dims(eqn: JaxprEqn) -> Factors:
-    """The last dims are transformed, as many as there are lengths."""
-    return batch_dims(eqn, len(eqn.params["fft_lengths"]))
 
 
 def _without_garbage(
@@ -77,9 +72,6 @@ def _register() -> None:
             ),
             *primitives,
         )
-    register(
-        Rule(fft_dims, doc=Doc(free="batch dims", gather=gathered.format("transform"))), p.fft_p
-    )
 
 
 _register()

@@ -1,4 +1,4 @@
-"""Linear algebra and FFT: batch dims at every rank for free, matrix dims gathered with a reason."""
+"""Linear algebra: batch dims at every rank for free, matrix dims gathered with a reason."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.scipy import linalg
 
-from tests.oracle import check, check_grad, even_split, kinds, random_array, sent
+from tests.oracle import check, check_grad, even_split, random_array, sent
 
 
 def spd(shape):
@@ -96,32 +96,3 @@ def test_custom_linear_solve_by_conjugate_gradients():
         return jax.scipy.sparse.linalg.cg(lambda v: a @ v, b, tol=1e-6)[0]
 
     check(fn, a, b, devices=4, inputs=[even_split(2, 0, 4)], rtol=1e-2, atol=1e-3)
-
-
-FFTS = {
-    1: [jnp.fft.fft, jnp.fft.ifft, jnp.fft.rfft, jnp.fft.irfft],
-    2: [jnp.fft.fft2, jnp.fft.ifft2, jnp.fft.rfft2, jnp.fft.irfft2],
-    3: [jnp.fft.fftn, jnp.fft.ifftn, jnp.fft.rfftn],
-}
-
-
-@pytest.mark.parametrize("rank", FFTS)
-def test_fft_batch_dims_are_free_at_every_rank(rank):
-    x = random_array((5, 6, *(4, 6, 3)[:rank]))
-    dims = tuple(range(-rank, 0))
-
-    def fn(x):
-        return [f(x, axes=dims) if rank > 1 else f(x) for f in FFTS[rank]]
-
-    for split in (even_split(2 + rank, 0, 8), np.arange(6).reshape(3, 2, *[1] * rank)):
-        devices = split.size
-        low = check(fn, x, devices=devices, inputs=[split], rtol=1e-4, atol=1e-4)
-        assert sent(low) == 0
-    check_grad(lambda x: jnp.abs(fn(x)[0]), x, devices=2, inputs=[even_split(2 + rank, 0, 2)])
-
-
-def test_fft_along_a_split_dim_is_gathered():
-    x = random_array((8, 4))
-    low = check(lambda x: jnp.fft.fft(x, axis=1), x, devices=4, inputs=[even_split(2, 1, 4)])
-    assert set(kinds(low)) <= {"all_gather", "all_to_all"}
-    assert "operand of fft" in low.collectives[0].reason

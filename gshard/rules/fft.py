@@ -1,0 +1,185 @@
+"""Fourier transforms: along a split dim by moving the split to another dim, and back.
+
+A transform of several dims is one of each in turn, so a dim that is whole can be transformed while
+another is split, and then take over its split: an AllToAll of the tile, where a gather would send
+it to every device. A search over what has been transformed and how the tensor lies by then finds
+the fewest bytes. A tensor that has no other dim is gathered.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import JaxprEqn
+from jax.extend.core import primitives as p
+
+from gshard.choose import choose, shard_dims
+from gshard.factors import Factors
+from gshard.moving.costs import machine
+from gshard.moving.plan import reshard_cost, whole_along
+from gshard.rule import Context, Doc, Rule, register
+from gshard.sharding import Sharding
+from gshard.tile import Tile, byte_size
+
+Done = frozenset[int]  # the dims that have been transformed
+Way = tuple[tuple[Done, Sharding], ...]  # how the tensor lies while these dims are transformed
+
+
+def fft_dims(eqn: JaxprEqn) -> Factors:
+    """Every dim keeps its split; the last has another size on the side of the real numbers."""
+    names = [f"d{i}" for i in range(len(eqn.invars[0].aval.shape))]
+    return Factors.of(eqn, [names], [names], resized=names[-1:])
+
+
+@dataclass(frozen=True)
+class _Transform:
+    """A transform of several dims as transforms of one dim each."""
+
+    eqn: JaxprEqn
+
+    @property
+    def kind(self) -> lax.FftType:
+        """Complex or real, forwards or backwards."""
+        return lax.FftType(self.eqn.params["fft_type"])
+
+    @property
+    def dims(self) -> Done:
+        """All dims that are transformed: the last ones."""
+        rank = len(self.eqn.invars[0].aval.shape)
+        return frozenset(range(rank - len(self.eqn.params["fft_lengths"]), rank))
+
+    def next(self, done: Done) -> Done:
+        """What can be transformed now: real numbers are made last, and made complex first."""
+        last, left = max(self.dims), self.dims - done
+        if self.kind is lax.FftType.RFFT and last in left:
+            return frozenset({last})
+        return left - {last} if self.kind is lax.FftType.IRFFT and len(left) > 1 else left
+
+    def aval(self, done: Done) -> Any:
+        """The shape and type of the tensor after these dims."""
+        first, after = self.eqn.invars[0].aval, self.eqn.outvars[0].aval
+        return after if max(self.dims) in done else first
+
+    def along(self, x: jax.Array, dim: int) -> jax.Array:
+        """`x` with one dim transformed."""
+        length = self.eqn.params["fft_lengths"][dim - x.ndim]
+        kind = self.kind
+        if dim != x.ndim - 1:
+            backwards = kind in (lax.FftType.IFFT, lax.FftType.IRFFT)
+            kind = lax.FftType.IFFT if backwards else lax.FftType.FFT
+        return jnp.moveaxis(_in_rows(jnp.moveaxis(x, dim, -1), kind, (length,)), -1, dim)
+
+
+def _in_rows(x: jax.Array, kind: lax.FftType, lengths: tuple[int, ...]) -> jax.Array:
+    """`lax.fft` on arrays that lie row by row, which XLA's FFT for CPUs takes for granted.
+
+    A gather along a dim that is not the first would have its operand lie otherwise.
+    """
+    rows = Layout(major_to_minor=tuple(range(x.ndim)))
+    return with_layout_constraint(lax.fft(x, kind, lengths), rows)
+
+
+def _fft(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+    (tile,), (target,), transform = tiles, targets, _Transform(eqn)
+    factors = fft_dims(eqn)
+    chosen = choose(eqn, factors, [tile.sharding], targets)
+    wanted = shard_dims(factors.operands[0], chosen, factors, target.num_devices)
+    if 0 in tile.shape or not any(wanted.splits[d] for d in transform.dims):
+        whole = wanted
+        for dim in transform.dims:
+            whole = whole.replace(dim, None)
+        ready = ctx.reshard(tile, whole, "operand of fft")
+        array = _in_rows(ready.array, transform.kind, eqn.params["fft_lengths"])
+        return [Tile(array, whole, tuple(eqn.outvars[0].aval.shape))]
+    done: Done = frozenset()
+    for dims, here in _cheapest(transform, tile.sharding, wanted, target):
+        gathered = not set(here.splits) - {None}
+        why = ", and there is no other to split" * (gathered and len(tile.shape) == 1)
+        tile = ctx.reshard(tile, here, f"fft: its dim has to be whole{why}")
+        array = tile.array
+        for dim in sorted(dims, reverse=transform.kind is not lax.FftType.IRFFT):
+            array = transform.along(array, dim)
+        done |= dims
+        tile = Tile(array, here, tuple(transform.aval(done).shape))
+    return [tile]
+
+
+def _cheapest(transform: _Transform, start: Sharding, wanted: Sharding, target: Sharding) -> Way:
+    """The way of the fewest bytes from `start`, or by `wanted`, to the result as `target`."""
+    counter = itertools.count()
+    queue: list[tuple[float, int, Done, Sharding, Way]] = []
+
+    def push(cost: float, done: Done, here: Sharding, way: Way) -> None:
+        heapq.heappush(queue, (cost, next(counter), done, here, way))
+
+    def moved(here: Sharding, there: Sharding, done: Done) -> float:
+        aval = transform.aval(done)
+        return reshard_cost(here, there, aval.shape, aval.dtype)
+
+    nothing: Done = frozenset()
+    push(0.0, nothing, start, ())
+    push(moved(start, wanted, nothing), nothing, wanted, ())
+    seen: set[tuple[Done, Sharding]] = set()
+    while True:
+        cost, _, done, here, way = heapq.heappop(queue)
+        if done == transform.dims and here == target:
+            return way
+        if (done, here) in seen:
+            continue
+        seen.add((done, here))
+        if done == transform.dims:
+            push(cost + moved(here, target, done), done, target, way)
+            continue
+        for there in _next_shardings(transform, done, here):
+            dims = _transformed(transform, done, there)
+            after = cost + moved(here, there, done) + _work(transform, done, there, dims)
+            push(after, done | dims, there, (*way, (dims, there)))
+
+
+def _next_shardings(transform: _Transform, done: Done, here: Sharding) -> Iterator[Sharding]:
+    """How the tensor may lie so that more of its dims can be transformed."""
+    able = transform.next(done)
+    if any(here.splits[d] is None for d in able):
+        yield here
+    else:
+        for dim in sorted(able):
+            yield from whole_along(here, dim)
+
+
+def _transformed(transform: _Transform, done: Done, here: Sharding) -> Done:
+    """The dims that are whole when the tensor lies like that, in an order that is allowed."""
+    dims: Done = frozenset()
+    while more := {d for d in transform.next(done | dims) if here.splits[d] is None}:
+        dims |= more
+    return dims
+
+
+def _work(transform: _Transform, done: Done, here: Sharding, dims: Done) -> float:
+    """The time of the local transforms, as bytes that could be sent meanwhile."""
+    aval = transform.aval(done)
+    local = here.local_shape(aval.shape)
+    steps = sum(max(1.0, math.log2(max(local[d], 1))) for d in dims)
+    return steps * byte_size(local, aval.dtype) / machine().memory_per_byte
+
+
+register(
+    Rule(
+        fft_dims,
+        partition=_fft,
+        doc=Doc(
+            free="batch dims",
+            gather="the dims of the transform: AllToAll with another dim, AllGather where "
+            "there is none",
+        ),
+    ),
+    p.fft_p,
+)
