@@ -89,7 +89,7 @@ def _search(source: Sharding, target: Sharding, shape: Shape, itemsize: int) -> 
 def _missing(here: Sharding, target: Sharding, shape: Shape) -> float:
     """Elements of its tile in `target` that a device does not have yet: at least as many must come.
 
-    The mean over the devices, which the search takes as the least that is still to be sent.
+    No step brings a device more than it is said to send, so the neediest device bounds the rest.
     """
     have, wanted = np.ones(here.num_devices), np.ones(here.num_devices)
     for n, a, b in zip(shape, here.splits, target.splits, strict=True):
@@ -99,7 +99,7 @@ def _missing(here: Sharding, target: Sharding, shape: Shape) -> float:
         else:
             have, wanted = have * n, wanted * n
     missing = wanted - have
-    return float(missing.sum(where=target.tile_index >= 0) / here.num_devices)
+    return float(missing.max(where=target.tile_index >= 0, initial=0))
 
 
 @functools.lru_cache(maxsize=16384)
