@@ -47,6 +47,7 @@ app.command()(serve.serve)
 app.command()(report.report)
 app.command()(planning.forecast)
 app.command()(planning.explain)
+app.command()(planning.interval)
 
 
 @app.callback()

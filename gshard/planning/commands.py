@@ -67,6 +67,48 @@ def forecast(
         page.write_text(chosen.lowered.page(hardware), encoding="utf-8")
 
 
+def interval(
+    model: Annotated[str, typer.Argument(help="a member of the family")],
+    hardware: Annotated[str, typer.Option(help="a name, or a TOML file")] = "tpu-v3",
+    devices: Annotated[int | None, typer.Option(help="[the paper's]")] = None,
+    devices_per_host: Annotated[int, typer.Option(min=1)] = 8,
+    host_days: Annotated[float, typer.Option(help="between two failures of one host")] = 180.0,
+    disk_rate: Annotated[float, typer.Option(help="GB/s that a host writes and reads")] = 1.0,
+    restart: Annotated[
+        float, typer.Option(help="seconds to notice a failure and start, without reading")
+    ] = 60.0,
+    plot: Annotated[Path | None, typer.Option(help="a PNG or SVG file")] = None,
+) -> None:
+    """Say how often to save: the time that failures of hosts cost, against hosts and interval."""
+    from gshard.mt.errors import UserError
+    from gshard.planning import failures
+    from gshard.planning.family import plan
+
+    if min(host_days, disk_rate) <= 0 or restart < 0:
+        raise UserError(
+            f"--host-days {host_days:g}, --disk-rate {disk_rate:g} and --restart {restart:g}: "
+            "the first two must be above 0, the last at least 0"
+        )
+    try:
+        chosen = plan(model, devices)
+        found = chosen.forecast(hardware)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    state = found.memory.donated
+    save = failures.save_seconds(chosen, state, devices_per_host, 1e9 * disk_rate)
+    most = -(-chosen.devices // devices_per_host)
+    run = failures.Run(most, host_days, save, restart + save)
+    hosts = sorted({-(-most // 16), -(-most // 4), most, 4 * most})
+    print(
+        f"{model}: a host saves {state * min(devices_per_host, chosen.devices) / 1e9:.1f} GB in "
+        f"{save:.0f} s, starts again in {run.restart_seconds:.0f} s and fails every "
+        f"{host_days:g} days"
+    )
+    print("\n".join(failures.table(run, hosts)))
+    if plot is not None:
+        failures.plot(run, hosts, plot, f"{model}, hosts that fail every {host_days:g} days")
+
+
 def _by_devices(chosen: Plan, hardware: str) -> dict[int, Forecast]:
     """The same on fewer devices, with as many tokens on each."""
     from gshard.planning.family import plan
