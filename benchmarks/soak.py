@@ -11,11 +11,14 @@ weights are those of the run left alone.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,7 +32,8 @@ from typing import Any
 import jax
 import numpy as np
 
-FAULTS = ("SIGKILL", "SIGSTOP", "flipped bit", "full disk")
+FAULTS = ("SIGKILL", "SIGSTOP", "flipped bit", "closed port", "full disk")
+_GET_FD = 438  # pidfd_getfd(2), on every architecture that Linux has it on
 LAUNCH = [sys.executable, "-m", "gshard.cli", "launch"]
 
 
@@ -120,6 +124,8 @@ def hurt(fault: str, run: Path, pid: int, draw: random.Random) -> Callable[[], N
         os.kill(pid, signal.SIGSTOP)
     elif fault == "SIGKILL":
         os.kill(pid, signal.SIGKILL)
+    elif fault == "closed port":
+        close_connections(pid)
     elif fault == "flipped bit":
         steps = sorted((run / "checkpoints").glob("[0-9]*"), key=lambda p: p.stat().st_mtime)
         files = [f for s in steps[-1:] for f in s.rglob("*") if f.is_file() and f.stat().st_size]
@@ -139,6 +145,20 @@ def hurt(fault: str, run: Path, pid: int, draw: random.Random) -> Callable[[], N
                 pass
         return lambda: filler.unlink(missing_ok=True)
     return lambda: None
+
+
+def close_connections(pid: int) -> None:
+    """Shut down every network connection of a process, as a switch that fails would."""
+    libc, handle = ctypes.CDLL(None, use_errno=True), os.pidfd_open(pid)
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        if not os.readlink(entry).startswith("socket:"):
+            continue
+        if (fd := libc.syscall(_GET_FD, handle, int(entry.name), 0)) < 0:
+            raise OSError(ctypes.get_errno(), f"the connections of process {pid}")
+        with socket.socket(fileno=fd) as copy, contextlib.suppress(OSError):
+            if copy.family in (socket.AF_INET, socket.AF_INET6):
+                copy.shutdown(socket.SHUT_RDWR)
+    os.close(handle)
 
 
 class Tormentor(threading.Thread):

@@ -1,14 +1,18 @@
 """The `gshard` command: every subcommand is a small module that registers here.
 
 Modules of commands import nothing heavy at their top, so that `--help` answers at once. What a
-user can mend is raised as `UserError` and printed without a traceback; the exit status says so.
+user can mend is raised as `UserError` and printed without a traceback; the exit status says so:
+1 and 2 for that, 75 for hosts that did not come, 70 for what nobody foresaw.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import sys
+import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 try:
     import typer
@@ -17,6 +21,7 @@ except ImportError:
 
 from gshard.mt.commands import data, evaluate, launch, report, serve, train, translate
 from gshard.mt.errors import UserError
+from gshard.mt.launch import status
 from gshard.planning import commands as planning
 
 # What a machine refuses, and a user can mend.
@@ -32,6 +37,8 @@ _NOT_OURS = (
     errno.ENAMETOOLONG,
     errno.EIO,
 )
+
+_UNFORESEEN = 70  # "internal software error" of sysexits.h
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -60,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(arguments, standalone_mode=True)
     except UserError as error:
-        _fail(str(error))
+        _fail(str(error), error.status)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             _fail(
@@ -68,13 +75,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "again after making room continues"
             )
         if error.errno not in _NOT_OURS or error.filename is None:
-            raise
+            _break_down()
         _fail(f"{error.filename}: {error.strerror}")
+    except Exception:  # a lost host is one of XLA's errors
+        _break_down()
 
 
-def _fail(message: str) -> None:
+def _fail(message: str, code: int = 1) -> NoReturn:
     print(f"gshard: {message}", file=sys.stderr)
-    sys.exit(1)
+    _leave(code)
+
+
+def _break_down() -> NoReturn:
+    traceback.print_exc()
+    _leave(_UNFORESEEN)
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit; at once where a parent watches, since JAX would first wait for processes that died."""
+    if status.VARIABLE in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,14 @@ from collections.abc import Iterable
 class UserError(Exception):
     """Something in the user's input, files or machine is wrong; the message says what to do."""
 
+    status = 1  # that the command exits with
+
+
+class MissingHostsError(UserError):
+    """Other processes of the run are not there; they may be when it is tried again."""
+
+    status = 75  # "temporary failure" of sysexits.h
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean ...?` for the known name closest to a misspelt one, or nothing."""

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gshard.mt.config import DeviceConfig
-from gshard.mt.errors import UserError
+from gshard.mt.errors import MissingHostsError, UserError
 from gshard.mt.launch import status
 from gshard.mt.launch.environment import Hosts
 from gshard.nn.strategy import Strategy
@@ -72,7 +72,7 @@ def _connect(hosts: Hosts) -> None:
         )
     except (RuntimeError, ValueError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise UserError(
+        raise MissingHostsError(
             f"process {hosts.index} of {hosts.count} could not meet the others at "
             f"{hosts.coordinator} within {_COMING} s: {first}"
         ) from None

@@ -193,9 +193,10 @@ class Supervisor:
         return f"there is room for {room} processes: all save and start again" * (room > count)
 
     def _failure(self, children: Sequence[Child], ended: Sequence[int | None]) -> Failure | None:
-        for index, (child, code) in enumerate(zip(children, ended, strict=True)):
+        # A process that was killed comes first: others fail because it is not there any more.
+        for index, code in sorted(enumerate(ended), key=lambda item: item[1] or 0):
             if code:
-                return Failure(index, _obituary(child, code), code)
+                return Failure(index, _obituary(children[index], code), code)
         states: dict[int, Status] = {}
         now = time.time()
         for index, (child, code) in enumerate(zip(children, ended, strict=True)):

@@ -1,0 +1,67 @@
+"""Exit statuses: what a user has to mend is told from what may go away by itself."""
+
+import signal
+
+import pytest
+
+from gshard import cli
+from gshard.mt.errors import MissingHostsError, UserError
+from gshard.mt.launch.status import Status
+from gshard.mt.launch.supervisor import Failure, Patience, Supervisor
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "said"),
+    [
+        (UserError("no such corpus"), 1, "gshard: no such corpus"),
+        (MissingHostsError("process 0 of 2 waited"), 75, "gshard: process 0 of 2 waited"),
+        (RuntimeError("connection reset by peer"), 70, "RuntimeError: connection reset by peer"),
+        (OSError(5000, "odd"), 70, "OSError"),
+        (PermissionError(13, "Permission denied", "runs"), 1, "gshard: runs: Permission denied"),
+    ],
+)
+def test_the_command_exits_with(monkeypatch, capsys, raised, status, said):
+    def app(arguments, standalone_mode):
+        raise raised
+
+    monkeypatch.setattr(cli, "app", app)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train"])
+    assert ended.value.code == status
+    assert said in capsys.readouterr().err
+
+
+class Made:
+    """A process that has ended, or trains."""
+
+    begun = 0.0
+
+    def __init__(self, code):
+        self.code = code
+
+    def poll(self):
+        return self.code
+
+    def status(self):
+        return Status("host", 7, 12, "training")
+
+    def last_words(self):
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("codes", "named"),
+    [
+        ((70, -signal.SIGKILL), 1),  # the first fails because the second is gone
+        ((1, 70, -signal.SIGKILL), 2),
+        ((None, 70), 1),
+        ((0, 1), 1),
+    ],
+)
+def test_who_was_killed_is_named_before_those_who_missed_it(codes, named):
+    children = [Made(code) for code in codes]
+    supervisor = Supervisor(None, [], len(codes), print, Patience())
+    found = supervisor._failure(children, codes)
+    assert isinstance(found, Failure)
+    assert found.index == named
+    assert found.status == codes[named]
