@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import gshard
-from benchmarks.forecast_gpu import lower, model_of
+from benchmarks.forecast_gpu import lower
 
 MEASURED = json.loads(Path("benchmarks/results/forecast_h200.json").read_text(encoding="utf-8"))
 STEPS = {name: row for name, row in MEASURED["steps"].items() if "step_seconds" in row}
@@ -16,15 +16,13 @@ STEPS = {name: row for name, row in MEASURED["steps"].items() if "step_seconds" 
 @functools.lru_cache
 def forecast(name):
     row = STEPS[name]
-    lowered, _ = lower(
-        model_of(row["changes"], row["tokens"]), functools.partial(gshard.jit, devices=1)
-    )
+    on_one = functools.partial(gshard.jit, devices=1)
+    lowered, *_ = lower(row["model"], row["changes"], row["tokens"], on_one)
     return lowered.forecast("h200")
 
 
-# The model has come to keep less since some rows were measured: they wait to be measured again.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in STEPS if not STEPS[n].get("memory_changed_since")])
+@pytest.mark.parametrize("name", STEPS)
 def test_memory_within_a_tenth_of_the_allocators_peak(name):
     assert forecast(name).memory_bytes == pytest.approx(STEPS[name]["peak_bytes"], rel=0.1)
 
