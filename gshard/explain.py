@@ -5,13 +5,14 @@ Read off the per-device program itself, not from a log: what is listed is what w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
-from gshard.source import reason_of, source_of
+from gshard.source import reason_of, shares_reason, source_of
 from gshard.tile import byte_size
 
 _KINDS = {
@@ -31,7 +32,8 @@ class Collective:
     """One communication of the program.
 
     `bytes` is what one device sends in one execution; `count` how often it runs. `source` is the
-    user's operation, `reason` why it has to communicate.
+    user's operation, `reason` why it has to communicate. Of values that travel together, `members`
+    has one entry each, with its own bytes, line and reason.
     """
 
     kind: str
@@ -41,6 +43,12 @@ class Collective:
     dtype: str
     source: str
     reason: str
+    members: tuple[Collective, ...] = ()
+
+    @property
+    def values(self) -> int:
+        """How many values it moves: more than one where small ones travel together."""
+        return len(self.members) or 1
 
     @property
     def total_bytes(self) -> int:
@@ -49,9 +57,11 @@ class Collective:
 
     def __str__(self) -> str:
         times = f" x {self.count}" if self.count > 1 else ""
+        lines = dict.fromkeys(c.source for c in self.members)
+        more = f" and {len(lines) - 1} more lines" if len(lines) > 1 else ""
         return (
             f"{self.kind:<18} {self.bytes:>12,} B{times}  {self.dtype} over {self.group_size} "
-            f"devices  {self.source}  {self.reason}"
+            f"devices  {self.source}{more}  {self.reason}"
         )
 
 
@@ -135,10 +145,30 @@ def _walk(jaxpr: Jaxpr, num_devices: int, count: int) -> Iterator[Collective]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _KINDS:
             for var in eqn.invars:
-                yield _collective(eqn, var.aval, num_devices, count)
+                found = _collective(eqn, var.aval, num_devices, count)
+                yield replace(found, members=_members(jaxpr, eqn, found))
         runs = count * eqn.params["length"] if eqn.primitive.name == "scan" else count
         for inner in _inside(eqn):
             yield from _walk(inner, num_devices, runs)
+
+
+def _members(jaxpr: Jaxpr, eqn: JaxprEqn, whole: Collective) -> tuple[Collective, ...]:
+    """The values that travel together: each has a slice of the result, at its own line."""
+    if not shares_reason(whole.reason):
+        return ()
+    (result,) = eqn.outvars
+    views = {result, *(e.outvars[0] for e in jaxpr.eqns if result in e.invars)}
+    parts = [e for e in jaxpr.eqns if e.primitive.name == "slice" and e.invars[0] in views]
+    total = math.prod(result.aval.shape)
+    return tuple(
+        replace(
+            whole,
+            bytes=whole.bytes * math.prod(e.outvars[0].aval.shape) // total,
+            source=source_of(e),
+            reason=reason_of(e),
+        )
+        for e in parts
+    )
 
 
 def _collective(eqn: JaxprEqn, aval: Any, num_devices: int, count: int) -> Collective:

@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AbstractMesh, Mesh
 
 from gshard import _jax, explain
+from gshard.bundles import evaluate_bundled
 from gshard.devices import Place
 from gshard.explaining import Subject
 from gshard.meshes import AnyMesh, axis_names, make_mesh
@@ -173,10 +174,13 @@ def arrange(
     crossing = labelled(crossing, user_mesh, order.numbers)
     into, out_of = tuple(crossing[: len(inputs)]), tuple(crossing[len(inputs) :])
 
-    def on_device(*arrays: jax.Array) -> list[jax.Array]:
+    def partitioned(*arrays: jax.Array) -> list[jax.Array]:
         place = Place(axis_names(axes), count)
         tiles = [p.enter(a) for p, a in zip(into, arrays, strict=True)]
         return [p.leave(t) for p, t in zip(out_of, local(place, tiles), strict=True)]
+
+    def on_device(*arrays: jax.Array) -> list[jax.Array]:
+        return evaluate_bundled(jax.make_jaxpr(partitioned)(*arrays), arrays)
 
     step = jax.shard_map(
         on_device,

@@ -14,6 +14,7 @@ from gshard._jax import source_info_util, without_mesh
 
 _CORE = Path(__file__).parent
 _REASON = "gshard: "
+ASKED_FOR = "asked for in"  # how the reasons of collectives begin that the user wrote
 
 # The core's frames are not the user's. Those of gshard/nn are: a model like any other.
 for _path in [*_CORE.glob("*.py"), _CORE / "moving", _CORE / "rules"]:
@@ -66,6 +67,19 @@ def reason_of(eqn: JaxprEqn) -> str:
 def because(reason: str) -> contextlib.AbstractContextManager[None]:
     """Attach `reason` to the operations made inside; profilers show it too, in the op's name."""
     return jax.named_scope(_REASON + reason)
+
+
+_TOGETHER = " values together: "
+
+
+def together(values: int, reason: str) -> str:
+    """The reason of a collective that so many values share; `reason` is that of the first."""
+    return f"{values}{_TOGETHER}{reason}"
+
+
+def shares_reason(reason: str) -> bool:
+    """Whether `together` made a reason."""
+    return _TOGETHER in reason
 
 
 @contextlib.contextmanager

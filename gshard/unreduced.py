@@ -35,6 +35,7 @@ _REARRANGED = (
     p.neg_p, p.transpose_p, p.reshape_p, p.squeeze_p, p.reduce_sum_p, p.convert_element_type_p,
     p.copy_p, p.broadcast_in_dim_p,
 )  # fmt: skip
+_SLICED = (p.slice_p, p.dynamic_slice_p)
 
 
 _SUMMING = (p.dot_general_p, p.conv_general_dilated_p, p.reduce_sum_p, p.scatter_add_p)
@@ -77,7 +78,7 @@ def _sums(jaxpr: Jaxpr) -> set[Any]:
     """The variables that may be partial sums: made by summing, or from such."""
     found: set[Any] = set()
     for eqn in jaxpr.eqns:
-        linear = eqn.primitive in (*_ADDED, *_SCALED, *_REARRANGED)
+        linear = eqn.primitive in (*_ADDED, *_SCALED, *_REARRANGED, *_SLICED)
         if eqn.primitive in _SUMMING or (
             linear and any(not isinstance(a, Literal) and a in found for a in eqn.invars)
         ):
@@ -96,6 +97,8 @@ def _passes(eqn: JaxprEqn, number: int, ends: Collection[Any]) -> bool:
         return number == 0 and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
     if eqn.primitive in _SCALED:
         return number == 0 or eqn.primitive is p.mul_p
+    if eqn.primitive in _SLICED:
+        return number == 0
     return eqn.primitive in _ADDED or eqn.primitive in _REARRANGED
 
 
@@ -153,6 +156,8 @@ def on_partial_sums(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile 
         return _scaled(ctx, eqn, tiles)
     if eqn.primitive in _REARRANGED:
         return _rearranged(ctx, eqn, tiles[0])
+    if eqn.primitive in _SLICED:
+        return _sliced(ctx, eqn, tiles)
     return None
 
 
@@ -188,6 +193,28 @@ def _rearranged(ctx: Context, eqn: JaxprEqn, tile: Tile) -> Tile | None:
         return None
     (array,) = rule.local(ctx, eqn, [tile], [here.local_shape(shape)])
     return Tile(array, here, shape, tile.partial, tile.origin)
+
+
+def _sliced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
+    """A slice along dims that are whole: less is left to sum."""
+    tile, *starts = tiles
+    shape = tuple(eqn.outvars[0].aval.shape)
+    cut = [d for d, (n, m) in enumerate(zip(tile.shape, shape, strict=True)) if n != m]
+    if any(t.partial for t in starts) or not tile.is_standard or 0 in shape:
+        return None
+    if any(tile.sharding.splits[d] for d in cut):
+        return None
+    array = tile.array
+    for d in cut:
+        if eqn.primitive is p.slice_p:
+            start, limit = (eqn.params[k][d] for k in ("start_indices", "limit_indices"))
+            stride = (eqn.params["strides"] or (1,) * len(shape))[d]
+            array = lax.slice_in_dim(array, start, limit, stride, d)
+        else:
+            whole = Sharding.replicated(0, tile.sharding.num_devices)
+            start = ctx.reshard(starts[d], whole, "operand of dynamic_slice").array
+            array = lax.dynamic_slice_in_dim(array, start, shape[d], d)
+    return replace(tile, array=array, shape=shape)
 
 
 def as_partial(place: Place, tile: Tile, partial: tuple[Split, ...]) -> Tile:

@@ -139,8 +139,8 @@ def sent(lowered: gshard.Lowered, kind: str | None = None) -> int:
 
 
 def kinds(lowered: gshard.Lowered) -> dict[str, int]:
-    """How many collectives of each kind there are."""
+    """How many values collectives of each kind move, those that travel together one by one."""
     found: dict[str, int] = {}
     for c in lowered.collectives:
-        found[c.kind] = found.get(c.kind, 0) + c.count
+        found[c.kind] = found.get(c.kind, 0) + c.count * c.values
     return found

@@ -37,6 +37,9 @@ def test_two_products_are_summed_once():
         lambda x: x.reshape(10, 4),
         lambda x: x[None],
         lambda x: jnp.sum(x, 1),
+        lambda x: x[1:4],
+        lambda x: x[:, ::3],
+        lambda x: jax.lax.dynamic_slice_in_dim(x, jnp.argmax(jnp.arange(3)), 2, axis=1),
     ],
 )
 def test_what_a_partial_sum_passes_through(then):
@@ -47,6 +50,28 @@ def test_what_a_partial_sum_passes_through(then):
         inputs=[COLUMNS, ROWS, COLUMNS, ROWS],
     )
     assert kinds(low) == {"all_reduce": 1}
+
+
+@pytest.mark.parametrize(
+    "last", [lambda x: x[:, -1], lambda x: jax.lax.dynamic_index_in_dim(x, 3, 1, keepdims=False)]
+)
+def test_of_a_slice_only_that_is_summed(last):
+    """The logits of the last token, of weights split along the contracted dim."""
+    args = random_array((4, 5, 32)), random_array((32, 7))
+    low = lowered(
+        lambda x, w: jax.nn.softmax(last(x @ w)), *args, inputs=[even_split(3, 2, 8), ROWS]
+    )
+    assert kinds(low) == {"all_reduce": 1}
+    assert sent(low) == 2 * 4 * 7 * 4 * 7 // 8
+
+
+def test_a_slice_along_a_split_dim_is_of_the_sum():
+    def fn(a, b):
+        return jnp.tanh((a @ b)[2:5])
+
+    rows = np.arange(8).reshape(2, 4)
+    low = lowered(fn, random_array((8, 16)), random_array((16, 7)), inputs=[rows, rows.T[:, :1]])
+    assert "all_reduce" in kinds(low)
 
 
 def test_a_sum_with_two_uses_is_taken_once():

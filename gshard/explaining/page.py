@@ -73,7 +73,7 @@ def _files(sources: set[str]) -> list[dict[str, Any]]:
 
 def _reasons(subject: Subject) -> dict[str, str]:
     """For each line that communicates, how the values of its first operator lie."""
-    lines = {c.source for c in subject.collectives}
+    lines = {c.source for c in subject.values}
     found: dict[str, list[str]] = {}
     for eqn in subject.equations:
         source = source_of(eqn)

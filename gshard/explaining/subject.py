@@ -35,9 +35,19 @@ class Subject:
         return collectives_of(self.jaxpr, self.num_devices)
 
     @property
+    def values(self) -> list[Collective]:
+        """What moves, value by value: those that travel together too."""
+        return [v for c in self.collectives for v in c.members or (c,)]
+
+    @property
     def sent(self) -> int:
         """Bytes that one device sends."""
         return sum(c.total_bytes for c in self.collectives)
+
+    @property
+    def conflicts(self) -> tuple[Any, ...]:
+        """Splits that wanted the same tensors, and what was decided."""
+        return getattr(self.shardings, "conflicts", ())
 
     @functools.cached_property
     def equations(self) -> list[JaxprEqn]:

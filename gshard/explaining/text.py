@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import JaxprEqn
@@ -25,27 +25,31 @@ _QUICK = 1500  # equations up to which changes of annotations are tried without 
 
 def explain(subject: Subject, forecast: Forecast, try_fixes: bool | None = None) -> str:
     """All of it; `try_fixes` partitions anew for each candidate, by default if that is quick."""
-    seconds = _seconds_by_line(forecast)
+    seconds = _seconds_by_line(subject, forecast)
     lines = [
         f"program for each of {subject.num_devices} devices: {len(subject.collectives)} "
         f"collectives, {size(subject.sent)} sent by each device, "
         f"{duration(sum(seconds.values()))} on {forecast.hardware.name}",
     ]
     if subject.collectives:
-        lines += ["", "by kind", *_totals(subject, lambda c: c.kind)]
-        lines += ["", "by line", *_totals(subject, lambda c: c.source, seconds)]
+        lines += ["", "by kind", *_totals(subject.collectives, lambda c: c.kind)]
+        lines += ["", "by line", *_totals(subject.values, lambda c: c.source, seconds)]
         lines += ["", "why", *_reasons(subject)]
         if try_fixes or (try_fixes is None and len(subject.equations) <= _QUICK):
             lines += ["", "what would remove it", *_fix_lines(subject)]
+    if subject.conflicts:
+        lines += ["", "splits that wanted the same tensors", *_conflicts(subject)]
     lines += _replicated(subject)
     return "\n".join(lines)
 
 
 def _totals(
-    subject: Subject, key: Callable[[Collective], str], seconds: dict[str, float] | None = None
+    collectives: Sequence[Collective],
+    key: Callable[[Collective], str],
+    seconds: dict[str, float] | None = None,
 ) -> Iterator[str]:
     groups: dict[str, list[Collective]] = {}
-    for c in subject.collectives:
+    for c in collectives:
         groups.setdefault(key(c), []).append(c)
     ranked = sorted(groups.items(), key=lambda item: -sum(c.total_bytes for c in item[1]))
     for name, members in ranked[:_LINES]:
@@ -57,17 +61,26 @@ def _totals(
         yield f"  and {len(ranked) - _LINES} more"
 
 
-def _seconds_by_line(forecast: Forecast) -> dict[str, float]:
+def _seconds_by_line(subject: Subject, forecast: Forecast) -> dict[str, float]:
+    """The time of the collectives; values that travel together share theirs by their bytes."""
     found: dict[str, float] = {}
+    shared = {(c.source, c.reason): c for c in subject.collectives if c.members}
     for t in forecast.operators:
         if t.collective:
-            found[t.source] = found.get(t.source, 0.0) + float(t.total_seconds)
+            whole = shared.get((t.source, t.reason))
+            parts = {t.source: 1.0}
+            if whole and whole.bytes:
+                parts = {}
+                for c in whole.members:
+                    parts[c.source] = parts.get(c.source, 0.0) + c.bytes / whole.bytes
+            for line, part in parts.items():
+                found[line] = found.get(line, 0.0) + part * float(t.total_seconds)
     return found
 
 
 def _reasons(subject: Subject) -> Iterator[str]:
     """For the largest collectives: how the values at that line lie, and who asked for it."""
-    ranked = sorted(subject.collectives, key=lambda c: -c.total_bytes)
+    ranked = sorted(subject.values, key=lambda c: -c.total_bytes)
     seen: set[str] = set()
     for c in ranked:
         if c.source in seen or len(seen) == _LINES // 2:
@@ -107,6 +120,11 @@ def describe(sharding: Sharding) -> str:
     """A sharding in words."""
     parts = [f"dim {d} by {s.tiles}" for d, s in enumerate(sharding.splits) if s]
     return "split: " + ", ".join(parts) if parts else "whole on every device"
+
+
+def _conflicts(subject: Subject) -> Iterator[str]:
+    for conflict in subject.conflicts:
+        yield f"  {conflict}"
 
 
 def _fix_lines(subject: Subject) -> Iterator[str]:

@@ -40,7 +40,7 @@ ALIASES = {
     "random_wrap", "random_unwrap", "optimization_barrier", "copy_p",
 }  # fmt: skip
 STYLES = ("cpu", "gpu", "tpu")  # XLA's compilers, as far as they differ in what they join
-_APART = {
+APART = {
     "gather", "scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_min", "scatter_max",
     "sort", "top_k", "approx_top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp",
     "dynamic_update_slice", "fft", "cholesky", "triangular_solve", "lu", "qr", "eigh", "svd",
@@ -122,7 +122,7 @@ def bodies_of(eqn: JaxprEqn) -> list[Jaxpr]:
 def flatten(jaxpr: Jaxpr, style: str) -> tuple[list[Op], list[Any]]:
     """The equations with calls inlined, and the results' variables."""
     ops: list[Op] = []
-    apart = _APART | set(COLLECTIVES) | PRODUCTS | LOOPS
+    apart = APART | set(COLLECTIVES) | PRODUCTS | LOOPS
     if style == "cpu":
         apart = apart | {"threefry2x32"}
     outputs = _inline(jaxpr, {}, ops, apart)

@@ -43,6 +43,9 @@ def planning_for(chosen: Machine) -> Iterator[None]:
 STEP_COST = 64  # bytes by which a reshard with one step less is preferred; not a latency: a
 # reshard by itself takes the fewest bytes, and small tensors must not be gathered to save a step
 
+LATENCIES = 32  # a bundle of small collectives grows up to the bytes sent in so many latencies:
+# to start it takes 3% of its time then, and more would hold memory for nothing
+
 MEMORY_LIMIT = 2 * 2**30  # bytes of one operand that may be gathered whole
 
 # Bounds on planning. The first three keep programs from growing with the number of devices.

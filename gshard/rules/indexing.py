@@ -172,7 +172,7 @@ def partition_gather(
     shape, dtype = tuple(eqn.outvars[0].aval.shape), eqn.outvars[0].aval.dtype
     if 0 in shape and not is_key_type(dtype):
         return [Tile(jnp.zeros(targets[0].local_shape(shape), dtype), targets[0], shape)]
-    limit = max(tiles[0].nbytes, byte_size(shape, dtype))
+    limit = max(tiles[0].nbytes, min(byte_size(shape, dtype), ctx.memory_limit))
     cost = default_cost if is_key_type(dtype) else _within(limit)
     chosen = choose(eqn, factors, [t.sharding for t in tiles], targets, cost=cost)
     operand, indices = (
@@ -196,8 +196,9 @@ def _within(limit: int) -> Callable[..., float]:
     """The cost of a gather whose table may take `limit` bytes on a device.
 
     A table is split because it is large: it may lie otherwise, but is not gathered where it would
-    take more memory than it does or than the whole result does, even if that sends less. With a
-    small table and many indices it is: the result's partial sums would be larger.
+    take more memory than it does or than the whole result does (or than `memory_limit`), even if
+    that sends less. With a small table and many indices it is: the result's partial sums, which
+    every device would have in memory instead, would be larger.
     """
 
     def cost(

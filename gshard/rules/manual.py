@@ -18,7 +18,7 @@ from gshard.moving import collectives
 from gshard.moving.partial import copies_groups
 from gshard.rule import Context, Doc, Rule, bind_local, register
 from gshard.sharding import Sharding
-from gshard.source import because, source_of
+from gshard.source import ASKED_FOR, because, source_of
 from gshard.tile import Tile
 
 MAKES_MANUAL = (to_manual_p, partition_id_p, collective_p, over_groups_p, row_of_device_p)
@@ -88,7 +88,7 @@ def _collective(
 ) -> list[Tile]:
     place, x = ctx.place, tiles[0].array
     kind, dim, groups = (eqn.params[k] for k in ("kind", "dim", "groups"))
-    reason = "asked for in a manual region"
+    reason = f"{ASKED_FOR} a manual region"
     if kind == "all_reduce":
         return [_own(ctx, collectives.all_reduce(place, x, groups, "sum", reason))]
     if kind == "all_gather":
@@ -113,7 +113,7 @@ def _over_groups(
         name = "axes" if primitive in (p.psum_p, p.pmax_p, p.pmin_p) else "axis_name"
         alone = groups == (tuple(range(ctx.place.num_devices)),)
         params |= {name: ctx.place.axes, "axis_index_groups": None if alone else groups}
-    with because("asked for in jax.shard_map"):
+    with because(f"{ASKED_FOR} jax.shard_map"):
         out = primitive.bind(*arrays, **params)
     return [_own(ctx, a) for a in (out if primitive.multiple_results else [out])]
 
