@@ -253,6 +253,11 @@ def context_mesh() -> Any:
     return None if mesh.empty else mesh
 
 
+def is_current(context: Any) -> bool:
+    """Whether what is traced now gets this context (of an equation), and no mesh is set."""
+    return context is _core.current_jaxpr_eqn_context() and context.cur_abstract_mesh.empty
+
+
 def without_mesh() -> Any:
     """A context in which no mesh is set: a partitioned program has its own."""
     return _NoMesh()
@@ -308,6 +313,7 @@ __all__ = [
     "gamma_one",
     "iota_2x32_shape_p",
     "is_array_like",
+    "is_current",
     "is_tracer",
     "is_tracing",
     "jit_info",

@@ -20,7 +20,7 @@ from gshard.factors import Dim, Factor, Factors, compose, decompose
 from gshard.moving.costs import machine
 from gshard.moving.partial import combine, combine_cost, mask_for
 from gshard.moving.plan import reshard_cost
-from gshard.rule import MOST_REMEMBERED, RULES, Context, Rule, Shares, equation_key, factors_of
+from gshard.rule import MOST_REMEMBERED, RULES, Context, Rule, Shares, equation_key
 from gshard.sharding import Sharding, Split, compatible
 from gshard.tile import Tile, itemsize_of
 
@@ -31,10 +31,12 @@ Assignment = Mapping[Factor, Split | None]
 class Layout:
     """An operator under one split of its factors: how each of its tensors lies then."""
 
+    factors: Factors
     chosen: Assignment
     reduced: Mapping[Factor, Split]  # what leaves partial results
     operands: tuple[tuple[Sharding, tuple[int, ...]], ...]  # sharding and local shape
     results: tuple[tuple[Sharding, tuple[int, ...]], ...]
+    in_place: bool = False  # nothing moves: the operands lie so, and the results are wanted so
 
     @staticmethod
     def of(eqn: JaxprEqn, factors: Factors, chosen: Assignment, num_devices: int) -> Layout:
@@ -51,38 +53,47 @@ class Layout:
 
         reduced = {f: s for f, s in chosen.items() if s and f in factors.reduced}
         operands, results = lie(factors.operands, eqn.invars), lie(factors.results, eqn.outvars)
-        return Layout(chosen, reduced, operands, results)
+        return Layout(factors, chosen, reduced, operands, results)
+
+    def between(
+        self, eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding]
+    ) -> Layout:
+        """This layout for operands that lie, and results that are wanted, like that."""
+        atoms, given = (*eqn.invars, *eqn.outvars), (*shardings, *targets)
+        usual = tuple((s, s.local_shape(a.aval.shape)) for s, a in zip(given, atoms, strict=True))
+        alike = usual == self.operands + self.results
+        return replace(self, in_place=alike and not self.factors.reduced)
 
 
 def partition_by_factors(
     ctx: Context, eqn: JaxprEqn, rule: Rule, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     """Run `eqn` under the cheapest split of its factors; results need not be as wanted yet."""
-    factors = factors_of(rule, eqn)
-    layout = cheapest(ctx, eqn, factors, tiles, targets)
-    return run_as(ctx, eqn, rule, factors, layout, tiles, targets)
+    return run_as(ctx, eqn, rule, cheapest(ctx, eqn, rule, tiles, targets), tiles, targets)
 
 
 _cheapest_before: dict[Any, Layout] = {}
 
 
 def cheapest(
-    ctx: Context, eqn: JaxprEqn, factors: Factors, tiles: list[Tile], targets: list[Sharding]
+    ctx: Context, eqn: JaxprEqn, rule: Rule, tiles: list[Tile], targets: list[Sharding]
 ) -> Layout:
     """The layout that `choose` finds; for equations that are alike, it is asked once."""
     alike, shares = equation_key(eqn), ctx.shares(eqn, tiles)
-    shardings = tuple(t.sharding for t in tiles)
-    key = (alike, shardings, tuple(targets), shares, machine())
-    if alike is None or key not in _cheapest_before:
+    shardings = tuple([t.sharding for t in tiles])
+    key = (alike, rule.factors, shardings, tuple(targets), shares, machine())
+    found = None if alike is None else _cheapest_before.get(key)
+    if found is None:
+        factors = rule.factors(eqn)
         cost = functools.partial(default_cost, shares=shares) if shares else None
         chosen = choose(eqn, factors, shardings, targets, cost=cost)
         layout = Layout.of(eqn, factors, chosen, targets[0].num_devices)
-        if alike is None:
-            return layout
-        if len(_cheapest_before) > MOST_REMEMBERED:
-            _cheapest_before.clear()
-        _cheapest_before[key] = layout
-    return _cheapest_before[key]
+        found = layout.between(eqn, shardings, targets)
+        if alike is not None:
+            if len(_cheapest_before) > MOST_REMEMBERED:
+                _cheapest_before.clear()
+            _cheapest_before[key] = found
+    return found
 
 
 def run(
@@ -96,20 +107,25 @@ def run(
 ) -> list[Tile]:
     """Run `eqn` with its factors split as `chosen`."""
     layout = Layout.of(eqn, factors, chosen, targets[0].num_devices)
-    return run_as(ctx, eqn, rule, factors, layout, tiles, targets)
+    return run_as(ctx, eqn, rule, layout, tiles, targets)
 
 
 def run_as(
     ctx: Context,
     eqn: JaxprEqn,
     rule: Rule,
-    factors: Factors,
     layout: Layout,
     tiles: list[Tile],
     targets: list[Sharding],
 ) -> list[Tile]:
     """Run `eqn` as a layout says."""
-    name = eqn.primitive.name
+    if layout.in_place and all(t.is_standard for t in tiles):  # as most operators are
+        arrays = rule.local(ctx, eqn, tiles, [local for _, local in layout.results])
+        return [
+            Tile(array, target, var.aval.shape)
+            for var, array, target in zip(eqn.outvars, arrays, targets, strict=True)
+        ]
+    name, factors = eqn.primitive.name, layout.factors
     ready = []
     for tile, dims, (sharding, local) in zip(tiles, factors.operands, layout.operands, strict=True):
         tile = ctx.reshard(tile, sharding, f"operand of {name}")

@@ -52,9 +52,10 @@ class Place:
         """Which tile of `split` this device holds (0 on a device that holds none)."""
         return self.lookup(np.maximum(split.coords, 0))
 
-    def groups_by(self, key: np.ndarray, order: np.ndarray) -> list[list[int]]:
-        """Devices with equal `key` (negative: left out), each group sorted by `order`."""
-        devices = np.lexsort((order, key))
-        devices = devices[key[devices] >= 0]
-        borders = np.flatnonzero(np.diff(key[devices])) + 1
-        return [group.tolist() for group in np.split(devices, borders)]
+
+def groups_by(key: np.ndarray, order: np.ndarray) -> list[list[int]]:
+    """Devices with equal `key` (negative: left out), each group sorted by `order`."""
+    devices = np.lexsort((order, key))
+    devices = devices[key[devices] >= 0]
+    borders = np.flatnonzero(np.diff(key[devices])) + 1
+    return [group.tolist() for group in np.split(devices, borders)]

@@ -81,6 +81,8 @@ def no_factors(eqn: JaxprEqn) -> Factors:
 
 def decompose(split: Split | None, dim: Dim, sizes: Mapping[Factor, int]) -> dict[Factor, Split]:
     """The splits of a dim's factors that a split of the dim amounts to, as far as there are any."""
+    if len(dim) == 1:  # nearly always
+        return {} if split is None else {dim[0]: split}
     found: dict[Factor, Split] = {}
     for factor in dim:
         size = sizes[factor]
@@ -104,6 +106,8 @@ def compose(
     dim: Dim, splits: Mapping[Factor, Split | None], sizes: Mapping[Factor, int]
 ) -> Split | None:
     """The split of a dim whose factors are split like that; what cannot be said is left whole."""
+    if len(dim) == 1:
+        return splits.get(dim[0])
     whole: Split | None = None
     for factor in dim:
         split = splits.get(factor)

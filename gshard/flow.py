@@ -56,7 +56,7 @@ class Edge:
         self.sides = ([], [])
         for side, atoms, dims in zip(self.sides, self.atoms, described, strict=True):
             for atom, names in zip(atoms, dims, strict=True):
-                if not isinstance(atom, Literal) and any(names):
+                if any(names) and not isinstance(atom, Literal):
                     side.append((atom, names, byte_size(atom.aval.shape, atom.aval.dtype)))
 
 
@@ -227,11 +227,10 @@ class _Spreading:
         edges = self.flow.edges
         for var, splits in self.splits.items():
             if any(splits) and (stage is None or stage[1] in splits):
-                for edge in self.flow.touching[var]:
-                    if self.has_room(edge, _BOTH):
-                        self.revisit(edge)
-        while any(self.waiting):
-            number = next(i for i, queue in enumerate(self.waiting) if queue)
+                self.revisit(self.flow.touching[var])
+        first, second, third = self.waiting
+        while first or second or third:
+            number = 0 if first else 1 if second else 2
             place = heapq.heappop(self.waiting[number])
             edge = edges[-place if number == _BACKWARDS else place]
             edge.queued.discard(number)
@@ -239,20 +238,24 @@ class _Spreading:
             if self.has_room(edge, sinks):
                 self.pass_on(edge, sources, sinks)
 
-    def revisit(self, edge: Edge) -> None:
-        """Queue an operator: in program order for passes that go forwards, else from the end."""
-        for number in range(edge.level, len(self.waiting)):
-            if number not in edge.queued:
-                edge.queued.add(number)
-                place = -edge.place if number == _BACKWARDS else edge.place
-                heapq.heappush(self.waiting[number], place)
+    def revisit(self, edges: Sequence[Edge]) -> None:
+        """Queue operators: in program order for passes that go forwards, else from the end."""
+        for edge in edges:
+            if not self.has_room(edge, _BOTH):  # and never again: room only shrinks
+                continue
+            for number in range(edge.level, len(self.waiting)):
+                if number not in edge.queued:
+                    edge.queued.add(number)
+                    place = -edge.place if number == _BACKWARDS else edge.place
+                    heapq.heappush(self.waiting[number], place)
 
     def has_room(self, edge: Edge, sinks: Sequence[int]) -> bool:
         """Whether any dim of an operator's tensors could take a split over."""
+        stage = self.stage
         for side in sinks:
             for atom, names, _ in edge.sides[side]:
                 for dim in self.open[atom]:
-                    if names[dim] and (not self.stage or self.groups[atom][dim] == self.stage[0]):
+                    if names[dim] and (not stage or self.groups[atom][dim] == stage[0]):
                         return True
         return False
 
@@ -263,7 +266,9 @@ class _Spreading:
         for side in sinks:
             for atom, names, _ in edge.sides[side]:
                 dims = [d for d in self.open[atom] if names[d] and names[d][0] in wanted]
-                for dim in sorted(dims, key=lambda d: order[names[d][0]]):
+                if len(dims) > 1:
+                    dims.sort(key=lambda d: order[names[d][0]])
+                for dim in dims:
                     if self.stage and self.groups[atom][dim] != self.stage[0]:
                         continue
                     split = offered(edge, atom, dim, names[dim], wanted)
@@ -272,8 +277,7 @@ class _Spreading:
                     if split and self.fits(atom, dim, split):
                         self.splits[atom][dim] = split
                         self.open[atom] = self.open_dims(atom)
-                        for other in self.flow.touching[atom]:
-                            self.revisit(other)
+                        self.revisit(self.flow.touching[atom])
 
     def fits(self, atom: Any, dim: int, split: Split) -> bool:
         others = self.splits[atom][:dim] + self.splits[atom][dim + 1 :]
@@ -286,13 +290,13 @@ class _Spreading:
         for side in sources:
             for atom, names, weight in edge.sides[side]:
                 for dim, split in zip(names, self.splits[atom], strict=True):
-                    if split is None:
+                    if split is None or not dim:
                         continue
                     for factor, part in decompose(split, dim, factors.sizes).items():
                         if factor not in factors.whole:
                             tally = votes.setdefault(factor, {})
                             tally[part] = tally.get(part, 0) + weight
-        favourite = {f: max(tally, key=lambda s: tally[s]) for f, tally in votes.items()}
+        favourite = {f: max(tally, key=tally.__getitem__) for f, tally in votes.items()}
         if len(favourite) < 2:
             return favourite
         order = sorted(

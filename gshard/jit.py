@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,18 @@ class Options:
     machine: Machine | None = None  # to plan for; None: what JAX says the devices are
 
 
+@contextlib.contextmanager
+def _not_collecting() -> Iterator[None]:
+    """Without the garbage collector: what partitioning makes stays, so its rounds find nothing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def lower(
     traced: jax.stages.Traced,
     given: Sequence[Sharding | None],
@@ -54,6 +68,7 @@ def lower(
     lies = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
     name, closed_over = traced.fun_name, _jax.closed_over(traced)  # all that is kept of `traced`
 
+    @_not_collecting()
     def partitioned(flat: ClosedJaxpr) -> Program:
         shardings = propagate(flat, order.count, lies)  # a sharding for every value
         local = partition(  # the per-device program

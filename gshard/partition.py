@@ -13,10 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard import unreduced
+from gshard._jax import without_mesh
 from gshard.choose import partition_by_factors
 from gshard.devices import Place
 from gshard.factors import Factor
@@ -62,6 +64,7 @@ class Partitioner:
         self.resharded: dict[tuple[int, Sharding], tuple[Tile, Tile]] = {}
         self.forms: dict[int, list[Sharding]] = {}  # what an array has been resharded to
         self.products: Mapping[Any, int] = {}  # how many products contract a variable's dims alike
+        self.literals: dict[Any, Tile] = {}
         self.values: dict[Any, Tile] = {}  # of all variables, once they are known
         self.waiting: dict[Any, float] = {}  # variables whose sum may wait, and its share
 
@@ -104,8 +107,8 @@ class Partitioner:
 
     def shares(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Shares | None:
         """What an operator shares with others, if anything."""
-        of_sum = min((self.waiting.get(v, 1.0) for v in eqn.outvars), default=1.0)
-        moved = tuple(frozenset(self.forms.get(id(t.array), ())) for t in tiles)
+        of_sum = min([self.waiting[v] for v in eqn.outvars if v in self.waiting], default=1.0)
+        forms = [self.forms.get(id(t.array), ()) for t in tiles]
         uses = (1.0,) * len(tiles)
         if eqn.primitive is p.dot_general_p:
             contracted = eqn.params["dimension_numbers"][0]
@@ -113,9 +116,9 @@ class Partitioner:
                 1 / self.products.get((a, dims), 1) if not isinstance(a, Literal) else 1.0
                 for a, dims in zip(eqn.invars, contracted, strict=True)
             )
-        if of_sum == 1 and not any(moved) and min(uses, default=1.0) == 1:
+        if of_sum == 1 and not any(forms) and set(uses) <= {1.0}:
             return None
-        return Shares(of_sum, uses, moved)
+        return Shares(of_sum, uses, tuple(map(frozenset, forms)))
 
     def run_body(
         self,
@@ -148,17 +151,18 @@ class Partitioner:
         self.values = env
 
         def read(atom: Any) -> Tile:
-            return self.whole(atom.val) if isinstance(atom, Literal) else env[atom]
+            return self.literal(atom) if isinstance(atom, Literal) else env[atom]
 
-        for eqn in jaxpr.eqns:
-            with on_behalf_of(eqn):
-                results = self.equation(eqn, [read(a) for a in eqn.invars])
-            env.update(zip(eqn.outvars, results, strict=True))
+        with without_mesh():
+            for eqn in jaxpr.eqns:
+                with on_behalf_of(eqn):
+                    results = self.equation(eqn, [read(a) for a in eqn.invars])
+                env.update(zip(eqn.outvars, results, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
     def equation(self, eqn: JaxprEqn, tiles: list[Tile]) -> list[Tile]:
         """The results of one equation, on tiles."""
-        targets = [self.sharding(v) for v in eqn.outvars]
+        targets = [self.shardings[v] for v in eqn.outvars]
         if any(t.partial for t in tiles):
             part = unreduced.on_partial_sums(self, eqn, tiles)
             if part and eqn.outvars[0] in self.waiting:
@@ -179,14 +183,21 @@ class Partitioner:
                 results = rule.partition(self, eqn, tiles, targets)
             else:
                 results = partition_by_factors(self, eqn, rule, tiles, targets)
-        for result, target in zip(results, targets, strict=True):
+        for number, (result, target) in enumerate(zip(results, targets, strict=True)):
+            if result.sharding is target and result.is_standard and not result.partial:
+                continue
             check_manual(eqn, result, target)
-        return [
-            r
-            if r.partial and v in self.waiting
-            else self.reshard(r, t, f"result of {eqn.primitive.name}")
-            for r, t, v in zip(results, targets, eqn.outvars, strict=True)
-        ]
+            if not result.partial or eqn.outvars[number] not in self.waiting:
+                reason = f"result of {eqn.primitive.name}"
+                results[number] = self.reshard(result, target, reason)
+        return results
+
+    def literal(self, atom: Literal) -> Tile:
+        """A number in the program; equal ones are made once."""
+        key = (atom.aval, type(atom.val), np.asarray(atom.val).tobytes())
+        if key not in self.literals:
+            self.literals[key] = self.whole(atom.val)
+        return self.literals[key]
 
     def whole(self, value: Any) -> Tile:
         """A constant, which every device has."""

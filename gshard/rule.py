@@ -5,6 +5,7 @@ Most operators are described by their `Factors` alone; the others add a partitio
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -125,30 +126,34 @@ class Rule:
 RULES: dict[Primitive, Rule] = {}
 
 
-def equation_key(eqn: JaxprEqn) -> Any:
+def equation_key(eqn: JaxprEqn) -> int | None:
     """Equations with one key are alike but for their variables, as in layer after layer.
 
     None where that cannot be told, or where the equation holds programs, which are not alike.
     """
-    try:
-        params = tuple(eqn.params.items())
-        hash(params)
-    except TypeError:
-        return None
+    params = tuple(eqn.params.items())
     if any(map(_holds_program, eqn.params.values())):
         return None
-    types = tuple((a.aval.shape, a.aval.dtype, _known(a)) for a in (*eqn.invars, *eqn.outvars))
-    return eqn.primitive, params, types
+    types: list[Any] = []
+    for atom in (*eqn.invars, *eqn.outvars):
+        aval = atom.aval
+        types += (aval.shape, aval.dtype, str(atom.val) if isinstance(atom, Literal) else None)
+    if len(_numbers) > MOST_REMEMBERED:
+        _numbers.clear()
+    try:
+        return _numbers.setdefault((eqn.primitive, params, tuple(types)), next(_unused))
+    except TypeError:  # a parameter that cannot be hashed
+        return None
+
+
+_numbers: dict[Any, int] = {}  # of kinds of equations
+_unused = itertools.count()
 
 
 def _holds_program(param: Any) -> bool:
-    return isinstance(param, (Jaxpr, ClosedJaxpr)) or (
-        isinstance(param, tuple) and any(map(_holds_program, param))
-    )
-
-
-def _known(atom: Any) -> Any:
-    return str(atom.val) if isinstance(atom, Literal) else None
+    if isinstance(param, tuple):
+        return any(map(_holds_program, param))
+    return isinstance(param, (Jaxpr, ClosedJaxpr))
 
 
 _described: dict[Any, Factors] = {}
@@ -159,11 +164,12 @@ def factors_of(rule: Rule, eqn: JaxprEqn) -> Factors:
     key = equation_key(eqn)
     if key is None:
         return rule.factors(eqn)
-    if key not in _described:
+    found = _described.get((rule.factors, key))
+    if found is None:
         if len(_described) > MOST_REMEMBERED:
             _described.clear()
-        _described[key] = rule.factors(eqn)
-    return _described[key]
+        found = _described[rule.factors, key] = rule.factors(eqn)
+    return found
 
 
 MOST_REMEMBERED = 16384  # kinds of equations of which something is remembered

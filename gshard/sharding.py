@@ -14,6 +14,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -59,6 +60,9 @@ class Split:
     def __repr__(self) -> str:
         return f"Split({self.tiles}, {_ids(self.coords)})"
 
+    def __reduce__(self) -> Any:
+        return Split.of, (self.coords,)  # interned where it is unpickled, too
+
 
 @functools.cache
 def _intern(raw: bytes) -> Split | None:
@@ -68,17 +72,33 @@ def _intern(raw: bytes) -> Split | None:
     return Split(tiles, coords) if tiles > 1 else None
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False, init=False)
 class Sharding:
     """The splits of a tensor's dims, over `num_devices` devices; None is a dim that is whole.
 
     Devices in the same place of every dim hold copies of one tile (partial replication). In a
-    `manual` region every device has a value of its own, and the shape is the local one.
+    `manual` region every device has a value of its own, and the shape is the local one. Interned
+    like its splits: equality is identity, and what is known of a sharding is found out once.
     """
 
     splits: tuple[Split | None, ...]
     num_devices: int
     manual: bool = False
+
+    def __new__(
+        cls, splits: tuple[Split | None, ...], num_devices: int, manual: bool = False
+    ) -> Sharding:
+        """The one sharding with these splits."""
+        key = (splits, num_devices, manual)
+        found = _shardings.get(key)
+        if found is None:
+            found = object.__new__(cls)
+            found.__dict__.update(splits=splits, num_devices=num_devices, manual=manual)
+            found = _shardings.setdefault(key, found)
+        return found
+
+    def __reduce__(self) -> Any:
+        return Sharding, (self.splits, self.num_devices, self.manual)
 
     @staticmethod
     def replicated(rank: int, num_devices: int) -> Sharding:
@@ -147,7 +167,7 @@ class Sharding:
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the tile on a device, padding included."""
-        return tuple(-(-n // t) for n, t in zip(shape, self.tiles, strict=True))
+        return _local_shape(tuple(shape), self.tiles)
 
     def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The logical shape rounded up to whole tiles."""
@@ -182,6 +202,14 @@ class Sharding:
         return f"split {dims}{copies}{order}"
 
     __repr__ = __str__
+
+
+_shardings: dict[Any, Sharding] = {}
+
+
+@functools.lru_cache(maxsize=65536)
+def _local_shape(shape: tuple[int, ...], tiles: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(-(-n // t) for n, t in zip(shape, tiles, strict=True))
 
 
 @functools.lru_cache(maxsize=65536)

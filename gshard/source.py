@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
 
-from gshard._jax import source_info_util, without_mesh
+from gshard._jax import is_current, source_info_util, without_mesh
 
 _CORE = Path(__file__).parent
 _REASON = "gshard: "
@@ -82,11 +81,25 @@ def shares_reason(reason: str) -> bool:
     return _TOGETHER in reason
 
 
-@contextlib.contextmanager
-def on_behalf_of(eqn: JaxprEqn) -> Iterator[None]:
+class on_behalf_of:  # noqa: N801  (a context, for every equation: a generator would be slower)
     """Operations made inside belong to the user's line and name scope of `eqn`, not to its mesh."""
-    info = eqn.source_info
-    name_stack = source_info_util.current_name_stack() + info.name_stack
-    user = source_info_util.user_context(info.traceback, name_stack=name_stack)
-    with user, eqn.ctx.manager, without_mesh():
-        yield
+
+    __slots__ = ("inner", "user")
+
+    def __init__(self, eqn: JaxprEqn):
+        info = eqn.source_info
+        name_stack = source_info_util.current_name_stack()
+        if info.name_stack.stack:
+            name_stack = name_stack + info.name_stack
+        self.user = source_info_util.user_context(info.traceback, name_stack=name_stack)
+        self.inner = () if is_current(eqn.ctx) else (eqn.ctx.manager, without_mesh())
+
+    def __enter__(self) -> None:
+        self.user.__enter__()
+        for context in self.inner:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self.inner):
+            context.__exit__(*error)
+        self.user.__exit__(*error)

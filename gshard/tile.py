@@ -81,6 +81,7 @@ def itemsize_of(dtype: Any) -> int:
     return 8 if is_key_type(dtype) else np.dtype(dtype).itemsize
 
 
+@functools.lru_cache(maxsize=65536)
 def byte_size(shape: tuple[int, ...], dtype: Any) -> int:
     """Bytes of an array."""
     return math.prod(shape) * itemsize_of(dtype)

@@ -1,5 +1,8 @@
 """`gshard.jit` as users meet it: arguments, results, what is shown, and errors."""
 
+import copy
+import gc
+import pickle
 from pathlib import Path
 
 import jax
@@ -108,6 +111,48 @@ def test_a_program_is_lowered_once():
         step(random_array((8, 2)))
     step(random_array((9, 2)))
     assert traced == [(8, 2), (9, 2)]
+
+
+def test_equal_shardings_are_one():
+    """Also those that come from another process."""
+    sharding = gshard.Sharding.of_assignment(np.arange(8).reshape(4, 2)[::-1], 8)
+    again = gshard.Sharding.of_assignment(np.arange(8).reshape(4, 2)[::-1], 8)
+    assert sharding is again is pickle.loads(pickle.dumps(sharding))
+    assert copy.deepcopy(sharding) is sharding
+    assert sharding != gshard.Sharding.of_assignment(np.arange(8).reshape(4, 2), 8)
+
+
+def test_numbers_that_look_alike_stay_apart():
+    """Literals of a program are shared; those that differ in a bit, a type or a weak type are not.
+
+    The types of the results say so: a strong float16 would win over the others.
+    """
+
+    def fn(x, n):
+        zeros = x * 0.0, x * -0.0, x * np.float16(0), n * 1, n * np.int8(1), x + jnp.nan
+        return (*zeros, jnp.copysign(1.0, 0.0 * x), jnp.copysign(1.0, -0.0 * x))
+
+    args = jnp.ones(16, jnp.float16), jnp.ones(16, jnp.int8)
+    got, wanted = gshard.jit(fn)(*args), jax.jit(fn)(*args)
+    for a, b in zip(got, wanted, strict=True):
+        assert (a.dtype, a.weak_type) == (b.dtype, b.weak_type)
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+def test_the_garbage_collector_is_left_as_it_was():
+    def refused(x):
+        part = gshard.auto_to_manual_spmd_partition(gshard.split(x, 0, 8))
+        return gshard.split(part, 0, 8)
+
+    with pytest.raises(ValueError, match="conflicts with the manual region"):
+        gshard.jit(refused).lower(np.ones(8, np.float32))
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        gshard.jit(lambda x: x + 1).lower(np.ones(8, np.float32))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_annotations_are_the_identity_elsewhere():

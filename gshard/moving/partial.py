@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard.devices import Place
+from gshard.devices import Place, groups_by
 from gshard.factors import Dim, Factor, Factors
 from gshard.moving import collectives, reshard
 from gshard.moving.collectives import Groups
@@ -83,7 +83,7 @@ def combine(
     scatter = _scatter(tile.sharding, tuple(reduced.values()), target) if kind == "sum" else None
     if scatter and not idle:
         return _scattered(place, tile, scatter, key, size, name)
-    groups = place.groups_by(key, order)
+    groups = groups_by(key, order)
     array = tile.array
     if idle:
         # Devices without a part still get the result; they and copies of a part add nothing to it.
@@ -104,12 +104,12 @@ def _scattered(
     reason = f"{name}: partial sums over {parts} devices, result split"
     same = key * math.prod(result.tiles) + result.tile_index  # who ends with the same part
     turn = np.zeros(len(same), np.int64)
-    for group in place.groups_by(same, np.arange(len(same))):
+    for group in groups_by(same, np.arange(len(same))):
         turn[group] = np.arange(len(group))
-    within = place.groups_by(key * size + turn, result.tile_index)
+    within = groups_by(key * size + turn, result.tile_index)
     x = collectives.reduce_scatter(place, padded.array, dim, within, reason)
     if parts < size:
-        across = place.groups_by(same, turn)
+        across = groups_by(same, turn)
         reason = f"{name}: partial sums over {size // parts} groups of devices"
         x = collectives.all_reduce(place, x, across, "sum", reason)
     return reshard.standardize(place, Tile(x, result, tile.shape), reason)
@@ -206,10 +206,10 @@ def _parts(here: Sharding, reduced: tuple[Split, ...]) -> tuple[np.ndarray, np.n
     return key, parts.tile_index, math.prod(parts.tiles)
 
 
-def reducing_groups(place: Place, here: Sharding, reduced: tuple[Split, ...]) -> list[list[int]]:
+def reducing_groups(here: Sharding, reduced: tuple[Split, ...]) -> list[list[int]]:
     """The devices whose partial results belong together."""
     key, order, _ = _parts(here, reduced)
-    return place.groups_by(key, order)
+    return groups_by(key, order)
 
 
 def copies_groups(sharding: Sharding) -> list[list[int]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from gshard import padding
-from gshard.devices import Place
+from gshard.devices import Place, groups_by
 from gshard.keys import as_integers, is_key
 from gshard.moving import collectives
 from gshard.moving.boxes import route
@@ -116,16 +118,21 @@ def _in_order_of_parts(
 
 
 def _gather(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
-    here = tile.sharding
+    dim, groups = _gather_groups(tile.sharding, target)
+    x = collectives.all_gather(place, tile.array, dim, groups, reason)
+    return standardize(place, Tile(x, target, tile.shape), reason)
+
+
+@functools.lru_cache(maxsize=4096)
+def _gather_groups(here: Sharding, target: Sharding) -> tuple[int, list[list[int]]]:
+    """The dim to gather, and who gathers it together."""
     (dim,) = [d for d in range(here.rank) if here.splits[d] is not target.splits[d]]
     split = here.splits[dim]
     assert split
     factor = split.tiles // target.tiles[dim]
     copy = copies_as_split(here)
     key = target.tile_index * here.replicas + (copy.coords if copy else 0)
-    groups = place.groups_by(np.where(here.tile_index < 0, -1, key), split.coords % factor)
-    x = collectives.all_gather(place, tile.array, dim, groups, reason)
-    return standardize(place, Tile(x, target, tile.shape), reason)
+    return dim, groups_by(np.where(here.tile_index < 0, -1, key), split.coords % factor)
 
 
 def _slice(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:

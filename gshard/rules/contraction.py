@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard._jax import private_primitives
-from gshard.choose import Assignment, cheapest, run_as, shard_dims
+from gshard.choose import Assignment, Layout, cheapest, run_as, shard_dims
 from gshard.evaluate import bind
 from gshard.factors import Factor, Factors
 from gshard.moving import collectives
@@ -51,27 +51,24 @@ def partition_dot(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     """The cheapest split of the factors; in a loop if it gathers more than memory allows."""
-    factors = dot_factors(eqn)
-    layout = cheapest(ctx, eqn, factors, tiles, targets)
-    chosen = layout.chosen
+    layout = cheapest(ctx, eqn, _RULE, tiles, targets)
     for which, tile in enumerate(tiles):
-        around = _too_large(ctx, factors, chosen, which, tile)
+        around = _too_large(ctx, layout, which, tile)
         if around:
+            factors, chosen = layout.factors, layout.chosen
             return [_in_a_loop(ctx, eqn, factors, chosen, which, around, tiles, targets[0])]
-    return run_as(ctx, eqn, _RULE, factors, layout, tiles, targets)
+    return run_as(ctx, eqn, _RULE, layout, tiles, targets)
 
 
-def _too_large(
-    ctx: Context, factors: Factors, chosen: Assignment, which: int, tile: Tile
-) -> tuple[Factor, Split] | None:
+def _too_large(ctx: Context, layout: Layout, which: int, tile: Tile) -> tuple[Factor, Split] | None:
     """The factor along which an operand would have to be gathered beyond the memory limit."""
-    wanted = shard_dims(factors.operands[which], chosen, factors, tile.sharding.num_devices)
-    if byte_size(wanted.local_shape(tile.shape), tile.array.dtype) <= ctx.memory_limit:
+    wanted, local = layout.operands[which]
+    if byte_size(local, tile.array.dtype) <= ctx.memory_limit:
         return None
     gathered = [
         (dim[0], split)
         for dim, split, new in zip(
-            factors.operands[which], tile.sharding.splits, wanted.splits, strict=True
+            layout.factors.operands[which], tile.sharding.splits, wanted.splits, strict=True
         )
         if split and new is None
     ]

@@ -51,7 +51,7 @@ def _cumulative(
     local = eqn.primitive.bind(tile.masked(ctx.place, nothing, [dim]).array, **eqn.params)
     end = 0 if reverse else local.shape[dim] - 1
     total = lax.slice_in_dim(local, end, end + 1, axis=dim)
-    groups = reducing_groups(ctx.place, wanted.replace(dim, None), (split,))
+    groups = reducing_groups(wanted.replace(dim, None), (split,))
     reason = f"{eqn.primitive.name}: the totals of {split.tiles} tiles"
     totals = collectives.all_gather(ctx.place, total, dim, groups, reason)
     scanned = eqn.primitive.bind(totals, **eqn.params)
