@@ -31,7 +31,7 @@ from examples.recipes.transformer import LARGE, SMALL, Size
 NAMES = (
     "data_parallel", "gradient_accumulation", "zero1", "fsdp", "hsdp", "tensor_parallel",
     "sequence_parallel", "two_dims", "experts", "dropless", "context_parallel", "spatial",
-    "pipeline",
+    "fourier", "pipeline",
 )  # fmt: skip
 RUNS = 9
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,23 @@ def _user_frame(source_info: Any) -> Any:
     frames = list(source_info_util.user_frames(source_info.traceback))
     own = [f for f in frames if "site-packages" not in f.file_name]
     return (own or frames or [None])[0]
+
+
+def at_line_of(caller: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:
+    """`eqn`, which `caller` calls, at the caller's line if it has none of the user's own.
+
+    JAX traces what its own functions and libraries jit apart from the code that calls it.
+    """
+    if _has_line(eqn.source_info.traceback) or not _has_line(caller.source_info.traceback):
+        return eqn
+    info = eqn.source_info.replace(traceback=caller.source_info.traceback)
+    return eqn.replace(source_info=info)
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_line(traceback: Any) -> bool:
+    frames = source_info_util.user_frames(traceback)
+    return any("site-packages" not in f.file_name for f in frames)
 
 
 def reason_of(eqn: JaxprEqn) -> str:

@@ -44,7 +44,7 @@ from gshard.mapped import NamedAxes, is_shard_map, over_groups, says_nothing
 from gshard.meshes import grid_of
 from gshard.placement import DeviceOrder
 from gshard.rewrite import fold
-from gshard.source import source_of
+from gshard.source import at_line_of, source_of
 
 CALLS = {
     p.jit_p: "jaxpr",
@@ -225,17 +225,18 @@ class _Builder:
         return marked
 
     def call(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
-        inner = eqn.params[CALLS[eqn.primitive]]
+        inner, start = eqn.params[CALLS[eqn.primitive]], len(self.eqns)
         if eqn.primitive is remat_p and eqn.params["differentiated"]:
             args = self.barrier(eqn, args)
         if eqn.primitive is p.linear_solve_p:  # the solver is what is left to run, on its constants
             lengths = eqn.params["const_lengths"]
-            start = lengths.matvec + lengths.vecmat
-            right_side = args[start + lengths.solve + lengths.transpose_solve :]
-            inner, args = inner.solve, args[start : start + lengths.solve] + right_side
-        if isinstance(inner, ClosedJaxpr):
-            return self.inline(inner.jaxpr, inner.consts, args)
-        return self.inline(inner, (), args)
+            first = lengths.matvec + lengths.vecmat
+            right_side = args[first + lengths.solve + lengths.transpose_solve :]
+            inner, args = inner.solve, args[first : first + lengths.solve] + right_side
+        closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+        results = self.inline(closed.jaxpr, closed.consts, args)
+        self.eqns[start:] = [at_line_of(eqn, e) for e in self.eqns[start:]]
+        return results
 
     def barrier(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
         """What XLA must not see through, or it would undo the recomputation."""

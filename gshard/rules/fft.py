@@ -2,8 +2,9 @@
 
 A transform of several dims is one of each in turn, so a dim that is whole can be transformed while
 another is split, and then take over its split: an AllToAll of the tile, where a gather would send
-it to every device. A search over what has been transformed and how the tensor lies by then finds
-the fewest bytes. A tensor that has no other dim is gathered.
+it to every device. There the result stays, if nobody says otherwise; the inverse transform of what
+is made of it takes the way back. A search over what has been transformed and how the tensor lies by
+then finds the fewest bytes. A tensor that has no other dim is gathered.
 """
 
 from __future__ import annotations
@@ -35,9 +36,15 @@ Way = tuple[tuple[Done, Sharding], ...]  # how the tensor lies while these dims 
 
 
 def fft_dims(eqn: JaxprEqn) -> Factors:
-    """Every dim keeps its split; the last has another size on the side of the real numbers."""
-    names = [f"d{i}" for i in range(len(eqn.invars[0].aval.shape))]
-    return Factors.of(eqn, [names], [names], resized=names[-1:])
+    """Batch dims keep their splits; dims that are transformed together hand theirs to each other.
+
+    The first one's goes to the last one and the other way round: that is where it lies after the
+    one AllToAll that the transform takes, and the next transform brings it back.
+    """
+    rank, count = len(eqn.invars[0].aval.shape), len(eqn.params["fft_lengths"])
+    batch = [f"b{i}" for i in range(rank - count)]
+    core = [f"t{i}" for i in range(count)]
+    return Factors.of(eqn, [[*batch, *core]], [[*batch, *reversed(core)]], resized=core)
 
 
 @dataclass(frozen=True)

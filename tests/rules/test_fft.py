@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gshard
 from tests.oracle import (
     DEVICE_COUNTS,
     SIZES,
@@ -83,8 +84,9 @@ def test_any_gradient(case, kind):
 @pytest.mark.parametrize(("axes", "dim"), [((0,), 0), ((1,), 1), ((0, 1), 1)])
 def test_along_a_split_dim_two_exchanges_take_the_place_of_a_gather(kind, axes, dim):
     x = random_array((256, 192), np.float32 if kind == "rfft" else np.complex64)
-    low = check(lambda x: KINDS[kind](x, axes=axes), x, inputs=[even_split(2, dim, 8)], **TOLERANCE)
-    assert str(low.out_shardings) == f"split dim {dim} by 8"
+    split = [even_split(2, dim, 8)]
+    fn = KINDS[kind]
+    low = check(lambda x: fn(x, axes=axes), x, inputs=split, outputs=split, **TOLERANCE)
     assert kinds(low) == {"all_to_all": 2}
     tile = max(x.size, low.out_info.size) * 8 / 8
     gather = 7 * x.nbytes / 8
@@ -103,6 +105,20 @@ def test_two_split_dims_are_each_moved_once_and_back():
     assert all(c.group_size < 8 or c.bytes <= tile * 7 / 8 for c in low.collectives)
 
 
+def test_a_transform_and_its_inverse_take_one_exchange_each():
+    """A convolution by way of frequencies: in between, the other dim is split."""
+
+    def fn(x, filter):
+        return jnp.fft.irfft2(jnp.fft.rfft2(x) * filter)
+
+    args = random_array((4, 64, 128)), random_array((64, 65))
+    low = check(fn, *args, inputs=[even_split(3, 1, 8)], **TOLERANCE)
+    assert kinds(low) == {"all_to_all": 2}
+    assert str(low.out_shardings) == "split dim 1 by 8"
+    tile = 4 * 64 * 72 * 8 / 8  # 65 columns are padded to 72
+    assert sent(low) == 2 * tile * 7 / 8
+
+
 def test_the_result_of_a_transform_may_lie_where_it_is_wanted():
     """A result that is wanted split along the other dim needs no way back."""
     x = random_array((64, 48), np.complex64)
@@ -116,3 +132,9 @@ def test_a_tensor_without_another_dim_is_gathered_and_says_why():
     low = check(jnp.fft.fft, x, inputs=[even_split(1, 0, 8)], **TOLERANCE)
     assert kinds(low) == {"all_gather": 1}
     assert "there is no other to split" in low.collectives[0].reason
+
+
+def test_what_a_function_of_jax_makes_stands_at_the_line_that_calls_it():
+    x = jnp.zeros((64,), jnp.complex64)
+    low = gshard.jit(lambda x: jnp.fft.fft(gshard.split(x, 0, 8)), devices=8).lower(x)
+    assert "test_fft.py" in low.collectives[0].source
