@@ -1,5 +1,7 @@
 """One small corpus, tokenizer and encoded text for all tests that need them."""
 
+from pathlib import Path
+
 import jax
 import pytest
 
@@ -11,6 +13,17 @@ from gshard.mt.data.user_text import parse_own
 from tests.mt.samples import sentence, translated
 
 COUNTS = {"de": 600, "ru": 150, "fr": 20}
+HERE = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items):
+    """A file, and the whole folder of training, in one process: what they share is made once."""
+    for item in items:
+        if HERE in item.path.parents:
+            training = HERE / "training" in item.path.parents
+            group = "training" if training else str(item.path.relative_to(HERE))
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,5 @@
 """A trained run, and compiled programs that are kept, for all tests of training."""
 
-from pathlib import Path
-
 import jax
 import pytest
 
@@ -20,13 +18,6 @@ def _compiled_once(tmp_path_factory):
     yield
     jax.config.update("jax_disable_most_optimizations", False)
     jax.config.update("jax_compilation_cache_dir", None)
-
-
-def pytest_collection_modifyitems(items):
-    """All of this folder in one process, so that its run is trained once."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("training"))
 
 
 @pytest.fixture(scope="package")
