@@ -1,5 +1,7 @@
 """Eight virtual devices, quick Hypothesis settings, and padding that is poison."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -28,6 +30,30 @@ def poison(dtype):
     if dtype == jnp.bool_:
         return jnp.asarray(True)
     return jnp.asarray(jnp.iinfo(dtype).max - 1, dtype)
+
+
+SHARING = {"mt/training": "training"}  # folders in which all files share what is trained
+HERE = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items):
+    """Tests of models that share what was compiled or trained run in one process."""
+    for item in items:
+        place = item.path.relative_to(HERE)
+        if place.parts[0] in ("mt", "nn"):
+            group = SHARING.get(str(place.parent), str(place))
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.fixture(scope="module")
+def compile_quickly():
+    """Programs of a module are compiled without most optimizations: small ones run as fast."""
+    cache = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_compilation_cache_dir", cache)
 
 
 @pytest.fixture(autouse=True, scope="session")

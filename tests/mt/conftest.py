@@ -1,8 +1,5 @@
 """One small corpus, tokenizer and encoded text for all tests that need them."""
 
-from pathlib import Path
-
-import jax
 import pytest
 
 from gshard.mt.batching.tokenizer import VocabularyConfig, train_tokenizer
@@ -13,17 +10,6 @@ from gshard.mt.data.user_text import parse_own
 from tests.mt.samples import sentence, translated
 
 COUNTS = {"de": 600, "ru": 150, "fr": 20}
-HERE = Path(__file__).parent
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items):
-    """A file, and the whole folder of training, in one process: what they share is made once."""
-    for item in items:
-        if HERE in item.path.parents:
-            training = HERE / "training" in item.path.parents
-            group = "training" if training else str(item.path.relative_to(HERE))
-            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -58,13 +44,3 @@ def tokenizer(corpus):
 @pytest.fixture(scope="session")
 def tokens(corpus, tokenizer, tmp_path_factory):
     return open_tokens(corpus, tokenizer, tmp_path_factory.mktemp("tokens"))
-
-
-@pytest.fixture(scope="module")
-def compile_quickly():
-    """Programs of a module are compiled without most optimizations: small ones run as fast."""
-    cache = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.config.update("jax_compilation_cache_dir", cache)

@@ -112,6 +112,7 @@ def test_order_repetition_and_blank_lines(translator, tokenizer):
     assert translator.translate([]) == []
 
 
+@pytest.mark.slow
 def test_greedy_and_target_language(model, tokenizer, translator):
     texts = sentences(tokenizer, 2, 16)
     greedy = TranslateConfig(beam=1, rows=3, longest=16, most=8)

@@ -190,6 +190,7 @@ def test_each_model_keeps_its_best_and_stops_by_itself(small):
         np.testing.assert_array_equal(leaf.reshape(3, -1)[:, 0], chosen)
 
 
+@pytest.mark.slow
 def test_the_dev_loss_counts_every_token_once(small, tokens):
     group = side_by_side(small)
     state = group.first(stacked_keys([1, 2]))

@@ -108,6 +108,7 @@ def ruined(state):
     return eqx.tree_at(lambda s: s.train.model.decoder_norm.scale, state, scale * np.nan)
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_never_saved(half, monkeypatch):
     """The checkpoints before stay; the status is an error; --from goes back."""
     before = Checkpoints(half.folder, read_only=True).steps
