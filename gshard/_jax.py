@@ -225,6 +225,21 @@ def is_array_like(value: Any) -> bool:
     return _core.valid_jaxtype(value)
 
 
+def is_ref(value: Any) -> bool:
+    """Whether this is a reference to an array that changes (`jax.new_ref`)."""
+    return isinstance(value, _core.Ref)
+
+
+def ref_value(ref: Any) -> jax.Array:
+    """The array in a reference, not a copy of it."""
+    return getattr(ref, "_refs", ref)._buf
+
+
+def set_ref(ref: Any, value: jax.Array) -> None:
+    """Let a reference have this array, which nothing else may have."""
+    getattr(ref, "_refs", ref)._buf = value
+
+
 def struct_of(value: Any) -> Any:
     """An argument for tracing: its shape and type alone, and its sharding if that is in its type.
 
@@ -314,6 +329,7 @@ __all__ = [
     "iota_2x32_shape_p",
     "is_array_like",
     "is_current",
+    "is_ref",
     "is_tracer",
     "is_tracing",
     "jit_info",
@@ -330,11 +346,13 @@ __all__ = [
     "random_clone_p",
     "random_unwrap_p",
     "random_wrap_p",
+    "ref_value",
     "register_array_type",
     "remat_p",
     "reshard_p",
     "scan_counts",
     "scatter_sub_p",
+    "set_ref",
     "shard_map_p",
     "sharding_constraint_p",
     "source_info_util",

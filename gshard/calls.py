@@ -121,6 +121,21 @@ class StaticLeaves:
         return tuple(sorted(found))
 
 
+def on_values(fun: Callable[..., Any], refs: Sequence[int]) -> Callable[..., Any]:
+    """`fun` of flat arguments, with the values in the references `refs` for the references.
+
+    It returns what they are in the end beside the results.
+    """
+
+    @functools.wraps(fun, updated=())
+    def called(*values: Any) -> tuple[Any, list[Any]]:
+        inside = {i: jax.new_ref(values[i]) for i in refs}
+        results = fun(*(inside.get(i, x) for i, x in enumerate(values)))
+        return results, [ref[...] for ref in inside.values()]
+
+    return called
+
+
 @dataclass(frozen=True)
 class Trees:
     """The trees of a call: its arguments, with what of them is static, and its results."""

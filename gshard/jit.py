@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from gshard import _jax
 from gshard.annotate import constraining, is_tracing_for_gshard, tracing_for
-from gshard.calls import StaticLeaves, Trees, with_static_results
+from gshard.calls import StaticLeaves, Trees, on_values, with_static_results
 from gshard.forecast import Hardware
 from gshard.forecast.hardware import machine_for
 from gshard.moving.costs import MEMORY_LIMIT, Machine, planning_for
@@ -28,6 +28,7 @@ from gshard.propagate import propagate
 from gshard.sharding import Sharding
 from gshard.stages import Lowered
 from gshard.trace import inline, mesh_in
+from gshard.uneven import UnevenArray
 from gshard.xla import lower_with_xla
 
 
@@ -190,7 +191,7 @@ class Jitted:
         # JAX itself checks the keywords, flattens the arguments and traces, as it does for jax.jit.
         self._traces = jax.jit(with_static_results(self._fun), **keywords.of_jax)
         self._known = _jax.jit_info(self._traces)
-        self._with_leaves: dict[StaticLeaves, Jitted] = {}
+        self._with_leaves: dict[Any, Jitted] = {}
         self._quick = _jax.quick_call(
             fun, self._cache_miss, self._known, (options, keywords.key(self._known))
         )
@@ -199,6 +200,9 @@ class Jitted:
         """Partition if need be, and run."""
         return self._quick(*args, **kwargs)
 
+    def __reduce__(self) -> Any:
+        return Jitted, (self._keywords, self.options, self.__wrapped__)  # type: ignore[attr-defined]
+
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method."""
         return self if instance is None else functools.partial(self, instance)
@@ -206,6 +210,9 @@ class Jitted:
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Partition for arguments like these: arrays, or `jax.ShapeDtypeStruct`s."""
         _, leaves = _jax.parse_arguments(self._known, args, kwargs)
+        if any(map(_jax.is_ref, leaves)):
+            of_values, values, _ = self._without_refs(args, kwargs)
+            return of_values.lower(*values)
         if all(map(_jax.is_array_like, leaves)):
             return self._lower(args, kwargs, leaves)
         static, arrays = self._static_leaves(args, kwargs)
@@ -225,6 +232,11 @@ class Jitted:
         self._traces.clear_cache()
         self._with_leaves.clear()
 
+    def _cache_size(self) -> int:
+        """How many kinds of arguments it has a program for, as tests ask functions of `jax.jit`."""
+        others = sum(jitted._cache_size() for jitted in self._with_leaves.values())
+        return self._quick._cache_size() + others  # type: ignore[attr-defined]
+
     # ------------------------------------------------------------ new kinds of arguments
 
     def _cache_miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
@@ -235,6 +247,8 @@ class Jitted:
         _, leaves = _jax.parse_arguments(self._known, args, kwargs)
         if _jax.is_tracing() or any(map(_jax.is_tracer, leaves)):
             return self._inlined(args, kwargs, leaves), None, False
+        if any(map(_jax.is_ref, leaves)):
+            return self._on_refs(args, kwargs), None, False
         if not all(map(_jax.is_array_like, leaves)):
             static, arrays = self._static_leaves(args, kwargs)
             return self._for_leaves(static)(*arrays), None, False
@@ -316,11 +330,46 @@ class Jitted:
     def _for_leaves(self, static: StaticLeaves) -> Jitted:
         """This function for calls with these leaves that are not arrays: one of arrays alone."""
         if static not in self._with_leaves:
-            numbers, names = self._known.donate_argnums, self._known.donate_argnames
-            donated = static.numbers_of(lambda key: key in numbers or key in names)
-            keywords = self._keywords.of_arrays(donated)
+            keywords = self._keywords.of_arrays(self._donated(static))
             self._with_leaves[static] = Jitted(keywords, self.options, static.flat(self._fun))
         return self._with_leaves[static]
+
+    def _donated(self, static: StaticLeaves) -> tuple[int, ...]:
+        """The numbers of the arrays that are given up."""
+        numbers, names = self._known.donate_argnums, self._known.donate_argnames
+        return static.numbers_of(lambda key: key in numbers or key in names)
+
+    # ------------------------------------------------------------ arguments that are references
+
+    def _on_refs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call with references (`jax.new_ref`): they have other values after it."""
+        of_values, values, refs = self._without_refs(args, kwargs)
+        results, after = of_values(*values)
+        for ref, value in zip(refs, after, strict=True):
+            _jax.set_ref(ref, value.logical() if isinstance(value, UnevenArray) else value)
+        return results
+
+    def _without_refs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Jitted, list[Any], list[Any]]:
+        """This function of the values in references, its flat arguments, and the references.
+
+        It takes over the values, and returns the new ones beside its results.
+        """
+        static, leaves = self._static_leaves(args, kwargs)
+        refs = {i: x for i, x in enumerate(leaves) if _jax.is_ref(x)}
+        if len(set(map(id, refs.values()))) < len(refs):
+            raise ValueError(
+                "one reference is given as two arguments, so that writing to one of them would "
+                "change the other; give it once"
+            )
+        key = (static, tuple(refs))
+        if key not in self._with_leaves:
+            keywords = self._keywords.of_arrays(tuple(sorted({*self._donated(static), *refs})))
+            of_values = on_values(static.flat(self._fun), tuple(refs))
+            self._with_leaves[key] = Jitted(keywords, self.options, of_values)
+        values = [_jax.ref_value(x) if i in refs else x for i, x in enumerate(leaves)]
+        return self._with_leaves[key], values, list(refs.values())
 
 
 @_jax.weakref_cache

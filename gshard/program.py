@@ -96,6 +96,10 @@ class Program:
         """The shardings of the results."""
         return [p.sharding for p in self.out_of]
 
+    def named_results(self) -> list[Any]:
+        """JAX's shardings of the results; one that does not divide is called whole."""
+        return [p.struct(self.mesh, jnp.float32).sharding for p in self.out_of]
+
     def structs(self, dtypes: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """The arguments as shapes with JAX's own shardings."""
         ports = zip(self.arguments, dtypes, strict=True)

@@ -77,6 +77,10 @@ class Partitioned(Protocol):
         """The shardings of the results."""
         ...
 
+    def named_results(self) -> list[Any]:
+        """JAX's shardings of the results."""
+        ...
+
     def structs(self, dtypes: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """The arguments as shapes with JAX's own shardings."""
         ...
@@ -106,18 +110,26 @@ class Partitioned(Protocol):
         ...
 
 
-class Lowered:
+class _Stage:
+    """What a program says of its arguments and results, in the words of `jax.stages`."""
+
+    trees: Trees
+
+    args_info = property(lambda self: self.trees.args_info)
+    in_tree = property(lambda self: self.trees.in_tree)
+    in_avals = property(lambda self: jax.tree.map(lambda info: info._aval, self.trees.args_info))
+    donate_argnums = property(lambda self: self.trees.donated)
+    out_info = property(lambda self: self.trees.out_info)
+    out_tree = property(lambda self: self.trees.out_tree)
+
+
+class Lowered(_Stage):
     """A partitioned program, before it is compiled."""
 
     def __init__(self, program: Partitioned, trees: Trees):
         self._program = program
         self.trees = trees
         self._compiled: Compiled | None = None
-
-    args_info = property(lambda self: self.trees.args_info)
-    in_tree = property(lambda self: self.trees.in_tree)
-    out_info = property(lambda self: self.trees.out_info)
-    out_tree = property(lambda self: self.trees.out_tree)
 
     @property
     def jaxpr(self) -> Jaxpr:
@@ -233,7 +245,7 @@ class Lowered:
             return jax.jit(called).trace(*args, **kwargs)
 
 
-class Compiled:
+class Compiled(_Stage):
     """An executable program: call it with arguments like those it was lowered for."""
 
     def __init__(
@@ -244,11 +256,6 @@ class Compiled:
         self._stage = program.compile(compiler_options)
         self._consts = program.placed_consts()
         self._quick = _jax.quick_call_of_compiled(self._cache_miss)
-
-    args_info = property(lambda self: self.trees.args_info)
-    in_tree = property(lambda self: self.trees.in_tree)
-    out_info = property(lambda self: self.trees.out_info)
-    out_tree = property(lambda self: self.trees.out_tree)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
@@ -288,6 +295,21 @@ class Compiled:
                 f"{_named(self.trees.types)}, and was called with {_named(types)}"
             )
         return arrays
+
+    @property
+    def input_shardings(self) -> Any:
+        """JAX's shardings of the arguments: positional ones, and a dict of the others."""
+        structs = self._program.structs(self.trees.dtypes)
+        return jax.tree.unflatten(self.trees.in_tree, [s.sharding for s in structs])
+
+    @property
+    def output_shardings(self) -> Any:
+        """JAX's shardings of the results; one that does not divide is called whole."""
+        return self.trees.like_results(self._program.named_results())
+
+    def runtime_executable(self) -> Any:
+        """The executable as XLA's runtime has it."""
+        return self._stage.runtime_executable()
 
     def as_text(self) -> str | None:
         """XLA's optimised program."""

@@ -124,6 +124,10 @@ class XlaProgram:
         """What XLA chose for the results."""
         return jax.tree.leaves(self._compiled.output_shardings)
 
+    def named_results(self) -> list[Any]:
+        """JAX's shardings of the results."""
+        return self.output_shardings()
+
     def structs(self, dtypes: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """The arguments as shapes with their shardings."""
         avals = self.traced.jaxpr.in_avals

@@ -68,7 +68,7 @@ REFUSALS = {
     "a manual region in an unknown primitive": (manual_inside, "put the region around it"),
     "shard_map over some axes": (some_axes, "over all axes of a mesh of all 8 devices"),
     "an annotation in a manual region": (annotated_inside, "manual_to_auto_spmd_partition first"),
-    "a reference from outside": (written_outside, r"give gshard.jit its value \(ref\[...\]\)"),
+    "a reference from outside": (written_outside, "to the function as an argument"),
     "too many partitions": (lambda x: gshard.split(x, 0, 9), "at most 8 partitions are allowed"),
     "devices that are not there": (lambda x: gshard.shard(x, [8, 9]), "numbered 0 to 7"),
     "a dim that is not there": (lambda x: gshard.split(x, 1, 8), "allowed: -1 to 0"),
