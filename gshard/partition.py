@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
@@ -63,6 +64,7 @@ class Partitioner:
         self.strict = strict  # whether a primitive without a rule is an error
         self.resharded: dict[tuple[int, Sharding], tuple[Tile, Tile]] = {}
         self.forms: dict[int, list[Sharding]] = {}  # what an array has been resharded to
+        self.views: dict[int, tuple[Tile, Tile, tuple[int, ...]]] = {}  # transposes, of what, how
         self.products: Mapping[Any, int] = {}  # how many products contract a variable's dims alike
         self.literals: dict[Any, Tile] = {}
         self.values: dict[Any, Tile] = {}  # of all variables, once they are known
@@ -73,6 +75,7 @@ class Partitioner:
         inner = Partitioner(self.place.inner(), self.shardings, self.memory_limit, self.strict)
         inner.resharded = dict(self.resharded)
         inner.forms = {array: list(forms) for array, forms in self.forms.items()}
+        inner.views = dict(self.views)
         return inner
 
     def sharding(self, var: Any) -> Sharding:
@@ -87,11 +90,30 @@ class Partitioner:
         if tile.sharding == target and tile.is_standard:
             return tile
         key = (id(tile.array), target)
+        if key not in self.resharded and (moved := self.transposed(tile, target)):
+            self.resharded[key] = (tile, moved)
         if key not in self.resharded:
             moved = reshard.reshard(self.place, tile, target, reason)
             self.forms.setdefault(id(tile.array), []).append(target)
             self.resharded[key] = (tile, moved)  # the tile is kept, so that its id stays its own
         return self.resharded[key][1]
+
+    def transposed(self, tile: Tile, target: Sharding) -> Tile | None:
+        """`tile` under another sharding, if it is the transpose of what has been moved there."""
+        _, source, order = self.views.get(id(tile.array), (tile, tile, ()))
+        back = [order.index(d) for d in range(len(order))]
+        moved = self.resharded.get((id(source.array), target.project(back)))
+        if not order or moved is None or target.manual:
+            return None
+        return Tile(lax.transpose(moved[1].array, order), target, tile.shape)
+
+    def moved_forms(self, tile: Tile) -> frozenset[Sharding]:
+        """The shardings under which the values of `tile` are known already."""
+        known = frozenset(self.forms.get(id(tile.array), ()))
+        if id(tile.array) in self.views:
+            _, source, order = self.views[id(tile.array)]
+            known |= {form.project(order) for form in self.forms.get(id(source.array), ())}
+        return known
 
     def retile(self, tile: Tile, dim: int, size: int, reason: str) -> Tile:
         """`tile` with tiles of `size` rows along `dim`, which need not be the usual."""
@@ -190,6 +212,9 @@ class Partitioner:
             if not result.partial or eqn.outvars[number] not in self.waiting:
                 reason = f"result of {eqn.primitive.name}"
                 results[number] = self.reshard(result, target, reason)
+        if eqn.primitive is p.transpose_p:
+            order = tuple(eqn.params["permutation"])
+            self.views[id(results[0].array)] = (results[0], tiles[0], order)
         return results
 
     def literal(self, atom: Literal) -> Tile:

@@ -44,6 +44,7 @@ class Context(Protocol):
     place: Place
     memory_limit: int
     values: dict[Any, Tile]  # of the variables of the program or body that ran last
+    waiting: dict[Any, float]  # the variables whose sum may wait, and the share to pay for it
 
     def reshard(self, tile: Tile, target: Sharding, reason: str) -> Tile:
         """`tile` under another sharding; asking twice moves it once."""

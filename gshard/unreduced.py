@@ -25,6 +25,7 @@ from gshard._jax import scan_counts
 from gshard.choose import shard_dims
 from gshard.devices import Place
 from gshard.factors import decompose
+from gshard.moving.partial import reducing_key
 from gshard.rule import RULES, Context
 from gshard.sharding import Sharding, Split
 from gshard.tile import Tile
@@ -217,9 +218,35 @@ def _sliced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
     return replace(tile, array=array, shape=shape)
 
 
-def as_partial(place: Place, tile: Tile, partial: tuple[Split, ...]) -> Tile:
-    """A value that all have as a partial sum: one holds it, the others hold zeros."""
-    first = Sharding(partial, tile.sharding.num_devices).tile_index == 0
-    mine = place.lookup(first.astype(np.int32))
-    zeros = jnp.zeros_like(tile.array)
-    return replace(tile, array=lax.select(mine == 1, tile.array, zeros), partial=partial)
+def as_partial(
+    place: Place, tile: Tile, sharding: Sharding, partial: tuple[Split, ...]
+) -> Tile | None:
+    """A value as a partial sum whose tiles lie like `sharding`; nothing is sent for it.
+
+    Every part of it comes from one of the devices that are to sum, and the others hold zeros. None
+    if they do not have all parts between them.
+    """
+    here = tile.sharding
+    pairs = list(enumerate(zip(here.splits, sharding.splits, strict=True)))
+    placed = [d for d, (a, b) in pairs if a is not b]  # dims of which a device has a part only
+    if here.idle or not tile.is_standard or any(sharding.splits[d] for d in placed):
+        return None
+    group = reducing_key(sharding, partial)
+    parts, owners = np.unique(group * math.prod(here.tiles) + here.tile_index, return_index=True)
+    needed = len(np.unique(group)) * math.prod(here.tiles[d] for d in placed)
+    if (group < 0).any() or len(parts) != needed:
+        return None
+    mine = np.zeros(place.num_devices, np.int32)
+    mine[owners] = 1
+    clean = tile.masked(place, 0, placed).array
+    array = jnp.where(place.lookup(mine) == 1, clean, jnp.zeros_like(clean))
+    for dim in placed:
+        rows, split = array.shape[dim], here.splits[dim]
+        assert split
+        wide = jnp.zeros(
+            (*array.shape[:dim], rows * split.tiles, *array.shape[dim + 1 :]), array.dtype
+        )
+        start = place.lookup(split.coords * rows)
+        array = lax.dynamic_update_slice_in_dim(wide, array, start, dim)
+        array = lax.slice_in_dim(array, 0, tile.shape[dim], axis=dim)
+    return Tile(array, sharding, tile.shape, partial, tile.origin)

@@ -192,3 +192,78 @@ def test_random_programs_of_partial_sums(program):
     wanted = jax.jit(fn)(*args)
     got = gshard.jit(annotated(fn, inputs, outputs))(*args)
     np.testing.assert_allclose(np.asarray(got), wanted, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("rows", [16, 13])
+def test_a_split_carry_becomes_a_partial_sum_where_it_lies(rows):
+    """FSDP with accumulation: the zeros are not gathered, and neither is anything else of it."""
+
+    def fn(total, xs):
+        def add(total, x):
+            return total + x.T @ jnp.tanh(x), None
+
+        return gshard.split(jax.lax.scan(add, gshard.split(total, 0, 8), xs)[0], 0, 8)
+
+    args = random_array((rows, rows)), random_array((3, 16, rows))
+    low = lowered(fn, *args, inputs=[None, even_split(3, 1, 8)])
+    padded = 8 * -(-rows // 8)
+    assert kinds(low) == {"reduce_scatter": 1}
+    assert sent(low) == padded * rows * 4 * 7 // 8
+
+
+def test_a_carry_with_copies_counts_once():
+    """HSDP: two devices hold each part, of which one may take part in the sum."""
+    quarters = MESH[:1].T
+
+    def fn(total, xs):
+        def add(total, x):
+            return total + x.T @ jnp.tanh(x), None
+
+        return gshard.shard(jax.lax.scan(add, gshard.shard(total, quarters), xs)[0], quarters)
+
+    args = random_array((12, 12)), random_array((3, 512, 12))
+    low = lowered(fn, *args, inputs=[None, even_split(3, 1, 8)])
+    assert kinds(low) == {"reduce_scatter": 1, "all_reduce": 1}
+    assert sent(low) == 12 * 12 * 4 * 3 // 4 + 2 * 3 * 12 * 4 // 2
+
+
+def test_a_stack_of_partial_sums_waits_for_the_loop_around_it():
+    """Gradients of layers in a scan, accumulated over batches in another: summed once each."""
+
+    def loss(weights, x):
+        def layer(x, w):
+            return jnp.tanh(x @ w), None
+
+        return jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+    def fn(weights, batches):
+        def add(total, x):
+            return total + jax.grad(loss)(weights, gshard.split(x, 0, 8)), None
+
+        return jax.lax.scan(add, jnp.zeros_like(weights), batches)[0]
+
+    args = random_array((4, 8, 8)), random_array((3, 256, 8))
+    low = lowered(fn, *args)
+    assert kinds(low) == {"all_reduce": 1}
+    assert sent(low) == 2 * 4 * 8 * 8 * 4 * 7 // 8
+
+    def fsdp(weights, batches):
+        return gshard.split(fn(gshard.split(weights, 1, 8), batches), 1, 8)
+
+    assert kinds(gshard.jit(fsdp).lower(*args))["reduce_scatter"] == 1
+    lean = gshard.jit(fsdp, memory_limit=64).lower(*args)
+    assert kinds(lean)["reduce_scatter"] == 3 * 4  # in both loops: it takes an eighth of the memory
+
+
+def test_a_table_that_is_also_the_head_is_gathered_once_and_its_gradient_summed_once():
+    def loss(table, ids):
+        return jnp.mean(jnp.tanh(table[ids] @ table.T) ** 2)
+
+    def step(table, ids):
+        grads = jax.grad(loss)(gshard.split(table, 0, 8), gshard.split(ids, 0, 8))
+        return gshard.split(grads, 0, 8)
+
+    table = random_array((24, 16))
+    low = lowered(step, table, random_array((512,), np.int32) % 24)
+    assert kinds(low) == {"all_gather": 1, "reduce_scatter": 1}
+    assert sent(low) == 2 * table.nbytes * 7 // 8

@@ -206,6 +206,12 @@ def _parts(here: Sharding, reduced: tuple[Split, ...]) -> tuple[np.ndarray, np.n
     return key, parts.tile_index, math.prod(parts.tiles)
 
 
+def reducing_key(here: Sharding, reduced: tuple[Split, ...]) -> np.ndarray:
+    """For every device the number of the group that its partial result belongs to."""
+    key, _, _ = _parts(here, reduced)
+    return key
+
+
 def reducing_groups(here: Sharding, reduced: tuple[Split, ...]) -> list[list[int]]:
     """The devices whose partial results belong together."""
     key, order, _ = _parts(here, reduced)

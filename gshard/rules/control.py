@@ -114,7 +114,9 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     ]
     first_xs = n_consts + n_carry
     loop = _Loop(closed, ready[:n_consts], ready[n_consts:first_xs], ready[first_xs:])
-    loop, leaving = _accumulating(ctx, eqn, loop)
+    sums = enumerate(eqn.outvars[n_carry:], n_carry)  # stacks of results that may be partial sums
+    stacks = {i: ctx.waiting[v] for i, v in sums if v in ctx.waiting}
+    loop, leaving = _accumulating(ctx, eqn, loop, stacks)
     made: list[Tile] = []
 
     def step(
@@ -128,7 +130,10 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
         ]
         for r, c in zip(after, loop.carry, strict=True):
             assert (r.partial, r.sharding) == (c.partial, c.sharding), (r, c)
-        made[:] = results[n_carry:]
+        made[:] = [
+            _summed_if_large(inner, r, v, params["length"])
+            for r, v in zip(results[n_carry:], body.outvars[n_carry:], strict=True)
+        ]
         return [t.array for t in after], [t.array for t in made]
 
     last, stacked = lax.scan(
@@ -141,29 +146,43 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     )
     finished = [replace(t, array=a) for a, t in zip(last, loop.carry, strict=True)]
     return finished + [
-        Tile(a, _stacked(t.sharding), (params["length"], *t.shape))
+        replace(t, array=a, sharding=_stacked(t.sharding), shape=(params["length"], *t.shape))
         for a, t in zip(stacked, made, strict=True)
     ]
 
 
-def _accumulating(ctx: Context, eqn: JaxprEqn, loop: _Loop) -> tuple[_Loop, dict[int, float]]:
+def _summed_if_large(ctx: Context, tile: Tile, var: Any, length: int) -> Tile:
+    """A result of a body; as the sum, if a stack of partial sums would be beyond the limit."""
+    if not tile.partial:
+        return tile
+    least = byte_size(ctx.sharding(var).local_shape(tile.shape), tile.array.dtype)
+    if length * tile.nbytes <= max(ctx.memory_limit, length * least):
+        return tile
+    return ctx.reshard(tile, ctx.sharding(var), "result of scan")
+
+
+def _accumulating(
+    ctx: Context, eqn: JaxprEqn, loop: _Loop, stacks: Mapping[int, float]
+) -> tuple[_Loop, dict[int, float]]:
     """The loop with partial sums for the carried values to which its body adds nothing but those.
+
+    And the results of the body that may be partial sums; those of `stacks` may be anyway.
 
     What the body adds is known when it has been partitioned, so it is, once for nothing. The sums
     take as much memory as the partial sums in the body do, which is within the memory limit.
     """
     added = accumulators(eqn)
     if not added:
-        return loop, {}
+        return loop, dict(stacks)
     once = dict.fromkeys(added, 1 / max(eqn.params["length"], 1))
     inner = ctx.inner()
     slices = [jax.ShapeDtypeStruct(t.array.shape[1:], t.array.dtype) for t in loop.xs]
 
     def trial(carried: Sequence[jax.Array], slices: Sequence[jax.Array]) -> None:
-        loop.run_once(inner, carried, slices, once)
+        loop.run_once(inner, carried, slices, {**once, **stacks})
 
     jax.eval_shape(trial, [t.array for t in loop.carry], slices)
-    carry, leaving = list(loop.carry), {}
+    carry, leaving = list(loop.carry), dict(stacks)
     for i, variables in added.items():
         parts = [inner.values.get(v) for v in variables if not isinstance(v, Literal)]
         forms = {(t.sharding, t.partial) for t in parts if t}
@@ -171,16 +190,18 @@ def _accumulating(ctx: Context, eqn: JaxprEqn, loop: _Loop) -> tuple[_Loop, dict
             continue
         ((sharding, partial),) = forms
         shape, dtype = carry[i].shape, carry[i].array.dtype
-        if sharding.manual or sharding.rank != len(
-            shape
-        ):  # each device's own; or a scalar is added
+        if sharding.manual or sharding.rank != len(shape):  # its own, or a scalar is added
             continue
         local = byte_size(sharding.local_shape(shape), dtype)
         if partial and local <= max(ctx.memory_limit, carry[i].nbytes):
-            whole = ctx.reshard(carry[i], sharding, "operand of scan")
-            (origin, *_) = [t.origin for t in parts if t]
-            carry[i] = replace(as_partial(ctx.place, whole, partial), origin=origin)
-            leaving[i] = once[i]
+            start = as_partial(ctx.place, carry[i], sharding, partial)
+            if start is None:
+                whole = ctx.reshard(carry[i], sharding, "operand of scan")
+                start = as_partial(ctx.place, whole, sharding, partial)
+            if start:
+                (origin, *_) = [t.origin for t in parts if t]
+                carry[i] = replace(start, origin=origin)
+                leaving[i] = once[i]
     return replace(loop, carry=carry), leaving
 
 

@@ -117,13 +117,11 @@ def partition_scatter(
     nothing = Tile(jnp.full(local, neutral), wanted[0], shape)
     cut = [d for d, n in enumerate(roles.windows) if n in reduced]
     updates = updates.masked(ctx.place, neutral, cut)
-    if kind == "sum" and reshard_cost(tiles[0].sharding, wanted[0], shape, neutral.dtype) == 0:
-        operand = ctx.reshard(tiles[0], wanted[0], f"operand of {name}")
-        waiting = ctx.waits(eqn.outvars[0], operand, reduced, factors.reduced)
-        if waiting:
-            part = as_partial(ctx.place, operand, waiting.partial)
-            done = _update(ctx, eqn, roles, chosen, part, indices, updates)
-            return [replace(done, partial=waiting.partial, origin=name)]
+    waiting = ctx.waits(eqn.outvars[0], nothing, reduced, factors.reduced)
+    start = waiting and as_partial(ctx.place, tiles[0], wanted[0], waiting.partial)
+    if waiting and start:
+        done = _update(ctx, eqn, roles, chosen, start, indices, updates)
+        return [replace(done, partial=waiting.partial, origin=name)]
     part = _update(ctx, eqn, roles, chosen, nothing, indices, updates)
     part = combine(ctx.place, part, reduced, factors.reduced, target, name)
     part = ctx.reshard(part, target, f"result of {name}")
