@@ -40,7 +40,7 @@ def check_training(mesh, shape, channels) -> int:
         assert sums(lowered) <= sums(partitioned(MESHES["width by 8"]).lower(weights, *data))
     halo = "rows under the windows"
     summed = ("conv_general_dilated", "reduce_sum", "dot_general")
-    for c in (value for c in lowered.collectives for value in c.members or (c,)):
+    for c in [value for each in lowered.collectives for value in each.members or (each,)]:
         assert c.reason.startswith(halo if c.kind == "collective_permute" else summed), c
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
