@@ -208,7 +208,7 @@ def against(path: Path) -> None:
         on_one = functools.partial(gshard.jit, devices=1)
         lowered, *_ = lower(row["model"], row["changes"], row["tokens"], on_one)
         found = lowered.forecast("h200")
-        seconds, peak = row["step_seconds"], row["peak_bytes"]
+        seconds, peak = row["step_seconds"], row["peak_bytes"] or row["xla_bytes"]
         print(
             f"| {name} | {row['for']} | {1e3 * seconds:.0f} | {1e3 * found.step_seconds:.0f} | "
             f"{found.step_seconds / seconds - 1:+.1%} | {peak / 1e9:.1f} | "

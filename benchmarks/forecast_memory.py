@@ -17,6 +17,8 @@ import optax
 from flax import nnx
 
 import gshard
+from benchmarks.forecast_users import cnn, lstm
+from benchmarks.llama import Llama
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -174,6 +176,22 @@ def flax(devices: int, normed: bool = True):
     )
 
 
+def llama(devices: int, remat: bool = False):
+    model = Llama(remat=remat)
+
+    def loss(params, tokens):
+        return model.loss(params, tokens, lambda x: cut(x, 0, devices))
+
+    return step_of(
+        loss, model.params, jax.ShapeDtypeStruct((16, 64), jnp.int32), devices=devices
+    )
+
+
+def users(make: Callable, devices: int):
+    loss, params, shapes = make(lambda x: cut(x, 0, devices))
+    return step_of(loss, params, *shapes, devices=devices)
+
+
 PROGRAMS: dict[str, Callable[[], gshard.Lowered]] = {
     "dense, 1 device": partial(dense, 1),
     "dense, 1 device, remat": partial(dense, 1, True),
@@ -196,6 +214,13 @@ PROGRAMS: dict[str, Callable[[], gshard.Lowered]] = {
     "Flax, 8 devices": partial(flax, 8, False),
     "Flax with LayerNorm, 1 device": partial(flax, 1),
     "Flax with LayerNorm, 8 devices": partial(flax, 8),
+    "Llama, 1 device": partial(llama, 1),
+    "Llama, 1 device, remat": partial(llama, 1, True),
+    "Llama, 8 devices": partial(llama, 8),
+    "nnx CNN, 1 device": partial(users, cnn, 1),
+    "nnx CNN, 8 devices": partial(users, cnn, 8),
+    "Equinox LSTM, 1 device": partial(users, lstm, 1),
+    "Equinox LSTM, 8 devices": partial(users, lstm, 8),
 }
 # XLA for CPUs stores what LayerNorm and biases broadcast and copies what convolutions read.
 FURTHER_OFF = {

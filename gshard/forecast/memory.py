@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,17 +55,28 @@ def memory_of(
     """The memory of a per-device program whose arguments at `donated` may be overwritten."""
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     arguments = sum(map(size_of, inputs))
-    outputs = list(jaxpr.outvars)
-    results = sum(size_of(v) for v in outputs)
-    free = sorted(size_of(inputs[i]) for i in donated)
-    reused = 0
-    for size in sorted((size_of(v) for v in outputs), reverse=True):
-        if size in free:
-            free.remove(size)
-            reused += size
-    peak = _peak(jaxpr, style)
+    results = sum(map(size_of, jaxpr.outvars))
+    given = _given_places(jaxpr, [inputs[i] for i in donated])
+    reused = sum(size_of(jaxpr.outvars[i]) for i, _ in given)
+    peak = _peak(jaxpr, style, given)
     temporary = round(slack * peak.bytes)
     return Memory(arguments, results, reused, temporary, peak.where, peak.held, peak.along)
+
+
+Places = tuple[tuple[int, Any], ...]  # results by number, each with the argument it overwrites
+
+
+def _given_places(jaxpr: Jaxpr, donated: Sequence[Any]) -> Places:
+    """Results in the places of donated arguments of their type, as JAX pairs them."""
+    free: dict[Any, list[Any]] = {}
+    for var in donated:
+        free.setdefault((var.aval.shape, var.aval.dtype), []).append(var)
+    found = []
+    for number, var in enumerate(jaxpr.outvars):
+        fitting = free.get((var.aval.shape, var.aval.dtype))
+        if fitting:
+            found.append((number, fitting.pop(0)))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -76,26 +88,155 @@ class _Peak:
 
 
 @functools.lru_cache(maxsize=512)
-def _peak(jaxpr: Jaxpr, style: str) -> _Peak:
-    """The temporaries of a body, under the better of two orders."""
+def _peak(jaxpr: Jaxpr, style: str, given: Places = ()) -> _Peak:
+    """The temporaries of a body: on CPUs breadth first, else under the better of two orders."""
     body = body_of(jaxpr, style)
+    if style == "cpu":
+        order, aside = breadth_first(body), _kept_aside(body, given)
+        elsewhere = _in_given_places(body, order, given, aside)
+        return _simulate(body, order, style, [*aside, *_stacks(body)], elsewhere)
     orders = [body.operators, _depth_first(body)]
     return min((_simulate(body, order, style) for order in orders), key=lambda p: p.bytes)
 
 
-def _simulate(body: Body, order: Sequence[Operator], style: str) -> _Peak:
+def _stacks(body: Body) -> list[Any]:
+    """What loops stack: on CPUs its zeros are there from the start, as they wait for nothing."""
+    scans = [o for o in body.operators if o.root.name == "scan"]
+    return [v for o in scans for v in o.writes[o.root.eqn.params["num_carry"] :]]
+
+
+def _kept_aside(body: Body, given: Places) -> list[Any]:
+    """Donated arguments that XLA for CPUs copies first, before it knows in which order it runs.
+
+    Somebody may read them after the result in their place is written: whom that does not wait for.
+    """
+    makers = {v: o for o in body.operators for v in o.writes}
+    readers: dict[Any, list[Operator]] = {}
+    for operator in body.operators:
+        for var in operator.reads:
+            readers.setdefault(var, []).append(operator)
+    found = []
+    for number, argument in given:
+        result = body.outputs[number]
+        maker = None if isinstance(result, Literal) else makers.get(body.stands_for(result))
+        if maker is None:
+            continue
+        before = _ancestors(maker, makers)
+        if any(id(o) not in before for o in readers.get(argument, ())):
+            found.append(argument)
+    return found
+
+
+def _in_given_places(
+    body: Body, order: Sequence[Operator], given: Places, aside: Sequence[Any]
+) -> set[Any]:
+    """Temporaries that lie in the places of donated arguments until a result comes there.
+
+    The copies of `aside` are made first, one after the other, each perhaps in the place of the
+    one before.
+    """
+    copied = {v: number for number, v in enumerate(aside, -len(aside))}
+    made = {v: number for number, o in enumerate(order) for v in o.writes}
+    last = {v: number for number, o in enumerate(order) for v in o.reads}
+    leaving = {body.stands_for(v) for v in body.outputs if not isinstance(v, Literal)}
+    places: list[tuple[int, int, int, list[tuple[int, int]]]] = []
+    for number, argument in given:
+        end = made.get(body.stands_for(body.outputs[number]))
+        if end is not None:
+            start = copied.get(argument, last.get(argument, -1)) + 1
+            until = end if order[end].root.joins else end - 1
+            places.append((size_of(argument), start, until, []))
+    found = set()
+    made = {**copied, **made}
+    for var in sorted((v for v in made if v in last and v not in leaving), key=lambda v: -size_of(v)):
+        first, end = made[var], last[var]
+        for size, start, until, taken in places:
+            fits = size_of(var) <= size and start <= first and end <= until
+            if fits and all(end < a or b < first for a, b in taken):
+                taken.append((first, end))
+                found.add(var)
+                break
+    return found
+
+
+def _ancestors(operator: Operator, makers: dict[Any, Operator]) -> set[int]:
+    """Who must have run before an operator, and itself."""
+    seen = {id(operator)}
+    waiting = [operator]
+    while waiting:
+        for var in waiting.pop().reads:
+            maker = makers.get(var)
+            if maker is not None and id(maker) not in seen:
+                seen.add(id(maker))
+                waiting.append(maker)
+    return seen
+
+
+def breadth_first(body: Body) -> list[Operator]:
+    """Operators in the order in which what they read is there, as XLA runs them on CPUs."""
+    readers: dict[Any, list[Operator]] = {}
+    pending: dict[int, int] = {}
+    for operator in body.operators:
+        needed = set(operator.reads)
+        pending[id(operator)] = len(needed)
+        for var in needed:
+            readers.setdefault(var, []).append(operator)
+    for waiting in readers.values():
+        waiting.sort(key=lambda o: _when_rewritten(o, body))
+    made = {v for o in body.operators for v in o.writes}
+    outside = [v for o in body.operators for v in o.reads if v not in made]
+    queue = deque(o for o in body.operators if not pending[id(o)])
+    order: list[Operator] = []
+    ready: deque[Any] = deque(dict.fromkeys([*body.inputs, *outside]))
+    while ready or queue:
+        if ready:
+            for operator in readers.get(ready.popleft(), ()):
+                pending[id(operator)] -= 1
+                if not pending[id(operator)]:
+                    queue.append(operator)
+            continue
+        order.append(queue.popleft())
+        ready.extend(dict.fromkeys(order[-1].writes))
+    return order
+
+
+def _when_rewritten(operator: Operator, body: Body) -> int:
+    """When XLA for CPUs gives a matrix product its last form: readers of a value run in that order.
+
+    As they were: those that sum over the rows of their first operand. At last: those whose result
+    is transposed.
+    """
+    root = operator.root
+    if root.name != "dot_general" or not root.reads:
+        return 1
+    if any(body.alias[v] == root.writes[0] for v in body.folded):
+        return 2
+    ((summed, _), (kept, _)) = root.eqn.params["dimension_numbers"]
+    by_rows = len(kept) in summed
+    return 0 if by_rows != (root.reads[0] in body.folded) else 1
+
+
+def _simulate(
+    body: Body,
+    order: Sequence[Operator],
+    style: str,
+    aside: Sequence[Any] = (),
+    elsewhere: Set[Any] = frozenset(),
+) -> _Peak:
+    """What is live at every operator; `aside` from the start, and nothing of `elsewhere`."""
     leaving = {body.stands_for(v) for v in body.outputs if not isinstance(v, Literal)}
     last: dict[Any, int] = {}
     for number, operator in enumerate(order):
         for var in operator.reads:
             last[var] = number
     makers: dict[Any, Operator] = {}
-    live: dict[Any, int] = {}
-    now, best, along = 0, _Peak(0, "", (), ()), []
+    live = {v: size_of(v) for v in aside if v in last and v not in leaving | elsewhere}
+    now, best, along = sum(live.values()), _Peak(0, "", (), ()), []
     for number, operator in enumerate(order):
         dying = [v for v in operator.reads if last[v] == number and v in live and v not in leaving]
         inner = _inside(operator, style)
-        made = {v: size_of(v) for v in operator.writes if v not in leaving}
+        there = leaving | elsewhere | live.keys()
+        made = {v: size_of(v) for v in operator.writes if v not in there}
         for var in operator.writes:
             makers[var] = operator
         reused = _written_over(operator, dying, made, live)
@@ -103,7 +244,7 @@ def _simulate(body: Body, order: Sequence[Operator], style: str) -> _Peak:
         during += _copied(operator) if style == "cpu" else 0
         along.append(during)
         if during > best.bytes:
-            held = [Held(b, _short(v), source_of(makers[v].root.eqn)) for v, b in live.items()]
+            held = [Held(b, _short(v), _source(makers.get(v))) for v, b in live.items()]
             held += [Held(b, _short(v), source_of(operator.root.eqn)) for v, b in made.items()]
             ranked = sorted([*held, *inner.held], key=lambda h: -h.bytes)
             where = inner.where or source_of(operator.root.eqn)
@@ -178,6 +319,10 @@ def _depth_first(body: Body) -> list[Operator]:
             done.add(id(operator))
             order.append(operator)
     return order
+
+
+def _source(operator: Operator | None) -> str:
+    return source_of(operator.root.eqn) if operator else "a copy of an argument"
 
 
 def _short(var: Any) -> str:

@@ -13,8 +13,9 @@ gradients to reduce them over devices together.
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,9 @@ _DEAR = {
     "tan", "logistic", "erf", "erf_inv", "erfc", "div", "rem", "threefry2x32", "atan2",
     "integer_pow", "digamma", "lgamma",
 }  # fmt: skip
+_REDUCED_APART = {"reduce_sum", "reduce_max", "reduce_min"}
+_REDUCED_FROM = 4096  # elements
+_SQUARES = {"mul", "square", "integer_pow"}
 _FROM_LITTLE = {"broadcast_in_dim", "iota"}
 
 
@@ -100,6 +104,7 @@ class Body:
     outputs: list[Any]
     operators: list[Operator]
     alias: dict[Any, Any]  # values that are another one under a new shape
+    folded: set[Any]  # of those the transposes of what a product reads or makes
 
     def stands_for(self, var: Any) -> Any:
         """The stored value that `var` is only another view of."""
@@ -126,7 +131,10 @@ def flatten(jaxpr: Jaxpr, style: str) -> tuple[list[Op], list[Any]]:
     if style == "cpu":
         apart = apart | {"threefry2x32"}
     outputs = _inline(jaxpr, {}, ops, apart)
-    return _once(ops, outputs) if style == "cpu" else (ops, outputs)
+    if style != "cpu":
+        return ops, outputs
+    ops, outputs = _once(ops, outputs)
+    return _with_broadcasts(ops), outputs
 
 
 def _once(ops: list[Op], outputs: list[Any]) -> tuple[list[Op], list[Any]]:
@@ -196,19 +204,23 @@ def body_of(jaxpr: Jaxpr, style: str) -> Body:
     """What a compiler makes of one body."""
     ops, outputs = flatten(jaxpr, style)
     makers = {var: op for op in ops for var in op.writes}
-    alias = {
-        new: old
-        for op in ops
-        if op.name in ALIASES and len(op.reads) == len(op.writes)
-        for new, old in zip(op.writes, op.reads, strict=True)
-    }
     readers: dict[Any, list[Op]] = defaultdict(list)
     for op in ops:
         for var in op.reads:
             readers[var].append(op)
+    folded = {v for op in ops if _is_folded(op, makers, readers) for v in op.writes}
+    alias = {
+        new: old
+        for op in ops
+        if op.name in ALIASES or folded.intersection(op.writes)
+        if len(op.reads) == len(op.writes)
+        for new, old in zip(op.writes, op.reads, strict=True)
+    }
     leaving = {v for v in outputs if not isinstance(v, Literal)}
-    body = Body(jaxpr, [*jaxpr.constvars, *jaxpr.invars], outputs, [], alias)
+    body = Body(jaxpr, [*jaxpr.constvars, *jaxpr.invars], outputs, [], alias, folded)
     stored = _stored(ops, readers, leaving, body)
+    if style == "cpu":
+        _store_what_is_reduced(ops, makers, stored, body)
     if style == "tpu":
         _join_products(ops, readers, leaving, stored, body)
     for op in ops:
@@ -224,6 +236,15 @@ def body_of(jaxpr: Jaxpr, style: str) -> Body:
     if style == "cpu":
         body.operators = _reduced_together(body.operators)
     return body
+
+
+def _is_folded(op: Op, makers: dict[Any, Op], readers: dict[Any, list[Op]]) -> bool:
+    """Whether a matrix product does this transpose on the way: of an operand, or of its result."""
+    if op.name != "transpose" or len(op.writes[0].aval.shape) != 2 or not op.reads:
+        return False
+    users, maker = readers[op.writes[0]], makers.get(op.reads[0])
+    made = maker is not None and maker.name == "dot_general" and len(readers[op.reads[0]]) == 1
+    return made or (bool(users) and all(u.name == "dot_general" for u in users))
 
 
 def _reduced_together(operators: list[Operator]) -> list[Operator]:
@@ -296,6 +317,52 @@ def _stored(
                 elif var not in stored:
                     dear.add(var)
     return stored
+
+
+def _with_broadcasts(ops: list[Op]) -> list[Op]:
+    """Operands that XLA's library for reductions on CPUs reads as large as the product of them."""
+    makers = {v: op for op in ops for v in op.writes}
+    counts = Counter(v for op in ops for v in op.reads)
+    widened: dict[Any, Any] = {}
+    changed: dict[int, list[Op]] = {}
+    for op in ops:
+        maker = _reduced_product(op, makers, counts)
+        if maker is None:
+            continue
+        (result,) = maker.writes
+        small = [v for v in maker.reads if _elements(v) < _elements(result)]
+        new = []
+        for var in small:
+            key = var, result.aval.shape
+            if key not in widened:
+                widened[key] = Stored(result.aval)
+                new.append(Op(maker.eqn, (var,), (widened[key],), True))
+        reads = tuple(widened.get((v, result.aval.shape), v) for v in maker.reads)
+        changed[id(maker)] = [*new, Op(maker.eqn, reads, maker.writes, True)]
+    return [new for op in ops for new in changed.get(id(op), [op])]
+
+
+def _reduced_product(op: Op, makers: dict[Any, Op], counts: Mapping[Any, int]) -> Op | None:
+    """The product that a reduction on CPUs takes in: the one thing that it joins with."""
+    if op.name not in _REDUCED_APART or _elements(op.reads[0]) < _REDUCED_FROM:
+        return None
+    maker = makers.get(op.reads[0])
+    return maker if maker and maker.name in _SQUARES and counts[op.reads[0]] == 1 else None
+
+
+def _store_what_is_reduced(
+    ops: Sequence[Op], makers: dict[Any, Op], stored: set[Any], body: Body
+) -> None:
+    """Add what reductions on CPUs read: their operand, or the operands of the product it is."""
+    counts = Counter(v for op in ops for v in op.reads)
+    for op in ops:
+        if op.name in _REDUCED_APART and _elements(op.reads[0]) >= _REDUCED_FROM:
+            product = _reduced_product(op, makers, counts)
+            stored.update(map(body.stands_for, product.reads if product else op.reads))
+
+
+def _elements(var: Any) -> int:
+    return math.prod(var.aval.shape)
 
 
 def _join_products(
