@@ -182,9 +182,7 @@ def llama(devices: int, remat: bool = False):
     def loss(params, tokens):
         return model.loss(params, tokens, lambda x: cut(x, 0, devices))
 
-    return step_of(
-        loss, model.params, jax.ShapeDtypeStruct((16, 64), jnp.int32), devices=devices
-    )
+    return step_of(loss, model.params, jax.ShapeDtypeStruct((16, 64), jnp.int32), devices=devices)
 
 
 def users(make: Callable, devices: int):
@@ -221,14 +219,6 @@ PROGRAMS: dict[str, Callable[[], gshard.Lowered]] = {
     "nnx CNN, 8 devices": partial(users, cnn, 8),
     "Equinox LSTM, 1 device": partial(users, lstm, 1),
     "Equinox LSTM, 8 devices": partial(users, lstm, 8),
-}
-# XLA for CPUs stores what LayerNorm and biases broadcast and copies what convolutions read.
-FURTHER_OFF = {
-    "ResNet, 1 device",
-    "Equinox, 1 device",
-    "Flax, 1 device",
-    "Flax with LayerNorm, 1 device",
-    "Flax with LayerNorm, 8 devices",
 }
 
 

@@ -25,7 +25,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from gshard.evaluate import bind
-from gshard.forecast.program import APART, LOOPS, PRODUCTS, bodies_of, size_of
+from gshard.forecast.ops import APART, LOOPS, PRODUCTS, bodies_of, size_of
 from gshard.moving.costs import LATENCIES, machine
 from gshard.moving.packed import run_together
 from gshard.source import ASKED_FOR, on_behalf_of, reason_of

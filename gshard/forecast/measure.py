@@ -32,8 +32,6 @@ outside_seconds = {started:.3g}
 
 [reached]
 operator_seconds = {operator:.3g}
-slack = 1.14
-fitted = "slack, to what XLA takes for the programs of benchmarks/forecast_memory.py"
 """
 
 

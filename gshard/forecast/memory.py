@@ -10,15 +10,15 @@ depth first from the results, whichever needs less: XLA chooses likewise.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
-from gshard.forecast.program import LOOPS, Body, Operator, bodies_of, body_of, size_of
+from gshard.forecast.ops import LOOPS, bodies_of, size_of
+from gshard.forecast.order import breadth_first, depth_first
+from gshard.forecast.program import Body, Operator, body_of
 from gshard.source import source_of
 
 
@@ -63,6 +63,7 @@ def memory_of(
     return Memory(arguments, results, reused, temporary, peak.where, peak.held, peak.along)
 
 
+Scan = tuple[int, int]  # how many constants and carries a step of it takes
 Places = tuple[tuple[int, Any], ...]  # results by number, each with the argument it overwrites
 
 
@@ -88,15 +89,36 @@ class _Peak:
 
 
 @functools.lru_cache(maxsize=512)
-def _peak(jaxpr: Jaxpr, style: str, given: Places = ()) -> _Peak:
+def _peak(jaxpr: Jaxpr, style: str, given: Places = (), scan: Scan | None = None) -> _Peak:
     """The temporaries of a body: on CPUs breadth first, else under the better of two orders."""
     body = body_of(jaxpr, style)
+    leaving, sliced = _in_results(body, style, scan), _sliced(body, style, scan)
     if style == "cpu":
         order, aside = breadth_first(body), _kept_aside(body, given)
-        elsewhere = _in_given_places(body, order, given, aside)
-        return _simulate(body, order, style, [*aside, *_stacks(body)], elsewhere)
-    orders = [body.operators, _depth_first(body)]
-    return min((_simulate(body, order, style) for order in orders), key=lambda p: p.bytes)
+        elsewhere = leaving | _in_given_places(body, order, given, aside)
+        return _simulate(order, style, [*aside, *sliced, *_stacks(body)], elsewhere)
+    orders = [body.operators, depth_first(body)]
+    return min((_simulate(o, style, sliced, leaving) for o in orders), key=lambda p: p.bytes)
+
+
+def _sliced(body: Body, style: str, scan: Scan | None) -> list[Any]:
+    """The slices that a step of a scan cuts out first: who reads them joins with nothing."""
+    if scan is None or style == "tpu":
+        return []
+    alone = {v for o in body.operators if not o.root.joins for v in o.reads}
+    return [v for v in body.jaxpr.invars[sum(scan) :] if v in alone]
+
+
+def _in_results(body: Body, style: str, scan: Scan | None) -> set[Any]:
+    """Values that are made where results lie.
+
+    What a step of a scan stacks is copied there, if who makes it joins with nothing.
+    """
+    results = [None if isinstance(v, Literal) else body.stands_for(v) for v in body.outputs]
+    if scan is None or style == "tpu":
+        return set(results)
+    alone = {v for o in body.operators if not o.root.joins for v in o.writes}
+    return {*results[: scan[1]], *(v for v in results[scan[1] :] if v not in alone)}
 
 
 def _stacks(body: Body) -> list[Any]:
@@ -148,7 +170,9 @@ def _in_given_places(
             places.append((size_of(argument), start, until, []))
     found = set()
     made = {**copied, **made}
-    for var in sorted((v for v in made if v in last and v not in leaving), key=lambda v: -size_of(v)):
+    for var in sorted(
+        (v for v in made if v in last and v not in leaving), key=lambda v: -size_of(v)
+    ):
         first, end = made[var], last[var]
         for size, start, until, taken in places:
             fits = size_of(var) <= size and start <= first and end <= until
@@ -172,76 +196,26 @@ def _ancestors(operator: Operator, makers: dict[Any, Operator]) -> set[int]:
     return seen
 
 
-def breadth_first(body: Body) -> list[Operator]:
-    """Operators in the order in which what they read is there, as XLA runs them on CPUs."""
-    readers: dict[Any, list[Operator]] = {}
-    pending: dict[int, int] = {}
-    for operator in body.operators:
-        needed = set(operator.reads)
-        pending[id(operator)] = len(needed)
-        for var in needed:
-            readers.setdefault(var, []).append(operator)
-    for waiting in readers.values():
-        waiting.sort(key=lambda o: _when_rewritten(o, body))
-    made = {v for o in body.operators for v in o.writes}
-    outside = [v for o in body.operators for v in o.reads if v not in made]
-    queue = deque(o for o in body.operators if not pending[id(o)])
-    order: list[Operator] = []
-    ready: deque[Any] = deque(dict.fromkeys([*body.inputs, *outside]))
-    while ready or queue:
-        if ready:
-            for operator in readers.get(ready.popleft(), ()):
-                pending[id(operator)] -= 1
-                if not pending[id(operator)]:
-                    queue.append(operator)
-            continue
-        order.append(queue.popleft())
-        ready.extend(dict.fromkeys(order[-1].writes))
-    return order
-
-
-def _when_rewritten(operator: Operator, body: Body) -> int:
-    """When XLA for CPUs gives a matrix product its last form: readers of a value run in that order.
-
-    As they were: those that sum over the rows of their first operand. At last: those whose result
-    is transposed.
-    """
-    root = operator.root
-    if root.name != "dot_general" or not root.reads:
-        return 1
-    if any(body.alias[v] == root.writes[0] for v in body.folded):
-        return 2
-    ((summed, _), (kept, _)) = root.eqn.params["dimension_numbers"]
-    by_rows = len(kept) in summed
-    return 0 if by_rows != (root.reads[0] in body.folded) else 1
-
-
 def _simulate(
-    body: Body,
-    order: Sequence[Operator],
-    style: str,
-    aside: Sequence[Any] = (),
-    elsewhere: Set[Any] = frozenset(),
+    order: Sequence[Operator], style: str, early: Sequence[Any], elsewhere: Set[Any]
 ) -> _Peak:
-    """What is live at every operator; `aside` from the start, and nothing of `elsewhere`."""
-    leaving = {body.stands_for(v) for v in body.outputs if not isinstance(v, Literal)}
+    """What is live at every operator; `early` from the start, and nothing of `elsewhere`."""
     last: dict[Any, int] = {}
     for number, operator in enumerate(order):
         for var in operator.reads:
             last[var] = number
     makers: dict[Any, Operator] = {}
-    live = {v: size_of(v) for v in aside if v in last and v not in leaving | elsewhere}
+    live = {v: size_of(v) for v in early if v in last and v not in elsewhere}
     now, best, along = sum(live.values()), _Peak(0, "", (), ()), []
     for number, operator in enumerate(order):
-        dying = [v for v in operator.reads if last[v] == number and v in live and v not in leaving]
+        dying = [v for v in operator.reads if last[v] == number and v in live]
         inner = _inside(operator, style)
-        there = leaving | elsewhere | live.keys()
-        made = {v: size_of(v) for v in operator.writes if v not in there}
+        new = [v for v in operator.writes if v not in elsewhere and v not in live]
+        made = {v: size_of(v) for v in new}
         for var in operator.writes:
             makers[var] = operator
         reused = _written_over(operator, dying, made, live)
         during = now + sum(made.values()) - reused + inner.bytes
-        during += _copied(operator) if style == "cpu" else 0
         along.append(during)
         if during > best.bytes:
             held = [Held(b, _short(v), _source(makers.get(v))) for v, b in live.items()]
@@ -262,29 +236,20 @@ def _inside(operator: Operator, style: str) -> _Peak:
     """The temporaries of an operator's bodies while it runs, its stacked results left out."""
     if operator.root.name not in LOOPS:
         return _Peak(0, "", (), ())
-    return max((_peak(j, style) for j in bodies_of(operator.root.eqn)), key=lambda p: p.bytes)
+    params = operator.root.eqn.params
+    scan = (params["num_consts"], params["num_carry"]) if operator.root.name == "scan" else None
+    peaks = [_peak(j, style, (), scan) for j in bodies_of(operator.root.eqn)]
+    return max(peaks, key=lambda p: p.bytes)
 
 
-def _copied(operator: Operator) -> int:
-    """Operands that a matrix product on CPUs copies first: their batch dims do not lead."""
-    if operator.root.name != "dot_general":
-        return 0
-    contracted, batch = operator.root.eqn.params["dimension_numbers"]
-    total = 0
-    for var, summed, kept in zip(operator.root.eqn.invars, contracted, batch, strict=True):
-        dims = [d for d in range(len(var.aval.shape)) if d not in kept]
-        roles = [d in summed for d in dims]
-        blocks = sum(a != b for a, b in itertools.pairwise(roles)) + 1
-        if tuple(kept) != tuple(range(len(kept))) or blocks > 2:
-            total += size_of(var)
-    return total
+_IN_PLACE = {"dynamic_update_slice", "select_and_scatter_add"}
 
 
 def _written_over(
     operator: Operator, dying: list[Any], made: dict[Any, int], live: dict[Any, int]
 ) -> int:
     """Bytes of results that take the place of operands that are not needed any more."""
-    if not operator.root.joins and operator.root.name != "dynamic_update_slice":
+    if not operator.root.joins and operator.root.name not in _IN_PLACE:
         return 0
     free = sorted(live[v] for v in dying)
     reused = 0
@@ -295,34 +260,8 @@ def _written_over(
     return reused
 
 
-def _depth_first(body: Body) -> list[Operator]:
-    """Operators ordered so that each result is finished before the next is begun."""
-    makers = {v: operator for operator in body.operators for v in operator.writes}
-    place = {id(o): i for i, o in enumerate(body.operators)}
-    done: set[int] = set()
-    order: list[Operator] = []
-    goals = [body.stands_for(v) for v in body.outputs if not isinstance(v, Literal)]
-    goals += [v for operator in body.operators for v in operator.writes]
-    for goal in goals:
-        stack = [makers[goal]] if goal in makers else []
-        while stack:
-            operator = stack[-1]
-            if id(operator) in done:
-                stack.pop()
-                continue
-            needed = {id(makers[v]): makers[v] for v in operator.reads if v in makers}
-            waiting = [o for o in needed.values() if id(o) not in done]
-            if waiting:
-                stack.append(min(waiting, key=lambda o: place[id(o)]))
-                continue
-            stack.pop()
-            done.add(id(operator))
-            order.append(operator)
-    return order
-
-
 def _source(operator: Operator | None) -> str:
-    return source_of(operator.root.eqn) if operator else "a copy of an argument"
+    return source_of(operator.root.eqn) if operator else "unknown"
 
 
 def _short(var: Any) -> str:

@@ -5,79 +5,40 @@ Here a value is stored if it leaves the body, if an operator that cannot join re
 if it is dear to compute and read more than once. Each stored value that pointwise equations make
 is one operator: what it reads is what stands stored at the end of every chain that leads to it.
 How much is joined depends on the compiler: XLA for TPUs also joins a matrix product with what makes
-its operands and with what reads its result; XLA for CPUs draws random bits in a loop of their own,
-undoes rematerialization outside of loops (equal equations are computed once), and waits for all
-gradients to reduce them over devices together.
+its operands and with what reads its result; what XLA for CPUs does is in `gshard.forecast.cpu`, and
+it waits for all gradients to reduce them over devices together.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from gshard.tile import byte_size
+from gshard.forecast.cpu import as_on_cpus, read_by_reductions
+from gshard.forecast.gpu import as_on_gpus
+from gshard.forecast.ops import (
+    ALIASES,
+    COLLECTIVES,
+    LOOPS,
+    PRODUCTS,
+    Op,
+    bodies_of,
+    inlined,
+    size_of,
+)
 
-CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2"}
-LOOPS = {"scan", "while", "cond"}
-COLLECTIVES = {
-    "psum": "all_reduce",
-    "psum_invariant": "all_reduce",
-    "pmax": "all_reduce",
-    "pmin": "all_reduce",
-    "all_gather": "all_gather",
-    "all_to_all": "all_to_all",
-    "ppermute": "collective_permute",
-    "reduce_scatter": "reduce_scatter",
-}
-PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
-ALIASES = {
-    "reshape", "squeeze", "expand_dims", "bitcast_convert_type", "copy", "stop_gradient",
-    "random_wrap", "random_unwrap", "optimization_barrier", "copy_p",
-}  # fmt: skip
 STYLES = ("cpu", "gpu", "tpu")  # XLA's compilers, as far as they differ in what they join
-APART = {
-    "gather", "scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_min", "scatter_max",
-    "sort", "top_k", "approx_top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp",
-    "dynamic_update_slice", "fft", "cholesky", "triangular_solve", "lu", "qr", "eigh", "svd",
-    "reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window",
-    "select_and_scatter_add", "select_and_gather_add", "pallas_call", "ffi_call", "io_callback",
-    "pure_callback", "custom_partitioning", "concatenate", "rng_bit_generator",
-}  # fmt: skip
 _DEAR = {
     "exp", "exp2", "expm1", "log", "log1p", "pow", "sqrt", "rsqrt", "cbrt", "tanh", "sin", "cos",
     "tan", "logistic", "erf", "erf_inv", "erfc", "div", "rem", "threefry2x32", "atan2",
     "integer_pow", "digamma", "lgamma",
 }  # fmt: skip
-_REDUCED_APART = {"reduce_sum", "reduce_max", "reduce_min"}
-_REDUCED_FROM = 4096  # elements
-_SQUARES = {"mul", "square", "integer_pow"}
 _FROM_LITTLE = {"broadcast_in_dim", "iota"}
-
-
-@dataclass(frozen=True, eq=False)
-class Op:
-    """An equation of a body, calls inlined; `reads` are variables, literals left out."""
-
-    eqn: JaxprEqn
-    reads: tuple[Any, ...]
-    writes: tuple[Any, ...]
-    joins: bool  # whether a compiler joins it with its neighbours
-
-    @property
-    def name(self) -> str:
-        """The primitive's name."""
-        return self.eqn.primitive.name
-
-    @property
-    def reduces(self) -> bool:
-        """Whether it joins with what it reads, but not with who reads it."""
-        return self.name.startswith(("reduce_", "arg")) and self.joins
 
 
 @dataclass
@@ -113,96 +74,14 @@ class Body:
         return var
 
 
-def size_of(var: Any) -> int:
-    """Bytes of a value."""
-    aval = var.aval
-    return byte_size(aval.shape, aval.dtype) if hasattr(aval, "shape") else 0
-
-
-def bodies_of(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The programs inside an equation."""
-    return [getattr(j, "jaxpr", j) for j in jaxprs_in_params(eqn.params)]
-
-
-def flatten(jaxpr: Jaxpr, style: str) -> tuple[list[Op], list[Any]]:
-    """The equations with calls inlined, and the results' variables."""
-    ops: list[Op] = []
-    apart = APART | set(COLLECTIVES) | PRODUCTS | LOOPS
-    if style == "cpu":
-        apart = apart | {"threefry2x32"}
-    outputs = _inline(jaxpr, {}, ops, apart)
-    if style != "cpu":
-        return ops, outputs
-    ops, outputs = _once(ops, outputs)
-    return _with_broadcasts(ops), outputs
-
-
-def _once(ops: list[Op], outputs: list[Any]) -> tuple[list[Op], list[Any]]:
-    """Equal equations on equal values computed once, barriers against that notwithstanding."""
-    same: dict[Any, Any] = {}
-    seen: dict[Any, Op] = {}
-    kept = []
-    for op in ops:
-        reads = tuple(same.get(v, v) for v in op.reads)
-        if op.name == "optimization_barrier":
-            same.update(zip(op.writes, reads, strict=True))
-            continue
-        fixed = tuple(str(a) for a in op.eqn.invars if isinstance(a, Literal))
-        settings = tuple((k, _key(v)) for k, v in sorted(op.eqn.params.items()))
-        first = seen.setdefault((op.name, reads, fixed, settings), op)
-        if first is op or op.eqn.effects or op.name in LOOPS:
-            kept.append(Op(op.eqn, reads, op.writes, op.joins))
-        else:
-            same.update(zip(op.writes, first.writes, strict=True))
-    return kept, [v if isinstance(v, Literal) else same.get(v, v) for v in outputs]
-
-
-def _key(value: Any) -> Any:
-    try:
-        hash(value)
-    except TypeError:
-        return str(value)
-    return value
-
-
-def _inline(jaxpr: Jaxpr, env: dict[Any, Any], ops: list[Op], apart: set[str]) -> list[Any]:
-    def read(atom: Any) -> Any:
-        return atom if isinstance(atom, Literal) else env.get(atom, atom)
-
-    for eqn in jaxpr.eqns:
-        reads = [read(a) for a in eqn.invars]
-        inner = bodies_of(eqn) if eqn.primitive.name in CALLS else []
-        if len(inner) == 1 and len(inner[0].invars) == len(reads):
-            # A body may be shared by several calls: its variables get fresh stand-ins.
-            fresh = _Fresh(zip(inner[0].invars, reads, strict=True))
-            results = _inline(inner[0], fresh, ops, apart)
-            env.update(zip(eqn.outvars, results, strict=True))
-            continue
-        writes = []
-        for var in eqn.outvars:
-            if isinstance(env, _Fresh):
-                env[var] = Stored(var.aval)
-            writes.append(env.get(var, var))
-        values = tuple(r for r in reads if not isinstance(r, Literal))
-        ops.append(Op(eqn, values, tuple(writes), eqn.primitive.name not in apart))
-    return [read(a) for a in jaxpr.outvars]
-
-
-class _Fresh(dict[str, Any]):
-    """The values of one call of a body."""
-
-
-@dataclass(eq=False, frozen=True)
-class Stored:
-    """A value of an inlined call."""
-
-    aval: Any
-
-
 @functools.lru_cache(maxsize=512)
 def body_of(jaxpr: Jaxpr, style: str) -> Body:
     """What a compiler makes of one body."""
-    ops, outputs = flatten(jaxpr, style)
+    ops, outputs = inlined(jaxpr)
+    if style == "cpu":
+        ops, outputs = as_on_cpus(ops, outputs)
+    if style == "gpu":
+        ops = as_on_gpus(ops)
     makers = {var: op for op in ops for var in op.writes}
     readers: dict[Any, list[Op]] = defaultdict(list)
     for op in ops:
@@ -220,16 +99,19 @@ def body_of(jaxpr: Jaxpr, style: str) -> Body:
     body = Body(jaxpr, [*jaxpr.constvars, *jaxpr.invars], outputs, [], alias, folded)
     stored = _stored(ops, readers, leaving, body)
     if style == "cpu":
-        _store_what_is_reduced(ops, makers, stored, body)
+        stored.update(map(body.stands_for, read_by_reductions(ops, makers)))
     if style == "tpu":
         _join_products(ops, readers, leaving, stored, body)
+    ends = stored - _made_again(ops, stored, body) if style == "cpu" else stored
     for op in ops:
         if op.writes and op.writes[0] in alias:
             continue
         if op.joins or (style == "tpu" and op.name in PRODUCTS):
             kept = [v for v in op.writes if v in stored]
             if kept:
-                body.operators.append(_fusion(op, kept, makers, stored, body))
+                body.operators.append(
+                    _fusion(op, kept, makers, stored if op.reduces else ends, body)
+                )
         else:
             reads = list(dict.fromkeys(body.stands_for(v) for v in op.reads))
             body.operators.append(Operator(op, reads, list(op.writes), [op]))
@@ -256,7 +138,7 @@ def _reduced_together(operators: list[Operator]) -> list[Operator]:
         waits = set().union(*(behind.get(v, set()) for v in operator.reads))
         params = operator.root.eqn.params
         if COLLECTIVES.get(operator.root.name) == "all_reduce":
-            key = (operator.root.name, _key(params.get("axis_index_groups")), len(waits))
+            key = (operator.root.name, str(params.get("axis_index_groups")), len(waits))
             first = merged.setdefault(key, operator)
             late[id(operator)] = first
             if first is not operator:
@@ -319,50 +201,19 @@ def _stored(
     return stored
 
 
-def _with_broadcasts(ops: list[Op]) -> list[Op]:
-    """Operands that XLA's library for reductions on CPUs reads as large as the product of them."""
-    makers = {v: op for op in ops for v in op.writes}
-    counts = Counter(v for op in ops for v in op.reads)
-    widened: dict[Any, Any] = {}
-    changed: dict[int, list[Op]] = {}
+def _made_again(ops: Sequence[Op], stored: set[Any], body: Body) -> set[Any]:
+    """Stored values that XLA for CPUs computes again where it can join them: the cheap ones."""
+    dear: set[Any] = set()
+    cheap: set[Any] = set()
     for op in ops:
-        maker = _reduced_product(op, makers, counts)
-        if maker is None:
+        if not op.joins or op.reduces or not op.writes or op.writes[0] in body.alias:
             continue
-        (result,) = maker.writes
-        small = [v for v in maker.reads if _elements(v) < _elements(result)]
-        new = []
-        for var in small:
-            key = var, result.aval.shape
-            if key not in widened:
-                widened[key] = Stored(result.aval)
-                new.append(Op(maker.eqn, (var,), (widened[key],), True))
-        reads = tuple(widened.get((v, result.aval.shape), v) for v in maker.reads)
-        changed[id(maker)] = [*new, Op(maker.eqn, reads, maker.writes, True)]
-    return [new for op in ops for new in changed.get(id(op), [op])]
-
-
-def _reduced_product(op: Op, makers: dict[Any, Op], counts: Mapping[Any, int]) -> Op | None:
-    """The product that a reduction on CPUs takes in: the one thing that it joins with."""
-    if op.name not in _REDUCED_APART or _elements(op.reads[0]) < _REDUCED_FROM:
-        return None
-    maker = makers.get(op.reads[0])
-    return maker if maker and maker.name in _SQUARES and counts[op.reads[0]] == 1 else None
-
-
-def _store_what_is_reduced(
-    ops: Sequence[Op], makers: dict[Any, Op], stored: set[Any], body: Body
-) -> None:
-    """Add what reductions on CPUs read: their operand, or the operands of the product it is."""
-    counts = Counter(v for op in ops for v in op.reads)
-    for op in ops:
-        if op.name in _REDUCED_APART and _elements(op.reads[0]) >= _REDUCED_FROM:
-            product = _reduced_product(op, makers, counts)
-            stored.update(map(body.stands_for, product.reads if product else op.reads))
-
-
-def _elements(var: Any) -> int:
-    return math.prod(var.aval.shape)
+        joined = [v for v in map(body.stands_for, op.reads) if v not in stored]
+        if op.name in _DEAR or any(v in dear for v in joined):
+            dear.update(op.writes)
+        else:
+            cheap.update(v for v in op.writes if v in stored)
+    return cheap
 
 
 def _join_products(
@@ -417,7 +268,7 @@ def _uses(var: Any, readers: dict[Any, list[Op]], body: Body) -> int:
 
 
 def _fusion(
-    root: Op, kept: list[Any], makers: dict[Any, Op], stored: set[Any], body: Body
+    root: Op, kept: list[Any], makers: dict[Any, Op], ends: set[Any], body: Body
 ) -> Operator:
     reads: dict[Any, None] = {}
     members: dict[int, Op] = {id(root): root}
@@ -426,7 +277,7 @@ def _fusion(
         for var in waiting.pop().reads:
             var = body.stands_for(var)
             maker = makers.get(var)
-            if maker is None or var in stored:
+            if maker is None or var in ends:
                 reads[var] = None
             elif id(maker) not in members:
                 members[id(maker)] = maker

@@ -13,7 +13,8 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from gshard.forecast.collective import Groups, Topology, collective_terms, reach
 from gshard.forecast.hardware import Hardware
-from gshard.forecast.program import COLLECTIVES, PRODUCTS, Op, Operator, size_of, walk
+from gshard.forecast.ops import COLLECTIVES, PRODUCTS, Op, size_of
+from gshard.forecast.program import Operator, walk
 from gshard.forecast.work import is_exact, product_flops, vector_flops
 from gshard.source import reason_of, site_of
 

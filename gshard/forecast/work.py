@@ -7,7 +7,8 @@ from typing import Any
 
 from jax import lax
 
-from gshard.forecast.program import PRODUCTS, Op, Operator
+from gshard.forecast.ops import PRODUCTS, Op
+from gshard.forecast.program import Operator
 
 _THREEFRY = 120  # integer operations for the two words that threefry2x32 makes
 _FREE = {"broadcast_in_dim", "iota", "slice", "transpose", "pad", "rev", "convert_element_type"}

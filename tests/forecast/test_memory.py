@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
-from benchmarks.forecast_memory import FURTHER_OFF, PROGRAMS, compare
+from benchmarks.forecast_memory import PROGRAMS, compare
 from gshard.forecast.memory import memory_of
 
 KB = 1024
@@ -51,11 +51,14 @@ def grad_of_stack(remat):
 
 
 def test_rematerialization_inside_a_loop_keeps_less():
-    """What enters each of 8 layers, in place of the arguments of both sines."""
+    """What enters each of 8 layers, in place of the arguments of both sines.
+
+    A step of the backward loop cuts its layer's input and weights out, and has two values more.
+    """
     shapes, value = ((64, 32), (8, 32, 32)), 64 * 32 * 4
     none, layer = (memory(grad_of_stack(r), *shapes).temporary for r in (False, True))
     assert 16 * value <= none <= 20 * value
-    assert 8 * value <= layer <= 12 * value
+    assert 8 * value <= layer <= 13 * value
 
 
 def test_memory_grows_with_the_length_of_a_loop_that_keeps():
@@ -63,8 +66,55 @@ def test_memory_grows_with_the_length_of_a_loop_that_keeps():
     assert 3 * short < long < 4.5 * short
 
 
+def test_cpus_store_the_broadcasts_that_reductions_read():
+    def fn(x, w):
+        return jnp.sum(x * w, axis=1)
+
+    shapes = (64, 128), (1, 128)
+    assert memory(fn, *shapes).temporary == 0
+    assert memory(fn, *shapes, style="cpu").temporary == 64 * 128 * 4
+
+
+def test_cpus_keep_a_donated_argument_aside_if_somebody_may_read_it_late():
+    def fn(x, w):
+        return (x @ w) @ w, w + jnp.sum(x)
+
+    late, early = (memory(fn, (16, 16), (16, 16), donated=d, style="cpu") for d in ((1,), ()))
+    assert late.temporary - early.temporary == KB - 4  # the sum lies in the argument's place
+    assert (late.donated, early.donated) == (KB, 0)
+
+
+def test_cpus_transpose_what_a_product_over_two_dims_reads():
+    def fn(x, y):
+        return jnp.einsum("btm,bth->mh", x, y)
+
+    shapes = (4, 8, 16), (4, 8, 16)
+    assert memory(fn, *shapes).temporary <= KB  # the result before it is transposed
+    assert memory(fn, *shapes, style="cpu").temporary >= 4 * 8 * 16 * 4
+
+
+def test_gpus_copy_between_loops_that_do_not_agree_on_a_layout():
+    """Scores of 32 layers, stacked as the product writes them or as the user would have them."""
+
+    def loss(scores, back, x, ws):
+        def layer(x, w):
+            made = jnp.tanh(jnp.einsum(scores, x @ w, x))
+            return x + jnp.einsum(back, made, x), None
+
+        return jnp.sum(jax.lax.scan(layer, x, ws)[0])
+
+    layers, i, t = 32, 4, 16
+    written, turned = (
+        memory(
+            lambda x, ws, e=e, b=b: jax.grad(loss, 2)(e, b, x, ws), (t, i, 8), (layers, 8, 8)
+        ).temporary
+        for e, b in (("tid,sid->its", "its,sid->tid"), ("tid,sid->tis", "tis,sid->tid"))
+    )
+    assert turned - written > 0.5 * layers * i * t * t * 4
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in PROGRAMS if n not in FURTHER_OFF])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_within_a_tenth_of_what_xla_plans(name):
     ours, theirs = compare(name)
     assert ours == pytest.approx(theirs, rel=0.1)

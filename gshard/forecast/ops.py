@@ -1,0 +1,115 @@
+"""The equations of a body, calls inlined: what compilers begin with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+
+from gshard.tile import byte_size
+
+CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2"}
+LOOPS = {"scan", "while", "cond"}
+COLLECTIVES = {
+    "psum": "all_reduce",
+    "psum_invariant": "all_reduce",
+    "pmax": "all_reduce",
+    "pmin": "all_reduce",
+    "all_gather": "all_gather",
+    "all_to_all": "all_to_all",
+    "ppermute": "collective_permute",
+    "reduce_scatter": "reduce_scatter",
+}
+PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+ALIASES = {
+    "reshape", "squeeze", "expand_dims", "bitcast_convert_type", "copy", "stop_gradient",
+    "random_wrap", "random_unwrap", "optimization_barrier", "copy_p",
+}  # fmt: skip
+APART = {
+    "gather", "scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_min", "scatter_max",
+    "sort", "top_k", "approx_top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp",
+    "dynamic_update_slice", "fft", "cholesky", "triangular_solve", "lu", "qr", "eigh", "svd",
+    "reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window",
+    "select_and_scatter_add", "select_and_gather_add", "pallas_call", "ffi_call", "io_callback",
+    "pure_callback", "custom_partitioning", "concatenate", "rng_bit_generator",
+}  # fmt: skip
+_ALONE = APART | set(COLLECTIVES) | PRODUCTS | LOOPS  # a compiler joins them with nothing
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """An equation of a body, calls inlined; `reads` are variables, literals left out."""
+
+    eqn: JaxprEqn
+    reads: tuple[Any, ...]
+    writes: tuple[Any, ...]
+    joins: bool  # whether a compiler joins it with its neighbours
+    added: str = ""  # what it is, where a compiler adds it to the equation
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return self.added or self.eqn.primitive.name
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it joins with what it reads, but not with who reads it."""
+        return self.name.startswith(("reduce_", "arg")) and self.joins
+
+
+def size_of(var: Any) -> int:
+    """Bytes of a value."""
+    aval = var.aval
+    return byte_size(aval.shape, aval.dtype) if hasattr(aval, "shape") else 0
+
+
+def bodies_of(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The programs inside an equation."""
+    return [getattr(j, "jaxpr", j) for j in jaxprs_in_params(eqn.params)]
+
+
+def elements(var: Any) -> int:
+    """How many numbers a value has."""
+    return math.prod(getattr(var.aval, "shape", ()))
+
+
+def inlined(jaxpr: Jaxpr) -> tuple[list[Op], list[Any]]:
+    """The equations with calls inlined, and the results' variables."""
+    ops: list[Op] = []
+    return ops, _inline(jaxpr, {}, ops)
+
+
+def _inline(jaxpr: Jaxpr, env: dict[Any, Any], ops: list[Op]) -> list[Any]:
+    def read(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else env.get(atom, atom)
+
+    for eqn in jaxpr.eqns:
+        reads = [read(a) for a in eqn.invars]
+        inner = bodies_of(eqn) if eqn.primitive.name in CALLS else []
+        if len(inner) == 1 and len(inner[0].invars) == len(reads):
+            # A body may be shared by several calls: its variables get fresh stand-ins.
+            fresh = _Fresh(zip(inner[0].invars, reads, strict=True))
+            results = _inline(inner[0], fresh, ops)
+            env.update(zip(eqn.outvars, results, strict=True))
+            continue
+        writes = []
+        for var in eqn.outvars:
+            if isinstance(env, _Fresh):
+                env[var] = Stored(var.aval)
+            writes.append(env.get(var, var))
+        values = tuple(r for r in reads if not isinstance(r, Literal))
+        ops.append(Op(eqn, values, tuple(writes), eqn.primitive.name not in _ALONE))
+    return [read(a) for a in jaxpr.outvars]
+
+
+class _Fresh(dict[str, Any]):
+    """The values of one call of a body."""
+
+
+@dataclass(eq=False, frozen=True)
+class Stored:
+    """A value of an inlined call."""
+
+    aval: Any

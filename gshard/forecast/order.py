@@ -1,0 +1,80 @@
+"""In which order operators run: depth first where memory counts, breadth first on CPUs."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from jax.extend.core import Literal
+
+from gshard.forecast.program import Body, Operator
+
+
+def depth_first(body: Body) -> list[Operator]:
+    """Operators ordered so that each result is finished before the next is begun."""
+    makers = {v: operator for operator in body.operators for v in operator.writes}
+    place = {id(o): i for i, o in enumerate(body.operators)}
+    done: set[int] = set()
+    order: list[Operator] = []
+    goals = [body.stands_for(v) for v in body.outputs if not isinstance(v, Literal)]
+    goals += [v for operator in body.operators for v in operator.writes]
+    for goal in goals:
+        stack = [makers[goal]] if goal in makers else []
+        while stack:
+            operator = stack[-1]
+            if id(operator) in done:
+                stack.pop()
+                continue
+            needed = {id(makers[v]): makers[v] for v in operator.reads if v in makers}
+            waiting = [o for o in needed.values() if id(o) not in done]
+            if waiting:
+                stack.append(min(waiting, key=lambda o: place[id(o)]))
+                continue
+            stack.pop()
+            done.add(id(operator))
+            order.append(operator)
+    return order
+
+
+def breadth_first(body: Body) -> list[Operator]:
+    """Operators in the order in which what they read is there, as XLA runs them on CPUs."""
+    readers: dict[Any, list[Operator]] = {}
+    pending: dict[int, int] = {}
+    for operator in body.operators:
+        needed = set(operator.reads)
+        pending[id(operator)] = len(needed)
+        for var in needed:
+            readers.setdefault(var, []).append(operator)
+    for waiting in readers.values():
+        waiting.sort(key=lambda o: _when_rewritten(o, body))
+    made = {v for o in body.operators for v in o.writes}
+    outside = [v for o in body.operators for v in o.reads if v not in made]
+    queue = deque(o for o in body.operators if not pending[id(o)])
+    order: list[Operator] = []
+    ready: deque[Any] = deque(dict.fromkeys([*body.inputs, *outside]))
+    while ready or queue:
+        if ready:
+            for operator in readers.get(ready.popleft(), ()):
+                pending[id(operator)] -= 1
+                if not pending[id(operator)]:
+                    queue.append(operator)
+            continue
+        order.append(queue.popleft())
+        ready.extend(dict.fromkeys(order[-1].writes))
+    return order
+
+
+def _when_rewritten(operator: Operator, body: Body) -> int:
+    """When XLA for CPUs gives a matrix product its last form: readers of a value run in that order.
+
+    As they were: those that sum over the rows of their first operand. At last: those whose result
+    is transposed.
+    """
+    root = operator.root
+    if root.name != "dot_general" or not root.reads:
+        return 1
+    if any(body.alias[v] == root.writes[0] for v in body.folded):
+        return 2
+    ((summed, _), (kept, _)) = root.eqn.params["dimension_numbers"]
+    by_rows = len(kept) in summed
+    return 0 if not root.added and by_rows != (root.reads[0] in body.folded) else 1
