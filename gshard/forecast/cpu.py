@@ -30,8 +30,8 @@ def as_on_cpus(ops: list[Op], outputs: list[Any]) -> tuple[list[Op], list[Any]]:
     ops = [replace(op, joins=_JOINS.get(op.name, op.joins)) for op in ops]
     ops, outputs = _once(ops, outputs)
     ops = _with_broadcasts(ops)
-    ops = [new for op in ops for new in _EXPANDED.get(op.name, lambda op: [op])(op)]
-    return ops, outputs
+    expanded = [_EXPANDED[op.name](op) if op.name in _EXPANDED else [op] for op in ops]
+    return [op for each in expanded for op in each], outputs
 
 
 def read_by_reductions(ops: Sequence[Op], makers: Mapping[Any, Op]) -> set[Any]:
