@@ -268,6 +268,23 @@ def context_mesh() -> Any:
     return None if mesh.empty else mesh
 
 
+def copied(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
+    """The results of `eqn` on values of the types that it had, in the program that is traced now.
+
+    The equation is copied with its source, and nothing of it is found out again. None where that
+    does not work: effects are for JAX to keep track of, and other releases may trace otherwise.
+    """
+    trace, info = _core.trace_ctx.trace, eqn.source_info
+    if eqn.effects or not hasattr(trace, "emit_eqn"):
+        return None
+    around = source_info_util.current_name_stack()
+    if around.stack:
+        info = info.replace(name_stack=around + info.name_stack)
+    operands = [trace.to_jaxpr_tracer(value, info) for value in values]
+    types = [var.aval for var in eqn.outvars]
+    return trace.emit_eqn(operands, types, eqn.primitive, eqn.params, set(), info, eqn.ctx)
+
+
 def is_current(context: Any) -> bool:
     """Whether what is traced now gets this context (of an equation), and no mesh is set."""
     return context is _core.current_jaxpr_eqn_context() and context.cur_abstract_mesh.empty
@@ -321,6 +338,7 @@ __all__ = [
     "batching",
     "closed_over",
     "context_mesh",
+    "copied",
     "custom_partitioning_p",
     "dce_jaxpr",
     "discharge_refs",

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from gshard._jax import copied
 from gshard.evaluate import bind
 from gshard.forecast.ops import APART, LOOPS, PRODUCTS, bodies_of, size_of
 from gshard.moving.costs import LATENCIES, machine
@@ -190,8 +191,11 @@ class _Schedule:
                 self.env[e.outvars[0]] = result
                 self.done.add(id(e))
             return
-        with on_behalf_of(eqn):
-            results = bind(eqn, [self.read(a) for a in eqn.invars], **_bundled_bodies(eqn))
+        values, changed = [self.read(a) for a in eqn.invars], _bundled_bodies(eqn)
+        results = None if changed else copied(eqn, values)
+        if results is None:
+            with on_behalf_of(eqn):
+                results = bind(eqn, values, **changed)
         self.env.update(zip(eqn.outvars, results, strict=True))
         self.done.add(id(eqn))
 

@@ -13,6 +13,8 @@ from tests.oracle import compare
 
 SMALL = 4096  # bytes: what a batch's statistics, losses and flags may take
 
+CHECKED: list[dict[str, Any]] = []  # what moved in each program, for tools/library_table.py
+
 
 def check_program(
     fn: Callable, *args: Any, split: Mapping[int, int], tolerance: float = 1e-4
@@ -36,12 +38,10 @@ def check_program(
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         compare(a, b, exact=False, rtol=tolerance, atol=tolerance)
+    moved = [c for c in lowered.collectives if c.bytes]
+    CHECKED.append({"values": len(jax.tree.leaves(wanted)), "tolerance": tolerance, "moved": moved})
     return sorted(
-        {
-            f"{c.kind}: {c.reason}"
-            for c in lowered.collectives
-            if c.kind != "all_reduce" or c.bytes > SMALL
-        }
+        {f"{c.kind}: {c.reason}" for c in moved if c.kind != "all_reduce" or c.bytes > SMALL}
     )
 
 
