@@ -82,7 +82,7 @@ def summary(collectives) -> str:
     """How many of each kind."""
     counts: dict[str, int] = {}
     for c in collectives:
-        if c.bytes:
+        if c.total_bytes:
             counts[c.kind] = counts.get(c.kind, 0) + c.count
     return ", ".join(f"{n} {kind.replace('_', '-')}" for kind, n in sorted(counts.items()))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
-from gshard.source import reason_of, shares_reason, source_of
+from gshard.source import is_seldom, reason_of, shares_reason, source_of
 from gshard.tile import byte_size
 
 _KINDS = {
@@ -31,9 +31,10 @@ _KINDS = {
 class Collective:
     """One communication of the program.
 
-    `bytes` is what one device sends in one execution; `count` how often it runs. `source` is the
-    user's operation, `reason` why it has to communicate. Of values that travel together, `members`
-    has one entry each, with its own bytes, line and reason.
+    `bytes` is what one device sends in one execution; `count` how often it runs. Where only the
+    data know how often, that is 0 for what balanced data do without (rows by index, experts without
+    a capacity), else 1. `source` is the user's operation, `reason` why it has to communicate. Of
+    values that travel together, `members` has one entry each, with its own bytes, line and reason.
     """
 
     kind: str
@@ -56,7 +57,7 @@ class Collective:
         return self.bytes * self.count
 
     def __str__(self) -> str:
-        times = f" x {self.count}" if self.count > 1 else ""
+        times = f" x {self.count}" if self.count != 1 else ""
         lines = dict.fromkeys(c.source for c in self.members)
         more = f" and {len(lines) - 1} more lines" if len(lines) > 1 else ""
         return (
@@ -148,6 +149,7 @@ def _walk(jaxpr: Jaxpr, num_devices: int, count: int) -> Iterator[Collective]:
                 found = _collective(eqn, var.aval, num_devices, count)
                 yield replace(found, members=_members(jaxpr, eqn, found))
         runs = count * eqn.params["length"] if eqn.primitive.name == "scan" else count
+        runs = 0 if is_seldom(eqn) else runs
         for inner in _inside(eqn):
             yield from _walk(inner, num_devices, runs)
 

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from gshard import _jax
 from gshard.annotate import constraining, is_tracing_for_gshard, tracing_for
 from gshard.calls import StaticLeaves, Trees, on_values, with_static_results
+from gshard.dropless import by_groups
 from gshard.forecast import Hardware
 from gshard.forecast.hardware import machine_for
 from gshard.moving.costs import MEMORY_LIMIT, Machine, planning_for
@@ -25,6 +26,7 @@ from gshard.partition import partition
 from gshard.placement import DeviceOrder, device_order, mesh_of, with_shardings
 from gshard.program import Program, Settings, arrange
 from gshard.propagate import propagate
+from gshard.ring import in_rings
 from gshard.sharding import Sharding
 from gshard.stages import Lowered
 from gshard.trace import inline, mesh_in
@@ -72,6 +74,10 @@ def lower(
     @_not_collecting()
     def partitioned(flat: ClosedJaxpr) -> Program:
         shardings = propagate(flat, order.count, lies)  # a sharding for every value
+        changed = by_groups(flat, shardings)  # rows of experts that are split lie like them
+        changed = in_rings(changed, shardings, options.memory_limit)  # keys come round
+        if changed is not flat:
+            flat, shardings = changed, propagate(changed, order.count, lies)
         local = partition(  # the per-device program
             flat.jaxpr, shardings, options.memory_limit, options.strict
         )

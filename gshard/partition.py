@@ -20,9 +20,11 @@ from jax.extend.core import primitives as p
 
 from gshard import unreduced
 from gshard._jax import without_mesh
+from gshard.annotate import annotate_p
 from gshard.choose import partition_by_factors
 from gshard.devices import Place
 from gshard.factors import Factor
+from gshard.keys import is_key_type
 from gshard.moving import reshard
 from gshard.moving.partial import combine_sums
 from gshard.rule import Shares
@@ -48,6 +50,16 @@ def partition(
 NOTHING: Mapping[int, float] = MappingProxyType({})
 
 
+def _is_index_math(eqn: JaxprEqn) -> bool:
+    """Whether an equation computes integers, or masks, from the same elements of others."""
+    rule = RULES.get(eqn.primitive)
+    by_element = rule is not None and rule.level == 0 and not rule.partition
+    if len(eqn.outvars) != 1 or not (by_element or eqn.primitive is p.iota_p):
+        return False
+    dtype = eqn.outvars[0].aval.dtype
+    return not is_key_type(dtype) and dtype.kind in "iub"
+
+
 class Partitioner:
     """Runs a program on tiles, with the shardings that propagation found."""
 
@@ -65,6 +77,7 @@ class Partitioner:
         self.resharded: dict[tuple[int, Sharding], tuple[Tile, Tile]] = {}
         self.forms: dict[int, list[Sharding]] = {}  # what an array has been resharded to
         self.views: dict[int, tuple[Tile, Tile, tuple[int, ...]]] = {}  # transposes, of what, how
+        self.makers: dict[int, tuple[Tile, JaxprEqn, list[Tile]]] = {}  # of arrays of integers
         self.products: Mapping[Any, int] = {}  # how many products contract a variable's dims alike
         self.literals: dict[Any, Tile] = {}
         self.values: dict[Any, Tile] = {}  # of all variables, once they are known
@@ -77,6 +90,10 @@ class Partitioner:
         inner.forms = {array: list(forms) for array, forms in self.forms.items()}
         inner.views = dict(self.views)
         return inner
+
+    def on(self, place: Place, shardings: Mapping[Any, Sharding]) -> Partitioner:
+        """A partitioner for other devices, and a program of its own."""
+        return Partitioner(place, shardings, self.memory_limit, self.strict)
 
     def sharding(self, var: Any) -> Sharding:
         """The sharding that propagation gave `var`."""
@@ -93,9 +110,12 @@ class Partitioner:
         if key not in self.resharded and (moved := self.transposed(tile, target)):
             self.resharded[key] = (tile, moved)
         if key not in self.resharded:
-            moved = reshard.reshard(self.place, tile, target, reason)
+            moved = self.made_whole(tile) if target.is_replicated else None
+            moved = moved or reshard.reshard(self.place, tile, target, reason)
             self.forms.setdefault(id(tile.array), []).append(target)
             self.resharded[key] = (tile, moved)  # the tile is kept, so that its id stays its own
+            if tile.sharding.is_replicated:  # what was cut need not be gathered again
+                self.resharded.setdefault((id(moved.array), tile.sharding), (moved, tile))
         return self.resharded[key][1]
 
     def transposed(self, tile: Tile, target: Sharding) -> Tile | None:
@@ -114,6 +134,28 @@ class Partitioner:
             _, source, order = self.views[id(tile.array)]
             known |= {form.project(order) for form in self.forms.get(id(source.array), ())}
         return known
+
+    def made_whole(self, tile: Tile) -> Tile | None:
+        """A tensor of integers made again, whole, if that needs nothing to be sent; else None.
+
+        Indices are often counted or computed from others that were whole once: a sort's results.
+        """
+        whole = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
+        if tile.sharding.is_replicated:
+            return tile
+        if (id(tile.array), whole) in self.resharded:
+            return self.resharded[id(tile.array), whole][1]
+        _, eqn, tiles = self.makers.get(id(tile.array), (None, None, ()))
+        if eqn is None:
+            return None
+        ready = [self.made_whole(t) for t in tiles]
+        if any(t is None for t in ready):
+            return None
+        with on_behalf_of(eqn):
+            (made,) = partition_by_factors(
+                self, eqn, RULES[eqn.primitive], [t for t in ready if t], [whole]
+            )
+        return made
 
     def retile(self, tile: Tile, dim: int, size: int, reason: str) -> Tile:
         """`tile` with tiles of `size` rows along `dim`, which need not be the usual."""
@@ -180,6 +222,8 @@ class Partitioner:
                 with on_behalf_of(eqn):
                     results = self.equation(eqn, [read(a) for a in eqn.invars])
                 env.update(zip(eqn.outvars, results, strict=True))
+                if _is_index_math(eqn) and eqn.primitive is not annotate_p:
+                    self.makers[id(results[0].array)] = (results[0], eqn, [*map(read, eqn.invars)])
         return [read(a) for a in jaxpr.outvars]
 
     def equation(self, eqn: JaxprEqn, tiles: list[Tile]) -> list[Tile]:

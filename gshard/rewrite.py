@@ -19,6 +19,7 @@ from jax.extend.core import JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
 
 from gshard._jax import Var, mlir, split_p
+from gshard.permuted import without_questions
 
 Window = tuple[Any, int, int]  # a tensor, and the rows of it: first and end
 
@@ -52,6 +53,7 @@ def fold(
     eqns: Sequence[JaxprEqn], results: Sequence[Any], consts: Mapping[Any, Any]
 ) -> list[JaxprEqn]:
     """The equations of a program with these results and constants, some of them joined."""
+    eqns = without_questions(eqns)
     made = {v: eqn for eqn in eqns for v in eqn.outvars}
     folded: list[JaxprEqn] = []
     for eqn in eqns:
@@ -69,14 +71,11 @@ def fold(
     live = {v for v in results if not isinstance(v, Literal)}
     kept = []
     for eqn in reversed(folded):
-        if eqn.primitive in _DROPPED and not live.intersection(eqn.outvars):
+        if not eqn.effects and not live.intersection(eqn.outvars):
             continue
         live.update(a for a in eqn.invars if not isinstance(a, Literal))
         kept.append(eqn)
     return kept[::-1]
-
-
-_DROPPED = (p.slice_p, split_p, p.pad_p, p.broadcast_in_dim_p)  # what folding leaves without use
 
 
 def _concatenation(

@@ -77,6 +77,14 @@ class Context(Protocol):
         """
         ...
 
+    def on(self, place: Place, shardings: Mapping[Any, Sharding]) -> Context:
+        """A context for other devices, and a program of its own."""
+        ...
+
+    def run(self, jaxpr: Any, tiles: Sequence[Tile]) -> list[Tile]:
+        """The results of a program, given tiles for its arguments."""
+        ...
+
     def sharding(self, var: Any) -> Sharding:
         """The sharding that propagation gave a variable."""
         ...

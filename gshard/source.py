@@ -15,6 +15,7 @@ from gshard._jax import is_current, source_info_util, without_mesh
 _CORE = Path(__file__).parent
 _REASON = "gshard: "
 ASKED_FOR = "asked for in"  # how the reasons of collectives begin that the user wrote
+_SELDOM = "gshard seldom"
 
 # The core's frames are not the user's. Those of gshard/nn are: a model like any other.
 for _path in [*_CORE.glob("*.py"), _CORE / "moving", _CORE / "rules"]:
@@ -97,6 +98,16 @@ def together(values: int, reason: str) -> str:
 def shares_reason(reason: str) -> bool:
     """Whether `together` made a reason."""
     return _TOGETHER in reason
+
+
+def seldom() -> contextlib.AbstractContextManager[None]:
+    """Loops and branches made inside run only if the data are far from balanced."""
+    return jax.named_scope(_SELDOM)
+
+
+def is_seldom(eqn: JaxprEqn) -> bool:
+    """Whether `seldom` says so of a loop or branch."""
+    return any(getattr(part, "name", "") == _SELDOM for part in eqn.source_info.name_stack.stack)
 
 
 class on_behalf_of:  # noqa: N801  (a context, for every equation: a generator would be slower)

@@ -31,6 +31,7 @@ from gshard.forecast.ops import (
     inlined,
     size_of,
 )
+from gshard.source import is_seldom
 
 STYLES = ("cpu", "gpu", "tpu")  # XLA's compilers, as far as they differ in what they join
 _DEAR = {
@@ -286,7 +287,9 @@ def _fusion(
 
 
 def trips(eqn: JaxprEqn) -> int:
-    """How often a body of this equation runs; once where only the data know."""
+    """How often a body of this equation runs; where only the data know, as balanced data do."""
+    if is_seldom(eqn):
+        return 0
     return eqn.params["length"] if eqn.primitive.name == "scan" else 1
 
 

@@ -10,6 +10,7 @@ from gshard.rules import (
     custom_partitioning,
     dynamic_slice,
     fft,
+    grouped,
     indexing,
     layout,
     linalg,
@@ -21,6 +22,7 @@ from gshard.rules import (
     scatter,
     slicing,
     sort,
+    visits,
     window,
     window_reduce,
 )
@@ -36,6 +38,7 @@ __all__ = [
     "custom_partitioning",
     "dynamic_slice",
     "fft",
+    "grouped",
     "indexing",
     "layout",
     "linalg",
@@ -47,6 +50,7 @@ __all__ = [
     "scatter",
     "slicing",
     "sort",
+    "visits",
     "window",
     "window_reduce",
 ]

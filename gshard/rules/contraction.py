@@ -116,7 +116,7 @@ def _in_a_loop(
             return total + part
         return lax.dynamic_update_slice_in_dim(total, part, number * rows, write_dim)
 
-    ring = _ring(moving.sharding, factors.operands[which].index((factor,)))
+    ring = ring_of(moving.sharding, factors.operands[which].index((factor,)))
     first = place.coord(split)
 
     def step(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -159,7 +159,7 @@ def _zeros_behind(x: jax.Array, dim: int, size: int) -> jax.Array:
     return lax.pad(x, jnp.zeros((), x.dtype), pads)
 
 
-def _ring(sharding: Sharding, dim: int) -> list[tuple[int, int]]:
+def ring_of(sharding: Sharding, dim: int) -> list[tuple[int, int]]:
     """Everyone passes its tile to the holder of the tile before it along `dim`."""
     devices = np.moveaxis(sharding.devices, dim, 0)
     return list(
@@ -171,8 +171,11 @@ def _mib(tile: Tile) -> str:
     return f"{math.prod(tile.shape) * tile.array.dtype.itemsize / 2**20:.3g} MiB"
 
 
-def ragged_factors(eqn: JaxprEqn) -> Factors:
-    """A product by groups of rows: what the group sizes count has to be whole, the rest is free."""
+def ragged_factors(eqn: JaxprEqn, rows: str | None = None) -> Factors:
+    """A product by groups of rows: what the group sizes count has to be whole, the rest is free.
+
+    Unless the `rows` have a name, as those do that lie by groups (see `rules.grouped`).
+    """
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     (ragged,) = numbers.lhs_ragged_dimensions
@@ -180,8 +183,8 @@ def ragged_factors(eqn: JaxprEqn) -> Factors:
     rhs: list[str | None] = [f"r{i}" for i in range(len(eqn.invars[1].aval.shape))]
     for kind, ls, rs in [("b", lhs_batch, rhs_batch), ("k", lhs_contract, rhs_contract)]:
         for i, (l, r) in enumerate(zip(ls, rs, strict=True)):
-            lhs[l] = rhs[r] = None if l == ragged else f"{kind}{i}"
-    lhs[ragged] = None
+            lhs[l] = rhs[r] = rows if l == ragged else f"{kind}{i}"
+    lhs[ragged] = rows
     for group in numbers.rhs_group_dimensions:
         rhs[group] = None
     taken = {*lhs_contract, *lhs_batch}, {*rhs_contract, *rhs_batch, *numbers.rhs_group_dimensions}

@@ -1,0 +1,97 @@
+"""Rows that travel by index: each from the device that has it to the one that wants it.
+
+How many rows pass between two devices is known at run time only. The first AllToAll has room for
+an equal number between every two; while some pair has more, further ones of a quarter of its size
+follow. With equal numbers a device sends each of its rows once. All devices know all indices, so
+that nobody has to ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gshard.devices import Place
+from gshard.moving.collectives import Groups, all_to_all
+from gshard.source import seldom
+
+_NOWHERE = 2**30  # the row of an update that is dropped
+
+
+@dataclass(frozen=True)
+class Journeys:
+    """One per row: whether it travels, and the tile and the row there, of its source and target."""
+
+    takes_place: jax.Array
+    source: jax.Array
+    from_row: jax.Array
+    target: jax.Array
+    to_row: jax.Array
+
+
+def found_in(starts: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The tile that holds each of the rows, if tile c starts at `starts[c]`, and the row there."""
+    tile = jnp.searchsorted(starts[:-1], rows, side="right").astype(jnp.int32) - 1
+    tile = jnp.maximum(tile, 0)
+    return tile, rows - starts[tile]
+
+
+def send_rows(
+    place: Place,
+    x: jax.Array,
+    journeys: Journeys,
+    number: jax.Array | int,
+    tiles: int,
+    groups: Groups,
+    into: jax.Array,
+    put: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    reason: str,
+) -> jax.Array:
+    """`into`, after `put(into, rows, indices)` of the rows of all tiles that travel to this one.
+
+    `number` is this device's tile; indices beyond the rows of `into` are to be dropped.
+    """
+    turn, most = _turns(journeys, tiles)
+    step = -(-journeys.source.size // tiles**2)
+
+    def exchanged(into: jax.Array, begin: jax.Array | int, size: int) -> jax.Array:
+        now = (turn >= begin) & (turn < begin + size)
+        slot = turn - begin
+
+        def listed(mine: jax.Array, other: jax.Array, rows: jax.Array, nothing: int) -> jax.Array:
+            at = jnp.where(now & (mine == number), other * size + slot, _NOWHERE)
+            return jnp.full(tiles * size, nothing, jnp.int32).at[at].set(rows, mode="drop")
+
+        sent = listed(journeys.source, journeys.target, journeys.from_row, 0)
+        kept = listed(journeys.target, journeys.source, journeys.to_row, _NOWHERE)
+        rows = x[sent].reshape(tiles, size, *x.shape[1:])
+        return put(into, all_to_all(place, rows, groups, reason).reshape(-1, *x.shape[1:]), kept)
+
+    into = exchanged(into, 0, step)
+    more = -(-step // 4)
+
+    def again(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        begin, into = carry
+        return begin + more, exchanged(into, begin, more)
+
+    if journeys.source.size <= step:
+        return into
+    with seldom():
+        begin = jnp.asarray(step, jnp.int32)
+        return lax.while_loop(lambda carry: carry[0] < most, again, (begin, into))[1]
+
+
+def _turns(journeys: Journeys, tiles: int) -> tuple[jax.Array, jax.Array]:
+    """Which of the rows between its two tiles each is, and the most rows between any two."""
+    pair = jnp.where(journeys.takes_place, journeys.source * tiles + journeys.target, tiles**2)
+    number = lax.iota(jnp.int32, pair.size)
+    ordered, order = lax.sort((pair, number), num_keys=2)
+    begins = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
+    turn = number - lax.cummax(jnp.where(begins, number, 0))
+    most = jnp.max(jnp.where(ordered < tiles**2, turn + 1, 0))
+    turn = jnp.zeros_like(turn).at[order].set(turn, unique_indices=True)
+    return jnp.where(journeys.takes_place, turn, _NOWHERE), most

@@ -1,0 +1,60 @@
+"""Which equations work on rows of the leading dim: products by groups, gathers, scatters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import primitives as p
+from jax.lax import GatherScatterMode
+
+from gshard._jax import private_primitives
+from gshard.rules.indexing import roles_of
+
+(ragged_dot_general_p,) = private_primitives("lax.lax", "ragged_dot_general_p")
+
+
+def is_ragged(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a `ragged_dot` with rows in the leading dim."""
+    if eqn.primitive is not ragged_dot_general_p or any(isinstance(a, Literal) for a in eqn.invars):
+        return False
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    plain = not any(numbers.dot_dimension_numbers[1]) and len(eqn.invars[2].aval.shape) == 1
+    return plain and tuple(numbers.lhs_ragged_dimensions) == (0,)
+
+
+def multiplies_rows(eqn: JaxprEqn) -> bool:
+    """Whether it multiplies each row with its group's matrix."""
+    return is_ragged(eqn) and bool(eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions)
+
+
+def sums_rows(eqn: JaxprEqn) -> bool:
+    """Whether it sums, for each group, the products of its rows."""
+    if not is_ragged(eqn) or multiplies_rows(eqn):
+        return False
+    contracted = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
+    return tuple(map(tuple, contracted)) == ((0,), (0,))
+
+
+def takes_rows(eqn: JaxprEqn) -> dict[str, Any] | None:
+    """How a gather takes whole rows of the leading dim, one for each index; else None."""
+    if eqn.primitive is not p.gather_p or len(eqn.invars[1].aval.shape) != 2:
+        return None
+    roles = roles_of(eqn)
+    rank = len(roles.operand)
+    if not rank or roles.index_map != (0,) or roles.operand[0] != "k0":
+        return None
+    if roles.windows != ("i0", *roles.operand[1:]) or any(n[0] != "w" for n in roles.operand[1:]):
+        return None
+    fills = eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP
+    return {"fill": eqn.params["fill_value"] if fills else None}
+
+
+def puts_rows(eqn: JaxprEqn) -> bool:
+    """Whether a scatter updates whole rows of the leading dim, one for each index."""
+    if len(eqn.invars[1].aval.shape) != 2 or any(isinstance(a, Literal) for a in eqn.invars):
+        return False
+    roles = roles_of(eqn)
+    rows = bool(roles.operand) and roles.index_map == (0,) and roles.operand[0] == "k0"
+    inside = all(n[0] == "w" for n in roles.operand[1:])
+    return rows and inside and roles.windows == ("i0", *roles.operand[1:])

@@ -1,0 +1,371 @@
+"""Rows that lie by groups (`gshard.grouped`): how they come there, are multiplied, and go back.
+
+Rows travel by index, each once: an AllToAll of the rows. The product itself is local. Only if a
+device had more rows than it has room for, they are in equal shares, and the groups' matrices (or
+the sums that become their gradients) go round in a ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from gshard import padding
+from gshard.choose import Assignment, choose, shard_dims
+from gshard.factors import Factors
+from gshard.grouped import Bounds, Groups, bounds, grouped_dot_p, put_rows_p, take_rows_p
+from gshard.moving import collectives
+from gshard.moving.by_index import Journeys, found_in, send_rows
+from gshard.moving.partial import combine, mask_for, reducing_groups
+from gshard.moving.plan import reshard_cost
+from gshard.rule import Context, Doc, Rule, register
+from gshard.rules.contraction import dot_work, ragged_factors, ring_of
+from gshard.sharding import Sharding, Split, compatible
+from gshard.source import seldom
+from gshard.tile import Tile, byte_size
+
+_ROUNDS = "and again for what does not fit, if the numbers are unequal"
+_CROWDED = "if a device has more rows than it has room for"
+
+
+# ---------------------------------------------------------------- rows that travel
+
+
+def take_factors(eqn: JaxprEqn) -> Factors:
+    """Dims of a row are free; the rows themselves change places."""
+    inside = [f"w{d}" for d in range(1, len(eqn.outvars[0].aval.shape))]
+    nothing = [[None] * len(a.aval.shape) for a in eqn.invars[1:]]
+    return Factors.of(eqn, [[None, *inside], *nothing], [[None, *inside]])
+
+
+def put_factors(eqn: JaxprEqn) -> Factors:
+    """Dims of a row are free; rows that others are put into are split like the result's."""
+    inside = [f"w{d}" for d in range(1, len(eqn.outvars[0].aval.shape))]
+    x = ["d", *inside]
+    indices: list[str | None] = [None] * len(eqn.invars[3].aval.shape)
+    return Factors.of(eqn, [x, [None], [None, *inside], indices], [x])
+
+
+def _take(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+    """Rows by index, from where they lie to where they are wanted."""
+    x, shape, dtype = tiles[0], tuple(eqn.outvars[0].aval.shape), tiles[0].array.dtype
+    source, target, fill = (eqn.params[k] for k in ("source", "target", "fill"))
+    groups: Groups = source or target
+    limits = _limits(ctx, groups, tiles[1])
+    there = _lying(groups, targets[0], targets[0], bool(target))
+    local = there.local_shape(shape)
+    unfilled = padding.filled(local, dtype) if fill is None else jnp.full(local, fill, dtype)
+    into = Tile(unfilled, there, shape)
+    count = groups.rows if target else shape[0]
+    wanted = _whole(ctx, tiles[2]).reshape(-1) if len(tiles) > 2 else lax.iota(jnp.int32, count)
+    rows = source.rows if source else x.shape[0]
+    inside = jnp.full(count, True) if fill is None else (wanted >= 0) & (wanted < rows)
+    wanted = jnp.clip(wanted, 0, rows - 1).astype(jnp.int32)
+    whole = there.replace(0, None)
+    share = byte_size((groups.share, *local[1:]), dtype)
+    if not source and reshard_cost(x.sharding, whole, x.shape, dtype) <= share:
+        table = ctx.reshard(x, whole, "operand of take_rows")
+        return [_taken_here(ctx, limits if target else None, table, wanted, inside, into)]
+    x = ctx.reshard(x, _lying(groups, x.sharding, there, bool(source)), "operand of take_rows")
+    begins = _places(groups, limits, x, source, wanted)
+    ends = _places(groups, limits, into, target, lax.iota(jnp.int32, count))
+
+    def put(into: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
+        return into.at[at].set(rows, mode="drop")
+
+    return [_sent(ctx, groups, x, Journeys(inside, *begins, *ends), into, put)]
+
+
+def _taken_here(
+    ctx: Context, limits: Bounds | None, table: Tile, wanted: jax.Array, inside: jax.Array,
+    into: Tile,
+) -> Tile:  # fmt: skip
+    """Rows of a table that every device has."""
+    (split, *_), size = into.sharding.splits, into.array.shape[0]
+    assert split
+    number = ctx.place.coord(split)
+    begin = limits.starts[number] if limits else number * size
+    mine = jnp.minimum(begin + lax.iota(jnp.int32, size), wanted.size - 1)
+    found = lax.broadcast_in_dim(inside[mine], into.array.shape, (0,))
+    return replace(into, array=jnp.where(found, table.array[wanted[mine]], into.array))
+
+
+def _put(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+    """Rows put into a tensor by index, or added to it."""
+    source, target, adds, clip = (eqn.params[k] for k in ("source", "target", "adds", "clip"))
+    groups: Groups = source or target
+    limits = _limits(ctx, groups, tiles[1])
+    wanted = _whole(ctx, tiles[3]).reshape(-1)
+    count = target.rows if target else tiles[0].shape[0]
+    inside = jnp.full(wanted.size, True) if clip else (wanted >= 0) & (wanted < count)
+    wanted = jnp.clip(wanted, 0, count - 1).astype(jnp.int32)
+    there = _lying(groups, targets[0], targets[0], bool(target))
+    rows = ctx.reshard(
+        tiles[2], _lying(groups, tiles[2].sharding, there, bool(source)), "operand of put_rows"
+    )
+
+    def put(into: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
+        return (into.at[at].add if adds else into.at[at].set)(rows, mode="drop")
+
+    share = byte_size((groups.share, *rows.array.shape[1:]), rows.array.dtype)
+    small = 2 * byte_size(tiles[0].shape, rows.array.dtype) <= share
+    if small and source and adds:
+        return [_added_here(ctx, groups, limits, tiles[0], rows, wanted, inside, targets[0])]
+    into = ctx.reshard(tiles[0], there, "operand of put_rows")
+    begins = _places(groups, limits, rows, source, lax.iota(jnp.int32, wanted.size))
+    ends = _places(groups, limits, into, target, wanted)
+    return [_sent(ctx, groups, rows, Journeys(inside, *begins, *ends), into, put)]
+
+
+def _added_here(
+    ctx: Context, groups: Groups, limits: Bounds, x: Tile, rows: Tile, wanted: jax.Array,
+    inside: jax.Array, target: Sharding,
+) -> Tile:  # fmt: skip
+    """Rows added to a tensor with fewer rows than travel: every device sums its own."""
+    whole = rows.sharding.replace(0, None)
+    number = ctx.place.coord(groups.parts)
+    row = limits.starts[number] + lax.iota(jnp.int32, rows.array.shape[0])
+    here = (row < limits.starts[number + 1]) & inside[jnp.minimum(row, wanted.size - 1)]
+    at = jnp.where(here, wanted[jnp.minimum(row, wanted.size - 1)], x.shape[0])
+    nothing = jnp.zeros(whole.local_shape(x.shape), rows.array.dtype)
+    part = Tile(nothing.at[at].add(rows.array, mode="drop"), whole, x.shape)
+    sums = combine(ctx.place, part, {"t": groups.parts}, {"t": "sum"}, target, "put_rows")
+    sums = ctx.reshard(sums, target, "result of put_rows")
+    into = ctx.reshard(x, target, "operand of put_rows")
+    return replace(sums, array=into.array + sums.array)
+
+
+def _sent(
+    ctx: Context,
+    groups: Groups,
+    x: Tile,
+    journeys: Journeys,
+    into: Tile,
+    put: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+) -> Tile:
+    """`into`, with the rows of `x` that travel there."""
+    parts = groups.parts
+    between = reducing_groups(ctx.place, into.sharding.replace(0, None), (parts,))
+    reason = f"rows to and from {groups.count} groups on {parts.tiles} devices; {_ROUNDS}"
+    number = ctx.place.coord(parts)
+    array = send_rows(
+        ctx.place, x.array, journeys, number, parts.tiles, between, into.array, put, reason
+    )
+    return replace(into, array=array)
+
+
+def _lying(groups: Groups, rows: Sharding, others: Sharding, by_groups: bool) -> Sharding:
+    """A sharding whose rows are split over the devices of the groups, like `rows` if it can be.
+
+    Dims of a row are split as in `others`, if they can be beside that.
+    """
+    split = rows.splits[0]
+    if by_groups or split is None or _numbers(split, groups.parts) is None:
+        split = groups.parts
+    splits = (split, *others.splits[1:])
+    if not compatible(splits) or not compatible((groups.parts, *others.splits[1:])):
+        splits = (split, *(None,) * (others.rank - 1))
+    return Sharding(splits, others.num_devices)
+
+
+def _numbers(split: Split, parts: Split) -> np.ndarray | None:
+    """The part that a device with each tile of `split` holds, if that is one and the same."""
+    if split.tiles != parts.tiles or split.idle:
+        return None
+    numbers = np.zeros(split.tiles, np.int32)
+    numbers[split.coords] = parts.coords
+    return numbers if (numbers[split.coords] == parts.coords).all() else None
+
+
+def _places(
+    groups: Groups, limits: Bounds, tile: Tile, by_groups: Groups | None, rows: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Where rows of a tensor are: the number of the part, and the row there."""
+    if by_groups:
+        return found_in(limits.starts, rows)
+    (split, *_), size = tile.sharding.splits, tile.array.shape[0]
+    numbers = _numbers(split, groups.parts) if split else None
+    assert numbers is not None
+    return jnp.asarray(numbers)[rows // size], rows % size
+
+
+def _limits(ctx: Context, groups: Groups, sizes: Tile) -> Bounds:
+    """Where groups and devices begin; for the same sizes it is computed once."""
+    whole = _whole(ctx, sizes)
+    key = (groups, id(whole))
+    if key not in ctx.place.known:
+        ctx.place.known[key] = (whole, bounds(groups, whole))  # kept, so that its id stays its own
+    return ctx.place.known[key][1]
+
+
+def _whole(ctx: Context, tile: Tile) -> jax.Array:
+    whole = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
+    return ctx.reshard(tile, whole, "every device has to know which rows travel").array
+
+
+# ---------------------------------------------------------------- products
+
+
+def grouped_factors(eqn: JaxprEqn) -> Factors:
+    """The factors of a `ragged_dot` whose rows `t` may be split; its groups are, like the rows."""
+    return ragged_factors(eqn, rows="t")
+
+
+def _grouped_dot(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    """Each device multiplies its rows with its own groups' matrices, or sums its groups' rows."""
+    groups: Groups = eqn.params["groups"]
+    factors, (lhs, rhs, sizes) = grouped_factors(eqn), tiles
+    chosen = _chosen(eqn, factors, tiles, targets)
+    limits = _limits(ctx, groups, sizes)
+    of_groups = eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+    ready = []
+    for number, (tile, dims) in enumerate(zip((lhs, rhs), factors.operands, strict=False)):
+        wanted = shard_dims(dims, chosen, factors, targets[0].num_devices)
+        for dim in of_groups if number else ():
+            wanted = wanted.replace(dim, groups.split)
+        tile = ctx.reshard(tile, wanted, "operand of ragged_dot")
+        tile = tile.masked(ctx.place, 0, list(of_groups)) if number and of_groups else tile
+        ready.append(mask_for(ctx.place, tile, dims, factors))
+    here = shard_dims(factors.results[0], chosen, factors, targets[0].num_devices)
+    shape = tuple(eqn.outvars[0].aval.shape)
+    reduced = {f: s for f in factors.reduced if (s := chosen[f])}
+    kinds = dict(factors.reduced)
+    own, first = ctx.place.coord(groups.parts), ctx.place.coord(groups.split)
+    dot = _Local(eqn, groups, limits, own, first)
+    if of_groups:
+        array = _rows_times_groups(ctx, dot, ready[0], ready[1], of_groups[0])
+    else:
+        here = here.replace(0, groups.split)
+        array = _sums_of_groups(ctx, dot, ready[0], ready[1], here)
+        copies = groups.parts.minor(groups.parts.tiles // groups.split.tiles)
+        if copies and groups.parts is not groups.split:
+            reduced, kinds = {**reduced, "t": copies}, {**kinds, "t": "sum"}
+    done = Tile(array, here, shape)
+    waiting = ctx.waits(eqn.outvars[0], done, reduced, kinds)
+    if waiting:
+        return [replace(waiting, origin="ragged_dot")]
+    return [combine(ctx.place, done, reduced, kinds, targets[0], "ragged_dot")]
+
+
+def _chosen(
+    eqn: JaxprEqn, factors: Factors, tiles: list[Tile], targets: list[Sharding]
+) -> Assignment:
+    parts = eqn.params["groups"].parts
+    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets, kept=("t",))
+    if chosen["t"] is parts:
+        return chosen
+    return {f: parts if f == "t" else None for f in chosen}
+
+
+@dataclass(frozen=True)
+class _Local:
+    """A `ragged_dot` on this device: its rows are a window of the sorted ones.
+
+    `own` is the number of the device's part of the rows, `first` that of its tile of groups.
+    """
+
+    eqn: JaxprEqn
+    groups: Groups
+    limits: Bounds
+    own: jax.Array | int
+    first: jax.Array | int
+
+    def sizes(self, number: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        """How many of the rows each group of a tile has, and where the first of them is."""
+        groups, limits = self.groups, self.limits
+        low, high = limits.starts[self.own], limits.starts[self.own + 1]
+        members = number * groups.per_tile + jnp.arange(groups.per_tile + 1)
+        edges = jnp.clip(limits.first[jnp.minimum(members, groups.count)], low, high) - low
+        return jnp.diff(edges), edges[0]
+
+    def product(self, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+        """The product as the user asked for it."""
+        params = {k: v for k, v in self.eqn.params.items() if k != "groups"}
+        return lax.ragged_dot_general(lhs, rhs, sizes, **params)
+
+
+def _rows_times_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, dim: int) -> jax.Array:
+    """Every row times its group's matrix."""
+    tiles = dot.groups.split.tiles
+    pairs = ring_of(rhs.sharding, dim)
+    reason = f"ragged_dot: matrices of {dot.groups.count} groups go round, {_CROWDED}"
+
+    def apart() -> jax.Array:
+        return dot.product(lhs.array, rhs.array, dot.sizes(dot.first)[0])
+
+    def meet(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        visitor, total = carry
+        sizes, begin = dot.sizes((dot.first + i) % tiles)
+        part = jnp.roll(dot.product(jnp.roll(lhs.array, -begin, 0), visitor, sizes), begin, 0)
+        row = lax.broadcasted_iota(jnp.int32, part.shape, 0)
+        total = jnp.where((row >= begin) & (row < begin + jnp.sum(sizes)), part, total)
+        return collectives.collective_permute(ctx.place, visitor, pairs, reason), total
+
+    def around() -> jax.Array:
+        total = jnp.zeros_like(jax.eval_shape(apart))
+        with seldom():
+            return lax.fori_loop(0, tiles, meet, (rhs.array, total))[1]
+
+    return lax.cond(~dot.limits.crowded, apart, around)
+
+
+def _sums_of_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, here: Sharding) -> jax.Array:
+    """For every group the product of its rows on both sides, summed over them."""
+    tiles = dot.groups.split.tiles
+    pairs = ring_of(here, 0)
+    reason = f"ragged_dot: sums over {dot.groups.count} groups go round, {_CROWDED}"
+
+    def apart() -> jax.Array:
+        return dot.product(lhs.array, rhs.array, dot.sizes(dot.first)[0])
+
+    def part(number: jax.Array | int) -> jax.Array:
+        sizes, begin = dot.sizes(number)
+        first, second = (jnp.roll(t.array, -begin, 0) for t in (lhs, rhs))
+        return dot.product(first, second, sizes)
+
+    def meet(i: jax.Array, total: jax.Array) -> jax.Array:
+        total = total + part((dot.first + 1 + i) % tiles)
+        return collectives.collective_permute(ctx.place, total, pairs, reason)
+
+    def around() -> jax.Array:
+        total = jnp.zeros_like(jax.eval_shape(apart))
+        with seldom():
+            total = lax.fori_loop(0, tiles - 1, meet, total)
+        return total + part(dot.first)
+
+    return lax.cond(~dot.limits.crowded, apart, around)
+
+
+register(
+    Rule(
+        take_factors,
+        partition=_take,
+        doc=Doc(free="dims of a row", gather="rows to and from experts: AllToAll by index"),
+    ),
+    take_rows_p,
+)
+register(
+    Rule(
+        put_factors,
+        partition=_put,
+        doc=Doc(free="dims of a row", gather="rows to and from experts: AllToAll by index"),
+    ),
+    put_rows_p,
+)
+register(
+    Rule(
+        grouped_factors,
+        partition=_grouped_dot,
+        work=dot_work,
+        doc=Doc(free="rows by group, and all dims of a row that are not contracted"),
+    ),
+    grouped_dot_p,
+)

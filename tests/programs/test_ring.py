@@ -1,0 +1,185 @@
+"""Attention over split sequences: keys come round where they would not fit."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+from tests.oracle import annotated, compare, even_split, kinds, random_array, sent
+
+BY_POSITION = even_split(4, 1, 8)
+LITTLE, MUCH = 64, 2**30  # bytes of a gathered operand
+
+
+def plain(q, k, v):
+    logits = jnp.einsum("bqnh,bknh->bnqk", q, k) / q.shape[-1] ** 0.5
+    return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(logits), v)
+
+
+def causal(q, k, v):
+    logits = jnp.einsum("bqnh,bknh->bnqk", q, k)
+    logits = jnp.where(jnp.tril(jnp.ones(logits.shape[-2:], bool)), logits, -1e9)
+    return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(logits), v)
+
+
+def of_jax(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def windowed(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, local_window_size=(3, 0))
+
+
+def with_bias(q, k, v):
+    bias = -jnp.abs(jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])) / 3.0
+    return jax.nn.dot_product_attention(q, k, v, bias=bias[None, None])
+
+
+def in_segments(q, k, v):
+    segment = jnp.arange(q.shape[1]) // 5
+    same = segment[:, None] == segment
+    return jax.nn.dot_product_attention(q, k, v, mask=same[None, None])
+
+
+def capped(q, k, v):
+    logits = 2 * jnp.tanh(jnp.einsum("bqnh,bknh->bnqk", q, k) / 2)
+    powers = jnp.exp(logits - jnp.max(logits, -1, keepdims=True))
+    return jnp.einsum("bnqk,bknh->bqnh", powers / powers.sum(-1, keepdims=True), v)
+
+
+def without_softmax(q, k, v):
+    weights = jax.nn.sigmoid(jnp.einsum("bqnh,bknh->bnqk", q, k))
+    return jnp.einsum("bnqk,bknh->bqnh", weights, v)
+
+
+SLOW = pytest.mark.slow
+LAYERS = [plain, causal, of_jax, windowed, with_bias, in_segments, capped, without_softmax]
+
+
+OTHERS = [f for f in LAYERS if f is not of_jax]
+
+
+def trained(layer, *args):
+    """A loss and its gradients."""
+
+    def loss(*args):
+        y = layer(*args)
+        return jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape).astype(y.dtype))
+
+    return jax.value_and_grad(loss, argnums=tuple(range(len(args))))(*args)
+
+
+def check(fn, *args, inputs=(BY_POSITION,) * 3, limit=LITTLE, tolerance=1e-4):
+    """Assert the unpartitioned values; the lowered program."""
+    wanted = jax.jit(fn)(*args)
+    jitted = gshard.jit(annotated(fn, inputs), devices=jax.devices()[:8], memory_limit=limit)
+    for a, b in zip(jax.tree.leaves(jitted(*args)), jax.tree.leaves(wanted), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        compare(a, b, False, tolerance, tolerance)
+    return jitted.lower(*args)
+
+
+def tensors(length=32, heads=3, keys=3, dtype=np.float32):
+    """Queries, keys and values."""
+    return [
+        random_array((2, length, n, 4), dtype, seed=i) for i, n in enumerate([heads, keys, keys])
+    ]
+
+
+@pytest.mark.parametrize(
+    "layer", [f if f in (causal, of_jax) else pytest.param(f, marks=SLOW) for f in LAYERS]
+)
+def test_keys_and_values_go_round_once(layer):
+    lowered = check(layer, *tensors())
+    gathered = check(layer, *tensors(), limit=MUCH)
+    assert set(kinds(lowered)) == {"collective_permute"}
+    moved = [c for c in lowered.collectives if c.dtype == "float32"]  # positions may go round too
+    assert sum(c.count for c in moved) == 2 * 7
+    assert sum(c.total_bytes for c in moved) == sent(gathered)
+
+
+@pytest.mark.parametrize("layer", [of_jax, *(pytest.param(f, marks=SLOW) for f in OTHERS)])
+def test_gradients_go_round_with_their_keys(layer):
+    lowered = check(functools.partial(trained, layer), *tensors())
+    assert set(kinds(lowered)) == {"collective_permute", "all_reduce"}
+    assert sent(lowered, "all_reduce") < 16  # the loss
+
+
+@pytest.mark.parametrize(
+    "layer", [causal, pytest.param(of_jax, marks=SLOW), pytest.param(in_segments, marks=SLOW)]
+)
+def test_lengths_that_do_not_divide(layer):
+    check(functools.partial(trained, layer), *tensors(length=29))
+
+
+def test_bfloat16_with_a_softmax_in_float32():
+    check(of_jax, *tensors(dtype=jnp.bfloat16))
+
+
+def test_grouped_queries():
+    lowered = check(functools.partial(trained, of_jax), *tensors(heads=6, keys=2))
+    assert set(kinds(lowered)) == {"collective_permute", "all_reduce"}
+
+
+def test_queries_without_a_key():
+    """Rows that are masked throughout weigh all values alike, as they do unpartitioned."""
+
+    def layer(q, k, v):
+        seen = (jnp.arange(q.shape[1]) % 3 > 0)[:, None] & (jnp.arange(k.shape[1]) < 9)
+        logits = jnp.einsum("bqnh,bknh->bnqk", q, k)
+        return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(jnp.where(seen, logits, -1e9)), v)
+
+    check(functools.partial(trained, layer), *tensors())
+
+
+@SLOW
+@pytest.mark.parametrize("remat", [False, True])
+def test_layers(remat):
+    def layers(x):
+        attend = jax.checkpoint(of_jax) if remat else of_jax
+        for _ in range(2):
+            x = x + attend(x, 2 * x, x / 2)
+        return x
+
+    lowered = check(functools.partial(trained, layers), tensors()[0], inputs=[BY_POSITION])
+    assert set(kinds(lowered)) == {"collective_permute", "all_reduce"}
+
+
+@SLOW
+def test_layers_in_a_scan_with_remat():
+    def layers(x):
+        step = jax.checkpoint(lambda x, _: (x + of_jax(x, 2 * x, x / 2), None))
+        return jax.lax.scan(step, x, length=3)[0]
+
+    lowered = check(functools.partial(trained, layers), tensors()[0], inputs=[BY_POSITION])
+    assert set(kinds(lowered)) == {"collective_permute", "all_reduce"}
+
+
+@SLOW
+def test_batch_and_positions_on_a_mesh():
+    both = np.arange(8).reshape(2, 4, 1, 1)
+    lowered = check(functools.partial(trained, of_jax), *tensors(), inputs=[both] * 3)
+    assert set(kinds(lowered)) == {"collective_permute", "all_reduce"}
+
+
+def test_weights_that_are_a_result_are_not_in_a_ring():
+    def layer(q, k, v):
+        weights = jax.nn.softmax(jnp.einsum("bqnh,bknh->bnqk", q, k))
+        return weights, jnp.einsum("bnqk,bknh->bqnh", weights, v)
+
+    check(layer, *tensors(), limit=600)
+
+
+def test_no_device_has_all_keys():
+    """What XLA says that a device needs, beyond its own tiles of operands and results."""
+    shapes = [jax.ShapeDtypeStruct((1, 2048, 2, 16), jnp.float32)] * 3
+
+    def temporary(limit):
+        step = functools.partial(trained, causal)
+        jitted = gshard.jit(annotated(step, [BY_POSITION] * 3), memory_limit=limit)
+        return jitted.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(LITTLE) < temporary(MUCH) / 4
