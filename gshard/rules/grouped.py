@@ -151,7 +151,7 @@ def _sent(
 ) -> Tile:
     """`into`, with the rows of `x` that travel there."""
     parts = groups.parts
-    between = reducing_groups(ctx.place, into.sharding.replace(0, None), (parts,))
+    between = reducing_groups(into.sharding.replace(0, None), (parts,))
     reason = f"rows to and from {groups.count} groups on {parts.tiles} devices; {_ROUNDS}"
     number = ctx.place.coord(parts)
     array = send_rows(
