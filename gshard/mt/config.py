@@ -36,13 +36,14 @@ class OptimizerConfig:
 
     The rate rises over `rise` steps to `learning_rate` / sqrt(`warmup`) and falls with the square
     root of the step after `warmup`. Adafactor's rate is relative to the size of each weight. The
-    paper's setting is 1.0 with a warmup of 10,000.
+    paper's setting is 1.0 with a warmup of 10,000. `fused` computes Adafactor in fewer passes.
     """
 
     name: Literal["adafactor", "adam"] = "adafactor"
     learning_rate: float = 1.0
     warmup: int = 10_000
     rise: int = 0
+    fused: bool = False
 
 
 @dataclass(frozen=True)

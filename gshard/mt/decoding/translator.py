@@ -30,7 +30,6 @@ from gshard.nn.transformer import Transformer
 if TYPE_CHECKING:
     from gshard.mt.run import Run
 
-_SHORTEST = 16  # source tokens in the smallest program
 _UNSPACED = ("zh", "ja", "yue", "wuu", "th", "lo", "km", "my", "bo", "dz")
 
 
@@ -38,7 +37,8 @@ _UNSPACED = ("zh", "ja", "yue", "wuu", "th", "lo", "km", "my", "bo", "dz")
 class TranslateConfig:
     """How to search, and the shapes to search in.
 
-    A batch has `rows` sentences of 16, 32, ... up to `longest` source tokens; longer text is cut.
+    A batch has `rows` sentences of `shortest`, twice that, ... up to `longest` source tokens;
+    longer text is cut.
     A translation has at most twice the tokens of its source's shape and 16, within `most`.
     """
 
@@ -48,6 +48,7 @@ class TranslateConfig:
     rows: int = 32
     longest: int = 128
     most: int = 256
+    shortest: int = 16  # of the programs
 
     def __post_init__(self) -> None:
         if self.beam < 1:
@@ -61,15 +62,16 @@ class TranslateConfig:
             raise UserError(f"alpha is {self.alpha}; it is a number from 0 up, usually 0.6")
         if self.rows < 1:
             raise UserError(f"batches of {self.rows} rows hold nothing; at least 1 is needed")
-        if self.longest < 4 or self.most < 2:
+        if self.longest < 4 or self.most < 2 or self.shortest < 1:
             raise UserError(
-                f"longest is {self.longest} and most {self.most} tokens; 4 and 2 are the least"
+                f"longest is {self.longest}, most {self.most} and shortest {self.shortest} tokens; "
+                "4, 2 and 1 are the least"
             )
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """The source lengths of the programs: doubled up to the longest."""
-        doubled = (_SHORTEST << n for n in range(self.longest.bit_length()))
+        doubled = (self.shortest << n for n in range(self.longest.bit_length()))
         return (*(length for length in doubled if length < self.longest), self.longest)
 
     def shape(self, tokens: int) -> int:
@@ -131,7 +133,7 @@ class Translator:
         Blank text becomes one empty translation. Pieces of text that was too long are translated
         apart and joined, best with best; the score is then their mean.
         """
-        cuts = [self.pieces(text, target) for text in texts]
+        cuts = self._cuts(texts, target)
         distinct = list(dict.fromkeys(piece for pieces in cuts for piece in pieces))
         jobs = self._jobs(distinct, target)
         found: dict[str, list[Hypothesis]] = {}
@@ -143,12 +145,21 @@ class Translator:
 
     def pieces(self, text: str, target: str = "en") -> list[str]:
         """The text in pieces that the model can take; most often there is one."""
+        return self._cuts([text], target)[0]
+
+    def _cuts(self, texts: Sequence[str], target: str) -> list[list[str]]:
+        """The pieces of each text; those that fit are found together, which is far faster."""
 
         def size(texts: Sequence[str]) -> list[int]:
             sources = self.tokenizer.encode_source(texts, target)
             return [len(ids) - self._overhead for ids in sources]
 
-        return cut(well_formed(text), size, self.config.longest - self._overhead)
+        room = self.config.longest - self._overhead
+        whole = [well_formed(text) for text in texts]
+        return [
+            [text] if tokens <= room else cut(text, size, room)
+            for text, tokens in zip(whole, size(whole), strict=True)
+        ]
 
     def compiled(
         self, name: str, fn: Callable[..., Any], *shapes: tuple[int, ...]
@@ -168,12 +179,20 @@ class Translator:
 
     def search_program(self, rows: int, length: int) -> Callable[..., Translations]:
         """Beam search of `rows` sentences of `length` tokens."""
+        return self.compiled("search", self._search_of(length), (rows, length))
+
+    def lower_search(self, rows: int, length: int) -> Any:
+        """The same program, for a model that may be shapes alone: to be compiled for a cache."""
+        jitted = gshard.jit(self._search_of(length), devices=self._devices)
+        return jitted.lower(self._model, np.zeros((rows, length), np.int32))
+
+    def _search_of(self, length: int) -> Callable[[Transformer, Array], Translations]:
         config, strategy = self.config.search(length), self.strategy
 
         def search(model: Transformer, source_BL: Array) -> Translations:
             return beam_search(model, source_BL, config, strategy)
 
-        return self.compiled("search", search, (rows, length))
+        return search
 
     @property
     def _overhead(self) -> int:

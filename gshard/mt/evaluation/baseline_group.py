@@ -9,9 +9,11 @@ dev text is measured; its best weights are kept, and it stops when they have sta
 from __future__ import annotations
 
 import functools
+import multiprocessing
+import signal
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -133,6 +135,7 @@ class BaselineGroup:
         limits: Sequence[int],
         state: GroupState | None = None,
         on_dev: Callable[[int, GroupState], None] | None = None,
+        workers: int = 0,
     ) -> GroupState:
         """Train every model on its own `batches` until it stops getting better, or its limit.
 
@@ -146,7 +149,7 @@ class BaselineGroup:
         limits_N = np.array([-(-limit // every) * every for limit in limits], np.int32)
         dev_batches = stacked_dev(dev)
         step = int(np.max(np.asarray(state.train.step)))
-        ahead = read_ahead(batches, step)
+        ahead = read_ahead(batches, step, workers)
         try:
             while np.asarray(state.running).any():
                 for _ in range(every):
@@ -212,16 +215,34 @@ def stacked_dev(dev: Sequence[Sequence[Arrays]]) -> list[Batch]:
     return [stacked(batches) for batches in zip(*filled, strict=True)]
 
 
-def read_ahead(batches: Sequence[Batches], step: int) -> Generator[Batch, None, None]:
-    """The stacked batches from `step` on, made by a thread while the devices compute."""
+_mine: list[Batches] = []  # of a worker process
 
-    def make(step: int) -> Batch:
-        return stacked([each[step] for each in batches])
 
-    pool = ThreadPoolExecutor(1)
+def _adopt(batches: list[Batches]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that owns the workers decides
+    _mine[:] = batches
+
+
+def _make(step: int, batches: Sequence[Batches] = _mine) -> Batch:
+    return stacked([each[step] for each in batches])
+
+
+def read_ahead(
+    batches: Sequence[Batches], step: int, workers: int = 0
+) -> Generator[Batch, None, None]:
+    """The stacked batches from `step` on, made while the devices compute.
+
+    One thread makes them, or so many processes, each a whole step's.
+    """
+    pool: Executor = ThreadPoolExecutor(1)
+    make: Callable[[int], Batch] = functools.partial(_make, batches=batches)
+    if workers:
+        spawn = multiprocessing.get_context("spawn")  # a fork of JAX's threads could hang
+        pool, make = ProcessPoolExecutor(workers, spawn, _adopt, (list(batches),)), _make
+    ahead = _AHEAD + 2 * workers
     try:
-        waiting = deque(pool.submit(make, step + i) for i in range(_AHEAD))
-        step += _AHEAD
+        waiting = deque(pool.submit(make, step + i) for i in range(ahead))
+        step += ahead
         while True:
             batch = waiting.popleft().result()
             waiting.append(pool.submit(make, step))

@@ -65,6 +65,10 @@ class Size:
             attention_dropout=self.dropout,
             weight_dtype="float32",
             remat="none",
+            # What can be mapped over models, whatever the run itself is computed with.
+            attention="plain",
+            dispatch="index",
+            loss_chunks=1,
         )
 
 
@@ -86,6 +90,7 @@ class BaselineConfig:
     sizes: tuple[Size, ...] = SIZES
     save_seconds: float = 120.0  # between two copies of a group in training
     seed: int = 0
+    workers: int = 0  # processes that read ahead; 0 is a thread
 
     def __post_init__(self) -> None:
         if self.steps < 1:

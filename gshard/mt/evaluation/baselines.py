@@ -41,7 +41,13 @@ from gshard.mt.evaluation.evaluate import (
 from gshard.mt.evaluation.expert_loads import batches_of
 from gshard.mt.evaluation.heldout import HeldOut, held_out, tasks_of
 from gshard.mt.evaluation.scores import averages, resource_groups
-from gshard.mt.evaluation.store import AnyTranslator, Store, folder_of, translate_all
+from gshard.mt.evaluation.store import (
+    AnyTranslator,
+    Store,
+    Translation,
+    folder_of,
+    translate_all,
+)
 from gshard.mt.progress import Progress, Silent, Step
 from gshard.mt.training.checkpoint import named, unnamed
 from gshard.nn.transformer import Transformer
@@ -64,17 +70,27 @@ def train_baselines(
     """Train those that are not there yet, group by group, each on its own text."""
     progress = progress or Silent()
     devices = list(jax.devices()[:1] if devices is None else devices)
-    lengths = (run.config.batch.source_length, run.config.batch.target_length)
     missing = [baseline for baseline in wanted if read_note(run.folder, baseline) is None]
-
-    def room(baseline: Baseline) -> int:
-        return min(config.models, room_for(baseline, lengths, devices, config.training))
-
-    groups = baseline_groups(missing, room)
+    groups = groups_of(run, missing, config, devices)
     for number, group in enumerate(groups, 1):
         most = -(-max(baseline.limit for baseline in group) // config.training.dev_every)
         name = f"baselines {number}/{len(groups)}"
         _train_group(run, group, config, devices, progress.stage(name, most))
+
+
+def groups_of(
+    run: Run,
+    wanted: Sequence[Baseline],
+    config: BaselineConfig,
+    devices: Sequence[jax.Device],
+) -> list[list[Baseline]]:
+    """Which models are trained side by side: as many as are allowed and fit the devices."""
+    lengths = (run.config.batch.source_length, run.config.batch.target_length)
+
+    def room(baseline: Baseline) -> int:
+        return min(config.models, room_for(baseline, lengths, devices, config.training))
+
+    return baseline_groups(wanted, room)
 
 
 def _train_group(
@@ -108,10 +124,14 @@ def _train_group(
             write_tree(place, state)
             saved = time.monotonic()
 
-    state = programs.train(batches, dev, seeds, limits, state, on_dev)
+    # Processes map the tokens' files themselves: what was set aside lies in none.
+    in_files = all(baseline.train.place.name for baseline in group)
+    workers = config.workers if in_files else 0
+    state = programs.train(batches, dev, seeds, limits, state, on_dev, workers)
     seconds = time.monotonic() - began
     nll_N, step_N = np.asarray(state.best_nll), np.asarray(state.best_step)
     for i, baseline in enumerate(group):
+        model = model_of(state.best, i)
         note = {
             "digest": baseline.digest,
             "size": baseline.size.name,
@@ -119,9 +139,12 @@ def _train_group(
             "steps": int(step_N[i]),
             "dev_nll": float(nll_N[i]),
             "seconds": round(seconds / len(group), 1),
+            "limit": baseline.limit,
+            "system": digest_of(model, run.tokenizer.digest),
+            "weights": weights_of(model),
         }
         with atomic.new_folder(_place(run.folder, baseline)) as part:
-            write_tree(part / "weights.npz", model_of(state.best, i))
+            write_tree(part / "weights.npz", model)
             atomic.write_json(part / "note.json", note)
     place.unlink(missing_ok=True)
 
@@ -142,34 +165,20 @@ def evaluate_baselines(
     """Train what is missing, measure all on the sentences of `evaluation`: `baselines.json`."""
     began = time.monotonic()
     progress = progress or Silent()
-    tasks = tasks_of(run.tokenizer, evaluation.languages)
-    sets = held_out(run.corpus, tasks, evaluation.split, evaluation.sentences)
-    wanted = plan_baselines(run, [held.task for held in sets], config)
-    train_baselines(run, wanted, config, devices, progress)
+    found = translate_baselines(run, evaluation, config, open_translator, devices, progress)
     groups = resource_groups(run.corpus, run.tokenizer.config.languages)
-    step = progress.stage("translate with baselines", len(sets))
+    step = progress.stage("score baselines", len(found))
     measured: dict[str, dict[str, Any]] = {}
-    for held, baseline in zip(sets, wanted, strict=True):
-        note = read_note(run.folder, baseline) or {}
-        model = read_model(run.folder, baseline)
-        store = Store(
-            folder_of(
-                run.folder,
-                f"baseline-{held.task}",
-                evaluation.split,
-                evaluation.beam,
-                evaluation.alpha,
-            ),
-            {"weights": digest_of(model, run.tokenizer.digest)},
-        )
+    for held, note, translations in found:
         measured[str(held.task)] = {
             "group": groups[held.task.foreign],
             "size": note["size"],
             "steps": note["steps"],
+            "limit": note["limit"],
             "dev_nll": note["dev_nll"],
             "train_seconds": note["seconds"],
-            "weights": weights_of(model),
-            **_scores(store, held, model, open_translator),
+            "weights": note["weights"],
+            **task_scores(held, translations),
         }
         step(str(held.task))
     result = {
@@ -190,15 +199,38 @@ def evaluate_baselines(
     return result
 
 
-def _scores(
-    store: Store,
-    held: HeldOut,
-    model: Transformer,
+def translate_baselines(
+    run: Run,
+    evaluation: EvaluateConfig,
+    config: BaselineConfig,
     open_translator: Callable[[Transformer], AnyTranslator],
-) -> dict[str, Any]:
-    """A baseline's scores, by the code that gives the run its own."""
-    found = translate_all(store, [held], lambda: open_translator(model))
-    return task_scores(held, found[str(held.task)])
+    devices: Sequence[jax.Device] | None = None,
+    progress: Progress | None = None,
+) -> list[tuple[HeldOut, dict[str, Any], list[Translation]]]:
+    """Train what is missing; for each task its sentences, its baseline's note and translations.
+
+    Weights are read only where translations are missing.
+    """
+    progress = progress or Silent()
+    tasks = tasks_of(run.tokenizer, evaluation.languages)
+    sets = held_out(run.corpus, tasks, evaluation.split, evaluation.sentences)
+    wanted = plan_baselines(run, [held.task for held in sets], config)
+    train_baselines(run, wanted, config, devices, progress)
+    step = progress.stage("translate with baselines", len(sets))
+    found = []
+    search = (evaluation.split, evaluation.beam, evaluation.alpha)
+    for held, baseline in zip(sets, wanted, strict=True):
+        note = read_note(run.folder, baseline) or {}
+        place = folder_of(run.folder, f"baseline-{held.task}", *search)
+        store = Store(place, {"weights": note["system"]})
+
+        def translator(baseline: Baseline = baseline) -> AnyTranslator:
+            return open_translator(read_model(run.folder, baseline))
+
+        translations = translate_all(store, [held], translator, rows=evaluation.rows)
+        found.append((held, note, translations[str(held.task)]))
+        step(str(held.task))
+    return found
 
 
 def read_model(run: Path, baseline: Baseline) -> Transformer:
@@ -216,7 +248,9 @@ def read_note(run: Path, baseline: Baseline) -> dict[str, Any] | None:
         note = json.loads((_place(run, baseline) / "note.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return note if note.get("digest") == baseline.digest else None
+    # Older notes name no system: their baselines are trained again.
+    same = note.get("digest") == baseline.digest and "system" in note
+    return note if same else None
 
 
 def write_tree(path: Path, tree: Any) -> None:

@@ -7,6 +7,7 @@ fresh weights show that the test can fail.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -20,8 +21,21 @@ from gshard.mt import atomic
 from gshard.mt.data.splits import fingerprint
 from gshard.mt.errors import UserError
 from gshard.mt.evaluation.heldout import HeldOut, held_out, tasks_of
-from gshard.mt.evaluation.scores import FEW, averages, resource_groups, score, sentence_chrf
-from gshard.mt.evaluation.store import AnyTranslator, Store, Translation, folder_of, translate_all
+from gshard.mt.evaluation.scores import (
+    FEW,
+    Scores,
+    averages,
+    resource_groups,
+    score,
+    sentence_chrf,
+)
+from gshard.mt.evaluation.store import (
+    AnyTranslator,
+    Store,
+    Translation,
+    folder_of,
+    translate_all,
+)
 from gshard.mt.progress import Progress, Silent
 
 if TYPE_CHECKING:
@@ -45,6 +59,9 @@ class EvaluateConfig:
     checkpoint: str = "best"  # or "last", or a step
     untrained: bool = False  # measure fresh weights too
     examples: int = 3  # of each task, to read
+    rows: int = 0  # sentences searched at a time; 0 is 32 on a CPU and 128 elsewhere
+    longest: int = 0  # source tokens of a sentence that is not cut; 0 is those of a training row
+    shortest: int = 16  # source tokens of the smallest program, of twice that the next, ...
 
     def __post_init__(self) -> None:
         if self.beam < 1:
@@ -84,10 +101,10 @@ def evaluate(
     tasks = tasks_of(run.tokenizer, config.languages)
     sets = held_out(run.corpus, tasks, config.split, config.sentences)
     system = open_system(config.checkpoint)
-    store, found = _translations(run.folder, system, config, sets, progress, "translate")
+    store, found = translations(run.folder, system, config, sets, progress)
     fresh: dict[str, list[Translation]] = {}
     if config.untrained:
-        _, fresh = _translations(
+        _, fresh = translations(
             run.folder, open_system("untrained"), config, sets, progress, "untrained"
         )
 
@@ -101,7 +118,7 @@ def evaluate(
             **task_scores(held, found[name], fresh.get(name)),
         }
         step(name)
-    loads = _loads(store.folder, system, sets, progress)
+    loads = loads_of(store.folder, system, sets, progress)
     result: dict[str, Any] = {
         "version": VERSION,
         "run": run.name,
@@ -129,7 +146,7 @@ def task_scores(
     """The scores of one task, and those of copying its source."""
     target = held.task.target
     scores = score([s.text for s in found], held.references, target)
-    copied = score(held.sources, held.references, target)
+    copied = _copied(held)
     measured: dict[str, Any] = {
         "language": held.task.foreign,
         "target": target,
@@ -148,6 +165,12 @@ def task_scores(
         scores = score([s.text for s in untrained], held.references, target)
         measured |= {"untrained_bleu": scores.bleu, "untrained_chrf": scores.chrf}
     return measured
+
+
+@functools.lru_cache(maxsize=256)
+def _copied(held: HeldOut) -> Scores:
+    """The scores of copying the source, the same for all systems that are measured in a row."""
+    return score(held.sources, held.references, held.task.target)
 
 
 def signatures(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -210,9 +233,9 @@ def search_of(run: Run, config: EvaluateConfig) -> TranslateConfig:
 
     from gshard.mt.decoding.translator import TranslateConfig
 
-    rows = 32 if jax.default_backend() == "cpu" else 128
-    longest = max(run.config.batch.source_length, 16)
-    return TranslateConfig(config.beam, 1, config.alpha, rows, longest)
+    rows = config.rows or (32 if jax.default_backend() == "cpu" else 128)
+    longest = config.longest or max(run.config.batch.source_length, 16)
+    return TranslateConfig(config.beam, 1, config.alpha, rows, longest, shortest=config.shortest)
 
 
 def digest_of(model: Transformer, tokenizer: str) -> str:
@@ -247,20 +270,21 @@ def read_results(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and found.get("version") == VERSION else None
 
 
-def _translations(
+def translations(
     folder: Path,
     system: System,
     config: EvaluateConfig,
     sets: Sequence[HeldOut],
     progress: Progress,
-    stage: str,
+    stage: str = "translate",
 ) -> tuple[Store, dict[str, list[Translation]]]:
+    """What a system makes of every set, and where that is kept."""
     place = folder_of(folder, f"step-{system.step}", config.split, config.beam, config.alpha)
     store = Store(place, {"weights": system.digest})
-    return store, translate_all(store, sets, system.translator, progress, stage)
+    return store, translate_all(store, sets, system.translator, progress, stage, config.rows)
 
 
-def _loads(
+def loads_of(
     folder: Path, system: System, sets: Sequence[HeldOut], progress: Progress
 ) -> Mapping[str, Any]:
     """The expert loads, counted once for each choice of sentences."""

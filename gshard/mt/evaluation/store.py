@@ -98,6 +98,7 @@ def translate_all(
     open_translator: Callable[[], AnyTranslator],
     progress: Progress | None = None,
     stage: str = "translate",
+    rows: int = 0,
 ) -> dict[str, list[Translation]]:
     """The translations of every set, in order; what `store` lacks is translated and added to it.
 
@@ -112,7 +113,8 @@ def translate_all(
     chunks = []
     for target, mine in texts.items():
         ordered = sorted(mine, key=len, reverse=True)
-        chunks += [(target, ordered[i : i + CHUNK]) for i in range(0, len(ordered), CHUNK)]
+        size = max(CHUNK, rows)  # of a translator that takes so many at a time
+        chunks += [(target, ordered[i : i + size]) for i in range(0, len(ordered), size)]
     if chunks:
         step = (progress or Silent()).stage(stage, len(chunks))
         translator = open_translator()

@@ -40,6 +40,8 @@ class Outcome:
     signal: int  # that stopped it, or 0
     best: int  # the step of the best checkpoint
     waited: float  # share of the time that was spent waiting for batches
+    seconds: float = 0.0  # of training, all stretches together
+    tokens: float = 0.0  # target tokens
 
 
 def train(run: Run, progress: TrainingProgress, back_to: int | None = None) -> Outcome:
@@ -54,7 +56,9 @@ def train(run: Run, progress: TrainingProgress, back_to: int | None = None) -> O
         raise UserError(f"{run.folder} has no checkpoint of step {back_to}; there are {there}")
     if back_to is None and checkpoints.steps and checkpoints.steps[-1] >= run.config.train.steps:
         progress.note(f"step {checkpoints.steps[-1]:,} is reached already")
-        return Outcome(checkpoints.steps[-1], 0, checkpoints.best(), 0.0)
+        note = checkpoints.newest_note() or {}
+        spent = (float(note.get(name, 0.0)) for name in ("seconds", "tokens"))
+        return Outcome(checkpoints.steps[-1], 0, checkpoints.best(), 0.0, *spent)
     _refuse_changes(run, checkpoints)
     devices = hosts.chosen(run.config.devices)
     programs = Programs(run.config, run.model_config, devices, hosts.strategy(run.config.devices))
@@ -172,7 +176,8 @@ class _Loop:
             if self.journal:
                 self.journal.close()
         waited = self.waited / self.seconds if self.seconds else 0.0
-        return Outcome(step, stop.signal, self.checkpoints.best(), waited)
+        best = self.checkpoints.best()
+        return Outcome(step, stop.signal, best, waited, self.seconds, self.tokens)
 
     def _finish(self, step: int, saved: int, state: RunState, data: dict[str, int]) -> None:
         """Save the last state, which must be worth it, and wait until it is on disk."""

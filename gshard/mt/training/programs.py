@@ -21,7 +21,14 @@ from gshard.mt.config import OptimizerConfig, RunConfig
 from gshard.mt.training import guard
 from gshard.nn.config import Batch, TransformerConfig
 from gshard.nn.optimizer import adafactor, adam, inverse_sqrt
-from gshard.nn.step import StepMetrics, TrainState, eval_step, init_state, train_step
+from gshard.nn.step import (
+    Optimizer,
+    StepMetrics,
+    TrainState,
+    eval_step,
+    init_state,
+    train_step,
+)
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Transformer
 
@@ -52,10 +59,10 @@ def schedule(config: OptimizerConfig) -> optax.Schedule:
     return rate
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig) -> Optimizer:
     """The optimizer that the configuration names."""
     rate = schedule(config)
-    return adafactor(rate) if config.name == "adafactor" else adam(rate)
+    return adafactor(rate, fused=config.fused) if config.name == "adafactor" else adam(rate)
 
 
 class Programs:
@@ -114,6 +121,18 @@ class Programs:
         self._compiled[_shapes_of(arrays)] = lowered.compile()
         state, _, _ = lowered.in_info
         return state
+
+    def compile_all(self, arrays: Arrays) -> int:
+        """Compile everything for JAX's cache, and hold no array; how many programs there are."""
+        shapes = self.compile(arrays)
+        batch = self._global(_local(arrays))
+        for lowered in (
+            self._first.lower(self._key),
+            self._dev.lower(shapes.train.model, batch),
+            self._finite.lower(shapes.train),
+        ):
+            lowered.compile()
+        return 4
 
     def step(self, state: RunState, arrays: Arrays) -> tuple[RunState, Figures]:
         """One update from this host's part of a batch; `state` is used up."""
