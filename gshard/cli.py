@@ -19,7 +19,7 @@ try:
 except ImportError:
     sys.exit("the gshard command needs more packages: pip install 'gshard[mt]'")
 
-from gshard.mt.commands import data, evaluate, launch, report, serve, train, translate
+from gshard.mt.commands import data, evaluate, launch, report, serve, study, train, translate
 from gshard.mt.errors import UserError
 from gshard.mt.launch import status
 from gshard.planning import commands as planning
@@ -52,6 +52,7 @@ app.command()(evaluate.evaluate)
 app.command()(translate.translate)
 app.command()(serve.serve)
 app.command()(report.report)
+app.command()(study.study)
 app.command()(planning.forecast)
 app.command()(planning.explain)
 app.command()(planning.interval)

@@ -1,0 +1,98 @@
+"""`gshard study`: a plan of runs, worked through by one command, and a report over all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from gshard.mt.study.plan import Plan
+
+PlanFile = Annotated[Path, typer.Argument(help="the plan, a TOML file")]
+Status = Annotated[bool, typer.Option("--status", help="show what is done and what is next, only")]
+Report = Annotated[bool, typer.Option("--report", help="write the report of what is scored, only")]
+Only = Annotated[
+    str, typer.Option(help="names of runs, or `baselines`, with commas between them [all]")
+]
+Until = Annotated[str, typer.Option(help="trained, translated or scored: the last stage to do")]
+Seconds = Annotated[
+    float, typer.Option(help="begin nothing after so long, and stop a training [no limit]")
+]
+Ahead = Annotated[
+    int, typer.Option(help="processes that compile the programs of all runs beforehand", min=0)
+]
+Out = Annotated[Path | None, typer.Option(help="folder of the report [FOLDER/report]")]
+
+
+def study(
+    plan: PlanFile,
+    status: Status = False,
+    report: Report = False,
+    only: Only = "",
+    until: Until = "scored",
+    seconds: Seconds = float("inf"),
+    compile_ahead: Ahead = 0,
+    out: Out = None,
+) -> None:
+    """Train, translate and score the runs of a plan; the same command goes on where it stopped."""
+    from gshard.mt.study.plan import read_plan
+
+    opened = read_plan(plan)
+    if not (status or report):
+        _work(opened, only, until, seconds, compile_ahead)
+    if status or not report:
+        _show(opened)
+    if report or (until == "scored" and not status):
+        _report(opened, out)
+
+
+def _work(plan: Plan, only: str, until: str, seconds: float, processes: int) -> None:
+    from gshard.mt import hosts
+    from gshard.mt.commands import show
+    from gshard.mt.commands.display import TrainDisplay
+    from gshard.mt.data.corpus import Corpus
+    from gshard.mt.errors import UserError, nearest
+    from gshard.mt.study.ledger import STAGES
+    from gshard.mt.study.queue import Shown, Wanted, work
+
+    if until not in STAGES[2:]:
+        raise UserError(
+            f"no stage {until!r}{nearest(until, STAGES[2:])}; there are {', '.join(STAGES[2:])}"
+        )
+    Corpus.open(plan.runs[0].config.data.corpus)
+    hosts.start(plan.runs[0].config.devices.count)
+    hosts.cache_programs()
+
+    def note(text: str) -> None:
+        show.console.print(text, markup=False, soft_wrap=True, highlight=False)
+
+    names = tuple(name for name in only.split(",") if name)
+    stage = next(stage for stage in STAGES if stage == until)
+    shown = Shown(note, TrainDisplay, show.bars)
+    try:
+        done = work(plan, Wanted(stage, names, seconds, processes), shown)
+    except KeyboardInterrupt:
+        note("interrupted; the same command goes on from here")
+        raise typer.Exit(130) from None
+    if not done:
+        _show(plan)
+        raise typer.Exit(0 if seconds < float("inf") else 130)
+
+
+def _show(plan: Plan) -> None:
+    from gshard.mt.commands.show import console
+    from gshard.mt.study.overview import lines, overview_table
+
+    console.print(overview_table(plan))
+    for line in lines(plan):
+        console.print(line, markup=False, soft_wrap=True, highlight=False)
+
+
+def _report(plan: Plan, out: Path | None) -> None:
+    from gshard.mt.commands.show import console
+    from gshard.mt.study.results import write_results
+
+    for path in write_results(plan, out or plan.folder / "report"):
+        console.print(f"written: {path}", markup=False, soft_wrap=True, highlight=False)

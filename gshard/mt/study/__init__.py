@@ -1,0 +1,1 @@
+"""`gshard study`: many runs planned in one file, trained one after another, compared at the end."""

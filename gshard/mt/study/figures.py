@@ -1,0 +1,170 @@
+"""The arithmetic of a study's figures and tables, from what its runs left behind.
+
+The paper's figure is Delta-BLEU by language, the languages in order of their text and smoothed over
+ten; its table has the cost beside the quality; its efficiency figure says what a training loss
+costs. All of it is computed here from plain values, so that a test can do it again by hand.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gshard.mt.evaluation.baselines import BASELINES
+from gshard.mt.evaluation.evaluate import EVALUATION
+from gshard.mt.report import measures
+from gshard.mt.study.ledger import TRAINED, read_json
+from gshard.mt.study.plan import Plan
+
+METRICS = ("bleu", "chrf")
+GROUPS = ("all", "high", "mid", "low")
+
+
+@dataclass(frozen=True)
+class Model:
+    """One scored run: its cost, its scores by language, and its losses on the way."""
+
+    name: str
+    label: str
+    layers: int
+    experts: int
+    seed: int
+    weights: int
+    step: int
+    tokens: float
+    seconds: float
+    device: str
+    scores: Mapping[str, Mapping[str, Any]]  # by task, as evaluation.json has them
+    curve: Sequence[tuple[float, float, float]]  # tokens, seconds, training cross-entropy
+    dev: Sequence[tuple[float, float, float]]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Target tokens a second, over the whole training."""
+        return self.tokens / max(self.seconds, 1e-9)
+
+    def mean(self, metric: str, group: str = "all") -> float | None:
+        """The mean score of a group of languages."""
+        members = [task for task in self.scores.values() if group in ("all", task["group"])]
+        return measures.mean(task[metric] for task in members)
+
+
+def models(plan: Plan) -> list[Model]:
+    """The runs that are scored, in the order of the plan."""
+    found = []
+    for run in plan.runs:
+        place = plan.place(run.name)
+        scores, trained = read_json(place / EVALUATION), read_json(place / TRAINED)
+        if scores is None or trained is None:
+            continue
+        shape = run.config.model
+        train, dev = _curves(place)
+        found.append(
+            Model(
+                run.name,
+                run.label,
+                shape.encoder_layers + shape.decoder_layers,
+                shape.experts,
+                run.config.train.seed,
+                scores["weights"],
+                trained["step"],
+                trained["tokens"],
+                trained["seconds"],
+                trained.get("device", ""),
+                scores["tasks"],
+                train,
+                dev,
+            )
+        )
+    return found
+
+
+def _curves(place: Path) -> tuple[Any, Any]:
+    from gshard.mt.report.gathered import gather
+
+    (run,) = gather([place])
+    found = []
+    for records, smooth in ((run.train, True), (run.dev, False)):
+        curve = measures.curve(records, smooth=smooth)
+        points = zip(curve.records, curve.smoothed, strict=True)
+        found.append([(record["tokens"], record["seconds"], value) for record, value in points])
+    return found[0], found[1]
+
+
+def baselines(plan: Plan) -> dict[str, Mapping[str, Any]]:
+    """The scores of the bilingual models, by task; {} if there are none."""
+    if plan.baselines is None:
+        return {}
+    found = read_json(plan.place(plan.baselines.of) / BASELINES)
+    return dict(found["tasks"]) if found else {}
+
+
+def by_resource(tasks: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The tasks, the one with the most training pairs first."""
+    return sorted(tasks, key=lambda name: (-tasks[name]["train_pairs"], name))
+
+
+def deltas(
+    model: Model, zero: Mapping[str, Mapping[str, Any]], order: Sequence[str], metric: str
+) -> list[float | None]:
+    """The score of each task over its baseline's; None where one of the two is missing."""
+    return [
+        model.scores[name][metric] - zero[name][metric]
+        if name in model.scores and name in zero
+        else None
+        for name in order
+    ]
+
+
+def smoothed(values: Sequence[float | None]) -> list[float | None]:
+    """The paper's smoothing: the mean over ten languages around each."""
+    return measures.centred_mean(values)
+
+
+def mean_delta(
+    model: Model, zero: Mapping[str, Mapping[str, Any]], metric: str, group: str = "all"
+) -> float | None:
+    """The mean over the languages of a group of what a model is above its baselines."""
+    names = [name for name, task in model.scores.items() if group in ("all", task["group"])]
+    return measures.mean(deltas(model, zero, names, metric))
+
+
+def at_equal_cost(curve: Sequence[tuple[float, float, float]], seconds: float) -> float | None:
+    """The loss of a curve after so many seconds, between its points; None past its end."""
+    times = [point[1] for point in curve]
+    if not times or seconds > times[-1] * 1.01:
+        return None
+    place = min(bisect.bisect_left(times, seconds), len(times) - 1)
+    if place == 0 or times[place] <= seconds:
+        return curve[place][2]
+    (_, t0, a), (_, t1, b) = curve[place - 1], curve[place]
+    return a + (b - a) * (seconds - t0) / (t1 - t0)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """When the models first had a loss: (tokens, seconds) of each, or None."""
+
+    loss: float
+    when: tuple[tuple[float, float] | None, ...]
+
+
+def efficiency(found: Sequence[Model]) -> list[Reached]:
+    """What each of some round training losses cost each model."""
+    curves = [
+        measures.Curve(
+            tuple({"tokens": t, "seconds": s} for t, s, _ in model.curve),
+            tuple(nll for _, _, nll in model.curve),
+            1,
+        )
+        for model in found
+    ]
+    rows = []
+    for loss in measures.thresholds(curves):
+        records = [curve.reached(loss) for curve in curves]
+        when = tuple((r["tokens"], r["seconds"]) if r else None for r in records)
+        rows.append(Reached(loss, when))
+    return rows

@@ -1,0 +1,119 @@
+"""How far a study is, told by the folders of its runs: nothing else is remembered.
+
+A stage that ended leaves a small file in the run's folder (`trained.json`, `translated.json`,
+`evaluation.json`), so that a study goes on after any interruption, on another machine too, to which
+only these and the translations have to be copied to be scored there.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from gshard.mt.evaluation.baselines import BASELINES
+from gshard.mt.evaluation.evaluate import EVALUATION
+from gshard.mt.run import METRICS
+from gshard.mt.study.plan import Plan, PlannedRun
+
+Stage = Literal["waiting", "begun", "trained", "translated", "scored"]
+STAGES: tuple[Stage, ...] = ("waiting", "begun", "trained", "translated", "scored")
+TRAINED, TRANSLATED = "trained.json", "translated.json"
+BASELINES_TRANSLATED = "baselines-translated.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known of one run of a study."""
+
+    name: str
+    label: str
+    stage: Stage
+    length: str  # as the plan has it
+    step: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    dev_nll: float | None = None
+    bleu: float | None = None
+    chrf: float | None = None
+
+    def reached(self, stage: Stage) -> bool:
+        """Whether that stage is done."""
+        return STAGES.index(self.stage) >= STAGES.index(stage)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file; None if there is none, or half of one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def entry(plan: Plan, run: PlannedRun) -> Entry:
+    """How far a run is."""
+    place = plan.place(run.name)
+    trained, translated = read_json(place / TRAINED), read_json(place / TRANSLATED)
+    scores = read_json(place / EVALUATION)
+    records = _records(place / METRICS)
+    dev = [record for record in records if record.get("kind") == "dev"]
+    last: dict[str, Any] = trained or (records[-1] if records else {})
+    stage: Stage = "begun" if records else "waiting"
+    if trained:
+        stage = "trained"
+        if translated and translated["step"] == trained["step"]:
+            stage = "translated"
+            if scores and scores.get("checkpoint") == translated["step"]:
+                stage = "scored"
+    means = scores["averages"]["all"] if scores and stage == "scored" else {}
+    return Entry(
+        run.name,
+        run.label,
+        stage,
+        length_of(run),
+        int(last.get("step", 0)),
+        float(last.get("tokens", 0.0)),
+        float(last.get("seconds", 0.0)),
+        float(dev[-1]["nll"]) if dev and dev[-1].get("nll") is not None else None,
+        means.get("bleu"),
+        means.get("chrf"),
+    )
+
+
+def length_of(run: PlannedRun) -> str:
+    """How long a run is planned, in words."""
+    if run.seconds_of:
+        return f"as long as {run.seconds_of}"
+    if run.seconds:
+        return f"{run.seconds:g} s"
+    return f"{run.tokens:,} tokens" if run.tokens else f"{run.steps:,} steps"
+
+
+def baselines_stage(plan: Plan) -> Stage | None:
+    """How far the baselines are; None if none are planned."""
+    if plan.baselines is None:
+        return None
+    place = plan.place(plan.baselines.of)
+    if (place / BASELINES).is_file():
+        return "scored"
+    if (place / BASELINES_TRANSLATED).is_file():
+        return "translated"
+    return "begun" if (place / "baselines").is_dir() else "waiting"
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            found.append(record)
+    return found

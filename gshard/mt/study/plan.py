@@ -1,0 +1,245 @@
+"""A study as it is written down: a TOML file with its runs, their baselines and how to measure.
+
+    corpus = "m4"                        # a gathered corpus; paths are seen from the plan
+    folder = "runs"                      # where the runs go; beside the plan, if not said
+    preset = "small"
+
+    [settings.model]                     # of every run, as `gshard train` takes them
+    model_dim = 256
+
+    [evaluate]
+    sentences = 100                      # of each language; 0 is all
+
+    [baselines]
+    of = "dense"                         # bilingual models with this run's vocabulary and lengths
+
+    [[runs]]
+    name = "dense"
+    steps = 2000                         # or tokens, or seconds, or seconds_of = another run
+    settings.model.experts = 0
+
+A run may begin where another one ended (`goes_on_from`), which must differ in its length alone.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from gshard.mt.config import RunConfig, conflicts, override, read
+from gshard.mt.errors import UserError, nearest
+from gshard.mt.evaluation.baseline_plan import SIZES, BaselineConfig, Size, of_steps
+from gshard.mt.evaluation.evaluate import EvaluateConfig
+from gshard.mt.presets import PRESETS, preset
+
+ENDLESS = 1_000_000_000  # steps of a run that a number of seconds ends
+_LENGTHS = ("steps", "tokens", "seconds", "seconds_of")
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a study; exactly one of `steps`, `tokens`, `seconds`, `seconds_of` is given."""
+
+    name: str
+    config: RunConfig
+    steps: int = 0
+    tokens: int = 0  # target tokens
+    seconds: float = 0.0  # of training, without compiling
+    seconds_of: str = ""  # as many as that run took
+    goes_on_from: str = ""
+    label: str = ""  # what figures call it
+
+
+@dataclass(frozen=True)
+class PlannedBaselines:
+    """The bilingual models of a study: the run whose vocabulary they share, and their training."""
+
+    of: str
+    config: BaselineConfig
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of a study."""
+
+    path: Path
+    folder: Path
+    runs: tuple[PlannedRun, ...]
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    baselines: PlannedBaselines | None = None
+    compare: tuple[tuple[str, str], ...] = ()  # pairs of runs that the bootstrap is made for
+
+    def run(self, name: str) -> PlannedRun:
+        """The run of that name."""
+        for run in self.runs:
+            if run.name == name:
+                return run
+        known = [run.name for run in self.runs]
+        raise UserError(f"{self.path} plans no run {name!r}{nearest(name, known)}")
+
+    def place(self, name: str) -> Path:
+        """The folder of a run."""
+        return self.folder / name
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan in a file; an error names what is wrong in it and where."""
+    path = Path(path)
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"no plan at {path}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is no TOML: {error}") from None
+    known = ("corpus", "folder", "preset", "settings", "evaluate", "baselines", "compare", "runs")
+    _refuse_unknown(found, known, path, "")
+    runs = tuple(_runs(found, path))
+    plan = Plan(
+        path=path,
+        folder=path.parent / _text(found, "folder", path, path.stem),
+        runs=runs,
+        evaluate=_evaluate(found.get("evaluate", {}), path),
+        baselines=_baselines(found["baselines"], path) if "baselines" in found else None,
+        compare=_compare(found.get("compare", []), path),
+    )
+    for run in runs:
+        _check_order(plan, run)
+    if plan.baselines:
+        plan.run(plan.baselines.of)
+    for pair in plan.compare:
+        for name in pair:
+            plan.run(name)
+    return plan
+
+
+def _runs(found: Mapping[str, Any], path: Path) -> Iterator[PlannedRun]:
+    entries = found.get("runs", [])
+    if not isinstance(entries, list) or not entries:
+        raise UserError(f"{path} plans no runs: each is a table [[runs]] with a name")
+    names: set[str] = set()
+    for entry in entries:
+        name = entry.get("name") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or not name or Path(name).name != name:
+            raise UserError(f"{path}: the name of a run is {name!r}; it names its folder")
+        if name in names:
+            raise UserError(f"{path}: two runs are called {name!r}")
+        names.add(name)
+        known = (*_LENGTHS, "name", "preset", "seed", "settings", "goes_on_from", "label")
+        _refuse_unknown(entry, known, path, f"run {name!r}: ")
+        yield _run(found, entry, name, path)
+
+
+def _run(found: Mapping[str, Any], entry: Mapping[str, Any], name: str, path: Path) -> PlannedRun:
+    given = [length for length in _LENGTHS if length in entry]
+    if len(given) != 1:
+        raise UserError(
+            f"{path}: run {name!r} has {' and '.join(given) or 'no length'}; "
+            f"it needs one of {', '.join(_LENGTHS)}"
+        )
+    (length,) = given
+    value = entry[length]
+    if (length == "seconds_of") != isinstance(value, str) or (
+        not isinstance(value, str) and (isinstance(value, bool) or not value > 0)
+    ):
+        raise UserError(f"{path}: run {name!r}: {length} = {value!r}")
+    corpus = path.parent / _text(found, "corpus", path, "corpus")
+    base = _base(_text(entry, "preset", path, _text(found, "preset", path, "tiny")), path)
+    settings = [f"name={name}", f"data.corpus={corpus}"]
+    settings += assignments(found.get("settings", {}))
+    settings += assignments(entry.get("settings", {}))
+    settings += [f"train.seed={entry['seed']}"] if "seed" in entry else []
+    settings += [f"train.steps={value if length == 'steps' else ENDLESS}"]
+    try:
+        config = override(base, settings)
+    except UserError as error:
+        raise UserError(f"{path}: run {name!r}: {error}") from None
+    planned = PlannedRun(
+        name,
+        config,
+        goes_on_from=entry.get("goes_on_from", ""),
+        label=entry.get("label", name),
+    )
+    changes: dict[str, Any] = {length: value}
+    return replace(planned, **changes)
+
+
+def _base(name: str, path: Path) -> RunConfig:
+    """A preset, or the configuration in a file beside the plan."""
+    if name not in PRESETS and (path.parent / name).is_file():
+        return read(path.parent / name)
+    return preset(name)
+
+
+def assignments(table: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Nested tables as the `name=value` of the command line."""
+    found = []
+    for name, value in table.items():
+        if isinstance(value, dict):
+            found += assignments(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            found.append(f"{prefix}{name}={','.join(map(str, value))}")
+        else:
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            found.append(f"{prefix}{name}={text}")
+    return found
+
+
+def _check_order(plan: Plan, run: PlannedRun) -> None:
+    """That a run waits only for earlier ones, and goes on only from one with its own settings."""
+    names = [each.name for each in plan.runs]
+    for other in filter(None, (run.seconds_of, run.goes_on_from)):
+        if names.index(plan.run(other).name) >= names.index(run.name):
+            raise UserError(f"{plan.path}: {run.name!r} needs {other!r}, which comes after it")
+    if run.goes_on_from and (different := conflicts(plan.run(run.goes_on_from).config, run.config)):
+        lines = "; ".join(different)
+        raise UserError(
+            f"{plan.path}: {run.name!r} cannot go on from {run.goes_on_from!r}: {lines}"
+        )
+
+
+def _evaluate(table: Mapping[str, Any], path: Path) -> EvaluateConfig:
+    return EvaluateConfig(**_checked(table, EvaluateConfig, path, "evaluate"))
+
+
+def _baselines(table: Mapping[str, Any], path: Path) -> PlannedBaselines:
+    known = ("of", "steps", "models", "seed", "workers", "sizes")
+    _refuse_unknown(table, known, path, "baselines: ")
+    if not isinstance(table.get("of"), str):
+        raise UserError(f"{path}: baselines need `of`, the run whose vocabulary they share")
+    sizes: tuple[Size, ...] = SIZES
+    if "sizes" in table:
+        each = (Size(**_checked(size, Size, path, "baselines.sizes")) for size in table["sizes"])
+        sizes = tuple(sorted(each, key=lambda size: -size.pairs))
+        if not sizes or sizes[-1].pairs:
+            raise UserError(f"{path}: one of the baselines' sizes must be for 0 pairs and more")
+    config = of_steps(table.get("steps", BaselineConfig().steps))
+    more = {name: table[name] for name in ("models", "seed", "workers") if name in table}
+    return PlannedBaselines(table["of"], replace(config, sizes=sizes, **more))
+
+
+def _compare(pairs: Any, path: Path) -> tuple[tuple[str, str], ...]:
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise UserError(f"{path}: compare is a list of pairs of runs")
+    return tuple((str(a), str(b)) for a, b in pairs)
+
+
+def _checked(table: Mapping[str, Any], kind: Any, path: Path, where: str) -> dict[str, Any]:
+    """The values of a table that become the fields of `kind`."""
+    _refuse_unknown(table, [each.name for each in fields(kind)], path, f"{where}: ")
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in table.items()}
+
+
+def _refuse_unknown(table: Mapping[str, Any], known: Sequence[str], path: Path, where: str) -> None:
+    for name in table:
+        if name not in known:
+            raise UserError(f"{path}: {where}no entry {name!r}{nearest(name, known)}")
+
+
+def _text(table: Mapping[str, Any], name: str, path: Path, usual: str) -> str:
+    value = table.get(name, usual)
+    if not isinstance(value, str):
+        raise UserError(f"{path}: {name} is {value!r}, which is not text")
+    return value

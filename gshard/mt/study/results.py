@@ -1,0 +1,228 @@
+"""The report of a study: the paper's figures and tables as files, and the page of all its runs.
+
+`study.json` has every number that the tables and figures show; `tables.md` is for documents;
+`report.html` is the page of `gshard report` over all runs that have begun.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gshard.mt import atomic
+from gshard.mt.errors import UserError
+from gshard.mt.evaluation.evaluate import EVALUATION, EvaluateConfig
+from gshard.mt.evaluation.heldout import held_out, tasks_of
+from gshard.mt.evaluation.store import Store, folder_of
+from gshard.mt.report import write_report
+from gshard.mt.report.measures import mean
+from gshard.mt.run import METRICS as RECORDS
+from gshard.mt.run import Run
+from gshard.mt.study import figures, plots, tables
+from gshard.mt.study.bootstrap import METRICS, Pair, paired_bootstrap
+from gshard.mt.study.expert_use import layers_of
+from gshard.mt.study.figures import GROUPS, Model
+from gshard.mt.study.ledger import TRANSLATED, entry, read_json
+from gshard.mt.study.plan import Plan
+from gshard.mt.study.recited import recited, training_targets
+
+RESULTS, TABLES = "study.json", "tables.md"
+_RESAMPLES = 1000
+
+
+def write_results(plan: Plan, out: Path) -> list[Path]:
+    """Write what is known of a study into `out`; the files that were written."""
+    found = figures.models(plan)
+    if not found:
+        raise UserError(f"no run of {plan.path} is scored yet (`gshard study {plan.path}`)")
+    zero, before = figures.baselines(plan), read_json(out / RESULTS) or {}
+    equal = min(model.seconds for model in found)
+    out.mkdir(parents=True, exist_ok=True)
+    results = {
+        "plan": plan.path.name,
+        "runs": [dataclasses.asdict(entry(plan, run)) for run in plan.runs],
+        "models": [_summary(model, zero, equal) for model in found],
+        "equal_seconds": equal,
+        "baselines": _baselines(zero),
+        "comparisons": comparisons(plan, found, before),
+        "efficiency": [dataclasses.asdict(row) for row in figures.efficiency(found)],
+        "languages": _languages(found, zero),
+        "experts": _experts(plan, found),
+        "recited": _recited(plan, found, before),
+        "examples": _examples(plan, found),
+    }
+    atomic.write_json(out / RESULTS, results)
+    with atomic.new_file(out / TABLES) as part:
+        part.write_text(tables.all_tables(results), encoding="utf-8")
+    written = [out / RESULTS, out / TABLES, *plots.draw(found, zero, out)]
+    begun = [plan.place(run.name) for run in plan.runs]
+    begun = [place for place in begun if (place / RECORDS).is_file()]
+    page, _ = write_report(begun, out / "report.html")
+    return [*written, page]
+
+
+def _summary(
+    model: Model, zero: Mapping[str, Mapping[str, Any]], equal_seconds: float
+) -> dict[str, Any]:
+    """A row of the paper's table."""
+    summary: dict[str, Any] = {
+        name: getattr(model, name)
+        for name in ("name", "label", "layers", "experts", "seed", "weights", "step", "tokens")
+    }
+    summary |= {"seconds": model.seconds, "tokens_per_second": model.tokens_per_second}
+    summary |= {"device": model.device, "dev_nll": model.dev[-1][2] if model.dev else None}
+    summary["nll_at_equal_cost"] = figures.at_equal_cost(model.curve, equal_seconds)
+    for group in GROUPS:
+        for metric in figures.METRICS:
+            suffix = "" if group == "all" else f"_{group}"
+            summary[f"{metric}{suffix}"] = model.mean(metric, group)
+            summary[f"delta_{metric}{suffix}"] = figures.mean_delta(model, zero, metric, group)
+    return summary
+
+
+def _baselines(zero: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The means of the bilingual models, and what they were."""
+    if not zero:
+        return {}
+    tasks = list(zero.values())
+    means: dict[str, Any] = {"tasks": len(tasks)}
+    for group in GROUPS:
+        members = [task for task in tasks if group in ("all", task["group"])]
+        for metric in figures.METRICS:
+            suffix = "" if group == "all" else f"_{group}"
+            means[f"{metric}{suffix}"] = mean(task[metric] for task in members)
+    means["weights"] = sum(task["weights"] for task in tasks)
+    means["seconds"] = sum(task["train_seconds"] for task in tasks)
+    means["stopped_early"] = sum(task["steps"] < 0.9 * task["limit"] for task in tasks)
+    return means
+
+
+def _languages(
+    found: Sequence[Model], zero: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Every score by language, the one with the most text first."""
+    tasks = {**zero, **{name: task for model in found for name, task in model.scores.items()}}
+    rows = []
+    for name in figures.by_resource(tasks):
+        task = tasks[name]
+        row: dict[str, Any] = {
+            "task": name,
+            "pairs": task["train_pairs"],
+            "group": task["group"],
+            "sentences": task["sentences"],
+        }
+        for metric in figures.METRICS:
+            row[f"baseline_{metric}"] = zero[name][metric] if name in zero else None
+            row[metric] = [
+                model.scores[name][metric] if name in model.scores else None for model in found
+            ]
+        rows.append(row)
+    return rows
+
+
+def _experts(plan: Plan, found: Sequence[Model]) -> dict[str, list[dict[str, Any]]]:
+    """How each mixture's layers use their experts."""
+    uses = {}
+    for model in found:
+        evaluation = read_json(plan.place(model.name) / EVALUATION) or {}
+        if layers := layers_of(evaluation.get("experts", {})):
+            uses[model.label] = [dataclasses.asdict(layer) for layer in layers]
+    return uses
+
+
+def _recited(plan: Plan, found: Sequence[Model], before: Mapping[str, Any]) -> dict[str, Any]:
+    """How much of each model's output is its training text; known ones are not counted again."""
+    digests = {
+        model.name: str((read_json(plan.place(model.name) / TRANSLATED) or {}).get("digest"))
+        for model in found
+    }
+    old = before.get("recited", {})
+    known = {n: old[n] for n, digest in digests.items() if old.get(n, {}).get("digest") == digest}
+    run = Run.open(plan.place(found[0].name))
+    tasks = tasks_of(run.tokenizer, plan.evaluate.languages)
+    train = training_targets(run.corpus, tasks) if len(known) < len(found) else {}
+    for name, digest in digests.items():
+        if name not in known:
+            pairs: dict[str, list[tuple[str, str]]] = {}
+            for pair in paired_translations(plan, name, name).values():
+                outputs = zip(pair.first, pair.references, strict=True)
+                pairs.setdefault(pair.target, []).extend(outputs)
+            known[name] = {"digest": digest, **dataclasses.asdict(recited(pairs, train))}
+    return {model.name: {**known[model.name], "label": model.label} for model in found}
+
+
+def _examples(plan: Plan, found: Sequence[Model]) -> list[dict[str, Any]]:
+    """To read: the first sentence by its hash of the largest, the middle and the least language."""
+    order = figures.by_resource(found[0].scores)
+    shown: list[dict[str, Any]] = []
+    for task in dict.fromkeys(order[place] for place in (0, len(order) // 2, -1)):
+        entry: dict[str, Any] = {}
+        for model in found:
+            evaluation = read_json(plan.place(model.name) / EVALUATION) or {}
+            mine = [each for each in evaluation.get("examples", []) if each["task"] == task]
+            if mine:
+                entry.setdefault("translations", {})[model.label] = mine[0]["translation"]
+                entry |= {name: mine[0][name] for name in ("task", "source", "reference")}
+        shown += [entry] if entry else []
+    return shown
+
+
+def comparisons(
+    plan: Plan, found: Sequence[Model], before: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The bootstraps that the plan asks for; those made before of the same weights are kept."""
+    names = {model.name for model in found}
+    known = {each["key"]: each for each in before.get("comparisons", [])}
+    made = []
+    for first, second in plan.compare:
+        if not {first, second} <= names:
+            continue
+        notes = [read_json(plan.place(name) / TRANSLATED) or {} for name in (first, second)]
+        key = " ".join([first, second, *(note.get("digest", "") for note in notes)])
+        made.append(known.get(key) or _compared(plan, first, second, key))
+    return made
+
+
+def _compared(plan: Plan, first: str, second: str, key: str) -> dict[str, Any]:
+    pairs = paired_translations(plan, first, second)
+    compared: dict[str, Any] = {"key": key, "first": first, "second": second, "groups": {}}
+    scores = read_json(plan.place(first) / EVALUATION) or {"tasks": {}}
+    for group in ("all", "low"):
+        members = [
+            pair for name, pair in pairs.items() if group in ("all", scores["tasks"][name]["group"])
+        ]
+        compared["groups"][group] = {
+            metric: dataclasses.asdict(paired_bootstrap(members, metric, _RESAMPLES))
+            for metric in METRICS
+        }
+    return compared
+
+
+def paired_translations(plan: Plan, first: str, second: str) -> dict[str, Pair]:
+    """What two runs made of the same sentences, by task."""
+    config = plan.evaluate
+    run = Run.open(plan.place(first))
+    sets = held_out(
+        run.corpus, tasks_of(run.tokenizer, config.languages), config.split, config.sentences
+    )
+    stores = [_store(plan.place(name), config) for name in (first, second)]
+    pairs = {}
+    for held in sets:
+        texts = []
+        for store in stores:
+            found = [store.get(held.task.target, source) for source in held.sources]
+            if None in found:
+                raise UserError(f"{store.folder} lacks translations of {held.task}")
+            texts.append(tuple(each.text for each in found if each is not None))
+        pairs[str(held.task)] = Pair(texts[0], texts[1], held.references, held.task.target)
+    return pairs
+
+
+def _store(place: Path, config: EvaluateConfig) -> Store:
+    note = read_json(place / TRANSLATED)
+    if note is None:
+        raise UserError(f"{place} has not been translated with yet")
+    folder = folder_of(place, f"step-{note['step']}", config.split, config.beam, config.alpha)
+    return Store(folder, {"weights": note["digest"]})

@@ -1,0 +1,201 @@
+"""The tables of a study in Markdown, from the numbers in its `study.json`.
+
+`python -m gshard.mt.study.tables STUDY.json` prints them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def all_tables(results: Mapping[str, Any]) -> str:
+    """Every table under its title."""
+    parts = [
+        ("What was run", progress(results)),
+        ("Models", models(results)),
+        ("By resource", resources(results)),
+        ("What a training cross-entropy costs", efficiency(results)),
+        ("Paired bootstrap over languages and sentences", comparisons(results)),
+        ("Translated or recited", recited(results)),
+        ("What the experts learnt", experts(results)),
+        ("Examples", examples(results)),
+        ("Languages", languages(results)),
+    ]
+    return "\n\n".join(f"## {title}\n\n{text}" for title, text in parts if text) + "\n"
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown; all columns but the first stand right."""
+    lines = ["| " + " | ".join(heads) + " |"]
+    lines.append("|" + "|".join(["---"] + ["---:"] * (len(heads) - 1)) + "|")
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def progress(results: Mapping[str, Any]) -> str:
+    """How far each planned run is."""
+    rows = [
+        [run["label"], run["length"], run["stage"], f"{run['step']:,}" if run["step"] else ""]
+        for run in results["runs"]
+    ]
+    return table(["run", "planned", "stage", "steps"], rows)
+
+
+def models(results: Mapping[str, Any]) -> str:
+    """The paper's table: what a model is, what it costs, what it gives."""
+    heads = ["model", "weights", "target tokens", "tokens/s", "minutes", "dev loss"]
+    heads += [f"training loss at {results['equal_seconds']:.0f} s"]
+    heads += ["BLEU", "chrF++", "ΔBLEU", "ΔchrF++"]
+    rows = []
+    for model in results["models"]:
+        rows.append(
+            [
+                model["label"],
+                _millions(model["weights"]),
+                _millions(model["tokens"]),
+                f"{model['tokens_per_second']:,.0f}",
+                f"{model['seconds'] / 60:.2f}",
+                _number(model["dev_nll"], 3),
+                _number(model["nll_at_equal_cost"], 3),
+                _number(model["bleu"]),
+                _number(model["chrf"]),
+                _signed(model["delta_bleu"]),
+                _signed(model["delta_chrf"]),
+            ]
+        )
+    if zero := results["baselines"]:
+        row = [f"{zero['tasks']} bilingual", _millions(zero["weights"]), "", ""]
+        row += [f"{zero['seconds'] / 60:.2f}", "", ""]
+        rows.append([*row, _number(zero["bleu"]), _number(zero["chrf"]), "0", "0"])
+    return _without_empty(heads, rows)
+
+
+def resources(results: Mapping[str, Any]) -> str:
+    """Means by the amount of training text, and over the baselines."""
+    groups = ("high", "mid", "low")
+    heads = ["model"]
+    for metric in ("BLEU", "chrF++"):
+        heads += [f"{metric} {group}" for group in groups]
+    for metric in ("ΔBLEU", "ΔchrF++"):
+        heads += [f"{metric} {group}" for group in groups]
+    rows = []
+    for model in results["models"]:
+        row = [model["label"]]
+        for metric in ("bleu", "chrf"):
+            row += [_number(model[f"{metric}_{group}"]) for group in groups]
+        for metric in ("bleu", "chrf"):
+            row += [_signed(model[f"delta_{metric}_{group}"]) for group in groups]
+        rows.append(row)
+    if zero := results["baselines"]:
+        row = [f"{zero['tasks']} bilingual"]
+        for metric in ("bleu", "chrf"):
+            row += [_number(zero[f"{metric}_{group}"]) for group in groups]
+        rows.append([*row, *["0"] * 6])
+    return _without_empty(heads, rows)
+
+
+def efficiency(results: Mapping[str, Any]) -> str:
+    """Tokens and minutes to a loss, by model."""
+    names = [model["label"] for model in results["models"]]
+    rows = []
+    for row in results["efficiency"]:
+        cells = [
+            "" if when is None else f"{when[0] / 1e6:.1f}M, {when[1] / 60:.2f} min"
+            for when in row["when"]
+        ]
+        rows.append([f"{row['loss']:g}", *cells])
+    return table(["cross-entropy", *names], rows) if rows else ""
+
+
+def comparisons(results: Mapping[str, Any]) -> str:
+    """How sure it is that one model is better than another."""
+    rows = []
+    for each in results["comparisons"]:
+        for group, metrics in each["groups"].items():
+            for metric, title in (("bleu", "BLEU"), ("chrf", "chrF++")):
+                found = metrics[metric]
+                interval = f"{found['low']:+.2f} to {found['high']:+.2f}"
+                languages = f"{group} ({found['languages']})"
+                row = [f"{each['first']} over {each['second']}", languages, title]
+                rows.append([*row, _signed(found["mean"], 2), interval, f"{found['p']:.3f}"])
+    heads = ["comparison", "languages", "score", "difference", "95% interval", "p"]
+    return table(heads, rows) if rows else ""
+
+
+def recited(results: Mapping[str, Any]) -> str:
+    """How much of a model's output is a sentence of its training text."""
+    rows = [
+        [
+            each["label"],
+            f"{each['verbatim']:.1%}",
+            f"{each['exact']:.1%}",
+            f"{each['length']:.2f}",
+        ]
+        for each in results["recited"].values()
+    ]
+    heads = ["model", "sentences of the training text", "exactly the reference", "length"]
+    return table(heads, rows)
+
+
+def experts(results: Mapping[str, Any]) -> str:
+    """Bits that an expert tells about the language, and pairs that use the experts most alike."""
+    rows = []
+    for label, layers in results["experts"].items():
+        for layer in layers:
+            mutual = sorted(
+                f"{a.partition('-')[0]} and {b.partition('-')[0]}"
+                for a, b in layer["nearest"].items()
+                if a < b and layer["nearest"][b] == a
+            )
+            place = f"{layer['side']} {layer['layer'] + 1}"
+            rows.append([label, place, f"{layer['bits']:.2f}", ", ".join(mutual[:12])])
+    heads = ["model", "layer", "bits", "nearest to each other, the first twelve by name"]
+    return table(heads, rows) if rows else ""
+
+
+def examples(results: Mapping[str, Any]) -> str:
+    """What each model makes of a few sentences."""
+    parts = []
+    for each in results["examples"]:
+        rows = [["source", each["source"]], ["reference", each["reference"]]]
+        rows += [[label, text] for label, text in each["translations"].items()]
+        rows = [[head, text.replace("|", "\\|").replace("\n", " ")] for head, text in rows]
+        lines = ["| | " + each["task"] + " |", "|---|---|"]
+        parts.append("\n".join([*lines, *(f"| {head} | {text} |" for head, text in rows)]))
+    return "\n\n".join(parts)
+
+
+def languages(results: Mapping[str, Any]) -> str:
+    """chrF++ of every language and model."""
+    names = [model["label"] for model in results["models"]]
+    rows = [
+        [row["task"], f"{row['pairs']:,}", _number(row["baseline_chrf"])]
+        + [_number(value) for value in row["chrf"]]
+        for row in results["languages"]
+    ]
+    return _without_empty(["chrF++", "pairs", "bilingual", *names], rows)
+
+
+def _without_empty(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table without the columns that no row has anything in."""
+    kept = [n for n in range(len(heads)) if any(row[n] for row in rows)]
+    return table([heads[n] for n in kept], [[row[n] for n in kept] for row in rows])
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _signed(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{round(value, digits) + 0.0:+.{digits}f}"
+
+
+def _millions(value: float) -> str:
+    return f"{value / 1e6:,.1f}M"
+
+
+if __name__ == "__main__":
+    print(all_tables(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), end="")

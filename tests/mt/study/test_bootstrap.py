@@ -1,0 +1,92 @@
+"""The paired bootstrap, beside the same draws scored by sacreBLEU list by list."""
+
+import numpy as np
+import pytest
+
+from gshard.mt.evaluation.scores import score
+from gshard.mt.study.bootstrap import (
+    METRICS,
+    Pair,
+    drawn_languages,
+    drawn_sentences,
+    paired_bootstrap,
+)
+from tests.mt.samples import sentence
+
+SIZES = (5, 11, 7)
+
+
+def worsened(text, rng, share):
+    """Some words of a sentence replaced."""
+    return " ".join("thing" if rng.random() < share else word for word in text.split())
+
+
+def pairs(better, worse, sizes=SIZES):
+    rng = np.random.default_rng(3)
+    found = []
+    for place, size in enumerate(sizes):
+        references = tuple(sentence(100 * place + n) for n in range(size))
+        sides = [tuple(worsened(r, rng, share) for r in references) for share in (better, worse)]
+        found.append(Pair(*sides, references))
+    return found
+
+
+def slow_bootstrap(pairs, name, resamples, seed):
+    """One resample after another, every corpus scored from its sentences."""
+    rng = np.random.default_rng(seed)
+    chosen = drawn_languages(len(pairs), resamples, rng)
+    means = [[] for _ in range(resamples)]
+    for place, pair in enumerate(pairs):
+        times = [int((row == place).sum()) for row in chosen]
+        weights = drawn_sentences(len(pair.references), sum(times), rng)
+        drawn = iter(weights)
+        for resample, count in enumerate(times):
+            for _ in range(count):
+                counts = next(drawn).astype(int)
+                which = [n for n, many in enumerate(counts) for _ in range(many)]
+                assert len(which) == len(pair.references)
+                texts = [[side[n] for n in which] for side in (pair.first, pair.second)]
+                references = [pair.references[n] for n in which]
+                a, b = (getattr(score(text, references), name) for text in texts)
+                means[resample].append(a - b)
+    assert {len(each) for each in means} == {len(pairs)}
+    return [float(np.mean(each)) for each in means]
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_the_same_draws_give_the_same_interval_as_scoring_every_list(name):
+    given = pairs(0.2, 0.4)
+    found = paired_bootstrap(given, name, resamples=40, seed=5)
+    slow = slow_bootstrap(given, name, 40, 5)
+    low, high = np.percentile(slow, [2.5, 97.5])
+    assert found.low == pytest.approx(low)
+    assert found.high == pytest.approx(high)
+    assert found.p == pytest.approx((sum(mean <= 0 for mean in slow) + 1) / 41)
+    whole = [
+        getattr(score(p.first, p.references), name) - getattr(score(p.second, p.references), name)
+        for p in given
+    ]
+    assert found.mean == pytest.approx(np.mean(whole))
+
+
+def test_a_clear_difference_is_significant_and_its_reverse_is_not():
+    clear = pairs(0.1, 0.6)
+    found = paired_bootstrap(clear, "chrf", 200)
+    assert found.low > 0
+    assert found.p < 0.05
+    reverse = [Pair(pair.second, pair.first, pair.references) for pair in clear]
+    assert paired_bootstrap(reverse, "chrf", 200).p > 0.95
+
+
+def test_a_system_is_not_better_than_itself():
+    same = [Pair(pair.first, pair.first, pair.references) for pair in pairs(0.3, 0.3)]
+    found = paired_bootstrap(same, "bleu", 50)
+    assert (found.mean, found.low, found.high, found.p) == (0, 0, 0, 1)
+
+
+def test_one_language_that_gains_alone_does_not_convince():
+    """Sentences by themselves would: of many, all better. Languages are the larger unit."""
+    gains, *rest = pairs(0.1, 0.6, (30, 4, 4, 4))
+    mixed = [gains, *(Pair(pair.second, pair.first, pair.references) for pair in rest)]
+    assert paired_bootstrap([gains], "chrf", 200).p < 0.05
+    assert paired_bootstrap(mixed, "chrf", 200).p > 0.05

@@ -1,0 +1,107 @@
+"""The arithmetic of a study's figures, done again by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gshard.mt.study import figures, tables
+from gshard.mt.study.figures import Model
+from gshard.mt.study.recited import recited, training_targets
+
+
+def model(name="a", scores=None, curve=(), seconds=60.0, experts=0):
+    return Model(
+        name, name, 6, experts, 0, 1000, 10, 6000.0, seconds, "chip", scores or {}, curve, ()
+    )
+
+
+def task(bleu, pairs, group, chrf=50.0):
+    return {"bleu": bleu, "chrf": chrf, "train_pairs": pairs, "group": group, "sentences": 9}
+
+
+SCORES = {
+    "de-en": task(30.0, 900, "high"),
+    "fr-en": task(20.0, 1000, "high"),
+    "gn-en": task(10.0, 10, "low"),
+}
+ZERO = {"de-en": task(25.0, 900, "high"), "gn-en": task(4.0, 10, "low", 20.0)}
+
+
+def test_languages_stand_in_the_order_of_their_text():
+    assert figures.by_resource(SCORES) == ["fr-en", "de-en", "gn-en"]
+
+
+def test_deltas_are_over_the_baseline_of_the_same_language():
+    found = figures.deltas(model(scores=SCORES), ZERO, ["fr-en", "de-en", "gn-en"], "bleu")
+    assert found == [None, 5.0, 6.0]
+    assert figures.mean_delta(model(scores=SCORES), ZERO, "bleu") == 5.5
+    assert figures.mean_delta(model(scores=SCORES), ZERO, "chrf", "low") == 30.0
+    assert figures.mean_delta(model(scores=SCORES), {}, "bleu") is None
+
+
+def test_smoothing_is_the_mean_of_ten_languages():
+    values = [float(n * n) for n in range(30)]
+    assert figures.smoothed(values)[15] == sum(values[10:20]) / 10
+    assert figures.smoothed(values)[0] == sum(values[:5]) / 5
+
+
+def test_means_by_resource_and_tokens_a_second():
+    found = model(scores=SCORES)
+    assert found.mean("bleu") == 20.0
+    assert found.mean("bleu", "high") == 25.0
+    assert found.tokens_per_second == 100.0
+
+
+CURVE = [(1000.0, 10.0, 5.0), (2000.0, 20.0, 4.0), (4000.0, 40.0, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "loss"), [(5, 5.0), (10, 5.0), (15, 4.5), (20, 4.0), (30, 3.5), (40, 3.0)]
+)
+def test_the_loss_at_equal_cost_lies_between_two_points(seconds, loss):
+    assert figures.at_equal_cost(CURVE, seconds) == loss
+
+
+def test_past_its_end_a_run_has_no_loss():
+    assert figures.at_equal_cost(CURVE, 41) is None
+    assert figures.at_equal_cost([], 1) is None
+
+
+def test_efficiency_is_when_a_loss_was_first_reached():
+    slow = model("slow", curve=[(t, 2 * s, nll) for t, s, nll in CURVE[:2]])
+    rows = {row.loss: row.when for row in figures.efficiency([model("fast", curve=CURVE), slow])}
+    assert rows[4.0] == ((2000.0, 20.0), (2000.0, 40.0))
+    assert rows[3.0] == ((4000.0, 40.0), None)
+
+
+def test_tables_say_what_is_known_and_leave_the_rest_empty():
+    rows = tables.efficiency(
+        {
+            "models": [{"label": "fast"}, {"label": "slow"}],
+            "efficiency": [{"loss": 3.0, "when": [[4e6, 90.0], None]}],
+        }
+    ).splitlines()
+    assert rows[0] == "| cross-entropy | fast | slow |"
+    assert rows[2] == "| 3 | 4.0M, 1.50 min |  |"
+
+
+def test_an_output_that_stands_in_the_training_text_is_recited():
+    outputs = {"en": [("a b c", "a b c d"), ("x", "y"), ("p q", "p q")], "de": [("ja", "nein")]}
+    found = recited(outputs, {"en": {"a b c", "y"}, "de": {"ja"}})
+    assert (found.verbatim, found.exact, found.length) == (2 / 4, 1 / 4, 7 / 8)
+
+
+def test_the_training_text_is_that_of_the_target_side(corpus, tokenizer):
+    texts = training_targets(corpus, tokenizer.tasks)
+    assert set(texts) == {"en", "de", "ru", "fr"}
+    pairs = list(corpus.pairs("ru"))
+    assert texts["ru"] == {source for source, _ in pairs}
+    assert {english for _, english in pairs} <= texts["en"]
+
+
+def test_the_page_of_the_figure_shows_the_numbers_of_its_study():
+    results = json.loads(Path("docs/results/figure/study.json").read_text(encoding="utf-8"))
+    page = Path("docs/results/figure.md").read_text(encoding="utf-8")
+    for shown in ("models", "resources", "efficiency", "comparisons", "recited", "examples"):
+        assert getattr(tables, shown)(results) in page, shown
