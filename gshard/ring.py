@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from jax.extend.core import primitives as p
 
+from gshard.hidden import hidden
 from gshard.scores import Exit, Finder, Region, inputs_of, needed_for, upstream
 from gshard.sharding import Sharding, Split
 from gshard.tile import byte_size
@@ -119,9 +120,13 @@ def _replaced(
     rounds = _rounds(eqns, region, online)
     summed = {e.out for e in region.exits}
     kept = [e for e in eqns if not summed.intersection(e.outvars)]
-    for number, exits in enumerate(rounds):
+    for exits in rounds:
         info = jaxpr.debug_info.with_unknown_names()
-        kept.append(_round(region, exits, online if number == 0 else None, split, info))
+        kept.append(
+            _round(
+                region, exits, online if online and online[0] in exits else None, split, made, info
+            )
+        )
     return _in_order(_live(kept, jaxpr.outvars))
 
 
@@ -143,7 +148,12 @@ def _rounds(
 
 
 def _round(
-    region: Region, exits: Sequence[Exit], online: list[Exit] | None, split: Split, info: Any
+    region: Region,
+    exits: Sequence[Exit],
+    online: list[Exit] | None,
+    split: Split,
+    made: Mapping[Any, JaxprEqn],
+    info: Any,
 ) -> JaxprEqn:
     """One round, as an equation."""
     wanted = list(dict.fromkeys(e.scores for e in exits))
@@ -170,6 +180,7 @@ def _round(
     visits = Visits(
         jaxpr, sums, softmax, region.names, frozenset(region.whole),
         region.name_of(QUERIES), region.name_of(KEYS), split,
+        hidden(region, exits, online, jaxpr, made),
     )  # fmt: skip
     return seed.replace(
         invars=[region.sources.get(v, v) for v in inputs],

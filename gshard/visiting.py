@@ -45,11 +45,25 @@ class Softmax:
 
 
 @dataclass(frozen=True, eq=False)
+class Hides:
+    """A mask of the scores, which `body` makes: where it is not `seen`, logits are `fill`.
+
+    A block that it hides altogether is not computed. In a round that makes the softmax, all of its
+    logits are `fill`; in others, what is summed is zero if `exp(fill - shift)` is.
+    """
+
+    body: Jaxpr
+    seen: bool
+    fill: float
+    shift: Any | None
+
+
+@dataclass(frozen=True, eq=False)
 class Visits:
     """One round of the keys: `body` makes scores from the operands, `sums` sum them up.
 
     `names` are those of the dims of all variables, of which `whole` cannot be split; queries and
-    keys are cut by `split`.
+    keys are cut by `split`. `hides` is a mask of them, if there is one.
     """
 
     body: Jaxpr
@@ -60,6 +74,7 @@ class Visits:
     queries: str
     keys: str
     split: Split
+    hides: Hides | None
 
 
 visits_p = Primitive("visits")  # operands: those of the body; results: those of the sums

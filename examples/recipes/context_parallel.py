@@ -1,7 +1,8 @@
 """Context parallelism: every sequence is split over the devices, for contexts that are long.
 
 Everything but attention needs its own tokens alone. Queries stay; keys and values are gathered,
-and their gradients are summed and scattered.
+and their gradients are summed and scattered. Where they do not fit (`memory_limit`), they go round
+in a ring instead, and so do their gradients: twice the bytes, an eighth of the memory.
 """
 
 import jax
@@ -30,3 +31,5 @@ def recipes(size: Size = SMALL) -> list[Recipe]:
 
 if __name__ == "__main__":
     show(recipes())
+    print("where keys do not fit:")
+    show(recipes(), memory_limit=2**18)

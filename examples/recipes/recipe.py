@@ -56,10 +56,11 @@ def nbytes(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def show(recipes: Sequence[Recipe]) -> None:
-    """Print what every recipe sends and why; no device is needed."""
+def show(recipes: Sequence[Recipe], **options: Any) -> None:
+    """Print what every recipe sends and why, with `options` of gshard.jit; no device is needed."""
     for recipe in recipes:
-        found = gshard.jit(recipe.step, devices=D).lower(*recipe.arguments).collectives
+        jitted = gshard.jit(recipe.step, devices=D, **options)
+        found = jitted.lower(*recipe.arguments).collectives
         print(f"{recipe.name}: {recipe.sent(found):,} bytes, by hand {recipe.expert:,.0f}")
         for collective in found:
             print(f"  {collective}")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard import padding
@@ -134,20 +134,91 @@ class _Round:
 
     def meet(self, number: jax.Array, arrays: Sequence[jax.Array], state: list[Any]) -> list[Any]:
         """The state after the device's queries have met a block of keys."""
-        outer = self.ctx.place.inner()
-        place = _Block(outer.axes, self.devices * self.blocks, {}, outer, self.blocks, number)
-        visits = self.visits
-        variables = [v for e in visits.body.eqns for v in e.outvars] + visits.body.invars
-        shardings = {v: self.lies_in_block(v) for v in variables}
+        visits, hides = self.visits, self.visits.hides
+        place = self.block(self.ctx.place, number)
         parts = [self.part(n, a, place) for n, a in enumerate(arrays)]
-        scores = self.ctx.on(place, shardings).run(visits.body, parts)
-        values = dict(zip(visits.body.invars, parts, strict=True))
-        state = list(state)
-        online = self.online(state, scores, values, place) if visits.softmax else set()
-        for n, s in enumerate(visits.sums):
+
+        def computed(state: list[Any]) -> list[Any]:
+            inside = self.block(place.outer, number)
+            scores = self.partitioner(inside, visits.body).run(visits.body, parts)
+            values = dict(zip(visits.body.invars, parts, strict=True))
+            return self.added(list(state), scores, values, inside)
+
+        def left_out(state: list[Any]) -> list[Any]:
+            if not visits.softmax:
+                return state
+            return self.added_alike(list(state), parts, self.block(place.outer, number))
+
+        if hides is None:
+            return computed(state)
+        (mask,) = self.partitioner(place, hides.body).run(hides.body, parts)
+        mask = replace(mask, array=mask.array if hides.seen else ~mask.array)
+        needed = jnp.any(mask.masked(place, False).array)
+        if hides.shift is not None:
+            shift = parts[visits.body.invars.index(hides.shift)].masked(place, jnp.inf).array
+            needed |= ~jnp.all(jnp.exp(jnp.asarray(hides.fill, shift.dtype) - shift) == 0)
+        return lax.cond(needed, computed, left_out, state)
+
+    def block(self, outer: Place, number: jax.Array) -> _Block:
+        """This device with a block of keys; what is looked up stays inside."""
+        outer = outer.inner()
+        return _Block(outer.axes, self.devices * self.blocks, {}, outer, self.blocks, number)
+
+    def partitioner(self, place: _Block, body: Jaxpr) -> Context:
+        """What runs a body on a block."""
+        variables = [v for e in body.eqns for v in e.outvars] + body.invars
+        return self.ctx.on(place, {v: self.lies_in_block(v) for v in variables})
+
+    def added(
+        self, state: list[Any], scores: list[Tile], values: dict[Any, Tile], place: _Block
+    ) -> list[Any]:
+        """The state with a block's scores."""
+        softmax = self.visits.softmax
+        online = set()
+        if softmax:
+            top = self.visits.sums[softmax.maximum]
+            logits = scores[softmax.logits]
+            highest = self.summed(top, logits, values, place)
+            logits = logits.masked(place, identity("max", logits.array.dtype))
+            online = self.online(state, highest, logits, values, place)
+        for n, s in enumerate(self.visits.sums):
             if n not in online:
                 part = self.summed(s, scores[s.scores], values, place)
                 state[n] = _joined(s, state[n], part)
+        return state
+
+    def added_alike(self, state: list[Any], parts: list[Tile], place: _Block) -> list[Any]:
+        """The state with a block whose logits are all the same: as if it had one key, many times.
+
+        A query that sees no key at all weighs all values alike.
+        """
+        visits, softmax, hides = self.visits, self.visits.softmax, self.visits.hides
+        assert softmax
+        assert hides
+        var = visits.sums[softmax.maximum].eqn.invars[0]
+        names, here = visits.names[var], self.lies_in_block(var)
+        size = here.local_shape(var.aval.shape)
+        begin = place.number * size[names.index(visits.keys)]
+        length = var.aval.shape[names.index(visits.keys)]
+        keys = jnp.clip(length - begin, 0, size[names.index(visits.keys)])
+        one = [1 if n == visits.keys else m for n, m in zip(names, size, strict=True)]
+        whole = Tile(jnp.zeros(size, var.aval.dtype), here, tuple(var.aval.shape))
+        logits = _one_key(
+            jnp.full(one, hides.fill, var.aval.dtype), whole, names.index(visits.keys)
+        )
+
+        def summed(tile: Tile, dims: tuple[str, ...]) -> Tile:
+            if visits.keys not in dims or visits.queries in dims:
+                return tile
+            dim = dims.index(visits.keys)
+            total = jnp.sum(tile.masked(place, 0, [dim]).array, dim, keepdims=True)
+            return _one_key(total, tile, dim)
+
+        values = {
+            v: summed(t, visits.names[v]) for v, t in zip(visits.body.invars, parts, strict=True)
+        }
+        highest = jnp.max(logits.array, names.index(visits.keys))
+        self.online(state, highest, logits, values, place, keys)
         return state
 
     def summed(
@@ -174,22 +245,29 @@ class _Round:
         return part
 
     def online(
-        self, state: list[Any], scores: list[Tile], values: dict[Any, Tile], place: _Block
+        self,
+        state: list[Any],
+        highest: jax.Array,
+        logits: Tile,
+        values: dict[Any, Tile],
+        place: _Block,
+        times: jax.Array | int = 1,
     ) -> set[int]:
-        """The softmax over all keys so far, from that over those before; which sums it makes."""
+        """The softmax over all keys so far, from that over those before; which sums it makes.
+
+        Each of the logits stands for so many `times` of it.
+        """
         softmax, sums = self.visits.softmax, self.visits.sums
         assert softmax
-        logits = scores[softmax.logits]
         top = sums[softmax.maximum]
         names = self.visits.names[top.eqn.outvars[0]]
         before = state[softmax.maximum]
-        highest = lax.max(before, self.summed(top, logits, values, place))
+        highest = lax.max(before, highest)
         shift = jnp.where(jnp.isneginf(highest), 0, highest)
         own = self.visits.names[top.eqn.invars[0]]
-        logits = logits.masked(place, identity("max", logits.array.dtype))
         powers = jnp.exp(logits.array - _along(shift, names, own, logits.array.shape))
         less = jnp.exp(before - shift)
-        part = jnp.sum(powers, own.index(self.visits.keys))
+        part = times * jnp.sum(powers, own.index(self.visits.keys))
         state[softmax.maximum] = highest
         state[softmax.total] = state[softmax.total] * less + part
         for n, _ in softmax.weighted:
@@ -262,6 +340,12 @@ class _Round:
             total = _along(state[softmax.total], names, self.visits.names[var], state[n].shape)
             state[n] = (state[n] / total if divided else state[n]).astype(var.aval.dtype)
         return state
+
+
+def _one_key(array: jax.Array, like: Tile, dim: int) -> Tile:
+    """A tile with one key instead of a block of them."""
+    shape = (*like.shape[:dim], 1, *like.shape[dim + 1 :])
+    return Tile(array, like.sharding.replace(dim, None), shape)
 
 
 def _joined(s: Sum, total: jax.Array, part: jax.Array) -> jax.Array:

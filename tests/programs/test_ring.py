@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 import gshard
+from examples.recipes import context_parallel
+from examples.recipes.transformer import Size
+from gshard.rules import visits
 from tests.oracle import annotated, compare, even_split, kinds, random_array, sent
 
 BY_POSITION = even_split(4, 1, 8)
@@ -165,6 +168,26 @@ def test_batch_and_positions_on_a_mesh():
     assert set(kinds(lowered)) == {"collective_permute", "all_reduce"}
 
 
+@pytest.mark.parametrize("layer", [causal, of_jax])
+@pytest.mark.parametrize("backwards", [False, pytest.param(True, marks=SLOW)])
+def test_blocks_that_a_mask_hides_are_not_computed(layer, backwards, monkeypatch):
+    runs = []
+    added = visits._Round.added
+
+    def counted(self, *args):
+        jax.debug.callback(lambda: runs.append(self.visits.softmax is not None))
+        return added(self, *args)
+
+    monkeypatch.setattr(visits._Round, "added", counted)
+    fn = functools.partial(trained, layer) if backwards else layer
+    jitted = gshard.jit(annotated(fn, [BY_POSITION] * 3), memory_limit=LITTLE)
+    jax.block_until_ready(jitted(*tensors()))
+    jax.effects_barrier()
+    blocks = 8 * 9 // 2
+    assert sum(runs) == blocks
+    assert len(runs) == (3 if backwards else 1) * blocks  # a softmax, and what comes back: twice
+
+
 def test_weights_that_are_a_result_are_not_in_a_ring():
     def layer(q, k, v):
         weights = jax.nn.softmax(jnp.einsum("bqnh,bknh->bnqk", q, k))
@@ -183,3 +206,11 @@ def test_no_device_has_all_keys():
         return jitted.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(LITTLE) < temporary(MUCH) / 4
+
+
+def test_the_recipe_in_a_ring():
+    """Forwards the bytes of gathering, backwards keys and values come round twice again."""
+    (recipe,) = context_parallel.recipes(Size(L=1, V=128))
+    lowered = gshard.jit(recipe.step, devices=8, memory_limit=2**18).lower(*recipe.arguments)
+    assert not [c for c in lowered.collectives if c.kind == "all_gather"]
+    assert sent(lowered) < 2 * recipe.expert
