@@ -89,15 +89,17 @@ def summary(collectives) -> str:
 
 def markdown(found: dict[str, dict[str, Any]]) -> list[str]:
     """The table as it stands in the docs."""
+    timed = any("step" in row for row in found.values())
     lines = [
-        "| recipe | by hand | gshard | XLA | gshard's collectives |",
-        "|---|---:|---:|---:|---|",
+        "| recipe | by hand | gshard | XLA |" + " step |" * timed + " gshard's collectives |",
+        "|---|---:|---:|---:|" + "---:|" * timed + "---|",
     ]
     for name, row in found.items():
         hand = row["expert"]
         theirs = f"{row['xla'] / hand:.2f}" if "xla" in row else ""
+        step = f"| {row['step']:.2f} " if timed else ""
         lines.append(
-            f"| {name} | {hand / 1e6:,.2f} MB | {row['gshard'] / hand:.2f} | {theirs} "
+            f"| {name} | {hand / 1e6:,.2f} MB | {row['gshard'] / hand:.2f} | {theirs} {step}"
             f"| {row['collectives']} |"
         )
     return lines

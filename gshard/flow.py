@@ -20,9 +20,10 @@ from jax.extend.core import primitives as p
 from gshard.annotate import annotate_p
 from gshard.factors import Dim, Factor, Factors, compose, decompose
 from gshard.manual import to_auto_p
+from gshard.moving.costs import MEMORY_LIMIT
 from gshard.rule import factors_of
 from gshard.rules import RULES
-from gshard.rules.control import bodies, links
+from gshard.rules.control import bodies, constants, links
 from gshard.rules.manual import MAKES_MANUAL
 from gshard.sharding import Sharding, Split, compatible
 from gshard.source import source_of
@@ -63,8 +64,10 @@ class Edge:
 class Flow:
     """A program as tensors and the edges between them, through which splits spread."""
 
-    def __init__(self, num_devices: int):
+    def __init__(self, num_devices: int, memory_limit: int = MEMORY_LIMIT):
         self.num_devices = num_devices
+        self.memory_limit = memory_limit  # bytes of a loop's constants that may be gathered for it
+        self.constants: dict[Any, None] = {}  # what is the same in every run of a loop, inside
         self.given: dict[Any, list[Split | None]] = {}  # the splits that annotations ask for
         self.said: dict[Any, JaxprEqn] = {}  # the annotations themselves
         self.closed: dict[Any, set[int]] = defaultdict(set)  # dims that may not be split any more
@@ -114,6 +117,9 @@ class Flow:
                 self.add(body.jaxpr, inside)
             if before != len(self.manual):
                 self.forget(edges)
+        fixed = [v for v in constants(eqn) if v not in self.manual]
+        if sum(byte_size(v.aval.shape, v.aval.dtype) for v in fixed) <= self.memory_limit:
+            self.constants.update(dict.fromkeys(fixed))
         for a, b, more in joined:
             if a not in self.manual:
                 self.link(a, b, more)
@@ -180,9 +186,14 @@ class Flow:
 
     # ------------------------------------------------------------ the flow
 
-    def spread(self, groups: Groups, first: Sequence[tuple[int, Split]] = ()) -> Spread:
-        """Let the given splits spread: those of the groups `first` in their order, then all."""
-        spread = _Spreading(self, groups)
+    def spread(
+        self, groups: Groups, first: Sequence[tuple[int, Split]] = (), sealed: bool = False
+    ) -> Spread:
+        """Let the given splits spread: those of the groups `first` in their order, then all.
+
+        Where loops are `sealed`, their constants are whole in them: they are gathered before.
+        """
+        spread = _Spreading(self, groups, sealed)
         for stage in first:
             spread.settle(stage)
         spread.settle(None)
@@ -206,9 +217,10 @@ class Spread:
 class _Spreading:
     """The flow at work. Passes are numbered as rules 3 and 4 of `propagate` order them."""
 
-    def __init__(self, flow: Flow, groups: Groups):
+    def __init__(self, flow: Flow, groups: Groups, sealed: bool):
         self.flow = flow
         self.groups = groups
+        self.sealed = sealed
         self.splits = {v: list(s) for v, s in flow.given.items()}
         self.open = {v: self.open_dims(v) for v in flow.given}
         self.waiting: list[list[int]] = [[], [], []]
@@ -216,6 +228,8 @@ class _Spreading:
 
     def open_dims(self, var: Any) -> tuple[int, ...]:
         """The dims that may still take a split: none where every device has a tile of its own."""
+        if self.sealed and var in self.flow.constants:
+            return ()
         splits, closed = self.splits[var], self.flow.closed.get(var, ())
         if 2 * math.prod(s.tiles for s in splits if s) > self.flow.num_devices:
             return ()
@@ -314,6 +328,8 @@ class _Spreading:
                 continue
             for atom, names, _ in edge.sides[0] + edge.sides[1]:
                 closed = self.flow.closed.get(atom, ())
+                if self.sealed and atom in self.flow.constants:
+                    continue
                 for dim, name in enumerate(names):
                     if not name or name[0] not in wanted or dim in closed:
                         continue

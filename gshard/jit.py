@@ -73,14 +73,13 @@ def lower(
 
     @_not_collecting()
     def partitioned(flat: ClosedJaxpr) -> Program:
-        shardings = propagate(flat, order.count, lies)  # a sharding for every value
+        limit = options.memory_limit
+        shardings = propagate(flat, order.count, lies, limit)  # a sharding for every value
         changed = by_groups(flat, shardings)  # rows of experts that are split lie like them
-        changed = in_rings(changed, shardings, options.memory_limit)  # keys come round
+        changed = in_rings(changed, shardings, limit)  # keys come round
         if changed is not flat:
-            flat, shardings = changed, propagate(changed, order.count, lies)
-        local = partition(  # the per-device program
-            flat.jaxpr, shardings, options.memory_limit, options.strict
-        )
+            flat, shardings = changed, propagate(changed, order.count, lies, limit)
+        local = partition(flat.jaxpr, shardings, limit, options.strict)  # the per-device program
         with planning_for(options.machine or machine_for(None)):
             return arrange(  # XLA compiles and runs it
                 local, flat, shardings, name, closed_over, order, mesh, settings

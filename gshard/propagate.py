@@ -9,7 +9,8 @@ in this order:
    layers' hidden dims) form a group; where splits of several groups want the same tensors, the
    groups are ranked so that the program costs least, in bytes sent and in work, over all tensors
    that they tie together (`estimate`). The split that ranks first spreads first, through the whole
-   program. Without such a conflict, or where it gains nothing, rules 3 to 6 alone decide.
+   program. Without such a conflict, or where it gains nothing, rules 3 to 6 alone decide. What is
+   constant in a loop is gathered before it, once, if that costs less than to move in every run.
 3. Operators that leave elements where they are (pointwise, transpose, broadcast, reshape, the
    borders of loops) pass splits on, both ways, before any other operator does.
 4. Then other operators pass splits forwards, from operands to results; only when nothing moves
@@ -32,6 +33,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from gshard.estimate import Estimator
 from gshard.flow import Flow, Groups, Spread
+from gshard.moving.costs import MEMORY_LIMIT
 from gshard.sharding import Sharding, Split, compatible
 from gshard.source import source_of
 
@@ -69,35 +71,46 @@ class Shardings(dict[Any, Sharding]):
 
 
 def propagate(
-    closed: ClosedJaxpr, num_devices: int, given: Mapping[Any, Sharding] | None = None
+    closed: ClosedJaxpr,
+    num_devices: int,
+    given: Mapping[Any, Sharding] | None = None,
+    memory_limit: int = MEMORY_LIMIT,
 ) -> Shardings:
     """A sharding for every variable of the program and of the bodies in it.
 
     `given` are the shardings of arguments that lie somewhere already: as binding as annotations.
+    Constants of a loop that take no more than `memory_limit` in all may be gathered before it.
     """
-    flow = Flow(num_devices)
+    flow = Flow(num_devices, memory_limit)
     flow.add(closed.jaxpr)
     for var, sharding in (given or {}).items():
         flow.fix(var, sharding)
-    spread = flow.spread({})
-    conflicts: tuple[Conflict, ...] = ()
-    if spread.blocked:
-        spread, conflicts = _cheapest(flow, spread)
+    spread, conflicts = _settled(flow, sealed=False)
+    if any(any(spread.splits[var]) for var in flow.constants):
+        other, others = _settled(flow, sealed=True)
+        if _actual_cost(flow, other) < _GAIN * _actual_cost(flow, spread):
+            spread, conflicts = other, others
     found = Shardings(spread.shardings())
     found.conflicts = conflicts
     return found
 
 
-def _cheapest(flow: Flow, spread: Spread) -> tuple[Spread, tuple[Conflict, ...]]:
+def _settled(flow: Flow, sealed: bool) -> tuple[Spread, tuple[Conflict, ...]]:
+    """Where the splits come to stand, and the conflicts that were decided."""
+    spread = flow.spread({}, sealed=sealed)
+    return _cheapest(flow, spread, sealed) if spread.blocked else (spread, ())
+
+
+def _cheapest(flow: Flow, spread: Spread, sealed: bool) -> tuple[Spread, tuple[Conflict, ...]]:
     """Where splits conflict: the best of the flow by rules 3 to 6 alone and of ranked ones."""
-    dims = _grouped(flow)
+    dims = _grouped(flow, sealed)
     contested = _contested(spread, dims)
     if len(contested) < 2:
         return spread, ()
     rankings, costs = _rankings(flow, dims, contested)
     best, order, least = spread, [], _GAIN * _actual_cost(flow, spread)
     for ranking in rankings:
-        ranked = flow.spread(dims.of, ranking)
+        ranked = flow.spread(dims.of, ranking, sealed)
         cost = costs[ranking[0]] = _actual_cost(flow, ranked)
         if cost < least:
             best, order, least = ranked, ranking, cost
@@ -135,7 +148,7 @@ class _Dims:
         return f"dim {dim} by {split.tiles} of {var.aval.str_short(short_dtypes=True)}{where}"
 
 
-def _grouped(flow: Flow) -> _Dims:
+def _grouped(flow: Flow, sealed: bool) -> _Dims:
     """Dims joined by operators form classes; classes with the same annotations form a group.
 
     So the hidden dims of all layers are one group, though no operator joins them.
@@ -180,6 +193,8 @@ def _grouped(flow: Flow) -> _Dims:
         var: tuple(group_of.get(root(first[var] + d), _NONE) for d in range(len(splits)))
         for var, splits in flow.given.items()
     }
+    if sealed:
+        of |= {var: (_NONE,) * len(flow.given[var]) for var in flow.constants}
     return _Dims(of, candidates)
 
 

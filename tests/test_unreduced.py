@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gshard
@@ -147,9 +147,10 @@ def test_scattered_unevenly_within_and_summed_across():
 
 @st.composite
 def programs(draw):
-    """Sums of products, scaled and turned around, in a loop or not, with gradients or not."""
+    """Sums of products, scaled, cut and turned around, in loops or not, with gradients or not."""
     steps = draw(st.lists(st.sampled_from(["neg", "scale", "turn", "sum", "add"]), max_size=4))
-    loop, grad = draw(st.booleans()), draw(st.booleans())
+    loops, grad, cut = draw(st.integers(0, 2)), draw(st.booleans()), draw(st.integers(0, 2))
+    carried = draw(assignments(3, 8))
     sizes = [draw(st.sampled_from([3, 7, 8, 13, 16])) for _ in range(3)]
 
     def once(x, w, v):
@@ -166,13 +167,21 @@ def programs(draw):
                 y = y + jnp.sum(x @ w, 1, keepdims=True)
             else:
                 y = y + v @ w
-        return y
+        return y[cut:] if cut < 2 else jax.lax.dynamic_slice_in_dim(y, jnp.argmax(v[0]), 1)
+
+    def stacked(x, w, v):
+        """A stack of them, made in a loop of its own."""
+        if loops < 2:
+            return once(x, w, v)[None]
+        return jax.lax.scan(lambda c, s: (c, once(x + s, w, v)), 0.0, jnp.arange(2.0))[1]
 
     def fn(x, w, v):
-        if not loop:
+        if not loops:
             return once(x, w, v)
-        start = jnp.ones((x.shape[0], w.shape[1]))
-        return jax.lax.scan(lambda t, s: (t + once(x * s, w, v), None), start, jnp.arange(3.0))[0]
+        start = jnp.ones(jax.eval_shape(stacked, x, w, v).shape)
+        start = start if carried is None else gshard.shard(start, carried)
+        add = lambda t, s: (t + stacked(x * s, w, v), None)  # noqa: E731
+        return jax.lax.scan(add, start, jnp.arange(3.0))[0][0]
 
     def with_grad(x, w, v):
         if not grad:
@@ -185,6 +194,7 @@ def programs(draw):
     return with_grad, shapes, inputs, [draw(assignments(2, 8))]
 
 
+@settings(max_examples=30)
 @given(programs())
 def test_random_programs_of_partial_sums(program):
     fn, shapes, inputs, outputs = program

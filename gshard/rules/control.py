@@ -60,6 +60,19 @@ def links(eqn: JaxprEqn) -> Iterator[Link]:
             yield from _alike(eqn.outvars, branch.jaxpr.outvars)
 
 
+def constants(eqn: JaxprEqn) -> set[Any]:
+    """The variables inside of a loop's bodies that are the same in every run."""
+    params = eqn.params
+    if eqn.primitive is p.scan_p:
+        return set(params["jaxpr"].jaxpr.invars[: scan_counts(params)[0]])
+    if eqn.primitive is p.while_p:
+        return {
+            *params["cond_jaxpr"].jaxpr.invars[: params["cond_nconsts"]],
+            *params["body_jaxpr"].jaxpr.invars[: params["body_nconsts"]],
+        }
+    return set()
+
+
 def _scan_links(eqn: JaxprEqn) -> Iterator[Link]:
     body = eqn.params["jaxpr"].jaxpr
     consts, carry = scan_counts(eqn.params)
