@@ -192,7 +192,7 @@ class _Schedule:
                 self.done.add(id(e))
             return
         values, changed = [self.read(a) for a in eqn.invars], _bundled_bodies(eqn)
-        results = None if changed else copied(eqn, values)
+        results: Sequence[Any] | None = None if changed else copied(eqn, values)
         if results is None:
             with on_behalf_of(eqn):
                 results = bind(eqn, values, **changed)
