@@ -26,7 +26,7 @@ observations or right-hand sides split over 8 devices; `strict=True`, so that ev
 has a rule. All values that it returns are compared with those of `jax.jit`, to the tolerance given.
 The sums are AllReduces of gradients, statistics, losses and flags (does any member go on?): how
 many stand in the program, and the bytes of the largest. Everything else that moves is listed with
-its reason: gathers would be.
+its reason: gathers would be. A Pallas attention kernel is in `tests/rules/test_pallas.py`.
 
 | program | values | within | sums | largest | gathered, or moved otherwise |
 |---|---:|---:|---:|---:|---|
