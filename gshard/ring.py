@@ -41,6 +41,8 @@ def _rewritten(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding], limit: int) -> J
         region = Finder(eqns, jaxpr.outvars).region(seed, *found[:2])
         if region is None or not region.exits:
             continue
+        if not found[3] and _softmax(region, {v: e for e in eqns for v in e.outvars}) is None:
+            continue  # a product like any other, whose result is large
         done |= {id(e) for e in eqns if set(region.dims).intersection(e.outvars)}
         eqns = _replaced(eqns, region, found[2], jaxpr)
         changed = True
@@ -66,10 +68,11 @@ def _with_bodies(eqn: JaxprEqn, shardings: Mapping[Any, Sharding], limit: int) -
 
 def _too_large(
     eqn: JaxprEqn, shardings: Mapping[Any, Sharding], limit: int
-) -> tuple[int, int, Split] | None:
+) -> tuple[int, int, Split, bool] | None:
     """The dims of queries and keys of a product whose operands are split alike, and their split.
 
-    Only if a gathered operand, or the scores of a device's own queries, would exceed the limit.
+    Only if a gathered operand, or the scores of a device's own queries, would exceed the limit; the
+    last says whether it is the former.
     """
     if eqn.primitive is not p.dot_general_p or any(isinstance(a, Literal) for a in eqn.invars):
         return None
@@ -92,20 +95,16 @@ def _too_large(
                 for s, d, a in zip(here, (l, r), eqn.invars, strict=True)
             ]
             dims = (first + i, first + len(free[0]) + j)
-            scores = Sharding(
-                tuple(split if d == dims[0] else None for d in range(len(out.aval.shape))),
-                shardings[out].num_devices,
-            )
+            splits = list(shardings[out].splits)
+            splits[dims[0]], splits[dims[1]] = split, None
+            scores = Sharding(tuple(splits), shardings[out].num_devices)
             local = byte_size(scores.local_shape(out.aval.shape), out.aval.dtype)
             if max(min(whole), local) > limit:
-                return _queries_first(dims, shardings[out], split)
+                # Queries are what the scores are split by, if they are.
+                turned = shardings[out].splits[dims[1]] is split
+                queries, keys = dims[::-1] if turned else dims
+                return queries, keys, split, min(whole) > limit
     return None
-
-
-def _queries_first(dims: tuple[int, int], made: Sharding, split: Split) -> tuple[int, int, Split]:
-    """Queries are what the scores are split by, if they are."""
-    queries, keys = dims if made.splits[dims[1]] is not split else dims[::-1]
-    return queries, keys, split
 
 
 # ---------------------------------------------------------------- the passes of a region

@@ -196,6 +196,18 @@ def test_weights_that_are_a_result_are_not_in_a_ring():
     check(layer, *tensors(), limit=600)
 
 
+def test_large_results_of_other_products_stay_as_they_are():
+    """Splitting weights and tokens alike is not attention, however large the hidden layer is."""
+
+    def layer(x, up, down):
+        return jax.nn.gelu(x @ up) @ down
+
+    shapes = [(64, 8), (8, 512), (512, 8)]
+    split = [even_split(2, 0, 8), even_split(2, 1, 8), even_split(2, 0, 8)]
+    lowered = check(layer, *[random_array(s) for s in shapes], inputs=split, limit=4 * 8 * 512 - 1)
+    assert "collective_permute" not in kinds(lowered)
+
+
 def test_no_device_has_all_keys():
     """What XLA says that a device needs, beyond its own tiles of operands and results."""
     shapes = [jax.ShapeDtypeStruct((1, 2048, 2, 16), jnp.float32)] * 3
