@@ -19,6 +19,7 @@ from gshard.mt.evaluation.baseline_group import (
     compiled_group,
     judge,
     model_of,
+    read_ahead,
     stacked,
     stacked_keys,
 )
@@ -357,3 +358,16 @@ def test_settings_that_make_no_sense():
         BaselineConfig(steps=0)
     with pytest.raises(UserError, match="0 models"):
         BaselineConfig(models=0)
+
+
+@pytest.mark.slow
+def test_processes_make_the_batches_that_a_thread_makes(tokens):
+    """Each worker maps the tokens' files for itself and makes whole steps, in order."""
+    batches = [Batches([each], BatchConfig(4, 48, 40, seed=n)) for n, each in enumerate(tokens)]
+    for step in (0, 7):
+        thread, processes = (read_ahead(batches, step, workers) for workers in (0, 2))
+        for _ in range(6):
+            for one, other in zip(next(thread), next(processes), strict=True):
+                np.testing.assert_array_equal(one, other)
+        thread.close()
+        processes.close()
