@@ -1,6 +1,7 @@
 """`gshard study` as users run it."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -10,6 +11,7 @@ from gshard.mt.study.plan import read_plan
 from tests.mt.study.test_plan import write
 from tests.mt.study.test_queue import planned
 
+ROOT = Path(__file__).parents[3]
 BASELINES = """
 [baselines]
 of = "dense"
@@ -33,7 +35,7 @@ def test_a_stage_that_there_is_not(tmp_path):
 
 
 def test_the_plans_of_the_repository_can_be_read():
-    figure, small = (read_plan(f"studies/{name}.toml") for name in ("figure", "small"))
+    figure, small = (read_plan(ROOT / "studies" / f"{name}.toml") for name in ("figure", "small"))
     assert {run.config.model.experts for run in figure.runs} == {0, 8, 32, 128}
     for plan in (figure, small):
         assert plan.baselines

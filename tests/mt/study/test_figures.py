@@ -101,7 +101,8 @@ def test_the_training_text_is_that_of_the_target_side(corpus, tokenizer):
 
 
 def test_the_page_of_the_figure_shows_the_numbers_of_its_study():
-    results = json.loads(Path("docs/results/figure/study.json").read_text(encoding="utf-8"))
-    page = Path("docs/results/figure.md").read_text(encoding="utf-8")
+    folder = Path(__file__).parents[3] / "docs" / "results"
+    results = json.loads((folder / "figure" / "study.json").read_text(encoding="utf-8"))
+    page = (folder / "figure.md").read_text(encoding="utf-8")
     for shown in ("models", "resources", "efficiency", "comparisons", "recited", "examples"):
         assert getattr(tables, shown)(results) in page, shown
