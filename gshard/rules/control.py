@@ -127,8 +127,12 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     ]
     first_xs = n_consts + n_carry
     loop = _Loop(closed, ready[:n_consts], ready[n_consts:first_xs], ready[first_xs:])
-    sums = enumerate(eqn.outvars[n_carry:], n_carry)  # stacks of results that may be partial sums
-    stacks = {i: ctx.waiting[v] for i, v in sums if v in ctx.waiting}
+    # Stacks of results may be partial sums too, where that sends less: they take more memory.
+    stacks = {
+        i: share
+        for i, v in enumerate(eqn.outvars[n_carry:], n_carry)
+        if (share := ctx.waiting.get(v, 1.0)) < 1
+    }
     loop, leaving = _accumulating(ctx, eqn, loop, stacks)
     made: list[Tile] = []
 
