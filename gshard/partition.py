@@ -135,7 +135,7 @@ class Partitioner:
             known |= {form.project(order) for form in self.forms.get(id(source.array), ())}
         return known
 
-    def made_whole(self, tile: Tile) -> Tile | None:
+    def made_whole(self, tile: Tile, depth: int = 50) -> Tile | None:
         """A tensor of integers made again, whole, if that needs nothing to be sent; else None.
 
         Indices are often counted or computed from others that were whole once: a sort's results.
@@ -143,18 +143,21 @@ class Partitioner:
         whole = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
         if tile.sharding.is_replicated:
             return tile
-        if (id(tile.array), whole) in self.resharded:
-            return self.resharded[id(tile.array), whole][1]
-        _, eqn, tiles = self.makers.get(id(tile.array), (None, None, ()))
-        if eqn is None:
+        key = (id(tile.array), whole)
+        if key in self.resharded:
+            return self.resharded[key][1]
+        if id(tile.array) not in self.makers or not depth:
             return None
-        ready = [self.made_whole(t) for t in tiles]
-        if any(t is None for t in ready):
-            return None
+        _, eqn, tiles = self.makers[id(tile.array)]
+        ready: list[Tile] = []
+        for operand in tiles:
+            made = self.made_whole(operand, depth - 1)
+            if made is None:
+                return None
+            ready.append(made)
         with on_behalf_of(eqn):
-            (made,) = partition_by_factors(
-                self, eqn, RULES[eqn.primitive], [t for t in ready if t], [whole]
-            )
+            (made,) = partition_by_factors(self, eqn, RULES[eqn.primitive], ready, [whole])
+        self.resharded[key] = (tile, made)
         return made
 
     def retile(self, tile: Tile, dim: int, size: int, reason: str) -> Tile:

@@ -122,11 +122,8 @@ class Finder:
     def is_counted(self, atom: Any) -> bool:
         """Whether a value is the number of a row, or computed from such numbers alone."""
         eqn = self.made.get(atom)
-        if (
-            eqn is None
-            or not self.passes(eqn)
-            or getattr(atom.aval.dtype, "kind", "f") not in "iub"
-        ):
+        kind = getattr(atom.aval.dtype, "kind", "")  # random keys have none
+        if eqn is None or kind not in ("i", "u", "b") or not self.passes(eqn):
             return False
         return all(self.is_counted(a) for a in eqn.invars if not isinstance(a, Literal))
 
