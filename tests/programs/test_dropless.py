@@ -59,7 +59,9 @@ def by_batch_and_expert(devices):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("routing", ["any", "one", "few", "equal"])
+@pytest.mark.parametrize(
+    "routing", ["any", "one", *(pytest.param(r, marks=pytest.mark.slow) for r in ("few", "equal"))]
+)
 def test_forward_is_two_exchanges_of_the_tokens(routing):
     args = arguments(64, 8, routing)
     lowered = check(experts, *args, inputs=by_batch_and_expert(8))
@@ -70,7 +72,7 @@ def test_forward_is_two_exchanges_of_the_tokens(routing):
 
 @pytest.mark.parametrize(
     ("tokens", "count", "routing", "devices"),
-    [(29, 5, "any", 4), (13, 11, "one", 3)],
+    [(29, 5, "any", 4), pytest.param(13, 11, "one", 3, marks=pytest.mark.slow)],
 )
 def test_gradients_for_sizes_that_do_not_divide(tokens, count, routing, devices):
     check_any_routing(tokens, count, routing, devices)
@@ -176,7 +178,8 @@ def test_on_a_mesh(name):
     check(how, *routed(37, 8), inputs=mesh_cases()[name])
 
 
-@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [False, True])
 def test_layers_in_a_scan(remat):
     def layers(x, router, up, down, bias):
         def layer(x, weights):
