@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -204,11 +204,18 @@ class Lowered(_Stage):
         self._check_per_device()
         return explained(self._program.subject, self.forecast(hardware), try_fixes)
 
-    def page(self, hardware: str | Path | Hardware | None = None) -> str:
-        """The explanation as one self-contained HTML page."""
+    def page(
+        self,
+        hardware: str | Path | Hardware | None = None,
+        growth: Mapping[int, Forecast] | None = None,
+    ) -> str:
+        """The explanation as one self-contained HTML page.
+
+        `growth` are forecasts of the same on other numbers of devices, for a plot of them.
+        """
         self._check_per_device()
         title = f"{self._program.traced.fun_name} on {self._program.num_devices} devices"
-        return page(self._program.subject, self.forecast(hardware), title)
+        return page(self._program.subject, self.forecast(hardware), title, growth)
 
     def _repr_html_(self) -> str:
         """The page, in a frame of its own: how notebooks show it."""

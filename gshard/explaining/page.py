@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import html
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gshard.explaining.chains import chain
+from gshard.explaining.charts import charts
 from gshard.explaining.subject import Subject
 from gshard.explaining.text import describe
 from gshard.forecast import Forecast
@@ -22,8 +24,13 @@ _VALUES = 36  # shardings shown
 _CELLS = 64  # tiles shown along each dim of a grid
 
 
-def page(subject: Subject, forecast: Forecast, title: str) -> str:
-    """The page."""
+def page(
+    subject: Subject,
+    forecast: Forecast,
+    title: str,
+    growth: Mapping[int, Forecast] | None = None,
+) -> str:
+    """The page; `growth` are forecasts of the same on other numbers of devices, for a plot."""
     template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
     held = forecast.memory.peak - forecast.memory.temporary
     data = {
@@ -37,6 +44,7 @@ def page(subject: Subject, forecast: Forecast, title: str) -> str:
         "shardings": _shardings(subject),
     }
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    template = template.replace("<!--CHARTS-->", "\n".join(charts(forecast, growth)))
     return template.replace("TITLE", html.escape(title)).replace("/*DATA*/null", text)
 
 

@@ -130,7 +130,7 @@ def _within_chips(topology: Torus, rings: Rings) -> bool:
 
 
 def _ring(topology: Topology, rings: Rings) -> tuple[float, float]:
-    """A reduce-scatter around each ring, half of the operand each way round."""
+    """A reduce-scatter around each ring, both ways: nothing goes further than half round."""
     source = np.concatenate(rings)
     after = np.concatenate([np.roll(ring, -1) for ring in rings])
     half = np.full(2 * len(source), 0.5)
@@ -138,7 +138,7 @@ def _ring(topology: Topology, rings: Rings) -> tuple[float, float]:
     members = len(rings[0])
     slope = topology.seconds(flows) * (members - 1) / members
     # Behind a switch everybody is near: halving with partners ever further off takes fewer steps.
-    steps = math.ceil(math.log2(members)) if isinstance(topology, Switch) else members - 1
+    steps = math.ceil(math.log2(members)) if isinstance(topology, Switch) else members // 2
     return slope, steps * topology.latency(source, after)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
+from gshard.forecast.ops import COLLECTIVES
 from gshard.forecast.program import Body, Operator
 
 
@@ -68,13 +69,13 @@ def _when_rewritten(operator: Operator, body: Body) -> int:
     """When XLA for CPUs gives a matrix product its last form: readers of a value run in that order.
 
     As they were: those that sum over the rows of their first operand. At last: those whose result
-    is transposed.
+    is transposed, but in programs for several devices, which are simplified once more, at first.
     """
     root = operator.root
     if root.name != "dot_general" or not root.reads:
         return 1
     if any(body.alias[v] == root.writes[0] for v in body.folded):
-        return 2
+        return 0 if any(o.root.name in COLLECTIVES for o in body.operators) else 2
     ((summed, _), (kept, _)) = root.eqn.params["dimension_numbers"]
     by_rows = len(kept) in summed
     return 0 if not root.added and by_rows != (root.reads[0] in body.folded) else 1

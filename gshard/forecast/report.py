@@ -17,6 +17,9 @@ from gshard.forecast.time import Timed, timed
 from gshard.source import short_source
 
 
+OUTSIDE = "outside the program"  # the part of a step that feeds it and fetches its results
+
+
 def forecast(
     jaxpr: Jaxpr,
     devices: int,
@@ -84,6 +87,8 @@ class Forecast:
         for operator in self.operators:
             found.setdefault(key(operator), []).append(operator)
         parts = {name: Part.of(members) for name, members in found.items()}
+        if outside := self.hardware.reached.step_seconds:
+            parts[OUTSIDE] = Part(outside, 0.0, 0, 0.0, "the host")
         return dict(sorted(parts.items(), key=lambda item: -item[1].seconds))
 
     def as_dict(self, part: Callable[[Timed], str] | None = None) -> dict[str, Any]:

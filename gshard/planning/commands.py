@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,15 +57,16 @@ def forecast(
         print("\n".join([model, *summary(found), "", *table(found.by(part_of)), "", *rows]))
     if trace is not None:
         trace.write_text(json.dumps(as_trace(found)), encoding="utf-8")
+    growth = _by_devices(chosen, hardware) if plots or page else {}
     if plots is not None:
         from gshard.planning.plots import plot_forecast, plot_growth
 
         title = f"{model} on {found.devices} x {hardware}"
         paths = plot_forecast(found, plots, title)
-        paths += plot_growth(_by_devices(chosen, hardware), plots, f"{model}, as much work on each")
+        paths += plot_growth(growth, plots, f"{model}, as much work on each")
         typer.echo("\n".join(map(str, paths)), err=True)
     if page is not None:
-        page.write_text(chosen.lowered.page(hardware), encoding="utf-8")
+        page.write_text(chosen.lowered.page(hardware, growth), encoding="utf-8")
 
 
 def interval(
@@ -140,7 +142,7 @@ def explain(
         print(lowered.explain(hardware))
         if page is not None:
             page.write_text(lowered.page(hardware), encoding="utf-8")
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise UserError(str(error)) from None
 
 
@@ -231,14 +233,23 @@ def _shape(text: str) -> Any:
     import jax
 
     match = re.fullmatch(r"([a-z]+\d*)\[([\d,\s]*)\]", text)
-    names = {
-        "f32": "float32",
-        "bf16": "bfloat16",
-        "f16": "float16",
-        "i32": "int32",
-        "u32": "uint32",
-    }
     if match is None:
         raise ValueError(f"{text!r} is no shape; write a dtype and sizes, as in f32[8,256,128]")
+    if match[1] not in _DTYPES:
+        near = difflib.get_close_matches(match[1], _DTYPES, 1, cutoff=0.0)[0]
+        raise ValueError(
+            f"the dtype of {text!r} is {match[1]!r}; allowed are {', '.join(_DTYPES)}; the nearest "
+            f"is {near!r}"
+        )
     sizes = [int(n) for n in match[2].split(",") if n.strip()]
-    return jax.ShapeDtypeStruct(tuple(sizes), names.get(match[1], match[1]))
+    return jax.ShapeDtypeStruct(tuple(sizes), _DTYPES[match[1]])
+
+
+_DTYPES = {
+    **{f"f{n}": f"float{n}" for n in (16, 32, 64)},
+    **{f"i{n}": f"int{n}" for n in (8, 16, 32, 64)},
+    **{f"u{n}": f"uint{n}" for n in (8, 16, 32, 64)},
+    "bf16": "bfloat16",
+    "bool": "bool",
+    "c64": "complex64",
+}

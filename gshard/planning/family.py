@@ -12,14 +12,16 @@ import functools
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 
 import gshard
 from gshard.forecast import Forecast, Hardware, Timed
 from gshard.forecast.collective import Topology
+from gshard.forecast.report import OUTSIDE
 from gshard.nn import FAMILY, Model, Strategy, adafactor, init_state, train_step
+from gshard.nn.experts import Dispatch
 
 GROUP = 2048  # tokens of a group at most: beyond that the one-hot masks grow too large
 PARTS = (
@@ -31,6 +33,7 @@ PARTS = (
     "gradients over devices",
     "embeddings and loss",
     "update",
+    OUTSIDE,
 )
 
 
@@ -114,6 +117,9 @@ def plan(
     if member.config.experts:
         own = each // count
         groups = count * -(-own // GROUP)
+    if dispatch not in get_args(Dispatch):
+        allowed = ", ".join(map(repr, get_args(Dispatch)))
+        raise ValueError(f"dispatch is {dispatch!r}; allowed are {allowed}")
     changes = {"groups": groups, "dispatch": dispatch}
     if remat is not None:
         if remat not in ("none", "layer"):

@@ -73,6 +73,26 @@ def test_collectives_alone_and_grids(path, tmp_path):
     assert said["grids"] >= 3
 
 
+def test_plots_of_memory_breakdown_collectives_and_growth(lowered, tmp_path):
+    forecast = lowered.forecast("h100")
+    path = tmp_path / "page.html"
+    path.write_text(lowered.page("h100", {4: forecast, 8: forecast}), encoding="utf-8")
+    said = act(
+        path,
+        tmp_path,
+        """
+        const drawn = all("svg.chart").map((c) => c.getBoundingClientRect());
+        return { titles: all("svg.chart text:first-child").map((t) => t.textContent),
+          seen: drawn.filter((box) => box.width > 200 && box.height > 100).length };
+        """,
+    )
+    assert said["seen"] == 4
+    for title, wanted in zip(
+        said["titles"], ("memory per device", "roofline", "collectives", "step time"), strict=True
+    ):
+        assert wanted in title
+
+
 def test_a_notebook_shows_the_page_in_a_frame(lowered):
     assert lowered._repr_html_().startswith("<iframe srcdoc=")
 

@@ -1,5 +1,6 @@
 """Machines are data: every file reads, mistakes say what would work."""
 
+import jax
 import pytest
 
 from gshard.forecast.hardware import Hardware, hardware, known, present, read
@@ -57,3 +58,22 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 def test_without_an_accelerator_the_devices_are_the_cpu():
     assert present().name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("TPU v3", "tpu-v3"),
+        ("TPU v4", "tpu-v4"),
+        ("TPU v5 lite", "tpu-v5e"),
+        ("TPU v5p", "tpu-v5p"),
+        ("TPU v5", "tpu-v5p"),
+        ("cpu", "cpu"),
+    ],
+)
+def test_the_default_is_what_jax_says_the_devices_are(kind, name, monkeypatch):
+    device = type("Device", (), {"device_kind": kind})()
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert present().name == name

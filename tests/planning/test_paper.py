@@ -8,9 +8,10 @@ from gshard.planning import paper
 
 def test_all_to_all_grows_as_the_paper_measured_and_all_reduce_does_not():
     exchange = paper.collective_growth("all_to_all")
-    reduced = paper.collective_growth("all_reduce", 32 * paper.MB)
     assert exchange[2048] / exchange[16] == pytest.approx(paper.EXCHANGE_GROWTH, rel=0.15)
-    assert max(reduced.values()) < 2 * min(reduced.values())
+    for size in (8 * paper.MB, 32 * paper.MB):
+        reduced = paper.collective_growth("all_reduce", size)
+        assert max(reduced.values()) < 1.3 * min(reduced.values())
 
 
 @pytest.mark.slow

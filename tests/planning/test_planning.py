@@ -76,6 +76,22 @@ def test_a_mistake_is_one_line(capsys):
     assert "known are cpu, h100" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["forecast", "tiny", "--remat", "full"], "remat is 'full'; allowed are"),
+        (["forecast", "tiny", "--dispatch", "sort"], "dispatch is 'sort'; allowed are 'einsum'"),
+        (["explain", "jax.numpy:tanh", "q32[8]"], "allowed are f16, f32"),
+        (["explain", "jax.numpy:matmul", "f32[8,4]", "f32[5,4]"], "got (4,) and (5,)"),
+        (["explain", "jax.numpy:none", "f32[8]"], "cannot be imported"),
+    ],
+)
+def test_mistakes_of_all_kinds_are_one_line(command, said, capsys):
+    with pytest.raises(SystemExit):
+        main(command)
+    assert said in capsys.readouterr().err
+
+
 def test_devices_are_a_number_and_a_name():
     devices, machine = parse("8 x h100")
     assert (devices, machine.name) == (8, "h100")
