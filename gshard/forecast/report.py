@@ -16,7 +16,6 @@ from gshard.forecast.memory import Memory, memory_of
 from gshard.forecast.time import Timed, timed
 from gshard.source import short_source
 
-
 OUTSIDE = "outside the program"  # the part of a step that feeds it and fetches its results
 
 
