@@ -18,15 +18,15 @@ from jax.sharding import Mesh
 from gshard import _jax
 from gshard.annotate import constraining, is_tracing_for_gshard, tracing_for
 from gshard.calls import StaticLeaves, Trees, on_values, with_static_results
-from gshard.dropless import by_groups
 from gshard.forecast import Hardware
 from gshard.forecast.hardware import machine_for
 from gshard.moving.costs import MEMORY_LIMIT, Machine, planning_for
 from gshard.partition import partition
+from gshard.patterns.dropless import by_groups
+from gshard.patterns.ring import in_rings
 from gshard.placement import DeviceOrder, device_order, mesh_of, with_shardings
 from gshard.program import Program, Settings, arrange
 from gshard.propagate import propagate
-from gshard.ring import in_rings
 from gshard.sharding import Sharding
 from gshard.stages import Lowered
 from gshard.trace import inline, mesh_in

@@ -79,7 +79,7 @@ def interval(
     restart: Annotated[
         float, typer.Option(help="seconds to notice a failure and start, without reading")
     ] = 60.0,
-    plot: Annotated[Path | None, typer.Option(help="a PNG or SVG file")] = None,
+    plot: Annotated[Path | None, typer.Option(help="a PNG file")] = None,
 ) -> None:
     """Say how often to save: the time that failures of hosts cost, against hosts and interval."""
     from gshard.mt.errors import UserError

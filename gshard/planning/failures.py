@@ -115,5 +115,5 @@ def plot(run: Run, hosts: Sequence[int], path: Path, title: str) -> None:
     )
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    figure.savefig(path, dpi=120)
     plt.close(figure)

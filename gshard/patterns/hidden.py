@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard.scores import Exit, Region, needed_for
+from gshard.patterns.scores import Exit, Region, needed_for
 from gshard.visiting import Hides
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from jax.extend.core import primitives as p
 
-from gshard.hidden import hidden
-from gshard.scores import Exit, Finder, Region, inputs_of, needed_for, upstream
+from gshard.patterns.hidden import hidden
+from gshard.patterns.scores import Exit, Finder, Region, inputs_of, needed_for, upstream
 from gshard.sharding import Sharding, Split
 from gshard.tile import byte_size
 from gshard.visiting import KEYS, QUERIES, Softmax, Sum, Visits, visits_p
