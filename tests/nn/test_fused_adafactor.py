@@ -28,7 +28,8 @@ def gradients(params, seed, dtype=jnp.float32):
     return jax.tree.map(draw, params)
 
 
-@pytest.mark.parametrize("min_dim", [8, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("min_dim", [8, 128])
 def test_is_adafactor(min_dim):
     plain = adafactor(warmup=10, min_dim_to_factor=min_dim)
     fused = adafactor(warmup=10, min_dim_to_factor=min_dim, fused=True)

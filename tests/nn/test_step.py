@@ -85,6 +85,7 @@ def test_evaluation_has_nothing_random(trained):
     np.testing.assert_array_equal(one.nll, two.nll)
 
 
+@pytest.mark.slow
 def test_gradients_are_the_slope_of_the_loss():
     """Along a random direction, with the routing held fixed by a tiny step."""
     config = models.config(gating=GatingConfig(second_expert="all", z_coefficient=0.01))

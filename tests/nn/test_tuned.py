@@ -73,7 +73,7 @@ def test_layers_written_out_are_the_scanned_ones():
     close(got_grads, unstacked(want_grads), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("dispatch", ["index", "flat"])
+@pytest.mark.parametrize("dispatch", [pytest.param("index", marks=pytest.mark.slow), "flat"])
 def test_written_out_decoding_is_the_scanned_one(dispatch):
     model = models.model(models.config(decoder_layers=4))
     other = unstacked(models.model(models.config(decoder_layers=4, dispatch=dispatch)))
@@ -93,6 +93,7 @@ def test_written_out_decoding_is_the_scanned_one(dispatch):
     np.testing.assert_allclose(jax.jit(logits)(other), jax.jit(logits)(model), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_tuned_model_on_one_device_is_the_plain_one():
     """Without dropout, whose numbers are others; random routing draws the same."""
     plain = models.config(decoder_layers=4, groups=4)
@@ -226,6 +227,7 @@ def test_float32_product_of_bfloat16_is_exact():
     assert np.linalg.norm(np.float32(x_grad) - want) < 0.01 * np.linalg.norm(want)
 
 
+@pytest.mark.slow
 def test_router_of_bfloat16_chooses_as_in_float32():
     moe = MoE(8, 16, 8, "bfloat16", jax.random.key(0), GatingConfig())
     x = jax.random.normal(jax.random.key(1), (4, 200, 16), jnp.bfloat16)

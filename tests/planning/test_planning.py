@@ -49,6 +49,7 @@ def test_memory_is_told_by_what_it_is_for(tiny):
     assert parts["gradients"] > 0
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_fit_says_why(tmp_path, capsys):
     path = tmp_path / "small.toml"
     path.write_text(

@@ -166,7 +166,10 @@ OPTIMIZERS = {
 )
 @pytest.mark.parametrize(
     ("make", "optimizer"),
-    [(equinox_model, "adafactor"), (flax_model, "adam")],
+    [
+        pytest.param(equinox_model, "adafactor", marks=pytest.mark.slow),
+        (flax_model, "adam"),
+    ],
     ids=["equinox", "flax"],
 )
 def test_trains_to_the_unpartitioned_curve(make, optimizer, strategy):

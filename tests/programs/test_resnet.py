@@ -45,7 +45,7 @@ def check_training(mesh, shape, channels) -> int:
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("name", ["width by 8", "2 x 4"])
+@pytest.mark.parametrize("name", [pytest.param("width by 8", marks=pytest.mark.slow), "2 x 4"])
 def test_training_on_strips_of_an_uneven_width(name):
     """Sums over devices are those of the weights' gradients and of the statistics."""
     shape, channels = (2, 24, 227, 3), (4, 8)

@@ -105,6 +105,7 @@ def _one_device():
         jax.config.update("jax_num_cpu_devices", 8)
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_where_it_stopped(tmp_path, corpus):
     plan = planned(tmp_path, corpus)
     assert all_stages(plan) == ["waiting"] * 3
