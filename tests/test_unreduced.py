@@ -194,14 +194,26 @@ def programs(draw):
     return with_grad, shapes, inputs, [draw(assignments(2, 8))]
 
 
-@settings(max_examples=30)
-@given(programs())
-def test_random_programs_of_partial_sums(program):
+def any_program(program):
+    """Its values are those of the unpartitioned one."""
     fn, shapes, inputs, outputs = program
     args = [random_array(s, seed=i) for i, s in enumerate(shapes)]
     wanted = jax.jit(fn)(*args)
     got = gshard.jit(annotated(fn, inputs, outputs))(*args)
     np.testing.assert_allclose(np.asarray(got), wanted, rtol=2e-4, atol=2e-4)
+
+
+@settings(max_examples=12)
+@given(programs())
+def test_random_programs_of_partial_sums(program):
+    any_program(program)
+
+
+@pytest.mark.slow
+@settings(max_examples=150)
+@given(programs())
+def test_many_random_programs_of_partial_sums(program):
+    any_program(program)
 
 
 @pytest.mark.parametrize("rows", [16, 13])

@@ -35,7 +35,13 @@ def arrays(T, L, D=16, U=32, B=3, N=2, seed=0):
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 @pytest.mark.parametrize(
-    ("T", "L", "causal"), [(32, 32, True), (32, 24, False), (37, 37, True), (5, 19, False)]
+    ("T", "L", "causal"),
+    [
+        pytest.param(32, 32, True, marks=pytest.mark.slow),
+        pytest.param(32, 24, False, marks=pytest.mark.slow),
+        (37, 37, True),
+        (5, 19, False),
+    ],
 )
 def test_kernel_is_the_reference(T, L, causal, rate):
     """Lengths that are no multiple of a block, rows of padding alone, forward and backward."""

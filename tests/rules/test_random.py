@@ -132,7 +132,12 @@ DISTRIBUTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
+SLOW = ("beta", "loggamma")  # they compile for long; gamma stays
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in DISTRIBUTIONS]
+)
 def test_distributions(name):
     fn = DISTRIBUTIONS[name]
     out = np.arange(6).reshape(3, 2)
@@ -141,7 +146,10 @@ def test_distributions(name):
         assert sent(low) == 0
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize(
+    "impl",
+    ["threefry2x32", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rbg", "unsafe_rbg"))],
+)
 def test_gamma_with_many_keys(impl):
     keys = jax.random.split(jax.random.key(1, impl=impl), 5)
     alpha = np.linspace(0.1, 3, 35, dtype=np.float32).reshape(5, 7)
