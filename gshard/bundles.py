@@ -171,10 +171,13 @@ class _Schedule:
     def force(self, goal: JaxprEqn) -> None:
         """Run an equation, and first all that it waits for."""
         stack = [goal]
+        opened: set[int] = set()
         while stack:
             eqn = stack[-1]
             waiting = [] if id(eqn) in self.done else self.missing(eqn)
             if waiting:
+                assert id(eqn) not in opened, "values that wait for each other in one bundle"
+                opened.add(id(eqn))
                 stack += reversed(waiting)
             else:
                 stack.pop()

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_par
 from gshard.source import is_seldom, reason_of, shares_reason, source_of
 from gshard.tile import byte_size
 
-_KINDS = {
+COLLECTIVES = {
     "psum": "all_reduce",
     "psum_invariant": "all_reduce",
     "pmax": "all_reduce",
@@ -92,7 +92,9 @@ def _write(jaxpr: Jaxpr, names: dict[Any, str], lines: list[str], indent: str) -
         results = ", ".join(_typed(v, names) for v in eqn.outvars)
         bodies = _inside(eqn)
         settings = _settings(eqn)
-        note = f"  # {source_of(eqn)}: {reason_of(eqn)}" if eqn.primitive.name in _KINDS else ""
+        note = (
+            f"  # {source_of(eqn)}: {reason_of(eqn)}" if eqn.primitive.name in COLLECTIVES else ""
+        )
         lines.append(f"{indent}{results} = {eqn.primitive.name}{settings} {operands}{note}")
         for body in bodies:
             inputs = ", ".join(_typed(v, names) for v in (*body.constvars, *body.invars))
@@ -144,7 +146,7 @@ def _inside(eqn: JaxprEqn) -> list[Jaxpr]:
 
 def _walk(jaxpr: Jaxpr, num_devices: int, count: int) -> Iterator[Collective]:
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _KINDS:
+        if eqn.primitive.name in COLLECTIVES:
             for var in eqn.invars:
                 found = _collective(eqn, var.aval, num_devices, count)
                 yield replace(found, members=_members(jaxpr, eqn, found))
@@ -173,19 +175,22 @@ def _members(jaxpr: Jaxpr, eqn: JaxprEqn, whole: Collective) -> tuple[Collective
     )
 
 
+def sent_bytes(kind: str, size: int, members: int) -> int:
+    """What one of `members` devices sends, each of which has an operand of `size` bytes."""
+    if kind == "collective_permute":
+        return size
+    if kind == "all_gather":
+        return size * (members - 1)
+    times = 2 if kind == "all_reduce" else 1
+    return times * size * (members - 1) // members
+
+
 def _collective(eqn: JaxprEqn, aval: Any, num_devices: int, count: int) -> Collective:
-    kind = _KINDS[eqn.primitive.name]
+    kind = COLLECTIVES[eqn.primitive.name]
     size = byte_size(aval.shape, aval.dtype)
     groups = eqn.params.get("axis_index_groups")
     members = max(map(len, groups)) if groups else num_devices
     if kind == "collective_permute":
         members = len({d for pair in eqn.params["perm"] for d in pair})
-        sent = size
-    else:
-        sent = {
-            "all_reduce": 2 * size * (members - 1) // members,
-            "all_gather": size * (members - 1),
-            "all_to_all": size * (members - 1) // members,
-            "reduce_scatter": size * (members - 1) // members,
-        }[kind]
+    sent = sent_bytes(kind, size, members)
     return Collective(kind, sent, count, members, str(aval.dtype), source_of(eqn), reason_of(eqn))

@@ -206,7 +206,8 @@ class Jitted:
         return self._quick(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return Jitted, (self._keywords, self.options, self.__wrapped__)  # type: ignore[attr-defined]
+        fun = self.__wrapped__  # type: ignore[attr-defined]  # update_wrapper has put it there
+        return Jitted, (self._keywords, self.options, fun)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method."""
@@ -233,13 +234,14 @@ class Jitted:
 
     def clear_cache(self) -> None:
         """Forget the programs of this function."""
-        self._quick.clear_cache()  # type: ignore[attr-defined]
+        self._quick.clear_cache()  # type: ignore[attr-defined]  # as for `_cache_size`
         self._traces.clear_cache()
         self._with_leaves.clear()
 
     def _cache_size(self) -> int:
         """How many kinds of arguments it has a program for, as tests ask functions of `jax.jit`."""
         others = sum(jitted._cache_size() for jitted in self._with_leaves.values())
+        # A function of JAX's C++ code, which its type does not tell.
         return self._quick._cache_size() + others  # type: ignore[attr-defined]
 
     # ------------------------------------------------------------ new kinds of arguments

@@ -8,20 +8,11 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
+from gshard.explain import COLLECTIVES
 from gshard.tile import byte_size
 
 CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2"}
 LOOPS = {"scan", "while", "cond"}
-COLLECTIVES = {
-    "psum": "all_reduce",
-    "psum_invariant": "all_reduce",
-    "pmax": "all_reduce",
-    "pmin": "all_reduce",
-    "all_gather": "all_gather",
-    "all_to_all": "all_to_all",
-    "ppermute": "collective_permute",
-    "reduce_scatter": "reduce_scatter",
-}
 PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 ALIASES = {
     "reshape", "squeeze", "expand_dims", "bitcast_convert_type", "copy", "stop_gradient",

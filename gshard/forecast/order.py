@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from gshard.forecast.ops import COLLECTIVES
+from gshard.explain import COLLECTIVES
 from gshard.forecast.program import Body, Operator
 
 

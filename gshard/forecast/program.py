@@ -19,11 +19,11 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from gshard.explain import COLLECTIVES
 from gshard.forecast.cpu import as_on_cpus, read_by_reductions
 from gshard.forecast.gpu import as_on_gpus
 from gshard.forecast.ops import (
     ALIASES,
-    COLLECTIVES,
     LOOPS,
     PRODUCTS,
     Op,

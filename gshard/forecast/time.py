@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from gshard.explain import COLLECTIVES, sent_bytes
 from gshard.forecast.collective import Groups, Topology, collective_terms, reach
 from gshard.forecast.hardware import Hardware
-from gshard.forecast.ops import COLLECTIVES, PRODUCTS, Op, size_of
+from gshard.forecast.ops import PRODUCTS, Op, size_of
 from gshard.forecast.program import Operator, walk
 from gshard.forecast.work import is_exact, product_flops, vector_flops
 from gshard.source import reason_of, site_of
@@ -141,12 +142,7 @@ def collective_cost(
     listed = eqn.params.get("axis_index_groups")
     groups: Groups = tuple(tuple(map(int, g)) for g in listed) if listed else ()
     members = max(map(len, groups)) if groups else topology.devices
-    sent = {
-        "all_reduce": 2 * size * (members - 1) // members,
-        "all_gather": size * (members - 1),
-        "all_to_all": size * (members - 1) // members,
-        "reduce_scatter": size * (members - 1) // members,
-    }[kind]
+    sent = sent_bytes(kind, size, members)
     return collective_terms(topology, kind, size, groups), sent, groups
 
 

@@ -99,18 +99,22 @@ class Run:
         return open_tokens(self.corpus, self.tokenizer, folder, split, step=step, verify=verify)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """What was logged; lines that are no records, as a killed run's last one, are left out."""
+        """What was logged."""
+        return read_metrics(self.folder)
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """What a run logged; lines that are no records, as a killed run's last one, are left out."""
+    try:
+        lines = (folder / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
         try:
-            text = (self.folder / METRICS).read_text(encoding="utf-8", errors="replace")
-            lines = text.splitlines()
-        except FileNotFoundError:
-            return []
-        found = []
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                found.append({"kind": "", **record})
-        return found
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            found.append({"kind": "", **record})
+    return found

@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
 from jax.lax import GatherScatterMode
 
 from gshard._jax import Var
 from gshard.annotate import Annotation, annotate_p
 from gshard.grouped import Groups, grouped_dot_p, put_rows_p, take_rows_p
+from gshard.patterns.bodies import with_bodies
 from gshard.permuted import is_permutation, is_zero
 from gshard.rule import RULES, factors_of
 from gshard.rules.by_rows import is_ragged, multiplies_rows, puts_rows, sums_rows, takes_rows
@@ -38,29 +39,12 @@ def by_groups(closed: ClosedJaxpr, shardings: Mapping[Any, Sharding]) -> ClosedJ
 
 
 def _rewritten(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding]) -> Jaxpr:
-    eqns = [_with_bodies(eqn, shardings) for eqn in jaxpr.eqns]
+    eqns = [with_bodies(eqn, lambda body: by_groups(body, shardings)) for eqn in jaxpr.eqns]
     changed = any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True))
     for sizes, groups in _groups(eqns, shardings).items():
         eqns = _Region(sizes, groups, eqns, jaxpr.outvars, shardings).rewritten()
         changed = True
     return jaxpr.replace(eqns=eqns) if changed else jaxpr
-
-
-def _with_bodies(eqn: JaxprEqn, shardings: Mapping[Any, Sharding]) -> JaxprEqn:
-    """The equation, the programs in it written anew."""
-
-    def changed(param: Any) -> Any:
-        if isinstance(param, ClosedJaxpr):
-            return by_groups(param, shardings)
-        if isinstance(param, tuple) and any(isinstance(x, ClosedJaxpr) for x in param):
-            return tuple(map(changed, param))
-        return param
-
-    if not list(jaxprs_in_params(eqn.params)):
-        return eqn
-    params = {k: changed(v) for k, v in eqn.params.items()}
-    same = all(params[k] is v or params[k] == v for k, v in eqn.params.items())
-    return eqn if same else eqn.replace(params=params)
 
 
 def _groups(eqns: Sequence[JaxprEqn], shardings: Mapping[Any, Sharding]) -> dict[Any, Groups]:

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
+from gshard.patterns.bodies import with_bodies
 from gshard.patterns.hidden import hidden
 from gshard.patterns.scores import Exit, Finder, Region, inputs_of, needed_for, upstream
 from gshard.sharding import Sharding, Split
@@ -31,7 +32,7 @@ def in_rings(
 
 
 def _rewritten(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding], limit: int) -> Jaxpr:
-    eqns = [_with_bodies(eqn, shardings, limit) for eqn in jaxpr.eqns]
+    eqns = [with_bodies(eqn, lambda body: in_rings(body, shardings, limit)) for eqn in jaxpr.eqns]
     changed = any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True))
     done: set[int] = set()
     for seed in list(eqns):
@@ -47,23 +48,6 @@ def _rewritten(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding], limit: int) -> J
         eqns = _replaced(eqns, region, found[2], jaxpr)
         changed = True
     return jaxpr.replace(eqns=eqns) if changed else jaxpr
-
-
-def _with_bodies(eqn: JaxprEqn, shardings: Mapping[Any, Sharding], limit: int) -> JaxprEqn:
-    """The equation, the programs in it written anew."""
-
-    def changed(param: Any) -> Any:
-        if isinstance(param, ClosedJaxpr):
-            return in_rings(param, shardings, limit)
-        if isinstance(param, tuple) and any(isinstance(x, ClosedJaxpr) for x in param):
-            return tuple(map(changed, param))
-        return param
-
-    if not list(jaxprs_in_params(eqn.params)):
-        return eqn
-    params = {k: changed(v) for k, v in eqn.params.items()}
-    same = all(params[k] is v or params[k] == v for k, v in eqn.params.items())
-    return eqn if same else eqn.replace(params=params)
 
 
 def _too_large(

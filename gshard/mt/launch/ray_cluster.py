@@ -35,7 +35,7 @@ class Agent:
 
     def address(self) -> str:
         """Where this node's process can be the coordinator."""
-        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # Ray's
         return f"{host}:{free_port(host)}"
 
     def start(self, command: Sequence[str], more: Mapping[str, str], folder: str) -> None:
@@ -119,7 +119,7 @@ class RayCluster:
 
     def nodes(self) -> list[str]:
         """The nodes that are alive."""
-        known = ray.nodes()  # type: ignore[no-untyped-call]
+        known = ray.nodes()  # type: ignore[no-untyped-call]  # Ray's
         return sorted(node["NodeID"] for node in known if node["Alive"])
 
     def capacity(self, wanted: int) -> int:

@@ -86,7 +86,7 @@ def compile_baselines(run: Run, plan: Plan, which: int) -> int:
     state, keys_N = programs.state_like(), stacked_keys(range(len(group)))
     batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((len(group), group[0].rows, x.shape[1]), x.dtype),
-        Batch(**blank_batch(run)),  # type: ignore[arg-type]
+        Batch(**blank_batch(run)),  # type: ignore[arg-type]  # NumPy's, for their shapes
     )
     nll_N = jax.ShapeDtypeStruct((len(group),), jnp.float32)
     limits_N = jax.ShapeDtypeStruct((len(group),), jnp.int32)

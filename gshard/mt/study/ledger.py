@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from gshard.mt.evaluation.baselines import BASELINES
 from gshard.mt.evaluation.evaluate import EVALUATION
-from gshard.mt.run import METRICS
+from gshard.mt.run import read_metrics
 from gshard.mt.study.plan import Plan, PlannedRun
 
 Stage = Literal["waiting", "begun", "trained", "translated", "scored"]
@@ -57,7 +57,7 @@ def entry(plan: Plan, run: PlannedRun) -> Entry:
     place = plan.place(run.name)
     trained, translated = read_json(place / TRAINED), read_json(place / TRANSLATED)
     scores = read_json(place / EVALUATION)
-    records = _records(place / METRICS)
+    records = read_metrics(place)
     dev = [record for record in records if record.get("kind") == "dev"]
     last: dict[str, Any] = trained or (records[-1] if records else {})
     stage: Stage = "begun" if records else "waiting"
@@ -101,19 +101,3 @@ def baselines_stage(plan: Plan) -> Stage | None:
     if (place / BASELINES_TRANSLATED).is_file():
         return "translated"
     return "begun" if (place / "baselines").is_dir() else "waiting"
-
-
-def _records(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            found.append(record)
-    return found
