@@ -3,6 +3,7 @@
     python -m benchmarks.recipes             the table, for a small and a large model
     python -m benchmarks.recipes --markdown  the table for docs/howto/parallelism.md
     python -m benchmarks.recipes --steps     and the step times of the small one
+    python -m benchmarks.recipes --hardware h200 --no-xla    as gshard plans for other machines
 
 Bytes are what one of 8 devices sends in a training step (read off both programs). An expert's come
 from the formula beside each recipe in examples/recipes. The large model is lowered, never run.
@@ -27,6 +28,7 @@ from rich.table import Table
 import gshard
 from examples.recipes.recipe import D, Recipe
 from examples.recipes.transformer import LARGE, SMALL, Size
+from gshard.forecast import known
 
 NAMES = (
     "data_parallel", "gradient_accumulation", "zero1", "fsdp", "hsdp", "tensor_parallel",
@@ -42,9 +44,9 @@ def recipes(size: Size) -> list[Recipe]:
     return [recipe for module in modules for recipe in module.recipes(size)]
 
 
-def measure(recipe: Recipe, xla: bool, steps: bool) -> dict[str, Any]:
+def measure(recipe: Recipe, xla: bool, steps: bool, hardware: str | None = None) -> dict[str, Any]:
     """Bytes of both partitioners, and the ratio of their step times."""
-    ours = gshard.jit(recipe.step).lower(*recipe.arguments)
+    ours = gshard.jit(recipe.step, hardware=hardware).lower(*recipe.arguments)
     found: dict[str, Any] = {
         "expert": recipe.expert,
         "gshard": recipe.sent(ours.collectives),
@@ -112,6 +114,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="recipes whose name contains this")
     parser.add_argument("--size", choices=("small", "large", "both"), default="both")
     parser.add_argument("--no-xla", action="store_true", help="gshard alone, which is quick")
+    parser.add_argument("--hardware", choices=known(), help="the machine that gshard plans for")
     parser.add_argument("--steps", action="store_true", help="step times of the small model too")
     parser.add_argument("--markdown", action="store_true", help="print the table for the docs")
     options = parser.parse_args()
@@ -123,7 +126,7 @@ def main() -> None:
         chosen = [r for r in recipes(size) if options.only in r.name]
         steps = options.steps and name == "small"
         rows = {
-            r.name: measure(r, not options.no_xla, steps)
+            r.name: measure(r, not options.no_xla, steps, options.hardware)
             for r in track(chosen, console=console, transient=True)
         }
         figures[name] = rows

@@ -132,10 +132,13 @@ def test_scattered_within_and_summed_across():
     def fn(x, y):
         return gshard.shard(x.T @ y, MESH[:1].T)
 
-    args = random_array((16, 8)), random_array((16, 5))
+    args = random_array((16, 8)), random_array((16, 29))
     low = lowered(fn, *args, inputs=[ROWS, ROWS])
     assert kinds(low) == {"reduce_scatter": 1, "all_reduce": 1}
-    assert sent(low) == 8 * 5 * 4 * 3 // 4 + 2 * (2 * 5 * 4) // 2
+    assert sent(low) == 8 * 29 * 4 * 3 // 4 + 2 * (2 * 29 * 4) // 2
+    args = random_array((16, 8)), random_array((16, 5))  # so little that one collective is better
+    low = lowered(fn, *args, inputs=[ROWS, ROWS])
+    assert kinds(low) == {"all_reduce": 1}
 
 
 def test_scattered_unevenly_within_and_summed_across():
@@ -243,10 +246,10 @@ def test_a_carry_with_copies_counts_once():
 
         return gshard.shard(jax.lax.scan(add, gshard.shard(total, quarters), xs)[0], quarters)
 
-    args = random_array((12, 12)), random_array((3, 512, 12))
+    args = random_array((16, 16)), random_array((3, 512, 16))
     low = lowered(fn, *args, inputs=[None, even_split(3, 1, 8)])
     assert kinds(low) == {"reduce_scatter": 1, "all_reduce": 1}
-    assert sent(low) == 12 * 12 * 4 * 3 // 4 + 2 * 3 * 12 * 4 // 2
+    assert sent(low) == 16 * 16 * 4 * 3 // 4 + 2 * 4 * 16 * 4 // 2
 
 
 def test_a_stack_of_partial_sums_waits_for_the_loop_around_it():

@@ -20,7 +20,7 @@ from gshard.devices import Place, groups_by
 from gshard.factors import Dim, Factor, Factors
 from gshard.moving import collectives, reshard
 from gshard.moving.collectives import Groups
-from gshard.moving.costs import machine
+from gshard.moving.costs import LATENCIES, machine
 from gshard.moving.plan import reshard_cost
 from gshard.sharding import Sharding, Split, compatible
 from gshard.tile import Tile, itemsize_of
@@ -80,7 +80,7 @@ def combine(
     (kind,) = {kinds[f] for f in reduced}
     key, order, size = _parts(tile.sharding, tuple(reduced.values()))
     idle = next(iter(reduced.values())).idle and tile.sharding.is_replicated
-    scatter = _scatter(tile.sharding, tuple(reduced.values()), target) if kind == "sum" else None
+    scatter = _worth_scattering(tile.sharding, reduced, kind, target, tile.nbytes)
     if scatter and not idle:
         return _scattered(place, tile, scatter, key, size, name)
     groups = groups_by(key, order)
@@ -182,7 +182,7 @@ def combine_cost(
     (kind,) = {kinds[f] for f in reduced}
     size = math.prod(s.tiles for s in reduced.values())
     local = math.prod(here.local_shape(aval.shape)) * itemsize_of(aval.dtype)
-    scatter = _scatter(here, tuple(reduced.values()), target) if kind == "sum" else None
+    scatter = _worth_scattering(here, reduced, kind, target, local)
     if scatter:
         rest = reshard_cost(scatter.result, target, aval.shape, aval.dtype)
         k, across = scatter.parts, size // scatter.parts
@@ -221,6 +221,21 @@ def reducing_groups(here: Sharding, reduced: tuple[Split, ...]) -> list[list[int
 def copies_groups(sharding: Sharding) -> list[list[int]]:
     """The devices that hold copies of one tile."""
     return sharding.devices.reshape(-1, sharding.replicas).tolist()
+
+
+def _worth_scattering(
+    here: Sharding, reduced: Mapping[Factor, Split], kind: str, target: Sharding, nbytes: int
+) -> _Scatter | None:
+    """How a sum of `nbytes` is scattered, if that is better than an AllReduce and a cut.
+
+    Where members share a part it takes two collectives. A sum so small that even in a full bundle
+    (`LATENCIES`) it would pay more for the second than it saves in bytes is taken whole.
+    """
+    scatter = _scatter(here, tuple(reduced.values()), target) if kind == "sum" else None
+    if scatter and scatter.parts < math.prod(s.tiles for s in reduced.values()):
+        saved = nbytes * (scatter.parts - 1) / scatter.parts
+        return scatter if saved > machine().latency / LATENCIES else None
+    return scatter
 
 
 @functools.lru_cache(maxsize=16384)

@@ -7,6 +7,7 @@ sends less. An embedding's gradient is both.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ from gshard.factors import Factor, Factors
 from gshard.keys import is_key_type
 from gshard.moving.partial import combine, combine_cost, identity
 from gshard.moving.plan import reshard_cost
-from gshard.rule import Context, Doc, Rule, register
+from gshard.rule import Context, Doc, Rule, Shares, register
 from gshard.rules.indexing import (
     Roles,
     cut_dims,
@@ -72,20 +73,26 @@ def _scatter_cost(
     shardings: Sequence[Sharding],
     targets: Sequence[Sharding],
     limit: float,
+    shares: Shares | None = None,
 ) -> float:
-    """Bytes that a device sends; partial results do without the operand until they are combined."""
+    """Bytes that a device sends; partial results do without the operand until they are combined.
+
+    What is shared with other operators is paid in `shares`.
+    """
     num_devices, (target,) = targets[0].num_devices, targets
     here = shard_dims(factors.results[0], chosen, factors, num_devices)
     reduced = _reduced(factors, chosen)
     total = local_work(eqn, factors, chosen)
-    total += combine_cost(here, reduced, factors.reduced, target, eqn.outvars[0].aval)
+    combined = combine_cost(here, reduced, factors.reduced, target, eqn.outvars[0].aval)
+    total += combined * shares.of_sum if shares and reduced else combined
     for n, (atom, dims, sharding) in enumerate(
         zip(eqn.invars, factors.operands, shardings, strict=True)
     ):
         if total >= limit:
             return total
         wanted = shard_dims(dims, chosen, factors, num_devices) if n or not reduced else target
-        total += reshard_cost(sharding, wanted, atom.aval.shape, atom.aval.dtype)
+        cost = reshard_cost(sharding, wanted, atom.aval.shape, atom.aval.dtype)
+        total += cost * shares.of_move(n, wanted) if shares and cost else cost
     return total
 
 
@@ -101,7 +108,8 @@ def partition_scatter(
     name, shape = eqn.primitive.name, tiles[0].shape
     if 0 in tiles[2].shape:
         return tiles[:1]
-    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets, cost=_scatter_cost)
+    cost = functools.partial(_scatter_cost, shares=ctx.shares(eqn, tiles))
+    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets, cost=cost)
     reduced = _reduced(factors, chosen)
     wanted = [shard_dims(dims, chosen, factors, target.num_devices) for dims in factors.operands]
     indices, updates = (
