@@ -25,6 +25,10 @@ class TransformerConfig:
     "none", "layer" (keep only what enters each pair of layers), or the bytes that one device has,
     from which `gshard.nn.remat` chooses.
 
+    `expert_dropout` is that between the two products of an expert. `shared_hidden_dim` is the size
+    of a feed-forward network beside the experts that every token passes; 0, as in the paper, is
+    none.
+
     The last four say how the same model is computed, not what it is; `tuned` sets them for one GPU.
     `stacked` keeps the weights of all layers in one array and runs them under `lax.scan`, so that
     the program is as long for 36 layers as for 2; without it every layer has arrays of its own,
@@ -50,6 +54,8 @@ class TransformerConfig:
     input_dropout: float = 0.1
     residual_dropout: float = 0.1
     attention_dropout: float = 0.1
+    expert_dropout: float = 0.0
+    shared_hidden_dim: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Remat | int = "none"

@@ -13,6 +13,7 @@ the experts' products.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Literal
 
 import equinox as eqx
@@ -23,10 +24,12 @@ from jax import Array
 from gshard.nn.exact import float32_logits
 from gshard.nn.flat import flat_dropless, flat_groups
 from gshard.nn.gating import PAPER_GATING, GatingConfig, Routed, RouterMetrics, Routing, route
-from gshard.nn.layers import init_weight, relu
+from gshard.nn.hashing import Random
+from gshard.nn.layers import dropout, init_weight, relu, split_key
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 
 Dispatch = Literal["einsum", "index", "flat"]
+Drop = Callable[[Array], Array]
 
 
 class Experts(eqx.Module):
@@ -40,16 +43,19 @@ class Experts(eqx.Module):
         self.wi = init_weight(key_in, (experts, model_dim, hidden_dim), model_dim, dtype)
         self.wo = init_weight(key_out, (experts, hidden_dim, model_dim), hidden_dim, dtype)
 
-    def __call__(self, x_EGCM: Array) -> Array:
-        """Every expert on its own tokens; the results stand group first."""
+    def __call__(self, x_EGCM: Array, drop: Drop = lambda h: h) -> Array:
+        """Every expert on its own tokens; the results stand group first.
+
+        `drop` is the dropout of what stands between an expert's two products.
+        """
         dtype = x_EGCM.dtype
-        h_EGCH = relu(jnp.einsum("EGCM,EMH->EGCH", x_EGCM, self.wi.astype(dtype)))
+        h_EGCH = drop(relu(jnp.einsum("EGCM,EMH->EGCH", x_EGCM, self.wi.astype(dtype))))
         return jnp.einsum("EGCH,EHM->GECM", h_EGCH, self.wo.astype(dtype))
 
-    def in_place(self, x_ECM: Array) -> Array:
+    def in_place(self, x_ECM: Array, drop: Drop = lambda h: h) -> Array:
         """Every expert on its own tokens; the results stand where the tokens stood."""
         dtype = x_ECM.dtype
-        h_ECH = relu(jnp.einsum("ECM,EMH->ECH", x_ECM, self.wi.astype(dtype)))
+        h_ECH = drop(relu(jnp.einsum("ECM,EMH->ECH", x_ECM, self.wi.astype(dtype))))
         return jnp.einsum("ECH,EHM->ECM", h_ECH, self.wo.astype(dtype))
 
 
@@ -61,6 +67,8 @@ class MoE(eqx.Module):
     config: GatingConfig = eqx.field(static=True)
     groups: int | None = eqx.field(static=True)
     dispatch: Dispatch = eqx.field(static=True)
+    dropout: float = eqx.field(static=True)
+    random: Random = eqx.field(static=True)
 
     def __init__(
         self,
@@ -72,6 +80,8 @@ class MoE(eqx.Module):
         config: GatingConfig = PAPER_GATING,
         groups: int | None = None,
         dispatch: Dispatch = "index",
+        dropout: float = 0.0,
+        random: Random = "threefry",
     ):
         key_gate, key_experts = jax.random.split(key)
         self.gate = init_weight(key_gate, (model_dim, experts), model_dim, "float32")
@@ -79,6 +89,7 @@ class MoE(eqx.Module):
         self.config = config
         self.groups = groups
         self.dispatch = dispatch
+        self.dropout, self.random = dropout, random
 
     def __call__(
         self,
@@ -117,15 +128,23 @@ class MoE(eqx.Module):
         logits_GSE = self._logits(x_GSM)
         S, E = logits_GSE.shape[1:]
         C = self.config.capacity(S, E, train=key is not None, dropless=dropless)
-        routing, metrics = route(logits_GSE, C, self.config, key, mask_GS)
+        route_key, drop_key = key, None
+        if key is not None and self.dropout:
+            route_key, drop_key = split_key(key, 2)
+        routing, metrics = route(logits_GSE, C, self.config, route_key, mask_GS)
+
+        def drop(h: Array) -> Array:
+            return dropout(h, self.dropout, drop_key, self.random)
+
         if self.dispatch == "flat" and strategy.devices == 1:
             flat = flat_dropless if dropless else flat_groups
-            y_GSM = flat(self.experts.in_place, routing, x_GSM, E, C)
+            run = functools.partial(self.experts.in_place, drop=drop)
+            y_GSM = flat(run, routing, x_GSM, E, C)
             return y_GSM.reshape(B, L, M), Routed(routing, metrics)
 
         dispatch, combine = DISPATCHES[self.dispatch]
         x_EGCM = strategy.experts(dispatch(strategy, routing, x_GSM, E, C))
-        y_GECM = strategy.groups(self.experts(x_EGCM))
+        y_GECM = strategy.groups(self.experts(x_EGCM, drop))
         return combine(strategy, routing, y_GECM).reshape(B, L, M), Routed(routing, metrics)
 
     def _logits(self, x_GSM: Array) -> Array:

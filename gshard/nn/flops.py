@@ -17,7 +17,8 @@ def forward_flops(config: TransformerConfig) -> tuple[int, int]:
     dense = 2 * c.model_dim * c.hidden_dim
     hidden = c.expert_hidden_dim or c.hidden_dim
     sparse = 2 * c.model_dim * hidden * (c.gating.top_k if c.experts else 1)
-    pair = dense + sparse + c.model_dim * c.experts
+    shared = 2 * c.model_dim * c.shared_hidden_dim if c.experts else 0
+    pair = dense + sparse + shared + c.model_dim * c.experts
     source = c.encoder_layers // 2 * (2 * attention + pair)
     # The decoder's keys and values of the source are made from source tokens.
     cross_source = c.decoder_layers * attention // 2

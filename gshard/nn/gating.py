@@ -24,6 +24,9 @@ class GatingConfig:
     `RouterMetrics.aux_loss`: the paper's own form needs a k that is E * E times larger.
     `second_expert` says when the second choice is taken: with probability 2 * g2 (`random`, the
     paper's), always (`all`), or drawn from the gates without the first one (`sampling`).
+    `output_masking` is the share of the experts' results that training leaves out, each choice of
+    each token by itself, so that no token comes to depend on its expert alone (NLLB's "expert
+    output masking"; the paper has none).
     """
 
     top_k: Literal[1, 2] = 2
@@ -33,6 +36,11 @@ class GatingConfig:
     second_expert: Literal["random", "all", "sampling"] = "random"
     aux_coefficient: float = 0.01
     z_coefficient: float = 0.0
+    output_masking: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.output_masking < 1:
+            raise ValueError(f"output_masking is {self.output_masking}; it is in [0, 1)")
 
     def capacity(self, tokens: int, experts: int, *, train: bool, dropless: bool = False) -> int:
         """C, the slots each expert has for one group of `tokens`: floor(S * factor / E).
@@ -118,6 +126,7 @@ def route(
     if config.top_k == 1:
         weight1_GS = gate1_GS * kept1_GS
         routing = Routing(expert1_GS[None], slot1_GS[None], weight1_GS[None], kept1_GS[None])
+        routing = _masked(routing, config.output_masking, key)
         return routing, _metrics(logits_GSE, gates_GSE, real_GS, (wanted1_GSE,), (kept1_GS,))
 
     keep_key, choose_key = (None, None) if key is None else jax.random.split(key)
@@ -139,8 +148,17 @@ def route(
         jnp.stack([gate1_GS * kept1_GS, gate2_GS * kept2_GS]),
         jnp.stack([kept1_GS, kept2_GS]),
     )
+    routing = _masked(routing, config.output_masking, key)
     wanted, kept = (wanted1_GSE, wanted2_GSE), (kept1_GS, kept2_GS)
     return routing, _metrics(logits_GSE, gates_GSE, real_GS, wanted, kept)
+
+
+def _masked(routing: Routing, rate: float, key: Array | None) -> Routing:
+    """Leave a share of the experts' results out, and weigh the rest up; slots stay taken."""
+    if key is None or rate == 0.0:
+        return routing
+    keep_KGS = jax.random.bernoulli(jax.random.fold_in(key, 2), 1.0 - rate, routing.weight.shape)
+    return routing._replace(weight=routing.weight * keep_KGS / (1.0 - rate))
 
 
 def _queue(wanted_GSE: Array, capacity: int, taken_GE: Array) -> tuple[Array, Array, Array]:

@@ -49,11 +49,13 @@ class Layer(eqx.Module):
         self.feed_forward_norm = LayerNorm(c.model_dim, dtype)
         self.feed_forward, self.moe = None, None
         if sparse and c.experts:
-            self.moe = MoE(
-                c.experts, c.model_dim, hidden, dtype, keys[2], c.gating, c.groups, c.dispatch
-            )
+            settings = (c.gating, c.groups, c.dispatch, c.expert_dropout, c.random)
+            self.moe = MoE(c.experts, c.model_dim, hidden, dtype, keys[2], *settings)
+            hidden, key = c.shared_hidden_dim, jax.random.fold_in(keys[2], 1)
         else:
-            self.feed_forward = FeedForward(c.model_dim, hidden, dtype, keys[2])
+            key = keys[2]
+        if hidden:
+            self.feed_forward = FeedForward(c.model_dim, hidden, dtype, key)
 
     def __call__(
         self,
@@ -100,11 +102,13 @@ class Layer(eqx.Module):
             x_BTM = residual(x_BTM, y_BTM, keys[3])
 
         h_BTM, routed = self.feed_forward_norm(x_BTM), None
+        parts = []
         if self.moe is not None:
             y_BTM, routed = self.moe.routed(h_BTM, masks.real, keys[4], strategy, dropless=dropless)
-        elif self.feed_forward is not None:
-            y_BTM = self.feed_forward(h_BTM)
-        return residual(x_BTM, y_BTM, keys[5]), cache, routed
+            parts.append(y_BTM)
+        if self.feed_forward is not None:
+            parts.append(self.feed_forward(h_BTM))
+        return residual(x_BTM, sum(parts[1:], parts[0]), keys[5]), cache, routed
 
 
 class Masks(NamedTuple):

@@ -4,9 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gshard.nn.attention import Segments
 from gshard.nn.experts import DISPATCHES, MoE
 from gshard.nn.gating import GatingConfig, route
+from gshard.nn.pair import Layer, Masks
 from gshard.nn.strategy import Strategy
+from tests.nn import models
 
 G, S, E, M, H = 3, 10, 5, 8, 16
 
@@ -125,3 +128,74 @@ def test_annotations_are_the_papers(dispatch):
     ]
     plain = jax.make_jaxpr(lambda x: moe(x, mask)[0])(x)
     assert not [e for e in plain.eqns if e.primitive.name == "annotate"]
+
+
+def plain_loop(moe, x, routing, weight, keep):
+    """Token by token, choice by choice; `keep[e, c]` scales an expert's hidden units there."""
+    y = np.zeros(x.shape)
+    for g, s in np.ndindex(x.shape[:2]):
+        for k in range(len(routing.expert)):
+            if routing.kept[k, g, s]:
+                e, c = int(routing.expert[k, g, s]), int(routing.slot[k, g, s])
+                h = np.maximum(x[g, s] @ moe.experts.wi[e], 0) * keep[e, g, c]
+                y[g, s] += weight[k, g, s] * (h @ moe.experts.wo[e])
+    return y
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_output_masking_leaves_out_single_choices_of_tokens_in_training_alone(top_k):
+    x, mask = inputs()
+    settings = {"capacity_factor": 1.0, "top_k": top_k}
+    plain, masked = layer("index", **settings), layer("index", **settings, output_masking=0.4)
+    logits = plain._logits(x)
+    capacity = plain.config.capacity(S, E, train=True)
+    key = jax.random.key(3)
+    before, metrics = route(logits, capacity, plain.config, key, mask)
+    after, masked_metrics = route(logits, capacity, masked.config, key, mask)
+    ratio = np.asarray(after.weight / np.where(before.weight > 0, before.weight, 1))
+    there = np.asarray(before.weight) > 0
+    assert set(np.unique(ratio[there].round(5))) == {0.0, np.float32(1 / 0.6).round(5)}
+    assert not ratio[~there].any()
+    # Slots and what the router is judged by stay as they were.
+    for name in ("expert", "slot", "kept"):
+        np.testing.assert_array_equal(getattr(before, name), getattr(after, name))
+    assert masked_metrics.aux_loss == metrics.aux_loss
+    keep = np.ones((E, G, capacity, H))
+    want = plain_loop(masked, x, after, after.weight, keep)
+    np.testing.assert_allclose(masked(x, mask, key)[0], want, atol=1e-5)
+    np.testing.assert_array_equal(masked(x, mask)[0], plain(x, mask)[0])
+
+
+@pytest.mark.parametrize("dispatch", ["index", "flat"])
+def test_expert_dropout_drops_hidden_units_of_experts_in_training_alone(dispatch):
+    x, mask = inputs()
+    config = GatingConfig(capacity_factor=1.0)
+    args = (E, M, H, "float32", jax.random.key(0), config, None, dispatch)
+    plain, dropping = MoE(*args), MoE(*args, dropout=0.3)
+    key = jax.random.key(3)
+    route_key, drop_key = jax.random.split(key)
+    capacity = config.capacity(S, E, train=True)
+    routing, _ = route(plain._logits(x), capacity, config, route_key, mask)
+    shape = (E, G * capacity, H) if dispatch == "flat" else (E, G, capacity, H)
+    keep = jax.random.bernoulli(drop_key, 0.7, shape).reshape(E, G, capacity, H) / 0.7
+    want = plain_loop(dropping, x, routing, routing.weight, np.asarray(keep))
+    np.testing.assert_allclose(dropping(x, mask, key)[0], want, atol=1e-5)
+    np.testing.assert_array_equal(dropping(x, mask)[0], plain(x, mask)[0])
+
+
+def test_a_shared_expert_adds_its_result_for_every_token():
+    layer = Layer(models.config(shared_hidden_dim=12), jax.random.key(0), sparse=True, cross=False)
+    x = jax.random.normal(jax.random.key(1), (2, 6, layer.config.model_dim))
+    segments = jnp.ones((2, 6), jnp.int32)
+    masks = Masks(segments > 0, Segments(segments, segments))
+
+    @jax.jit
+    def both(layer, x):
+        attention, h = layer.self_attention, layer.self_norm(x)
+        h = layer.feed_forward_norm(x + attention(h, attention.keys_values(h), masks.own))
+        without = eqx.tree_at(lambda m: m.feed_forward, layer, None)
+        return layer(x, masks)[0], without(x, masks)[0] + layer.feed_forward(h)
+
+    got, want = both(layer, x)
+    assert layer.feed_forward.wi.shape == (layer.config.model_dim, 12)
+    np.testing.assert_allclose(got, want, atol=1e-5)

@@ -18,6 +18,7 @@ import gshard
 from gshard.mt.batching.batches import Host
 from gshard.mt.batching.packing import Arrays
 from gshard.mt.config import OptimizerConfig, RunConfig
+from gshard.mt.errors import UserError
 from gshard.mt.training import guard
 from gshard.nn.config import Batch, TransformerConfig
 from gshard.nn.optimizer import adafactor, adam, inverse_sqrt
@@ -50,11 +51,19 @@ class Figures(NamedTuple):
 
 def schedule(config: OptimizerConfig) -> optax.Schedule:
     """The learning rate by step."""
+    if not 0 <= config.fall <= config.end:
+        raise UserError(
+            f"optimizer.fall is {config.fall} and optimizer.end {config.end}: the learning rate "
+            "falls over that many steps before the step `end`"
+        )
     falling = inverse_sqrt(config.learning_rate, config.warmup)
 
     def rate(count: Any) -> Array:
-        risen = jnp.minimum((jnp.asarray(count, jnp.float32) + 1.0) / max(config.rise, 1), 1.0)
-        return falling(count) * risen
+        t = jnp.asarray(count, jnp.float32)
+        risen = jnp.minimum((t + 1.0) / max(config.rise, 1), 1.0)
+        if not config.fall:
+            return falling(count) * risen
+        return falling(count) * risen * jnp.clip((config.end - t) / config.fall, 0.0, 1.0)
 
     return rate
 
