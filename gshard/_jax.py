@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -268,11 +269,12 @@ def context_mesh() -> Any:
     return None if mesh.empty else mesh
 
 
-def copied(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
+def copied(eqn: Any, values: Sequence[Any], types: Sequence[Any] | None = None) -> list[Any] | None:
     """The results of `eqn` on values of the types that it had, in the program that is traced now.
 
-    The equation is copied with its source, and nothing of it is found out again. None where that
-    does not work: effects are for JAX to keep track of, and other releases may trace otherwise.
+    The equation is copied with its source, and nothing of it is found out again; on values of other
+    types, the `types` of the results are given. None where that does not work: effects are for JAX
+    to keep track of, and other releases may trace otherwise.
     """
     trace, info = _core.trace_ctx.trace, eqn.source_info
     if eqn.effects or not hasattr(trace, "emit_eqn"):
@@ -281,8 +283,26 @@ def copied(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
     if around.stack:
         info = info.replace(name_stack=around + info.name_stack)
     operands = [trace.to_jaxpr_tracer(value, info) for value in values]
-    types = [var.aval for var in eqn.outvars]
+    types = [var.aval for var in eqn.outvars] if types is None else types
     return trace.emit_eqn(operands, types, eqn.primitive, eqn.params, set(), info, eqn.ctx)
+
+
+def types_if_plain(eqn: Any, values: Sequence[Any], results: Sequence[Any]) -> list[Any] | None:
+    """The types of `results`, if binding `eqn` to `values` made this one equation and no more.
+
+    None also where another release of JAX keeps track of that otherwise.
+    """
+    made = getattr(results[0], "parent", None) if results else None
+    if made is None or getattr(made, "primitive", None) is not eqn.primitive or made.effects:
+        return None
+    same = len(made.in_tracers) == len(values) and all(map(operator.is_, made.in_tracers, values))
+    alone = all(getattr(result, "parent", None) is made for result in results)
+    return [r.aval for r in results] if same and alone and made.params == eqn.params else None
+
+
+def current_context() -> Any:
+    """What is traced now gets this context (of an equation)."""
+    return _core.current_jaxpr_eqn_context()
 
 
 def is_current(context: Any) -> bool:
@@ -329,57 +349,15 @@ def register_array_type(cls: type, aval: Callable[..., Any], place: Callable[...
 
 
 __all__ = [
-    "COMPOSITE_BODY",
-    "AbstractRef",
-    "InternalFloatingPointError",
-    "Var",
-    "ad",
-    "allowed_in_branches",
-    "batching",
-    "closed_over",
-    "context_mesh",
-    "copied",
-    "custom_partitioning_p",
-    "dce_jaxpr",
-    "discharge_refs",
-    "execute",
-    "gamma_one",
-    "iota_2x32_shape_p",
-    "is_array_like",
-    "is_current",
-    "is_ref",
-    "is_tracer",
-    "is_tracing",
-    "jit_info",
-    "mlir",
-    "optimization_barrier_p",
-    "parse_arguments",
-    "parse_sharding_rule",
-    "private_primitives",
-    "prng_impl",
-    "python_implementation",
-    "quick_call",
-    "quick_call_of_compiled",
-    "quick_data",
-    "random_clone_p",
-    "random_unwrap_p",
-    "random_wrap_p",
-    "ref_value",
-    "register_array_type",
-    "remat_p",
-    "reshard_p",
-    "scan_counts",
-    "scatter_sub_p",
-    "set_ref",
-    "shard_map_p",
-    "sharding_constraint_p",
-    "source_info_util",
-    "split_p",
-    "stack_p",
-    "struct_of",
-    "tensor_types",
-    "tile_p",
-    "unstack_p",
-    "weakref_cache",
+    "COMPOSITE_BODY", "AbstractRef", "InternalFloatingPointError", "Var", "ad",
+    "allowed_in_branches", "batching", "closed_over", "context_mesh", "copied", "current_context",
+    "custom_partitioning_p", "dce_jaxpr", "discharge_refs", "execute", "gamma_one",
+    "iota_2x32_shape_p", "is_array_like", "is_current", "is_ref", "is_tracer", "is_tracing",
+    "jit_info", "mlir", "optimization_barrier_p", "parse_arguments", "parse_sharding_rule",
+    "private_primitives", "prng_impl", "python_implementation", "quick_call",
+    "quick_call_of_compiled", "quick_data", "random_clone_p", "random_unwrap_p", "random_wrap_p",
+    "ref_value", "register_array_type", "remat_p", "reshard_p", "scan_counts", "scatter_sub_p",
+    "set_ref", "shard_map_p", "sharding_constraint_p", "source_info_util", "split_p", "stack_p",
+    "struct_of", "tensor_types", "tile_p", "types_if_plain", "unstack_p", "weakref_cache",
     "without_mesh",
-]
+]  # fmt: skip

@@ -12,7 +12,8 @@ ready before the result of the first is needed, one collective takes them all (`
    program's own order for the collective alone. Only elementwise work is put off, or done earlier.
 
 AllReduce, AllGather and ReduceScatter are bundled, in the bodies of loops too. What the user wrote
-in a manual region is left as it is.
+in a manual region is left as it is. Equations are put into another order, and stay what they are:
+only what a bundle adds is traced.
 """
 
 from __future__ import annotations
@@ -24,23 +25,35 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from gshard._jax import copied
-from gshard.evaluate import bind
+from gshard._jax import shard_map_p
 from gshard.forecast.ops import APART, LOOPS, PRODUCTS, bodies_of, size_of
+from gshard.meshes import AnyMesh
 from gshard.moving.costs import LATENCIES, machine
 from gshard.moving.packed import run_together
-from gshard.source import ASKED_FOR, on_behalf_of, reason_of
+from gshard.source import ASKED_FOR, reason_of
 
 _BUNDLED = {"psum", "pmax", "pmin", "all_gather", "reduce_scatter"}
 _HEAVY = APART | PRODUCTS | LOOPS | _BUNDLED | {"psum_invariant", "all_to_all", "ppermute"}
+_LIGHT = {
+    "add", "add_any", "broadcast_in_dim", "convert_element_type", "div", "exp", "integer_pow",
+    "max", "mul", "neg", "reduce_sum", "reshape", "rsqrt", "select_n", "slice", "sqrt", "squeeze",
+    "sub", "tanh", "transpose",
+}  # fmt: skip
 _NEVER = 1 << 60
 
 
-def evaluate_bundled(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    """The results of a per-device program in which small collectives travel together."""
-    jaxpr = program.jaxpr
-    inputs = zip((*jaxpr.constvars, *jaxpr.invars), (*program.consts, *args), strict=True)
-    return _Schedule(jaxpr, bundles_of(jaxpr)).run(dict(inputs))
+def bundled(program: ClosedJaxpr, mesh: AnyMesh) -> ClosedJaxpr:
+    """A program for all devices of `mesh`; small collectives of what each of them runs are joined.
+
+    That is the body of its `shard_map`.
+    """
+    eqns = [
+        eqn.replace(params={**eqn.params, "jaxpr": _with_bundles(eqn.params["jaxpr"], mesh)})
+        if eqn.primitive is shard_map_p
+        else eqn
+        for eqn in program.jaxpr.eqns
+    ]
+    return program.replace(jaxpr=program.jaxpr.replace(eqns=eqns))
 
 
 # ---------------------------------------------------------------- what may travel together
@@ -89,18 +102,24 @@ def bundles_of(jaxpr: Jaxpr) -> list[Bundle]:
 
 def _alone(jaxpr: Jaxpr) -> list[Bundle]:
     """Every collective that could be bundled, by itself, in the program's order."""
-    heavy = [eqn for eqn in jaxpr.eqns if _is_heavy(eqn)]
-    number = {id(eqn): i for i, eqn in enumerate(heavy)}
-    needed = dict.fromkeys((v for eqn in jaxpr.eqns for v in eqn.outvars), len(heavy))
+    if not any(eqn.primitive.name in _BUNDLED for eqn in jaxpr.eqns):
+        return []
+    number = {id(eqn): i for i, eqn in enumerate(filter(_is_heavy, jaxpr.eqns))}
+    needed = dict.fromkeys((v for eqn in jaxpr.eqns for v in eqn.outvars), len(number))
     for eqn in reversed(jaxpr.eqns):
-        first = number.get(id(eqn), min((needed[v] for v in eqn.outvars), default=_NEVER))
+        first = number.get(id(eqn), _NEVER)
+        if first is _NEVER:
+            first = min([needed[v] for v in eqn.outvars], default=_NEVER)
         for atom in eqn.invars:
-            if not isinstance(atom, Literal) and atom in needed:
-                needed[atom] = min(needed[atom], first)
+            if not isinstance(atom, Literal) and needed.get(atom, -1) > first:
+                needed[atom] = first
     ready: dict[Any, int] = {}
     found = []
     for eqn in jaxpr.eqns:
-        start = max((ready.get(a, 0) for a in eqn.invars if not isinstance(a, Literal)), default=0)
+        start = 0
+        for atom in eqn.invars:
+            if not isinstance(atom, Literal) and ready.get(atom, 0) > start:
+                start = ready[atom]
         end = number[id(eqn)] + 1 if id(eqn) in number else start
         if eqn.primitive.name in _BUNDLED and _is_own(eqn) and size_of(eqn.outvars[0]):
             size = max(size_of(eqn.invars[0]), size_of(eqn.outvars[0]))
@@ -108,7 +127,8 @@ def _alone(jaxpr: Jaxpr) -> list[Bundle]:
             found.append(alone)
             # Whenever it runs, in a bundle or not: what depends on it comes later.
             end = alone.needed + 1
-        ready.update(dict.fromkeys(eqn.outvars, end))
+        for var in eqn.outvars:
+            ready[var] = end
     return found
 
 
@@ -129,25 +149,107 @@ def _is_heavy(eqn: JaxprEqn) -> bool:
     """Whether an equation takes long, or may not change places with others."""
     if eqn.primitive.name in _HEAVY or eqn.effects:
         return True
+    if eqn.primitive.name in _LIGHT:  # told quickly, as most are
+        return False
     return any(_is_heavy(e) for body in bodies_of(eqn) for e in body.eqns)
 
 
 # ---------------------------------------------------------------- the program with bundles in it
 
 
+def _with_bundles(program: Any, mesh: AnyMesh) -> Any:
+    """A per-device program with the bundles in it; the same program if there are none."""
+    jaxpr = getattr(program, "jaxpr", program)  # releases of JAX differ in whether it is closed
+    found = _all_bundles(jaxpr)
+    if not any(found.values()):
+        return program
+    written = _written([b for bundles in found.values() for b in bundles], mesh)
+    rewritten = _Rewriting(found, written).program(jaxpr)
+    return rewritten if program is jaxpr else program.replace(jaxpr=rewritten)
+
+
+def _all_bundles(jaxpr: Jaxpr) -> dict[int, list[Bundle]]:
+    """The bundles of a program and of the bodies of loops and branches in it, by their ids."""
+    found = {id(jaxpr): bundles_of(jaxpr)}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in LOOPS:
+            for body in bodies_of(eqn):
+                found |= _all_bundles(body)
+    return found
+
+
+def _written(bundles: Sequence[Bundle], mesh: AnyMesh) -> dict[int, list[JaxprEqn]]:
+    """The equations of every bundle, by its id; all are traced at once, which is quicker."""
+
+    def all_together(*operands: jax.Array) -> list[jax.Array]:
+        left, results = iter(operands), []
+        for bundle in bundles:
+            results += run_together(bundle.members, [next(left) for _ in bundle.members])
+        return results
+
+    members = [eqn for bundle in bundles for eqn in bundle.members]
+    whole = jax.P()
+    traced = jax.make_jaxpr(
+        jax.shard_map(all_together, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    )(*[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (e.invars[0].aval for e in members)])
+    (mapped,) = [e for e in traced.jaxpr.eqns if e.primitive is shard_map_p]
+    body = getattr(mapped.params["jaxpr"], "jaxpr", mapped.params["jaxpr"])
+    known = dict(zip(body.invars, [e.invars[0] for e in members], strict=True))
+    known |= zip(body.outvars, [e.outvars[0] for e in members], strict=True)
+    found: dict[int, list[JaxprEqn]] = {}
+    left = iter(body.eqns)
+    for bundle in bundles:
+        last, eqns = bundle.members[-1].outvars[0], found.setdefault(id(bundle), [])
+        while not eqns or last not in eqns[-1].outvars:  # what makes its last result ends a bundle
+            eqn = next(left)
+            invars = [a if isinstance(a, Literal) else known.get(a, a) for a in eqn.invars]
+            outvars = [known.get(v, v) for v in eqn.outvars]
+            eqns.append(eqn.replace(invars=invars, outvars=outvars))
+    return found
+
+
+class _Rewriting:
+    """Programs with their bundles, of which the equations are `written`."""
+
+    def __init__(self, found: dict[int, list[Bundle]], written: dict[int, list[JaxprEqn]]):
+        self.found = found
+        self.written = written
+
+    def program(self, jaxpr: Jaxpr) -> Jaxpr:
+        """A program, or a body in it, in its new order."""
+        bundles = self.found[id(jaxpr)]
+        eqns: list[JaxprEqn] = []
+        for step in _Schedule(jaxpr, bundles).order() if bundles else jaxpr.eqns:
+            eqns += self.written[id(step)] if isinstance(step, Bundle) else [self.equation(step)]
+        return jaxpr.replace(eqns=eqns)
+
+    def equation(self, eqn: JaxprEqn) -> JaxprEqn:
+        """An equation; the bodies of a loop or branch are in their new order."""
+        if eqn.primitive.name not in LOOPS:
+            return eqn
+        return eqn.replace(params={k: self.param(v) for k, v in eqn.params.items()})
+
+    def param(self, value: Any) -> Any:
+        """A parameter of a loop or branch; programs in it are rewritten."""
+        if isinstance(value, ClosedJaxpr):
+            return value.replace(jaxpr=self.program(value.jaxpr))
+        if isinstance(value, tuple) and any(isinstance(v, ClosedJaxpr) for v in value):
+            return tuple(map(self.param, value))
+        return value
+
+
 class _Schedule:
-    """Runs a program: heavy equations in their order, others when what they read is there."""
+    """Orders a program: heavy equations as they were, others when what they read is there."""
 
     def __init__(self, jaxpr: Jaxpr, bundles: Sequence[Bundle]):
         self.jaxpr = jaxpr
         self.bundle_of = {id(eqn): b for b in bundles for eqn in b.members}
         self.maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        self.env: dict[Any, Any] = {}
-        self.done: set[int] = set()
+        self.steps: list[JaxprEqn | Bundle] = []
+        self.done: set[int] = set()  # equations, by their ids
 
-    def run(self, env: dict[Any, Any]) -> list[Any]:
-        """The results, given the values of the inputs."""
-        self.env = env
+    def order(self) -> list[JaxprEqn | Bundle]:
+        """The equations and bundles, one after the other."""
         for eqn in self.jaxpr.eqns:
             bundle = self.bundle_of.get(id(eqn))
             if (bundle and eqn is bundle.members[-1]) or (not bundle and _is_heavy(eqn)):
@@ -156,17 +258,17 @@ class _Schedule:
                 self.perform(eqn)
         for eqn in self.jaxpr.eqns:
             self.force(eqn)
-        return [self.read(a) for a in self.jaxpr.outvars]
-
-    def read(self, atom: Any) -> Any:
-        """The value of an operand."""
-        return atom.val if isinstance(atom, Literal) else self.env[atom]
+        return self.steps
 
     def missing(self, eqn: JaxprEqn) -> list[JaxprEqn]:
         """The equations that make what this one, or its bundle, reads, and have not run."""
-        bundle = self.bundle_of.get(id(eqn))
-        atoms = [a for e in (bundle.members if bundle else [eqn]) for a in e.invars]
-        return [self.maker[a] for a in atoms if not isinstance(a, Literal) and a not in self.env]
+        bundle, found = self.bundle_of.get(id(eqn)), []
+        for member in bundle.members if bundle else [eqn]:
+            for atom in member.invars:
+                maker = None if isinstance(atom, Literal) else self.maker.get(atom)
+                if maker is not None and id(maker) not in self.done:
+                    found.append(maker)
+        return found
 
     def force(self, goal: JaxprEqn) -> None:
         """Run an equation, and first all that it waits for."""
@@ -185,50 +287,7 @@ class _Schedule:
 
     def perform(self, eqn: JaxprEqn) -> None:
         """Run an equation, or its bundle, of which all operands are there."""
-        if id(eqn) in self.done:
-            return
-        bundle = self.bundle_of.get(id(eqn))
-        if bundle:
-            values = [self.read(e.invars[0]) for e in bundle.members]
-            for e, result in zip(bundle.members, run_together(bundle.members, values), strict=True):
-                self.env[e.outvars[0]] = result
-                self.done.add(id(e))
-            return
-        values, changed = [self.read(a) for a in eqn.invars], _bundled_bodies(eqn)
-        results: Sequence[Any] | None = None if changed else copied(eqn, values)
-        if results is None:
-            with on_behalf_of(eqn):
-                results = bind(eqn, values, **changed)
-        self.env.update(zip(eqn.outvars, results, strict=True))
-        self.done.add(id(eqn))
-
-
-def _bundled_bodies(eqn: JaxprEqn) -> dict[str, Any]:
-    """The programs in a loop or branch that change, by the names of the parameters."""
-    if eqn.primitive.name not in LOOPS:
-        return {}
-    changed: dict[str, Any] = {}
-    for name, param in eqn.params.items():
-        programs = param if isinstance(param, tuple) else (param,)
-        if programs and all(isinstance(b, ClosedJaxpr) for b in programs):
-            new = tuple(map(_bundled, programs))
-            if any(a is not b for a, b in zip(new, programs, strict=True)):
-                changed[name] = new if isinstance(param, tuple) else new[0]
-    return changed
-
-
-def _bundled(program: ClosedJaxpr) -> ClosedJaxpr:
-    """A body in which small collectives travel together; the same one if there are none."""
-    if not has_bundles(program.jaxpr):
-        return program
-    types = [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
-        for a in program.in_avals
-    ]
-    return jax.make_jaxpr(lambda *args: evaluate_bundled(program, args))(*types)
-
-
-def has_bundles(jaxpr: Jaxpr) -> bool:
-    """Whether anything in a program, or in a body in it, is to travel together."""
-    inside = [b for eqn in jaxpr.eqns if eqn.primitive.name in LOOPS for b in bodies_of(eqn)]
-    return bool(bundles_of(jaxpr)) or any(map(has_bundles, inside))
+        if id(eqn) not in self.done:
+            bundle = self.bundle_of.get(id(eqn))
+            self.steps.append(bundle or eqn)
+            self.done.update(map(id, bundle.members if bundle else [eqn]))

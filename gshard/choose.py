@@ -11,16 +11,25 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 from jax.extend.core import JaxprEqn
 
+from gshard import _jax
 from gshard.factors import Dim, Factor, Factors, compose, decompose
 from gshard.moving.costs import machine
 from gshard.moving.partial import combine, combine_cost, mask_for
 from gshard.moving.plan import reshard_cost
-from gshard.rule import MOST_REMEMBERED, RULES, Context, Rule, Shares, equation_key
+from gshard.rule import (
+    MOST_REMEMBERED,
+    RULES,
+    Context,
+    Rule,
+    Shares,
+    bind_local,
+)
 from gshard.sharding import Sharding, Split, compatible
 from gshard.tile import Tile, itemsize_of
 
@@ -37,6 +46,7 @@ class Layout:
     operands: tuple[tuple[Sharding, tuple[int, ...]], ...]  # sharding and local shape
     results: tuple[tuple[Sharding, tuple[int, ...]], ...]
     in_place: bool = False  # nothing moves: the operands lie so, and the results are wanted so
+    types: dict[Any, Any] = field(default_factory=dict)  # of local results, by those of operands
 
     @staticmethod
     def of(eqn: JaxprEqn, factors: Factors, chosen: Assignment, num_devices: int) -> Layout:
@@ -79,7 +89,7 @@ def cheapest(
     ctx: Context, eqn: JaxprEqn, rule: Rule, tiles: list[Tile], targets: list[Sharding]
 ) -> Layout:
     """The layout that `choose` finds; for equations that are alike, it is asked once."""
-    alike, shares = equation_key(eqn), ctx.shares(eqn, tiles)
+    alike, shares = ctx.kind(eqn), ctx.shares(eqn, tiles)
     shardings = tuple([t.sharding for t in tiles])
     key = (alike, rule.factors, shardings, tuple(targets), shares, machine())
     found = None if alike is None else _cheapest_before.get(key)
@@ -92,8 +102,39 @@ def cheapest(
         if alike is not None:
             if len(_cheapest_before) > MOST_REMEMBERED:
                 _cheapest_before.clear()
+                _in_place.clear()
             _cheapest_before[key] = found
+            if found.in_place and not rule.partition:  # and so it is whatever machines cost
+                _in_place[alike, *shardings, *targets] = found
     return found
+
+
+_in_place: dict[Any, Layout] = {}
+
+
+def in_place_again(
+    eqn: JaxprEqn, kind: int, tiles: Sequence[Tile], targets: Sequence[Sharding]
+) -> list[Tile] | None:
+    """The results of an equation like one that ran before with nothing to move; None if none did.
+
+    It is written down on local arrays at once: nothing is chosen, and JAX is not asked for types.
+    """
+    layout = _in_place.get((kind, *[t.sharding for t in tiles], *targets))
+    if layout is None or any(t.partial for t in tiles):
+        return None
+    values = [t.array for t in tiles]
+    types = layout.types.get(_types(values))
+    arrays = _jax.copied(eqn, values, types) if types else None
+    if arrays is None:
+        return None
+    return [
+        Tile(array, target, var.aval.shape)
+        for var, array, target in zip(eqn.outvars, arrays, targets, strict=True)
+    ]
+
+
+def _types(values: Sequence[jax.Array]) -> tuple[Any, ...]:
+    return tuple([jax.typeof(value) for value in values])
 
 
 def run(
@@ -121,6 +162,9 @@ def run_as(
     """Run `eqn` as a layout says."""
     if layout.in_place and all(t.is_standard for t in tiles):  # as most operators are
         arrays = rule.local(ctx, eqn, tiles, [local for _, local in layout.results])
+        if rule.local is bind_local:
+            values = [t.array for t in tiles]
+            layout.types[_types(values)] = _jax.types_if_plain(eqn, values, arrays)
         return [
             Tile(array, target, var.aval.shape)
             for var, array, target in zip(eqn.outvars, arrays, targets, strict=True)

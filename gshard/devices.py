@@ -6,6 +6,7 @@ looked up by the device's own number.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,9 +54,18 @@ class Place:
         return self.lookup(np.maximum(split.coords, 0))
 
 
-def groups_by(key: np.ndarray, order: np.ndarray) -> list[list[int]]:
+Groups = tuple[tuple[int, ...], ...]
+
+
+def groups_by(key: np.ndarray, order: np.ndarray) -> Groups:
     """Devices with equal `key` (negative: left out), each group sorted by `order`."""
+    return _groups_by(*(np.ascontiguousarray(x, np.int64).tobytes() for x in (key, order)))
+
+
+@functools.lru_cache(maxsize=256)  # layer after layer asks for the same, of thousands of devices
+def _groups_by(raw_key: bytes, raw_order: bytes) -> Groups:
+    key, order = (np.frombuffer(raw, np.int64) for raw in (raw_key, raw_order))
     devices = np.lexsort((order, key))
     devices = devices[key[devices] >= 0]
     borders = np.flatnonzero(np.diff(key[devices])) + 1
-    return [group.tolist() for group in np.split(devices, borders)]
+    return tuple(tuple(group.tolist()) for group in np.split(devices, borders))

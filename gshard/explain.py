@@ -108,7 +108,10 @@ def _settings(eqn: JaxprEqn) -> str:
     """The parameters that say something, shortened; groups of thousands of devices do not."""
     shown = []
     for key, value in eqn.params.items():
-        if value in (None, (), False) or key in _UNTOLD or isinstance(value, (Jaxpr, ClosedJaxpr)):
+        # Not `value in (None, (), False)`: there are types that nothing else can be compared with.
+        if value is None or (isinstance(value, (int, float, tuple)) and not value):
+            continue
+        if key in _UNTOLD or isinstance(value, (Jaxpr, ClosedJaxpr)):
             continue
         if isinstance(value, tuple) and any(isinstance(v, (Jaxpr, ClosedJaxpr)) for v in value):
             continue

@@ -21,7 +21,7 @@ from gshard.annotate import annotate_p
 from gshard.factors import Dim, Factor, Factors, compose, decompose
 from gshard.manual import to_auto_p
 from gshard.moving.costs import MEMORY_LIMIT
-from gshard.rule import factors_of
+from gshard.rule import equation_key, factors_of
 from gshard.rules import RULES
 from gshard.rules.control import bodies, constants, links
 from gshard.rules.manual import MAKES_MANUAL
@@ -48,6 +48,7 @@ class Edge:
     level: int
     eqn: JaxprEqn | None
     runs: int  # how often it runs: the trip counts of the loops around it
+    kind: Any = None  # equal for operators that are alike
     place: int = 0
     queued: set[int] = field(default_factory=set)
     sides: tuple[list[Tensor], list[Tensor]] = field(init=False)
@@ -74,6 +75,7 @@ class Flow:
         self.runs: dict[Any, int] = {}  # how often each variable is made
         self.manual: set[Any] = set()  # variables of manual regions
         self.edges: list[Edge] = []
+        self.kinds: dict[int, int] = {}  # the keys of equations, by their ids
         self.touching: dict[Any, list[Edge]] = defaultdict(list)
 
     # ------------------------------------------------------------ the program
@@ -94,9 +96,12 @@ class Flow:
             elif self.is_manual(eqn):
                 self.manual.update(eqn.outvars)
             elif eqn.primitive in RULES:
-                rule = RULES[eqn.primitive]
+                rule, kind = RULES[eqn.primitive], equation_key(eqn)
+                if kind is not None:
+                    self.kinds[id(eqn)] = kind
+                factors = factors_of(rule, eqn, kind)
                 atoms = (list(eqn.invars), list(eqn.outvars))
-                self.connect(Edge(factors_of(rule, eqn), atoms, rule.level, eqn, runs))
+                self.connect(Edge(factors, atoms, rule.level, eqn, runs, kind))
 
     def add_bodies(self, eqn: JaxprEqn, runs: int) -> None:
         """The programs inside a loop or branch, and what joins them to the outside."""
@@ -179,6 +184,7 @@ class Flow:
     def connect(self, edge: Edge) -> None:
         """Add an edge at the end of the program."""
         edge.place = len(self.edges)
+        edge.kind = edge if edge.kind is None else edge.kind
         self.edges.append(edge)
         for atom in edge.atoms[0] + edge.atoms[1]:
             if not isinstance(atom, Literal):
@@ -205,13 +211,13 @@ class Spread:
     """Where the splits came to stand, and the nodes that wanted one and could not take it."""
 
     flow: Flow
-    splits: dict[Any, list[Split | None]]
+    splits: dict[Any, tuple[Split | None, ...]]
     blocked: dict[Node, Split]
 
     def shardings(self) -> dict[Any, Sharding]:
         """A sharding for every variable."""
         n, manual = self.flow.num_devices, self.flow.manual
-        return {v: Sharding(tuple(s), n, v in manual) for v, s in self.splits.items()}
+        return {v: Sharding(s, n, v in manual) for v, s in self.splits.items()}
 
 
 class _Spreading:
@@ -221,7 +227,9 @@ class _Spreading:
         self.flow = flow
         self.groups = groups
         self.sealed = sealed
-        self.splits = {v: list(s) for v, s in flow.given.items()}
+        self.splits = {v: tuple(s) for v, s in flow.given.items()}
+        self.wanted: dict[Any, dict[Factor, Split]] = {}  # preferences, by operators that are alike
+        self.agreed: dict[Any, bool] = {}  # whether they all had what was wanted
         self.open = {v: self.open_dims(v) for v in flow.given}
         self.waiting: list[list[int]] = [[], [], []]
         self.stage: tuple[int, Split] | None = None
@@ -289,7 +297,8 @@ class _Spreading:
                     if split and self.stage and split is not self.stage[1]:
                         continue
                     if split and self.fits(atom, dim, split):
-                        self.splits[atom][dim] = split
+                        splits = self.splits[atom]
+                        self.splits[atom] = (*splits[:dim], split, *splits[dim + 1 :])
                         self.open[atom] = self.open_dims(atom)
                         self.revisit(self.flow.touching[atom])
 
@@ -297,8 +306,21 @@ class _Spreading:
         others = self.splits[atom][:dim] + self.splits[atom][dim + 1 :]
         return compatible((*[s for s in others if s], split))
 
+    def known(self, edge: Edge, sources: Sequence[int]) -> Any:
+        """All that an operator's preferences depend on."""
+        splits = [self.splits[atom] for side in sources for atom, _, _ in edge.sides[side]]
+        return (edge.kind, len(sources), *splits)
+
     def preferences(self, edge: Edge, sources: Sequence[int]) -> dict[Factor, Split]:
         """For each factor the split that most of its tensors' bytes already have."""
+        key = self.known(edge, sources)
+        found = self.wanted.get(key)
+        if found is None:
+            found = self.wanted[key] = self.favourites(edge, sources)
+        return found
+
+    def favourites(self, edge: Edge, sources: Sequence[int]) -> dict[Factor, Split]:
+        """The preferences themselves, from the votes of the tensors."""
         votes: dict[Factor, dict[Split, float]] = {}
         factors = edge.factors
         for side in sources:
@@ -323,19 +345,27 @@ class _Spreading:
         """The open dims that a neighbour's split could not reach."""
         found: dict[Node, Split] = {}
         for edge in self.flow.edges:
-            wanted = self.preferences(edge, _BOTH)
-            if not wanted:
+            key = self.known(edge, _BOTH)
+            if self.agreed.get(key):
                 continue
-            for atom, names, _ in edge.sides[0] + edge.sides[1]:
+            unmet = self.unmet(edge)
+            self.agreed[key] = not unmet
+            for atom, dim, split in unmet:
                 closed = self.flow.closed.get(atom, ())
-                if self.sealed and atom in self.flow.constants:
-                    continue
-                for dim, name in enumerate(names):
-                    if not name or name[0] not in wanted or dim in closed:
-                        continue
+                sealed = self.sealed and atom in self.flow.constants
+                if dim not in closed and not sealed:
+                    found.setdefault((atom, dim), split)
+        return found
+
+    def unmet(self, edge: Edge) -> list[tuple[Any, int, Split]]:
+        """The dims of an operator's tensors that are not split as most would have it."""
+        wanted, found = self.preferences(edge, _BOTH), []
+        for atom, names, _ in edge.sides[0] + edge.sides[1] if wanted else ():
+            for dim, name in enumerate(names):
+                if name and name[0] in wanted:
                     split = offered(edge, atom, dim, name, wanted)
                     if split and self.splits[atom][dim] is not split:
-                        found.setdefault((atom, dim), split)
+                        found.append((atom, dim, split))
         return found
 
 

@@ -19,15 +19,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard import unreduced
-from gshard._jax import without_mesh
+from gshard._jax import current_context, without_mesh
 from gshard.annotate import annotate_p
-from gshard.choose import partition_by_factors
+from gshard.choose import in_place_again, partition_by_factors
 from gshard.devices import Place
 from gshard.factors import Factor
 from gshard.keys import is_key_type
 from gshard.moving import reshard
 from gshard.moving.partial import combine_sums
-from gshard.rule import Shares
+from gshard.rule import Shares, equation_key
 from gshard.rules import RULES
 from gshard.rules.manual import CROSSING_MANUAL, check_manual, run_manually
 from gshard.rules.unknown import unknown_rule
@@ -47,7 +47,7 @@ def partition(
     return local
 
 
-NOTHING: Mapping[int, float] = MappingProxyType({})
+NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 def _is_index_math(eqn: JaxprEqn) -> bool:
@@ -72,6 +72,7 @@ class Partitioner:
     ):
         self.place = place
         self.shardings = shardings
+        self.kinds: Mapping[int, int] = getattr(shardings, "kinds", NOTHING)
         self.memory_limit = memory_limit
         self.strict = strict  # whether a primitive without a rule is an error
         self.resharded: dict[tuple[int, Sharding], tuple[Tile, Tile]] = {}
@@ -187,6 +188,18 @@ class Partitioner:
             return None
         return Shares(of_sum, uses, tuple(map(frozenset, forms)))
 
+    def kind(self, eqn: JaxprEqn) -> int | None:
+        """Its `equation_key`, which propagation has found out already."""
+        found = self.kinds.get(id(eqn))
+        return equation_key(eqn) if found is None else found
+
+    def again(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> list[Tile] | None:
+        """The results of an equation like one that ran before with nothing to move."""
+        kind = self.kinds.get(id(eqn))
+        if kind is None or eqn.primitive is p.transpose_p:  # of which more is to be remembered
+            return None
+        return in_place_again(eqn, kind, tiles, [self.shardings[v] for v in eqn.outvars])
+
     def run_body(
         self,
         closed: ClosedJaxpr,
@@ -221,12 +234,16 @@ class Partitioner:
             return self.literal(atom) if isinstance(atom, Literal) else env[atom]
 
         with without_mesh():
+            context = current_context()
             for eqn in jaxpr.eqns:
-                with on_behalf_of(eqn):
-                    results = self.equation(eqn, [read(a) for a in eqn.invars])
+                operands = [read(a) for a in eqn.invars]
+                results = self.again(eqn, operands) if eqn.ctx is context else None
+                if results is None:
+                    with on_behalf_of(eqn):
+                        results = self.equation(eqn, operands)
                 env.update(zip(eqn.outvars, results, strict=True))
                 if _is_index_math(eqn) and eqn.primitive is not annotate_p:
-                    self.makers[id(results[0].array)] = (results[0], eqn, [*map(read, eqn.invars)])
+                    self.makers[id(results[0].array)] = (results[0], eqn, operands)
         return [read(a) for a in jaxpr.outvars]
 
     def equation(self, eqn: JaxprEqn, tiles: list[Tile]) -> list[Tile]:

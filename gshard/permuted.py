@@ -32,7 +32,8 @@ def without_questions(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
 
     answered = []
     for eqn in eqns:
-        eqn = eqn.replace(invars=[stands_for(a) for a in eqn.invars])
+        if same:
+            eqn = eqn.replace(invars=[stands_for(a) for a in eqn.invars])
         if eqn.primitive is p.gather_p:
             found = _taken_back(eqn, made)
             if found is not None:

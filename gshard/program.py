@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AbstractMesh, Mesh
 
 from gshard import _jax, explain
-from gshard.bundles import evaluate_bundled
+from gshard.bundles import bundled
 from gshard.devices import Place
+from gshard.evaluate import bind, evaluate
 from gshard.explaining import Subject
 from gshard.meshes import AnyMesh, axis_names, make_mesh
 from gshard.placement import DeviceOrder
@@ -178,13 +179,10 @@ def arrange(
     crossing = labelled(crossing, user_mesh, order.numbers)
     into, out_of = tuple(crossing[: len(inputs)]), tuple(crossing[len(inputs) :])
 
-    def partitioned(*arrays: jax.Array) -> list[jax.Array]:
+    def on_device(*arrays: jax.Array) -> list[jax.Array]:
         place = Place(axis_names(axes), count)
         tiles = [p.enter(a) for p, a in zip(into, arrays, strict=True)]
         return [p.leave(t) for p, t in zip(out_of, local(place, tiles), strict=True)]
-
-    def on_device(*arrays: jax.Array) -> list[jax.Array]:
-        return evaluate_bundled(jax.make_jaxpr(partitioned)(*arrays), arrays)
 
     step = jax.shard_map(
         on_device,
@@ -213,10 +211,12 @@ def _traced(
     num_consts: int,
     settings: Settings,
 ) -> jax.stages.Traced:
-    """`step`, traced under the name of the user's function."""
+    """`step`, traced under the name of the user's function; small collectives travel together."""
+    with _jax.without_mesh():
+        program = bundled(jax.make_jaxpr(step)(*structs), mesh)
 
     def called(*arrays: jax.Array) -> list[jax.Array]:
-        return step(*arrays)
+        return evaluate(program, arrays, _copied)
 
     called.__name__ = called.__qualname__ = name
     placed = {"in_shardings": [p.named(mesh) for p in into]} if isinstance(mesh, Mesh) else {}
@@ -229,3 +229,9 @@ def _traced(
     )
     with _jax.without_mesh():
         return jitted.trace(*structs)
+
+
+def _copied(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+    """The results of an equation in the program that is traced now."""
+    results = _jax.copied(eqn, values)
+    return bind(eqn, values) if results is None else results

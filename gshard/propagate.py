@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal
@@ -65,9 +66,13 @@ class Conflict:
 
 
 class Shardings(dict[Any, Sharding]):
-    """A sharding for every variable, and the conflicts that were decided on the way."""
+    """A sharding for every variable, and the conflicts that were decided on the way.
+
+    `kinds` are the keys of equations (`rule.equation_key`), by their ids.
+    """
 
     conflicts: tuple[Conflict, ...] = ()
+    kinds: Mapping[int, int] = MappingProxyType({})
 
 
 def propagate(
@@ -91,7 +96,7 @@ def propagate(
         if _actual_cost(flow, other) < _GAIN * _actual_cost(flow, spread):
             spread, conflicts = other, others
     found = Shardings(spread.shardings())
-    found.conflicts = conflicts
+    found.conflicts, found.kinds = conflicts, flow.kinds
     return found
 
 

@@ -64,6 +64,10 @@ class Context(Protocol):
         """What an operator shares with others, if anything."""
         ...
 
+    def kind(self, eqn: JaxprEqn) -> int | None:
+        """Its `equation_key`."""
+        ...
+
     def inner(self) -> Context:
         """A context for the body of a loop or branch, whose values may not leave it."""
         ...
@@ -168,9 +172,9 @@ def _holds_program(param: Any) -> bool:
 _described: dict[Any, Factors] = {}
 
 
-def factors_of(rule: Rule, eqn: JaxprEqn) -> Factors:
+def factors_of(rule: Rule, eqn: JaxprEqn, key: int | None = None) -> Factors:
     """The factors of an equation; those of equations that are alike are made once."""
-    key = equation_key(eqn)
+    key = equation_key(eqn) if key is None else key
     if key is None:
         return rule.factors(eqn)
     found = _described.get((rule.factors, key))

@@ -7,6 +7,7 @@ XLA wants every device in a group of the same size.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -85,11 +86,18 @@ def _covers_evenly(place: Place, groups: Groups) -> bool:
 
 def _index_groups(place: Place, groups: Groups, even: bool = True) -> list[list[int]] | None:
     """Groups for JAX, which wants all devices in one; None for a single group in device order."""
+    return _with_idle(tuple(map(tuple, groups)), place.num_devices, even)
+
+
+@functools.lru_cache(maxsize=256)
+def _with_idle(
+    groups: tuple[tuple[int, ...], ...], num_devices: int, even: bool
+) -> list[list[int]] | None:
     listed = [list(g) for g in groups]
-    if listed == [list(range(place.num_devices))]:
+    if listed == [list(range(num_devices))]:
         return None
     members = {d for g in listed for d in g}
-    idle = [d for d in range(place.num_devices) if d not in members]
+    idle = [d for d in range(num_devices) if d not in members]
     size = len(listed[0]) if even else 1
     return listed + [idle[i : i + size] for i in range(0, len(idle), size)]
 

@@ -20,6 +20,9 @@ class Machine:
     flops_per_byte: float = 512  # what a device computes while it sends a byte
     memory_per_byte: float = 16  # bytes that a device reads from its own memory meanwhile
 
+    def __hash__(self) -> int:
+        return hash(self.latency)  # it is part of the key of every plan, and there are few machines
+
 
 MACHINE = Machine()  # about what accelerators of today have in common
 _planned_for = contextvars.ContextVar("planned_for", default=MACHINE)

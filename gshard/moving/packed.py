@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
@@ -29,10 +28,10 @@ def run_together(eqns: Sequence[JaxprEqn], values: Sequence[jax.Array]) -> list[
     with on_behalf_of(first), because(together(len(eqns), reason_of(first))):
         packed = lax.concatenate(rows, rows[0].ndim - 1)
         if scattered:
-            (whole,) = bind(first, [packed.reshape(-1)], scatter_dimension=0)
+            (whole,) = bind(first, [lax.reshape(packed, (packed.size,))], scatter_dimension=0)
         elif gathered:
             (whole,) = bind(first, [packed], all_gather_dimension=0)
-            whole = whole.reshape(-1, packed.size)
+            whole = lax.reshape(whole, (whole.size // packed.size, packed.size))
         else:
             (whole,) = bind(first, [packed])
     results, start = [], 0
@@ -56,17 +55,24 @@ def _members(eqn: JaxprEqn) -> tuple[int, int]:
 def _as_rows(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
     """An operand end to end; for a ReduceScatter, a row for each member's part of the result."""
     if eqn.primitive.name != "reduce_scatter":
-        return x.reshape(-1)
+        return lax.reshape(x, (x.size,))
     dim, members = _members(eqn)
-    parts = x.reshape(*x.shape[:dim], members, -1, *x.shape[dim + 1 :])
-    return jnp.moveaxis(parts, dim, 0).reshape(members, -1)
+    shape = (*x.shape[:dim], members, x.shape[dim] // members, *x.shape[dim + 1 :])
+    return lax.reshape(_moved(lax.reshape(x, shape), dim, 0), (members, x.size // members))
 
 
 def _as_result(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
     """The opposite, of the result."""
     shape = eqn.outvars[0].aval.shape
     if eqn.primitive.name != "all_gather":
-        return x.reshape(shape)
+        return lax.reshape(x, shape)
     dim, members = _members(eqn)
-    parts = x.reshape(members, *eqn.invars[0].aval.shape)
-    return jnp.moveaxis(parts, 0, dim).reshape(shape)
+    parts = lax.reshape(x, (members, *eqn.invars[0].aval.shape))
+    return lax.reshape(_moved(parts, 0, dim), shape)
+
+
+def _moved(x: jax.Array, dim: int, to: int) -> jax.Array:
+    """`x` with one dim moved to another place."""
+    order = [d for d in range(x.ndim) if d != dim]
+    order.insert(to, dim)
+    return lax.transpose(x, order)

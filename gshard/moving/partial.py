@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard.devices import Place, groups_by
+from gshard.devices import Groups, Place, groups_by
 from gshard.factors import Dim, Factor, Factors
 from gshard.moving import collectives, reshard
-from gshard.moving.collectives import Groups
 from gshard.moving.costs import LATENCIES, machine
 from gshard.moving.plan import reshard_cost
 from gshard.sharding import Sharding, Split, compatible
@@ -89,7 +88,7 @@ def combine(
         # Devices without a part still get the result; they and copies of a part add nothing to it.
         part = place.lookup((key == 0).astype(np.int32))
         array = jnp.where(part == 1, array, identity(kind, array.dtype))
-        groups = [list(range(place.num_devices))]
+        groups = (tuple(range(place.num_devices)),)
     array = _all_reduce(place, array, groups, kind, f"{name}: partial results over {size} devices")
     return Tile(array, tile.sharding, tile.shape)
 
@@ -105,7 +104,7 @@ def _scattered(
     same = key * math.prod(result.tiles) + result.tile_index  # who ends with the same part
     turn = np.zeros(len(same), np.int64)
     for group in groups_by(same, np.arange(len(same))):
-        turn[group] = np.arange(len(group))
+        turn[list(group)] = np.arange(len(group))
     within = groups_by(key * size + turn, result.tile_index)
     x = collectives.reduce_scatter(place, padded.array, dim, within, reason)
     if parts < size:
@@ -212,7 +211,7 @@ def reducing_key(here: Sharding, reduced: tuple[Split, ...]) -> np.ndarray:
     return key
 
 
-def reducing_groups(here: Sharding, reduced: tuple[Split, ...]) -> list[list[int]]:
+def reducing_groups(here: Sharding, reduced: tuple[Split, ...]) -> Groups:
     """The devices whose partial results belong together."""
     key, order, _ = _parts(here, reduced)
     return groups_by(key, order)

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from gshard import padding
-from gshard.devices import Place, groups_by
+from gshard.devices import Groups, Place, groups_by
 from gshard.keys import as_integers, is_key
 from gshard.moving import collectives
 from gshard.moving.boxes import route
@@ -124,7 +124,7 @@ def _gather(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
 
 
 @functools.lru_cache(maxsize=4096)
-def _gather_groups(here: Sharding, target: Sharding) -> tuple[int, list[list[int]]]:
+def _gather_groups(here: Sharding, target: Sharding) -> tuple[int, Groups]:
     """The dim to gather, and who gathers it together."""
     (dim,) = [d for d in range(here.rank) if here.splits[d] is not target.splits[d]]
     split = here.splits[dim]

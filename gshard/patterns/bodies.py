@@ -18,6 +18,8 @@ def with_bodies(eqn: JaxprEqn, write: Callable[[ClosedJaxpr], ClosedJaxpr]) -> J
             return tuple(map(changed, param))
         return param
 
+    if not any(isinstance(v, (ClosedJaxpr, tuple)) for v in eqn.params.values()):
+        return eqn  # told quickly, as of most
     if not list(jaxprs_in_params(eqn.params)):
         return eqn
     params = {k: changed(v) for k, v in eqn.params.items()}
