@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from gshard._jax import is_array_like
+from gshard._jax import closed_over, is_array_like, is_ref
 
 
 class Static:
@@ -133,6 +134,36 @@ def on_values(fun: Callable[..., Any], refs: Sequence[int]) -> Callable[..., Any
         results = fun(*(inside.get(i, x) for i, x in enumerate(values)))
         return results, [ref[...] for ref in inside.values()]
 
+    return called
+
+
+def check_given_once(refs: Sequence[Any]) -> None:
+    """Refuse a reference under two names, as `jax.jit` does."""
+    if len(set(map(id, refs))) < len(refs):
+        raise ValueError(
+            "one reference is given as two arguments, or is an argument that the function also "
+            "closes over, so that writing to one of them would change the other; give it once"
+        )
+
+
+def refs_of(traced: jax.stages.Traced) -> list[Any]:
+    """The references that a traced function closes over."""
+    return [c for c in (*closed_over(traced), *traced.jaxpr.consts) if is_ref(c)]
+
+
+def on_refs(traced: jax.stages.Traced) -> Callable[..., Any]:
+    """A traced function as one of the references that it closes over, and its flat arguments."""
+    count, jaxpr, out_tree = len(refs_of(traced)), traced.jaxpr, traced.out_tree
+    in_front = closed_over(traced)
+
+    def called(*values: Any) -> Any:
+        refs, arguments = iter(values[:count]), values[count:]
+        front = [next(refs) if is_ref(c) else c for c in in_front]
+        consts = [next(refs) if is_ref(c) else c for c in jaxpr.consts]
+        results = jaxpr_as_fun(ClosedJaxpr(jaxpr.jaxpr, consts))(*front, *arguments)
+        return jax.tree.unflatten(out_tree, results)
+
+    called.__name__ = called.__qualname__ = traced.fun_name
     return called
 
 

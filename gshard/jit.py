@@ -6,21 +6,29 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from gshard import _jax
 from gshard.annotate import constraining, is_tracing_for_gshard, tracing_for
-from gshard.calls import StaticLeaves, Trees, on_values, with_static_results
+from gshard.calls import (
+    StaticLeaves,
+    Trees,
+    check_given_once,
+    on_refs,
+    on_values,
+    refs_of,
+    with_static_results,
+)
 from gshard.forecast import Hardware
 from gshard.forecast.hardware import machine_for
-from gshard.moving.costs import MEMORY_LIMIT, Machine, planning_for
+from gshard.keywords import Keywords, Options, checked_devices
+from gshard.moving.costs import MEMORY_LIMIT, planning_for
 from gshard.partition import partition
 from gshard.patterns.dropless import by_groups
 from gshard.patterns.ring import in_rings
@@ -34,21 +42,9 @@ from gshard.uneven import UnevenArray
 from gshard.xla import lower_with_xla
 
 
-@dataclass(frozen=True)
-class Options:
-    """How to partition: what `gshard.jit` was told beyond what `jax.jit` takes."""
-
-    devices: tuple[jax.Device, ...] | int | None
-    backend: str | None
-    partitioner: str
-    memory_limit: int
-    strict: bool
-    machine: Machine | None = None  # to plan for; None: what JAX says the devices are
-
-
 @contextlib.contextmanager
 def _not_collecting() -> Iterator[None]:
-    """Without the garbage collector: what partitioning makes stays, so its rounds find nothing."""
+    """Without the garbage collector: what tracing makes stays, so its rounds would find nothing."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -71,16 +67,18 @@ def lower(
     lies = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
     name, closed_over = traced.fun_name, _jax.closed_over(traced)  # all that is kept of `traced`
 
-    @_not_collecting()
+    one = None if isinstance(order.devices, int) else order.devices[0]
+    machine = options.machine or machine_for(None, one)
+
     def partitioned(flat: ClosedJaxpr) -> Program:
-        limit = options.memory_limit
-        shardings = propagate(flat, order.count, lies, limit)  # a sharding for every value
-        changed = by_groups(flat, shardings)  # rows of experts that are split lie like them
-        changed = in_rings(changed, shardings, limit)  # keys come round
-        if changed is not flat:
-            flat, shardings = changed, propagate(changed, order.count, lies, limit)
-        local = partition(flat.jaxpr, shardings, limit, options.strict)  # the per-device program
-        with planning_for(options.machine or machine_for(None)):
+        with _not_collecting(), planning_for(machine):
+            limit = options.memory_limit
+            shardings = propagate(flat, order.count, lies, limit)  # a sharding for every value
+            changed = by_groups(flat, shardings)  # rows of experts that are split lie like them
+            changed = in_rings(changed, shardings, limit)  # keys come round
+            if changed is not flat:
+                flat, shardings = changed, propagate(changed, order.count, lies, limit)
+            local = partition(flat.jaxpr, shardings, limit, options.strict)  # per device
             return arrange(  # XLA compiles and runs it
                 local, flat, shardings, name, closed_over, order, mesh, settings
             )
@@ -118,13 +116,14 @@ def jit(
     `memory_limit` bytes when gathered is passed around in a loop instead. `strict` refuses
     primitives that gshard has no rule for, which would run whole on every device. Where several
     plans are right, the cheapest on `hardware` is taken (`gshard.forecast.known()` lists names):
-    by default what JAX says the devices are, where CPUs stand in for accelerators.
+    by default what JAX says the devices are. CPUs stand in for accelerators then; "cpu" plans for
+    themselves.
 
     `in_shardings` and `out_shardings` are trees of `NamedSharding`, `PartitionSpec` or
     `gshard.Sharding`, or prefixes of such trees; None says nothing.
     """
     machine = None if hardware is None else machine_for(hardware)
-    chosen = _checked(devices, device)
+    chosen = checked_devices(devices, device)
     options = Options(chosen, backend, partitioner, memory_limit, strict, machine)
     if partitioner not in ("gshard", "xla"):
         raise ValueError(f"partitioner is {partitioner!r}; allowed are 'gshard' and 'xla'")
@@ -143,48 +142,6 @@ def jit(
     return Jitted(keywords, options, fun)
 
 
-@dataclass(frozen=True, eq=False)
-class Keywords:
-    """What `gshard.jit` was told in the words of `jax.jit`."""
-
-    of_jax: dict[str, Any]
-    in_shardings: Any = None
-    out_shardings: Any = None
-
-    @property
-    def shardings(self) -> list[Any]:
-        """All shardings among them."""
-        return jax.tree.leaves((self.in_shardings, self.out_shardings))
-
-    def key(self, known: Any) -> Any:
-        """What tells apart two ways to jit one function."""
-        tree = jax.tree.structure((self.in_shardings, self.out_shardings))
-        donated = (known.donate_argnums, known.donate_argnames)
-        return tree, tuple(self.shardings), donated, self.settings(())
-
-    def settings(self, donated: tuple[int, ...]) -> Settings:
-        """What XLA's side is told, for a call whose flat arguments `donated` are given up."""
-        options = self.of_jax["compiler_options"] or {}
-        return Settings(donated, self.of_jax["keep_unused"], tuple(sorted(options.items())))
-
-    def of_arrays(self, donated: tuple[int, ...]) -> Keywords:
-        """The same for a function of flat arrays alone."""
-        kept = {k: self.of_jax[k] for k in ("keep_unused", "inline", "compiler_options")}
-        return Keywords({**kept, "donate_argnums": donated})
-
-
-def _checked(devices: Any, device: jax.Device | None) -> tuple[jax.Device, ...] | int | None:
-    if device is not None:
-        if devices is not None:
-            raise ValueError("device and devices are both given; device is a single one of them")
-        return (device,)
-    if isinstance(devices, int):
-        if devices < 1:
-            raise ValueError(f"devices is {devices}; at least 1 device is needed")
-        return devices
-    return None if devices is None else tuple(np.ravel(devices))
-
-
 class Jitted:
     """A function to be partitioned: call it, or `lower` it to see what that would do."""
 
@@ -197,6 +154,7 @@ class Jitted:
         self._traces = jax.jit(with_static_results(self._fun), **keywords.of_jax)
         self._known = _jax.jit_info(self._traces)
         self._with_leaves: dict[Any, Jitted] = {}
+        self._closed_over: dict[Any, list[Any]] = {}  # references, by the same keys
         self._quick = _jax.quick_call(
             fun, self._cache_miss, self._known, (options, keywords.key(self._known))
         )
@@ -219,10 +177,10 @@ class Jitted:
         if any(map(_jax.is_ref, leaves)):
             of_values, values, _ = self._without_refs(args, kwargs)
             return of_values.lower(*values)
-        if all(map(_jax.is_array_like, leaves)):
-            return self._lower(args, kwargs, leaves)
-        static, arrays = self._static_leaves(args, kwargs)
-        return self._for_leaves(static)._lower(tuple(arrays), {}, arrays, static)
+        if not all(map(_jax.is_array_like, leaves)):
+            static, arrays = self._static_leaves(args, kwargs)
+            return self._for_leaves(static)._lower_arrays(tuple(arrays), {}, arrays, static)
+        return self._lower_arrays(args, kwargs, leaves)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """The partitioned program as JAX's own stage, on logical values: for `jax.export`."""
@@ -237,6 +195,7 @@ class Jitted:
         self._quick.clear_cache()  # type: ignore[attr-defined]  # as for `_cache_size`
         self._traces.clear_cache()
         self._with_leaves.clear()
+        self._closed_over.clear()
 
     def _cache_size(self) -> int:
         """How many kinds of arguments it has a program for, as tests ask functions of `jax.jit`."""
@@ -259,7 +218,10 @@ class Jitted:
         if not all(map(_jax.is_array_like, leaves)):
             static, arrays = self._static_leaves(args, kwargs)
             return self._for_leaves(static)(*arrays), None, False
-        lowered = self._lower(args, kwargs, leaves)
+        traced, order, mesh = self._trace(args, kwargs, leaves)
+        if refs := refs_of(traced):
+            return self._of_refs(traced)(*refs, *leaves), None, False
+        lowered = self._lower(traced, order, mesh, leaves)
         try:
             results, quick = lowered.compile().run(leaves)
         except _jax.InternalFloatingPointError as error:  # debug_nans: op by op, to say where
@@ -268,18 +230,38 @@ class Jitted:
             raise FloatingPointError(f"{error} in the partitioned program alone") from None
         return lowered.trees.like_results(results), quick, False
 
-    def _lower(
+    def _lower_arrays(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: Sequence[Any],
         static: StaticLeaves | None = None,
     ) -> Lowered:
+        traced, order, mesh = self._trace(args, kwargs, leaves)
+        if refs := refs_of(traced):
+            return self._of_refs(traced).lower(*refs, *leaves)
+        return self._lower(traced, order, mesh, leaves, static)
+
+    @_not_collecting()
+    def _trace(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
+    ) -> tuple[jax.stages.Traced, DeviceOrder, Mesh | None]:
+        """The traced function, the devices, and the mesh of the arguments or in the program."""
         mesh = mesh_of([*leaves, *self._keywords.shardings])
         order = self._order(mesh)
         with tracing_for(order):
             traced = self._traces.trace(*self._structs(args), **self._structs(kwargs))
-        mesh = mesh or mesh_in(traced.jaxpr)
+        return traced, order, mesh or mesh_in(traced.jaxpr)
+
+    @_not_collecting()
+    def _lower(
+        self,
+        traced: jax.stages.Traced,
+        order: DeviceOrder,
+        mesh: Mesh | None,
+        leaves: Sequence[Any],
+        static: StaticLeaves | None = None,
+    ) -> Lowered:
         trees = Trees.of(traced, static)
         settings = self._keywords.settings(trees.donated)
         before = _lowered_before(traced.jaxpr, order, mesh, settings, self.options)
@@ -346,7 +328,7 @@ class Jitted:
         numbers, names = self._known.donate_argnums, self._known.donate_argnames
         return static.numbers_of(lambda key: key in numbers or key in names)
 
-    # ------------------------------------------------------------ arguments that are references
+    # ------------------------------------------------------------ references
 
     def _on_refs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call with references (`jax.new_ref`): they have other values after it."""
@@ -365,18 +347,26 @@ class Jitted:
         """
         static, leaves = self._static_leaves(args, kwargs)
         refs = {i: x for i, x in enumerate(leaves) if _jax.is_ref(x)}
-        if len(set(map(id, refs.values()))) < len(refs):
-            raise ValueError(
-                "one reference is given as two arguments, so that writing to one of them would "
-                "change the other; give it once"
-            )
+        values = [_jax.ref_value(x) if i in refs else x for i, x in enumerate(leaves)]
         key = (static, tuple(refs))
         if key not in self._with_leaves:
             keywords = self._keywords.of_arrays(tuple(sorted({*self._donated(static), *refs})))
             of_values = on_values(static.flat(self._fun), tuple(refs))
             self._with_leaves[key] = Jitted(keywords, self.options, of_values)
-        values = [_jax.ref_value(x) if i in refs else x for i, x in enumerate(leaves)]
+            traced, _, _ = self._with_leaves[key]._trace(tuple(values), {}, values)
+            self._closed_over[key] = refs_of(traced)
+        check_given_once([*refs.values(), *self._closed_over[key]])
         return self._with_leaves[key], values, list(refs.values())
+
+    def _of_refs(self, traced: jax.stages.Traced) -> Jitted:
+        """This function of the references that it closes over, and its flat arguments."""
+        if traced.jaxpr not in self._with_leaves:
+            first = len(refs_of(traced))
+            keywords = self._keywords.of_arrays(
+                tuple(first + i for i in Trees.of(traced, None).donated)
+            )
+            self._with_leaves[traced.jaxpr] = Jitted(keywords, self.options, on_refs(traced))
+        return self._with_leaves[traced.jaxpr]
 
 
 @_jax.weakref_cache

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+from jax.experimental.layout import Format
 from jax.extend.core import Jaxpr
 
 from gshard import _jax, explain
@@ -314,6 +315,27 @@ class Compiled(_Stage):
         """JAX's shardings of the results; one that does not divide is called whole."""
         return self.trees.like_results(self._program.named_results())
 
+    @property
+    def input_formats(self) -> Any:
+        """JAX's formats of the arguments: their shardings, and how they lie in memory."""
+        crossing = _flat_formats(self._stage.input_formats)[len(self._consts) :]
+        structs = self._program.structs(self.trees.dtypes)
+        formats = [_format(c, s.ndim, s.sharding) for c, s in zip(crossing, structs, strict=True)]
+        return jax.tree.unflatten(self.trees.in_tree, formats)
+
+    @property
+    def output_formats(self) -> Any:
+        """JAX's formats of the results."""
+        crossing = _flat_formats(self._stage.output_formats)
+        ranks = [info.ndim for info in jax.tree.leaves(self.trees.out_info)]
+        formats = map(_format, crossing, ranks, self._program.named_results())
+        return self.trees.like_results(list(formats))
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it; that of JAX is given `_params` in front."""
+        first = 1 if args and args[0] is self._params else 0
+        return self(*args[first:], **kwargs)
+
     def runtime_executable(self) -> Any:
         """The executable as XLA's runtime has it."""
         return self._stage.runtime_executable()
@@ -348,6 +370,17 @@ class Compiled(_Stage):
         return self._stage._params
 
     _no_kwargs = False
+
+
+def _flat_formats(tree: Any) -> list[Format]:
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Format))
+
+
+def _format(crossing: Format, rank: int, sharding: Any) -> Format:
+    """The format of an array that the user sees; one that is wrapped to cross lies as usual."""
+    layout = crossing.layout
+    as_it_is = layout is not None and len(layout.major_to_minor) == rank
+    return Format(layout if as_it_is else None, sharding)
 
 
 def _named(types: Sequence[tuple[Any, ...]]) -> str:

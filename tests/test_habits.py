@@ -215,6 +215,32 @@ def test_a_reference_stays_where_the_program_wants_it():
         gshard.jit(lambda a, b: a[...] + b[...])(ref, ref)
 
 
+@shows("references that a function closes over")
+def test_references_from_outside():
+    def run(jit):
+        counter, total = jax.new_ref(jnp.zeros(2)), jax.new_ref(jnp.ones(13))
+
+        @functools.partial(jit, donate_argnums=0)
+        def fn(x, **more):
+            counter[0] += 1
+            total[...] = gshard.split(total[...], 0, 8) + x
+            return {"sum": jnp.sum(total[...]), **more}
+
+        @jit
+        def both(ref):
+            ref[...] += counter[...]
+
+        results = [fn(jnp.arange(13.0), y=i) for i in range(3)]
+        other = jax.new_ref(jnp.ones(2))
+        both(other)
+        with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="give it once|twice"):
+            both(counter)
+        nested = jax.jit(lambda x: fn(x)["sum"] + 1)(jnp.ones(13))
+        return results, nested, [ref[...] for ref in (counter, total, other)]
+
+    same(run(gshard.jit), run(jax.jit))
+
+
 @shows("calls from several threads")
 def test_threads():
     jitted = gshard.jit(lambda x: gshard.split(x, 0, 8) * 2)
@@ -278,8 +304,29 @@ def test_stages_say_the_same():
     (of_x,), of_y = compiled.input_shardings
     assert of_x.shard_shape((16,)) == (2,)
     assert of_y["y"].is_fully_replicated
-    assert compiled.output_shardings["sum"] == compiled(x, y=2)["sum"].sharding
+    result = compiled(x, y=2)["sum"]
+    assert compiled.output_shardings["sum"] == result.sharding
+    assert compiled.output_formats["sum"] == result.format
+    (format_of_x,), _ = compiled.input_formats
+    assert (format_of_x.sharding, format_of_x.layout) == (of_x, result.format.layout)
+    np.testing.assert_array_equal(compiled.call(x, y=2)["sum"], result)
+    np.testing.assert_array_equal(compiled.call(compiled._params, x, y=2)["sum"], result)
     assert compiled.runtime_executable() is not None
+
+
+def test_stages_have_all_that_those_of_jax_have():
+    def stages(jit):
+        jitted = jit(lambda x: gshard.split(x, 0, 8) + 1)
+        lowered = jitted.lower(X)
+        return jitted, jitted.trace(X), lowered, lowered.compile()
+
+    ours = stages(gshard.jit)
+    for mine, jaxs in zip(ours, stages(jax.jit), strict=True):
+        missing = {name for name in dir(jaxs) if not name.startswith("_")} - set(dir(mine))
+        assert not missing, type(jaxs)
+    ((uneven,), _), result = ours[-1].input_formats, ours[-1].output_formats
+    assert uneven == result
+    assert uneven.sharding.is_fully_replicated  # JAX has no word for how it lies
 
 
 def test_the_size_of_the_cache():

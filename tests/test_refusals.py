@@ -19,7 +19,6 @@ UNKNOWN = new_primitive("nobody_knows", lambda x: x * 2)
 CALLING = Primitive("calling")  # its parameter is a program
 CALLING.def_abstract_eval(lambda x, *, jaxpr: ShapedArray(x.shape, x.dtype))
 mlir.register_lowering(CALLING, lambda ctx, x, *, jaxpr: [x])
-OUTSIDE = jax.new_ref(np.ones(8, np.float32))
 
 # Primitives that have a rule which refuses. All others with a rule run.
 REFUSED = {
@@ -59,16 +58,10 @@ def returns_a_part(x):
     return gshard.auto_to_manual_spmd_partition(gshard.shard(x, parts()))
 
 
-def written_outside(x):
-    OUTSIDE[...] = x
-    return x
-
-
 REFUSALS = {
     "a manual region in an unknown primitive": (manual_inside, "put the region around it"),
     "shard_map over some axes": (some_axes, "over all axes of a mesh of all 8 devices"),
     "an annotation in a manual region": (annotated_inside, "manual_to_auto_spmd_partition first"),
-    "a reference from outside": (written_outside, "to the function as an argument"),
     "too many partitions": (lambda x: gshard.split(x, 0, 9), "at most 8 partitions are allowed"),
     "devices that are not there": (lambda x: gshard.shard(x, [8, 9]), "numbered 0 to 7"),
     "a dim that is not there": (lambda x: gshard.split(x, 1, 8), "allowed: -1 to 0"),

@@ -34,8 +34,7 @@ _DIFFERS = {
     "refuses. Such results are `gshard.UnevenArray`s",
     "arguments on one device": "say nothing about where the program runs: it runs on all devices, "
     "on those of the mesh that is set or that arguments lie on, or on `devices=`",
-    "references": "may be arguments. One that the function closes over is refused, and so is one "
-    "that is given as two arguments (by `jax.jit` too)",
+    "references": "`lower` and `compile` are those of the function of their values",
     "inside of another trace": "a function of `gshard.jit` is its annotated program. Under "
     "`gshard.jit` the annotations stay; under `jax.jit` and the transformations they become "
     "sharding constraints for XLA",

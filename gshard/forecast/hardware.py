@@ -8,6 +8,7 @@ measured or fitted them; the file says against what.
 from __future__ import annotations
 
 import difflib
+import functools
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -136,21 +137,32 @@ def read(path: Path) -> Hardware:
     )
 
 
-def present() -> Hardware:
-    """What JAX says the devices of this machine are; a CPU where it is nothing known."""
-    kind = jax.devices()[0].device_kind.lower()
-    for mark, name in _KINDS.items():
-        if mark in kind:
-            return hardware(name)
-    return hardware("cpu")
+def present(device: jax.Device | None = None) -> Hardware:
+    """What JAX says that a device, or those of this machine, are; a CPU where it is unknown."""
+    return hardware(_name((device or jax.devices()[0]).device_kind))
 
 
-def machine_for(given: str | Path | Hardware | None) -> Machine:
-    """The speeds to plan with: of hardware that is named, else of the devices that JAX has."""
+def machine_for(given: str | Path | Hardware | None, device: jax.Device | None = None) -> Machine:
+    """The speeds to plan with: of hardware that is named, else of what JAX says the devices are.
+
+    `device` is one of them; none is there where they are abstract, and they count as what is here.
+    CPUs stand in for accelerators: several of them share the cores and the memory of one machine,
+    and a program is tried on them that is to run elsewhere. `hardware="cpu"` plans for themselves.
+    """
     if given is not None:
         return hardware(given).machine
-    here = present()
-    return MACHINE if here.name == "cpu" else here.machine
+    return _stands_for((device or jax.devices()[0]).device_kind)
+
+
+@functools.cache
+def _stands_for(kind: str) -> Machine:
+    name = _name(kind)
+    return MACHINE if name == "cpu" else hardware(name).machine
+
+
+def _name(kind: str) -> str:
+    """The hardware that JAX means by a `device_kind`."""
+    return next((name for mark, name in _KINDS.items() if mark in kind.lower()), "cpu")
 
 
 _KINDS = {

@@ -37,8 +37,8 @@ def _check(eqn: JaxprEqn) -> None:
     strange = [a for a in avals if not isinstance(a, ShapedArray)]
     if any(isinstance(a, AbstractRef) for a in strange):
         raise NotImplementedError(
-            f"{source_of(eqn)}: gshard cannot run {name!r} on a reference that the function closes "
-            "over; give it to the function as an argument, or make it inside with jax.new_ref"
+            f"{source_of(eqn)}: gshard cannot run {name!r} on a reference, of which it knows reads "
+            "and writes alone; read it first (ref[...]), and write the result to it"
         )
     if strange:
         raise NotImplementedError(

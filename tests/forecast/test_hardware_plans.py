@@ -6,6 +6,8 @@ import pytest
 
 import gshard
 from gshard.forecast import hardware
+from gshard.forecast.hardware import machine_for
+from gshard.moving.costs import MACHINE
 
 
 def product(a, b):
@@ -24,6 +26,31 @@ def test_a_plan_differs_between_machines():
     assert [c.kind for c in lowered("h200").collectives] == ["reduce_scatter"]
     for machine in ("cpu", "tpu-v5e"):
         assert [c.kind for c in lowered(machine).collectives] == ["all_to_all", "all_gather"]
+
+
+def test_which_of_two_splits_goes_first_differs_too():
+    """h200 starts collectives slowly for its links: one less is worth more bytes."""
+
+    def fn(x, w, v):
+        return jnp.tanh(gshard.split(x, 0, 8) @ gshard.split(w, 1, 8)) @ v
+
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (64, 4096), (4096, 64))]
+    by_rows, by_columns = (
+        gshard.jit(fn, devices=8, hardware=name).lower(*args) for name in ("h200", "tpu-v5e")
+    )
+    assert by_rows.out_shardings.tiles == (8, 1)
+    assert [c.kind for c in by_rows.collectives] == ["all_gather"]
+    assert by_columns.out_shardings.is_replicated
+    assert [c.kind for c in by_columns.collectives] == ["all_gather", "all_reduce"]
+
+
+def test_by_default_plans_are_for_what_jax_says_that_these_devices_are():
+    """And not the first ones there are; CPUs stand in for accelerators of a usual kind."""
+    kinds = {"NVIDIA H200": hardware("h200").machine, "cpu": MACHINE, "something new": MACHINE}
+    for kind, machine in kinds.items():
+        device = type("Device", (), {"device_kind": kind})()
+        assert machine_for(None, device) == machine
+    assert machine_for(None) == MACHINE != machine_for("cpu")
 
 
 def test_each_plan_is_the_faster_one_where_it_is_made():
