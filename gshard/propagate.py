@@ -26,7 +26,7 @@ Program order makes the result deterministic. Dims that nobody splits are whole.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -34,7 +34,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from gshard.estimate import Estimator
 from gshard.flow import Flow, Groups, Spread
-from gshard.moving.costs import MEMORY_LIMIT
+from gshard.moving.costs import MACHINE, MEMORY_LIMIT, Machine, machine, planning_for
 from gshard.sharding import Sharding, Split, compatible
 from gshard.source import source_of
 
@@ -90,14 +90,23 @@ def propagate(
     flow.add(closed.jaxpr)
     for var, sharding in (given or {}).items():
         flow.fix(var, sharding)
-    spread, conflicts = _settled(flow, sealed=False)
-    if any(any(spread.splits[var]) for var in flow.constants):
-        other, others = _settled(flow, sealed=True)
-        if _actual_cost(flow, other) < _GAIN * _actual_cost(flow, spread):
-            spread, conflicts = other, others
+    with planning_for(_for_many_collectives(machine())):
+        spread, conflicts = _settled(flow, sealed=False)
+        if any(any(spread.splits[var]) for var in flow.constants):
+            other, others = _settled(flow, sealed=True)
+            if _actual_cost(flow, other) < _GAIN * _actual_cost(flow, spread):
+                spread, conflicts = other, others
     found = Shardings(spread.shardings())
     found.conflicts, found.kinds = conflicts, flow.kinds
     return found
+
+
+def _for_many_collectives(of: Machine) -> Machine:
+    """The machine, where the small collectives of a whole program are counted one by one.
+
+    They will travel together (`bundles`), so that to start one costs much less than one alone does.
+    """
+    return replace(of, latency=min(of.latency, MACHINE.latency))
 
 
 def _settled(flow: Flow, sealed: bool) -> tuple[Spread, tuple[Conflict, ...]]:
