@@ -19,7 +19,17 @@ try:
 except ImportError:
     sys.exit("the gshard command needs more packages: pip install 'gshard[mt]'")
 
-from gshard.mt.commands import data, evaluate, launch, report, serve, study, train, translate
+from gshard.mt.commands import (
+    data,
+    evaluate,
+    launch,
+    release,
+    report,
+    serve,
+    study,
+    train,
+    translate,
+)
 from gshard.mt.errors import UserError
 from gshard.mt.launch import status
 from gshard.planning import commands as planning
@@ -53,6 +63,7 @@ app.command()(translate.translate)
 app.command()(serve.serve)
 app.command()(report.report)
 app.command()(study.study)
+app.command()(release.release)
 app.command()(planning.forecast)
 app.command()(planning.explain)
 app.command()(planning.interval)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gshard.mt.progress import Progress
     from gshard.mt.run import Run
 
-_SCORES = ("bleu", "chrf", "copy_bleu", "untrained_bleu")
+_SCORES = ("bleu", "spbleu", "chrf", "copy_bleu", "untrained_bleu")
 
 
 def evaluate(
@@ -116,6 +116,12 @@ def comparable(
     return found
 
 
+def _heads(result: Mapping[str, Any]) -> list[str]:
+    """The titles of the scores that there are."""
+    titles = ("BLEU", "spBLEU", "chrF++", "copy", "untrained")
+    return [title for key, title in zip(_SCORES, titles, strict=True) if _has(result, key)]
+
+
 def task_table(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str, Any]]) -> Table:
     """A row for each task, the one with the most training pairs first."""
     from rich import box
@@ -124,8 +130,7 @@ def task_table(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str, A
     title = f"{result['run']}, step {result['checkpoint']:,}, {result['split']}"
     # All of it fits into 80 columns: a number that is cut short is a wrong number.
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=0)
-    columns = ["group", "pairs", "tested", "BLEU", "chrF++", "copy"]
-    columns += ["untrained"] if _has(result, "untrained_bleu") else []
+    columns = ["group", "pairs", "tested", *_heads(result)]
     columns += ["baseline", "delta"] if baselines else []
     table.add_column("task", no_wrap=True)
     for column in columns:
@@ -154,8 +159,7 @@ def average_table(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str
     from gshard.mt.evaluation.scores import averages
 
     table = Table(title="averages over tasks", box=box.SIMPLE_HEAD)
-    columns = ["tasks", "BLEU", "chrF++", "copy"]
-    columns += ["untrained"] if _has(result, "untrained_bleu") else []
+    columns = ["tasks", *_heads(result)]
     columns += ["baseline", "delta"] if baselines else []
     table.add_column("")
     for column in columns:

@@ -159,6 +159,8 @@ def task_scores(
         "copy_bleu": copied.bleu,
         "copy_chrf": copied.chrf,
     }
+    if scores.spbleu is not None:
+        measured |= {"spbleu": scores.spbleu, "spbleu_signature": scores.spbleu_signature}
     if len(held) < FEW:
         measured["few"] = True
     if untrained is not None:
@@ -176,9 +178,10 @@ def _copied(held: HeldOut) -> Scores:
 def signatures(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """The signatures that most tasks have; a task with another cut states its own."""
     found = {}
-    for metric in ("bleu", "chrf"):
-        stated = [task[f"{metric}_signature"] for task in tasks.values()]
-        found[metric] = max(dict.fromkeys(stated), key=stated.count)
+    for metric in ("bleu", "spbleu", "chrf"):
+        key = f"{metric}_signature"
+        if stated := [task[key] for task in tasks.values() if key in task]:
+            found[metric] = max(dict.fromkeys(stated), key=stated.count)
     return found
 
 

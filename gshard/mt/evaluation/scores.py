@@ -2,7 +2,9 @@
 
 BLEU means nothing without the way its words were cut. Each score therefore goes with sacreBLEU's
 signature, and the cut goes by the target language: Chinese, Japanese and Korean have no spaces
-between (or too much within) what BLEU counts as words.
+between (or too much within) what BLEU counts as words. spBLEU cuts every language by the pieces of
+FLORES-200's vocabulary. sacreBLEU fetches that file when it is first used; here nothing is fetched
+behind anybody's back, and spBLEU is given where the file is (`SPBLEU_MODEL`).
 """
 
 from __future__ import annotations
@@ -10,11 +12,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
+from sacrebleu.tokenizers.tokenizer_spm import SPM_MODELS
+from sacrebleu.utils import SACREBLEU_DIR
 
 from gshard.mt.data.corpus import Corpus
 
@@ -23,8 +28,10 @@ FEW = 10  # sentences: with fewer, a score says next to nothing
 # What sacreBLEU cuts these languages with, the first that works here.
 _CUTS = {"zh": ("zh",), "ja": ("ja-mecab", "char"), "ko": ("ko-mecab", "char")}
 _USUAL_CUT = "13a"
+_PIECES = "flores200"
+SPBLEU_MODEL = Path(SACREBLEU_DIR, "models", Path(SPM_MODELS[_PIECES]["url"]).name)
 # In the averages of tasks; a key that a task lacks is left out of them.
-_AVERAGED = ("bleu", "chrf", "copy_bleu", "copy_chrf", "untrained_bleu", "untrained_chrf")
+_AVERAGED = ("bleu", "spbleu", "chrf", "copy_bleu", "copy_chrf", "untrained_bleu", "untrained_chrf")
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,8 @@ class Scores:
     chrf: float
     bleu_signature: str
     chrf_signature: str
+    spbleu: float | None = None
+    spbleu_signature: str = ""
 
 
 def score(translations: Sequence[str], references: Sequence[str], target: str = "en") -> Scores:
@@ -44,7 +53,12 @@ def score(translations: Sequence[str], references: Sequence[str], target: str = 
     bleu, chrf = BLEU(tokenize=cut_of(target)), CHRF(word_order=2)
     values = [m.corpus_score(list(translations), [list(references)]).score for m in (bleu, chrf)]
     signatures = [str(metric.get_signature()) for metric in (bleu, chrf)]
-    return Scores(values[0], values[1], signatures[0], signatures[1])
+    found = Scores(values[0], values[1], signatures[0], signatures[1])
+    if not SPBLEU_MODEL.is_file():
+        return found
+    pieces = BLEU(tokenize=_PIECES)
+    value = pieces.corpus_score(list(translations), [list(references)]).score
+    return replace(found, spbleu=value, spbleu_signature=str(pieces.get_signature()))
 
 
 def sentence_chrf(translation: str, reference: str) -> float:

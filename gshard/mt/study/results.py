@@ -74,6 +74,8 @@ def _summary(
     summary |= {"seconds": model.seconds, "tokens_per_second": model.tokens_per_second}
     summary |= {"device": model.device, "dev_nll": model.dev[-1][2] if model.dev else None}
     summary["nll_at_equal_cost"] = figures.at_equal_cost(model.curve, equal_seconds)
+    has_spbleu = all("spbleu" in task for task in model.scores.values())
+    summary["spbleu"] = model.mean("spbleu") if has_spbleu else None
     for group in GROUPS:
         for metric in figures.METRICS:
             suffix = "" if group == "all" else f"_{group}"

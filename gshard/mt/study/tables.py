@@ -48,7 +48,7 @@ def models(results: Mapping[str, Any]) -> str:
     """The paper's table: what a model is, what it costs, what it gives."""
     heads = ["model", "weights", "target tokens", "tokens/s", "minutes", "dev loss"]
     heads += [f"training loss at {results['equal_seconds']:.0f} s"]
-    heads += ["BLEU", "chrF++", "ΔBLEU", "ΔchrF++"]
+    heads += ["BLEU", "spBLEU", "chrF++", "ΔBLEU", "ΔchrF++"]
     rows = []
     for model in results["models"]:
         rows.append(
@@ -61,6 +61,7 @@ def models(results: Mapping[str, Any]) -> str:
                 _number(model["dev_nll"], 3),
                 _number(model["nll_at_equal_cost"], 3),
                 _number(model["bleu"]),
+                _number(model.get("spbleu")),
                 _number(model["chrf"]),
                 _signed(model["delta_bleu"]),
                 _signed(model["delta_chrf"]),
@@ -69,7 +70,7 @@ def models(results: Mapping[str, Any]) -> str:
     if zero := results["baselines"]:
         row = [f"{zero['tasks']} bilingual", _millions(zero["weights"]), "", ""]
         row += [f"{zero['seconds'] / 60:.2f}", "", ""]
-        rows.append([*row, _number(zero["bleu"]), _number(zero["chrf"]), "0", "0"])
+        rows.append([*row, _number(zero["bleu"]), "", _number(zero["chrf"]), "0", "0"])
     return _without_empty(heads, rows)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
@@ -25,6 +26,7 @@ from gshard.mt import hosts
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.run import Run
 from gshard.mt.training import checksums
+from gshard.mt.training.weights import WEIGHTS, read_weights
 from gshard.nn.transformer import Transformer
 from gshard.uneven import UnevenArray
 
@@ -281,6 +283,8 @@ def load_model(run: Run, which: str = "best", like: Any = None) -> tuple[Transfo
     """
     if which == "untrained":
         return Transformer(run.model_config, jax.random.key(run.config.train.seed)), 0
+    if (run.folder / WEIGHTS).is_file():
+        return _released(run, which)
     checkpoints = Checkpoints(run.folder, read_only=True)
     step = _chosen(checkpoints, which, run.folder)
     if like is None:
@@ -290,6 +294,22 @@ def load_model(run: Run, which: str = "best", like: Any = None) -> tuple[Transfo
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), shapes
         )
     return checkpoints.restore_model(step, like), step
+
+
+def _released(run: Run, which: str) -> tuple[Transformer, int]:
+    """The weights of a release, which has those of one step, whole and in the model's dtypes."""
+    path = run.folder / WEIGHTS
+    arrays, note = read_weights(path)
+    like = eqx.filter_eval_shape(Transformer, run.model_config, jax.random.key(0))
+    wanted = named(like)
+    if {n: a.shape for n, a in arrays.items()} != {n: leaf.shape for n, leaf in wanted.items()}:
+        raise UserError(f"{path} holds the weights of another model than {run.folder} describes")
+    step = int(note.get("step", 0))
+    if which not in ("best", "last", str(step)):
+        raise UserError(
+            f"no checkpoint {which!r} in {run.folder}: it is the release of step {step}"
+        )
+    return unnamed({n: jnp.asarray(a, wanted[n].dtype) for n, a in arrays.items()}, like), step
 
 
 def _chosen(checkpoints: Checkpoints, which: str, folder: Path) -> int:

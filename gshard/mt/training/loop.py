@@ -28,6 +28,7 @@ from gshard.mt.training.identity import differences, identity
 from gshard.mt.training.journal import Journal
 from gshard.mt.training.programs import Figures, Programs, RunState
 from gshard.mt.training.stopping import Stop
+from gshard.mt.training.weights import WEIGHTS
 from gshard.nn.flops import step_flops
 from gshard.nn.step import TrainState
 
@@ -49,6 +50,11 @@ def train(run: Run, progress: TrainingProgress, back_to: int | None = None) -> O
 
     With `back_to` it goes on from the checkpoint of that step, and later ones are removed.
     """
+    if (run.folder / WEIGHTS).is_file():
+        raise UserError(
+            f"{run.folder} is a release, and has nothing to go on training from; another --out "
+            "starts a new run"
+        )
     _prepare(run, progress)
     checkpoints = Checkpoints(run.folder, run.config.train.keep)
     if back_to is not None and back_to not in checkpoints.steps:

@@ -14,6 +14,7 @@ from jax.extend.core import jaxprs_in_params
 import gshard
 from gshard.mt.batching.tokenizer import END, PAD, START
 from gshard.mt.decoding.beam import BeamConfig, Ended, Live, beam_search, is_done
+from gshard.mt.evaluation.confidence import forced
 from gshard.nn import Batch, Strategy
 from tests.nn import models
 from tests.oracle import kinds
@@ -270,3 +271,19 @@ def gathered(jaxpr):
 def test_impossible_settings(settings, message):
     with pytest.raises(ValueError, match=message):
         BeamConfig(**settings)
+
+
+@pytest.mark.slow
+def test_scores_of_many_experts_are_those_of_the_forward_pass():
+    """32 experts on one device, whose rooms differ from step to step: all read START at first."""
+    config = BeamConfig(beam=4, nbest=4, max_length=6)
+    dims = models.config(experts=32, dispatch="flat", stacked=False, target_vocab=11)
+    model, source = models.model(dims), sources(24, 7, 3)
+    found = jax.tree.map(np.asarray, jax.jit(lambda m, s: beam_search(m, s, config))(model, source))
+    ids = [row[row != PAD].tolist() for row in source for _ in range(4)]
+    lengths = found.lengths.ravel()
+    each = zip(found.tokens.reshape(96, 6), lengths, strict=True)
+    spoken = [tokens[:length].tolist() for tokens, length in each]
+    worth = forced(model, ids, spoken, rows=96) / np.asarray(config.norm(lengths))
+    np.testing.assert_allclose(found.scores.ravel(), worth, rtol=1e-4)
+    assert len(set(map(tuple, spoken))) > 8

@@ -1,13 +1,17 @@
 """Scores beside sacreBLEU called by hand, resource groups and averages beside plain loops."""
 
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import sacrebleu
+import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
+from sacrebleu.tokenizers import tokenizer_spm
 
+from gshard.mt.evaluation import scores
 from gshard.mt.evaluation.scores import averages, cut_of, resource_groups, score
 
 TEXTS = ["The river saw the bridge.", "A doctor, at noon!", "Silver 3,000 harbours", "je ne sais"]
@@ -24,6 +28,27 @@ def test_scores_are_sacrebleus(target):
     assert f"tok:{cut}" in found.bleu_signature
     assert "nw:2" in found.chrf_signature
     assert cut_of("ja") in ("ja-mecab", "char")
+
+
+def test_spbleu_is_given_where_its_pieces_are(tokenizer, tmp_path, monkeypatch):
+    """The pieces are those of some vocabulary here; sacreBLEU looks for the file by its name."""
+    said, references = TEXTS, [TEXTS[0], "A doctor at the noon!", "Silver harbours", "ich weiss"]
+    place = tmp_path / "models" / scores.SPBLEU_MODEL.name
+    monkeypatch.setattr(scores, "SPBLEU_MODEL", place)
+    assert score(said, references).spbleu is None  # and nothing is fetched
+    tokenizer.save(tmp_path / "vocabulary")
+    place.parent.mkdir()
+    shutil.copy(tmp_path / "vocabulary" / "target.model", place)
+    monkeypatch.setattr(tokenizer_spm, "SACREBLEU_DIR", str(tmp_path))
+    found = score(said, references)
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(place))
+    sides = [
+        [" ".join(pieces.encode(text, out_type=str)) for text in s] for s in (said, references)
+    ]
+    plain = sacrebleu.metrics.BLEU(tokenize="none", force=True)
+    assert found.spbleu == pytest.approx(plain.corpus_score(sides[0], [sides[1]]).score)
+    assert found.spbleu != pytest.approx(found.bleu)
+    assert "tok:flores200" in found.spbleu_signature
 
 
 def test_the_corpus_is_scored_as_a_whole_not_sentence_by_sentence():

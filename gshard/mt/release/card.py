@@ -1,0 +1,102 @@
+"""The card of a released model: what it is, what it was made from, how good it is, what it is not.
+
+Everything in it is read from the run: its settings, what it logged, its scores, its corpus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gshard.mt.config import RunConfig
+from gshard.mt.errors import UserError
+from gshard.mt.evaluation.evaluate import EVALUATION, read_results
+from gshard.mt.run import Run
+
+CARD = "README.md"
+
+
+def card(run: Run, step: int, weights: int, size: int, precision: str) -> str:
+    """The card in Markdown."""
+    sections = [
+        f"# {run.name}",
+        "\n".join(_model(run, step, weights, size, precision)),
+        "```console\necho TEXT | gshard translate THIS_FOLDER\ngshard serve THIS_FOLDER\n```",
+        "## Text\n\n" + "\n".join(_text(run)),
+        "## Training\n\n" + "\n".join(_training(run, step)),
+        "## Scores\n\n" + "\n".join(_scores(run, step)),
+        "## Limits\n\n" + _LIMITS,
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+_LIMITS = """\
+It knows the kind of text that it learned from, and sentences of the lengths it has seen. Low
+scores mean outputs that are fluent and wrong; a model with little text may answer with a sentence
+that it knows by heart. Look at the scores of a language before you rely on it, and let nobody
+mistake its output for a person's translation."""
+
+
+def _model(run: Run, step: int, weights: int, size: int, precision: str) -> Iterator[str]:
+    c, tokenizer = run.config.model, run.tokenizer
+    experts = f"{c.experts} experts in every other layer" if c.experts else "no experts"
+    languages = len(tokenizer.config.languages)
+    targets = sorted({task.target for task in tokenizer.tasks})
+    into = "English" if targets == ["en"] else f"{len(targets)} languages"
+    yield f"Translates {languages} languages into {into}. A Transformer of {c.encoder_layers} and"
+    yield f"{c.decoder_layers} layers, {c.model_dim} wide, {experts}: {weights:,} weights"
+    yield f"({size / 1e6:.1f} MB in {precision}), those of step {step:,}."
+
+
+def _text(run: Run) -> Iterator[str]:
+    """How much text of which language; of a corpus that is not here, only which languages."""
+    languages = run.tokenizer.config.languages
+    try:
+        corpus = run.corpus
+    except UserError:
+        yield f"Languages: {', '.join(languages)}."
+        return
+    pairs = {language: corpus.count(language) for language in languages}
+    yield f"{sum(pairs.values()):,} pairs of sentences:"
+    yield ", ".join(f"{language} {count:,}" for language, count in pairs.items()) + "."
+    if named := _licences(corpus.manifest):
+        yield f"\nLicences of its sources: {named}."
+
+
+def _licences(manifest: Mapping[str, Any]) -> str:
+    stated = (source.get("licence", "") for source in manifest.get("sources", []))
+    return ", ".join(sorted({licence for licence in stated if licence}))
+
+
+def _training(run: Run, step: int) -> Iterator[str]:
+    c: RunConfig = run.config
+    optimizer, batch = c.optimizer, c.batch
+    logged = [r for r in run.metrics() if r["step"] <= step]
+    tokens = max((r.get("tokens", 0) for r in logged), default=0)
+    seconds = max((r.get("seconds", 0.0) for r in logged), default=0.0)
+    dev = [r["nll"] for r in logged if r["kind"] == "dev" and r["step"] == step]
+    rate, smoothing = optimizer.learning_rate, c.train.label_smoothing
+    yield f"{step:,} steps of {batch.rows} rows, {tokens:,} target tokens,"
+    yield f"{seconds / 60:.1f} minutes; {optimizer.name}, learning rate {rate:g}, warmup"
+    yield f"{optimizer.warmup:,}, label smoothing {smoothing:g}, languages mixed at temperature"
+    yield f"{batch.temperature:g}, seed {c.train.seed}."
+    if dev:
+        yield f"Cross-entropy of dev text: {dev[-1]:.3f} nats a token."
+
+
+def _scores(run: Run, step: int) -> Iterator[str]:
+    found = read_results(run.folder / EVALUATION)
+    if found is None or found["checkpoint"] != step:
+        yield "These weights were not evaluated (`gshard evaluate RUN` before the release does so)."
+        return
+    yield f"Beam {found['beam']}, {found['split']} sentences; means over languages:\n"
+    yield "| | languages | BLEU | chrF++ |"
+    yield "|---|---:|---:|---:|"
+    for group, mean in found["averages"].items():
+        if mean and mean.get("tasks"):
+            yield f"| {group} | {mean['tasks']} | {mean['bleu']:.1f} | {mean['chrf']:.1f} |"
+    yield "\n| language | pairs | BLEU | chrF++ |"
+    yield "|---|---:|---:|---:|"
+    for name, task in found["tasks"].items():
+        yield f"| {name} | {task['train_pairs']:,} | {task['bleu']:.1f} | {task['chrf']:.1f} |"
+    yield "\n" + ", ".join(f"`{signature}`" for signature in found["signatures"].values())

@@ -1,0 +1,60 @@
+"""A release from a run: what translating needs, and nothing that only training does.
+
+It is a run's folder too: `gshard translate`, `serve` and `evaluate` take it as they take a run.
+The weights are rounded to bfloat16, which halves the file. How the model was computed in training
+(kernels for one GPU, say) is left behind: a release runs anywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+
+from gshard.mt import atomic
+from gshard.mt.config import DataConfig, DeviceConfig, RunConfig, to_json
+from gshard.mt.errors import UserError
+from gshard.mt.release.card import CARD, card
+from gshard.mt.run import CONFIG, Run
+from gshard.mt.training.checkpoint import load_model, named
+from gshard.mt.training.weights import WEIGHTS, write_weights
+
+Precision = Literal["bfloat16", "float32"]
+PRECISIONS: tuple[Precision, ...] = ("bfloat16", "float32")
+
+
+def make_release(
+    run: Run, out: Path, which: str = "best", precision: Precision = "bfloat16"
+) -> Path:
+    """Write the release of a run's checkpoint to the new folder `out`."""
+    if out.exists():
+        raise UserError(f"{out} exists already; a release goes to a new folder")
+    model, step = load_model(run, which)
+    arrays = {name: np.asarray(leaf).astype(precision) for name, leaf in named(model).items()}
+    with atomic.new_folder(out) as part:
+        shutil.copytree(run.folder / "vocabulary", part / "vocabulary")
+        write_weights(part / WEIGHTS, arrays, {"step": str(step), "run": run.name})
+        atomic.write_json(part / CONFIG, to_json(anywhere(run.config)))
+        weights = sum(leaf.size for leaf in jax.tree.leaves(model))
+        size = (part / WEIGHTS).stat().st_size
+        text = card(run, step, weights, size, precision)
+        (part / CARD).write_text(text, encoding="utf-8")
+    return out
+
+
+def anywhere(config: RunConfig) -> RunConfig:
+    """The configuration without paths of this machine, and computed as any machine can."""
+    model = dataclasses.replace(
+        config.model,
+        dtype="float32",
+        weight_dtype="float32",
+        attention="plain",
+        dispatch="index",
+        random="threefry",
+        remat="none",
+    )
+    return dataclasses.replace(config, model=model, data=DataConfig(), devices=DeviceConfig())
