@@ -266,13 +266,13 @@ class Jitted:
         settings = self._keywords.settings(trees.donated)
         before = _lowered_before(traced.jaxpr, order, mesh, settings, self.options)
         given = [None] * len(_jax.closed_over(traced)) + [order.held(x) for x in leaves]
-        for lowered in before:
-            if lowered.fits(given):
+        for known, lowered in before:
+            if known == given or lowered.fits(given):
                 return lowered
         how = lower_with_xla if self.options.partitioner == "xla" else lower
         program = how(traced, given, order, mesh, settings, self.options)
         lowered = Lowered(program, trees)
-        before.append(lowered)
+        before.append((given, lowered))
         return lowered
 
     def _structs(self, arguments: Any) -> Any:
@@ -370,8 +370,11 @@ class Jitted:
 
 
 @_jax.weakref_cache
-def _lowered_before(jaxpr: Any, *key: Any) -> list[Lowered]:
-    """The programs made of a traced function so far; forgotten with it."""
+def _lowered_before(jaxpr: Any, *key: Any) -> list[tuple[list[Sharding | None], Lowered]]:
+    """The programs made of a traced function so far, and how the arguments lay of which each was.
+
+    They are forgotten with it.
+    """
     return []
 
 

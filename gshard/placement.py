@@ -64,7 +64,7 @@ class DeviceOrder:
         return Annotation.of_sharding(name, sharding, open_dims)
 
     def held(self, value: Any) -> Sharding | None:
-        """How an argument is split already; None where it is whole, or elsewhere."""
+        """How an argument lies already; None where it is on one device, or elsewhere."""
         if isinstance(value, UnevenArray):
             return self._renumbered(value.tiling, value.mesh.devices.ravel())
         said = getattr(value, "sharding", None)
@@ -73,13 +73,12 @@ class DeviceOrder:
         rank = len(value.shape)
         if isinstance(said, NamedSharding):
             if not isinstance(said.mesh, Mesh):
-                return _if_split(sharding_of(said, rank, self.numbers, self.count)[0])
+                return sharding_of(said, rank, self.numbers, self.count)[0]
             if any(d not in self.numbers for d in said.mesh.devices.flat):
                 return None
-            return _if_split(_sharding_held(said, rank, self))
+            return _sharding_held(said, rank, self)
         slices = said.devices_indices_map(tuple(value.shape))
-        found = sharding_of_slices(slices, rank, self.numbers, self.count)
-        return found and _if_split(found)
+        return sharding_of_slices(slices, rank, self.numbers, self.count)
 
     def _renumbered(self, tiling: Sharding, devices: Sequence[jax.Device]) -> Sharding | None:
         """The same tiles on the same devices, by this order's numbers."""
@@ -103,11 +102,6 @@ def device_order(devices: tuple[jax.Device, ...] | int) -> DeviceOrder:
 @functools.lru_cache(maxsize=16384)
 def _sharding_held(said: NamedSharding, rank: int, order: DeviceOrder) -> Sharding:
     return sharding_of(said, rank, order.numbers, order.count)[0]
-
-
-def _if_split(sharding: Sharding) -> Sharding | None:
-    """An array that is whole everywhere says nothing: to cut it further sends nothing."""
-    return None if sharding.is_replicated else sharding
 
 
 def _is_single(said: Any) -> bool:

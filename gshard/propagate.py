@@ -83,19 +83,23 @@ def propagate(
 ) -> Shardings:
     """A sharding for every variable of the program and of the bodies in it.
 
-    `given` are the shardings of arguments that lie somewhere already: as binding as annotations.
-    Constants of a loop that take no more than `memory_limit` in all may be gathered before it.
+    `given` are the shardings of arguments that lie somewhere already: as binding as annotations,
+    but that one which is whole everywhere may be cut, which sends nothing, unless that costs more
+    later. Constants of a loop that take no more than `memory_limit` in all may be gathered before
+    it.
     """
     flow = Flow(num_devices, memory_limit)
     flow.add(closed.jaxpr)
+    whole = {var: sharding for var, sharding in (given or {}).items() if sharding.is_replicated}
     for var, sharding in (given or {}).items():
-        flow.fix(var, sharding)
+        if var not in whole:
+            flow.fix(var, sharding)
     with planning_for(_for_many_collectives(machine())):
-        spread, conflicts = _settled(flow, sealed=False)
-        if any(any(spread.splits[var]) for var in flow.constants):
-            other, others = _settled(flow, sealed=True)
-            if _actual_cost(flow, other) < _GAIN * _actual_cost(flow, spread):
-                spread, conflicts = other, others
+        spread, conflicts = _best(flow)
+        if any(any(spread.splits[var]) for var in whole):
+            for var, sharding in whole.items():
+                flow.fix(var, sharding)
+            spread, conflicts = _cheaper(flow, (spread, conflicts), _best(flow))
     found = Shardings(spread.shardings())
     found.conflicts, found.kinds = conflicts, flow.kinds
     return found
@@ -109,13 +113,30 @@ def _for_many_collectives(of: Machine) -> Machine:
     return replace(of, latency=min(of.latency, MACHINE.latency))
 
 
-def _settled(flow: Flow, sealed: bool) -> tuple[Spread, tuple[Conflict, ...]]:
+Settled = tuple[Spread, tuple[Conflict, ...]]  # where splits stand, and what was decided for that
+
+
+def _best(flow: Flow) -> Settled:
+    """The cheaper of loops with constants that are split in them, and whole."""
+    found = _settled(flow, sealed=False)
+    if any(any(found[0].splits[var]) for var in flow.constants):
+        found = _cheaper(flow, found, _settled(flow, sealed=True))
+    return found
+
+
+def _cheaper(flow: Flow, usual: Settled, other: Settled) -> Settled:
+    """The second, if it gains something."""
+    gains = _actual_cost(flow, other[0]) < _GAIN * _actual_cost(flow, usual[0])
+    return other if gains else usual
+
+
+def _settled(flow: Flow, sealed: bool) -> Settled:
     """Where the splits come to stand, and the conflicts that were decided."""
     spread = flow.spread({}, sealed=sealed)
     return _cheapest(flow, spread, sealed) if spread.blocked else (spread, ())
 
 
-def _cheapest(flow: Flow, spread: Spread, sealed: bool) -> tuple[Spread, tuple[Conflict, ...]]:
+def _cheapest(flow: Flow, spread: Spread, sealed: bool) -> Settled:
     """Where splits conflict: the best of the flow by rules 3 to 6 alone and of ranked ones."""
     dims = _grouped(flow, sealed)
     contested = _contested(spread, dims)

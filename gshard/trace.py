@@ -24,7 +24,7 @@ from jax.extend.core import (
     new_jaxpr_eqn,
 )
 from jax.extend.core import primitives as p
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gshard._jax import (
     COMPOSITE_BODY,
@@ -65,6 +65,17 @@ LOOPS = (p.scan_p, p.while_p, p.cond_p)  # their bodies are partitioned like any
 # Where JAX's own words for shardings stand: in operators that do nothing else, or beside others.
 _CONSTRAINTS = {sharding_constraint_p: "sharding", reshard_p: "dst_sharding"}
 _OWN_SHARDING = ("sharding", "out_sharding")
+
+
+def said_by_type(named: NamedSharding) -> NamedSharding | None:
+    """What the sharding in a type says: of axes that are not explicit, nothing."""
+    types = named.mesh.axis_types
+    if AxisType.Explicit not in types:
+        return None
+    if set(types) == {AxisType.Explicit}:
+        return named
+    entries = (PartitionSpec.UNCONSTRAINED if e is None else e for e in named.spec)
+    return NamedSharding(named.mesh, PartitionSpec(*entries))
 
 
 def inline(closed: ClosedJaxpr, order: DeviceOrder, folded: bool = True) -> ClosedJaxpr:
@@ -139,7 +150,9 @@ class _Builder:
         if eqn.primitive in CALLS:
             return self.call(eqn, invars)
         if eqn.primitive in _CONSTRAINTS:
-            return [self.annotate(eqn, invars[0], eqn.params[_CONSTRAINTS[eqn.primitive]])]
+            said = eqn.params[_CONSTRAINTS[eqn.primitive]]
+            said = said_by_type(said) if eqn.primitive is reshard_p else said
+            return [self.annotate(eqn, invars[0], said)]
         if is_shard_map(eqn):
             return self.shard_map(eqn, invars)
         if says_nothing(eqn):
@@ -152,16 +165,14 @@ class _Builder:
         params = dict(eqn.params)
         if eqn.primitive in LOOPS:
             params = {k: self.copy_bodies(v) for k, v in params.items()}
-        said = [params[k] for k in _OWN_SHARDING if isinstance(params.get(k), NamedSharding)]
+        own = [params[k] for k in _OWN_SHARDING if isinstance(params.get(k), NamedSharding)]
         params.update((k, None) for k in _OWN_SHARDING if k in params)
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
-        if said and not said[0].mesh.empty:
-            return [self.annotate(eqn, outvars[0], said[0])]
-        return outvars
+        return [self.annotate(eqn, outvars[0], said_by_type(own[0]))] if own else outvars
 
     def annotate(self, eqn: JaxprEqn, atom: Any, said: Any) -> Any:
         """The result of annotating `atom` as a sharding in JAX's words says."""
-        if isinstance(said, NamedSharding) and said.mesh.empty:
+        if said is None or (isinstance(said, NamedSharding) and said.mesh.empty):
             return atom
         annotation = self.meant(eqn, said, len(atom.aval.shape))
         return self.append(eqn, [atom], [Var(atom.aval)], annotate_p, {"annotation": annotation})[0]

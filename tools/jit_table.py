@@ -32,6 +32,8 @@ _DIFFERS = {
     "results that are not arrays": "come out as the function returned them",
     "sizes that do not divide": "`in_shardings` and arguments may split any size; `jax.jit` "
     "refuses. Such results are `gshard.UnevenArray`s",
+    "arguments that lie whole on all devices": "may be cut at the border, which sends nothing, "
+    "where the program does not cost more so; `jax.jit` takes them whole",
     "arguments on one device": "say nothing about where the program runs: it runs on all devices, "
     "on those of the mesh that is set or that arguments lie on, or on `devices=`",
     "references": "`lower` and `compile` are those of the function of their values",
