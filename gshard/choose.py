@@ -242,8 +242,7 @@ def choose(
                     options[factor].append(part)
     if all(len(o) <= 1 for o in options.values()):
         agreed = {f: (o[0] if o else None) for f, o in options.items()}
-        right = compatible(tuple(agreed.values())) and _composable(agreed, factors)
-        if right and _fits(agreed, factors, tensors):
+        if _composable(agreed, factors) and _fits(agreed, factors, tensors):
             return agreed
     best, best_cost = None, math.inf
     free = [[*o] if o and f in kept else [*o, None] for f, o in options.items()]

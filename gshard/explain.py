@@ -22,6 +22,7 @@ COLLECTIVES = {
     "pmin": "all_reduce",
     "all_gather": "all_gather",
     "all_to_all": "all_to_all",
+    "ragged_all_to_all": "all_to_all",  # as if all of the operand were sent: the sizes are data
     "ppermute": "collective_permute",
     "reduce_scatter": "reduce_scatter",
 }
@@ -150,7 +151,7 @@ def _inside(eqn: JaxprEqn) -> list[Jaxpr]:
 def _walk(jaxpr: Jaxpr, num_devices: int, count: int) -> Iterator[Collective]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in COLLECTIVES:
-            for var in eqn.invars:
+            for var in moved_operands(eqn):
                 found = _collective(eqn, var.aval, num_devices, count)
                 yield replace(found, members=_members(jaxpr, eqn, found))
         runs = count * eqn.params["length"] if eqn.primitive.name == "scan" else count
@@ -176,6 +177,11 @@ def _members(jaxpr: Jaxpr, eqn: JaxprEqn, whole: Collective) -> tuple[Collective
         )
         for e in parts
     )
+
+
+def moved_operands(eqn: JaxprEqn) -> list[Any]:
+    """The operands of a collective that travel; the others of a ragged one say what goes where."""
+    return eqn.invars[:1] if eqn.primitive.name == "ragged_all_to_all" else eqn.invars
 
 
 def sent_bytes(kind: str, size: int, members: int) -> int:

@@ -34,7 +34,7 @@ _NOTHING = (
     *private_primitives("core", "pvary_p"),
 )
 _REDUCING = (p.psum_p, p.pmax_p, p.pmin_p)
-_MOVING = (p.all_gather_p, p.all_to_all_p, _reduce_scatter_p)
+_MOVING = (p.all_gather_p, p.all_to_all_p, p.ragged_all_to_all_p, _reduce_scatter_p)
 
 
 @dataclass(frozen=True)

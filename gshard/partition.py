@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -60,6 +61,26 @@ def _is_index_math(eqn: JaxprEqn) -> bool:
     return not is_key_type(dtype) and dtype.kind in "iub"
 
 
+@dataclass(frozen=True)
+class View:
+    """An array that is another one with its dims in another `order`, some of them `backwards`."""
+
+    array: jax.Array  # kept, so that its id stays its own
+    source: Tile
+    order: tuple[int, ...]
+    backwards: tuple[int, ...]
+
+    @staticmethod
+    def of(eqn: JaxprEqn, result: Tile, source: Tile) -> View:
+        """The result of a transpose or a reversal."""
+        order = eqn.params.get("permutation", range(len(source.shape)))
+        return View(result.array, source, tuple(order), tuple(eqn.params.get("dimensions", ())))
+
+    def is_local(self, sharding: Sharding) -> bool:
+        """Whether it can be made of its source on each device: what runs backwards is whole."""
+        return not any(sharding.splits[d] for d in self.backwards)
+
+
 class Partitioner:
     """Runs a program on tiles, with the shardings that propagation found."""
 
@@ -77,7 +98,7 @@ class Partitioner:
         self.strict = strict  # whether a primitive without a rule is an error
         self.resharded: dict[tuple[int, Sharding], tuple[Tile, Tile]] = {}
         self.forms: dict[int, list[Sharding]] = {}  # what an array has been resharded to
-        self.views: dict[int, tuple[Tile, Tile, tuple[int, ...]]] = {}  # transposes, of what, how
+        self.views: dict[int, View] = {}  # of arrays that are others, rearranged
         self.makers: dict[int, tuple[Tile, JaxprEqn, list[Tile]]] = {}  # of arrays of integers
         self.products: Mapping[Any, int] = {}  # how many products contract a variable's dims alike
         self.literals: dict[Any, Tile] = {}
@@ -108,7 +129,7 @@ class Partitioner:
         if tile.sharding == target and tile.is_standard:
             return tile
         key = (id(tile.array), target)
-        if key not in self.resharded and (moved := self.transposed(tile, target)):
+        if key not in self.resharded and (moved := self.rearranged(tile, target)):
             self.resharded[key] = (tile, moved)
         if key not in self.resharded:
             moved = self.made_whole(tile) if target.is_replicated else None
@@ -119,21 +140,25 @@ class Partitioner:
                 self.resharded.setdefault((id(moved.array), tile.sharding), (moved, tile))
         return self.resharded[key][1]
 
-    def transposed(self, tile: Tile, target: Sharding) -> Tile | None:
-        """`tile` under another sharding, if it is the transpose of what has been moved there."""
-        _, source, order = self.views.get(id(tile.array), (tile, tile, ()))
-        back = [order.index(d) for d in range(len(order))]
-        moved = self.resharded.get((id(source.array), target.project(back)))
-        if not order or moved is None or target.manual:
+    def rearranged(self, tile: Tile, target: Sharding) -> Tile | None:
+        """`tile` under another sharding, if it is a view of what has been moved there."""
+        view = self.views.get(id(tile.array))
+        if view is None or target.manual or not view.is_local(target):
             return None
-        return Tile(lax.transpose(moved[1].array, order), target, tile.shape)
+        back = [view.order.index(d) for d in range(len(view.order))]
+        moved = self.resharded.get((id(view.source.array), target.project(back)))
+        if moved is None:
+            return None
+        array = lax.transpose(moved[1].array, view.order)
+        array = lax.rev(array, view.backwards) if view.backwards else array
+        return Tile(array, target, tile.shape)
 
     def moved_forms(self, tile: Tile) -> frozenset[Sharding]:
         """The shardings under which the values of `tile` are known already."""
         known = frozenset(self.forms.get(id(tile.array), ()))
-        if id(tile.array) in self.views:
-            _, source, order = self.views[id(tile.array)]
-            known |= {form.project(order) for form in self.forms.get(id(source.array), ())}
+        if view := self.views.get(id(tile.array)):
+            forms = self.forms.get(id(view.source.array), ())
+            known |= {f for form in forms if view.is_local(f := form.project(view.order))}
         return known
 
     def made_whole(self, tile: Tile, depth: int = 50) -> Tile | None:
@@ -176,7 +201,7 @@ class Partitioner:
     def shares(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Shares | None:
         """What an operator shares with others, if anything."""
         of_sum = min([self.waiting[v] for v in eqn.outvars if v in self.waiting], default=1.0)
-        forms = [self.forms.get(id(t.array), ()) for t in tiles]
+        forms = [self.moved_forms(t) for t in tiles]
         uses = (1.0,) * len(tiles)
         if eqn.primitive is p.dot_general_p:
             contracted = eqn.params["dimension_numbers"][0]
@@ -186,7 +211,7 @@ class Partitioner:
             )
         if of_sum == 1 and not any(forms) and set(uses) <= {1.0}:
             return None
-        return Shares(of_sum, uses, tuple(map(frozenset, forms)))
+        return Shares(of_sum, uses, tuple(forms))
 
     def kind(self, eqn: JaxprEqn) -> int | None:
         """Its `equation_key`, which propagation has found out already."""
@@ -276,9 +301,8 @@ class Partitioner:
             if not result.partial or eqn.outvars[number] not in self.waiting:
                 reason = f"result of {eqn.primitive.name}"
                 results[number] = self.reshard(result, target, reason)
-        if eqn.primitive is p.transpose_p:
-            order = tuple(eqn.params["permutation"])
-            self.views[id(results[0].array)] = (results[0], tiles[0], order)
+        if eqn.primitive in (p.transpose_p, p.rev_p):
+            self.views[id(results[0].array)] = View.of(eqn, results[0], tiles[0])
         return results
 
     def literal(self, atom: Literal) -> Tile:

@@ -2,13 +2,15 @@
 
 A roll is a concatenation of two slices of one tensor. Taken one by one, the slices would be dealt
 out to all devices, and put together again; as one operator it is a permute of the rows that pass
-from a tile to the next. Rows set at an index that is known (`x.at[1:].set(y)`), which JAX writes as
-a scatter, are a concatenation too: of the rows before, the new ones, and the rows after.
+from a tile to the next. So are rows that make way for others (`concatenate([y, x[:-1]])`), or for
+padding. Rows set at an index that is known (`x.at[1:].set(y)`), which JAX writes as a scatter, are
+a concatenation too: of the rows before, the new ones, and the rows after.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -66,6 +68,8 @@ def fold(
             folded += _static_update(eqn, made, consts)
         elif eqn.primitive in (p.add_p, p.add_jaxvals_p):
             folded.append(_sum_of_padded(eqn, made))
+        elif eqn.primitive in (p.pad_p, p.slice_p):
+            folded += _shifted(eqn, made)
         else:
             folded.append(eqn)
     live = {v for v in results if not isinstance(v, Literal)}
@@ -81,7 +85,7 @@ def fold(
 def _concatenation(
     eqn: JaxprEqn, whole: Sequence[Window], dim: int, made: Mapping[Any, JaxprEqn]
 ) -> JaxprEqn:
-    """Windows one after the other; a slice gives way to its source where that has several."""
+    """Windows one after the other; a slice gives way to its source where most of that is used."""
     parts = [
         (None if isinstance(atom, Literal) else _cut(atom, made.get(atom), dim, start, limit))
         or (atom, start, limit)
@@ -91,13 +95,13 @@ def _concatenation(
     operands: list[Any] = []
     for (source, start, limit), one in zip(parts, whole, strict=True):
         rows = [l - s for other, s, l in parts if other is source]
-        if len(rows) == 1 or 2 * sum(rows) < source.aval.shape[dim]:
+        if 2 * sum(rows) < source.aval.shape[dim]:
             source, start, limit = one
         if not any(source is o for o in operands):
             operands.append(source)
         number = next(i for i, o in enumerate(operands) if o is source)
         windows.append((number, start, limit))
-    if eqn.primitive is p.concatenate_p and len(operands) == len(eqn.invars):
+    if eqn.primitive is p.concatenate_p and [*map(id, operands)] == [*map(id, eqn.invars)]:
         return eqn
     params = {"dimension": dim, "windows": tuple(windows)}
     return eqn.replace(invars=operands, primitive=concatenate_slices_p, params=params)
@@ -167,6 +171,11 @@ def _cut(atom: Any, eqn: JaxprEqn | None, dim: int, first: int, end: int) -> Win
         number = next(i for i, v in enumerate(eqn.outvars) if v is atom)
         before = int(sum(eqn.params["sizes"][:number]))
         return eqn.invars[0], before + first, before + end
+    if eqn is not None and eqn.primitive is p.pad_p:  # by less than nothing: what is left
+        config = [tuple(map(int, c)) for c in eqn.params["padding_config"]]
+        low, high, interior = config.pop(dim)
+        cuts = low <= 0 >= high and not interior and set(config) <= {(0, 0, 0)}
+        return (eqn.invars[0], first - low, end - low) if cuts else None
     if eqn is None or eqn.primitive is not p.slice_p:
         return None
     if any(s != 1 for s in eqn.params["strides"] or ()):
@@ -184,30 +193,88 @@ def _sum_of_padded(eqn: JaxprEqn, made: Mapping[Any, JaxprEqn]) -> JaxprEqn:
 
     That is what JAX makes of the gradient of a roll.
     """
-    found = [None if isinstance(a, Literal) else _padded(made.get(a)) for a in eqn.invars]
-    parts = [part for part in found if part is not None]
+    found = [None if isinstance(a, Literal) else _padding(made.get(a)) for a in eqn.invars]
+    parts = [part for part in found if part is not None and part.is_zero]
     if len(parts) < 2:
         return eqn
-    (dim, low, first), (other, _, second) = sorted(parts, key=lambda part: part[1])
-    rows = [a.aval.shape[dim] for a in (first, second)]
-    if dim != other or low or sum(rows) != eqn.outvars[0].aval.shape[dim]:
+    first, second = sorted(parts, key=lambda part: part.low)
+    dim, rows = first.dim, [part.rows for part in (first, second)]
+    if dim != second.dim or first.low or sum(rows) != eqn.outvars[0].aval.shape[dim]:
         return eqn
-    windows: list[Window] = [(first, 0, rows[0]), (second, 0, rows[1])]
+    windows: list[Window] = [(first.operand, 0, rows[0]), (second.operand, 0, rows[1])]
     joined = eqn.replace(
-        invars=[first, second], primitive=p.concatenate_p, params={"dimension": dim}
+        invars=[first.operand, second.operand],
+        primitive=p.concatenate_p,
+        params={"dimension": dim},
     )
     return _concatenation(joined, windows, dim, made)
 
 
-def _padded(eqn: JaxprEqn | None) -> tuple[int, int, Any] | None:
-    """The dim along which a tensor is padded with zeros, its place there, and the tensor."""
+@dataclass(frozen=True)
+class _Padding:
+    """A tensor, with so many rows of a value before and after it along a dim."""
+
+    operand: Any
+    value: Any
+    dim: int
+    low: int
+    high: int
+
+    @property
+    def rows(self) -> int:
+        """The tensor's own."""
+        return self.operand.aval.shape[self.dim]
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether the value is known to be 0."""
+        return isinstance(self.value, Literal) and self.value.val == 0
+
+
+def _padding(eqn: JaxprEqn | None) -> _Padding | None:
+    """What an equation pads, if it does so along one dim, at its ends."""
     if eqn is None or eqn.primitive is not p.pad_p:
-        return None
-    operand, value = eqn.invars
-    if not isinstance(value, Literal) or value.val != 0:
         return None
     config = [tuple(map(int, c)) for c in eqn.params["padding_config"]]
     padded = [d for d, c in enumerate(config) if c != (0, 0, 0)]
     if len(padded) != 1 or min(config[padded[0]]) < 0 or config[padded[0]][2]:
         return None
-    return padded[0], config[padded[0]][0], operand
+    (dim,) = padded
+    operand, value = eqn.invars
+    low, high, _ = config[dim]
+    return _Padding(operand, value, dim, low, high)
+
+
+def _shifted(eqn: JaxprEqn, made: Mapping[Any, JaxprEqn]) -> list[JaxprEqn]:
+    """A padded slice, or a slice of what is padded: rows that make way for padding."""
+    if eqn.primitive is p.pad_p:
+        pad = _padding(eqn)
+        maker = pad and made.get(pad.operand)
+        part = pad and _cut(pad.operand, maker, pad.dim, 0, pad.rows)
+    else:
+        pad = _padding(made.get(eqn.invars[0]))
+        part = pad and _cut(eqn.outvars[0], eqn, pad.dim, 0, eqn.outvars[0].aval.shape[pad.dim])
+        if pad and part:
+            _, start, limit = part
+            low, high = max(pad.low - start, 0), max(limit - pad.low - pad.rows, 0)
+            part = pad.operand, max(start - pad.low, 0), min(limit - pad.low, pad.rows)
+            pad = replace(pad, low=low, high=high)
+    if not pad or not part or not 0 < part[0].aval.shape[pad.dim] <= 2 * (part[2] - part[1]):
+        return [eqn]
+    before, windows = [], []
+    for rows in (pad.low, pad.high):
+        shape = tuple(rows if d == pad.dim else n for d, n in enumerate(part[0].aval.shape))
+        filled = Var(part[0].aval.update(shape=shape))
+        params = {"shape": shape, "broadcast_dimensions": (), "sharding": None}
+        before.append(
+            eqn.replace(
+                invars=[pad.value],
+                outvars=[filled],
+                primitive=p.broadcast_in_dim_p,
+                params=params,
+            )
+        )
+        windows.append((filled, 0, rows))
+    parts = [w for w in (windows[0], part, windows[1]) if w[1] < w[2]]
+    joined = eqn.replace(primitive=concatenate_slices_p)
+    return [*before, _concatenation(joined, parts, pad.dim, made)]

@@ -209,37 +209,6 @@ def test_an_argument_that_is_whole_everywhere_says_nothing():
     assert lowered.in_shardings[0].tiles == (8, 1)
 
 
-def test_an_argument_that_is_whole_everywhere_stays_so_if_it_would_be_gathered():
-    """ZeRO-1 in JAX's words: the update is split, and the weights come and go whole."""
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    whole, rows = (NamedSharding(mesh, spec) for spec in (P(), P("data")))
-    weight = jax.ShapeDtypeStruct((512, 64), jnp.float32, sharding=whole)
-    moment = jax.ShapeDtypeStruct((512, 64), jnp.float32, sharding=rows)
-    batch = jax.ShapeDtypeStruct((4096, 512), jnp.float32, sharding=rows)
-
-    def step(w, m, x):
-        m = m + jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
-        return w - m, m
-
-    lowered = gshard.jit(step, out_shardings=(whole, rows)).lower(weight, moment, batch)
-    assert [c.kind for c in lowered.collectives] == ["reduce_scatter", "all_gather"]
-
-
-def test_types_say_nothing_of_axes_that_are_not_explicit():
-    """Where a mesh is known, JAX gives many operators a sharding of their own: all None."""
-    mesh = mesh_of()
-    x = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=NamedSharding(mesh, P("data")))
-
-    def fn(x):
-        x = lax.with_sharding_constraint(x, NamedSharding(mesh, P("data")))
-        y = x * jnp.mean(x, axis=-1, keepdims=True)  # a broadcast with such a sharding
-        return y.reshape(4, 4, 8)
-
-    lowered = gshard.jit(fn).lower(x)
-    assert not lowered.collectives
-    assert lowered.out_shardings.tiles[0] > 1
-
-
 def test_one_program_for_arguments_that_lie_nowhere_and_where_it_wants_them():
     traced = []
 

@@ -122,6 +122,23 @@ def test_manual_regions_of_jax():
     assert kinds(gshard.jit(fn).lower(x, w)) == {"all_reduce": 2}
 
 
+def test_a_ragged_exchange_of_jax():
+    """It is the user's, so it stays; how much is sent only the data know, at most the operand."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def fn(x, out, *where):
+        def body(x, out, *where):
+            return lax.ragged_all_to_all(x, out, *where, axis_name="model")
+
+        rows = jax.P(("data", "model"))
+        return jax.shard_map(body, mesh=mesh, in_specs=(rows,) * 6, out_specs=rows)(x, out, *where)
+
+    x, where = jnp.zeros((64, 5)), [jnp.ones(32, jnp.int32)] * 4
+    (exchange,) = gshard.jit(fn).lower(x, x, *where).collectives  # XLA has none for CPUs
+    assert (exchange.kind, exchange.group_size) == ("all_to_all", 4)
+    assert exchange.bytes == 8 * 5 * 4 * 3 // 4
+
+
 def test_functions_with_other_leaves_inside_of_traces():
     step = gshard.jit(lambda tree, x: tree["f"](gshard.split(x, 0, 8)) * tree["scale"])
     tree = {"f": jnp.tanh, "scale": 2.0}

@@ -111,6 +111,25 @@ def any_roll(case, by, dim, dynamic):
         both(lambda x: jnp.roll(x, by, dim), x, how=how)
 
 
+SHIFTS = {
+    "a padded slice": lambda x, a, b: jnp.pad(x[a:], ((0, b), (0, 0)), constant_values=1),
+    "another": lambda x, a, b: jnp.pad(x[: max(len(x) - a, 0)], ((b, 2), (0, 0))),
+    "a slice of padding": lambda x, a, b: jnp.pad(x, ((a, b), (0, 0)))[b : len(x) + a],
+    "rows that make way": lambda x, a, b: jnp.concatenate([x[:b], x[: max(len(x) - a, 0)]]),
+    "cut by padding": lambda x, a, b: lax.pad(
+        lax.pad(x, jnp.zeros((), x.dtype), ((-min(a, len(x)), 0, 0), (0, 0, 0))),
+        jnp.zeros((), x.dtype),
+        ((0, b, 0), (0, 0, 0)),
+    ),
+}
+
+
+@prop(tensors(), st.integers(0, 9), st.integers(0, 9), st.sampled_from(list(SHIFTS)))
+def any_shift(case, by, more, name):
+    x, how = case
+    both(lambda x: SHIFTS[name](x, by, more), x, how=how)
+
+
 @st.composite
 def several(draw):
     """Operands of one concatenation, differently split."""
@@ -211,6 +230,12 @@ def test_slices_and_pads_shift_border_rows(size):
     by_permutes(lambda x: x[2:-3], x, rows=6)
     by_permutes(lambda x: jnp.pad(x, ((1, 0), (0, 0))), x, rows=8)  # of 62 rows as of 65
     by_permutes(lambda x: jnp.pad(x, ((2, 1), (0, 0)))[2:-1], x, rows=10)
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+def test_a_row_of_every_tile_moves_one_tile_on(name):
+    """The stages of a pipeline hand on what they have, and something new enters: one permute."""
+    by_permutes(lambda x: SHIFTS[name](x, 1, 1), random_array((8, 4)), rows=2)
 
 
 def test_a_stride_thins_out_before_anything_moves():
