@@ -139,7 +139,7 @@ def in_place(here: Any, wanted: NamedSharding, rank: int) -> bool:
 
 def _relabelled(value: jax.Array, label: NamedSharding) -> jax.Array:
     """The same array, its sharding called otherwise: nothing moves."""
-    if keys.is_key(value):
+    if keys.is_key(value) or value.weak_type:  # unknown to `make_array`; small
         return jax.device_put(value, label)
     held = {s.device: s.data for s in value.addressable_shards}
     tiles = [held[d] for d in label.mesh.devices.flat if d in held]
