@@ -1,4 +1,8 @@
-"""What XLA for GPUs makes of a body: layouts that two loops do not agree on.
+"""What XLA for GPUs makes of a body: its rows, its products, and the layouts of its loops.
+
+A reduction along the last dim is computed in one kernel with what reads it row by row, as in a
+softmax or a norm: the row stays in the processor. That needs the row to lie together in memory.
+A matrix product computes the relu behind it on its way out.
 
 A product writes its dims in the order (batch, own dims of either operand); a transpose of that is
 only a layout, which what is pointwise hands on. A loop that stacks such values stacks them in that
@@ -8,20 +12,23 @@ copied.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jax.extend.core import Literal
 
-from gshard.forecast.ops import PRODUCTS, Op, Stored, bodies_of, elements, inlined
+from gshard._jax import scan_counts
+from gshard.forecast.ops import ALIASES, PRODUCTS, Op, Stored, bodies_of, elements, inlined
 
 
 def as_on_gpus(ops: list[Op]) -> list[Op]:
-    """The equations with the copies between loops that do not agree on a layout."""
+    """The equations, with reductions by rows, and copies between loops of different layouts."""
     turned: set[Any] = set()
     found: list[Op] = []
+    scattered = _turned(ops)
     for op in ops:
         if op.name != "scan":
-            found.append(op)
+            found.append(replace(op, by_rows=True) if _is_by_rows(op, scattered) else op)
             continue
         reads = list(op.reads)
         for number, var in enumerate(reads):
@@ -29,15 +36,29 @@ def as_on_gpus(ops: list[Op]) -> list[Op]:
                 reads[number] = Stored(var.aval)
                 found.append(Op(op.eqn, (var,), (reads[number],), False, "transpose"))
         found.append(Op(op.eqn, tuple(reads), op.writes, op.joins))
-        stacked = range(op.eqn.params["num_carry"], len(op.writes))
+        stacked = range(scan_counts(op.eqn.params)[1], len(op.writes))
         inside = _turned_results(bodies_of(op.eqn)[0])
         turned.update(op.writes[n] for n in stacked if n in inside)
     return found
 
 
+def _is_by_rows(op: Op, scattered: set[Any]) -> bool:
+    """Whether it reduces the last dim, and the rows lie together."""
+    if not op.reduces or len(op.reads) != 1 or op.reads[0] in scattered:
+        return False
+    rank = len(op.reads[0].aval.shape)
+    return rank > 1 and tuple(op.eqn.params.get("axes", ())) == (rank - 1,)
+
+
 def _turned_results(body: Any) -> set[int]:
     """The results of a body, by number, that are laid out as a product wrote them, transposed."""
     ops, outputs = inlined(body)
+    turned = _turned(ops)
+    return {n for n, v in enumerate(outputs) if not isinstance(v, Literal) and v in turned}
+
+
+def _turned(ops: list[Op]) -> set[Any]:
+    """The values that are laid out as a product wrote them, transposed."""
     made: dict[Any, Op] = {}  # by products, dims in the order they are written
     turned: set[Any] = set()
     for op in ops:
@@ -52,7 +73,7 @@ def _turned_results(body: Any) -> set[int]:
                 turned.update(op.writes)
             elif product := next((made[v] for v in same if v in made), None):
                 made.update(dict.fromkeys(op.writes, product))
-    return {n for n, v in enumerate(outputs) if not isinstance(v, Literal) and v in turned}
+    return turned
 
 
 def _is_swap(transpose: Op, product: Op) -> bool:
@@ -64,3 +85,17 @@ def _is_swap(transpose: Op, product: Op) -> bool:
     batch, first = len(kept), len(product.eqn.invars[0].aval.shape) - len(summed)
     dims = list(range(len(order)))
     return order in (dims, [*dims[:batch], *dims[first:], *dims[batch:first]])
+
+
+def ends_product(op: Op, makers: dict[Any, Op], readers: dict[Any, list[Op]]) -> bool:
+    """Whether it is a relu that the matrix product before it computes on its way out."""
+    if op.name != "max" or len(op.reads) != 1 or elements(op.reads[0]) != elements(op.writes[0]):
+        return False
+    var = op.reads[0]
+    while (maker := makers.get(var)) is not None and len(readers[var]) == 1:
+        if maker.name in PRODUCTS:
+            return True
+        if maker.name not in ALIASES:
+            return False
+        var = maker.reads[0]
+    return False

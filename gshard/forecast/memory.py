@@ -16,6 +16,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
+from gshard._jax import scan_counts
 from gshard.forecast.ops import LOOPS, bodies_of, size_of
 from gshard.forecast.order import breadth_first, depth_first
 from gshard.forecast.program import Body, Operator, body_of
@@ -124,7 +125,7 @@ def _in_results(body: Body, style: str, scan: Scan | None) -> set[Any]:
 def _stacks(body: Body) -> list[Any]:
     """What loops stack: on CPUs its zeros are there from the start, as they wait for nothing."""
     scans = [o for o in body.operators if o.root.name == "scan"]
-    return [v for o in scans for v in o.writes[o.root.eqn.params["num_carry"] :]]
+    return [v for o in scans for v in o.writes[scan_counts(o.root.eqn.params)[1] :]]
 
 
 def _kept_aside(body: Body, given: Places) -> list[Any]:
@@ -236,8 +237,7 @@ def _inside(operator: Operator, style: str) -> _Peak:
     """The temporaries of an operator's bodies while it runs, its stacked results left out."""
     if operator.root.name not in LOOPS:
         return _Peak(0, "", (), ())
-    params = operator.root.eqn.params
-    scan = (params["num_consts"], params["num_carry"]) if operator.root.name == "scan" else None
+    scan = scan_counts(operator.root.eqn.params) if operator.root.name == "scan" else None
     peaks = [_peak(j, style, (), scan) for j in bodies_of(operator.root.eqn)]
     return max(peaks, key=lambda p: p.bytes)
 

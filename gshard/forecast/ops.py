@@ -38,6 +38,7 @@ class Op:
     writes: tuple[Any, ...]
     joins: bool  # whether a compiler joins it with its neighbours
     added: str = ""  # what it is, where a compiler adds it to the equation
+    by_rows: bool = False  # a reduction that a compiler joins with who reads it, too
 
     @property
     def name(self) -> str:
@@ -47,7 +48,8 @@ class Op:
     @property
     def reduces(self) -> bool:
         """Whether it joins with what it reads, but not with who reads it."""
-        return self.name.startswith(("reduce_", "arg")) and self.joins
+        named = self.name.startswith(("reduce_", "arg"))
+        return named and self.joins and not self.by_rows
 
 
 def size_of(var: Any) -> int:

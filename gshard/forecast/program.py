@@ -19,14 +19,16 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from gshard._jax import scan_counts
 from gshard.explain import COLLECTIVES
 from gshard.forecast.cpu import as_on_cpus, read_by_reductions
-from gshard.forecast.gpu import as_on_gpus
+from gshard.forecast.gpu import as_on_gpus, ends_product
 from gshard.forecast.ops import (
     ALIASES,
     LOOPS,
     PRODUCTS,
     Op,
+    Stored,
     bodies_of,
     inlined,
     size_of,
@@ -66,7 +68,7 @@ class Body:
     outputs: list[Any]
     operators: list[Operator]
     alias: dict[Any, Any]  # values that are another one under a new shape
-    folded: set[Any]  # of those the transposes of what a product reads or makes
+    folded: set[Any]  # of those what a product does on the way
 
     def stands_for(self, var: Any) -> Any:
         """The stored value that `var` is only another view of."""
@@ -89,6 +91,8 @@ def body_of(jaxpr: Jaxpr, style: str) -> Body:
         for var in op.reads:
             readers[var].append(op)
     folded = {v for op in ops if _is_folded(op, makers, readers) for v in op.writes}
+    if style == "gpu":
+        folded |= {v for op in ops if ends_product(op, makers, readers) for v in op.writes}
     alias = {
         new: old
         for op in ops
@@ -190,7 +194,11 @@ def _stored(
             if needed or (var not in body.alias and (not op.joins or op.reduces)):
                 stored.add(body.stands_for(var))
     dear: set[Any] = set()  # values that nobody stores and that it would be dear to compute again
+    of_rows: set[Any] = set()  # what is known of each row while it is in the processor
     for op in ops:
+        if op.by_rows or (op.reads and all(body.stands_for(v) in of_rows for v in op.reads)):
+            of_rows.update(op.writes)
+            continue
         if op.name in _FROM_LITTLE or not op.writes or op.writes[0] in body.alias:
             continue
         if op.name in _DEAR or any(body.stands_for(v) in dear for v in op.reads):
@@ -265,7 +273,8 @@ def _leaves(var: Any, leaving: set[Any], readers: dict[Any, list[Op]], body: Bod
 
 
 def _uses(var: Any, readers: dict[Any, list[Op]], body: Body) -> int:
-    return len(_users(var, readers, body))
+    """How many read it, a reduction by rows left out: that is computed where its readers are."""
+    return sum(not u.by_rows for u in _users(var, readers, body))
 
 
 def _fusion(
@@ -309,5 +318,29 @@ def _walk(
                 inner = inner[-1:]
             for body in inner:
                 yield from _walk(body, style, times * trips(eqn), (*around, eqn))
+            if operator.root.name == "scan" and style == "gpu":
+                for copy in _stacking(eqn, body_of(inner[0], style)):
+                    yield copy, times * trips(eqn), (*around, eqn)
         else:
             yield operator, times, around
+
+
+def _stacking(eqn: JaxprEqn, body: Body) -> list[Operator]:
+    """The copies that a loop makes in each round, on GPUs: out of what it reads by slices, and into
+    what it stacks.
+
+    A slice is read in place by what is pointwise, and a result that nobody else reads is written in
+    place; matrix products read and write whole arrays only.
+    """
+    consts, carry = scan_counts(eqn.params)
+    slices = body.inputs[len(body.jaxpr.constvars) + consts + carry :]
+    whole = {v for o in body.operators if not o.root.joins for v in (*o.reads, *o.writes)}
+    read = {v for o in body.operators for v in o.reads}
+    results = [body.stands_for(v) for v in body.outputs[carry:] if not isinstance(v, Literal)]
+    copied = [v for v in slices if v in whole]
+    copied += [v for v in results if v in whole or v in read]
+    return [
+        Operator(op, [v], [op.writes[0]], [op])
+        for v in copied
+        for op in [Op(eqn, (v,), (Stored(v.aval),), False, "copy")]
+    ]

@@ -27,7 +27,8 @@ def cases() -> dict[str, Any]:
     """All cases that JAX runs on a CPU, by name."""
     from jax._src.internal_test_util import test_harnesses
 
-    return {h.fullname: h for h in test_harnesses.all_harnesses if h.filter("cpu")}
+    found = {h.fullname: h for h in test_harnesses.all_harnesses if h.filter("cpu")}
+    return dict(sorted(found.items()))  # JAX's own order is not the same in every process
 
 
 def spread(per_group: int) -> list[str]:

@@ -1,11 +1,12 @@
 """Pallas kernels, interpreted: batch dims of the grid are free, manual regions run them as is."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.experimental.pallas.ops.gpu import attention
 
 import gshard
 from tests.oracle import check, even_split, kinds, random_array, sent
@@ -129,6 +130,9 @@ def test_in_a_manual_region():
 @pytest.mark.parametrize("dim", [0, 2])
 def test_attention_over_batch_and_heads(dim):
     """JAX's own kernel, forwards."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # JAX 0.11: it moves to tokamax
+        from jax.experimental.pallas.ops.gpu import attention
     q, k, v = (random_array((2, 32, 2, 16), seed=s) for s in range(3))
     sizes = attention.BlockSizes(
         block_q=16, block_k=16, block_q_dkv=16, block_kv_dkv=16, block_q_dq=16, block_kv_dq=16

@@ -228,9 +228,9 @@ class Supervisor:
                 self._paces = [*self._paces[-49:], (now - since) / (newest - step)]
             self._moved, self._best = (newest, now), max(self._best, newest)
             return None
-        # Whoever waits for others is in a step; somebody else is the cause.
+        # Whoever waits for others is in a step; somebody else is the cause, or who is behind.
         others = {i: s for i, s in states.items() if s.doing != "training"}
-        index, state = min((others or states).items(), key=lambda item: item[1].since)
+        index, state = min((others or states).items(), key=lambda i: (i[1].step, i[1].since))
         usual = statistics.median(self._paces) if self._paces else 0.0
         limit = max(self._patience.least, self._patience.usual_steps * usual)
         if state.doing in _BUSY or not newest:

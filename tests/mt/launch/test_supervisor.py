@@ -49,7 +49,7 @@ with reporting() as reporter:
     if fault not in ("none", "wait-first") and tries.read_text() == "1":
         time.sleep(1000)  # for the other one, as in a collective
 """
-QUICK = Patience(silent=3.0, lagging=2.0, usual_steps=20, least=3.0, starting=60.0, stopping=20.0)
+QUICK = Patience(silent=3.0, lagging=2.0, usual_steps=20, least=9.0, starting=60.0, stopping=20.0)
 
 
 @pytest.fixture
