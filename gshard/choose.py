@@ -72,7 +72,7 @@ class Layout:
         atoms, given = (*eqn.invars, *eqn.outvars), (*shardings, *targets)
         usual = tuple((s, s.local_shape(a.aval.shape)) for s, a in zip(given, atoms, strict=True))
         alike = usual == self.operands + self.results
-        return replace(self, in_place=alike and not self.factors.reduced)
+        return replace(self, in_place=alike and not self.reduced)
 
 
 def partition_by_factors(
@@ -86,9 +86,18 @@ _cheapest_before: dict[Any, Layout] = {}
 
 
 def cheapest(
-    ctx: Context, eqn: JaxprEqn, rule: Rule, tiles: list[Tile], targets: list[Sharding]
+    ctx: Context,
+    eqn: JaxprEqn,
+    rule: Rule,
+    tiles: list[Tile],
+    targets: list[Sharding],
+    by_factors: bool = False,
 ) -> Layout:
-    """The layout that `choose` finds; for equations that are alike, it is asked once."""
+    """The layout that `choose` finds; for equations that are alike, it is asked once.
+
+    `by_factors` says of a rule with a partition of its own that where nothing moves, it does what
+    `run_as` does.
+    """
     alike, shares = ctx.kind(eqn), ctx.shares(eqn, tiles)
     shardings = tuple([t.sharding for t in tiles])
     key = (alike, rule.factors, shardings, tuple(targets), shares, machine())
@@ -104,7 +113,8 @@ def cheapest(
                 _cheapest_before.clear()
                 _in_place.clear()
             _cheapest_before[key] = found
-            if found.in_place and not rule.partition:  # and so it is whatever machines cost
+            # That nothing moves does not depend on costs, and so not on the rest of the key.
+            if found.in_place and (by_factors or not rule.partition):
                 _in_place[alike, *shardings, *targets] = found
     return found
 

@@ -53,12 +53,15 @@ NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 def _is_index_math(eqn: JaxprEqn) -> bool:
     """Whether an equation computes integers, or masks, from the same elements of others."""
+    dtype = getattr(eqn.outvars[0].aval, "dtype", None) if len(eqn.outvars) == 1 else None
+    if dtype is None or is_key_type(dtype) or dtype.kind not in "iub":
+        return False
     rule = RULES.get(eqn.primitive)
     by_element = rule is not None and rule.level == 0 and not rule.partition
-    if len(eqn.outvars) != 1 or not (by_element or eqn.primitive is p.iota_p):
-        return False
-    dtype = eqn.outvars[0].aval.dtype
-    return not is_key_type(dtype) and dtype.kind in "iub"
+    return by_element or eqn.primitive is p.iota_p
+
+
+_VIEWS = (p.transpose_p, p.rev_p)
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,7 @@ class Partitioner:
     def again(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> list[Tile] | None:
         """The results of an equation like one that ran before with nothing to move."""
         kind = self.kinds.get(id(eqn))
-        if kind is None or eqn.primitive is p.transpose_p:  # of which more is to be remembered
+        if kind is None or eqn.primitive in _VIEWS:  # of which more is to be remembered
             return None
         return in_place_again(eqn, kind, tiles, [self.shardings[v] for v in eqn.outvars])
 
@@ -301,7 +304,7 @@ class Partitioner:
             if not result.partial or eqn.outvars[number] not in self.waiting:
                 reason = f"result of {eqn.primitive.name}"
                 results[number] = self.reshard(result, target, reason)
-        if eqn.primitive in (p.transpose_p, p.rev_p):
+        if eqn.primitive in _VIEWS:
             self.views[id(results[0].array)] = View.of(eqn, results[0], tiles[0])
         return results
 

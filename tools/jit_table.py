@@ -14,7 +14,10 @@ from pathlib import Path
 import jax
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "jit.md"
-MODULES = ("test_transformations", "test_placement", "test_calls", "test_habits", "test_uneven")
+MODULES = (
+    "test_transformations", "test_placement", "test_calls", "test_habits", "test_three_axes",
+    "test_uneven",
+)  # fmt: skip
 
 _HEAD = """# `gshard.jit` beside `jax.jit`
 

@@ -51,7 +51,7 @@ def partition_dot(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     """The cheapest split of the factors; in a loop if it gathers more than memory allows."""
-    layout = cheapest(ctx, eqn, _RULE, tiles, targets)
+    layout = cheapest(ctx, eqn, _RULE, tiles, targets, by_factors=True)
     for which, tile in enumerate(tiles):
         around = _too_large(ctx, layout, which, tile)
         if around:
