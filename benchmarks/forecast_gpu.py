@@ -9,10 +9,10 @@ writes FOLDER/h200.json, and
 prints the forecast of the same steps beside it, on any machine. The paper's dims with fewer experts
 and layers, so that one GPU holds them, and a user's Llama; the state is donated, and all arrays are
 made on the device. All steps are compiled at once and run from the smallest to the largest: the
-allocator's peak is then that of the step that ran last, if compiling did not take more: run it twice
-with JAX_COMPILATION_CACHE_DIR set, and keep what the second run wrote. Names of steps after FOLDER leave the
-others out, and what is not compiled after `PATIENCE` seconds is left out too. `--tiny` before
-FOLDER tries all of this on small sizes.
+allocator's peak is then that of the step that ran last, if compiling did not take more: run it
+twice with JAX_COMPILATION_CACHE_DIR set, and keep what the second run wrote. Names of steps after
+FOLDER leave the others out, and what is not compiled after `PATIENCE` seconds is left out too.
+`--tiny` before FOLDER tries all of this on small sizes.
 """
 
 from __future__ import annotations
