@@ -1,10 +1,13 @@
 """Plans of studies: what they say, and what is refused before anything starts."""
 
+from pathlib import Path
+
 import pytest
 
 from gshard.mt.errors import UserError
 from gshard.mt.study.ledger import length_of
 from gshard.mt.study.plan import ENDLESS, assignments, read_plan
+from gshard.nn.flops import forward_flops
 
 PLAN = """
 corpus = "text"
@@ -42,6 +45,24 @@ seconds_of = "moe"
 goes_on_from = "dense"
 settings.model = { experts = 0, expert_hidden_dim = 1024 }
 """
+
+
+PLANS = sorted((Path(__file__).parents[3] / "studies").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
+def test_runs_of_one_depth_have_the_same_arithmetic_for_a_token(path):
+    """The plans of this repository compare what can be compared; a router's product is extra."""
+    plan = read_plan(path)
+    found = {}
+    for run in plan.runs:
+        model = run.config.model
+        layers = (model.encoder_layers, model.decoder_layers)
+        gates = [2 * n // 2 * model.model_dim * model.experts for n in layers]
+        flops = zip(forward_flops(model), gates, strict=True)
+        found.setdefault(layers, set()).add(tuple(flop - gate for flop, gate in flops))
+    assert all(len(arithmetic) == 1 for arithmetic in found.values()), found
+    assert plan.compare
 
 
 def write(folder, text=PLAN):
