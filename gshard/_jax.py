@@ -166,11 +166,15 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 def quick_data(
     compiled: Any, tree: Any, names: Sequence[Any], consts: Sequence[Any], results: Sequence[Any]
 ) -> Any:
-    """What lets later calls pass by Python, or None where they cannot (callbacks).
+    """What lets later calls pass by Python, or None where they cannot.
+
+    They cannot with callbacks, nor where the function closes over random keys: C++ knows no keys.
 
     `names` are the shardings that the arguments have now, for those that crossed as they are, and
     `results` have the shardings that the user is to see.
     """
+    if any(jax.dtypes.issubdtype(c.dtype, jax.dtypes.prng_key) for c in consts):
+        return None
     executable = compiled._executable
     own = executable.shard_const_args(compiled._params.const_args)
     data = _pjit._get_fastpath_data(executable, tree, names, results, (), (), None, [*own, *consts])

@@ -97,6 +97,21 @@ def test_numbers(devices):
     check(fn, np.int8(1), np.float16(2.5), np.ones((0, 3)), [], devices=devices)
 
 
+@shows("random keys that a function closes over")
+def test_keys_from_outside():
+    """Called again, too: the second call is another way into the program."""
+    key, keys = jax.random.key(3), jax.random.split(jax.random.key(1), 8)
+
+    def fn(x):
+        drawn = jax.random.normal(keys[2]) + jax.random.normal(key, x.shape)
+        return gshard.split(x, 0, 8) + drawn
+
+    step, x = gshard.jit(fn), jnp.asarray(X)
+    for _ in range(3):
+        wanted, x = jax.jit(fn)(x), step(x)
+        np.testing.assert_allclose(x, wanted, rtol=1e-6)
+
+
 @shows("lax.while_loop with a carry that is split")
 @pytest.mark.parametrize("devices", COUNTS)
 def test_loops(devices):
