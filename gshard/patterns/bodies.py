@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxprs_in_params
+
+
+def written_anew(
+    eqns: Sequence[JaxprEqn],
+    shardings: Mapping[Any, Any],
+    write: Callable[[ClosedJaxpr], ClosedJaxpr],
+) -> list[JaxprEqn]:
+    """The equations with `write` of each program in them."""
+    plain = getattr(shardings, "kinds", ())  # equations of a known kind hold no programs
+    return [eqn if id(eqn) in plain else with_bodies(eqn, write) for eqn in eqns]
 
 
 def with_bodies(eqn: JaxprEqn, write: Callable[[ClosedJaxpr], ClosedJaxpr]) -> JaxprEqn:
@@ -18,8 +28,6 @@ def with_bodies(eqn: JaxprEqn, write: Callable[[ClosedJaxpr], ClosedJaxpr]) -> J
             return tuple(map(changed, param))
         return param
 
-    if not any(isinstance(v, (ClosedJaxpr, tuple)) for v in eqn.params.values()):
-        return eqn  # told quickly, as of most
     if not list(jaxprs_in_params(eqn.params)):
         return eqn
     params = {k: changed(v) for k, v in eqn.params.items()}

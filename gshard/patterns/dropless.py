@@ -21,7 +21,7 @@ from jax.lax import GatherScatterMode
 from gshard._jax import Var
 from gshard.annotate import Annotation, annotate_p
 from gshard.grouped import Groups, grouped_dot_p, put_rows_p, take_rows_p
-from gshard.patterns.bodies import with_bodies
+from gshard.patterns.bodies import written_anew
 from gshard.permuted import is_permutation, is_zero
 from gshard.rule import RULES, factors_of
 from gshard.rules.by_rows import is_ragged, multiplies_rows, puts_rows, sums_rows, takes_rows
@@ -39,7 +39,7 @@ def by_groups(closed: ClosedJaxpr, shardings: Mapping[Any, Sharding]) -> ClosedJ
 
 
 def _rewritten(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding]) -> Jaxpr:
-    eqns = [with_bodies(eqn, lambda body: by_groups(body, shardings)) for eqn in jaxpr.eqns]
+    eqns = written_anew(jaxpr.eqns, shardings, lambda body: by_groups(body, shardings))
     changed = any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True))
     for sizes, groups in _groups(eqns, shardings).items():
         eqns = _Region(sizes, groups, eqns, jaxpr.outvars, shardings).rewritten()

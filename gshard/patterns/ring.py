@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard.patterns.bodies import with_bodies
+from gshard.patterns.bodies import written_anew
 from gshard.patterns.hidden import hidden
 from gshard.patterns.scores import Exit, Finder, Region, inputs_of, needed_for, upstream
 from gshard.sharding import Sharding, Split
@@ -32,7 +32,7 @@ def in_rings(
 
 
 def _rewritten(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding], limit: int) -> Jaxpr:
-    eqns = [with_bodies(eqn, lambda body: in_rings(body, shardings, limit)) for eqn in jaxpr.eqns]
+    eqns = written_anew(jaxpr.eqns, shardings, lambda body: in_rings(body, shardings, limit))
     changed = any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True))
     done: set[int] = set()
     for seed in list(eqns):
