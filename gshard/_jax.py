@@ -173,7 +173,7 @@ def quick_data(
     `names` are the shardings that the arguments have now, for those that crossed as they are, and
     `results` have the shardings that the user is to see.
     """
-    if any(jax.dtypes.issubdtype(c.dtype, jax.dtypes.prng_key) for c in consts):
+    if any(jax.numpy.issubdtype(c.dtype, jax.dtypes.prng_key) for c in consts):
         return None
     executable = compiled._executable
     own = executable.shard_const_args(compiled._params.const_args)
