@@ -2,7 +2,7 @@
 
 Everything but attention needs its own tokens alone. Queries stay; keys and values are gathered,
 and their gradients are summed and scattered. Where they do not fit (`memory_limit`), they go round
-in a ring instead, and so do their gradients: twice the bytes, an eighth of the memory.
+in a ring instead, and so do their gradients: 1.4 times the bytes, an eighth of the memory.
 """
 
 import jax

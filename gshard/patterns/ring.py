@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard.patterns.bodies import written_anew
+from gshard.patterns.delta import without_deltas
 from gshard.patterns.hidden import hidden
 from gshard.patterns.scores import Exit, Finder, Region, inputs_of, needed_for, upstream
 from gshard.sharding import Sharding, Split
@@ -100,6 +101,8 @@ def _replaced(
     """The program, with the region's sums made in rounds of the keys."""
     made = {v: eqn for eqn in eqns for v in eqn.outvars}
     online = _softmax(region, made)
+    if online:
+        eqns = _in_order(without_deltas(eqns, region, online[2:]))
     rounds = _rounds(eqns, region, online)
     summed = {e.out for e in region.exits}
     kept = [e for e in eqns if not summed.intersection(e.outvars)]

@@ -302,6 +302,10 @@ class _Round:
             ring_of(t.sharding, n.index(self.visits.keys)) if v else []
             for t, n, v in zip(tiles, mine, self.visiting, strict=True)
         ]
+        number: dict[Any, int] = {}  # what is read as two operands travels once
+        ways = zip(tiles, pairs, strict=True)
+        of = [number.setdefault((id(t.array), str(way)), len(number)) for t, way in ways]
+        each = [of.index(n) for n in number.values()]
         carried = [s.over != KEYS for s in self.visits.sums]
         back = [
             ring_of(self.lies(v), self.visits.names[v].index(self.visits.keys)) if c else []
@@ -317,12 +321,13 @@ class _Round:
 
         def step(i: jax.Array, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
             arrays, state = carry
-            state = self.meet((first + i) % self.blocks, arrays, state)
-            return passed(arrays, pairs), passed(state, back)
+            state = self.meet((first + i) % self.blocks, [arrays[n] for n in of], state)
+            return passed(arrays, [pairs[n] for n in each]), passed(state, back)
 
-        carry = ([t.array for t in tiles], self.start())
+        carry = ([tiles[n].array for n in each], self.start())
         arrays, state = lax.fori_loop(0, self.blocks - 1, step, carry)
-        state = self.meet(jnp.asarray((first + self.blocks - 1) % self.blocks), arrays, state)
+        last = jnp.asarray((first + self.blocks - 1) % self.blocks)
+        state = self.meet(last, [arrays[n] for n in of], state)
         state = self.finished(passed(state, back))
         return [
             Tile(a, self.lies(v), tuple(v.aval.shape))

@@ -109,6 +109,10 @@ def test_gradients_go_round_with_their_keys(layer):
     lowered = check(functools.partial(trained, layer), *tensors())
     assert set(kinds(lowered)) == {"collective_permute", "all_reduce"}
     assert sent(lowered, "all_reduce") < 16  # the loss
+    rounds = 3 if layer is capped else 2  # with one for the gradient of its maximum
+    moved = [c for c in lowered.collectives if c.kind == "collective_permute"]
+    floats = sum(c.count for c in moved if c.dtype == "float32")
+    assert floats <= (2 * rounds + 2) * 7 + 2  # keys and values, and once their gradients
 
 
 @pytest.mark.parametrize(
@@ -221,8 +225,8 @@ def test_no_device_has_all_keys():
 
 
 def test_the_recipe_in_a_ring():
-    """Forwards the bytes of gathering, backwards keys and values come round twice again."""
+    """Forwards the bytes of gathering, backwards keys and values come round once again."""
     (recipe,) = context_parallel.recipes(Size(L=1, V=128))
     lowered = gshard.jit(recipe.step, devices=8, memory_limit=2**18).lower(*recipe.arguments)
     assert not [c for c in lowered.collectives if c.kind == "all_gather"]
-    assert sent(lowered) < 2 * recipe.expert
+    assert sent(lowered) < 1.4 * recipe.expert
