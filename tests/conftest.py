@@ -34,6 +34,8 @@ def poison(dtype):
 
 SHARING = {"mt/training": "training"}  # folders in which all files share what is trained
 HERE = Path(__file__).parent
+# Training of thousands of steps, and what is compared with XLA's own plan of memory.
+RUN_FOR_LONG = {"test_languages.py", "test_memory.py"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
@@ -46,14 +48,20 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.xdist_group(group))
 
 
-@pytest.fixture(scope="module")
-def compile_quickly():
-    """Programs of a module are compiled without most optimizations: small ones run as fast."""
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_quickly(request):
+    """Most programs run for milliseconds: they are compiled without most optimizations.
+
+    So are those of the processes that tests start: their numbers are compared.
+    """
+    quickly = request.path.name not in RUN_FOR_LONG
     cache = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_disable_most_optimizations", True)
+    patch = pytest.MonkeyPatch()
+    patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(quickly)))
+    jax.config.update("jax_disable_most_optimizations", quickly)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
     jax.config.update("jax_compilation_cache_dir", cache)
+    patch.undo()
 
 
 @pytest.fixture(autouse=True, scope="session")

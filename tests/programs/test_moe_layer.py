@@ -47,7 +47,10 @@ def test_far_below_xla():
         assert ours * factor < theirs
 
 
-@pytest.mark.parametrize("sizes", [{}, {"G": 16, "S": 32, "M": 16, "H": 24, "E": 16}])
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param({}, marks=pytest.mark.slow), {"G": 16, "S": 32, "M": 16, "H": 24, "E": 16}],
+)
 def test_values(sizes):
     args = arguments(**sizes)
     for fn in (moe_layer, GRADIENT):

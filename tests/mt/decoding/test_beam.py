@@ -21,8 +21,6 @@ from tests.oracle import kinds
 
 ROWS = 8  # of the batch in which the plain search runs its prefixes
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 
 def sources(B, L, seed):
     """Sentences of all lengths from 1 to L, one of them with L tokens."""

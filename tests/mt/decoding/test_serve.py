@@ -34,8 +34,6 @@ from tests.mt.samples import sentence
 
 SMALL = TranslateConfig(beam=3, nbest=3, rows=1, longest=24, most=10)
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 
 @pytest.fixture(scope="module")
 def model(tokenizer):

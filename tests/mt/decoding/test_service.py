@@ -9,8 +9,6 @@ from tests.mt.decoding.slow_translator import slow_translator, until
 from tests.mt.runs import random_model
 from tests.mt.samples import sentence
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 
 @pytest.fixture(scope="module")
 def model(tokenizer):

@@ -29,8 +29,6 @@ from tests.mt.samples import WORDS
 
 SMALL = TranslateConfig(beam=3, nbest=2, rows=3, longest=24, most=12)
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 
 @pytest.fixture(scope="module")
 def model(tokenizer):

@@ -44,8 +44,6 @@ ROWS, LENGTHS = 4, (32, 32)
 TRAINING = BaselineTraining(learning_rate=3e-3, warmup=3, dev_every=2, patience=2)
 TINY = Size("tiny", 0, dropout=0.1, rows=ROWS, epochs=1000)
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 
 @pytest.fixture(scope="module")
 def small(tokenizer):

@@ -34,9 +34,6 @@ class Hypothesis:
     score: float = -1.0
 
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
-
 class Fake:
     """A translator that returns what a function returns, and remembers what it was asked."""
 

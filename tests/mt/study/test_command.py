@@ -46,7 +46,6 @@ def test_the_plans_of_the_repository_can_be_read():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compile_quickly")
 def test_one_command_does_all_of_it(tmp_path, corpus):
     plan = planned(tmp_path, corpus, BASELINES)
     result = CliRunner().invoke(app, ["study", str(plan.path)])

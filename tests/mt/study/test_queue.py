@@ -14,8 +14,6 @@ from gshard.mt.study.queue import Shown, Wanted, work
 from gshard.mt.study.results import write_results
 from tests.mt.runs import Notes, losses
 
-pytestmark = pytest.mark.usefixtures("compile_quickly")
-
 PLAN = """
 corpus = {corpus}
 folder = "runs"

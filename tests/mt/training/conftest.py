@@ -14,9 +14,7 @@ def _compiled_once(tmp_path_factory):
     """The same programs come up again and again here."""
     jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
     hosts.cache_programs()
-    jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
     jax.config.update("jax_compilation_cache_dir", None)
 
 
