@@ -115,11 +115,11 @@ def cheapest(
             _cheapest_before[key] = found
             # That nothing moves does not depend on costs, and so not on the rest of the key.
             if found.in_place and (by_factors or not rule.partition):
-                _in_place[alike, *shardings, *targets] = found
+                _in_place[alike, *shardings, *targets] = (rule, found)
     return found
 
 
-_in_place: dict[Any, Layout] = {}
+_in_place: dict[Any, tuple[Rule, Layout]] = {}
 
 
 def in_place_again(
@@ -129,8 +129,9 @@ def in_place_again(
 
     It is written down on local arrays at once: nothing is chosen, and JAX is not asked for types.
     """
-    layout = _in_place.get((kind, *[t.sharding for t in tiles], *targets))
-    if layout is None or any(t.partial for t in tiles):
+    rule, layout = _in_place.get((kind, *[t.sharding for t in tiles], *targets), (None, None))
+    # The user may have registered another rule meanwhile.
+    if layout is None or rule is not RULES.get(eqn.primitive) or any(t.partial for t in tiles):
         return None
     values = [t.array for t in tiles]
     types = layout.types.get(_types(values))

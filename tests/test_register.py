@@ -9,7 +9,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.rule import RULES
+from gshard.choose import partition_by_factors
+from gshard.rule import RULES, Rule
+from gshard.rules.pointwise import same_dims
 from tests.oracle import check, even_split, kinds, random_array, sent
 from tests.rules.test_unknown import new_primitive
 
@@ -105,6 +107,26 @@ def test_a_rule_in_full():
         gshard.Rule(lambda eqn: gshard.Factors.of(eqn, [["d"]], [["d"]]), level=0),
     )
     assert sent(check(primitive.bind, random_array((13,)), inputs=[even_split(1, 0, 8)])) == 0
+
+
+def test_the_last_rule_counts():
+    """Also for equations like those that have run, of which much is remembered."""
+    primitive, ran = new_primitive("told_twice", lambda x: x * 2), []
+
+    def lowered():
+        x = jax.ShapeDtypeStruct((16,), jnp.float32)
+        fn = gshard.jit(lambda x: primitive.bind(primitive.bind(gshard.split(x, 0, 8))), devices=8)
+        return fn.lower(x)
+
+    def partition(ctx, eqn, tiles, targets):
+        ran.append(eqn)
+        return partition_by_factors(ctx, eqn, RULES[primitive], tiles, targets)
+
+    gshard.register_rule(primitive, Rule(same_dims))
+    lowered()
+    gshard.register_rule(primitive, Rule(same_dims, partition=partition))
+    assert lowered().collectives == []
+    assert len(ran) == 2
 
 
 @pytest.mark.parametrize(
