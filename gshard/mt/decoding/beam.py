@@ -9,9 +9,8 @@ What is searched, in words. A hypothesis is worth the sum of its tokens' log-pro
 step takes the K best continuations of the K live hypotheses. An end of sentence that ranks among
 the K best goes, with its length-normalized score, to a list of its own and is never extended; so
 beam 1 is greedy search. At the last step all live hypotheses end. A sentence is done when K
-hypotheses have ended and no live one is worth more, at the length that it has, than the last in
-the list; or when none can enter the list any more. The search stops when every sentence is done.
-(Were K ends enough, four short answers would win before a longer and better one is said.)
+hypotheses have ended, or when no live one can enter the list any more, and the search stops when
+every sentence is done.
 
 Dims: B sentences, K beam, N best, T steps, L = K * T slots, V vocabulary.
 """
@@ -146,7 +145,7 @@ def beam_search(
         ends_BK = jnp.where(may_end(ends_BK, extended.scores, t + 1 == T), ends_BK, -jnp.inf)
         ends_BK = jnp.where(state.done[:, None], -jnp.inf, ends_BK)
         ended = collect(state.ended, live, ends_BK, t + 1, config)
-        done_B = state.done | is_done(ended, extended, t + 1, config)
+        done_B = state.done | is_done(ended, extended, config)
         return State(t + 1, extended, ended, slots_BL, cache, done_B)
 
     empty = start(real_BL, model.start_decoding(memory_BLM, K * T), config, strategy)
@@ -219,18 +218,13 @@ def collect(ended: Ended, live: Live, ends_BK: Array, length: Array, config: Bea
     )
 
 
-def is_done(ended: Ended, live: Live, length: Array, config: BeamConfig) -> Array:
-    """Whether enough hypotheses have ended, or no live one can still enter the list.
+def is_done(ended: Ended, live: Live, config: BeamConfig) -> Array:
+    """Whether K hypotheses have ended, or no live one can still enter the list.
 
-    K are enough if none of the live ones, which have `length` tokens and at least their end to
-    come, is worth more; of beam 1, the first is. A sum of log-probabilities only falls, and at
-    best is divided by the norm of the last step.
+    A sum of log-probabilities only falls, and at best is divided by the norm of the last step.
     """
-    best_B, last_B = jnp.max(live.scores, axis=1), jnp.min(ended.scores, axis=1)
-    enough_B = ended.total >= config.beam
-    if config.beam > 1:
-        enough_B &= best_B / config.norm(length + 1) <= last_B
-    return enough_B | (best_B / config.norm(config.max_length) <= last_B)
+    bound_B = jnp.max(live.scores, axis=1) / config.norm(config.max_length)
+    return (ended.total >= config.beam) | (bound_B <= jnp.min(ended.scores, axis=1))
 
 
 def reorder(x_BX: Array, index_BK: Array) -> Array:

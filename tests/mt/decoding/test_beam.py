@@ -13,7 +13,7 @@ from jax.extend.core import jaxprs_in_params
 
 import gshard
 from gshard.mt.batching.tokenizer import END, PAD, START
-from gshard.mt.decoding.beam import BeamConfig, Ended, Live, beam_search, is_done
+from gshard.mt.decoding.beam import BeamConfig, beam_search
 from gshard.mt.evaluation.confidence import forced
 from gshard.nn import Batch, Strategy
 from tests.nn import models
@@ -76,16 +76,9 @@ def plain_beam_search(model, sentence, config):
             if tokens[-1] == END:
                 ended.append((score / norm, tokens))
         live = [c for c in candidates if c[1][-1] != END][: config.beam]
-        if not live or (len(ended) >= config.beam and not promising(live, ended, length, config)):
+        if len(ended) >= config.beam or not live:
             break
     return sorted(ended, key=lambda e: -e[0])[: config.nbest]
-
-
-def promising(live, ended, length, config):
-    """Whether a live hypothesis is worth more, ended now, than the last of the n-best list."""
-    last = sorted((score for score, _ in ended), reverse=True)[config.nbest - 1]
-    best = max(score for score, _ in live) / ((5 + length + 1) / 6) ** config.alpha
-    return config.beam > 1 and best > last
 
 
 def check_equal(found, model, source, config):
@@ -165,17 +158,6 @@ def test_beam_1_is_greedy():
                 row = np.where(np.isin(np.arange(7), config.banned), -np.inf, row)
                 said.append(END if len(said) == 7 else int(np.argmax(row)))
             assert found.tokens[b, 0, : found.lengths[b, 0]].tolist() == said
-
-
-@pytest.mark.parametrize(("live", "done"), [(-1.9, False), (-2.4, True)])
-def test_enough_short_ends_do_not_stop_what_is_worth_more(live, done):
-    config = BeamConfig(beam=2, max_length=50, alpha=1.0)
-    ended = Ended(np.full((1, 1), -1.0), np.full((1, 1), 3), np.zeros((1, 1, 1)), np.array([2]))
-    going = Live(np.zeros((1, 2), int), np.array([[live, live - 1]]), np.zeros((1, 2, 1)))
-    # Ended after 7 tokens it would have live / 2, which is not yet less than the best that ended.
-    assert bool(is_done(ended, going, np.int32(6), config)[0]) == done
-    greedy = BeamConfig(beam=1, max_length=50, alpha=1.0)
-    assert is_done(ended, going, np.int32(6), greedy)[0]
 
 
 def ending(model, strength):
