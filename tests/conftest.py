@@ -35,7 +35,7 @@ def poison(dtype):
 SHARING = {"mt/training": "training"}  # folders in which all files share what is trained
 HERE = Path(__file__).parent
 # Training of thousands of steps, and what is compared with XLA's own plan of memory.
-RUN_FOR_LONG = {"test_languages.py", "test_memory.py"}
+RUN_FOR_LONG = {"test_languages.py", "test_memory.py", "test_resnet.py"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
