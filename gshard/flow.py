@@ -122,12 +122,28 @@ class Flow:
                 self.add(body.jaxpr, inside)
             if before != len(self.manual):
                 self.forget(edges)
-        fixed = [v for v in constants(eqn) if v not in self.manual]
+        fixed = self.same_in_every_run(eqn)
         if sum(byte_size(v.aval.shape, v.aval.dtype) for v in fixed) <= self.memory_limit:
             self.constants.update(dict.fromkeys(fixed))
         for a, b, more in joined:
             if a not in self.manual:
                 self.link(a, b, more)
+
+    def same_in_every_run(self, eqn: JaxprEqn) -> list[Any]:
+        """The constants of a loop, and what is made of them alone, element by element."""
+        found = {v: None for v in constants(eqn) if v not in self.manual}
+        for inner in [e for body in bodies(eqn) for e in body.jaxpr.eqns] if found else []:
+            made_of = [a for a in inner.invars if not isinstance(a, Literal)]
+            if made_of and all(a in found for a in made_of) and self.is_pointwise(inner):
+                found.update(dict.fromkeys(inner.outvars))
+        return list(found)
+
+    def is_pointwise(self, eqn: JaxprEqn) -> bool:
+        """Whether elements stay where they are, and are not copied."""
+        size = max((math.prod(a.aval.shape) for a in eqn.invars), default=0)
+        stays = eqn.primitive in RULES and RULES[eqn.primitive].level == 0
+        small = all(math.prod(v.aval.shape) <= size for v in eqn.outvars)
+        return stays and small and eqn.primitive is not annotate_p
 
     def forget(self, count: int) -> None:
         """Take back all edges but the first `count`."""

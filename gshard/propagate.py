@@ -10,7 +10,8 @@ in this order:
    groups are ranked so that the program costs least, in bytes sent and in work, over all tensors
    that they tie together (`estimate`). The split that ranks first spreads first, through the whole
    program. Without such a conflict, or where it gains nothing, rules 3 to 6 alone decide. What is
-   constant in a loop is gathered before it, once, if that costs less than to move in every run.
+   constant in a loop (or made of such, element by element) is gathered before it, once, if that
+   costs less than to move in every run.
 3. Operators that leave elements where they are (pointwise, transpose, broadcast, reshape, the
    borders of loops) pass splits on, both ways, before any other operator does.
 4. Then other operators pass splits forwards, from operands to results; only when nothing moves
