@@ -27,7 +27,8 @@ test: lint
 
 test-all: lint
 	$(RUN) -m pip install --quiet --editable '.[dev,third-party]'
-	$(RUN) -m pytest -n 2 --dist loadgroup -m "slow or not slow"
+	$(RUN) -m pytest -n 2 --dist loadgroup -m "slow or not slow" \
+	    --hypothesis-profile thorough
 
 # The quick tests under JAX 0.10 and 0.11, each in an environment of its own (JAX=0.11: only that).
 test-matrix: $(VENV)/installed

@@ -12,13 +12,14 @@ from gshard import padding
 jax.config.update("jax_num_cpu_devices", 8)
 
 settings.register_profile(
-    "quick",
+    "thorough",  # of `make test-all`
     deadline=None,
     max_examples=25,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
     print_blob=True,
 )
+settings.register_profile("quick", settings.get_profile("thorough"), max_examples=12)
 settings.load_profile("quick")
 
 
@@ -34,8 +35,9 @@ def poison(dtype):
 
 SHARING = {"mt/training": "training"}  # folders in which all files share what is trained
 HERE = Path(__file__).parent
-# Training of thousands of steps, and what is compared with XLA's own plan of memory.
-RUN_FOR_LONG = {"test_languages.py", "test_memory.py", "test_resnet.py"}
+# Training of thousands of steps, what is compared with XLA's own plan of memory, and functions that
+# round otherwise when they are not optimized.
+OPTIMIZED = {"test_languages.py", "test_memory.py", "test_resnet.py", "test_pointwise.py"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
@@ -54,7 +56,7 @@ def _compiled_quickly(request):
 
     So are those of the processes that tests start: their numbers are compared.
     """
-    quickly = request.path.name not in RUN_FOR_LONG
+    quickly = request.path.name not in OPTIMIZED
     cache = jax.config.jax_compilation_cache_dir
     patch = pytest.MonkeyPatch()
     patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(quickly)))

@@ -47,6 +47,7 @@ def test_training_step_traces_from_shapes_alone(name):
     assert metrics.encoder.load.shape == (layers, model.config.experts)
 
 
+@pytest.mark.slow
 def test_memory_per_device_does_not_grow_with_the_experts():
     """The paper's O(1): with 2048 tokens and one expert per device, from 128 to 2048 experts."""
     optimizer, seen = adafactor(), []

@@ -135,6 +135,7 @@ def count_equations(jaxpr):
     return total
 
 
+@pytest.mark.slow
 def test_program_size_does_not_grow_with_depth():
     def size(layers):
         config = models.config(encoder_layers=layers, decoder_layers=layers)
@@ -151,6 +152,7 @@ def test_layers_come_in_pairs():
         models.config(encoder_layers=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "weight_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
 )

@@ -73,6 +73,7 @@ def test_layers_written_out_are_the_scanned_ones():
     close(got_grads, unstacked(want_grads), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatch", [pytest.param("index", marks=pytest.mark.slow), "flat"])
 def test_written_out_decoding_is_the_scanned_one(dispatch):
     model = models.model(models.config(decoder_layers=4))

@@ -70,6 +70,7 @@ def test_forward_is_two_exchanges_of_the_tokens(routing):
     assert sent(lowered, "collective_permute") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "count", "routing", "devices"),
     [(29, 5, "any", 4), pytest.param(13, 11, "one", 3, marks=pytest.mark.slow)],

@@ -160,6 +160,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [pytest.param(name, marks=[pytest.mark.slow] * (name != "2d")) for name in STRATEGIES],

@@ -108,6 +108,7 @@ def test_many_random_programs(case):
     assert_equal_runs(case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(OPERATIONS))
 def test_each_operation(name):
     """Alone, on 6 devices, uneven both ways, result and operands split differently."""

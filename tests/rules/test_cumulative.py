@@ -84,6 +84,7 @@ def test_other_dims_are_free(name):
     assert sent(low) == 0
 
 
+@pytest.mark.slow
 def test_special_values():
     x = np.array([-np.inf, -np.inf, 3e38, 1e-38, np.nan, 0.0, -0.0, np.inf, 2.0], np.float32)
     for values in (x, x[:4], x[[7, 1, 7]], np.full(9, -np.inf, np.float32)):

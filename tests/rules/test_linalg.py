@@ -60,6 +60,7 @@ def test_matrix_dims_are_gathered_and_say_so(name):
     assert any("gather" in c.reason for c in low.collectives)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cholesky", "eigh", "solve", "inv"])
 def test_gradients(name):
     a = spd((5, 3, 3))

@@ -146,6 +146,7 @@ def test_distributions(name):
         assert sent(low) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "impl",
     ["threefry2x32", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rbg", "unsafe_rbg"))],
@@ -158,6 +159,7 @@ def test_gamma_with_many_keys(impl):
         check(fn, keys, alpha, devices=3, outputs=[out], exact=True)
 
 
+@pytest.mark.slow
 def test_gradient_of_gamma():
     def fn(a):
         return jnp.sum(jax.random.gamma(jax.random.key(1), a) ** 2)

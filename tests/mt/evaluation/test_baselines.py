@@ -266,6 +266,7 @@ class Upper:
         return [[SimpleNamespace(text=text.upper(), score=-1.0)] for text in texts]
 
 
+@pytest.mark.slow
 def test_from_training_to_the_file(run, monkeypatch):
     asked, trained = [], []
     whole = BaselineGroup.train
