@@ -61,7 +61,8 @@ def test_optimistix(solver):
             return optimistix.minimise(total, method, start, target).value
         return optimistix.least_squares(problem, method, start, target).value
 
-    assert check_program(jax.vmap(solve), data(16, 3), split={0: 0}, tolerance=1e-3) == []
+    # A few rows would be gathered: cheaper than to ask all devices in every round for the end.
+    assert check_program(jax.vmap(solve), data(256, 3), split={0: 0}, tolerance=1e-3) == []
 
 
 def matrices(count: int) -> np.ndarray:
