@@ -14,6 +14,7 @@ from gshard.nn.gating import PAPER_GATING, GatingConfig
 from gshard.nn.hashing import Random
 
 Remat = Literal["none", "layer"]
+Stacks = Literal["both", "encoder"]
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,11 @@ class TransformerConfig:
     "none", "layer" (keep only what enters each pair of layers), or the bytes that one device has,
     from which `gshard.nn.remat` chooses.
 
-    `expert_dropout` is that between the two products of an expert. `shared_hidden_dim` is the size
-    of a feed-forward network beside the experts that every token passes; 0, as in the paper, is
-    none.
+    `experts_in` says which stacks have experts; the paper's have them in both. In a decoder without
+    them, where all languages are one, the layers in their place are as wide as those that a token
+    would visit. `expert_dropout` is that between the two products of an expert. `shared_hidden_dim`
+    is the size of a feed-forward network beside the experts that every token passes; 0, as in the
+    paper, is none.
 
     The last four say how the same model is computed, not what it is; `tuned` sets them for one GPU.
     `stacked` keeps the weights of all layers in one array and runs them under `lax.scan`, so that
@@ -47,6 +50,7 @@ class TransformerConfig:
     key_dim: int
     value_dim: int
     experts: int = 0
+    experts_in: Stacks = "both"
     expert_hidden_dim: int | None = None
     groups: int | None = None
     gating: GatingConfig = PAPER_GATING

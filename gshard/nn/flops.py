@@ -18,11 +18,13 @@ def forward_flops(config: TransformerConfig) -> tuple[int, int]:
     hidden = c.expert_hidden_dim or c.hidden_dim
     sparse = 2 * c.model_dim * hidden * (c.gating.top_k if c.experts else 1)
     shared = 2 * c.model_dim * c.shared_hidden_dim if c.experts else 0
-    pair = dense + sparse + shared + c.model_dim * c.experts
+    gate = c.model_dim * c.experts
+    pair = dense + sparse + shared + gate
+    decoder_pair = pair - shared - gate if c.experts_in == "encoder" else pair
     source = c.encoder_layers // 2 * (2 * attention + pair)
     # The decoder's keys and values of the source are made from source tokens.
     cross_source = c.decoder_layers * attention // 2
-    target = c.decoder_layers // 2 * (3 * attention + pair) + c.model_dim * c.target_vocab
+    target = c.decoder_layers // 2 * (3 * attention + decoder_pair) + c.model_dim * c.target_vocab
     return 2 * (source + cross_source), 2 * target
 
 

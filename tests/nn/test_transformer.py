@@ -7,6 +7,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from gshard.nn import Attention, Batch, GatingConfig, LayerNorm, Transformer, segment_mask
+from gshard.nn.flops import forward_flops
 from tests.nn import models
 
 
@@ -243,3 +244,22 @@ def test_routings_are_where_the_tokens_go():
     assert routings.encoder.expert.shape[0] == 2
     dense = models.model(models.config(experts=0))
     assert jax.jit(Transformer.routings)(dense, batch) == (None, None)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_experts_in_the_encoder_alone_leave_the_decoder_its_arithmetic(stacked):
+    config = models.config(experts_in="encoder", stacked=stacked)
+    both = models.config(stacked=stacked)
+    model = models.shapes(config)
+    _, metrics = jax.eval_shape(lambda model, batch: model(batch), model, models.batch())
+    assert metrics.encoder is not None
+    assert metrics.decoder is None
+    pair = model.decoder if stacked else model.decoder[0]
+    assert pair.sparse.moe is None
+    assert pair.sparse.feed_forward.wi.shape[-2:] == (16, 2 * 24)
+    gates = 2 * config.model_dim * config.experts
+    source, target = forward_flops(both)
+    assert forward_flops(config) == (source, target - gates)
+    without = [models.shapes(models.config(experts=0, experts_in=x)) for x in ("both", "encoder")]
+    sizes = [[leaf.shape for leaf in jax.tree.leaves(model)] for model in without]
+    assert sizes[0] == sizes[1]

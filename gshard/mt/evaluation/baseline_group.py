@@ -9,11 +9,12 @@ dev text is measured; its best weights are kept, and it stops when they have sta
 from __future__ import annotations
 
 import functools
+import itertools
 import multiprocessing
 import signal
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from gshard.nn.config import Batch, TransformerConfig
 from gshard.nn.step import TrainState, eval_step, init_state, train_step
 from gshard.nn.transformer import Transformer
 
-_AHEAD = 4  # batches read ahead
+_AHEAD = 16  # batches read ahead
 
 
 @dataclass(frozen=True)
@@ -227,29 +228,41 @@ def _make(step: int, batches: Sequence[Batches] = _mine) -> Batch:
     return stacked([each[step] for each in batches])
 
 
+def _joined(parts: Sequence[Batch]) -> Batch:
+    """The parts that processes made, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return Batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))  # type: ignore[arg-type]
+
+
 def read_ahead(
     batches: Sequence[Batches], step: int, workers: int = 0
 ) -> Generator[Batch, None, None]:
     """The stacked batches from `step` on, made while the devices compute.
 
-    One thread makes them, or so many processes, each a whole step's.
+    One thread makes them, or so many processes, each those of its own models at every step: steps
+    that follow each other are packed together, and two processes would both pack them.
     """
-    pool: Executor = ThreadPoolExecutor(1)
+    pools: list[Executor] = [ThreadPoolExecutor(1)]
     make: Callable[[int], Batch] = functools.partial(_make, batches=batches)
     if workers:
         spawn = multiprocessing.get_context("spawn")  # a fork of JAX's threads could hang
-        pool, make = ProcessPoolExecutor(workers, spawn, _adopt, (list(batches),)), _make
-    ahead = _AHEAD + 2 * workers
+        size, make = -(-len(batches) // workers), _make
+        parts = [list(batches[i : i + size]) for i in range(0, len(batches), size)]
+        pools = [ProcessPoolExecutor(1, spawn, _adopt, (part,)) for part in parts]
+
+    def submitted(step: int) -> list[Future[Batch]]:
+        return [pool.submit(make, step) for pool in pools]
+
     try:
-        waiting = deque(pool.submit(make, step + i) for i in range(ahead))
-        step += ahead
-        while True:
-            batch = waiting.popleft().result()
-            waiting.append(pool.submit(make, step))
-            step += 1
+        waiting = deque(submitted(step + i) for i in range(_AHEAD))
+        for later in itertools.count(step + _AHEAD):
+            batch = _joined([part.result() for part in waiting.popleft()])
+            waiting.append(submitted(later))
             yield batch
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def model_of(models: Transformer, i: int) -> Transformer:

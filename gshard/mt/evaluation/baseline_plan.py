@@ -66,7 +66,6 @@ class Size:
             weight_dtype="float32",
             remat="none",
             # What can be mapped over models, whatever the run itself is computed with.
-            attention="plain",
             dispatch="index",
             loss_chunks=1,
         )

@@ -43,13 +43,12 @@ def expert_loads(
         return {}
     rows = -(-_ROWS // strategy.devices) * strategy.devices
 
-    def routed(model: Transformer, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def routed(model: Transformer, batch: Batch) -> dict[str, jax.Array]:
         model = strategy.weights(model, stacked=1)
         batch = jax.tree.map(strategy.groups, batch)
         _, metrics = model(batch, None, strategy, dropless=True)
-        assert metrics.encoder is not None
-        assert metrics.decoder is not None
-        return metrics.encoder.load, metrics.decoder.load
+        found = metrics._asdict().items()
+        return {name: side.load for name, side in found if side is not None}
 
     program = (
         jax.jit(routed)
@@ -57,19 +56,19 @@ def expert_loads(
         else gshard.jit(routed, devices=jax.devices()[: strategy.devices])
     )
     step = (progress or Silent()).stage("expert loads", len(sets))
-    loads: dict[str, Loads] = {"encoder": {}, "decoder": {}}
+    loads: dict[str, Loads] = {}
     for held in sets:
         tokens = in_memory(tokenizer, held.task, held.sources, held.references)
         sums: dict[str, np.ndarray] = {}
         for arrays in batches_of(tokens, rows, *lengths)[:_BATCHES]:
             found = program(model, Batch(*(arrays[name] for name in Batch._fields)))  # type: ignore[arg-type]
-            sides = zip(("encoder", "decoder"), ("source", "target"), found, strict=True)
-            for name, side, load_LE in sides:
+            for name, load_LE in found.items():
+                side = "source" if name == "encoder" else "target"
                 weight = np.count_nonzero(arrays[f"{side}_segments"])
                 sums[name] = sums.get(name, 0) + weight * np.asarray(load_LE, np.float64)
         for name, total_LE in sums.items():
             shares_LE = total_LE / np.maximum(total_LE.sum(axis=1, keepdims=True), 1e-9)
-            loads[name][str(held.task)] = shares_LE.round(6).tolist()
+            loads.setdefault(name, {})[str(held.task)] = shares_LE.round(6).tolist()
         step(str(held.task))
     return loads
 

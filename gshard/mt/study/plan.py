@@ -205,7 +205,7 @@ def _evaluate(table: Mapping[str, Any], path: Path) -> EvaluateConfig:
 
 
 def _baselines(table: Mapping[str, Any], path: Path) -> PlannedBaselines:
-    known = ("of", "steps", "models", "seed", "workers", "sizes")
+    known = ("of", "steps", "models", "seed", "workers", "save_seconds", "sizes")
     _refuse_unknown(table, known, path, "baselines: ")
     if not isinstance(table.get("of"), str):
         raise UserError(f"{path}: baselines need `of`, the run whose vocabulary they share")
@@ -216,7 +216,8 @@ def _baselines(table: Mapping[str, Any], path: Path) -> PlannedBaselines:
         if not sizes or sizes[-1].pairs:
             raise UserError(f"{path}: one of the baselines' sizes must be for 0 pairs and more")
     config = of_steps(table.get("steps", BaselineConfig().steps))
-    more = {name: table[name] for name in ("models", "seed", "workers") if name in table}
+    settings = ("models", "seed", "workers", "save_seconds")
+    more = {name: table[name] for name in settings if name in table}
     return PlannedBaselines(table["of"], replace(config, sizes=sizes, **more))
 
 
