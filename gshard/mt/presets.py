@@ -2,6 +2,7 @@
 
 `tiny` is what eight virtual devices on a laptop train in minutes; `dense` is its equal in
 arithmetic per token without experts (two choices of experts are one layer twice as wide).
+`many-to-one` is what experts gain most with where all text is translated into one language.
 """
 
 from __future__ import annotations
@@ -76,6 +77,18 @@ _BASE = RunConfig(
     train=TrainConfig(steps=100_000, save_every=2_000, log_every=50),
 )
 
+# The family of docs/results/figure.md: many languages are read and one is written.
+_MANY_TO_ONE = RunConfig(
+    name="many-to-one",
+    model=dataclasses.replace(
+        _model(4, 256, 1024, 32, 0.1, "bfloat16"), decoder_layers=2, experts_in="encoder"
+    ),
+    vocabulary=VocabularyConfig(24_000, 8_000, sentences=300_000),
+    batch=BatchConfig(512, 128, 80, temperature=5.0),
+    optimizer=OptimizerConfig(learning_rate=1.5, warmup=1_000, rise=500, fall=720, end=1_800),
+    train=TrainConfig(steps=1_800, save_every=900, log_every=20),
+)
+
 
 def _of_family(model: Model) -> RunConfig:
     """One of the paper's models with the paper's batch and optimizer."""
@@ -91,7 +104,7 @@ def _of_family(model: Model) -> RunConfig:
 
 PRESETS: dict[str, RunConfig] = {
     **{name: _of_family(model) for name, model in FAMILY.items() if model.devices > 8},
-    **{config.name: config for config in (_TINY, _dense(_TINY), _SMALL, _BASE)},
+    **{config.name: config for config in (_TINY, _dense(_TINY), _SMALL, _BASE, _MANY_TO_ONE)},
 }
 
 

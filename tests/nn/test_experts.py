@@ -100,6 +100,7 @@ def test_dropless_keeps_every_token():
     np.testing.assert_allclose(y, dense_mixture(moe, x, mask), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 def test_router_stays_float32_in_bfloat16(dispatch):
     moe = MoE(E, M, H, "bfloat16", jax.random.key(0), GatingConfig(), None, dispatch)

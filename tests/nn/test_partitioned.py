@@ -36,7 +36,7 @@ def bytes_per_device(lowered) -> int:
     ("name", "remat"),
     [
         ("moe_2048e_36l", "none"),
-        ("moe_128e_12l", "layer"),
+        pytest.param("moe_128e_12l", "layer", marks=pytest.mark.slow),
         pytest.param("moe_2048e_36l", "layer", marks=pytest.mark.slow),
         pytest.param("moe_128e_12l", "none", marks=pytest.mark.slow),
     ],

@@ -224,6 +224,7 @@ def test_dropless_results_do_not_depend_on_batch_and_padding():
     assert np.abs(dropped - together).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_routings_are_where_the_tokens_go():
     model = models.model(models.config(encoder_layers=4))
     batch = models.batch()

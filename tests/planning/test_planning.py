@@ -63,6 +63,7 @@ def test_a_model_that_cannot_fit_says_why(tmp_path, capsys):
     assert "weights and optimizer state alone" in said
 
 
+@pytest.mark.slow
 def test_the_command_prints_json_for_programs(tiny):
     done = CliRunner().invoke(app, ["forecast", "tiny", "--batch-tokens", "512", "--json"])
     assert done.exit_code == 0, done.output

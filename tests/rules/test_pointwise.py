@@ -40,7 +40,14 @@ MESH = np.arange(6).reshape(2, 3)
 SPLITS = [MESH, MESH.T, np.array([[5], [3], [1], [0]])]
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=["2x3", "3x2", "4 of 6"])
+@pytest.mark.parametrize(
+    "split",
+    [
+        pytest.param(SPLITS[0], id="2x3"),
+        pytest.param(SPLITS[1], id="3x2", marks=pytest.mark.slow),
+        pytest.param(SPLITS[2], id="4 of 6"),
+    ],
+)
 @pytest.mark.parametrize(
     ("functions", "dtypes"),
     [

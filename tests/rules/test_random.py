@@ -203,6 +203,7 @@ def test_counters_beyond_32_bits():
     assert (got == wanted).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(st.sampled_from(DEVICE_COUNTS), st.booleans())
 def test_permutations(devices, independent):

@@ -39,7 +39,8 @@ mistake its output for a person's translation."""
 
 def _model(run: Run, step: int, weights: int, size: int, precision: str) -> Iterator[str]:
     c, tokenizer = run.config.model, run.tokenizer
-    experts = f"{c.experts} experts in every other layer" if c.experts else "no experts"
+    where = " of the encoder" if c.experts_in == "encoder" else ""
+    experts = f"{c.experts} experts in every other layer{where}" if c.experts else "no experts"
     languages = len(tokenizer.config.languages)
     targets = sorted({task.target for task in tokenizer.tasks})
     into = "English" if targets == ["en"] else f"{len(targets)} languages"

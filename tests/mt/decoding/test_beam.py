@@ -168,6 +168,7 @@ def ending(model, strength):
     return eqx.tree_at(lambda m: (m.target.table, m.decoder_norm.bias), model, (table, bias))
 
 
+@pytest.mark.slow
 def test_padding_sentences_cost_nothing_and_the_search_stops_early():
     config = BeamConfig(beam=3, nbest=2, max_length=9)
     run = jax.jit(lambda model, source: beam_search(model, source, config))
@@ -198,9 +199,8 @@ def test_padding_at_the_end_changes_nothing():
     np.testing.assert_allclose(found.scores[:3], want.scores, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("experts", "groups"), [(8, None), pytest.param(12, 8, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("experts", "groups"), [(8, None), (12, 8)])
 def test_eight_devices_find_what_one_finds(experts, groups):
     """Five sentences over 8 devices are uneven, and so are 12 experts."""
     config = BeamConfig(beam=3, nbest=2, max_length=5)

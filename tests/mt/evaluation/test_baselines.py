@@ -296,6 +296,7 @@ def test_from_training_to_the_file(run, monkeypatch):
     assert trained == [2, 2]
 
 
+@pytest.mark.slow
 def test_an_interrupted_group_goes_on(run):
     wanted = plan_baselines(run, tasks_of(run.tokenizer, ["ru"]), config())
     train_baselines(run, wanted, config())
