@@ -33,7 +33,7 @@ def arrays(T, L, D=16, U=32, B=3, N=2, seed=0):
     return q, k, v, packed(rng, B, T), packed(rng, B, L)
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize("rate", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])
 @pytest.mark.parametrize(
     ("T", "L", "causal"),
     [

@@ -120,6 +120,7 @@ def test_random_policy_keeps_with_probability_twice_g2():
     np.testing.assert_allclose(jnp.mean(routing.kept[1]), 2 * g2, atol=0.015)
 
 
+@pytest.mark.slow
 def test_sampling_policy_draws_from_the_remaining_gates():
     gates = jnp.array([0.5, 0.3, 0.15, 0.05])
     logits = jnp.broadcast_to(jnp.log(gates), (1, 20_000, 4))

@@ -30,6 +30,7 @@ def tiny():
     return plan("tiny", devices=8, batch_tokens=512)
 
 
+@pytest.mark.slow
 def test_every_operator_of_a_step_has_a_part(tiny):
     found = tiny.forecast("tpu-v3")
     parts = found.by(part_of)

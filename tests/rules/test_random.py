@@ -80,6 +80,7 @@ def test_64_bits(case):
     assert sent(low) == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(draws())
 def test_threefry_without_counters(case):
@@ -95,6 +96,7 @@ def test_threefry_without_counters(case):
     assert sent(low) == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(draws(2), shapes(2), st.sampled_from(CHAINED), st.data())
 def test_split_and_fold_in_and_many_keys(case, batch, impl, data):

@@ -281,6 +281,7 @@ def test_a_pipe_is_answered_line_by_line_and_ctrl_c_ends(run):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_it_quietly(run):
     with start_process(run, "--devices=1", "--beam=1") as process:
         process.stdin.write(b"fluss\n")

@@ -134,6 +134,7 @@ def test_it_does_not_matter_where_a_model_is(small, tokens):
     np.testing.assert_allclose(spread[2], together[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_nothing_crosses_between_devices(small, tokens):
     count = 12  # on 8 devices
     group = BaselineGroup(small, TRAINING, count, jax.devices())
