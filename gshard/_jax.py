@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax._src import compiler as _compiler
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
+from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
 from jax._src import effects as _effects
 from jax._src import mesh as _mesh
@@ -352,16 +354,40 @@ def register_array_type(cls: type, aval: Callable[..., Any], place: Callable[...
     _pxla.shard_arg_handlers[cls] = shard
 
 
+def coordination() -> Any:
+    """How the processes of a program reach each other beside collectives; None for one alone."""
+    return _distributed.global_state.client
+
+
+def cache_in_every_process() -> None:
+    """Let every process write what it compiles to JAX's cache, where the first alone does.
+
+    On CPUs the keys of the cache name the process. What the others compile is never found under
+    the first one's keys, and would be compiled again at every start.
+    """
+    write, state = _compiler._cache_write, _distributed.global_state
+
+    def written(*args: Any, **kwargs: Any) -> None:
+        process, state.process_id = state.process_id, 0
+        try:
+            write(*args, **kwargs)
+        finally:
+            state.process_id = process
+
+    if write.__name__ != written.__name__:
+        _compiler._cache_write = written
+
+
 __all__ = [
     "COMPOSITE_BODY", "AbstractRef", "InternalFloatingPointError", "Var", "ad",
-    "allowed_in_branches", "batching", "closed_over", "context_mesh", "copied", "current_context",
-    "custom_partitioning_p", "dce_jaxpr", "discharge_refs", "execute", "gamma_one",
-    "iota_2x32_shape_p", "is_array_like", "is_current", "is_ref", "is_tracer", "is_tracing",
-    "jit_info", "mlir", "optimization_barrier_p", "parse_arguments", "parse_sharding_rule",
-    "private_primitives", "prng_impl", "python_implementation", "quick_call",
-    "quick_call_of_compiled", "quick_data", "random_clone_p", "random_unwrap_p", "random_wrap_p",
-    "ref_value", "register_array_type", "remat_p", "reshard_p", "scan_counts", "scatter_sub_p",
-    "set_ref", "shard_map_p", "sharding_constraint_p", "source_info_util", "split_p", "stack_p",
-    "struct_of", "tensor_types", "tile_p", "types_if_plain", "unstack_p", "weakref_cache",
-    "without_mesh",
+    "allowed_in_branches", "batching", "cache_in_every_process", "closed_over", "context_mesh",
+    "coordination", "copied", "current_context", "custom_partitioning_p", "dce_jaxpr",
+    "discharge_refs", "execute", "gamma_one", "iota_2x32_shape_p", "is_array_like", "is_current",
+    "is_ref", "is_tracer", "is_tracing", "jit_info", "mlir", "optimization_barrier_p",
+    "parse_arguments", "parse_sharding_rule", "private_primitives", "prng_impl",
+    "python_implementation", "quick_call", "quick_call_of_compiled", "quick_data", "random_clone_p",
+    "random_unwrap_p", "random_wrap_p", "ref_value", "register_array_type", "remat_p", "reshard_p",
+    "scan_counts", "scatter_sub_p", "set_ref", "shard_map_p", "sharding_constraint_p",
+    "source_info_util", "split_p", "stack_p", "struct_of", "tensor_types", "tile_p",
+    "types_if_plain", "unstack_p", "weakref_cache", "without_mesh",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from gshard import _jax
 from gshard.mt.config import DeviceConfig
 from gshard.mt.errors import MissingHostsError, UserError
 from gshard.mt.launch import status
@@ -137,6 +138,8 @@ def cache_programs() -> None:
     if jax.config.jax_compilation_cache_dir is None and (folder := _own_cache()):
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+        _jax.cache_in_every_process()
 
 
 def _own_cache() -> Path | None:

@@ -77,11 +77,12 @@ def random_model(tokenizer, **changes):
     return models.model(models.config(**{"gating": SCARCE, "experts": 8, **sizes, **changes}))
 
 
-def make_run(folder, tokenizer):
+def make_run(folder, tokenizer, corpus="corpus"):
     """A run with two checkpoints of random weights: enough to translate into nonsense."""
     dims = dataclasses.replace(models.TINY, experts=8)
     batch = BatchConfig(source_length=16, target_length=16)
-    run = Run.create(folder, RunConfig(dims, vocabulary=tokenizer.config, batch=batch))
+    data = DataConfig(corpus=str(corpus))
+    run = Run.create(folder, RunConfig(dims, vocabulary=tokenizer.config, batch=batch, data=data))
     tokenizer.save(folder / "vocabulary")
     checkpoints = Checkpoints(folder)
     for step, seed in ((5, 0), (10, 1)):

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gshard.mt.commands.processes import Coordinator, Process, Processes, members
+
 if TYPE_CHECKING:
+    import jax
     from rich.table import Table
 
+    from gshard.mt.evaluation.baseline_plan import BaselineConfig
     from gshard.mt.evaluation.evaluate import EvaluateConfig
+    from gshard.mt.evaluation.store import AnyTranslator
     from gshard.mt.progress import Progress
     from gshard.mt.run import Run
+    from gshard.mt.together import Together
+    from gshard.nn.transformer import Transformer
 
 _SCORES = ("bleu", "spbleu", "chrf", "copy_bleu", "untrained_bleu")
 
@@ -37,13 +45,18 @@ def evaluate(
     ] = 4_000,
     examples: Annotated[int, typer.Option(help="of each task, to read in the report")] = 3,
     devices: Annotated[int, typer.Option(help="devices to use; 0 is all")] = 0,
+    coordinator: Coordinator = "",
+    processes: Processes = None,
+    process: Process = None,
 ) -> None:
     """Measure a run. Ctrl-C loses nothing: the same command goes on where it stopped."""
     from gshard.mt import hosts
     from gshard.mt.commands import show
     from gshard.mt.evaluation import evaluate as work
     from gshard.mt.evaluation.heldout import held_out, tasks_of
+    from gshard.mt.launch.status import reporting
     from gshard.mt.run import Run
+    from gshard.mt.together import Together
 
     opened = Run.open(run)
     chosen = tuple(name for name in languages.replace(" ", "").split(",") if name)
@@ -53,49 +66,105 @@ def evaluate(
     # What is misspelt shows now, and not after the weights are read.
     held_out(opened.corpus, tasks_of(opened.tokenizer, chosen), split, 1)
 
-    hosts.start(devices)
+    hosts.start(devices, members(coordinator, processes, process))
     hosts.cache_programs()
-    measured = None
+    steps = baseline_steps if baselines else 0
     try:
-        with show.bars() as bars:
-            result = work.evaluate(
-                opened, config, lambda which: work.system_of(opened, which, config, devices), bars
-            )
-            if baselines:
-                measured = _baselines(opened, config, baseline_steps, devices, bars)
+        with reporting() as reporter:
+            together = Together(reporter)
+            if not hosts.is_first():
+                _help(opened, config, steps, devices, together)
+                return
+            with show.bars() as bars:
+                result, measured = _measure(opened, config, steps, devices, together, bars)
     except KeyboardInterrupt:
         show.console.print("interrupted; the same command goes on from here")
         raise typer.Exit(130) from None
     if measured is None:
         measured = work.read_results(opened.folder / "baselines.json")
-    zero = comparable(result, measured)
-    show.console.print(task_table(result, zero))
-    show.console.print(average_table(result, zero))
-    for line in notes(result, measured, zero):
-        show.console.print(line, soft_wrap=True, markup=False, highlight=False)
+    _show(result, measured)
     show.console.print(f"written to {opened.folder / work.EVALUATION}", soft_wrap=True)
 
 
-def _baselines(
-    run: Run, config: EvaluateConfig, steps: int, devices: int, progress: Progress
-) -> dict[str, Any]:
+def _show(result: Mapping[str, Any], measured: Mapping[str, Any] | None) -> None:
+    """Print the tables, and what their numbers mean."""
+    from gshard.mt.commands.show import console
+
+    zero = comparable(result, measured)
+    console.print(task_table(result, zero))
+    console.print(average_table(result, zero))
+    for line in notes(result, measured, zero):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _measure(
+    run: Run, config: EvaluateConfig, steps: int, devices: int, together: Together, bars: Progress
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The results of the run, and of its baselines where they get `steps`."""
+    from gshard.mt.evaluation.baselines import evaluate_baselines
+    from gshard.mt.evaluation.evaluate import evaluate as measure
+    from gshard.mt.evaluation.systems import system_of
+
+    with together.leading():
+        result = measure(
+            run, config, lambda which: system_of(run, which, config, devices, together), bars
+        )
+    if not steps:
+        return result, None
+    arguments = _train_baselines(run, config, steps, devices, together, bars)
+    return result, evaluate_baselines(run, config, *arguments, bars)
+
+
+def _help(run: Run, config: EvaluateConfig, steps: int, devices: int, together: Together) -> None:
+    """What the other processes do while the first one measures."""
+    from gshard.mt.evaluation.systems import follow
+    from gshard.mt.progress import Silent
+
+    follow(run, config, devices, together)
+    if steps:
+        _train_baselines(run, config, steps, devices, together, Silent())
+
+
+def _train_baselines(
+    run: Run, config: EvaluateConfig, steps: int, devices: int, together: Together, bars: Progress
+) -> tuple[BaselineConfig, Callable[[Transformer], AnyTranslator], list[jax.Device]]:
+    """Make this process's share of the baselines ready, if there are others, and wait for theirs.
+
+    Each process trains and translates on its own devices; all find what the others did on disk.
+    """
+    import jax
+
     from gshard.mt import hosts
     from gshard.mt.config import DeviceConfig
     from gshard.mt.decoding.translator import Translator
     from gshard.mt.evaluation.baseline_plan import of_steps
-    from gshard.mt.evaluation.baselines import evaluate_baselines
+    from gshard.mt.evaluation.baselines import translate_baselines
     from gshard.mt.evaluation.evaluate import search_of
-    from gshard.mt.evaluation.store import AnyTranslator
-    from gshard.nn.transformer import Transformer
+    from gshard.mt.together import meet
+    from gshard.nn.strategy import Strategy
 
-    settings = DeviceConfig(devices)
-    strategy, programs = hosts.strategy(settings), dict[Any, Any]()
+    chosen = [d for d in hosts.chosen(DeviceConfig(devices)) if d in jax.local_devices()]
+    strategy, programs = Strategy(len(chosen)), dict[Any, Any]()
 
     def translator(model: Transformer) -> AnyTranslator:
-        return Translator(model, run.tokenizer, strategy, search_of(run, config), programs)
+        search = search_of(run, config)
+        return Translator(model, run.tokenizer, strategy, search, programs, chosen)
 
-    chosen = hosts.chosen(settings)
-    return evaluate_baselines(run, config, of_steps(steps), translator, chosen, progress)
+    arguments = (of_steps(steps), translator, chosen)
+    together.alone()
+    if jax.process_count() > 1:
+        if mine := share_of(run, config, jax.process_index(), jax.process_count()):
+            translate_baselines(run, replace(config, languages=mine), *arguments, bars)
+        meet("baselines")
+    return arguments
+
+
+def share_of(run: Run, config: EvaluateConfig, process: int, count: int) -> tuple[str, ...]:
+    """The languages whose baselines one of `count` processes trains: every one has long ones."""
+    from gshard.mt.evaluation.heldout import held_out, tasks_of
+
+    sets = held_out(run.corpus, tasks_of(run.tokenizer, config.languages), config.split, 1)
+    return tuple(dict.fromkeys(held.task.foreign for held in sets))[process::count]
 
 
 def comparable(

@@ -1,4 +1,4 @@
-"""`gshard launch`: a training as several processes on this machine, watched and started again."""
+"""`gshard launch`: a command as several processes on this machine, watched and started again."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from typing import Annotated
 
 import typer
 
+_COMMANDS = ("train", "translate", "evaluate")
 # What stands behind the command's name is for that command, options too.
 SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
 
 def launch(
-    command: Annotated[list[str], typer.Argument(help="what to run: train ...")],
+    command: Annotated[
+        list[str], typer.Argument(help="train, translate or evaluate, and the rest")
+    ],
     processes: Annotated[
         int, typer.Option("-n", "--processes", help="how many processes", min=1)
     ] = 2,
@@ -23,17 +26,32 @@ def launch(
     ] = 3,
 ) -> None:
     """Run several processes on this machine, and start them again when one dies or hangs."""
-    from gshard.mt.commands.show import console
-    from gshard.mt.errors import UserError
-    from gshard.mt.launch.local import ThisMachine, gshard_command
-    from gshard.mt.launch.supervisor import Patience, Supervisor
+    from rich.console import Console
 
-    if command[0] != "train":
-        raise UserError(f"`gshard launch` runs `train`, and not {command[0]!r}")
+    from gshard.mt.errors import UserError, nearest
+    from gshard.mt.launch.local import ThisMachine, gshard_command
+    from gshard.mt.launch.supervisor import Patience, Supervisor, without_from
+
+    what = command[0]
+    if what not in _COMMANDS:
+        known = ", ".join(_COMMANDS)
+        raise UserError(f"`gshard launch` runs {known}, not {what!r}{nearest(what, _COMMANDS)}")
+    # What is written to standard output cannot be taken back: it is not begun anew.
+    if what == "translate" and not any(word.split("=")[0] == "--out" for word in command):
+        failures = 1
+    console = Console(stderr=what == "translate")  # standard output is for the translations
 
     def note(text: str) -> None:
         console.print(f"launch: {text}", markup=False, soft_wrap=True)
 
-    patience = Patience(failures=failures)
-    train = gshard_command(command)
-    raise typer.Exit(Supervisor(ThisMachine(), train, processes, note, patience, least).run())
+    begun = gshard_command(command)
+    supervisor = Supervisor(
+        ThisMachine(),
+        begun,
+        processes,
+        note,
+        Patience(failures=failures),
+        least,
+        without_from(begun) if what == "train" else begun,
+    )
+    raise typer.Exit(supervisor.run())

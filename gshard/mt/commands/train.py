@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gshard.mt.commands.processes import Coordinator, Process, Processes, members
+
 if TYPE_CHECKING:
     from gshard.mt.config import RunConfig
-    from gshard.mt.launch.environment import Hosts
     from gshard.mt.run import Run
     from gshard.mt.training.loop import Outcome
 
@@ -25,11 +26,6 @@ Settings = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option(help="folder of the run [runs/NAME]")]
 CorpusFolder = Annotated[Path | None, typer.Option(help="folder of a gathered corpus [corpus]")]
-Coordinator = Annotated[str, typer.Option(help="HOST:PORT of process 0, on every host")]
-Processes = Annotated[
-    int | None, typer.Option(help="how many processes train together [found, or 1]")
-]
-Process = Annotated[int | None, typer.Option(help="which of them this is, from 0 [found, or 0]")]
 OnRay = Annotated[
     bool, typer.Option("--ray", help="train on the nodes of a Ray cluster, watched from here")
 ]
@@ -72,7 +68,7 @@ def train(
 
     from gshard.mt import hosts
 
-    hosts.start(config.devices.count, _hosts(coordinator, processes, process))
+    hosts.start(config.devices.count, members(coordinator, processes, process))
     from gshard.mt.commands.display import TrainDisplay
     from gshard.mt.data.corpus import Corpus
     from gshard.mt.lock import locked
@@ -99,7 +95,7 @@ def _on_ray(arguments: Sequence[str], nodes: int, least: int) -> int:
     from gshard.mt.commands.show import console
     from gshard.mt.errors import UserError
     from gshard.mt.launch.local import gshard_command
-    from gshard.mt.launch.supervisor import Supervisor
+    from gshard.mt.launch.supervisor import Supervisor, without_from
 
     try:
         from gshard.mt.launch.ray_cluster import RayCluster
@@ -113,7 +109,8 @@ def _on_ray(arguments: Sequence[str], nodes: int, least: int) -> int:
     count = nodes or len(cluster.nodes())
     note(f"{count} processes on {len(cluster.nodes())} nodes")
     command = gshard_command(["train", *arguments])
-    return Supervisor(cluster, command, count, note, least=min(least, count)).run()
+    again = without_from(command)
+    return Supervisor(cluster, command, count, note, least=min(least, count), again=again).run()
 
 
 def _summarize(run: Run, outcome: Outcome) -> None:
@@ -152,21 +149,6 @@ def _configured(what: str, settings: Sequence[str], corpus: Path | None) -> tupl
         base = preset(what)
     config = configs.override(base, given)
     return config, Path("runs") / config.name
-
-
-def _hosts(coordinator: str, processes: int | None, process: int | None) -> Hosts:
-    """What the environment says of the processes of this run, unless the command line does."""
-    from gshard.mt.launch.environment import Hosts, find
-
-    if coordinator and processes is not None and process is not None:
-        return Hosts(coordinator, processes, process).checked()
-    found = find(os.environ)
-    return Hosts(
-        coordinator or found.coordinator,
-        found.count if processes is None else processes,
-        found.index if process is None else process,
-        found.launcher,
-    ).checked()
 
 
 def _list_settings(config: RunConfig) -> None:

@@ -9,12 +9,16 @@ import select
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
+from gshard.mt.commands.processes import Coordinator, Process, Processes, members
+
 if TYPE_CHECKING:
-    from gshard.mt.decoding.translator import Hypothesis
+    from gshard.mt.decoding.lines import Lines
+    from gshard.mt.decoding.output import Output
+    from gshard.mt.decoding.translator import Hypothesis, Translator
     from gshard.mt.progress import Progress, Step
 
 _CHUNK = 16  # batches that are read at a time: enough to sort sentences by length
@@ -41,32 +45,72 @@ def translate(
     checkpoint: Annotated[str, typer.Option(help="best, last, or a step")] = "best",
     rows: Annotated[int, typer.Option(help="sentences in a batch")] = 32,
     encoding: Annotated[str, typer.Option(help="of the text that is read")] = "utf-8",
+    out: Annotated[
+        Path | None, typer.Option(help="write to this file; the same command goes on with it")
+    ] = None,
     devices: Annotated[int, typer.Option(help="devices to use; 0 is all")] = 0,
+    coordinator: Coordinator = "",
+    processes: Processes = None,
+    process: Process = None,
 ) -> None:
     """Translate lines of text, from a file or as they come from standard input."""
     from gshard.mt.decoding.lines import Lines
+    from gshard.mt.decoding.output import FileOutput, Output
     from gshard.mt.decoding.translator import TranslateConfig, choose_target, open_translator
+    from gshard.mt.launch.status import reporting
     from gshard.mt.run import Run
+    from gshard.mt.together import Together
 
-    opened = Run.open(run)
+    opened, which = Run.open(run), members(coordinator, processes, process)
     longest = opened.config.batch.source_length  # the model has seen nothing longer
     config = TranslateConfig(beam, nbest, alpha, rows, max(longest, 16))
     wanted = choose_target(opened.tokenizer, source, target)
     lines = Lines(file, encoding)
-    lines.check()
-    with _status(f"loading {opened.name}"):
-        translator, _ = open_translator(opened, checkpoint, config, devices)
-    done = 0
+    stream: IO[bytes] = sys.stdout.buffer
+    if which.index == 0:  # the only one that reads and writes
+        lines.check()
+        if which.count > 1:
+            stream = _own_output()
+    with reporting() as reporter:
+        together = Together(reporter)
+        with _status(f"loading {opened.name}"):
+            translator, step = open_translator(opened, checkpoint, config, devices, which, together)
+        if which.index:
+            for words in together.heard():
+                translator.search(*words.arrays)
+            return
+        with together.leading():
+            output = Output(stream)
+            if out is not None:
+                search = {"beam": beam, "nbest": nbest, "alpha": alpha, "json": as_json}
+                settings = {"run": str(run.resolve()), "step": step, "target": wanted, **search}
+                output = FileOutput(out, settings)
+            together.step = output.done
+            _translate(lines, translator, wanted, output, stream.fileno(), as_json)
+
+
+def _translate(
+    lines: Lines,
+    translator: Translator,
+    target: str,
+    output: Output,
+    reader: int,
+    as_json: bool,
+) -> None:
+    """All lines, in chunks, from first to last, while somebody reads the descriptor `reader`."""
+    config = translator.config
+    chunks = lines.chunks(_CHUNK * config.rows, _CHARACTERS, first=config.rows)
     try:
-        for chunk in lines.chunks(_CHUNK * rows, _CHARACTERS, first=rows):
-            with _progress(done + 1, done + len(chunk)) as progress:
-                found = translator.translate(chunk, wanted, _UntilNobodyReads(progress))
-            _write(_formatted(chunk, found, done + 1, nbest, as_json))
-            done += len(chunk)
+        for chunk in output.after_done(chunks):
+            first = output.done + 1
+            with _progress(first, output.done + len(chunk)) as progress:
+                found = translator.translate(chunk, target, _UntilNobodyReads(progress, reader))
+            output.add(chunk, _formatted(chunk, found, first, config.nbest, as_json))
+        output.finish()
     except BrokenPipeError:  # whoever reads has had enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), reader)
     except KeyboardInterrupt:
-        print(f"\ninterrupted; {done:,} lines are translated and written", file=sys.stderr)
+        print(f"\ninterrupted; {output.done:,} lines are translated and written", file=sys.stderr)
         raise typer.Exit(130) from None
 
 
@@ -98,12 +142,12 @@ def _formatted(
 
 
 class _UntilNobodyReads:
-    """Shows progress, and ends the work when whoever read standard output has left."""
+    """Shows progress, and ends the work when whoever read the output has left."""
 
-    def __init__(self, shown: Progress):
+    def __init__(self, shown: Progress, output: int = 1):
         self._shown = shown
         self._output = select.poll()
-        self._output.register(1, 0)  # only whether its other end is gone
+        self._output.register(output, 0)  # only whether its other end is gone
 
     def stage(self, name: str, total: int) -> Step:
         step = self._shown.stage(name, total)
@@ -116,10 +160,11 @@ class _UntilNobodyReads:
         return checked
 
 
-def _write(lines: Iterator[str]) -> None:
-    """Whole lines in UTF-8, whatever the terminal's settings, and out at once."""
-    sys.stdout.buffer.write("".join(f"{line}\n" for line in lines).encode())
-    sys.stdout.buffer.flush()
+def _own_output() -> IO[bytes]:
+    """Standard output for translations alone: what JAX's C++ code prints there is an aside."""
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    return os.fdopen(kept, "wb")
 
 
 def _status(text: str) -> contextlib.AbstractContextManager[object]:

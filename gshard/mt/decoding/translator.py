@@ -3,7 +3,8 @@
 Texts are cut to what the model can take, sorted by length into batches of a few fixed shapes, and
 searched by `beam_search` under `gshard.jit`, spread over the devices as in training. Each shape is
 compiled when first needed and kept; the weights go to the devices once. What a text becomes does
-not depend on the texts beside it.
+not depend on the texts beside it. Where the devices belong to several processes, the first one cuts
+and sorts, and the others search the same batches with it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from gshard.mt.batching.tokenizer import END, PAD, Tokenizer
 from gshard.mt.decoding.beam import BeamConfig, Translations, beam_search
 from gshard.mt.decoding.segment import cut
 from gshard.mt.errors import UserError, nearest
+from gshard.mt.launch.environment import Hosts
 from gshard.mt.progress import Progress, Silent
+from gshard.mt.together import Together
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Transformer
 
@@ -104,7 +107,8 @@ class Translator:
     """A model ready to translate; the first batch of each shape waits for its compilation.
 
     Translators that are given one dict of `programs` compile each program once for all of them,
-    as far as their models are of the same shape.
+    as far as their models are of the same shape. `name` is what other processes know it by, to
+    whom `together` speaks.
     """
 
     def __init__(
@@ -114,6 +118,9 @@ class Translator:
         strategy: Strategy = ONE_DEVICE,
         config: TranslateConfig = TranslateConfig(),  # noqa: B008  (frozen)
         programs: dict[Any, Any] | None = None,
+        devices: Sequence[jax.Device] | None = None,
+        together: Together | None = None,
+        name: str = "",
     ):
         self.tokenizer = tokenizer
         self.strategy = strategy
@@ -121,7 +128,10 @@ class Translator:
         self.model_config = model.config
         self.weights = sum(leaf.size for leaf in jax.tree.leaves(model))
         self._model = model
-        self._devices = jax.devices()[: strategy.devices]
+        self._devices = list((devices or jax.devices())[: strategy.devices])
+        self._together, self._name = together or Together(), name
+        # One process writes down what all have found.
+        self._told_to_all = len({device.process_index for device in self._devices}) > 1
         self._programs: dict[Any, Any] = {} if programs is None else programs
         self._with_weights: dict[Any, Callable[..., Any]] = {}
 
@@ -170,7 +180,8 @@ class Translator:
             key = (self.model_config, self.strategy, self.config, name, shapes)
             if key not in self._programs:
                 jitted = gshard.jit(fn, devices=self._devices)
-                self._programs[key] = jitted.lower(self._model, *arrays).compile()
+                with self._together.compiling():
+                    self._programs[key] = jitted.lower(self._model, *arrays).compile()
             program = self._programs[key]
             # Where programs agree on the place of a weight, they share it: nothing is copied.
             self._model, *_ = program.place(self._model, *arrays)
@@ -190,7 +201,8 @@ class Translator:
         config, strategy = self.config.search(length), self.strategy
 
         def search(model: Transformer, source_BL: Array) -> Translations:
-            return beam_search(model, source_BL, config, strategy)
+            found = beam_search(model, source_BL, config, strategy)
+            return jax.tree.map(strategy.replicated, found) if self._told_to_all else found
 
         return search
 
@@ -216,13 +228,18 @@ class Translator:
             for i in range(0, len(alike), self.config.rows):
                 yield alike[i : i + self.config.rows]
 
+    def search(self, source: np.ndarray) -> Translations:
+        """The n-best lists of a batch of tokens, on the host; all processes have to call this."""
+        return jax.tree.map(np.asarray, self.search_program(*source.shape)(source))
+
     def _search(self, batch: Sequence[_Job]) -> Iterator[list[Hypothesis]]:
         """The n-best lists of a batch."""
         length = batch[0].length
         source = np.full((self._rows(len(batch), length), length), PAD, np.int32)
         for row, job in enumerate(batch):
             source[row, : len(job.ids)] = job.ids
-        found = jax.tree.map(np.asarray, self.search_program(*source.shape)(source))
+        with self._together.running("search", self._name, source):
+            found = self.search(source)
         for row in range(len(batch)):
             places = [n for n in range(self.config.nbest) if found.lengths[row, n]]
             tokens = [tuple(found.tokens[row, n, : found.lengths[row, n]].tolist()) for n in places]
@@ -256,17 +273,19 @@ def open_translator(
     which: str = "best",
     config: TranslateConfig = TranslateConfig(),  # noqa: B008  (frozen)
     devices: int = 0,
+    members: Hosts = Hosts(),  # noqa: B008  (frozen)
+    together: Together | None = None,
 ) -> tuple[Translator, int]:
-    """The translator of a run on this machine's devices (0: all), and the step of its weights."""
+    """The translator of a run on so many devices (0: all), and the step of its weights."""
     from gshard.mt import hosts
     from gshard.mt.config import DeviceConfig
-    from gshard.mt.training.checkpoint import load_model
+    from gshard.mt.training.checkpoint import load_model, model_like
 
-    hosts.start(devices)
+    hosts.start(devices, members)
     hosts.cache_programs()
     strategy = hosts.strategy(DeviceConfig(devices))
-    model, step = load_model(run, which)
-    return Translator(model, run.tokenizer, strategy, config), step
+    model, step = load_model(run, which, model_like(run.model_config, strategy))
+    return Translator(model, run.tokenizer, strategy, config, together=together), step
 
 
 def choose_target(tokenizer: Tokenizer, source: str = "", target: str = "") -> str:

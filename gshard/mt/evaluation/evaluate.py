@@ -207,29 +207,6 @@ def examples(
     return shown
 
 
-def system_of(run: Run, which: str, config: EvaluateConfig, devices: int = 0) -> System:
-    """A checkpoint of the run as a system on so many devices (0: all); it is read once, here."""
-    from gshard.mt import hosts
-    from gshard.mt.config import DeviceConfig
-    from gshard.mt.evaluation.expert_loads import expert_loads
-    from gshard.mt.training.checkpoint import load_model
-
-    strategy = hosts.strategy(DeviceConfig(devices))
-    model, step = load_model(run, which)
-    lengths = (run.config.batch.source_length, run.config.batch.target_length)
-
-    def loads(sets: Sequence[HeldOut], progress: Progress) -> Mapping[str, Any]:
-        return expert_loads(model, run.tokenizer, sets, lengths, strategy, progress)
-
-    def translator() -> AnyTranslator:
-        from gshard.mt.decoding.translator import Translator
-
-        return Translator(model, run.tokenizer, strategy, search_of(run, config))
-
-    digest, weights = digest_of(model, run.tokenizer.digest), weights_of(model)
-    return System(step, digest, weights, translator, loads if model.config.experts else None)
-
-
 def search_of(run: Run, config: EvaluateConfig) -> TranslateConfig:
     """How the run and its baselines are searched; nothing longer than what they have seen."""
     import jax
@@ -248,10 +225,13 @@ def digest_of(model: Transformer, tokenizer: str) -> str:
     """
     import numpy as np
 
-    some = (model.decoder_norm.scale, model.encoder_norm.scale, model.target.table[:8])
+    some = (model.decoder_norm.scale, model.encoder_norm.scale, model.target.table)
     digest = hashlib.sha256(tokenizer.encode())
     for array in some:
-        digest.update(np.ascontiguousarray(np.asarray(array, np.float32)).tobytes())
+        everywhere = getattr(array, "is_fully_addressable", True)
+        here = array if everywhere else array.addressable_data(0)
+        few = here[:8] if here.ndim > 1 else here
+        digest.update(np.ascontiguousarray(np.asarray(few, np.float32)).tobytes())
     return digest.hexdigest()[:16]
 
 

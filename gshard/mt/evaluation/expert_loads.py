@@ -7,7 +7,9 @@ experts and spill over to the rest, and every language would look alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,6 +25,7 @@ from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Transformer
 
 Loads = dict[str, list[list[float]]]  # by task: the share of each expert, for each MoE layer
+Routed = Callable[[Batch], Mapping[str, Any]]
 _ROWS = 16  # of a batch, or as many as there are devices
 _BATCHES = 8  # of each language, at most
 
@@ -34,34 +37,24 @@ def expert_loads(
     lengths: tuple[int, int],
     strategy: Strategy = ONE_DEVICE,
     progress: Progress | None = None,
+    routed: Routed | None = None,
 ) -> Mapping[str, Loads]:
     """Shares of all choices by expert, in the encoder and the decoder; {} for a dense model.
 
     `lengths` are those of a row's source and target; sentences that are longer are left out.
+    `routed` counts the choices in a batch; by default the program is made here.
     """
     if not model.config.experts:
         return {}
     rows = -(-_ROWS // strategy.devices) * strategy.devices
-
-    def routed(model: Transformer, batch: Batch) -> dict[str, jax.Array]:
-        model = strategy.weights(model, stacked=1)
-        batch = jax.tree.map(strategy.groups, batch)
-        _, metrics = model(batch, None, strategy, dropless=True)
-        found = metrics._asdict().items()
-        return {name: side.load for name, side in found if side is not None}
-
-    program = (
-        jax.jit(routed)
-        if strategy.devices == 1
-        else gshard.jit(routed, devices=jax.devices()[: strategy.devices])
-    )
+    routed = routed or functools.partial(routing(strategy), model)
     step = (progress or Silent()).stage("expert loads", len(sets))
     loads: dict[str, Loads] = {}
     for held in sets:
         tokens = in_memory(tokenizer, held.task, held.sources, held.references)
         sums: dict[str, np.ndarray] = {}
         for arrays in batches_of(tokens, rows, *lengths)[:_BATCHES]:
-            found = program(model, Batch(*(arrays[name] for name in Batch._fields)))  # type: ignore[arg-type]
+            found = routed(Batch(*(arrays[name] for name in Batch._fields)))  # type: ignore[arg-type]
             for name, load_LE in found.items():
                 side = "source" if name == "encoder" else "target"
                 weight = np.count_nonzero(arrays[f"{side}_segments"])
@@ -71,6 +64,21 @@ def expert_loads(
             loads.setdefault(name, {})[str(held.task)] = shares_LE.round(6).tolist()
         step(str(held.task))
     return loads
+
+
+def routing(strategy: Strategy) -> Callable[[Transformer, Batch], dict[str, jax.Array]]:
+    """The program that counts the choices in a batch, known to all processes."""
+
+    def routed(model: Transformer, batch: Batch) -> dict[str, jax.Array]:
+        model = strategy.weights(model, stacked=1)
+        batch = jax.tree.map(strategy.groups, batch)
+        _, metrics = model(batch, None, strategy, dropless=True)
+        found = metrics._asdict().items()
+        return {name: strategy.replicated(side.load) for name, side in found if side is not None}
+
+    if strategy.devices == 1:
+        return jax.jit(routed)
+    return gshard.jit(routed, devices=jax.devices()[: strategy.devices])
 
 
 def batches_of(

@@ -20,6 +20,8 @@ from gshard.mt import atomic
 
 VARIABLE = "GSHARD_STATUS"  # the file's path
 _SECONDS = 1.0
+# No step has to be made while a process waits, for others or for text, or works by itself.
+WAITING, ALONE = "waiting", "working alone"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,11 @@ class Reporter:
         if self._path:
             self._write()
             threading.Thread(target=self._keep_writing, name="status", daemon=True).start()
+
+    @property
+    def doing(self) -> str:
+        """What the process was last said to do."""
+        return self._now.doing
 
     def tell(self, doing: str, step: int | None = None) -> None:
         """From now on the process does `doing`, and `step` steps are done."""

@@ -21,10 +21,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from gshard.mt.launch.status import Status
+from gshard.mt.launch.status import ALONE, WAITING, Status
 
 _USER_ERRORS = (1, 2)  # exit statuses of what a user has to mend
-_BUSY = ("starting", "compiling", "ending")  # may be silent for longer
+_BUSY = ("starting", "loading", "compiling", "counting", ALONE, "ending")  # silent for longer
 
 
 class Child(Protocol):
@@ -89,7 +89,10 @@ class Failure:
 
 
 class Supervisor:
-    """Runs `command` as several processes until it succeeds; `note` is told what happens."""
+    """Runs `command` as several processes until it succeeds; `note` is told what happens.
+
+    What is started again is the command `again`, if that is another.
+    """
 
     def __init__(
         self,
@@ -99,8 +102,10 @@ class Supervisor:
         note: Callable[[str], None],
         patience: Patience = Patience(),  # noqa: B008  (frozen)
         least: int = 0,
+        again: Sequence[str] = (),
     ):
         self._machines, self._command = machines, list(command)
+        self._again = list(again or command)
         self._count, self._least, self._note = count, least or count, note
         self._patience = patience
         self._asked = 0  # the signal that ended it all
@@ -123,7 +128,7 @@ class Supervisor:
                     return 128 + self._asked
                 if ended is None:
                     return 0
-                self._command = without_from(self._command)
+                self._command = self._again
                 if isinstance(ended, str):
                     self._note(ended)
                     continue
@@ -133,7 +138,7 @@ class Supervisor:
                 failures = 1 if self._best > before else failures + 1
                 if failures < self._patience.failures:
                     after = f"{time.time() - began:.0f} s after the start"
-                    self._note(f"{ended} ({after}); all go on from the newest whole checkpoint")
+                    self._note(f"{ended} ({after}); all go on from what is saved")
                 elif count > self._least:
                     left_out, failures = self._count - count + 1, 0
                     self._note(f"{ended}; going on with {count - 1} processes")
@@ -219,7 +224,7 @@ class Supervisor:
 
     def _stuck(self, states: dict[int, Status], now: float) -> Failure | None:
         """All give signs of life, and yet no step is made."""
-        if not states:
+        if all(state.doing in (WAITING, ALONE) for state in states.values()):
             return None
         newest = max(state.step for state in states.values())
         step, since = self._moved

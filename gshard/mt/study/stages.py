@@ -19,8 +19,9 @@ from gshard.mt.batching.tokenizer import Tokenizer, train_tokenizer
 from gshard.mt.config import RunConfig
 from gshard.mt.data.corpus import Corpus
 from gshard.mt.errors import UserError
-from gshard.mt.evaluation.evaluate import System, evaluate, loads_of, system_of, translations
+from gshard.mt.evaluation.evaluate import System, evaluate, loads_of, translations
 from gshard.mt.evaluation.heldout import held_out, tasks_of
+from gshard.mt.evaluation.systems import system_of
 from gshard.mt.lock import locked
 from gshard.mt.progress import Progress, TrainingProgress
 from gshard.mt.run import METRICS, Run

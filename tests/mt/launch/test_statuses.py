@@ -6,7 +6,7 @@ import pytest
 
 from gshard import cli
 from gshard.mt.errors import MissingHostsError, UserError
-from gshard.mt.launch.status import Status
+from gshard.mt.launch.status import ALONE, WAITING, Status
 from gshard.mt.launch.supervisor import Failure, Patience, Supervisor
 
 
@@ -65,3 +65,20 @@ def test_who_was_killed_is_named_before_those_who_missed_it(codes, named):
     assert isinstance(found, Failure)
     assert found.index == named
     assert found.status == codes[named]
+
+
+@pytest.mark.parametrize(
+    ("doings", "named"),
+    [
+        ((WAITING, WAITING), None),  # for text that does not come
+        ((ALONE, WAITING), None),  # a baseline takes its time
+        (("translating", "translating"), 1),  # who is behind
+        (("translating", WAITING), 1),  # who has not heard
+    ],
+)
+def test_who_waits_or_works_alone_need_make_no_step(doings, named):
+    states = {i: Status("host", i, 12 - i, doing) for i, doing in enumerate(doings)}
+    supervisor = Supervisor(None, [], 2, print, Patience())
+    supervisor._moved = (12, 0.0)
+    found = supervisor._stuck(states, 10_000.0)
+    assert (found and found.index) == named

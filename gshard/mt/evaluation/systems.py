@@ -1,0 +1,96 @@
+"""The checkpoints of a run as systems, on the devices of one process or of several.
+
+The first process measures (`evaluate`); the others hold their part of the weights and run what it
+runs (`follow`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from gshard.mt import hosts
+from gshard.mt.config import DeviceConfig
+from gshard.mt.decoding.translator import Translator
+from gshard.mt.evaluation.evaluate import (
+    EvaluateConfig,
+    System,
+    digest_of,
+    search_of,
+    weights_of,
+)
+from gshard.mt.evaluation.expert_loads import expert_loads, routing
+from gshard.mt.evaluation.heldout import HeldOut
+from gshard.mt.progress import Progress
+from gshard.mt.run import Run
+from gshard.mt.together import Together
+from gshard.mt.training.checkpoint import load_model, model_like
+from gshard.nn.config import Batch
+
+LOAD, SEARCH, ROUTE = "load", "search", "route"
+
+
+class _Loaded:
+    """A checkpoint on the devices, and what all processes run with it."""
+
+    def __init__(
+        self, run: Run, which: str, config: EvaluateConfig, devices: int, together: Together
+    ):
+        self.strategy = hosts.strategy(DeviceConfig(devices))
+        like = model_like(run.model_config, self.strategy)
+        self.model, self.step = load_model(run, which, like)
+        self.translator = Translator(
+            self.model,
+            run.tokenizer,
+            self.strategy,
+            search_of(run, config),
+            together=together,
+            name=which,
+        )
+        self._routing = routing(self.strategy)
+
+    def route(self, batch: Batch) -> dict[str, np.ndarray]:
+        """How often the experts were chosen in a batch."""
+        return jax.tree.map(np.asarray, self._routing(self.model, batch))
+
+
+def system_of(
+    run: Run,
+    which: str,
+    config: EvaluateConfig,
+    devices: int = 0,
+    together: Together | None = None,
+) -> System:
+    """A checkpoint of the run as a system on so many devices (0: all); it is read once, here."""
+    together = together or Together()
+    with together.running(LOAD, which):
+        loaded = _Loaded(run, which, config, devices, together)
+    model = loaded.model
+    lengths = (run.config.batch.source_length, run.config.batch.target_length)
+
+    def routed(batch: Batch) -> dict[str, np.ndarray]:
+        with together.running(ROUTE, which, *map(np.asarray, batch)):
+            return loaded.route(batch)
+
+    def loads(sets: Sequence[HeldOut], progress: Progress) -> Mapping[str, Any]:
+        strategy = loaded.strategy
+        return expert_loads(model, run.tokenizer, sets, lengths, strategy, progress, routed)
+
+    digest, weights = digest_of(model, run.tokenizer.digest), weights_of(model)
+    counted = loads if model.config.experts else None
+    return System(loaded.step, digest, weights, lambda: loaded.translator, counted)
+
+
+def follow(run: Run, config: EvaluateConfig, devices: int, together: Together) -> None:
+    """Do what the process that measures does, until it is done."""
+    loaded: dict[str, _Loaded] = {}
+    for words in together.heard():
+        if words.kind == LOAD:
+            loaded[words.whose] = _Loaded(run, words.whose, config, devices, together)
+        elif words.kind == SEARCH:
+            loaded[words.whose].translator.search(*words.arrays)
+        else:
+            loaded[words.whose].route(Batch(*words.arrays))  # type: ignore[arg-type]
