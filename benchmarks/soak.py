@@ -4,8 +4,10 @@
 
 Trains a small model twice on made-up text under `gshard launch`: once left alone, and once with
 faults at random moments in random processes. Prints a row for each fault: what was done, when it
-was noticed, when the next step was made and how many steps were repeated; then whether losses and
-weights are those of the run left alone.
+was noticed, when the next step was made and how many steps were repeated; then where the time went,
+and whether losses and weights are those of the run left alone. With `--folder` the rows are kept
+there: the same command goes on after an interruption. Where a small disk may be mounted, one that
+is full is among the faults.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ import random
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,9 @@ import jax
 import numpy as np
 
 FAULTS = ("SIGKILL", "SIGSTOP", "flipped bit", "closed port", "full disk")
+SAVE_EVERY = 3  # steps
 _GET_FD = 438  # pidfd_getfd(2), on every architecture that Linux has it on
+_DISK = "64m"  # of the small disk
 LAUNCH = [sys.executable, "-m", "gshard.cli", "launch"]
 
 
@@ -47,6 +52,7 @@ class Row:
     noticed: float | None = None
     back: float | None = None
     repeated: int | None = None
+    spent: dict[str, float] = field(default_factory=dict)  # on the way back, by what was done
 
 
 def words(n: int, language: str) -> str:
@@ -61,6 +67,9 @@ def words(n: int, language: str) -> str:
 
 def prepare(folder: Path, steps: int, devices: int) -> Path:
     """A corpus, a vocabulary and a configuration, shared by both runs."""
+    path = folder / "config.json"
+    if path.exists():
+        return path
     from gshard.mt import config as configs
     from gshard.mt.data.gather import GatherConfig, gather
     from gshard.mt.data.splits import Shares
@@ -80,11 +89,13 @@ def prepare(folder: Path, steps: int, devices: int) -> Path:
         "model.value_dim": 8,
         "model.experts": 4,
         "model.groups": 4,
+        "batch.source_length": 32,
+        "batch.target_length": 32,
         "vocabulary.source_size": 400,
         "vocabulary.target_size": 400,
         "batch.rows": 8,
         "train.steps": steps,
-        "train.save_every": 5,
+        "train.save_every": SAVE_EVERY,
         "train.log_every": 1,
         "train.keep": 4,
         "train.dev_batches": 1,
@@ -97,7 +108,6 @@ def prepare(folder: Path, steps: int, devices: int) -> Path:
     run = Run.create(folder / "prepared", config)
     run.make_vocabulary()
     made = f"data.vocabulary={run.folder / 'vocabulary'}"
-    path = folder / "config.json"
     path.write_text(json.dumps(configs.to_json(configs.override(config, [made]))))
     return path
 
@@ -110,6 +120,12 @@ def steps_done(run: Path) -> int:
         return 0
     found = [int(m[1]) for line in lines if (m := re.search(r'"train", "step": (\d+)', line))]
     return max(found, default=0)
+
+
+def newest_checkpoint(run: Path) -> int:
+    """The newest step that is saved whole."""
+    steps = (path.name for path in (run / "checkpoints").glob("*"))
+    return max((int(name) for name in steps if name.isdigit()), default=0)
 
 
 def processes_of(parent: int) -> list[int]:
@@ -162,59 +178,77 @@ def close_connections(pid: int) -> None:
 
 
 class Tormentor(threading.Thread):
-    """Does `count` faults to a run, each when the one before is over."""
+    """Does faults to a run, each when the one before is over; `keep` is told of every row."""
 
-    def __init__(self, parent: subprocess.Popen[str], run: Path, count: int, disk: bool, seed: int):
+    def __init__(
+        self,
+        parent: subprocess.Popen[str],
+        run: Path,
+        faults: list[str],
+        draw: random.Random,
+        keep: Callable[[Row], None],
+    ):
         super().__init__(daemon=True)
-        self._parent, self._run, self._count = parent, run, count
-        self._faults = FAULTS if disk else FAULTS[:-1]
-        self._draw = random.Random(seed)
-        self.rows: list[Row] = []
-        self.noticed: list[float] = []  # when the parent said something, by its output
+        self._parent, self._run, self._faults, self._draw = parent, run, faults, draw
+        self._keep = keep
+        self._heard: list[tuple[float, str]] = []  # what the parent and the first process said
+
+    def hear(self, line: str) -> None:
+        """Take note of a line of the parent's output."""
+        self._heard.append((time.time(), line))
 
     def run(self) -> None:
-        for number in range(self._count):
-            if not self._hurt_once(self._faults[number % len(self._faults)]):
+        saved = newest_checkpoint(self._run)
+        for fault in self._faults:
+            # Only what is hurt after it got further can be told from what never will.
+            if not self._until(lambda saved=saved: newest_checkpoint(self._run) > saved):
+                return
+            saved = newest_checkpoint(self._run)
+            time.sleep(2 * self._draw.random())
+            if not self._hurt(fault):
                 return
 
-    def _hurt_once(self, fault: str) -> bool:
-        """One fault, from a few steps before it to the first step after; False at the end."""
-        start = self._step()
-        if not self._until(lambda: self._step() >= start + 2):
-            return False
-        time.sleep(self._draw.random())
+    def _hurt(self, fault: str) -> bool:
+        """One fault, until the first step after it; False if the run is over."""
         if not (members := processes_of(self._parent.pid)):
             return False
-        row = Row(fault, self._draw.randrange(len(members)), self._step())
-        self.rows.append(row)
-        heard, began = len(self.noticed), time.time()
+        row = Row(fault, self._draw.randrange(len(members)), steps_done(self._run))
+        heard, began = len(self._heard), time.time()
         undo = hurt(fault, self._run, members[row.process], self._draw)
         if fault == "full disk":  # nobody fails: training goes on, and saves when there is room
-            self._until(lambda: self._step() >= row.step + 2, 30)
+            on = self._until(lambda: steps_done(self._run) > row.step + SAVE_EVERY, 60)
             undo()
             row.back, row.repeated = time.time() - began, 0
-            return True
-        if not self._until(lambda: len(self.noticed) > heard):
+            self._keep(row)
+            return on
+        noticed = self._said(heard, "go on from what is saved")
+        again = self._said(heard, "a step again after")
+        if noticed is None or again is None:
             return False
-        row.noticed = self.noticed[heard] - began
-        # The journal is cut back to the checkpoint when the run goes on.
-        self._until(lambda: self._step() < row.step, 60)
-        again = self._step()
-        row.repeated = row.step - again
-        self._until(lambda: self._step() > again)
-        row.back = time.time() - began
+        row.noticed, row.back = noticed[0] - began, again[0] - began
+        row.spent = {
+            k.strip(): float(v) for k, v in re.findall(r"([a-zA-Z ]+?) ([\d.]+)(?:,|$)", again[1])
+        }
+        resumed = self._said(heard, "going on from step")
+        if resumed:
+            row.repeated = max(0, row.step - int(resumed[1].split("step")[1].replace(",", "")))
+        self._keep(row)
         return True
 
-    def _step(self) -> int:
-        return steps_done(self._run)
+    def _said(self, heard: int, words: str) -> tuple[float, str] | None:
+        """The first line since then with these words, and when it came."""
+        found: list[tuple[float, str]] = []
 
-    def _ended(self) -> bool:
-        return self._parent.poll() is not None
+        def said() -> bool:
+            found[:] = [each for each in self._heard[heard:] if words in each[1]][:1]
+            return bool(found)
+
+        return found[0] if self._until(said) else None
 
     def _until(self, true: Callable[[], bool], seconds: float = 1800.0) -> bool:
         deadline = time.time() + seconds
         while not true():
-            if self._ended() or time.time() > deadline:
+            if self._parent.poll() is not None or time.time() > deadline:
                 return False
             time.sleep(0.05)
         return True
@@ -237,51 +271,109 @@ def same_weights(a: Path, b: Path) -> bool:
     return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
 
 
+@contextlib.contextmanager
+def workplace(folder: Path | None) -> Iterator[tuple[Path, bool]]:
+    """Where the runs are, and whether the hurt one is on a small disk of its own."""
+    with contextlib.ExitStack() as stack:
+        place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        disk = place / "disk"
+        disk.mkdir(parents=True, exist_ok=True)
+        if disk.is_mount():  # of an earlier command
+            yield place, True
+            return
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "tmpfs", str(disk)]
+        mounted = not subprocess.run(mount, capture_output=True).returncode
+        if not mounted:
+            print("no permission to mount a small disk: none is filled up")
+        yield place, mounted
+        if mounted and folder is None:
+            subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def torment(command: list[str], run: Path, faults: list[str], seed: int, keep: Any) -> int:
+    """Train in `run` while faults are done to it; the exit status."""
+    parent = subprocess.Popen(
+        [*command, "--out", str(run)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    tormentor = Tormentor(parent, run, faults, random.Random(seed), keep)
+    tormentor.start()
+    assert parent.stdout is not None
+    for line in parent.stdout:
+        tormentor.hear(line.strip())
+        if line.startswith("launch:"):
+            print(line.strip(), flush=True)
+    return parent.wait()
+
+
 def main() -> None:
     """Run both and compare them."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--faults", type=int, default=50)
     options.add_argument("--processes", type=int, default=4)
-    options.add_argument("--steps", type=int, default=0, help="of the training [6 a fault]")
+    options.add_argument("--steps", type=int, default=0, help="of the training [7 a fault]")
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--folder", type=Path, help="on a small disk: also fill it up")
+    options.add_argument("--folder", type=Path, help="keep everything there, and go on with it")
     given = options.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = given.folder or Path(scratch)
-        config = prepare(folder, given.steps or 6 * given.faults + 20, given.processes)
-        launched = [*LAUNCH, "-n", str(given.processes), "train", str(config)]
-        alone, hurt_run = folder / "alone", folder / "hurt"
-        subprocess.run([*launched, "--out", str(alone)], check=True, stdout=subprocess.DEVNULL)
-        parent = subprocess.Popen(
-            [*launched, "--out", str(hurt_run)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        tormentor = Tormentor(parent, hurt_run, given.faults, given.folder is not None, given.seed)
-        tormentor.start()
-        assert parent.stdout is not None
-        for line in parent.stdout:
-            if line.startswith("launch:"):
-                print(line.strip(), flush=True)
-            if line.startswith("launch:") and "go on from" in line:
-                tormentor.noticed.append(time.time())
-        status = parent.wait()
-        table(tormentor.rows)
+    with workplace(given.folder) as (folder, disk):
+        config = prepare(folder, given.steps or 7 * given.faults + 20, given.processes)
+        kept = folder / "rows.jsonl"
+        lines = kept.read_text().splitlines() if kept.exists() else []
+        rows = [Row(**json.loads(line)) for line in lines]
+
+        def keep(row: Row) -> None:
+            rows.append(row)
+            with kept.open("a") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
+            print(f"{len(rows):3}  {cells(row)}", flush=True)
+
+        command = [*LAUNCH, "-n", str(given.processes), "train", str(config)]
+        alone, hurt_run = folder / "alone", folder / "disk" / "hurt"
+        subprocess.run([*command, "--out", str(alone)], check=True, stdout=subprocess.DEVNULL)
+        kinds = FAULTS if disk else FAULTS[:-1]
+        faults = [kinds[n % len(kinds)] for n in range(len(rows), given.faults)]
+        status = torment(command, hurt_run, faults, given.seed + len(rows), keep)
+        table(rows)
         equal = losses(alone) == losses(hurt_run) and same_weights(alone, hurt_run)
         print(f"exit status {status}; losses and weights equal: {equal}")
-        sys.exit(0 if equal and status == 0 else 1)
+        sys.exit(0 if equal and status == 0 and len(rows) >= given.faults else 1)
+
+
+HEAD = f"{'fault':12} {'process':>7} {'at step':>7} {'noticed':>8} {'back':>8} {'repeated':>8}"
+
+
+def cells(row: Row) -> str:
+    """A row of the table."""
+    times = [f"{v:.1f} s" if v is not None else "-" for v in (row.noticed, row.back)]
+    repeated = "-" if row.repeated is None else str(row.repeated)
+    return f"{row.fault:12} {row.process:7} {row.step:7} {times[0]:>8} {times[1]:>8} {repeated:>8}"
 
 
 def table(rows: list[Row]) -> None:
-    """Print a row for each fault."""
-    print(f"{'fault':12} {'process':>7} {'at step':>7} {'noticed':>8} {'back':>8} {'repeated':>8}")
-    for row in rows:
-        cells = [f"{v:.1f} s" if v is not None else "-" for v in (row.noticed, row.back)]
-        repeated = "-" if row.repeated is None else str(row.repeated)
-        print(
-            f"{row.fault:12} {row.process:7} {row.step:7} {cells[0]:>8} {cells[1]:>8} {repeated:>8}"
-        )
+    """Print a row for each fault, the same by kind of fault, and where the time went."""
+    print(f"     {HEAD}")
+    for number, row in enumerate(rows, 1):
+        print(f"{number:3}  {cells(row)}")
+    print(f"\n{'median, largest':16} {'faults':>6} {'noticed':>16} {'back':>16} {'repeated':>10}")
+    for kind in dict.fromkeys(row.fault for row in rows):
+        mine = [row for row in rows if row.fault == kind]
+        figures = [
+            [v for row in mine if (v := getattr(row, name)) is not None]
+            for name in ("noticed", "back", "repeated")
+        ]
+        texts = [
+            f"{statistics.median(f):.1f}, {max(f):.1f}" + (" s" if f is not figures[2] else "")
+            if f
+            else "-"
+            for f in figures
+        ]
+        print(f"{kind:16} {len(mine):6} {texts[0]:>16} {texts[1]:>16} {texts[2]:>10}")
+    spent = [row.spent for row in rows if row.spent]
+    for doing in dict.fromkeys(name for each in spent for name in each):
+        took = [each.get(doing, 0.0) for each in spent]
+        print(f"on the way back, {doing}: {statistics.median(took):.1f} s")
 
 
 if __name__ == "__main__":

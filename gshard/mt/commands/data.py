@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from gshard.mt.data.gather import GatherConfig
 
 app = typer.Typer(no_args_is_help=True, help="Gather parallel text and look at it.")
 
@@ -38,6 +43,9 @@ def gather(
         float | None, typer.Option(help="share of long sentences held out for dev")
     ] = None,
     jobs: Annotated[int, typer.Option(help="processes; 0 is one for each core")] = 0,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="on a Ray cluster; RAY_ADDRESS alone says so too")
+    ] = False,
 ) -> None:
     """Gather a corpus: download, read, clean, split and write. Run it again to continue."""
     from gshard.mt.commands import show
@@ -55,6 +63,8 @@ def gather(
         usual.dev if dev_share is None else dev_share,
     )
     config = work.GatherConfig(out, loaded, own, shares, jobs)
+    if ray or "RAY_ADDRESS" in os.environ:
+        config = _on_ray(config)
     with show.bars() as bars:
         corpus, skipped = work.gather(config, bars)
     show.problems(skipped)
@@ -65,6 +75,21 @@ def gather(
     ]
     show.console.print(f"{len(corpus.languages)} languages: {', '.join(totals)}")
     show.console.print(f"`gshard data stats {out}` shows more", soft_wrap=True)
+
+
+def _on_ray(config: GatherConfig) -> GatherConfig:
+    """The same on the nodes of a Ray cluster, who see the same files but start elsewhere."""
+    from gshard.mt.errors import UserError
+
+    try:
+        from gshard.mt.data.cluster import connect
+    except ImportError:
+        raise UserError("--ray needs more packages: pip install 'gshard[cluster]'") from None
+    connect()
+    own = tuple(
+        replace(each, paths=tuple(path.absolute() for path in each.paths)) for each in config.own
+    )
+    return replace(config, out=config.out.absolute(), own=own, ray=True)
 
 
 @app.command()

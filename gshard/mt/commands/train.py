@@ -66,25 +66,28 @@ def train(
         words += [] if back_to is None else ["--from", str(back_to)]
         raise typer.Exit(_on_ray(words, nodes, least))
 
-    from gshard.mt import hosts
+    from gshard.mt.launch.status import reporting
 
-    hosts.start(config.devices.count, members(coordinator, processes, process))
-    from gshard.mt.commands.display import TrainDisplay
-    from gshard.mt.data.corpus import Corpus
-    from gshard.mt.lock import locked
-    from gshard.mt.run import Run
-    from gshard.mt.training import loop
+    with reporting() as reporter:
+        from gshard.mt import hosts
 
-    Corpus.open(config.data.corpus)  # before a folder is made for nothing
-    folder = out or folder
-    hosts.cache_programs()
-    with locked(folder) if hosts.is_first() else contextlib.nullcontext():
-        if hosts.is_first():
-            Run.create(folder, config)
-        hosts.wait_for_all("the run's folder")
-        run = Run.open(folder)
-        with TrainDisplay() as display:
-            outcome = loop.train(run, display, back_to)
+        hosts.start(config.devices.count, members(coordinator, processes, process))
+        from gshard.mt.commands.display import TrainDisplay
+        from gshard.mt.data.corpus import Corpus
+        from gshard.mt.lock import locked
+        from gshard.mt.run import Run
+        from gshard.mt.training import loop
+
+        Corpus.open(config.data.corpus)  # before a folder is made for nothing
+        folder = out or folder
+        hosts.cache_programs()
+        with locked(folder) if hosts.is_first() else contextlib.nullcontext():
+            if hosts.is_first():
+                Run.create(folder, config)
+            hosts.wait_for_all("the run's folder")
+            run = Run.open(folder)
+            with TrainDisplay() as display:
+                outcome = loop.train(run, display, back_to, reporter)
     _summarize(run, outcome)
     if outcome.signal:
         raise typer.Exit(128 + outcome.signal)

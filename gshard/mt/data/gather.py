@@ -47,6 +47,7 @@ class GatherConfig:
     own: tuple[Own, ...] = ()
     shares: Shares = field(default_factory=Shares)
     jobs: int = 0  # processes; 0 is one for each core
+    ray: bool = False  # on the nodes of a Ray cluster
 
 
 def gather(
@@ -100,7 +101,7 @@ def _read(config: GatherConfig, wanted: list[jobs.Job], progress: Progress) -> l
     todo = [job for job in wanted if job.target not in results]
     # The largest first, so that no process is left alone with it at the end.
     todo.sort(key=_weight, reverse=True)
-    for job, result in _parallel(jobs.read_and_clean, todo, config.jobs):
+    for job, result in _parallel(jobs.read_and_clean, todo, config):
         results[job.target] = result
         step(result.name)
     return [results[job.target] for job in wanted]
@@ -115,9 +116,16 @@ def _weight(job: jobs.Job) -> int:
     return sum(stamp.bytes for stamp in stamps if stamp)
 
 
-def _parallel(work: Callable[[T], R], items: list[T], processes: int) -> Iterator[tuple[T, R]]:
+def _parallel(
+    work: Callable[[T], R], items: list[T], config: GatherConfig
+) -> Iterator[tuple[T, R]]:
     """Each item with its result, as they come; in this process if there is little to do."""
-    processes = min(processes or os.cpu_count() or 1, len(items))
+    if config.ray and items:
+        from gshard.mt.data.cluster import on_ray
+
+        yield from on_ray(work, items, config.jobs)
+        return
+    processes = min(config.jobs or os.cpu_count() or 1, len(items))
     if processes <= 1:
         for item in items:
             yield item, work(item)
@@ -210,9 +218,7 @@ def _write(
         part = Path(tempfile.mkdtemp(prefix=".part-", dir=config.out))
         stack.callback(shutil.rmtree, part, ignore_errors=True)
         task = functools.partial(_write_language, part, config.shares, forced)
-        for (language, _), (entry, reasons) in _parallel(
-            task, list(languages.items()), config.jobs
-        ):
+        for (language, _), (entry, reasons) in _parallel(task, list(languages.items()), config):
             entries[language] = entry
             dropped.update(reasons)
             step(language)

@@ -12,8 +12,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from gshard.mt import atomic
@@ -34,6 +34,7 @@ class Status:
     doing: str = "starting"
     since: float = 0.0  # when it began to do that; seconds of the wall clock
     seen: float = 0.0  # when this was written
+    spent: Mapping[str, float] = field(default_factory=dict)  # seconds of what it did before
 
 
 class Reporter:
@@ -57,7 +58,9 @@ class Reporter:
         now = self._now
         step = now.step if step is None else step
         if (doing, step) != (now.doing, now.step):
-            self._now = Status(now.host, now.process, step, doing, time.time())
+            clock = time.time()
+            spent = {**now.spent, now.doing: now.spent.get(now.doing, 0.0) + clock - now.since}
+            self._now = replace(now, step=step, doing=doing, since=clock, spent=spent)
 
     def close(self) -> None:
         """Say that the process ends, and write no more."""

@@ -24,7 +24,16 @@ from typing import Protocol
 from gshard.mt.launch.status import ALONE, WAITING, Status
 
 _USER_ERRORS = (1, 2)  # exit statuses of what a user has to mend
-_BUSY = ("starting", "loading", "compiling", "counting", ALONE, "ending")  # silent for longer
+_BUSY = (  # may be silent for longer
+    "starting",
+    "preparing",
+    "compiling",
+    "restoring",
+    "loading",
+    "counting",
+    ALONE,
+    "ending",
+)
 
 
 class Child(Protocol):
@@ -112,6 +121,7 @@ class Supervisor:
         self._paces: list[float] = []
         self._moved = (0, 0.0)  # the newest step of all, and when it was seen
         self._best = -1  # the newest step of all attempts
+        self._failed = 0.0  # when a failure was noticed, until there is a step again
         self._lagging: set[int] = set()
 
     def run(self) -> int:
@@ -136,6 +146,7 @@ class Supervisor:
                     self._note(f"{ended}; all are stopped")
                     return int(ended.status or 1)
                 failures = 1 if self._best > before else failures + 1
+                self._failed = time.time()
                 if failures < self._patience.failures:
                     after = f"{time.time() - began:.0f} s after the start"
                     self._note(f"{ended} ({after}); all go on from what is saved")
@@ -229,6 +240,9 @@ class Supervisor:
         newest = max(state.step for state in states.values())
         step, since = self._moved
         if newest > step:
+            if step and self._failed:
+                self._note(f"a step again after {_spent(states[min(states)], now - self._failed)}")
+                self._failed = 0.0
             if step:
                 self._paces = [*self._paces[-49:], (now - since) / (newest - step)]
             self._moved, self._best = (newest, now), max(self._best, newest)
@@ -273,6 +287,13 @@ def without_from(command: Sequence[str]) -> list[str]:
         elif not word.startswith("--from="):
             kept.append(word)
     return kept
+
+
+def _spent(state: Status, seconds: float) -> str:
+    """How long it took to be back, and what with; what comes first is to load the program."""
+    parts = {"loading Python": seconds - sum(state.spent.values()), **state.spent}
+    told = ", ".join(f"{doing} {took:.1f}" for doing, took in parts.items() if took >= 0.1)
+    return f"{seconds:.1f} s: {told}"
 
 
 def _obituary(child: Child, code: int) -> str:

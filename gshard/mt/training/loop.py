@@ -19,7 +19,7 @@ from gshard.mt.batching.batches import Batches, Host
 from gshard.mt.batching.packing import Arrays
 from gshard.mt.batching.tokens import TaskTokens
 from gshard.mt.errors import UserError
-from gshard.mt.launch.status import Reporter, reporting
+from gshard.mt.launch.status import Reporter
 from gshard.mt.progress import TrainingProgress
 from gshard.mt.run import Run
 from gshard.mt.training import guard
@@ -45,11 +45,19 @@ class Outcome:
     tokens: float = 0.0  # target tokens
 
 
-def train(run: Run, progress: TrainingProgress, back_to: int | None = None) -> Outcome:
+def train(
+    run: Run,
+    progress: TrainingProgress,
+    back_to: int | None = None,
+    reporter: Reporter | None = None,
+) -> Outcome:
     """Train until the configured step; a run with checkpoints goes on from the newest.
 
     With `back_to` it goes on from the checkpoint of that step, and later ones are removed.
+    `reporter` tells whoever watches what this process does.
     """
+    reporter = reporter or Reporter()
+    reporter.tell("preparing")
     if (run.folder / WEIGHTS).is_file():
         raise UserError(
             f"{run.folder} is a release, and has nothing to go on training from; another --out "
@@ -71,9 +79,8 @@ def train(run: Run, progress: TrainingProgress, back_to: int | None = None) -> O
     batches = Batches(run.tokens(), run.config.batch, programs.host, run.config.data.workers)
     dev = _dev_batches(run, programs.host)
     try:
-        with reporting() as reporter:
-            loop = _Loop(run, programs, batches, dev, checkpoints, progress, reporter)
-            return loop.train(back_to)
+        loop = _Loop(run, programs, batches, dev, checkpoints, progress, reporter)
+        return loop.train(back_to)
     finally:
         checkpoints.close()
 
@@ -216,6 +223,7 @@ class _Loop:
         compiled = self.progress.stage("compile", 1)
         like = self.programs.compile(self.batches[0])
         compiled(f"{len(self.programs.devices)} devices")
+        self.reporter.tell("restoring")
         model, rest = _parts(like)
         if back_to is not None:
             model, rest, note = self.checkpoints.restore(back_to, model, rest)
