@@ -110,6 +110,8 @@ def _alone(jaxpr: Jaxpr) -> list[Bundle]:
         first = number.get(id(eqn), _NEVER)
         if first is _NEVER:
             first = min([needed[v] for v in eqn.outvars], default=_NEVER)
+        elif _may_move(eqn):  # it can run as late as before what needs it
+            first = max(first, needed[eqn.outvars[0]] - 1)
         for atom in eqn.invars:
             if not isinstance(atom, Literal) and needed.get(atom, -1) > first:
                 needed[atom] = first
@@ -121,9 +123,8 @@ def _alone(jaxpr: Jaxpr) -> list[Bundle]:
             if not isinstance(atom, Literal) and ready.get(atom, 0) > start:
                 start = ready[atom]
         end = number[id(eqn)] + 1 if id(eqn) in number else start
-        if eqn.primitive.name in _BUNDLED and _is_own(eqn) and size_of(eqn.outvars[0]):
-            size = max(size_of(eqn.invars[0]), size_of(eqn.outvars[0]))
-            alone = Bundle(_key(eqn), start, needed[eqn.outvars[0]], size, [eqn])
+        if _may_move(eqn):
+            alone = Bundle(_key(eqn), start, needed[eqn.outvars[0]], _size(eqn), [eqn])
             found.append(alone)
             # Whenever it runs, in a bundle or not: what depends on it comes later.
             end = alone.needed + 1
@@ -139,10 +140,17 @@ def _key(eqn: JaxprEqn) -> Any:
     return eqn.primitive.name, eqn.invars[0].aval.dtype, str(params)
 
 
-def _is_own(eqn: JaxprEqn) -> bool:
-    """Whether the partitioner made a collective, and not the user."""
+def _may_move(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a collective that the partitioner made, and not the user."""
+    if eqn.primitive.name not in _BUNDLED or not size_of(eqn.outvars[0]):
+        return False
     reason = reason_of(eqn)
     return bool(reason) and not reason.startswith(ASKED_FOR)
+
+
+def _size(eqn: JaxprEqn) -> int:
+    """Bytes of a collective's operand or result, whichever is larger."""
+    return max(size_of(eqn.invars[0]), size_of(eqn.outvars[0]))
 
 
 def _is_heavy(eqn: JaxprEqn) -> bool:
@@ -239,7 +247,10 @@ class _Rewriting:
 
 
 class _Schedule:
-    """Orders a program: heavy equations as they were, others when what they read is there."""
+    """Orders a program: heavy equations as they were, others when what they read is there.
+
+    A collective that waits for a bundle may wait until its own result is needed.
+    """
 
     def __init__(self, jaxpr: Jaxpr, bundles: Sequence[Bundle]):
         self.jaxpr = jaxpr
@@ -252,7 +263,8 @@ class _Schedule:
         """The equations and bundles, one after the other."""
         for eqn in self.jaxpr.eqns:
             bundle = self.bundle_of.get(id(eqn))
-            if (bundle and eqn is bundle.members[-1]) or (not bundle and _is_heavy(eqn)):
+            alone = not bundle and _is_heavy(eqn) and not _may_move(eqn)
+            if alone or (bundle and eqn is bundle.members[-1]):
                 self.force(eqn)
             elif not bundle and not self.missing(eqn):
                 self.perform(eqn)

@@ -247,7 +247,7 @@ class Partitioner:
 
         The results with the numbers in `leaving` may be partial sums (see `unreduced.waiting`).
         """
-        self.waiting = unreduced.waiting(jaxpr, leaving)
+        self.waiting = unreduced.waiting(jaxpr, leaving, self.shardings)
         self.products = Counter(
             (a, eqn.params["dimension_numbers"][0][side])
             for eqn in jaxpr.eqns

@@ -4,11 +4,14 @@ A roll is a concatenation of two slices of one tensor. Taken one by one, the sli
 out to all devices, and put together again; as one operator it is a permute of the rows that pass
 from a tile to the next. So are rows that make way for others (`concatenate([y, x[:-1]])`), or for
 padding. Rows set at an index that is known (`x.at[1:].set(y)`), which JAX writes as a scatter, are
-a concatenation too: of the rows before, the new ones, and the rows after.
+a concatenation too: of the rows before, the new ones, and the rows after. A product whose result is
+transposed, as JAX writes the gradient of a weight, is the product of its operands in the other
+order: what is scattered then need not be copied into another order first.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,6 +60,8 @@ def fold(
     """The equations of a program with these results and constants, some of them joined."""
     eqns = without_questions(eqns)
     made = {v: eqn for eqn in eqns for v in eqn.outvars}
+    atoms = [*(a for eqn in eqns for a in eqn.invars), *results]
+    uses = Counter(a for a in atoms if not isinstance(a, Literal))
     folded: list[JaxprEqn] = []
     for eqn in eqns:
         if eqn.primitive is p.concatenate_p:
@@ -70,6 +75,8 @@ def fold(
             folded.append(_sum_of_padded(eqn, made))
         elif eqn.primitive in (p.pad_p, p.slice_p):
             folded += _shifted(eqn, made)
+        elif eqn.primitive is p.transpose_p and uses[eqn.invars[0]] == 1:
+            folded.append(_other_way_round(eqn, made.get(eqn.invars[0])))
         else:
             folded.append(eqn)
     live = {v for v in results if not isinstance(v, Literal)}
@@ -105,6 +112,28 @@ def _concatenation(
         return eqn
     params = {"dimension": dim, "windows": tuple(windows)}
     return eqn.replace(invars=operands, primitive=concatenate_slices_p, params=params)
+
+
+def _other_way_round(eqn: JaxprEqn, product: JaxprEqn | None) -> JaxprEqn:
+    """A product of which one operand's dims are moved behind the other's: `(a @ b).T`."""
+    if product is None or product.primitive is not p.dot_general_p:
+        return eqn
+    params = product.params
+    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
+    batch, rank = len(left_batch), len(eqn.params["permutation"])
+    of_left = batch + product.invars[0].aval.ndim - len(left) - batch
+    swapped = (*range(batch), *range(of_left, rank), *range(batch, of_left))
+    if tuple(eqn.params["permutation"]) != swapped or params.get("out_sharding") is not None:
+        return eqn
+    precision = params["precision"]
+    numbers = ((right, left), (right_batch, left_batch))
+    other = {
+        "dimension_numbers": numbers,
+        "precision": precision[::-1] if isinstance(precision, tuple) else precision,
+    }
+    return product.replace(
+        invars=product.invars[::-1], outvars=eqn.outvars, params={**params, **other}
+    )
 
 
 def _static_update(

@@ -42,11 +42,14 @@ _SLICED = (p.slice_p, p.dynamic_slice_p)
 _SUMMING = (p.dot_general_p, p.conv_general_dilated_p, p.reduce_sum_p, p.scatter_add_p)
 
 
-def waiting(jaxpr: Jaxpr, leaving: Mapping[int, float]) -> dict[Any, float]:
+def waiting(
+    jaxpr: Jaxpr, leaving: Mapping[int, float], shardings: Mapping[Any, Sharding]
+) -> dict[Any, float]:
     """The variables whose sum may wait, and what share of it is to be paid for each.
 
     Two that are added pay half each. The results with the numbers in `leaving` may leave their sum
-    to others, and pay the share that is given there.
+    to others, and pay the share that is given there. A sum waits only where that saves something:
+    what a device has left of a scattered one is less to scale and to transpose.
     """
     uses: dict[Any, int] = {}
     for atom in [*(a for eqn in jaxpr.eqns for a in eqn.invars), *jaxpr.outvars]:
@@ -55,11 +58,13 @@ def waiting(jaxpr: Jaxpr, leaving: Mapping[int, float]) -> dict[Any, float]:
     sums = _sums(jaxpr)
     found: dict[Any, float] = {}
     ends: set[Any] = set()  # what is added, in the end, to a result that leaves
+    saving: set[Any] = set()  # of which less, or fewer, or otherwise split ones are summed later
     for number, share in leaving.items():
         var = jaxpr.outvars[number]
         if not isinstance(var, Literal) and uses[var] == 1:
             found[var] = share
             ends.add(var)
+            saving.add(var)
     for eqn in reversed(jaxpr.eqns):
         able = [
             a
@@ -69,6 +74,11 @@ def waiting(jaxpr: Jaxpr, leaving: Mapping[int, float]) -> dict[Any, float]:
         for atom in able:
             share = found.get(eqn.outvars[0], 1.0)
             both = eqn.primitive in _ADDED and len(sums.intersection(able)) == 2
+            here, there = (math.prod(shardings[v].tiles) for v in (atom, eqn.outvars[0]))
+            less = eqn.outvars[0].aval.size < atom.aval.size
+            if not (both or less or here != there or eqn.outvars[0] in saving):
+                continue
+            saving.add(atom)
             found[atom] = share / 2 if both else share
             if eqn.outvars[0] in ends:
                 ends.add(atom)

@@ -125,6 +125,19 @@ def test_a_sum_that_a_product_needs_does_not_wait_for_one_that_is_ready_later():
     assert operations(low, "all_reduce") == 2
 
 
+def test_sums_within_groups_wait_for_each_other_as_those_across_groups_do():
+    """What is scattered within groups and summed across them waits for the others."""
+
+    def fn(*args):
+        pairs = zip(args[:4], args[4:], strict=True)
+        return [gshard.shard(x.T @ y, np.arange(4)[:, None]) for x, y in pairs]
+
+    args = [random_array((16, n), seed=i) for n in (8, 29) for i in range(4)]
+    low = check(fn, *args, inputs=[ROWS] * 8, rtol=1e-4, atol=1e-4)
+    assert kinds(low) == {"reduce_scatter": 4, "all_reduce": 4}
+    assert operations(low, "reduce_scatter") == operations(low, "all_reduce") == 1
+
+
 def test_elementwise_work_waits():
     def fn(a, b):
         first = jnp.tanh(jnp.sum(a, 1))

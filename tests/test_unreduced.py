@@ -80,6 +80,20 @@ def test_a_sum_with_two_uses_is_taken_once():
     assert kinds(low) == {"all_reduce": 1}
 
 
+def test_what_is_scattered_is_scaled_after_it():
+    """A lone sum gains nothing by waiting: a device has less to scale, and to transpose, after."""
+
+    def fn(x, y, w):
+        return gshard.split(w - 0.1 * jnp.tanh(3.0) * (x.T @ y).T, 0, 8)
+
+    args = random_array((16, 8)), random_array((16, 24)), random_array((24, 8))
+    low = lowered(fn, *args, inputs=[ROWS, ROWS, ROWS])
+    assert kinds(low) == {"reduce_scatter": 1}
+    scaled = [e.outvars[0].aval.shape for e in low.jaxpr.eqns if e.primitive.name == "mul"]
+    assert (3, 8) in scaled
+    assert (24, 8) not in scaled
+
+
 def test_a_sum_is_not_widened_before_it_is_sent():
     args = [random_array(s, jnp.bfloat16) for s in [(5, 32), (32, 8)]]
     low = lowered(

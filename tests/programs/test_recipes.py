@@ -39,6 +39,22 @@ def check_bytes(recipe, hardware=None):
     assert sent <= 1.05 * recipe.expert
 
 
+def test_what_a_device_does_with_a_gradient_under_fsdp():
+    """It is scattered as the product leaves it: not scaled, copied or transposed whole before.
+
+    In step time this is what FSDP had more than XLA's program.
+    """
+    recipe = RECIPES["FSDP"]
+    lowered = gshard.jit(recipe.step, devices=D).lower(*recipe.arguments)
+    eqns = lowered.jaxpr.eqns
+    whole = {(SIZE.M, SIZE.F), (SIZE.F, SIZE.M), (SIZE.M, SIZE.V), (SIZE.V, SIZE.M)}
+    made = {v: e.primitive.name for e in eqns for v in e.outvars}
+    scattered = {made[e.invars[0]] for e in eqns if e.primitive.name == "reduce_scatter"}
+    assert scattered == {"dot_general", "scatter-add", "reshape"}  # the last one of bundles
+    on_whole = {e.primitive.name for e in eqns if e.outvars[0].aval.shape in whole}
+    assert on_whole == {"all_gather", "dot_general", "broadcast_in_dim", "scatter-add"}
+
+
 TINY = dataclasses.replace(SIZE, B=64, S=8, M=32, F=64, V=72)
 
 

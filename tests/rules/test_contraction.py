@@ -1,6 +1,8 @@
 """Einsum: every case of section 3.3.2, values and collectives."""
 
+import jax
 import jax.numpy as jnp
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +12,7 @@ from tests.oracle import (
     assignments,
     check,
     check_grad,
+    even_split,
     random_array,
 )
 
@@ -46,3 +49,25 @@ def test_any_split_of_any_einsum(case):
 
     check(fn, *args, devices=devices, inputs=inputs, outputs=outputs)
     check_grad(fn, *args, argnums=(0, 1), devices=devices, inputs=inputs, outputs=outputs)
+
+
+@pytest.mark.parametrize(
+    ("fn", "transposed"),
+    [
+        (lambda a, b: (a @ b).T, 0),
+        (lambda a, b: jnp.matmul(a, b, precision=("highest", "default")).T, 0),
+        (lambda a, b: jnp.einsum("xij,xjk->xki", a[None], b[None]), 0),
+        (lambda a, b: jax.grad(lambda b: jnp.sum(jnp.tanh(a @ b)))(b), 0),
+        (lambda a, b: ((y := a @ b).T, y), 1),  # y is needed, too
+        (lambda a, b: jnp.einsum("ij,kl->ikjl", a, b), 1),  # not one operand's dims as a whole
+    ],
+)
+def test_a_transposed_product_is_the_product_the_other_way_round(fn, transposed):
+    """So that a gradient is made in the order in which it is scattered."""
+    args = random_array((6, 8)), random_array((8, 4))
+    low = check(fn, *args, inputs=[even_split(2, 0, 2)], devices=2)
+    names = [e.primitive.name for e in low.jaxpr.eqns]
+    assert (names.count("dot_general"), names.count("transpose")) == (
+        1 + ("tanh" in names),
+        transposed,
+    )
