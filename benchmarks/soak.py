@@ -331,7 +331,9 @@ def main() -> None:
 
         command = [*LAUNCH, "-n", str(given.processes), "train", str(config)]
         alone, hurt_run = folder / "alone", folder / "disk" / "hurt"
-        subprocess.run([*command, "--out", str(alone)], check=True, stdout=subprocess.DEVNULL)
+        steps = json.loads(config.read_text())["train"]["steps"]
+        if newest_checkpoint(alone) < steps:
+            subprocess.run([*command, "--out", str(alone)], check=True, stdout=subprocess.DEVNULL)
         kinds = FAULTS if disk else FAULTS[:-1]
         faults = [kinds[n % len(kinds)] for n in range(len(rows), given.faults)]
         status = torment(command, hurt_run, faults, given.seed + len(rows), keep)

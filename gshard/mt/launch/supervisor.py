@@ -291,7 +291,9 @@ def without_from(command: Sequence[str]) -> list[str]:
 
 def _spent(state: Status, seconds: float) -> str:
     """How long it took to be back, and what with; what comes first is to load the program."""
-    parts = {"loading Python": seconds - sum(state.spent.values()), **state.spent}
+    in_order = sorted(state.spent, key=lambda doing: [*_BUSY, doing].index(doing))
+    parts = {"loading Python": seconds - sum(state.spent.values())}
+    parts |= {doing: state.spent[doing] for doing in in_order}
     told = ", ".join(f"{doing} {took:.1f}" for doing, took in parts.items() if took >= 0.1)
     return f"{seconds:.1f} s: {told}"
 

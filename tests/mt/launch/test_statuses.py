@@ -82,3 +82,15 @@ def test_who_waits_or_works_alone_need_make_no_step(doings, named):
     supervisor._moved = (12, 0.0)
     found = supervisor._stuck(states, 10_000.0)
     assert (found and found.index) == named
+
+
+def test_what_the_time_went_into_until_there_is_a_step_again():
+    notes = []
+    supervisor = Supervisor(None, [], 1, notes.append, Patience())
+    supervisor._failed = 100.0
+    spent = {"compiling": 5.25, "restoring": 1.0, "starting": 2.0, "training": 0.01}
+    for step, now in ((6, 109.0), (7, 110.0), (8, 111.0)):
+        supervisor._stuck({0: Status("host", 7, step, "training", spent=spent)}, now)
+    assert notes == [
+        "a step again after 10.0 s: loading Python 1.7, starting 2.0, compiling 5.2, restoring 1.0"
+    ]
