@@ -91,7 +91,8 @@ def check_options(words):
         assert word in command.commands, f"there is no subcommand {word}"
         command = command.commands[word]
         if word == "launch":  # has a command of its own behind it
-            words, command = words[words.index("train") :], get_command(app)
+            command = get_command(app)
+            words = words[min(words.index(each) for each in command.commands if each in words) :]
     known = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
     assert {word.split("=")[0] for word in words if word.startswith("--")} <= known
 
