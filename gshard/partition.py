@@ -79,6 +79,11 @@ class View:
         order = eqn.params.get("permutation", range(len(source.shape)))
         return View(result.array, source, tuple(order), tuple(eqn.params.get("dimensions", ())))
 
+    def back(self, result: Tile) -> View:
+        """Its source as a view of it: what has been moved of one need not be of the other."""
+        order = tuple(self.order.index(d) for d in range(len(self.order)))
+        return View(self.source.array, result, order, self.backwards)
+
     def is_local(self, sharding: Sharding) -> bool:
         """Whether it can be made of its source on each device: what runs backwards is whole."""
         return not any(sharding.splits[d] for d in self.backwards)
@@ -305,7 +310,9 @@ class Partitioner:
                 reason = f"result of {eqn.primitive.name}"
                 results[number] = self.reshard(result, target, reason)
         if eqn.primitive in _VIEWS:
-            self.views[id(results[0].array)] = View.of(eqn, results[0], tiles[0])
+            view = View.of(eqn, results[0], tiles[0])
+            self.views[id(results[0].array)] = view
+            self.views.setdefault(id(tiles[0].array), view.back(results[0]))
         return results
 
     def literal(self, atom: Literal) -> Tile:

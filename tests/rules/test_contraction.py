@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gshard
 from tests.oracle import (
     DEVICE_COUNTS,
     SIZES,
@@ -13,7 +14,9 @@ from tests.oracle import (
     check,
     check_grad,
     even_split,
+    kinds,
     random_array,
+    sent,
 )
 
 EINSUMS = [
@@ -71,3 +74,16 @@ def test_a_transposed_product_is_the_product_the_other_way_round(fn, transposed)
         1 + ("tanh" in names),
         transposed,
     )
+
+
+def test_what_was_gathered_transposed_is_not_gathered_again():
+    """A step of Newton and Schulz, as Muon takes it: x.T is used before x is."""
+    rows = even_split(2, 0, 8)
+    x = random_array((16, 64))
+
+    def fn(x):
+        return gshard.shard((x @ x.T) @ x, rows)
+
+    low = check(fn, x, inputs=[rows], rtol=1e-4, atol=1e-3)
+    assert kinds(low) == {"all_gather": 1}
+    assert sent(low) == x.nbytes * 7 // 8
