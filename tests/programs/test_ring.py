@@ -189,7 +189,7 @@ def test_blocks_that_a_mask_hides_are_not_computed(layer, backwards, monkeypatch
     jax.effects_barrier()
     blocks = 8 * 9 // 2
     assert sum(runs) == blocks
-    assert len(runs) == (3 if backwards else 1) * blocks  # a softmax, and what comes back: twice
+    assert len(runs) == (2 if backwards else 1) * blocks  # a softmax, and what comes back, once
 
 
 def test_weights_that_are_a_result_are_not_in_a_ring():

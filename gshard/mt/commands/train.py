@@ -76,7 +76,7 @@ def train(
         from gshard.mt.data.corpus import Corpus
         from gshard.mt.lock import locked
         from gshard.mt.run import Run
-        from gshard.mt.training import loop
+        from gshard.mt.training import late_failures, loop
 
         Corpus.open(config.data.corpus)  # before a folder is made for nothing
         folder = out or folder
@@ -87,6 +87,7 @@ def train(
             hosts.wait_for_all("the run's folder")
             run = Run.open(folder)
             with TrainDisplay() as display:
+                late_failures.leave_out()
                 outcome = loop.train(run, display, back_to, reporter)
     _summarize(run, outcome)
     if outcome.signal:

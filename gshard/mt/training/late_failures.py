@@ -1,0 +1,23 @@
+"""What comes after a save that failed: Orbax has closed its event loop, and writes fail on."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def leave_out() -> None:
+    """Writes that end after their save has failed, and was told of, say nothing more.
+
+    TensorStore would show a traceback for each of them, thousands when the disk is full, since the
+    loop that it wants to tell is closed.
+    """
+    sys.unraisablehook = functools.partial(_hook, sys.unraisablehook)
+
+
+def _hook(shown: Callable[[Any], object], unraisable: Any) -> None:
+    late = isinstance(unraisable.exc_value, RuntimeError)
+    if not (late and str(unraisable.exc_value) == "Event loop is closed"):
+        shown(unraisable)
