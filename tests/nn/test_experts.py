@@ -57,7 +57,7 @@ def test_is_a_dense_mixture_when_nothing_overflows(dispatch):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
-@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("top_k", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_dispatches_agree_under_overflow_and_random_routing(top_k):
     x, mask = inputs()
 
@@ -184,6 +184,7 @@ def test_expert_dropout_drops_hidden_units_of_experts_in_training_alone(dispatch
     np.testing.assert_array_equal(dropping(x, mask)[0], plain(x, mask)[0])
 
 
+@pytest.mark.slow
 def test_a_shared_expert_adds_its_result_for_every_token():
     layer = Layer(models.config(shared_hidden_dim=12), jax.random.key(0), sparse=True, cross=False)
     x = jax.random.normal(jax.random.key(1), (2, 6, layer.config.model_dim))

@@ -36,9 +36,7 @@ def problems(draw):
     return logits, real, capacity, config, seed
 
 
-@given(problems())
-@settings(max_examples=80)
-def test_equals_the_papers_loop(problem):
+def assert_equals_the_papers_loop(problem):
     logits, real, capacity, config, seed = problem
     G, S, E = logits.shape
     key = jax.random.key(seed)
@@ -81,6 +79,18 @@ def test_equals_the_papers_loop(problem):
         np.testing.assert_allclose(got_share, (taken_GS[real] == k).sum() / n, rtol=1e-6)
     np.testing.assert_allclose(metrics.load, load / max(load.sum(), 1), rtol=1e-6)
     assert metrics.dead_experts == (load == 0).sum()
+
+
+@given(problems())
+def test_equals_the_papers_loop(problem):
+    assert_equals_the_papers_loop(problem)
+
+
+@pytest.mark.slow
+@settings(max_examples=80)
+@given(problems())
+def test_equals_the_papers_loop_at_length(problem):
+    assert_equals_the_papers_loop(problem)
 
 
 def test_slots_are_shared_by_nobody_and_bounded():

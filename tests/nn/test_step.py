@@ -54,6 +54,7 @@ def trained():
     return config, state, reports
 
 
+@pytest.mark.slow
 def test_loss_falls_and_adds_up(trained):
     config, state, reports = trained
     assert reports[-1].nll < 0.6 * reports[0].nll
@@ -66,6 +67,7 @@ def test_loss_falls_and_adds_up(trained):
     assert last.tokens == (models.batch().labels > 0).sum()
 
 
+@pytest.mark.slow
 def test_metrics_are_per_layer(trained):
     _, _, reports = trained
     last = reports[-1]
@@ -78,6 +80,7 @@ def test_metrics_are_per_layer(trained):
     assert np.abs(last.decoder.load[0] - last.decoder.load[1]).max() > 0
 
 
+@pytest.mark.slow
 def test_evaluation_has_nothing_random(trained):
     _, state, _ = trained
     run = jax.jit(eval_step)

@@ -138,6 +138,7 @@ def trained_router(layer, *args):
     return jax.value_and_grad(loss, argnums=tuple(range(len(args))))(*args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [top_k, pytest.param(top_k_by_inverse, marks=pytest.mark.slow)])
 def test_top_k_sends_each_choice_of_each_token(layer):
     tokens = 64

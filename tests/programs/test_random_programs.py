@@ -95,7 +95,6 @@ def assert_equal_runs(case):
         compare(a, b, exact=False, rtol=2e-4, atol=2e-4)
 
 
-@settings(max_examples=20)
 @given(random_programs())
 def test_random_programs(case):
     assert_equal_runs(case)

@@ -45,7 +45,7 @@ SPLITS = [MESH, MESH.T, np.array([[5], [3], [1], [0]])]
     [
         pytest.param(SPLITS[0], id="2x3"),
         pytest.param(SPLITS[1], id="3x2", marks=pytest.mark.slow),
-        pytest.param(SPLITS[2], id="4 of 6"),
+        pytest.param(SPLITS[2], id="4 of 6", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize(

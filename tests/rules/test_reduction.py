@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
@@ -49,7 +49,6 @@ def reductions(draw):
     )
 
 
-@settings(max_examples=40)
 @given(reductions())
 def test_any_split(case):
     name, dtype, shape, axes, devices, inputs, outputs = case
