@@ -232,7 +232,9 @@ def _joined(parts: Sequence[Batch]) -> Batch:
     """The parts that processes made, one after the other."""
     if len(parts) == 1:
         return parts[0]
-    return Batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))  # type: ignore[arg-type]
+    # NumPy's, which programs take.
+    joined: Any = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return Batch(*joined)
 
 
 def read_ahead(

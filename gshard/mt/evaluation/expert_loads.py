@@ -54,7 +54,8 @@ def expert_loads(
         tokens = in_memory(tokenizer, held.task, held.sources, held.references)
         sums: dict[str, np.ndarray] = {}
         for arrays in batches_of(tokens, rows, *lengths)[:_BATCHES]:
-            found = routed(Batch(*(arrays[name] for name in Batch._fields)))  # type: ignore[arg-type]
+            fields: Any = (arrays[name] for name in Batch._fields)  # NumPy's, which programs take
+            found = routed(Batch(*fields))
             for name, load_LE in found.items():
                 side = "source" if name == "encoder" else "target"
                 weight = np.count_nonzero(arrays[f"{side}_segments"])

@@ -93,4 +93,5 @@ def follow(run: Run, config: EvaluateConfig, devices: int, together: Together) -
         elif words.kind == SEARCH:
             loaded[words.whose].translator.search(*words.arrays)
         else:
-            loaded[words.whose].route(Batch(*words.arrays))  # type: ignore[arg-type]
+            arrays: Any = words.arrays  # NumPy's, which programs take
+            loaded[words.whose].route(Batch(*arrays))
