@@ -40,16 +40,19 @@ class BaselineTraining:
 
     learning_rate: float = 1e-3  # Adam's, at its highest
     warmup: int = 400  # steps; after them it falls with the square root of the step
+    fall: float = 0.4  # the share of a model's steps over which it falls on to 0, at their end
     label_smoothing: float = 0.1
     dev_every: int = 100  # steps between two measurements of the loss on dev text
     patience: int = 8  # measurements without a new best before a model stops
 
-    def optimizer(self) -> optax.GradientTransformation:
-        """Adam, with the schedule of "Attention is all you need"."""
+    def optimizer(self, steps: Array | int) -> optax.GradientTransformation:
+        """Adam, with the schedule of "Attention is all you need" for so many steps, and its end."""
 
         def rate(count: Any) -> Array:
             t = jnp.asarray(count, jnp.float32) + 1.0
-            return self.learning_rate * jnp.minimum(t / self.warmup, jnp.sqrt(self.warmup / t))
+            usual = jnp.minimum(t / self.warmup, jnp.sqrt(self.warmup / t))
+            left = (steps + 1 - t) / jnp.maximum(self.fall * steps, 1.0)
+            return self.learning_rate * usual * jnp.clip(left, 0.0, 1.0)
 
         return optax.adam(rate, b1=0.9, b2=0.98, eps=1e-9)
 
@@ -78,7 +81,7 @@ class BaselineGroup:
         self.count, self.training = count, training
         chosen = list(jax.devices()[:1] if devices is None else devices)[:count]
         parts = len(chosen)
-        optimizer = training.optimizer()
+        optimizer = training.optimizer(1)  # its state is the same for any number of steps
 
         def spread(tree: Any) -> Any:
             if parts == 1:
@@ -94,16 +97,23 @@ class BaselineGroup:
             running_N = jnp.ones((count,), bool)
             return spread(GroupState(train, best, nll_N, zeros_N, jnp.copy(zeros_N), running_N))
 
-        def step(state: GroupState, batch: Batch, keys_N: Array) -> tuple[GroupState, Array]:
-            def one(state: TrainState, batch: Batch, key: Array) -> tuple[TrainState, Array]:
-                smoothing = training.label_smoothing
+        def step(
+            state: GroupState, batch: Batch, keys_N: Array, limits_N: Array
+        ) -> tuple[GroupState, Array]:
+            def one(
+                state: TrainState, batch: Batch, key: Array, limit: Array
+            ) -> tuple[TrainState, Array]:
                 state, metrics = train_step(
-                    state, batch, key, optimizer=optimizer, label_smoothing=smoothing
+                    state,
+                    batch,
+                    key,
+                    optimizer=training.optimizer(limit),
+                    label_smoothing=training.label_smoothing,
                 )
                 return state, metrics.nll
 
-            state, batch, keys_N = spread((state, batch, keys_N))
-            train, nll_N = jax.vmap(one)(state.train, batch, keys_N)
+            state, batch, keys_N, limits_N = spread((state, batch, keys_N, limits_N))
+            train, nll_N = jax.vmap(one)(state.train, batch, keys_N, limits_N)
             return spread(state._replace(train=train)), spread(nll_N)
 
         def dev(models: Transformer, batch: Batch) -> tuple[Array, Array]:
@@ -154,7 +164,7 @@ class BaselineGroup:
         try:
             while np.asarray(state.running).any():
                 for _ in range(every):
-                    state, _ = self.step(state, next(ahead), keys_N)
+                    state, _ = self.step(state, next(ahead), keys_N, limits_N)
                     step += 1
                 sums = [self.dev(state.train.model, batch) for batch in dev_batches]
                 nll_N = sum(np.asarray(nll) for nll, _ in sums)

@@ -179,7 +179,7 @@ def room_for(
 ) -> int:
     """How many such models the devices can train at once, by what a step of one keeps."""
     model = jax.eval_shape(lambda: Transformer(baseline.model, jax.random.key(0)))
-    optimizer = jax.eval_shape(training.optimizer().init, model)
+    optimizer = jax.eval_shape(training.optimizer(1).init, model)
     source, target = (jax.ShapeDtypeStruct((baseline.rows, n), np.int32) for n in lengths)
     batch = Batch(source, source, source, target, target, target, target)  # type: ignore[arg-type]
     # The best weights stand beside the newest; the rest is for what XLA needs in between.

@@ -91,7 +91,7 @@ def compile_baselines(run: Run, plan: Plan, which: int) -> int:
     nll_N = jax.ShapeDtypeStruct((len(group),), jnp.float32)
     limits_N = jax.ShapeDtypeStruct((len(group),), jnp.int32)
     programs.first.lower(keys_N).compile()
-    programs.step.lower(state, batch, keys_N).compile()
+    programs.step.lower(state, batch, keys_N, limits_N).compile()
     programs.dev.lower(state.train.model, batch).compile()
     programs.keep_best.lower(state, nll_N, limits_N).compile()
     return 4 + _compile_search(run, group[0].model, plan.evaluate)

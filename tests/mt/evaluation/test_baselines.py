@@ -86,9 +86,9 @@ def side_by_side(config):
     return compiled_group(config, TRAINING, 2, (jax.devices()[0],))
 
 
-def alone(config, batches, seed, steps):
+def alone(config, batches, seed, steps, limit):
     """One model trained by itself, and its losses."""
-    optimizer = TRAINING.optimizer()
+    optimizer = TRAINING.optimizer(limit)
     key = jax.random.key(seed, impl="threefry2x32")
     state = side_by_side(config).first(stacked_keys([seed, seed]))
     state = jax.tree.map(lambda leaf: leaf[0], state.train)
@@ -101,23 +101,23 @@ def alone(config, batches, seed, steps):
     return state.model, losses
 
 
-def trained(group, batches, seeds, steps):
+def trained(group, batches, seeds, steps, limits=100):
     """The state of models side by side, and their losses."""
-    keys = stacked_keys(seeds)
+    keys, limits = stacked_keys(seeds), np.broadcast_to(np.int32(limits), len(seeds))
     state, losses = group.first(keys), []
     for n in range(steps):
-        state, nll = group.step(state, stacked([each[n] for each in batches]), keys)
+        state, nll = group.step(state, stacked([each[n] for each in batches]), keys, limits)
         losses.append(np.asarray(nll))
     return state, np.stack(losses, axis=1)
 
 
 @pytest.mark.slow
 def test_side_by_side_is_alone(small, tokens):
-    batches, seeds, steps = loaders(tokens), [11, 12], 4
-    state, together = trained(side_by_side(small), batches, seeds, steps)
+    batches, seeds, steps, limits = loaders(tokens), [11, 12], 4, [100, 5]
+    state, together = trained(side_by_side(small), batches, seeds, steps, limits)
     assert (together[:, -1] < together[:, 0]).all()
     for i in range(2):
-        model, expected = alone(small, batches[i], seeds[i], steps)
+        model, expected = alone(small, batches[i], seeds[i], steps, limits[i])
         np.testing.assert_allclose(together[i], expected, rtol=1e-5)
         pairs = (jax.tree.leaves(m) for m in (model_of(state.train.model, i), model))
         for one, other in zip(*pairs, strict=True):
@@ -142,7 +142,7 @@ def test_nothing_crosses_between_devices(small, tokens):
     state, keys = group.state_like(), stacked_keys(range(count))
     nll = np.zeros(count, np.float32)
     limits = np.zeros(count, np.int32)
-    step = group.step.lower(state, batch, keys)
+    step = group.step.lower(state, batch, keys, limits)
     assert step.collectives == []
     weights = step.in_shardings[0].train.model.source.table
     assert weights.tiles == (8, 1, 1)  # and each device has only its own models
@@ -152,6 +152,23 @@ def test_nothing_crosses_between_devices(small, tokens):
         (group.keep_best, (state, nll, limits)),
     ):
         assert program.lower(*arguments).collectives == []
+
+
+def test_the_learning_rate_falls_to_zero_at_a_models_own_end():
+    def rates(steps):
+        optimizer = BaselineTraining(learning_rate=1.0, warmup=4, fall=0.5).optimizer(steps)
+        state, found = optimizer.init(np.zeros(())), []
+        for _ in range(steps + 2):
+            update, state = optimizer.update(np.ones(()), state)
+            found.append(-float(update))  # Adam's of equal gradients is the rate
+        return found
+
+    short, long = rates(8), rates(16)
+    np.testing.assert_allclose(short[:3], [0.25, 0.5, 0.75], rtol=1e-4)
+    np.testing.assert_allclose(short[4], np.sqrt(4 / 5), rtol=1e-4)
+    np.testing.assert_allclose(short[7], np.sqrt(4 / 8) / 4, rtol=1e-4)
+    np.testing.assert_allclose(long[8], np.sqrt(4 / 9), rtol=1e-4)
+    assert short[8:] == long[16:] == [0.0, 0.0]
 
 
 def test_each_model_keeps_its_best_and_stops_by_itself(small):
