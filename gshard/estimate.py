@@ -7,8 +7,9 @@ once and multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
@@ -19,43 +20,78 @@ from gshard.moving.plan import reshard_cost
 from gshard.sharding import Sharding
 
 Key = Any
-Kind = tuple[Edge, tuple[bool, ...]]  # an operator, and which operands it is the first to use
+
+
+class Operator(NamedTuple):
+    """An operator of the program, or several that are alike."""
+
+    kind: int  # equal where equal shardings cost the same
+    variables: tuple[Any, ...]
+    runs: int  # how often it runs
+    edge: Edge
+    fresh: tuple[bool, ...]  # which operands it is the first to use
 
 
 class Estimator:
     """The cost of a program, for one assignment of shardings after another."""
 
-    def __init__(self, flow: Flow, signature: Callable[[Any], Key]):
-        """`signature` tells variables apart that may get different shardings."""
-        self.flow = flow
-        self.costs: dict[Key, float] = {}
-        self.kinds: dict[Key, list[Any]] = {}  # of operators: an example, and how often it runs
-        used: set[Any] = set()
-        for edge in flow.edges:
-            atoms = edge.atoms[0]
-            fresh = tuple(not isinstance(a, Literal) and a not in used for a in atoms)
-            if edge.eqn is not None:
-                used.update(a for a in atoms if not isinstance(a, Literal))
-            key = (_described(edge), fresh, *map(signature, edge.atoms[0] + edge.atoms[1]))
-            kind = self.kinds.setdefault(key, [(edge, fresh), 0])
-            kind[1] += edge.runs
+    def __init__(self, flow: Flow):
+        self.num_devices = flow.num_devices
+        self.edges = flow.edges
+        self.costs: dict[Key, float] = {}  # by kinds of operators, and shardings
 
-    def cost(self, sharding_of: Callable[[Any], Sharding]) -> float:
+    @functools.cached_property
+    def operators(self) -> list[Operator]:
+        """The operators of the program one by one."""
+        found: list[Operator] = []
+        numbers: dict[Key, int] = {}
+        described: dict[Any, Key] = {}
+        used: set[Any] = set()
+        for edge in self.edges:
+            operands = [a for a in edge.atoms[0] if not isinstance(a, Literal)]
+            fresh = tuple([not isinstance(a, Literal) and a not in used for a in edge.atoms[0]])
+            if edge.eqn is not None:
+                used.update(operands)
+            if edge.kind not in described:
+                described[edge.kind] = _described(edge)
+            kind = numbers.setdefault((described[edge.kind], fresh), len(numbers))
+            variables = (*operands, *edge.atoms[1])
+            found.append(Operator(kind, variables, edge.runs, edge, fresh))
+        return found
+
+    def alike(self, classes: Mapping[Any, Key]) -> list[Operator]:
+        """The operators of a program in which all variables of a class have one sharding."""
+        groups: dict[Key, list[Operator]] = {}
+        for each in self.operators:
+            key = (each.kind, *[classes[v] for v in each.variables])
+            groups.setdefault(key, []).append(each)
+        return [g[0]._replace(runs=sum(each.runs for each in g)) for g in groups.values()]
+
+    def cost(
+        self, shardings: Mapping[Any, Sharding], operators: Sequence[Operator] | None = None
+    ) -> float:
         """The bytes that a device sends, and the time of its work as bytes."""
-        total = 0.0
-        for (described, fresh, *_), ((edge, _), runs) in self.kinds.items():
-            shardings = [self._of(a, sharding_of) for a in edge.atoms[0]]
-            targets = [self._of(a, sharding_of) for a in edge.atoms[1]]
-            key = (described, fresh, *shardings, *targets)
-            if key not in self.costs:
-                self.costs[key] = _edge_cost(edge, fresh, shardings, targets)
-            total += self.costs[key] * runs
+        total, costs = 0.0, self.costs
+        for each in self.operators if operators is None else operators:
+            key = (each.kind, *[shardings[v] for v in each.variables])
+            cost = costs.get(key)
+            if cost is None:
+                cost = costs[key] = self._cost(each, shardings)
+            total += cost * each.runs
         return total
 
-    def _of(self, atom: Any, sharding_of: Callable[[Any], Sharding]) -> Sharding:
-        if isinstance(atom, Literal):
-            return Sharding.replicated(len(atom.aval.shape), self.flow.num_devices)
-        return sharding_of(atom)
+    def _cost(self, operator: Operator, shardings: Mapping[Any, Sharding]) -> float:
+        """What an operator costs when it runs once."""
+        operands, results = (
+            [
+                Sharding.replicated(len(a.aval.shape), self.num_devices)
+                if isinstance(a, Literal)
+                else shardings[a]
+                for a in side
+            ]
+            for side in operator.edge.atoms
+        )
+        return _edge_cost(operator.edge, operator.fresh, operands, results)
 
 
 def _described(edge: Edge) -> Key:

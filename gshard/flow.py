@@ -7,6 +7,7 @@ is for `propagate` to say.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections import defaultdict
@@ -215,29 +216,15 @@ class Flow:
 
         Where loops are `sealed`, their constants are whole in them: they are gathered before.
         """
-        spread = _Spreading(self, groups, sealed)
+        spread = Spread(self, groups, sealed)
         for stage in first:
             spread.settle(stage)
         spread.settle(None)
-        return Spread(self, spread.splits, spread.blocked())
+        return spread
 
 
-@dataclass(frozen=True)
 class Spread:
-    """Where the splits came to stand, and the nodes that wanted one and could not take it."""
-
-    flow: Flow
-    splits: dict[Any, tuple[Split | None, ...]]
-    blocked: dict[Node, Split]
-
-    def shardings(self) -> dict[Any, Sharding]:
-        """A sharding for every variable."""
-        n, manual = self.flow.num_devices, self.flow.manual
-        return {v: Sharding(s, n, v in manual) for v, s in self.splits.items()}
-
-
-class _Spreading:
-    """The flow at work. Passes are numbered as rules 3 and 4 of `propagate` order them."""
+    """Where the splits come to stand. Passes are numbered as `propagate`'s rules 3 and 4 order."""
 
     def __init__(self, flow: Flow, groups: Groups, sealed: bool):
         self.flow = flow
@@ -247,14 +234,17 @@ class _Spreading:
         self.wanted: dict[Any, dict[Factor, Split]] = {}  # preferences, by operators that are alike
         self.agreed: dict[Any, bool] = {}  # whether they all had what was wanted
         self.open = {v: self.open_dims(v) for v in flow.given}
+        self.split = {v for v, splits in self.splits.items() if any(splits)}
         self.waiting: list[list[int]] = [[], [], []]
         self.stage: tuple[int, Split] | None = None
 
-    def open_dims(self, var: Any) -> tuple[int, ...]:
+    def open_dims(self, var: Any) -> Sequence[int]:
         """The dims that may still take a split: none where every device has a tile of its own."""
         if self.sealed and var in self.flow.constants:
             return ()
         splits, closed = self.splits[var], self.flow.closed.get(var, ())
+        if not closed and not any(splits):  # as nearly all are at first
+            return range(len(splits))
         if 2 * math.prod(s.tiles for s in splits if s) > self.flow.num_devices:
             return ()
         return tuple(d for d, s in enumerate(splits) if s is None and d not in closed)
@@ -263,8 +253,8 @@ class _Spreading:
         """Pass splits on until nothing changes; in a stage, only one split of one group of dims."""
         self.stage = stage
         edges = self.flow.edges
-        for var, splits in self.splits.items():
-            if any(splits) and (stage is None or stage[1] in splits):
+        for var in self.split:  # in any order: the queues are sorted
+            if stage is None or stage[1] in self.splits[var]:
                 self.revisit(self.flow.touching[var])
         first, second, third = self.waiting
         while first or second or third:
@@ -315,10 +305,12 @@ class _Spreading:
                     if split and self.fits(atom, dim, split):
                         splits = self.splits[atom]
                         self.splits[atom] = (*splits[:dim], split, *splits[dim + 1 :])
+                        self.split.add(atom)
                         self.open[atom] = self.open_dims(atom)
                         self.revisit(self.flow.touching[atom])
 
     def fits(self, atom: Any, dim: int, split: Split) -> bool:
+        """Whether a split can stand beside the other splits of a tensor."""
         others = self.splits[atom][:dim] + self.splits[atom][dim + 1 :]
         return compatible((*[s for s in others if s], split))
 
@@ -357,8 +349,15 @@ class _Spreading:
         )
         return {f: favourite[f] for f in order}
 
+    @functools.cached_property
+    def shardings(self) -> dict[Any, Sharding]:
+        """A sharding for every variable."""
+        n, manual = self.flow.num_devices, self.flow.manual
+        return {v: Sharding(s, n, v in manual) for v, s in self.splits.items()}
+
+    @functools.cached_property
     def blocked(self) -> dict[Node, Split]:
-        """The open dims that a neighbour's split could not reach."""
+        """The nodes that wanted a neighbour's split and could not take it."""
         found: dict[Node, Split] = {}
         for edge in self.flow.edges:
             key = self.known(edge, _BOTH)

@@ -26,12 +26,13 @@ Program order makes the result deterministic. Dims that nobody splits are whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
 from gshard.estimate import Estimator
 from gshard.flow import Flow, Groups, Spread
@@ -96,12 +97,13 @@ def propagate(
         if var not in whole:
             flow.fix(var, sharding)
     with planning_for(_for_many_collectives(machine())):
-        spread, conflicts = _best(flow)
+        costs = functools.cache(lambda: Estimator(flow))  # only where there is something to decide
+        spread, conflicts = _best(flow, costs)
         if any(any(spread.splits[var]) for var in whole):
             for var, sharding in whole.items():
                 flow.fix(var, sharding)
-            spread, conflicts = _cheaper(flow, (spread, conflicts), _best(flow))
-    found = Shardings(spread.shardings())
+            spread, conflicts = _cheaper(costs, (spread, conflicts), _best(flow, costs))
+    found = Shardings(spread.shardings)
     found.conflicts, found.kinds = conflicts, flow.kinds
     return found
 
@@ -114,40 +116,43 @@ def _for_many_collectives(of: Machine) -> Machine:
     return replace(of, latency=min(of.latency, MACHINE.latency))
 
 
+Costs = Callable[[], Estimator]
 Settled = tuple[Spread, tuple[Conflict, ...]]  # where splits stand, and what was decided for that
 
 
-def _best(flow: Flow) -> Settled:
+def _best(flow: Flow, costs: Costs) -> Settled:
     """The cheaper of loops with constants that are split in them, and whole."""
-    found = _settled(flow, sealed=False)
+    dims = functools.cache(lambda: _grouped(flow))
+    found = _settled(flow, costs, dims, sealed=False)
     if any(any(found[0].splits[var]) for var in flow.constants):
-        found = _cheaper(flow, found, _settled(flow, sealed=True))
+        found = _cheaper(costs, found, _settled(flow, costs, dims, sealed=True))
     return found
 
 
-def _cheaper(flow: Flow, usual: Settled, other: Settled) -> Settled:
+def _cheaper(costs: Costs, usual: Settled, other: Settled) -> Settled:
     """The second, if it gains something."""
-    gains = _actual_cost(flow, other[0]) < _GAIN * _actual_cost(flow, usual[0])
-    return other if gains else usual
+    this, that = (costs().cost(spread.shardings) for spread, _ in (usual, other))
+    return other if that < _GAIN * this else usual
 
 
-def _settled(flow: Flow, sealed: bool) -> Settled:
+def _settled(flow: Flow, costs: Costs, dims: Callable[[], _Dims], sealed: bool) -> Settled:
     """Where the splits come to stand, and the conflicts that were decided."""
     spread = flow.spread({}, sealed=sealed)
-    return _cheapest(flow, spread, sealed) if spread.blocked else (spread, ())
+    if not spread.blocked:
+        return spread, ()
+    return _cheapest(flow, costs(), dims().sealed(flow) if sealed else dims(), spread)
 
 
-def _cheapest(flow: Flow, spread: Spread, sealed: bool) -> Settled:
+def _cheapest(flow: Flow, estimator: Estimator, dims: _Dims, spread: Spread) -> Settled:
     """Where splits conflict: the best of the flow by rules 3 to 6 alone and of ranked ones."""
-    dims = _grouped(flow, sealed)
     contested = _contested(spread, dims)
     if len(contested) < 2:
         return spread, ()
-    rankings, costs = _rankings(flow, dims, contested)
-    best, order, least = spread, [], _GAIN * _actual_cost(flow, spread)
+    rankings, costs = _rankings(flow, estimator, dims, contested)
+    best, order, least = spread, [], _GAIN * estimator.cost(spread.shardings)
     for ranking in rankings:
-        ranked = flow.spread(dims.of, ranking, sealed)
-        cost = costs[ranking[0]] = _actual_cost(flow, ranked)
+        ranked = flow.spread(dims.of, ranking, spread.sealed)
+        cost = costs[ranking[0]] = estimator.cost(ranked.shardings)
         if cost < least:
             best, order, least = ranked, ranking, cost
     if not order:
@@ -158,12 +163,6 @@ def _cheapest(flow: Flow, spread: Spread, sealed: bool) -> Settled:
         for lost in others
         if costs[lost] > costs[kept]
     )
-
-
-def _actual_cost(flow: Flow, spread: Spread) -> float:
-    shardings = spread.shardings()
-    estimator = Estimator(flow, lambda a: None if isinstance(a, Literal) else shardings[a])
-    return estimator.cost(shardings.__getitem__)
 
 
 # ---------------------------------------------------------------- dims that belong together
@@ -183,8 +182,13 @@ class _Dims:
         _, split = candidate
         return f"dim {dim} by {split.tiles} of {var.aval.str_short(short_dtypes=True)}{where}"
 
+    def sealed(self, flow: Flow) -> _Dims:
+        """The same where constants of loops belong to no group, as they are whole in them."""
+        none = {var: (_NONE,) * len(flow.given[var]) for var in flow.constants}
+        return replace(self, of={**self.of, **none})
 
-def _grouped(flow: Flow, sealed: bool) -> _Dims:
+
+def _grouped(flow: Flow) -> _Dims:
     """Dims joined by operators form classes; classes with the same annotations form a group.
 
     So the hidden dims of all layers are one group, though no operator joins them.
@@ -229,8 +233,6 @@ def _grouped(flow: Flow, sealed: bool) -> _Dims:
         var: tuple(group_of.get(root(first[var] + d), _NONE) for d in range(len(splits)))
         for var, splits in flow.given.items()
     }
-    if sealed:
-        of |= {var: (_NONE,) * len(flow.given[var]) for var in flow.constants}
     return _Dims(of, candidates)
 
 
@@ -246,7 +248,7 @@ def _contested(spread: Spread, dims: _Dims) -> list[Candidate]:
 
 
 def _rankings(
-    flow: Flow, dims: _Dims, contested: Sequence[Candidate]
+    flow: Flow, estimator: Estimator, dims: _Dims, contested: Sequence[Candidate]
 ) -> tuple[list[list[Candidate]], dict[Candidate, float]]:
     """The contested splits in orders in which the program seems to cost least, found greedily.
 
@@ -256,24 +258,21 @@ def _rankings(
     two best choices of the split that goes first.
     """
     rest = [c for c in dims.candidates if c not in contested]
-
-    def signature(atom: Any) -> Any:
-        if isinstance(atom, Literal):
-            return None
-        return dims.of[atom], tuple(flow.given[atom]) if flow.closed.get(atom) else None
-
-    estimator = Estimator(flow, signature)
+    numbers: dict[Any, int] = {}
+    examples: list[Any] = []  # a variable of every class: those that a flood treats alike
+    classes: dict[Any, int] = {}
+    for var, groups in dims.of.items():
+        closed = flow.closed.get(var)
+        said = (tuple(flow.given[var]), frozenset(closed)) if closed else None
+        number = classes[var] = numbers.setdefault((groups, said, var in flow.manual), len(numbers))
+        if number == len(examples):
+            examples.append(var)
+    operators = estimator.alike(classes)
+    needed = {v: classes[v] for each in operators for v in each.variables}
 
     def cost(order: Sequence[Candidate]) -> float:
-        known: dict[Any, Sharding] = {}
-
-        def sharding_of(atom: Any) -> Sharding:
-            key = signature(atom), atom.aval.shape
-            if key not in known:
-                known[key] = _flooded(flow, dims.of, atom, order)
-            return known[key]
-
-        return estimator.cost(sharding_of)
+        flooded = [_flooded(flow, dims.of, var, order) for var in examples]
+        return estimator.cost({v: flooded[number] for v, number in needed.items()}, operators)
 
     def ranked(order: list[Candidate]) -> dict[Candidate, float]:
         """What is left to rank after `order`, the best next one first, with costs."""

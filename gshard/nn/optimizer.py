@@ -8,6 +8,7 @@ expert's update needs nothing from another expert: split by expert, it communica
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -80,7 +81,14 @@ def adam(
 
 
 def per_matrix(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Run `inner` on every weight by itself, mapped over the dims that stack layers and experts."""
+    """Run `inner` on every weight by itself, mapped over the dims that stack layers and experts.
+
+    Weights of one shape share a traced update: to trace one for each took as long as the rest.
+    """
+
+    @functools.cache
+    def update_of(dims: int) -> Any:
+        return jax.jit(_mapped(inner.update, dims))
 
     def init(params: Any) -> Any:
         return jax.tree_util.tree_map_with_path(
@@ -89,7 +97,7 @@ def per_matrix(inner: optax.GradientTransformation) -> optax.GradientTransformat
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         outs = jax.tree_util.tree_map_with_path(
-            lambda path, *leaf: _mapped(inner.update, stacked_dims(path))(*leaf),
+            lambda path, *leaf: update_of(stacked_dims(path))(*leaf),
             grads,
             state,
             params,
