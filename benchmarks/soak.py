@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import random
@@ -167,9 +168,14 @@ def close_connections(pid: int) -> None:
     """Shut down every network connection of a process, as a switch that fails would."""
     libc, handle = ctypes.CDLL(None, use_errno=True), os.pidfd_open(pid)
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        if not os.readlink(entry).startswith("socket:"):
+        try:
+            if not os.readlink(entry).startswith("socket:"):
+                continue
+        except FileNotFoundError:  # closed meanwhile
             continue
         if (fd := libc.syscall(_GET_FD, handle, int(entry.name), 0)) < 0:
+            if ctypes.get_errno() == errno.EBADF:
+                continue
             raise OSError(ctypes.get_errno(), f"the connections of process {pid}")
         with socket.socket(fileno=fd) as copy, contextlib.suppress(OSError):
             if copy.family in (socket.AF_INET, socket.AF_INET6):
@@ -221,26 +227,27 @@ class Tormentor(threading.Thread):
             row.back, row.repeated = time.time() - began, 0
             self._keep(row)
             return on
-        noticed = self._said(heard, "go on from what is saved")
-        again = self._said(heard, "a step again after")
+        noticed = self._said(heard, ".*go on from what is saved")
+        again = self._said(heard, "launch: a step again after")
         if noticed is None or again is None:
             return False
         row.noticed, row.back = noticed[0] - began, again[0] - began
         row.spent = {
             k.strip(): float(v) for k, v in re.findall(r"([a-zA-Z ]+?) ([\d.]+)(?:,|$)", again[1])
         }
-        resumed = self._said(heard, "going on from step")
-        if resumed:
-            row.repeated = max(0, row.step - int(resumed[1].split("step")[1].replace(",", "")))
+        # The parent may quote what a process had said before.
+        if resumed := self._said(heard, "(?!launch:).*going on from step"):
+            step = int(resumed[1].rpartition("step")[2].replace(",", ""))
+            row.repeated = max(0, row.step - step)
         self._keep(row)
         return True
 
-    def _said(self, heard: int, words: str) -> tuple[float, str] | None:
-        """The first line since then with these words, and when it came."""
+    def _said(self, heard: int, pattern: str) -> tuple[float, str] | None:
+        """The first line since then that reads so, and when it came."""
         found: list[tuple[float, str]] = []
 
         def said() -> bool:
-            found[:] = [each for each in self._heard[heard:] if words in each[1]][:1]
+            found[:] = [each for each in self._heard[heard:] if re.match(pattern, each[1])][:1]
             return bool(found)
 
         return found[0] if self._until(said) else None

@@ -67,10 +67,12 @@ def translate(
     wanted = choose_target(opened.tokenizer, source, target)
     lines = Lines(file, encoding)
     stream: IO[bytes] = sys.stdout.buffer
+    reader = 1  # its descriptor, which a replaced `sys.stdout` does not know
     if which.index == 0:  # the only one that reads and writes
         lines.check()
         if which.count > 1:
             stream = _own_output()
+            reader = stream.fileno()
     with reporting() as reporter:
         together = Together(reporter)
         with _status(f"loading {opened.name}"):
@@ -86,7 +88,7 @@ def translate(
                 settings = {"run": str(run.resolve()), "step": step, "target": wanted, **search}
                 output = FileOutput(out, settings)
             together.step = output.done
-            _translate(lines, translator, wanted, output, stream.fileno(), as_json)
+            _translate(lines, translator, wanted, output, reader, as_json)
 
 
 def _translate(

@@ -40,7 +40,7 @@ class BaselineTraining:
 
     learning_rate: float = 1e-3  # Adam's, at its highest
     warmup: int = 400  # steps; after them it falls with the square root of the step
-    fall: float = 0.4  # the share of a model's steps over which it falls on to 0, at their end
+    fall: float = 0.0  # the share of a model's steps, at their end, over which it falls to 0
     label_smoothing: float = 0.1
     dev_every: int = 100  # steps between two measurements of the loss on dev text
     patience: int = 8  # measurements without a new best before a model stops

@@ -98,10 +98,11 @@ class BaselineConfig:
             raise UserError(f"{self.models} models side by side train nothing")
 
 
-def of_steps(steps: int) -> BaselineConfig:
+def of_steps(steps: int, fall: float = 0.0) -> BaselineConfig:
     """The usual training within so many steps: with fewer, a shorter warmup, and dev text often."""
     every, warmup = min(100, max(10, steps // 40)), min(400, max(1, steps // 4))
-    return BaselineConfig(steps, training=BaselineTraining(dev_every=every, warmup=warmup))
+    training = BaselineTraining(warmup=warmup, fall=fall, dev_every=every)
+    return BaselineConfig(steps, training=training)
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,8 @@ def _evaluate(table: Mapping[str, Any], path: Path) -> EvaluateConfig:
 
 
 def _baselines(table: Mapping[str, Any], path: Path) -> PlannedBaselines:
-    known = ("of", "steps", "models", "seed", "workers", "save_seconds", "sizes")
+    settings = ("models", "seed", "workers", "save_seconds")
+    known = ("of", "steps", "fall", "sizes", *settings)
     _refuse_unknown(table, known, path, "baselines: ")
     if not isinstance(table.get("of"), str):
         raise UserError(f"{path}: baselines need `of`, the run whose vocabulary they share")
@@ -215,8 +216,7 @@ def _baselines(table: Mapping[str, Any], path: Path) -> PlannedBaselines:
         sizes = tuple(sorted(each, key=lambda size: -size.pairs))
         if not sizes or sizes[-1].pairs:
             raise UserError(f"{path}: one of the baselines' sizes must be for 0 pairs and more")
-    config = of_steps(table.get("steps", BaselineConfig().steps))
-    settings = ("models", "seed", "workers", "save_seconds")
+    config = of_steps(table.get("steps", BaselineConfig().steps), table.get("fall", 0.0))
     more = {name: table[name] for name in settings if name in table}
     return PlannedBaselines(table["of"], replace(config, sizes=sizes, **more))
 
