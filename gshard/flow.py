@@ -29,6 +29,7 @@ from gshard.rules.manual import MAKES_MANUAL
 from gshard.sharding import Sharding, Split, compatible
 from gshard.source import source_of
 from gshard.tile import byte_size
+from gshard.unreduced import leaving, waiting
 
 _OPERANDS, _RESULTS = 0, 1
 _BOTH = (_OPERANDS, _RESULTS)
@@ -74,6 +75,7 @@ class Flow:
         self.said: dict[Any, JaxprEqn] = {}  # the annotations themselves
         self.closed: dict[Any, set[int]] = defaultdict(set)  # dims that may not be split any more
         self.runs: dict[Any, int] = {}  # how often each variable is made
+        self.shares: dict[Any, float] = {}  # what is paid of sums that wait for each other
         self.manual: set[Any] = set()  # variables of manual regions
         self.edges: list[Edge] = []
         self.kinds: dict[int, int] = {}  # the keys of equations, by their ids
@@ -81,8 +83,9 @@ class Flow:
 
     # ------------------------------------------------------------ the program
 
-    def add(self, jaxpr: Jaxpr, runs: int = 1) -> None:
-        """Take in a program whose body runs `runs` times."""
+    def add(self, jaxpr: Jaxpr, runs: int = 1, sums: Mapping[int, float] | None = None) -> None:
+        """Take in a program whose body runs `runs` times; some results may leave it as `sums`."""
+        self.shares |= waiting(jaxpr, sums or {})
         for var in [*jaxpr.constvars, *jaxpr.invars]:
             self.declare(var, runs)
         for eqn in jaxpr.eqns:
@@ -111,7 +114,9 @@ class Flow:
             for a, b, more in links(eqn)
             if not isinstance(a, Literal) and not isinstance(b, Literal)
         ]
-        inside = runs * eqn.params["length"] if eqn.primitive is p.scan_p else runs
+        is_scan = eqn.primitive is p.scan_p
+        inside = runs * eqn.params["length"] if is_scan else runs
+        sums = leaving(eqn, self.shares) if is_scan else None
         before = -1
         while before != len(self.manual):  # a carried value may turn out to be manual at the end
             before = len(self.manual)
@@ -120,7 +125,7 @@ class Flow:
                 if a in self.manual or b in self.manual:
                     self.manual |= {a, b}
             for body in bodies(eqn):
-                self.add(body.jaxpr, inside)
+                self.add(body.jaxpr, inside, sums)
             if before != len(self.manual):
                 self.forget(edges)
         fixed = self.same_in_every_run(eqn)

@@ -43,13 +43,14 @@ _SUMMING = (p.dot_general_p, p.conv_general_dilated_p, p.reduce_sum_p, p.scatter
 
 
 def waiting(
-    jaxpr: Jaxpr, leaving: Mapping[int, float], shardings: Mapping[Any, Sharding]
+    jaxpr: Jaxpr, leaving: Mapping[int, float], shardings: Mapping[Any, Sharding] | None = None
 ) -> dict[Any, float]:
     """The variables whose sum may wait, and what share of it is to be paid for each.
 
     Two that are added pay half each. The results with the numbers in `leaving` may leave their sum
     to others, and pay the share that is given there. A sum waits only where that saves something:
-    what a device has left of a scattered one is less to scale and to transpose.
+    what a device has left of a scattered one is less to scale and to transpose. Shares are the same
+    whatever the `shardings`; before those are known, the others that may wait are left out.
     """
     uses: dict[Any, int] = {}
     for atom in [*(a for eqn in jaxpr.eqns for a in eqn.invars), *jaxpr.outvars]:
@@ -74,15 +75,20 @@ def waiting(
         for atom in able:
             share = found.get(eqn.outvars[0], 1.0)
             both = eqn.primitive in _ADDED and len(sums.intersection(able)) == 2
-            here, there = (math.prod(shardings[v].tiles) for v in (atom, eqn.outvars[0]))
             less = eqn.outvars[0].aval.size < atom.aval.size
-            if not (both or less or here != there or eqn.outvars[0] in saving):
+            other = shardings and _otherwise_split(shardings[atom], shardings[eqn.outvars[0]])
+            if not (both or less or other or eqn.outvars[0] in saving):
                 continue
             saving.add(atom)
             found[atom] = share / 2 if both else share
             if eqn.outvars[0] in ends:
                 ends.add(atom)
     return found
+
+
+def _otherwise_split(here: Sharding, there: Sharding) -> bool:
+    """Whether a device has a larger part of one than of the other."""
+    return math.prod(here.tiles) != math.prod(there.tiles)
 
 
 def _sums(jaxpr: Jaxpr) -> set[Any]:
@@ -143,6 +149,17 @@ def accumulators(eqn: JaxprEqn) -> dict[int, list[Any]]:
         if added and var is end and len(users[end]) == 1:
             found[i] = added
     return found
+
+
+def leaving(eqn: JaxprEqn, shares: Mapping[Any, float]) -> dict[int, float]:
+    """The results that may leave the body of a loop as partial sums, and the share of each to pay.
+
+    Those to which its runs add, once for all of them; and stacks of sums that pay a share outside.
+    """
+    _, carry = scan_counts(eqn.params)
+    stacks = ((i, shares.get(v, 1.0)) for i, v in enumerate(eqn.outvars) if i >= carry)
+    once = dict.fromkeys(accumulators(eqn), 1 / max(eqn.params["length"], 1))
+    return once | {i: share for i, share in stacks if share < 1}
 
 
 def left_partial(tile: Tile, splits: Sequence[Split]) -> Tile | None:

@@ -86,6 +86,31 @@ def test_how_the_function_is_cut_into_jitted_parts_does_not_matter():
     assert sent(whole) == 2 * weights
 
 
+@pytest.mark.parametrize("sizes", [(1024, 1024, 64, 8), (1000, 1001, 53, 7), (1001, 10001, 53, 7)])
+def test_what_is_shared_is_weighed_once(sizes):
+    """Tied weights: used and used transposed, with two gradients that are added.
+
+    In the last case the batch would have to be moved for its second use, but not for its first.
+    """
+    rows, width, hidden, devices = sizes
+
+    def loss(weights, x):
+        w, b, c = weights
+        return jnp.mean((jnp.tanh(x @ w + b) @ w.T + c - x) ** 2)
+
+    def step(weights, x):
+        weights, x = jax.tree.map(lambda a: gshard.split(a, 0, devices), (weights, x))
+        grads = jax.grad(loss)(weights, x)
+        return jax.tree.map(lambda w, g: gshard.split(w - g, 0, devices), weights, grads)
+
+    shapes = [(width, hidden), (hidden,), (width,), (rows, width)]
+    *weights, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
+    lowered = gshard.jit(step, devices=devices).lower(weights, x)
+    tiles = sum(-(-w.shape[0] // devices) * w.size // w.shape[0] for w in weights)
+    assert sent(lowered) == 2 * tiles * 4 * (devices - 1)
+    assert set(kinds(lowered)) == {"all_gather", "reduce_scatter"}
+
+
 def test_layers_in_a_loop_go_like_layers_in_a_row():
     def step(weights, x):
         weights = jax.tree.map(lambda a: gshard.split(a, 1, 8), weights)

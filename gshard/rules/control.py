@@ -22,7 +22,7 @@ from gshard.factors import no_factors
 from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding
 from gshard.tile import Tile, byte_size
-from gshard.unreduced import accumulators, as_partial
+from gshard.unreduced import accumulators, as_partial, leaving
 
 Link = tuple[Any, Any, int]  # two atoms with the same dims; the first has `int` more in front
 
@@ -103,9 +103,9 @@ class _Loop:
         ctx: Context,
         carried: Sequence[jax.Array],
         slices: Sequence[jax.Array],
-        leaving: Mapping[int, float],
+        sums: Mapping[int, float],
     ) -> list[Tile]:
-        """The results of the body; those that are `leaving` may be partial sums."""
+        """The results of the body; those that are in `sums` may be partial sums."""
         arguments = [
             *self.consts,
             *(replace(t, array=a) for a, t in zip(carried, self.carry, strict=True)),
@@ -114,7 +114,7 @@ class _Loop:
                 for a, t in zip(slices, self.xs, strict=True)
             ),
         ]
-        return ctx.run_body(self.closed, arguments, leaving)
+        return ctx.run_body(self.closed, arguments, sums)
 
 
 def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
@@ -127,20 +127,14 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     ]
     first_xs = n_consts + n_carry
     loop = _Loop(closed, ready[:n_consts], ready[n_consts:first_xs], ready[first_xs:])
-    # Stacks of results may be partial sums too, where that sends less: they take more memory.
-    stacks = {
-        i: share
-        for i, v in enumerate(eqn.outvars[n_carry:], n_carry)
-        if (share := ctx.waiting.get(v, 1.0)) < 1
-    }
-    loop, leaving = _accumulating(ctx, eqn, loop, stacks)
+    loop, sums = _accumulating(ctx, eqn, loop)
     made: list[Tile] = []
 
     def step(
         carried: Sequence[jax.Array], slices: Sequence[jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         inner = ctx.inner()
-        results = loop.run_once(inner, carried, slices, leaving)
+        results = loop.run_once(inner, carried, slices, sums)
         after = [
             r if c.partial else inner.reshard(r, c.sharding, "carried value of scan")
             for r, c in zip(results[:n_carry], loop.carry, strict=True)
@@ -178,28 +172,26 @@ def _summed_if_large(ctx: Context, tile: Tile, var: Any, length: int) -> Tile:
     return ctx.reshard(tile, ctx.sharding(var), "result of scan")
 
 
-def _accumulating(
-    ctx: Context, eqn: JaxprEqn, loop: _Loop, stacks: Mapping[int, float]
-) -> tuple[_Loop, dict[int, float]]:
+def _accumulating(ctx: Context, eqn: JaxprEqn, loop: _Loop) -> tuple[_Loop, dict[int, float]]:
     """The loop with partial sums for the carried values to which its body adds nothing but those.
 
-    And the results of the body that may be partial sums; those of `stacks` may be anyway.
+    And the results of the body that may be partial sums. Stacks of results may be anyway, where
+    that sends less: they take more memory.
 
     What the body adds is known when it has been partitioned, so it is, once for nothing. The sums
     take as much memory as the partial sums in the body do, which is within the memory limit.
     """
-    added = accumulators(eqn)
+    added, sums = accumulators(eqn), leaving(eqn, ctx.waiting)
     if not added:
-        return loop, dict(stacks)
-    once = dict.fromkeys(added, 1 / max(eqn.params["length"], 1))
+        return loop, sums
     inner = ctx.inner()
     slices = [jax.ShapeDtypeStruct(t.array.shape[1:], t.array.dtype) for t in loop.xs]
 
     def trial(carried: Sequence[jax.Array], slices: Sequence[jax.Array]) -> None:
-        loop.run_once(inner, carried, slices, {**once, **stacks})
+        loop.run_once(inner, carried, slices, sums)
 
     jax.eval_shape(trial, [t.array for t in loop.carry], slices)
-    carry, leaving = list(loop.carry), dict(stacks)
+    carry, kept = list(loop.carry), {i: s for i, s in sums.items() if i not in added}
     for i, variables in added.items():
         parts = [inner.values.get(v) for v in variables if not isinstance(v, Literal)]
         forms = {(t.sharding, t.partial) for t in parts if t}
@@ -218,8 +210,8 @@ def _accumulating(
             if start:
                 (origin, *_) = [t.origin for t in parts if t]
                 carry[i] = replace(start, origin=origin)
-                leaving[i] = once[i]
-    return replace(loop, carry=carry), leaving
+                kept[i] = sums[i]
+    return replace(loop, carry=carry), kept
 
 
 def _stacked(sharding: Sharding) -> Sharding:
