@@ -17,6 +17,7 @@ with a decay of 0.99 stands still in bfloat16.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,10 +68,10 @@ def fused_adafactor(plain: optax.GradientTransformation, settings: Settings) -> 
         found = [
             _apply(
                 stacked_dims(path),
+                settings,
                 grad,
                 own,
                 param,
-                settings,
                 seed + np.uint32(n * GOLDEN % 2**32),
             )
             for n, ((path, param), grad, own) in enumerate(
@@ -84,10 +85,14 @@ def fused_adafactor(plain: optax.GradientTransformation, settings: Settings) -> 
     return FusedOptimizer(init, plain.update, apply)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _apply(
-    stacked: int, grad: Array, state: Any, param: Array, settings: Settings, seed: Array
+    stacked: int, settings: Settings, grad: Array, state: Any, param: Array, seed: Array
 ) -> tuple[Array, Any, Array]:
-    """One leaf, whose first `stacked` dims count matrices: new weight, state, sum of squares."""
+    """One leaf, whose first `stacked` dims count matrices: new weight, state, sum of squares.
+
+    Under `jax.jit` so that it is traced once for all leaves of a shape, of which there are few.
+    """
     factored, clip, schedule, block = state
     count = factored.count.reshape(-1)[0]
     decay = settings.decay(count)

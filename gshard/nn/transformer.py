@@ -248,9 +248,9 @@ def _over_pairs(body: Callable[..., Any], carry: Any, stack: Pairs, *each: Any) 
     """
     if isinstance(stack, Pair):
         return jax.lax.scan(lambda carry, xs: body(carry, *xs), carry, (stack, *each))
-    results = []
+    results, run = [], jax.jit(body)  # traced once, as under `lax.scan`
     for xs in zip(stack, *each, strict=True):
-        carry, result = body(carry, *xs)
+        carry, result = run(carry, *xs)
         results.append(result)
     return carry, tuple(results)
 
