@@ -264,6 +264,12 @@ def struct_of(value: Any) -> Any:
     )
 
 
+def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], Any]:
+    """Those of an argument, as a traced function sees it."""
+    found = value if isinstance(value, jax.Array) else _core.shaped_abstractify(value)
+    return found.shape, found.dtype
+
+
 weakref_cache = _util.weakref_lru_cache  # forgotten with its first argument, or by clear_caches
 
 
@@ -387,7 +393,7 @@ __all__ = [
     "parse_arguments", "parse_sharding_rule", "private_primitives", "prng_impl",
     "python_implementation", "quick_call", "quick_call_of_compiled", "quick_data", "random_clone_p",
     "random_unwrap_p", "random_wrap_p", "ref_value", "register_array_type", "remat_p", "reshard_p",
-    "scan_counts", "scatter_sub_p", "set_ref", "shard_map_p", "sharding_constraint_p",
-    "source_info_util", "split_p", "stack_p", "struct_of", "tensor_types", "tile_p",
-    "types_if_plain", "unstack_p", "weakref_cache", "without_mesh",
+    "scan_counts", "scatter_sub_p", "set_ref", "shape_and_dtype", "shard_map_p",
+    "sharding_constraint_p", "source_info_util", "split_p", "stack_p", "struct_of", "tensor_types",
+    "tile_p", "types_if_plain", "unstack_p", "weakref_cache", "without_mesh",
 ]  # fmt: skip

@@ -48,7 +48,7 @@ class Port:
         local = self.sharding.local_shape(self.shape)
         return (local[0] * self.sharding.num_devices, *local[1:])
 
-    @property
+    @functools.cached_property
     def uneven(self) -> bool:
         """Whether the user meets an `UnevenArray` here."""
         return self.stacked and not self.sharding.is_even(self.shape)

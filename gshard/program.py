@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class Program:
         """How many devices the program is for."""
         return self.mesh.size
 
-    @property
+    @functools.cached_property
     def wraps(self) -> bool:
         """Whether some arguments or results cross otherwise than the user sees them."""
         return any(p.stacked for p in (*self.into, *self.out_of))

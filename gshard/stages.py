@@ -263,10 +263,13 @@ class Compiled(_Stage):
         self.trees = trees
         self._stage = program.compile(compiler_options)
         self._consts = program.placed_consts()
+        self._crossing = _jax.quick_call_of_compiled(self._cross)
         self._quick = _jax.quick_call_of_compiled(self._cache_miss)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
+        if self._program.wraps:  # JAX's quick way would not get past what is wrapped
+            return self.trees.like_results(self.run(self._arrays(args, kwargs))[0])
         return self._quick(*args, **kwargs)
 
     def _cache_miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
@@ -277,16 +280,24 @@ class Compiled(_Stage):
         """Place the flat arguments, execute, wrap the results; and JAX's quick way for next time.
 
         That one passes arrays on as they are. It is there only where nothing is wrapped, and for
-        the names that the arguments' shardings have now: under other names, JAX asks again.
+        the names that the arguments' shardings have now: under other names, JAX asks again. Where
+        something is wrapped, what is inside goes the quick way.
         """
         placed = self._program.put(leaves)
+        if self._program.wraps:
+            return self._program.get(self._crossing(*placed)), None
         out = _jax.execute(self._stage, [*self._consts, *placed])
         results = self._program.get(out)
-        if self._program.wraps:
-            return results, None
         names = [x.sharding if x is a else None for x, a in zip(leaves, placed, strict=True)]
         quick = _jax.quick_data(self._stage, self.trees.out_tree, names, self._consts, results)
         return results, quick
+
+    def _cross(self, *placed: jax.Array) -> tuple[Any, Any, bool]:
+        """Execute on arrays as they cross."""
+        out = _jax.execute(self._stage, [*self._consts, *placed])
+        names = [x.sharding for x in placed]
+        tree = jax.tree.structure(out)
+        return out, _jax.quick_data(self._stage, tree, names, self._consts, out), False
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
         """The arguments where the program wants them: a call with these moves nothing."""
@@ -296,7 +307,7 @@ class Compiled(_Stage):
     def _arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         leaves = jax.tree.leaves((args, kwargs))
         arrays = [x for x in leaves if _jax.is_array_like(x)]
-        types = [(x.shape, x.dtype) for x in map(_jax.struct_of, arrays)]
+        types = [_jax.shape_and_dtype(x) for x in arrays]
         if types != self.trees.types:
             raise TypeError(
                 "the program was compiled for arrays of the types "
