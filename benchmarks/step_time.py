@@ -1,44 +1,45 @@
-"""Step times where a byte is a memcpy: gshard beside XLA's partitioner on 8 virtual devices.
+"""Step times of gshard beside XLA's partitioner, on every program and every recipe.
 
-    python -m benchmarks.step_time              the table
-    python -m benchmarks.step_time --json F     and its figures in a file
-    python -m benchmarks.step_time --markdown   the table for the docs
+    python -m benchmarks.step_time                  8 virtual devices in one process
+    python -m benchmarks.step_time --processes 4    the same 8 in 4 processes, on loopback with Gloo
+    python -m benchmarks.step_time --show A.json B.json --markdown --plot F.svg
 
-Every program of `benchmarks.programs` and every recipe of `examples/recipes`, small, on 8 devices
-of this CPU in one process, dispatch included. Runs alternate. The least time of each stands in the
-table, so that it depends little on what else runs; ratios above 1 are slower than XLA.
+In one process a byte is a memcpy and arithmetic is dear; between processes it goes through a
+socket. Programs are those of `benchmarks.programs` and `examples/recipes`, small, dispatch
+included. A row is printed and written to the JSON file as soon as it is measured, and a run goes
+on where an earlier one with the same file stopped. gshard and XLA take turns in one process; the
+median of their ratios stands in the table (`benchmarks.paired`): above 1 is slower than XLA. So
+does the ratio of processor times, which shows who does more work however busy the machine is.
 
-By default gshard plans for accelerators, where arithmetic is cheap beside bytes, though it runs on
-a CPU: `hardware="cpu"` tells it. Both plans stand in the table.
+By default gshard plans for accelerators though it runs on a CPU, which stands for them; `hardware`
+tells it what it runs on. Both plans are in the table, once where they are the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import time
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from jax.experimental import multihost_utils
 
 import gshard
+from benchmarks.paired import Times, median_ratio, timed
 from benchmarks.programs import D, programs
 from benchmarks.recipes import recipes
+from benchmarks.step_table import Row, cells, markdown, plot, summary
 from examples.recipes.transformer import SMALL
+from gshard.mt.launch.local import free_port
 
-RUNS = 25
-GOAL = 1.05
-PLANS: dict[str, dict[str, Any]] = {
-    "cpu": {"hardware": "cpu"},
-    "default": {},
-    "xla": {"partitioner": "xla"},
-}
+SECONDS = 4.0  # for the rounds of a row
+LIMIT = 240  # seconds without a row after which processes are taken for stuck
 
 
 def steps() -> Iterator[tuple[str, Callable, tuple[Any, ...]]]:
@@ -56,56 +57,155 @@ def steps() -> Iterator[tuple[str, Callable, tuple[Any, ...]]]:
         yield recipe.name, recipe.step, jax.tree.map(draw, recipe.arguments)
 
 
-def least_times(fn: Callable, args: tuple[Any, ...], runs: int) -> dict[str, float]:
-    """The least milliseconds of a step under each plan; they take turns."""
-    compiled = {
-        name: gshard.jit(fn, **options).lower(*args).compile() for name, options in PLANS.items()
+def measure(name: str, fn: Callable, args: tuple[Any, ...], hardware: str, seconds: float) -> Row:
+    """A row: both plans of gshard and XLA's program, which take turns."""
+    plans: dict[str, dict[str, Any]] = {
+        "gshard": {"hardware": hardware},
+        "default": {},
+        "xla": {"partitioner": "xla"},
     }
-    placed = {name: program.place(*args) for name, program in compiled.items()}
-    least = dict.fromkeys(compiled, float("inf"))
-    for _ in range(runs):
-        for name, program in compiled.items():
-            start = time.perf_counter()
-            jax.block_until_ready(program(*placed[name]))
-            least[name] = min(least[name], 1000 * (time.perf_counter() - start))
-    return least
+    lowered = {plan: gshard.jit(fn, **options).lower(*args) for plan, options in plans.items()}
+    if lowered["default"].as_text() == lowered["gshard"].as_text():
+        del lowered["default"]
+    runs, sent = {}, {}
+    for plan, program in lowered.items():
+        compiled = program.compile()
+        placed = compiled.place(*args)
+        runs[plan] = lambda compiled=compiled, placed=placed: compiled(*placed)
+        jax.block_until_ready(runs[plan]())
+        sent[plan] = sum(c.total_bytes for c in program.collectives)
+    clock, processor = timed(runs, seconds, agreed_by_all)
+    return row_of(name, clock, processor, sent)
 
 
-def told(name: str, least: dict[str, float]) -> tuple[str, ...]:
-    """A row of the table."""
-    ratios = [f"{least[plan] / least['xla']:.2f}" for plan in ("cpu", "default")]
-    return name, f"{least['xla']:.2f}", f"{least['cpu']:.2f}", *ratios
+def row_of(name: str, clock: Times, processor: Times, sent: dict[str, int]) -> Row:
+    """The figures of a row; a default plan that is the other one has the same."""
+    found: Row = {"name": name, "rounds": len(clock["xla"]), "bytes": dict(sent)}
+    found["ms"] = {plan: 1e3 * float(np.median(times)) for plan, times in clock.items()}
+    for kind, times in (("ratio", clock), ("processor", processor)):
+        ours = [plan for plan in times if plan != "xla"]
+        found[kind] = {plan: median_ratio(times, plan, "xla") for plan in ours}
+    for figures in (found["bytes"], found["ms"], found["ratio"], found["processor"]):
+        figures.setdefault("default", figures["gshard"])
+    return found
+
+
+def agreed_by_all(numbers: list[int]) -> Sequence[int]:
+    """What the first process says, in all of them."""
+    if jax.process_count() == 1:
+        return numbers
+    return multihost_utils.broadcast_one_to_all(np.array(numbers)).tolist()
+
+
+def run_rows(names: Sequence[str], options: argparse.Namespace) -> None:
+    """Measure the rows of these names in this process, and write each down."""
+    wanted = {name: rest for name, *rest in steps() if name in names}
+    for name in names:
+        try:
+            row = measure(name, *wanted[name], options.hardware, options.seconds)
+        except Exception as error:  # one program that fails is a row that says so
+            row = {"name": name, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+        if jax.process_index() == 0:
+            keep(options.json, row)
+            print(" | ".join(cells(row)), flush=True)
+
+
+def keep(path: Path, row: Row) -> None:
+    """Add a row to the file, which is whole at every moment."""
+    rows = [r for r in known(path) if r["name"] != row["name"]] + [row]
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(rows, indent=1))
+    part.replace(path)
+
+
+def known(path: Path) -> list[Row]:
+    """The rows that were measured before."""
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def measured(path: Path) -> set[str]:
+    """The names of those rows that are no errors."""
+    return {row["name"] for row in known(path) if "error" not in row}
+
+
+def in_processes(names: list[str], options: argparse.Namespace) -> None:
+    """Measure the rows in several processes; a program that they do not get past is an error."""
+    while names:
+        running = start_processes(names, options)
+        try:
+            wait_for(running[0], options.json)
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        done = measured(options.json)
+        names = [name for name in names if name not in done]
+        if names:
+            keep(options.json, {"name": names[0], "error": "the processes stopped, or got stuck"})
+            names = names[1:]
+
+
+def wait_for(process: subprocess.Popen, path: Path) -> None:
+    """Until the process ends, or has written no row for too long."""
+    rows = -1
+    while process.poll() is None and rows != (rows := len(known(path))):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(LIMIT)
+
+
+def start_processes(names: list[str], options: argparse.Namespace) -> list[subprocess.Popen]:
+    """The processes, each with its share of the devices."""
+    port = free_port("127.0.0.1")
+    given = ["--json", str(options.json), "--hardware", options.hardware]
+    given += ["--seconds", str(options.seconds), "--processes", str(options.processes)]
+    command = [sys.executable, "-m", "benchmarks.step_time", *given, "--rows", json.dumps(names)]
+    return [
+        subprocess.Popen([*command, "--member", f"{port}:{number}"])
+        for number in range(options.processes)
+    ]
+
+
+def join(member: str, count: int) -> None:
+    """Become one of the processes."""
+    port, number = member.split(":")
+    jax.config.update("jax_num_cpu_devices", D // count)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=count, process_id=int(number))
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, choices=(1, 2, 4, 8), default=1)
+    parser.add_argument("--json", type=Path, help="rows in it are not measured again")
+    parser.add_argument("--only", default="", help="programs whose name contains this")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of rounds for a row")
+    parser.add_argument("--hardware", default="cpu", help="that gshard plans for")
+    parser.add_argument("--show", type=Path, nargs="+", help="files of rows: measure nothing")
+    parser.add_argument("--markdown", action="store_true", help="print the tables for the docs")
+    parser.add_argument("--plot", type=Path, help="draw bytes and time against XLA's")
+    parser.add_argument("--rows", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--member", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.json = options.json or Path(f"step_time_{options.processes}.json")
+    return options
 
 
 def main() -> None:
-    jax.config.update("jax_num_cpu_devices", D)
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the figures here too")
-    parser.add_argument("--only", default="", help="programs whose name contains this")
-    parser.add_argument("--runs", type=int, default=RUNS)
-    parser.add_argument("--markdown", action="store_true", help="print the table for the docs")
-    options = parser.parse_args()
-    console = Console(width=100)
-    chosen = [step for step in steps() if options.only in step[0]]
-    found = {
-        name: least_times(fn, args, options.runs)
-        for name, fn, args in track(chosen, console=console, transient=True)
-    }
-    rows = [told(name, least) for name, least in found.items()]
-    if options.markdown:
-        print("| program | XLA, ms | gshard, ms | over XLA | planned for accelerators |")
-        print("|---|---:|---:|---:|---:|")
-        print(*(f"| {' | '.join(row)} |" for row in rows), sep="\n")
-    else:
-        above = sum(float(row[3]) > GOAL for row in rows)
-        table = Table(title=f"milliseconds of a step; {above} of {len(rows)} ratios above {GOAL}")
-        for column in ("program", "XLA", "gshard", "over XLA", "planned for accelerators"):
-            table.add_column(column, justify="left" if column == "program" else "right")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+    options = parsed()
+    if options.member:
+        join(options.member, options.processes)
+        run_rows(options.rows, options)
+        return
+    if not options.show:
+        jax.config.update("jax_num_cpu_devices", D)
+        done = measured(options.json)
+        names = [name for name, *_ in steps() if options.only in name and name not in done]
+        (in_processes if options.processes > 1 else run_rows)(names, options)
+    tables = [(path.stem, known(path)) for path in options.show or [options.json]]
+    for _, rows in tables:
+        print(markdown(rows) if options.markdown else summary(rows))
+    if options.plot:
+        plot(tables, options.plot)
 
 
 if __name__ == "__main__":
