@@ -2,8 +2,10 @@
 
     python -m benchmarks.speed_gpu                          everything, 10 minutes on an H200
     python -m benchmarks.speed_gpu --only train attention   some of it
+    python -m benchmarks.speed_gpu --only text curve --text sample.npz
     python -m benchmarks.speed_gpu --show results.json      tables and plots of an earlier run
 
+`text` and `curve` read real text, a sample that `benchmarks.gpu.text` makes of a run's tokens.
 Every case runs in a process of its own with a time limit: one that fails is a line in the table.
 """
 
@@ -13,6 +15,7 @@ import argparse
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -57,10 +60,24 @@ CASES: dict[str, list[dict[str, Any]]] = {
         for sentences in (64, 256)
         for module in ("decode", "peer")
     ],
+    "text": [
+        train("real text", 32, 131_072, lengths=(128, 80), weights="float32", dims=BASE)
+        | {"module": "text", "workers": 10},
+    ],
+    "curve": [
+        train("curve", 32, 16_384, lengths=(128, 80), dims=BASE, config={"stacked": True})
+        | {"module": "curve", "workers": 10, "steps": 600, "limit": 240},
+    ],
+    "compile": [
+        train(name, 128, 131_072, cache=cache) | {"module": "compiling"}
+        for name, cache in (("first", "empty"), ("again", "kept"))
+    ],
     "attention": [
         {"module": "attention", "tokens": 65_536, "blocks": [(64, 32, 4, 3), (64, 64, 4, 2)]},
     ],
 }
+
+WITHOUT_TEXT = [name for name in CASES if name not in ("text", "curve")]
 
 
 def run_case(case: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -73,6 +90,11 @@ def run_case(case: dict[str, Any], out: Path) -> dict[str, Any]:
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "PYTHONUNBUFFERED": "1",
     }
+    if "cache" in case:  # of compiled programs
+        kept = out / "compiled"
+        if case["cache"] == "empty":
+            shutil.rmtree(kept, ignore_errors=True)
+        environment["JAX_COMPILATION_CACHE_DIR"] = str(kept.resolve())
     command = [
         sys.executable,
         "-m",
@@ -105,9 +127,10 @@ def child(case: dict[str, Any], path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=WITHOUT_TEXT)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--cases", type=Path, help="JSON with cases instead of the usual ones")
+    parser.add_argument("--text", type=Path, help="a sample of real text, for `text` and `curve`")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after this")
     parser.add_argument("--show", type=Path, help="JSON of an earlier run: measure nothing")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
@@ -120,9 +143,9 @@ def main() -> None:
         results = json.loads(args.show.read_text())
     else:
         cases = [case for name in args.only for case in CASES[name]]
-        results = measure(
-            json.loads(args.cases.read_text()) if args.cases else cases, args.seconds, args.out
-        )
+        if args.cases:
+            cases = json.loads(args.cases.read_text())
+        results = measure([{**c, "text": str(args.text)} for c in cases], args.seconds, args.out)
     print(report(results))
     plots(results, args.out)
 
@@ -135,7 +158,7 @@ def measure(cases: list[dict[str, Any]], seconds: float, out: Path) -> list[dict
             break
         found = run_case(case, out)
         results.append(found)
-        short = {k: v for k, v in found.items() if k not in ("kernels", "blocks")}
+        short = {k: v for k, v in found.items() if k not in ("kernels", "blocks", "curves")}
         print(json.dumps(short)[:1800], flush=True)
         (out / "speed_gpu.json").write_text(json.dumps(results, indent=1))
     return results

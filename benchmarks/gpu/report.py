@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 Results = list[dict[str, Any]]
 BANDWIDTH = 4.3e12  # bytes a second that a copy moves on an H200, read and written
 PEAK = 989e12  # operations a second in bfloat16, by its datasheet
+PARTS = 6  # stretches of a loss curve that stand in its table
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
@@ -20,12 +23,12 @@ def training(results: Results) -> str:
     """A row for each training case, ours and the peer's."""
     rows = []
     for r in results:
-        if r["module"] not in ("train", "peer") or "sentences" in r:
+        if r["module"] not in ("train", "text", "peer") or "sentences" in r:
             continue
-        who = "gshard" if r["module"] == "train" else "HF NLLB-MoE"
+        who = "HF NLLB-MoE" if r["module"] == "peer" else "gshard"
         name = f"{who}, {r.get('name', '')}".rstrip(", ")
         if "ms" not in r:
-            rows.append([name, str(r["experts"]), f"{r['tokens']:,}", _error(r), *[""] * 5])
+            rows.append([name, str(r["experts"]), f"{r['tokens']:,}", _error(r), *[""] * 6])
             continue
         rows.append(
             [
@@ -34,14 +37,49 @@ def training(results: Results) -> str:
                 f"{r['tokens']:,}",
                 f"{r['ms']:.1f}",
                 f"{r['source_tokens_per_s']:,.0f}",
+                f"{r['target_tokens_per_s']:,.0f}" if "target_tokens_per_s" in r else "",
                 f"{100 * r['share']:.1f}%" if "share" in r else "",
                 f"{100 * r['share_without_padding']:.1f}%" if "share" in r else "",
                 f"{r['peak_gb']:.0f}",
                 f"{r['compile_s']:.0f}" if "compile_s" in r else "",
             ]
         )
-    heads = ["training step", "experts", "source tokens", "ms", "source tokens/s", "share of 989"]
-    return table([*heads, "padding not counted", "GB", "compile s"], rows)
+    heads = ["training step", "experts", "source tokens", "ms", "source tokens/s"]
+    heads += ["target tokens/s", "share of 989", "padding not counted", "GB", "compile s"]
+    return table(heads, rows)
+
+
+def waiting(results: Results) -> str:
+    """A line for each step on real text: what part of its time was spent on waiting for batches."""
+    shares = [r["data_wait"] for r in results if "data_wait" in r]
+    return "\n".join(
+        f"Waiting for batches took {100 * share:.1f}% of the time." for share in shares
+    )
+
+
+def compiling(results: Results) -> str:
+    """A row for each fresh process that made the training step ready."""
+    parts = ("trace_s", "lower_s", "compile_s", "ready_s")
+    rows = [
+        [r["name"], *(f"{r[part]:.1f}" if part in r else _error(r) for part in parts)]
+        for r in results
+        if r["module"] == "compiling"
+    ]
+    heads = ["seconds in a fresh process", "trace", "lower", "compile or find", "together"]
+    return table(heads, rows) if rows else ""
+
+
+def curves(result: dict[str, Any]) -> str:
+    """Mean losses over stretches of one training, in each way to keep its weights."""
+    if "curves" not in result:
+        return f"curves: {_error(result)}"
+    window = result["steps"] // PARTS
+    rows = [
+        [name, *(f"{mean:.3f}" for mean in smooth(way["nll"], window)), f"{way['seconds']:.0f}"]
+        for name, way in result["curves"].items()
+    ]
+    heads = [f"to step {window * (i + 1)}" for i in range(PARTS)]
+    return table(["weights", *heads, "seconds"], rows)
 
 
 def decoding(results: Results) -> str:
@@ -91,11 +129,12 @@ def attention(result: dict[str, Any]) -> str:
 
 def report(results: Results) -> str:
     """All tables."""
-    parts = [training(results), decoding(results)]
+    parts = [training(results), waiting(results), decoding(results), compiling(results)]
+    parts += [curves(r) for r in results if r["module"] == "curve"]
     profiled = [r for r in results if r["module"] == "train" and "kinds_ms" in r]
     parts += [floors(r) for r in profiled[:1]]
     parts += [attention(r) for r in results if r["module"] == "attention"]
-    return "\n\n".join(parts)
+    return "\n\n".join(part for part in parts if part)
 
 
 def plots(results: Results, folder: Path) -> None:
@@ -132,6 +171,22 @@ def plots(results: Results, folder: Path) -> None:
             ax.legend()
             figure.savefig(folder / "speed_breakdown.svg")
             break
+    for r in results:
+        if "curves" in r:
+            figure, ax = plt.subplots(figsize=(6, 3.2), layout="constrained")
+            for name, way in r["curves"].items():
+                window = max(1, r["steps"] // 60)
+                means = smooth(way["nll"], window)
+                ax.plot(window * np.arange(1, len(means) + 1), means, label=name)
+            ax.set(xlabel="step", ylabel="loss per target token")
+            ax.legend()
+            figure.savefig(folder / "speed_curves.svg")
+
+
+def smooth(losses: list[float], window: int) -> list[float]:
+    """Means over windows of so many steps, which follow one another."""
+    whole = len(losses) // window * window
+    return [float(mean) for mean in np.reshape(losses[:whole], (-1, window)).mean(axis=1)]
 
 
 def _error(result: dict[str, Any]) -> str:

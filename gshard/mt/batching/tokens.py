@@ -58,7 +58,7 @@ class TaskTokens:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Workers map the files themselves; a pickled map would carry the whole corpus.
-        return _open, (self.place, self.task)
+        return open_task, (self.place, self.task)
 
 
 def open_tokens(
@@ -84,10 +84,10 @@ def open_tokens(
             if not _good(place, wanted, verify):
                 _encode(corpus, tokenizer, task, split, place, wanted)
             try:
-                opened.append(_open(place, task))
+                opened.append(open_task(place, task))
             except (ValueError, OSError, EOFError):  # cut short, say
                 _encode(corpus, tokenizer, task, split, place, wanted)
-                opened.append(_open(place, task))
+                opened.append(open_task(place, task))
             if step:
                 step(str(task))
     if not opened:
@@ -170,7 +170,9 @@ def _encode(
         atomic.write_json(part / _NOTE, {**note, "files": files})
 
 
-def _open(place: Path, task: Task) -> TaskTokens:
+def open_task(place: Path, task: Task) -> TaskTokens:
+    """The examples of a task as they were encoded into a folder."""
+
     def array(name: str) -> np.ndarray:
         # A plain view of the map: slicing a memmap itself is slow.
         return np.load(place / f"{name}.npy", mmap_mode="r").view(np.ndarray)

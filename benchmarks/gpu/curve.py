@@ -1,0 +1,112 @@
+"""Loss curves of one training with weights in float32 and in bfloat16, on the same real batches.
+
+Weights of bfloat16 are rounded at random (`gshard.nn.fused_adafactor`), or, as the case that goes
+wrong, to the nearest. All begin with the same weights, and the learning rate falls to 0, so that
+updates get smaller than a weight's last bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu.fresh import fresh_model
+from benchmarks.gpu.text import run_config, unpack
+from gshard.mt.batching.batches import Batches
+from gshard.mt.config import RunConfig
+from gshard.mt.training.programs import make_optimizer
+from gshard.nn import TrainState, Transformer, train_step
+from gshard.nn.config import Batch
+
+WAYS: dict[str, dict[str, Any]] = {
+    "float32": {"weights": "float32", "fused": True},
+    "bfloat16, rounded at random": {"weights": "bfloat16", "fused": True},
+    "bfloat16, rounded to the nearest": {"weights": "bfloat16", "fused": False},
+}
+
+
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    """Losses of every step in each way; compiled at once, trained one after another."""
+    steps = case["steps"]
+    optimizer = {"warmup": steps, "rise": steps // 8, "fall": steps // 2, "end": steps}
+    configs = {
+        name: run_config({**case, "weights": way["weights"], "optimizer": optimizer})
+        for name, way in WAYS.items()
+    }
+    first = fresh_model(configs["float32"].model)  # its numbers are bfloat16's
+    with tempfile.TemporaryDirectory() as folder:
+        some = configs["float32"]
+        tokens = unpack(Path(case["text"]), Path(folder))
+        iterator = Batches(tokens, some.batch, workers=some.data.workers).iterate()
+        begin = time.perf_counter()
+        with ThreadPoolExecutor() as pool:
+            made = {
+                name: pool.submit(ready, config, WAYS[name]["fused"], first)
+                for name, config in configs.items()
+            }
+            batches = [_batch(arrays) for arrays in itertools.islice(iterator, steps)]
+            programs = {name: future.result() for name, future in made.items()}
+        compiling = time.perf_counter() - begin
+        iterator.close()
+    found = {}
+    for name, (compiled, start) in programs.items():
+        begin = time.perf_counter()
+        found[name] = {"nll": run(compiled, start, first, batches)}
+        found[name]["seconds"] = time.perf_counter() - begin
+        print(name, found[name]["nll"][-1], round(found[name]["seconds"]), flush=True)
+    return {"curves": found, "compile_s": compiling}
+
+
+def ready(config: RunConfig, fused: bool, first: Transformer) -> tuple[Any, Any]:
+    """The compiled step for weights of the config's dtype, and how a state is made of `first`."""
+    optimizer = make_optimizer(replace(config.optimizer, fused=fused))
+
+    def start(first: Transformer) -> TrainState:
+        leaves = jax.tree.leaves(first)
+        model = jax.tree.unflatten(
+            jax.tree.structure(_shapes(config)),
+            [leaf.astype(config.model.weight_dtype) for leaf in leaves],
+        )
+        return TrainState(model, optimizer.init(model), jnp.zeros((), jnp.int32))
+
+    rows = config.batch.rows
+    lengths = [
+        config.batch.source_length if name.startswith("source") else config.batch.target_length
+        for name in Batch._fields
+    ]
+    batch = Batch(*(jax.ShapeDtypeStruct((rows, length), jnp.int32) for length in lengths))
+    step = functools.partial(
+        train_step, optimizer=optimizer, label_smoothing=config.train.label_smoothing
+    )
+    state = jax.eval_shape(start, first)
+    key = jax.random.key(config.train.seed)
+    return jax.jit(step, donate_argnums=0).lower(state, batch, key).compile(), start
+
+
+def run(compiled: Any, start: Any, first: Transformer, batches: list[Batch]) -> list[float]:
+    """The losses of a training over the batches."""
+    state = jax.jit(start)(jax.tree.map(jnp.copy, first))  # which steps may then use up
+    key = jax.random.key(0)
+    losses = []
+    for batch in batches:
+        state, metrics = compiled(state, batch, key)
+        losses.append(metrics.nll)
+    return [float(x) for x in np.asarray(jnp.stack(losses))]
+
+
+def _shapes(config: RunConfig) -> Transformer:
+    return jax.eval_shape(lambda key: Transformer(config.model, key), jax.random.key(0))
+
+
+def _batch(arrays: dict[str, np.ndarray]) -> Batch:
+    return Batch(*(jnp.asarray(arrays[name], jnp.int32) for name in Batch._fields))

@@ -1,0 +1,90 @@
+"""The GPU's benchmark cases, tiny and on a CPU: that each runs, and what is read off them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import speed_gpu
+from benchmarks.gpu import text
+from benchmarks.gpu.report import report, smooth
+from gshard.mt.batching.tokens import open_task
+
+TINY = {
+    "model_dim": 16,
+    "hidden_dim": 16,
+    "heads": 2,
+    "key_dim": 8,
+    "value_dim": 8,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "source_vocab": 50,
+    "target_vocab": 40,
+}
+SMALL = {"experts": 2, "tokens": 2048, "lengths": (32, 16), "dims": TINY, "weights": "float32"}
+
+
+@pytest.fixture
+def sample(tmp_path):
+    """Two directions of translation as a run leaves them, packed into a sample."""
+    rng = np.random.default_rng(0)
+    for task in ("de-en", "fr-en"):
+        place = tmp_path / "tokens" / task
+        place.mkdir(parents=True)
+        for side, largest in (("source", 50), ("target", 40)):
+            lengths = rng.integers(3, 12, 300)
+            np.save(place / f"{side}_ends.npy", np.cumsum([0, *lengths]))
+            np.save(place / f"{side}.npy", rng.integers(4, largest, lengths.sum(), np.uint16))
+        np.save(place / "words.npy", np.full(300, 5, np.uint8))
+    path = tmp_path / "sample.npz"
+    text.pack_sample(tmp_path / "tokens", path, 200)
+    return path
+
+
+def test_a_sample_holds_whole_sentences(sample, tmp_path):
+    for tokens in text.unpack(sample, tmp_path):
+        assert len(tokens) == 200
+        everything = open_task(tmp_path / "tokens" / str(tokens.task), tokens.task)
+        sentences = {everything.source[i].tobytes() for i in range(300)}
+        assert all(tokens.source[i].tobytes() in sentences for i in range(200))
+
+
+def test_tables_and_means():
+    assert smooth([1.0, 3.0, 5.0, 7.0, 100.0], 2) == [2.0, 6.0]
+    losses = {"nll": [4.0] * 6 + [2.0] * 6, "seconds": 3.0}
+    found = [
+        {"module": "curve", "steps": 12, "curves": {"float32": losses}},
+        {"module": "compiling", "name": "again", "trace_s": 1.0, "lower_s": 0.5}
+        | {"compile_s": 0.25, "ready_s": 1.75},
+        {"module": "text", "name": "real text", "experts": 2, "tokens": 64, "error": "a\nlast"},
+    ]
+    told = report(found)
+    assert "| float32 | 4.000 | 4.000 | 4.000 | 2.000 | 2.000 | 2.000 | 3 |" in told
+    assert "| again | 1.0 | 0.5 | 0.2 | 1.8 |" in told
+    assert "| gshard, real text | 2 | 64 | last |" in told
+
+
+@pytest.mark.slow
+def test_cases_run(sample, tmp_path, capsys):
+    """Each in a process of its own, as on the GPU; the second process finds the program."""
+    compiling = {"module": "compiling", **SMALL, "length": 32}
+    cases = [
+        {"module": "text", "steps": 4, **SMALL},
+        {"module": "curve", "steps": 12, **SMALL, "config": {"stacked": True}},
+        {**compiling, "name": "first", "cache": "empty"},
+        {**compiling, "name": "again", "cache": "kept"},
+    ]
+    run = [{**case, "text": str(sample), "limit": 600} for case in cases]
+    found = speed_gpu.measure(run, 1e9, tmp_path)
+    assert json.loads((tmp_path / "speed_gpu.json").read_text()) == json.loads(json.dumps(found))
+    for case in found:
+        assert "error" not in case, case["error"]
+    on_text, curve, first, again = found
+    assert 0 < on_text["data_wait"] < 1
+    assert on_text["filled"][1] > 0.8
+    assert on_text["share_without_padding"] < on_text["share"]
+    exact, at_random, _ = (way["nll"] for way in curve["curves"].values())
+    np.testing.assert_allclose(at_random[0], exact[0], rtol=1e-3)
+    np.testing.assert_allclose(at_random, exact, rtol=0.05)
+    assert exact[-1] < exact[0]
+    assert again["compile_s"] < first["compile_s"]
