@@ -68,7 +68,12 @@ class Program:
     @functools.cached_property
     def wraps(self) -> bool:
         """Whether some arguments or results cross otherwise than the user sees them."""
-        return any(p.stacked for p in (*self.into, *self.out_of))
+        return self.wraps_arguments or any(p.stacked for p in self.out_of)
+
+    @functools.cached_property
+    def wraps_arguments(self) -> bool:
+        """Whether some arguments do."""
+        return any(p.stacked for p in self.into)
 
     @property
     def jaxpr(self) -> Jaxpr:

@@ -31,84 +31,69 @@ class Partitioned(Protocol):
     @property
     def traced(self) -> jax.stages.Traced:
         """The function that XLA compiles, on the arrays that cross its border."""
-        ...
 
     @property
     def jaxpr(self) -> Jaxpr:
         """The program: per device, or before XLA partitions it."""
-        ...
 
     @property
     def num_devices(self) -> int:
         """How many devices the program is for."""
-        ...
 
     @property
     def per_device(self) -> bool:
         """Whether `jaxpr` is what each device runs, not what XLA is still to partition."""
-        ...
 
     @property
     def subject(self) -> Subject:
         """What explanations are made of, where there is a per-device program."""
-        ...
 
     @property
     def wraps(self) -> bool:
         """Whether some arguments or results cross otherwise than the user sees them."""
-        ...
+
+    @property
+    def wraps_arguments(self) -> bool:
+        """Whether some arguments do."""
 
     def fits(self, given: Sequence[Sharding | None]) -> bool:
         """Whether it takes arguments that lie like that as they are."""
-        ...
 
     def collectives(self) -> list[explain.Collective]:
         """What moves, how much, and because of which line."""
-        ...
 
     def text(self) -> str:
         """The program, readable."""
-        ...
 
     def input_shardings(self) -> list[Any]:
         """The shardings of the arguments."""
-        ...
 
     def output_shardings(self) -> list[Any]:
         """The shardings of the results."""
-        ...
 
     def named_results(self) -> list[Any]:
         """JAX's shardings of the results."""
-        ...
 
     def structs(self, dtypes: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """The arguments as shapes with JAX's own shardings."""
-        ...
 
     def compile(self, compiler_options: dict[str, Any] | None) -> jax.stages.Compiled:
         """The executable, or an error where there is nothing to run it on."""
-        ...
 
     def placed_consts(self) -> list[jax.Array]:
         """The values that the user's function closes over, where the executable wants them."""
-        ...
 
     def put(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """The arguments as the arrays that cross; nothing moves that is in place."""
-        ...
 
     def shown(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """What the user sees of arguments that would cross as these."""
-        ...
 
     def get(self, out: Sequence[jax.Array]) -> list[jax.Array]:
         """What the user sees of results that crossed."""
-        ...
 
     def logical(self, arguments: Sequence[jax.Array]) -> list[jax.Array]:
         """The program on logical values, to be traced."""
-        ...
 
 
 class _Stage:
@@ -268,9 +253,11 @@ class Compiled(_Stage):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
-        if self._program.wraps:  # JAX's quick way would not get past what is wrapped
-            return self.trees.like_results(self.run(self._arrays(args, kwargs))[0])
-        return self._quick(*args, **kwargs)
+        if not self._program.wraps:
+            return self._quick(*args, **kwargs)
+        if self._program.wraps_arguments:
+            args, kwargs = tuple(self._program.put(self._arrays(args, kwargs))), {}
+        return self.trees.like_results(self._program.get(self._crossing(*args, **kwargs)))
 
     def _cache_miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
         results, quick = self.run(self._arrays(args, kwargs))
@@ -280,24 +267,28 @@ class Compiled(_Stage):
         """Place the flat arguments, execute, wrap the results; and JAX's quick way for next time.
 
         That one passes arrays on as they are. It is there only where nothing is wrapped, and for
-        the names that the arguments' shardings have now: under other names, JAX asks again. Where
-        something is wrapped, what is inside goes the quick way.
+        the names that the arguments' shardings have now: under other names, JAX asks again.
         """
         placed = self._program.put(leaves)
+        results = self._program.get(_jax.execute(self._stage, [*self._consts, *placed]))
         if self._program.wraps:
-            return self._program.get(self._crossing(*placed)), None
-        out = _jax.execute(self._stage, [*self._consts, *placed])
-        results = self._program.get(out)
-        names = [x.sharding if x is a else None for x, a in zip(leaves, placed, strict=True)]
-        quick = _jax.quick_data(self._stage, self.trees.out_tree, names, self._consts, results)
-        return results, quick
+            return results, None
+        return results, self._quick_way(leaves, placed, self.trees.out_tree, results)
 
-    def _cross(self, *placed: jax.Array) -> tuple[Any, Any, bool]:
-        """Execute on arrays as they cross."""
+    def _cross(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+        """The results as they cross, and the quick way to them: what is wrapped goes it inside."""
+        crossing = self._program.wraps_arguments  # they have been placed
+        leaves = list(args) if crossing else self._arrays(args, kwargs)
+        placed = leaves if crossing else self._program.put(leaves)
         out = _jax.execute(self._stage, [*self._consts, *placed])
-        names = [x.sharding for x in placed]
-        tree = jax.tree.structure(out)
-        return out, _jax.quick_data(self._stage, tree, names, self._consts, out), False
+        return out, self._quick_way(leaves, placed, jax.tree.structure(out), out), False
+
+    def _quick_way(
+        self, leaves: Sequence[Any], placed: Sequence[Any], tree: Any, results: Sequence[Any]
+    ) -> Any:
+        """JAX's quick way to a tree of results, for arguments that crossed as they are."""
+        names = [x.sharding if x is a else None for x, a in zip(leaves, placed, strict=True)]
+        return _jax.quick_data(self._stage, tree, names, self._consts, results)
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
         """The arguments where the program wants them: a call with these moves nothing."""

@@ -86,7 +86,7 @@ class XlaProgram:
     num_devices: int
     into: list[NamedSharding]
     inputs: list[Sharding]
-    wraps = False
+    wraps = wraps_arguments = False
     per_device = False
 
     @property

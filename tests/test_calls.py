@@ -265,6 +265,31 @@ def test_the_quick_way_is_taken_only_where_nothing_is_wrapped():
                 np.testing.assert_array_equal(np.asarray(step(x)), np.asarray(x) * 2)
 
 
+def test_what_is_wrapped_goes_the_quick_way_inside(monkeypatch):
+    """Python places and executes for the first call alone, with wrapped arguments or without."""
+    uneven = X[:13]
+    ran = []
+    execute = gshard.stages._jax.execute
+    monkeypatch.setattr(
+        gshard.stages._jax, "execute", lambda *args: ran.append(1) or execute(*args)
+    )
+    for x, fn in (
+        (X, lambda x: gshard.split(gshard.split(x, 0, 8)[:13] * 2, 0, 8)),
+        (uneven, lambda x: gshard.split(x, 0, 8) * 2),
+    ):
+        compiled = gshard.jit(fn).lower(x).compile()
+        placed = compiled.place(x)
+        ran.clear()
+        for _ in range(3):
+            result = compiled(*placed)
+            assert isinstance(result, gshard.UnevenArray)
+            np.testing.assert_array_equal(np.asarray(result), 2 * uneven)
+        assert len(ran) == 1
+        np.testing.assert_array_equal(np.asarray(compiled(x + 1)), 2 * (uneven + 1))
+        with pytest.raises(TypeError, match="was compiled for arrays of the types"):
+            compiled(x.astype(np.int32))
+
+
 @shows("random keys")
 def test_random_keys():
     key = jax.random.key(0)
