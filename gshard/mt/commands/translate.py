@@ -82,11 +82,9 @@ def translate(
                 translator.search(*words.arrays)
             return
         with together.leading():
-            output = Output(stream)
-            if out is not None:
-                search = {"beam": beam, "nbest": nbest, "alpha": alpha, "json": as_json}
-                settings = {"run": str(run.resolve()), "step": step, "target": wanted, **search}
-                output = FileOutput(out, settings)
+            search = {"beam": beam, "nbest": nbest, "alpha": alpha, "json": as_json}
+            settings = {"run": str(run.resolve()), "step": step, "target": wanted, **search}
+            output = Output(stream) if out is None else FileOutput(out, settings)
             together.step = output.done
             _translate(lines, translator, wanted, output, reader, as_json)
 

@@ -84,9 +84,7 @@ class BaselineGroup:
         optimizer = training.optimizer(1)  # its state is the same for any number of steps
 
         def spread(tree: Any) -> Any:
-            if parts == 1:
-                return tree
-            return jax.tree.map(lambda x: gshard.split(x, 0, parts), tree)
+            return tree if parts == 1 else jax.tree.map(lambda x: gshard.split(x, 0, parts), tree)
 
         def first(keys_N: Array) -> GroupState:
             train = jax.vmap(lambda key: init_state(config, optimizer, key))(spread(keys_N))
