@@ -63,7 +63,8 @@ def lower(
     options: Options,
 ) -> Program:
     """The whole way, for one traced function whose arguments lie as `given`."""
-    flat = inline(traced.jaxpr, order)  # one flat program, logical shapes
+    # One flat program, logical shapes; on one device nothing is to be gained by other equations.
+    flat = inline(traced.jaxpr, order, folded=order.count > 1)
     lies = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
     name, closed_over = traced.fun_name, _jax.closed_over(traced)  # all that is kept of `traced`
 

@@ -20,7 +20,7 @@ def forward_flops(config: TransformerConfig) -> tuple[int, int]:
     shared = 2 * c.model_dim * c.shared_hidden_dim if c.experts else 0
     gate = c.model_dim * c.experts
     pair = dense + sparse + shared + gate
-    decoder_pair = pair - shared - gate if c.experts_in == "encoder" else pair
+    decoder_pair = pair - gate if c.experts_in == "encoder" else pair
     source = c.encoder_layers // 2 * (2 * attention + pair)
     # The decoder's keys and values of the source are made from source tokens.
     cross_source = c.decoder_layers * attention // 2

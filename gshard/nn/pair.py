@@ -42,7 +42,7 @@ class Layer(eqx.Module):
         attention = (c.model_dim, c.heads, c.key_dim, c.value_dim, dtype)
         hidden = c.expert_hidden_dim if sparse and c.expert_hidden_dim else c.hidden_dim
         if sparse and cross and c.experts and c.experts_in == "encoder":
-            hidden, sparse = c.gating.top_k * hidden, False
+            hidden, sparse = c.gating.top_k * hidden + c.shared_hidden_dim, False
         self.config = config
         self.self_norm = LayerNorm(c.model_dim, dtype)
         self.self_attention = Attention(*attention, keys[0])
