@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from gshard.mt.report.gathered import Run
 from gshard.mt.report.wording import fixed, safe, signed
 
+COLOURS = 12  # of runs, in page.css; page.js counts them too
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -49,7 +51,7 @@ def change(value: float | None) -> Cell:
 def run_name(run: Run, runs: Sequence[Run]) -> Cell:
     """The name of a run beside its colour in the charts."""
     place = runs.index(run)
-    return Cell(f'<i class="key s{place % 8}"></i>{safe(run.name)}', run.name)
+    return Cell(f'<i class="key s{place % COLOURS}"></i>{safe(run.name)}', run.name)
 
 
 def table(

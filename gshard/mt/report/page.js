@@ -2,7 +2,7 @@
 
 const data = JSON.parse(document.getElementById("numbers").textContent);
 const box = (id) => document.getElementById(id);
-const kindOf = (run) => `s${run % 8}`;
+const kindOf = (run) => `s${run % 12}`;
 
 const languageNames = (() => {
   try { return new Intl.DisplayNames(["en"], { type: "language", fallback: "code" }); }

@@ -184,11 +184,14 @@ def _quality(runs: Sequence[Run]) -> str:
         command = _command("evaluate", without[0], "--baselines")
         advice = f"{command} trains them, and the gain over them is shown here."
         parts.append(_p(f"No bilingual baselines for {names}: {advice}", "note"))
+    borrowers: dict[str, list[str]] = {}
+    for run in scored:
+        _, other = measures.baselines_of(run, runs)
+        if other and other is not run:
+            borrowers.setdefault(safe(other.name), []).append(safe(run.name))
     lent = [
-        f"{safe(run.name)} is compared with the baselines of {safe(other.name)}"
-        for run in scored
-        for _, other in [measures.baselines_of(run, runs)]
-        if other and other is not run
+        f"{', '.join(names)} {'are' if names[1:] else 'is'} compared with the baselines of {other}"
+        for other, names in borrowers.items()
     ]
     caption = (
         f"Lines: mean over a centred window of {measures.WINDOW} languages (the language, five "
