@@ -1,9 +1,11 @@
 """Sentences a second and latency of `gshard serve`, by the number of clients.
 
-    python -m benchmarks.serve RUN --seconds 20
+    python -m benchmarks.serve --seconds 20
 
-Starts the server of a run in this process and lets 1, 8 and 64 clients ask for one sentence after
-the other. Waiting requests share batches: many clients are served at a higher rate than one.
+Starts a server in this process and lets 1, 8 and 64 clients ask for one sentence after the other,
+once untimed and then for so many seconds. Waiting requests share batches: many clients are served
+at a higher rate than one. The model is that of a run; without one it is a small one that has
+learned nothing, so that every translation gets as long as it may, on made-up text.
 """
 
 from __future__ import annotations
@@ -12,73 +14,92 @@ import argparse
 import http.client
 import json
 import statistics
+import tempfile
 import threading
 import time
 from pathlib import Path
 
+from benchmarks.soak import prepare, words
 from gshard.mt.decoding.serve import HOST, Server
 from gshard.mt.decoding.service import Service
 from gshard.mt.decoding.translator import TranslateConfig, open_translator
 from gshard.mt.run import Run
 
+CLIENTS = (1, 8, 64)
+
 
 def client(server: Server, texts: list[str], until: float, took: list[float]) -> None:
-    """Ask for one text after the other; 503 is counted as a wait."""
+    """Ask for one text after the other, at least once; 503 is counted as a wait."""
     connection = http.client.HTTPConnection(HOST, server.port, timeout=600)
-    number = 0
-    while time.perf_counter() < until:
-        begin = time.perf_counter()
+    path = f"/{server.token}/translate"
+    begin, number = time.perf_counter(), 0
+    while not number or begin < until:
         body = json.dumps({"text": texts[number % len(texts)]})
-        path = f"/{server.token}/translate"
         connection.request("POST", path, body, {"Content-Type": "application/json"})
         reply = connection.getresponse()
-        reply.read()
-        if reply.status == 200:
-            took.append(time.perf_counter() - begin)
-            number += 1
-        else:
+        said = reply.read().decode()
+        if reply.status == 503:
             time.sleep(0.1)
+            continue
+        if reply.status != 200:
+            raise RuntimeError(f"the server answered with {reply.status}: {said}")
+        took.append(time.perf_counter() - begin)
+        begin, number = time.perf_counter(), number + 1
+    connection.close()
 
 
-def measure(server: Server, texts: list[str], clients: int, seconds: float) -> list[float]:
-    """How long each answer took."""
+def measure(
+    server: Server, texts: list[str], clients: int, seconds: float
+) -> tuple[float, list[float]]:
+    """Sentences a second, and how long each answer took."""
     took: list[float] = []
-    until = time.perf_counter() + seconds
+    begin = time.perf_counter()
     threads = [
-        threading.Thread(target=client, args=(server, texts[n:] + texts[:n], until, took))
+        threading.Thread(target=client, args=(server, texts[n:] + texts[:n], begin + seconds, took))
         for n in range(clients)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return took
+    return len(took) / (time.perf_counter() - begin), took
 
 
-def main() -> None:
-    """Print the table."""
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("run", type=Path)
-    options.add_argument("--seconds", type=float, default=20.0)
-    options.add_argument("--rows", type=int, default=16)
-    options.add_argument("--devices", type=int, default=1)
-    given = options.parse_args()
-    run = Run.open(given.run)
-    config = TranslateConfig(4, 4, 0.6, given.rows, max(run.config.batch.source_length, 16))
-    translator, step = open_translator(run, "last", config, given.devices)
-    language = run.tokenizer.tasks[0].foreign
-    texts = [source for source, _ in run.corpus.pairs(language, "test")][:100]
-    service = Service(translator, run.name, step)
+def ready(service: Service) -> Server:
+    """A server that runs, once every program is compiled."""
     server = Server(service, 0)
     threading.Thread(target=server.run, daemon=True).start()
     service.warm_up()
     while service.health["status"] != "ready":
         time.sleep(0.1)
+    return server
+
+
+def main() -> None:
+    """Print the table."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("run", type=Path, nargs="?")
+    options.add_argument("--seconds", type=float, default=20.0)
+    options.add_argument("--rows", type=int, default=32)
+    options.add_argument("--devices", type=int, default=1)
+    given = options.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if given.run:
+            run, which = Run.open(given.run), "last"
+            language = run.tokenizer.tasks[0].foreign
+            texts = [source for source, _ in run.corpus.pairs(language, "test")][:100]
+        else:
+            prepare(Path(folder), 1, given.devices)
+            run, which = Run.open(Path(folder) / "prepared"), "untrained"
+            texts = [words(n, "de") for n in range(100)]
+        longest = max(run.config.batch.source_length, 16)
+        config = TranslateConfig(rows=given.rows, longest=longest)
+        translator, step = open_translator(run, which, config, given.devices)
+        server = ready(Service(translator, run.name, step))
     print(f"{'clients':>7} {'sentences/s':>11} {'median':>8} {'slowest':>8}")
-    for clients in (1, 8, 64):
-        begin = time.perf_counter()
-        took = measure(server, texts, clients, given.seconds)
-        rate = len(took) / (time.perf_counter() - begin)
+    for clients in CLIENTS:
+        measure(server, texts, clients, 0.0)
+        rate, took = measure(server, texts, clients, given.seconds)
         print(f"{clients:7} {rate:11.1f} {statistics.median(took):6.2f} s {max(took):6.2f} s")
     server.stop()
 

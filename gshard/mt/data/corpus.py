@@ -6,8 +6,10 @@ to it, and has a checksum for each, so a gathering that dies leaves the old corp
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from gshard.mt.errors import UserError, nearest
 
 MANIFEST = "manifest.json"
 VERSION = 1
+_GROUP = 65536  # rows that are written together
 SCHEMA = pa.schema([("source", pa.string()), ("english", pa.string()), ("origin", pa.string())])
 
 
@@ -112,23 +115,30 @@ class Corpus:
         return bad
 
 
-def write_rows(rows: list[Row], path: Path) -> dict[str, Any]:
-    """Write one language and split; its entry of the manifest."""
-    with atomic.new_file(path) as part:
-        columns = [[row.source for row in rows], [row.english for row in rows]]
-        columns.append([row.origin for row in rows])
-        table = pa.Table.from_arrays(
-            [pa.array(column, pa.string()) for column in columns], schema=SCHEMA
-        )
-        pq.write_table(table, part, compression="zstd", row_group_size=65536)
-    origins: dict[str, int] = {}
-    for row in rows:
-        origins[row.origin] = origins.get(row.origin, 0) + 1
+def write_rows(rows: Iterable[Row], path: Path) -> dict[str, Any] | None:
+    """Write one language and split; its entry of the manifest, or None if there are no rows."""
+    rest = iter(rows)
+    group = list(itertools.islice(rest, _GROUP))
+    if not group:
+        return None
+    counts: Counter[str] = Counter()
+    origins: Counter[str] = Counter()
+    with (
+        atomic.new_file(path) as part,
+        pq.ParquetWriter(part, SCHEMA, compression="zstd") as writer,
+    ):
+        while group:
+            columns = [[getattr(row, name) for row in group] for name in SCHEMA.names]
+            writer.write_table(pa.table(columns, SCHEMA), _GROUP)
+            words = [len(row.english.split()) for row in group]
+            counts["pairs"] += len(group)
+            counts["english_words"] += sum(words)
+            counts["at_least_4_words"] += sum(count >= 4 for count in words)
+            origins.update(row.origin for row in group)
+            group = list(itertools.islice(rest, _GROUP))
     return {
-        "pairs": len(rows),
-        "english_words": sum(len(row.english.split()) for row in rows),
-        "at_least_4_words": sum(len(row.english.split()) >= 4 for row in rows),
-        "origins": origins,
+        **counts,
+        "origins": dict(origins),
         "bytes": path.stat().st_size,
         "sha256": atomic.checksum(path),
     }

@@ -1,7 +1,7 @@
 """`gshard data gather` on one screen: fetch, read and clean, sort by language, split, write.
 
 Every stage leaves files that are whole and stamped, so stopping anywhere and starting again goes
-on where it was. Memory is bounded by one language's pairs, whatever the tier.
+on where it was. Memory is bounded, whatever the tier: of a language, a byte for each pair.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ import pyarrow.parquet as pq
 from gshard.mt import atomic
 from gshard.mt.data import fetch, jobs
 from gshard.mt.data.corpus import MANIFEST, VERSION, Corpus, write_rows
-from gshard.mt.data.splits import Row, Shares, given_splits, split_language, without_duplicates
+from gshard.mt.data.duplicates import without_duplicates
+from gshard.mt.data.splits import Row, Shares, given_splits, split_language
 from gshard.mt.data.tiers import Tier
 from gshard.mt.data.user_text import Own
 from gshard.mt.errors import UserError
 from gshard.mt.progress import Progress, Silent
 
 _BUFFERED = 1_000_000  # rows held while sorting by language
+_TOGETHER = 10_000  # rows of a language that are read together
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -157,7 +159,7 @@ def _sort_by_language(
             path = scratch / f"{language}-{len(paths)}.arrow"
             table = pa.concat_tables(tables)
             with pa.ipc.new_file(path, table.schema) as writer:
-                writer.write_table(table)
+                writer.write_table(table, _TOGETHER)
             paths.append(path)
         buffer.clear()
 
@@ -261,21 +263,29 @@ def _write_language(
 ) -> tuple[dict[str, Any], Counter[str]]:
     language, paths = item
     dropped = Counter[str]()
-    rows = without_duplicates(_rows(paths), dropped)
-    splits = split_language(rows, shares, forced, dropped)
-    entry = {}
-    for split, kept in splits.items():
-        if kept:
-            entry[split] = write_rows(kept, part / split / f"{language}.parquet")
-    return entry, dropped
+    scratch = paths[0].parent
+    rows = without_duplicates(_Rows(paths), dropped, scratch)
+    splits = split_language(rows, shares, forced, dropped, scratch)
+    written = {
+        split: write_rows(kept, part / split / f"{language}.parquet")
+        for split, kept in splits.items()
+    }
+    return {split: entry for split, entry in written.items() if entry}, dropped
 
 
-def _rows(paths: list[Path]) -> Iterator[Row]:
-    for path in paths:
-        with pa.ipc.open_file(path) as reader:
-            table = reader.read_all()
-        columns = [table[name].to_pylist() for name in ("source", "english", "origin", "split")]
-        yield from (Row(*cells) for cells in zip(*columns, strict=True))
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a language, read from its files as often as they are asked for."""
+
+    paths: list[Path]
+
+    def __iter__(self) -> Iterator[Row]:
+        for path in self.paths:
+            with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) as reader:
+                for number in range(reader.num_record_batches):
+                    batch = reader.get_batch(number)
+                    columns = [batch[name].to_pylist() for name in Row._fields]
+                    yield from map(Row, *columns)
 
 
 def _sources(config: GatherConfig, work: Path) -> list[dict[str, Any]]:

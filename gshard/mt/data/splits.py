@@ -11,20 +11,20 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from gshard.mt.data.filters import PLACEHOLDER
+from gshard.mt.data.spool import Spool
 from gshard.mt.errors import UserError
 
 SPLITS = ("train", "dev", "test")
 _RANK = {"train": 0, "dev": 1, "test": 2}
 MIN_WORDS, MAX_WORDS = 5, 40  # of a held-out sentence
-MAX_VARIANTS = 4
 
 _NOT_LETTERS = re.compile(r"[\W\d_]+")
-_LIGHT = re.compile(r"[\s.:…!?,;\"“”'’*。：]+")  # noqa: RUF001
 
 
 class Row(NamedTuple):
@@ -90,47 +90,46 @@ def fit_to_hold_out(english: str) -> bool:
     return MIN_WORDS <= len(english.split()) <= MAX_WORDS and not PLACEHOLDER.search(english)
 
 
-def without_duplicates(rows: Iterable[Row], dropped: Counter[str]) -> Iterator[Row]:
-    """Rows without repeated pairs, and with at most four translations of the same English.
+class _HeldOut:
+    """Sentences that may be held out: of all that there are, those with the least fingerprints.
 
-    Rows with a given split are kept unless they are repeated to the letter: that file is somebody's
-    decision.
+    By fingerprint, so that which ones stay does not depend on the order of the sources.
     """
-    seen: set[int] = set()
-    variants: Counter[int] = Counter()
-    for row in rows:
-        if row.split:
-            mark = fingerprint(f"{row.split}\t{row.english}\t{row.source}")
-            if mark in seen:
-                dropped["duplicate"] += 1
-                continue
-            seen.add(mark)
-            yield row
-            continue
-        english, source = (_LIGHT.sub(" ", side.casefold()).strip() for side in row[1::-1])
-        if not english or not source or english == source:
-            dropped["untranslated"] += 1
-            continue
-        mark = fingerprint(f"{english}\t{source}")
-        if mark in seen:
-            dropped["duplicate"] += 1
-            continue
-        seen.add(mark)
-        same = fingerprint(english)
-        if variants[same] >= MAX_VARIANTS:
-            dropped["more than 4 translations"] += 1
-            continue
-        variants[same] += 1
-        yield row
+
+    def __init__(self, most: int):
+        self._most = most
+        self._rows: dict[int, Row] = {}
+        self.marks: set[int] = set()
+
+    def add(self, mark: int, row: Row) -> None:
+        """Take in a sentence that has not been seen yet."""
+        self.marks.add(mark)
+        self._rows[mark] = row
+        if len(self._rows) > 2 * self._most + 1000:
+            self._rows = dict(self._least())
+
+    def rows(self) -> list[Row]:
+        """No more than are wanted."""
+        return [row for _, row in self._least()]
+
+    def _least(self) -> list[tuple[int, Row]]:
+        return sorted(self._rows.items())[: self._most]
 
 
 def split_language(
-    rows: Iterable[Row], shares: Shares, forced: Mapping[int, str], dropped: Counter[str]
-) -> dict[str, list[Row]]:
-    """The rows of one language by split; what must not be trained on is dropped and counted."""
-    held: dict[str, dict[int, Row]] = {"dev": {}, "test": {}}
+    rows: Iterable[Row],
+    shares: Shares,
+    forced: Mapping[int, str],
+    dropped: Counter[str],
+    scratch: Path | None = None,
+) -> dict[str, Iterable[Row]]:
+    """The rows of one language by split; what must not be trained on is dropped and counted.
+
+    Rows to train on wait in the folder `scratch`, and are dropped when they are asked for.
+    """
+    held = {split: _HeldOut(shares.most[split]) for split in ("dev", "test")}
     given: dict[str, list[Row]] = {"dev": [], "test": []}
-    train: list[Row] = []
+    train: Spool[Row] = Spool(scratch)
     for row in rows:
         key = fold(row.english)
         mark = fingerprint(key)
@@ -141,27 +140,32 @@ def split_language(
             train.append(row)
         elif row.split:
             given[split].append(row)
-        elif mark in held[split]:
+        elif mark in held[split].marks:
             dropped["second reference of a held-out sentence"] += 1
         elif not fit_to_hold_out(row.english):
             dropped["held out, not fit for a test"] += 1
         else:
-            held[split][mark] = row
+            held[split].add(mark, row)
 
-    kept: dict[str, list[Row]] = {}
+    kept: dict[str, Iterable[Row]] = {}
     sources: set[int] = set()  # of what is held out so far
     for split in ("test", "dev"):
-        most = shares.most[split]
-        # By fingerprint, so that which ones stay does not depend on the order of the sources.
-        ranked = [row for _, row in sorted(held[split].items())]
-        dropped["held out, more than needed"] += max(0, len(ranked) - most)
-        chosen = given[split] + ranked[:most]
+        ranked = held[split].rows()
+        dropped["held out, more than needed"] += len(held[split].marks) - len(ranked)
+        chosen = given[split] + ranked
         if split == "dev":
-            fresh = [row for row in chosen if fingerprint(fold(row.source)) not in sources]
-            dropped["source is held out"] += len(chosen) - len(fresh)
-            chosen = fresh
+            chosen = list(_without_sources(chosen, sources, dropped))
         kept[split] = chosen
         sources |= {fingerprint(fold(row.source)) for row in chosen}
-    kept["train"] = [row for row in train if fingerprint(fold(row.source)) not in sources]
-    dropped["source is held out"] += len(train) - len(kept["train"])
+    kept["train"] = _without_sources(train, sources, dropped)
     return kept
+
+
+def _without_sources(
+    rows: Iterable[Row], sources: Container[int], dropped: Counter[str]
+) -> Iterator[Row]:
+    for row in rows:
+        if fingerprint(fold(row.source)) in sources:
+            dropped["source is held out"] += 1
+        else:
+            yield row

@@ -88,7 +88,7 @@ def test_without_a_file_a_failure_ends_it(run, text, tmp_path):
 
 
 def test_two_processes_measure_as_one(tokenizer, corpus, tmp_path):
-    arguments = ["--devices", "2", "--languages", "de,ru", "--sentences", "3", "--beam", "1"]
+    arguments = ["--devices", "2", "--languages", "de", "--sentences", "3", "--beam", "1"]
     arguments += ["--untrained", "--baselines", "--baseline-steps", "2"]
     found = []
     for name, launched in (("one", []), ("two", ["launch", "-n", "2"])):
@@ -102,7 +102,7 @@ def test_two_processes_measure_as_one(tokenizer, corpus, tmp_path):
             task["dev_nll"] = pytest.approx(task["dev_nll"], abs=1e-4)
         found.append(results)
     assert found[0] == found[1]
-    assert len(found[0][0]["tasks"]) == 4
+    assert len(found[0][0]["tasks"]) == 2
     assert found[0][0]["experts"]["encoder"]
 
 

@@ -1,18 +1,21 @@
 from collections import Counter
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gshard.mt.data import corpus, duplicates, spool
+from gshard.mt.data.duplicates import MAX_VARIANTS, without_duplicates
 from gshard.mt.data.splits import (
-    MAX_VARIANTS,
     SPLITS,
     Row,
     Shares,
+    fingerprint,
     fold,
     given_splits,
     split_language,
-    without_duplicates,
 )
 from gshard.mt.errors import UserError
 from tests.mt.samples import sentence
@@ -35,10 +38,12 @@ def split_all(languages, shares=SHARES):
     forced = given_splits(
         ((row.english, row.split) for rows in languages for row in rows if row.split), shares
     )
-    return [
-        split_language(without_duplicates(rows, Counter()), shares, forced, Counter())
-        for rows in languages
-    ]
+    return [split_one(rows, shares, forced, Counter()) for rows in languages]
+
+
+def split_one(rows, shares, forced, dropped):
+    splits = split_language(without_duplicates(rows, dropped), shares, forced, dropped)
+    return {split: list(kept) for split, kept in splits.items()}
 
 
 @given(st.lists(ROWS, min_size=1, max_size=3))
@@ -72,7 +77,7 @@ def test_gathering_more_moves_nothing(rows, more):
 def test_every_row_is_kept_or_counted(rows):
     dropped = Counter()
     forced = given_splits(((row.english, row.split) for row in rows if row.split), SHARES)
-    result = split_language(without_duplicates(rows, dropped), SHARES, forced, dropped)
+    result = split_one(rows, SHARES, forced, dropped)
     assert sum(map(len, result.values())) + dropped.total() == len(rows)
 
 
@@ -138,6 +143,67 @@ def test_duplicates_and_variants():
     rows += [Row("Wort x!", "open", "o"), Row("open", "Open!", "o")]
     assert len(list(without_duplicates(rows, dropped))) == MAX_VARIANTS
     assert dropped == {"more than 4 translations": 2, "duplicate": 1, "untranslated": 1}
+
+
+# Few English sentences with many translations each.
+FEW = st.lists(
+    st.builds(Row, SOURCES, st.integers(0, 2).map(sentence), st.just("o"), st.just("")),
+    min_size=20,
+    max_size=80,
+)
+
+
+@given(st.one_of(ROWS, FEW), st.integers(1, 30))
+def test_duplicates_are_found_a_few_rows_at_a_time(rows, at_once):
+    whole, parts = Counter(), Counter()
+    expected = list(without_duplicates(rows, whole))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(duplicates, "_AT_ONCE", at_once)
+        assert list(without_duplicates(rows, parts)) == expected
+    assert +parts == +whole
+
+
+@given(ROWS)
+def test_duplicates_as_a_set_finds_them(rows):
+    """Of rows with a given split, and of those without if each English is there a few times."""
+    rows = [row for row in rows if row.split]
+    assert list(without_duplicates(rows, Counter())) == list(dict.fromkeys(rows))
+
+
+def test_what_is_held_out_does_not_depend_on_what_is_remembered():
+    """More candidates than are kept in memory: the least fingerprints are chosen all the same."""
+    shares = Shares(0.99, 0, {"test": 3, "dev": 3})
+    rows = [Row(f"q {n}", sentence(n), "o") for n in range(3000)]
+    marks = {fold(row.english): row for row in reversed(rows)}
+    ranked = sorted((k for k in marks if shares.split_of(k) == "test"), key=fingerprint)
+    assert len(ranked) > 2000
+    assert split_language(rows, shares, {}, Counter())["test"] == [marks[k] for k in ranked[:3]]
+
+
+def test_a_spool_is_a_list(monkeypatch, tmp_path):
+    monkeypatch.setattr(spool, "_TOGETHER", 3)
+    for count in (0, 2, 3, 7):
+        waiting = spool.Spool(tmp_path)
+        for n in range(count):
+            waiting.append((n, "x"))
+        assert len(waiting) == count
+        for _ in range(2):
+            assert list(waiting) == [(n, "x") for n in range(count)]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_language_is_written_group_by_group_as_at_once(tmp_path, monkeypatch):
+    rows = [Row(f"q {n}", sentence(n), f"o{n % 3}") for n in range(10)]
+    monkeypatch.setattr(corpus, "_GROUP", 4)
+    entry = corpus.write_rows(iter(rows), tmp_path / "some.parquet")
+    columns = [[getattr(row, name) for row in rows] for name in corpus.SCHEMA.names]
+    table = pa.table(columns, corpus.SCHEMA)
+    pq.write_table(table, tmp_path / "all.parquet", compression="zstd", row_group_size=4)
+    assert (tmp_path / "some.parquet").read_bytes() == (tmp_path / "all.parquet").read_bytes()
+    assert entry["pairs"] == 10
+    assert entry["origins"] == {"o0": 4, "o1": 3, "o2": 3}
+    assert corpus.write_rows([], tmp_path / "none.parquet") is None
+    assert not (tmp_path / "none.parquet").exists()
 
 
 def test_impossible_shares():
