@@ -112,9 +112,9 @@ def run_rows(names: Sequence[str], options: argparse.Namespace) -> None:
 
 def keep(path: Path, row: Row) -> None:
     """Add a row to the file, which is whole at every moment."""
-    rows = [r for r in known(path) if r["name"] != row["name"]] + [row]
+    rows = {r["name"]: r for r in known(path)} | {row["name"]: row}
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(rows, indent=1))
+    part.write_text(json.dumps(list(rows.values()), indent=1))
     part.replace(path)
 
 
@@ -170,7 +170,9 @@ def join(member: str, count: int) -> None:
     port, number = member.split(":")
     jax.config.update("jax_num_cpu_devices", D // count)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=count, process_id=int(number))
+    # Busy machines miss heartbeats; who is stuck is found out by the rows that do not come.
+    busy = {"heartbeat_timeout_seconds": 10 * LIMIT}
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, int(number), **busy)
 
 
 def parsed() -> argparse.Namespace:
