@@ -52,11 +52,15 @@ class Experts(eqx.Module):
         h_EGCH = drop(relu(jnp.einsum("EGCM,EMH->EGCH", x_EGCM, self.wi.astype(dtype))))
         return jnp.einsum("EGCH,EHM->GECM", h_EGCH, self.wo.astype(dtype))
 
-    def in_place(self, x_ECM: Array, drop: Drop = lambda h: h) -> Array:
-        """Every expert on its own tokens; the results stand where the tokens stood."""
-        dtype = x_ECM.dtype
-        h_ECH = drop(relu(jnp.einsum("ECM,EMH->ECH", x_ECM, self.wi.astype(dtype))))
-        return jnp.einsum("ECH,EHM->ECM", h_ECH, self.wo.astype(dtype))
+    def in_place(
+        self, x_ECM: Array, expert: Array | None = None, *, drop: Drop = lambda h: h
+    ) -> Array:
+        """Every expert, or one alone, on its own tokens; results stand where the tokens stood."""
+        dtype, wi, wo = x_ECM.dtype, self.wi, self.wo
+        if expert is not None:
+            wi, wo = (jax.lax.dynamic_index_in_dim(w, expert) for w in (wi, wo))
+        h_ECH = drop(relu(jnp.einsum("ECM,EMH->ECH", x_ECM, wi.astype(dtype))))
+        return jnp.einsum("ECH,EHM->ECM", h_ECH, wo.astype(dtype))
 
 
 class MoE(eqx.Module):
@@ -136,7 +140,8 @@ class MoE(eqx.Module):
         def drop(h: Array) -> Array:
             return dropout(h, self.dropout, drop_key, self.random)
 
-        if self.dispatch == "flat" and strategy.devices == 1:
+        # With a slot for every token in every expert, other ways compute nearly all for nothing.
+        if strategy.devices == 1 and (dropless or self.dispatch == "flat"):
             flat = flat_dropless if dropless else flat_groups
             run = functools.partial(self.experts.in_place, drop=drop)
             y_GSM = flat(run, routing, x_GSM, E, C)

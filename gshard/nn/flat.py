@@ -17,7 +17,7 @@ from jax import Array
 
 from gshard.nn.gating import Routing
 
-RunExperts = Callable[[Array], Array]  # [E, C, M] to [E, C, M]
+RunExperts = Callable[..., Array]  # [E, C, M] to [E, C, M], or [1, C, M] by the expert of a number
 
 
 class Places(NamedTuple):
@@ -43,8 +43,9 @@ def flat_dropless(run: RunExperts, routing: Routing, x_GSM: Array, E: int, C: in
     """The experts on all tokens with room for all: `C`, room for a whole group, is not needed.
 
     How much room the fullest expert needs is known only when the tokens are there. A few times its
-    even share is nearly always enough, and if not, the tokens take a way with more room, at last
-    with room for everything: the result does not depend on it.
+    even share is often enough, and if not, the tokens take a way with more room. Where sentences of
+    one language crowd a few of many experts, they go through these in blocks, one after another:
+    the result does not depend on it.
     """
     G, S, M = x_GSM.shape
     K, R = len(routing.expert), G * S
@@ -55,12 +56,37 @@ def flat_dropless(run: RunExperts, routing: Routing, x_GSM: Array, E: int, C: in
         slot_KR = jnp.where(queue.kept, queue.expert * room + queue.place, E * room)
         return lambda: through(run, x_RM, weight_KR, slot_KR, E, room)
 
-    rooms = sorted({min(R, _round_up(times * K * R // E)) for times in _SHARES} | {R})
+    rooms = sorted({min(R, _round_up(times * K * R // E)) for times in _SHARES})
+    ways = [with_room(room) for room in rooms]
+    if rooms[-1] < R:
+        ways.append(lambda: in_blocks(run, x_RM, weight_KR, queue))
     way = jnp.sum(jnp.max(queue.load) > jnp.array(rooms))
-    return jax.lax.switch(way, [with_room(room) for room in rooms]).reshape(G, S, M)
+    return jax.lax.switch(way, ways).reshape(G, S, M)
 
 
 _SHARES = (2, 4, 8)  # how many times its even share of the tokens an expert has room for
+_BLOCK = 32  # rows that go through one expert together
+
+
+def in_blocks(run: RunExperts, x_RM: Array, weight_KR: Array, queue: Queue) -> Array:
+    """The experts on the blocks of rows before them, block by block, however full each is."""
+    (K, R), E = queue.expert.shape, len(queue.load)
+    most = K * R // _BLOCK + E
+    end_E = jnp.cumsum(-(-queue.load // _BLOCK))  # of the blocks of each
+    first_E = jnp.concatenate([jnp.zeros(1, end_E.dtype), end_E[:-1]])
+    slot_KR = first_E[queue.expert] * _BLOCK + queue.place
+    slot_KR = jnp.where(queue.kept, slot_KR, most * _BLOCK)
+    expert_N = jnp.searchsorted(end_E, jnp.arange(most), side="right")  # E: there is no such block
+
+    def block(given: tuple[Array, Array]) -> Array:
+        x_CM, expert = given
+        skipped = jnp.zeros_like(x_CM)
+        return jax.lax.cond(expert < E, lambda: run(x_CM[None], expert)[0], lambda: skipped)
+
+    def run_blocks(x_NCM: Array) -> Array:
+        return jax.lax.map(block, (x_NCM, expert_N))
+
+    return through(run_blocks, x_RM, weight_KR, slot_KR, most, _BLOCK)
 
 
 def _round_up(rows: int) -> int:

@@ -29,7 +29,10 @@ def dense_mixture(moe, x, mask):
     gates = jax.nn.softmax(jnp.einsum("GSM,ME->GSE", x, moe.gate, precision="highest"))
     best, index = jax.lax.top_k(gates, 2)
     weights = best / jnp.sum(best, -1, keepdims=True)
-    weights = jnp.sum(jax.nn.one_hot(index, E) * weights[..., None], axis=2) * mask[..., None]
+    weights = (
+        jnp.sum(jax.nn.one_hot(index, gates.shape[-1]) * weights[..., None], axis=2)
+        * mask[..., None]
+    )
     h = jax.nn.relu(jnp.einsum("GSM,EMH->GSEH", x, moe.experts.wi))
     return jnp.einsum("GSEH,EHM,GSE->GSM", h, moe.experts.wo, weights)
 
@@ -98,6 +101,30 @@ def test_dropless_keeps_every_token():
     assert dropping.tokens_2 < 1
     assert metrics.tokens_2 == 1
     np.testing.assert_allclose(y, dense_mixture(moe, x, mask), atol=1e-5)
+
+
+def test_tokens_that_crowd_few_of_many_experts_all_arrive():
+    """Drawn to three of them they go through these in blocks, of which some are not full."""
+    many, B, L = 40, 3, 50
+    moe = MoE(many, M, H, "float32", jax.random.key(0), GatingConfig(), None, "flat")
+    x = jax.random.normal(jax.random.key(1), (B, L, M)).at[..., 0].set(1.0)
+    mask = jnp.arange(B * L).reshape(B, L) % 7 > 0
+
+    def loss(apply):
+        def fn(moe):
+            y = apply(moe)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.jit(jax.value_and_grad(fn, has_aux=True))
+
+    sparse = loss(lambda moe: moe(x, mask, dropless=True)[0])
+    dense = loss(lambda moe: dense_mixture(moe, x, mask))
+    for drawn in (0.0, 4.0):
+        crowded = eqx.tree_at(lambda m: m.gate, moe, moe.gate.at[0, 5:8].add(drawn))
+        ((_, y), grads), ((_, want), want_grads) = sparse(crowded), dense(crowded)
+        np.testing.assert_allclose(y, want, atol=1e-5)
+        for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4)
 
 
 @pytest.mark.slow
