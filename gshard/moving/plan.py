@@ -124,10 +124,10 @@ def _rows(split: Split | None, n: int, num_devices: int) -> tuple[np.ndarray, np
 
 def _through_whole(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Step]:
     """The plan that always works, for tilings that have nothing in common."""
-    whole = Sharding.replicated(here.rank, here.num_devices)
     if here.idle:
-        yield Step("spread", whole, 2 * math.prod(shape) * itemsize)
-        here = whole
+        step = _spread(here, shape, itemsize)
+        yield step
+        here = step.target
     for dim, split in enumerate(here.splits):
         if split:
             local = math.prod(here.local_shape(shape)) * itemsize
@@ -206,8 +206,21 @@ def _idle_steps(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -
     routed = _routed(here, target, shape, itemsize)
     if routed:
         yield routed
+    yield _spread(here, shape, itemsize)
+
+
+def _spread(here: Sharding, shape: Shape, itemsize: int) -> Step:
+    """What some devices hold is sent whole to all of them."""
     whole = Sharding.replicated(here.rank, here.num_devices)
-    yield Step("spread", whole, 2 * math.prod(shape) * itemsize)
+    if mostly_held(here):
+        tile = math.prod(here.local_shape(shape))
+        return Step("spread", whole, tile * (here.num_devices - 1) * itemsize)
+    return Step("spread", whole, 2 * math.prod(shape) * itemsize)
+
+
+def mostly_held(here: Sharding) -> bool:
+    """Whether so few devices are without a tile that a gather from all sends less than a sum."""
+    return here.num_devices < 2 * math.prod(here.tiles)
 
 
 def _routed(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Step | None:

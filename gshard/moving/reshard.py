@@ -15,7 +15,7 @@ from gshard.keys import as_integers, is_key
 from gshard.moving import collectives
 from gshard.moving.boxes import route
 from gshard.moving.exchange import exchange_groups, kept_tiles, orders_of_parts
-from gshard.moving.plan import copies_as_split, plan_reshard
+from gshard.moving.plan import copies_as_split, mostly_held, plan_reshard
 from gshard.sharding import Sharding
 from gshard.tile import Tile
 
@@ -177,18 +177,32 @@ def _route(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
 
 
 def _spread(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
-    """From some devices to all of them: one holder of each tile has a part, the others zeros."""
+    """From some devices to all of them."""
+    join = _gathered_from_all if mostly_held(tile.sharding) else _summed_over_all
+    whole = join(place, tile, (tuple(range(place.num_devices)),), reason)
+    return Tile(lax.slice(whole, [0] * whole.ndim, tile.shape), target, tile.shape)
+
+
+def _gathered_from_all(place: Place, tile: Tile, everyone: Groups, reason: str) -> jax.Array:
+    """What all devices have is gathered, and the tiles among it are put together."""
+    tiles, rank = tile.sharding.tiles, tile.sharding.rank
+    found = collectives.all_gather(place, tile.array[None], 0, everyone, reason)
+    parts = found[tile.sharding.devices[..., 0].ravel()].reshape(*tiles, *tile.array.shape)
+    joined = lax.transpose(parts, [d for i in range(rank) for d in (i, rank + i)])
+    return joined.reshape([n * t for n, t in zip(tile.array.shape, tiles, strict=True)])
+
+
+def _summed_over_all(place: Place, tile: Tile, everyone: Groups, reason: str) -> jax.Array:
+    """One holder of each tile has its part of the whole, the others zeros."""
     first = np.zeros(place.num_devices, bool)
     first[tile.sharding.devices[..., 0].ravel()] = True
     tile = tile.masked(place, 0)
     holds = place.lookup(first.astype(np.int32))
     x = jnp.where(holds == 1, tile.array, jnp.zeros_like(tile.array))
-    padded = [l * t for l, t in zip(tile.array.shape, tile.sharding.tiles, strict=True)]
+    padded = [n * t for n, t in zip(tile.array.shape, tile.sharding.tiles, strict=True)]
     starts = [tile.offset(place, d) for d in range(tile.sharding.rank)]
     whole = lax.dynamic_update_slice(jnp.zeros(padded, x.dtype), x, starts)
-    everyone = [list(range(place.num_devices))]
-    whole = collectives.merge_disjoint(place, whole, everyone, reason)
-    return Tile(lax.slice(whole, [0] * whole.ndim, tile.shape), target, tile.shape)
+    return collectives.merge_disjoint(place, whole, everyone, reason)
 
 
 def _resize(x: jax.Array, dim: int, size: int) -> jax.Array:

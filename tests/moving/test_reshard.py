@@ -121,6 +121,31 @@ def test_gathering_one_of_two_dims_moves_only_what_is_missing():
     assert sent(lowered) == x.nbytes // 2 * 3 // 4
 
 
+@pytest.mark.parametrize(
+    ("tiling", "kind", "bytes_sent"),
+    [
+        ((7,), "all_gather", 7 * 3 * 4),
+        ((3, 2), "all_gather", 7 * 7 * 4),
+        ((3,), "all_reduce", 2 * 21 * 4 * 7 // 8),
+    ],
+    ids=str,
+)
+def test_from_some_devices_to_all(tiling, kind, bytes_sent):
+    """Where most of them have a tile, all tiles are gathered; else parts are summed."""
+    shape = (20, 2)[: len(tiling)]
+    holders = np.random.default_rng(0).permutation(8)[: math.prod(tiling)]
+    source = Sharding.of_assignment(holders.reshape(tiling), 8)
+    target = Sharding.replicated(len(shape), 8)
+    assert_arrives(shape, source, target)
+
+    def fn(x):
+        return gshard.replicate(gshard.shard(x, holders.reshape(tiling)))
+
+    lowered = gshard.jit(fn, devices=8).lower(jax.ShapeDtypeStruct(shape, np.float32))
+    assert kinds(lowered) == {kind: 1}
+    assert sent(lowered) == bytes_sent
+
+
 def test_cutting_what_is_replicated_is_free():
     lowered = check(lambda x: x * 1, random_array((13, 5)), outputs=[np.arange(8).reshape(4, 2)])
     assert lowered.collectives == []
