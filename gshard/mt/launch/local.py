@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from gshard.mt.launch import status
@@ -37,8 +38,15 @@ class LocalChild:
         return self._popen.poll()
 
     def status(self) -> status.Status:
-        """What it says of itself."""
-        return status.read(self._status)
+        """What it says of itself, and whether it has been stopped."""
+        return replace(status.read(self._status), stopped=self._is_stopped())
+
+    def _is_stopped(self) -> bool:
+        try:
+            found = os.waitid(os.P_PID, self._popen.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        except (ChildProcessError, AttributeError):  # it has ended; a system without this call
+            return False
+        return found is not None
 
     def send(self, number: int) -> None:
         """Send it a signal."""

@@ -35,6 +35,7 @@ class Status:
     since: float = 0.0  # when it began to do that; seconds of the wall clock
     seen: float = 0.0  # when this was written
     spent: Mapping[str, float] = field(default_factory=dict)  # seconds of what it did before
+    stopped: bool = False  # by SIGSTOP: what its parent knows of it
 
 
 class Reporter:

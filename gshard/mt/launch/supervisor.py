@@ -223,6 +223,8 @@ class Supervisor:
             limit = self._patience.silent if state.seen else self._patience.starting
             if state.doing in _BUSY:
                 limit = max(limit, self._patience.busy)
+            if state.stopped:  # whatever it was doing, it does not any more
+                limit = self._patience.silent
             if silent > limit:
                 return Failure(index, _hung("has been silent for", silent, state), None)
             lags = state.seen and state.doing not in _BUSY and silent > self._patience.lagging

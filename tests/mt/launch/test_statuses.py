@@ -1,11 +1,13 @@
 """Exit statuses: what a user has to mend is told from what may go away by itself."""
 
 import signal
+import time
 
 import pytest
 
 from gshard import cli
 from gshard.mt.errors import MissingHostsError, UserError
+from gshard.mt.launch.local import LocalChild
 from gshard.mt.launch.status import ALONE, WAITING, Status
 from gshard.mt.launch.supervisor import Failure, Patience, Supervisor
 
@@ -36,14 +38,14 @@ class Made:
 
     begun = 0.0
 
-    def __init__(self, code):
-        self.code = code
+    def __init__(self, code, status=Status("host", 7, 12, "training")):  # noqa: B008  (frozen)
+        self.code, self.state = code, status
 
     def poll(self):
         return self.code
 
     def status(self):
-        return Status("host", 7, 12, "training")
+        return self.state
 
     def last_words(self):
         return ""
@@ -65,6 +67,34 @@ def test_who_was_killed_is_named_before_those_who_missed_it(codes, named):
     assert isinstance(found, Failure)
     assert found.index == named
     assert found.status == codes[named]
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_who_is_stopped_while_it_compiles_is_noticed_as_soon_as_in_a_step(stopped):
+    silent = time.time() - Patience().silent - 1
+    state = Status("host", 7, 12, "compiling", silent, silent, stopped=stopped)
+    supervisor = Supervisor(None, [], 1, print, Patience())
+    found = supervisor._failure([Made(None, state)], [None])
+    assert (found is not None) == stopped
+
+
+def test_the_parent_knows_who_is_stopped(tmp_path):
+    child = LocalChild(["sleep", "1000"], {}, tmp_path / "child", quiet=True)
+
+    def becomes(stopped):
+        while child.status().stopped != stopped:
+            time.sleep(0.01)
+
+    try:
+        assert not child.status().stopped
+        child.send(signal.SIGSTOP)
+        becomes(True)
+        assert child.poll() is None
+        child.send(signal.SIGCONT)
+        becomes(False)
+    finally:
+        child.end()
+    assert not child.status().stopped
 
 
 @pytest.mark.parametrize(
