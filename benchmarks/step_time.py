@@ -114,7 +114,7 @@ def keep(path: Path, row: Row) -> None:
     """Add a row to the file, which is whole at every moment."""
     rows = {r["name"]: r for r in known(path)} | {row["name"]: row}
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(list(rows.values()), indent=1))
+    part.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
     part.replace(path)
 
 
