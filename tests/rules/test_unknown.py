@@ -59,7 +59,7 @@ def test_an_unknown_primitive_runs_whole_and_says_so():
 
 def test_results_of_an_unknown_primitive_may_be_many():
     low = check(lambda x: two_p.bind(x), random_array((8, 5)), inputs=[even_split(2, 1, 5)])
-    assert kinds(low) == {"all_reduce": 1}  # 5 tiles on 8 devices are spread, not gathered
+    assert kinds(low) == {"all_gather": 1}  # of 5 tiles on 8 devices: less than a sum would send
 
 
 def test_strict_makes_it_an_error():
