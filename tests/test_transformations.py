@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.hijax import VJPHiPrimitive
 
 import gshard
 from tests.oracle import kinds, random_array
@@ -149,3 +150,31 @@ def test_traced_values_do_not_leak():
     with jax.checking_leaks():
         close(gshard.jit(lambda x: gshard.split(x, 0, 8) + 1)(X), X + 1)
         jax.grad(lambda x: jitted(x, W))(X)
+
+
+class Tripled(VJPHiPrimitive):
+    """An operator that says itself what it is in smaller ones, as `jax.lax.custom_root` does."""
+
+    def __init__(self, aval):
+        self.in_avals, self.out_aval, self.params = (aval,), aval, {}
+        super().__init__()
+
+    def expand(self, x):
+        return 3.0 * jnp.sum(x, axis=0) + jnp.sin(x)
+
+    def vjp_fwd(self, nonzero, x):
+        return self(x), x
+
+    def vjp_bwd_retval(self, x, grad):
+        return (3.0 * jnp.sum(grad, axis=0) + jnp.cos(x) * grad,)
+
+
+@shows("operators of jax.experimental.hijax, jax.lax.custom_root among them")
+def test_operators_that_say_what_they_are_in_smaller_ones():
+    def fn(x):
+        x = gshard.split(x, 1, 8)
+        return jax.value_and_grad(lambda x: jnp.sum(Tripled(jax.typeof(x))(x) ** 2))(x)
+
+    x = random_array((3, 16))
+    assert kinds(gshard.jit(fn).lower(x)) == {"all_reduce": 1}  # of the scalar
+    close(gshard.jit(fn)(x), jax.jit(fn)(x))
