@@ -24,6 +24,7 @@ from jax import Array
 from gshard.nn.exact import float32_logits
 from gshard.nn.flat import flat_dropless, flat_groups
 from gshard.nn.gating import PAPER_GATING, GatingConfig, Routed, RouterMetrics, Routing, route
+from gshard.nn.grouped import fits, grouped_product
 from gshard.nn.hashing import Random
 from gshard.nn.layers import dropout, init_weight, relu, split_key
 from gshard.nn.strategy import ONE_DEVICE, Strategy
@@ -52,15 +53,36 @@ class Experts(eqx.Module):
         h_EGCH = drop(relu(jnp.einsum("EGCM,EMH->EGCH", x_EGCM, self.wi.astype(dtype))))
         return jnp.einsum("EGCH,EHM->GECM", h_EGCH, self.wo.astype(dtype))
 
-    def in_place(
-        self, x_ECM: Array, expert: Array | None = None, *, drop: Drop = lambda h: h
-    ) -> Array:
-        """Every expert, or one alone, on its own tokens; results stand where the tokens stood."""
-        dtype, wi, wo = x_ECM.dtype, self.wi, self.wo
-        if expert is not None:
-            wi, wo = (jax.lax.dynamic_index_in_dim(w, expert) for w in (wi, wo))
-        h_ECH = drop(relu(jnp.einsum("ECM,EMH->ECH", x_ECM, wi.astype(dtype))))
-        return jnp.einsum("ECH,EHM->ECM", h_ECH, wo.astype(dtype))
+    def in_place(self, x_ECM: Array, drop: Drop = lambda h: h) -> Array:
+        """Every expert on its own tokens; results stand where the tokens stood."""
+        dtype = x_ECM.dtype
+        h_ECH = drop(relu(jnp.einsum("ECM,EMH->ECH", x_ECM, self.wi.astype(dtype))))
+        return jnp.einsum("ECH,EHM->ECM", h_ECH, self.wo.astype(dtype))
+
+    def in_blocks(self, x_NCM: Array, expert_N: Array) -> Array:
+        """Each block of tokens by the expert of its number; E is none, and gives zeros."""
+        if self.by_kernel(x_NCM):
+            h_NCH = grouped_product(x_NCM, self.wi, expert_N, True)
+            return grouped_product(h_NCH, self.wo, expert_N, False)
+
+        def block(given: tuple[Array, Array]) -> Array:
+            x_CM, expert = given
+            return jax.lax.cond(
+                expert < len(self.wi), self._one, lambda x_CM, _: jnp.zeros_like(x_CM), x_CM, expert
+            )
+
+        return jax.lax.map(block, (x_NCM, expert_N))
+
+    def by_kernel(self, x: Array) -> bool:
+        """Whether `in_blocks` takes all blocks at once, without weights that no block needs."""
+        return fits(x, self.wi, self.wo)
+
+    def _one(self, x_CM: Array, expert: Array) -> Array:
+        wi_MH, wo_HM = (
+            jax.lax.dynamic_index_in_dim(w, expert, keepdims=False).astype(x_CM.dtype)
+            for w in (self.wi, self.wo)
+        )
+        return relu(x_CM @ wi_MH) @ wo_HM
 
 
 class MoE(eqx.Module):
@@ -142,9 +164,11 @@ class MoE(eqx.Module):
 
         # With a slot for every token in every expert, other ways compute nearly all for nothing.
         if strategy.devices == 1 and (dropless or self.dispatch == "flat"):
-            flat = flat_dropless if dropless else flat_groups
-            run = functools.partial(self.experts.in_place, drop=drop)
-            y_GSM = flat(run, routing, x_GSM, E, C)
+            if dropless:
+                y_GSM = flat_dropless(self.experts, routing, x_GSM, E)
+            else:
+                run = functools.partial(self.experts.in_place, drop=drop)
+                y_GSM = flat_groups(run, routing, x_GSM, E, C)
             return y_GSM.reshape(B, L, M), Routed(routing, metrics)
 
         dispatch, combine = DISPATCHES[self.dispatch]

@@ -9,15 +9,29 @@ pass. Dims: R tokens of all groups, K choices, X slots of all experts, each expe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from gshard.nn.gating import Routing
+from gshard.nn.grouped import ROWS
 
-RunExperts = Callable[..., Array]  # [E, C, M] to [E, C, M], or [1, C, M] by the expert of a number
+RunExperts = Callable[[Array], Array]  # [E, C, M] to [E, C, M]
+
+
+class AnyExperts(Protocol):
+    """What dropless tokens need of `gshard.nn.experts.Experts`."""
+
+    def in_place(self, x_ECM: Array) -> Array:
+        """Every expert on its own tokens."""
+
+    def in_blocks(self, x_NCM: Array, expert_N: Array) -> Array:
+        """Each block of tokens by the expert of its number; E is none, and gives zeros."""
+
+    def by_kernel(self, x: Array) -> bool:
+        """Whether blocks are taken all at once, and are no slower than experts side by side."""
 
 
 class Places(NamedTuple):
@@ -39,54 +53,52 @@ def flat_groups(run: RunExperts, routing: Routing, x_GSM: Array, E: int, C: int)
     return y_RM.reshape(G, S, M)
 
 
-def flat_dropless(run: RunExperts, routing: Routing, x_GSM: Array, E: int, C: int) -> Array:
-    """The experts on all tokens with room for all: `C`, room for a whole group, is not needed.
+def flat_dropless(experts: AnyExperts, routing: Routing, x_GSM: Array, E: int) -> Array:
+    """The experts on all tokens with room for all: the result does not depend on how.
 
-    How much room the fullest expert needs is known only when the tokens are there. A few times its
-    even share is often enough, and if not, the tokens take a way with more room. Where sentences of
-    one language crowd a few of many experts, they go through these in blocks, one after another:
-    the result does not depend on it.
+    Where there is a kernel for it, each expert's tokens go through it in whole blocks. Elsewhere
+    all experts get the room that the fullest one needs, which is known only when the tokens are
+    there: a few times its even share is often enough, and if not, the tokens take a way with more
+    room. Where sentences of one language crowd a few of many experts, they go through these in
+    blocks, one after another.
     """
     G, S, M = x_GSM.shape
     K, R = len(routing.expert), G * S
     x_RM, weight_KR = x_GSM.reshape(R, M), routing.weight.reshape(K, R)
     queue = Queue.of(routing.expert.reshape(K, R), routing.kept.reshape(K, R), E)
+    if experts.by_kernel(x_RM):
+        return in_blocks(experts, x_RM, weight_KR, queue, ROWS).reshape(G, S, M)
 
     def with_room(room: int) -> Callable[[], Array]:
         slot_KR = jnp.where(queue.kept, queue.expert * room + queue.place, E * room)
-        return lambda: through(run, x_RM, weight_KR, slot_KR, E, room)
+        return lambda: through(experts.in_place, x_RM, weight_KR, slot_KR, E, room)
 
     rooms = sorted({min(R, _round_up(times * K * R // E)) for times in _SHARES})
     ways = [with_room(room) for room in rooms]
     if rooms[-1] < R:
-        ways.append(lambda: in_blocks(run, x_RM, weight_KR, queue))
+        ways.append(lambda: in_blocks(experts, x_RM, weight_KR, queue, _BLOCK))
     way = jnp.sum(jnp.max(queue.load) > jnp.array(rooms))
     return jax.lax.switch(way, ways).reshape(G, S, M)
 
 
 _SHARES = (2, 4, 8)  # how many times its even share of the tokens an expert has room for
-_BLOCK = 32  # rows that go through one expert together
+_BLOCK = 32  # rows that go through one expert together, one block after another
 
 
-def in_blocks(run: RunExperts, x_RM: Array, weight_KR: Array, queue: Queue) -> Array:
-    """The experts on the blocks of rows before them, block by block, however full each is."""
+def in_blocks(experts: AnyExperts, x_RM: Array, weight_KR: Array, queue: Queue, rows: int) -> Array:
+    """The experts on the blocks of rows before them, however full each is."""
     (K, R), E = queue.expert.shape, len(queue.load)
-    most = K * R // _BLOCK + E
-    end_E = jnp.cumsum(-(-queue.load // _BLOCK))  # of the blocks of each
+    most = K * R // rows + E
+    end_E = jnp.cumsum(-(-queue.load // rows))  # of the blocks of each
     first_E = jnp.concatenate([jnp.zeros(1, end_E.dtype), end_E[:-1]])
-    slot_KR = first_E[queue.expert] * _BLOCK + queue.place
-    slot_KR = jnp.where(queue.kept, slot_KR, most * _BLOCK)
-    expert_N = jnp.searchsorted(end_E, jnp.arange(most), side="right")  # E: there is no such block
+    slot_KR = first_E[queue.expert] * rows + queue.place
+    slot_KR = jnp.where(queue.kept, slot_KR, most * rows)
+    expert_N = jnp.searchsorted(end_E, jnp.arange(most), side="right").astype(jnp.int32)
 
-    def block(given: tuple[Array, Array]) -> Array:
-        x_CM, expert = given
-        skipped = jnp.zeros_like(x_CM)
-        return jax.lax.cond(expert < E, lambda: run(x_CM[None], expert)[0], lambda: skipped)
+    def run(x_NCM: Array) -> Array:
+        return experts.in_blocks(x_NCM, expert_N)
 
-    def run_blocks(x_NCM: Array) -> Array:
-        return jax.lax.map(block, (x_NCM, expert_N))
-
-    return through(run_blocks, x_RM, weight_KR, slot_KR, most, _BLOCK)
+    return through(run, x_RM, weight_KR, slot_KR, most, rows)
 
 
 def _round_up(rows: int) -> int:
