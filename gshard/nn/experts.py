@@ -67,8 +67,9 @@ class Experts(eqx.Module):
 
         def block(given: tuple[Array, Array]) -> Array:
             x_CM, expert = given
+            skipped = jnp.zeros_like(x_CM)
             return jax.lax.cond(
-                expert < len(self.wi), self._one, lambda x_CM, _: jnp.zeros_like(x_CM), x_CM, expert
+                expert < len(self.wi), lambda: self._one(x_CM, expert), lambda: skipped
             )
 
         return jax.lax.map(block, (x_NCM, expert_N))
