@@ -27,12 +27,17 @@ _COMING = 120  # seconds that processes wait for each other at the start
 _ALONE = 60  # seconds of silence after which JAX takes another process for dead
 _WATCHED = 3600  # the same, where a parent watches
 _LEAVING = 60  # seconds that processes wait for each other at the end
-VIRTUAL = 8  # CPU devices in all, where there is no accelerator
+VIRTUAL = 8  # CPU devices in all to train on, where there is no accelerator
 MOST = 4096  # each virtual device has threads of its own
 
 
-def start(devices: int = 0, hosts: Hosts = Hosts()) -> None:  # noqa: B008  (frozen)
-    """Connect the hosts and bring up `devices` devices: all there are, or 8 virtual ones."""
+def start(
+    devices: int = 0,
+    hosts: Hosts = Hosts(),  # noqa: B008  (frozen)
+    *,
+    virtual: int = VIRTUAL,
+) -> None:
+    """Connect the hosts and bring up `devices` devices: all there are, or `virtual` of a CPU."""
     if devices < 0:
         raise UserError(f"devices.count is {devices}; it is 0 for all, or how many")
     if devices > MOST:
@@ -41,7 +46,7 @@ def start(devices: int = 0, hosts: Hosts = Hosts()) -> None:  # noqa: B008  (fro
         raise UserError(f"{devices} devices do not divide among {hosts.count} processes")
     # In a notebook or a test, JAX may have its devices already, and then keeps them.
     with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", max(1, (devices or VIRTUAL) // hosts.count))
+        jax.config.update("jax_num_cpu_devices", max(1, (devices or virtual) // hosts.count))
     if hosts.count > 1:
         _connect(hosts)
     if devices > jax.device_count():

@@ -44,7 +44,7 @@ def evaluate(
         int, typer.Option(help="steps of training a bilingual model, at most")
     ] = 4_000,
     examples: Annotated[int, typer.Option(help="of each task, to read in the report")] = 3,
-    devices: Annotated[int, typer.Option(help="devices to use; 0 is all")] = 0,
+    devices: Annotated[int, typer.Option(help="devices to use; 0 is all, or a CPU as one")] = 0,
     coordinator: Coordinator = "",
     processes: Processes = None,
     process: Process = None,
@@ -66,7 +66,8 @@ def evaluate(
     # What is misspelt shows now, and not after the weights are read.
     held_out(opened.corpus, tasks_of(opened.tokenizer, chosen), split, 1)
 
-    hosts.start(devices, members(coordinator, processes, process))
+    which = members(coordinator, processes, process)
+    hosts.start(devices, which, virtual=which.count)  # more would share the same cores
     hosts.cache_programs()
     steps = baseline_steps if baselines else 0
     try:

@@ -16,7 +16,7 @@ def serve(
     alpha: Annotated[float, typer.Option(help="how much longer translations are favoured")] = 0.6,
     checkpoint: Annotated[str, typer.Option(help="best, last, or a step")] = "best",
     rows: Annotated[int, typer.Option(help="sentences translated together, at most")] = 16,
-    devices: Annotated[int, typer.Option(help="devices to use; 0 is all")] = 0,
+    devices: Annotated[int, typer.Option(help="devices to use; 0 is all, or a CPU as one")] = 0,
 ) -> None:
     """Show a page on this machine: type a sentence, see its translation and its experts."""
     import os

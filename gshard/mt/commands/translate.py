@@ -48,7 +48,7 @@ def translate(
     out: Annotated[
         Path | None, typer.Option(help="write to this file; the same command goes on with it")
     ] = None,
-    devices: Annotated[int, typer.Option(help="devices to use; 0 is all")] = 0,
+    devices: Annotated[int, typer.Option(help="devices to use; 0 is all, or a CPU as one")] = 0,
     coordinator: Coordinator = "",
     processes: Processes = None,
     process: Process = None,

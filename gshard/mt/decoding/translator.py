@@ -281,7 +281,7 @@ def open_translator(
     from gshard.mt.config import DeviceConfig
     from gshard.mt.training.checkpoint import load_model, model_like
 
-    hosts.start(devices, members)
+    hosts.start(devices, members, virtual=members.count)  # more would share the same cores
     hosts.cache_programs()
     strategy = hosts.strategy(DeviceConfig(devices))
     model, step = load_model(run, which, model_like(run.model_config, strategy))
