@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -24,9 +25,11 @@ from gshard.mt.launch.environment import Hosts
 from gshard.nn.strategy import Strategy
 
 _COMING = 120  # seconds that processes wait for each other at the start
+_ASKING = 10  # of these they look for the first one themselves
 _ALONE = 60  # seconds of silence after which JAX takes another process for dead
 _WATCHED = 3600  # the same, where a parent watches
 _LEAVING = 60  # seconds that processes wait for each other at the end
+_TOLD = 1000  # bytes of what processes tell each other
 VIRTUAL = 8  # CPU devices in all to train on, where there is no accelerator
 MOST = 4096  # each virtual device has threads of its own
 
@@ -65,6 +68,8 @@ def _connect(hosts: Hosts) -> None:
     # Its handler would swallow SIGTERM, at which a training saves and stops.
     jax.config.update("jax_enable_preemption_service", False)
     watched = status.VARIABLE in os.environ
+    if hosts.index:
+        _until_it_listens(hosts.coordinator)
     try:
         jax.distributed.initialize(
             hosts.coordinator,
@@ -84,6 +89,17 @@ def _connect(hosts: Hosts) -> None:
         ) from None
 
 
+def _until_it_listens(address: str) -> None:
+    """Until there is somebody at an address: JAX, refused once, asks again after a second only."""
+    host, _, port = address.rpartition(":")
+    until = time.monotonic() + _ASKING
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError):
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+            return
+        time.sleep(0.02)
+
+
 def is_first() -> bool:
     """Whether this process is the one that writes what all of them share."""
     return jax.process_index() == 0
@@ -100,6 +116,16 @@ def told_by_first(value: bool) -> bool:
     if jax.process_count() == 1:
         return value
     return bool(multihost_utils.broadcast_one_to_all(np.array(value)))
+
+
+def told_by_any(text: str) -> str:
+    """The text of the first process that has one, on all of them; its beginning, if it is long."""
+    if jax.process_count() == 1:
+        return text
+    mine = text.encode()[:_TOLD].ljust(_TOLD, b"\0")
+    told = multihost_utils.process_allgather(np.frombuffer(mine, np.uint8))
+    texts = [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in np.asarray(told)]
+    return next(filter(None, texts), "")
 
 
 def chosen(config: DeviceConfig) -> list[jax.Device]:

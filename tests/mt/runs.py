@@ -10,7 +10,8 @@ from gshard.mt.batching.batches import BatchConfig
 from gshard.mt.batching.tokenizer import VocabularyConfig
 from gshard.mt.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from gshard.mt.run import Run
-from gshard.mt.training.checkpoint import Checkpoints, load_model
+from gshard.mt.training.checkpoint import Checkpoints
+from gshard.mt.training.loading import load_model
 from gshard.nn.gating import GatingConfig
 from gshard.nn.transformer import TransformerConfig
 from tests.nn import models

@@ -279,7 +279,7 @@ def open_translator(
     """The translator of a run on so many devices (0: all), and the step of its weights."""
     from gshard.mt import hosts
     from gshard.mt.config import DeviceConfig
-    from gshard.mt.training.checkpoint import load_model, model_like
+    from gshard.mt.training.loading import load_model, model_like
 
     hosts.start(devices, members, virtual=members.count)  # more would share the same cores
     hosts.cache_programs()

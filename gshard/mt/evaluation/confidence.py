@@ -184,7 +184,7 @@ def tables(found: Sequence[Confidence]) -> str:
 
 def _main() -> None:
     from gshard.mt import hosts
-    from gshard.mt.training.checkpoint import load_model
+    from gshard.mt.training.loading import load_model
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("runs", nargs="+")

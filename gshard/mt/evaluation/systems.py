@@ -27,7 +27,7 @@ from gshard.mt.evaluation.heldout import HeldOut
 from gshard.mt.progress import Progress
 from gshard.mt.run import Run
 from gshard.mt.together import Together
-from gshard.mt.training.checkpoint import load_model, model_like
+from gshard.mt.training.loading import load_model, model_like
 from gshard.nn.config import Batch
 
 LOAD, SEARCH, ROUTE = "load", "search", "route"

@@ -35,6 +35,7 @@ class Status:
     since: float = 0.0  # when it began to do that; seconds of the wall clock
     seen: float = 0.0  # when this was written
     spent: Mapping[str, float] = field(default_factory=dict)  # seconds of what it did before
+    longest: Mapping[str, float] = field(default_factory=dict)  # the same, of a single time
     stopped: bool = False  # by SIGSTOP: what its parent knows of it
 
 
@@ -60,8 +61,16 @@ class Reporter:
         step = now.step if step is None else step
         if (doing, step) != (now.doing, now.step):
             clock = time.time()
-            spent = {**now.spent, now.doing: now.spent.get(now.doing, 0.0) + clock - now.since}
+            took = clock - now.since
+            spent = {**now.spent, now.doing: now.spent.get(now.doing, 0.0) + took}
             self._now = replace(now, step=step, doing=doing, since=clock, spent=spent)
+            self.took(now.doing, took)
+
+    def took(self, doing: str, seconds: float) -> None:
+        """So long it took to do that, here or in the background."""
+        before = self._now.longest
+        longest = {**before, doing: max(seconds, before.get(doing, 0.0))}
+        self._now = replace(self._now, longest=longest)
 
     def close(self) -> None:
         """Say that the process ends, and write no more."""

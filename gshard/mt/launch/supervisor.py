@@ -34,6 +34,8 @@ _BUSY = (  # may be silent for longer
     ALONE,
     "ending",
 )
+# What takes as long each time, unless it hangs.
+_MEASURED = ("preparing", "compiling", "restoring", "saving", "writing")
 
 
 class Child(Protocol):
@@ -76,8 +78,8 @@ class Patience:
     silent: float = 10.0  # without a sign of life
     busy: float = 60.0  # the same while it compiles, which leaves other threads little room
     lagging: float = 4.0  # the same, worth a word
-    starting: float = 600.0  # until the first step: compiling is slow
-    saving: float = 600.0
+    starting: float = 600.0  # until the first step, or for the first save: nobody knows how long
+    longest: float = 3.0  # for what has been done before, as a multiple of the longest time
     usual_steps: float = 20.0  # without a step, as a multiple of the usual one
     least: float = 15.0  # but never less than this
     stopping: float = 120.0  # to save after SIGTERM
@@ -119,6 +121,8 @@ class Supervisor:
         self._patience = patience
         self._asked = 0  # the signal that ended it all
         self._paces: list[float] = []
+        self._longest: dict[str, float] = {}  # seconds, by what was done
+        self._started = 0  # processes of the last attempt
         self._moved = (0, 0.0)  # the newest step of all, and when it was seen
         self._best = -1  # the newest step of all attempts
         self._failed = 0.0  # when a failure was noticed, until there is a step again
@@ -176,6 +180,8 @@ class Supervisor:
         """
         children = self._machines.start(self._command, count, scratch)
         self._moved, self._lagging = (0, time.time()), set()
+        if count != self._started:  # others compile other programs, and save other parts
+            self._started, self._longest = count, {}
         looked, stopping, why = time.time(), 0.0, None
         try:
             while True:
@@ -239,6 +245,9 @@ class Supervisor:
         """All give signs of life, and yet no step is made."""
         if all(state.doing in (WAITING, ALONE) for state in states.values()):
             return None
+        for state in states.values():
+            for doing, seconds in state.longest.items():
+                self._longest[doing] = max(seconds, self._longest.get(doing, 0.0))
         newest = max(state.step for state in states.values())
         step, since = self._moved
         if newest > step:
@@ -252,16 +261,28 @@ class Supervisor:
         # Whoever waits for others is in a step; somebody else is the cause, or who is behind.
         others = {i: s for i, s in states.items() if s.doing != "training"}
         index, state = min((others or states).items(), key=lambda i: (i[1].step, i[1].since))
-        usual = statistics.median(self._paces) if self._paces else 0.0
-        limit = max(self._patience.least, self._patience.usual_steps * usual)
-        if state.doing in _BUSY or not newest:
-            limit = self._patience.starting
-        elif state.doing == "saving":
-            limit = max(limit, self._patience.saving)
-        waited = now - max(since, state.since)
+        waited, limit = now - max(since, state.since), self._limit(state.doing, bool(newest))
         if waited > limit:
+            self._allow(state.doing, waited)
             return Failure(index, _hung("has made no step for", waited, state), None)
         return None
+
+    def _limit(self, doing: str, begun: bool) -> float:
+        """The seconds for which no step may be made by who does that."""
+        patience = self._patience
+        if doing in _MEASURED and doing in self._longest:
+            least = patience.busy if doing in _BUSY else patience.least
+            return max(least, patience.longest * self._longest[doing])
+        if doing in (*_BUSY, *_MEASURED) or not begun:
+            return patience.starting
+        usual = statistics.median(self._paces) if self._paces else 0.0
+        return max(patience.least, patience.usual_steps * usual)
+
+    def _allow(self, doing: str, seconds: float) -> None:
+        """A disk may have got slower for good: what was taken for a hang may take longer now."""
+        if doing in self._longest:
+            most = self._patience.starting / self._patience.longest
+            self._longest[doing] = max(self._longest[doing], min(seconds, most))
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -20,7 +20,8 @@ from gshard.mt.config import DataConfig, DeviceConfig, RunConfig, to_json
 from gshard.mt.errors import UserError
 from gshard.mt.release.card import CARD, card
 from gshard.mt.run import CONFIG, Run
-from gshard.mt.training.checkpoint import load_model, named
+from gshard.mt.training.checkpoint import named
+from gshard.mt.training.loading import load_model
 from gshard.mt.training.weights import WEIGHTS, write_weights
 
 Precision = Literal["bfloat16", "float32"]

@@ -8,35 +8,27 @@ file has a checksum; a checkpoint with a file that differs is named and passed o
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-import gshard
 from gshard.mt import hosts
-from gshard.mt.errors import UserError, nearest
-from gshard.mt.run import Run
-from gshard.mt.training import checksums
-from gshard.mt.training.weights import WEIGHTS, read_weights
-from gshard.nn.config import TransformerConfig
-from gshard.nn.strategy import ONE_DEVICE, Strategy
-from gshard.nn.transformer import Transformer
+from gshard.mt.errors import UserError
+from gshard.mt.training import checksums, rendezvous
 from gshard.uneven import UnevenArray
 
 FOLDER = "checkpoints"
 _ITEMS = ("model", "optimizer", "note")
 _FULL = ("No space left", "ENOSPC", "Disk quota", "RESOURCE_EXHAUSTED")
+_ROOM = 1 << 16  # bytes that have to be free for a save to begin
 _DISK = (*_FULL, "Read-only file system", "Permission denied", "Input/output error")
 
 # Orbax tells of every step it takes, errors of its threads included; what matters is raised.
@@ -71,7 +63,10 @@ class Checkpoints:
                 read_only=read_only,
                 create=not read_only,
                 # Called when all files are there, before they get the checkpoint's name.
-                async_options=ocp.AsyncOptions(post_finalization_callback=self._add_checksums),
+                async_options=ocp.AsyncOptions(
+                    post_finalization_callback=self._add_checksums,
+                    barrier_sync_fn=rendezvous.wait,
+                ),
             )
             return ocp.CheckpointManager(
                 self.folder, item_names=_ITEMS, item_handlers=handlers, options=options
@@ -80,7 +75,8 @@ class Checkpoints:
         self.damaged = self._set_aside(read_only)  # a line about each
         self._open = manager
         self._manager = manager()
-        self._saving = 0  # the step that is being written
+        self.saving, self._began = 0, 0.0  # the step that is being written, and since when
+        self.took = 0.0  # seconds, the last save in the background; known to process 0
 
     @property
     def steps(self) -> list[int]:
@@ -100,8 +96,10 @@ class Checkpoints:
         be tried again.
         """
         self.wait()
-        self._saving = step
-        with self._explained(step):
+        if why := hosts.told_by_any(self._no_room()):
+            raise self._save_error(step, why)
+        self.saving, self._began = step, time.monotonic()
+        try:
             if step in self.steps:  # a damaged one, which training has passed over
                 self._manager.delete(step)
             self._manager.save(
@@ -114,19 +112,35 @@ class Checkpoints:
                 metrics={"nll": dev_nll},
                 force=True,
             )
+        except Exception as error:
+            if why := _refusal(error):
+                raise self._given_up(step, why) from error
+            raise
 
     def wait(self) -> None:
-        """Until everything is on disk; what went wrong in the background is raised here."""
-        with self._explained(self._saving):
+        """Until everything is on disk; what went wrong in the background is raised here.
+
+        All hosts wait at the same step, and what went wrong on one of them is raised on all.
+        """
+        if not self.saving:
+            return
+        problem = None
+        try:
             self._manager.wait_until_finished()
-        self._saving = 0
+        except Exception as error:  # Orbax and TensorStore raise all kinds
+            problem = error
+        if why := hosts.told_by_any(_refusal(problem)):
+            raise self._given_up(self.saving, why) from problem
+        if problem:
+            raise problem
+        self.saving = 0
 
     def check(self) -> None:
         """Raise what went wrong in the background, if that is known already.
 
         Several hosts have to wait at the same step, which is when the next save begins.
         """
-        if self._saving and jax.process_count() == 1 and not self._manager.is_saving_in_progress():
+        if self.saving and jax.process_count() == 1 and not self._manager.is_saving_in_progress():
             self.wait()
 
     def forget_after(self, step: int) -> None:
@@ -136,9 +150,8 @@ class Checkpoints:
 
     def close(self) -> None:
         """Finish writing and let go."""
-        with contextlib.suppress(SaveError):  # has been told by `wait`, or does not matter any more
-            self.wait()
-        self._manager.close()
+        with contextlib.suppress(Exception):  # told by `wait`, or does not matter any more
+            self._manager.close()
 
     def restore_newest(
         self, model: Any, optimizer: Any
@@ -216,8 +229,9 @@ class Checkpoints:
 
     def _add_checksums(self) -> None:
         if hosts.is_first():
-            (folder,) = self.folder.glob(f"{self._saving}.orbax-checkpoint-tmp*")
+            (folder,) = self.folder.glob(f"{self.saving}.orbax-checkpoint-tmp*")
             checksums.write(folder)
+            self.took = time.monotonic() - self._began
 
     def _check(self, step: int, wanted: dict[str, Any]) -> None:
         """That the checkpoint is of such a model: names and shapes are told without its arrays."""
@@ -242,27 +256,42 @@ class Checkpoints:
         first = problem.strip().splitlines()[0]
         return f"the checkpoint {self.folder / str(step)} is damaged: {first[:200]}"
 
-    @contextlib.contextmanager
-    def _explained(self, step: int) -> Iterator[None]:
-        """What the disk refuses becomes a `SaveError`, and leaves nothing half-written."""
+    def _no_room(self) -> str:
+        """What the disk refuses before anything is begun: hosts can still agree not to begin."""
+        probe = self.folder / f"room-{jax.process_index()}"
         try:
-            yield
-        except Exception as error:
-            text = str(error)
-            if not isinstance(error, OSError) and not any(word in text for word in _DISK):
-                raise
-            with contextlib.suppress(Exception):
-                self._manager.close()
-            if hosts.is_first():
-                for part in self.folder.glob("*.orbax-checkpoint-tmp*"):
-                    shutil.rmtree(part, ignore_errors=True)
-            self._saving, self._manager = 0, self._open()
-            full = any(word in text for word in _FULL)
-            why = "the disk is full" if full else text.strip().splitlines()[0][:200]
-            raise SaveError(
-                f"step {step} could not be saved in {self.folder}: {why}. The checkpoints before "
-                "it are whole; make room and run the same command again to continue from them"
-            ) from error
+            probe.write_bytes(bytes(_ROOM))
+            probe.unlink()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                probe.unlink()
+            return _refusal(error)
+        return ""
+
+    def _given_up(self, step: int, why: str) -> SaveError:
+        """The error, after which nothing half-written is left, and saving can be tried again."""
+        with contextlib.suppress(Exception):
+            self._manager.close()
+        if hosts.is_first():
+            for part in self.folder.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(part, ignore_errors=True)
+        self.saving, self._manager = 0, self._open()
+        return self._save_error(step, why)
+
+    def _save_error(self, step: int, why: str) -> SaveError:
+        return SaveError(
+            f"step {step} could not be saved in {self.folder}: {why}. The checkpoints before "
+            "it are whole; make room and run the same command again to continue from them"
+        )
+
+
+def _refusal(error: Exception | None) -> str:
+    """What the disk has refused, in words; "" for an error of another kind."""
+    text = str(error)
+    if not isinstance(error, OSError) and not any(word in text for word in _DISK):
+        return ""
+    full = any(word in text for word in _FULL)
+    return "the disk is full" if full else text.strip().splitlines()[0][:200]
 
 
 def _loss(metrics: dict[str, float]) -> float:
@@ -277,92 +306,6 @@ class DamagedError(UserError):
 
 class SaveError(UserError):
     """A checkpoint that could not be written; those before it are whole."""
-
-
-def load_model(run: Run, which: str = "best", like: Any = None) -> tuple[Transformer, int]:
-    """The weights of a run and their step: "best", "last", a step, or "untrained" for fresh ones.
-
-    `like` is the model as shapes with shardings (`model_like`); each host then reads only what
-    its devices hold. Without it the weights come whole to this process.
-    """
-    if which == "untrained":
-        return _fresh(run, like), 0
-    if (run.folder / WEIGHTS).is_file():
-        return _released(run, which, like)
-    checkpoints = Checkpoints(run.folder, read_only=True)
-    step = _chosen(checkpoints, which, run.folder)
-    if like is None:
-        like = model_like(run.model_config)
-    return checkpoints.restore_model(step, like), step
-
-
-def model_like(config: TransformerConfig, strategy: Strategy = ONE_DEVICE) -> Transformer:
-    """A model as shapes with shardings, as a strategy spreads it: experts split, the rest whole."""
-    shapes = eqx.filter_eval_shape(Transformer, config, jax.random.key(0))
-    if strategy.devices > 1:
-        spread = gshard.jit(
-            functools.partial(strategy.weights, stacked=1),
-            devices=jax.devices()[: strategy.devices],
-        )
-        (shapes,) = spread.lower(shapes).in_info
-        return shapes
-    whole = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), shapes
-    )
-
-
-def _fresh(run: Run, like: Any) -> Transformer:
-    """The weights before training, made where they belong."""
-
-    def fresh() -> Transformer:
-        return Transformer(run.model_config, jax.random.key(run.config.train.seed))
-
-    if like is None:
-        return fresh()
-    return jax.jit(fresh, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like))()
-
-
-def _released(run: Run, which: str, like: Any) -> tuple[Transformer, int]:
-    """The weights of a release, which has those of one step, in the model's dtypes."""
-    path = run.folder / WEIGHTS
-    arrays, note = read_weights(path)
-    like = like or model_like(run.model_config)
-    wanted = named(like)
-    if {n: a.shape for n, a in arrays.items()} != {n: leaf.shape for n, leaf in wanted.items()}:
-        raise UserError(f"{path} holds the weights of another model than {run.folder} describes")
-    step = int(note.get("step", 0))
-    if which not in ("best", "last", str(step)):
-        raise UserError(
-            f"no checkpoint {which!r} in {run.folder}: it is the release of step {step}"
-        )
-
-    def part(name: str, where: Any) -> np.ndarray:
-        return arrays[name][where].astype(wanted[name].dtype)
-
-    placed = {
-        name: jax.make_array_from_callback(
-            leaf.shape, leaf.sharding, functools.partial(part, name), dtype=leaf.dtype
-        )
-        for name, leaf in wanted.items()
-    }
-    return unnamed(placed, like), step
-
-
-def _chosen(checkpoints: Checkpoints, which: str, folder: Path) -> int:
-    steps = checkpoints.steps
-    if not steps:
-        raise UserError(f"{folder} has no whole checkpoint yet; `gshard train {folder}` makes some")
-    if which == "best":
-        return checkpoints.best()
-    if which == "last":
-        return steps[-1]
-    if which.isdigit() and int(which) in steps:
-        return int(which)
-    known = ("best", "last", "untrained", *map(str, steps))
-    raise UserError(
-        f"no checkpoint {which!r} in {folder}; there are {', '.join(known)}{nearest(which, known)}"
-    )
 
 
 def named(tree: Any) -> dict[str, Any]:

@@ -202,6 +202,7 @@ class _Loop:
             )
         if saved != step or self._failed_save():
             self._save(step, state, data, last=True)
+        self.reporter.tell("writing", step)
         self.checkpoints.wait()
 
     def _failed_save(self) -> bool:
@@ -309,6 +310,7 @@ class _Loop:
         if self.in_a_row and not last:
             self.progress.note(f"step {step:,} is not saved: its update was left out")
             return False
+        self._wait_for_the_last(step)
         self.reporter.tell("saving", step)
         if not self.programs.finite(state):
             raise UserError(
@@ -339,6 +341,17 @@ class _Loop:
             return False
         self.unsaved = False
         return True
+
+    def _wait_for_the_last(self, step: int) -> None:
+        """Until the save before is on disk; if it has failed, the next one is what counts."""
+        if not self.checkpoints.saving:
+            return
+        self.reporter.tell("writing", step)
+        try:
+            self.checkpoints.wait()
+            self.reporter.took("writing", self.checkpoints.took)
+        except SaveError as error:
+            self._tell_unsaved(error)
 
     def _dev_nll(self, state: RunState) -> float:
         """Per target token, over the dev batches; the training loss where there is no dev text."""

@@ -114,7 +114,7 @@ from gshard.mt import hosts
 from gshard.mt.config import DeviceConfig
 from gshard.mt.launch.environment import find
 from gshard.mt.run import Run
-from gshard.mt.training.checkpoint import load_model, model_like
+from gshard.mt.training.loading import load_model, model_like
 
 hosts.start(2, find(os.environ))
 run = Run.open(sys.argv[1])

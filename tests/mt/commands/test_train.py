@@ -16,7 +16,8 @@ import pytest
 
 from gshard.mt.config import to_json
 from gshard.mt.run import Run
-from gshard.mt.training.checkpoint import Checkpoints, load_model
+from gshard.mt.training.checkpoint import Checkpoints
+from gshard.mt.training.loading import load_model
 from tests.mt.runs import run_config
 
 GSHARD = [sys.executable, "-m", "gshard.cli"]

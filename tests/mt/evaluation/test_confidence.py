@@ -14,7 +14,7 @@ from gshard.mt.evaluation.confidence import (
 from gshard.mt.evaluation.evaluate import EvaluateConfig
 from gshard.mt.evaluation.scores import score
 from gshard.mt.run import Run
-from gshard.mt.training.checkpoint import load_model
+from gshard.mt.training.loading import load_model
 from gshard.nn import Batch
 from tests.mt.runs import make_run
 

@@ -1,12 +1,17 @@
 """Every launcher's environment, as it sets it, and contradictions in one line."""
 
+import socket
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from gshard.mt import hosts
 from gshard.mt.errors import UserError
 from gshard.mt.launch.environment import Hosts, find
+from gshard.mt.launch.local import free_port
 
 SLURM = {
     "SLURM_JOB_ID": "70123",
@@ -134,3 +139,28 @@ def test_the_job_files_set_what_is_read():
     for name in ("PROCESSES_IN_JOB", "JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_INDEX"):
         assert f"name: {name}" in text
     assert subprocess.run(["bash", "-n", jobs / "slurm.sh"]).returncode == 0
+
+
+def test_who_comes_before_the_first_one_waits_until_it_listens():
+    port, listens = free_port("127.0.0.1"), threading.Event()
+    first = socket.socket()
+
+    def come_later():
+        time.sleep(0.1)
+        listens.set()
+        first.bind(("127.0.0.1", port))
+        first.listen()
+
+    thread = threading.Thread(target=come_later)
+    thread.start()
+    try:
+        hosts._until_it_listens(f"127.0.0.1:{port}")
+        assert listens.is_set()
+    finally:
+        thread.join()
+        first.close()
+
+
+def test_one_that_never_comes_is_left_to_jax_to_tell(monkeypatch):
+    monkeypatch.setattr(hosts, "_ASKING", 0.1)
+    hosts._until_it_listens(f"127.0.0.1:{free_port('127.0.0.1')}")

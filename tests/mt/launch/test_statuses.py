@@ -8,7 +8,7 @@ import pytest
 from gshard import cli
 from gshard.mt.errors import MissingHostsError, UserError
 from gshard.mt.launch.local import LocalChild
-from gshard.mt.launch.status import ALONE, WAITING, Status
+from gshard.mt.launch.status import ALONE, WAITING, Reporter, Status
 from gshard.mt.launch.supervisor import Failure, Patience, Supervisor
 
 
@@ -124,3 +124,50 @@ def test_what_the_time_went_into_until_there_is_a_step_again():
     assert notes == [
         "a step again after 10.0 s: loading Python 1.7, starting 2.0, compiling 5.2, restoring 1.0"
     ]
+
+
+@pytest.mark.parametrize(
+    ("doing", "longest", "limit"),
+    [
+        ("saving", {}, 600),  # the first one: nobody knows
+        ("saving", {"saving": 1.0}, 15),
+        ("saving", {"saving": 60.0, "writing": 500.0}, 180),
+        ("writing", {"saving": 1.0, "writing": 20.0}, 60),
+        ("restoring", {"restoring": 2.0}, 60),
+        ("restoring", {"saving": 2.0}, 600),
+        ("training", {"training": 100.0}, 15),
+    ],
+)
+def test_a_hang_is_noticed_by_what_is_usual_for_what_is_done(doing, longest, limit):
+    """They give signs of life, and stand still: as when one waits for ever for another's save."""
+    supervisor = Supervisor(None, [], 2, print, Patience())
+    supervisor._moved = (12, 1000.0)
+    states = {i: Status("host", i, 12, doing, 1000.0, longest=longest) for i in range(2)}
+    assert supervisor._stuck(states, 1000.0 + limit - 1) is None
+    found = supervisor._stuck(states, 1000.0 + limit + 1)
+    assert f"has made no step for {limit + 1} s after step 12, while {doing}" in str(found)
+
+
+def test_what_was_taken_for_a_hang_may_take_longer_the_next_time():
+    supervisor = Supervisor(None, [], 1, print, Patience())
+    state = Status("host", 7, 12, "writing", 1000.0, longest={"writing": 8.0})
+    limits = []
+    for _ in range(5):
+        supervisor._moved = (12, 1000.0)
+        limit = next(n for n in range(2000) if supervisor._stuck({0: state}, 1000.0 + n))
+        limits.append(limit)
+    assert limits == [25, 76, 229, 601, 601]
+
+
+def test_a_process_says_how_long_it_took(monkeypatch):
+    clock = iter([100.0, 101.0, 103.0, 107.0, 108.0, 109.0, 110.0])
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    reporter = Reporter()
+    for step in range(3):
+        reporter.tell("training", step)
+        reporter.tell("saving", step)
+    assert reporter._now.longest == {"starting": 1.0, "training": 2.0, "saving": 4.0}
+    reporter.took("saving", 3.0)
+    reporter.took("writing", 3.0)
+    assert reporter._now.longest["saving"] == 4.0
+    assert reporter._now.longest["writing"] == 3.0

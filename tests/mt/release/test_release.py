@@ -15,7 +15,8 @@ from gshard.mt.errors import UserError
 from gshard.mt.release.make import anywhere, make_release
 from gshard.mt.run import Run
 from gshard.mt.training import loop
-from gshard.mt.training.checkpoint import load_model, named
+from gshard.mt.training.checkpoint import named
+from gshard.mt.training.loading import load_model
 from gshard.mt.training.weights import WEIGHTS, read_weights, write_weights
 from tests.mt.runs import Notes, make_run
 

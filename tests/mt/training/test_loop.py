@@ -14,7 +14,8 @@ from gshard.mt.batching.batches import Batches
 from gshard.mt.errors import UserError
 from gshard.mt.run import Run
 from gshard.mt.training import programs
-from gshard.mt.training.checkpoint import Checkpoints, load_model
+from gshard.mt.training.checkpoint import Checkpoints
+from gshard.mt.training.loading import load_model
 from gshard.mt.training.loop import train
 from tests.mt.runs import Notes, copied, losses, weights, with_devices, with_train
 

@@ -1,0 +1,106 @@
+"""The weights of a run or a release, whole or in the shards that a strategy asks for."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+import gshard
+from gshard.mt.errors import UserError, nearest
+from gshard.mt.run import Run
+from gshard.mt.training.checkpoint import Checkpoints, named, unnamed
+from gshard.mt.training.weights import WEIGHTS, read_weights
+from gshard.nn.config import TransformerConfig
+from gshard.nn.strategy import ONE_DEVICE, Strategy
+from gshard.nn.transformer import Transformer
+
+
+def load_model(run: Run, which: str = "best", like: Any = None) -> tuple[Transformer, int]:
+    """The weights of a run and their step: "best", "last", a step, or "untrained" for fresh ones.
+
+    `like` is the model as shapes with shardings (`model_like`); each host then reads only what
+    its devices hold. Without it the weights come whole to this process.
+    """
+    if which == "untrained":
+        return _fresh(run, like), 0
+    if (run.folder / WEIGHTS).is_file():
+        return _released(run, which, like)
+    checkpoints = Checkpoints(run.folder, read_only=True)
+    step = _chosen(checkpoints, which, run.folder)
+    if like is None:
+        like = model_like(run.model_config)
+    return checkpoints.restore_model(step, like), step
+
+
+def model_like(config: TransformerConfig, strategy: Strategy = ONE_DEVICE) -> Transformer:
+    """A model as shapes with shardings, as a strategy spreads it: experts split, the rest whole."""
+    shapes = eqx.filter_eval_shape(Transformer, config, jax.random.key(0))
+    if strategy.devices > 1:
+        spread = gshard.jit(
+            functools.partial(strategy.weights, stacked=1),
+            devices=jax.devices()[: strategy.devices],
+        )
+        (shapes,) = spread.lower(shapes).in_info
+        return shapes
+    whole = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), shapes
+    )
+
+
+def _fresh(run: Run, like: Any) -> Transformer:
+    """The weights before training, made where they belong."""
+
+    def fresh() -> Transformer:
+        return Transformer(run.model_config, jax.random.key(run.config.train.seed))
+
+    if like is None:
+        return fresh()
+    return jax.jit(fresh, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like))()
+
+
+def _released(run: Run, which: str, like: Any) -> tuple[Transformer, int]:
+    """The weights of a release, which has those of one step, in the model's dtypes."""
+    path = run.folder / WEIGHTS
+    arrays, note = read_weights(path)
+    like = like or model_like(run.model_config)
+    wanted = named(like)
+    if {n: a.shape for n, a in arrays.items()} != {n: leaf.shape for n, leaf in wanted.items()}:
+        raise UserError(f"{path} holds the weights of another model than {run.folder} describes")
+    step = int(note.get("step", 0))
+    if which not in ("best", "last", str(step)):
+        raise UserError(
+            f"no checkpoint {which!r} in {run.folder}: it is the release of step {step}"
+        )
+
+    def part(name: str, where: Any) -> np.ndarray:
+        return arrays[name][where].astype(wanted[name].dtype)
+
+    placed = {
+        name: jax.make_array_from_callback(
+            leaf.shape, leaf.sharding, functools.partial(part, name), dtype=leaf.dtype
+        )
+        for name, leaf in wanted.items()
+    }
+    return unnamed(placed, like), step
+
+
+def _chosen(checkpoints: Checkpoints, which: str, folder: Path) -> int:
+    steps = checkpoints.steps
+    if not steps:
+        raise UserError(f"{folder} has no whole checkpoint yet; `gshard train {folder}` makes some")
+    if which == "best":
+        return checkpoints.best()
+    if which == "last":
+        return steps[-1]
+    if which.isdigit() and int(which) in steps:
+        return int(which)
+    known = ("best", "last", "untrained", *map(str, steps))
+    raise UserError(
+        f"no checkpoint {which!r} in {folder}; there are {', '.join(known)}{nearest(which, known)}"
+    )

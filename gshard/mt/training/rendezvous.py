@@ -1,0 +1,42 @@
+"""Where the hosts of a save wait for each other, and hear of the one whose save has failed.
+
+Orbax's threads wait for each other twice in a save, when everything is written and when it has its
+name, and once more at its end, which a save that has failed comes to at once. With Orbax's own
+barriers the host that failed then waits at the end for the others, and they in the middle for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from gshard import _jax
+from gshard.mt import hosts
+
+_IN_A_SAVE = "async_"  # in the names of Orbax's barriers that a save which fails never comes to
+_rounds = itertools.count()  # the same one on every host, since all wait in every round
+
+
+class OtherHostError(Exception):
+    """The save has failed on another host, which knows why."""
+
+
+def wait(*, key: str, timeout_ms: int) -> None:
+    """Go on when all hosts are at the barrier `key`; an error if the save of one has failed."""
+    client = _jax.coordination()
+    while client is not None:
+        number = next(_rounds)
+        place = "middle" if _IN_A_SAVE in key else "end"
+        client.key_value_set(_folder(number) + place, "", allow_overwrite=True)
+        client.wait_at_barrier(f"gshard save {number}", timeout_ms)
+        apart = len(client.key_value_dir_get(_folder(number))) > 1
+        if hosts.is_first():  # all have read it
+            client.key_value_delete(_folder(number - 1))
+        if not apart:
+            return
+        if place == "middle":
+            raise OtherHostError("the save of another host has failed")
+        # The others come to the end too, now that they have heard of it.
+
+
+def _folder(number: int) -> str:
+    return f"gshard/save/{number}/"
