@@ -38,6 +38,7 @@ import numpy as np
 
 FAULTS = ("SIGKILL", "SIGSTOP", "flipped bit", "closed port", "full disk")
 SAVE_EVERY = 3  # steps
+FILLER = "filler"  # what fills up the disk of a run
 _GET_FD = 438  # pidfd_getfd(2), on every architecture that Linux has it on
 _DISK = "64m"  # of the small disk
 LAUNCH = [sys.executable, "-m", "gshard.cli", "launch"]
@@ -153,13 +154,10 @@ def hurt(fault: str, run: Path, pid: int, draw: random.Random) -> Callable[[], N
             file.write_bytes(data)
         os.kill(pid, signal.SIGKILL)  # so that the checkpoint is needed
     elif fault == "full disk":
-        filler = run / "filler"
-        with filler.open("wb") as file:
-            try:
-                while True:
-                    file.write(bytes(1 << 16))
-            except OSError:
-                pass
+        filler = run / FILLER
+        with contextlib.suppress(OSError), filler.open("wb") as file:
+            while True:
+                file.write(bytes(1 << 16))
         return lambda: filler.unlink(missing_ok=True)
     return lambda: None
 
@@ -221,12 +219,15 @@ class Tormentor(threading.Thread):
         row = Row(fault, self._draw.randrange(len(members)), steps_done(self._run))
         heard, began = len(self._heard), time.time()
         undo = hurt(fault, self._run, members[row.process], self._draw)
-        if fault == "full disk":  # nobody fails: training goes on, and saves when there is room
-            on = self._until(lambda: steps_done(self._run) > row.step + SAVE_EVERY, 60)
+        if fault == "full disk":  # nobody fails: what could not be saved is, when there is room
+            noticed = self._said(heard, ".*could not be saved")
+            saved = newest_checkpoint(self._run)
             undo()
-            row.back, row.repeated = time.time() - began, 0
+            if noticed is None or not self._until(lambda: newest_checkpoint(self._run) > saved):
+                return False
+            row.noticed, row.back, row.repeated = noticed[0] - began, time.time() - began, 0
             self._keep(row)
-            return on
+            return True
         noticed = self._said(heard, ".*go on from what is saved")
         again = self._said(heard, "launch: a step again after")
         if noticed is None or again is None:
@@ -271,7 +272,7 @@ def losses(run: Path) -> dict[tuple[str, int], Any]:
 def same_weights(a: Path, b: Path) -> bool:
     """Whether the last checkpoints of two runs hold the same bits."""
     from gshard.mt.run import Run
-    from gshard.mt.training.checkpoint import load_model
+    from gshard.mt.training.loading import load_model
 
     one, other = (jax.tree.leaves(load_model(Run.open(run), "last")[0]) for run in (a, b))
     pairs = zip(one, other, strict=True)
@@ -299,6 +300,7 @@ def workplace(folder: Path | None) -> Iterator[tuple[Path, bool]]:
 
 def torment(command: list[str], run: Path, faults: list[str], seed: int, keep: Any) -> int:
     """Train in `run` while faults are done to it; the exit status."""
+    (run / FILLER).unlink(missing_ok=True)  # of an earlier command that was killed
     parent = subprocess.Popen(
         [*command, "--out", str(run)],
         stdout=subprocess.PIPE,
@@ -308,10 +310,14 @@ def torment(command: list[str], run: Path, faults: list[str], seed: int, keep: A
     tormentor = Tormentor(parent, run, faults, random.Random(seed), keep)
     tormentor.start()
     assert parent.stdout is not None
-    for line in parent.stdout:
-        tormentor.hear(line.strip())
-        if line.startswith("launch:"):
-            print(line.strip(), flush=True)
+    try:
+        for line in parent.stdout:
+            tormentor.hear(line.strip())
+            if line.startswith("launch:"):
+                print(line.strip(), flush=True)
+    except BaseException:
+        parent.terminate()  # the processes save, and the same command goes on from there
+        raise
     return parent.wait()
 
 
@@ -336,7 +342,10 @@ def main() -> None:
                 file.write(json.dumps(asdict(row)) + "\n")
             print(f"{len(rows):3}  {cells(row)}", flush=True)
 
-        command = [*LAUNCH, "-n", str(given.processes), "train", str(config)]
+        # At random moments any number of faults come before a new step, which is given up as a rule
+        # (tests/mt/launch/test_supervisor.py); here each one is to be survived.
+        patience = ["--failures", str(given.faults + 1)]
+        command = [*LAUNCH, "-n", str(given.processes), *patience, "train", str(config)]
         alone, hurt_run = folder / "alone", folder / "disk" / "hurt"
         steps = json.loads(config.read_text())["train"]["steps"]
         if newest_checkpoint(alone) < steps:
