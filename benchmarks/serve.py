@@ -11,6 +11,7 @@ learned nothing, so that every translation gets as long as it may, on made-up te
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import http.client
 import json
 import statistics
@@ -28,13 +29,14 @@ from gshard.mt.run import Run
 CLIENTS = (1, 8, 64)
 
 
-def client(server: Server, texts: list[str], until: float, took: list[float]) -> None:
-    """Ask for one text after the other, at least once; 503 is counted as a wait."""
+def client(server: Server, texts: list[str], until: float) -> list[float]:
+    """Ask for one text after the other, at least once: the seconds of each, refusals included."""
     connection = http.client.HTTPConnection(HOST, server.port, timeout=600)
     path = f"/{server.token}/translate"
-    begin, number = time.perf_counter(), 0
-    while not number or begin < until:
-        body = json.dumps({"text": texts[number % len(texts)]})
+    took: list[float] = []
+    begin = time.perf_counter()
+    while not took or begin < until:
+        body = json.dumps({"text": texts[len(took) % len(texts)]})
         connection.request("POST", path, body, {"Content-Type": "application/json"})
         reply = connection.getresponse()
         said = reply.read().decode()
@@ -44,24 +46,20 @@ def client(server: Server, texts: list[str], until: float, took: list[float]) ->
         if reply.status != 200:
             raise RuntimeError(f"the server answered with {reply.status}: {said}")
         took.append(time.perf_counter() - begin)
-        begin, number = time.perf_counter(), number + 1
+        begin = time.perf_counter()
     connection.close()
+    return took
 
 
 def measure(
     server: Server, texts: list[str], clients: int, seconds: float
 ) -> tuple[float, list[float]]:
     """Sentences a second, and how long each answer took."""
-    took: list[float] = []
     begin = time.perf_counter()
-    threads = [
-        threading.Thread(target=client, args=(server, texts[n:] + texts[:n], begin + seconds, took))
-        for n in range(clients)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor(clients) as pool:
+        turned = (texts[n % len(texts) :] + texts[: n % len(texts)] for n in range(clients))
+        asked = [pool.submit(client, server, mine, begin + seconds) for mine in turned]
+        took = [seconds for each in asked for seconds in each.result()]
     return len(took) / (time.perf_counter() - begin), took
 
 
@@ -96,12 +94,13 @@ def main() -> None:
         config = TranslateConfig(rows=given.rows, longest=longest)
         translator, step = open_translator(run, which, config, given.devices)
         server = ready(Service(translator, run.name, step))
-    print(f"{'clients':>7} {'sentences/s':>11} {'median':>8} {'slowest':>8}")
-    for clients in CLIENTS:
-        measure(server, texts, clients, 0.0)
-        rate, took = measure(server, texts, clients, given.seconds)
-        print(f"{clients:7} {rate:11.1f} {statistics.median(took):6.2f} s {max(took):6.2f} s")
-    server.stop()
+        print(f"{'clients':>7} {'sentences/s':>11} {'median':>8} {'slowest':>8}", flush=True)
+        for clients in CLIENTS:
+            measure(server, texts, clients, 0.0)
+            rate, took = measure(server, texts, clients, given.seconds)
+            times = f"{statistics.median(took):6.2f} s {max(took):6.2f} s"
+            print(f"{clients:7} {rate:11.1f} {times}", flush=True)
+        server.stop()
 
 
 if __name__ == "__main__":
