@@ -29,7 +29,7 @@ def wait(*, key: str, timeout_ms: int) -> None:
         client.key_value_set(_folder(number) + place, "", allow_overwrite=True)
         client.wait_at_barrier(f"gshard save {number}", timeout_ms)
         apart = len(client.key_value_dir_get(_folder(number))) > 1
-        if hosts.is_first():  # all have read it
+        if hosts.is_first():  # all have read the round before
             client.key_value_delete(_folder(number - 1))
         if not apart:
             return
