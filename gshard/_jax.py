@@ -51,7 +51,6 @@ random_clone_p = _random.random_clone_p
 random_unwrap_p = _prng.random_unwrap_p
 random_wrap_p = _prng.random_wrap_p
 
-
 # The parameter of the primitive `composite` that holds its body.
 COMPOSITE_BODY = "call_jaxpr" if jax.__version_info__ >= (0, 11, 2) else "jaxpr"
 
