@@ -103,6 +103,7 @@ def test_dropless_keeps_every_token():
     np.testing.assert_allclose(y, dense_mixture(moe, x, mask), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_tokens_that_crowd_few_of_many_experts_all_arrive():
     """Drawn to three of them they go through these in blocks, of which some are not full."""
     many, B, L = 40, 3, 50
@@ -170,7 +171,7 @@ def plain_loop(moe, x, routing, weight, keep):
     return y
 
 
-@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("top_k", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_output_masking_leaves_out_single_choices_of_tokens_in_training_alone(top_k):
     x, mask = inputs()
     settings = {"capacity_factor": 1.0, "top_k": top_k}

@@ -40,7 +40,7 @@ def arrays(T, L, D=16, U=32, B=3, N=2, seed=0):
         pytest.param(32, 32, True, marks=pytest.mark.slow),
         pytest.param(32, 24, False, marks=pytest.mark.slow),
         (37, 37, True),
-        (5, 19, False),
+        pytest.param(5, 19, False, marks=pytest.mark.slow),
     ],
 )
 def test_kernel_is_the_reference(T, L, causal, rate):
@@ -77,6 +77,7 @@ def test_reference_is_plain_attention_where_there_is_something_to_see():
     np.testing.assert_allclose(got[seen], want[seen], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_dropout_drops_its_share_of_the_weights():
     q, k, _, segments, _ = arrays(64, 64, N=4)
     segments = np.ones_like(segments)

@@ -59,6 +59,7 @@ def test_the_future_and_padding_are_not_seen(experts):
     assert np.abs(run(model, batch._replace(source=source)) - logits).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_packed_sequences_equal_separate_ones():
     model, run = forward()
     batch = models.batch()
@@ -207,6 +208,7 @@ def test_initial_weights_have_the_scale_of_their_fan_in():
     assert np.abs(layer.moe.experts.wi[0] - layer.moe.experts.wi[1]).max() > 0.1
 
 
+@pytest.mark.slow
 def test_dropless_results_do_not_depend_on_batch_and_padding():
     """With a capacity of one slot a batch of four shares few experts; alone nothing is shared."""
     gating = GatingConfig(eval_capacity_factor=0.1)

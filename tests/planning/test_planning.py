@@ -41,6 +41,7 @@ def test_every_operator_of_a_step_has_a_part(tiny):
     assert found.sent_bytes == sum(c.total_bytes for c in tiny.lowered.collectives)
 
 
+@pytest.mark.slow
 def test_memory_is_told_by_what_it_is_for(tiny):
     found = tiny.forecast("tpu-v3")
     parts = memory_parts(tiny, found)

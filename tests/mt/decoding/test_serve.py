@@ -75,6 +75,7 @@ def translate(server, text, **more):
     return json.loads(data)
 
 
+@pytest.mark.slow
 def test_an_answer_is_the_translators_with_every_tokens_experts(server, translator, model):
     text = sentence(3)
     answer = translate(server, text, target="de")
@@ -343,6 +344,7 @@ class Malicious:
 
 
 @needs_chromium
+@pytest.mark.slow
 def test_nothing_that_is_shown_becomes_markup(capfd):
     server = serving(Malicious())
     try:

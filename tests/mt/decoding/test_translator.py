@@ -68,7 +68,8 @@ def one_by_one(model, tokenizer, texts, target, config, padded):
         yield list(zip(texts, np.asarray(found.scores[0]).tolist(), strict=True))
 
 
-@pytest.mark.parametrize(("devices", "rows"), [(1, 3), pytest.param(8, 5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("devices", "rows"), [(1, 3), (8, 5)])
+@pytest.mark.slow
 def test_equal_to_beam_search_of_one_sentence(model, tokenizer, devices, rows):
     config = TranslateConfig(beam=3, nbest=2, rows=rows, longest=24, most=12)
     texts = sentences(tokenizer, 23, config.longest)

@@ -357,6 +357,7 @@ def test_a_damaged_or_foreign_baseline_is_trained_again(run):
         baselines.read_model(run.folder, wanted)
 
 
+@pytest.mark.slow
 def test_translators_share_programs_and_not_weights(small, tokenizer, corpus):
     settings = TranslateConfig(beam=2, rows=3, longest=24, most=8)
     texts = [english for _, english in corpus.pairs("de", "test")][:3]

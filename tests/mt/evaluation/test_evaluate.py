@@ -305,6 +305,7 @@ def command(*arguments):
     return stop.value.code
 
 
+@pytest.mark.slow
 def test_the_command_from_a_checkpoint_to_the_file(real, capsys):
     checkpoints = Checkpoints(real.folder)
     checkpoints.save(3, models.model(real.model_config), {"count": np.zeros(3)}, {}, dev_nll=3.0)

@@ -227,6 +227,7 @@ def test_nothing_is_fetched_and_the_size_is_sane(path, page):
     assert not re.search(r"@import|url\((?!#)", text)
 
 
+@pytest.mark.slow
 def test_very_many_experts_and_examples_still_fit(tmp_path):
     tasks = made_up_runs.scores(2, 0)
     value = made_up_runs.evaluation(tasks, 0, 10, 10, 0)

@@ -48,6 +48,7 @@ def test_tensorboard_reads_the_same_figures(whole):
     }
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_goes_on_bit_for_bit(whole, tmp_path):
     """With all that a crash leaves: a damaged checkpoint, and a journal that knows too much."""
     first = copied(whole, tmp_path / "run", steps=6)
