@@ -1,0 +1,62 @@
+"""The kernels themselves against plain JAX, where there is a GPU (elsewhere: the interpreter's)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gshard.nn.flash import flash_attention
+from gshard.nn.flash import reference as plain_attention
+from gshard.nn.grouped import fits, grouped_product
+from gshard.nn.grouped import reference as plain_product
+from gshard.nn.segments import Segments
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")
+
+
+def draw(*shape):
+    return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape), jnp.bfloat16)
+
+
+def same(kernel, plain, *given):
+    """Values and gradients within what bfloat16 rounds to."""
+
+    def value(fn):
+        y, pull = jax.vjp(fn, *given)
+        return y, *pull(jnp.cos(y.astype(jnp.float32)).astype(y.dtype))
+
+    for got, want in zip(jax.jit(lambda: value(kernel))(), value(plain), strict=True):
+        got, want = (np.asarray(x, np.float32) for x in (got, want))
+        assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+def test_grouped_products(relu):
+    """An expert without a block, one with several, and blocks without an expert."""
+    expert = jnp.array([0, 2, 2, 4, 4], jnp.int32)
+    x, w = draw(5, 64, 128), draw(4, 128, 256)
+    assert fits(x, w)
+    same(
+        lambda x, w: grouped_product(x, w, expert, relu),
+        lambda x, w: plain_product(x, w, expert, relu),
+        x,
+        w,
+    )
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize(("T", "L", "causal"), [(64, 64, True), (37, 37, True), (5, 19, False)])
+def test_attention(T, L, causal, rate):
+    """Rows that blocks do not divide, padding, and several sentences in a row."""
+    rng = np.random.default_rng(0)
+    q_BT, k_BL = (np.sort(rng.integers(1, 4, (3, n))).astype(np.int32) for n in (T, L))
+    segments = Segments(jnp.asarray(q_BT).at[:, -2:].set(0), jnp.asarray(k_BL), causal)
+    seed = jnp.array([7, 9], jnp.uint32)
+    q, k, v = draw(3, T, 2, 64), draw(3, L, 2, 64), draw(3, L, 2, 64)
+    same(
+        lambda q, k, v: flash_attention(q, k, v, segments, rate, seed),
+        lambda q, k, v: plain_attention(q, k, v, segments, rate, seed),
+        q,
+        k,
+        v,
+    )
