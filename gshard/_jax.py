@@ -67,7 +67,7 @@ def private_primitives(module: str, *names: str) -> list[Primitive]:
 def python_implementation(primitive: Primitive) -> Callable[..., Any] | None:
     """The Python function that a primitive is outside of `jit`; None if XLA alone has it."""
     if primitive.name == "call_hi_primitive":  # says itself what it is in smaller ones
-        return primitive.to_lojax  # type: ignore[attr-defined]
+        return primitive.to_lojax
     # Sparse matrices have theirs beside them, to choose between it and a library on a GPU.
     name = primitive.name
     module = sys.modules.get(f"jax.experimental.sparse.{name.split('_')[0]}")

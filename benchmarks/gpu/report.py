@@ -57,6 +57,20 @@ def waiting(results: Results) -> str:
     )
 
 
+def spent(results: Results) -> str:
+    """A line for each step on real text and each search that was profiled: where its time went."""
+    lines = []
+    for r in results:
+        kinds = r.get("kinds_ms_a_step") or (r["module"] == "text" and r.get("kinds_ms")) or {}
+        if kinds:
+            whole = r.get("ms_a_step", r.get("ms"))
+            parts = ", ".join(f"{kind} {ms:.2f}" for kind, ms in kinds.items())
+            lines.append(
+                f"{r['module']}, {r['experts']} experts: {whole:.2f} ms, of these {parts}."
+            )
+    return "\n".join(lines)
+
+
 def compiling(results: Results) -> str:
     """A row for each fresh process that made the training step ready."""
     parts = ("trace_s", "lower_s", "compile_s", "ready_s")
@@ -129,7 +143,8 @@ def attention(result: dict[str, Any]) -> str:
 
 def report(results: Results) -> str:
     """All tables."""
-    parts = [training(results), waiting(results), decoding(results), compiling(results)]
+    parts = [training(results), waiting(results), decoding(results), spent(results)]
+    parts += [compiling(results)]
     parts += [curves(r) for r in results if r["module"] == "curve"]
     profiled = [r for r in results if r["module"] == "train" and "kinds_ms" in r]
     parts += [floors(r) for r in profiled[:1]]
