@@ -3,9 +3,10 @@
     python -m benchmarks.serve --seconds 20
 
 Starts a server in this process and lets 1, 8 and 64 clients ask for one sentence after the other,
-once untimed and then for so many seconds. Waiting requests share batches: many clients are served
-at a higher rate than one. The model is that of a run; without one it is a small one that has
-learned nothing, so that every translation gets as long as it may, on made-up text.
+untimed until every program that they need is compiled, and then for so many seconds. Waiting
+requests share batches: many clients are served at a higher rate than one. The model is that of a
+run; without one it is a small one that has learned nothing, so that every translation gets as long
+as it may, on made-up text.
 """
 
 from __future__ import annotations
@@ -73,6 +74,16 @@ def ready(service: Service) -> Server:
     return server
 
 
+def prepared(server: Server, service: Service, texts: list[str], clients: int) -> None:
+    """Let the clients ask until no program is missed any more."""
+    while True:
+        measure(server, texts, clients, 1.0)
+        if not service.health["compiling"]:
+            return
+        while service.health["compiling"]:
+            time.sleep(0.1)
+
+
 def main() -> None:
     """Print the table."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -93,10 +104,11 @@ def main() -> None:
         longest = max(run.config.batch.source_length, 16)
         config = TranslateConfig(rows=given.rows, longest=longest)
         translator, step = open_translator(run, which, config, given.devices)
-        server = ready(Service(translator, run.name, step))
+        service = Service(translator, run.name, step)
+        server = ready(service)
         print(f"{'clients':>7} {'sentences/s':>11} {'median':>8} {'slowest':>8}", flush=True)
         for clients in CLIENTS:
-            measure(server, texts, clients, 0.0)
+            prepared(server, service, texts, clients)
             rate, took = measure(server, texts, clients, given.seconds)
             times = f"{statistics.median(took):6.2f} s {max(took):6.2f} s"
             print(f"{clients:7} {rate:11.1f} {times}", flush=True)

@@ -3,16 +3,21 @@
 One thread has the model. It works in rounds: each takes pieces of text from the requests that wait,
 the oldest first and a few from each, until a batch is full. So a long text does not hold up short
 ones, a request whose client has left costs no more rounds, and ten requests take little longer
-than one.
+than one. A second thread compiles: at first programs for few sentences and for a full batch, then
+those that rounds would have fitted into better, so that eight do not wait for a batch of 32.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import sys
 import threading
 import time
+import traceback
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -85,9 +90,10 @@ class Service:
     def __init__(self, translator: Translator, name: str = "model", step: int = 0):
         self._translator = translator
         self._requests: deque[_Waiting] = deque()
-        self._to_compile: deque[int] = deque()  # source lengths
+        self._to_compile: deque[Callable[[], Any]] = deque()
+        self._missed: set[tuple[int, int]] = set()  # programs that were asked for since the start
         self._changed = threading.Condition()
-        self._ready_at: float | None = None  # when all programs were compiled
+        self._ready_at: float | None = None  # when the programs of the start were compiled
         tokenizer, dims = translator.tokenizer, translator.model_config
         targets = tuple(sorted({task.target for task in tokenizer.tasks}))
         usual = "en" if "en" in targets else targets[0]
@@ -105,9 +111,10 @@ class Service:
 
     @property
     def health(self) -> dict[str, Any]:
-        """Whether the programs are compiled, and how many requests wait."""
+        """Whether the first programs are compiled, how many are not, and how many requests wait."""
         return {
             "status": "warming up" if self._ready_at is None else "ready",
+            "compiling": len(self._to_compile),
             "waiting": len(self._requests),
         }
 
@@ -122,14 +129,17 @@ class Service:
             if len(self._requests) >= WAITING:
                 raise RefusedError(503, "too many requests wait here; try again in a moment")
             self._requests.append(waiting)
-            self._changed.notify()
+            self._changed.notify_all()
         return waiting.answer
 
     def warm_up(self) -> None:
-        """Have every program compiled while nobody waits, short lengths first."""
-        with self._changed:
-            self._to_compile.extend(self._translator.config.lengths)
-            self._changed.notify()
+        """Have programs compiled beside the work, from now on; for short sentences first."""
+        translator = self._translator
+        for length in translator.config.lengths:
+            for rows in sorted({translator.strategy.devices, translator.full_rows}):
+                self._to_compile.append(functools.partial(translator.search_program, rows, length))
+            self._to_compile.append(functools.partial(routes_program, translator, length))
+        threading.Thread(target=self._compile, name="compiler", daemon=True).start()
 
     def _checked(self, request: Any) -> _Waiting:
         if not isinstance(request, dict):
@@ -158,24 +168,35 @@ class Service:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._requests or self._to_compile)
+                self._changed.wait_for(lambda: self._requests)
                 everyone = [r for r in self._requests if not r.answer.cancelled()]
                 self._requests = deque(everyone)
-            if everyone:
-                done = self._round(everyone)
-                with self._changed:
-                    for request in done:
-                        self._requests.remove(request)
-            elif self._to_compile:
-                self._compile(self._to_compile.popleft())
+            if not everyone:
+                continue
+            done = self._round(everyone)
+            with self._changed:
+                for program in self._translator.missed - self._missed:
+                    self._missed.add(program)
+                    self._to_compile.append(
+                        functools.partial(self._translator.search_program, *program)
+                    )
+                for request in done:
+                    self._requests.remove(request)
+                self._changed.notify_all()
 
-    def _compile(self, length: int) -> None:
-        """The programs for sentences of a length: a few of them, and a full batch."""
-        for rows in sorted({self._translator.strategy.devices, self._translator.full_rows}):
-            self._translator.search_program(rows, length)
-        routes_program(self._translator, length)
-        if not self._to_compile:
-            self._ready_at = time.monotonic()
+    def _compile(self) -> None:
+        """One program after the other, without end; one that fails is done without."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._to_compile)
+            try:
+                self._to_compile[0]()
+            except Exception as error:
+                traceback.print_exception(error, file=sys.stderr)
+            with self._changed:
+                self._to_compile.popleft()
+                if not self._to_compile and self._ready_at is None:
+                    self._ready_at = time.monotonic()
 
     def _round(self, everyone: list[_Waiting]) -> list[_Waiting]:
         """Translate one batch of pieces; returns the requests that are answered by it."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -108,7 +109,7 @@ class Translator:
 
     Translators that are given one dict of `programs` compile each program once for all of them,
     as far as their models are of the same shape. `name` is what other processes know it by, to
-    whom `together` speaks.
+    whom `together` speaks. One thread may compile programs while another translates.
     """
 
     def __init__(
@@ -134,6 +135,9 @@ class Translator:
         self._told_to_all = len({device.process_index for device in self._devices}) > 1
         self._programs: dict[Any, Any] = {} if programs is None else programs
         self._with_weights: dict[Any, Callable[..., Any]] = {}
+        self._in_work: dict[Any, threading.Lock] = {}  # programs, by the same keys
+        self._placing = threading.Lock()
+        self.missed: set[tuple[int, int]] = set()  # rows and length of what would have fitted
 
     def translate(
         self, texts: Sequence[str], target: str = "en", progress: Progress | None = None
@@ -175,17 +179,19 @@ class Translator:
         self, name: str, fn: Callable[..., Any], *shapes: tuple[int, ...]
     ) -> Callable[..., Any]:
         """`fn(model, *arrays)` for arrays of tokens: compiled once, with the weights in place."""
-        if (name, shapes) not in self._with_weights:
-            arrays = [np.zeros(shape, np.int32) for shape in shapes]
-            key = (self.model_config, self.strategy, self.config, name, shapes)
-            if key not in self._programs:
-                jitted = gshard.jit(fn, devices=self._devices)
-                with self._together.compiling():
-                    self._programs[key] = jitted.lower(self._model, *arrays).compile()
-            program = self._programs[key]
-            # Where programs agree on the place of a weight, they share it: nothing is copied.
-            self._model, *_ = program.place(self._model, *arrays)
-            self._with_weights[name, shapes] = functools.partial(program, self._model)
+        with self._in_work.setdefault((name, shapes), threading.Lock()):
+            if (name, shapes) not in self._with_weights:
+                arrays = [np.zeros(shape, np.int32) for shape in shapes]
+                key = (self.model_config, self.strategy, self.config, name, shapes)
+                if key not in self._programs:
+                    jitted = gshard.jit(fn, devices=self._devices)
+                    with self._together.compiling():
+                        self._programs[key] = jitted.lower(self._model, *arrays).compile()
+                program = self._programs[key]
+                # Where programs agree on the place of a weight, they share it: nothing is copied.
+                with self._placing:
+                    self._model, *_ = program.place(self._model, *arrays)
+                    self._with_weights[name, shapes] = functools.partial(program, self._model)
         return self._with_weights[name, shapes]
 
     def search_program(self, rows: int, length: int) -> Callable[..., Translations]:
@@ -248,18 +254,25 @@ class Translator:
             yield [Hypothesis(*each) for each in zip(texts, scores, tokens, strict=True)]
 
     def _rows(self, count: int, length: int) -> int:
-        """The rows of the batch for so many sentences: all, or one for each device.
+        """The rows of the batch for so many sentences: those of the smallest program that is there.
 
         One sentence, typed by a person, should not pay for a whole batch; but what is left of a
-        long list takes the program that is there.
+        long list waits for no compilation. What would have fitted better is remembered.
         """
         small, full = self.strategy.devices, self.full_rows
+        fitting = [rows for rows in self.row_counts if rows >= count]
+        there = [r for r in fitting if ("search", ((r, length),)) in self._with_weights]
+        chosen = there[0] if there else small if count <= small else full
+        if chosen != fitting[0]:
+            self.missed.add((fitting[0], length))
+        return chosen
 
-        def compiled(rows: int) -> bool:
-            return ("search", ((rows, length),)) in self._with_weights
-
-        few = count <= small and (compiled(small) or not compiled(full))
-        return small if few else full
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """The rows that a program may have: one for each device, doubled up to a full batch."""
+        full = self.full_rows
+        doubled = (self.strategy.devices << n for n in range(full.bit_length()))
+        return (*(rows for rows in doubled if rows < full), full)
 
     @property
     def full_rows(self) -> int:
