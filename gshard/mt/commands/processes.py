@@ -21,6 +21,8 @@ def members(coordinator: str, processes: int | None, process: int | None) -> Hos
     """What the environment says of this command's processes, unless the command line does."""
     from gshard.mt.launch.environment import Hosts, find
 
+    if processes == 1:  # who works alone need not know of others
+        return Hosts(coordinator, 1, process or 0).checked()
     if coordinator and processes is not None and process is not None:
         return Hosts(coordinator, processes, process).checked()
     found = find(os.environ)

@@ -6,6 +6,7 @@ others contradict each other that is an error, in one line, before anything wait
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,10 +35,24 @@ class Hosts:
         who = f"{self.launcher}: " if self.launcher else ""
         if self.count < 1 or not 0 <= self.index < self.count:
             raise UserError(f"{who}process {self.index} of {self.count} cannot be; {_OVERRIDE}")
-        if self.count > 1 and not re.fullmatch(r".+:\d+", self.coordinator):
+        if self.count > 1 and not _is_address(self.coordinator):
             had = f"{self.coordinator!r} is no" if self.coordinator else "they need a"
             raise UserError(f"{who}{self.count} processes: {had} HOST:PORT of process 0")
         return self
+
+
+def _is_address(text: str) -> bool:
+    """Whether this is HOST:PORT; the colons of an IPv6 host stand in brackets."""
+    match = re.fullmatch(r"(?:[^\s:\[\]]+|\[[\da-fA-F:.]+\]):(\d{1,5})", text)
+    return match is not None and 0 < int(match[1]) < 1 << 16
+
+
+def _with_port(host: str, port: int) -> str:
+    """HOST:PORT, unless a port is there already."""
+    try:
+        return f"[{ipaddress.IPv6Address(host.strip('[]'))}]:{port}"
+    except ValueError:
+        return host if ":" in host else f"{host}:{port}"
 
 
 def find(environment: Variables) -> Hosts:
@@ -91,7 +106,7 @@ def _open_mpi(environment: Variables) -> Hosts | None:
         return None
     local = _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", "Open MPI", str(0))
     started = re.match(
-        r"(\d+)\.\d+;tcp\d*://([\d.]+|\[[\da-fA-F:]+\])",
+        r"(\d+)\.\d+;.*?tcp\d*://([\d.]+|\[[\da-fA-F:]+\])",
         environment.get("OMPI_MCA_orte_hnp_uri", ""),
     )
     job = environment.get("PMIX_NAMESPACE", "")
@@ -119,7 +134,9 @@ def _kubernetes(environment: Variables) -> Hosts | None:
         _refuse(who, "gives an index only: set PROCESSES_IN_JOB in the job's file")
     each = _number(environment, "PROCESSES_IN_JOB", who)
     jobs = _number(environment, "JOBS", who, "1")
-    index += each * _number(environment, "JOB_INDEX", who, "0")
+    job_index = _number(environment, "JOB_INDEX", who, "0")
+    if index >= each or job_index >= jobs:
+        _refuse(who, f"pod {index} of {each} in job {job_index} of {jobs} cannot be")
     if each * jobs == 1:
         return None
     if "JAX_COORDINATOR_ADDRESS" in environment:
@@ -137,7 +154,8 @@ def _kubernetes(environment: Variables) -> Hosts | None:
         address = f"{pod.removesuffix(f'-{index}')}-0.{service}:{_USUAL_PORT}"
     else:
         _refuse(who, "SERVICE_NAME, the job's headless service, is not set")
-    return Hosts(address if ":" in address else f"{address}:{_USUAL_PORT}", each * jobs, index, who)
+    place = _with_port(address, _USUAL_PORT)
+    return Hosts(place, each * jobs, index + each * job_index, who)
 
 
 def _kubeflow(environment: Variables) -> Hosts | None:
@@ -146,12 +164,14 @@ def _kubeflow(environment: Variables) -> Hosts | None:
         ("COORDINATOR_ADDRESS", "COORDINATOR_PORT", "NUM_PROCESSES", "PROCESS_ID"),
         ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"),
     ):
-        if count in environment and index in environment:
+        if count in environment and (index in environment or address in environment):
+            if (processes := _number(environment, count, "Kubeflow")) == 1:
+                return None
             where = environment.get(address, "")
-            if where and ":" not in where:
-                where += f":{_number(environment, port, 'Kubeflow', str(_USUAL_PORT))}"
-            numbers = [_number(environment, name, "Kubeflow") for name in (count, index)]
-            return Hosts(where, numbers[0], numbers[1], "Kubeflow") if numbers[0] > 1 else None
+            if where:
+                usual = _number(environment, port, "Kubeflow", str(_USUAL_PORT))
+                where = _with_port(where, usual)
+            return Hosts(where, processes, _number(environment, index, "Kubeflow"), "Kubeflow")
     return None
 
 
@@ -181,17 +201,17 @@ def _number(environment: Variables, name: str, launcher: str, otherwise: str | N
     text = environment.get(name, otherwise)
     if text is None:
         _refuse(launcher, f"{name} is not set")
-    if not re.fullmatch(r"\d+", text.strip()):
-        _refuse(launcher, f"{name} is {text!r}, and not a whole number")
+    if not re.fullmatch(r"\d{1,18}", text.strip()):
+        _refuse(launcher, f"{name} is {text[:40]!r}, and not a whole number")
     return int(text)
 
 
 def _first_host(nodes: str) -> str:
-    """The first of a list as Slurm writes it: `gpu[03-05,9],login` begins with gpu03."""
-    match = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
+    """The first of a list as Slurm writes it: `r[1-2]n[03-05,9]-ib,login` begins with r1n03-ib."""
+    match = re.fullmatch(r"((?:[^\[\],]|\[\w[^\[\]]*\])+)(?:,.*)?", nodes)
     if not match:
-        _refuse("Slurm", f"SLURM_STEP_NODELIST is {nodes!r}")
-    return match[1] + (match[2] or "")
+        _refuse("Slurm", f"SLURM_STEP_NODELIST is {nodes!r}, and no list of hosts")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[1])
 
 
 def _refuse(launcher: str, why: str) -> NoReturn:

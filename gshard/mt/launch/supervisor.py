@@ -323,9 +323,16 @@ def _spent(state: Status, seconds: float) -> str:
 
 def _obituary(child: Child, code: int) -> str:
     state = child.status()
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+    how = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with {code}"
     words = child.last_words()
     return f"{_where(state)}{how} {_when(state)}" + (f": {words}" if words else "")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # those of real time have no names
+        return f"signal {number}"
 
 
 def _where(state: Status) -> str:

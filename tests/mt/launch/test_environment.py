@@ -1,7 +1,10 @@
 """Every launcher's environment, as it sets it, and contradictions in one line."""
 
+import contextlib
+import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -9,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gshard.mt import hosts
+from gshard.mt.commands.processes import members
 from gshard.mt.errors import UserError
 from gshard.mt.launch.environment import Hosts, find
 from gshard.mt.launch.local import free_port
@@ -77,12 +81,20 @@ JAX = {
         (JAX, Hosts("10.0.0.1:1234", 2, 0, "JAX_*")),
         (SLURM, Hosts(f"gpu03:{61440 + 70123 % 4096}", 4, 2, "Slurm")),
         ({**SLURM, "SLURM_STEP_NODELIST": "one"}, Hosts("one:61931", 4, 2, "Slurm")),
+        (
+            {**SLURM, "SLURM_STEP_NODELIST": "rack[2-3]n[07,09-11]-ib,login"},
+            Hosts("rack2n07-ib:61931", 4, 2, "Slurm"),
+        ),
         ({k: v for k, v in SLURM.items() if "STEP" not in k}, Hosts()),  # the batch script
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, Hosts()),
         (OPEN_MPI_4, Hosts(f"10.96.0.1:{61440 + 1531576320 % 4096}", 8, 5, "Open MPI")),
         (
             OPEN_MPI_5,
             Hosts(f"127.0.0.1:{61440 + sum(b'prterun-laptop-81245@1') % 4096}", 2, 1, "Open MPI"),
+        ),
+        (
+            {**OPEN_MPI_4, "OMPI_MCA_orte_hnp_uri": "7.0;usock;tcp6://[fd00::1]:33911"},
+            Hosts("[fd00::1]:61447", 8, 5, "Open MPI"),
         ),
         (JOBSET, Hosts("mt-train-0-0.mt:1234", 12, 9, "JobSet")),
         (INDEXED_JOB, Hosts("mt-0.mt-pods:1234", 4, 3, "Kubernetes")),
@@ -93,6 +105,12 @@ JAX = {
         ),
         (JAX_JOB, Hosts("mt-worker-0:6666", 3, 2, "Kubeflow")),
         (PYTORCH_JOB, Hosts("mt-master-0:23456", 3, 0, "Kubeflow")),
+        (
+            {**PYTORCH_JOB, "MASTER_ADDR": "fd00::5"},
+            Hosts("[fd00::5]:23456", 3, 0, "Kubeflow"),
+        ),
+        ({"WORLD_SIZE": "1", "MASTER_ADDR": "a"}, Hosts()),
+        ({"WORLD_SIZE": "8"}, Hosts()),  # anybody may have set that
         ({**SLURM, **PLAIN}, Hosts("a:1", 2, 1, "GSHARD_*")),  # ours decide
         # srun starts mpi processes that agree with it.
         (
@@ -123,6 +141,15 @@ def test_what_each_launcher_says(environment, expected):
         ({**INDEXED_JOB, "HOSTNAME": "mt-1-abcde"}, "does not end in this pod's index 3"),
         ({k: v for k, v in INDEXED_JOB.items() if k != "SERVICE_NAME"}, "SERVICE_NAME"),
         ({k: v for k, v in JOBSET.items() if k[:3] != "REP"}, "REPLICATED_JOB_NAME is not set"),
+        ({**PLAIN, "GSHARD_COORDINATOR": "host:99999"}, "'host:99999' is no HOST:PORT"),
+        ({**PLAIN, "GSHARD_COORDINATOR": "host:0"}, "'host:0' is no HOST:PORT"),
+        ({**PLAIN, "GSHARD_COORDINATOR": "fd00::1:1234"}, "'fd00::1:1234' is no HOST:PORT"),
+        ({**PLAIN, "GSHARD_PROCESSES": "9" * 5000}, "GSHARD_PROCESSES is '999"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "gpu[03"}, "'gpu[03', and no list of hosts"),
+        ({**SLURM, "SLURM_STEP_NODELIST": ""}, "'', and no list of hosts"),
+        ({**JOBSET, "JOB_COMPLETION_INDEX": "4"}, "JobSet: pod 4 of 4 in job 2 of 3 cannot be"),
+        ({**JOBSET, "JOB_INDEX": "3"}, "JobSet: pod 1 of 4 in job 3 of 3 cannot be"),
+        ({k: v for k, v in PYTORCH_JOB.items() if k != "RANK"}, "Kubeflow: RANK is not set"),
         ({**JAX_JOB, "COORDINATOR_ADDRESS": ""}, "Kubeflow: 3 processes: they need a HOST:PORT"),
     ],
 )
@@ -131,6 +158,110 @@ def test_contradictions_are_one_line(environment, said):
         find(environment)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_the_command_line_decides(monkeypatch):
+    for name, value in {**SLURM, **OPEN_MPI_4}.items():
+        monkeypatch.setenv(name, value)
+    assert members("a:1", 2, 1) == Hosts("a:1", 2, 1)
+    assert members("", 1, None) == Hosts()  # whatever is found, this one works alone
+    with pytest.raises(UserError, match="which process is this"):
+        members("", None, 1)
+    with pytest.raises(UserError, match="process 3 of 1 cannot be"):
+        members("", 1, 3)
+    for name in OPEN_MPI_4:
+        monkeypatch.delenv(name)
+    assert members("", None, None) == Hosts("gpu03:61931", 4, 2, "Slurm")
+    assert members("b:7", None, None) == Hosts("b:7", 4, 2, "Slurm")
+    assert members("", 8, 5) == Hosts("gpu03:61931", 8, 5, "Slurm")
+
+
+# What a process does with it: it meets the others, and says who came.
+MEETING = """
+from jax.experimental import multihost_utils
+import numpy as np
+from gshard.mt import hosts
+from gshard.mt.commands.processes import members
+
+found = members("", None, None)
+hosts.start(0, found)
+met = multihost_utils.process_allgather(np.array([found.index, found.count]))
+print(found.launcher, met.tolist())
+"""
+HERE = "127.0.0.1"
+# Each launcher's variables for process `index` of two on this machine.
+ON_LOOPBACK = {
+    "GSHARD_*": lambda index, port: {
+        "GSHARD_COORDINATOR": f"{HERE}:{port}",
+        "GSHARD_PROCESSES": "2",
+        "GSHARD_PROCESS": index,
+    },
+    "JAX_*": lambda index, port: {
+        "JAX_COORDINATOR_ADDRESS": f"{HERE}:{port}",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": index,
+    },
+    "Slurm": lambda index, port: {
+        "SLURM_JOB_ID": str(port - 61_440),
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_PROCID": index,
+        "SLURM_STEP_NODELIST": HERE,
+    },
+    "Open MPI": lambda index, port: {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": index,
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "OMPI_MCA_orte_hnp_uri": f"{port - 61_440}.0;tcp://{HERE},10.0.0.1:33911",
+    },
+    "JobSet": lambda index, port: {
+        "JOB_COMPLETION_INDEX": "0",
+        "JOB_INDEX": index,
+        "JOBS": "2",
+        "PROCESSES_IN_JOB": "1",
+        "JOBSET_NAME": "mt",
+        "REPLICATED_JOB_NAME": "train",
+        "JAX_COORDINATOR_ADDRESS": f"{HERE}:{port}",  # there are no names of pods here
+    },
+    "Kubernetes": lambda index, port: {
+        "JOB_COMPLETION_INDEX": index,
+        "PROCESSES_IN_JOB": "2",
+        "JAX_COORDINATOR_ADDRESS": f"{HERE}:{port}",
+    },
+    "Kubeflow": lambda index, port: {
+        "COORDINATOR_ADDRESS": HERE,
+        "COORDINATOR_PORT": str(port),
+        "NUM_PROCESSES": "2",
+        "PROCESS_ID": index,
+    },
+}
+
+
+def a_jobs_port():
+    """A port that nobody listens on, of those that follow from the number of a job."""
+    for number in range(os.getpid(), os.getpid() + 4096):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HERE, 61_440 + number % 4096))
+            return 61_440 + number % 4096
+    raise AssertionError("no port is free")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ON_LOOPBACK)
+def test_two_processes_of_each_launcher_meet(launcher):
+    port = a_jobs_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEETING],
+            env={**os.environ, **ON_LOOPBACK[launcher](str(index), port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    for process in processes:
+        said, _ = process.communicate(timeout=300)
+        assert f"{launcher} [[0, 2], [1, 2]]" in said.splitlines(), said
 
 
 def test_the_job_files_set_what_is_read():

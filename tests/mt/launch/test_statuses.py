@@ -58,6 +58,7 @@ class Made:
         ((1, 70, -signal.SIGKILL), 2),
         ((None, 70), 1),
         ((0, 1), 1),
+        ((0, -(signal.SIGRTMIN + 1)), 1),  # a signal without a name
     ],
 )
 def test_who_was_killed_is_named_before_those_who_missed_it(codes, named):

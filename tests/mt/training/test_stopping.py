@@ -1,0 +1,55 @@
+"""When a training stops: signals, and what several hosts tell each other."""
+
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+
+from gshard.mt.training.stopping import Stop, Wishes
+
+
+@pytest.fixture
+def exchange(monkeypatch):
+    """Two hosts; the other one wants nothing. What is in the list happens during an exchange."""
+    during = []
+
+    def allgather(mine):
+        for happens in during:
+            happens()
+        return np.stack([mine, np.zeros_like(mine)])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "process_allgather", allgather)
+    return during
+
+
+def test_alone_it_stops_after_the_step_that_runs():
+    with Stop(0) as stop:
+        assert stop(1) == Wishes()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop(2) == Wishes(stop=True)
+    assert stop.signal == signal.SIGTERM
+
+
+def test_a_signal_that_comes_while_hosts_talk_is_not_forgotten(exchange):
+    with Stop(0) as stop:
+        exchange.append(lambda: os.kill(os.getpid(), signal.SIGTERM))
+        first = stop(1)
+        exchange.clear()
+        later = [stop(step) for step in range(2, 60)]
+    assert not first.stop  # the others have not heard of it yet
+    assert any(wishes.stop for wishes in later)
+    assert stop.signal == signal.SIGTERM
+
+
+def test_what_one_host_wants_all_do(exchange, monkeypatch):
+    def allgather(mine):
+        return np.stack([mine, [signal.SIGTERM, 0, 1, 0.1]])
+
+    monkeypatch.setattr(multihost_utils, "process_allgather", allgather)
+    with Stop(0) as stop:
+        assert stop(1) == Wishes(stop=True, save=True)
+    assert stop.signal == signal.SIGTERM
