@@ -14,6 +14,10 @@ ready before the result of the first is needed, one collective takes them all (`
 AllReduce, AllGather and ReduceScatter are bundled, in the bodies of loops too. What the user wrote
 in a manual region is left as it is. Equations are put into another order, and stay what they are:
 only what a bundle adds is traced.
+
+Between processes on CPUs (Gloo) these three go round in rings, and every step wakes another
+process: an AllReduce of 8 devices takes as long as four AllToAlls, however small it is. There they
+are made of AllToAlls, bundled or not, in as many bytes.
 """
 
 from __future__ import annotations
@@ -24,12 +28,13 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.sharding import Mesh
 
 from gshard._jax import shard_map_p
 from gshard.forecast.ops import APART, LOOPS, PRODUCTS, bodies_of, size_of
 from gshard.meshes import AnyMesh
-from gshard.moving.costs import LATENCIES, machine
-from gshard.moving.packed import run_together
+from gshard.moving.costs import EXCHANGED, LATENCIES, machine
+from gshard.moving.packed import can_be_exchanged, run_together
 from gshard.source import ASKED_FOR, reason_of
 
 _BUNDLED = {"psum", "pmax", "pmin", "all_gather", "reduce_scatter"}
@@ -168,31 +173,54 @@ def _is_heavy(eqn: JaxprEqn) -> bool:
 def _with_bundles(program: Any, mesh: AnyMesh) -> Any:
     """A per-device program with the bundles in it; the same program if there are none."""
     jaxpr = getattr(program, "jaxpr", program)  # releases of JAX differ in whether it is closed
-    found = _all_bundles(jaxpr)
+    rings = _has_rings(mesh)
+    found = _all_bundles(jaxpr, rings)
     if not any(found.values()):
         return program
-    written = _written([b for bundles in found.values() for b in bundles], mesh)
+    written = _written([b for bundles in found.values() for b in bundles], mesh, rings)
     rewritten = _Rewriting(found, written).program(jaxpr)
     return rewritten if program is jaxpr else program.replace(jaxpr=rewritten)
 
 
-def _all_bundles(jaxpr: Jaxpr) -> dict[int, list[Bundle]]:
-    """The bundles of a program and of the bodies of loops and branches in it, by their ids."""
-    found = {id(jaxpr): bundles_of(jaxpr)}
+def _has_rings(mesh: AnyMesh) -> bool:
+    """Whether collectives between the devices go round in rings, message after message."""
+    if not isinstance(mesh, Mesh) or jax.config.jax_cpu_collectives_implementation != "gloo":
+        return False
+    devices = mesh.devices.flat
+    return devices[0].platform == "cpu" and len({d.process_index for d in devices}) > 1
+
+
+def _all_bundles(jaxpr: Jaxpr, rings: bool) -> dict[int, list[Bundle]]:
+    """The bundles of a program and of the bodies of loops and branches in it, by their ids.
+
+    Where collectives go round in rings, one that better does not is a bundle by itself.
+    """
+    bundles = bundles_of(jaxpr)
+    if rings:
+        taken = {id(eqn) for b in bundles for eqn in b.members}
+        left = [b for b in _alone(jaxpr) if id(b.members[0]) not in taken]
+        bundles += filter(_is_exchanged, left)
+    found = {id(jaxpr): bundles}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in LOOPS:
             for body in bodies_of(eqn):
-                found |= _all_bundles(body)
+                found |= _all_bundles(body, rings)
     return found
 
 
-def _written(bundles: Sequence[Bundle], mesh: AnyMesh) -> dict[int, list[JaxprEqn]]:
+def _is_exchanged(bundle: Bundle) -> bool:
+    """Whether AllToAlls do better than a ring."""
+    return bundle.size <= EXCHANGED and can_be_exchanged(bundle.members[0])
+
+
+def _written(bundles: Sequence[Bundle], mesh: AnyMesh, rings: bool) -> dict[int, list[JaxprEqn]]:
     """The equations of every bundle, by its id; all are traced at once, which is quicker."""
 
     def all_together(*operands: jax.Array) -> list[jax.Array]:
         left, results = iter(operands), []
         for bundle in bundles:
-            results += run_together(bundle.members, [next(left) for _ in bundle.members])
+            values = [next(left) for _ in bundle.members]
+            results += run_together(bundle.members, values, rings and _is_exchanged(bundle))
         return results
 
     members = [eqn for bundle in bundles for eqn in bundle.members]

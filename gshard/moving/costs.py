@@ -49,6 +49,9 @@ STEP_COST = 64  # bytes by which a reshard with one step less is preferred; not 
 LATENCIES = 32  # a bundle of small collectives grows up to the bytes sent in so many latencies:
 # to start it takes 3% of its time then, and more would hold memory for nothing
 
+EXCHANGED = 4 * 2**20  # bytes up to which AllToAlls replace a ring over sockets: they hold two more
+# copies, and above it is the bytes that take the time, not the steps
+
 MEMORY_LIMIT = 2 * 2**30  # bytes of one operand that may be gathered whole
 
 # Bounds on planning. The first three keep programs from growing with the number of devices.

@@ -3,13 +3,17 @@
 An AllReduce takes the operands end to end. An AllGather does too, and its result has one row for
 each member; a ReduceScatter takes such rows. What an equation of this makes for one of the values
 belongs to the user's line of that value, so that the program itself says what travels together.
+
+Each of the three can also be made of AllToAlls, in as many bytes. Where messages go round in a ring
+and each waits for the one before, that takes fewer steps: every device sends to all others at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
@@ -17,7 +21,9 @@ from gshard.evaluate import bind
 from gshard.source import because, on_behalf_of, reason_of, together
 
 
-def run_together(eqns: Sequence[JaxprEqn], values: Sequence[jax.Array]) -> list[jax.Array]:
+def run_together(
+    eqns: Sequence[JaxprEqn], values: Sequence[jax.Array], by_exchange: bool = False
+) -> list[jax.Array]:
     """The results of collectives that differ in nothing but their operands and dims."""
     rows = []
     for eqn, x in zip(eqns, values, strict=True):
@@ -25,9 +31,12 @@ def run_together(eqns: Sequence[JaxprEqn], values: Sequence[jax.Array]) -> list[
             rows.append(_as_rows(eqn, x))
     first = eqns[0]
     scattered, gathered = (first.primitive.name == n for n in ("reduce_scatter", "all_gather"))
-    with on_behalf_of(first), because(together(len(eqns), reason_of(first))):
+    reason = together(len(eqns), reason_of(first)) if len(eqns) > 1 else reason_of(first)
+    with on_behalf_of(first), because(reason):
         packed = lax.concatenate(rows, rows[0].ndim - 1)
-        if scattered:
+        if by_exchange:
+            whole = _exchanged(first, packed)
+        elif scattered:
             (whole,) = bind(first, [lax.reshape(packed, (packed.size,))], scatter_dimension=0)
         elif gathered:
             (whole,) = bind(first, [packed], all_gather_dimension=0)
@@ -41,6 +50,47 @@ def run_together(eqns: Sequence[JaxprEqn], values: Sequence[jax.Array]) -> list[
             results.append(_as_result(eqn, lax.slice_in_dim(whole, start, end, axis=-1)))
         start = end
     return results
+
+
+def can_be_exchanged(eqn: JaxprEqn) -> bool:
+    """Whether a collective can be made of AllToAlls: they take groups of one size."""
+    return len({len(g) for g in eqn.params.get("axis_index_groups") or [()]}) == 1
+
+
+def _exchanged(eqn: JaxprEqn, packed: jax.Array) -> jax.Array:
+    """The collective `eqn` of all operands, made of AllToAlls; an AllReduce may get a longer end.
+
+    Of that, each member sums one part, and sends its sum to all others. One or two numbers are sent
+    whole, in one step and no more bytes.
+    """
+    params, name = eqn.params, eqn.primitive.name
+    axes, groups = params.get("axes", params.get("axis_name")), params.get("axis_index_groups")
+
+    def exchange(rows: jax.Array) -> jax.Array:
+        return lax.all_to_all(rows, axes, 0, 0, tiled=True, axis_index_groups=groups)
+
+    def to_all(x: jax.Array) -> jax.Array:
+        return exchange(lax.broadcast(x, (members,)))
+
+    members = len(groups[0]) if groups else lax.axis_size(axes)
+    if name == "all_gather":
+        return to_all(packed)
+    if name == "reduce_scatter":
+        return _reduced(exchange(packed), lax.reduce_sum)
+    reduce = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}[name]
+    if packed.size <= 2:
+        return _reduced(lax.reshape(to_all(packed), (members, packed.size)), reduce)
+    parts = lax.pad(packed, packed.dtype.type(0), [(0, -packed.size % members, 0)])
+    parts = lax.reshape(parts, (members, parts.size // members))
+    whole = to_all(_reduced(exchange(parts), reduce))
+    return lax.reshape(whole, (whole.size,))
+
+
+def _reduced(rows: jax.Array, reduce: Callable[..., jax.Array]) -> jax.Array:
+    """Rows into one; short floats are added up as long ones."""
+    short = jnp.issubdtype(rows.dtype, jnp.floating) and rows.dtype.itemsize < 4
+    wide = rows.astype(jnp.float32) if short else rows
+    return reduce(wide, (0,)).astype(rows.dtype)
 
 
 def _members(eqn: JaxprEqn) -> tuple[int, int]:

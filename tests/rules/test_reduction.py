@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
+import gshard
 from tests.oracle import (
     DEVICE_COUNTS,
     assignments,
@@ -84,6 +85,15 @@ def test_what_it_costs():
     )
     assert kinds(scattered) == {"reduce_scatter": 1}
     assert check(lambda x: x.sum(0), x, inputs=[columns]).collectives == []
+
+
+def test_dims_of_which_a_tile_has_one_row_are_left_out():
+    def fn(x, y):
+        return jnp.sum(gshard.split(x, 0, 8) * y, 2)
+
+    low = check(fn, random_array((8, 5, 3, 4)), random_array((8, 5, 3, 4)), rtol=1e-4, atol=1e-4)
+    (reduce,) = [line for line in low.as_text().splitlines() if " = reduce_sum" in line]
+    assert "f32[5,4] = reduce_sum[axes=(1,)" in reduce
 
 
 @pytest.mark.parametrize("init", [0.0, 5.0])
