@@ -11,12 +11,17 @@ takes three passes over the gradient and two over the weight:
    (mean over the columns of g^2 / c_j) / r_i;
 3. the update, which is rounded at random where weights are bfloat16.
 
-The state is that of `adafactor()`, except that second moments are always float32: a moving average
-with a decay of 0.99 stands still in bfloat16.
+Second moments are always float32: a moving average with a decay of 0.99 stands still in bfloat16.
+
+A model whose layers are written out has hundreds of small weights of few shapes. To update each by
+itself takes a dozen kernels, which for a GPU are more to start than to run. So weights of one shape
+are stacked for the sums, which are then made for all of them at once, and their moments are kept
+that way.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,20 +33,20 @@ import optax
 from jax import Array
 
 from gshard.nn.hashing import GOLDEN, round_stochastically
-from gshard.nn.strategy import stacked_dims
+from gshard.nn.strategy import names_along, stacked_dims
 
 _EPSILON = 1e-30  # added to squared gradients
 _MIN_SIZE = 1e-3  # of a weight, which an update is relative to
+_STACKED = 1 << 23  # numbers in a weight, up to which a copy costs less than kernels of its own
 
 
 class FusedOptimizer(NamedTuple):
-    """An optimizer that also knows how to change the weights by itself.
+    """An optimizer that changes the weights by itself.
 
     `apply(grads, state, params, seed)` gives the params, the state and the length of all gradients.
     """
 
     init: Callable[[Any], Any]
-    update: Callable[..., tuple[Any, Any]]
     apply: Callable[[Any, Any, Any, Array], tuple[Any, Any, Array]]
 
 
@@ -54,109 +59,171 @@ class Settings(NamedTuple):
     min_dim_to_factor: int
 
 
-def fused_adafactor(plain: optax.GradientTransformation, settings: Settings) -> FusedOptimizer:
-    """The optimizer with the state of `plain`, which is `adafactor()` with the same settings."""
+class Moments(NamedTuple):
+    """Second moments: their means over each of two dims, or, of small weights, all of them."""
 
-    def init(params: Any) -> Any:
-        shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
-        zeros = jax.eval_shape(plain.init, shapes)
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), zeros)
+    v_row: Array | None = None
+    v_col: Array | None = None
+    v: Array | None = None
 
-    def apply(grads: Any, state: Any, params: Any, seed: Array) -> tuple[Any, Any, Array]:
-        leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-        states = tree.flatten_up_to(state)
-        found = [
-            _apply(
-                stacked_dims(path),
-                settings,
-                grad,
-                own,
-                param,
-                seed + np.uint32(n * GOLDEN % 2**32),
-            )
-            for n, ((path, param), grad, own) in enumerate(
-                zip(leaves, tree.flatten_up_to(grads), states, strict=True)
-            )
-        ]
-        params, state, squares = zip(*found, strict=True)
-        norm = jnp.sqrt(sum(squares, jnp.zeros(())))
-        return tree.unflatten(params), tree.unflatten(state), norm
 
-    return FusedOptimizer(init, plain.update, apply)
+class FusedState(NamedTuple):
+    """How many steps were done, and the moments: those of weights of one shape in one array."""
+
+    count: Array
+    shared: tuple[Moments, ...]  # by shape, each [weights, ...]
+    own: Any  # as the weights, with Moments for those that share none
+
+
+class Alike(NamedTuple):
+    """Weights of one shape: their places among all, and how many dims of each count matrices."""
+
+    places: tuple[int, ...]
+    stacked: int
+    shared: bool
+
+
+def fused_adafactor(settings: Settings) -> FusedOptimizer:
+    """The optimizer that computes what `adafactor()` does with the same settings."""
+
+    def init(params: Any) -> FusedState:
+        leaves, tree = jax.tree.flatten(params)
+        shared, own = [], [None] * len(leaves)
+        for alike in _alike(params):
+            shape = leaves[alike.places[0]].shape
+            dims = _factored_dims(shape[alike.stacked :], settings.min_dim_to_factor)
+            count = (len(alike.places),) if alike.shared else ()
+            if dims is None:
+                moments = Moments(v=jnp.zeros((*count, *shape)))
+            else:
+                shapes = (np.delete(shape, alike.stacked + dim).tolist() for dim in dims)
+                moments = Moments(*(jnp.zeros((*count, *rest)) for rest in shapes))
+            if alike.shared:
+                shared.append(moments)
+            else:
+                own[alike.places[0]] = moments
+        return FusedState(jnp.zeros((), jnp.int32), tuple(shared), tree.unflatten(own))
+
+    def apply(grads: Any, state: FusedState, params: Any, seed: Array) -> tuple[Any, Any, Array]:
+        leaves, tree = jax.tree.flatten(params)
+        grad_leaves, own = tree.flatten_up_to(grads), tree.flatten_up_to(state.own)
+        seeds = [seed + np.uint32(n * GOLDEN % 2**32) for n in range(len(leaves))]
+        before, shared, total = iter(state.shared), [], jnp.zeros(())
+        for alike in _alike(params):
+            some = (tuple(all_[n] for n in alike.places) for all_ in (grad_leaves, leaves, seeds))
+            moments = next(before) if alike.shared else _lift(own[alike.places[0]])
+            updated, moments, squares = _apply(alike.stacked, settings, state.count, moments, *some)
+            total = total + squares
+            for place, leaf in zip(alike.places, updated, strict=True):
+                leaves[place] = leaf
+            if alike.shared:
+                shared.append(moments)
+            else:
+                own[alike.places[0]] = jax.tree.map(lambda m: m[0], moments)
+        state = FusedState(state.count + 1, tuple(shared), tree.unflatten(own))
+        return tree.unflatten(leaves), state, jnp.sqrt(total)
+
+    return FusedOptimizer(init, apply)
+
+
+def _alike(params: Any) -> list[Alike]:
+    """The weights by shape. Large ones, and experts, which may be split by expert, stay apart."""
+    found = collections.defaultdict(list)
+    for place, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(params)[0]):
+        alone = leaf.size > _STACKED or "experts" in names_along(path)
+        apart = place if alone else -1
+        found[leaf.shape, leaf.dtype, stacked_dims(path), apart].append(place)
+    return [Alike(tuple(p), stacked, apart < 0) for (_, _, stacked, apart), p in found.items()]
+
+
+def _lift(moments: Moments) -> Moments:
+    return jax.tree.map(lambda m: m[None], moments)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _apply(
-    stacked: int, settings: Settings, grad: Array, state: Any, param: Array, seed: Array
-) -> tuple[Array, Any, Array]:
-    """One leaf, whose first `stacked` dims count matrices: new weight, state, sum of squares.
+    stacked: int,
+    settings: Settings,
+    count: Array,
+    moments: Moments,
+    grads: tuple[Array, ...],
+    params: tuple[Array, ...],
+    seeds: tuple[Array, ...],
+) -> tuple[list[Array], Moments, Array]:
+    """Weights of one shape, whose first `stacked` dims count matrices, and the sum of squares.
 
-    Under `jax.jit` so that it is traced once for all leaves of a shape, of which there are few.
+    Under `jax.jit` so that it is traced once for all weights that are alike but stay apart.
     """
-    factored, clip, schedule, block = state
-    count = factored.count.reshape(-1)[0]
     decay = settings.decay(count)
-    dims = _factored_dims(param.shape[stacked:], settings.min_dim_to_factor)
-    own_dims = tuple(range(stacked, param.ndim))
-    g = grad.astype(jnp.float32)
-    if dims is None:
+    g, p = (_together(some).astype(jnp.float32) for some in (grads, params))
+    own_dims = tuple(range(stacked + 1, g.ndim))
+    if moments.v is not None:
         squares = g * g
-        v = decay * factored.v + (1.0 - decay) * (squares + _EPSILON)
-        scaled = g * jax.lax.rsqrt(v)
-        factored = factored._replace(v=v)
-        length = jnp.mean(scaled * scaled, axis=own_dims, keepdims=True)
+        v = decay * moments.v + (1.0 - decay) * (squares + _EPSILON)
+        moments, scales = Moments(v=v), (jnp.ones(()), jax.lax.rsqrt(v))
+        length = jnp.mean(squares / v, axis=own_dims, keepdims=True)
         total = jnp.sum(squares)
     else:
-        row_dim, column_dim = (stacked + dim for dim in dims)
-        old = (factored.v_row, factored.v_col)
-        scaled, length, (row, column), total = _factor(g, old, decay, row_dim, column_dim, own_dims)
-        factored = factored._replace(v_row=row, v_col=column)
+        dims = _factored_dims(params[0].shape[stacked:], settings.min_dim_to_factor)
+        assert dims is not None
+        row_dim, column_dim = (stacked + 1 + dim for dim in dims)
+        scales, length, moments, total = _factor(g, moments, decay, row_dim, column_dim, own_dims)
 
-    size = jnp.sqrt(jnp.mean(jnp.square(param.astype(jnp.float32)), axis=own_dims, keepdims=True))
+    size = jnp.sqrt(jnp.mean(jnp.square(p), axis=own_dims, keepdims=True))
     rate = settings.schedule(count) * jnp.maximum(size, _MIN_SIZE)
     rate = rate / jnp.maximum(1.0, jnp.sqrt(length) / settings.clipping)
-    updated = param.astype(jnp.float32) - rate * scaled
-    if param.dtype == jnp.bfloat16:
-        updated = round_stochastically(updated, seed)
-    factored = factored._replace(count=factored.count + 1)
-    state = (factored, clip, schedule._replace(count=schedule.count + 1), block)
-    return updated.astype(param.dtype), state, total
+    first, second = rate * scales[0], scales[1]
+    updated = []
+    # Each from its own arrays: what was stacked is read by the sums alone.
+    for n, (grad, param, seed) in enumerate(zip(grads, params, seeds, strict=True)):
+        change = grad.astype(jnp.float32) * first[n] * second[n]
+        now = param.astype(jnp.float32) - change
+        if param.dtype == jnp.bfloat16:
+            now = round_stochastically(now, seed)
+        updated.append(now.astype(param.dtype))
+    return updated, moments, total
+
+
+def _together(arrays: tuple[Array, ...]) -> Array:
+    """Stacked, in one copy that every sum reads, not anew inside of each."""
+    if len(arrays) == 1:
+        return arrays[0][None]
+    return jax.lax.optimization_barrier(jnp.stack(arrays))
 
 
 def _factor(
     g: Array,
-    old: tuple[Array, Array],
+    old: Moments,
     decay: Array,
     row_dim: int,
     column_dim: int,
     own_dims: tuple[int, ...],
-) -> tuple[Array, Array, tuple[Array, Array], Array]:
-    """The scaled gradient, its mean square, the new second moments, and the sum of squares of `g`.
+) -> tuple[tuple[Array, Array], Array, Moments, Array]:
+    """What scales the gradients, their mean square then, the new moments, the sum of `g` squared.
 
     `v_row` is the mean over `row_dim` and `v_col` that over `column_dim`. Whichever of the two is
     the last in memory comes second: two means in one pass are cheaper along memory than across.
     """
     dims = (row_dim, column_dim)
     first = int(np.argmin(dims))
-    moments: list[Array] = [None, None]  # type: ignore[list-item]
+    second = 1 - first
+    means, moments = {}, {}
 
-    def moved(index: int, squares: Array) -> Array:
-        mean = jnp.mean(squares, axis=dims[index], keepdims=True) + _EPSILON
+    def move(index: int, squares: Array) -> None:
         before = jnp.expand_dims(old[index], dims[index])
-        moments[index] = decay * before + (1.0 - decay) * mean
-        return mean
+        means[index] = jnp.mean(squares, axis=dims[index], keepdims=True) + _EPSILON
+        moments[index] = decay * before + (1.0 - decay) * means[index]
 
     squares = g * g
-    mean = moved(first, squares)
-    total = jnp.sum(mean) * g.shape[dims[first]]
-    second = 1 - first
-    moved(second, squares)
+    move(first, squares)
+    move(second, squares)
     divided = jnp.mean(squares / moments[first], axis=dims[second], keepdims=True)
     level = jnp.mean(moments[0], axis=column_dim, keepdims=True)
     length = jnp.mean(level * divided / moments[second], axis=own_dims, keepdims=True)
-    scaled = g * jnp.sqrt(level) * jax.lax.rsqrt(moments[first]) * jax.lax.rsqrt(moments[second])
-    row, column = (jnp.squeeze(m, dim) for m, dim in zip(moments, dims, strict=True))
-    return scaled, length, (row, column), total
+    scales = (jnp.sqrt(level) * jax.lax.rsqrt(moments[first]), jax.lax.rsqrt(moments[second]))
+    total = jnp.sum(means[first]) * g.shape[dims[first]]
+    row, column = (jnp.squeeze(moments[n], dim) for n, dim in enumerate(dims))
+    return scales, length, Moments(row, column), total
 
 
 def _factored_dims(shape: tuple[int, ...], smallest: int) -> tuple[int, int] | None:

@@ -57,7 +57,10 @@ def adafactor(
         t = jnp.asarray(count, jnp.float32) + 1.0
         return jnp.minimum(1.0 - t ** (-exponent), decay_cap)
 
-    plain = per_matrix(
+    if fused:
+        settings = Settings(schedule, lambda t: capped(t, decay), clipping, min_dim_to_factor)
+        return fused_adafactor(settings)
+    return per_matrix(
         optax.chain(
             optax.scale_by_factored_rms(
                 decay_rate=decay, min_dim_size_to_factor=min_dim_to_factor, decay_rate_fn=capped
@@ -67,10 +70,6 @@ def adafactor(
             optax.scale_by_param_block_rms(),
         )
     )
-    if not fused:
-        return plain
-    settings = Settings(schedule, lambda t: capped(t, decay), clipping, min_dim_to_factor)
-    return fused_adafactor(plain, settings)
 
 
 def adam(

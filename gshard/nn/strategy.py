@@ -106,14 +106,14 @@ class Strategy:
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: (
                 self._weight(path, leaf, 1)
-                if "experts" in _names(path) or self.tensor > 1
+                if "experts" in names_along(path) or self.tensor > 1
                 else replicate(leaf)
             ),
             tree,
         )
 
     def _weight(self, path: Any, leaf: Array, stacked: int) -> Array:
-        names = _names(path)
+        names = names_along(path)
         stacked = stacked and not _written_out(path)
         if "gate" in names:
             return replicate(leaf)
@@ -124,7 +124,7 @@ class Strategy:
         return leaf if hidden is None else self._grid(leaf, None, hidden)
 
     def _update(self, path: Any, leaf: Array) -> Array:
-        names = _names(path)
+        names = names_along(path)
         if "experts" in names or (self.tensor > 1 and names[-2:] in _TENSOR_DIM):
             return self._weight(path, leaf, 1)
         if not leaf.size > self.devices:
@@ -155,14 +155,14 @@ class Strategy:
 ONE_DEVICE = Strategy()
 
 
-def _names(path: Any) -> tuple[str, ...]:
+def names_along(path: Any) -> tuple[str, ...]:
     """The attribute names along a path in a tree of modules."""
     return tuple(k.name for k in path if hasattr(k, "name"))
 
 
 def stacked_dims(path: Any) -> int:
     """How many leading dims of the weight at `path` of a model count layers or experts."""
-    names = _names(path)
+    names = names_along(path)
     layers = ("encoder" in names or "decoder" in names) and not _written_out(path)
     return layers + ("experts" in names)
 
