@@ -172,16 +172,19 @@ def _apply(
     size = jnp.sqrt(jnp.mean(jnp.square(p), axis=own_dims, keepdims=True))
     rate = settings.schedule(count) * jnp.maximum(size, _MIN_SIZE)
     rate = rate / jnp.maximum(1.0, jnp.sqrt(length) / settings.clipping)
-    first, second = rate * scales[0], scales[1]
-    updated = []
+    firsts, seconds = (_unstack(x) for x in (rate * scales[0], scales[1]))
     # Each from its own arrays: what was stacked is read by the sums alone.
-    for n, (grad, param, seed) in enumerate(zip(grads, params, seeds, strict=True)):
-        change = grad.astype(jnp.float32) * first[n] * second[n]
-        now = param.astype(jnp.float32) - change
-        if param.dtype == jnp.bfloat16:
-            now = round_stochastically(now, seed)
-        updated.append(now.astype(param.dtype))
+    updated = [_move(*given) for given in zip(params, grads, firsts, seconds, seeds, strict=True)]
     return updated, moments, total
+
+
+@jax.jit
+def _move(param: Array, grad: Array, first: Array, second: Array, seed: Array) -> Array:
+    """A weight less its gradient, which is scaled by both; under `jax.jit` to be traced once."""
+    now = param.astype(jnp.float32) - grad.astype(jnp.float32) * first * second
+    if param.dtype == jnp.bfloat16:
+        now = round_stochastically(now, seed)
+    return now.astype(param.dtype)
 
 
 def _together(arrays: tuple[Array, ...]) -> Array:
@@ -189,6 +192,10 @@ def _together(arrays: tuple[Array, ...]) -> Array:
     if len(arrays) == 1:
         return arrays[0][None]
     return jax.lax.optimization_barrier(jnp.stack(arrays))
+
+
+def _unstack(x: Array) -> list[Array]:
+    return [jax.lax.index_in_dim(x, n, keepdims=False) for n in range(len(x))]
 
 
 def _factor(

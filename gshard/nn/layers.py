@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from gshard.nn.hashing import Random, hash_dropout, seed_of
+from gshard.nn.norm import fits, normalize, normalize_beside
 
 
 def init_weight(key: Array, shape: tuple[int, ...], fan_in: int, dtype: str) -> Array:
@@ -75,10 +76,13 @@ class LayerNorm(eqx.Module):
 
     def __call__(self, x_BLM: Array) -> Array:
         """Mean 0 and variance 1 over the last dim, then scale and bias."""
-        x = x_BLM.astype(jnp.float32)
-        x = x - jnp.mean(x, axis=-1, keepdims=True)
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-        return (x * self.scale + self.bias).astype(x_BLM.dtype)
+        return normalize(x_BLM, self.scale, self.bias)
+
+    def beside(self, x_BLM: Array, *, kernels: bool) -> tuple[Array, Array]:
+        """The same, and `x_BLM` for the residual path, which a kernel brings back together."""
+        if kernels and fits(x_BLM):
+            return normalize_beside(x_BLM, self.scale, self.bias)
+        return self(x_BLM), x_BLM
 
 
 class FeedForward(eqx.Module):

@@ -84,7 +84,8 @@ class Layer(eqx.Module):
         def residual(x: Array, y: Array, key: Array | None) -> Array:
             return x + dropout(y, c.residual_dropout, key, c.random)
 
-        h_BTM = self.self_norm(x_BTM)
+        kernels = c.attention == "flash" and strategy.devices == 1
+        h_BTM, x_BTM = self.self_norm.beside(x_BTM, kernels=kernels)
         own = self.self_attention.keys_values(h_BTM)
         if cache is not None:
             cache = LayerCache(cache.own.write(own, jnp.asarray(index)), cache.cross)
@@ -99,12 +100,12 @@ class Layer(eqx.Module):
             else:
                 assert memory_BLM is not None
                 cross = self.cross_attention.keys_values(memory_BLM)
-            h_BTM = self.cross_norm(x_BTM)
+            h_BTM, x_BTM = self.cross_norm.beside(x_BTM, kernels=kernels)
             y_BTM = attend(self.cross_attention, h_BTM, cross, masks.cross, keys[2])
             x_BTM = residual(x_BTM, y_BTM, keys[3])
 
-        h_BTM, routed = self.feed_forward_norm(x_BTM), None
-        parts = []
+        h_BTM, x_BTM = self.feed_forward_norm.beside(x_BTM, kernels=kernels)
+        parts, routed = [], None
         if self.moe is not None:
             y_BTM, routed = self.moe.routed(h_BTM, masks.real, keys[4], strategy, dropless=dropless)
             parts.append(y_BTM)

@@ -9,6 +9,8 @@ from gshard.nn.flash import flash_attention
 from gshard.nn.flash import reference as plain_attention
 from gshard.nn.grouped import fits, grouped_product
 from gshard.nn.grouped import reference as plain_product
+from gshard.nn.norm import fits as norm_fits
+from gshard.nn.norm import normalize, normalize_beside
 from gshard.nn.segments import Segments
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")
@@ -59,4 +61,17 @@ def test_attention(T, L, causal, rate):
         q,
         k,
         v,
+    )
+
+
+@pytest.mark.parametrize("shape", [(64, 128, 512), (1024, 1024)])
+def test_normalization_beside_the_residual(shape):
+    x, scale, bias = draw(*shape), draw(1, shape[-1])[0], draw(shape[-1])
+    assert norm_fits(x)
+    same(
+        lambda *given: sum(normalize_beside(*given)),
+        lambda x, scale, bias: normalize(x, scale, bias) + x,
+        x,
+        scale,
+        bias,
     )

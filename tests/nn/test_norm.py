@@ -1,0 +1,83 @@
+"""The kernel of a normalization's gradients against JAX's own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gshard.nn import layers
+from gshard.nn.norm import Cut, normalize, normalize_beside
+from gshard.nn.pair import Layer, Masks
+from gshard.nn.segments import Segments
+from tests.nn import models
+
+
+@pytest.mark.parametrize(
+    ("shape", "cut"),
+    [
+        ((2, 6, 64), Cut(256, 3, interpret=True)),
+        ((32, 128), Cut(128, 1024, interpret=True)),
+        ((3, 5, 64), Cut(64, 4, interpret=True)),
+    ],
+    ids=["several rows at a time", "a program for each", "one program"],
+)
+def test_gradients(shape, cut):
+    """With gradients of both results, a mean far from 0, and a row that is constant."""
+    rng = np.random.default_rng(0)
+    x, near, past = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(3))
+    x = (3.0 * x + 5.0).at[0].set(1.0)
+    scale, bias = (jnp.asarray(rng.normal(size=shape[-1]), jnp.float32) for _ in range(2))
+
+    def beside(x, scale, bias):
+        return normalize_beside(x, scale, bias, cut)
+
+    def plain(x, scale, bias):
+        return normalize(x, scale, bias), x
+
+    got, pull = jax.vjp(jax.jit(beside), x, scale, bias)
+    want, plain_pull = jax.vjp(plain, x, scale, bias)
+    for a, b in zip((*got, *pull((near, past))), (*want, *plain_pull((near, past))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+
+
+def test_halves_are_rounded_once():
+    """Gradients are added in float32: half of the last bit more or less, and no more."""
+    rng = np.random.default_rng(1)
+    x, near, past = (jnp.asarray(rng.normal(size=(8, 64)), jnp.bfloat16) for _ in range(3))
+    scale, bias = jnp.ones(64, jnp.bfloat16), jnp.zeros(64, jnp.bfloat16)
+    cut = Cut(128, 2, interpret=True)
+    pull = jax.vjp(lambda x: normalize_beside(x, scale, bias, cut), x)[1]
+    (got,) = pull((near, past))
+    wide = jax.vjp(lambda x: (normalize(x, scale, bias), x), x.astype(jnp.float32))[1]
+    (want,) = wide((near.astype(jnp.float32), past.astype(jnp.float32)))
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(got), want, rtol=2**-8, atol=1e-6)
+
+
+def test_a_layer_by_the_kernel_is_the_plain_one(monkeypatch):
+    """The residual path and all three normalizations of a decoder's layer."""
+    config = models.config(attention="flash", model_dim=16)
+    layer = Layer(config, jax.random.key(0), sparse=False, cross=True)
+    x, memory = (jax.random.normal(jax.random.key(n), (2, 8, 16)) for n in range(2))
+    segments = jnp.ones((2, 8), jnp.int32)
+    masks = Masks(segments > 0, Segments(segments, segments, True), Segments(segments, segments))
+
+    def gradients(layer, x):
+        def loss(layer, x):
+            return jnp.sum(layer(x, masks, memory)[0] ** 2)
+
+        return jax.jit(jax.grad(loss, (0, 1)))(layer, x)
+
+    want = gradients(layer, x)
+    used = []
+
+    def by_kernel(*given):
+        used.append(given)
+        return normalize_beside(*given, Cut(32, 4, interpret=True))
+
+    monkeypatch.setattr(layers, "fits", lambda x: True)
+    monkeypatch.setattr(layers, "normalize_beside", by_kernel)
+    got = gradients(layer, x)
+    assert len(used) == 3
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
