@@ -70,7 +70,7 @@ class Moments(NamedTuple):
 class FusedState(NamedTuple):
     """How many steps were done, and the moments: those of weights of one shape in one array."""
 
-    count: Array
+    steps: Array
     shared: tuple[Moments, ...]  # by shape, each [weights, ...]
     own: Any  # as the weights, with Moments for those that share none
 
@@ -88,7 +88,8 @@ def fused_adafactor(settings: Settings) -> FusedOptimizer:
 
     def init(params: Any) -> FusedState:
         leaves, tree = jax.tree.flatten(params)
-        shared, own = [], [None] * len(leaves)
+        shared: list[Moments] = []
+        own: list[Moments | None] = [None] * len(leaves)
         for alike in _alike(params):
             shape = leaves[alike.places[0]].shape
             dims = _factored_dims(shape[alike.stacked :], settings.min_dim_to_factor)
@@ -112,7 +113,7 @@ def fused_adafactor(settings: Settings) -> FusedOptimizer:
         for alike in _alike(params):
             some = (tuple(all_[n] for n in alike.places) for all_ in (grad_leaves, leaves, seeds))
             moments = next(before) if alike.shared else _lift(own[alike.places[0]])
-            updated, moments, squares = _apply(alike.stacked, settings, state.count, moments, *some)
+            updated, moments, squares = _apply(alike.stacked, settings, state.steps, moments, *some)
             total = total + squares
             for place, leaf in zip(alike.places, updated, strict=True):
                 leaves[place] = leaf
@@ -120,7 +121,7 @@ def fused_adafactor(settings: Settings) -> FusedOptimizer:
                 shared.append(moments)
             else:
                 own[alike.places[0]] = jax.tree.map(lambda m: m[0], moments)
-        state = FusedState(state.count + 1, tuple(shared), tree.unflatten(own))
+        state = FusedState(state.steps + 1, tuple(shared), tree.unflatten(own))
         return tree.unflatten(leaves), state, jnp.sqrt(total)
 
     return FusedOptimizer(init, apply)

@@ -121,13 +121,14 @@ def route(
     first_GSE = jax.nn.one_hot(expert1_GS, E, dtype=jnp.int32)
     gate1_GS = jnp.sum(gates_GSE * first_GSE, axis=-1)
     wanted1_GSE = first_GSE * real_GS[..., None]
-    slot1_GS, kept1_GS, taken_GE = _queue(wanted1_GSE, capacity, jnp.zeros((G, E), jnp.int32))
+    none_GE = jnp.zeros((G, E), jnp.int32)
+    slot1_GS, kept1_GS, queue1 = _queue(wanted1_GSE, capacity, none_GE)
 
     if config.top_k == 1:
         weight1_GS = gate1_GS * kept1_GS
         routing = Routing(expert1_GS[None], slot1_GS[None], weight1_GS[None], kept1_GS[None])
         routing = _masked(routing, config.output_masking, key)
-        return routing, _metrics(logits_GSE, gates_GSE, real_GS, (wanted1_GSE,), (kept1_GS,))
+        return routing, _metrics(logits_GSE, gates_GSE, real_GS, (queue1,), (kept1_GS,))
 
     keep_key, choose_key = (None, None) if key is None else jax.random.split(key)
     expert2_GS = _second_expert(logits_GSE, gates_GSE, first_GSE, config, choose_key)
@@ -140,7 +141,7 @@ def route(
     if config.second_expert == "random" and keep_key is not None:
         asks_GS = real_GS & (jax.random.uniform(keep_key, (G, S)) < 2.0 * gate2_GS)
     wanted2_GSE = second_GSE * asks_GS[..., None]
-    slot2_GS, kept2_GS, _ = _queue(wanted2_GSE, capacity, taken_GE)
+    slot2_GS, kept2_GS, queue2 = _queue(wanted2_GSE, capacity, queue1.taken)
 
     routing = Routing(
         jnp.stack([expert1_GS, expert2_GS]),
@@ -149,8 +150,8 @@ def route(
         jnp.stack([kept1_GS, kept2_GS]),
     )
     routing = _masked(routing, config.output_masking, key)
-    wanted, kept = (wanted1_GSE, wanted2_GSE), (kept1_GS, kept2_GS)
-    return routing, _metrics(logits_GSE, gates_GSE, real_GS, wanted, kept)
+    queues, kept = (queue1, queue2), (kept1_GS, kept2_GS)
+    return routing, _metrics(logits_GSE, gates_GSE, real_GS, queues, kept)
 
 
 def _masked(routing: Routing, rate: float, key: Array | None) -> Routing:
@@ -161,16 +162,25 @@ def _masked(routing: Routing, rate: float, key: Array | None) -> Routing:
     return routing._replace(weight=routing.weight * keep_KGS / (1.0 - rate))
 
 
-def _queue(wanted_GSE: Array, capacity: int, taken_GE: Array) -> tuple[Array, Array, Array]:
+class Queue(NamedTuple):
+    """What the tokens of a choice did at each expert, [G, E]."""
+
+    wanted: Array  # how many came
+    taken: Array  # how many slots are taken then, those of an earlier choice included
+
+
+def _queue(wanted_GSE: Array, capacity: int, taken_GE: Array) -> tuple[Array, Array, Queue]:
     """Line up the tokens before each expert, behind the slots already taken.
 
-    Returns each token's slot, whether that is within capacity, and the slots then taken.
+    Returns each token's slot, whether that is within capacity, and the counts, which stand at the
+    end of the cumulative sum: to count once more would take longer than all the rest.
     """
-    place_GSE = jnp.cumsum(wanted_GSE, axis=1) - wanted_GSE + taken_GE[:, None, :]
-    kept_GSE = wanted_GSE * (place_GSE < capacity)
+    until_GSE = jnp.cumsum(wanted_GSE, axis=1)
+    place_GSE = until_GSE - wanted_GSE + taken_GE[:, None, :]
     slot_GS = jnp.sum(place_GSE * wanted_GSE, axis=-1)
-    kept_GS = jnp.sum(kept_GSE, axis=-1) > 0
-    return slot_GS, kept_GS, taken_GE + jnp.sum(kept_GSE, axis=1)
+    kept_GS = jnp.sum(wanted_GSE * (place_GSE < capacity), axis=-1) > 0
+    wanted_GE = until_GSE[:, -1]
+    return slot_GS, kept_GS, Queue(wanted_GE, jnp.minimum(taken_GE + wanted_GE, capacity))
 
 
 def _second_expert(
@@ -195,7 +205,7 @@ def _metrics(
     logits_GSE: Array,
     gates_GSE: Array,
     real_GS: Array,
-    wanted: tuple[Array, ...],
+    queues: tuple[Queue, ...],
     kept: tuple[Array, ...],
 ) -> RouterMetrics:
     """The losses and counts of one router, reduced over the groups in a single sum.
@@ -205,15 +215,15 @@ def _metrics(
     E = gates_GSE.shape[-1]
     real_G = jnp.sum(real_GS, axis=1).astype(jnp.float32)
     tokens_G1 = jnp.maximum(real_G, 1.0)[:, None]
-    density_GE = jnp.sum(wanted[0], axis=1) / tokens_G1
+    density_GE = queues[0].wanted / tokens_G1
     mean_gate_GE = jnp.sum(gates_GSE * real_GS[..., None], axis=1) / tokens_G1
     z_GS = jax.nn.logsumexp(logits_GSE, axis=-1) ** 2
     entropy_GS = -jnp.sum(gates_GSE * jax.nn.log_softmax(logits_GSE), axis=-1)
 
     experts_GS = sum(k.astype(jnp.int32) for k in kept)
-    load_GSE = sum(w * k[..., None] for w, k in zip(wanted, kept, strict=True))
-    second_wanted_G = jnp.sum(wanted[1], axis=(1, 2)) if len(wanted) > 1 else jnp.zeros_like(real_G)
-    second_kept_G = jnp.sum(kept[1], axis=1) if len(kept) > 1 else jnp.zeros_like(real_G)
+    none_G = jnp.zeros_like(real_G)
+    second_wanted_G = jnp.sum(queues[1].wanted, axis=1) if len(queues) > 1 else none_G
+    second_kept_G = jnp.sum(kept[1], axis=1) if len(kept) > 1 else none_G
     scalars_G = [
         E * jnp.sum(density_GE * mean_gate_GE, axis=-1),
         real_G > 0,
@@ -226,7 +236,7 @@ def _metrics(
         jax.lax.stop_gradient(jnp.sum(entropy_GS * real_GS, axis=1)),
     ]
     columns = [jnp.stack([s.astype(jnp.float32) for s in scalars_G], axis=1)]
-    columns.append(jnp.sum(load_GSE, axis=1).astype(jnp.float32))
+    columns.append(queues[-1].taken.astype(jnp.float32))
     sums = jnp.sum(jnp.concatenate(columns, axis=1), axis=0)
 
     aux, groups, z, real, kept1, wanted2, kept2, none, one, two, entropy = sums[:11]
