@@ -25,6 +25,7 @@ def seed_of(key: Array) -> Array:
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
+@functools.partial(jax.jit, static_argnums=1)  # traced once for each shape
 def hashed_bits(seed: Array, shape: tuple[int, ...]) -> Array:
     """32 bits for each element of `shape`, from its place in the array and the seed."""
     index, stride = jnp.zeros(shape, jnp.uint32), 1
