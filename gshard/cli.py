@@ -46,6 +46,7 @@ _NOT_OURS = (
     errno.ELOOP,
     errno.ENAMETOOLONG,
     errno.EIO,
+    errno.ENXIO,
 )
 
 _UNFORESEEN = 70  # "internal software error" of sysexits.h

@@ -7,7 +7,6 @@ field; a value of another type, or a name that does not exist, is refused before
 from __future__ import annotations
 
 import dataclasses
-import json
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from gshard.mt import atomic
 from gshard.mt.batching.batches import BatchConfig
 from gshard.mt.batching.tokenizer import VocabularyConfig
 from gshard.mt.errors import UserError, nearest
@@ -243,7 +243,7 @@ def _built(kind: Any, nested: dict[str, Any], prefix: str) -> Any:
 def read(path: Path) -> RunConfig:
     """The configuration in a JSON file."""
     try:
-        return from_json(json.loads(path.read_text(encoding="utf-8")))
+        return from_json(atomic.read_object(path))
     except FileNotFoundError:
         raise UserError(f"no configuration at {path}") from None
     except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:

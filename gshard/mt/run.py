@@ -105,15 +105,17 @@ class Run:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """What a run logged; lines that are no records, as a killed run's last one, are left out."""
+    path = folder / METRICS
     try:
-        lines = (folder / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
+        atomic.refuse_special(path)
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
     found = []
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             found.append({"kind": "", **record})

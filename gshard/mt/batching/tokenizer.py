@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -89,19 +88,24 @@ class Tokenizer:
     def load(folder: str | Path) -> Tokenizer:
         """The tokenizer that `save` left in `folder`."""
         folder = Path(folder)
+        models = []
         try:
-            note = json.loads((folder / _NOTE).read_text(encoding="utf-8"))
-            models = [(folder / f"{side}.model").read_bytes() for side in ("source", "target")]
+            note = atomic.read_object(folder / _NOTE)
+            for side in ("source", "target"):
+                atomic.refuse_special(folder / f"{side}.model")
+                models.append((folder / f"{side}.model").read_bytes())
+                if hashlib.sha256(models[-1]).hexdigest() != note[side]:
+                    raise UserError(f"{folder}/{side}.model is not the file that was saved")
+            config = dict(note["config"], languages=tuple(map(str, note["config"]["languages"])))
+            return Tokenizer(models[0], models[1], VocabularyConfig(**config))
         except FileNotFoundError as error:
             raise UserError(f"no tokenizer in {folder}: {error.filename} is missing") from None
-        for side, model in zip(("source", "target"), models, strict=True):
-            if hashlib.sha256(model).hexdigest() != note[side]:
-                raise UserError(f"{folder}/{side}.model is not the file that was saved")
-        config = dict(note["config"], languages=tuple(note["config"]["languages"]))
-        return Tokenizer(models[0], models[1], VocabularyConfig(**config))
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise UserError(f"{folder / _NOTE} is damaged: {error!r}") from None
 
     def save(self, folder: str | Path) -> None:
         """Write both models and a note with their checksums."""
+        refuse_to_replace(Path(folder))
         with atomic.new_folder(Path(folder)) as part:
             note: dict[str, object] = {"config": asdict(self.config)}
             for side, model in zip(("source", "target"), self._models, strict=True):
@@ -171,6 +175,13 @@ class Tokenizer:
     def spell_target(self, ids: Sequence[int]) -> list[str]:
         """The piece or symbol that each target id stands for."""
         return [str(self._target.id_to_piece(int(i))) for i in ids]
+
+
+def refuse_to_replace(folder: Path) -> None:
+    """An error if there is something else in `folder` than vocabularies, which are replaced."""
+    known = {_NOTE, "source.model", "target.model"}
+    if folder.exists() and (not folder.is_dir() or {p.name for p in folder.iterdir()} - known):
+        raise UserError(f"{folder} holds something else; name a new folder for the vocabularies")
 
 
 def train_tokenizer(corpus: Corpus, config: VocabularyConfig) -> Tokenizer:

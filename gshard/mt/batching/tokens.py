@@ -6,7 +6,6 @@ cut into pieces while the device waits. A host touches only the pages of the sen
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +125,7 @@ def some_of(tokens: TaskTokens, examples: np.ndarray) -> TaskTokens:
 def _good(place: Path, wanted: dict[str, str], verify: bool) -> bool:
     """Whether the tokens in `place` were made from what is wanted, and are still the same."""
     try:
-        note = dict(json.loads((place / _NOTE).read_text(encoding="utf-8")))
+        note = atomic.read_object(place / _NOTE)
         files = dict(note.pop("files"))
         same = (
             all(atomic.checksum(place / name) == digest for name, digest in files.items())

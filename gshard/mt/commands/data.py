@@ -139,7 +139,7 @@ def vocabulary(
     seed: int = 0,
 ) -> None:
     """Train the SentencePiece vocabularies on a temperature sample of the corpus."""
-    from gshard.mt.batching.tokenizer import VocabularyConfig, train_tokenizer
+    from gshard.mt.batching.tokenizer import VocabularyConfig, refuse_to_replace, train_tokenizer
     from gshard.mt.commands.show import console
     from gshard.mt.data.corpus import Corpus
 
@@ -149,6 +149,7 @@ def vocabulary(
     )
     opened = Corpus.open(corpus)
     place = out or corpus / "vocabulary"
+    refuse_to_replace(place)
     with console.status("training the vocabularies"):
         tokenizer = train_tokenizer(opened, config)
     tokenizer.save(place)

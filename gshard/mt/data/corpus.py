@@ -7,7 +7,7 @@ to it, and has a checksum for each, so a gathering that dies leaves the old corp
 from __future__ import annotations
 
 import itertools
-import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +23,8 @@ from gshard.mt.errors import UserError, nearest
 
 MANIFEST = "manifest.json"
 VERSION = 1
+_FOLDER = re.compile(r"corpus-[0-9a-f]+")
+_LANGUAGE = re.compile(r"\w[\w@.+-]*")
 _GROUP = 65536  # rows that are written together
 SCHEMA = pa.schema([("source", pa.string()), ("english", pa.string()), ("origin", pa.string())])
 
@@ -39,15 +41,17 @@ class Corpus:
         """The corpus in `folder`; an error that says what is wrong if there is none."""
         path = Path(folder) / MANIFEST
         try:
-            manifest = json.loads(path.read_text(encoding="utf-8"))
+            manifest = atomic.read_object(path)
         except FileNotFoundError:
             raise UserError(
                 f"no corpus in {folder} (`gshard data gather --out {folder}` makes one)"
             ) from None
-        except (ValueError, UnicodeDecodeError) as error:
+        except ValueError as error:
             raise UserError(f"{path} is damaged: {error}") from None
         if manifest.get("version") != VERSION:
             raise UserError(f"{path} has version {manifest.get('version')}, not {VERSION}")
+        if wrong := _wrong(manifest):
+            raise UserError(f"{path} is damaged: {wrong}")
         return Corpus(Path(folder), manifest)
 
     @property
@@ -142,3 +146,23 @@ def write_rows(rows: Iterable[Row], path: Path) -> dict[str, Any] | None:
         "bytes": path.stat().st_size,
         "sha256": atomic.checksum(path),
     }
+
+
+def _wrong(manifest: dict[str, Any]) -> str:
+    """What in a manifest cannot be, or ""; names in it become paths, of this folder only."""
+    if not _FOLDER.fullmatch(str(manifest.get("folder"))):
+        return f"the folder {manifest.get('folder')!r} is none that gathering makes"
+    languages = manifest.get("languages")
+    if not isinstance(languages, dict):
+        return "it has no languages"
+    for language, splits in languages.items():
+        if not _LANGUAGE.fullmatch(language):
+            return f"{language!r} is no name of a language"
+        if not isinstance(splits, dict):
+            return f"{language} has no splits"
+        for split, entry in splits.items():
+            known = isinstance(entry, dict) and isinstance(entry.get("sha256"), str)
+            if split not in SPLITS or not known or type(entry.get("pairs")) is not int:
+                return f"{split!r} of {language} is no split with pairs and a checksum"
+    there = isinstance(manifest.get("dropped"), dict) and isinstance(manifest.get("sources"), list)
+    return "" if there else "it does not say what was dropped, and what it was made from"

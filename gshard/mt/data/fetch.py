@@ -62,7 +62,7 @@ class BrokenPackageError(Exception):
 def fetched(package: Package, folder: Path) -> Fetched | None:
     """The stamp of an unpacked package, or None where it is missing or of another version."""
     try:
-        stamp = Fetched(**json.loads((folder / package.id / STAMP).read_text(encoding="utf-8")))
+        stamp = Fetched(**atomic.read_object(folder / package.id / STAMP))
     except (OSError, ValueError, TypeError):
         return None
     return stamp if stamp.wanted == package.version else None

@@ -15,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from gshard.mt import atomic
 from gshard.mt.errors import UserError, nearest
 
 CLIENTS = ("pip", "apt", "npm", "apt-descriptions")
@@ -145,13 +146,21 @@ def shipped() -> list[str]:
     return sorted(file.name[:-5] for file in folder.iterdir() if file.name.endswith(".toml"))
 
 
-def load(name: str) -> Tier:
-    """The tier called `name`, or the one in the TOML file of that path."""
+def load(name: str, inside: tuple[str, ...] = ()) -> Tier:
+    """The tier called `name`, or the one in the TOML file of that path.
+
+    `inside` are those that extend it.
+    """
+    if name in inside:
+        raise UserError(f"tier {name} extends itself: {' extends '.join((*inside, name))}")
     if name.endswith(".toml"):
         path = Path(name)
         if not path.is_file():
             raise UserError(f"no tier file {name}")
-        return parse(path.read_text(encoding="utf-8"), path.stem)
+        try:
+            return parse(atomic.read_text(path), path.stem, (*inside, name))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{name} is no text in UTF-8: {error}") from None
     if name not in shipped():
         raise UserError(
             f"no tier {name!r}{nearest(name, shipped())} "
@@ -160,20 +169,26 @@ def load(name: str) -> Tier:
     text = (resources.files("gshard.mt.data") / "tiers" / f"{name}.toml").read_text(
         encoding="utf-8"
     )
-    return parse(text, name)
+    return parse(text, name, (*inside, name))
 
 
-def parse(text: str, name: str) -> Tier:
+def parse(text: str, name: str, inside: tuple[str, ...] = ()) -> Tier:
     """A tier from TOML; every misspelt key is an error that names the nearest one."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"tier {name}: {error}") from None
     _check(data, {"extends", "source", "test_share", "dev_share"}, f"tier {name}")
-    sources = [_source(entry, name) for entry in data.pop("source", [])]
+    try:
+        sources = [_source(entry, name) for entry in data.pop("source", [])]
+    except (TypeError, AttributeError) as error:
+        raise UserError(f"tier {name}: a source has a value of a wrong type: {error}") from None
+    for share in data.keys() & {"test_share", "dev_share"}:
+        if isinstance(data[share], bool) or not isinstance(data[share], int | float):
+            raise UserError(f"tier {name}: {share} is {data[share]!r}, and not a number")
     if parent := data.pop("extends", ""):
         # The parent's sources come first: gathering the larger tier keeps what the smaller kept.
-        base = load(parent)
+        base = load(str(parent), inside)
         sources = [*base.sources, *sources]
         data = {"test_share": base.test_share, "dev_share": base.dev_share, **data}
     return Tier(name, tuple(sources), **data)

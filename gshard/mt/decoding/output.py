@@ -7,7 +7,6 @@ translations of; at the end it becomes FILE. The same command goes on after what
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,15 +50,20 @@ class FileOutput(Output):
         self._read = hashlib.sha256()  # of the text up to here
         self._digest = ""
         try:
-            note = json.loads(self._note.read_text(encoding="utf-8"))
+            note = atomic.read_object(self._note)
             self.done, self._digest = int(note["done"]), str(note["text"])
-            size, begun_with = int(note["bytes"]), note["settings"]
+            size, begun_with = int(note["bytes"]), dict(note["settings"])
+            if min(self.done, size) < 0 or size > self._part.stat().st_size:
+                raise ValueError("it is not of this file")
         except (OSError, ValueError, KeyError, TypeError):  # none, or a damaged one
             size, begun_with = 0, self._settings
             self.done = 0
         if begun_with != self._settings:
             changed = [k for k, v in self._settings.items() if begun_with.get(k) != v]
             self._refuse(f"with another {' and another '.join(changed)}")
+        for place in (path, self._part):
+            if place.exists():
+                atomic.refuse_special(place)
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._part.open("ab"):
             pass

@@ -9,7 +9,6 @@ baselines translate and are scored by the same code as the run.
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -245,7 +244,7 @@ def read_model(run: Path, baseline: Baseline) -> Transformer:
 def read_note(run: Path, baseline: Baseline) -> dict[str, Any] | None:
     """What is known of a finished baseline; None if it was trained otherwise, or not at all."""
     try:
-        note = json.loads((_place(run, baseline) / "note.json").read_text(encoding="utf-8"))
+        note = atomic.read_object(_place(run, baseline) / "note.json")
     except (OSError, ValueError):
         return None
     # Older notes name no system: their baselines are trained again.

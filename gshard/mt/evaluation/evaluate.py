@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -245,12 +244,12 @@ def weights_of(model: Transformer) -> int:
 def read_results(path: Path) -> dict[str, Any] | None:
     """What a file of results holds; None if it is not there or of another version."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = atomic.read_object(path)
     except FileNotFoundError:
         return None
-    except (ValueError, UnicodeDecodeError):
+    except ValueError:
         raise UserError(f"{path} is damaged; remove it and evaluate again") from None
-    return found if isinstance(found, dict) and found.get("version") == VERSION else None
+    return found if found.get("version") == VERSION else None
 
 
 def translations(
@@ -276,10 +275,10 @@ def loads_of(
     path = folder / "experts.json"
     counted = {str(held.task): len(held) for held in sets}
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
+        known = atomic.read_object(path)
         if known["sentences"] == counted:
             return dict(known["experts"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         pass
     loads = system.loads(sets, progress)
     atomic.write_json(path, {"sentences": counted, "experts": loads})

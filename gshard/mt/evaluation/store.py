@@ -63,11 +63,12 @@ class Store:
             for line in file:
                 try:
                     target, source, text, score = json.loads(line)
-                except ValueError:
+                    score = float(score)
+                except (ValueError, TypeError, RecursionError):
                     break
                 if not line.endswith(b"\n"):
                     break
-                self._known[target, source] = Translation(text, score)
+                self._known[str(target), str(source)] = Translation(str(text), score)
                 whole += len(line)
         if whole < path.stat().st_size:
             os.truncate(path, whole)
@@ -150,6 +151,6 @@ def folder_of(run: Path, system: str, split: str, beam: int, alpha: float) -> Pa
 
 def _read_note(folder: Path) -> Any:
     try:
-        return json.loads((folder / _NOTE).read_text(encoding="utf-8"))
+        return atomic.read_object(folder / _NOTE)
     except (OSError, ValueError):
         return None

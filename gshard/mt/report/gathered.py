@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gshard.mt import atomic
 from gshard.mt.errors import UserError
 
 FILES = ("config.json", "metrics.jsonl", "evaluation.json", "baselines.json")
@@ -187,16 +188,12 @@ def _written(path: Path) -> float | None:
 def _read_object(path: Path, problems: list[str]) -> dict[str, Any] | None:
     """The JSON object in a file; None if there is none, with a problem if it is damaged."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return atomic.read_object(path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         problems.append(f"{path.name} is damaged and left out: {error}")
         return None
-    if not isinstance(value, dict):
-        problems.append(f"{path.name} is damaged and left out: it holds no JSON object")
-        return None
-    return value
 
 
 def _read_versioned(path: Path, problems: list[str]) -> dict[str, Any] | None:
@@ -223,6 +220,7 @@ def _read_metrics(path: Path, problems: list[str]) -> tuple[tuple[Record, ...], 
     as the weights it belonged to were.
     """
     try:
+        atomic.refuse_special(path)
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         problems.append("metrics.jsonl is missing: nothing is known of the training")

@@ -7,11 +7,11 @@ only these and the translations have to be copied to be scored there.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from gshard.mt import atomic
 from gshard.mt.evaluation.baselines import BASELINES
 from gshard.mt.evaluation.evaluate import EVALUATION
 from gshard.mt.run import read_metrics
@@ -46,10 +46,9 @@ class Entry:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file; None if there is none, or half of one."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return atomic.read_object(path)
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
 
 
 def entry(plan: Plan, run: PlannedRun) -> Entry:

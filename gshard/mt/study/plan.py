@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from gshard.mt import atomic
 from gshard.mt.config import RunConfig, conflicts, override, read
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.evaluation.baseline_plan import SIZES, BaselineConfig, Size, of_steps
@@ -89,7 +90,7 @@ def read_plan(path: str | Path) -> Plan:
     """The plan in a file; an error names what is wrong in it and where."""
     path = Path(path)
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        found = tomllib.loads(atomic.read_text(path))
     except FileNotFoundError:
         raise UserError(f"no plan at {path}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -184,9 +184,10 @@ class Checkpoints:
         found = self._restored(step, {"model": model, "optimizer": optimizer})
         return found["model"], found["optimizer"], found["note"]
 
-    def restore_model(self, step: int, model: Any) -> Any:
-        """The weights of one step, without the optimizer's state."""
-        return self._restored(step, {"model": model})["model"]
+    def restore_model(self, step: int, model: Any) -> tuple[Any, dict[str, Any]]:
+        """The weights of one step, without the optimizer's state, and the note."""
+        found = self._restored(step, {"model": model})
+        return found["model"], found["note"]
 
     def _restored(self, step: int, trees: dict[str, Any]) -> dict[str, Any]:
         wanted = {name: named(tree) for name, tree in trees.items()}

@@ -31,11 +31,11 @@ def problem(folder: Path, items: Sequence[str] = ()) -> str:
     With `items`, of its subfolders only those are looked at.
     """
     try:
-        written = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        expected = {str(name): str(digest) for name, digest in written.items()}
+        written = atomic.read_object(folder / FILE)
+        expected = {name: str(digest) for name, digest in written.items()}
     except FileNotFoundError:
         return f"it has no {FILE}"
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         return f"{FILE} cannot be read: {error}"
 
     def wanted(name: str) -> bool:

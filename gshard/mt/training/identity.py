@@ -14,6 +14,8 @@ from gshard.mt.config import CHANGEABLE, settings
 from gshard.mt.run import Run
 
 _CHECKED_BY_CONTENT = ("data.",)  # where text and vocabularies are does not matter
+# What a translation depends on and the shapes of the weights do not tell.
+_OF_THE_MODEL = ("model.heads", "model.gating.top_k", "model.gating.second_expert")
 
 
 def identity(run: Run) -> dict[str, Any]:
@@ -34,6 +36,19 @@ def identity(run: Run) -> dict[str, Any]:
     }
     found = {"settings": matters, "vocabulary": run.tokenizer.digest, "text": text}
     return dict(json.loads(json.dumps(found)))  # as a checkpoint gives it back
+
+
+def other_model(note: dict[str, Any], run: Run) -> list[str]:
+    """What the weights of a checkpoint do not go with any more, of the model and vocabularies."""
+    if "identity" not in note:
+        return []
+    saved = note["identity"]
+    now = {
+        "settings": {n: v for n, v, _ in settings(run.config) if n.startswith(_OF_THE_MODEL)},
+        "vocabulary": run.tokenizer.digest,
+        "text": saved["text"],  # which translating does not depend on
+    }
+    return differences(saved, dict(json.loads(json.dumps(now))))
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:

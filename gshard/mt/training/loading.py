@@ -14,6 +14,7 @@ import gshard
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.run import Run
 from gshard.mt.training.checkpoint import Checkpoints, named, unnamed
+from gshard.mt.training.identity import other_model
 from gshard.mt.training.weights import WEIGHTS, read_weights
 from gshard.nn.config import TransformerConfig
 from gshard.nn.strategy import ONE_DEVICE, Strategy
@@ -34,7 +35,14 @@ def load_model(run: Run, which: str = "best", like: Any = None) -> tuple[Transfo
     step = _chosen(checkpoints, which, run.folder)
     if like is None:
         like = model_like(run.model_config)
-    return checkpoints.restore_model(step, like), step
+    model, note = checkpoints.restore_model(step, like)
+    if changed := other_model(note, run):
+        lines = "\n  ".join(changed)
+        raise UserError(
+            f"{run.folder} is not as it was at step {step}:\n  {lines}\n"
+            "its translations would be others; bring that back"
+        )
+    return model, step
 
 
 def model_like(config: TransformerConfig, strategy: Strategy = ONE_DEVICE) -> Transformer:

@@ -11,11 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from gshard.mt import hosts
+from gshard.mt.batching.tokenizer import Tokenizer
 from gshard.mt.data.corpus import Corpus
 from gshard.mt.errors import UserError
 from gshard.mt.run import Run
 from gshard.mt.training import loop
 from gshard.mt.training.checkpoint import Checkpoints, SaveError
+from gshard.mt.training.loading import load_model
 from gshard.mt.training.loop import train
 from gshard.mt.training.programs import Programs
 from tests.mt.runs import Notes, losses, with_train
@@ -69,6 +71,30 @@ def test_another_vocabulary_is_found(half, tokenizer):
     tokenizer.save(half.folder / "vocabulary")
     with pytest.raises(UserError, match=r"the vocabularies are others|another model"):
         train(again(half), Notes())
+
+
+def test_weights_are_not_loaded_with_another_vocabulary_or_model(half, tokenizer):
+    """Translating would give other sentences without a word."""
+    load_model(half, "last")
+    path = half.folder / "config.json"
+    good = json.loads(path.read_text())
+    edited = {**good, "model": {**good["model"], "heads": 1, "key_dim": 16, "value_dim": 16}}
+    path.write_text(json.dumps(edited))
+    with pytest.raises(UserError, match=r"model.heads was 2 and is now 1|another model"):
+        load_model(again(half), "last")
+    gating = {**good["model"]["gating"], "top_k": 1}
+    path.write_text(json.dumps({**good, "model": {**good["model"], "gating": gating}}))
+    with pytest.raises(UserError, match=r"model.gating.top_k was 2 and is now 1"):
+        load_model(again(half), "last")
+    path.write_text(json.dumps(good))
+    swapped = Tokenizer(*half.tokenizer._models[::-1], half.tokenizer.config)
+    swapped.save(half.folder / "vocabulary")
+    with pytest.raises(UserError, match=r"the vocabularies are others|another model"):
+        load_model(again(half), "last")
+    text = json.loads(path.read_text())
+    path.write_text(json.dumps({**text, "optimizer": {**text["optimizer"], "learning_rate": 9.0}}))
+    half.tokenizer.save(half.folder / "vocabulary")
+    load_model(again(half), "last")  # a learning rate is nothing to a translation
 
 
 def test_tokens_that_were_changed_are_made_again(half):

@@ -1,0 +1,183 @@
+"""Files that were damaged, or put there by somebody else: a sentence, and nothing is lost."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from gshard import cli
+from gshard.mt import atomic
+from gshard.mt.batching.tokenizer import Tokenizer
+from gshard.mt.config import read
+from gshard.mt.data import tiers
+from gshard.mt.data.corpus import Corpus
+from gshard.mt.decoding.output import FileOutput
+from gshard.mt.errors import UserError
+from gshard.mt.evaluation.store import Store, Translation
+from gshard.mt.run import read_metrics
+from gshard.mt.study.plan import read_plan
+
+NESTED = "[" * 100_000
+NO_OBJECTS = ("", "{", "[]", "5", NESTED, '{"a": ' + "9" * 5000 + "}", "\udcff")
+
+
+@pytest.mark.parametrize("text", NO_OBJECTS)
+def test_what_is_no_object(tmp_path, text):
+    path = tmp_path / "a.json"
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(ValueError, match=r"."):
+        atomic.read_object(path)
+
+
+def test_pipes_and_devices_are_neither_read_nor_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for special in (pipe, Path("/dev/null"), tmp_path):
+        with pytest.raises(OSError, match="is no regular file"):
+            atomic.read_text(special)
+        with pytest.raises(OSError, match="is no regular file"), atomic.new_file(special):
+            pass
+        with pytest.raises(OSError, match="is no regular file"):
+            FileOutput(special, {})
+    assert pipe.is_fifo()
+    assert Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "plan.toml", "tier.toml"])
+def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    readers = {
+        "metrics.jsonl": lambda path: read_metrics(path.parent),
+        "config.json": read,
+        "plan.toml": read_plan,
+        "tier.toml": lambda path: tiers.load(str(path)),
+    }
+    with pytest.raises((OSError, UserError), match=r"regular file|no tier file"):
+        readers[name](tmp_path / name)
+
+
+def test_the_command_says_it_in_a_sentence(tmp_path, capsys):
+    os.mkfifo(tmp_path / "plan.toml")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["study", str(tmp_path / "plan.toml")])
+    assert ended.value.code == 1
+    assert "plan.toml: is no regular file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"folder": "../../precious"}, "is none that gathering makes"),
+        ({"folder": "/etc"}, "is none that gathering makes"),
+        ({"folder": None}, "is none that gathering makes"),
+        ({"languages": []}, "it has no languages"),
+        ({"languages": {"../x": {}}}, "'../x' is no name of a language"),
+        ({"languages": {"de": 5}}, "de has no splits"),
+        ({"languages": {"de": {"train": {"pairs": 5}}}}, "'train' of de is no split"),
+        ({"languages": {"de": {"train": {"pairs": "5", "sha256": ""}}}}, "'train' of de"),
+        ({"languages": {"de": {"other": {}}}}, "'other' of de"),
+        ({"dropped": 5}, "does not say what was dropped"),
+        ({"version": 9}, "has version 9"),
+    ],
+)
+def test_a_manifest_that_cannot_be(corpus, tmp_path, change, said):
+    text = json.dumps({**corpus.manifest, **change})
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match=said):
+        Corpus.open(tmp_path)
+
+
+def test_gathering_removes_nothing_but_what_it_made(tmp_path, capsys):
+    """The manifest of a folder names the files that a new gathering replaces."""
+    precious, out = tmp_path / "precious", tmp_path / "corpus"
+    precious.mkdir()
+    (precious / "work.txt").write_text("years of it")
+    out.mkdir()
+    hostile = {"version": 1, "folder": "../precious", "languages": {}, "dropped": {}, "sources": []}
+    (out / "manifest.json").write_text(json.dumps(hostile))
+    rows = [f"de\tDas Haus steht am Fluss {n}.\tThe house is by the river {n}." for n in range(9)]
+    (tmp_path / "a.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    given = ["--tsv", str(tmp_path / "a.tsv"), "--out", str(out), "--jobs", "1"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["data", "gather", *given])
+    assert (precious / "work.txt").read_text() == "years of it", capsys.readouterr()
+    assert not ended.value.code
+    assert Corpus.open(out).languages == ("de",)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda note: note.replace("{", "[", 1),
+        lambda note: note[: len(note) // 2],
+        lambda note: json.dumps({**json.loads(note), "config": 5}),
+        lambda note: json.dumps({"config": {}}),
+        lambda note: note.replace('"seed"', '"sead"'),
+    ],
+)
+def test_a_vocabularys_note_that_is_damaged(tokenizer, tmp_path, change):
+    tokenizer.save(tmp_path / "v")
+    path = tmp_path / "v" / "tokenizer.json"
+    path.write_text(change(path.read_text()))
+    with pytest.raises(UserError, match=r"tokenizer\.json is damaged"):
+        Tokenizer.load(tmp_path / "v")
+
+
+def test_vocabularies_replace_vocabularies_only(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "v")
+    tokenizer.save(tmp_path / "v")
+    (tmp_path / "v" / "thesis.tex").write_text("years of it")
+    with pytest.raises(UserError, match="holds something else"):
+        tokenizer.save(tmp_path / "v")
+    assert (tmp_path / "v" / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('extends = "{itself}"', "extends itself"),
+        ("extends = 5", "no tier '5'"),
+        ("source = 5", "wrong type"),
+        ("source = [5]", "wrong type"),
+        ('test_share = "much"', "test_share is 'much', and not a number"),
+        ("dev_share = true", "dev_share is True"),
+        ('test_share = 0.1 "\udcff"', "no text in UTF-8"),
+    ],
+)
+def test_a_tier_of_wrong_types(tmp_path, text, said):
+    path = tmp_path / "mine.toml"
+    written = text.format(itself=path) if "{" in text else text
+    path.write_text(written, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(UserError, match=said):
+        tiers.load(str(path))
+
+
+@pytest.mark.parametrize("line", ["5", "{}", "null", '["de", "a", "b", "c"]', NESTED])
+def test_a_line_of_the_store_that_is_none(tmp_path, line):
+    note = {"weights": "x"}
+    Store(tmp_path / "s", note).add([("de", "one", Translation("eins", -1.0))])
+    (path,) = (tmp_path / "s").glob("*.jsonl")
+    with path.open("a") as file:
+        file.write(line + "\n")
+    again = Store(tmp_path / "s", note)
+    assert again.get("de", "one") == Translation("eins", -1.0)
+    assert len(again) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"settings": 5}, {"bytes": -1}, {"done": -3}, {"bytes": 10**9}, {"done": "x"}, {"text": None}],
+)
+def test_a_note_of_translations_that_is_damaged(tmp_path, change):
+    out = tmp_path / "a.txt"
+    FileOutput(out, {"run": "r"}).add(["a", "b"], ["A", "B"])
+    path = tmp_path / "a.txt.part.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    output = FileOutput(out, {"run": "r"})
+    if change == {"text": None}:  # which only the text itself can tell
+        with pytest.raises(UserError, match="begun with other text"):
+            list(output.after_done([["a", "b", "c"]]))
+        return
+    assert output.done == 0
+    assert list(output.after_done([["a"]])) == [["a"]]
