@@ -1,6 +1,6 @@
 """Multi-head attention, with key and value sizes of their own.
 
-Keys and values are made apart from attending to them, so that one set of weights serves training
+Keys and values may be made apart from attending to them, so that one set of weights serves training
 and decoding: training attends to what it just made, decoding to what its cache holds.
 Dims: B sequences, T queries, L keys, M model dim, N heads, D key dim, U value dim.
 """
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from gshard.nn.flash import flash_attention, seed_from_row
+from gshard.nn.flash import joint_attention, seed_from_row
 from gshard.nn.hashing import Random, seed_of
 from gshard.nn.layers import dropout, init_weight
 from gshard.nn.segments import Segments, segment_mask
@@ -78,7 +78,7 @@ class Attention(eqx.Module):
     def __call__(
         self,
         x_BTM: Array,
-        memory: KeysValues,
+        memory: KeysValues | Array | None,
         visible: Array | Segments,
         rate: float = 0.0,
         key: Array | None = None,
@@ -88,10 +88,14 @@ class Attention(eqx.Module):
     ) -> Array:
         """Attend from `x_BTM` to `memory` where a query may see it, with dropout on the weights.
 
+        `memory` is keys and values, or what to make them of: None is `x_BTM` itself.
         A query that may see nothing (padding) gets an even mixture, never a NaN.
         """
         if kind == "flash" and isinstance(visible, Segments):
-            return self._project(self._flash(x_BTM, memory, visible, rate, key, strategy))
+            arrays = self._joint(x_BTM, memory)
+            return self._project(self._flash(arrays, visible, rate, key, strategy))
+        if not isinstance(memory, KeysValues):
+            memory = self.keys_values(x_BTM if memory is None else memory)
         dtype = x_BTM.dtype
         mask_BTL = visible.mask() if isinstance(visible, Segments) else visible
         q_BTND = self._queries(x_BTM)
@@ -103,10 +107,28 @@ class Attention(eqx.Module):
         out_BTNU = jnp.einsum("BNTL,BLNU->BTNU", probs_BNTL, memory.values)
         return self._project(out_BTNU)
 
+    def _joint(self, x_BTM: Array, memory: KeysValues | Array | None) -> tuple[Array, ...]:
+        """Queries, keys and values as `joint_attention` takes them: one product for each input.
+
+        One large product is faster than several small ones, forward and backward.
+        """
+
+        def product(x_BTM: Array, *weights: Array) -> Array:
+            w_MPND = jnp.stack(weights, axis=1).astype(x_BTM.dtype)
+            return jnp.einsum("BTM,MPND->BTPND", x_BTM, w_MPND)
+
+        if isinstance(memory, KeysValues):
+            return product(x_BTM, self.wq), *(jnp.expand_dims(x, 2) for x in memory)
+        if self.wk.shape != self.wv.shape:
+            source = x_BTM if memory is None else memory
+            return product(x_BTM, self.wq), product(source, self.wk), product(source, self.wv)
+        if memory is None:
+            return (product(x_BTM, self.wq, self.wk, self.wv),)
+        return product(x_BTM, self.wq), product(memory, self.wk, self.wv)
+
     def _flash(
         self,
-        x_BTM: Array,
-        memory: KeysValues,
+        arrays: tuple[Array, ...],
         visible: Segments,
         rate: float,
         key: Array | None,
@@ -114,15 +136,13 @@ class Attention(eqx.Module):
     ) -> Array:
         """By the kernel, which each device runs on its own rows: no partitioner looks into it."""
         rate, seed = (0.0, jnp.zeros(2, jnp.uint32)) if key is None else (rate, seed_of(key))
-        q_BTND = jnp.einsum("BTM,MND->BTND", x_BTM, self.wq.astype(x_BTM.dtype))
-        rows = (q_BTND, *memory, visible.queries, visible.keys)
-        q, keys, values, q_seg, k_seg = (strategy.own_groups(x) for x in rows)
-        segments = Segments(q_seg, k_seg, visible.causal)
+        B, _, _, N, _ = arrays[0].shape
+        own = tuple(strategy.own_groups(x) for x in arrays)
+        q_seg, k_seg = (strategy.own_groups(x) for x in (visible.queries, visible.keys))
         if strategy.devices > 1:
-            first_row = strategy.own_groups(jnp.arange(len(x_BTM)))[0]
-            seed = seed_from_row(seed, first_row, q.shape[2])
-        own = flash_attention(q, keys, values, segments, rate, seed)
-        return strategy.all_groups(own, len(x_BTM))
+            seed = seed_from_row(seed, strategy.own_groups(jnp.arange(B))[0], N)
+        out = joint_attention(own, Segments(q_seg, k_seg, visible.causal), rate, seed)
+        return strategy.all_groups(out, B)
 
     def _queries(self, x_BTM: Array) -> Array:
         q_BTND = jnp.einsum("BTM,MND->BTND", x_BTM, self.wq.astype(x_BTM.dtype))

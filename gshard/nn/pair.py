@@ -75,9 +75,7 @@ class Layer(eqx.Module):
         c = self.config
         keys = split_key(key, 6)
 
-        def attend(
-            attention: Attention, x: Array, memory: KeysValues, visible: Any, key: Any
-        ) -> Array:
+        def attend(attention: Attention, x: Array, memory: Any, visible: Any, key: Any) -> Array:
             rate, random, kind = c.attention_dropout, c.random, c.attention
             return attention(x, memory, visible, rate, key, random, kind, strategy)
 
@@ -86,20 +84,18 @@ class Layer(eqx.Module):
 
         kernels = c.attention == "flash" and strategy.devices == 1
         h_BTM, x_BTM = self.self_norm.beside(x_BTM, kernels=kernels)
-        own = self.self_attention.keys_values(h_BTM)
+        own: KeysValues | None = None  # itself
         if cache is not None:
-            cache = LayerCache(cache.own.write(own, jnp.asarray(index)), cache.cross)
+            new = self.self_attention.keys_values(h_BTM)
+            cache = LayerCache(cache.own.write(new, jnp.asarray(index)), cache.cross)
             own = cache.own.read()
         y_BTM = attend(self.self_attention, h_BTM, own, masks.own, keys[0])
         x_BTM = residual(x_BTM, y_BTM, keys[1])
 
         if self.cross_attention is not None and self.cross_norm is not None:
             assert masks.cross is not None
-            if cache is not None:
-                cross = cache.cross
-            else:
-                assert memory_BLM is not None
-                cross = self.cross_attention.keys_values(memory_BLM)
+            cross = memory_BLM if cache is None else cache.cross
+            assert cross is not None
             h_BTM, x_BTM = self.cross_norm.beside(x_BTM, kernels=kernels)
             y_BTM = attend(self.cross_attention, h_BTM, cross, masks.cross, keys[2])
             x_BTM = residual(x_BTM, y_BTM, keys[3])

@@ -4,12 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 import gshard
+from gshard.nn import attention as attention_module
 from gshard.nn.attention import Attention
-from gshard.nn.flash import Blocks, flash_attention, reference, seed_from_row
+from gshard.nn.flash import Blocks, flash_attention, joint_attention, reference, seed_from_row
+from gshard.nn.pair import Layer, Masks
 from gshard.nn.segments import Segments
 from gshard.nn.strategy import Strategy
+from tests.nn import models
 
 SEED = jnp.array([7, 11], jnp.uint32)
 BLOCKS = Blocks(own=16, other=8, interpret=True)
@@ -64,6 +68,119 @@ def test_kernel_is_the_reference(T, L, causal, rate):
     assert np.all(got[0][1][-1] == 0)  # padding sees nothing
 
 
+@pytest.mark.parametrize("rate", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])
+@pytest.mark.parametrize(
+    ("parts", "T", "L", "causal"),
+    [
+        ((3,), 19, 19, True),
+        pytest.param((3,), 32, 32, False, marks=pytest.mark.slow),
+        ((1, 2), 5, 19, False),
+        pytest.param((1, 2), 37, 23, False, marks=pytest.mark.slow),
+        pytest.param((2, 1), 37, 37, True, marks=pytest.mark.slow),
+    ],
+)
+def test_parts_of_arrays_are_attended_to_where_they_lie(parts, T, L, causal, rate):
+    """What the kernels leave unwritten of the gradients would be NaN."""
+    rng = np.random.default_rng(0)
+    q_seg, k_seg = packed(rng, 2, T), packed(rng, 2, L)
+    segments = Segments(q_seg, q_seg if causal else k_seg, causal)
+    lengths = (T, L)[-len(parts) :]
+    arrays = tuple(
+        jnp.float32(rng.normal(size=(2, length, count, 3, 16)))
+        for length, count in zip(lengths, parts, strict=True)
+    )
+
+    def value(attend):
+        def f(arrays):
+            out = attend(arrays)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.jit(jax.value_and_grad(f, has_aux=True))(arrays)
+
+    def plain(arrays):
+        apart = (x[:, :, part] for x in arrays for part in range(x.shape[2]))
+        return reference(*apart, segments, rate, SEED)
+
+    got = value(lambda arrays: joint_attention(arrays, segments, rate, SEED, BLOCKS))
+    want = value(plain)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+
+
+def test_there_are_three_parts():
+    x = jnp.zeros((2, 8, 2, 3, 16))
+    segments = Segments(np.ones((2, 8)), np.ones((2, 8)))
+    with pytest.raises(ValueError, match=r"three parts.*\(2, 8, 2, 3, 16\) counts 2"):
+        joint_attention((x,), segments, 0.0, SEED)
+
+
+def interpreted(monkeypatch):
+    def attend(*given):
+        return joint_attention(*given, BLOCKS)
+
+    monkeypatch.setattr(attention_module, "joint_attention", attend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value_dim", [8, 16])
+@pytest.mark.parametrize("cross", [False, True])
+def test_attention_by_the_kernel_is_the_plain_one(cross, value_dim, monkeypatch):
+    """Self-attention and cross-attention, with parts together and apart."""
+    interpreted(monkeypatch)
+    rng = np.random.default_rng(0)
+    T, L, M = 19, 23 if cross else 19, 12
+    x, source = (jnp.float32(rng.normal(size=(2, n, M))) for n in (T, L))
+    visible = Segments(packed(rng, 2, T), packed(rng, 2, L))
+    if not cross:
+        source, visible = None, Segments(visible.queries, visible.queries, causal=True)
+    seen = jnp.any(visible.mask(), axis=-1)[..., None]
+
+    def value(kind):
+        def f(attention, x, source):
+            out = jnp.where(seen, attention(x, source, visible, kind=kind), 0)
+            return jnp.sum(jnp.sin(out)), out
+
+        attention = Attention(M, 3, 16, value_dim, "float32", jax.random.key(1))
+        return jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True))(attention, x, source)
+
+    for a, b in zip(*(jax.tree.leaves(value(kind)) for kind in ("flash", "plain")), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+
+
+def equations(jaxpr):
+    """Those of the jaxpr and of all that it calls, but not of kernels."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        if eqn.primitive.name != "pallas_call":
+            for inner in jaxprs_in_params(eqn.params):
+                yield from equations(inner)
+
+
+@pytest.mark.parametrize(("value_dim", "products"), [(16, 2 + 3 + 2), (8, 4 + 4 + 2)])
+def test_one_product_for_each_input(value_dim, products, monkeypatch):
+    """In a decoder layer: of self-attention, of cross-attention, of the feed-forward layer.
+
+    Each has one for the gradient of its input and one for that of its weights, and no array of
+    queries, keys or values is cut or put together.
+    """
+    interpreted(monkeypatch)
+    config = models.config(key_dim=16, value_dim=value_dim).tuned()
+    layer = Layer(config, jax.random.key(0), sparse=False, cross=True)
+    x, source = jnp.ones((2, 16, 16)), jnp.ones((2, 32, 16))
+    target, seen = np.ones((2, 16), np.int32), np.ones((2, 32), np.int32)
+    masks = Masks(target, Segments(target, target, causal=True), Segments(target, seen))
+
+    def f(layer, x, source):
+        return jnp.sum(layer(x, masks, source)[0])
+
+    found = list(equations(jax.make_jaxpr(jax.grad(f, (0, 1, 2)))(layer, x, source)))
+    assert sum(eqn.primitive.name == "dot_general" for eqn in found) == 3 * products
+    assert sum(eqn.primitive.name == "pallas_call" for eqn in found) == 2 * 3
+    for eqn in found:
+        if eqn.primitive.name in ("slice", "concatenate", "pad", "gather", "dynamic_slice"):
+            assert all(atom.aval.ndim < 5 for atom in (*eqn.invars, *eqn.outvars))
+
+
 def test_reference_is_plain_attention_where_there_is_something_to_see():
     x = jax.random.normal(jax.random.key(0), (3, 12, 8))
     segments = packed(np.random.default_rng(0), 3, 12)
@@ -73,6 +190,7 @@ def test_reference_is_plain_attention_where_there_is_something_to_see():
     want = attention(x, memory, visible.mask())
     np.testing.assert_array_equal(attention(x, memory, visible), want)
     got = attention(x, memory, visible, kind="flash")
+    np.testing.assert_array_equal(attention(x, None, visible.mask()), want)
     seen = np.asarray(visible.mask().any(-1))
     np.testing.assert_allclose(got[seen], want[seen], rtol=1e-5, atol=1e-6)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gshard.nn.flash import flash_attention
+from gshard.nn.flash import flash_attention, joint_attention
 from gshard.nn.flash import reference as plain_attention
 from gshard.nn.grouped import fits, grouped_product
 from gshard.nn.grouped import reference as plain_product
@@ -14,6 +14,9 @@ from gshard.nn.norm import normalize, normalize_beside
 from gshard.nn.segments import Segments
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")
+
+
+SEED = jnp.array([7, 9], jnp.uint32)
 
 
 def draw(*shape):
@@ -30,6 +33,13 @@ def same(kernel, plain, *given):
     for got, want in zip(jax.jit(lambda: value(kernel))(), value(plain), strict=True):
         got, want = (np.asarray(x, np.float32) for x in (got, want))
         assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
+
+
+def packed(T, L, causal):
+    """Rows of several sentences, with padding."""
+    rng = np.random.default_rng(0)
+    q_BT, k_BL = (np.sort(rng.integers(1, 4, (3, n))).astype(np.int32) for n in (T, L))
+    return Segments(jnp.asarray(q_BT).at[:, -2:].set(0), jnp.asarray(k_BL), causal)
 
 
 @pytest.mark.parametrize("relu", [False, True])
@@ -50,18 +60,39 @@ def test_grouped_products(relu):
 @pytest.mark.parametrize(("T", "L", "causal"), [(64, 64, True), (37, 37, True), (5, 19, False)])
 def test_attention(T, L, causal, rate):
     """Rows that blocks do not divide, padding, and several sentences in a row."""
-    rng = np.random.default_rng(0)
-    q_BT, k_BL = (np.sort(rng.integers(1, 4, (3, n))).astype(np.int32) for n in (T, L))
-    segments = Segments(jnp.asarray(q_BT).at[:, -2:].set(0), jnp.asarray(k_BL), causal)
-    seed = jnp.array([7, 9], jnp.uint32)
+    segments = packed(T, L, causal)
     q, k, v = draw(3, T, 2, 64), draw(3, L, 2, 64), draw(3, L, 2, 64)
     same(
-        lambda q, k, v: flash_attention(q, k, v, segments, rate, seed),
-        lambda q, k, v: plain_attention(q, k, v, segments, rate, seed),
+        lambda q, k, v: flash_attention(q, k, v, segments, rate, SEED),
+        lambda q, k, v: plain_attention(q, k, v, segments, rate, SEED),
         q,
         k,
         v,
     )
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("parts", "T", "L", "causal"),
+    [
+        ((3,), 64, 64, True),
+        ((3,), 37, 37, False),
+        ((1, 2), 128, 64, False),
+        ((1, 2), 5, 19, False),
+        ((2, 1), 37, 37, True),
+    ],
+)
+def test_attention_to_parts_of_arrays(parts, T, L, causal, rate):
+    """Queries, keys and values together, or keys and values: gradients too lie as they do."""
+    segments = packed(T, L, causal)
+    lengths = (T, L)[-len(parts) :]
+    arrays = [draw(3, n, count, 2, 64) for n, count in zip(lengths, parts, strict=True)]
+
+    def plain(*arrays):
+        apart = (x[:, :, part] for x in arrays for part in range(x.shape[2]))
+        return plain_attention(*apart, segments, rate, SEED)
+
+    same(lambda *arrays: joint_attention(arrays, segments, rate, SEED), plain, *arrays)
 
 
 @pytest.mark.parametrize("shape", [(64, 128, 512), (1024, 1024)])

@@ -97,9 +97,10 @@ def test_written_out_decoding_is_the_scanned_one(dispatch):
 
 
 @pytest.mark.slow
-def test_a_tuned_model_on_one_device_is_the_plain_one():
+@pytest.mark.parametrize("value_dim", [6, 10])  # as the keys': one product for all
+def test_a_tuned_model_on_one_device_is_the_plain_one(value_dim):
     """Without dropout, whose numbers are others; random routing draws the same."""
-    plain = models.config(decoder_layers=4, groups=4)
+    plain = models.config(decoder_layers=4, groups=4, value_dim=value_dim)
     key, batch = jax.random.key(0), models.batch()
     model = models.model(plain)
     fast = unstacked(models.model(tuned(plain)))
@@ -127,7 +128,7 @@ def tuned_losses(jit, strategy, devices_config):
 @pytest.mark.slow
 def test_a_tuned_model_on_eight_devices_trains_like_on_one():
     dropout = dict.fromkeys(("input_dropout", "residual_dropout", "attention_dropout"), 0.1)
-    config = tuned(models.config(experts=8, groups=8, **dropout))
+    config = tuned(models.config(experts=8, groups=8, value_dim=6, **dropout))
     want = tuned_losses(jax.jit, Strategy(), config)
     got = tuned_losses(gshard.jit, Strategy(8), config)
     np.testing.assert_allclose(got, want, rtol=2e-5)
@@ -135,7 +136,7 @@ def test_a_tuned_model_on_eight_devices_trains_like_on_one():
 
 
 def test_a_tuned_model_keeps_its_four_all_to_all():
-    config = tuned(models.config(experts=8, groups=8))
+    config = tuned(models.config(experts=8, groups=8, value_dim=6))
     optimizer = adafactor(fused=True)
     model = unstacked(models.model(config))
     state = TrainState(model, optimizer.init(model), jnp.zeros((), jnp.int32))
