@@ -25,9 +25,9 @@ _EPSILON = 1e-6
 class Cut(NamedTuple):
     """How the kernel cuts its work, and what it is run with."""
 
-    numbers: int = 4096  # in the rows that a program has at a time
+    numbers: int = 2048  # in the rows that a program has at a time
     programs: int = 1024  # at most
-    warps: int = 4
+    warps: int = 2
     interpret: bool = False
 
 
@@ -50,7 +50,7 @@ def fits(x: Array) -> bool:
         jax.default_backend() == "gpu"
         and power_of_two
         and 64 <= M <= CUT.numbers
-        and x.size % (128 * CUT.numbers) == 0
+        and x.size % (256 * CUT.numbers) == 0
     )
 
 

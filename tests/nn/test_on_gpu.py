@@ -19,20 +19,28 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is
 SEED = jnp.array([7, 9], jnp.uint32)
 
 
+RANDOM = np.random.default_rng(0)  # no two draws alike: a query equal to its key sees it alone
+
+
 def draw(*shape):
-    return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape), jnp.bfloat16)
+    return jnp.asarray(RANDOM.normal(size=shape), jnp.bfloat16)
 
 
 def same(kernel, plain, *given):
-    """Values and gradients within what bfloat16 rounds to."""
+    """Values and gradients as near to those of float32 as plain JAX's are."""
 
-    def value(fn):
+    def value(fn, given):
         y, pull = jax.vjp(fn, *given)
         return y, *pull(jnp.cos(y.astype(jnp.float32)).astype(y.dtype))
 
-    for got, want in zip(jax.jit(lambda: value(kernel))(), value(plain), strict=True):
-        got, want = (np.asarray(x, np.float32) for x in (got, want))
-        assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
+    with jax.default_matmul_precision("highest"):
+        exact = value(plain, [x.astype(jnp.float32) for x in given])
+    found = zip(jax.jit(lambda: value(kernel, given))(), value(plain, given), exact, strict=True)
+    for got, rough, want in found:
+        got, rough, want = (np.asarray(x, np.float32) for x in (got, rough, want))
+        off, length = np.linalg.norm(got - want), np.linalg.norm(want)
+        assert off <= 1.5 * np.linalg.norm(rough - want) + 1e-3 * length
+        assert off <= 0.05 * length
 
 
 def packed(T, L, causal):
