@@ -38,9 +38,22 @@ BASE = {
 }
 
 
+REVERSED = BASE | {"source_vocab": 16_000, "target_vocab": 32_000}
+# What the peer's model can be: its heads are as large as 16 of them in 1024, its vocabulary is one.
+PEERS = {"key_dim": 64, "value_dim": 64, "source_vocab": 32_000, "target_vocab": 32_000}
+# Rows that sentences of many languages and their English fill alike, which blocks of 64 divide.
+LONG, SHORT, ROWS = 448, 256, 320
+
+
 def train(name: str, experts: int, tokens: int, **more: Any) -> dict[str, Any]:
     case = {"module": "train", "name": name, "experts": experts, "tokens": tokens}
     return {**case, "flags": CUBLAS, **more}
+
+
+def text(name: str, source: int, target: int, **more: Any) -> dict[str, Any]:
+    """`base` on rows of these lengths, in groups of which each has 2,048 tokens of English."""
+    case = train(name, 32, ROWS * source, lengths=(source, target), weights="float32", **more)
+    return case | {"module": "text", "workers": 10, "config": {"groups": ROWS * SHORT // 2048}}
 
 
 CASES: dict[str, list[dict[str, Any]]] = {
@@ -53,7 +66,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "peer": [
         {"module": "peer", "experts": 32, "tokens": 16_384},
-        train("the peer's batch", 32, 16_384),
+        train("the peer's dims and batch", 32, 16_384, dims=PEERS),
+        train("the peer's batch, heads of 128", 32, 16_384),
     ],
     "decode": [
         {"module": module, "experts": 32, "sentences": sentences}
@@ -61,8 +75,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
         for module in ("decode", "peer")
     ],
     "text": [
-        train("real text", 32, 131_072, lengths=(128, 80), weights="float32", dims=BASE)
-        | {"module": "text", "workers": 10},
+        text("real text into English", LONG, SHORT, dims=BASE),
+        text("real text out of English", SHORT, LONG, dims=REVERSED, reverse=True),
     ],
     "curve": [
         train("curve", 32, 16_384, lengths=(128, 80), dims=BASE, config={"stacked": True})

@@ -13,6 +13,7 @@ import jax
 # The first pattern that is found in a kernel's name says what it is.
 KINDS = (
     ("attention", r"flash_|fmha|cudnn.*sdpa|mha_"),
+    ("normalization", r"norm_grads"),
     ("matrix products", r"grouped_product|nvjet|gemm|cutlass|cublas|xmma|wgmma|__dot|splitK"),
     ("copies", r"[Mm]emcpy|copy|Memset|memset|transpose"),
     ("reductions", r"reduce|input_reduce"),

@@ -39,7 +39,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     """Steps on fresh batches, the host one step ahead as in `gshard.mt.training.loop`."""
     config = run_config(case)
     with tempfile.TemporaryDirectory() as folder:
-        tokens = unpack(Path(case["text"]), Path(folder))
+        tokens = unpack(Path(case["text"]), Path(folder), reverse=case.get("reverse", False))
         batches = Batches(tokens, config.batch, workers=config.data.workers)
         programs = Programs(config, config.model, jax.devices()[:1], ONE_DEVICE)
         iterator = batches.iterate()
@@ -128,16 +128,23 @@ def pack_sample(folder: Path, path: Path, examples: int) -> None:
     np.savez_compressed(path, **arrays)
 
 
-def unpack(path: Path, folder: Path) -> list[TaskTokens]:
-    """The tasks of a sample, as files that workers can map."""
+def unpack(path: Path, folder: Path, *, reverse: bool = False) -> list[TaskTokens]:
+    """The tasks of a sample as files that workers can map; in `reverse`, from target to source."""
     found = {}
     with np.load(path) as arrays:
-        for name in arrays.files:
-            (folder / name).parent.mkdir(exist_ok=True)
-            np.save(folder / f"{name}.npy", arrays[name])
-            task = name.split("/")[0]
+        for given in arrays.files:
+            task, name = given.split("/")
+            if reverse:
+                task = "-".join(reversed(task.split("-")))
+                side, *rest = name.split("_")
+                name = "_".join([_OTHER.get(side, side), *rest])
+            (folder / task).mkdir(parents=True, exist_ok=True)
+            np.save(folder / task / f"{name}.npy", arrays[given])
             found[task] = Task(*task.split("-"))
     return [open_task(folder / name, task) for name, task in found.items()]
+
+
+_OTHER = {"source": "target", "target": "source"}
 
 
 def _files(tokens: TaskTokens) -> dict[str, np.ndarray]:

@@ -49,6 +49,15 @@ def test_a_sample_holds_whole_sentences(sample, tmp_path):
         assert all(tokens.source[i].tobytes() in sentences for i in range(200))
 
 
+def test_a_sample_in_reverse(sample, tmp_path):
+    there = text.unpack(sample, tmp_path / "there")
+    back = text.unpack(sample, tmp_path / "back", reverse=True)
+    assert [str(tokens.task) for tokens in back] == ["en-de", "en-fr"]
+    for one, other in zip(there, back, strict=True):
+        np.testing.assert_array_equal(one.source.ids, other.target.ids)
+        np.testing.assert_array_equal(one.target.ends, other.source.ends)
+
+
 def test_tables_and_means():
     assert smooth([1.0, 3.0, 5.0, 7.0, 100.0], 2) == [2.0, 6.0]
     losses = {"nll": [4.0] * 6 + [2.0] * 6, "seconds": 3.0}
