@@ -29,7 +29,7 @@ def cells(row: Row) -> list[str]:
         row["name"],
         f"{row['ms']['xla']:.2f}",
         f"{row['ms']['gshard']:.2f}",
-        f"{row['ratio']['gshard']:.2f}",
+        "{:.2f} ({:.2f} to {:.2f})".format(row["ratio"]["gshard"], *row["interval"]["gshard"]),
         f"{row['processor']['gshard']:.2f}",
         bytes_over,
         f"{row['ratio']['default']:.2f}",

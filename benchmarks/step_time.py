@@ -8,8 +8,9 @@ In one process a byte is a memcpy and arithmetic is dear; between processes it g
 socket. Programs are those of `benchmarks.programs` and `examples/recipes`, small, dispatch
 included. A row is printed and written to the JSON file as soon as it is measured, and a run goes
 on where an earlier one with the same file stopped. gshard and XLA take turns in one process; the
-median of their ratios stands in the table (`benchmarks.paired`): above 1 is slower than XLA. So
-does the ratio of processor times, which shows who does more work however busy the machine is.
+median of their ratios stands in the table with its interval (`benchmarks.paired`): above 1 is
+slower than XLA. So does the ratio of processor times, of all processes together, which shows who
+does more work however busy the machine is.
 
 By default gshard plans for accelerators though it runs on a CPU, which stands for them; `hardware`
 tells it what it runs on. Both plans are in the table, once where they are the same.
@@ -31,7 +32,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import gshard
-from benchmarks.paired import Times, median_ratio, timed
+from benchmarks.paired import Times, interval, median_ratio, timed
 from benchmarks.programs import D, programs
 from benchmarks.recipes import recipes
 from benchmarks.step_table import Row, cells, markdown, plot, summary
@@ -75,7 +76,7 @@ def measure(name: str, fn: Callable, args: tuple[Any, ...], hardware: str, secon
         jax.block_until_ready(runs[plan]())
         sent[plan] = sum(c.total_bytes for c in program.collectives)
     clock, processor = timed(runs, seconds, agreed_by_all)
-    return row_of(name, clock, processor, sent)
+    return row_of(name, clock, _of_all(processor), sent)
 
 
 def row_of(name: str, clock: Times, processor: Times, sent: dict[str, int]) -> Row:
@@ -85,9 +86,18 @@ def row_of(name: str, clock: Times, processor: Times, sent: dict[str, int]) -> R
     for kind, times in (("ratio", clock), ("processor", processor)):
         ours = [plan for plan in times if plan != "xla"]
         found[kind] = {plan: median_ratio(times, plan, "xla") for plan in ours}
-    for figures in (found["bytes"], found["ms"], found["ratio"], found["processor"]):
-        figures.setdefault("default", figures["gshard"])
+    found["interval"] = {plan: interval(clock, plan, "xla") for plan in clock if plan != "xla"}
+    for key in ("bytes", "ms", "ratio", "processor", "interval"):
+        found[key].setdefault("default", found[key]["gshard"])
     return found
+
+
+def _of_all(processor: Times) -> Times:
+    """Processor times of this process, summed over all of them."""
+    if jax.process_count() == 1:
+        return processor
+    everyone = multihost_utils.process_allgather(np.array(list(processor.values())))
+    return dict(zip(processor, everyone.sum(0).tolist(), strict=True))
 
 
 def agreed_by_all(numbers: list[int]) -> Sequence[int]:

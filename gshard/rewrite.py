@@ -4,9 +4,11 @@ A roll is a concatenation of two slices of one tensor. Taken one by one, the sli
 out to all devices, and put together again; as one operator it is a permute of the rows that pass
 from a tile to the next. So are rows that make way for others (`concatenate([y, x[:-1]])`), or for
 padding. Rows set at an index that is known (`x.at[1:].set(y)`), which JAX writes as a scatter, are
-a concatenation too: of the rows before, the new ones, and the rows after. A product whose result is
-transposed, as JAX writes the gradient of a weight, is the product of its operands in the other
-order: what is scattered then need not be copied into another order first.
+a concatenation too: of the rows before, the new ones, and the rows after. Rows of a concatenation
+are rows of what it is made of, so that a roll whose first row is set at once is a shift, and no row
+goes round. A product whose result is transposed, as JAX writes the gradient of a weight, is the
+product of its operands in the other order: what is scattered then need not be copied into another
+order first.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import Var, mlir, split_p
 from gshard.permuted import without_questions
+
+MOST_INDICES = 16  # numbers in an index whose value is looked for
 
 Window = tuple[Any, int, int]  # a tensor, and the rows of it: first and end
 
@@ -70,7 +74,9 @@ def fold(
             ]
             folded.append(_concatenation(eqn, windows, eqn.params["dimension"], made))
         elif eqn.primitive is p.scatter_p:
-            folded += _static_update(eqn, made, consts)
+            update = _static_update(eqn, made, consts)
+            made.update((v, new) for new in update for v in new.outvars)
+            folded += update
         elif eqn.primitive in (p.add_p, p.add_jaxvals_p):
             folded.append(_sum_of_padded(eqn, made))
         elif eqn.primitive in (p.pad_p, p.slice_p):
@@ -94,9 +100,7 @@ def _concatenation(
 ) -> JaxprEqn:
     """Windows one after the other; a slice gives way to its source where most of that is used."""
     parts = [
-        (None if isinstance(atom, Literal) else _cut(atom, made.get(atom), dim, start, limit))
-        or (atom, start, limit)
-        for atom, start, limit in whole
+        window if isinstance(window[0], Literal) else _origin(window, dim, made) for window in whole
     ]
     windows: list[tuple[int, int, int]] = []
     operands: list[Any] = []
@@ -147,7 +151,7 @@ def _static_update(
         return [eqn]
     for dim in numbers.inserted_window_dims:
         sizes.insert(dim, 1)
-    begins = _constant(indices, made, consts)
+    begins = constant(indices, made, consts)
     dims = [d for d, (n, m) in enumerate(zip(shape, sizes, strict=True)) if n != m]
     if begins is None or len(dims) != 1:
         return [eqn]
@@ -169,7 +173,7 @@ def _static_update(
     return [*before, _concatenation(eqn, windows, dim, made)]
 
 
-def _constant(
+def constant(
     atom: Any, made: Mapping[Any, JaxprEqn], consts: Mapping[Any, Any]
 ) -> np.ndarray | None:
     """The value of an index, if that is known."""
@@ -178,9 +182,9 @@ def _constant(
     if atom in consts:
         return np.asarray(consts[atom])
     eqn = made.get(atom)
-    if eqn is None or eqn.primitive not in _INDEX_MATH or atom.aval.size > 16:
+    if eqn is None or eqn.primitive not in _INDEX_MATH or atom.aval.size > MOST_INDICES:
         return None
-    operands = [_constant(a, made, consts) for a in eqn.invars]
+    operands = [constant(a, made, consts) for a in eqn.invars]
     if any(o is None for o in operands):
         return None
     with jax.ensure_compile_time_eval():
@@ -192,6 +196,33 @@ _INDEX_MATH = (
     p.broadcast_in_dim_p, p.concatenate_p, p.reshape_p, p.squeeze_p, p.convert_element_type_p,
     p.add_p, p.lt_p, p.select_n_p,
 )  # fmt: skip
+
+
+def _origin(window: Window, dim: int, made: Mapping[Any, JaxprEqn]) -> Window:
+    """Rows of a slice or of a part of a concatenation, as rows of what they come from."""
+    found = _cut(window[0], made.get(window[0]), dim, *window[1:]) or window
+    while part := _part(found, dim, made):
+        found = _cut(part[0], made.get(part[0]), dim, *part[1:]) or part
+    return found
+
+
+def _part(window: Window, dim: int, made: Mapping[Any, JaxprEqn]) -> Window | None:
+    """Rows of a concatenation along `dim`, all from one operand, as rows of that."""
+    atom, first, end = window
+    eqn = None if isinstance(atom, Literal) else made.get(atom)
+    if eqn is None or eqn.params.get("dimension") != dim:
+        return None
+    if eqn.primitive is p.concatenate_p:
+        windows = [(a, 0, a.aval.shape[dim]) for a in eqn.invars]
+    elif eqn.primitive is concatenate_slices_p:
+        windows = [(eqn.invars[n], start, limit) for n, start, limit in eqn.params["windows"]]
+    else:
+        return None
+    for source, start, limit in windows:
+        if 0 <= first < end <= limit - start:
+            return source, start + first, start + end
+        first, end = first - (limit - start), end - (limit - start)
+    return None
 
 
 def _cut(atom: Any, eqn: JaxprEqn | None, dim: int, first: int, end: int) -> Window | None:

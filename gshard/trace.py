@@ -9,9 +9,10 @@ constraints, reshards, operators with a sharding of their own) becomes annotatio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import (
@@ -43,7 +44,7 @@ from gshard.manual import to_auto_p, to_manual_p
 from gshard.mapped import NamedAxes, is_shard_map, over_groups, says_nothing
 from gshard.meshes import grid_of
 from gshard.placement import DeviceOrder
-from gshard.rewrite import fold
+from gshard.rewrite import MOST_INDICES, constant, fold
 from gshard.source import at_line_of, source_of
 
 CALLS = {
@@ -113,10 +114,17 @@ class _Builder:
         self.axes = axes  # of the `jax.shard_map` around
         self.eqns: list[JaxprEqn] = []
         self.consts: dict[Var, Any] = {}
+        self.known: dict[Var, Any] = {}  # arguments that are the same in every turn of a loop
 
-    def body(self, closed: ClosedJaxpr, results: bool = False) -> ClosedJaxpr:
-        """A copy of a program; its `results` are annotated as their types say."""
+    def body(
+        self, closed: ClosedJaxpr, results: bool = False, known: Mapping[int, Any] | None = None
+    ) -> ClosedJaxpr:
+        """A copy of a program; its `results` are annotated as their types say.
+
+        `known` are values of its arguments, by their numbers.
+        """
         invars = [_fresh(v) for v in closed.jaxpr.invars]
+        self.known = {invars[number]: value for number, value in (known or {}).items()}
         outvars = self.inline(closed.jaxpr, closed.consts, invars)
         if results:
             outvars = list(map(self.result, closed.jaxpr.outvars, outvars))
@@ -124,7 +132,7 @@ class _Builder:
             list(self.consts),
             invars,
             outvars,
-            fold(self.eqns, outvars, self.consts) if self.folded else self.eqns,
+            fold(self.eqns, outvars, self.consts | self.known) if self.folded else self.eqns,
             closed.jaxpr.effects,
             debug_info=closed.jaxpr.debug_info.with_unknown_names(),
         )
@@ -164,7 +172,9 @@ class _Builder:
         outvars = [_fresh(v) for v in eqn.outvars]
         params = dict(eqn.params)
         if eqn.primitive in LOOPS:
-            params = {k: self.copy_bodies(v) for k, v in params.items()}
+            same = invars[: params["num_consts"]] if eqn.primitive is p.scan_p else []
+            known = self.indices(same)
+            params = {k: self.copy_bodies(v, known) for k, v in params.items()}
         own = [params[k] for k in _OWN_SHARDING if isinstance(params.get(k), NamedSharding)]
         params.update((k, None) for k in _OWN_SHARDING if k in params)
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
@@ -270,15 +280,30 @@ class _Builder:
         )
         return [fresh.get(id(a), a) if m else a for a, m in zip(args, marks, strict=True)]
 
-    def copy_bodies(self, param: Any) -> Any:
-        """A parameter of an equation; programs in it are copied."""
+    def indices(self, atoms: Sequence[Any]) -> dict[int, Any]:
+        """Those of `atoms` that are integers whose values are known, by their numbers.
+
+        JAX moves the indices of a loop's gradient out of its body, where they say nothing.
+        """
+        small = {number: atom for number, atom in enumerate(atoms) if _is_index(atom.aval)}
+        made = {v: eqn for eqn in self.eqns for v in eqn.outvars} if small else {}
+        found = {number: constant(atom, made, self.known) for number, atom in small.items()}
+        return {number: value for number, value in found.items() if value is not None}
+
+    def copy_bodies(self, param: Any, known: Mapping[int, Any]) -> Any:
+        """A parameter of an equation; programs in it are copied, of which arguments are `known`."""
         if isinstance(param, ClosedJaxpr):
-            return _Builder(self.order, self.folded, self.axes).body(param)
+            return _Builder(self.order, self.folded, self.axes).body(param, known=known)
         if isinstance(param, Jaxpr):
-            return _Builder(self.order, self.folded, self.axes).body(ClosedJaxpr(param, ())).jaxpr
+            return self.copy_bodies(ClosedJaxpr(param, ()), known).jaxpr
         if isinstance(param, tuple) and any(isinstance(x, (ClosedJaxpr, Jaxpr)) for x in param):
-            return tuple(map(self.copy_bodies, param))
+            return tuple(self.copy_bodies(x, known) for x in param)
         return param
+
+
+def _is_index(aval: Any) -> bool:
+    few = isinstance(aval, ShapedArray) and aval.size <= MOST_INDICES
+    return few and jnp.issubdtype(aval.dtype, jnp.integer)
 
 
 def _fresh(var: Any) -> Var:

@@ -1,6 +1,7 @@
 """The table of step times: its arithmetic, rows that appear one by one, and going on."""
 
 import argparse
+import itertools
 import json
 
 import jax.numpy as jnp
@@ -8,8 +9,8 @@ import numpy as np
 import pytest
 
 import gshard
-from benchmarks import step_time
-from benchmarks.paired import median_ratio, plan_rounds, timed
+from benchmarks import paired, step_time
+from benchmarks.paired import interval, median_ratio, plan_rounds, timed
 from benchmarks.step_table import above, cells, markdown
 
 ONES = np.ones((8, 4), np.float32)
@@ -43,18 +44,32 @@ def test_noise_that_both_feel_cancels():
 
 
 def test_rounds_are_few_for_long_programs_and_many_for_short_ones():
-    calls, rounds = plan_rounds({"ours": 0.001, "theirs": 0.004}, 2.0)
-    assert calls == {"ours": 20, "theirs": 5}
-    assert rounds == 41
-    calls, rounds = plan_rounds({"ours": 2.0, "theirs": 3.0}, 2.0)
-    assert calls == {"ours": 1, "theirs": 1}
-    assert rounds == 5
+    assert plan_rounds({"ours": 0.001, "theirs": 0.004}, 2.0) == (5, 41)
+    assert plan_rounds({"ours": 2.0, "theirs": 3.0}, 2.0) == (1, 5)
+
+
+def test_the_interval_of_a_median_narrows_with_the_rounds():
+    def over(rounds):
+        ours = np.random.default_rng(0).normal(0.9, 0.1, rounds).tolist()
+        return interval({"ours": ours, "theirs": [1.0] * rounds}, "ours", "theirs")
+
+    (low, high), (lower, higher) = over(401), over(41)
+    assert lower < low < 0.9 < high < higher
+    assert over(5) == (min(x := np.random.default_rng(0).normal(0.9, 0.1, 5)), max(x))
+
+
+@pytest.mark.parametrize(("spread", "looks"), [(0.0, 1), (0.5, 6)])
+def test_there_are_more_rounds_where_ratios_differ(spread, looks, monkeypatch):
+    seconds = itertools.cycle([1.0, 1.0 + spread, 1.0 + spread])
+    monkeypatch.setattr(paired, "_seconds", lambda run, calls: (next(seconds), 1.0))
+    clock, _ = paired.timed({"ours": None, "theirs": None}, 1e-9)
+    assert len(clock["ours"]) == looks * 5
 
 
 def test_programs_take_turns_in_an_order_that_turns():
     seen = []
     runs = {name: lambda name=name: seen.append(name) for name in "ab"}
-    clock, processor = timed(runs, 0.0, lambda numbers: [1, 1, 3])
+    clock, processor = timed(runs, 0.0, lambda numbers: [1, 3][: len(numbers)])
     assert seen[-6:] == ["b", "a", "a", "b", "b", "a"]
     assert all(len(times) == 3 for times in (*clock.values(), *processor.values()))
 
@@ -63,7 +78,7 @@ def test_a_plan_that_is_the_default_has_its_figures():
     times = {"gshard": [2.0, 4.0, 6.0], "xla": [1.0, 1.0, 2.0]}
     row = step_time.row_of("p", times, times, {"gshard": 10, "xla": 40})
     assert row["ratio"] == {"gshard": 3.0, "default": 3.0}
-    assert cells(row) == ["p", "1000.00", "4000.00", "3.00", "3.00", "0.25", "3.00"]
+    assert cells(row) == ["p", "1000.00", "4000.00", "3.00 (2.00 to 4.00)", "3.00", "0.25", "3.00"]
     assert above([row]) == ["p"]
 
 

@@ -2,7 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import gshard
 from tests.oracle import check, even_split, kinds, random_array, sent
@@ -57,3 +60,38 @@ def test_a_padded_sum_that_overlaps_stays_a_sum():
 
     check(fn, random_array((13, 5)), random_array((12, 5)), inputs=[even_split(2, 0, 8)] * 2)
     check(fn, random_array((4, 5)), random_array((3, 5)), inputs=[even_split(2, 1, 8)] * 2)
+
+
+def test_a_pipeline_sends_nothing_round():
+    """What arrives at the first stage is new, so that the last one sends nothing, in both loops."""
+
+    def fn(x, w):
+        def tick(state, x):
+            state = gshard.split(jnp.roll(state, 1, 0).at[0].set(x), 0, 8)
+            state = jnp.tanh(state * w)
+            return state, state[-1]
+
+        def loss(w):
+            nothing = gshard.split(jnp.zeros((8, 5)), 0, 8)
+            return jnp.sum(jax.lax.scan(tick, nothing, x * w)[1] ** 2)
+
+        return jax.value_and_grad(loss)(w)
+
+    low = check(fn, random_array((3, 5)), np.float32(0.5), rtol=1e-4, atol=1e-4)
+    permutes = [line for line in low.as_text().splitlines() if " = ppermute[" in line]
+    assert len(permutes) == 2
+    assert "(6, 7))]" in permutes[0]
+    assert "(7, 6))]" in permutes[1]
+
+
+@pytest.mark.slow
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.integers(-4, 4), st.integers(0, 12), st.integers(1, 3)), max_size=4))
+def test_rolls_and_updates_after_each_other(changes):
+    def fn(x, y):
+        for shift, row, rows in changes:
+            x = jnp.roll(x, shift, 0).at[row : row + rows].set(y[: min(rows, 13 - row)])
+        return x
+
+    split = even_split(2, 0, 8)
+    check(fn, random_array((13, 3)), random_array((3, 3)), inputs=[split], outputs=[split])
