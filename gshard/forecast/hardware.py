@@ -81,6 +81,7 @@ class Hardware:
             latency=(waited + self.reached.operator_seconds + self.reached.skew_seconds) * sent,
             flops_per_byte=self.rate("bfloat16") * self.reached.products / sent,
             memory_per_byte=self.memory_bandwidth * self.reached.memory / sent,
+            calls_to_compare=self.compiler == "cpu",
         )
 
     def topology(self, devices: int) -> Torus | Switch:

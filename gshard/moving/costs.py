@@ -19,6 +19,7 @@ class Machine:
     latency: float = 16 * 2**10  # bytes sent in the time that a collective takes to get going
     flops_per_byte: float = 512  # what a device computes while it sends a byte
     memory_per_byte: float = 16  # bytes that a device reads from its own memory meanwhile
+    calls_to_compare: bool = False  # a sort calls a function for each two numbers but integers
 
     def __hash__(self) -> int:
         return hash(self.latency)  # it is part of the key of every plan, and there are few machines

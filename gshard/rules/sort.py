@@ -13,12 +13,14 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard import padding
 from gshard.choose import choose, shard_dims
+from gshard.evaluate import bind
 from gshard.factors import Factors
 from gshard.moving import collectives
 from gshard.moving.columnsort import columnsort, rows_needed
@@ -59,8 +61,41 @@ def _sort(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
 def _sort_locally(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], here: Sharding) -> list[Tile]:
     """Sort along a dim that is whole; padding of other dims sorts among itself."""
     ready = [ctx.reshard(t, here, "sort: its dim has to be whole") for t in tiles]
-    arrays = eqn.primitive.bind(*(t.array for t in ready), **eqn.params)
+    arrays = _sorted(eqn, [t.array for t in ready])
     return [Tile(a, here, t.shape) for a, t in zip(arrays, tiles, strict=True)]
+
+
+def _sorted(eqn: JaxprEqn, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Local arrays sorted; floats as the integers that their bits are, where that is quicker.
+
+    Those have the same order but for NaN and what may be equal to 0.0 in other bits, -0.0 and
+    subnormal numbers: with one of them there, floats are compared.
+    """
+    x, *others = arrays
+    width = 8 * itemsize_of(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else 0
+    if others or width < 16 or not machine().calls_to_compare:
+        return bind(eqn, arrays)
+    integer = jnp.dtype(f"int{width}")
+
+    def flipped(bits: jax.Array) -> jax.Array:
+        """Of negative floats, the integers in order; and back."""
+        return bits ^ ((bits >> (width - 1)) & jnp.iinfo(integer).max)
+
+    def as_integers(bits: jax.Array) -> jax.Array:
+        (found,) = bind(eqn, [flipped(bits)])
+        return lax.bitcast_convert_type(flipped(found), x.dtype)
+
+    def as_floats(bits: jax.Array) -> jax.Array:
+        (found,) = bind(eqn, [lax.bitcast_convert_type(bits, x.dtype)])
+        return found
+
+    bits = lax.bitcast_convert_type(x, integer)
+    size = bits & jnp.iinfo(integer).max
+    tiny, infinite = (
+        np.asarray(limit, x.dtype).view(integer) for limit in (jnp.finfo(x.dtype).tiny, np.inf)
+    )
+    strange = jnp.any(((size < tiny) & (bits != 0)) | (size > infinite))
+    return [lax.cond(strange, as_floats, as_integers, bits)]
 
 
 def _cost(

@@ -105,6 +105,30 @@ def test_rows_are_free():
     assert sent(low) == 0
 
 
+@pytest.mark.parametrize(
+    ("dtype", "special"),
+    [
+        (np.float32, []),
+        (np.float32, [np.nan, -np.nan]),
+        (np.float32, [1e-40, 0.0, -1e-40]),
+        (jnp.bfloat16, [-0.0, 0.0]),
+    ],
+)
+def test_a_cpu_sorts_floats_as_integers_in_the_same_order(dtype, special):
+    x = np.random.default_rng(0).choice([*np.linspace(-3, 3, 40), np.inf, -np.inf, *special], 480)
+    x = x.astype(dtype).reshape(60, 8)
+
+    def fn(x):
+        return jnp.sort(gshard.split(x, 1, 8), 0)
+
+    run = gshard.jit(fn, hardware="cpu")
+    text = run.lower(x).as_text()
+    assert f"i{8 * x.itemsize}[60,1] = sort" in text
+    expected = np.asarray(jax.jit(lambda x: jnp.sort(x, 0))(x))
+    assert np.asarray(run(x)).tobytes() == expected.tobytes()
+    assert "cond" not in gshard.jit(fn).lower(x).as_text()
+
+
 def test_short_columns_are_gathered_and_say_so():
     split = even_split(1, 0, 8)
     low = check(lambda x: lax.sort(x), tied((13,)), inputs=[split], outputs=[split], exact=True)
