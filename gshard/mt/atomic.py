@@ -87,7 +87,8 @@ def refuse_special(path: Path) -> None:
 
 
 def checksum(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
+    """The SHA-256 of a regular file, in hexadecimal."""
+    refuse_special(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

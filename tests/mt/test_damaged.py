@@ -36,6 +36,8 @@ def test_pipes_and_devices_are_neither_read_nor_replaced(tmp_path):
     for special in (pipe, Path("/dev/null"), tmp_path):
         with pytest.raises(OSError, match="is no regular file"):
             atomic.read_text(special)
+        with pytest.raises(OSError, match="is no regular file"):
+            atomic.checksum(special)
         with pytest.raises(OSError, match="is no regular file"), atomic.new_file(special):
             pass
         with pytest.raises(OSError, match="is no regular file"):

@@ -55,7 +55,7 @@ class Shares:
     most: Mapping[str, int] = field(default_factory=lambda: {"test": 1000, "dev": 500})
 
     def __post_init__(self) -> None:
-        if min(self.test, self.dev) < 0 or self.test + self.dev >= 1:
+        if not (self.test >= 0 and self.dev >= 0 and self.test + self.dev < 1):  # nan too
             raise UserError(f"cannot hold out {self.test} for test and {self.dev} for dev")
 
     def split_of(self, key: str) -> str:

@@ -207,5 +207,7 @@ def test_a_language_is_written_group_by_group_as_at_once(tmp_path, monkeypatch):
 
 
 def test_impossible_shares():
+    with pytest.raises(UserError, match="cannot hold out nan"):
+        Shares(float("nan"), 0.1)
     with pytest.raises(UserError, match="cannot hold out"):
         Shares(0.9, 0.2)
