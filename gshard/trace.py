@@ -36,6 +36,7 @@ from gshard._jax import (
     private_primitives,
     remat_p,
     reshard_p,
+    scan_counts,
     sharding_constraint_p,
 )
 from gshard.annotate import Annotation, annotate_p
@@ -172,7 +173,7 @@ class _Builder:
         outvars = [_fresh(v) for v in eqn.outvars]
         params = dict(eqn.params)
         if eqn.primitive in LOOPS:
-            same = invars[: params["num_consts"]] if eqn.primitive is p.scan_p else []
+            same = invars[: scan_counts(params)[0]] if eqn.primitive is p.scan_p else []
             known = self.indices(same)
             params = {k: self.copy_bodies(v, known) for k, v in params.items()}
         own = [params[k] for k in _OWN_SHARDING if isinstance(params.get(k), NamedSharding)]

@@ -48,6 +48,14 @@ def test_the_private_modules_of_jax_are_named_in_one_file():
     assert named == ["gshard/_jax.py"]
 
 
+def test_parameters_that_a_release_renames_are_read_in_one_file():
+    """A scan's since JAX 0.11: only `_jax.scan_counts` knows both names."""
+    for path in sorted((ROOT / "gshard").rglob("*.py")):
+        if path.name != "_jax.py":
+            assert '"num_consts"' not in path.read_text(), path
+            assert '"num_carry"' not in path.read_text(), path
+
+
 def test_files_are_small():
     assert not structure.long_files(ROOT)
 
