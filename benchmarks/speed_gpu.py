@@ -37,7 +37,6 @@ BASE = {
     "attention_dropout": 0.0,
 }
 
-
 REVERSED = BASE | {"source_vocab": 16_000, "target_vocab": 32_000}
 # What the peer's model can be: its heads are as large as 16 of them in 1024, its vocabulary is one.
 PEERS = {"key_dim": 64, "value_dim": 64, "source_vocab": 32_000, "target_vocab": 32_000}
@@ -61,7 +60,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         train("growth", 128, 131_072, profile=True),
         train("growth", 32, 131_072),
         train("growth", 8, 131_072),
-        train("base", 32, 131_072, lengths=(128, 80), weights="float32", dims=BASE),
+        text("base", LONG, SHORT, dims=BASE) | {"module": "train"},
         train("plain", 128, 32_768, tuned=False, flags=""),
     ],
     "peer": [

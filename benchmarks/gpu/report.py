@@ -40,7 +40,7 @@ def training(results: Results) -> str:
                 f"{r['target_tokens_per_s']:,.0f}" if "target_tokens_per_s" in r else "",
                 f"{100 * r['share']:.1f}%" if "share" in r else "",
                 f"{100 * r['share_without_padding']:.1f}%" if "share" in r else "",
-                f"{r['peak_gb']:.0f}",
+                f"{r['peak_gb']:.0f}" if "peak_gb" in r else "",
                 f"{r['compile_s']:.0f}" if "compile_s" in r else "",
             ]
         )
