@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(arguments, standalone_mode=True)
     except UserError as error:
-        _fail(str(error), error.status)
+        _fail(str(error), error.status, error.at_once)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             _fail(
@@ -94,9 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _break_down()
 
 
-def _fail(message: str, code: int = 1) -> NoReturn:
+def _fail(message: str, code: int = 1, at_once: bool = False) -> NoReturn:
     print(f"gshard: {message}", file=sys.stderr)
-    _leave(code)
+    _leave(code, at_once)
 
 
 def _break_down() -> NoReturn:
@@ -104,9 +104,9 @@ def _break_down() -> NoReturn:
     _leave(_UNFORESEEN)
 
 
-def _leave(code: int) -> NoReturn:
-    """Exit; at once where a parent watches, since JAX would first wait for processes that died."""
-    if status.VARIABLE in os.environ:
+def _leave(code: int, at_once: bool = False) -> NoReturn:
+    """Exit; at once where JAX would first wait for processes that died or never came."""
+    if at_once or status.VARIABLE in os.environ:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

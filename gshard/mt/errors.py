@@ -10,12 +10,19 @@ class UserError(Exception):
     """Something in the user's input, files or machine is wrong; the message says what to do."""
 
     status = 1  # that the command exits with
+    at_once = False  # whether to exit without waiting for anything that still runs
 
 
 class MissingHostsError(UserError):
     """Other processes of the run are not there; they may be when it is tried again."""
 
     status = 75  # "temporary failure" of sysexits.h
+
+
+class NobodyCameError(MissingHostsError):
+    """The same, while JAX still waits for them in a thread that cannot be ended."""
+
+    at_once = True
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

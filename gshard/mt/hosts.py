@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from jax.experimental import multihost_utils
 
 from gshard import _jax
 from gshard.mt.config import DeviceConfig
-from gshard.mt.errors import MissingHostsError, UserError
+from gshard.mt.errors import MissingHostsError, NobodyCameError, UserError
 from gshard.mt.launch import status
 from gshard.mt.launch.environment import Hosts
 from gshard.nn.strategy import Strategy
@@ -70,23 +71,56 @@ def _connect(hosts: Hosts) -> None:
     watched = status.VARIABLE in os.environ
     if hosts.index:
         _until_it_listens(hosts.coordinator)
-    try:
-        jax.distributed.initialize(
-            hosts.coordinator,
-            hosts.count,
-            hosts.index,
-            cluster_detection_method="deactivate",
-            initialization_timeout=_COMING,
-            heartbeat_timeout_seconds=_WATCHED if watched else _ALONE,
-            shutdown_timeout_seconds=_LEAVING,
-            coordinator_bind_address=hosts.coordinator,
-        )
-    except (RuntimeError, ValueError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise MissingHostsError(
-            f"process {hosts.index} of {hosts.count} could not meet the others at "
-            f"{hosts.coordinator} within {_COMING} s: {first}"
-        ) from None
+    else:
+        _refuse_to_listen_elsewhere(hosts.coordinator)
+    failed: list[Exception] = []
+
+    def meet() -> None:
+        try:
+            jax.distributed.initialize(
+                hosts.coordinator,
+                hosts.count,
+                hosts.index,
+                cluster_detection_method="deactivate",
+                initialization_timeout=2 * _COMING,
+                heartbeat_timeout_seconds=_WATCHED if watched else _ALONE,
+                shutdown_timeout_seconds=_LEAVING,
+                coordinator_bind_address=hosts.coordinator,
+            )
+        except Exception as error:
+            failed.append(error)
+
+    # In a thread, since at its own time limit JAX aborts the process, and hears no Ctrl-C before.
+    meeting = threading.Thread(target=meet, name="meeting", daemon=True)
+    meeting.start()
+    meeting.join(_COMING)
+    who = f"process {hosts.index} of {hosts.count} could not meet the others at {hosts.coordinator}"
+    if meeting.is_alive():
+        raise NobodyCameError(f"{who} within {_COMING} s: not all of them came")
+    if failed and isinstance(failed[0], (RuntimeError, ValueError)):
+        first = (str(failed[0]).strip().splitlines() or [type(failed[0]).__name__])[0][:200]
+        raise MissingHostsError(f"{who}: {first}")
+    if failed:
+        raise failed[0]
+
+
+def _refuse_to_listen_elsewhere(address: str) -> None:
+    """An error if the coordinator cannot listen there: JAX would crash."""
+    host, _, port = address.rpartition(":")
+    until = time.monotonic() + _ASKING
+    while True:
+        try:
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            with socket.socket(found[0][0]) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(found[0][4])
+            return
+        except OSError as error:
+            # The name of a pod may be known a little later than the pod.
+            if not isinstance(error, socket.gaierror) or time.monotonic() > until:
+                why = error.strerror or error
+                raise MissingHostsError(f"process 0 cannot listen at {address}: {why}") from None
+        time.sleep(0.2)
 
 
 def _until_it_listens(address: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -42,8 +43,8 @@ class Agent:
         """Start the process in `folder`, if this node has it, as the user did."""
         with contextlib.suppress(OSError):
             os.chdir(folder)
-        place = Path(tempfile.mkdtemp(prefix="gshard-ray-")) / "process"
-        self._child = LocalChild(command, more, place, quiet=True)
+        self._place = tempfile.mkdtemp(prefix="gshard-ray-")
+        self._child = LocalChild(command, more, Path(self._place) / "process", quiet=True)
 
     def look(self) -> tuple[int | None, Status, float, str]:
         """Its exit status, what it says, this node's clock, and its last words once it ended."""
@@ -54,6 +55,11 @@ class Agent:
     def send(self, number: int) -> None:
         """Send it a signal."""
         self._child.send(number)
+
+    def end(self) -> None:
+        """End it, and leave nothing of it on this node."""
+        self._child.end()
+        shutil.rmtree(self._place, ignore_errors=True)
 
 
 class RayChild:
@@ -96,7 +102,8 @@ class RayChild:
 
     def end(self) -> None:
         """End it and its actor."""
-        self.send(signal.SIGKILL)
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(self._actor.end.remote(), timeout=_ANSWER)
         with contextlib.suppress(ray.exceptions.RayError):
             ray.kill(self._actor)
 

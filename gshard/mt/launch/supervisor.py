@@ -123,6 +123,7 @@ class Supervisor:
         self._paces: list[float] = []
         self._longest: dict[str, float] = {}  # seconds, by what was done
         self._started = 0  # processes of the last attempt
+        self._left_out, self._room_then = 0, 0  # processes that failed too often
         self._moved = (0, 0.0)  # the newest step of all, and when it was seen
         self._best = -1  # the newest step of all attempts
         self._failed = 0.0  # when a failure was noticed, until there is a step again
@@ -130,10 +131,10 @@ class Supervisor:
 
     def run(self) -> int:
         """The exit status of the whole: 0 when every process has done its work."""
-        failures, left_out = 0, 0
+        failures = 0
         with self._signals(), tempfile.TemporaryDirectory(prefix="gshard-launch-") as scratch:
             while True:
-                count = self._room(self._count - left_out)
+                count = self._room(self._count - self._left_out)
                 if self._asked:
                     return 128 + self._asked
                 before, began = self._best, time.time()
@@ -155,7 +156,8 @@ class Supervisor:
                     after = f"{time.time() - began:.0f} s after the start"
                     self._note(f"{ended} ({after}); all go on from what is saved")
                 elif count > self._least:
-                    left_out, failures = self._count - count + 1, 0
+                    failures = 0
+                    self._leave_out(self._count - count + 1)
                     self._note(f"{ended}; going on with {count - 1} processes")
                 else:
                     self._note(f"{ended}; given up after {failures} failures without a new step")
@@ -211,8 +213,17 @@ class Supervisor:
         """Whether to stop and start again with more processes, in words."""
         if count >= self._count or time.time() - looked <= self._patience.joining:
             return None
-        room = self._machines.capacity(self._count)
-        return f"there is room for {room} processes: all save and start again" * (room > count)
+        room, before = self._machines.capacity(self._count), self._room_then
+        self._room_then = room
+        # Those that are left out are tried again when there is somebody new, and not before.
+        if room <= count or (self._left_out and room <= before):
+            return None
+        self._left_out = 0
+        return f"there is room for {room} processes: all save and start again"
+
+    def _leave_out(self, count: int) -> None:
+        """Go on without so many of the processes that were asked for."""
+        self._left_out, self._room_then = count, self._machines.capacity(self._count)
 
     def _failure(self, children: Sequence[Child], ended: Sequence[int | None]) -> Failure | None:
         # A process that was killed comes first: others fail because it is not there any more.

@@ -13,7 +13,7 @@ import pytest
 
 from gshard.mt import hosts
 from gshard.mt.commands.processes import members
-from gshard.mt.errors import UserError
+from gshard.mt.errors import MissingHostsError, UserError
 from gshard.mt.launch.environment import Hosts, find
 from gshard.mt.launch.local import free_port
 
@@ -178,6 +178,7 @@ def test_the_command_line_decides(monkeypatch):
 
 # What a process does with it: it meets the others, and says who came.
 MEETING = """
+import socket
 from jax.experimental import multihost_utils
 import numpy as np
 from gshard.mt import hosts
@@ -187,6 +188,11 @@ found = members("", None, None)
 hosts.start(0, found)
 met = multihost_utils.process_allgather(np.array([found.index, found.count]))
 print(found.launcher, met.tolist())
+if found.index == 0:
+    host, _, port = found.coordinator.rpartition(":")
+    for place in (host, "127.0.0.2"):  # the second is this machine too
+        with socket.socket() as probe:
+            print("listens at", place, probe.connect_ex((place, int(port))) == 0)
 """
 HERE = "127.0.0.1"
 # Each launcher's variables for process `index` of two on this machine.
@@ -259,9 +265,49 @@ def test_two_processes_of_each_launcher_meet(launcher):
         )
         for index in range(2)
     ]
-    for process in processes:
+    for index, process in enumerate(processes):
         said, _ = process.communicate(timeout=300)
         assert f"{launcher} [[0, 2], [1, 2]]" in said.splitlines(), said
+        if index == 0:
+            assert "listens at 127.0.0.1 True\nlistens at 127.0.0.2 False" in said
+
+
+# Only one process of two comes; the command is `gshard`, so that its exit status is looked at.
+ALONE = """
+import sys
+from gshard import cli
+from gshard.mt import hosts
+hosts._COMING, hosts._ASKING = 3, 0.1
+cli.app.command("meet")(lambda: hosts.start(0, hosts.Hosts(sys.argv[1], 2, int(sys.argv[2]))))
+cli.main(["meet"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_one_that_never_comes_is_a_sentence_and_no_abort(index):
+    place = f"{HERE}:{a_jobs_port()}"
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, place, str(index)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 75, done
+    said = f"gshard: process {index} of 2 could not meet the others at {place} within 3 s"
+    assert done.stderr.splitlines()[-1].startswith(said), done.stderr
+
+
+@pytest.mark.parametrize("place", ["192.0.2.77:61999", "no-such-host.invalid:1234", "{taken}"])
+def test_who_cannot_listen_says_so(place, monkeypatch):
+    monkeypatch.setattr(hosts, "_ASKING", 0.1)
+    with socket.socket() as other:
+        other.bind((HERE, 0))
+        other.listen()
+        place = place.format(taken=f"{HERE}:{other.getsockname()[1]}")
+        with pytest.raises(MissingHostsError, match=f"process 0 cannot listen at {place}"):
+            hosts._refuse_to_listen_elsewhere(place)
+    hosts._refuse_to_listen_elsewhere(f"{HERE}:{a_jobs_port()}")
 
 
 def test_the_job_files_set_what_is_read():

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,6 +69,24 @@ def test_who_was_killed_is_named_before_those_who_missed_it(codes, named):
     assert isinstance(found, Failure)
     assert found.index == named
     assert found.status == codes[named]
+
+
+def test_who_is_left_out_is_tried_again_only_when_a_machine_comes_back():
+    room = [3]
+    machines = SimpleNamespace(capacity=lambda wanted: min(wanted, room[0]))
+    supervisor = Supervisor(machines, [], 3, print, Patience(joining=-1.0))
+    supervisor._leave_out(1)
+
+    def more():
+        return supervisor._more(2, time.time())
+
+    assert more() is None  # else all would be started again without end
+    assert more() is None
+    room[0] = 2  # the cluster hears of its node's death
+    assert more() is None
+    room[0] = 3
+    assert more() == "there is room for 3 processes: all save and start again"
+    assert supervisor._left_out == 0
 
 
 @pytest.mark.parametrize("stopped", [True, False])
