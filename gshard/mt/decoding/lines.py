@@ -17,6 +17,7 @@ from gshard.mt.errors import UserError
 
 _READ = 1 << 16  # bytes at a time
 _PAUSE = 0.05  # seconds without anything to read that end a chunk
+_LONGEST = 100_000_000  # characters of a line; a device may have no end
 
 
 class Lines:
@@ -59,6 +60,7 @@ class Lines:
         ready: list[str] = []
         size = 0
         unfinished: list[str] = []  # the parts of a line whose end has not come yet
+        held = 0  # characters of these
         while True:
             while len(ready) >= lines or size >= characters:
                 now, ready = ready[:lines], ready[lines:]
@@ -71,6 +73,9 @@ class Lines:
             raw = _read(descriptor, self.name)
             first, *rest = text.decode(raw, final=not raw).split("\n")
             unfinished.append(first)
+            if (held := held + len(first)) > _LONGEST:
+                raise UserError(f"{self.name} has a line of more than {_LONGEST:,} characters")
+            held = len(rest[-1]) if rest else held
             for start in rest:
                 ready.append("".join(unfinished).removesuffix("\r"))
                 size += len(ready[-1])

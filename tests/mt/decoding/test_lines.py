@@ -4,6 +4,7 @@ import os
 import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -143,3 +144,13 @@ def test_the_first_chunks_are_small_and_double(tmp_path):
     chunks = list(Lines(path).chunks(16, 1000, first=2))
     assert [len(chunk) for chunk in chunks] == [2, 4, 8, 16, 16, 16, 16, 16, 6]
     assert [int(line) for chunk in chunks for line in chunk] == list(range(100))
+
+
+def test_a_line_without_end_is_an_error(monkeypatch, tmp_path):
+    """As of /dev/zero, which would fill the memory."""
+    monkeypatch.setattr(lines_module, "_LONGEST", 200_000)
+    with pytest.raises(UserError, match="/dev/zero has a line of more than 200,000 characters"):
+        list(Lines(Path("/dev/zero")).chunks(10, 1000))
+    path = tmp_path / "many.txt"
+    path.write_text(("x" * 90_000 + "\n") * 9)
+    assert sum(map(len, Lines(path).chunks(10, 1000))) == 9
