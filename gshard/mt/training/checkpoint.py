@@ -308,6 +308,8 @@ class DamagedError(UserError):
 class SaveError(UserError):
     """A checkpoint that could not be written; those before it are whole."""
 
+    at_once = True  # Orbax's threads may still write, and would end in a traceback with Python
+
 
 def named(tree: Any) -> dict[str, Any]:
     """The leaves of a tree by their paths, as `encoder.dense.self_norm.scale`.
