@@ -1,13 +1,14 @@
 """Batches by Grain: a batch is a function of (seed, step), whoever asks for it.
 
 The examples of all tasks are drawn from one endless stream, mixed at a temperature; the stream is
-read in blocks of a few steps, and a block is packed into rows. All of that needs only lengths, so
-every host and every worker plans alike and then reads only the rows that are its own. Hence the
+read in blocks of one step or many, and a block is packed into rows. All of that needs only lengths,
+so every host and every worker plans alike and then reads only the rows that are its own. Hence the
 batches do not depend on the number of hosts or workers, and resuming is naming a step.
 """
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ import numpy as np
 
 from gshard.mt.batching.mixture import (
     Draw,
+    Group,
     Schedule,
     Stream,
     fitting,
@@ -31,7 +33,7 @@ from gshard.mt.errors import UserError, nearest
 
 MODES = ("pack", "bucket")
 _ENDLESS = 1 << 40  # steps
-_BLOCK = 256  # rows planned at a time: enough to pack well, few enough to be quick
+_BLOCK = 100_000  # token slots planned at a time: enough to pack well, few enough to be quick
 _SURPLUS = 1.03  # rows planned for each row needed, so that hardly any stays empty
 
 
@@ -86,14 +88,14 @@ class _Packed:
         fits = fitting(tokens, config.source_length, config.target_length)
         groups = weighted_groups(tokens, fits, config.temperature, config.short_weight)
         self._stream = Stream(groups, config.seed)
-        self._lengths = [
-            (examples.source.lengths.astype(np.int32), examples.target.lengths.astype(np.int32))
-            for examples in tokens
-        ]
-        self._steps = max(1, _BLOCK // config.rows)
+        sides = [(examples.source.lengths, examples.target.lengths) for examples in tokens]
+        self._lengths = np.concatenate([np.stack(pair, axis=1, dtype=np.int32) for pair in sides])
+        self._first = np.cumsum([0, *map(len, tokens)])  # of each task, among all lengths
+        self._rooms = (config.source_length, config.target_length)
+        self._steps = max(1, _BLOCK // (config.rows * sum(self._rooms)))
         self._lock = threading.Lock()
         self._plans: dict[int, list[list[Draw]]] = {}
-        self._window = self._fit_window()
+        self._window = self._fit_window(groups)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_plans")}
@@ -104,16 +106,31 @@ class _Packed:
     def __len__(self) -> int:
         return _ENDLESS
 
-    def _fit_window(self) -> int:
-        """How many draws fill a block's rows, measured on the first few hundred."""
-        sample = 512
-        rows = len(self._pack(self._stream.take(0, sample)))
-        return max(1, int(sample * _SURPLUS * self._steps * self._config.rows / rows))
+    def _fit_window(self, groups: Sequence[Group]) -> int:
+        """How many draws fill a block's rows and the surplus.
 
-    def _pack(self, draws: list[Draw]) -> list[list[int]]:
-        lengths = np.array([[side[i] for side in self._lengths[task]] for task, i in draws])
-        config = self._config
-        return pack(lengths[:, 0], lengths[:, 1], config.source_length, config.target_length)
+        How full rows become is seen by packing a block. Its draws may be some percent longer or
+        shorter than others, so how long they are is taken from all examples.
+        """
+        wanted = self._steps * self._config.rows
+        total = sum(
+            weight * self._lengths[self._first[task] + examples].mean(axis=0)
+            for task, examples, weight in groups
+        )
+        mean_share = max(total / sum(weight for _, _, weight in groups) / self._rooms)
+        lengths = self._lengths_of(self._stream.take(0, math.ceil(wanted / mean_share)))
+        rows = self._pack(lengths)
+        full = rows[:-1] or rows  # the last one has what was left
+        share = max(lengths[np.concatenate(full)].sum(axis=0) / self._rooms) / len(full)
+        return max(1, int(_SURPLUS * wanted * share / mean_share))
+
+    def _lengths_of(self, draws: list[Draw]) -> np.ndarray:
+        task_N, example_N = np.array(draws).T
+        lengths: np.ndarray = self._lengths[self._first[task_N] + example_N]
+        return lengths
+
+    def _pack(self, lengths: np.ndarray) -> list[list[int]]:
+        return pack(lengths[:, 0], lengths[:, 1], *self._rooms)
 
     def _plan(self, block: int) -> list[list[Draw]]:
         """The rows of a block, in random order.
@@ -124,7 +141,7 @@ class _Packed:
         with self._lock:
             if block not in self._plans:
                 draws = self._stream.take(block * self._window, (block + 1) * self._window)
-                rows = self._pack(draws)
+                rows = self._pack(self._lengths_of(draws))
                 order = np.random.default_rng([self._config.seed, 2, block]).permutation(len(rows))
                 wanted = self._steps * self._config.rows
                 plan = [[draws[i] for i in rows[row]] for row in order[:wanted]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,32 +19,86 @@ def pack(
 ) -> list[list[int]]:
     """Rows of indices such that every row's source and target lengths fit its rooms.
 
-    First fit, longest first, over two capacities at once. Each sentence must fit a row by itself.
+    Row by row: of the sentences that still fit, the next has the largest dot product of its shares
+    of both rooms with the shares that are left of them. So long ones go first, and a row is filled
+    on both sides alike (Panigrahy et al., Heuristics for Vector Bin Packing, 2011). Each sentence
+    must fit a row by itself.
     """
     if len(sources) == 0:
         return []
     if sources.max() > source_room or targets.max() > target_room:
         raise ValueError("a sentence is longer than a row")
-    order = np.argsort(-np.maximum(sources / source_room, targets / target_room), kind="stable")
-    # Longest first needs at most twice the rows that the fuller side fills, and one more.
-    most = int(2 * max(sources.sum() / source_room, targets.sum() / target_room)) + 2
-    most = min(max(most, 1), len(sources))
-    left_source = np.full(most, source_room)
-    left_target = np.full(most, target_room)
+    waiting = _Waiting(sources, targets, source_room, target_room)
     rows: list[list[int]] = []
-    for i in order:
-        fits = (left_source[: len(rows)] >= sources[i]) & (left_target[: len(rows)] >= targets[i])
-        row = int(fits.argmax()) if len(fits) else 0
-        if not len(fits) or not fits[row]:
-            row = len(rows)
-            rows.append([])
-            if row == len(left_source):
-                left_source = np.append(left_source, np.full(most, source_room))
-                left_target = np.append(left_target, np.full(most, target_room))
-        rows[row].append(int(i))
-        left_source[row] -= sources[i]
-        left_target[row] -= targets[i]
+    while waiting.count:
+        row: list[int] = []
+        left_source, left_target = source_room, target_room
+        while taken := waiting.take(left_source, left_target):
+            sentence, source, target = taken
+            row.append(sentence)
+            left_source -= source
+            left_target -= target
+        rows.append(row)
     return rows
+
+
+class _Waiting:
+    """The sentences that are in no row yet. Many are alike: only lengths are compared.
+
+    The U source lengths and V target lengths that occur are sorted. `_longest[v]` has for each of
+    the source lengths the longest of the first v target lengths that waits together with it, as a
+    pair (source, target), or (0, -1) where there is none: one row of it is all that may be best.
+    """
+
+    def __init__(
+        self, sources: np.ndarray, targets: np.ndarray, source_room: int, target_room: int
+    ):
+        # In whole numbers, so that all machines plan alike: s/S a/S + t/T b/T, times (S T / gcd)^2.
+        common = math.gcd(source_room, target_room)
+        self._source_scale = (target_room // common) ** 2
+        self._target_scale = (source_room // common) ** 2
+        source_U, u_N = np.unique(sources, return_inverse=True)
+        target_V, v_N = np.unique(targets, return_inverse=True)
+        U, V = len(source_U), len(target_V)
+        pair_N = v_N * U + u_N
+        count_VU = np.bincount(pair_N, minlength=V * U)
+        end_VU = np.cumsum(count_VU)
+        self.count = len(sources)
+        self._sources, self._targets = source_U.tolist(), target_V.tolist()
+        self._place = {target: v for v, target in enumerate(self._targets)}
+        # Sentences by pair, each pair's in the order given: from the next one to the end.
+        self._by_pair = np.argsort(pair_N, kind="stable").tolist()
+        self._next, self._end = (end_VU - count_VU).tolist(), end_VU.tolist()
+        target_VU = np.where(count_VU.reshape(V, U) > 0, target_V[:, None], -1)
+        self._longest = np.zeros((V + 1, 2, U), np.int64)
+        self._longest[0, 1] = -1
+        self._longest[1:, 1] = np.maximum.accumulate(target_VU, axis=0)
+        self._longest[1:, 0] = np.where(self._longest[1:, 1] < 0, 0, source_U)
+
+    def take(self, left_source: int, left_target: int) -> tuple[int, int, int] | None:
+        """The best sentence for a row with so much left, and its lengths; None if nothing fits.
+
+        Of equally good ones the shortest source goes first.
+        """
+        U = bisect.bisect_right(self._sources, left_source)
+        V = bisect.bisect_right(self._targets, left_target)
+        if not U or not V:
+            return None
+        best_2U = self._longest[V, :, :U]
+        weights = [left_source * self._source_scale, left_target * self._target_scale]
+        u = int((np.array(weights, np.int64) @ best_2U).argmax())
+        source, target = best_2U[:, u].tolist()
+        if target < 0:
+            return None
+        v = self._place[target]
+        pair = v * len(self._sources) + u
+        sentence = self._by_pair[self._next[pair]]
+        self._next[pair] += 1
+        self.count -= 1
+        if self._next[pair] == self._end[pair]:  # the next shorter target is now the longest
+            longest_V2 = self._longest[v + 1 :, :, u]
+            longest_V2[longest_V2[:, 1] == target] = self._longest[v, :, u]
+        return sentence, source, target
 
 
 def fill(

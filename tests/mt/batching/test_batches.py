@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from gshard.mt.batching.batches import BatchConfig, Batches, Host
 from gshard.mt.batching.mixture import Schedule, Stream
-from gshard.mt.batching.packing import fill, pack
 from gshard.mt.batching.tokenizer import END, PAD, START
 from gshard.mt.errors import UserError
 
@@ -160,25 +159,6 @@ def test_a_schedule_counts_each_part_up(weights, seed, start):
     for p in range(len(weights)):
         keys = key[part == p]
         assert np.array_equal(keys, np.arange(len(keys)) + (keys[0] if len(keys) else 0))
-
-
-LENGTHS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), max_size=60)
-
-
-@given(LENGTHS)
-def test_packed_rows_fit_and_hold_everything(lengths):
-    sources = np.array([a for a, _ in lengths], int)
-    targets = np.array([b for _, b in lengths], int)
-    rows = pack(sources, targets, 20, 12)
-    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
-    for row in rows:
-        assert sources[row].sum() <= 20
-        assert targets[row].sum() <= 12
-
-
-def test_a_row_may_be_empty(tokens):
-    batch = fill([[], [(0, 1)], []], tokens, 48, 48, True)
-    assert batch["source_segments"].any(axis=1).tolist() == [False, True, False]
 
 
 def test_mistakes_are_named(tokens, monkeypatch):
