@@ -41,7 +41,7 @@ REVERSED = BASE | {"source_vocab": 16_000, "target_vocab": 32_000}
 # What the peer's model can be: its heads are as large as 16 of them in 1024, its vocabulary is one.
 PEERS = {"key_dim": 64, "value_dim": 64, "source_vocab": 32_000, "target_vocab": 32_000}
 # Rows that sentences of many languages and their English fill alike, which blocks of 64 divide.
-LONG, SHORT, ROWS = 448, 256, 320
+LONG, SHORT, ROWS = 448, 256, 640
 
 
 def train(name: str, experts: int, tokens: int, **more: Any) -> dict[str, Any]:

@@ -81,6 +81,10 @@ class TransformerConfig:
             self, stacked=False, dispatch="flat", attention="flash", random="hash", loss_chunks=8
         )
 
+    def kernels(self, devices: int) -> bool:
+        """Whether kernels are used that only a whole batch can be given, on a GPU."""
+        return self.attention == "flash" and devices == 1
+
 
 class Batch(NamedTuple):
     """Sentence pairs, all [B, L]; segment 0 is padding, packed sentences carry 1, 2, ...

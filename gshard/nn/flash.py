@@ -150,6 +150,7 @@ def _padded(x: Array, block: int) -> Array:
     return x if not missing else jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)))
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def _spans(q_BT: Array, k_BL: Array, settings: Settings) -> tuple[Array, Array]:
     """For each block of queries the blocks of keys, from first to last, in which it sees any.
 
@@ -190,6 +191,20 @@ def _forward(
     seed: Array,
     settings: Settings,
 ) -> tuple[Array, Any]:
+    out, log_z = _outputs(arrays, q_BT, k_BL, spans[0], seed, settings)
+    return out, (arrays, q_BT, k_BL, spans, seed, out, log_z)
+
+
+# Both under `jax.jit`, so that a kernel is traced and lowered once for all layers of a shape.
+@functools.partial(jax.jit, static_argnums=5)
+def _outputs(
+    arrays: tuple[Array, ...],
+    q_BT: Array,
+    k_BL: Array,
+    span: Array,
+    seed: Array,
+    settings: Settings,
+) -> tuple[Array, Array]:
     q, _, v = (part.array for part in _parts(arrays))
     B, T, _, N, _ = q.shape
     out_BTNU = jax.ShapeDtypeStruct((B, T, N, v.shape[-1]), q.dtype)
@@ -197,13 +212,14 @@ def _forward(
         forward_kernel,
         settings,
         "T",
-        _given(arrays, q_BT, k_BL, spans[0], seed),
+        _given(arrays, q_BT, k_BL, span, seed),
         [Seen("BTNU", out_BTNU), Seen("BNT", _per_query(q))],
         "flash_forward",
     )
-    return out, (arrays, q_BT, k_BL, spans, seed, out, log_z)
+    return out, log_z
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _backward(settings: Settings, kept_: Any, grad: Array) -> tuple[Any, ...]:
     """Gradients in arrays like those given.
 

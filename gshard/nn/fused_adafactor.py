@@ -75,6 +75,13 @@ class FusedState(NamedTuple):
     own: Any  # as the weights, with Moments for those that share none
 
 
+class Pace(NamedTuple):
+    """How fast a step learns, and how much the moments keep of what they were."""
+
+    rate: Array
+    decay: Array
+
+
 class Alike(NamedTuple):
     """Weights of one shape: their places among all, and how many dims of each count matrices."""
 
@@ -108,12 +115,15 @@ def fused_adafactor(settings: Settings) -> FusedOptimizer:
     def apply(grads: Any, state: FusedState, params: Any, seed: Array) -> tuple[Any, Any, Array]:
         leaves, tree = jax.tree.flatten(params)
         grad_leaves, own = tree.flatten_up_to(grads), tree.flatten_up_to(state.own)
-        seeds = [seed + np.uint32(n * GOLDEN % 2**32) for n in range(len(leaves))]
+        numbers = np.arange(len(leaves), dtype=np.uint32) * np.uint32(GOLDEN)
+        seeds = _unstack(seed + numbers[:, None])
         before, shared, total = iter(state.shared), [], jnp.zeros(())
+        pace = Pace(settings.schedule(state.steps), settings.decay(state.steps))
+        how = (settings.clipping, settings.min_dim_to_factor)
         for alike in _alike(params):
             some = (tuple(all_[n] for n in alike.places) for all_ in (grad_leaves, leaves, seeds))
             moments = next(before) if alike.shared else _lift(own[alike.places[0]])
-            updated, moments, squares = _apply(alike.stacked, settings, state.steps, moments, *some)
+            updated, moments, squares = _apply(alike.stacked, *how, pace, moments, *some)
             total = total + squares
             for place, leaf in zip(alike.places, updated, strict=True):
                 leaves[place] = leaf
@@ -141,11 +151,12 @@ def _lift(moments: Moments) -> Moments:
     return jax.tree.map(lambda m: m[None], moments)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _apply(
     stacked: int,
-    settings: Settings,
-    count: Array,
+    clipping: float,
+    min_dim_to_factor: int,
+    pace: Pace,
     moments: Moments,
     grads: tuple[Array, ...],
     params: tuple[Array, ...],
@@ -155,7 +166,7 @@ def _apply(
 
     Under `jax.jit` so that it is traced once for all weights that are alike but stay apart.
     """
-    decay = settings.decay(count)
+    decay = pace.decay
     g, p = (_together(some).astype(jnp.float32) for some in (grads, params))
     own_dims = tuple(range(stacked + 1, g.ndim))
     if moments.v is not None:
@@ -165,14 +176,14 @@ def _apply(
         length = jnp.mean(squares / v, axis=own_dims, keepdims=True)
         total = jnp.sum(squares)
     else:
-        dims = _factored_dims(params[0].shape[stacked:], settings.min_dim_to_factor)
+        dims = _factored_dims(params[0].shape[stacked:], min_dim_to_factor)
         assert dims is not None
         row_dim, column_dim = (stacked + 1 + dim for dim in dims)
         scales, length, moments, total = _factor(g, moments, decay, row_dim, column_dim, own_dims)
 
     size = jnp.sqrt(jnp.mean(jnp.square(p), axis=own_dims, keepdims=True))
-    rate = settings.schedule(count) * jnp.maximum(size, _MIN_SIZE)
-    rate = rate / jnp.maximum(1.0, jnp.sqrt(length) / settings.clipping)
+    rate = pace.rate * jnp.maximum(size, _MIN_SIZE)
+    rate = rate / jnp.maximum(1.0, jnp.sqrt(length) / clipping)
     firsts, seconds = (_unstack(x) for x in (rate * scales[0], scales[1]))
     # Each from its own arrays: what was stacked is read by the sums alone.
     updated = [_move(*given) for given in zip(params, grads, firsts, seconds, seeds, strict=True)]
@@ -181,10 +192,13 @@ def _apply(
 
 @jax.jit
 def _move(param: Array, grad: Array, first: Array, second: Array, seed: Array) -> Array:
-    """A weight less its gradient, which is scaled by both; under `jax.jit` to be traced once."""
-    now = param.astype(jnp.float32) - grad.astype(jnp.float32) * first * second
+    """A weight less its gradient, which is scaled by both, each the only one in its array.
+
+    Under `jax.jit` to be traced once.
+    """
+    now = param.astype(jnp.float32) - grad.astype(jnp.float32) * first[0] * second[0]
     if param.dtype == jnp.bfloat16:
-        now = round_stochastically(now, seed)
+        now = round_stochastically(now, seed[0])
     return now.astype(param.dtype)
 
 
@@ -196,7 +210,8 @@ def _together(arrays: tuple[Array, ...]) -> Array:
 
 
 def _unstack(x: Array) -> list[Array]:
-    return [jax.lax.index_in_dim(x, n, keepdims=False) for n in range(len(x))]
+    """Arrays of one of `x` each, by one operator, which is quicker to trace than many."""
+    return jax.lax.split(x, (1,) * len(x))
 
 
 def _factor(

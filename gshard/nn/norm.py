@@ -34,6 +34,7 @@ class Cut(NamedTuple):
 CUT = Cut()
 
 
+@jax.jit  # traced once for all of a shape
 def normalize(x: Array, scale: Array, bias: Array) -> Array:
     """Mean 0 and variance 1 over the last dim, in float32, then scale and bias."""
     wide = x.astype(jnp.float32)
@@ -66,6 +67,7 @@ def _forward(
     return normalize_beside(x, scale, bias, cut), (x, scale)
 
 
+@functools.partial(jax.jit, static_argnums=0)  # traced and lowered once for all of a shape
 def _backward(
     cut: Cut, kept: tuple[Array, Array], grads: tuple[Array, Array]
 ) -> tuple[Array, Array, Array]:

@@ -82,7 +82,7 @@ class Layer(eqx.Module):
         def residual(x: Array, y: Array, key: Array | None) -> Array:
             return x + dropout(y, c.residual_dropout, key, c.random)
 
-        kernels = c.attention == "flash" and strategy.devices == 1
+        kernels = c.kernels(strategy.devices)
         h_BTM, x_BTM = self.self_norm.beside(x_BTM, kernels=kernels)
         own: KeysValues | None = None  # itself
         if cache is not None:

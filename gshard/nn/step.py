@@ -78,7 +78,10 @@ def train_step(
     def objective(model: Transformer) -> tuple[Array, StepMetrics]:
         return loss(model, batch, key, strategy, label_smoothing, remat)
 
-    grads, metrics = jax.grad(objective, has_aux=True)(model)
+    # JAX differentiates under an empty mesh where there is none: with it from the start what is
+    # under `jax.jit` is traced once, not once forward and once for the way back.
+    with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
+        grads, metrics = jax.grad(objective, has_aux=True)(model)
     grads = strategy.update(grads)
     if isinstance(optimizer, FusedOptimizer):
         seed = seed_of(jax.random.fold_in(key, _ROUNDING))
@@ -114,7 +117,8 @@ def loss(
     tokens = jnp.sum(real_BT).astype(jnp.float32)
     if model.config.loss_chunks > 1:
         weights_BT = real_BT / jnp.maximum(tokens, 1.0)
-        settings = (label_smoothing, model.config.loss_chunks)
+        kernels = model.config.kernels(strategy.devices)
+        settings = (label_smoothing, model.config.loss_chunks, kernels)
         nll = weighted_nll(x_BTM, model.target.table, batch.labels, weights_BT, *settings)
     else:
         nll_BT = cross_entropy(model.target.logits(x_BTM), batch.labels, label_smoothing)

@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from gshard.nn.vocabulary_kernel import fits, log_z_and_grads, reference
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def weighted_nll(
     x_BTM: Array,
     table_VM: Array,
@@ -25,10 +27,12 @@ def weighted_nll(
     weights_BT: Array,
     label_smoothing: float,
     chunks: int,
+    kernels: bool = False,
 ) -> Array:
     """The sum of `weights_BT` * -log p(label); the logits are `x_BTM` times the table.
 
-    Exists in at most `chunks` pieces, as many as divide the length of a sequence.
+    Exists in at most `chunks` pieces, as many as divide the length of a sequence. With `kernels`
+    a GPU's are used where they can be, which no partitioner looks into.
     """
 
     def body(total: Array, chunk: tuple[Array, ...]) -> tuple[Array, None]:
@@ -48,17 +52,14 @@ def _forward(
     weights_BT: Array,
     label_smoothing: float,
     chunks: int,
+    kernels: bool,
 ) -> tuple[Array, tuple[Array, Array]]:
     def body(carry: tuple[Array, Array], chunk: tuple[Array, ...]) -> tuple[Any, Array]:
         total, table_grad = carry
         x, labels, weights = chunk
         logits = _logits(x, table_VM)
-        log_z = jax.nn.logsumexp(logits, axis=-1)
+        log_z, grad = _log_z_and_grads(logits, labels, weights, label_smoothing, x.dtype, kernels)
         nll = log_z - _expected_logit(x, table_VM, labels, label_smoothing)
-        probs = jnp.exp(logits - log_z[..., None])
-        is_label = jax.lax.broadcasted_iota(labels.dtype, logits.shape, 2) == labels[..., None]
-        target = jnp.where(is_label, 1.0 - label_smoothing, 0.0) + label_smoothing / len(table_VM)
-        grad = ((probs - target) * weights[..., None]).astype(x.dtype)
         x_grad = jnp.einsum("BTV,VM->BTM", grad, table_VM.astype(x.dtype))
         table_grad = table_grad + jnp.einsum(
             "BTV,BTM->VM", grad, x, preferred_element_type=jnp.float32
@@ -73,13 +74,27 @@ def _forward(
 
 
 def _backward(
-    label_smoothing: float, chunks: int, grads: tuple[Array, Array], scale: Array
+    label_smoothing: float,
+    chunks: int,
+    kernels: bool,
+    grads: tuple[Array, Array],
+    scale: Array,
 ) -> tuple[Array, Array, None, None]:
     x_grad, table_grad = ((scale * grad).astype(grad.dtype) for grad in grads)
     return x_grad, table_grad, None, None
 
 
 weighted_nll.defvjp(_forward, _backward)
+
+
+def _log_z_and_grads(
+    logits: Array, labels: Array, weights: Array, label_smoothing: float, dtype: Any, kernels: bool
+) -> tuple[Array, Array]:
+    if not (kernels and fits(logits)):
+        return reference(logits, labels, weights, label_smoothing, dtype)
+    flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), weights.reshape(-1)
+    log_z, grads = log_z_and_grads(*flat, label_smoothing, dtype)
+    return log_z.reshape(labels.shape), grads.reshape(logits.shape)
 
 
 def _logits(x: Array, table_VM: Array) -> Array:

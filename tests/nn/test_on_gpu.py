@@ -12,6 +12,9 @@ from gshard.nn.grouped import reference as plain_product
 from gshard.nn.norm import fits as norm_fits
 from gshard.nn.norm import normalize, normalize_beside
 from gshard.nn.segments import Segments
+from gshard.nn.vocabulary_kernel import fits as loss_fits
+from gshard.nn.vocabulary_kernel import log_z_and_grads
+from gshard.nn.vocabulary_kernel import reference as plain_loss
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")
 
@@ -114,3 +117,17 @@ def test_normalization_beside_the_residual(shape):
         scale,
         bias,
     )
+
+
+@pytest.mark.parametrize("V", [128, 16_000, 32_000, 32_768])
+def test_gradients_of_logits(V):
+    logits = jnp.asarray(3.0 * RANDOM.normal(size=(264, V)), jnp.float32)
+    labels = jnp.asarray(RANDOM.integers(0, V, 264), jnp.int32).at[:2].set(jnp.array([0, V - 1]))
+    weights = jnp.asarray(RANDOM.random(264), jnp.float32).at[2].set(0.0)
+    assert loss_fits(logits)
+    given = logits, labels, weights, 0.1
+    for dtype, near in ((jnp.float32, 1e-5), (jnp.bfloat16, 1e-2)):
+        log_z, grads = jax.jit(lambda: log_z_and_grads(*given, dtype))()  # noqa: B023
+        want = plain_loss(*given, jnp.float32)
+        np.testing.assert_allclose(log_z, want[0], rtol=1e-5)
+        np.testing.assert_allclose(np.float32(grads), want[1], rtol=near, atol=1e-7)

@@ -1,0 +1,87 @@
+"""The kernel of the loss against a loop over tokens in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gshard.nn import vocabulary_loss
+from gshard.nn.vocabulary_kernel import fits, log_z_and_grads, reference
+from gshard.nn.vocabulary_loss import weighted_nll
+
+BY_KERNEL = functools.partial(log_z_and_grads, interpret=True)
+
+
+def by_loop(logits_RV, labels_R, weights_R, smoothing):
+    """log Z and the gradient of weight * -sum(target * log p), token by token."""
+    V = logits_RV.shape[1]
+    log_zs, grads = [], []
+    for logits, label, weight in zip(np.float64(logits_RV), labels_R, weights_R, strict=True):
+        log_z = np.log(np.sum(np.exp(logits - logits.max()))) + logits.max()
+        target = np.full(V, smoothing / V)
+        target[label] += 1.0 - smoothing
+        log_zs.append(log_z)
+        grads.append(np.float64(weight) * (np.exp(logits - log_z) - target))
+    return np.array(log_zs), np.array(grads)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.sampled_from([1, 128, 384, 1000, 1023]),
+    st.sampled_from([0.0, 0.1]),
+    st.sampled_from([1e-3, 3.0, 1e4]),
+    st.randoms(use_true_random=False),
+)
+def test_both_versions_are_the_loop(R, V, smoothing, size, random):
+    """Few and many tokens, rows of any length, logits that are all alike or far apart."""
+    rng = np.random.default_rng(random.randrange(1 << 30))
+    logits = jnp.float32(size * rng.normal(size=(R, V)))
+    labels = np.where(rng.random(R) < 0.3, V - 1, rng.integers(0, V, R)).astype(np.int32)
+    weights = np.float32(np.where(rng.random(R) < 0.3, 0.0, rng.random(R)))  # 0: padding
+    want = by_loop(np.asarray(logits), labels, weights, smoothing)
+    for fn in (reference, BY_KERNEL):
+        log_z, grads = fn(logits, labels, weights, smoothing, jnp.float32)
+        np.testing.assert_allclose(log_z, want[0], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(grads, want[1], rtol=1e-4, atol=2e-6)
+        assert fn(logits, labels, weights, smoothing, jnp.bfloat16)[1].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_by_the_kernel_is_the_plain_one(monkeypatch, smoothing):
+    rng = np.random.default_rng(0)
+    x, table = (jnp.float32(rng.normal(size=s)) for s in ((3, 6, 8), (128, 8)))
+    labels, weights = rng.integers(0, 128, (3, 6)), jnp.float32(rng.random((3, 6)))
+
+    def run(*, kernels):
+        def loss(x, table):
+            return 3.0 * weighted_nll(x, table, labels, weights, smoothing, 2, kernels)
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(x, table)
+
+    want, shapes = run(kernels=False), []
+
+    def counted(logits, *rest):
+        shapes.append(logits.shape)
+        return BY_KERNEL(logits, *rest)
+
+    monkeypatch.setattr(vocabulary_loss, "fits", lambda logits: True)
+    monkeypatch.setattr(vocabulary_loss, "log_z_and_grads", counted)
+    got = run(kernels=True)
+    assert shapes == [(9, 128)]
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_registers_do_not_hold_stay_with_the_plain_version(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert fits(jax.ShapeDtypeStruct((4096, 32_000), jnp.float32))
+    assert not fits(jax.ShapeDtypeStruct((4096, 64_000), jnp.float32))  # too long
+    assert not fits(jax.ShapeDtypeStruct((4096, 30_001), jnp.float32))  # no powers of 2
+    assert not fits(jax.ShapeDtypeStruct((131_072, 32_000), jnp.float32))  # 32 bits
+    monkeypatch.undo()
+    assert not fits(jax.ShapeDtypeStruct((4096, 32_000), jnp.float32))  # no GPU
