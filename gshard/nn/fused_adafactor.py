@@ -119,6 +119,7 @@ def fused_adafactor(settings: Settings) -> FusedOptimizer:
         seeds = _unstack(seed + numbers[:, None])
         before, shared, total = iter(state.shared), [], jnp.zeros(())
         pace = Pace(settings.schedule(state.steps), settings.decay(state.steps))
+        pace = jax.lax.optimization_barrier(pace)  # or XLA computes it anew for each weight
         how = (settings.clipping, settings.min_dim_to_factor)
         for alike in _alike(params):
             some = (tuple(all_[n] for n in alike.places) for all_ in (grad_leaves, leaves, seeds))

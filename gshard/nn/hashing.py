@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.extend.random import define_prng_impl
 
 Random = Literal["threefry", "hash"]
 GOLDEN = 0x9E3779B9  # the golden ratio of 2^32: its multiples lie far apart
@@ -23,6 +24,15 @@ GOLDEN = 0x9E3779B9  # the golden ratio of 2^32: its multiples lie far apart
 def seed_of(key: Array) -> Array:
     """The two words that stand for a key."""
     return jax.random.bits(key, (2,), jnp.uint32)
+
+
+def hash_key(key: Array) -> Array:
+    """A key of the generator below that stands for `key`: `jax.random` takes it like any other.
+
+    Each layer splits keys for its dropouts, each of them some hundred instructions of Threefry, of
+    which a quarter of a training step's program would consist; here it takes a dozen.
+    """
+    return jax.random.wrap_key_data(seed_of(key), impl=_HASH)
 
 
 @functools.partial(jax.jit, static_argnums=1)  # traced once for each shape
@@ -87,3 +97,37 @@ def round_stochastically(x: Array, seed: Array) -> Array:
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
     high = (bits >> 16).astype(jnp.uint16)
     return jax.lax.bitcast_convert_type(high, jnp.bfloat16)
+
+
+def _seed(number: Array) -> Array:
+    return hashed_bits(jnp.stack([number, number >> 16 >> 16]).astype(jnp.uint32), (2,))
+
+
+def _split(key: Array, shape: tuple[int, ...]) -> Array:
+    return hashed_bits(key + _SPLITTING, (*shape, 2))
+
+
+def _fold_in(key: Array, number: Array) -> Array:
+    return hashed_bits(
+        jnp.stack([key[0] + _FOLDING, key[1] ^ mix(number.astype(jnp.uint32))]), (2,)
+    )
+
+
+def _random_bits(key: Array, width: int, shape: tuple[int, ...]) -> Array:
+    if width == 64:
+        high, low = (hashed_bits(k, shape).astype(jnp.uint64) for k in _split(key, (2,)))
+        return high << 32 | low
+    return (hashed_bits(key, shape) >> (32 - width)).astype(f"uint{width}")
+
+
+# Added to a key, so that what it is split into and folded with is not what it draws.
+_SPLITTING, _FOLDING = np.uint32(0xD1B54A32), np.uint32(0x8CB92BA7)
+_HASH = define_prng_impl(
+    key_shape=(2,),
+    seed=_seed,
+    split=_split,
+    random_bits=_random_bits,
+    fold_in=_fold_in,
+    name="gshard_hash",
+    tag="gsh",
+)

@@ -19,6 +19,7 @@ from jax import Array
 from gshard.nn.attention import Buffers, Segments
 from gshard.nn.config import Batch, Remat, TransformerConfig
 from gshard.nn.gating import Routed, RouterMetrics, Routing
+from gshard.nn.hashing import hash_key
 from gshard.nn.layers import Embedding, LayerNorm, dropout, split_key
 from gshard.nn.pair import LayerCache, Masks, Pair, PairCache
 from gshard.nn.strategy import ONE_DEVICE, Strategy
@@ -167,7 +168,7 @@ class Transformer(eqx.Module):
 
     def _run(self, batch: Batch, key: Array | None, settings: Settings) -> tuple[Array, Any, Any]:
         """Both stacks on given pairs: what the logits are made from, and the routers' reports."""
-        keys = split_key(key, 3)
+        keys = self._keys(key, 3)
         memory_BLM, encoder = self._encode(*batch[:3], keys[0], settings)
         x_BTM = self.target(batch.inputs, batch.target_positions, self.config.dtype)
         x_BTM = self._input_dropout(x_BTM, keys[1])
@@ -184,12 +185,17 @@ class Transformer(eqx.Module):
         key: Array | None,
         settings: Settings,
     ) -> tuple[Array, Any]:
-        keys = split_key(key, 2)
+        keys = self._keys(key, 2)
         x_BLM = self.source(source_BL, positions_BL, self.config.dtype)
         x_BLM = self._input_dropout(x_BLM, keys[0])
         masks = Masks(segments_BL > 0, Segments(segments_BL, segments_BL))
         x_BLM, report = self._stack(self.encoder, x_BLM, masks, None, keys[1], settings)
         return self.encoder_norm(x_BLM), report
+
+    def _keys(self, key: Array | None, count: int) -> list[Array | None]:
+        return split_key(
+            hash_key(key) if key is not None and self.config.random == "hash" else key, count
+        )
 
     def _input_dropout(self, x_BLM: Array, key: Array | None) -> Array:
         return dropout(x_BLM, self.config.input_dropout, key, self.config.random)
