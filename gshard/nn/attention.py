@@ -7,6 +7,7 @@ Dims: B sequences, T queries, L keys, M model dim, N heads, D key dim, U value d
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, NamedTuple
 
 import equinox as eqx
@@ -75,6 +76,8 @@ class Attention(eqx.Module):
             jnp.einsum("BLM,MNU->BLNU", x_BLM, self.wv.astype(x_BLM.dtype)),
         )
 
+    # Traced once for all layers of a shape.
+    @functools.partial(jax.jit, static_argnames=("rate", "random", "kind", "strategy"))
     def __call__(
         self,
         x_BTM: Array,

@@ -131,6 +131,8 @@ class MoE(eqx.Module):
         y_BLM, routed = self.routed(x_BLM, mask_BL, key, strategy, dropless=dropless)
         return y_BLM, routed.metrics
 
+    # Traced once for all layers of a shape.
+    @functools.partial(jax.jit, static_argnames=("strategy", "dropless"))
     def routed(
         self,
         x_BLM: Array,

@@ -75,7 +75,7 @@ def joint_attention(
         own = _block(math.gcd(T, L))
         blocks = Blocks(own, min(own, 32))
     arrays = tuple(_padded(x, blocks.own) for x in arrays_BTPND)
-    q_BT, k_BL = (_padded(x, blocks.own) for x in segments[:2])
+    q_BT, k_BL = (_padded(x, blocks.own) for x in (segments.queries, segments.keys))
     settings = Settings(rate, segments.causal, q.array.shape[-1] ** -0.5, blocks)
     spans = _spans(q_BT, k_BL, settings)
     return _attend(arrays, q_BT, k_BL, spans, seed, settings)[:, :T]

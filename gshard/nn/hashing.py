@@ -38,12 +38,13 @@ def hash_key(key: Array) -> Array:
 @functools.partial(jax.jit, static_argnums=1)  # traced once for each shape
 def hashed_bits(seed: Array, shape: tuple[int, ...]) -> Array:
     """32 bits for each element of `shape`, from its place in the array and the seed."""
-    index, stride = jnp.zeros(shape, jnp.uint32), 1
+    index, stride = jnp.uint32(0), 1
     for dim in reversed(range(len(shape))):
-        places = jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
-        index = index + places * jnp.uint32(stride % 2**32)
+        if shape[dim] != 1:
+            places = jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
+            index = index + places * jnp.uint32(stride % 2**32) if stride > 1 else places
         stride *= shape[dim]
-    return mix(mix(index ^ seed[0]) + seed[1])
+    return jnp.broadcast_to(mix(mix(index ^ seed[0]) + seed[1]), shape)
 
 
 def hashed_row_bits(seed: tuple[Array, Array], rows: Array, columns: Array) -> Array:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 
-class Segments(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Segments:
     """Who may see whom, in fewer numbers than a mask: tokens of the same segment.
 
     Segment 0 is padding, which nobody sees; packed sequences carry 1, 2, ...; with `causal` nobody
@@ -17,7 +20,7 @@ class Segments(NamedTuple):
 
     queries: Array  # [B, T]
     keys: Array  # [B, L]
-    causal: bool = False
+    causal: bool = field(default=False, metadata={"static": True})
 
     def mask(self) -> Array:
         """True at [B, T, L] where a query may see a key."""

@@ -148,7 +148,7 @@ def test_annotations_are_the_papers(dispatch):
     moe = layer(dispatch)
     x, mask = inputs()
     jaxpr = jax.make_jaxpr(lambda x: moe(x, mask, strategy=Strategy(8))[0])(x)
-    marks = [e for e in jaxpr.eqns if e.primitive.name == "annotate"]
+    marks = annotations(jaxpr)
     C = moe.config.capacity(S, E, train=False)
     assert [(e.invars[0].aval.shape, str(e.params["annotation"])) for e in marks] == [
         ((G, S, M), "split(tensor, 0, 8)"),
@@ -156,7 +156,16 @@ def test_annotations_are_the_papers(dispatch):
         ((G, E, C, M), "split(tensor, 0, 8)"),
     ]
     plain = jax.make_jaxpr(lambda x: moe(x, mask)[0])(x)
-    assert not [e for e in plain.eqns if e.primitive.name == "annotate"]
+    assert not annotations(plain)
+
+
+def annotations(jaxpr):
+    """Those of a program and of what it calls, in order."""
+    found = []
+    for eqn in jaxpr.eqns:
+        found += [eqn] if eqn.primitive.name == "annotate" else []
+        found += annotations(eqn.params["jaxpr"]) if eqn.primitive.name == "jit" else []
+    return found
 
 
 def plain_loop(moe, x, routing, weight, keep):
