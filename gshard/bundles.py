@@ -17,7 +17,7 @@ only what a bundle adds is traced.
 
 Between processes on CPUs (Gloo) these three go round in rings, and every step wakes another
 process: an AllReduce of 8 devices takes as long as four AllToAlls, however small it is. There they
-are made of AllToAlls, bundled or not, in as many bytes.
+are made of AllToAlls, bundled or not: in as many bytes, or, for few numbers, in one step.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import gshard
 from gshard import bundles
+from gshard.moving import costs
 from tests.oracle import check, even_split, kinds, random_array, sent
 
 ROWS, COLUMNS = even_split(2, 0, 8), even_split(2, 1, 8)
@@ -235,8 +236,12 @@ def test_any_program_has_the_same_bytes_and_values_without_bundles(fn):
 
 @pytest.fixture
 def rings(monkeypatch):
-    """As if the devices were in several processes on CPUs, where collectives go round in rings."""
+    """As if the devices were in several processes on CPUs, where collectives go round in rings.
+
+    No number of bytes is small.
+    """
     monkeypatch.setattr(bundles, "_has_rings", lambda mesh: True)
+    monkeypatch.setattr(costs, "AT_ONCE", 0)
 
 
 def sums(x, w):
@@ -304,6 +309,19 @@ def test_bundles_avoid_rings_together(rings):
     assert (parts.kind, whole.kind) == ("all_to_all", "all_to_all")
     assert whole.values == 19
     assert whole.reason.startswith("19 values together: ")
+
+
+@pytest.mark.parametrize(
+    ("fn", "at_once"),
+    [(sums, 8 * 24 * 40 * 4), (in_groups, 4 * 12 * 40 * 4), (largest, 8 * 24 * 4)],
+)
+def test_few_numbers_are_exchanged_at_once(fn, at_once, rings, monkeypatch):
+    """Up to as many bytes as a member has then; one less, and it takes two steps."""
+    args = random_array((24, 16)), random_array((16, 40))
+    for limit, steps in ((at_once, 1), (at_once - 1, 2)):
+        monkeypatch.setattr(costs, "AT_ONCE", limit)
+        low = check(lambda *args: fn(*args), *args, rtol=1e-4, atol=1e-4)
+        assert kinds(low) == {"all_to_all": steps}
 
 
 def test_groups_of_different_sizes_stay_an_all_reduce(rings):

@@ -52,6 +52,8 @@ LATENCIES = 32  # a bundle of small collectives grows up to the bytes sent in so
 
 EXCHANGED = 4 * 2**20  # bytes up to which AllToAlls replace a ring over sockets: they hold two more
 # copies, and above it is the bytes that take the time, not the steps
+AT_ONCE = 64 * 2**10  # bytes up to which one AllToAll of all numbers replaces two of their parts:
+# over sockets it takes milliseconds to wake all processes once more
 
 MEMORY_LIMIT = 2 * 2**30  # bytes of one operand that may be gathered whole
 

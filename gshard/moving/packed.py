@@ -4,8 +4,9 @@ An AllReduce takes the operands end to end. An AllGather does too, and its resul
 each member; a ReduceScatter takes such rows. What an equation of this makes for one of the values
 belongs to the user's line of that value, so that the program itself says what travels together.
 
-Each of the three can also be made of AllToAlls, in as many bytes. Where messages go round in a ring
-and each waits for the one before, that takes fewer steps: every device sends to all others at once.
+Each of the three can also be made of AllToAlls, in as many bytes; an AllReduce of few numbers is
+one of them all. Where messages go round in a ring and each waits for the one before, that takes
+fewer steps: every device sends to all others at once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from gshard.evaluate import bind
+from gshard.moving import costs
 from gshard.source import because, on_behalf_of, reason_of, together
 
 
@@ -60,8 +62,8 @@ def can_be_exchanged(eqn: JaxprEqn) -> bool:
 def _exchanged(eqn: JaxprEqn, packed: jax.Array) -> jax.Array:
     """The collective `eqn` of all operands, made of AllToAlls; an AllReduce may get a longer end.
 
-    Of that, each member sums one part, and sends its sum to all others. One or two numbers are sent
-    whole, in one step and no more bytes.
+    Of that, each member sums one part, and sends its sum to all others. Few numbers are sent whole,
+    in one step: one or two of them in no more bytes.
     """
     params, name = eqn.params, eqn.primitive.name
     axes, groups = params.get("axes", params.get("axis_name")), params.get("axis_index_groups")
@@ -78,7 +80,7 @@ def _exchanged(eqn: JaxprEqn, packed: jax.Array) -> jax.Array:
     if name == "reduce_scatter":
         return _reduced(exchange(packed), lax.reduce_sum)
     reduce = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}[name]
-    if packed.size <= 2:
+    if packed.size <= 2 or packed.nbytes * members <= costs.AT_ONCE:
         return _reduced(lax.reshape(to_all(packed), (members, packed.size)), reduce)
     parts = lax.pad(packed, packed.dtype.type(0), [(0, -packed.size % members, 0)])
     parts = lax.reshape(parts, (members, parts.size // members))
