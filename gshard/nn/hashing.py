@@ -109,9 +109,8 @@ def _split(key: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _fold_in(key: Array, number: Array) -> Array:
-    return hashed_bits(
-        jnp.stack([key[0] + _FOLDING, key[1] ^ mix(number.astype(jnp.uint32))]), (2,)
-    )
+    folded = key[1] ^ mix(number.astype(jnp.uint32))
+    return hashed_bits(jnp.stack([key[0] + _FOLDING, folded]), (2,))
 
 
 def _random_bits(key: Array, width: int, shape: tuple[int, ...]) -> Array:

@@ -193,9 +193,9 @@ class Transformer(eqx.Module):
         return self.encoder_norm(x_BLM), report
 
     def _keys(self, key: Array | None, count: int) -> list[Array | None]:
-        return split_key(
-            hash_key(key) if key is not None and self.config.random == "hash" else key, count
-        )
+        if key is not None and self.config.random == "hash":
+            key = hash_key(key)
+        return split_key(key, count)
 
     def _input_dropout(self, x_BLM: Array, key: Array | None) -> Array:
         return dropout(x_BLM, self.config.input_dropout, key, self.config.random)

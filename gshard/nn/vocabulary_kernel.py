@@ -91,11 +91,8 @@ def _kernel(
     log_z_ref[...] = jnp.broadcast_to(top + jnp.log(total), (1,))
     # As few instructions for each logit as can be: a program waits for them while it reads nothing.
     label, weight = label_ref[0], weight_ref[0]
-    slope, even, own = (
-        weight / total,
-        label_smoothing / V * weight,
-        (1.0 - label_smoothing) * weight,
-    )
+    slope, even = weight / total, label_smoothing / V * weight
+    own = (1.0 - label_smoothing) * weight
     for part, power in zip(parts, powers, strict=True):
         grads = power * slope - even
         is_label = jnp.arange(part.size, dtype=label.dtype) == label - part.start
