@@ -128,6 +128,21 @@ def test_small_updates_of_bfloat16_are_not_lost():
     np.testing.assert_allclose(moved.mean(), 1.0 - steps * rate, rtol=1e-3)
 
 
+def test_equal_weights_are_not_rounded_alike():
+    """Whether they share an array or not; and with the same seed everything is the same again."""
+    one = jnp.ones((64, 64), jnp.bfloat16)
+    params = {"a": one, "b": one, "experts": {"a": one, "b": one}}
+    optimizer = adafactor(lambda t: 1e-3, fused=True)
+    apply, state = jax.jit(optimizer.apply), optimizer.init(params)
+    seed = jnp.array([3, 4], jnp.uint32)
+    (first, *_), (again, *_) = (apply(params, state, params, seed) for _ in range(2))
+    leaves = [np.float32(x) for x in jax.tree.leaves(first)]
+    for i, x in enumerate(leaves):
+        assert 0.1 < np.mean(x != 1.0) < 0.9
+        assert not any(np.array_equal(x, y) for y in leaves[:i])
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+
+
 def test_second_moments_are_float32():
     state = jax.eval_shape(adafactor(fused=True).init, weights(jnp.bfloat16))
     assert all(x.dtype in (jnp.float32, jnp.int32) for x in jax.tree.leaves(state))
