@@ -58,10 +58,10 @@ def waiting(results: Results) -> str:
 
 
 def spent(results: Results) -> str:
-    """A line for each step on real text and each search that was profiled: where its time went."""
+    """A line for each step and each search that was profiled: where its time went."""
     lines = []
     for r in results:
-        kinds = r.get("kinds_ms_a_step") or (r["module"] == "text" and r.get("kinds_ms")) or {}
+        kinds = r.get("kinds_ms_a_step") or r.get("kinds_ms") or {}
         if kinds:
             whole = r.get("ms_a_step", r.get("ms"))
             parts = ", ".join(f"{kind} {ms:.2f}" for kind, ms in kinds.items())
