@@ -286,8 +286,16 @@ class Compiled(_Stage):
     def _quick_way(
         self, leaves: Sequence[Any], placed: Sequence[Any], tree: Any, results: Sequence[Any]
     ) -> Any:
-        """JAX's quick way to a tree of results, for arguments that crossed as they are."""
-        names = [x.sharding if x is a else None for x, a in zip(leaves, placed, strict=True)]
+        """JAX's quick way to a tree of results, for calls with arguments like these; None without.
+
+        JAX's dispatch hands an array on several devices to the executable without a look at its
+        sharding, and places all other arguments itself. So there is a quick way only where every
+        array on several devices crossed as it is: one that was moved has to be moved in each call.
+        """
+        pairs = list(zip(leaves, placed, strict=True))
+        if any(x is not a and _on_several_devices(x) for x, a in pairs):
+            return None
+        names = [x.sharding if x is a else None for x, a in pairs]
         return _jax.quick_data(self._stage, tree, names, self._consts, results)
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
@@ -372,6 +380,10 @@ class Compiled(_Stage):
         return self._stage._params
 
     _no_kwargs = False
+
+
+def _on_several_devices(value: Any) -> bool:
+    return isinstance(value, jax.Array) and value.sharding.num_devices > 1
 
 
 def _flat_formats(tree: Any) -> list[Format]:

@@ -1,15 +1,23 @@
-"""The slow oracle: the unpartitioned run, and strategies that draw ways to partition it."""
+"""The slow oracle: the unpartitioned run, and strategies that draw ways to partition it.
+
+Tests that compare values call through `run`, directly or by `check`: a function that is jitted
+takes another path in its second call than in its first, and another program for arguments that are
+sharded otherwise.
+"""
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gshard
 from gshard.uneven import UnevenArray
@@ -89,15 +97,70 @@ def check(
 
     `exact` wants them bit for bit. NaN equals NaN.
     """
-    wanted = jax.jit(fn)(*args)
     step = gshard.jit(annotated(fn, inputs, outputs), devices=jax.devices()[:devices])
+    got = run(step, *args, exact=exact, rtol=rtol, atol=atol)
+    assert_same(got, jax.jit(fn)(*args), exact, rtol, atol)
+    return step.lower(*args)
+
+
+def run(
+    step: Callable, *args: Any, exact: bool = False, rtol: float = 1e-5, atol: float = 1e-5
+) -> Any:
+    """The results of a jitted function, after two more calls that have to give the same bits.
+
+    `make test-all` calls it also with arguments that are placed elsewhere; the results have to
+    agree as closely as the test demands.
+    """
     got = step(*args)
+    for _ in range(2):
+        assert_same(step(*args), got, exact=True)
+    if settings.get_current_profile_name() == "thorough":
+        assert_same(step(*placed_anew(step, args)), got, exact, rtol, atol)
+    return got
+
+
+def placed_anew(step: Callable, args: Any, seed: int = 0) -> Any:
+    """The arguments in NumPy, uncommitted, or on a mesh, replicated or sharded: drawn for each."""
+    leaves, tree = jax.tree.flatten(args)
+    drawn = zlib.crc32(repr([np.shape(x) for x in leaves]).encode())
+    rng = np.random.default_rng([drawn, seed])
+    devices = getattr(getattr(step, "options", None), "devices", None)
+    return tree.unflatten([_placed(x, devices or jax.devices(), rng) for x in leaves])
+
+
+def _placed(value: Any, devices: Sequence[jax.Device], rng: np.random.Generator) -> Any:
+    is_array = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, UnevenArray)
+    if not is_array or getattr(value, "weak_type", False):  # of a Python number
+        return value
+    if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = np.asarray(value)
+    where = rng.choice(["numpy", "uncommitted", "one device", "replicated", "sharded", "sharded"])
+    if where == "numpy":
+        return value
+    if where == "uncommitted":
+        return jnp.asarray(value)
+    if where == "one device":
+        return jax.device_put(value, devices[rng.integers(len(devices))])
+    axes = [n for n in (2, len(devices) // 2) if len(devices) % 2 == 0] or [len(devices)]
+    mesh = Mesh(rng.permutation(np.asarray(devices)).reshape(axes), ("a", "b")[: len(axes)])
+    spec: list[Any] = [None] * value.ndim
+    for axis in mesh.axis_names if where == "sharded" else ():
+        dims = [
+            d for d in range(value.ndim) if not spec[d] and value.shape[d] % mesh.shape[axis] == 0
+        ]
+        if dims:
+            spec[rng.choice(dims)] = axis
+    return jax.device_put(value, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def assert_same(
+    got: Any, wanted: Any, exact: bool = False, rtol: float = 1e-5, atol: float = 1e-5
+) -> None:
+    """Assert that two trees of results are equal, in their types too."""
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        assert a.shape == b.shape, (a.shape, b.shape)
-        assert a.dtype == b.dtype, (a.dtype, b.dtype)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
         compare(a, b, exact, rtol, atol)
-    return step.lower(*args)
 
 
 def check_grad(
