@@ -1,7 +1,7 @@
-"""Linear algebra: batch dims split for free, at every rank; the rest is gathered.
+"""Linear algebra: batch dims split for free, at every rank, and so do the columns of a system.
 
-A matrix is factorised on one device. Padding of batch dims is made zero first: some libraries loop
-for long, or forever, on what may stand there.
+A matrix is factorised on one device: its own dims are gathered. Padding of batch dims is made zero
+first: some libraries loop for long, or forever, on what may stand there.
 """
 
 from __future__ import annotations
@@ -23,13 +23,33 @@ from gshard.tile import Tile
 
 def batch_dims(eqn: JaxprEqn, core: int) -> Factors:
     """The dims before the last `core` of the first operand; all operands and results have them."""
-    shape = eqn.invars[0].aval.shape
-    batch = [f"b{i}" for i in range(len(shape) - core)]
+    return Factors.of(eqn, *_batch_names(eqn, core))
+
+
+def batch_and_columns(eqn: JaxprEqn, core: int) -> Factors:
+    """The batch dims, and the columns of the right-hand side, each of which is solved by itself.
+
+    The last operand and the only result are that right-hand side. An operator that is applied from
+    the right takes its rows in the place of columns.
+    """
+    operands, results = _batch_names(eqn, core)
+    left = eqn.params.get("left_side", eqn.params.get("left", True))
+    for names in (operands[-1], *results):
+        names[-1 if left else -2] = "c"
+    return Factors.of(eqn, operands, results)
+
+
+Names = list[list[str | None]]
+
+
+def _batch_names(eqn: JaxprEqn, core: int) -> tuple[Names, Names]:
+    """The factors of all dims of the operands, and of the results: only batch dims have one."""
+    batch = [f"b{i}" for i in range(len(eqn.invars[0].aval.shape) - core)]
 
     def names(atom: Any) -> list[str | None]:
         return [*batch, *[None] * (len(atom.aval.shape) - len(batch))]
 
-    return Factors.of(eqn, [names(a) for a in eqn.invars], [names(v) for v in eqn.outvars])
+    return [names(a) for a in eqn.invars], [names(v) for v in eqn.outvars]
 
 
 def _without_garbage(
@@ -49,29 +69,30 @@ _MATRICES = (
     p.qr_p,
     p.schur_p,
     p.svd_p,
-    p.triangular_solve_p,
     p.tridiagonal_p,
-    *_jax.private_primitives("lax.linalg", "geqrf_p", "geqp3_p", "ormqr_p", "symmetric_product_p"),
+    *_jax.private_primitives("lax.linalg", "geqrf_p", "geqp3_p", "symmetric_product_p"),
     *_jax.private_primitives("lax.linalg", "cholesky_update_p"),
 )
-_VECTORS = (
-    p.tridiagonal_solve_p,
-    *_jax.private_primitives("lax.linalg", "lu_pivots_to_permutation_p"),
-)
+_VECTORS = _jax.private_primitives("lax.linalg", "lu_pivots_to_permutation_p")
+_MATRIX_SYSTEMS = (p.triangular_solve_p, *_jax.private_primitives("lax.linalg", "ormqr_p"))
+_VECTOR_SYSTEMS = (p.tridiagonal_solve_p,)
 
 
 def _register() -> None:
-    gathered = "the dims of the {}: AllGather"
-    for core, primitives, what in ((2, _MATRICES, "matrix"), (1, _VECTORS, "system")):
-        factors = functools.partial(batch_dims, core=core)
-        register(
-            Rule(
-                factors,
-                local=_without_garbage,
-                doc=Doc(free="batch dims", gather=gathered.format(what)),
-            ),
-            *primitives,
+    for core, factors, primitives in (
+        (2, batch_dims, _MATRICES),
+        (1, batch_dims, _VECTORS),
+        (2, batch_and_columns, _MATRIX_SYSTEMS),
+        (1, batch_and_columns, _VECTOR_SYSTEMS),
+    ):
+        columns = factors is batch_and_columns
+        what = "matrix" if core == 2 else "system"
+        doc = Doc(
+            free="batch dims, columns of the right-hand side" if columns else "batch dims",
+            gather=f"the dims of the {what}: AllGather",
         )
+        rule = Rule(functools.partial(factors, core=core), local=_without_garbage, doc=doc)
+        register(rule, *primitives)
 
 
 _register()
