@@ -142,6 +142,9 @@ annotate_p.def_abstract_eval(lambda x, **_: x)
 # that is jitted inside may have been traced before, for others, or outside.
 _tracing_for = jax.make_user_context(None)
 
+# The kind of device that the traced program is for: "cpu", "gpu" or "tpu"; None: what is here.
+_platform = jax.make_user_context(None)
+
 # The devices on which annotations are sharding constraints for XLA: where a function of
 # `gshard.jit` is called inside of `jax.jit`, or transformed.
 _constraining = jax.make_user_context(None)
@@ -168,11 +171,11 @@ class Devices(Protocol):
 
 
 @contextlib.contextmanager
-def tracing_for(devices: Devices) -> Iterator[None]:
-    """While `gshard.jit` traces for these devices."""
+def tracing_for(devices: Devices, platform: str | None = None) -> Iterator[None]:
+    """While `gshard.jit` traces for these devices, of a kind that need not be here."""
     token = _annotated.set([])
     try:
-        with _tracing_for(devices), _constraining(None):
+        with _tracing_for(devices), _platform(platform), _constraining(None):
             yield
     finally:
         _annotated.reset(token)
@@ -181,6 +184,15 @@ def tracing_for(devices: Devices) -> Iterator[None]:
 def devices_of_trace() -> int:
     """The number of devices that the current trace is for; 1 outside of `gshard.jit`."""
     return _tracing_for.value.count if is_tracing_for_gshard() else 1
+
+
+def target_platform() -> str:
+    """The kind of device that the program being traced is for: "cpu", "gpu" or "tpu".
+
+    What a model computes by a kernel hangs on this, and not on the machine that traces it. Outside
+    of `gshard.jit` it is JAX's default backend. JAX's caches of traced functions are keyed by it.
+    """
+    return _platform.value or jax.default_backend()
 
 
 def is_tracing_for_gshard() -> bool:

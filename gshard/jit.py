@@ -26,6 +26,7 @@ from gshard.calls import (
     with_static_results,
 )
 from gshard.forecast import Hardware
+from gshard.forecast.hardware import hardware as hardware_of
 from gshard.forecast.hardware import machine_for
 from gshard.keywords import Keywords, Options, checked_devices
 from gshard.moving.costs import MEMORY_LIMIT, planning_for
@@ -118,14 +119,17 @@ def jit(
     primitives that gshard has no rule for, which would run whole on every device. Where several
     plans are right, the cheapest on `hardware` is taken (`gshard.forecast.known()` lists names):
     by default what JAX says the devices are. CPUs stand in for accelerators then; "cpu" plans for
-    themselves.
+    themselves. A model that has kernels for some kind of device (`gshard.annotate.target_platform`)
+    is traced for that of the `devices`; abstract ones are of the kind of `hardware`.
 
     `in_shardings` and `out_shardings` are trees of `NamedSharding`, `PartitionSpec` or
     `gshard.Sharding`, or prefixes of such trees; None says nothing.
     """
-    machine = None if hardware is None else machine_for(hardware)
+    named = None if hardware is None else hardware_of(hardware)
     chosen = checked_devices(devices, device)
-    options = Options(chosen, backend, partitioner, memory_limit, strict, machine)
+    options = Options(chosen, backend, partitioner, memory_limit, strict)
+    if named is not None:
+        options = replace(options, machine=named.machine, platform=named.compiler)
     if partitioner not in ("gshard", "xla"):
         raise ValueError(f"partitioner is {partitioner!r}; allowed are 'gshard' and 'xla'")
     of_jax: dict[str, Any] = {
@@ -250,7 +254,7 @@ class Jitted:
         """The traced function, the devices, and the mesh of the arguments or in the program."""
         mesh = mesh_of([*leaves, *self._keywords.shardings])
         order = self._order(mesh)
-        with tracing_for(order):
+        with tracing_for(order, self.options.target(order.devices)):
             traced = self._traces.trace(*self._structs(args), **self._structs(kwargs))
         return traced, order, mesh or mesh_in(traced.jaxpr)
 

@@ -22,6 +22,11 @@ class Options:
     memory_limit: int
     strict: bool
     machine: Machine | None = None  # to plan for; None: what JAX says the devices are
+    platform: str | None = None  # of the hardware named: the target where devices are abstract
+
+    def target(self, devices: tuple[jax.Device, ...] | int) -> str | None:
+        """The kind of device that a program for `devices` is traced for; None: what is here."""
+        return self.platform if isinstance(devices, int) else devices[0].platform
 
 
 @dataclass(frozen=True, eq=False)

@@ -249,7 +249,7 @@ def _written_over(
     operator: Operator, dying: list[Any], made: dict[Any, int], live: dict[Any, int]
 ) -> int:
     """Bytes of results that take the place of operands that are not needed any more."""
-    if not operator.root.joins and operator.root.name not in _IN_PLACE:
+    if not (operator.root.joins or operator.root.name in _IN_PLACE or _aliases(operator)):
         return 0
     free = sorted(live[v] for v in dying)
     reused = 0
@@ -258,6 +258,11 @@ def _written_over(
             free.remove(size)
             reused += size
     return reused
+
+
+def _aliases(operator: Operator) -> bool:
+    """Whether it is a kernel that writes results over its operands."""
+    return bool(operator.root.eqn.params.get("input_output_aliases"))
 
 
 def _source(operator: Operator | None) -> str:

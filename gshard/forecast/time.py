@@ -14,9 +14,16 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from gshard.explain import COLLECTIVES, sent_bytes
 from gshard.forecast.collective import Groups, Topology, collective_terms, reach
 from gshard.forecast.hardware import Hardware
-from gshard.forecast.ops import PRODUCTS, Op, size_of
+from gshard.forecast.kernels import KERNEL, kernel_work
+from gshard.forecast.ops import Op, size_of
 from gshard.forecast.program import Operator, walk
-from gshard.forecast.work import is_exact, product_flops, vector_flops
+from gshard.forecast.work import (
+    is_exact,
+    multiplies,
+    product_dtype,
+    product_flops,
+    vector_flops,
+)
 from gshard.source import reason_of, site_of
 
 
@@ -87,7 +94,7 @@ def _timed(
             peak += busy
             sent += bytes_sent
     else:
-        products = [op for op in operator.members if op.name in PRODUCTS]
+        products = [op for op in operator.members if multiplies(op)]
         vector = vector_flops(operator)
         flops = vector + sum(map(product_flops, products))
         arithmetic = max(  # different units of a core, busy at once
@@ -116,8 +123,8 @@ def _timed(
 
 
 def _product_seconds(op: Op, machine: Hardware) -> float:
-    dtype = op.eqn.invars[0].aval.dtype
-    return product_flops(op) / (machine.rate(dtype, is_exact(op)) * machine.reached.products)
+    rate = machine.rate(product_dtype(op), is_exact(op))
+    return product_flops(op) / (rate * machine.reached.products)
 
 
 def _moved(operator: Operator) -> float:
@@ -128,6 +135,8 @@ def _moved(operator: Operator) -> float:
         return written + sum(min(size_of(v), 2 * written) for v in operator.reads)
     if operator.root.name in ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add"):
         return 2 * sum(map(size_of, operator.reads[1:])) + 0.0
+    if operator.root.name == KERNEL:
+        return kernel_work(operator.root.eqn).bytes
     return float(operator.bytes)
 
 

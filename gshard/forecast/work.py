@@ -7,6 +7,7 @@ from typing import Any
 
 from jax import lax
 
+from gshard.forecast.kernels import KERNEL, kernel_work
 from gshard.forecast.ops import PRODUCTS, Op
 from gshard.forecast.program import Operator
 
@@ -14,8 +15,21 @@ _THREEFRY = 120  # integer operations for the two words that threefry2x32 makes
 _FREE = {"broadcast_in_dim", "iota", "slice", "transpose", "pad", "rev", "convert_element_type"}
 
 
+def multiplies(op: Op) -> bool:
+    """Whether it has matrix products: it is one, or a kernel that may contain some."""
+    return op.name in PRODUCTS or op.name == KERNEL
+
+
+def product_dtype(op: Op) -> Any:
+    """The dtype of the operands of its products."""
+    own = op.eqn.invars[0].aval.dtype
+    return kernel_work(op.eqn).dtype or own if op.name == KERNEL else own
+
+
 def product_flops(op: Op) -> float:
-    """Multiplications and additions of a matrix product or convolution."""
+    """Multiplications and additions of a matrix product or convolution, or of those in a kernel."""
+    if op.name == KERNEL:
+        return kernel_work(op.eqn).products
     lhs, rhs = (v.aval for v in op.eqn.invars[:2])
     (out,) = (v.aval for v in op.eqn.outvars[:1])
     if op.name == "conv_general_dilated":
@@ -40,6 +54,9 @@ def vector_flops(operator: Operator) -> float:
     total = 0.0
     for op in operator.members:
         if op.name in PRODUCTS or op.name in _FREE:
+            continue
+        if op.name == KERNEL:
+            total += kernel_work(op.eqn).vector
             continue
         shapes = [_count(v) for v in (*op.reads, *op.writes)]
         elements = max(shapes, default=0)

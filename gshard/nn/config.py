@@ -12,6 +12,7 @@ from gshard.nn.attention import AttentionKind
 from gshard.nn.experts import Dispatch
 from gshard.nn.gating import PAPER_GATING, GatingConfig
 from gshard.nn.hashing import Random
+from gshard.nn.strategy import Strategy
 
 Remat = Literal["none", "layer"]
 Stacks = Literal["both", "encoder"]
@@ -81,9 +82,9 @@ class TransformerConfig:
             self, stacked=False, dispatch="flat", attention="flash", random="hash", loss_chunks=8
         )
 
-    def kernels(self, devices: int) -> bool:
-        """Whether kernels are used that only a whole batch can be given, on a GPU."""
-        return self.attention == "flash" and devices == 1
+    def kernels(self, strategy: Strategy) -> Strategy | None:
+        """The strategy whose devices run kernels, each on its own sequences; None: none do."""
+        return strategy if self.attention == "flash" else None
 
 
 class Batch(NamedTuple):

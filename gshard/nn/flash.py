@@ -27,6 +27,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from gshard.annotate import target_platform
 from gshard.nn.flash_kernels import (
     NEVER,
     ROWS,
@@ -70,7 +71,7 @@ def joint_attention(
     q, k, v = _parts(arrays_BTPND)
     T, L = q.array.shape[1], k.array.shape[1]
     if blocks is None:
-        if jax.default_backend() != "gpu" or not all(_fits(x) for x in arrays_BTPND):
+        if target_platform() != "gpu" or not all(_fits(x) for x in arrays_BTPND):
             return reference(q.alone(), k.alone(), v.alone(), segments, rate, seed)
         own = _block(math.gcd(T, L))
         blocks = Blocks(own, min(own, 32))
@@ -332,6 +333,24 @@ def _call(
         out_shape=[jax.ShapeDtypeStruct(x.array.shape, x.array.dtype) for x in made],
         input_output_aliases=aliases or {},
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        cost_estimate=_cost(name, given),
         interpret=blocks.interpret,
         name=name,
     )(*(x.array for x in given))
+
+
+# Of each kernel: the products of queries, keys and values with each other, and how many arrays of
+# one part (queries, keys, values, results, or gradients of these) it reads and writes.
+_WORK = {"flash_forward": (2, 4), "flash_query_grads": (3, 6), "flash_key_grads": (4, 6)}
+
+
+def _cost(name: str, given: list[Seen]) -> pl.CostEstimate:
+    """What a kernel costs if every query sees every key: what it leaves out, only data know."""
+    (B, T, _, N, D), L = given[0].array.shape, given[1].array.shape[1]
+    products, arrays = _WORK[name]
+    itemsize = given[0].array.dtype.itemsize
+    return pl.CostEstimate(
+        flops=2 * products * B * N * T * L * D,
+        transcendentals=B * N * T * L,
+        bytes_accessed=arrays * B * N * D * (T + L) // 2 * itemsize,
+    )

@@ -17,6 +17,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from gshard.annotate import target_platform
+
 ROWS = 64  # of a block: the least that Hopper's matrix units take at full speed
 
 
@@ -36,7 +38,7 @@ TILES = Tiles()
 def fits(x: Array, *weights: Array) -> bool:
     """Whether the kernel can be used: on a GPU, on halves, with dims that its tiles divide."""
     return (
-        jax.default_backend() == "gpu"
+        target_platform() == "gpu"
         and x.dtype.itemsize == 2
         and all(
             w.dtype == x.dtype
@@ -91,6 +93,11 @@ def grouped_product(
         out_specs=pl.BlockSpec((None, C, columns), lambda h, n: (n, 0, h)),
         out_shape=jax.ShapeDtypeStruct((N, C, H), x_NCM.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * N * C * M * H,
+            transcendentals=0,
+            bytes_accessed=(N * C * (M + H) + min(E, N) * M * H) * x_NCM.dtype.itemsize,
+        ),
         interpret=tiles.interpret,
         name="grouped_product",
     )(x_NCM, w_EMH, expert_N, span_N2)

@@ -13,6 +13,7 @@ from jax import Array
 
 from gshard.nn.hashing import Random, hash_dropout, seed_of
 from gshard.nn.norm import fits, normalize, normalize_beside
+from gshard.nn.strategy import Strategy
 
 
 def init_weight(key: Array, shape: tuple[int, ...], fan_in: int, dtype: str) -> Array:
@@ -78,10 +79,13 @@ class LayerNorm(eqx.Module):
         """Mean 0 and variance 1 over the last dim, then scale and bias."""
         return normalize(x_BLM, self.scale, self.bias)
 
-    def beside(self, x_BLM: Array, *, kernels: bool) -> tuple[Array, Array]:
-        """The same, and `x_BLM` for the residual path, which a kernel brings back together."""
-        if kernels and fits(x_BLM):
-            return normalize_beside(x_BLM, self.scale, self.bias)
+    def beside(self, x_BLM: Array, kernels: Strategy | None = None) -> tuple[Array, Array]:
+        """The same, and `x_BLM` for the residual path.
+
+        With `kernels`, one computes the gradients of both, on each device of that strategy.
+        """
+        if kernels is not None and fits(x_BLM, kernels.devices):
+            return normalize_beside(x_BLM, self.scale, self.bias, kernels)
         return self(x_BLM), x_BLM
 
 

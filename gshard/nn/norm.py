@@ -4,7 +4,8 @@ In a layer `x + f(norm(x))` the gradient of `x` is that of the sum, and what com
 normalization. XLA makes it in several passes, one of them in float32 for the gradient of the scale.
 The kernel here reads `x` and both gradients once, and writes the gradient of `x` and some partial
 sums for scale and bias. It is written in Pallas for Triton; `normalize` is its oracle, and what is
-used where there is no GPU. Dims: R rows, M numbers in each.
+used where there is no GPU. On several devices each runs the kernel on its own rows, in a manual
+region. Dims: R rows, M numbers in each.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+
+from gshard.annotate import target_platform
+from gshard.nn.strategy import ONE_DEVICE, Strategy
 
 _EPSILON = 1e-6
 
@@ -43,35 +47,51 @@ def normalize(x: Array, scale: Array, bias: Array) -> Array:
     return (centered * jax.lax.rsqrt(variance + _EPSILON) * scale + bias).astype(x.dtype)
 
 
-def fits(x: Array) -> bool:
-    """Whether the kernel can be used: on a GPU, with rows that many programs can share."""
+def fits(x: Array, devices: int = 1) -> bool:
+    """Whether the kernel can be used: on GPUs, with rows that many programs of each can share."""
     M = x.shape[-1]
     power_of_two = M & (M - 1) == 0
     return (
-        jax.default_backend() == "gpu"
+        target_platform() == "gpu"
         and power_of_two
         and 64 <= M <= CUT.numbers
-        and x.size % (256 * CUT.numbers) == 0
+        and len(x) % devices == 0
+        and x.size % (256 * CUT.numbers * devices) == 0
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def normalize_beside(x: Array, scale: Array, bias: Array, cut: Cut = CUT) -> tuple[Array, Array]:
-    """`x` normalized, and `x` itself, which goes past the sublayer: one kernel brings both back."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def normalize_beside(
+    x: Array, scale: Array, bias: Array, strategy: Strategy = ONE_DEVICE, cut: Cut = CUT
+) -> tuple[Array, Array]:
+    """`x` normalized, and `x` itself for the residual path: one kernel computes both gradients."""
     return normalize(x, scale, bias), x
 
 
 def _forward(
-    x: Array, scale: Array, bias: Array, cut: Cut
+    x: Array, scale: Array, bias: Array, strategy: Strategy, cut: Cut
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    return normalize_beside(x, scale, bias, cut), (x, scale)
+    return normalize_beside(x, scale, bias, strategy, cut), (x, scale)
 
 
-@functools.partial(jax.jit, static_argnums=0)  # traced and lowered once for all of a shape
+@functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all of a shape
 def _backward(
-    cut: Cut, kept: tuple[Array, Array], grads: tuple[Array, Array]
+    strategy: Strategy, cut: Cut, kept: tuple[Array, Array], grads: tuple[Array, Array]
 ) -> tuple[Array, Array, Array]:
     x, scale = kept
+    own_x, grad, beside = (strategy.own_groups(a) for a in (x, *grads))
+    made, scale_PM, bias_PM = _gradients(own_x, grad, beside, scale, cut)
+    # Each device has sums of its own rows: what is left of a sum over all is an AllReduce.
+    programs = strategy.devices * len(scale_PM)
+    sums = (strategy.all_groups(part, programs) for part in (scale_PM, bias_PM))
+    summed = (jnp.sum(part, axis=0).astype(scale.dtype) for part in sums)
+    return strategy.all_groups(made, len(x)), *summed
+
+
+def _gradients(
+    x: Array, grad: Array, beside: Array, scale: Array, cut: Cut
+) -> tuple[Array, Array, Array]:
+    """The gradient of `x`, and sums over some rows each for scale and bias, [P, M]."""
     M = x.shape[-1]
     rows, R = cut.numbers // M, x.size // M
     P = math.gcd(R // rows, cut.programs)
@@ -89,9 +109,8 @@ def _backward(
         compiler_params=plgpu.CompilerParams(num_warps=cut.warps),
         interpret=cut.interpret,
         name="norm_grads",
-    )(*(a.reshape(R, M) for a in (x, *grads)), scale)
-    summed = (jnp.sum(part, axis=0).astype(scale.dtype) for part in (scale_PM, bias_PM))
-    return made.reshape(x.shape), *summed
+    )(*(a.reshape(R, M) for a in (x, grad, beside)), scale)
+    return made.reshape(x.shape), scale_PM, bias_PM
 
 
 normalize_beside.defvjp(_forward, _backward)

@@ -117,7 +117,7 @@ def loss(
     tokens = jnp.sum(real_BT).astype(jnp.float32)
     if model.config.loss_chunks > 1:
         weights_BT = real_BT / jnp.maximum(tokens, 1.0)
-        kernels = model.config.kernels(strategy.devices)
+        kernels = model.config.kernels(strategy)
         settings = (label_smoothing, model.config.loss_chunks, kernels)
         nll = weighted_nll(x_BTM, model.target.table, batch.labels, weights_BT, *settings)
     else:

@@ -18,19 +18,22 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from gshard.annotate import target_platform
+
 _LARGEST = 1 << 15  # vocabulary: 128 numbers in each of 256 threads, of 255 registers at most
 _SMALLEST = 128  # part of a row
 _LOG2_E = math.log2(math.e)  # hardware has powers of 2 only
 
 
-def fits(logits: Array) -> bool:
-    """Whether the kernel can be used: on a GPU, for rows that registers can hold."""
+def fits(logits: Array, devices: int = 1) -> bool:
+    """Whether the kernel can be used: on GPUs, for rows that registers can hold."""
     V = logits.shape[-1]
     return (
-        jax.default_backend() == "gpu"
+        target_platform() == "gpu"
         and V <= _LARGEST
         and V % _SMALLEST == 0
-        and logits.size < 1 << 31  # numbers of 32 bits count places
+        and len(logits) % devices == 0
+        and logits.size // devices < 1 << 31  # numbers of 32 bits count places
     )
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from gshard.nn.strategy import Strategy
 from gshard.nn.vocabulary_kernel import fits, log_z_and_grads, reference
 
 
@@ -27,12 +28,12 @@ def weighted_nll(
     weights_BT: Array,
     label_smoothing: float,
     chunks: int,
-    kernels: bool = False,
+    kernels: Strategy | None = None,
 ) -> Array:
     """The sum of `weights_BT` * -log p(label); the logits are `x_BTM` times the table.
 
     Exists in at most `chunks` pieces, as many as divide the length of a sequence. With `kernels`
-    a GPU's are used where they can be, which no partitioner looks into.
+    each device of that strategy runs a kernel on the logits of its own sequences, where it can.
     """
 
     def body(total: Array, chunk: tuple[Array, ...]) -> tuple[Array, None]:
@@ -52,7 +53,7 @@ def _forward(
     weights_BT: Array,
     label_smoothing: float,
     chunks: int,
-    kernels: bool,
+    kernels: Strategy | None,
 ) -> tuple[Array, tuple[Array, Array]]:
     def body(carry: tuple[Array, Array], chunk: tuple[Array, ...]) -> tuple[Any, Array]:
         total, table_grad = carry
@@ -76,7 +77,7 @@ def _forward(
 def _backward(
     label_smoothing: float,
     chunks: int,
-    kernels: bool,
+    kernels: Strategy | None,
     grads: tuple[Array, Array],
     scale: Array,
 ) -> tuple[Array, Array, None, None]:
@@ -88,13 +89,21 @@ weighted_nll.defvjp(_forward, _backward)
 
 
 def _log_z_and_grads(
-    logits: Array, labels: Array, weights: Array, label_smoothing: float, dtype: Any, kernels: bool
+    logits_BTV: Array,
+    labels_BT: Array,
+    weights_BT: Array,
+    label_smoothing: float,
+    dtype: Any,
+    kernels: Strategy | None,
 ) -> tuple[Array, Array]:
-    if not (kernels and fits(logits)):
-        return reference(logits, labels, weights, label_smoothing, dtype)
-    flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), weights.reshape(-1)
+    if kernels is None or not fits(logits_BTV, kernels.devices):
+        return reference(logits_BTV, labels_BT, weights_BT, label_smoothing, dtype)
+    B, _, V = logits_BTV.shape
+    logits, labels, weights = map(kernels.own_groups, (logits_BTV, labels_BT, weights_BT))
+    flat = logits.reshape(-1, V), labels.reshape(-1), weights.reshape(-1)
     log_z, grads = log_z_and_grads(*flat, label_smoothing, dtype)
-    return log_z.reshape(labels.shape), grads.reshape(logits.shape)
+    shaped = log_z.reshape(labels.shape), grads.reshape(logits.shape)
+    return kernels.all_groups(shaped[0], B), kernels.all_groups(shaped[1], B)
 
 
 def _logits(x: Array, table_VM: Array) -> Array:

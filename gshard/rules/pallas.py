@@ -9,7 +9,8 @@ attention kernels. All other dims are gathered.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import fields, replace
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
@@ -119,12 +120,22 @@ def _local(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]) 
                 grid[int(dim[0][1:])] = n // rows
         blocks.append(replace(block, array_aval=block.array_aval.update(shape=tuple(shape))))
     params = eqn.params | {
+        "cost_estimate": _share(eqn.params.get("cost_estimate"), mapping.grid, grid),
         "grid_mapping": replace(mapping, grid=tuple(grid), block_mappings=tuple(blocks)),
         "out_avals": tuple(
             v.aval.update(shape=s) for v, s in zip(eqn.outvars, shapes, strict=True)
         ),
     }
     return eqn.primitive.bind(*(t.array for t in tiles), **params)
+
+
+def _share(cost: Any, grid: tuple[Any, ...], own: list[Any]) -> Any:
+    """What the author says that the kernel costs, for a device's part of the grid."""
+    if cost is None or tuple(own) == tuple(grid):
+        return cost
+    whole, part = (math.prod(n for n in g if isinstance(n, int)) for g in (grid, own))
+    scaled = {f.name: getattr(cost, f.name) * part // whole for f in fields(cost)}
+    return replace(cost, **scaled)
 
 
 register(

@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gshard.nn import layers
-from gshard.nn.norm import Cut, normalize, normalize_beside
+import gshard
+from gshard.nn import Strategy, layers
+from gshard.nn.norm import Cut, fits, normalize, normalize_beside
 from gshard.nn.pair import Layer, Masks
 from gshard.nn.segments import Segments
 from tests.nn import models
+from tests.oracle import kinds, sent
 
 
 @pytest.mark.parametrize(
@@ -29,7 +31,7 @@ def test_gradients(shape, cut):
     scale, bias = (jnp.asarray(rng.normal(size=shape[-1]), jnp.float32) for _ in range(2))
 
     def beside(x, scale, bias):
-        return normalize_beside(x, scale, bias, cut)
+        return normalize_beside(x, scale, bias, cut=cut)
 
     def plain(x, scale, bias):
         return normalize(x, scale, bias), x
@@ -46,7 +48,7 @@ def test_halves_are_rounded_once():
     x, near, past = (jnp.asarray(rng.normal(size=(8, 64)), jnp.bfloat16) for _ in range(3))
     scale, bias = jnp.ones(64, jnp.bfloat16), jnp.zeros(64, jnp.bfloat16)
     cut = Cut(128, 2, interpret=True)
-    pull = jax.vjp(lambda x: normalize_beside(x, scale, bias, cut), x)[1]
+    pull = jax.vjp(lambda x: normalize_beside(x, scale, bias, cut=cut), x)[1]
     (got,) = pull((near, past))
     wide = jax.vjp(lambda x: (normalize(x, scale, bias), x), x.astype(jnp.float32))[1]
     (want,) = wide((near.astype(jnp.float32), past.astype(jnp.float32)))
@@ -75,9 +77,44 @@ def test_a_layer_by_the_kernel_is_the_plain_one(monkeypatch):
         used.append(given)
         return normalize_beside(*given, Cut(32, 4, interpret=True))
 
-    monkeypatch.setattr(layers, "fits", lambda x: True)
+    monkeypatch.setattr(layers, "fits", lambda x, devices: True)
     monkeypatch.setattr(layers, "normalize_beside", by_kernel)
     got = gradients(layer, x)
     assert len(used) == 3
     for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", [Strategy(8), Strategy(4, 2), Strategy(3)])
+def test_each_device_runs_the_kernel_on_its_own_rows(strategy):
+    """The gradients of scale and bias are summed over devices, and nothing else is sent."""
+    devices, M = strategy.devices, 64
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.normal(size=(2 * devices, 3, M)), jnp.float32)
+    scale, bias = (jnp.asarray(rng.normal(size=M), jnp.float32) for _ in range(2))
+
+    def gradients(normalized):
+        def loss(x, scale, bias):
+            near, past = normalized(strategy.groups(x), scale, bias)
+            return jnp.sum(jnp.sin(near) + jnp.cos(past))
+
+        return jax.grad(loss, (0, 1, 2))
+
+    cut = Cut(128, 3, interpret=True)
+    by_kernel = gradients(lambda *given: normalize_beside(*given, strategy, cut))
+    want = gradients(lambda x, scale, bias: (normalize(x, scale, bias), x))(x, scale, bias)
+    run = gshard.jit(by_kernel, devices=jax.devices()[:devices])
+    for a, b in zip(run(x, scale, bias), want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+    lowered = run.lower(x, scale, bias)
+    assert lowered.as_text().count("pallas_call") == 1
+    assert kinds(lowered) == {"all_reduce": 2}
+    assert sent(lowered) <= 2 * 2 * M * 4
+
+
+def test_rows_that_do_not_divide_stay_with_the_plain_version(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert fits(jax.ShapeDtypeStruct((512, 8, 1024), jnp.bfloat16), 8)
+    assert not fits(jax.ShapeDtypeStruct((512, 7, 1024), jnp.bfloat16), 8)
+    assert not fits(jax.ShapeDtypeStruct((500, 1024, 1024), jnp.bfloat16), 8)
+    assert not fits(jax.ShapeDtypeStruct((512, 8, 1000), jnp.bfloat16), 8)

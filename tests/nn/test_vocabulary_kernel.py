@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gshard.nn import vocabulary_loss
+import gshard
+from gshard.nn import Strategy, vocabulary_loss
+from gshard.nn.strategy import ONE_DEVICE
 from gshard.nn.vocabulary_kernel import fits, log_z_and_grads, reference
 from gshard.nn.vocabulary_loss import weighted_nll
+from tests.oracle import kinds
 
 BY_KERNEL = functools.partial(log_z_and_grads, interpret=True)
 
@@ -83,18 +86,47 @@ def test_the_loss_by_the_kernel_is_the_plain_one(monkeypatch, smoothing):
 
         return jax.jit(jax.value_and_grad(loss, (0, 1)))(x, table)
 
-    want, shapes = run(kernels=False), []
+    want, shapes = run(kernels=None), []
 
     def counted(logits, *rest):
         shapes.append(logits.shape)
         return BY_KERNEL(logits, *rest)
 
-    monkeypatch.setattr(vocabulary_loss, "fits", lambda logits: True)
+    monkeypatch.setattr(vocabulary_loss, "fits", lambda logits, devices: True)
     monkeypatch.setattr(vocabulary_loss, "log_z_and_grads", counted)
-    got = run(kernels=True)
+    got = run(kernels=ONE_DEVICE)
     assert shapes == [(9, 128)]
     for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [8, 3])
+def test_each_device_runs_the_kernel_on_its_own_logits(monkeypatch, devices):
+    """The loss and the table's gradient are summed over devices; logits stay where they are."""
+    rng = np.random.default_rng(0)
+    strategy = Strategy(devices)
+    B, T, M, V = 2 * devices, 4, 8, 128
+    x, table = (jnp.float32(rng.normal(size=s)) for s in ((B, T, M), (V, M)))
+    labels, weights = rng.integers(0, V, (B, T)), jnp.float32(rng.random((B, T)))
+
+    def run(jit, kernels):
+        def loss(x, table):
+            given = (strategy.groups(a) for a in (labels, weights))
+            return weighted_nll(strategy.groups(x), table, *given, 0.1, 2, kernels)
+
+        return jit(jax.value_and_grad(loss, (0, 1)))
+
+    want = run(jax.jit, None)(x, table)
+    plain = run(functools.partial(gshard.jit, devices=devices), None).lower(x, table)
+    monkeypatch.setattr(vocabulary_loss, "fits", lambda logits, devices: True)
+    monkeypatch.setattr(vocabulary_loss, "log_z_and_grads", BY_KERNEL)
+    by_kernel = run(functools.partial(gshard.jit, devices=jax.devices()[:devices]), strategy)
+    for a, b in zip(*map(jax.tree.leaves, (by_kernel(x, table), want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    lowered = by_kernel.lower(x, table)
+    assert "pallas_call" in lowered.as_text()
+    assert kinds(lowered) == kinds(plain)
+    assert set(kinds(lowered)) == {"all_reduce"}
 
 
 def test_rows_that_registers_do_not_hold_stay_with_the_plain_version(monkeypatch):
@@ -103,5 +135,7 @@ def test_rows_that_registers_do_not_hold_stay_with_the_plain_version(monkeypatch
     assert not fits(jax.ShapeDtypeStruct((4096, 64_000), jnp.float32))  # too long
     assert not fits(jax.ShapeDtypeStruct((4096, 30_001), jnp.float32))  # no powers of 2
     assert not fits(jax.ShapeDtypeStruct((131_072, 32_000), jnp.float32))  # 32 bits
+    assert fits(jax.ShapeDtypeStruct((131_072, 32_000), jnp.float32), 8)
+    assert not fits(jax.ShapeDtypeStruct((4095, 32_000), jnp.float32), 8)  # rows do not divide
     monkeypatch.undo()
     assert not fits(jax.ShapeDtypeStruct((4096, 32_000), jnp.float32))  # no GPU

@@ -1,0 +1,64 @@
+"""The work of a Pallas kernel: what its author says it is, else what its program does.
+
+A kernel runs once for each point of its grid, on blocks that its program has the shapes of. How
+often a loop runs whose end the kernel reads from memory is not known here: it counts once. Authors
+of such kernels say what they cost (`cost_estimate` of `pallas_call`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from gshard.forecast.ops import bodies_of, elements, size_of
+
+KERNEL = "pallas_call"
+_FREE = {"get", "swap", "broadcast_in_dim", "iota", "reshape", "transpose", "convert_element_type"}
+
+
+class KernelWork(NamedTuple):
+    """What a kernel does on all of its grid."""
+
+    products: float  # operations of matrix products
+    dtype: Any  # of the operands of these; None where there are none
+    vector: float  # other operations
+    bytes: float  # of device memory that it reads and writes
+
+
+def kernel_work(eqn: JaxprEqn) -> KernelWork:
+    """The work of an equation of `pallas_call`."""
+    products, dtype, vector = _counted(getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"]))
+    said = eqn.params.get("cost_estimate")
+    if said is not None:
+        flops, other = float(said.flops), float(said.transcendentals)
+        if dtype is None:
+            return KernelWork(0.0, None, flops + other, float(said.bytes_accessed))
+        return KernelWork(flops, dtype, other, float(said.bytes_accessed))
+    programs = math.prod(n for n in eqn.params["grid_mapping"].grid if isinstance(n, int))
+    moved = sum(map(size_of, dict.fromkeys((*eqn.invars, *eqn.outvars))))
+    return KernelWork(programs * products, dtype, programs * vector, float(moved))
+
+
+@functools.lru_cache(maxsize=256)
+def _counted(jaxpr: Jaxpr) -> tuple[float, Any, float]:
+    """Operations of products, the dtype of their operands, and other operations, of one program."""
+    products, dtype, vector = 0.0, None, 0.0
+    for eqn in jaxpr.eqns:
+        inner = [_counted(body) for body in bodies_of(eqn)]
+        if inner:
+            times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            products += times * sum(p for p, _, _ in inner)
+            vector += times * sum(v for _, _, v in inner)
+            dtype = dtype or next((d for _, d, _ in inner if d is not None), None)
+        elif eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            lhs = eqn.invars[0].aval
+            summed = math.prod(lhs.shape[d] for d in contracted)
+            products += 2.0 * elements(eqn.outvars[0]) * summed
+            dtype = dtype or lhs.dtype
+        elif eqn.primitive.name not in _FREE:
+            vector += max((elements(v) for v in (*eqn.invars, *eqn.outvars)), default=0)
+    return products, dtype, vector
