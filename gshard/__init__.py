@@ -10,7 +10,7 @@ from gshard import manual
 from gshard.annotate import replicate, shard, split
 from gshard.explain import Collective
 from gshard.factors import Factors
-from gshard.jit import jit
+from gshard.jit import Jitted, jit
 from gshard.manual import (
     auto_to_manual_spmd_partition,
     manual_to_auto_spmd_partition,
@@ -32,6 +32,7 @@ __all__ = [
     "Collective",
     "Compiled",
     "Factors",
+    "Jitted",
     "Lowered",
     "Rule",
     "Sharding",

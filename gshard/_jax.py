@@ -6,19 +6,19 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
-from jax._src import compiler as _compiler
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
-from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
 from jax._src import effects as _effects
 from jax._src import mesh as _mesh
 from jax._src import pjit as _pjit
 from jax._src import source_info_util
+from jax._src import traceback_util as _traceback_util
 from jax._src import tree_util as _tree_util
 from jax._src import util as _util
 from jax._src.ad_checkpoint import remat_p
@@ -53,6 +53,20 @@ random_wrap_p = _prng.random_wrap_p
 
 # The parameter of the primitive `composite` that holds its body.
 COMPOSITE_BODY = "call_jaxpr" if jax.__version_info__ >= (0, 11, 2) else "jaxpr"
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def api_boundary(fun: _Function) -> _Function:
+    """`fun`, whose exceptions have a traceback without frames of JAX and of excluded files."""
+    return _traceback_util.api_boundary(fun)
+
+
+def exclude_frames(path: Path) -> None:
+    """Take a file or folder for internal: not the user's line, and hidden in tracebacks."""
+    source_info_util.register_exclusion(str(path))
+    _traceback_util.register_exclusion(str(path))
 
 
 def private_primitives(module: str, *names: str) -> list[Primitive]:
@@ -271,6 +285,7 @@ def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], Any]:
     return found.shape, found.dtype
 
 
+fun_name = _util.fun_name
 weakref_cache = _util.weakref_lru_cache  # forgotten with its first argument, or by clear_caches
 
 
@@ -361,35 +376,11 @@ def register_array_type(cls: type, aval: Callable[..., Any], place: Callable[...
     _pxla.shard_arg_handlers[cls] = shard
 
 
-def coordination() -> Any:
-    """How the processes of a program reach each other beside collectives; None for one alone."""
-    return _distributed.global_state.client
-
-
-def cache_in_every_process() -> None:
-    """Let every process write what it compiles to JAX's cache, where the first alone does.
-
-    On CPUs the keys of the cache name the process. What the others compile is never found under
-    the first one's keys, and would be compiled again at every start.
-    """
-    write, state = _compiler._cache_write, _distributed.global_state
-
-    def written(*args: Any, **kwargs: Any) -> None:
-        process, state.process_id = state.process_id, 0
-        try:
-            write(*args, **kwargs)
-        finally:
-            state.process_id = process
-
-    if write.__name__ != written.__name__:
-        _compiler._cache_write = written
-
-
 __all__ = [
     "COMPOSITE_BODY", "AbstractRef", "InternalFloatingPointError", "Var", "ad",
-    "allowed_in_branches", "batching", "cache_in_every_process", "closed_over", "context_mesh",
-    "coordination", "copied", "current_context", "custom_partitioning_p", "dce_jaxpr",
-    "discharge_refs", "execute", "gamma_one", "iota_2x32_shape_p", "is_array_like", "is_current",
+    "allowed_in_branches", "api_boundary", "batching", "closed_over", "context_mesh", "copied",
+    "current_context", "custom_partitioning_p", "dce_jaxpr", "discharge_refs", "exclude_frames",
+    "execute", "fun_name", "gamma_one", "iota_2x32_shape_p", "is_array_like", "is_current",
     "is_ref", "is_tracer", "is_tracing", "jit_info", "mlir", "optimization_barrier_p",
     "parse_arguments", "parse_sharding_rule", "private_primitives", "prng_impl",
     "python_implementation", "quick_call", "quick_call_of_compiled", "quick_data", "random_clone_p",

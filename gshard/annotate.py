@@ -13,16 +13,19 @@ import functools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
 from jax.extend.core import Primitive
+from numpy.typing import ArrayLike
 
 from gshard._jax import ad, batching, mlir
 from gshard.meshes import constrained
 from gshard.sharding import Sharding
 from gshard.source import here
+
+T = TypeVar("T")  # an array, or what is traced in its place
 
 
 @dataclass(frozen=True)
@@ -71,24 +74,24 @@ class Annotation:
         return self.name
 
 
-def replicate(tensor: Any) -> Any:
-    """Annotate `tensor` to be whole on every device."""
-    return annotate(tensor, Annotation("replicate(tensor)", (1,) * np.ndim(tensor), None))
+def replicate(tensor: T) -> T:
+    """Annotate `tensor` to be replicated: every device has all of it."""
+    return annotate(tensor, Annotation("replicate(tensor)", (1,) * len(_shape(tensor)), None))
 
 
-def split(tensor: Any, split_dimension: int, num_partitions: int) -> Any:
+def split(tensor: T, split_dimension: int, num_partitions: int) -> T:
     """Annotate `tensor` to be cut into `num_partitions` along `split_dimension`.
 
     Partition i is on device i. Fewer partitions than devices: the others hold copies where the
     counts divide, and nothing where they do not.
     """
-    rank = np.ndim(tensor)
+    rank = len(_shape(tensor))
     call = f"split(tensor, {split_dimension}, {num_partitions})"
     if not -rank <= split_dimension < rank:
         allowed = f"{-rank} to {rank - 1}" if rank else "none: a scalar has no dims to split"
         raise ValueError(
             f"{here()}: {call}: the split dimension {split_dimension} is out of range for a tensor "
-            f"of shape {np.shape(tensor)}; allowed: {allowed}"
+            f"of shape {_shape(tensor)}; allowed: {allowed}"
         )
     if num_partitions < 1:
         raise ValueError(f"{here()}: {call}: the number of partitions must be at least 1")
@@ -97,7 +100,7 @@ def split(tensor: Any, split_dimension: int, num_partitions: int) -> Any:
     return annotate(tensor, Annotation(call, tuple(tiles), tuple(range(num_partitions))))
 
 
-def shard(tensor: Any, device_assignment: Any) -> Any:
+def shard(tensor: T, device_assignment: ArrayLike) -> T:
     """Annotate `tensor` to be cut like `device_assignment`, an integer array of the same rank.
 
     Its shape is the number of partitions along each dim, and each element is the device that
@@ -106,6 +109,10 @@ def shard(tensor: Any, device_assignment: Any) -> Any:
     row blocks, each copied along a row of the mesh.
     """
     return annotate(tensor, as_annotation(tensor, device_assignment))
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return np.shape(tensor)
 
 
 def as_annotation(tensor: Any, device_assignment: Any) -> Annotation:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
 
 import jax
 from jax.extend.core import ClosedJaxpr
@@ -26,10 +24,10 @@ from gshard.calls import (
     with_static_results,
 )
 from gshard.forecast import Hardware
+from gshard.forecast.hardware import accelerator
 from gshard.forecast.hardware import hardware as hardware_of
-from gshard.forecast.hardware import machine_for
-from gshard.keywords import Keywords, Options, checked_devices
-from gshard.moving.costs import MEMORY_LIMIT, planning_for
+from gshard.keywords import JitKeywords, Keywords, Options, checked_devices
+from gshard.moving.costs import MACHINE, MEMORY_LIMIT, planning_for
 from gshard.partition import partition
 from gshard.patterns.dropless import by_groups
 from gshard.patterns.ring import in_rings
@@ -42,17 +40,10 @@ from gshard.trace import inline, mesh_in
 from gshard.uneven import UnevenArray
 from gshard.xla import lower_with_xla
 
-
-@contextlib.contextmanager
-def _not_collecting() -> Iterator[None]:
-    """Without the garbage collector: what tracing makes stays, so its rounds would find nothing."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+S = TypeVar("S")
 
 
 def lower(
@@ -68,12 +59,10 @@ def lower(
     flat = inline(traced.jaxpr, order, folded=order.count > 1)
     lies = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
     name, closed_over = traced.fun_name, _jax.closed_over(traced)  # all that is kept of `traced`
-
-    one = None if isinstance(order.devices, int) else order.devices[0]
-    machine = options.machine or machine_for(None, one)
+    machine = options.hardware.machine if options.hardware else MACHINE
 
     def partitioned(flat: ClosedJaxpr) -> Program:
-        with _not_collecting(), planning_for(machine):
+        with planning_for(machine):
             limit = options.memory_limit
             shardings = propagate(flat, order.count, lies, limit)  # a sharding for every value
             changed = by_groups(flat, shardings)  # rows of experts that are split lie like them
@@ -88,6 +77,17 @@ def lower(
     return replace(partitioned(flat), variant=partitioned)
 
 
+@overload
+def jit(fun: Callable[P, R], /, **keywords: Unpack[JitKeywords]) -> Jitted[P, R]: ...
+
+
+@overload
+def jit(
+    fun: None = None, /, **keywords: Unpack[JitKeywords]
+) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
+
+
+@_jax.api_boundary
 def jit(
     fun: Callable[..., Any] | None = None,
     /,
@@ -118,20 +118,18 @@ def jit(
     `memory_limit` bytes when gathered is passed around in a loop instead. `strict` refuses
     primitives that gshard has no rule for, which would run whole on every device. Where several
     plans are right, the cheapest on `hardware` is taken (`gshard.forecast.known()` lists names):
-    by default what JAX says the devices are. CPUs stand in for accelerators then; "cpu" plans for
-    themselves. A model that has kernels for some kind of device (`gshard.annotate.target_platform`)
-    is traced for that of the `devices`; abstract ones are of the kind of `hardware`.
+    by default what JAX reports the devices to be. CPUs then count as generic accelerators; "cpu"
+    plans for the CPU. A model with kernels for some platforms (`gshard.annotate.target_platform`)
+    is traced for that of the `devices`; abstract ones have that of `hardware`.
 
     `in_shardings` and `out_shardings` are trees of `NamedSharding`, `PartitionSpec` or
     `gshard.Sharding`, or prefixes of such trees; None says nothing.
     """
-    named = None if hardware is None else hardware_of(hardware)
-    chosen = checked_devices(devices, device)
-    options = Options(chosen, backend, partitioner, memory_limit, strict)
-    if named is not None:
-        options = replace(options, machine=named.machine, platform=named.compiler)
     if partitioner not in ("gshard", "xla"):
         raise ValueError(f"partitioner is {partitioner!r}; allowed are 'gshard' and 'xla'")
+    named = None if hardware is None else hardware_of(hardware)
+    chosen = checked_devices(devices, device)
+    options = Options(chosen, backend, partitioner, memory_limit, strict, named)
     of_jax: dict[str, Any] = {
         "static_argnums": static_argnums,
         "static_argnames": static_argnames,
@@ -147,10 +145,10 @@ def jit(
     return Jitted(keywords, options, fun)
 
 
-class Jitted:
+class Jitted(Generic[P, R]):
     """A function to be partitioned: call it, or `lower` it to see what that would do."""
 
-    def __init__(self, keywords: Keywords, options: Options, fun: Callable[..., Any]):
+    def __init__(self, keywords: Keywords, options: Options, fun: Callable[P, R]):
         functools.update_wrapper(self, fun)
         self.options = options
         self._keywords = keywords
@@ -158,24 +156,37 @@ class Jitted:
         # JAX itself checks the keywords, flattens the arguments and traces, as it does for jax.jit.
         self._traces = jax.jit(with_static_results(self._fun), **keywords.of_jax)
         self._known = _jax.jit_info(self._traces)
-        self._with_leaves: dict[Any, Jitted] = {}
+        self._with_leaves: dict[Any, Jitted[..., Any]] = {}
         self._closed_over: dict[Any, list[Any]] = {}  # references, by the same keys
         self._quick = _jax.quick_call(
             fun, self._cache_miss, self._known, (options, keywords.key(self._known))
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @_jax.api_boundary
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Partition if need be, and run."""
         return self._quick(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<gshard.jit of {_jax.fun_name(self._fun)}>"
 
     def __reduce__(self) -> Any:
         fun = self.__wrapped__  # type: ignore[attr-defined]  # update_wrapper has put it there
         return Jitted, (self._keywords, self.options, fun)
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Jitted[P, R]: ...
+
+    @overload
+    def __get__(
+        self: Jitted[Concatenate[S, Q], R], instance: S, owner: type | None = None
+    ) -> Callable[Q, R]: ...
+
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method."""
         return self if instance is None else functools.partial(self, instance)
 
+    @_jax.api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Partition for arguments like these: arrays, or `jax.ShapeDtypeStruct`s."""
         _, leaves = _jax.parse_arguments(self._known, args, kwargs)
@@ -187,10 +198,12 @@ class Jitted:
             return self._for_leaves(static)._lower_arrays(tuple(arrays), {}, arrays, static)
         return self._lower_arrays(args, kwargs, leaves)
 
+    @_jax.api_boundary
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """The partitioned program as JAX's own stage, on logical values: for `jax.export`."""
         return self.lower(*args, **kwargs).logical()
 
+    @_jax.api_boundary
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The shapes and types of the results."""
         return jax.eval_shape(self, *args, **kwargs)
@@ -247,7 +260,6 @@ class Jitted:
             return self._of_refs(traced).lower(*refs, *leaves)
         return self._lower(traced, order, mesh, leaves, static)
 
-    @_not_collecting()
     def _trace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
     ) -> tuple[jax.stages.Traced, DeviceOrder, Mesh | None]:
@@ -258,7 +270,6 @@ class Jitted:
             traced = self._traces.trace(*self._structs(args), **self._structs(kwargs))
         return traced, order, mesh or mesh_in(traced.jaxpr)
 
-    @_not_collecting()
     def _lower(
         self,
         traced: jax.stages.Traced,
@@ -275,8 +286,10 @@ class Jitted:
             if known == given or lowered.fits(given):
                 return lowered
         how = lower_with_xla if self.options.partitioner == "xla" else lower
-        program = how(traced, given, order, mesh, settings, self.options)
-        lowered = Lowered(program, trees)
+        hardware = self.options.hardware or accelerator(order.first)
+        options = replace(self.options, hardware=hardware)
+        program = how(traced, given, order, mesh, settings, options)
+        lowered = Lowered(program, trees, hardware)
         before.append((given, lowered))
         return lowered
 
@@ -321,7 +334,7 @@ class Jitted:
             args, kwargs, self._known.static_argnums, self._known.static_argnames
         )
 
-    def _for_leaves(self, static: StaticLeaves) -> Jitted:
+    def _for_leaves(self, static: StaticLeaves) -> Jitted[..., Any]:
         """This function for calls with these leaves that are not arrays: one of arrays alone."""
         if static not in self._with_leaves:
             keywords = self._keywords.of_arrays(self._donated(static))
@@ -345,7 +358,7 @@ class Jitted:
 
     def _without_refs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Jitted, list[Any], list[Any]]:
+    ) -> tuple[Jitted[..., Any], list[Any], list[Any]]:
         """This function of the values in references, its flat arguments, and the references.
 
         It takes over the values, and returns the new ones beside its results.
@@ -363,7 +376,7 @@ class Jitted:
         check_given_once([*refs.values(), *self._closed_over[key]])
         return self._with_leaves[key], values, list(refs.values())
 
-    def _of_refs(self, traced: jax.stages.Traced) -> Jitted:
+    def _of_refs(self, traced: jax.stages.Traced) -> Jitted[..., Any]:
         """This function of the references that it closes over, and its flat arguments."""
         if traced.jaxpr not in self._with_leaves:
             first = len(refs_of(traced))

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypedDict
 
 import jax
 import numpy as np
 
-from gshard.moving.costs import Machine
+from gshard.forecast import Hardware
 from gshard.program import Settings
+
+
+class JitKeywords(TypedDict, total=False):
+    """The keywords of `gshard.jit` and their types; its docstring says what they mean."""
+
+    in_shardings: Any
+    out_shardings: Any
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Iterable[str] | None
+    donate_argnums: int | Sequence[int] | None
+    donate_argnames: str | Iterable[str] | None
+    keep_unused: bool
+    device: jax.Device | None
+    backend: str | None
+    inline: bool
+    compiler_options: dict[str, Any] | None
+    devices: Sequence[jax.Device] | int | None
+    partitioner: str
+    memory_limit: int
+    strict: bool
+    hardware: str | Path | Hardware | None
 
 
 @dataclass(frozen=True)
@@ -21,12 +44,13 @@ class Options:
     partitioner: str
     memory_limit: int
     strict: bool
-    machine: Machine | None = None  # to plan for; None: what JAX says the devices are
-    platform: str | None = None  # of the hardware named: the target where devices are abstract
+    hardware: Hardware | None = None  # to plan for; None: what JAX says the devices are
 
     def target(self, devices: tuple[jax.Device, ...] | int) -> str | None:
         """The kind of device that a program for `devices` is traced for; None: what is here."""
-        return self.platform if isinstance(devices, int) else devices[0].platform
+        if isinstance(devices, int):
+            return self.hardware.compiler if self.hardware else None
+        return devices[0].platform
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,11 +11,14 @@ Everything here is linear, and differentiates: what a device sends forwards come
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
+from numpy.typing import ArrayLike
 
 from gshard._jax import ad, batching
 from gshard.annotate import Annotation, annotation_of, as_annotation, devices_of_trace, widen
@@ -33,9 +36,10 @@ __all__ = [
 ]
 
 Groups = Sequence[Sequence[int]] | None
+T = TypeVar("T", bound=jax.Array | np.ndarray[Any, Any])
 
 
-def auto_to_manual_spmd_partition(tensor: Any, device_assignment: Any = None) -> Any:
+def auto_to_manual_spmd_partition(tensor: T, device_assignment: ArrayLike | None = None) -> T:
     """This device's part of `tensor`, in its local shape, padding included.
 
     The tensor is cut as it has just been annotated, or as `device_assignment` says.
@@ -57,8 +61,8 @@ def auto_to_manual_spmd_partition(tensor: Any, device_assignment: Any = None) ->
 
 
 def manual_to_auto_spmd_partition(
-    tensor: Any, device_assignment: Any, full_shape: Sequence[int] | None = None
-) -> Any:
+    tensor: T, device_assignment: ArrayLike, full_shape: Sequence[int] | None = None
+) -> T:
     """The tensor of which `tensor` is this device's part.
 
     `device_assignment` says which part each device has, as in `shard`. The logical shape is the
@@ -83,34 +87,34 @@ def manual_to_auto_spmd_partition(
     )
 
 
-def partition_id() -> Any:
+def partition_id() -> jax.Array:
     """The number of the device that runs this, in a manual region; 0 outside of `gshard.jit`."""
     if devices_of_trace() == 1:
         return jnp.zeros((), jnp.int32)
     return partition_id_p.bind()
 
 
-def all_reduce(tensor: Any, groups: Groups = None) -> Any:
+def all_reduce(tensor: T, groups: Groups = None) -> T:
     """The sum of the parts of a group (default: all devices)."""
     return _collective(tensor, "all_reduce", groups)
 
 
-def all_gather(tensor: Any, dim: int, groups: Groups = None) -> Any:
+def all_gather(tensor: T, dim: int, groups: Groups = None) -> T:
     """The parts of a group, side by side along `dim`."""
     return _collective(tensor, "all_gather", groups, dim)
 
 
-def reduce_scatter(tensor: Any, dim: int, groups: Groups = None) -> Any:
+def reduce_scatter(tensor: T, dim: int, groups: Groups = None) -> T:
     """The sum over a group, of which each member keeps its part of `dim`."""
     return _collective(tensor, "reduce_scatter", groups, dim)
 
 
-def all_to_all(tensor: Any, groups: Groups = None) -> Any:
+def all_to_all(tensor: T, groups: Groups = None) -> T:
     """Row j of the first dim goes to member j of the group; the received rows stand in order."""
     return _collective(tensor, "all_to_all", groups)
 
 
-def collective_permute(tensor: Any, pairs: Sequence[tuple[int, int]]) -> Any:
+def collective_permute(tensor: T, pairs: Sequence[tuple[int, int]]) -> T:
     """Send along (source, destination) pairs; zeros where nothing arrives."""
     if devices_of_trace() == 1:
         return tensor
@@ -118,7 +122,7 @@ def collective_permute(tensor: Any, pairs: Sequence[tuple[int, int]]) -> Any:
     return collective_p.bind(tensor, kind="collective_permute", dim=0, groups=fixed)
 
 
-def _collective(tensor: Any, kind: str, groups: Groups, dim: int = 0) -> Any:
+def _collective(tensor: T, kind: str, groups: Groups, dim: int = 0) -> T:
     count = devices_of_trace()
     if count == 1:
         return tensor

@@ -33,6 +33,11 @@ class DeviceOrder:
         """How many devices there are."""
         return self.devices if isinstance(self.devices, int) else len(self.devices)
 
+    @property
+    def first(self) -> jax.Device | None:
+        """The first device; None where they are abstract."""
+        return None if isinstance(self.devices, int) else self.devices[0]
+
     @functools.cached_property
     def numbers(self) -> Mapping[Any, int]:
         """The number of each device; abstract ones have none."""

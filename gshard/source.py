@@ -10,16 +10,18 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn
 
-from gshard._jax import is_current, source_info_util, without_mesh
+from gshard._jax import exclude_frames, is_current, source_info_util, without_mesh
 
 _CORE = Path(__file__).parent
 _REASON = "gshard: "
 ASKED_FOR = "asked for in"  # how the reasons of collectives begin that the user wrote
 _SELDOM = "gshard seldom"
 
-# The core's frames are not the user's. Those of gshard/nn are: a model like any other.
-for _path in [*_CORE.glob("*.py"), _CORE / "moving", _CORE / "rules"]:
-    source_info_util.register_exclusion(str(_path))
+# gshard's frames are not the user's, but for these packages: models and programs like any other.
+_PROGRAMS = ("mt", "nn", "planning")
+for _path in _CORE.iterdir():
+    if _path.name not in _PROGRAMS:
+        exclude_frames(_path)
 
 
 def source_of(eqn: JaxprEqn) -> str:

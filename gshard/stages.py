@@ -1,6 +1,6 @@
 """`Lowered` and `Compiled`: a partitioned program to look at, and to run.
 
-Both partitioners answer to one protocol, `Partitioned`, so that these classes serve them both.
+Both partitioners implement one protocol, `Partitioned`: these classes serve them both.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import html
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.experimental.layout import Format
@@ -17,83 +18,14 @@ from jax.extend.core import Jaxpr
 
 from gshard import _jax, explain
 from gshard.calls import Trees
-from gshard.explaining import Subject
 from gshard.explaining import explain as explained
 from gshard.explaining.page import page
 from gshard.forecast import Forecast, Hardware, forecast
 from gshard.forecast.collective import Topology
+from gshard.forecast.report import GENERIC, counted, size
+from gshard.moving.costs import MACHINE
+from gshard.partitioned import Partitioned
 from gshard.sharding import Sharding
-
-
-class Partitioned(Protocol):
-    """What a partitioner makes of a traced function, for arguments in a flat list."""
-
-    @property
-    def traced(self) -> jax.stages.Traced:
-        """The function that XLA compiles, on the arrays that cross its border."""
-
-    @property
-    def jaxpr(self) -> Jaxpr:
-        """The program: per device, or before XLA partitions it."""
-
-    @property
-    def num_devices(self) -> int:
-        """How many devices the program is for."""
-
-    @property
-    def per_device(self) -> bool:
-        """Whether `jaxpr` is what each device runs, not what XLA is still to partition."""
-
-    @property
-    def subject(self) -> Subject:
-        """What explanations are made of, where there is a per-device program."""
-
-    @property
-    def wraps(self) -> bool:
-        """Whether some arguments or results cross otherwise than the user sees them."""
-
-    @property
-    def wraps_arguments(self) -> bool:
-        """Whether some arguments do."""
-
-    def fits(self, given: Sequence[Sharding | None]) -> bool:
-        """Whether it takes arguments that lie like that as they are."""
-
-    def collectives(self) -> list[explain.Collective]:
-        """What moves, how much, and because of which line."""
-
-    def text(self) -> str:
-        """The program, readable."""
-
-    def input_shardings(self) -> list[Any]:
-        """The shardings of the arguments."""
-
-    def output_shardings(self) -> list[Any]:
-        """The shardings of the results."""
-
-    def named_results(self) -> list[Any]:
-        """JAX's shardings of the results."""
-
-    def structs(self, dtypes: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        """The arguments as shapes with JAX's own shardings."""
-
-    def compile(self, compiler_options: dict[str, Any] | None) -> jax.stages.Compiled:
-        """The executable, or an error where there is nothing to run it on."""
-
-    def placed_consts(self) -> list[jax.Array]:
-        """The values that the user's function closes over, where the executable wants them."""
-
-    def put(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """The arguments as the arrays that cross; nothing moves that is in place."""
-
-    def shown(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """What the user sees of arguments that would cross as these."""
-
-    def get(self, out: Sequence[jax.Array]) -> list[jax.Array]:
-        """What the user sees of results that crossed."""
-
-    def logical(self, arguments: Sequence[jax.Array]) -> list[jax.Array]:
-        """The program on logical values, to be traced."""
 
 
 class _Stage:
@@ -112,10 +44,21 @@ class _Stage:
 class Lowered(_Stage):
     """A partitioned program, before it is compiled."""
 
-    def __init__(self, program: Partitioned, trees: Trees):
+    def __init__(self, program: Partitioned, trees: Trees, hardware: Hardware | None = None):
         self._program = program
         self.trees = trees
+        self._planned_for = hardware
         self._compiled: Compiled | None = None
+
+    def __repr__(self) -> str:
+        what = f"{self._program.traced.fun_name} for {_devices(self._program)}"
+        if not self._program.per_device:
+            return f"<gshard.Lowered of {what}, to be partitioned by XLA>"
+        return (
+            f"<gshard.Lowered of {what}: {counted(self.num_equations, 'equation')}, "
+            f"{counted(len(self.collectives), 'collective')}, "
+            f"{size(sum(c.total_bytes for c in self.collectives))} sent by each device>"
+        )
 
     @property
     def jaxpr(self) -> Jaxpr:
@@ -173,11 +116,25 @@ class Lowered(_Stage):
     def forecast(
         self, hardware: str | Path | Hardware | None = None, topology: Topology | None = None
     ) -> Forecast:
-        """Its time and memory on hardware that need not be there; by default on what is."""
+        """Its time and memory on hardware that need not be there.
+
+        By default on the hardware that `gshard.jit` planned for: what it was given, or what JAX
+        reports. On any other the forecast says so, since another program may be cheaper there.
+        """
         self._check_per_device()
         closed_over = len(self.jaxpr.invars) - len(self.trees.dtypes)
         donated = [closed_over + i for i in self.trees.donated]
-        return forecast(self.jaxpr, self._program.num_devices, hardware, topology, donated)
+        if hardware is None:
+            hardware = self._planned_for
+        made = forecast(self.jaxpr, self._program.num_devices, hardware, topology, donated)
+        return replace(made, planned_for=self._other_plan(made.hardware))
+
+    def _other_plan(self, hardware: Hardware) -> str:
+        """What the program was planned for, where that differs from `hardware`."""
+        planned = self._planned_for
+        if hardware.machine == (planned.machine if planned else MACHINE):
+            return ""
+        return planned.name if planned else GENERIC
 
     def explain(
         self, hardware: str | Path | Hardware | None = None, *, try_fixes: bool | None = None
@@ -200,7 +157,7 @@ class Lowered(_Stage):
         `growth` are forecasts of the same on other numbers of devices, for a plot of them.
         """
         self._check_per_device()
-        title = f"{self._program.traced.fun_name} on {self._program.num_devices} devices"
+        title = f"{self._program.traced.fun_name} on {_devices(self._program)}"
         return page(self._program.subject, self.forecast(hardware), title, growth)
 
     def _repr_html_(self) -> str:
@@ -251,6 +208,11 @@ class Compiled(_Stage):
         self._crossing = _jax.quick_call_of_compiled(self._cross)
         self._quick = _jax.quick_call_of_compiled(self._cache_miss)
 
+    def __repr__(self) -> str:
+        name = self._program.traced.fun_name
+        return f"<gshard.Compiled of {name} for {_devices(self._program)}>"
+
+    @_jax.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
         if not self._program.wraps:
@@ -384,6 +346,10 @@ class Compiled(_Stage):
 
 def _on_several_devices(value: Any) -> bool:
     return isinstance(value, jax.Array) and value.sharding.num_devices > 1
+
+
+def _devices(program: Partitioned) -> str:
+    return counted(program.num_devices, "device")
 
 
 def _flat_formats(tree: Any) -> list[Format]:

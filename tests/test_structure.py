@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grimp
 import pytest
 
 from tools import structure
@@ -35,17 +36,24 @@ def test_models_know_only_annotations_and_manual_regions(arrows):
     assert arrows["nn"] <= {"annotate", "manual"}
 
 
+def test_translation_knows_the_public_face():
+    graph = grimp.build_graph("gshard", cache_dir=None)
+    modules = {"gshard.mt", *graph.find_descendants("gshard.mt")}
+    imported = {i for m in modules for i in graph.find_modules_directly_imported_by(m)} - modules
+    assert {".".join(name.split(".")[:2]) for name in imported} <= {"gshard", "gshard.nn"}
+
+
 def test_nothing_imports_the_command(arrows):
     assert not [part for part, imported in arrows.items() if "cli" in imported]
 
 
-def test_the_private_modules_of_jax_are_named_in_one_file():
+def test_the_private_modules_of_jax_are_named_in_one_file_of_the_core_and_one_of_mt():
     named = [
         str(path.relative_to(ROOT))
         for path in sorted((ROOT / "gshard").rglob("*.py"))
         if "jax._src" in path.read_text()
     ]
-    assert named == ["gshard/_jax.py"]
+    assert named == ["gshard/_jax.py", "gshard/mt/_jax.py"]
 
 
 def test_parameters_that_a_release_renames_are_read_in_one_file():

@@ -20,7 +20,7 @@ import numpy as np
 
 from gshard.forecast.program import STYLES
 from gshard.forecast.topology import Network, Switch, Torus
-from gshard.moving.costs import MACHINE, Machine
+from gshard.moving.costs import Machine
 
 _MACHINES = Path(__file__).parent / "machines"
 
@@ -54,6 +54,9 @@ class Hardware:
     network: Network
     reached: Reached = field(default_factory=Reached)
     compiler: str = "gpu"  # what its compiler joins: see `gshard.forecast.program`
+
+    def __hash__(self) -> int:
+        return hash(self.name)  # `flops` may be a dict; equality compares all fields
 
     def rate(self, dtype: Any, exact: bool = False) -> float:
         """Operations per second of a matrix product on operands of `dtype`."""
@@ -143,22 +146,19 @@ def present(device: jax.Device | None = None) -> Hardware:
     return hardware(_name((device or jax.devices()[0]).device_kind))
 
 
-def machine_for(given: str | Path | Hardware | None, device: jax.Device | None = None) -> Machine:
-    """The speeds to plan with: of hardware that is named, else of what JAX says the devices are.
+def accelerator(device: jax.Device | None = None) -> Hardware | None:
+    """The hardware to plan for by default: what JAX reports `device`, or its first one, to be.
 
-    `device` is one of them; none is there where they are abstract, and they count as what is here.
-    CPUs stand in for accelerators: several of them share the cores and the memory of one machine,
-    and a program is tried on them that is to run elsewhere. `hardware="cpu"` plans for themselves.
+    None for CPUs: programs are tried on them that will run on accelerators, so plans are made for
+    generic ones. `hardware="cpu"` plans for the CPU itself.
     """
-    if given is not None:
-        return hardware(given).machine
-    return _stands_for((device or jax.devices()[0]).device_kind)
+    name = _name((device or jax.devices()[0]).device_kind)
+    return None if name == "cpu" else _known_hardware(name)
 
 
 @functools.cache
-def _stands_for(kind: str) -> Machine:
-    name = _name(kind)
-    return MACHINE if name == "cpu" else hardware(name).machine
+def _known_hardware(name: str) -> Hardware:
+    return hardware(name)
 
 
 def _name(kind: str) -> str:

@@ -16,6 +16,7 @@ from gshard.forecast.memory import Memory, memory_of
 from gshard.forecast.time import Timed, timed
 from gshard.source import short_source
 
+GENERIC = "generic accelerators"  # what plans are for where the devices are CPUs
 OUTSIDE = "outside the program"  # the part of a step that feeds it and fetches its results
 
 
@@ -38,15 +39,26 @@ def forecast(
     return Forecast(chosen, joined, devices, tuple(timed(jaxpr, chosen, joined)), memory)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Forecast:
-    """What a step of a program takes on each device."""
+    """What a step of a program takes on each device.
+
+    `planned_for` is the hardware that the program was planned for, where it is another one.
+    """
 
     hardware: Hardware
     topology: Topology
     devices: int
     operators: tuple[Timed, ...]
     memory: Memory
+    planned_for: str = ""
+
+    def __repr__(self) -> str:
+        return (
+            f"<gshard.forecast.Forecast on {self.devices} x {self.hardware.name}: step "
+            f"{duration(self.step_seconds)}, {size(self.memory_bytes)} of "
+            f"{size(self.hardware.memory)}, {size(self.sent_bytes)} sent by each device>"
+        )
 
     @functools.cached_property
     def step_seconds(self) -> float:
@@ -98,6 +110,7 @@ class Forecast:
             "hardware": self.hardware.name,
             "topology": self.topology.name,
             "devices": self.devices,
+            "planned_for": self.planned_for or self.hardware.name,
             "steps_per_second": self.steps_per_second,
             "step_seconds": self.step_seconds,
             "memory_bytes": self.memory_bytes,
@@ -161,6 +174,11 @@ def by_function(operator: Timed) -> str:
     return f"{Path(operator.source).name.split(':')[0]} {operator.function}"
 
 
+def counted(count: int, noun: str) -> str:
+    """A number and its noun, in the plural unless it is one."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def size(count: float) -> str:
     """Bytes as people say them."""
     for unit in ("B", "KB", "MB", "GB"):
@@ -182,10 +200,12 @@ def summary(f: Forecast) -> list[str]:
     """The step, the memory and what is sent, a line each."""
     memory = f.memory
     room = "fits in" if f.fits else "DOES NOT FIT in"
+    planned = f"  plan    made for {f.planned_for}; gshard.jit(hardware=...) plans for others"
     return [
         f"{f.devices} x {f.hardware.name}, {f.topology.name}",
-        f"  step    {duration(f.step_seconds)}, {f.steps_per_second:.3g} steps a second; of the "
-        f"links' time {duration(f.hidden_seconds)} could be hidden at most, none is counted so",
+        *([planned] if f.planned_for else []),
+        f"  step    {duration(f.step_seconds)}, {f.steps_per_second:.3g} steps a second, without "
+        f"overlap; overlap could hide up to {duration(f.hidden_seconds)} of communication",
         f"  memory  {size(f.memory_bytes)} on each device, {room} {size(f.hardware.memory)}: "
         f"{size(memory.arguments)} arguments, {size(memory.results - memory.donated)} results "
         f"besides, {size(memory.temporary)} temporary at {short_source(memory.where)}",

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gshard import _jax
+from gshard.mt import _jax
 from gshard.mt.config import DeviceConfig
 from gshard.mt.errors import MissingHostsError, NobodyCameError, UserError
 from gshard.mt.launch import status

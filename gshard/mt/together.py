@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gshard import _jax
+from gshard.mt import _jax
 from gshard.mt.launch.status import ALONE, WAITING, Reporter
 
 _END = "end"

@@ -6,8 +6,10 @@ import pytest
 
 import gshard
 from gshard.forecast import hardware
-from gshard.forecast.hardware import machine_for
+from gshard.forecast.hardware import accelerator
 from gshard.moving.costs import MACHINE
+
+SHAPES = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 64), (64, 512))]
 
 
 def product(a, b):
@@ -16,9 +18,7 @@ def product(a, b):
 
 
 def lowered(machine):
-    a = jax.ShapeDtypeStruct((512, 64), jnp.float32)
-    b = jax.ShapeDtypeStruct((64, 512), jnp.float32)
-    return gshard.jit(product, devices=8, hardware=machine).lower(a, b)
+    return gshard.jit(product, devices=8, hardware=machine).lower(*SHAPES)
 
 
 def test_a_plan_differs_between_machines():
@@ -43,13 +43,24 @@ def test_which_of_two_splits_goes_first_differs_too():
     assert second.forecast("h200").step_seconds < first.forecast("h200").step_seconds
 
 
-def test_by_default_plans_are_for_what_jax_says_that_these_devices_are():
-    """And not the first ones there are; CPUs stand in for accelerators of a usual kind."""
-    kinds = {"NVIDIA H200": hardware("h200").machine, "cpu": MACHINE, "something new": MACHINE}
-    for kind, machine in kinds.items():
-        device = type("Device", (), {"device_kind": kind})()
-        assert machine_for(None, device) == machine
-    assert machine_for(None) == MACHINE != machine_for("cpu")
+def test_by_default_plans_are_for_what_jax_reports():
+    """For these devices and not the first ones there are; CPUs count as generic accelerators."""
+    kinds = {"NVIDIA H200": hardware("h200"), "cpu": None, "something new": None}
+    for kind, expected in kinds.items():
+        assert accelerator(type("Device", (), {"device_kind": kind})()) == expected
+    assert accelerator() is None
+    assert hardware("cpu").machine != MACHINE
+
+
+def test_a_forecast_is_for_the_hardware_planned_for_or_says_so():
+    planned = lowered("h200")
+    assert planned.forecast().hardware == hardware("h200")
+    assert planned.forecast().planned_for == planned.forecast("h200").planned_for == ""
+    assert "plan " not in str(planned.forecast())
+    assert planned.forecast("tpu-v5e").planned_for == "h200"
+    assert "plan    made for h200; " in str(planned.forecast("tpu-v5e"))
+    generic = gshard.jit(product, devices=8).lower(*SHAPES)
+    assert generic.forecast("h200").planned_for == "generic accelerators"
 
 
 def test_each_plan_is_the_faster_one_where_it_is_made():

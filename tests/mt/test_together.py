@@ -4,8 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from gshard import _jax
-from gshard.mt import together
+from gshard.mt import _jax, together
 from gshard.mt.together import Together, Words, meet
 
 

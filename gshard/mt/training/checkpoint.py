@@ -20,10 +20,10 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from gshard import UnevenArray
 from gshard.mt import hosts
 from gshard.mt.errors import UserError
 from gshard.mt.training import checksums, rendezvous
-from gshard.uneven import UnevenArray
 
 FOLDER = "checkpoints"
 _ITEMS = ("model", "optimizer", "note")

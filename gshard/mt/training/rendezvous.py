@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 
-from gshard import _jax
-from gshard.mt import hosts
+from gshard.mt import _jax, hosts
 
 _IN_A_SAVE = "async_"  # in the names of Orbax's barriers that a save which fails never comes to
 _rounds = itertools.count()  # the same one on every host, since all wait in every round
