@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn
 
+from gshard.graph import bodies, text
 from gshard.source import is_seldom, reason_of, shares_reason, source_of
 from gshard.tile import byte_size
 
@@ -74,78 +75,17 @@ def collectives_of(jaxpr: Jaxpr, num_devices: int) -> list[Collective]:
 
 def count_equations(jaxpr: Jaxpr) -> int:
     """Equations of a program, those of the bodies in it included."""
-    return sum(1 + sum(map(count_equations, _inside(eqn))) for eqn in jaxpr.eqns)
+    return sum(1 + sum(map(count_equations, bodies(eqn))) for eqn in jaxpr.eqns)
 
 
 def program_text(jaxpr: Jaxpr, num_devices: int) -> str:
     """The program as one line per equation; collectives say what they are for."""
-    names: dict[Any, str] = {}
-    inputs = ", ".join(_typed(v, names) for v in (*jaxpr.constvars, *jaxpr.invars))
-    lines = [f"program for each of {num_devices} devices ({inputs})"]
-    _write(jaxpr, names, lines, "  ")
-    lines.append("  return " + ", ".join(_name(a, names) for a in jaxpr.outvars))
-    return "\n".join(lines)
 
+    def note(eqn: JaxprEqn) -> str:
+        is_collective = eqn.primitive.name in COLLECTIVES
+        return f"{source_of(eqn)}: {reason_of(eqn)}" if is_collective else ""
 
-def _write(jaxpr: Jaxpr, names: dict[Any, str], lines: list[str], indent: str) -> None:
-    for eqn in jaxpr.eqns:
-        operands = " ".join(_name(a, names) for a in eqn.invars)
-        results = ", ".join(_typed(v, names) for v in eqn.outvars)
-        bodies = _inside(eqn)
-        settings = _settings(eqn)
-        note = (
-            f"  # {source_of(eqn)}: {reason_of(eqn)}" if eqn.primitive.name in COLLECTIVES else ""
-        )
-        lines.append(f"{indent}{results} = {eqn.primitive.name}{settings} {operands}{note}")
-        for body in bodies:
-            inputs = ", ".join(_typed(v, names) for v in (*body.constvars, *body.invars))
-            lines.append(f"{indent}  body ({inputs})")
-            _write(body, names, lines, indent + "    ")
-            results = ", ".join(_name(a, names) for a in body.outvars)
-            lines.append(f"{indent}    return {results}")
-
-
-def _settings(eqn: JaxprEqn) -> str:
-    """The parameters that say something, shortened; groups of thousands of devices do not."""
-    shown = []
-    for key, value in eqn.params.items():
-        # Not `value in (None, (), False)`: there are types that nothing else can be compared with.
-        if value is None or (isinstance(value, (int, float, tuple)) and not value):
-            continue
-        if key in _UNTOLD or isinstance(value, (Jaxpr, ClosedJaxpr)):
-            continue
-        if isinstance(value, tuple) and any(isinstance(v, (Jaxpr, ClosedJaxpr)) for v in value):
-            continue
-        text = str(value)
-        shown.append(f"{key}={text if len(text) <= 60 else text[:57] + '...'}")
-    return f"[{' '.join(shown)}]" if shown else ""
-
-
-_UNTOLD = {
-    "axis_name", "axis_size", "tiled", "sharding", "out_sharding", "weak_type", "ft_in", "ft_out",
-}  # fmt: skip
-
-
-def _name(atom: Any, names: dict[Any, str]) -> str:
-    if isinstance(atom, Literal):
-        return str(atom.val)
-    if atom not in names:
-        number, letters = len(names), ""
-        while True:
-            letters = chr(ord("a") + number % 26) + letters
-            number = number // 26 - 1
-            if number < 0:
-                break
-        names[atom] = letters
-    return names[atom]
-
-
-def _typed(var: Any, names: dict[Any, str]) -> str:
-    return f"{_name(var, names)}:{var.aval.str_short(short_dtypes=True)}"
-
-
-def _inside(eqn: JaxprEqn) -> list[Jaxpr]:
-    return [getattr(j, "jaxpr", j) for j in jaxprs_in_params(eqn.params)]
+    return text.program_text(jaxpr, f"program for each of {num_devices} devices", note)
 
 
 def _walk(jaxpr: Jaxpr, num_devices: int, count: int) -> Iterator[Collective]:
@@ -156,7 +96,7 @@ def _walk(jaxpr: Jaxpr, num_devices: int, count: int) -> Iterator[Collective]:
                 yield replace(found, members=_members(jaxpr, eqn, found))
         runs = count * eqn.params["length"] if eqn.primitive.name == "scan" else count
         runs = 0 if is_seldom(eqn) else runs
-        for inner in _inside(eqn):
+        for inner in bodies(eqn):
             yield from _walk(inner, num_devices, runs)
 
 

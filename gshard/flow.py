@@ -20,11 +20,11 @@ from jax.extend.core import primitives as p
 
 from gshard.annotate import annotate_p
 from gshard.factors import Dim, Factor, Factors, compose, decompose
+from gshard.graph.regions import invariants, links, loop_bodies, runs_of
 from gshard.manual import to_auto_p
 from gshard.moving.costs import MEMORY_LIMIT
 from gshard.rule import equation_key, factors_of
 from gshard.rules import RULES
-from gshard.rules.control import bodies, constants, links
 from gshard.rules.manual import MAKES_MANUAL
 from gshard.sharding import Sharding, Split, compatible
 from gshard.source import source_of
@@ -93,7 +93,7 @@ class Flow:
                 self.declare(var, runs)
             if eqn.primitive is annotate_p:
                 self.annotate(eqn)
-            if bodies(eqn):
+            if loop_bodies(eqn):
                 self.add_bodies(eqn, runs)
             elif eqn.primitive is to_auto_p:
                 self.annotate(eqn)
@@ -115,7 +115,7 @@ class Flow:
             if not isinstance(a, Literal) and not isinstance(b, Literal)
         ]
         is_scan = eqn.primitive is p.scan_p
-        inside = runs * eqn.params["length"] if is_scan else runs
+        inside = runs * runs_of(eqn)
         sums = leaving(eqn, self.shares) if is_scan else None
         before = -1
         while before != len(self.manual):  # a carried value may turn out to be manual at the end
@@ -124,7 +124,7 @@ class Flow:
             for a, b, _ in joined:
                 if a in self.manual or b in self.manual:
                     self.manual |= {a, b}
-            for body in bodies(eqn):
+            for body in loop_bodies(eqn):
                 self.add(body.jaxpr, inside, sums)
             if before != len(self.manual):
                 self.forget(edges)
@@ -137,8 +137,8 @@ class Flow:
 
     def same_in_every_run(self, eqn: JaxprEqn) -> list[Any]:
         """The constants of a loop, and what is made of them alone, element by element."""
-        found = {v: None for v in constants(eqn) if v not in self.manual}
-        for inner in [e for body in bodies(eqn) for e in body.jaxpr.eqns] if found else []:
+        found = {v: None for v in invariants(eqn) if v not in self.manual}
+        for inner in [e for body in loop_bodies(eqn) for e in body.jaxpr.eqns] if found else []:
             made_of = [a for a in inner.invars if not isinstance(a, Literal)]
             if made_of and all(a in found for a in made_of) and self.is_pointwise(inner):
                 found.update(dict.fromkeys(inner.outvars))

@@ -35,6 +35,8 @@ from gshard.placement import DeviceOrder, device_order, mesh_of, with_shardings
 from gshard.program import Program, Settings, arrange
 from gshard.propagate import propagate
 from gshard.sharding import Sharding
+from gshard.simplify import PASSES as SIMPLIFY
+from gshard.simplify import simplify
 from gshard.stages import Lowered
 from gshard.trace import inline, mesh_in
 from gshard.uneven import UnevenArray
@@ -55,8 +57,9 @@ def lower(
     options: Options,
 ) -> Program:
     """The whole way, for one traced function whose arguments lie as `given`."""
-    # One flat program, logical shapes; on one device nothing is to be gained by other equations.
-    flat = inline(traced.jaxpr, order, folded=order.count > 1)
+    flat = inline(traced.jaxpr, order)  # one flat program, logical shapes
+    for normal_form in SIMPLIFY if order.count > 1 else ():  # one device gains nothing by them
+        flat = simplify(flat, normal_form)
     lies = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
     name, closed_over = traced.fun_name, _jax.closed_over(traced)  # all that is kept of `traced`
     machine = options.hardware.machine if options.hardware else MACHINE

@@ -9,10 +9,9 @@ constraints, reshards, operators with a sharding of their own) becomes annotatio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import (
@@ -21,14 +20,12 @@ from jax.extend.core import (
     JaxprEqn,
     Literal,
     Primitive,
-    jaxprs_in_params,
     new_jaxpr_eqn,
 )
 from jax.extend.core import primitives as p
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gshard._jax import (
-    COMPOSITE_BODY,
     Var,
     dce_jaxpr,
     discharge_refs,
@@ -36,33 +33,20 @@ from gshard._jax import (
     private_primitives,
     remat_p,
     reshard_p,
-    scan_counts,
     sharding_constraint_p,
 )
 from gshard.annotate import Annotation, annotate_p
 from gshard.expand import expand
+from gshard.graph import CALLS, LOOPS, map_bodies
+from gshard.graph.regions import walk
 from gshard.manual import to_auto_p, to_manual_p
 from gshard.mapped import NamedAxes, is_shard_map, over_groups, says_nothing
 from gshard.meshes import grid_of
 from gshard.placement import DeviceOrder
-from gshard.rewrite import MOST_INDICES, constant, fold
 from gshard.source import at_line_of, source_of
-
-CALLS = {
-    p.jit_p: "jaxpr",
-    p.closed_call_p: "call_jaxpr",
-    p.call_p: "call_jaxpr",
-    p.custom_jvp_call_p: "call_jaxpr",
-    p.custom_vjp_call_p: "call_jaxpr",
-    remat_p: "jaxpr",
-    p.linear_solve_p: "jaxprs",
-    **dict.fromkeys(private_primitives("custom_batching", "custom_vmap_p"), "call"),
-    **dict.fromkeys(private_primitives("lax.lax", "composite_p"), COMPOSITE_BODY),
-}
 
 # Reads and writes of references are those of values by the time the program is flat.
 REFS = (p.get_p, p.swap_p, *private_primitives("state.primitives", "addupdate_p"))
-LOOPS = (p.scan_p, p.while_p, p.cond_p)  # their bodies are partitioned like any program
 
 # Where JAX's own words for shardings stand: in operators that do nothing else, or beside others.
 _CONSTRAINTS = {sharding_constraint_p: "sharding", reshard_p: "dst_sharding"}
@@ -80,14 +64,11 @@ def said_by_type(named: NamedSharding) -> NamedSharding | None:
     return NamedSharding(named.mesh, PartitionSpec(*entries))
 
 
-def inline(closed: ClosedJaxpr, order: DeviceOrder, folded: bool = True) -> ClosedJaxpr:
-    """The flat program of a traced one.
-
-    `folded` joins equations that are better partitioned as one (see `rewrite`).
-    """
+def inline(closed: ClosedJaxpr, order: DeviceOrder) -> ClosedJaxpr:
+    """The flat program of a traced one."""
     closed = discharge_refs(closed)
     live, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-    return _Builder(order, folded).body(ClosedJaxpr(live, closed.consts), results=True)
+    return _Builder(order).body(ClosedJaxpr(live, closed.consts), results=True)
 
 
 def mesh_in(closed: ClosedJaxpr) -> Mesh | None:
@@ -97,35 +78,25 @@ def mesh_in(closed: ClosedJaxpr) -> Mesh | None:
 
 
 def _meshes(jaxpr: Jaxpr) -> Iterator[Mesh]:
-    for eqn in jaxpr.eqns:
+    for eqn in walk(jaxpr):
         if eqn.primitive in _CONSTRAINTS:
-            said = eqn.params[_CONSTRAINTS[eqn.primitive]]
-            if isinstance(said, NamedSharding) and isinstance(said.mesh, Mesh):
-                yield said.mesh
-        for inner in jaxprs_in_params(eqn.params):
-            yield from _meshes(getattr(inner, "jaxpr", inner))
+            named = eqn.params[_CONSTRAINTS[eqn.primitive]]
+            if isinstance(named, NamedSharding) and isinstance(named.mesh, Mesh):
+                yield named.mesh
 
 
 class _Builder:
     """Copies equations with fresh variables, collecting the constants of inlined calls."""
 
-    def __init__(self, order: DeviceOrder, folded: bool, axes: NamedAxes | None = None):
+    def __init__(self, order: DeviceOrder, axes: NamedAxes | None = None):
         self.order = order
-        self.folded = folded
         self.axes = axes  # of the `jax.shard_map` around
         self.eqns: list[JaxprEqn] = []
         self.consts: dict[Var, Any] = {}
-        self.known: dict[Var, Any] = {}  # arguments that are the same in every turn of a loop
 
-    def body(
-        self, closed: ClosedJaxpr, results: bool = False, known: Mapping[int, Any] | None = None
-    ) -> ClosedJaxpr:
-        """A copy of a program; its `results` are annotated as their types say.
-
-        `known` are values of its arguments, by their numbers.
-        """
+    def body(self, closed: ClosedJaxpr, results: bool = False) -> ClosedJaxpr:
+        """A copy of a program; its `results` are annotated as their types say."""
         invars = [_fresh(v) for v in closed.jaxpr.invars]
-        self.known = {invars[number]: value for number, value in (known or {}).items()}
         outvars = self.inline(closed.jaxpr, closed.consts, invars)
         if results:
             outvars = list(map(self.result, closed.jaxpr.outvars, outvars))
@@ -133,7 +104,7 @@ class _Builder:
             list(self.consts),
             invars,
             outvars,
-            fold(self.eqns, outvars, self.consts | self.known) if self.folded else self.eqns,
+            self.eqns,
             closed.jaxpr.effects,
             debug_info=closed.jaxpr.debug_info.with_unknown_names(),
         )
@@ -171,11 +142,9 @@ class _Builder:
         if (expanded := expand(eqn)) is not None:
             return self.inline(expanded.jaxpr, expanded.consts, invars)
         outvars = [_fresh(v) for v in eqn.outvars]
-        params = dict(eqn.params)
         if eqn.primitive in LOOPS:
-            same = invars[: scan_counts(params)[0]] if eqn.primitive is p.scan_p else []
-            known = self.indices(same)
-            params = {k: self.copy_bodies(v, known) for k, v in params.items()}
+            eqn = map_bodies(eqn, lambda body: _Builder(self.order, self.axes).body(body))
+        params = dict(eqn.params)
         own = [params[k] for k in _OWN_SHARDING if isinstance(params.get(k), NamedSharding)]
         params.update((k, None) for k in _OWN_SHARDING if k in params)
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
@@ -267,11 +236,11 @@ class _Builder:
         kept = [a for a, m in zip(args, marks, strict=True) if m and not isinstance(a, Literal)]
         if not kept:
             return args
-        fresh = {id(a): Var(a.aval) for a in kept}
+        fresh = {a: Var(a.aval) for a in kept}
         self.eqns.append(
             new_jaxpr_eqn(
                 kept,
-                [fresh[id(a)] for a in kept],
+                [fresh[a] for a in kept],
                 optimization_barrier_p,
                 {},
                 set(),
@@ -279,32 +248,10 @@ class _Builder:
                 eqn.ctx,
             )
         )
-        return [fresh.get(id(a), a) if m else a for a, m in zip(args, marks, strict=True)]
-
-    def indices(self, atoms: Sequence[Any]) -> dict[int, Any]:
-        """Those of `atoms` that are integers whose values are known, by their numbers.
-
-        JAX moves the indices of a loop's gradient out of its body, where they say nothing.
-        """
-        small = {number: atom for number, atom in enumerate(atoms) if _is_index(atom.aval)}
-        made = {v: eqn for eqn in self.eqns for v in eqn.outvars} if small else {}
-        found = {number: constant(atom, made, self.known) for number, atom in small.items()}
-        return {number: value for number, value in found.items() if value is not None}
-
-    def copy_bodies(self, param: Any, known: Mapping[int, Any]) -> Any:
-        """A parameter of an equation; programs in it are copied, of which arguments are `known`."""
-        if isinstance(param, ClosedJaxpr):
-            return _Builder(self.order, self.folded, self.axes).body(param, known=known)
-        if isinstance(param, Jaxpr):
-            return self.copy_bodies(ClosedJaxpr(param, ()), known).jaxpr
-        if isinstance(param, tuple) and any(isinstance(x, (ClosedJaxpr, Jaxpr)) for x in param):
-            return tuple(self.copy_bodies(x, known) for x in param)
-        return param
-
-
-def _is_index(aval: Any) -> bool:
-    few = isinstance(aval, ShapedArray) and aval.size <= MOST_INDICES
-    return few and jnp.issubdtype(aval.dtype, jnp.integer)
+        return [
+            fresh[a] if m and not isinstance(a, Literal) else a
+            for a, m in zip(args, marks, strict=True)
+        ]
 
 
 def _fresh(var: Any) -> Var:

@@ -19,13 +19,13 @@ from gshard import _jax
 from gshard.annotate import annotate_p
 from gshard.evaluate import bind, evaluate
 from gshard.explain import Collective
+from gshard.graph.regions import loop_bodies
 from gshard.hlo import collectives_of_hlo
 from gshard.meshes import make_mesh, partition_spec
 from gshard.placement import DeviceOrder
 from gshard.ports import in_place, ports
 from gshard.program import Settings
 from gshard.propagate import propagate
-from gshard.rules.control import bodies
 from gshard.sharding import Sharding
 from gshard.source import on_behalf_of
 from gshard.trace import inline
@@ -43,7 +43,7 @@ def lower_with_xla(
     """Annotations as constraints, the rest to XLA; arguments start where gshard would put them."""
     if isinstance(order.devices, int):
         raise ValueError("partitioner='xla' needs real devices: XLA partitions when it compiles")
-    flat = inline(traced.jaxpr, order, folded=False)
+    flat = inline(traced.jaxpr, order)
     lies = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
     shardings = propagate(flat, order.count, lies)
     closed_over = _jax.closed_over(traced)
@@ -176,7 +176,7 @@ def _constrained(
     def interpret(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         with on_behalf_of(eqn):
             if eqn.primitive is not annotate_p:
-                inside = eqn.params if bodies(eqn) else {}
+                inside = eqn.params if loop_bodies(eqn) else {}
                 return bind(eqn, values, **{k: rebuilt(v) for k, v in inside.items()})
             wanted = sharding_of(eqn.outvars[0])
             if wanted is None:

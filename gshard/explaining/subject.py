@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from gshard.annotate import annotate_p
 from gshard.explain import Collective, collectives_of
 from gshard.flow import Flow
-from gshard.rules.control import bodies
+from gshard.graph.regions import walk
 from gshard.sharding import Sharding
 
 
@@ -52,7 +52,7 @@ class Subject:
     @functools.cached_property
     def equations(self) -> list[JaxprEqn]:
         """All equations of the logical program, those of loops included."""
-        return list(_equations(self.flat.jaxpr))
+        return list(walk(self.flat.jaxpr))
 
     @functools.cached_property
     def flow(self) -> Flow:
@@ -69,10 +69,3 @@ class Subject:
     def sharding(self, atom: Any) -> Sharding | None:
         """The sharding of a value; constants have none."""
         return None if isinstance(atom, Literal) else self.shardings.get(atom)
-
-
-def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for body in bodies(eqn):
-            yield from _equations(body.jaxpr)

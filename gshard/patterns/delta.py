@@ -7,7 +7,7 @@ sum_k p (do . v) for every query, which is do . o: no round of the keys is neede
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
+from gshard.graph import Graph, renamed
 from gshard.patterns.scores import Exit, Region
 from gshard.visiting import KEYS
 
@@ -46,16 +47,16 @@ def _delta(exit: Exit, product: Exit, region: Region) -> list[JaxprEqn] | None:
     """The equations that make the sum of `exit` of the result of `product`, if they can."""
     if exit.eqn.primitive is not p.reduce_sum_p or exit.over != KEYS:
         return None
-    made = {v: eqn for eqn in region.eqns for v in eqn.outvars}
+    graph = Graph(region.eqns)
     summed, weights = _Factors([], []), _Factors([], [])
-    _take_apart(exit.scores, False, summed, region, made)
-    _take_apart(product.scores, False, weights, region, made)
+    _take_apart(exit.scores, False, summed, region, graph)
+    _take_apart(product.scores, False, weights, region, graph)
     others = list(summed.scores)
     for score in weights.scores:
         if score not in others:
             return None
         others.remove(score)
-    maker = made.get(others[0]) if len(others) == 1 else None
+    maker = graph.maker(others[0]) if len(others) == 1 else None
     if maker is None or maker.primitive is not p.dot_general_p:
         return None
     found = _of_errors(maker, product, region)
@@ -66,23 +67,21 @@ def _delta(exit: Exit, product: Exit, region: Region) -> list[JaxprEqn] | None:
     return _made(exit, found, rows, summed.negative != weights.negative, region)
 
 
-def _take_apart(
-    atom: Any, divides: bool, into: _Factors, region: Region, made: Mapping[Any, JaxprEqn]
-) -> None:
+def _take_apart(atom: Any, divides: bool, into: _Factors, region: Region, graph: Graph) -> None:
     """Collect the factors of a product, through operators that only rearrange it."""
     if _is_row(atom, region):
         into.rows.append((atom, divides))
         return
-    eqn = None if isinstance(atom, Literal) else made.get(atom)
+    eqn = graph.maker(atom)
     if eqn is not None and eqn.primitive in (p.mul_p, p.div_p):
         first, second = eqn.invars
-        _take_apart(first, divides, into, region, made)
-        _take_apart(second, divides != (eqn.primitive is p.div_p), into, region, made)
+        _take_apart(first, divides, into, region, graph)
+        _take_apart(second, divides != (eqn.primitive is p.div_p), into, region, graph)
     elif eqn is not None and eqn.primitive is p.neg_p:
         into.negative = not into.negative
-        _take_apart(eqn.invars[0], divides, into, region, made)
+        _take_apart(eqn.invars[0], divides, into, region, graph)
     elif eqn is not None and eqn.primitive is p.transpose_p:
-        _take_apart(eqn.invars[0], divides, into, region, made)
+        _take_apart(eqn.invars[0], divides, into, region, graph)
     elif not divides:
         into.scores.append(atom)
     else:
@@ -166,14 +165,7 @@ def _made(
     called = dict(zip(traced.jaxpr.invars, atoms, strict=True)) | {
         traced.jaxpr.outvars[0]: exit.out
     }
-    return [
-        e.replace(
-            invars=[a if isinstance(a, Literal) else called.get(a, a) for a in e.invars],
-            outvars=[called.get(v, v) for v in e.outvars],
-            source_info=exit.eqn.source_info,
-        )
-        for e in traced.jaxpr.eqns
-    ]
+    return [renamed(e, called, source_info=exit.eqn.source_info) for e in traced.jaxpr.eqns]
 
 
 def _places(row: Any, wanted: Sequence[str], region: Region) -> list[int | None] | None:

@@ -20,13 +20,13 @@ from jax.lax import GatherScatterMode
 
 from gshard._jax import Var
 from gshard.annotate import Annotation, annotate_p
+from gshard.graph import Graph, live, map_bodies
 from gshard.grouped import Groups, grouped_dot_p, put_rows_p, take_rows_p
-from gshard.patterns.bodies import written_anew
-from gshard.permuted import is_permutation, is_zero
 from gshard.rule import RULES, factors_of
 from gshard.rules.by_rows import is_ragged, multiplies_rows, puts_rows, sums_rows, takes_rows
 from gshard.rules.pointwise import same_dims
 from gshard.sharding import Sharding, Split, compatible
+from gshard.simplify.permutations import is_permutation
 
 
 def by_groups(closed: ClosedJaxpr, shardings: Mapping[Any, Sharding]) -> ClosedJaxpr:
@@ -39,7 +39,7 @@ def by_groups(closed: ClosedJaxpr, shardings: Mapping[Any, Sharding]) -> ClosedJ
 
 
 def _rewritten(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding]) -> Jaxpr:
-    eqns = written_anew(jaxpr.eqns, shardings, lambda body: by_groups(body, shardings))
+    eqns = [map_bodies(eqn, lambda body: by_groups(body, shardings)) for eqn in jaxpr.eqns]
     changed = any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True))
     for sizes, groups in _groups(eqns, shardings).items():
         eqns = _Region(sizes, groups, eqns, jaxpr.outvars, shardings).rewritten()
@@ -89,7 +89,7 @@ class _Region:
         self.shardings = shardings
         self.eqns = eqns
         self.results = results
-        self.made = {v: eqn for eqn in eqns for v in eqn.outvars}
+        self.graph = Graph(eqns, results)
         self.members = self.find()
         self.moved: dict[Any, Any] = {}  # members, as they lie by groups
         self.usual: set[Any] = set()  # members that are needed as usual, and are made like that
@@ -167,16 +167,16 @@ class _Region:
 
     def is_taken(self, atom: Any) -> bool:
         """Whether a value is made of rows that a gather takes by index."""
-        eqn = self.made.get(atom)
+        eqn = self.graph.maker(atom)
         return eqn is not None and (takes_rows(eqn) is not None or self.is_added(eqn))
 
     # ------------------------------------------------------------ the new program
 
     def rewritten(self) -> list[JaxprEqn]:
         """The equations of the new program, those that nothing needs left out."""
-        products = {id(eqn) for eqn in self.products()}
+        products = set(self.products())
         for eqn in self.eqns:
-            if id(eqn) in products:
+            if eqn in products:
                 self.multiply(eqn)
             elif self.members.intersection(eqn.outvars) and self.is_by_rows(eqn):
                 self.by_rows(eqn)
@@ -184,7 +184,7 @@ class _Region:
                 self.emit(eqn, [self.read(a) for a in eqn.invars])
         for atom in self.results:
             self.read(atom)
-        return _live(self.done, self.results)
+        return live(self.done, self.results)
 
     def emit(self, eqn: JaxprEqn, invars: Sequence[Any], **changes: Any) -> None:
         """Append an equation that stands for `eqn`."""
@@ -231,7 +231,7 @@ class _Region:
         """A member as it lies by groups; one that is made otherwise is brought there."""
         if atom in self.moved:
             return self.moved[atom]
-        eqn = self.made.get(atom) or next(iter(self.products()))
+        eqn = self.graph.maker(atom) or next(iter(self.products()))
         taken = takes_rows(eqn)
         moved = self.moved_var(atom)
         lying = Var(moved.aval)
@@ -254,7 +254,7 @@ class _Region:
         """Whether sorted rows are sums of others, by index: the gradient of a gather of them."""
         if eqn.primitive is not p.scatter_add_p or not puts_rows(eqn):
             return False
-        return is_zero(eqn.invars[0], self.made)
+        return self.graph.fill(eqn.invars[0]) == 0
 
     def zeros(self, eqn: JaxprEqn, aval: Any) -> Any:
         """A tensor of zeros that lies by groups."""
@@ -288,7 +288,7 @@ class _Region:
         """A value as the user's program has it; a member that lies by groups is brought back."""
         if isinstance(atom, Literal) or atom not in self.moved or atom in self.usual:
             return atom
-        eqn = self.made.get(atom)
+        eqn = self.graph.maker(atom)
         if eqn is None or not (self.is_by_rows(eqn) or is_ragged(eqn)):
             return atom  # it came from outside, and is still there
         params = {"source": self.groups, "target": None, "fill": None}
@@ -305,7 +305,7 @@ class _Region:
         if updates not in self.moved or updates in self.usual:
             return False
         adds = eqn.primitive is p.scatter_add_p
-        if not adds and not is_permutation(indices, self.made):
+        if not adds and not is_permutation(indices, self.graph):
             return False  # which of several updates of a row is the last would matter
         clip = eqn.params["mode"] == GatherScatterMode.CLIP
         params = {"source": self.groups, "target": None, "adds": adds, "clip": clip}
@@ -332,14 +332,3 @@ _BY_ROWS: tuple[Primitive, ...] = (
     p.reduce_min_p, p.reduce_prod_p, p.reduce_and_p, p.reduce_or_p, p.argmax_p, p.argmin_p,
     p.transpose_p, p.squeeze_p,
 )  # fmt: skip
-
-
-def _live(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> list[JaxprEqn]:
-    """The equations that something needs."""
-    live = {v for v in results if not isinstance(v, Literal)}
-    kept = []
-    for eqn in reversed(eqns):
-        if eqn.effects or live.intersection(eqn.outvars):
-            live.update(a for a in eqn.invars if not isinstance(a, Literal))
-            kept.append(eqn)
-    return kept[::-1]

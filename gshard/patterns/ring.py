@@ -15,10 +15,10 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard.patterns.bodies import written_anew
+from gshard.graph import Graph, in_order, inputs_of, live, map_bodies, needed_for, upstream
 from gshard.patterns.delta import without_deltas
 from gshard.patterns.hidden import hidden
-from gshard.patterns.scores import Exit, Finder, Region, inputs_of, needed_for, upstream
+from gshard.patterns.scores import Exit, Finder, Region
 from gshard.sharding import Sharding, Split
 from gshard.tile import byte_size
 from gshard.visiting import KEYS, QUERIES, Softmax, Sum, Visits, visits_p
@@ -33,20 +33,21 @@ def in_rings(
 
 
 def _rewritten(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding], limit: int) -> Jaxpr:
-    eqns = written_anew(jaxpr.eqns, shardings, lambda body: in_rings(body, shardings, limit))
+    eqns = [map_bodies(eqn, lambda body: in_rings(body, shardings, limit)) for eqn in jaxpr.eqns]
     changed = any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True))
-    done: set[int] = set()
+    done: set[JaxprEqn] = set()
     for seed in list(eqns):
         found = _too_large(seed, shardings, limit)
-        if not found or id(seed) in done:
+        if not found or seed in done:
             continue
-        region = Finder(eqns, jaxpr.outvars).region(seed, *found[:2])
+        graph = Graph(eqns, jaxpr.outvars)
+        region = Finder(graph).region(seed, *found[:2])
         if region is None or not region.exits:
             continue
-        if not found[3] and _softmax(region, {v: e for e in eqns for v in e.outvars}) is None:
+        if not found[3] and _softmax(region, graph) is None:
             continue  # a product like any other, whose result is large
-        done |= {id(e) for e in eqns if set(region.dims).intersection(e.outvars)}
-        eqns = _replaced(eqns, region, found[2], jaxpr)
+        done |= {e for e in eqns if set(region.dims).intersection(e.outvars)}
+        eqns = _replaced(graph, region, found[2], jaxpr)
         changed = True
     return jaxpr.replace(eqns=eqns) if changed else jaxpr
 
@@ -95,14 +96,12 @@ def _too_large(
 # ---------------------------------------------------------------- the passes of a region
 
 
-def _replaced(
-    eqns: Sequence[JaxprEqn], region: Region, split: Split, jaxpr: Jaxpr
-) -> list[JaxprEqn]:
+def _replaced(graph: Graph, region: Region, split: Split, jaxpr: Jaxpr) -> list[JaxprEqn]:
     """The program, with the region's sums made in rounds of the keys."""
-    made = {v: eqn for eqn in eqns for v in eqn.outvars}
-    online = _softmax(region, made)
+    online = _softmax(region, graph)
+    eqns = graph.eqns
     if online:
-        eqns = _in_order(without_deltas(eqns, region, online[2:]))
+        eqns = in_order(without_deltas(eqns, region, online[2:]))
     rounds = _rounds(eqns, region, online)
     summed = {e.out for e in region.exits}
     kept = [e for e in eqns if not summed.intersection(e.outvars)]
@@ -110,10 +109,10 @@ def _replaced(
         info = jaxpr.debug_info.with_unknown_names()
         kept.append(
             _round(
-                region, exits, online if online and online[0] in exits else None, split, made, info
+                region, exits, online if online and online[0] in exits else None, split, graph, info
             )
         )
-    return _in_order(_live(kept, jaxpr.outvars))
+    return in_order(live(kept, jaxpr.outvars))
 
 
 def _rounds(
@@ -138,7 +137,7 @@ def _round(
     exits: Sequence[Exit],
     online: list[Exit] | None,
     split: Split,
-    made: Mapping[Any, JaxprEqn],
+    graph: Graph,
     info: Any,
 ) -> JaxprEqn:
     """One round, as an equation."""
@@ -166,7 +165,7 @@ def _round(
     visits = Visits(
         jaxpr, sums, softmax, region.names, frozenset(region.whole),
         region.name_of(QUERIES), region.name_of(KEYS), split,
-        hidden(region, exits, online, jaxpr, made),
+        hidden(region, exits, online, jaxpr, graph),
     )  # fmt: skip
     return seed.replace(
         invars=[region.sources.get(v, v) for v in inputs],
@@ -192,14 +191,14 @@ def _as_softmax(exits: Sequence[Exit], online: Sequence[Exit], wanted: Sequence[
 # ---------------------------------------------------------------- the softmax
 
 
-def _softmax(region: Region, made: Mapping[Any, JaxprEqn]) -> list[Exit] | None:
+def _softmax(region: Region, graph: Graph) -> list[Exit] | None:
     """The sums of the region's one softmax: its maximum first, its sum, and what it weighs."""
     tops = [e for e in region.exits if e.eqn.primitive is p.reduce_max_p and _only_keys(e, region)]
     if len(tops) != 1:
         return None
     (top,) = tops
     shifted = [e for e in region.eqns if e.primitive is p.sub_p and e.invars[0] is top.scores]
-    shifted = [e for e in shifted if _comes_from(e.invars[1], top.out, region, made)]
+    shifted = [e for e in shifted if _comes_from(e.invars[1], top.out, region, graph)]
     powers = {
         e.outvars[0]
         for e in region.eqns
@@ -216,10 +215,12 @@ def _softmax(region: Region, made: Mapping[Any, JaxprEqn]) -> list[Exit] | None:
         source = eqn.invars[0] if eqn.invars else None
         if isinstance(source, Literal) or source not in weights:
             continue
-        divided = eqn.primitive is p.div_p and _comes_from(eqn.invars[1], sums[0].out, region, made)
+        divided = eqn.primitive is p.div_p and _comes_from(
+            eqn.invars[1], sums[0].out, region, graph
+        )
         if divided or eqn.primitive is p.convert_element_type_p:
             weights.add(eqn.outvars[0])
-    before = upstream(_each_once(made), {e.out: n for n, e in enumerate(region.exits)})
+    before = upstream(graph.eqns, {e.out: n for n, e in enumerate(region.exits)})
     own = {n for n, e in enumerate(region.exits) if e is top or e is sums[0]}
     products = [
         e for e in region.exits
@@ -229,23 +230,18 @@ def _softmax(region: Region, made: Mapping[Any, JaxprEqn]) -> list[Exit] | None:
     return [top, sums[0], *products]
 
 
-def _each_once(made: Mapping[Any, JaxprEqn]) -> list[JaxprEqn]:
-    """The equations, each once, in the program's order."""
-    return list({id(e): e for e in made.values()}.values())
-
-
 def _only_keys(exit: Exit, region: Region) -> bool:
     return tuple(map(int, exit.eqn.params["axes"])) == (region.dims[exit.scores][1],)
 
 
-def _comes_from(atom: Any, source: Any, region: Region, made: Mapping[Any, JaxprEqn]) -> bool:
+def _comes_from(atom: Any, source: Any, region: Region, graph: Graph) -> bool:
     """Whether a row of numbers is another one, repeated for all keys."""
-    own = {v: eqn for eqn in region.eqns for v in eqn.outvars}
+    own = Graph(region.eqns)
     while not isinstance(atom, Literal) and atom is not source:
         atom = region.sources.get(atom, atom)
         if atom is source:
             return True
-        eqn = own.get(atom) or made.get(atom)
+        eqn = own.maker(atom) or graph.maker(atom)
         if eqn is None:
             return False
         if eqn.primitive is p.max_p:  # of -inf and a maximum
@@ -257,41 +253,3 @@ def _comes_from(atom: Any, source: Any, region: Region, made: Mapping[Any, Jaxpr
         else:
             return False
     return atom is source
-
-
-# ---------------------------------------------------------------- equations
-
-
-def _live(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> list[JaxprEqn]:
-    """The equations that something needs, wherever they stand."""
-    made = {v: eqn for eqn in eqns for v in eqn.outvars}
-    waiting = [v for v in results if not isinstance(v, Literal)]
-    waiting += [a for e in eqns if e.effects for a in e.invars if not isinstance(a, Literal)]
-    kept = {id(e) for e in eqns if e.effects}
-    while waiting:
-        eqn = made.get(waiting.pop())
-        if eqn is not None and id(eqn) not in kept:
-            kept.add(id(eqn))
-            waiting += [a for a in eqn.invars if not isinstance(a, Literal)]
-    return [e for e in eqns if id(e) in kept]
-
-
-def _in_order(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-    """The equations, each after those that it needs, else as they stand."""
-    made = {v: eqn for eqn in eqns for v in eqn.outvars}
-    done: set[int] = set()
-    ordered: list[JaxprEqn] = []
-    for eqn in eqns:
-        waiting = [eqn]
-        while waiting:
-            now = waiting[-1]
-            needs = [made[a] for a in now.invars if not isinstance(a, Literal) and a in made]
-            needs = [e for e in needs if id(e) not in done]
-            if needs:
-                waiting += needs
-                continue
-            waiting.pop()
-            if id(now) not in done:
-                done.add(id(now))
-                ordered.append(now)
-    return ordered

@@ -8,7 +8,7 @@ queries leaves a tensor that has only the other of the two dims.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from jax.extend.core import primitives as p
 from gshard._jax import Var, optimization_barrier_p
 from gshard.annotate import annotate_p
 from gshard.factors import Factors
+from gshard.graph import Graph, renamed
 from gshard.rule import RULES, factors_of
 from gshard.rules.pointwise import same_dims
 from gshard.visiting import KEYS, QUERIES
@@ -71,49 +72,43 @@ class Region:
 class Finder:
     """Looks for regions in a program."""
 
-    def __init__(self, eqns: Sequence[JaxprEqn], results: Sequence[Any]):
-        self.eqns = eqns
-        self.results = {v for v in results if not isinstance(v, Literal)}
-        self.made = {v: eqn for eqn in eqns for v in eqn.outvars}
-        self.uses: dict[Any, list[JaxprEqn]] = {}
-        for eqn in eqns:
-            for atom in {a for a in eqn.invars if not isinstance(a, Literal)}:
-                self.uses.setdefault(atom, []).append(eqn)
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.results = {v for v in graph.results if not isinstance(v, Literal)}
         self.hot: dict[Any, bool] = {}
 
     def region(self, seed: JaxprEqn, queries: int, keys: int) -> Region | None:
         """The region of a product with these dims of queries and keys; None if there is none."""
         (out,) = seed.outvars
         region = Region(seed, {out: (queries, keys)})
-        found: set[int] = set()
+        found: set[JaxprEqn] = set()
         waiting = [out]
         while waiting:
             var = waiting.pop()
             if var in self.results and self.is_hot(var):
                 return None
-            maker = self.made.get(var)
-            users = self.uses.get(var, []) if self.is_hot(var) else []
+            maker = self.graph.maker(var)
+            users = self.graph.users(var) if self.is_hot(var) else []
             for eqn in [maker, *users]:
-                if eqn is None or id(eqn) in found:
+                if eqn is None or eqn in found:
                     continue
                 at = None if eqn is maker else _place_of(eqn, var)
                 over = at is not None and _summed_over(eqn, at, region.dims[var])
                 if over:
-                    found.add(id(eqn))
+                    found.add(eqn)
                     region.exits.append(Exit(eqn, at or 0, str(over)))
                 elif self.passes(eqn):
                     more = _spread(eqn, var, region.dims)
                     if more is None and eqn is not maker:
                         return None
                     if more is not None:
-                        found.add(id(eqn))
+                        found.add(eqn)
                         waiting += more
                 elif eqn is not maker:
                     return None
-        order = {id(eqn): number for number, eqn in enumerate(self.eqns)}
-        sums = {id(e.eqn) for e in region.exits}
-        region.eqns = [e for e in self.eqns if id(e) in found and id(e) not in sums]
-        region.exits.sort(key=lambda e: order[id(e.eqn)])
+        sums = {e.eqn for e in region.exits}
+        region.eqns = [e for e in self.graph.eqns if e in found and e not in sums]
+        region.exits.sort(key=lambda e: self.graph.numbers[e.eqn])
         self.separate(region)
         _name(region)
         _join(region)
@@ -121,7 +116,7 @@ class Finder:
 
     def is_counted(self, atom: Any) -> bool:
         """Whether a value is the number of a row, or computed from such numbers alone."""
-        eqn = self.made.get(atom)
+        eqn = self.graph.maker(atom)
         kind = getattr(atom.aval.dtype, "kind", "")  # random keys have none
         if eqn is None or kind not in ("i", "u", "b") or not self.passes(eqn):
             return False
@@ -141,7 +136,7 @@ class Finder:
                 return atom
             fresh = Var(atom.aval)
             if counted and self.is_counted(atom):
-                eqn = self.made[atom]
+                eqn = self.graph.makers[atom]
                 eqns.append(eqn.replace(invars=[*map(copied, eqn.invars)], outvars=[fresh]))
             else:
                 region.sources[fresh] = atom
@@ -166,7 +161,7 @@ class Finder:
     def is_hot(self, var: Any) -> bool:
         """Whether a product of queries and keys is in it: masks alone are cheap to make again."""
         if var not in self.hot:
-            eqn = self.made.get(var)
+            eqn = self.graph.maker(var)
             self.hot[var] = eqn is not None and (
                 eqn.primitive is p.dot_general_p
                 or (
@@ -267,37 +262,7 @@ def _join(region: Region) -> None:
     }
 
     def joined(eqn: JaxprEqn) -> JaxprEqn:
-        invars = [a if isinstance(a, Literal) else same.get(a, a) for a in eqn.invars]
-        return eqn.replace(invars=invars)
+        return renamed(eqn, same)
 
     region.eqns = [joined(eqn) for eqn in region.eqns]
     region.exits = [replace(e, eqn=joined(e.eqn)) for e in region.exits]
-
-
-def inputs_of(eqns: Sequence[JaxprEqn]) -> list[Any]:
-    """The variables that equations take from elsewhere."""
-    own = {v for eqn in eqns for v in eqn.outvars}
-    atoms = [a for eqn in eqns for a in eqn.invars if not isinstance(a, Literal)]
-    return list(dict.fromkeys(a for a in atoms if a not in own))
-
-
-def needed_for(wanted: Sequence[Any], eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-    """Those of the equations that make the `wanted` variables."""
-    live, kept = set(wanted), []
-    for eqn in reversed(eqns):
-        if live.intersection(eqn.outvars):
-            live.update(a for a in eqn.invars if not isinstance(a, Literal))
-            kept.append(eqn)
-    return kept[::-1]
-
-
-def upstream(eqns: Sequence[JaxprEqn], marks: Mapping[Any, int]) -> dict[Any, frozenset[int]]:
-    """For every variable the marks of all variables that it is made of."""
-    known: dict[Any, frozenset[int]] = {}
-    for eqn in eqns:
-        before = frozenset().union(
-            *(known.get(a, frozenset()) for a in eqn.invars if not isinstance(a, Literal))
-        )
-        for var in eqn.outvars:
-            known[var] = before | {marks[var]} if var in marks else before
-    return known

@@ -21,11 +21,11 @@ from gshard.factors import Factors
 from gshard.moving.halo import plan_fetch
 from gshard.moving.plan import plan_reshard, reshard_cost, whole_along
 from gshard.moving.rows import Move, Runs, align, plan_rows
-from gshard.rewrite import concatenate_slices_p
 from gshard.rule import Context, Doc, Rule, register
 from gshard.rules.changes import rows_of
 from gshard.rules.slicing import filled
 from gshard.sharding import Sharding, Split
+from gshard.simplify.row_maps import concatenate_slices_p
 from gshard.tile import Tile, itemsize_of
 
 

@@ -1,13 +1,13 @@
 """Loops and branches: the bodies are partitioned like any program, one sharding per carried value.
 
 Propagation treats a loop as one: the value that goes in, the value that the body sees, the one it
-returns and the one that comes out share their splits (`links`). Whatever still differs is resharded
-at the border where it differs.
+returns and the one that comes out share their splits (`graph.regions.links`). Whatever still
+differs is resharded at the border where it differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,70 +23,6 @@ from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding
 from gshard.tile import Tile, byte_size
 from gshard.unreduced import accumulators, as_partial, leaving
-
-Link = tuple[Any, Any, int]  # two atoms with the same dims; the first has `int` more in front
-
-
-def bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
-    """The programs inside an equation."""
-    params = eqn.params
-    if eqn.primitive is p.scan_p:
-        return [params["jaxpr"]]
-    if eqn.primitive is p.while_p:
-        return [params["cond_jaxpr"], params["body_jaxpr"]]
-    if eqn.primitive is p.cond_p:
-        return list(params["branches"])
-    return []
-
-
-def links(eqn: JaxprEqn) -> Iterator[Link]:
-    """Pairs of variables, outside and inside of the bodies, that should be split alike."""
-    params = eqn.params
-    if eqn.primitive is p.scan_p:
-        yield from _scan_links(eqn)
-    elif eqn.primitive is p.while_p:
-        cond, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
-        n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-        carried = eqn.invars[n_cond + n_body :]
-        yield from _alike(eqn.invars[:n_cond], cond.invars)
-        yield from _alike(eqn.invars[n_cond : n_cond + n_body], body.invars)
-        yield from _alike(body.invars[n_body:], body.outvars)
-        yield from _alike(carried, body.invars[n_body:])
-        yield from _alike(body.invars[n_body:], eqn.outvars)
-        yield from _alike(body.invars[n_body:], cond.invars[n_cond:])
-    elif eqn.primitive is p.cond_p:
-        for branch in params["branches"]:
-            yield from _alike(eqn.invars[1:], branch.jaxpr.invars)
-            yield from _alike(eqn.outvars, branch.jaxpr.outvars)
-
-
-def constants(eqn: JaxprEqn) -> set[Any]:
-    """The variables inside of a loop's bodies that are the same in every run."""
-    params = eqn.params
-    if eqn.primitive is p.scan_p:
-        return set(params["jaxpr"].jaxpr.invars[: scan_counts(params)[0]])
-    if eqn.primitive is p.while_p:
-        return {
-            *params["cond_jaxpr"].jaxpr.invars[: params["cond_nconsts"]],
-            *params["body_jaxpr"].jaxpr.invars[: params["body_nconsts"]],
-        }
-    return set()
-
-
-def _scan_links(eqn: JaxprEqn) -> Iterator[Link]:
-    body = eqn.params["jaxpr"].jaxpr
-    consts, carry = scan_counts(eqn.params)
-    inside = body.invars[consts : consts + carry]
-    yield from _alike(inside, body.outvars)
-    yield from _alike(eqn.invars[: consts + carry], body.invars)
-    yield from _alike(inside, eqn.outvars)
-    yield from _alike(eqn.invars[consts + carry :], body.invars[consts + carry :], 1)
-    yield from _alike(eqn.outvars[carry:], body.outvars[carry:], 1)
-
-
-def _alike(outside: Sequence[Any], inside: Sequence[Any], more: int = 0) -> Iterator[Link]:
-    for a, b in zip(outside, inside, strict=False):
-        yield a, b, more
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,116 @@
+"""Graph: the equations of a program, or of the body of a loop, with makers and users of each value.
+
+Every pass over a program reads it through this view, so that there is one answer to "which equation
+makes this", "who uses it" and "is its value known". A graph is not changed: a pass makes a new list
+of equations, and a new graph of them. Equations and variables are keys by identity, as they are in
+JAX.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import primitives as p
+
+MAX_INDICES = 16  # elements of an index whose value is looked for
+
+# What indices are computed by: the operators through which `Graph.constant` looks.
+_INDEX_MATH = (
+    p.broadcast_in_dim_p, p.concatenate_p, p.reshape_p, p.squeeze_p, p.convert_element_type_p,
+    p.add_p, p.lt_p, p.select_n_p,
+)  # fmt: skip
+_COPYING = (p.broadcast_in_dim_p, p.convert_element_type_p)
+
+
+class Graph:
+    """Equations in order, the `results` that are read of them, and values that are `known`.
+
+    `aliases` are variables that stand for others of these equations.
+    """
+
+    def __init__(
+        self,
+        eqns: Iterable[JaxprEqn],
+        results: Sequence[Any] = (),
+        known: Mapping[Any, Any] | None = None,
+        aliases: Mapping[Any, Any] | None = None,
+    ):
+        self.eqns = list(eqns)
+        self.results = list(results)
+        self.known = dict(known or {})
+        self.aliases = dict(aliases or {})
+
+    @staticmethod
+    def of(jaxpr: Jaxpr) -> Graph:
+        """The graph of one level of a program: bodies of loops are graphs of their own."""
+        return Graph(jaxpr.eqns, jaxpr.outvars)
+
+    @functools.cached_property
+    def makers(self) -> dict[Any, JaxprEqn]:
+        """The equation that makes each variable."""
+        return {v: eqn for eqn in self.eqns for v in eqn.outvars}
+
+    def maker(self, atom: Any) -> JaxprEqn | None:
+        """The equation that makes a value; None for a literal, and for what comes from outside."""
+        if isinstance(atom, Literal):
+            return None
+        return self.makers.get(atom) or self.makers.get(self.aliases.get(atom))
+
+    @functools.cached_property
+    def _users(self) -> dict[Any, list[JaxprEqn]]:
+        found: dict[Any, list[JaxprEqn]] = {}
+        for eqn in self.eqns:
+            for atom in dict.fromkeys(a for a in eqn.invars if not isinstance(a, Literal)):
+                found.setdefault(atom, []).append(eqn)
+        return found
+
+    def users(self, var: Any) -> list[JaxprEqn]:
+        """The equations that read a variable, each once."""
+        return self._users.get(var, [])
+
+    @functools.cached_property
+    def _uses(self) -> dict[Any, int]:
+        found: dict[Any, int] = {}
+        for atom in [*(a for eqn in self.eqns for a in eqn.invars), *self.results]:
+            if not isinstance(atom, Literal):
+                found[atom] = found.get(atom, 0) + 1
+        return found
+
+    def uses(self, atom: Any) -> int:
+        """How often a variable is read, by equations and as a result."""
+        return 0 if isinstance(atom, Literal) else self._uses.get(atom, 0)
+
+    @functools.cached_property
+    def numbers(self) -> dict[JaxprEqn, int]:
+        """The position of each equation."""
+        return {eqn: number for number, eqn in enumerate(self.eqns)}
+
+    def constant(self, atom: Any) -> np.ndarray | None:
+        """The value of an index, if it follows from literals and known values alone."""
+        if isinstance(atom, Literal):
+            return np.asarray(atom.val)
+        if atom in self.known:
+            return np.asarray(self.known[atom])
+        eqn = self.maker(atom)
+        if eqn is None or eqn.primitive not in _INDEX_MATH or atom.aval.size > MAX_INDICES:
+            return None
+        operands = [self.constant(a) for a in eqn.invars]
+        if any(o is None for o in operands):
+            return None
+        with jax.ensure_compile_time_eval():
+            params = eqn.primitive.get_bind_params(eqn.params)
+            return np.asarray(eqn.primitive.bind(*operands, **params))
+
+    def fill(self, atom: Any) -> Any:
+        """The number that every element of a tensor is, if that is known; else None."""
+        while not isinstance(atom, Literal):
+            eqn = self.maker(atom)
+            if eqn is None or eqn.primitive not in _COPYING:
+                return None
+            atom = eqn.invars[0]
+        return atom.val if np.ndim(atom.val) == 0 else None

@@ -1,0 +1,69 @@
+"""What is needed of a program, in which order, and under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Literal
+
+from gshard.graph.graph import Graph
+
+
+def live(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> list[JaxprEqn]:
+    """The equations that `results` or effects depend on, in the order given."""
+    graph = Graph(eqns)
+    kept = {eqn for eqn in eqns if eqn.effects}
+    waiting = [*results, *(a for eqn in kept for a in eqn.invars)]
+    while waiting:
+        eqn = graph.maker(waiting.pop())
+        if eqn is not None and eqn not in kept:
+            kept.add(eqn)
+            waiting += eqn.invars
+    return [eqn for eqn in eqns if eqn in kept]
+
+
+def needed_for(wanted: Sequence[Any], eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """Those of the equations, without effects, that the `wanted` variables depend on."""
+    return live([eqn for eqn in eqns if not eqn.effects], wanted)
+
+
+def in_order(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """The equations, each after those that it depends on, otherwise in the order given."""
+    graph = Graph(eqns)
+    done: dict[JaxprEqn, None] = {}
+    for goal in eqns:
+        stack = [goal]
+        while stack:
+            makers = [m for a in stack[-1].invars if (m := graph.maker(a)) and m not in done]
+            if makers:
+                stack += makers
+            else:
+                done[stack.pop()] = None
+    return list(done)
+
+
+def inputs_of(eqns: Sequence[JaxprEqn]) -> list[Any]:
+    """The variables that equations read and do not make."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    atoms = [a for eqn in eqns for a in eqn.invars if not isinstance(a, Literal)]
+    return list(dict.fromkeys(a for a in atoms if a not in made))
+
+
+def upstream(eqns: Sequence[JaxprEqn], marks: Mapping[Any, int]) -> dict[Any, frozenset[int]]:
+    """For every variable the marks of all variables that it depends on, its own included."""
+    found: dict[Any, frozenset[int]] = {}
+    for eqn in eqns:
+        before = frozenset().union(
+            *(found.get(a, frozenset()) for a in eqn.invars if not isinstance(a, Literal))
+        )
+        for var in eqn.outvars:
+            found[var] = before | {marks[var]} if var in marks else before
+    return found
+
+
+def renamed(eqn: JaxprEqn, names: Mapping[Any, Any], **changes: Any) -> JaxprEqn:
+    """The equation with other names for some of its variables, operands and results."""
+    invars = [a if isinstance(a, Literal) else names.get(a, a) for a in eqn.invars]
+    outvars = [names.get(v, v) for v in eqn.outvars]
+    return eqn.replace(invars=invars, outvars=outvars, **changes)

@@ -1,0 +1,130 @@
+"""Programs inside equations: calls, whose bodies are inlined, and loops and branches, which stay.
+
+This is the one way into them; a region's program is a parameter of its equation, by itself or in a
+tuple.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import primitives as p
+
+from gshard._jax import COMPOSITE_BODY, private_primitives, remat_p, scan_counts
+
+# Calls, and the parameter that holds the body of each.
+CALLS = {
+    p.jit_p: "jaxpr",
+    p.closed_call_p: "call_jaxpr",
+    p.call_p: "call_jaxpr",
+    p.custom_jvp_call_p: "call_jaxpr",
+    p.custom_vjp_call_p: "call_jaxpr",
+    remat_p: "jaxpr",
+    p.linear_solve_p: "jaxprs",
+    **dict.fromkeys(private_primitives("custom_batching", "custom_vmap_p"), "call"),
+    **dict.fromkeys(private_primitives("lax.lax", "composite_p"), COMPOSITE_BODY),
+}
+LOOPS = (p.scan_p, p.while_p, p.cond_p)  # their bodies are partitioned like any program
+
+Link = tuple[Any, Any, int]  # two atoms with the same dims; the first has `int` more in front
+
+
+def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The programs inside an equation, whatever it is."""
+    return [getattr(j, "jaxpr", j) for j in jaxprs_in_params(eqn.params)]
+
+
+def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """All equations of a program, each before those of the programs inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body in bodies(eqn):
+            yield from walk(body)
+
+
+def map_bodies(eqn: JaxprEqn, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> JaxprEqn:
+    """The equation with every program inside it changed; the same one if none does."""
+
+    def changed(param: Any) -> Any:
+        if isinstance(param, ClosedJaxpr):
+            return change(param)
+        if isinstance(param, Jaxpr):
+            return change(ClosedJaxpr(param, ())).jaxpr
+        if isinstance(param, tuple) and any(isinstance(x, (ClosedJaxpr, Jaxpr)) for x in param):
+            return tuple(map(changed, param))
+        return param
+
+    if not bodies(eqn):
+        return eqn
+    params = {k: changed(v) for k, v in eqn.params.items()}
+    same = all(params[k] is v or params[k] == v for k, v in eqn.params.items())
+    return eqn if same else eqn.replace(params=params)
+
+
+def loop_bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
+    """The programs of a loop or branch; none of any other equation."""
+    params = eqn.params
+    if eqn.primitive is p.scan_p:
+        return [params["jaxpr"]]
+    if eqn.primitive is p.while_p:
+        return [params["cond_jaxpr"], params["body_jaxpr"]]
+    if eqn.primitive is p.cond_p:
+        return list(params["branches"])
+    return []
+
+
+def runs_of(eqn: JaxprEqn) -> int:
+    """How often a loop's body runs, as far as that is known: once where the data decide."""
+    return eqn.params["length"] if eqn.primitive is p.scan_p else 1
+
+
+def links(eqn: JaxprEqn) -> Iterator[Link]:
+    """Pairs of variables, outside and inside of a loop or branch, that are one value."""
+    params = eqn.params
+    if eqn.primitive is p.scan_p:
+        yield from _scan_links(eqn)
+    elif eqn.primitive is p.while_p:
+        cond, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
+        n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+        carried = eqn.invars[n_cond + n_body :]
+        yield from _alike(eqn.invars[:n_cond], cond.invars)
+        yield from _alike(eqn.invars[n_cond : n_cond + n_body], body.invars)
+        yield from _alike(body.invars[n_body:], body.outvars)
+        yield from _alike(carried, body.invars[n_body:])
+        yield from _alike(body.invars[n_body:], eqn.outvars)
+        yield from _alike(body.invars[n_body:], cond.invars[n_cond:])
+    elif eqn.primitive is p.cond_p:
+        for branch in params["branches"]:
+            yield from _alike(eqn.invars[1:], branch.jaxpr.invars)
+            yield from _alike(eqn.outvars, branch.jaxpr.outvars)
+
+
+def invariants(eqn: JaxprEqn) -> set[Any]:
+    """The arguments of a loop's bodies that are the same in every run."""
+    params = eqn.params
+    if eqn.primitive is p.scan_p:
+        return set(params["jaxpr"].jaxpr.invars[: scan_counts(params)[0]])
+    if eqn.primitive is p.while_p:
+        return {
+            *params["cond_jaxpr"].jaxpr.invars[: params["cond_nconsts"]],
+            *params["body_jaxpr"].jaxpr.invars[: params["body_nconsts"]],
+        }
+    return set()
+
+
+def _scan_links(eqn: JaxprEqn) -> Iterator[Link]:
+    body = eqn.params["jaxpr"].jaxpr
+    consts, carry = scan_counts(eqn.params)
+    inside = body.invars[consts : consts + carry]
+    yield from _alike(inside, body.outvars)
+    yield from _alike(eqn.invars[: consts + carry], body.invars)
+    yield from _alike(inside, eqn.outvars)
+    yield from _alike(eqn.invars[consts + carry :], body.invars[consts + carry :], 1)
+    yield from _alike(eqn.outvars[carry:], body.outvars[carry:], 1)
+
+
+def _alike(outside: Any, inside: Any, more: int = 0) -> Iterator[Link]:
+    for a, b in zip(outside, inside, strict=False):
+        yield a, b, more

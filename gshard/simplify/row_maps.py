@@ -1,0 +1,316 @@
+"""Row maps: operators whose result is made of rows of their operands, composed into one.
+
+A slice, a pad, a concatenation, a `split`, an update at a known index and the sum of disjoint
+zero-padded tensors all say: along one dim, rows i..j of the result are rows a..b of that operand.
+So their compositions are row maps too. A roll is two slices concatenated; taken one by one, each
+slice would be redistributed over all devices, and put together again. As one operator
+(`concatenate_slices`) it moves the rows that pass from one tile to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import JaxprEqn, Literal, Primitive
+from jax.extend.core import primitives as p
+
+from gshard._jax import Var, mlir, split_p
+from gshard.graph import Graph
+
+concatenate_slices_p = Primitive("concatenate_slices")  # of `windows`: (operand, start, limit)
+
+
+def _concatenate_slices(
+    *operands: jax.Array, dimension: int, windows: tuple[tuple[int, int, int], ...]
+) -> jax.Array:
+    """What it means, for regions that gshard does not partition."""
+    parts = [
+        lax.slice_in_dim(operands[number], start, limit, axis=dimension)
+        for number, start, limit in windows
+    ]
+    return lax.concatenate(parts, dimension)
+
+
+@concatenate_slices_p.def_abstract_eval
+def _concatenate_slices_aval(*operands: Any, dimension: int, windows: Any) -> ShapedArray:
+    shape = list(operands[0].shape)
+    shape[dimension] = sum(limit - start for _, start, limit in windows)
+    return ShapedArray(shape, operands[0].dtype)
+
+
+mlir.register_lowering(
+    concatenate_slices_p, mlir.lower_fun(_concatenate_slices, multiple_results=False)
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows `start` to `limit` of `source`; of a `fill`, so many rows of one number.
+
+    A source may lack dims of size 1 that the result has: those `inserted`.
+    """
+
+    source: Any
+    start: int
+    limit: int
+    fill: bool = False
+    inserted: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return self.limit - self.start
+
+    def part(self, first: int, end: int) -> Rows:
+        """Some of these rows, counted from the first of them."""
+        if self.fill:
+            return replace(self, start=0, limit=end - first)
+        return replace(self, start=self.start + first, limit=self.start + end)
+
+    @property
+    def is_made(self) -> bool:
+        """Whether they are made for the result: a number repeated, or a tensor that lacks dims."""
+        return self.fill or bool(self.inserted)
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether they are known to be zero."""
+        return self.fill and isinstance(self.source, Literal) and self.source.val == 0
+
+
+Pieces = tuple[Rows, ...]
+RowMap = tuple[int | None, Pieces]  # along a dim; along any dim where all of a tensor is kept
+
+
+def compose_row_maps(graph: Graph) -> list[JaxprEqn]:
+    """The equations, with row maps of row maps as one."""
+    composed: list[JaxprEqn] = []
+    for eqn in graph.eqns:
+        composed += _composed(eqn, graph)
+    return composed
+
+
+def _composed(eqn: JaxprEqn, graph: Graph) -> list[JaxprEqn]:
+    found = row_map(eqn, eqn.outvars[0], graph) if len(eqn.outvars) == 1 else None
+    dim, pieces = found or (None, ())
+    if dim is None:
+        return [eqn]
+    resolved = _resolved(pieces, dim, graph)
+    if resolved == pieces and eqn.primitive in _PLAIN:
+        return [eqn]
+    if eqn.primitive in _MOVING and not _is_shift(resolved, dim):
+        return [eqn]
+    return _concatenation(eqn, dim, resolved)
+
+
+_PLAIN = (p.concatenate_p, p.slice_p, p.pad_p, concatenate_slices_p)
+_MOVING = (p.slice_p, p.pad_p)
+
+
+def _is_shift(pieces: Pieces, dim: int) -> bool:
+    """Whether a slice or pad keeps most rows of one tensor, and fills the others with a number."""
+    kept = [rows for rows in pieces if not rows.fill]
+    return len(kept) == 1 and 0 < kept[0].source.aval.shape[dim] <= 2 * kept[0].count
+
+
+def _resolved(pieces: Pieces, dim: int, graph: Graph) -> Pieces:
+    """Pieces as rows of what their sources are made of, where most of each source is used.
+
+    A tensor of which little is used is better cut first: less of it moves.
+    """
+    deep = [tuple(_origins(rows, dim, graph)) for rows in pieces]
+    used: dict[Any, int] = {}
+    for rows in (r for found in deep for r in found if not r.is_made):
+        used[rows.source] = used.get(rows.source, 0) + rows.count
+    resolved: list[Rows] = []
+    for rows, found in zip(pieces, deep, strict=True):
+        mostly = all(r.is_made or 2 * used[r.source] >= r.source.aval.shape[dim] for r in found)
+        resolved += found if mostly else [rows]
+    return tuple(resolved)
+
+
+def _origins(rows: Rows, dim: int, graph: Graph) -> Iterator[Rows]:
+    """Rows as rows of tensors that are not row maps along `dim` themselves."""
+    eqn = None if rows.is_made else graph.maker(rows.source)
+    found = row_map(eqn, rows.source, graph) if eqn else None
+    if found is None or found[0] not in (dim, None):
+        yield rows
+        return
+    first = 0
+    for piece in found[1]:
+        low, high = max(rows.start, first), min(rows.limit, first + piece.count)
+        if low < high:
+            yield from _origins(piece.part(low - first, high - first), dim, graph)
+        first += piece.count
+
+
+# ---------------------------------------------------------------- the row map of an equation
+
+
+def row_map(eqn: JaxprEqn, result: Any, graph: Graph) -> RowMap | None:
+    """The dim along which an equation maps rows to its `result`, and where these come from."""
+    find = _MAPS.get(eqn.primitive)
+    return find(eqn, result, graph) if find else None
+
+
+def _of_concatenate(eqn: JaxprEqn, result: Any, graph: Graph) -> RowMap:
+    dim = eqn.params["dimension"]
+    return dim, tuple(Rows(a, 0, a.aval.shape[dim]) for a in eqn.invars)
+
+
+def _of_slices(eqn: JaxprEqn, result: Any, graph: Graph) -> RowMap:
+    windows = eqn.params["windows"]
+    return eqn.params["dimension"], tuple(Rows(eqn.invars[n], a, b) for n, a, b in windows)
+
+
+def _of_split(eqn: JaxprEqn, result: Any, graph: Graph) -> RowMap:
+    number = next(i for i, v in enumerate(eqn.outvars) if v is result)
+    sizes = eqn.params["sizes"]
+    before = int(sum(sizes[:number]))
+    return eqn.params["axis"], (Rows(eqn.invars[0], before, before + int(sizes[number])),)
+
+
+def _of_slice(eqn: JaxprEqn, result: Any, graph: Graph) -> RowMap | None:
+    if any(s != 1 for s in eqn.params["strides"] or ()):
+        return None
+    (source,) = eqn.invars
+    bounds = zip(
+        eqn.params["start_indices"], eqn.params["limit_indices"], source.aval.shape, strict=True
+    )
+    cut = [(d, int(a), int(b)) for d, (a, b, n) in enumerate(bounds) if (a, b) != (0, n)]
+    if not cut:
+        return None, (Rows(source, 0, _EVERY_ROW),)
+    if len(cut) > 1:
+        return None
+    ((dim, start, limit),) = cut
+    return dim, (Rows(source, start, limit),)
+
+
+def _of_pad(eqn: JaxprEqn, result: Any, graph: Graph) -> RowMap | None:
+    config = [tuple(map(int, c)) for c in eqn.params["padding_config"]]
+    padded = [d for d, c in enumerate(config) if c != (0, 0, 0)]
+    operand, value = eqn.invars
+    if not padded:
+        return None, (Rows(operand, 0, _EVERY_ROW),)
+    if len(padded) != 1 or config[padded[0]][2]:
+        return None
+    (dim,) = padded
+    low, high, _ = config[dim]
+    rows = operand.aval.shape[dim]
+    pieces = (
+        Rows(value, 0, max(low, 0), fill=True),
+        Rows(operand, max(-low, 0), rows - max(-high, 0)),
+        Rows(value, 0, max(high, 0), fill=True),
+    )
+    return dim, tuple(piece for piece in pieces if piece.count > 0)
+
+
+def _of_update(eqn: JaxprEqn, result: Any, graph: Graph) -> RowMap | None:
+    """A scatter that sets one window at a known place, smaller than the operand along one dim."""
+    operand, indices, update = eqn.invars
+    numbers, shape = eqn.params["dimension_numbers"], operand.aval.shape
+    sizes = list(update.aval.shape)
+    if len(numbers.update_window_dims) != len(sizes) or numbers.operand_batching_dims:
+        return None
+    if eqn.params["update_jaxpr"] is not None:  # the update is computed from what is there
+        return None
+    for dim in numbers.inserted_window_dims:
+        sizes.insert(dim, 1)
+    begins = graph.constant(indices)
+    dims = [d for d, (n, m) in enumerate(zip(shape, sizes, strict=True)) if n != m]
+    if begins is None or len(dims) != 1:
+        return None
+    starts = dict(zip(numbers.scatter_dims_to_operand_dims, begins.tolist(), strict=True))
+    (dim,) = dims
+    at = starts.pop(dim, 0)
+    if any(starts.values()) or not 0 <= at <= shape[dim] - sizes[dim]:
+        return None
+    after = at + sizes[dim]
+    pieces = (
+        Rows(operand, 0, at),
+        Rows(update, 0, sizes[dim], inserted=tuple(numbers.inserted_window_dims)),
+        Rows(operand, after, shape[dim]),
+    )
+    return dim, tuple(piece for piece in pieces if piece.count > 0)
+
+
+def _of_sum(eqn: JaxprEqn, result: Any, graph: Graph) -> RowMap | None:
+    """Two tensors padded with zeros that leave each other room: JAX's gradient of a roll."""
+    found = []
+    for atom in eqn.invars:
+        maker = graph.maker(atom)
+        padded = _of_pad(maker, atom, graph) if maker and maker.primitive is p.pad_p else None
+        if padded is None or not any(rows.is_zero for rows in padded[1]):
+            return None
+        found.append(padded)
+    (dim, first), (other, second) = found
+    if dim != other:
+        return None
+    rows = _disjoint(first, second) or _disjoint(second, first)
+    return (dim, rows) if rows else None
+
+
+def _disjoint(first: Pieces, second: Pieces) -> Pieces | None:
+    """Rows and zeros after them, added to as many zeros and rows after them."""
+    if len(first) != 2 or len(second) != 2 or not (first[1].is_zero and second[0].is_zero):
+        return None
+    return (first[0], second[1]) if first[0].count == second[0].count else None
+
+
+_EVERY_ROW = 1 << 60  # along whichever dim: the bounds that matter are the reader's
+
+_MAPS = {
+    p.concatenate_p: _of_concatenate,
+    concatenate_slices_p: _of_slices,
+    split_p: _of_split,
+    p.slice_p: _of_slice,
+    p.pad_p: _of_pad,
+    p.scatter_p: _of_update,
+    p.add_p: _of_sum,
+    p.add_jaxvals_p: _of_sum,
+}
+
+
+# ---------------------------------------------------------------- the equation of a row map
+
+
+def _concatenation(eqn: JaxprEqn, dim: int, pieces: Sequence[Rows]) -> list[JaxprEqn]:
+    """What makes the result of `eqn` of these pieces."""
+    before: list[JaxprEqn] = []
+    operands: list[Any] = []
+    windows: list[tuple[int, int, int]] = []
+    for rows in pieces:
+        source = rows.source
+        if rows.is_made:
+            made = _as_rows(eqn, rows, dim)
+            before.append(made)
+            source = made.outvars[0]
+        if not any(source is o for o in operands):
+            operands.append(source)
+        number = next(i for i, o in enumerate(operands) if o is source)
+        windows.append((number, rows.start, rows.limit))
+    params = {"dimension": dim, "windows": tuple(windows)}
+    return [*before, eqn.replace(invars=operands, primitive=concatenate_slices_p, params=params)]
+
+
+def _as_rows(eqn: JaxprEqn, rows: Rows, dim: int) -> JaxprEqn:
+    """What makes a tensor of rows of one number, or of a tensor that lacks dims."""
+    aval = eqn.outvars[0].aval
+    if rows.fill:
+        shape = (*aval.shape[:dim], rows.limit, *aval.shape[dim + 1 :])
+        params = {"shape": shape, "broadcast_dimensions": (), "sharding": None}
+        primitive = p.broadcast_in_dim_p
+    else:
+        sizes = list(rows.source.aval.shape)
+        for inserted in rows.inserted:
+            sizes.insert(inserted, 1)
+        shape = tuple(sizes)
+        params = {"new_sizes": shape, "dimensions": None, "sharding": None}
+        primitive = p.reshape_p
+    made = Var(aval.update(shape=shape, weak_type=rows.source.aval.weak_type))
+    return eqn.replace(invars=[rows.source], outvars=[made], primitive=primitive, params=params)

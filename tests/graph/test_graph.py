@@ -1,0 +1,84 @@
+"""Def-use chains, liveness, order, known values and regions of a program."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import primitives as p
+
+from gshard.graph import Graph, bodies, in_order, inputs_of, live, map_bodies, needed_for, upstream
+from gshard.graph.regions import invariants, links, walk
+from gshard.graph.text import program_text
+
+
+def traced(fn, *arguments):
+    return jax.make_jaxpr(fn)(*arguments).jaxpr
+
+
+def test_makers_and_users():
+    jaxpr = traced(lambda x: (y := jnp.sin(x)) * y + x, 1.0)
+    graph = Graph.of(jaxpr)
+    sin, mul, add = jaxpr.eqns
+    assert graph.maker(sin.outvars[0]) is sin
+    assert graph.maker(jaxpr.invars[0]) is None
+    assert graph.users(sin.outvars[0]) == [mul]
+    assert [graph.uses(v) for v in (sin.outvars[0], jaxpr.invars[0], add.outvars[0])] == [2, 2, 1]
+
+
+def test_liveness_and_order():
+    def fn(x):
+        jnp.cos(x)
+        return jnp.tanh(jnp.sin(x))
+
+    jaxpr = traced(fn, 1.0)
+    cos, sin, tanh = jaxpr.eqns
+    assert live(jaxpr.eqns, jaxpr.outvars) == [sin, tanh]
+    assert in_order([tanh, cos, sin]) == [sin, tanh, cos]
+    assert needed_for(sin.outvars, jaxpr.eqns) == [sin]
+    assert inputs_of([tanh, cos]) == [sin.outvars[0], jaxpr.invars[0]]
+    marks = {sin.outvars[0]: 7, tanh.outvars[0]: 8}
+    assert upstream(jaxpr.eqns, marks)[tanh.outvars[0]] == {7, 8}
+
+
+def test_what_has_effects_is_live():
+    def fn(x):
+        jax.debug.print("{x}", x=jnp.sin(x))
+        return x
+
+    jaxpr = traced(fn, 1.0)
+    assert live(jaxpr.eqns, jaxpr.outvars)[0].primitive is p.sin_p
+
+
+def test_known_values():
+    jaxpr = traced(lambda x: x[jnp.array([1, 2]) + 1] + jnp.full((2,), 3.0), jnp.zeros(8))
+    graph = Graph(jaxpr.eqns, jaxpr.outvars, dict.fromkeys(jaxpr.constvars, np.array([1, 2])))
+    (gather,) = [e for e in jaxpr.eqns if e.primitive is p.gather_p]
+    added = graph.makers[jaxpr.outvars[0]].invars
+    assert graph.fill(added[1]) == 3
+    assert graph.fill(added[0]) is None
+    assert graph.constant(gather.invars[1]).ravel().tolist() == [2, 3]
+    assert graph.constant(jaxpr.invars[0]) is None
+
+
+def test_regions():
+    def fn(w, xs):
+        return jax.lax.scan(lambda c, x: (jnp.cos(c) * w + x, c), 0.0, xs)
+
+    jaxpr = traced(fn, 2.0, jnp.zeros(3))
+    (scan,) = [e for e in jaxpr.eqns if e.primitive is p.scan_p]
+    (body,) = bodies(scan)
+    assert invariants(scan) == {body.invars[0]}
+    assert (jaxpr.invars[0], body.invars[0], 0) in list(links(scan))
+    assert p.cos_p in {e.primitive for e in walk(jaxpr)}
+    assert map_bodies(scan, lambda closed: closed) is scan
+    without = map_bodies(scan, lambda c: c.replace(jaxpr=c.jaxpr.replace(eqns=[])))
+    assert bodies(without)[0].eqns == []
+
+
+def test_text():
+    text = program_text(traced(lambda x: jnp.sin(x) + 1.0, 1.0), "name", lambda e: "here")
+    assert text.split("\n") == [
+        "name (a:f32[])",
+        "  b:f32[] = sin a  # here",
+        "  c:f32[] = add b 1.0  # here",
+        "  return c",
+    ]

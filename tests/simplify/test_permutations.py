@@ -1,0 +1,30 @@
+"""What a permutation makes known is not computed; program in, program out."""
+
+import jax
+import jax.numpy as jnp
+
+from gshard.simplify.permutations import fold_permutation_checks
+from tests.simplify.texts import after, primitives
+
+KEYS, ROWS = jnp.zeros(6), jnp.zeros((6, 2))
+
+
+def gradient_of_an_update(order_of):
+    def fn(keys, rows):
+        def put(rows):
+            return jnp.zeros((6, 2)).at[order_of(keys)].set(rows)
+
+        return jax.vjp(put, rows)[1](jnp.ones((6, 2)))[0]
+
+    return fn
+
+
+def test_the_gradient_of_an_update_by_argsort_scatters_nothing():
+    fn = gradient_of_an_update(jnp.argsort)
+    assert primitives(fn, KEYS, ROWS).count("scatter") == 1  # JAX numbers the updates
+    assert "scatter" not in after(fold_permutation_checks, fn, KEYS, ROWS)
+
+
+def test_indices_that_may_repeat_are_compared():
+    fn = gradient_of_an_update(lambda keys: keys.astype(jnp.int32) % 3)
+    assert "scatter" in after(fold_permutation_checks, fn, KEYS, ROWS)

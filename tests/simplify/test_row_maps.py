@@ -1,0 +1,117 @@
+"""Row maps of row maps are one operator; program in, program out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gshard.simplify.row_maps import compose_row_maps
+from tests.simplify.texts import after, dedent
+
+X = jnp.zeros((8, 2))
+
+
+def composed(fn, *arguments):
+    return after(compose_row_maps, fn, *arguments)
+
+
+def test_a_roll():
+    assert composed(lambda x: jnp.concatenate([x[1:], x[:1]]), X) == dedent("""
+        program (a:f32[8,2])
+          b:f32[8,2] = concatenate_slices[windows=((0, 1, 8), (0, 0, 1))] a
+          return b
+    """)
+
+
+def test_a_roll_whose_first_row_is_set_is_a_shift():
+    """No row travels from one end to the other."""
+
+    def fn(x, y):
+        return jnp.roll(x, 1, axis=0).at[0].set(y)
+
+    assert composed(fn, X, jnp.zeros(2)) == dedent("""
+        program (a:f32[8,2], b:f32[2])
+          c:f32[1,2] = reshape[new_sizes=(1, 2)] b
+          d:f32[8,2] = concatenate_slices[windows=((0, 0, 1), (1, 0, 7))] c a
+          return d
+    """)
+
+
+def test_a_shift_by_padding():
+    assert composed(lambda x: jax.lax.pad(x, 0.0, ((2, 0, 0), (0, 0, 0)))[:8], X) == dedent("""
+        program (a:f32[8,2])
+          b:f32[2,2] = broadcast_in_dim[shape=(2, 2)] 0.0
+          c:f32[8,2] = concatenate_slices[windows=((0, 0, 2), (1, 0, 6))] b a
+          return c
+    """)
+
+
+def test_the_gradient_of_a_roll_is_a_roll():
+    def fn(x):
+        return jax.vjp(lambda x: jnp.roll(x, 3, axis=0), x)[1](x)[0]
+
+    assert composed(fn, X) == dedent("""
+        program (a:f32[8,2])
+          b:f32[8,2] = concatenate_slices[windows=((0, 3, 8), (0, 0, 3))] a
+          return b
+    """)
+
+
+def test_a_tensor_of_which_little_is_used_is_cut_first():
+    """Otherwise all of it would be an operand, and be brought to the result's sharding."""
+
+    def fn(x, y):
+        return jnp.concatenate([x[:2], y])
+
+    assert "slice[" in composed(fn, X, X)
+
+
+def test_an_update_in_a_loop_at_an_index_that_jax_hoisted():
+    """A gradient's index is a constant of the scan, whose value is known outside."""
+
+    def fn(xs):
+        def step(carry, x):
+            return carry.at[0].set(x).at[1:].set(carry[:-1]), carry[-1]
+
+        return jax.lax.scan(step, jnp.zeros((4, 2)), xs)[0]
+
+    assert "scatter" not in composed(fn, X)
+
+
+@pytest.mark.parametrize("update", [jnp.sin, lambda x: x * 2])
+def test_an_update_that_is_computed_from_what_is_there_stays(update):
+    assert "scatter" in composed(lambda x: x.at[3].apply(update), X)
+
+
+OPERATIONS = {
+    "slice": lambda x, i: x[i % len(x) : len(x)],
+    "cut": lambda x, i: x[: 1 + i % len(x)],
+    "roll": lambda x, i: jnp.roll(x, i, axis=0),
+    "pad": lambda x, i: jnp.pad(x, ((i % 3, 1), (0, 0)), constant_values=i),
+    "less": lambda x, i: jax.lax.pad(x, 0.0, ((-(i % len(x)), 0, 0), (0, 0, 0))),
+    "set": lambda x, i: x.at[i % len(x)].set(7.0),
+    "set rows": lambda x, i: x.at[i % len(x) :].set(3.0),
+    "twice": lambda x, i: jnp.concatenate([x, x]),
+    "around": lambda x, i: jnp.concatenate([x[i % len(x) :], x + 1.0, x[: i % len(x)]]),
+    "apart": lambda x, i: jax.lax.split(x, (i % len(x), len(x) - i % len(x)), axis=0)[1],
+    "sum": lambda x, i: jnp.pad(x, ((0, len(x)), (0, 0))) + jnp.pad(x, ((len(x), 0), (0, 0))),
+    "columns": lambda x, i: jnp.concatenate([x[:, 1:], x[:, :1]], axis=1),
+}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 7)), max_size=5),
+    st.integers(1, 6),
+)
+def test_any_composition_keeps_its_values(steps, rows):
+    """`after` compares them."""
+
+    def fn(x):
+        for name, number in steps:
+            x = OPERATIONS[name](x, number)
+        return x
+
+    composed(fn, jnp.zeros((rows, 2)))
+    composed(lambda x: jax.vjp(fn, x)[1](jnp.ones(jax.eval_shape(fn, x).shape)), np.ones((rows, 2)))
