@@ -48,8 +48,6 @@ format: $(VENV)/installed
 # The pages that are made from the code.
 docs: $(VENV)/installed
 	$(RUN) -m gshard.rules --update
-	$(RUN) -m tools.structure --update
-	$(RUN) -m tools.walk jit --update
 	$(RUN) -m tools.jit_table --update
 
 $(VENV)/installed: pyproject.toml

@@ -1,8 +1,5 @@
 """The house stays in order: imports point one way, files and functions are small."""
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import grimp
@@ -70,24 +67,3 @@ def test_files_are_small():
 
 def test_functions_are_small():
     assert not structure.long_functions(ROOT)
-
-
-def test_the_page_shows_the_structure_as_it_is():
-    page = (ROOT / structure.PAGE).read_text()
-    assert structure.updated(page, structure.report(ROOT)) == page, (
-        "run python -m tools.structure --update"
-    )
-
-
-def test_the_reading_order_is_that_of_a_call():
-    """The rows of docs/design.md, against the order in which a call comes to the files."""
-    page = (ROOT / structure.PAGE).read_text()
-    section = page[page.index("## A reading order") : page.index("Beside that way lie")]
-    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    listed = [name for row in rows for name in re.findall(r"`([\w/]+\.py)`", row)]
-    walk = [sys.executable, "-m", "tools.walk", "jit"]
-    done = subprocess.run(walk, cwd=ROOT, check=True, capture_output=True, text=True)
-    visited = done.stdout.split()
-    assert listed == [name for name in visited if name in listed]
-    left_out = {name for name in visited if name not in listed}
-    assert not {n for n in left_out if not n.startswith("rules/") and n != "_jax.py"}

@@ -3,7 +3,6 @@
 A part is a file or a package directly under `gshard/` or `gshard/mt/`. An arrow says that one part
 imports another; it climbs back if it lies on a circle of arrows, since then no order of reading
 meets every part before what is built on it. Files and functions above the limits are named too.
-`--update` writes the same text into docs/design.md.
 """
 
 from __future__ import annotations
@@ -21,10 +20,6 @@ FOLDERS = ("gshard", "tests", "examples", "benchmarks", "tools")
 SOURCES = (".py", ".js", ".css", ".html")
 MOST_LINES_IN_A_FILE = 400
 MOST_LINES_IN_A_FUNCTION = 60
-
-PAGE = Path("docs/design.md")
-BEGIN = "<!-- python -m tools.structure --update -->\n"
-END = "<!-- end -->\n"
 
 Arrows = dict[str, set[str]]
 
@@ -120,25 +115,11 @@ def report(root: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def updated(page: str, text: str) -> str:
-    """The page with `text` as its code block between the two marks."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n```text\n{text}```\n\n{END}{after}"
-
-
 def main() -> None:
-    """Print the report, or write it into docs/design.md."""
+    """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("root", nargs="?", type=Path, default=Path.cwd())
-    parser.add_argument("--update", action="store_true", help=f"write it into {PAGE}")
-    args = parser.parse_args()
-    text = report(args.root.resolve())
-    if args.update:
-        page = args.root / PAGE
-        page.write_text(updated(page.read_text(), text))
-    else:
-        print(text, end="")
+    print(report(parser.parse_args().root.resolve()), end="")
 
 
 if __name__ == "__main__":
