@@ -29,6 +29,7 @@ from gshard.forecast.hardware import hardware as hardware_of
 from gshard.keywords import JitKeywords, Keywords, Options, checked_devices
 from gshard.moving.costs import MACHINE, MEMORY_LIMIT, planning_for
 from gshard.partition import partition
+from gshard.partners import advising, watched
 from gshard.patterns.dropless import by_groups
 from gshard.patterns.ring import in_rings
 from gshard.placement import DeviceOrder, device_order, mesh_of, with_shardings
@@ -155,7 +156,7 @@ class Jitted(Generic[P, R]):
         functools.update_wrapper(self, fun)
         self.options = options
         self._keywords = keywords
-        self._fun = with_shardings(fun, keywords.in_shardings, keywords.out_shardings)
+        self._fun = with_shardings(watched(fun), keywords.in_shardings, keywords.out_shardings)
         # JAX itself checks the keywords, flattens the arguments and traces, as it does for jax.jit.
         self._traces = jax.jit(with_static_results(self._fun), **keywords.of_jax)
         self._known = _jax.jit_info(self._traces)
@@ -190,6 +191,7 @@ class Jitted(Generic[P, R]):
         return self if instance is None else functools.partial(self, instance)
 
     @_jax.api_boundary
+    @advising
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Partition for arguments like these: arrays, or `jax.ShapeDtypeStruct`s."""
         _, leaves = _jax.parse_arguments(self._known, args, kwargs)
@@ -226,6 +228,7 @@ class Jitted(Generic[P, R]):
 
     # ------------------------------------------------------------ new kinds of arguments
 
+    @advising
     def _cache_miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
         """Called by JAX for arguments of a kind that it has no program for yet.
 
