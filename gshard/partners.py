@@ -11,12 +11,14 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-def advising(method: Callable[..., Any]) -> Callable[..., Any]:
+
+def advising(method: F) -> F:
     """`method`, whose errors say so where an Equinox module in the call has Python numbers."""
 
     @functools.wraps(method)
@@ -29,7 +31,7 @@ def advising(method: Callable[..., Any]) -> Callable[..., Any]:
                 error.add_note(note)
             raise
 
-    return advised
+    return cast(F, advised)
 
 
 def _of_equinox(arguments: Any) -> str | None:
