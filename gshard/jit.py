@@ -303,8 +303,8 @@ class Jitted(Generic[P, R]):
         """The arguments as types alone, so that nothing of them is kept."""
         static = (*self._known.static_argnums, *self._known.static_argnames)
         if isinstance(arguments, dict):
-            kept = {k: v for k, v in arguments.items() if k in static}
-            return {**jax.tree.map(_jax.struct_of, _without(arguments, kept)), **kept}
+            structs = functools.partial(jax.tree.map, _jax.struct_of)
+            return {k: v if k in static else structs(v) for k, v in arguments.items()}
         count = len(arguments)
         fixed = {n % count if n < 0 else n for n in static if isinstance(n, int)} if count else ()
         return tuple(
@@ -395,12 +395,5 @@ class Jitted(Generic[P, R]):
 
 @_jax.weakref_cache
 def _lowered_before(jaxpr: Any, *key: Any) -> list[tuple[list[Sharding | None], Lowered]]:
-    """The programs made of a traced function so far, and how the arguments lay of which each was.
-
-    They are forgotten with it.
-    """
+    """Programs of a traced function, by the arguments' shardings; forgotten with the function."""
     return []
-
-
-def _without(arguments: dict[str, Any], left_out: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in arguments.items() if k not in left_out}
