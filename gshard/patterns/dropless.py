@@ -299,13 +299,14 @@ class _Region:
 
     def is_put(self, eqn: JaxprEqn) -> bool:
         """Whether rows are scattered back; if so, that is done."""
-        if eqn.primitive not in (p.scatter_p, p.scatter_add_p) or not puts_rows(eqn):
+        adds = eqn.primitive is p.scatter_add_p
+        sets = eqn.primitive is p.scatter_p and eqn.params["update_jaxpr"] is None
+        if not (adds or sets) or not puts_rows(eqn):
             return False
         operand, indices, updates = eqn.invars
         if updates not in self.moved or updates in self.usual:
             return False
-        adds = eqn.primitive is p.scatter_add_p
-        if not adds and not is_permutation(indices, self.graph):
+        if sets and not is_permutation(indices, self.graph):
             return False  # which of several updates of a row is the last would matter
         clip = eqn.params["mode"] == GatherScatterMode.CLIP
         params = {"source": self.groups, "target": None, "adds": adds, "clip": clip}
