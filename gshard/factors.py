@@ -64,10 +64,17 @@ class Factors:
             tuple(tuple((f,) if f is not None else () for f in names) for names in operands),
             tuple(tuple((f,) if f is not None else () for f in names) for names in results),
             sizes,
-            reduced or {},
+            combining(eqn, reduced or {}),
             tuple(priority),
             resized=frozenset(resized),
         )
+
+
+def combining(eqn: JaxprEqn, reduced: Mapping[Factor, str]) -> dict[Factor, str]:
+    """How partial results over `reduced` factors are combined: for booleans, a sum is an or."""
+    if eqn.outvars[0].aval.dtype != bool:
+        return dict(reduced)
+    return {f: {"sum": "or", "prod": "and"}.get(kind, kind) for f, kind in reduced.items()}
 
 
 def no_factors(eqn: JaxprEqn) -> Factors:

@@ -62,7 +62,8 @@ def lower(
     for normal_form in SIMPLIFY if order.count > 1 else ():  # one device gains nothing by them
         flat = simplify(flat, normal_form)
     lies = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
-    name, closed_over = traced.fun_name, _jax.closed_over(traced)  # all that is kept of `traced`
+    # All that is kept of `traced`.
+    name, closed_over, types = traced.fun_name, _jax.closed_over(traced), traced.jaxpr.out_avals
     machine = options.hardware.machine if options.hardware else MACHINE
 
     def partitioned(flat: ClosedJaxpr) -> Program:
@@ -75,7 +76,7 @@ def lower(
                 flat, shardings = changed, propagate(changed, order.count, lies, limit)
             local = partition(flat.jaxpr, shardings, limit, options.strict)  # per device
             return arrange(  # XLA compiles and runs it
-                local, flat, shardings, name, closed_over, order, mesh, settings
+                local, flat, shardings, name, closed_over, order, mesh, settings, types
             )
 
     return replace(partitioned(flat), variant=partitioned)

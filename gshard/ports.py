@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core.primitives import convert_element_type_p
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gshard import keys
@@ -127,9 +128,21 @@ class Port:
         wanted = ordinary(mesh, self.sharding)
         held = {s.device: s.data for s in value.addressable_shards}
         tiles = [held[d] for d in wanted.mesh.devices.ravel() if d in held]
-        return jax.make_array_from_single_device_arrays(
+        made = jax.make_array_from_single_device_arrays(
             self.shape, wanted, tiles, dtype=value.dtype
         )
+        return _weakly_typed(wanted)(made) if jax.typeof(value).weak_type else made
+
+
+@functools.lru_cache(maxsize=256)
+def _weakly_typed(sharding: NamedSharding) -> Any:
+    """A function that makes an array weakly typed, which JAX's own constructors cannot."""
+
+    def converted(array: jax.Array) -> jax.Array:
+        params = {"new_dtype": array.dtype, "weak_type": True, "sharding": None}
+        return convert_element_type_p.bind(array, **params)
+
+    return jax.jit(converted, out_shardings=sharding)
 
 
 def in_place(here: Any, wanted: NamedSharding, rank: int) -> bool:

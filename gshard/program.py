@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core.primitives import convert_element_type_p
 from jax.sharding import AbstractMesh, Mesh
 
 from gshard import _jax, explain
@@ -163,8 +164,12 @@ def arrange(
     order: DeviceOrder,
     user_mesh: Mesh | None,
     settings: Settings,
+    types: Sequence[Any],
 ) -> Program:
-    """The per-device program between global arrays, as a function that XLA compiles."""
+    """The per-device program between global arrays, as a function that XLA compiles.
+
+    Its results have the `types` of those of the user's function.
+    """
     jaxpr, count = flat.jaxpr, order.count
     entering = (*jaxpr.constvars, *jaxpr.invars)
     inputs = [shardings[v] for v in entering]
@@ -172,11 +177,7 @@ def arrange(
         Sharding.replicated(v.aval.ndim, count) if isinstance(v, Literal) else shardings[v]
         for v in jaxpr.outvars
     ]
-    if any(s.manual for s in outputs):
-        raise ValueError(
-            "the function returns a value of a manual region; leave it with "
-            "manual_to_auto_spmd_partition, which says which part of the result each device has"
-        )
+    check_results(jaxpr.outvars, shardings)
     shapes = [tuple(v.aval.shape) for v in (*entering, *jaxpr.outvars)]
     like = None if user_mesh is None else user_mesh.devices.shape
     like = like if like and math.prod(like) == count else None
@@ -188,7 +189,8 @@ def arrange(
     def on_device(*arrays: jax.Array) -> list[jax.Array]:
         place = Place(axis_names(axes), count)
         tiles = [p.enter(a) for p, a in zip(into, arrays, strict=True)]
-        return [p.leave(t) for p, t in zip(out_of, local(place, tiles), strict=True)]
+        results = [p.leave(t) for p, t in zip(out_of, local(place, tiles), strict=True)]
+        return [_of_type(x, aval) for x, aval in zip(results, types, strict=True)]
 
     step = jax.shard_map(
         on_device,
@@ -206,6 +208,25 @@ def arrange(
     ]
     traced = _traced(step, name, structs, into, mesh, len(consts), settings)
     return Program(traced, mesh, consts, into, out_of, flat, shardings)
+
+
+def check_results(results: Sequence[Any], shardings: Mapping[Any, Sharding]) -> None:
+    """Refuse results that are values of a manual region."""
+    if any(not isinstance(v, Literal) and shardings[v].manual for v in results):
+        raise ValueError(
+            "the function returns a value of a manual region; leave it with "
+            "manual_to_auto_spmd_partition, which says which part of the result each device has"
+        )
+
+
+def _of_type(result: jax.Array, aval: Any) -> jax.Array:
+    """A result as weakly typed as the user's function says, which no operator keeps track of."""
+    assert result.dtype == aval.dtype, (result.dtype, aval)
+    weak = getattr(aval, "weak_type", False)
+    if weak == jax.typeof(result).weak_type:
+        return result
+    params = {"new_dtype": result.dtype, "weak_type": weak, "sharding": None}
+    return convert_element_type_p.bind(result, **params)
 
 
 def _traced(

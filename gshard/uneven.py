@@ -44,8 +44,8 @@ class UnevenArray(jax.Array):
     size = property(lambda self: math.prod(self._shape))
     nbytes = property(lambda self: self.size * self.dtype.itemsize)
     itemsize = property(lambda self: self.dtype.itemsize)
-    aval = property(lambda self: ShapedArray(self._shape, self.dtype))
-    weak_type = False
+    aval = property(lambda self: ShapedArray(self._shape, self.dtype, weak_type=self.weak_type))
+    weak_type = property(lambda self: jax.typeof(self.stack).weak_type)  # keys have no other
     committed = _committed = True
     is_fully_replicated = True
 

@@ -159,7 +159,8 @@ def assert_same(
     """Assert that two trees of results are equal, in their types too."""
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        types = [(x.shape, x.dtype, jax.typeof(x).weak_type) for x in (a, b)]
+        assert types[0] == types[1], types
         compare(a, b, exact, rtol, atol)
 
 

@@ -119,7 +119,7 @@ def partition_scatter(
     if not reduced:
         operand = ctx.reshard(tiles[0], wanted[0], f"operand of {name}")
         return [_update(ctx, eqn, roles, chosen, operand, indices, updates)]
-    kind = _KINDS[eqn.primitive]
+    (kind,) = set(factors.reduced.values())
     neutral = identity(kind, tiles[0].array.dtype)
     local = local_dims(factors.results[0], chosen, factors, shape)
     nothing = Tile(jnp.full(local, neutral), wanted[0], shape)
@@ -141,7 +141,9 @@ def _merge(kind: str, operand: jax.Array, part: jax.Array) -> jax.Array:
     """The operand with combined updates; where there were none, not a bit of it changes."""
     if kind == "sum":
         return lax.select(part == 0, operand, operand + part)
-    return {"prod": lax.mul, "min": lax.min, "max": lax.max}[kind](operand, part)
+    by = {"prod": lax.mul, "min": lax.min, "max": lax.max, "or": lax.bitwise_or}
+    by["and"] = lax.bitwise_and
+    return by[kind](operand, part)
 
 
 def _update(

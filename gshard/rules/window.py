@@ -32,7 +32,7 @@ from jax.extend.core import primitives as p
 
 from gshard.choose import choose, run
 from gshard.devices import Place
-from gshard.factors import Dim, Factors, Shape
+from gshard.factors import Dim, Factors, Shape, combining
 from gshard.moving.halo import fetch, window
 from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding, Split
@@ -139,7 +139,7 @@ def conv_factors(eqn: JaxprEqn, split_windows: Collection[int] = ()) -> Factors:
             reduced[f"s{i}"] = "sum"
         else:
             out[o] = (f"s{i}",)
-    return Factors((tuple(lhs), tuple(rhs)), (tuple(out),), sizes, reduced)
+    return Factors((tuple(lhs), tuple(rhs)), (tuple(out),), sizes, combining(eqn, reduced))
 
 
 def partition_conv(
