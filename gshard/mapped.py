@@ -72,14 +72,14 @@ def over_groups(eqn: JaxprEqn, axes: NamedAxes) -> tuple[Primitive, dict[str, An
             )
         settings: tuple[tuple[str, Any], ...] = ()
     elif primitive in _MOVING:
-        over = _names(params.pop("axis_name"))
+        over = axis_names_of(params.pop("axis_name"))
         settings = tuple(sorted((k, v) for k, v in params.items() if k != "axis_index_groups"))
     elif primitive is p.ppermute_p:
-        groups = axes.groups(_names(params["axis_name"]))
+        groups = axes.groups(axis_names_of(params["axis_name"]))
         pairs = [(group[s], group[d]) for group in groups for s, d in params["perm"]]
         return over_groups_p, {"primitive": primitive, "settings": (), "groups": tuple(pairs)}
     elif primitive is p.axis_index_p:
-        return row_of_device_p, {"table": axes.index(_names(params["axis_name"]))}
+        return row_of_device_p, {"table": axes.index(axis_names_of(params["axis_name"]))}
     else:
         return None
     groups = axes.groups(over)
@@ -89,12 +89,19 @@ def over_groups(eqn: JaxprEqn, axes: NamedAxes) -> tuple[Primitive, dict[str, An
     return over_groups_p, {"primitive": primitive, "settings": settings, "groups": groups}
 
 
+def without_types(eqn: JaxprEqn) -> tuple[Primitive, dict[str, Any]] | None:
+    """A collective that says which axes its result varies over, as the one that does not."""
+    same = _SAME.get(eqn.primitive)
+    return same and (same, {**eqn.params, "axis_index_groups": None})
+
+
 def says_nothing(eqn: JaxprEqn) -> bool:
     """Whether an equation only changes what types say about axes."""
     return eqn.primitive in _NOTHING
 
 
-def _names(said: Any) -> tuple[str, ...]:
+def axis_names_of(said: Any) -> tuple[str, ...]:
+    """The names in a parameter that has one or several."""
     return (said,) if isinstance(said, str) else tuple(said)
 
 

@@ -9,9 +9,11 @@ constraints, reshards, operators with a sharding of their own) becomes annotatio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import (
@@ -27,6 +29,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gshard._jax import (
     Var,
+    current_context,
     dce_jaxpr,
     discharge_refs,
     optimization_barrier_p,
@@ -34,6 +37,7 @@ from gshard._jax import (
     remat_p,
     reshard_p,
     sharding_constraint_p,
+    without_mesh,
 )
 from gshard.annotate import Annotation, annotate_p
 from gshard.expand import expand
@@ -42,6 +46,7 @@ from gshard.graph.regions import walk
 from gshard.manual import to_auto_p, to_manual_p
 from gshard.mapped import NamedAxes, is_shard_map, over_groups, says_nothing
 from gshard.meshes import grid_of
+from gshard.partly_manual import for_stacks, on_stacks
 from gshard.placement import DeviceOrder
 from gshard.source import at_line_of, source_of
 
@@ -85,12 +90,23 @@ def _meshes(jaxpr: Jaxpr) -> Iterator[Mesh]:
                 yield named.mesh
 
 
+@dataclass(frozen=True)
+class Region:
+    """A `jax.shard_map` over some axes of its mesh, and the sizes of all axes that are manual."""
+
+    mesh: Any
+    sizes: dict[str, int]
+
+
 class _Builder:
     """Copies equations with fresh variables, collecting the constants of inlined calls."""
 
-    def __init__(self, order: DeviceOrder, axes: NamedAxes | None = None):
+    def __init__(
+        self, order: DeviceOrder, axes: NamedAxes | None = None, region: Region | None = None
+    ):
         self.order = order
-        self.axes = axes  # of the `jax.shard_map` around
+        self.axes = axes  # of the `jax.shard_map` around, over all axes of its mesh
+        self.region = region  # the one around over some axes of its mesh
         self.eqns: list[JaxprEqn] = []
         self.consts: dict[Var, Any] = {}
 
@@ -137,17 +153,21 @@ class _Builder:
             return self.shard_map(eqn, invars)
         if says_nothing(eqn):
             return invars
-        if self.axes and (found := over_groups(eqn, self.axes)):
+        found = over_groups(eqn, self.axes) if self.axes else None
+        if found or (self.region and (found := for_stacks(eqn))):
             return self.append(eqn, invars, [_fresh(v) for v in eqn.outvars], *found)
         if (expanded := expand(eqn)) is not None:
             return self.inline(expanded.jaxpr, expanded.consts, invars)
         outvars = [_fresh(v) for v in eqn.outvars]
         if eqn.primitive in LOOPS:
-            eqn = map_bodies(eqn, lambda body: _Builder(self.order, self.axes).body(body))
+            eqn = map_bodies(
+                eqn, lambda body: _Builder(self.order, self.axes, self.region).body(body)
+            )
         params = dict(eqn.params)
         own = [params[k] for k in _OWN_SHARDING if isinstance(params.get(k), NamedSharding)]
         params.update((k, None) for k in _OWN_SHARDING if k in params)
-        self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
+        context = current_context() if self.region else eqn.ctx
+        self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params, ctx=context))
         return [self.annotate(eqn, outvars[0], said_by_type(own[0]))] if own else outvars
 
     def annotate(self, eqn: JaxprEqn, atom: Any, said: Any) -> Any:
@@ -160,6 +180,8 @@ class _Builder:
     def meant(self, eqn: JaxprEqn, said: Any, rank: int) -> Annotation:
         """The annotation that a sharding in JAX's words amounts to; errors name the user's line."""
         name = f"{eqn.primitive.name} to {getattr(said, 'spec', said)}"
+        if self.region and isinstance(said, NamedSharding):
+            said = NamedSharding(self.region.mesh, said.spec)
         try:
             return self.order.annotation(said, rank, name)
         except ValueError as error:
@@ -174,7 +196,7 @@ class _Builder:
         params: dict[str, Any],
     ) -> list[Any]:
         """Append an equation that stands for `eqn`; its results."""
-        info, ctx = eqn.source_info, eqn.ctx
+        info, ctx = eqn.source_info, current_context() if self.region else eqn.ctx
         self.eqns.append(new_jaxpr_eqn(invars, outvars, primitive, params, set(), info, ctx))
         return outvars
 
@@ -182,12 +204,14 @@ class _Builder:
         """A region of `jax.shard_map` as a manual one: its operands cut, its body inlined."""
         mesh, body, count = eqn.params["mesh"], eqn.params["jaxpr"], self.order.count
         manual = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
-        if self.axes or set(manual) != set(mesh.axis_names) or mesh.size != count:
+        if self.axes or mesh.size != count:
             raise NotImplementedError(
                 f"{source_of(eqn)}: jax.shard_map over the axes {sorted(map(str, manual))} of a "
-                f"mesh of {mesh.size} devices {mesh.axis_names}: inside of gshard.jit it has to be "
-                f"over all axes of a mesh of all {count} devices, and not in another one"
+                f"mesh of {mesh.size} devices {mesh.axis_names}: inside of gshard.jit its mesh has "
+                f"to have all {count} devices, and it cannot be inside of another one over all axes"
             )
+        if set(manual) != set(mesh.axis_names):
+            return self.partly_manual(eqn, manual, args)
         own: dict[str, Any] = {"num_devices": count}
         entered = []
         for atom, spec, var in zip(args, eqn.params["in_specs"], body.invars, strict=True):
@@ -202,6 +226,30 @@ class _Builder:
             annotation = self.meant(eqn, NamedSharding(mesh, spec), len(var.aval.shape))
             params = {**own, "annotation": annotation, "shape": var.aval.shape, "copies": "first"}
             results += self.append(eqn, [atom], [_fresh(var)], to_auto_p, params)
+        return results
+
+    def partly_manual(self, eqn: JaxprEqn, manual: Collection[str], args: list[Any]) -> list[Any]:
+        """A region of `jax.shard_map` over some axes of its mesh, as one of all its parts."""
+        mesh = self.region.mesh if self.region else eqn.params["mesh"]
+        sizes = {str(name): int(mesh.shape[name]) for name in mesh.axis_names if name in manual}
+        around = self.region.sizes if self.region else {}
+        inside = _Builder(self.order, region=Region(mesh, {**around, **sizes}))
+        body = eqn.params["jaxpr"]
+        closed = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
+
+        def annotate(stack: Any, axes: tuple[str, ...]) -> Any:
+            more = (PartitionSpec.UNCONSTRAINED,) * (stack.ndim - len(axes))
+            said = NamedSharding(mesh, PartitionSpec(*axes, *more))
+            return annotate_p.bind(stack, annotation=self.meant(eqn, said, stack.ndim))
+
+        specs = eqn.params["in_specs"], eqn.params["out_specs"]
+        region = on_stacks(inside.body(closed), sizes, *specs, annotate)
+        structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in args]
+        with without_mesh():
+            whole = jax.make_jaxpr(region, axis_env=list(around.items()))(*structs)
+        start = len(self.eqns)
+        results = self.inline(whole.jaxpr, whole.consts, args)
+        self.eqns[start:] = [at_line_of(eqn, e) for e in self.eqns[start:]]
         return results
 
     def result(self, var: Any, atom: Any) -> Any:
