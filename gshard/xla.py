@@ -24,12 +24,13 @@ from gshard.hlo import collectives_of_hlo
 from gshard.meshes import make_mesh, partition_spec
 from gshard.placement import DeviceOrder
 from gshard.ports import in_place, ports
-from gshard.program import Settings
+from gshard.program import Settings, check_results
 from gshard.propagate import propagate
 from gshard.sharding import Sharding
 from gshard.source import on_behalf_of
 from gshard.trace import inline
 from gshard.uneven import UnevenArray
+from gshard.xla_manual import Stacks, rebuilt
 
 
 def lower_with_xla(
@@ -51,6 +52,9 @@ def lower_with_xla(
     shapes = [tuple(v.aval.shape) for v in variables]
     axes, _ = ports([shardings[v] for v in variables], shapes, order.count)
     own = make_mesh(axes, order.devices)
+    assert isinstance(own, Mesh)
+    stacks = Stacks(own, shardings)
+    check_results(flat.jaxpr.outvars, shardings)
 
     def named(sharding: Sharding, shape: Sequence[int]) -> NamedSharding | None:
         spec = partition_spec(sharding, axes) if sharding.is_even(shape) else None
@@ -58,7 +62,7 @@ def lower_with_xla(
 
     def constrained(*arrays: jax.Array) -> list[Any]:
         arguments = [*closed_over, *arrays]
-        return _constrained(flat, arguments, lambda v: named(shardings[v], v.aval.shape))
+        return _constrained(flat, arguments, lambda v: named(shardings[v], v.aval.shape), stacks)
 
     arguments = flat.jaxpr.invars[len(closed_over) :]
     placed = [named(shardings[v], v.aval.shape) for v in arguments]
@@ -71,7 +75,10 @@ def lower_with_xla(
         keep_unused=settings.keep_unused,
         compiler_options=dict(settings.compiler_options) or None,
     )
-    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in arguments]
+    structs = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
+        for v in arguments
+    ]
     with _jax.without_mesh():
         return XlaProgram(
             jitted.trace(*structs), order.count, into, [shardings[v] for v in arguments]
@@ -169,26 +176,23 @@ class XlaProgram:
 
 
 def _constrained(
-    program: ClosedJaxpr, arrays: Sequence[Any], sharding_of: Callable[[Any], NamedSharding | None]
+    program: ClosedJaxpr,
+    arrays: Sequence[Any],
+    sharding_of: Callable[[Any], NamedSharding | None],
+    stacks: Stacks,
 ) -> list[Any]:
     """The program, with each annotation that divides as a constraint (XLA drops the others)."""
 
     def interpret(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         with on_behalf_of(eqn):
-            if eqn.primitive is not annotate_p:
-                inside = eqn.params if loop_bodies(eqn) else {}
-                return bind(eqn, values, **{k: rebuilt(v) for k, v in inside.items()})
-            wanted = sharding_of(eqn.outvars[0])
-            if wanted is None:
-                return values
-            return [jax.lax.with_sharding_constraint(values[0], wanted)]
-
-    def rebuilt(param: Any) -> Any:
-        """The body of a loop or branch with its annotations as constraints."""
-        if isinstance(param, tuple):
-            return tuple(map(rebuilt, param))
-        if not isinstance(param, ClosedJaxpr):
-            return param
-        return jax.make_jaxpr(lambda *args: evaluate(param, args, interpret))(*param.in_avals)
+            if eqn.primitive is annotate_p:
+                wanted = sharding_of(eqn.outvars[0])
+                if wanted is None:
+                    return values
+                return [jax.lax.with_sharding_constraint(values[0], wanted)]
+            if stacks.runs(eqn):
+                return stacks.interpret(eqn, values, interpret)
+            inside = eqn.params if loop_bodies(eqn) else {}
+            return bind(eqn, values, **{k: rebuilt(v, interpret) for k, v in inside.items()})
 
     return evaluate(program, arrays, interpret)

@@ -1,5 +1,7 @@
 """Manual regions: the paper's Gather example, scan, grad, several regions."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +10,15 @@ from jax import lax
 
 import gshard
 from gshard import manual
-from tests.oracle import check, kinds, random_array
+from tests.oracle import check, kinds, random_array, run
 
 D = 8
+
+
+@pytest.fixture(params=["gshard", "xla"])
+def jit(request):
+    """`gshard.jit` with either partitioner."""
+    return functools.partial(gshard.jit, partitioner=request.param)
 
 
 def along(rank: int, dim: int, count: int = D) -> np.ndarray:
@@ -49,18 +57,18 @@ def test_its_gradient_moves_nothing_either():
     assert lowered.collectives == []
 
 
-def test_local_shapes_and_partition_id():
+def test_local_shapes_and_partition_id(jit):
     def fn(x):
         part = gshard.auto_to_manual_spmd_partition(gshard.split(x, 0, D))
         marked = part + 100 * gshard.partition_id()
         return gshard.manual_to_auto_spmd_partition(marked, along(1, 0))
 
     x = np.arange(16)
-    got = gshard.jit(fn)(x)
+    got = run(jit(fn), x)
     np.testing.assert_array_equal(got, x + 100 * (x // 2))
 
 
-def test_collectives_at_hand_and_their_gradients():
+def test_collectives_at_hand_and_their_gradients(jit):
     """A ring shift, a sum and a gather by hand, against the same on the whole tensor."""
     ring = [(i, (i + 1) % D) for i in range(D)]
 
@@ -76,13 +84,13 @@ def test_collectives_at_hand_and_their_gradients():
         return jnp.roll(x, 2) * jnp.sum(x * x) + jnp.sum(x[::2] ** 3)
 
     x = random_array((16,))
-    np.testing.assert_allclose(gshard.jit(by_hand)(x), whole(x), rtol=1e-5)
+    np.testing.assert_allclose(run(jit(by_hand), x), whole(x), rtol=1e-5)
     weights = np.cos(np.arange(16))
     got = gshard.jit(jax.grad(lambda x: jnp.sum(by_hand(x) * weights)))(x)
     np.testing.assert_allclose(got, jax.grad(lambda x: jnp.sum(whole(x) * weights))(x), rtol=1e-4)
 
 
-def test_a_replicated_value_in_and_out_differentiates():
+def test_a_replicated_value_in_and_out_differentiates(jit):
     """Every copy of w contributes to its gradient; only one copy of the loss counts."""
 
     def by_hand(x, w):
@@ -97,12 +105,12 @@ def test_a_replicated_value_in_and_out_differentiates():
     x, w = random_array((16, 3)), random_array((3, 4), seed=1)
     lowered = gshard.jit(jax.grad(by_hand, argnums=(0, 1))).lower(x, w)
     assert "all_gather" not in kinds(lowered)
-    got = gshard.jit(jax.grad(by_hand, argnums=(0, 1)))(x, w)
+    got = run(jit(jax.grad(by_hand, argnums=(0, 1))), x, w)
     for a, b in zip(got, jax.grad(whole, argnums=(0, 1))(x, w), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_several_regions_inside_scan():
+def test_several_regions_inside_scan(jit):
     def fn(x, ws):
         def layer(carry, w):
             part = gshard.auto_to_manual_spmd_partition(gshard.split(carry, 0, D))
@@ -126,28 +134,28 @@ def test_several_regions_inside_scan():
         lambda f: f,
         lambda f: jax.grad(lambda x, w: f(x, w)[1].sum(), argnums=(0, 1)),
     ):
-        got, wanted = gshard.jit(transform(fn))(x, ws), transform(plain)(x, ws)
+        got, wanted = run(jit(transform(fn)), x, ws), transform(plain)(x, ws)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_a_manual_carry_through_a_loop():
+def test_a_manual_carry_through_a_loop(jit):
     def fn(x):
         part = gshard.auto_to_manual_spmd_partition(gshard.split(x, 0, D))
         part = lax.fori_loop(0, 3, lambda i, p: p + gshard.partition_id(), part)
         return gshard.manual_to_auto_spmd_partition(part, along(1, 0))
 
     x = np.arange(16)
-    np.testing.assert_array_equal(gshard.jit(fn)(x), x + 3 * (x // 2))
+    np.testing.assert_array_equal(run(jit(fn), x), x + 3 * (x // 2))
 
 
-def test_uneven_parts_need_the_full_shape():
+def test_uneven_parts_need_the_full_shape(jit):
     def fn(x):
         part = gshard.auto_to_manual_spmd_partition(gshard.split(x, 0, D))
         return gshard.manual_to_auto_spmd_partition(part * 2, along(1, 0), full_shape=(13,))
 
     x = random_array((13,))
-    np.testing.assert_array_equal(gshard.jit(fn)(x), x * 2)
+    np.testing.assert_array_equal(run(jit(fn), x), x * 2)
 
 
 def test_outside_of_gshard_jit_both_are_the_identity():
@@ -157,7 +165,7 @@ def test_outside_of_gshard_jit_both_are_the_identity():
     )
 
 
-def test_functions_jitted_inside_are_traced_for_the_devices_at_hand():
+def test_functions_jitted_inside_are_traced_for_the_devices_at_hand(jit):
     @jax.jit
     def number(x):
         part = gshard.auto_to_manual_spmd_partition(gshard.split(x, 0, len(x) // 2))
@@ -168,7 +176,7 @@ def test_functions_jitted_inside_are_traced_for_the_devices_at_hand():
     x = np.arange(8)
     np.testing.assert_array_equal(number(x), x * 0)
     for devices in (4, 8, 4):
-        got = gshard.jit(lambda x: number(x), devices=jax.devices()[:devices])(x)
+        got = run(jit(lambda x: number(x), devices=jax.devices()[:devices]), x)
         assert int(got[2]) == 1
     np.testing.assert_array_equal(number(x), x * 0)
 

@@ -16,7 +16,7 @@ import jax
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "jit.md"
 MODULES = (
     "test_transformations", "test_placement", "test_calls", "test_habits", "test_three_axes",
-    "test_uneven", "test_repeated_calls",
+    "test_uneven", "test_repeated_calls", "test_partly_manual",
 )  # fmt: skip
 
 _HEAD = """# `gshard.jit` beside `jax.jit`

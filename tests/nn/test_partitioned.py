@@ -1,5 +1,6 @@
 """The models through `gshard.jit`: the paper's communication, and the numbers of one device."""
 
+import functools
 import math
 
 import jax
@@ -111,3 +112,13 @@ def test_other_strategies_are_other_annotations(strategy):
     settings = config(experts=8, groups=8)
     wanted = losses(jax.jit, Strategy(), settings, 3)
     np.testing.assert_allclose(losses(gshard.jit, strategy, settings, 3), wanted, rtol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["index", "einsum"])
+def test_a_model_trains_under_xlas_partitioner(dispatch):
+    """Its manual regions are for XLA too, so that both partitioners can be compared on models."""
+    settings = config(experts=8, groups=8, dispatch=dispatch)
+    wanted = losses(jax.jit, Strategy(), settings, 3)
+    jit = functools.partial(gshard.jit, partitioner="xla")
+    np.testing.assert_allclose(losses(jit, Strategy(8), settings, 3), wanted, rtol=2e-5)
