@@ -248,11 +248,10 @@ class Compiled(_Stage):
     def _quick_way(
         self, leaves: Sequence[Any], placed: Sequence[Any], tree: Any, results: Sequence[Any]
     ) -> Any:
-        """JAX's quick way to a tree of results, for calls with arguments like these; None without.
+        """JAX's quick way to a tree of results, for arguments like these; None if there is none.
 
-        JAX's dispatch hands an array on several devices to the executable without a look at its
-        sharding, and places all other arguments itself. So there is a quick way only where every
-        array on several devices crossed as it is: one that was moved has to be moved in each call.
+        There is none where an array on several devices had to be moved: JAX would hand it to the
+        executable as it is, without a look at its sharding. It places all others itself.
         """
         pairs = list(zip(leaves, placed, strict=True))
         if any(x is not a and _on_several_devices(x) for x, a in pairs):
