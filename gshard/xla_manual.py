@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from gshard.devices import Place
 from gshard.evaluate import Interpret, bind, evaluate
-from gshard.graph import loop_bodies
+from gshard.graph.regions import loop_bodies
 from gshard.manual import to_auto_p, to_manual_p
 from gshard.meshes import partition_spec
 from gshard.rule import RULES
