@@ -14,8 +14,49 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
 
+from gshard._jax import mlir
 from gshard.sharding import Split
+
+
+@dataclass(frozen=True)
+class Table:
+    """Integers, a row for each device."""
+
+    raw: bytes
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(rows: np.ndarray) -> Table:
+        """A table of 32-bit integers."""
+        return Table(np.ascontiguousarray(rows, np.int32).tobytes(), rows.shape)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The integers."""
+        return np.frombuffer(self.raw, np.int32).reshape(self.shape)
+
+    def __str__(self) -> str:
+        return str(self.rows.tolist()).replace(" ", "")
+
+
+lookup_p = Primitive("lookup")  # the row of a `table` that belongs to a device
+
+
+@lookup_p.def_abstract_eval
+def _lookup_aval(device: Any, *, table: Table) -> ShapedArray:
+    return ShapedArray(table.shape[1:], np.dtype(np.int32))
+
+
+def _lookup(device: jax.Array, *, table: Table) -> jax.Array:
+    starts = [device, *(jnp.zeros_like(device) for _ in table.shape[1:])]
+    row = lax.dynamic_slice(jnp.asarray(table.rows), starts, (1, *table.shape[1:]))
+    return row.reshape(table.shape[1:])
+
+
+mlir.register_lowering(lookup_p, mlir.lower_fun(_lookup, multiple_results=False))
 
 
 @dataclass(frozen=True)
@@ -43,10 +84,9 @@ class Place:
             return int(table[0]) if table.ndim == 1 else jnp.asarray(table[0])
         if table.ndim == 1 and (table == np.arange(len(table))).all():
             return self.device_id()
-        key = table.tobytes()
+        key = Table.of(table)
         if key not in self.known:
-            row = lax.dynamic_index_in_dim(jnp.asarray(table), self.device_id(), keepdims=False)
-            self.known[key] = row
+            self.known[key] = lookup_p.bind(self.device_id(), table=key)
         return self.known[key]
 
     def coord(self, split: Split) -> jax.Array | int:

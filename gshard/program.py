@@ -17,8 +17,11 @@ from jax.sharding import AbstractMesh, Mesh
 from gshard import _jax, explain
 from gshard.bundles import bundled
 from gshard.devices import Place
+from gshard.emission import emit
 from gshard.evaluate import bind, evaluate
 from gshard.explaining import Subject
+from gshard.graph import map_bodies
+from gshard.improve.share import share
 from gshard.meshes import AnyMesh, axis_names, make_mesh
 from gshard.placement import DeviceOrder
 from gshard.ports import Port, labelled, ports
@@ -238,9 +241,9 @@ def _traced(
     num_consts: int,
     settings: Settings,
 ) -> jax.stages.Traced:
-    """`step`, traced under the name of the user's function; small collectives travel together."""
+    """`step`, traced under the name of the user's function; small collectives are combined."""
     with _jax.without_mesh():
-        program = bundled(jax.make_jaxpr(step)(*structs), mesh)
+        program = bundled(_emitted(jax.make_jaxpr(step)(*structs), mesh), mesh)
 
     def called(*arrays: jax.Array) -> list[jax.Array]:
         return evaluate(program, arrays, _copied)
@@ -256,6 +259,18 @@ def _traced(
     )
     with _jax.without_mesh():
         return jitted.trace(*structs)
+
+
+def _emitted(plan: ClosedJaxpr, mesh: AnyMesh) -> ClosedJaxpr:
+    """A program whose `shard_map` holds a plan, with what each device runs in its place."""
+
+    def carried_out(eqn: JaxprEqn) -> JaxprEqn:
+        if eqn.primitive is not _jax.shard_map_p:
+            return eqn
+        return map_bodies(eqn, lambda c: c.replace(jaxpr=emit(share(c.jaxpr), dict(mesh.shape))))
+
+    eqns = [carried_out(eqn) for eqn in plan.jaxpr.eqns]
+    return plan.replace(jaxpr=plan.jaxpr.replace(eqns=eqns))
 
 
 def _copied(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:

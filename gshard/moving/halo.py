@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -20,8 +21,9 @@ from gshard.devices import Place
 from gshard.keys import as_integers
 from gshard.moving.collectives import all_gather, collective_permute
 from gshard.moving.costs import MAX_SHIFTS
-from gshard.moving.rows import Runs, align, everything, groups_along, plan_rows
-from gshard.sharding import Sharding, Split
+from gshard.moving.nodes import Node, communicate
+from gshard.moving.rows import Runs, aligned, everything, groups_along, plan_rows
+from gshard.sharding import Sharding
 from gshard.tile import Tile
 
 
@@ -65,28 +67,54 @@ def fetch(
     split = tile.sharding.splits[dim]
     if split is None:
         return window(place, tile.array, dim, int(starts[0]), width)
-    key = (id(tile.array), tile.sharding, dim, np.asarray(starts).tobytes(), width, only)
-    if key not in place.known:  # the array is kept, so that its id stays its own
-        place.known[key] = tile.array, _fetch(place, tile, split, dim, starts, width, reason, only)
-    return place.known[key][1]
+    listed = tuple(np.asarray(starts).tolist())
+    node = Halo(reason, tile.sharding, tile.shape, dim, listed, width, only)
+    return communicate(node, tile.array, place)
+
+
+@dataclass(frozen=True)
+class Halo(Node):
+    """A window of `width` rows of `dim` for every tile, from `starts` on, beyond its own rows."""
+
+    name: ClassVar[str] = "halo"
+    sharding: Sharding
+    shape: tuple[int, ...]
+    dim: int
+    starts: tuple[int, ...]
+    width: int
+    only: tuple[int, int] | None
+
+    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        """The window."""
+        return (*local[: self.dim], self.width, *local[self.dim + 1 :])
+
+    def run(self, place: Place, array: jax.Array) -> jax.Array:
+        """Neighbours send what is missing."""
+        tile = Tile(array, self.sharding, self.shape)
+        return _fetch(place, tile, self.dim, self.starts, self.width, self.reason, self.only)
+
+    def __str__(self) -> str:
+        shown = [*map(str, self.starts[:3]), *("..." for _ in self.starts[3:4])]
+        return f"{self.width} rows of dim {self.dim} from {', '.join(shown)} on"
 
 
 def _fetch(
     place: Place,
     tile: Tile,
-    split: Split,
     dim: int,
     starts: Sequence[int] | np.ndarray,
     width: int,
     reason: str,
     only: tuple[int, int] | None,
 ) -> jax.Array:
+    split = tile.sharding.splits[dim]
+    assert split
     x, back = as_integers(tile.array)
     starts, rows = np.asarray(starts, np.int64), x.shape[dim]
     held = Runs.of(tile, dim).only(only)
     best = plan_halo(held, rows, starts, width)
     if best.kind == "align":
-        return back(align(place, x, tile.sharding, dim, held, starts, width, reason))
+        return back(aligned(place, x, tile.sharding, dim, held, starts, width, reason))
     mine = np.maximum(split.coords, 0)
     needed = (starts < tile.shape[dim]) & (starts + width > 0)
     if best.kind == "gather":

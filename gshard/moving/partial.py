@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from gshard.devices import Groups, Place, groups_by
 from gshard.factors import Dim, Factor, Factors
 from gshard.moving import collectives, reshard
 from gshard.moving.costs import LATENCIES, machine
+from gshard.moving.nodes import Node, communicate
 from gshard.moving.plan import reshard_cost
 from gshard.sharding import Sharding, Split, compatible
 from gshard.tile import Tile, itemsize_of
@@ -65,6 +66,50 @@ class _Scatter:
     parts: int
 
 
+@dataclass(frozen=True)
+class Reduce(Node):
+    """Partial results of some `splits` combined by `kind`; the `scatter` leaves each device a part.
+
+    `reason` is the operator that left them.
+    """
+
+    name: ClassVar[str] = "reduce"
+    sharding: Sharding
+    shape: tuple[int, ...]
+    splits: tuple[Split, ...]
+    kind: str
+    scatter: _Scatter | None
+
+    @property
+    def target(self) -> Sharding:
+        """The sharding of the result."""
+        return self.scatter.result if self.scatter else self.sharding
+
+    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        """All of the tile, or the part of it that is scattered to a device."""
+        return self.target.local_shape(self.shape) if self.scatter else local
+
+    def run(self, place: Place, array: jax.Array) -> jax.Array:
+        """An AllReduce, or a ReduceScatter."""
+        key, order, size = _parts(self.sharding, self.splits)
+        if self.scatter:
+            tile = Tile(array, self.sharding, self.shape)
+            return _scattered(place, tile, self.scatter, key, size, self.reason).array
+        groups = groups_by(key, order)
+        if self.splits[0].idle and self.sharding.is_replicated:
+            # Devices without a part get the result too; they and copies of a part add nothing.
+            part = place.lookup((key == 0).astype(np.int32))
+            array = jnp.where(part == 1, array, identity(self.kind, array.dtype))
+            groups = (tuple(range(place.num_devices)),)
+        reason = f"{self.reason}: partial results over {size} devices"
+        return _all_reduce(place, array, groups, self.kind, reason)
+
+    def __str__(self) -> str:
+        over = math.prod(s.tiles for s in self.splits)
+        result = f" -> {self.target}" if self.scatter else ""
+        return f"{self.kind} over {over}{result}"
+
+
 def combine(
     place: Place,
     tile: Tile,
@@ -73,24 +118,16 @@ def combine(
     target: Sharding,
     name: str,
 ) -> Tile:
-    """`tile`, partial over the `reduced` splits, made whole, or split as `target` wants it."""
+    """`tile`, unreduced over some splits, reduced, or scattered as `target` wants it: a node."""
     if not reduced or 0 in tile.shape:
         return tile
     (kind,) = {kinds[f] for f in reduced}
-    key, order, size = _parts(tile.sharding, tuple(reduced.values()))
-    idle = next(iter(reduced.values())).idle and tile.sharding.is_replicated
+    splits = tuple(reduced.values())
+    idle = splits[0].idle and tile.sharding.is_replicated
     scatter = _worth_scattering(tile.sharding, reduced, kind, target, tile.nbytes)
-    if scatter and not idle:
-        return _scattered(place, tile, scatter, key, size, name)
-    groups = groups_by(key, order)
-    array = tile.array
-    if idle:
-        # Devices without a part still get the result; they and copies of a part add nothing to it.
-        part = place.lookup((key == 0).astype(np.int32))
-        array = jnp.where(part == 1, array, identity(kind, array.dtype))
-        groups = (tuple(range(place.num_devices)),)
-    array = _all_reduce(place, array, groups, kind, f"{name}: partial results over {size} devices")
-    return Tile(array, tile.sharding, tile.shape)
+    scatter = None if idle else scatter
+    node = Reduce(name, tile.sharding, tile.shape, splits, kind, scatter)
+    return Tile(communicate(node, tile.array, place), node.target, tile.shape)
 
 
 def _scattered(
@@ -99,7 +136,7 @@ def _scattered(
     """Partial sums scattered; among members with the same part, the rest of the sum is reduced."""
     result, dim, parts = scatter.result, scatter.dim, scatter.parts
     rows = -(-tile.shape[dim] // result.tiles[dim])
-    padded = reshard.retile(place, tile, dim, rows * parts, f"result of {name}")
+    padded = reshard.retiled(place, tile, dim, rows * parts, f"result of {name}")
     reason = f"{name}: partial sums over {parts} devices, result split"
     same = key * math.prod(result.tiles) + result.tile_index  # who ends with the same part
     turn = np.zeros(len(same), np.int64)
@@ -111,7 +148,7 @@ def _scattered(
         across = groups_by(same, turn)
         reason = f"{name}: partial sums over {size // parts} groups of devices"
         x = collectives.all_reduce(place, x, across, "sum", reason)
-    return reshard.standardize(place, Tile(x, result, tile.shape), reason)
+    return reshard.standardized(place, Tile(x, result, tile.shape), reason)
 
 
 def combine_sums(place: Place, tile: Tile, target: Sharding, name: str) -> Tile:

@@ -1,8 +1,10 @@
-"""Any sharding -> any other: the steps of a plan, carried out on tiles."""
+"""Any sharding -> any other: the nodes of a plan that do so, and their steps on tiles."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,40 +17,99 @@ from gshard.keys import as_integers, is_key
 from gshard.moving import collectives
 from gshard.moving.boxes import route
 from gshard.moving.exchange import exchange_groups, kept_tiles, orders_of_parts
+from gshard.moving.nodes import Node, communicate
 from gshard.moving.plan import copies_as_split, mostly_held, plan_reshard
 from gshard.sharding import Sharding
 from gshard.tile import Tile
 
 
+@dataclass(frozen=True)
+class Reshard(Node):
+    """A tensor of logical `shape` under another sharding."""
+
+    name: ClassVar[str] = "reshard"
+    source: Sharding
+    target: Sharding
+    shape: tuple[int, ...]
+
+    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        """The tile under the target."""
+        return self.target.local_shape(self.shape)
+
+    def run(self, place: Place, array: jax.Array) -> jax.Array:
+        """The steps that `moving.plan` found."""
+        return _resharded(place, Tile(array, self.source, self.shape), self.target, self.reason)
+
+    def __str__(self) -> str:
+        return f"{self.source} -> {self.target}"
+
+
+@dataclass(frozen=True)
+class Retile(Node):
+    """A tensor with tiles of `size` rows along one dim, which need not be the usual number."""
+
+    name: ClassVar[str] = "retile"
+    sharding: Sharding
+    shape: tuple[int, ...]
+    dim: int
+    size: int
+
+    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        """The tile with another number of rows."""
+        return (*local[: self.dim], self.size, *local[self.dim + 1 :])
+
+    def run(self, place: Place, array: jax.Array) -> jax.Array:
+        """Rows shift between neighbours."""
+        tile = Tile(array, self.sharding, self.shape)
+        return retiled(place, tile, self.dim, self.size, self.reason).array
+
+    def __str__(self) -> str:
+        return f"{self.size} rows a tile along dim {self.dim}"
+
+
 def reshard(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
-    """`tile` as `target` has it."""
+    """`tile` as `target` has it: a node of the plan."""
     if tile.sharding == target and tile.is_standard:
         return tile
+    node = Reshard(reason, tile.sharding, target, tile.shape)
+    return Tile(communicate(node, tile.array, place), target, tile.shape)
+
+
+def retile(place: Place, tile: Tile, dim: int, size: int, reason: str) -> Tile:
+    """`tile` with tiles of `size` rows along `dim`: a node of the plan, where rows have to move."""
+    if tile.array.shape[dim] == size or tile.sharding.splits[dim] is None:
+        return retiled(place, tile, dim, size, reason)
+    node = Retile(reason, tile.sharding, tile.shape, dim, size)
+    return Tile(communicate(node, tile.array, place), tile.sharding, tile.shape)
+
+
+# ---------------------------------------------------------------- how they are carried out
+
+
+def _resharded(place: Place, tile: Tile, target: Sharding, reason: str) -> jax.Array:
     if is_key(tile.array):
         raw, back = as_integers(tile.array)
         inside = raw.shape[tile.array.ndim :]  # the integers of a key stay together
         whole = Tile(raw, tile.sharding.extended(len(inside)), (*tile.shape, *inside))
-        moved = reshard(place, whole, target.extended(len(inside)), reason)
-        return Tile(back(moved.array), target, tile.shape)
+        return back(_resharded(place, whole, target.extended(len(inside)), reason))
     if 0 in tile.shape:
-        empty = jnp.zeros(target.local_shape(tile.shape), tile.array.dtype)
-        return Tile(empty, target, tile.shape)
-    tile = standardize(place, tile, reason)
+        return jnp.zeros(target.local_shape(tile.shape), tile.array.dtype)
+    tile = standardized(place, tile, reason)
     for step in plan_reshard(tile.sharding, target, tile.shape, tile.array.dtype):
         why = f"{reason}: {_ARROWS[step.kind]} to {step.target}"
         tile = _RUN[step.kind](place, tile, step.target, why)
-    return tile
+    return tile.array
 
 
-def standardize(place: Place, tile: Tile, reason: str) -> Tile:
+def standardized(place: Place, tile: Tile, reason: str) -> Tile:
     """`tile` with the local shape that its sharding prescribes: rows shift between neighbours."""
     local = tile.sharding.local_shape(tile.shape)
     for dim, size in enumerate(local):
-        tile = retile(place, tile, dim, size, reason)
+        tile = retiled(place, tile, dim, size, reason)
     return tile
 
 
-def retile(place: Place, tile: Tile, dim: int, size: int, reason: str) -> Tile:
+def retiled(place: Place, tile: Tile, dim: int, size: int, reason: str) -> Tile:
     """`tile` with tiles of `size` rows along `dim`."""
     now = tile.array.shape[dim]
     if now == size:
@@ -69,12 +130,12 @@ def _exchange(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
     for dim in range(rank):
         if give[dim] > 1:
             rows = give[dim] * -(-tile.shape[dim] // target.tiles[dim])
-            tile = retile(place, tile, dim, rows, reason)
+            tile = retiled(place, tile, dim, rows, reason)
     pieces, parts = _take_apart(tile.array, give)
     pieces = collectives.all_to_all(place, pieces, groups, reason)
     pieces = _in_order_of_parts(place, pieces, here, kept, groups)
     x = _put_together(pieces, grow, parts)
-    return standardize(place, Tile(x, target, tile.shape), reason)
+    return standardized(place, Tile(x, target, tile.shape), reason)
 
 
 def _take_apart(x: jax.Array, give: list[int]) -> tuple[jax.Array, tuple[int, ...]]:
@@ -120,7 +181,7 @@ def _in_order_of_parts(
 def _gather(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
     dim, groups = _gather_groups(tile.sharding, target)
     x = collectives.all_gather(place, tile.array, dim, groups, reason)
-    return standardize(place, Tile(x, target, tile.shape), reason)
+    return standardized(place, Tile(x, target, tile.shape), reason)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -141,7 +202,7 @@ def _slice(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
             continue
         rows = -(-tile.shape[dim] // new.tiles)
         factor = new.tiles // (old.tiles if old else 1)
-        tile = retile(place, tile, dim, rows * factor, reason)
+        tile = retiled(place, tile, dim, rows * factor, reason)
         start = place.lookup(np.maximum(new.coords, 0) % factor * rows)
         array = lax.dynamic_slice_in_dim(tile.array, start, rows, dim)
         tile = Tile(array, tile.sharding.replace(dim, new), tile.shape)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from gshard.devices import Place
 from gshard.keys import as_integers
 from gshard.moving import collectives
 from gshard.moving.costs import MAX_ROUNDS
+from gshard.moving.nodes import Node, communicate
 from gshard.moving.rounds import in_rounds, is_remote
 from gshard.sharding import Sharding
 from gshard.tile import Tile
@@ -124,10 +125,60 @@ def align(
     `x` is the local array, `held` says which rows it has, and `moves` which of them become which
     rows of the result (default: all stay). Rows of the result that nobody holds are garbage.
     """
+    node = Align(
+        reason,
+        sharding,
+        dim,
+        (tuple(held.low.tolist()), tuple(held.high.tolist()), tuple(held.first.tolist())),
+        tuple(np.asarray(starts).tolist()),
+        width,
+        None if moves is None else tuple(moves),
+    )
+    return communicate(node, x, place)
+
+
+@dataclass(frozen=True)
+class Align(Node):
+    """Rows of a split dim brought to the tiles of the result: `width` rows from `starts` on."""
+
+    name: ClassVar[str] = "align"
+    sharding: Sharding
+    dim: int
+    held: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...]
+    width: int
+    moves: tuple[Move, ...] | None
+
+    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        """The rows of this device's tile of the result."""
+        return (*local[: self.dim], self.width, *local[self.dim + 1 :])
+
+    def run(self, place: Place, array: jax.Array) -> jax.Array:
+        """Rounds of permutes, or a scatter."""
+        held, starts = Runs(*map(np.array, self.held)), np.array(self.starts, np.int64)
+        return aligned(
+            place, array, self.sharding, self.dim, held, starts, self.width, self.reason, self.moves
+        )
+
+    def __str__(self) -> str:
+        return f"{self.width} rows a tile of dim {self.dim}"
+
+
+def aligned(
+    place: Place,
+    x: jax.Array,
+    sharding: Sharding,
+    dim: int,
+    held: Runs,
+    starts: np.ndarray,
+    width: int,
+    reason: str,
+    moves: Sequence[Move] | None = None,
+) -> jax.Array:
+    """How an `Align` is carried out."""
     x, back = as_integers(x)
     split = sharding.splits[dim]
     assert split
-    starts = np.asarray(starts, np.int64)
     best = plan_rows(held, starts, width, moves)
     assert best, "windows that overlap and many rows to each: gather instead"
     if best.kind == "scatter":

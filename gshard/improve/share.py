@@ -1,0 +1,34 @@
+"""Common subexpressions: what is sent once is not sent again.
+
+Nodes that do the same to the same value, whoever asked for them, are one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from gshard.graph import LOOPS, map_bodies, renamed
+from gshard.moving.nodes import node_of
+
+
+def share(plan: Jaxpr) -> Jaxpr:
+    """The plan, in which every value is brought to the same place once."""
+    eqns: list[JaxprEqn] = []
+    names: dict[Any, Any] = {}
+    made: dict[Any, Any] = {}
+    for eqn in plan.eqns:
+        eqn = renamed(eqn, names) if names else eqn
+        node = node_of(eqn)
+        if node is not None:
+            (out,) = eqn.outvars
+            first = made.setdefault((node.unexplained(), eqn.invars[0]), out)
+            if first is not out:
+                names[out] = first
+                continue
+        elif eqn.primitive in LOOPS:
+            eqn = map_bodies(eqn, lambda body: body.replace(jaxpr=share(body.jaxpr)))
+        eqns.append(eqn)
+    outvars = [a if isinstance(a, Literal) else names.get(a, a) for a in plan.outvars]
+    return plan.replace(eqns=eqns, outvars=outvars)

@@ -1,0 +1,69 @@
+"""Communication that is decided and not carried out yet: the nodes of a plan.
+
+A rule that needs a tensor under another sharding binds a node. In the plan it is one equation that
+says what is wanted and why; `emission` replaces it by what `Node.run` does, which decides nothing.
+So a plan can be read, compared, priced and changed before any collective is written.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import jax
+from jax.core import ShapedArray
+from jax.extend.core import JaxprEqn, Primitive
+
+from gshard.devices import Place
+
+
+@dataclass(frozen=True)
+class Node(abc.ABC):
+    """What one device has to send, and what it has then."""
+
+    name: ClassVar[str]
+    reason: str
+
+    @abc.abstractmethod
+    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        """The local shape of the result, of an operand of the local shape `local`."""
+
+    @abc.abstractmethod
+    def run(self, place: Place, array: jax.Array) -> jax.Array:
+        """Carry it out."""
+
+    @abc.abstractmethod
+    def __str__(self) -> str:
+        """What it does, for people."""
+
+    def unexplained(self) -> Self:
+        """The same without its reason: equal for nodes that do the same."""
+        return replace(self, reason="")
+
+
+def communicate(node: Node, array: jax.Array, place: Place) -> jax.Array:
+    """Put a node into the plan that is being traced; the result is what it will leave."""
+    return _primitive(type(node)).bind(array, place.device_id(), node=node)
+
+
+def node_of(eqn: JaxprEqn) -> Node | None:
+    """The node that an equation of a plan is; None for local work."""
+    return eqn.params["node"] if eqn.primitive in _NODES else None
+
+
+_NODES: dict[Primitive, str] = {}
+_PRIMITIVES: dict[str, Primitive] = {}
+
+
+def _primitive(kind: type[Node]) -> Primitive:
+    """The primitive that stands for nodes of a kind."""
+    if kind.name not in _PRIMITIVES:
+        made = _PRIMITIVES[kind.name] = Primitive(kind.name)
+        made.def_abstract_eval(_result_aval)
+        _NODES[made] = kind.name
+    return _PRIMITIVES[kind.name]
+
+
+def _result_aval(array: Any, device: Any, *, node: Node) -> ShapedArray:
+    return ShapedArray(node.result(array.shape), array.dtype)
