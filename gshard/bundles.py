@@ -47,20 +47,6 @@ _LIGHT = {
 _NEVER = 1 << 60
 
 
-def bundled(program: ClosedJaxpr, mesh: AnyMesh) -> ClosedJaxpr:
-    """A program for all devices of `mesh`; small collectives of what each of them runs are joined.
-
-    That is the body of its `shard_map`.
-    """
-    eqns = [
-        eqn.replace(params={**eqn.params, "jaxpr": _with_bundles(eqn.params["jaxpr"], mesh)})
-        if eqn.primitive is shard_map_p
-        else eqn
-        for eqn in program.jaxpr.eqns
-    ]
-    return program.replace(jaxpr=program.jaxpr.replace(eqns=eqns))
-
-
 # ---------------------------------------------------------------- what may travel together
 
 
@@ -170,16 +156,14 @@ def _is_heavy(eqn: JaxprEqn) -> bool:
 # ---------------------------------------------------------------- the program with bundles in it
 
 
-def _with_bundles(program: Any, mesh: AnyMesh) -> Any:
-    """A per-device program with the bundles in it; the same program if there are none."""
-    jaxpr = getattr(program, "jaxpr", program)  # releases of JAX differ in whether it is closed
+def combined(jaxpr: Jaxpr, mesh: AnyMesh) -> Jaxpr:
+    """A per-device program with small collectives combined; the same one if there are none."""
     rings = _has_rings(mesh)
     found = _all_bundles(jaxpr, rings)
     if not any(found.values()):
-        return program
+        return jaxpr
     written = _written([b for bundles in found.values() for b in bundles], mesh, rings)
-    rewritten = _Rewriting(found, written).program(jaxpr)
-    return rewritten if program is jaxpr else program.replace(jaxpr=rewritten)
+    return _Rewriting(found, written).program(jaxpr)
 
 
 def _has_rings(mesh: AnyMesh) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from gshard.graph import bodies, text
+from gshard.graph.regions import runs_of
+from gshard.moving.sent import sent_bytes
 from gshard.source import is_seldom, reason_of, shares_reason, source_of
 from gshard.tile import byte_size
 
@@ -80,24 +82,29 @@ def count_equations(jaxpr: Jaxpr) -> int:
 
 def program_text(jaxpr: Jaxpr, num_devices: int) -> str:
     """The program as one line per equation; collectives say what they are for."""
+    return text.program_text(jaxpr, f"program for each of {num_devices} devices", collective_note)
 
-    def note(eqn: JaxprEqn) -> str:
-        is_collective = eqn.primitive.name in COLLECTIVES
-        return f"{source_of(eqn)}: {reason_of(eqn)}" if is_collective else ""
 
-    return text.program_text(jaxpr, f"program for each of {num_devices} devices", note)
+def collective_note(eqn: JaxprEqn) -> str:
+    """What a collective is for; nothing about local work."""
+    is_collective = eqn.primitive.name in COLLECTIVES
+    return f"{source_of(eqn)}: {reason_of(eqn)}" if is_collective else ""
 
 
 def _walk(jaxpr: Jaxpr, num_devices: int, count: int) -> Iterator[Collective]:
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in COLLECTIVES:
-            for var in moved_operands(eqn):
-                found = _collective(eqn, var.aval, num_devices, count)
-                yield replace(found, members=_members(jaxpr, eqn, found))
-        runs = count * eqn.params["length"] if eqn.primitive.name == "scan" else count
-        runs = 0 if is_seldom(eqn) else runs
+        for found in collectives_in(eqn, num_devices, count):
+            yield replace(found, members=_members(jaxpr, eqn, found))
+        runs = 0 if is_seldom(eqn) else count * runs_of(eqn)
         for inner in bodies(eqn):
             yield from _walk(inner, num_devices, runs)
+
+
+def collectives_in(eqn: JaxprEqn, num_devices: int, count: int) -> Iterator[Collective]:
+    """What one equation sends, once for each value that it moves; nothing if it is local."""
+    if eqn.primitive.name in COLLECTIVES:
+        for var in moved_operands(eqn):
+            yield _collective(eqn, var.aval, num_devices, count)
 
 
 def _members(jaxpr: Jaxpr, eqn: JaxprEqn, whole: Collective) -> tuple[Collective, ...]:
@@ -122,16 +129,6 @@ def _members(jaxpr: Jaxpr, eqn: JaxprEqn, whole: Collective) -> tuple[Collective
 def moved_operands(eqn: JaxprEqn) -> list[Any]:
     """The operands of a collective that travel; the others of a ragged one say what goes where."""
     return eqn.invars[:1] if eqn.primitive.name == "ragged_all_to_all" else eqn.invars
-
-
-def sent_bytes(kind: str, size: int, members: int) -> int:
-    """What one of `members` devices sends, each of which has an operand of `size` bytes."""
-    if kind == "collective_permute":
-        return size
-    if kind == "all_gather":
-        return size * (members - 1)
-    times = 2 if kind == "all_reduce" else 1
-    return times * size * (members - 1) // members
 
 
 def _collective(eqn: JaxprEqn, aval: Any, num_devices: int, count: int) -> Collective:

@@ -78,7 +78,7 @@ class Flow:
         self.shares: dict[Any, float] = {}  # what is paid of sums that wait for each other
         self.manual: set[Any] = set()  # variables of manual regions
         self.edges: list[Edge] = []
-        self.kinds: dict[int, int] = {}  # the keys of equations, by their ids
+        self.kinds: dict[JaxprEqn, int] = {}  # the keys of equations
         self.touching: dict[Any, list[Edge]] = defaultdict(list)
 
     # ------------------------------------------------------------ the program
@@ -102,7 +102,7 @@ class Flow:
             elif eqn.primitive in RULES:
                 rule, kind = RULES[eqn.primitive], equation_key(eqn)
                 if kind is not None:
-                    self.kinds[id(eqn)] = kind
+                    self.kinds[eqn] = kind
                 factors = factors_of(rule, eqn, kind)
                 atoms = (list(eqn.invars), list(eqn.outvars))
                 self.connect(Edge(factors, atoms, rule.level, eqn, runs, kind))

@@ -1,4 +1,4 @@
-"""`gshard.jit`: annotate -> trace -> propagate -> partition -> run, on one screen."""
+"""`gshard.jit`: a function like those of `jax.jit`; `pipeline` shows what it does to a program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
 
 import jax
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from gshard import _jax
@@ -27,19 +26,13 @@ from gshard.forecast import Hardware
 from gshard.forecast.hardware import accelerator
 from gshard.forecast.hardware import hardware as hardware_of
 from gshard.keywords import JitKeywords, Keywords, Options, checked_devices
-from gshard.moving.costs import MACHINE, MEMORY_LIMIT, planning_for
-from gshard.partition import partition
+from gshard.moving.costs import MEMORY_LIMIT
 from gshard.partners import advising, watched
-from gshard.patterns.dropless import by_groups
-from gshard.patterns.ring import in_rings
+from gshard.pipeline import lower
 from gshard.placement import DeviceOrder, device_order, mesh_of, with_shardings
-from gshard.program import Program, Settings, arrange
-from gshard.propagate import propagate
 from gshard.sharding import Sharding
-from gshard.simplify import PASSES as SIMPLIFY
-from gshard.simplify import simplify
 from gshard.stages import Lowered
-from gshard.trace import inline, mesh_in
+from gshard.trace import mesh_in
 from gshard.uneven import UnevenArray
 from gshard.xla import lower_with_xla
 
@@ -47,39 +40,6 @@ P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
 S = TypeVar("S")
-
-
-def lower(
-    traced: jax.stages.Traced,
-    given: Sequence[Sharding | None],
-    order: DeviceOrder,
-    mesh: Mesh | None,
-    settings: Settings,
-    options: Options,
-) -> Program:
-    """The whole way, for one traced function whose arguments lie as `given`."""
-    flat = inline(traced.jaxpr, order)  # one flat program, logical shapes
-    for normal_form in SIMPLIFY if order.count > 1 else ():  # one device gains nothing by them
-        flat = simplify(flat, normal_form)
-    lies = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
-    # All that is kept of `traced`.
-    name, closed_over, types = traced.fun_name, _jax.closed_over(traced), traced.jaxpr.out_avals
-    machine = options.hardware.machine if options.hardware else MACHINE
-
-    def partitioned(flat: ClosedJaxpr) -> Program:
-        with planning_for(machine):
-            limit = options.memory_limit
-            shardings = propagate(flat, order.count, lies, limit)  # a sharding for every value
-            changed = by_groups(flat, shardings)  # rows of experts that are split lie like them
-            changed = in_rings(changed, shardings, limit)  # keys come round
-            if changed is not flat:
-                flat, shardings = changed, propagate(changed, order.count, lies, limit)
-            local = partition(flat.jaxpr, shardings, limit, options.strict)  # per device
-            return arrange(  # XLA compiles and runs it
-                local, flat, shardings, name, closed_over, order, mesh, settings, types
-            )
-
-    return replace(partitioned(flat), variant=partitioned)
 
 
 @overload

@@ -28,6 +28,7 @@ from gshard.factors import Factor
 from gshard.keys import is_key_type
 from gshard.moving import reshard
 from gshard.moving.partial import combine_sums
+from gshard.propagate import Propagated
 from gshard.rule import Shares, equation_key
 from gshard.rules import RULES
 from gshard.rules.manual import CROSSING_MANUAL, check_manual, run_manually
@@ -38,12 +39,13 @@ from gshard.tile import Tile
 
 
 def partition(
-    jaxpr: Jaxpr, shardings: Mapping[Any, Sharding], memory_limit: int, strict: bool = False
+    jaxpr: Jaxpr, found: Propagated, memory_limit: int, strict: bool = False
 ) -> Callable[[Place, Sequence[Tile]], list[Tile]]:
     """The per-device program: from tiles of its constants and arguments to tiles of its results."""
 
     def local(place: Place, tiles: Sequence[Tile]) -> list[Tile]:
-        return Partitioner(place, shardings, memory_limit, strict).run(jaxpr, tiles)
+        partitioner = Partitioner(place, found.shardings, memory_limit, strict, found.kinds)
+        return partitioner.run(jaxpr, tiles)
 
     return local
 
@@ -98,10 +100,11 @@ class Partitioner:
         shardings: Mapping[Any, Sharding],
         memory_limit: int,
         strict: bool = False,
+        kinds: Mapping[JaxprEqn, int] = MappingProxyType({}),
     ):
         self.place = place
         self.shardings = shardings
-        self.kinds: Mapping[int, int] = getattr(shardings, "kinds", NOTHING)
+        self.kinds = kinds
         self.memory_limit = memory_limit
         self.strict = strict  # whether a primitive without a rule is an error
         self.resharded: dict[tuple[int, Sharding], tuple[Tile, Tile]] = {}
@@ -115,7 +118,9 @@ class Partitioner:
 
     def inner(self) -> Partitioner:
         """A partitioner for a body: it may use what is known outside, but not leak what it adds."""
-        inner = Partitioner(self.place.inner(), self.shardings, self.memory_limit, self.strict)
+        inner = Partitioner(
+            self.place.inner(), self.shardings, self.memory_limit, self.strict, self.kinds
+        )
         inner.resharded = dict(self.resharded)
         inner.forms = {array: list(forms) for array, forms in self.forms.items()}
         inner.views = dict(self.views)
@@ -223,12 +228,12 @@ class Partitioner:
 
     def kind(self, eqn: JaxprEqn) -> int | None:
         """Its `equation_key`, which propagation has found out already."""
-        found = self.kinds.get(id(eqn))
+        found = self.kinds.get(eqn)
         return equation_key(eqn) if found is None else found
 
     def again(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> list[Tile] | None:
         """The results of an equation like one that ran before with nothing to move."""
-        kind = self.kinds.get(id(eqn))
+        kind = self.kinds.get(eqn)
         if kind is None or eqn.primitive in _VIEWS:  # of which more is to be remembered
             return None
         return in_place_again(eqn, kind, tiles, [self.shardings[v] for v in eqn.outvars])

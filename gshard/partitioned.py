@@ -10,6 +10,8 @@ from jax.extend.core import Jaxpr
 
 from gshard import explain
 from gshard.explaining import Subject
+from gshard.history import History
+from gshard.plan import Plan
 from gshard.sharding import Sharding
 
 
@@ -35,6 +37,18 @@ class Partitioned(Protocol):
     @property
     def subject(self) -> Subject:
         """What explanations are made of, where there is a per-device program."""
+
+    @property
+    def conflicts(self) -> tuple[Any, ...]:
+        """Splits that wanted the same tensors, and what was decided."""
+
+    @property
+    def plan(self) -> Plan:
+        """What each device is to do, where there is a per-device program."""
+
+    @property
+    def history(self) -> History:
+        """The program after every stage, where there is a per-device program."""
 
     @property
     def wraps(self) -> bool:

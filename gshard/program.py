@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +15,19 @@ from jax.extend.core.primitives import convert_element_type_p
 from jax.sharding import AbstractMesh, Mesh
 
 from gshard import _jax, explain
-from gshard.bundles import bundled
+from gshard.bundles import combined
 from gshard.devices import Place
 from gshard.emission import emit
 from gshard.evaluate import bind, evaluate
 from gshard.explaining import Subject
-from gshard.graph import map_bodies
-from gshard.improve.share import share
+from gshard.graph import bodies, map_bodies
+from gshard.history import History
+from gshard.improve import PASSES as IMPROVE
 from gshard.meshes import AnyMesh, axis_names, make_mesh
 from gshard.placement import DeviceOrder
+from gshard.plan import Plan, plan_note
 from gshard.ports import Port, labelled, ports
+from gshard.propagate import Propagated
 from gshard.sharding import Sharding
 from gshard.tile import Tile
 
@@ -44,7 +47,9 @@ class Program:
     into: tuple[Port, ...]
     out_of: tuple[Port, ...]
     flat: ClosedJaxpr  # the logical program that it was made of, and its shardings
-    shardings: Mapping[Any, Sharding]
+    found: Propagated
+    plan: Plan
+    history: History
     variant: Callable[[ClosedJaxpr], Program] | None = None  # of a changed logical program
     per_device = True
 
@@ -57,7 +62,12 @@ class Program:
         def changed(flat: ClosedJaxpr) -> Jaxpr:
             return variant(flat).jaxpr
 
-        return Subject(self.flat, self.shardings, self.jaxpr, self.num_devices, changed)
+        return Subject(self.flat, self.found, self.jaxpr, self.num_devices, changed)
+
+    @property
+    def conflicts(self) -> tuple[Any, ...]:
+        """Splits that wanted the same tensors, and what was decided."""
+        return self.found.conflicts
 
     @property
     def arguments(self) -> tuple[Port, ...]:
@@ -161,19 +171,20 @@ class Settings:
 def arrange(
     local: Local,
     flat: ClosedJaxpr,
-    shardings: Mapping[Any, Sharding],
+    found: Propagated,
     name: str,
     closed_over: Sequence[Any],
     order: DeviceOrder,
     user_mesh: Mesh | None,
     settings: Settings,
     types: Sequence[Any],
+    history: History,
 ) -> Program:
     """The per-device program between global arrays, as a function that XLA compiles.
 
     Its results have the `types` of those of the user's function.
     """
-    jaxpr, count = flat.jaxpr, order.count
+    jaxpr, count, shardings = flat.jaxpr, order.count, found.shardings
     entering = (*jaxpr.constvars, *jaxpr.invars)
     inputs = [shardings[v] for v in entering]
     outputs = [
@@ -209,8 +220,11 @@ def arrange(
         )
         for p, v in zip(into, entering, strict=True)
     ]
-    traced = _traced(step, name, structs, into, mesh, len(consts), settings)
-    return Program(traced, mesh, consts, into, out_of, flat, shardings)
+    with _jax.without_mesh():
+        mapped = jax.make_jaxpr(step)(*structs)
+    plan, emitted = _emitted(mapped, mesh, history)
+    traced = _traced(emitted, name, structs, into, mesh, len(consts), settings)
+    return Program(traced, mesh, consts, into, out_of, flat, found, plan, history)
 
 
 def check_results(results: Sequence[Any], shardings: Mapping[Any, Sharding]) -> None:
@@ -233,7 +247,7 @@ def _of_type(result: jax.Array, aval: Any) -> jax.Array:
 
 
 def _traced(
-    step: Callable[..., Any],
+    program: ClosedJaxpr,
     name: str,
     structs: Sequence[jax.ShapeDtypeStruct],
     into: Sequence[Port],
@@ -241,9 +255,7 @@ def _traced(
     num_consts: int,
     settings: Settings,
 ) -> jax.stages.Traced:
-    """`step`, traced under the name of the user's function; small collectives are combined."""
-    with _jax.without_mesh():
-        program = bundled(_emitted(jax.make_jaxpr(step)(*structs), mesh), mesh)
+    """A program for global arrays, traced under the name of the user's function."""
 
     def called(*arrays: jax.Array) -> list[jax.Array]:
         return evaluate(program, arrays, _copied)
@@ -261,16 +273,23 @@ def _traced(
         return jitted.trace(*structs)
 
 
-def _emitted(plan: ClosedJaxpr, mesh: AnyMesh) -> ClosedJaxpr:
-    """A program whose `shard_map` holds a plan, with what each device runs in its place."""
-
-    def carried_out(eqn: JaxprEqn) -> JaxprEqn:
-        if eqn.primitive is not _jax.shard_map_p:
-            return eqn
-        return map_bodies(eqn, lambda c: c.replace(jaxpr=emit(share(c.jaxpr), dict(mesh.shape))))
-
-    eqns = [carried_out(eqn) for eqn in plan.jaxpr.eqns]
-    return plan.replace(jaxpr=plan.jaxpr.replace(eqns=eqns))
+def _emitted(mapped: ClosedJaxpr, mesh: AnyMesh, history: History) -> tuple[Plan, ClosedJaxpr]:
+    """The plan in a `shard_map`, improved, and the program with what each device runs instead."""
+    (number,) = [i for i, eqn in enumerate(mapped.jaxpr.eqns) if eqn.primitive is _jax.shard_map_p]
+    eqn = mapped.jaxpr.eqns[number]
+    (jaxpr,) = bodies(eqn)
+    history.add("plan", jaxpr, plan_note)
+    for improvement in IMPROVE:
+        jaxpr = improvement(jaxpr)
+        history.add(improvement.__name__, jaxpr, plan_note)
+    plan = Plan(jaxpr, mesh.size)
+    jaxpr = emit(jaxpr, dict(mesh.shape))
+    history.add("emit", jaxpr, explain.collective_note)
+    jaxpr = combined(jaxpr, mesh)
+    history.add("combine", jaxpr, explain.collective_note)
+    eqns = list(mapped.jaxpr.eqns)
+    eqns[number] = map_bodies(eqn, lambda closed: closed.replace(jaxpr=jaxpr))
+    return plan, mapped.replace(jaxpr=mapped.jaxpr.replace(eqns=eqns))
 
 
 def _copied(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:

@@ -29,10 +29,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from gshard.estimate import Estimator
 from gshard.flow import Flow, Groups, Spread
@@ -67,14 +66,16 @@ class Conflict:
         )
 
 
-class Shardings(dict[Any, Sharding]):
+@dataclass(frozen=True, eq=False)
+class Propagated:
     """A sharding for every variable, and the conflicts that were decided on the way.
 
-    `kinds` are the keys of equations (`rule.equation_key`), by their ids.
+    `kinds` are the keys of equations (`rule.equation_key`): equal for equations that are alike.
     """
 
-    conflicts: tuple[Conflict, ...] = ()
-    kinds: Mapping[int, int] = MappingProxyType({})
+    shardings: Mapping[Any, Sharding]
+    conflicts: tuple[Conflict, ...]
+    kinds: Mapping[JaxprEqn, int]
 
 
 def propagate(
@@ -82,7 +83,7 @@ def propagate(
     num_devices: int,
     given: Mapping[Any, Sharding] | None = None,
     memory_limit: int = MEMORY_LIMIT,
-) -> Shardings:
+) -> Propagated:
     """A sharding for every variable of the program and of the bodies in it.
 
     `given` are the shardings of arguments that lie somewhere already: as binding as annotations,
@@ -103,9 +104,7 @@ def propagate(
             for var, sharding in whole.items():
                 flow.fix(var, sharding)
             spread, conflicts = _cheaper(costs, (spread, conflicts), _best(flow, costs))
-    found = Shardings(spread.shardings)
-    found.conflicts, found.kinds = conflicts, flow.kinds
-    return found
+    return Propagated(spread.shardings, conflicts, flow.kinds)
 
 
 def _for_many_collectives(of: Machine) -> Machine:

@@ -25,6 +25,7 @@ from gshard.forecast.collective import Topology
 from gshard.forecast.report import GENERIC, counted, size
 from gshard.moving.costs import MACHINE
 from gshard.partitioned import Partitioned
+from gshard.plan import Plan
 from gshard.sharding import Sharding
 
 
@@ -78,7 +79,21 @@ class Lowered(_Stage):
     @property
     def conflicts(self) -> tuple[Any, ...]:
         """Splits that wanted the same tensors: which went first, and what the others would cost."""
-        return getattr(getattr(self._program, "shardings", None), "conflicts", ())
+        return self._program.conflicts
+
+    @property
+    def plan(self) -> Plan:
+        """What each device is to do: the program with every reshard, reduction and halo a node."""
+        self._check_per_device()
+        return self._program.plan
+
+    def dump(self, folder: str | Path) -> list[Path]:
+        """Write the program after every stage and pass into `folder`: one readable file each.
+
+        Lines that a stage added or changed begin with `>`.
+        """
+        self._check_per_device()
+        return self._program.history.dump(folder)
 
     @property
     def in_shardings(self) -> Any:

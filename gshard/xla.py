@@ -46,7 +46,7 @@ def lower_with_xla(
         raise ValueError("partitioner='xla' needs real devices: XLA partitions when it compiles")
     flat = inline(traced.jaxpr, order)
     lies = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
-    shardings = propagate(flat, order.count, lies)
+    shardings = propagate(flat, order.count, lies).shardings
     closed_over = _jax.closed_over(traced)
     variables = [*flat.jaxpr.constvars, *flat.jaxpr.invars]
     shapes = [tuple(v.aval.shape) for v in variables]
@@ -98,8 +98,11 @@ class XlaProgram:
 
     @property
     def subject(self) -> Any:
-        """Nothing: XLA partitions when it compiles."""
+        """There is no per-device program to explain until XLA has compiled."""
         raise NotImplementedError("XLA partitions when it compiles; nothing to explain yet")
+
+    plan = history = subject
+    conflicts = ()
 
     @property
     def jaxpr(self) -> Jaxpr:

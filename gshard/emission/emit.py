@@ -72,7 +72,7 @@ class _Emitter:
         return closed.replace(jaxpr=self.program(closed.jaxpr))
 
     def inlined(self, eqn: JaxprEqn, node: Node, names: dict[Any, Any]) -> list[JaxprEqn]:
-        """The equations in the place of a node's; `names` where there is none to make its result."""
+        """The equations in the place of a node; `names` where its result is its operand."""
         found = self.expansion(node, *(a.aval for a in eqn.invars))
         local = dict(zip(found.inputs, eqn.invars, strict=True))
         for inner in found.eqns:

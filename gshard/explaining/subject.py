@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from gshard.annotate import annotate_p
 from gshard.explain import Collective, collectives_of
 from gshard.flow import Flow
 from gshard.graph.regions import walk
+from gshard.propagate import Propagated
 from gshard.sharding import Sharding
 
 
@@ -24,7 +25,7 @@ class Subject:
     """
 
     flat: ClosedJaxpr
-    shardings: Mapping[Any, Sharding]
+    found: Propagated
     jaxpr: Jaxpr
     num_devices: int
     variant: Callable[[ClosedJaxpr], Jaxpr]
@@ -47,7 +48,7 @@ class Subject:
     @property
     def conflicts(self) -> tuple[Any, ...]:
         """Splits that wanted the same tensors, and what was decided."""
-        return getattr(self.shardings, "conflicts", ())
+        return self.found.conflicts
 
     @functools.cached_property
     def equations(self) -> list[JaxprEqn]:
@@ -68,4 +69,4 @@ class Subject:
 
     def sharding(self, atom: Any) -> Sharding | None:
         """The sharding of a value; constants have none."""
-        return None if isinstance(atom, Literal) else self.shardings.get(atom)
+        return None if isinstance(atom, Literal) else self.found.shardings.get(atom)

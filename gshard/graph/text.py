@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from gshard.graph.regions import bodies
@@ -12,9 +13,17 @@ from gshard.graph.regions import bodies
 Note = Callable[[JaxprEqn], str]  # what is to be said of an equation, or ""
 
 
-def program_text(jaxpr: Jaxpr, title: str = "program", note: Note = lambda eqn: "") -> str:
-    """The program, readable; a `note` follows the equation that it is about."""
-    names: dict[Any, str] = {}
+def program_text(
+    jaxpr: Jaxpr,
+    title: str = "program",
+    note: Note = lambda eqn: "",
+    names: dict[Any, str] | None = None,
+) -> str:
+    """The program, readable; a `note` follows the equation that it is about.
+
+    `names` are those of variables that have been shown before.
+    """
+    names = {} if names is None else names
     lines = [f"{title} ({_inputs(jaxpr, names)})"]
     lines += _lines(jaxpr, names, note, "  ")
     return "\n".join(lines)
@@ -59,7 +68,7 @@ _LEFT_OUT = {
 
 def _name(atom: Any, names: dict[Any, str]) -> str:
     if isinstance(atom, Literal):
-        return str(atom.val)
+        return str(atom.val) if np.ndim(atom.val) == 0 else str(np.asarray(atom.val).tolist())
     if atom not in names:
         number, letters = len(names), ""
         while True:

@@ -8,9 +8,10 @@ its number. Rows outside of the tensor are garbage, for the caller to mask.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -22,9 +23,10 @@ from gshard.keys import as_integers
 from gshard.moving.collectives import all_gather, collective_permute
 from gshard.moving.costs import MAX_SHIFTS
 from gshard.moving.nodes import Node, communicate
-from gshard.moving.rows import Runs, aligned, everything, groups_along, plan_rows
+from gshard.moving.rows import Runs, align_bytes, aligned, everything, groups_along, plan_rows
+from gshard.moving.sent import gathered
 from gshard.sharding import Sharding
-from gshard.tile import Tile
+from gshard.tile import Tile, itemsize_of
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,22 @@ class Halo(Node):
     def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
         """The window."""
         return (*local[: self.dim], self.width, *local[self.dim + 1 :])
+
+    def sent(self, local: tuple[int, ...], dtype: Any) -> int:
+        """The rows of the cheapest plan."""
+        rows, split = local[self.dim], self.sharding.splits[self.dim]
+        assert split
+        held = Runs.even(split.tiles, rows, self.shape[self.dim]).only(self.only)
+        starts = np.asarray(self.starts, np.int64)
+        best = plan_halo(held, rows, starts, self.width)
+        nbytes = math.prod(local) * itemsize_of(dtype)
+        if best.kind == "gather":
+            groups = len(groups_along(self.sharding, self.dim))
+            return gathered(nbytes, split.tiles, groups, self.sharding.num_devices)
+        if best.kind == "align":
+            wanted = (starts, self.width, None)
+            return align_bytes(self.sharding, self.dim, held, *wanted, local, dtype)
+        return best.sent * (nbytes // rows)
 
     def run(self, place: Place, array: jax.Array) -> jax.Array:
         """Neighbours send what is missing."""

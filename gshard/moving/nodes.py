@@ -30,6 +30,10 @@ class Node(abc.ABC):
         """The local shape of the result, of an operand of the local shape `local`."""
 
     @abc.abstractmethod
+    def sent(self, local: tuple[int, ...], dtype: Any) -> int:
+        """Bytes that one device sends for it; a test holds `run` to that."""
+
+    @abc.abstractmethod
     def run(self, place: Place, array: jax.Array) -> jax.Array:
         """Carry it out."""
 

@@ -22,6 +22,7 @@ from gshard.moving import collectives, reshard
 from gshard.moving.costs import LATENCIES, machine
 from gshard.moving.nodes import Node, communicate
 from gshard.moving.plan import reshard_cost
+from gshard.moving.sent import gathered, retile_elements, scattered, sent_bytes
 from gshard.sharding import Sharding, Split, compatible
 from gshard.tile import Tile, itemsize_of
 
@@ -89,6 +90,12 @@ class Reduce(Node):
         """All of the tile, or the part of it that is scattered to a device."""
         return self.target.local_shape(self.shape) if self.scatter else local
 
+    def sent(self, local: tuple[int, ...], dtype: Any) -> int:
+        """What the collectives send; see `reduce_bytes`."""
+        return reduce_bytes(
+            self.sharding, self.shape, self.splits, self.kind, self.scatter, local, dtype
+        )
+
     def run(self, place: Place, array: jax.Array) -> jax.Array:
         """An AllReduce, or a ReduceScatter."""
         key, order, size = _parts(self.sharding, self.splits)
@@ -108,6 +115,40 @@ class Reduce(Node):
         over = math.prod(s.tiles for s in self.splits)
         result = f" -> {self.target}" if self.scatter else ""
         return f"{self.kind} over {over}{result}"
+
+
+def reduce_bytes(
+    here: Sharding,
+    shape: tuple[int, ...],
+    splits: tuple[Split, ...],
+    kind: str,
+    scatter: _Scatter | None,
+    local: tuple[int, ...],
+    dtype: Any,
+) -> int:
+    """Bytes that a device sends to combine partial results."""
+    size, devices = math.prod(s.tiles for s in splits), here.num_devices
+    itemsize = itemsize_of(dtype)
+    nbytes = math.prod(local) * itemsize
+    if scatter:
+        dim, parts = scatter.dim, scatter.parts
+        rows = -(-shape[dim] // scatter.result.tiles[dim])
+        sent = retile_elements(here, local, dim, rows * parts, shape) * itemsize
+        padded = nbytes // local[dim] * rows * parts
+        sent += scattered(padded, parts, devices // parts, devices)
+        if parts < size:
+            sent += sent_bytes("all_reduce", padded // parts, size // parts)
+        return sent
+    groups = 1
+    if splits[0].idle and here.is_replicated:
+        size = devices
+    else:
+        groups = len(reducing_groups(here, splits))
+    if kind in ("prod", "xor") or (kind in ("and", "or") and jnp.dtype(dtype) != jnp.bool_):
+        return gathered(nbytes, size, groups, devices)
+    pairs = kind in ("max", "min") and jnp.issubdtype(dtype, jnp.complexfloating)
+    halves = 2 if pairs else 1
+    return halves * sent_bytes("all_reduce", nbytes // halves, size)
 
 
 def combine(

@@ -21,6 +21,7 @@ import numpy as np
 from gshard.moving.boxes import plan_boxes
 from gshard.moving.costs import MAX_ROUNDS, MAX_STATES, STEP_COST, machine
 from gshard.moving.exchange import can_exchange, divisors, exchange_bytes, group_size, kept_tiles
+from gshard.moving.sent import mostly_held, step_bytes
 from gshard.sharding import Sharding, Split, compatible
 from gshard.tile import itemsize_of
 
@@ -41,7 +42,7 @@ def reshard_cost(source: Sharding, target: Sharding, shape: Sequence[int], dtype
     if source == target or 0 in shape:
         return 0.0
     steps = plan_reshard(source, target, shape, dtype)
-    return sum(s.bytes + machine().latency for s in steps if s.kind != "slice")
+    return sum(s.bytes + machine().latency for s in steps if s.bytes or s.kind != "slice")
 
 
 def plan_reshard(
@@ -54,10 +55,23 @@ def plan_reshard(
 @functools.lru_cache(maxsize=16384)
 def _plan(source: Sharding, target: Sharding, shape: Shape, itemsize: int) -> tuple[Step, ...]:
     least = _missing(source, target, shape) * itemsize
-    for step in _direct(source, target, shape, itemsize):
-        if step.bytes <= least:
-            return (step,)
-    return _search(source, target, shape, itemsize)
+    direct = [(step,) for step in _direct(source, target, shape, itemsize)]
+    for steps in direct:
+        if steps[0].bytes <= least and _sent(source, steps, shape, itemsize) == steps:
+            return steps
+    found = _search(source, target, shape, itemsize)
+    exact = [_sent(source, steps, shape, itemsize) for steps in (found, *direct)]
+    return min(exact, key=lambda steps: sum(s.bytes for s in steps))
+
+
+def _sent(source: Sharding, steps: Sequence[Step], shape: Shape, itemsize: int) -> tuple[Step, ...]:
+    """The steps with the bytes that they really send: uneven tiles have to be evened out."""
+    found = []
+    for step in steps:
+        sent = step_bytes(step.kind, source, step.target, shape, itemsize)
+        found.append(Step(step.kind, step.target, sent))
+        source = step.target
+    return tuple(found)
 
 
 def _search(source: Sharding, target: Sharding, shape: Shape, itemsize: int) -> tuple[Step, ...]:
@@ -216,11 +230,6 @@ def _spread(here: Sharding, shape: Shape, itemsize: int) -> Step:
         tile = math.prod(here.local_shape(shape))
         return Step("spread", whole, tile * (here.num_devices - 1) * itemsize)
     return Step("spread", whole, 2 * math.prod(shape) * itemsize)
-
-
-def mostly_held(here: Sharding) -> bool:
-    """Whether so few devices are without a tile that a gather from all sends less than a sum."""
-    return here.num_devices < 2 * math.prod(here.tiles)
 
 
 def _routed(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Step | None:

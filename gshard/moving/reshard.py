@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,10 @@ from gshard.moving import collectives
 from gshard.moving.boxes import route
 from gshard.moving.exchange import exchange_groups, kept_tiles, orders_of_parts
 from gshard.moving.nodes import Node, communicate
-from gshard.moving.plan import copies_as_split, mostly_held, plan_reshard
+from gshard.moving.plan import copies_as_split, plan_reshard
+from gshard.moving.sent import mostly_held, retile_elements, standard_elements
 from gshard.sharding import Sharding
-from gshard.tile import Tile
+from gshard.tile import Tile, itemsize_of
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,14 @@ class Reshard(Node):
     def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
         """The tile under the target."""
         return self.target.local_shape(self.shape)
+
+    def sent(self, local: tuple[int, ...], dtype: Any) -> int:
+        """All steps, after uneven tiles have been evened out."""
+        if 0 in self.shape:
+            return 0
+        evened = standard_elements(self.source, local, self.shape) * itemsize_of(dtype)
+        steps = plan_reshard(self.source, self.target, self.shape, dtype)
+        return evened + sum(step.bytes for step in steps)
 
     def run(self, place: Place, array: jax.Array) -> jax.Array:
         """The steps that `moving.plan` found."""
@@ -57,6 +66,11 @@ class Retile(Node):
     def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
         """The tile with another number of rows."""
         return (*local[: self.dim], self.size, *local[self.dim + 1 :])
+
+    def sent(self, local: tuple[int, ...], dtype: Any) -> int:
+        """Boxes between neighbours."""
+        elements = retile_elements(self.sharding, local, self.dim, self.size, self.shape)
+        return elements * itemsize_of(dtype)
 
     def run(self, place: Place, array: jax.Array) -> jax.Array:
         """Rows shift between neighbours."""

@@ -9,9 +9,10 @@ of the result or a gather of the operand sends less, and takes one equation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,9 @@ from gshard.moving import collectives
 from gshard.moving.costs import MAX_ROUNDS
 from gshard.moving.nodes import Node, communicate
 from gshard.moving.rounds import in_rounds, is_remote
+from gshard.moving.sent import scattered
 from gshard.sharding import Sharding
-from gshard.tile import Tile
+from gshard.tile import Tile, itemsize_of
 
 Move = tuple[int, int, int]  # the logical rows from the first to the second become rows + the third
 
@@ -153,6 +155,12 @@ class Align(Node):
         """The rows of this device's tile of the result."""
         return (*local[: self.dim], self.width, *local[self.dim + 1 :])
 
+    def sent(self, local: tuple[int, ...], dtype: Any) -> int:
+        """The rows of the cheapest plan."""
+        held, starts = Runs(*map(np.array, self.held)), np.array(self.starts, np.int64)
+        moves = self.moves
+        return align_bytes(self.sharding, self.dim, held, starts, self.width, moves, local, dtype)
+
     def run(self, place: Place, array: jax.Array) -> jax.Array:
         """Rounds of permutes, or a scatter."""
         held, starts = Runs(*map(np.array, self.held)), np.array(self.starts, np.int64)
@@ -162,6 +170,26 @@ class Align(Node):
 
     def __str__(self) -> str:
         return f"{self.width} rows a tile of dim {self.dim}"
+
+
+def align_bytes(
+    sharding: Sharding,
+    dim: int,
+    held: Runs,
+    starts: np.ndarray,
+    width: int,
+    moves: Sequence[Move] | None,
+    local: tuple[int, ...],
+    dtype: Any,
+) -> int:
+    """Bytes that a device sends to align rows."""
+    best = plan_rows(held, starts, width, moves)
+    assert best
+    row = math.prod(n for d, n in enumerate(local) if d != dim) * itemsize_of(dtype)
+    if best.kind == "rounds":
+        return best.sent * row
+    groups, tiles = len(groups_along(sharding, dim)), len(starts)
+    return scattered(width * tiles * row, tiles, groups, sharding.num_devices)
 
 
 def aligned(

@@ -7,9 +7,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from gshard.devices import Place
-from gshard.moving.partial import combine
+from gshard.moving.partial import Reduce
 from gshard.sharding import Sharding, Split
-from gshard.tile import Tile
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [("sum", 7), ("prod", 8), ("max", 4)])
@@ -20,8 +19,7 @@ def test_copies_of_a_part_count_once_where_devices_are_idle(kind, wanted):
     whole = Sharding.replicated(1, 8)
 
     def local(x):
-        tile = Tile(x, whole, (1,))
-        return combine(Place(("d",), 8), tile, {"k": split}, {"k": kind}, whole, "test").array
+        return Reduce("test", whole, (1,), (split,), kind, None).run(Place(("d",), 8), x)
 
     mesh, spec = Mesh(np.array(jax.devices()), "d"), PartitionSpec("d")
     run = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)

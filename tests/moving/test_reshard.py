@@ -12,9 +12,8 @@ from jax.sharding import Mesh, PartitionSpec
 import gshard
 from gshard.devices import Place
 from gshard.moving.plan import plan_reshard
-from gshard.moving.reshard import reshard
+from gshard.moving.reshard import Reshard
 from gshard.sharding import Sharding
-from gshard.tile import Tile
 from tests.oracle import DEVICE_COUNTS, assignments, check, kinds, random_array, sent
 
 SIZES = (0, 1, 2, 3, 5, 8, 12, 13, 16)
@@ -49,9 +48,10 @@ def run(x, source, target):
     mesh = Mesh(np.array(jax.devices()[:devices]), ("d",))
 
     def local(tile):
-        done = reshard(Place(("d",), devices), Tile(tile[0], source, x.shape), target, "test")
-        assert done.sharding == target
-        return done.array[None]
+        node = Reshard("test", source, target, x.shape)
+        done = node.run(Place(("d",), devices), tile[0])
+        assert done.shape == node.result(tile[0].shape)
+        return done[None]
 
     spec = PartitionSpec("d")
     mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)

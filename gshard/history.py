@@ -1,0 +1,74 @@
+"""What a lowering did: the program after every stage and pass, as text that shows what changed."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jax.extend.core import Jaxpr
+
+from gshard.graph.text import Note, program_text
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The program after a stage or pass; `remark` says why a pass did not apply."""
+
+    name: str
+    jaxpr: Jaxpr
+    note: Note
+    remark: str
+
+
+@dataclass
+class History:
+    """The stages of one lowering, in order. Texts are made when somebody asks for them."""
+
+    stages: list[Stage] = field(default_factory=list)
+
+    def add(self, name: str, jaxpr: Jaxpr, note: Note = lambda eqn: "", remark: str = "") -> None:
+        """Record the program after a stage."""
+        self.stages.append(Stage(name, jaxpr, note, remark))
+
+    @property
+    def programs(self) -> dict[str, Jaxpr]:
+        """The program after each stage, by the stage's name."""
+        return {stage.name: stage.jaxpr for stage in self.stages}
+
+    def texts(self) -> dict[str, str]:
+        """The text of every stage; a line that the stage before does not have begins with `>`.
+
+        A variable has one name throughout.
+        """
+        names: dict[Any, str] = {}
+        found: dict[str, str] = {}
+        before: list[str] = []
+        for number, stage in enumerate(self.stages):
+            lines = program_text(stage.jaxpr, stage.name, stage.note, names).split("\n")
+            marked = _marked(before[1:], lines[1:]) if before else [f"  {s}" for s in lines[1:]]
+            head = [lines[0], *([f"# {stage.remark}"] if stage.remark else [])]
+            found[f"{number:02d}-{stage.name.replace(' ', '-')}"] = "\n".join([*head, *marked])
+            before = lines
+        return found
+
+    def dump(self, folder: str | Path) -> list[Path]:
+        """One file per stage in `folder`, numbered."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = []
+        for name, text in self.texts().items():
+            paths.append(folder / f"{name}.txt")
+            paths[-1].write_text(text + "\n")
+        return paths
+
+
+def _marked(before: list[str], lines: list[str]) -> list[str]:
+    """The lines, each marked if it is new."""
+    matcher = difflib.SequenceMatcher(None, before, lines, autojunk=False)
+    marked = []
+    for kind, _, _, first, end in matcher.get_opcodes():
+        mark = " " if kind == "equal" else ">"
+        marked += [f"{mark} {line}" for line in lines[first:end]]
+    return marked

@@ -1,0 +1,92 @@
+"""The whole way of a program, from a traced function to one that XLA compiles, stage by stage.
+
+Every stage takes a program and gives one; `Lowered.dump` shows what each of them made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.sharding import Mesh
+
+from gshard import _jax
+from gshard.history import History
+from gshard.keywords import Options
+from gshard.moving.costs import MACHINE, planning_for
+from gshard.partition import partition
+from gshard.patterns.dropless import by_groups
+from gshard.patterns.ring import in_rings
+from gshard.placement import DeviceOrder
+from gshard.program import Program, Settings, arrange
+from gshard.propagate import Propagated, propagate
+from gshard.sharding import Sharding
+from gshard.simplify import PASSES as NORMAL_FORMS
+from gshard.simplify import simplify
+from gshard.trace import inline
+
+Rewrite = Callable[[ClosedJaxpr, Mapping[Any, Sharding], int], ClosedJaxpr]
+
+# Rewrites that look at shardings; each says, in the dump, what it did not find.
+REWRITES: dict[str, tuple[Rewrite, str]] = {
+    "exchange by expert": (
+        lambda flat, shardings, limit: by_groups(flat, shardings),
+        "not applied: no ragged product has its groups split",
+    ),
+    "ring attention": (
+        in_rings,
+        "not applied: no keys, and no scores of a device's queries, exceed the memory limit",
+    ),
+}
+
+
+def lower(
+    traced: jax.stages.Traced,
+    given: Sequence[Sharding | None],
+    order: DeviceOrder,
+    mesh: Mesh | None,
+    settings: Settings,
+    options: Options,
+) -> Program:
+    """One traced function, whose arguments have the shardings `given`, as a per-device program."""
+    history = History()
+    flat = inline(traced.jaxpr, order)  # calls inlined, logical shapes
+    history.add("flatten", flat.jaxpr)
+    for normal_form in NORMAL_FORMS if order.count > 1 else ():  # one device gains nothing by them
+        flat = simplify(flat, normal_form)
+        history.add(normal_form.__name__, flat.jaxpr)
+    fixed = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
+    # All that is kept of `traced`.
+    name, closed_over, types = traced.fun_name, _jax.closed_over(traced), traced.jaxpr.out_avals
+    machine = options.hardware.machine if options.hardware else MACHINE
+    limit = options.memory_limit
+
+    def partitioned(flat: ClosedJaxpr, history: History) -> Program:
+        with planning_for(machine):
+            found = propagate(flat, order.count, fixed, limit)  # a sharding for every value
+            history.add("propagate", flat.jaxpr, _sharding_note(found))
+            for title, (rewrite, remark) in REWRITES.items():
+                rewritten = rewrite(flat, found.shardings, limit)
+                if rewritten is not flat:  # shardings of a program that is no more
+                    flat, found = rewritten, propagate(rewritten, order.count, fixed, limit)
+                    remark = ""
+                history.add(title, flat.jaxpr, _sharding_note(found), remark)
+            local = partition(flat.jaxpr, found, limit, options.strict)
+            return arrange(  # plan, improve, emit, combine
+                local, flat, found, name, closed_over, order, mesh, settings, types, history
+            )
+
+    program = partitioned(flat, history)
+    return replace(program, variant=lambda changed: partitioned(changed, History()))
+
+
+def _sharding_note(found: Propagated) -> Callable[[JaxprEqn], str]:
+    """The shardings of an equation's results."""
+
+    def note(eqn: JaxprEqn) -> str:
+        return "; ".join(str(found.shardings[v]) for v in eqn.outvars if v in found.shardings)
+
+    return note

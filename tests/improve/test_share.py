@@ -1,0 +1,41 @@
+"""What is sent once is not sent again; plan in, plan out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import gshard
+from gshard.moving.nodes import node_of
+from tests.oracle import check, even_split, kinds
+
+
+def nodes(jaxpr):
+    return [node_of(eqn).name for eqn in jaxpr.eqns if node_of(eqn)]
+
+
+def stages(fn, *arguments):
+    lowered = gshard.jit(fn).lower(*arguments)
+    return lowered._program.history.programs
+
+
+def test_windows_that_are_asked_for_twice():
+    """Two convolutions of one tensor need the same halo."""
+
+    def image(x, k):
+        x = gshard.split(x, 2, 8)
+        return jax.lax.conv(x, k, (1,), "SAME") + jax.lax.conv(x, 2 * k, (1,), "SAME")
+
+    found = stages(image, jnp.ones((1, 4, 32)), jnp.ones((4, 4, 3)))
+    assert nodes(found["plan"]).count("halo") == 2
+    assert nodes(found["share"]).count("halo") == 1
+
+
+def test_values_and_collectives():
+    def fn(x, k):
+        return jax.lax.conv(x, k, (1,), "SAME") + jax.lax.conv(x, 2 * k, (1,), "SAME")
+
+    x, k = (np.random.default_rng(i).normal(size=s) for i, s in enumerate([(1, 4, 32), (4, 4, 3)]))
+    lowered = check(
+        fn, x.astype(np.float32), k.astype(np.float32), inputs=[even_split(3, 2, 8)], rtol=1e-4
+    )
+    assert kinds(lowered) == {"collective_permute": 2}
