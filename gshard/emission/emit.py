@@ -44,7 +44,7 @@ class _Emitter:
 
     def __init__(self, sizes: Mapping[str, int]):
         self.sizes = dict(sizes)
-        self.expanded: dict[tuple[Node, Any], _Expansion] = {}
+        self.expanded: dict[Any, _Expansion] = {}  # by nodes and the types of their operands
 
     def program(self, jaxpr: Jaxpr) -> Jaxpr:
         """A program, or a body in it."""
@@ -98,7 +98,7 @@ class _Emitter:
 
     def expansion(self, node: Node, array: Any, device: Any) -> _Expansion:
         """The code of a node for an operand of this type."""
-        key = (node, array)
+        key = (node, array.shape, array.dtype)
         if key not in self.expanded:
             axes = tuple(self.sizes)
 
