@@ -35,7 +35,8 @@ from gshard.forecast.ops import APART, LOOPS, PRODUCTS, bodies_of, size_of
 from gshard.meshes import AnyMesh
 from gshard.moving.costs import EXCHANGED, LATENCIES, machine
 from gshard.moving.packed import can_be_exchanged, run_together
-from gshard.source import ASKED_FOR, reason_of
+from gshard.reason import NO_REASON
+from gshard.source import reason_of
 
 _BUNDLED = {"psum", "pmax", "pmin", "all_gather", "reduce_scatter"}
 _HEAVY = APART | PRODUCTS | LOOPS | _BUNDLED | {"psum_invariant", "all_to_all", "ppermute"}
@@ -136,7 +137,7 @@ def _may_move(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name not in _BUNDLED or not size_of(eqn.outvars[0]):
         return False
     reason = reason_of(eqn)
-    return bool(reason) and not reason.startswith(ASKED_FOR)
+    return reason != NO_REASON and not reason.is_asked
 
 
 def _size(eqn: JaxprEqn) -> int:

@@ -22,6 +22,7 @@ from gshard.factors import Dim, Factor, Factors, compose, decompose
 from gshard.moving.costs import machine
 from gshard.moving.partial import combine, combine_cost, mask_for
 from gshard.moving.plan import reshard_cost
+from gshard.reason import Reason
 from gshard.rule import (
     MOST_REMEMBERED,
     RULES,
@@ -183,10 +184,10 @@ def run_as(
     name, factors = eqn.primitive.name, layout.factors
     ready = []
     for tile, dims, (sharding, local) in zip(tiles, factors.operands, layout.operands, strict=True):
-        tile = ctx.reshard(tile, sharding, f"operand of {name}")
+        tile = ctx.reshard(tile, sharding, Reason("operand", name))
         if tile.array.shape != local:
             for dim, size in enumerate(local):
-                tile = ctx.retile(tile, dim, size, f"operand of {name}")
+                tile = ctx.retile(tile, dim, size, Reason("operand", name))
         ready.append(mask_for(ctx.place, tile, dims, factors) if factors.reduced else tile)
     arrays = rule.local(ctx, eqn, ready, [local for _, local in layout.results])
     results = []

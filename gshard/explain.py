@@ -15,7 +15,8 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from gshard.graph import bodies, text
 from gshard.graph.regions import runs_of
 from gshard.moving.sent import sent_bytes
-from gshard.source import is_seldom, reason_of, shares_reason, source_of
+from gshard.reason import Reason
+from gshard.source import is_seldom, reason_of, source_of
 from gshard.tile import byte_size
 
 COLLECTIVES = {
@@ -37,7 +38,7 @@ class Collective:
 
     `bytes` is what one device sends in one execution; `count` how often it runs. Where only the
     data know how often, that is 0 for what balanced data do without (rows by index, experts without
-    a capacity), else 1. `source` is the user's operation, `reason` why it has to communicate. Of
+    a capacity), else 1. `source` is the user's operation, `why` it has to communicate. Of
     values that travel together, `members` has one entry each, with its own bytes, line and reason.
     """
 
@@ -47,8 +48,13 @@ class Collective:
     group_size: int
     dtype: str
     source: str
-    reason: str
+    why: Reason
     members: tuple[Collective, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """Why it is sent, in words."""
+        return str(self.why)
 
     @property
     def values(self) -> int:
@@ -109,7 +115,7 @@ def collectives_in(eqn: JaxprEqn, num_devices: int, count: int) -> Iterator[Coll
 
 def _members(jaxpr: Jaxpr, eqn: JaxprEqn, whole: Collective) -> tuple[Collective, ...]:
     """The values that travel together: each has a slice of the result, at its own line."""
-    if not shares_reason(whole.reason):
+    if whole.why.values == 1:
         return ()
     (result,) = eqn.outvars
     views = {result, *(e.outvars[0] for e in jaxpr.eqns if result in e.invars)}
@@ -120,7 +126,7 @@ def _members(jaxpr: Jaxpr, eqn: JaxprEqn, whole: Collective) -> tuple[Collective
             whole,
             bytes=whole.bytes * math.prod(e.outvars[0].aval.shape) // total,
             source=source_of(e),
-            reason=reason_of(e),
+            why=reason_of(e),
         )
         for e in parts
     )

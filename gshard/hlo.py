@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 
 from gshard.explain import Collective
+from gshard.reason import Reason
 
 _OPS = {
     "all-reduce": "all_reduce",
@@ -25,6 +26,8 @@ _LINE = re.compile(
     r"(?P<op>all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 )
 _SHAPE = re.compile(r"(?P<dtype>[a-z]+\d*(?:e\d+m\d+\w*)?)\[(?P<dims>[\d,]*)\]")
+
+_XLA = Reason("step", "XLA")  # which does not say why
 
 
 def collectives_of_hlo(text: str, num_devices: int) -> Iterator[Collective]:
@@ -51,7 +54,7 @@ def collectives_of_hlo(text: str, num_devices: int) -> Iterator[Collective]:
         source = f"{where[1]}:{where[2]}" if where else "unknown"
         if sent:
             yield Collective(
-                kind, sent, runs.get(computation, 1), members, shapes[0][0], source, "XLA"
+                kind, sent, runs.get(computation, 1), members, shapes[0][0], source, _XLA
             )
 
 

@@ -29,6 +29,7 @@ from gshard.keys import is_key_type
 from gshard.moving import reshard
 from gshard.moving.partial import combine_sums
 from gshard.propagate import Propagated
+from gshard.reason import Reason
 from gshard.rule import Shares, equation_key
 from gshard.rules import RULES
 from gshard.rules.manual import CROSSING_MANUAL, check_manual, run_manually
@@ -134,11 +135,10 @@ class Partitioner:
         """The sharding that propagation gave `var`."""
         return self.shardings[var]
 
-    def reshard(self, tile: Tile, target: Sharding, reason: str) -> Tile:
+    def reshard(self, tile: Tile, target: Sharding, reason: Reason) -> Tile:
         """`tile` under another sharding; asking twice moves it once."""
         if tile.partial:
-            name = reason.removeprefix("operand of ").removeprefix("result of ")
-            tile = combine_sums(self.place, tile, target, name)
+            tile = combine_sums(self.place, tile, target, reason.operator)
         if tile.sharding == target and tile.is_standard:
             return tile
         key = (id(tile.array), target)
@@ -199,7 +199,7 @@ class Partitioner:
         self.resharded[key] = (tile, made)
         return made
 
-    def retile(self, tile: Tile, dim: int, size: int, reason: str) -> Tile:
+    def retile(self, tile: Tile, dim: int, size: int, reason: Reason) -> Tile:
         """`tile` with tiles of `size` rows along `dim`, which need not be the usual."""
         return reshard.retile(self.place, tile, dim, size, reason)
 
@@ -292,9 +292,9 @@ class Partitioner:
             if part and eqn.outvars[0] in self.waiting:
                 return [part]
             if part:
-                return [self.reshard(part, targets[0], f"result of {eqn.primitive.name}")]
+                return [self.reshard(part, targets[0], Reason("result", eqn.primitive.name))]
             tiles = [
-                self.reshard(t, self.sharding(a), f"operand of {eqn.primitive.name}")
+                self.reshard(t, self.sharding(a), Reason("operand", eqn.primitive.name))
                 if t.partial
                 else t
                 for t, a in zip(tiles, eqn.invars, strict=True)
@@ -312,7 +312,7 @@ class Partitioner:
                 continue
             check_manual(eqn, result, target)
             if not result.partial or eqn.outvars[number] not in self.waiting:
-                reason = f"result of {eqn.primitive.name}"
+                reason = Reason("result", eqn.primitive.name)
                 results[number] = self.reshard(result, target, reason)
         if eqn.primitive in _VIEWS:
             view = View.of(eqn, results[0], tiles[0])

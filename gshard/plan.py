@@ -18,6 +18,7 @@ from gshard.explain import COLLECTIVES, collectives_in
 from gshard.graph.regions import bodies, runs_of
 from gshard.graph.text import program_text
 from gshard.moving.nodes import Node, node_of
+from gshard.reason import Reason
 from gshard.source import is_seldom, reason_of, source_of
 
 
@@ -33,7 +34,7 @@ class Sent:
     bytes: int
     count: int
     source: str
-    reason: str
+    reason: Reason
 
     @property
     def total_bytes(self) -> int:
@@ -65,7 +66,7 @@ class Plan:
                 sent = node_bytes(node, eqn)
                 yield Sent(node, node.name, sent, runs, source_of(eqn), node.reason)
             for c in collectives_in(eqn, self.num_devices, runs):
-                yield Sent(None, c.kind, c.bytes, runs, c.source, c.reason)
+                yield Sent(None, c.kind, c.bytes, runs, c.source, c.why)
             inside = 0 if is_seldom(eqn) else runs * runs_of(eqn)
             for body in bodies(eqn):
                 yield from self._sends(body, inside)

@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from gshard.devices import Place
 from gshard.evaluate import bind
 from gshard.factors import Factor, Factors, Shape
+from gshard.reason import Reason
 from gshard.sharding import Sharding, Split
 from gshard.tile import Tile
 
@@ -46,11 +47,11 @@ class Context(Protocol):
     values: dict[Any, Tile]  # of the variables of the program or body that ran last
     waiting: dict[Any, float]  # the variables whose sum may wait, and the share to pay for it
 
-    def reshard(self, tile: Tile, target: Sharding, reason: str) -> Tile:
+    def reshard(self, tile: Tile, target: Sharding, reason: Reason) -> Tile:
         """`tile` under another sharding; asking twice moves it once."""
         ...
 
-    def retile(self, tile: Tile, dim: int, size: int, reason: str) -> Tile:
+    def retile(self, tile: Tile, dim: int, size: int, reason: Reason) -> Tile:
         """`tile` with tiles of `size` rows along `dim`, which need not be the usual."""
         ...
 

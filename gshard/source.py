@@ -11,10 +11,9 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from gshard._jax import exclude_frames, is_current, source_info_util, without_mesh
+from gshard.reason import NO_REASON, Reason
 
 _CORE = Path(__file__).parent
-_REASON = "gshard: "
-ASKED_FOR = "asked for in"  # how the reasons of collectives begin that the user wrote
 _SELDOM = "gshard seldom"
 
 # gshard's frames are not the user's, but for these packages: models and programs like any other.
@@ -75,31 +74,18 @@ def _has_line(traceback: Any) -> bool:
     return any("site-packages" not in f.file_name for f in frames)
 
 
-def reason_of(eqn: JaxprEqn) -> str:
-    """The phrase that `because` attached to an operation, or ''."""
+def reason_of(eqn: JaxprEqn) -> Reason:
+    """The reason that `because` attached to an operation, or `NO_REASON`."""
     for part in reversed(eqn.source_info.name_stack.stack):
-        name = getattr(part, "name", "")
-        if name.startswith(_REASON):
-            return name.removeprefix(_REASON)
-    return ""
+        found = Reason.decoded(getattr(part, "name", ""))
+        if found:
+            return found
+    return NO_REASON
 
 
-def because(reason: str) -> contextlib.AbstractContextManager[None]:
+def because(reason: Reason) -> contextlib.AbstractContextManager[None]:
     """Attach `reason` to the operations made inside; profilers show it too, in the op's name."""
-    return jax.named_scope(_REASON + reason)
-
-
-_TOGETHER = " values together: "
-
-
-def together(values: int, reason: str) -> str:
-    """The reason of a collective that so many values share; `reason` is that of the first."""
-    return f"{values}{_TOGETHER}{reason}"
-
-
-def shares_reason(reason: str) -> bool:
-    """Whether `together` made a reason."""
-    return _TOGETHER in reason
+    return jax.named_scope(reason.encoded())
 
 
 def seldom() -> contextlib.AbstractContextManager[None]:

@@ -26,6 +26,7 @@ from gshard.choose import shard_dims
 from gshard.devices import Place
 from gshard.factors import decompose
 from gshard.moving.partial import reducing_key
+from gshard.reason import Reason
 from gshard.rule import RULES, Context
 from gshard.sharding import Sharding, Split
 from gshard.tile import Tile
@@ -240,7 +241,7 @@ def _sliced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
             array = lax.slice_in_dim(array, start, limit, stride, d)
         else:
             whole = Sharding.replicated(0, tile.sharding.num_devices)
-            start = ctx.reshard(starts[d], whole, "operand of dynamic_slice").array
+            start = ctx.reshard(starts[d], whole, Reason("operand", "dynamic_slice")).array
             array = lax.dynamic_slice_in_dim(array, start, shape[d], d)
     return replace(tile, array=array, shape=shape)
 

@@ -48,7 +48,7 @@ def test_the_gradients_of_19_weights_are_one_all_reduce():
     assert reduce.bytes == sum(2 * w.nbytes * 7 // 8 for w in weights)
     assert sorted(c.bytes for c in reduce.members) == sorted(2 * w.nbytes * 7 // 8 for w in weights)
     assert all("test_bundles.py" in c.source for c in reduce.members)
-    assert reduce.reason.startswith("19 values together: dot_general: partial results")
+    assert reduce.reason.startswith("19 values combined: dot_general: partial results")
     assert all("together" not in c.reason for c in reduce.members)
 
 
@@ -308,7 +308,7 @@ def test_bundles_avoid_rings_together(rings):
     parts, whole = low.collectives  # each device sums a part of all values, and sends it to all
     assert (parts.kind, whole.kind) == ("all_to_all", "all_to_all")
     assert whole.values == 19
-    assert whole.reason.startswith("19 values together: ")
+    assert whole.reason.startswith("19 values combined: ")
 
 
 @pytest.mark.parametrize(

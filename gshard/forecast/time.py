@@ -119,7 +119,7 @@ def _timed(
         roofline_seconds=max(arithmetic * reached.products, moved / machine.memory_bandwidth, peak),
         collective=kind,
         group_size=members,
-        reason=reason_of(root.eqn),
+        reason=str(reason_of(root.eqn)),
     )
 
 

@@ -23,6 +23,7 @@ from gshard import padding
 from gshard.devices import Place
 from gshard.moving.collectives import collective_permute
 from gshard.moving.rounds import in_rounds
+from gshard.reason import Reason
 from gshard.sharding import Sharding, Split
 from gshard.tile import Tile
 
@@ -75,7 +76,7 @@ def plan_boxes(
     return tuple(_round(part, source, source_local, target, target_local) for part in rounds)
 
 
-def route(place: Place, tile: Tile, target: Sharding, target_local: Shape, reason: str) -> Tile:
+def route(place: Place, tile: Tile, target: Sharding, target_local: Shape, reason: Reason) -> Tile:
     """`tile` under `target`, with tiles of size `target_local`."""
     rounds = plan_boxes(tile.sharding, tile.array.shape, target, target_local, tile.shape)
     moved = [

@@ -17,6 +17,7 @@ from jax import lax
 
 from gshard.devices import Place
 from gshard.moving.collectives import Groups, all_to_all
+from gshard.reason import Reason
 from gshard.source import seldom
 
 _NOWHERE = 2**30  # the row of an update that is dropped
@@ -49,7 +50,7 @@ def send_rows(
     groups: Groups,
     into: jax.Array,
     put: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
-    reason: str,
+    reason: Reason,
 ) -> jax.Array:
     """`into`, after `put(into, rows, indices)` of the rows of all tiles that travel to this one.
 

@@ -17,19 +17,20 @@ from jax import lax
 
 from gshard.devices import Place
 from gshard.keys import as_integers, is_key
+from gshard.reason import Reason
 from gshard.source import because
 
 Groups = Sequence[Sequence[int]]
 
 
-def all_reduce(place: Place, x: jax.Array, groups: Groups, kind: str, reason: str) -> jax.Array:
+def all_reduce(place: Place, x: jax.Array, groups: Groups, kind: str, reason: Reason) -> jax.Array:
     """Combine the group's values by `kind`: sum, max or min. Every member gets the result."""
     reduce = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[kind]
     with because(reason):
         return reduce(x, place.axes, axis_index_groups=_index_groups(place, groups, even=False))
 
 
-def all_gather(place: Place, x: jax.Array, dim: int, groups: Groups, reason: str) -> jax.Array:
+def all_gather(place: Place, x: jax.Array, dim: int, groups: Groups, reason: Reason) -> jax.Array:
     """The members' tiles, concatenated along `dim` in the group's order."""
     with because(reason):
         if not _covers_evenly(place, groups):
@@ -39,7 +40,7 @@ def all_gather(place: Place, x: jax.Array, dim: int, groups: Groups, reason: str
         return back(lax.all_gather(raw, place.axes, axis=dim, tiled=True, axis_index_groups=listed))
 
 
-def all_to_all(place: Place, x: jax.Array, groups: Groups, reason: str) -> jax.Array:
+def all_to_all(place: Place, x: jax.Array, groups: Groups, reason: Reason) -> jax.Array:
     """Piece j of the leading dim goes to member j; the pieces received stand in members' order."""
     with because(reason):
         if not _covers_evenly(place, groups):
@@ -51,7 +52,9 @@ def all_to_all(place: Place, x: jax.Array, groups: Groups, reason: str) -> jax.A
         return back(lax.all_to_all(raw, place.axes, 0, 0, tiled=True, axis_index_groups=listed))
 
 
-def reduce_scatter(place: Place, x: jax.Array, dim: int, groups: Groups, reason: str) -> jax.Array:
+def reduce_scatter(
+    place: Place, x: jax.Array, dim: int, groups: Groups, reason: Reason
+) -> jax.Array:
     """The sum over the group, of which member j keeps the j-th part of `dim`."""
     with because(reason):
         if not _covers_evenly(place, groups):
@@ -71,7 +74,7 @@ def reduce_scatter(place: Place, x: jax.Array, dim: int, groups: Groups, reason:
 
 
 def collective_permute(
-    place: Place, x: jax.Array, pairs: Sequence[tuple[int, int]], reason: str
+    place: Place, x: jax.Array, pairs: Sequence[tuple[int, int]], reason: Reason
 ) -> jax.Array:
     """Send this device's value along the (source, destination) pairs; zeros where nothing comes."""
     with because(reason):
@@ -123,14 +126,14 @@ def _gather_by_sum(place: Place, x: jax.Array, dim: int, groups: Groups) -> jax.
     return back(whole)
 
 
-def merge_disjoint(place: Place, x: jax.Array, groups: Groups, reason: str) -> jax.Array:
+def merge_disjoint(place: Place, x: jax.Array, groups: Groups, reason: Reason) -> jax.Array:
     """The members' parts of one array put together: where one has a part, the others have zeros."""
     bits, back = _as_bits(x)
     return back(all_reduce(place, bits, groups, "sum", reason))
 
 
 def scatter_disjoint(
-    place: Place, x: jax.Array, dim: int, groups: Groups, reason: str
+    place: Place, x: jax.Array, dim: int, groups: Groups, reason: Reason
 ) -> jax.Array:
     """`merge_disjoint`, of which member j keeps the j-th part of `dim`."""
     bits, back = _as_bits(x)

@@ -19,6 +19,7 @@ from jax import lax
 from gshard.devices import Place
 from gshard.moving.collectives import all_to_all, collective_permute
 from gshard.moving.halo import shifted_pairs
+from gshard.reason import Reason
 from gshard.sharding import Sharding
 
 Columns = list[jax.Array]  # the operands of a sort, the dim to be sorted in front
@@ -38,7 +39,7 @@ def columnsort(
     sharding: Sharding,
     dim: int,
     groups: Sequence[Sequence[int]],
-    reason: str,
+    reason: Reason,
 ) -> Columns:
     """`columns` in order: within a tile, and from each tile of `dim` to the next.
 

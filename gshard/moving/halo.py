@@ -25,6 +25,7 @@ from gshard.moving.costs import MAX_SHIFTS
 from gshard.moving.nodes import Node, communicate
 from gshard.moving.rows import Runs, align_bytes, aligned, everything, groups_along, plan_rows
 from gshard.moving.sent import gathered
+from gshard.reason import Reason
 from gshard.sharding import Sharding
 from gshard.tile import Tile, itemsize_of
 
@@ -55,7 +56,7 @@ def fetch(
     dim: int,
     starts: Sequence[int] | np.ndarray,
     width: int,
-    reason: str,
+    reason: Reason,
     only: tuple[int, int] | None = None,
 ) -> jax.Array:
     """Rows `starts[c]` to `starts[c] + width` of the logical `dim` on the holders of tile c.
@@ -122,7 +123,7 @@ def _fetch(
     dim: int,
     starts: Sequence[int] | np.ndarray,
     width: int,
-    reason: str,
+    reason: Reason,
     only: tuple[int, int] | None,
 ) -> jax.Array:
     split = tile.sharding.splits[dim]

@@ -16,6 +16,7 @@ from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Primitive
 
 from gshard.devices import Place
+from gshard.reason import NO_REASON, Reason
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Node(abc.ABC):
     """What one device has to send, and what it has then."""
 
     name: ClassVar[str]
-    reason: str
+    reason: Reason
 
     @abc.abstractmethod
     def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
@@ -43,7 +44,7 @@ class Node(abc.ABC):
 
     def unexplained(self) -> Self:
         """The same without its reason: equal for nodes that do the same."""
-        return replace(self, reason="")
+        return replace(self, reason=NO_REASON)
 
 
 def communicate(node: Node, array: jax.Array, place: Place) -> jax.Array:

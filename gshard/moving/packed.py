@@ -12,6 +12,7 @@ fewer steps: every device sends to all others at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jax.extend.core import JaxprEqn
 
 from gshard.evaluate import bind
 from gshard.moving import costs
-from gshard.source import because, on_behalf_of, reason_of, together
+from gshard.source import because, on_behalf_of, reason_of
 
 
 def run_together(
@@ -33,7 +34,7 @@ def run_together(
             rows.append(_as_rows(eqn, x))
     first = eqns[0]
     scattered, gathered = (first.primitive.name == n for n in ("reduce_scatter", "all_gather"))
-    reason = together(len(eqns), reason_of(first)) if len(eqns) > 1 else reason_of(first)
+    reason = replace(reason_of(first), values=len(eqns))
     with on_behalf_of(first), because(reason):
         packed = lax.concatenate(rows, rows[0].ndim - 1)
         if by_exchange:

@@ -23,6 +23,7 @@ from gshard.moving.costs import LATENCIES, machine
 from gshard.moving.nodes import Node, communicate
 from gshard.moving.plan import reshard_cost
 from gshard.moving.sent import gathered, retile_elements, scattered, sent_bytes
+from gshard.reason import Reason
 from gshard.sharding import Sharding, Split, compatible
 from gshard.tile import Tile, itemsize_of
 
@@ -108,7 +109,7 @@ class Reduce(Node):
             part = place.lookup((key == 0).astype(np.int32))
             array = jnp.where(part == 1, array, identity(self.kind, array.dtype))
             groups = (tuple(range(place.num_devices)),)
-        reason = f"{self.reason}: partial results over {size} devices"
+        reason = self.reason.then(f"partial results over {size} devices")
         return _all_reduce(place, array, groups, self.kind, reason)
 
     def __str__(self) -> str:
@@ -167,18 +168,18 @@ def combine(
     idle = splits[0].idle and tile.sharding.is_replicated
     scatter = _worth_scattering(tile.sharding, reduced, kind, target, tile.nbytes)
     scatter = None if idle else scatter
-    node = Reduce(name, tile.sharding, tile.shape, splits, kind, scatter)
+    node = Reduce(Reason("step", name), tile.sharding, tile.shape, splits, kind, scatter)
     return Tile(communicate(node, tile.array, place), node.target, tile.shape)
 
 
 def _scattered(
-    place: Place, tile: Tile, scatter: _Scatter, key: np.ndarray, size: int, name: str
+    place: Place, tile: Tile, scatter: _Scatter, key: np.ndarray, size: int, left_by: Reason
 ) -> Tile:
     """Partial sums scattered; among members with the same part, the rest of the sum is reduced."""
     result, dim, parts = scatter.result, scatter.dim, scatter.parts
     rows = -(-tile.shape[dim] // result.tiles[dim])
-    padded = reshard.retiled(place, tile, dim, rows * parts, f"result of {name}")
-    reason = f"{name}: partial sums over {parts} devices, result split"
+    padded = reshard.retiled(place, tile, dim, rows * parts, Reason("result", left_by.operator))
+    reason = left_by.then(f"partial sums over {parts} devices, result split")
     same = key * math.prod(result.tiles) + result.tile_index  # who ends with the same part
     turn = np.zeros(len(same), np.int64)
     for group in groups_by(same, np.arange(len(same))):
@@ -187,7 +188,7 @@ def _scattered(
     x = collectives.reduce_scatter(place, padded.array, dim, within, reason)
     if parts < size:
         across = groups_by(same, turn)
-        reason = f"{name}: partial sums over {size // parts} groups of devices"
+        reason = left_by.then(f"partial sums over {size // parts} groups of devices")
         x = collectives.all_reduce(place, x, across, "sum", reason)
     return reshard.standardized(place, Tile(x, result, tile.shape), reason)
 
@@ -337,7 +338,7 @@ def _scatter(here: Sharding, reduced: tuple[Split, ...], target: Sharding) -> _S
     return None
 
 
-def _all_reduce(place: Place, x: jax.Array, groups: Groups, kind: str, reason: str) -> jax.Array:
+def _all_reduce(place: Place, x: jax.Array, groups: Groups, kind: str, reason: Reason) -> jax.Array:
     if kind in ("and", "or"):
         if x.dtype == jnp.bool_:
             small = x.astype(jnp.int8)
@@ -354,7 +355,9 @@ def _all_reduce(place: Place, x: jax.Array, groups: Groups, kind: str, reason: s
     return collectives.all_reduce(place, x, groups, kind, reason)
 
 
-def _lexicographic(place: Place, x: jax.Array, groups: Groups, kind: str, reason: str) -> jax.Array:
+def _lexicographic(
+    place: Place, x: jax.Array, groups: Groups, kind: str, reason: Reason
+) -> jax.Array:
     """Complex numbers compare by their real parts, and equal ones by the imaginary parts."""
     real, imag = lax.real(x), lax.imag(x)
     best = _all_reduce(place, jnp.where(real == 0, 0, real), groups, kind, reason)
@@ -364,7 +367,7 @@ def _lexicographic(place: Place, x: jax.Array, groups: Groups, kind: str, reason
 
 
 def _gather_and_reduce(
-    place: Place, x: jax.Array, groups: Groups, kind: str, reason: str
+    place: Place, x: jax.Array, groups: Groups, kind: str, reason: Reason
 ) -> jax.Array:
     parts = collectives.all_gather(place, x[None], 0, groups, reason)
     op = {"prod": lax.mul, "xor": lax.bitwise_xor, "and": lax.bitwise_and, "or": lax.bitwise_or}[

@@ -20,6 +20,7 @@ from gshard.moving.exchange import exchange_groups, kept_tiles, orders_of_parts
 from gshard.moving.nodes import Node, communicate
 from gshard.moving.plan import copies_as_split, plan_reshard
 from gshard.moving.sent import mostly_held, retile_elements, standard_elements
+from gshard.reason import Reason
 from gshard.sharding import Sharding
 from gshard.tile import Tile, itemsize_of
 
@@ -81,7 +82,7 @@ class Retile(Node):
         return f"{self.size} rows a tile along dim {self.dim}"
 
 
-def reshard(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+def reshard(place: Place, tile: Tile, target: Sharding, reason: Reason) -> Tile:
     """`tile` as `target` has it: a node of the plan."""
     if tile.sharding == target and tile.is_standard:
         return tile
@@ -89,7 +90,7 @@ def reshard(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
     return Tile(communicate(node, tile.array, place), target, tile.shape)
 
 
-def retile(place: Place, tile: Tile, dim: int, size: int, reason: str) -> Tile:
+def retile(place: Place, tile: Tile, dim: int, size: int, reason: Reason) -> Tile:
     """`tile` with tiles of `size` rows along `dim`: a node of the plan, where rows have to move."""
     if tile.array.shape[dim] == size or tile.sharding.splits[dim] is None:
         return retiled(place, tile, dim, size, reason)
@@ -100,7 +101,7 @@ def retile(place: Place, tile: Tile, dim: int, size: int, reason: str) -> Tile:
 # ---------------------------------------------------------------- how they are carried out
 
 
-def _resharded(place: Place, tile: Tile, target: Sharding, reason: str) -> jax.Array:
+def _resharded(place: Place, tile: Tile, target: Sharding, reason: Reason) -> jax.Array:
     if is_key(tile.array):
         raw, back = as_integers(tile.array)
         inside = raw.shape[tile.array.ndim :]  # the integers of a key stay together
@@ -110,12 +111,12 @@ def _resharded(place: Place, tile: Tile, target: Sharding, reason: str) -> jax.A
         return jnp.zeros(target.local_shape(tile.shape), tile.array.dtype)
     tile = standardized(place, tile, reason)
     for step in plan_reshard(tile.sharding, target, tile.shape, tile.array.dtype):
-        why = f"{reason}: {_ARROWS[step.kind]} to {step.target}"
+        why = reason.then(f"{_ARROWS[step.kind]} to {step.target}")
         tile = _RUN[step.kind](place, tile, step.target, why)
     return tile.array
 
 
-def standardized(place: Place, tile: Tile, reason: str) -> Tile:
+def standardized(place: Place, tile: Tile, reason: Reason) -> Tile:
     """`tile` with the local shape that its sharding prescribes: rows shift between neighbours."""
     local = tile.sharding.local_shape(tile.shape)
     for dim, size in enumerate(local):
@@ -123,7 +124,7 @@ def standardized(place: Place, tile: Tile, reason: str) -> Tile:
     return tile
 
 
-def retiled(place: Place, tile: Tile, dim: int, size: int, reason: str) -> Tile:
+def retiled(place: Place, tile: Tile, dim: int, size: int, reason: Reason) -> Tile:
     """`tile` with tiles of `size` rows along `dim`."""
     now = tile.array.shape[dim]
     if now == size:
@@ -132,10 +133,10 @@ def retiled(place: Place, tile: Tile, dim: int, size: int, reason: str) -> Tile:
     if split is None or now * split.tiles == size * split.tiles:
         return Tile(_resize(tile.array, dim, size), tile.sharding, tile.shape)
     local = (*tile.array.shape[:dim], size, *tile.array.shape[dim + 1 :])
-    return route(place, tile, tile.sharding, local, f"{reason}: even out tiles of dim {dim}")
+    return route(place, tile, tile.sharding, local, reason.then(f"even out tiles of dim {dim}"))
 
 
-def _exchange(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+def _exchange(place: Place, tile: Tile, target: Sharding, reason: Reason) -> Tile:
     here, rank = tile.sharding, tile.sharding.rank
     kept = kept_tiles(here, target)
     groups = exchange_groups(here, target)
@@ -192,7 +193,7 @@ def _in_order_of_parts(
 # ---------------------------------------------------------------- the other steps
 
 
-def _gather(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+def _gather(place: Place, tile: Tile, target: Sharding, reason: Reason) -> Tile:
     dim, groups = _gather_groups(tile.sharding, target)
     x = collectives.all_gather(place, tile.array, dim, groups, reason)
     return standardized(place, Tile(x, target, tile.shape), reason)
@@ -210,7 +211,7 @@ def _gather_groups(here: Sharding, target: Sharding) -> tuple[int, Groups]:
     return dim, groups_by(np.where(here.tile_index < 0, -1, key), split.coords % factor)
 
 
-def _slice(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+def _slice(place: Place, tile: Tile, target: Sharding, reason: Reason) -> Tile:
     for dim, (old, new) in enumerate(zip(tile.sharding.splits, target.splits, strict=True)):
         if old is new or new is None:
             continue
@@ -223,7 +224,7 @@ def _slice(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
     return tile
 
 
-def _permute(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+def _permute(place: Place, tile: Tile, target: Sharding, reason: Reason) -> Tile:
     pairs = permutation(tile.sharding, target)
     x = collectives.collective_permute(place, tile.array, pairs, reason)
     return Tile(x, target, tile.shape)
@@ -247,18 +248,18 @@ def permutation(source: Sharding, target: Sharding) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
-def _route(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+def _route(place: Place, tile: Tile, target: Sharding, reason: Reason) -> Tile:
     return route(place, tile, target, target.local_shape(tile.shape), reason)
 
 
-def _spread(place: Place, tile: Tile, target: Sharding, reason: str) -> Tile:
+def _spread(place: Place, tile: Tile, target: Sharding, reason: Reason) -> Tile:
     """From some devices to all of them."""
     join = _gathered_from_all if mostly_held(tile.sharding) else _summed_over_all
     whole = join(place, tile, (tuple(range(place.num_devices)),), reason)
     return Tile(lax.slice(whole, [0] * whole.ndim, tile.shape), target, tile.shape)
 
 
-def _gathered_from_all(place: Place, tile: Tile, everyone: Groups, reason: str) -> jax.Array:
+def _gathered_from_all(place: Place, tile: Tile, everyone: Groups, reason: Reason) -> jax.Array:
     """What all devices have is gathered, and the tiles among it are put together."""
     tiles, rank = tile.sharding.tiles, tile.sharding.rank
     found = collectives.all_gather(place, tile.array[None], 0, everyone, reason)
@@ -267,7 +268,7 @@ def _gathered_from_all(place: Place, tile: Tile, everyone: Groups, reason: str) 
     return joined.reshape([n * t for n, t in zip(tile.array.shape, tiles, strict=True)])
 
 
-def _summed_over_all(place: Place, tile: Tile, everyone: Groups, reason: str) -> jax.Array:
+def _summed_over_all(place: Place, tile: Tile, everyone: Groups, reason: Reason) -> jax.Array:
     """One holder of each tile has its part of the whole, the others zeros."""
     first = np.zeros(place.num_devices, bool)
     first[tile.sharding.devices[..., 0].ravel()] = True

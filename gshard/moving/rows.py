@@ -27,6 +27,7 @@ from gshard.moving.costs import MAX_ROUNDS
 from gshard.moving.nodes import Node, communicate
 from gshard.moving.rounds import in_rounds, is_remote
 from gshard.moving.sent import scattered
+from gshard.reason import Reason
 from gshard.sharding import Sharding
 from gshard.tile import Tile, itemsize_of
 
@@ -119,7 +120,7 @@ def align(
     held: Runs,
     starts: Sequence[int] | np.ndarray,
     width: int,
-    reason: str,
+    reason: Reason,
     moves: Sequence[Move] | None = None,
 ) -> jax.Array:
     """The logical rows `starts[c]` to `starts[c] + width` on the holders of tile c.
@@ -200,7 +201,7 @@ def aligned(
     held: Runs,
     starts: np.ndarray,
     width: int,
-    reason: str,
+    reason: Reason,
     moves: Sequence[Move] | None = None,
 ) -> jax.Array:
     """How an `Align` is carried out."""
@@ -218,7 +219,7 @@ def aligned(
 
 
 def collect(
-    place: Place, x: jax.Array, sharding: Sharding, dim: int, held: Runs, size: int, reason: str
+    place: Place, x: jax.Array, sharding: Sharding, dim: int, held: Runs, size: int, reason: Reason
 ) -> jax.Array:
     """All the logical rows 0 to `size` on every device: for a few rows out of many.
 
@@ -272,7 +273,7 @@ def _exchange(
     starts: np.ndarray,
     width: int,
     rounds: Rounds,
-    reason: str,
+    reason: Reason,
 ) -> jax.Array:
     """Send the pieces, round by round, and put them in their places."""
     split = sharding.splits[dim]

@@ -19,6 +19,7 @@ from jax.extend.core import primitives as p
 from gshard import _jax
 from gshard.factors import Factors
 from gshard.moving import collectives
+from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, bind_local, register
 from gshard.sharding import Sharding
 from gshard.source import because, source_of
@@ -34,14 +35,14 @@ def whole_dims(eqn: JaxprEqn) -> Factors:
     )
 
 
-def run_everywhere(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], reason: str) -> list[Tile]:
+def run_everywhere(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], reason: Reason) -> list[Tile]:
     """A pure function: every device calls it with the whole and keeps its part of the result."""
     with because(reason):
         arrays = bind_local(ctx, eqn, _gathered(ctx, tiles, reason), [])
     return [_whole(ctx, a, v) for a, v in zip(arrays, eqn.outvars, strict=True)]
 
 
-def run_once(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], reason: str) -> list[Tile]:
+def run_once(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], reason: Reason) -> list[Tile]:
     """Side effects: the first device calls, and the others take part in a sum to get the result."""
     ready = _gathered(ctx, tiles, reason)
 
@@ -54,14 +55,14 @@ def run_once(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], reason: str) -> lis
 
     called = lax.cond(ctx.place.device_id() == 0, call, skip, *(t.array for t in ready))
     everyone = [list(range(ctx.place.num_devices))]
-    why = f"{eqn.primitive.name} runs on the first device only"
+    why = Reason("step", "", f"{eqn.primitive.name} runs on the first device only")
     return [
         _whole(ctx, collectives.merge_disjoint(ctx.place, a, everyone, why), v)
         for a, v in zip(called, eqn.outvars, strict=True)
     ]
 
 
-def _gathered(ctx: Context, tiles: list[Tile], reason: str) -> list[Tile]:
+def _gathered(ctx: Context, tiles: list[Tile], reason: Reason) -> list[Tile]:
     return [
         ctx.reshard(t, Sharding.replicated(t.sharding.rank, ctx.place.num_devices), reason)
         for t in tiles
@@ -82,8 +83,8 @@ def _effect(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardi
     return run_once(ctx, eqn, tiles, _sees_whole(eqn))
 
 
-def _sees_whole(eqn: JaxprEqn) -> str:
-    return f"{eqn.primitive.name} sees whole arrays only"
+def _sees_whole(eqn: JaxprEqn) -> Reason:
+    return Reason("step", "", f"{eqn.primitive.name} sees whole arrays only")
 
 
 def _refuse(eqn: JaxprEqn, why: str) -> None:

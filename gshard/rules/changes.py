@@ -18,6 +18,7 @@ from jax import lax
 from gshard.devices import Place
 from gshard.moving.halo import fetch, plan_fetch, window
 from gshard.moving.rows import Runs, align, collect, plan_rows
+from gshard.reason import Reason
 from gshard.rule import Context
 from gshard.sharding import Split
 from gshard.tile import Tile
@@ -36,13 +37,13 @@ class Change(ABC):
 
     @abstractmethod
     def run(
-        self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: str
+        self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason
     ) -> jax.Array:
         """The local rows of the result, split by `split`; the operand is split alike or whole."""
 
     collectable = False  # whether `collected` may send less than a gather of the operand
 
-    def collected(self, ctx: Context, tile: Tile, dim: int, reason: str) -> jax.Array:
+    def collected(self, ctx: Context, tile: Tile, dim: int, reason: Reason) -> jax.Array:
         """The whole result on every device."""
         whole = ctx.reshard(tile, tile.sharding.replace(dim, None), reason)
         return self.run(ctx, whole, dim, None, reason)
@@ -72,7 +73,7 @@ class Slice(Change):
         return moved.sent
 
     def run(
-        self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: str
+        self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason
     ) -> jax.Array:
         """Thin out, then align."""
         if split is None:
@@ -106,7 +107,7 @@ class Slice(Change):
         x = window(place, tile.array, dim, first, (count - 1) * self.stride + 1)
         return held, lax.slice_in_dim(x, 0, None, self.stride, dim)
 
-    def collected(self, ctx: Context, tile: Tile, dim: int, reason: str) -> jax.Array:
+    def collected(self, ctx: Context, tile: Tile, dim: int, reason: Reason) -> jax.Array:
         """The whole result on every device."""
         held, x = self.thinned(ctx.place, tile, dim)
         size = self.result(tile.shape[dim])
@@ -136,7 +137,7 @@ class Pad(Change):
         return plan_fetch(tiles, size, first, count).sent
 
     def run(
-        self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: str
+        self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason
     ) -> jax.Array:
         """Fetch, put the rows apart, cut to size, and write the padding."""
         value, size, step = self.value, tile.shape[dim], self.interior + 1
@@ -185,7 +186,7 @@ class Reverse(Change):
         return moved.sent
 
     def run(
-        self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: str
+        self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason
     ) -> jax.Array:
         """Reverse within the tile, then align."""
         size = tile.shape[dim]
@@ -230,7 +231,7 @@ class Repeat(Change):
         return moved.sent
 
     def run(
-        self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: str
+        self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason
     ) -> jax.Array:
         """Align with every copy; where a tile needs the whole operand, gather that."""
         size, here = tile.shape[dim], tile.sharding.splits[dim]
@@ -262,7 +263,7 @@ def rows_of(
     split: Split,
     starts: np.ndarray,
     width: int,
-    reason: str,
+    reason: Reason,
     only: tuple[int, int] | None = None,
 ) -> jax.Array:
     """Rows `starts[c]` to `starts[c] + width` for tile c of `split`; free if the dim is whole."""

@@ -21,6 +21,7 @@ from gshard.factors import Factors
 from gshard.moving.halo import plan_fetch
 from gshard.moving.plan import plan_reshard, reshard_cost, whole_along
 from gshard.moving.rows import Move, Runs, align, plan_rows
+from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, register
 from gshard.rules.changes import rows_of
 from gshard.rules.slicing import filled
@@ -85,7 +86,7 @@ def concatenate(
     used = {part.operand: [q for q in parts if q.operand == part.operand] for part in parts}
     way = _cheapest(tiles, used, dim, shape, target)
     result, sources = way.result, way.sources
-    ready = {i: ctx.reshard(tiles[i], s, f"operand of {name}") for i, s in sources.items()}
+    ready = {i: ctx.reshard(tiles[i], s, Reason("operand", name)) for i, s in sources.items()}
     split = result.splits[dim]
     if split is None:
         pieces = [
@@ -95,7 +96,7 @@ def concatenate(
     rows = -(-shape[dim] // split.tiles)
     joined: jax.Array | None = None
     for i, own in used.items():
-        reason = f"{name}: rows of operand {i} to their tiles"
+        reason = Reason("step", name, f"rows of operand {i} to their tiles")
         for array, covered in _fetched(ctx.place, ready[i], own, dim, split, rows, reason):
             joined = (
                 array if joined is None else _over(ctx.place, joined, array, covered, dim, split)
@@ -195,7 +196,7 @@ def _rows_sent(size: int, parts: list[Part], tiles: int, rows: int) -> tuple[int
 
 
 def _fetched(
-    place: Place, tile: Tile, parts: list[Part], dim: int, split: Split, rows: int, reason: str
+    place: Place, tile: Tile, parts: list[Part], dim: int, split: Split, rows: int, reason: Reason
 ) -> Iterator[tuple[jax.Array, list[Part]]]:
     """The rows of the result's tile that come from one operand, and the parts that they are."""
     starts = np.arange(split.tiles) * rows

@@ -23,6 +23,7 @@ from gshard.evaluate import bind
 from gshard.factors import Factor, Factors
 from gshard.moving import collectives
 from gshard.moving.partial import combine, mask_for
+from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding, Split
 from gshard.tile import Tile, byte_size
@@ -91,7 +92,9 @@ def _in_a_loop(
     """
     place = ctx.place
     factor, split = around
-    reason = f"{eqn.primitive.name}: operand of {_mib(tiles[which])} exceeds the memory limit"
+    reason = Reason(
+        "step", eqn.primitive.name, f"operand of {_mib(tiles[which])} exceeds the memory limit"
+    )
     ready = _operands(ctx, eqn, factors, chosen, tiles, which, around)
     moving, still = ready[which], ready[1 - which]
     rows = moving.array.shape[factors.operands[which].index((factor,))]
@@ -149,7 +152,7 @@ def _operands(
         wanted = shard_dims(dims, chosen, factors, tile.sharding.num_devices)
         if number == which:
             wanted = wanted.replace(dims.index((around[0],)), around[1])
-        tile = ctx.reshard(tile, wanted, f"operand of {eqn.primitive.name}")
+        tile = ctx.reshard(tile, wanted, Reason("operand", eqn.primitive.name))
         ready.append(mask_for(ctx.place, tile, dims, factors))
     return ready
 

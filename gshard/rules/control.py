@@ -19,6 +19,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import private_primitives, scan_counts
 from gshard.factors import no_factors
+from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding
 from gshard.tile import Tile, byte_size
@@ -58,7 +59,7 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     closed, body = params["jaxpr"], params["jaxpr"].jaxpr
     n_consts, n_carry = scan_counts(params)
     ready = [
-        ctx.reshard(t, w if i < n_consts + n_carry else _stacked(w), "operand of scan")
+        ctx.reshard(t, w if i < n_consts + n_carry else _stacked(w), Reason("operand", "scan"))
         for i, (t, w) in enumerate(zip(tiles, map(ctx.sharding, body.invars), strict=True))
     ]
     first_xs = n_consts + n_carry
@@ -72,7 +73,7 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
         inner = ctx.inner()
         results = loop.run_once(inner, carried, slices, sums)
         after = [
-            r if c.partial else inner.reshard(r, c.sharding, "carried value of scan")
+            r if c.partial else inner.reshard(r, c.sharding, Reason("carried value", "scan"))
             for r, c in zip(results[:n_carry], loop.carry, strict=True)
         ]
         for r, c in zip(after, loop.carry, strict=True):
@@ -105,7 +106,7 @@ def _summed_if_large(ctx: Context, tile: Tile, var: Any, length: int) -> Tile:
     least = byte_size(ctx.sharding(var).local_shape(tile.shape), tile.array.dtype)
     if length * tile.nbytes <= max(ctx.memory_limit, length * least):
         return tile
-    return ctx.reshard(tile, ctx.sharding(var), "result of scan")
+    return ctx.reshard(tile, ctx.sharding(var), Reason("result", "scan"))
 
 
 def _accumulating(ctx: Context, eqn: JaxprEqn, loop: _Loop) -> tuple[_Loop, dict[int, float]]:
@@ -141,7 +142,7 @@ def _accumulating(ctx: Context, eqn: JaxprEqn, loop: _Loop) -> tuple[_Loop, dict
         if partial and local <= max(ctx.memory_limit, carry[i].nbytes):
             start = as_partial(ctx.place, carry[i], sharding, partial)
             if start is None:
-                whole = ctx.reshard(carry[i], sharding, "operand of scan")
+                whole = ctx.reshard(carry[i], sharding, Reason("operand", "scan"))
                 start = as_partial(ctx.place, whole, sharding, partial)
             if start:
                 (origin, *_) = [t.origin for t in parts if t]
@@ -159,7 +160,7 @@ def _while(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardin
     params = eqn.params
     cond, body = params["cond_jaxpr"], params["body_jaxpr"]
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-    reason = "operand of while"
+    reason = Reason("operand", "while")
     wanted = [
         *(ctx.sharding(v) for v in cond.jaxpr.invars[:n_cond]),
         *(ctx.sharding(v) for v in body.jaxpr.invars),
@@ -177,7 +178,7 @@ def _while(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardin
     def go_on(arrays: Sequence[jax.Array]) -> jax.Array:
         inner = ctx.inner()
         inputs = [
-            inner.reshard(t, ctx.sharding(v), "condition of while")
+            inner.reshard(t, ctx.sharding(v), Reason("condition", "while"))
             for t, v in zip(carried(arrays), cond.jaxpr.invars[n_cond:], strict=True)
         ]
         (again,) = inner.run_body(cond, [*cond_consts, *inputs])
@@ -190,7 +191,7 @@ def _while(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardin
         inner = ctx.inner()
         results = inner.run_body(body, [*body_consts, *carried(arrays)])
         return [
-            inner.reshard(r, c.sharding, "carried value of while").array
+            inner.reshard(r, c.sharding, Reason("carried value", "while")).array
             for r, c in zip(results, carry, strict=True)
         ]
 
@@ -205,12 +206,14 @@ def _cond(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
         def call(*arrays: jax.Array) -> list[jax.Array]:
             inner = ctx.inner()
             inputs = [
-                inner.reshard(Tile(a, t.sharding, t.shape), ctx.sharding(v), "operand of cond")
+                inner.reshard(
+                    Tile(a, t.sharding, t.shape), ctx.sharding(v), Reason("operand", "cond")
+                )
                 for a, t, v in zip(arrays, operands, closed.jaxpr.invars, strict=True)
             ]
             results = inner.run_body(closed, inputs)
             return [
-                inner.reshard(r, target, "result of cond").array
+                inner.reshard(r, target, Reason("result", "cond")).array
                 for r, target in zip(results, targets, strict=True)
             ]
 
@@ -224,7 +227,7 @@ def _cond(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
         arrays = lax.platform_dependent(*arguments, **by_name)
     else:
         whole = Sharding.replicated(0, index.sharding.num_devices)
-        number = ctx.reshard(index, whole, "index of cond").array.astype(jnp.int32)
+        number = ctx.reshard(index, whole, Reason("index", "cond")).array.astype(jnp.int32)
         arrays = lax.switch(number, branches, *arguments)
     return [
         Tile(a, t, tuple(v.aval.shape))

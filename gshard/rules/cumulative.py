@@ -16,6 +16,7 @@ from gshard.choose import choose, shard_dims
 from gshard.factors import Factors
 from gshard.moving import collectives
 from gshard.moving.partial import identity, reducing_groups
+from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding
 from gshard.tile import Tile
@@ -43,7 +44,7 @@ def _cumulative(
     factors = same_dims(eqn)
     chosen = choose(eqn, factors, [tiles[0].sharding], targets)
     wanted = shard_dims(factors.operands[0], chosen, factors, targets[0].num_devices)
-    tile = ctx.reshard(tiles[0], wanted, f"operand of {eqn.primitive.name}")
+    tile = ctx.reshard(tiles[0], wanted, Reason("operand", eqn.primitive.name))
     split = wanted.splits[dim]
     if split is None or 0 in tile.shape:
         return [Tile(eqn.primitive.bind(tile.array, **eqn.params), wanted, tile.shape)]
@@ -52,7 +53,7 @@ def _cumulative(
     end = 0 if reverse else local.shape[dim] - 1
     total = lax.slice_in_dim(local, end, end + 1, axis=dim)
     groups = reducing_groups(wanted.replace(dim, None), (split,))
-    reason = f"{eqn.primitive.name}: the totals of {split.tiles} tiles"
+    reason = Reason("step", eqn.primitive.name, f"the totals of {split.tiles} tiles")
     totals = collectives.all_gather(ctx.place, total, dim, groups, reason)
     scanned = eqn.primitive.bind(totals, **eqn.params)
     # Before this tile stand all the tiles up to its neighbour; before the first, nothing.

@@ -25,6 +25,7 @@ from gshard._jax import (
 from gshard.choose import choose
 from gshard.devices import Place
 from gshard.factors import Dim, Factor, Factors
+from gshard.reason import Reason
 from gshard.register import factors_of
 from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding, Split
@@ -55,7 +56,7 @@ def _partition(
     factors = custom_factors(eqn)
     chosen = choose(eqn, factors, [t.sharding for t in tiles], targets)
     axes = {f: s for f, s in chosen.items() if s and _can_split(f, s, factors)}
-    reason = f"operand of {eqn.primitive.name}"
+    reason = Reason("operand", eqn.primitive.name)
     if not axes:
         whole = Sharding.replicated
         ready = [
@@ -167,7 +168,7 @@ def _evaluate(place: Place, axes: Axes, program: ClosedJaxpr, args: Sequence[Any
         return atom.val if isinstance(atom, Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
-        with on_behalf_of(eqn), because("asked for by a custom_partitioning function"):
+        with on_behalf_of(eqn), because(Reason("asked", "a custom_partitioning function")):
             values = [read(a) for a in eqn.invars]
             env.update(zip(eqn.outvars, _equation(place, axes, eqn, values), strict=True))
     return [read(a) for a in jaxpr.outvars]

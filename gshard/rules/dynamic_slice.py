@@ -28,6 +28,7 @@ from gshard.moving import collectives
 from gshard.moving.halo import fetch, plan_fetch, shifted_pairs
 from gshard.moving.plan import reshard_cost
 from gshard.moving.rows import groups_along
+from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, register
 from gshard.rules.changes import Change
 from gshard.rules.slicing import change_dims, changed_dims
@@ -60,7 +61,7 @@ class DynamicSlice(Change):
         return rotation_rows(size, self.rows, local) + aligned
 
     def run(
-        self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: str
+        self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason
     ) -> jax.Array:
         """The rows of this device's tile of the result."""
         place = ctx.place
@@ -89,7 +90,7 @@ class DynamicSlice(Change):
         starts = np.arange(split.tiles) * width
         return fetch(place, Tile(x, sharding, shape), dim, starts, width, reason)
 
-    def collected(self, ctx: Context, tile: Tile, dim: int, reason: str) -> jax.Array:
+    def collected(self, ctx: Context, tile: Tile, dim: int, reason: Reason) -> jax.Array:
         """The whole result on every device."""
         spread = self._spread(ctx.place, tile, dim, self.rows)
         groups = groups_along(tile.sharding, dim)
@@ -123,7 +124,7 @@ def _by_tiles(
     count: jax.Array,
     most: int,
     direction: int,
-    reason: str,
+    reason: Reason,
 ) -> jax.Array:
     """The tile that lies `count` tiles further on (or, in direction -1, back), at most `most`."""
     for bit in range(most.bit_length()):
@@ -181,15 +182,15 @@ def _dynamic_update_slice(
         )
 
     result = min(dict.fromkeys([target, tile.sharding]), key=cost)
-    tile = ctx.reshard(tile, result, f"operand of {_UPDATE}")
+    tile = ctx.reshard(tile, result, Reason("operand", _UPDATE))
     whole = functools.reduce(lambda s, d: s.replace(d, None), moving, result)
     turned = next((d for d in moving if _is_better_rotated(tile, update, d)), None)
     if turned is not None:
         split = result.splits[turned]
-        update = ctx.reshard(update, whole.replace(turned, split), f"update of {_UPDATE}")
+        update = ctx.reshard(update, whole.replace(turned, split), Reason("update", _UPDATE))
         update = _rotated(ctx.place, tile, update, turned, starts[turned])
     else:
-        update = ctx.reshard(update, whole, f"update of {_UPDATE}")
+        update = ctx.reshard(update, whole, Reason("update", _UPDATE))
     array = _write(ctx.place, tile, update.array, starts, eqn.invars[1].aval.shape, turned)
     return [Tile(array, result, tile.shape)]
 
@@ -213,7 +214,7 @@ def _rotated(place: Place, tile: Tile, update: Tile, dim: int, start: jax.Array)
     """The rows of the update that belong into the rows of `tile`, for every device."""
     split, local = tile.sharding.splits[dim], tile.array.shape[dim]
     assert split
-    reason = f"{_UPDATE}: tiles of the update to where they are written"
+    reason = Reason("step", _UPDATE, "tiles of the update to where they are written")
     spare = tile.shape[dim] - update.shape[dim]
     x = fetch(place, update, dim, np.arange(split.tiles) * local, local, reason)
     halo = min(local, spare)

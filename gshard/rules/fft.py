@@ -27,6 +27,7 @@ from gshard.choose import choose, shard_dims
 from gshard.factors import Factors
 from gshard.moving.costs import machine
 from gshard.moving.plan import reshard_cost, whole_along
+from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding
 from gshard.tile import Tile, byte_size
@@ -104,14 +105,14 @@ def _fft(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
         whole = wanted
         for dim in transform.dims:
             whole = whole.replace(dim, None)
-        ready = ctx.reshard(tile, whole, "operand of fft")
+        ready = ctx.reshard(tile, whole, Reason("operand", "fft"))
         array = _in_rows(ready.array, transform.kind, eqn.params["fft_lengths"])
         return [Tile(array, whole, tuple(eqn.outvars[0].aval.shape))]
     done: Done = frozenset()
     for dims, here in _cheapest(transform, tile.sharding, wanted, target):
         gathered = not set(here.splits) - {None}
         why = ", and there is no other to split" * (gathered and len(tile.shape) == 1)
-        tile = ctx.reshard(tile, here, f"fft: its dim has to be whole{why}")
+        tile = ctx.reshard(tile, here, Reason("step", "fft", f"its dim has to be whole{why}"))
         array = tile.array
         for dim in sorted(dims, reverse=transform.kind is not lax.FftType.IRFFT):
             array = transform.along(array, dim)

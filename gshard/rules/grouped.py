@@ -24,6 +24,7 @@ from gshard.moving import collectives
 from gshard.moving.by_index import Journeys, found_in, send_rows
 from gshard.moving.partial import combine, mask_for, reducing_groups
 from gshard.moving.plan import reshard_cost
+from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, register
 from gshard.rules.contraction import dot_work, ragged_factors, ring_of
 from gshard.sharding import Sharding, Split, compatible
@@ -70,9 +71,11 @@ def _take(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     whole = there.replace(0, None)
     share = byte_size((groups.share, *local[1:]), dtype)
     if not source and reshard_cost(x.sharding, whole, x.shape, dtype) <= share:
-        table = ctx.reshard(x, whole, "operand of take_rows")
+        table = ctx.reshard(x, whole, Reason("operand", "take_rows"))
         return [_taken_here(ctx, limits if target else None, table, wanted, inside, into)]
-    x = ctx.reshard(x, _lying(groups, x.sharding, there, bool(source)), "operand of take_rows")
+    x = ctx.reshard(
+        x, _lying(groups, x.sharding, there, bool(source)), Reason("operand", "take_rows")
+    )
     begins = _places(groups, limits, x, source, wanted)
     ends = _places(groups, limits, into, target, lax.iota(jnp.int32, count))
 
@@ -107,7 +110,9 @@ def _put(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
     wanted = jnp.clip(wanted, 0, count - 1).astype(jnp.int32)
     there = _lying(groups, targets[0], targets[0], bool(target))
     rows = ctx.reshard(
-        tiles[2], _lying(groups, tiles[2].sharding, there, bool(source)), "operand of put_rows"
+        tiles[2],
+        _lying(groups, tiles[2].sharding, there, bool(source)),
+        Reason("operand", "put_rows"),
     )
 
     def put(into: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
@@ -117,7 +122,7 @@ def _put(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
     small = 2 * byte_size(tiles[0].shape, rows.array.dtype) <= share
     if small and source and adds:
         return [_added_here(ctx, groups, limits, tiles[0], rows, wanted, inside, targets[0])]
-    into = ctx.reshard(tiles[0], there, "operand of put_rows")
+    into = ctx.reshard(tiles[0], there, Reason("operand", "put_rows"))
     begins = _places(groups, limits, rows, source, lax.iota(jnp.int32, wanted.size))
     ends = _places(groups, limits, into, target, wanted)
     return [_sent(ctx, groups, rows, Journeys(inside, *begins, *ends), into, put)]
@@ -136,8 +141,8 @@ def _added_here(
     nothing = jnp.zeros(whole.local_shape(x.shape), rows.array.dtype)
     part = Tile(nothing.at[at].add(rows.array, mode="drop"), whole, x.shape)
     sums = combine(ctx.place, part, {"t": groups.parts}, {"t": "sum"}, target, "put_rows")
-    sums = ctx.reshard(sums, target, "result of put_rows")
-    into = ctx.reshard(x, target, "operand of put_rows")
+    sums = ctx.reshard(sums, target, Reason("result", "put_rows"))
+    into = ctx.reshard(x, target, Reason("operand", "put_rows"))
     return replace(sums, array=into.array + sums.array)
 
 
@@ -152,7 +157,8 @@ def _sent(
     """`into`, with the rows of `x` that travel there."""
     parts = groups.parts
     between = reducing_groups(into.sharding.replace(0, None), (parts,))
-    reason = f"rows to and from {groups.count} groups on {parts.tiles} devices; {_ROUNDS}"
+    why = f"rows to and from {groups.count} groups on {parts.tiles} devices; {_ROUNDS}"
+    reason = Reason("step", "", why)
     number = ctx.place.coord(parts)
     array = send_rows(
         ctx.place, x.array, journeys, number, parts.tiles, between, into.array, put, reason
@@ -206,7 +212,9 @@ def _limits(ctx: Context, groups: Groups, sizes: Tile) -> Bounds:
 
 def _whole(ctx: Context, tile: Tile) -> jax.Array:
     whole = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
-    return ctx.reshard(tile, whole, "every device has to know which rows travel").array
+    return ctx.reshard(
+        tile, whole, Reason("step", "", "every device has to know which rows travel")
+    ).array
 
 
 # ---------------------------------------------------------------- products
@@ -231,7 +239,7 @@ def _grouped_dot(
         wanted = shard_dims(dims, chosen, factors, targets[0].num_devices)
         for dim in of_groups if number else ():
             wanted = wanted.replace(dim, groups.split)
-        tile = ctx.reshard(tile, wanted, "operand of ragged_dot")
+        tile = ctx.reshard(tile, wanted, Reason("operand", "ragged_dot"))
         tile = tile.masked(ctx.place, 0, list(of_groups)) if number and of_groups else tile
         ready.append(mask_for(ctx.place, tile, dims, factors))
     here = shard_dims(factors.results[0], chosen, factors, targets[0].num_devices)
@@ -296,7 +304,9 @@ def _rows_times_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, dim: int
     """Every row times its group's matrix."""
     tiles = dot.groups.split.tiles
     pairs = ring_of(rhs.sharding, dim)
-    reason = f"ragged_dot: matrices of {dot.groups.count} groups go round, {_CROWDED}"
+    reason = Reason(
+        "step", "ragged_dot", f"matrices of {dot.groups.count} groups go round, {_CROWDED}"
+    )
 
     def apart() -> jax.Array:
         return dot.product(lhs.array, rhs.array, dot.sizes(dot.first)[0])
@@ -321,7 +331,9 @@ def _sums_of_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, here: Shard
     """For every group the product of its rows on both sides, summed over them."""
     tiles = dot.groups.split.tiles
     pairs = ring_of(here, 0)
-    reason = f"ragged_dot: sums over {dot.groups.count} groups go round, {_CROWDED}"
+    reason = Reason(
+        "step", "ragged_dot", f"sums over {dot.groups.count} groups go round, {_CROWDED}"
+    )
 
     def apart() -> jax.Array:
         return dot.product(lhs.array, rhs.array, dot.sizes(dot.first)[0])

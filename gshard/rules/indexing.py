@@ -26,6 +26,7 @@ from gshard.choose import Assignment, choose, default_cost, shard_dims
 from gshard.factors import Factors
 from gshard.keys import is_key_type
 from gshard.moving.partial import combine_disjoint
+from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding
 from gshard.tile import Tile, byte_size
@@ -177,7 +178,9 @@ def partition_gather(
     chosen = choose(eqn, factors, [t.sharding for t in tiles], targets, cost=cost)
     operand, indices = (
         ctx.reshard(
-            t, shard_dims(dims, chosen, factors, targets[0].num_devices), "operand of gather"
+            t,
+            shard_dims(dims, chosen, factors, targets[0].num_devices),
+            Reason("operand", "gather"),
         )
         for t, dims in zip(tiles, factors.operands, strict=True)
     )

@@ -16,6 +16,7 @@ from jax.extend.core import primitives as p
 from gshard.choose import choose, local_dims, run, shard_dims
 from gshard.factors import Factors, Shape
 from gshard.moving.halo import fetch
+from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding
 from gshard.tile import Tile
@@ -159,14 +160,14 @@ def _reshape(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shard
     wanted = shard_dims(factors.operands[0], chosen, factors, devices)
     result = shard_dims(factors.results[0], chosen, factors, devices)
     local = local_dims(factors.results[0], chosen, factors, shape)
-    tile = ctx.reshard(tiles[0], wanted, "operand of reshape")
+    tile = ctx.reshard(tiles[0], wanted, Reason("operand", "reshape"))
     for dim, rows in enumerate(local_dims(factors.operands[0], chosen, factors, tile.shape)):
-        tile = ctx.retile(tile, dim, rows, "operand of reshape")
+        tile = ctx.retile(tile, dim, rows, Reason("operand", "reshape"))
     for m in reversed(mixed):  # from the end, so that dim numbers stay
         flat = _flattened(tile, m.first[0], m.end[0])
         width = math.prod(local[m.first[1] : m.end[1]])
         starts = np.arange(flat.sharding.tiles[m.first[0]]) * width
-        reason = "reshape: elements of mixed dims between tiles"
+        reason = Reason("step", "reshape", "elements of mixed dims between tiles")
         x = fetch(ctx.place, flat, m.first[0], starts, width, reason)
         tile = Tile(x, flat.sharding, flat.shape)
     return [Tile(lax.reshape(tile.array, local), result, shape)]

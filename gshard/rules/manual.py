@@ -16,9 +16,10 @@ from gshard.manual import collective_p, partition_id_p, to_auto_p, to_manual_p
 from gshard.mapped import over_groups_p, row_of_device_p
 from gshard.moving import collectives
 from gshard.moving.partial import copies_groups
+from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, bind_local, register
 from gshard.sharding import Sharding
-from gshard.source import ASKED_FOR, because, source_of
+from gshard.source import because, source_of
 from gshard.tile import Tile
 
 MAKES_MANUAL = (to_manual_p, partition_id_p, collective_p, over_groups_p, row_of_device_p)
@@ -37,7 +38,7 @@ def whole_in_region(ctx: Context, eqn: JaxprEqn, tile: Tile) -> Tile:
     if tile.sharding.manual:
         return tile
     whole = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
-    return ctx.reshard(tile, whole, f"{eqn.primitive.name} in a manual region needs it whole")
+    return ctx.reshard(tile, whole, Reason("operand", f"{eqn.primitive.name} in a manual region"))
 
 
 def check_manual(eqn: JaxprEqn, tile: Tile, target: Sharding) -> None:
@@ -66,7 +67,7 @@ def _to_manual(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     sharding = eqn.params["annotation"].resolve(ctx.place.num_devices)
-    array = ctx.reshard(tiles[0], sharding, "entering a manual region").array
+    array = ctx.reshard(tiles[0], sharding, Reason("step", "", "entering a manual region")).array
     if eqn.params["copies"] == "first" and sharding.replicas > 1:
         mine = ctx.place.lookup(_first_copies(sharding))
         array = jnp.where(mine == 1, array, jnp.zeros_like(array))
@@ -77,7 +78,7 @@ def _to_auto(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shard
     sharding = eqn.params["annotation"].resolve(ctx.place.num_devices)
     array = tiles[0].array
     if eqn.params["copies"] == "sum" and sharding.replicas > 1:
-        reason = "gradient of what every copy received in a manual region"
+        reason = Reason("step", "", "gradient of what every copy received in a manual region")
         groups = copies_groups(sharding)
         array = collectives.all_reduce(ctx.place, array, groups, "sum", reason)
     return [Tile(array, sharding, tuple(eqn.params["shape"]))]
@@ -88,7 +89,7 @@ def _collective(
 ) -> list[Tile]:
     place, x = ctx.place, tiles[0].array
     kind, dim, groups = (eqn.params[k] for k in ("kind", "dim", "groups"))
-    reason = f"{ASKED_FOR} a manual region"
+    reason = Reason("asked", "a manual region")
     if kind == "all_reduce":
         return [_own(ctx, collectives.all_reduce(place, x, groups, "sum", reason))]
     if kind == "all_gather":
@@ -113,7 +114,7 @@ def _over_groups(
         name = "axes" if primitive in (p.psum_p, p.pmax_p, p.pmin_p) else "axis_name"
         alone = groups == (tuple(range(ctx.place.num_devices)),)
         params |= {name: ctx.place.axes, "axis_index_groups": None if alone else groups}
-    with because(f"{ASKED_FOR} jax.shard_map"):
+    with because(Reason("asked", "jax.shard_map")):
         out = primitive.bind(*arrays, **params)
     return [_own(ctx, a) for a in (out if primitive.multiple_results else [out])]
 

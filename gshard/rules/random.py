@@ -34,6 +34,7 @@ from gshard.choose import partition_by_factors
 from gshard.evaluate import bind, evaluate
 from gshard.factors import Factors, Shape
 from gshard.moving import collectives
+from gshard.reason import Reason
 from gshard.rule import RULES, Context, Doc, Rule, bind_local, register
 from gshard.sharding import Sharding
 from gshard.source import because
@@ -123,7 +124,9 @@ def _fold_in(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shard
         return partition_by_factors(ctx, eqn, RULES[eqn.primitive], tiles, targets)
     count = ctx.place.num_devices
     ready = [
-        ctx.reshard(t, Sharding.replicated(t.sharding.rank, count), "unsafe_rbg: keys mix")
+        ctx.reshard(
+            t, Sharding.replicated(t.sharding.rank, count), Reason("step", "unsafe_rbg", "keys mix")
+        )
         for t in tiles
     ]
     shape = tuple(eqn.outvars[0].aval.shape)
@@ -147,7 +150,7 @@ def _draw(
     local = per_draw.local_shape(shape)
     mixes = bool(rank) and _uses(_traced(draw(impl, local), rank, keys).jaxpr, _MIXES)
     wanted = Sharding.replicated(rank, target.num_devices) if mixes else target.project(range(rank))
-    keys = ctx.reshard(keys, wanted, f"operand of {eqn.primitive.name}")
+    keys = ctx.reshard(keys, wanted, Reason("operand", eqn.primitive.name))
     raw = jax.random.key_data(keys.array)
     program = _traced(draw(impl, local), rank, keys)
     counting = impl.name in _COUNTING and _uses(program.jaxpr, _COUNTS)
@@ -155,7 +158,8 @@ def _draw(
         counters = functools.partial(_counters, ctx, per_draw, shape)
         (array,) = _counting(program, [raw], counters)
         return Tile(array, target, logical)
-    with because(f"{eqn.primitive.name}: {impl.name} draws all elements at once, each device does"):
+    why = f"{impl.name} draws all elements at once, each device does"
+    with because(Reason("step", eqn.primitive.name, why)):
         array = _vectorized(draw(impl, shape), rank)(raw)
     here = Sharding((*keys.sharding.splits, *[None] * len(shape)), target.num_devices)
     if eqn.primitive is p.random_bits_p:
@@ -167,9 +171,8 @@ def _draw(
         Sharding((*here.splits, *[None] * inside), here.num_devices),
         (*logical, *array.shape[-inside:]),
     )
-    cut = ctx.reshard(
-        whole, Sharding((*target.splits, *[None] * inside), here.num_devices), "own keys"
-    )
+    own = Sharding((*target.splits, *[None] * inside), here.num_devices)
+    cut = ctx.reshard(whole, own, Reason("step", "", "own keys"))
     return Tile(cut.array, target, logical)
 
 
@@ -271,7 +274,7 @@ def _random_gamma(
     """A key of its own for every element, as JAX has it; then each element draws until accepted."""
     keys, alpha = tiles
     (target,) = targets
-    alpha = ctx.reshard(alpha, target, "operand of random_gamma").masked(ctx.place, 1)
+    alpha = ctx.reshard(alpha, target, Reason("operand", "random_gamma")).masked(ctx.place, 1)
     own = split_keys(ctx, eqn, alpha.shape[keys.sharding.rank :], keys, target).array
 
     def one(args: tuple[jax.Array, ...]) -> jax.Array:
@@ -286,7 +289,8 @@ def _random_gamma(
 def _bit_generator_local(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
 ) -> Sequence[jax.Array]:
-    with because("rng_bit_generator: draws all elements at once, each device does"):
+    why = "draws all elements at once, each device does"
+    with because(Reason("step", "rng_bit_generator", why)):
         return eqn.primitive.bind(tiles[0].array, **eqn.params)
 
 
@@ -296,7 +300,7 @@ def _rng_uniform(
     """XLA's stateful generator: devices draw differently, so copies take the first's numbers."""
     (target,), shape = targets, tuple(eqn.params["shape"])
     bounds = [
-        ctx.reshard(t, Sharding.replicated(0, target.num_devices), "operand of rng_uniform")
+        ctx.reshard(t, Sharding.replicated(0, target.num_devices), Reason("operand", "rng_uniform"))
         for t in tiles
     ]
     array = eqn.primitive.bind(*(t.array for t in bounds), shape=target.local_shape(shape))
@@ -305,7 +309,7 @@ def _rng_uniform(
         first[target.devices[..., 0].ravel()] = 1
         mine = jnp.where(ctx.place.lookup(first) == 1, array, jnp.zeros_like(array))
         copies = target.devices.reshape(-1, target.replicas).tolist()
-        reason = "rng_uniform: copies take the numbers of the first"
+        reason = Reason("step", "rng_uniform", "copies take the numbers of the first")
         array = collectives.merge_disjoint(ctx.place, mine, copies, reason)
     return [Tile(array, target, shape)]
 

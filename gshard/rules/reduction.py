@@ -17,6 +17,7 @@ from gshard.evaluate import bind
 from gshard.factors import Factors, Shape
 from gshard.moving import collectives
 from gshard.moving.partial import identity, reducing_groups, sortable
+from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, bind_local, register
 from gshard.sharding import Sharding
 from gshard.tile import Tile
@@ -81,7 +82,7 @@ def _partition_custom(
         ctx.reshard(
             t,
             shard_dims(dims, chosen, factors, t.sharding.num_devices),
-            f"operand of {eqn.primitive.name}",
+            Reason("operand", eqn.primitive.name),
         )
         for t, dims in zip(tiles, factors.operands, strict=True)
     ]
@@ -99,7 +100,7 @@ def _partition_custom(
 
 def _from_one(ctx: Context, eqn: JaxprEqn, array: jax.Array, device: int) -> jax.Array:
     """What `device` has, on all devices: those that held no part of the operand have no result."""
-    reason = f"{eqn.primitive.name}: the result for devices that held no part"
+    reason = Reason("step", eqn.primitive.name, "the result for devices that held no part")
     mine = jnp.where(ctx.place.device_id() == device, array, jnp.zeros_like(array))
     everyone = [list(range(ctx.place.num_devices))]
     return collectives.merge_disjoint(ctx.place, mine, everyone, reason)
@@ -126,7 +127,7 @@ def _arg_reduce(
         parts: tuple[jax.Array, jax.Array], groups: collectives.Groups
     ) -> Sequence[jax.Array]:
         value, index = parts
-        reason = f"{eqn.primitive.name}: winners of {len(groups[0])} devices"
+        reason = Reason("step", eqn.primitive.name, f"winners of {len(groups[0])} devices")
         keys, _ = sortable(value, kind)
         best = collectives.all_reduce(ctx.place, keys, groups, kind, reason)
         none = jnp.asarray(jnp.iinfo(index_dtype).max, index_dtype)
@@ -172,7 +173,7 @@ def _generic_reduce(
 
     def finish(parts: tuple[Arrays, list[Tile]], groups: collectives.Groups) -> Sequence[jax.Array]:
         folded, inits = parts
-        reason = f"{eqn.primitive.name}: partial results of {len(groups[0])} devices"
+        reason = Reason("step", eqn.primitive.name, f"partial results of {len(groups[0])} devices")
         gathered = [
             collectives.all_gather(ctx.place, part[None], 0, groups, reason) for part in folded
         ]

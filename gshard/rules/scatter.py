@@ -24,6 +24,7 @@ from gshard.factors import Factor, Factors
 from gshard.keys import is_key_type
 from gshard.moving.partial import combine, combine_cost, identity
 from gshard.moving.plan import reshard_cost
+from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, Shares, register
 from gshard.rules.indexing import (
     Roles,
@@ -113,11 +114,11 @@ def partition_scatter(
     reduced = _reduced(factors, chosen)
     wanted = [shard_dims(dims, chosen, factors, target.num_devices) for dims in factors.operands]
     indices, updates = (
-        ctx.reshard(t, sharding, f"operand of {name}")
+        ctx.reshard(t, sharding, Reason("operand", name))
         for t, sharding in zip(tiles[1:], wanted[1:], strict=True)
     )
     if not reduced:
-        operand = ctx.reshard(tiles[0], wanted[0], f"operand of {name}")
+        operand = ctx.reshard(tiles[0], wanted[0], Reason("operand", name))
         return [_update(ctx, eqn, roles, chosen, operand, indices, updates)]
     (kind,) = set(factors.reduced.values())
     neutral = identity(kind, tiles[0].array.dtype)
@@ -132,8 +133,8 @@ def partition_scatter(
         return [replace(done, partial=waiting.partial, origin=name)]
     part = _update(ctx, eqn, roles, chosen, nothing, indices, updates)
     part = combine(ctx.place, part, reduced, factors.reduced, target, name)
-    part = ctx.reshard(part, target, f"result of {name}")
-    operand = ctx.reshard(tiles[0], target, f"operand of {name}")
+    part = ctx.reshard(part, target, Reason("result", name))
+    operand = ctx.reshard(tiles[0], target, Reason("operand", name))
     return [Tile(_merge(kind, operand.array, part.array), target, shape)]
 
 

@@ -17,6 +17,7 @@ from jax.extend.core import primitives as p
 from gshard._jax import split_p, tile_p
 from gshard.factors import Factors
 from gshard.moving.plan import reshard_cost
+from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, register
 from gshard.rules.changes import Change, Pad, Repeat, Reverse, Slice
 from gshard.sharding import Sharding, compatible
@@ -41,9 +42,9 @@ def change_dims(
         _candidates(tile.sharding, changes, target),
         key=lambda way: _cost(tile, changes, shape, way[0], way[1], target),
     )
-    tile = ctx.reshard(tile, source, f"operand of {name}")
+    tile = ctx.reshard(tile, source, Reason("operand", name))
     for dim in _order(changes, tile.shape, shape, tile.sharding):
-        reason = f"{name}: rows of dim {dim} between tiles"
+        reason = Reason("step", name, f"rows of dim {dim} between tiles")
         change, split = changes[dim], result.splits[dim]
         if split is None and tile.sharding.splits[dim]:
             array = change.collected(ctx, tile, dim, reason)

@@ -27,6 +27,7 @@ from gshard.moving.columnsort import columnsort, rows_needed
 from gshard.moving.costs import machine
 from gshard.moving.partial import identity, reducing_groups
 from gshard.moving.plan import reshard_cost, whole_along
+from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding
 from gshard.tile import Tile, itemsize_of
@@ -60,7 +61,7 @@ def _sort(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
 
 def _sort_locally(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], here: Sharding) -> list[Tile]:
     """Sort along a dim that is whole; padding of other dims sorts among itself."""
-    ready = [ctx.reshard(t, here, "sort: its dim has to be whole") for t in tiles]
+    ready = [ctx.reshard(t, here, Reason("step", "sort", "its dim has to be whole")) for t in tiles]
     arrays = _sorted(eqn, [t.array for t in ready])
     return [Tile(a, here, t.shape) for a, t in zip(arrays, tiles, strict=True)]
 
@@ -150,7 +151,7 @@ def _sort_columns(
     dim, num_keys = eqn.params["dimension"], eqn.params["num_keys"]
     split, place = here.splits[dim], ctx.place
     assert split
-    ready = [ctx.reshard(t, here, "operand of sort") for t in tiles]
+    ready = [ctx.reshard(t, here, Reason("operand", "sort")) for t in tiles]
     whole_rows = [padding.pad_end(t.array, dim, rows) for t in ready]
     columns = [jnp.moveaxis(x, dim, 0) for x in whole_rows]
     own, size = ready[0].array.shape[dim], ready[0].shape[dim]
@@ -167,7 +168,7 @@ def _sort_columns(
         return list(lax.sort(arrays, dimension=0, is_stable=False, num_keys=keys))
 
     groups = reducing_groups(here.replace(dim, None), (split,))
-    reason = f"sort: columnsort over {split.tiles} tiles"
+    reason = Reason("step", "sort", f"columnsort over {split.tiles} tiles")
     done = columnsort(place, operands, sort, here, dim, groups, reason)
     kept = done[len(first) : len(first) + num_keys] + done[keys:]
     return [
@@ -208,7 +209,7 @@ def _top_k(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardin
         if found * candidate >= rows * itemsize_of(tile.array.dtype) or not _from_candidates(eqn):
             here = here.replace(dim, None)  # as many bytes to gather what is searched
     whole = here.replace(dim, None)
-    tile = ctx.reshard(tile, here, f"operand of {eqn.primitive.name}")
+    tile = ctx.reshard(tile, here, Reason("operand", eqn.primitive.name))
     if here.splits[dim] is None or 0 in tile.shape or k == 0:
         values, indices = eqn.primitive.bind(tile.array, **eqn.params)
     else:
@@ -217,7 +218,7 @@ def _top_k(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardin
         values, indices = eqn.primitive.bind(searched, **{**eqn.params, "k": found})
         indices = indices + tile.offset(ctx.place, dim)
         groups = reducing_groups(whole, (split,))
-        reason = f"{eqn.primitive.name}: candidates of {split.tiles} tiles"
+        reason = Reason("step", eqn.primitive.name, f"candidates of {split.tiles} tiles")
         values, indices = (
             collectives.all_gather(ctx.place, x, dim, groups, reason) for x in (values, indices)
         )

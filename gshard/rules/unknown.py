@@ -10,6 +10,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from gshard._jax import AbstractRef, allowed_in_branches
+from gshard.reason import Reason
 from gshard.rule import Context, Rule
 from gshard.rules.callbacks import run_everywhere, run_once, whole_dims
 from gshard.rules.manual import CROSSING_MANUAL, MAKES_MANUAL
@@ -72,9 +73,9 @@ def _run_whole(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     where = "the first device" if eqn.effects else "every device"
-    reason = (
+    why = (
         f"{eqn.primitive.name} has no rule and runs whole on {where}; "
         "gshard.register_rule teaches one"
     )
     run = run_once if eqn.effects else run_everywhere
-    return run(ctx, eqn, tiles, reason)
+    return run(ctx, eqn, tiles, Reason("step", "", why))

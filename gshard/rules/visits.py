@@ -24,6 +24,7 @@ from gshard.evaluate import bind
 from gshard.factors import Factors
 from gshard.moving import collectives
 from gshard.moving.partial import identity
+from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, register
 from gshard.rules.contraction import ring_of
 from gshard.sharding import Sharding, Split, compatible
@@ -75,7 +76,7 @@ class _Round:
         self.blocks = self.visits.split.tiles
         self.chosen = self.choose(tiles, targets)
         self.tiles = [
-            ctx.reshard(tile, self.lies(var), "operand of attention in a ring")
+            ctx.reshard(tile, self.lies(var), Reason("operand", "attention in a ring"))
             for tile, var in zip(tiles, self.visits.body.invars, strict=True)
         ]
         keys = self.visits.keys
@@ -311,7 +312,8 @@ class _Round:
             ring_of(self.lies(v), self.visits.names[v].index(self.visits.keys)) if c else []
             for v, c in zip(_outs(self.visits), carried, strict=True)
         ]
-        reason = f"attention in a ring: keys of {self.blocks} devices exceed the memory limit"
+        why = f"keys of {self.blocks} devices exceed the memory limit"
+        reason = Reason("step", "attention in a ring", why)
 
         def passed(arrays: Sequence[Any], ways: Sequence[Any]) -> list[Any]:
             return [

@@ -34,6 +34,7 @@ from gshard.choose import choose, run
 from gshard.devices import Place
 from gshard.factors import Dim, Factors, Shape, combining
 from gshard.moving.halo import fetch, window
+from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding, Split
 from gshard.tile import Tile
@@ -80,7 +81,7 @@ def reach_of(
 
 
 def bring(
-    place: Place, tile: Tile, dim: int, starts: np.ndarray, rows: int, fill: Any, reason: str
+    place: Place, tile: Tile, dim: int, starts: np.ndarray, rows: int, fill: Any, reason: Reason
 ) -> Tile:
     """`tile` with the rows that each device needs, and `fill` where the tensor has none."""
     split, size = tile.sharding.splits[dim], tile.shape[dim]
@@ -188,9 +189,8 @@ def conv_local(
             taps = (rhs.shape[r] - 1) * dilation
             reach = reach_of(split.tiles, local[o], aval.shape[o], stride, taps, *where)
             unaligned.append((o, reach, split))
-        lhs = bring(
-            place, lhs, l, reach.starts, reach.rows, 0, f"rows under the windows of dim {l}"
-        )
+        why = Reason("step", "", f"rows under the windows of dim {l}")
+        lhs = bring(place, lhs, l, reach.starts, reach.rows, 0, why)
         padding[i] = reach.padding
     out = eqn.primitive.bind(lhs.array, kernel, **(params | {"padding": tuple(padding)}))
     for dim, reach, split in unaligned:

@@ -22,6 +22,7 @@ from gshard.factors import Factors, Shape
 from gshard.moving.costs import WIDE_WINDOW
 from gshard.moving.halo import window
 from gshard.moving.partial import identity
+from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, register
 from gshard.rules.window import NOTHING, Reach, bring, of_device, reach_of
 from gshard.sharding import Sharding, Split
@@ -158,7 +159,7 @@ def _bring_all(
     padding = list(eqn.params["padding"])
     for dim, reach, _ in reaches:
         padding[dim] = reach.padding
-        reason = f"rows under the windows of dim {dim}"
+        reason = Reason("step", "", f"rows under the windows of dim {dim}")
         tiles = [
             bring(ctx.place, t, dim, reach.starts, reach.rows, fill, reason)
             for t, fill in zip(tiles, fills, strict=True)
@@ -236,8 +237,8 @@ def _reduce_parts(
     return _own(ctx, total, [h for h in halos if h[0] not in parts], local)
 
 
-def _why(dim: int) -> str:
-    return f"rows under the windows of dim {dim}"
+def _why(dim: int) -> Reason:
+    return Reason("step", "", f"rows under the windows of dim {dim}")
 
 
 # ---------------------------------------------------------------- select_and_scatter

@@ -8,6 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from gshard.devices import Place
 from gshard.moving.partial import Reduce
+from gshard.reason import Reason
 from gshard.sharding import Sharding, Split
 
 
@@ -19,7 +20,9 @@ def test_copies_of_a_part_count_once_where_devices_are_idle(kind, wanted):
     whole = Sharding.replicated(1, 8)
 
     def local(x):
-        return Reduce("test", whole, (1,), (split,), kind, None).run(Place(("d",), 8), x)
+        return Reduce(Reason("step", "test"), whole, (1,), (split,), kind, None).run(
+            Place(("d",), 8), x
+        )
 
     mesh, spec = Mesh(np.array(jax.devices()), "d"), PartitionSpec("d")
     run = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)

@@ -13,6 +13,7 @@ import gshard
 from gshard.devices import Place
 from gshard.moving.plan import plan_reshard
 from gshard.moving.reshard import Reshard
+from gshard.reason import Reason
 from gshard.sharding import Sharding
 from tests.oracle import DEVICE_COUNTS, assignments, check, kinds, random_array, sent
 
@@ -48,7 +49,7 @@ def run(x, source, target):
     mesh = Mesh(np.array(jax.devices()[:devices]), ("d",))
 
     def local(tile):
-        node = Reshard("test", source, target, x.shape)
+        node = Reshard(Reason("step", "test"), source, target, x.shape)
         done = node.run(Place(("d",), devices), tile[0])
         assert done.shape == node.result(tile[0].shape)
         return done[None]
