@@ -51,7 +51,7 @@ _NEVER = 1 << 60
 # ---------------------------------------------------------------- what may travel together
 
 
-@dataclass
+@dataclass(eq=False)
 class Bundle:
     """Collectives of one kind, and when they can run: from `ready` on, until it is `needed`.
 
@@ -96,10 +96,10 @@ def _alone(jaxpr: Jaxpr) -> list[Bundle]:
     """Every collective that could be bundled, by itself, in the program's order."""
     if not any(eqn.primitive.name in _BUNDLED for eqn in jaxpr.eqns):
         return []
-    number = {id(eqn): i for i, eqn in enumerate(filter(_is_heavy, jaxpr.eqns))}
+    number = {eqn: i for i, eqn in enumerate(filter(_is_heavy, jaxpr.eqns))}
     needed = dict.fromkeys((v for eqn in jaxpr.eqns for v in eqn.outvars), len(number))
     for eqn in reversed(jaxpr.eqns):
-        first = number.get(id(eqn), _NEVER)
+        first = number.get(eqn, _NEVER)
         if first is _NEVER:
             first = min([needed[v] for v in eqn.outvars], default=_NEVER)
         elif _may_move(eqn):  # it can run as late as before what needs it
@@ -114,7 +114,7 @@ def _alone(jaxpr: Jaxpr) -> list[Bundle]:
         for atom in eqn.invars:
             if not isinstance(atom, Literal) and ready.get(atom, 0) > start:
                 start = ready[atom]
-        end = number[id(eqn)] + 1 if id(eqn) in number else start
+        end = number[eqn] + 1 if eqn in number else start
         if _may_move(eqn):
             alone = Bundle(_key(eqn), start, needed[eqn.outvars[0]], _size(eqn), [eqn])
             found.append(alone)
@@ -175,17 +175,17 @@ def _has_rings(mesh: AnyMesh) -> bool:
     return devices[0].platform == "cpu" and len({d.process_index for d in devices}) > 1
 
 
-def _all_bundles(jaxpr: Jaxpr, rings: bool) -> dict[int, list[Bundle]]:
-    """The bundles of a program and of the bodies of loops and branches in it, by their ids.
+def _all_bundles(jaxpr: Jaxpr, rings: bool) -> dict[Jaxpr, list[Bundle]]:
+    """The bundles of a program and of the bodies of loops and branches in it.
 
     Where collectives go round in rings, one that better does not is a bundle by itself.
     """
     bundles = bundles_of(jaxpr)
     if rings:
-        taken = {id(eqn) for b in bundles for eqn in b.members}
-        left = [b for b in _alone(jaxpr) if id(b.members[0]) not in taken]
+        taken = {eqn for b in bundles for eqn in b.members}
+        left = [b for b in _alone(jaxpr) if b.members[0] not in taken]
         bundles += filter(_is_exchanged, left)
-    found = {id(jaxpr): bundles}
+    found = {jaxpr: bundles}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in LOOPS:
             for body in bodies_of(eqn):
@@ -198,8 +198,8 @@ def _is_exchanged(bundle: Bundle) -> bool:
     return bundle.size <= EXCHANGED and can_be_exchanged(bundle.members[0])
 
 
-def _written(bundles: Sequence[Bundle], mesh: AnyMesh, rings: bool) -> dict[int, list[JaxprEqn]]:
-    """The equations of every bundle, by its id; all are traced at once, which is quicker."""
+def _written(bundles: Sequence[Bundle], mesh: AnyMesh, rings: bool) -> dict[Bundle, list[JaxprEqn]]:
+    """The equations of every bundle; all are traced at once, which is quicker."""
 
     def all_together(*operands: jax.Array) -> list[jax.Array]:
         left, results = iter(operands), []
@@ -217,10 +217,10 @@ def _written(bundles: Sequence[Bundle], mesh: AnyMesh, rings: bool) -> dict[int,
     body = getattr(mapped.params["jaxpr"], "jaxpr", mapped.params["jaxpr"])
     known = dict(zip(body.invars, [e.invars[0] for e in members], strict=True))
     known |= zip(body.outvars, [e.outvars[0] for e in members], strict=True)
-    found: dict[int, list[JaxprEqn]] = {}
+    found: dict[Bundle, list[JaxprEqn]] = {}
     left = iter(body.eqns)
     for bundle in bundles:
-        last, eqns = bundle.members[-1].outvars[0], found.setdefault(id(bundle), [])
+        last, eqns = bundle.members[-1].outvars[0], found.setdefault(bundle, [])
         while not eqns or last not in eqns[-1].outvars:  # what makes its last result ends a bundle
             eqn = next(left)
             invars = [a if isinstance(a, Literal) else known.get(a, a) for a in eqn.invars]
@@ -232,16 +232,16 @@ def _written(bundles: Sequence[Bundle], mesh: AnyMesh, rings: bool) -> dict[int,
 class _Rewriting:
     """Programs with their bundles, of which the equations are `written`."""
 
-    def __init__(self, found: dict[int, list[Bundle]], written: dict[int, list[JaxprEqn]]):
+    def __init__(self, found: dict[Jaxpr, list[Bundle]], written: dict[Bundle, list[JaxprEqn]]):
         self.found = found
         self.written = written
 
     def program(self, jaxpr: Jaxpr) -> Jaxpr:
         """A program, or a body in it, in its new order."""
-        bundles = self.found[id(jaxpr)]
+        bundles = self.found[jaxpr]
         eqns: list[JaxprEqn] = []
         for step in _Schedule(jaxpr, bundles).order() if bundles else jaxpr.eqns:
-            eqns += self.written[id(step)] if isinstance(step, Bundle) else [self.equation(step)]
+            eqns += self.written[step] if isinstance(step, Bundle) else [self.equation(step)]
         return jaxpr.replace(eqns=eqns)
 
     def equation(self, eqn: JaxprEqn) -> JaxprEqn:
@@ -267,15 +267,15 @@ class _Schedule:
 
     def __init__(self, jaxpr: Jaxpr, bundles: Sequence[Bundle]):
         self.jaxpr = jaxpr
-        self.bundle_of = {id(eqn): b for b in bundles for eqn in b.members}
+        self.bundle_of = {eqn: b for b in bundles for eqn in b.members}
         self.maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self.steps: list[JaxprEqn | Bundle] = []
-        self.done: set[int] = set()  # equations, by their ids
+        self.done: set[JaxprEqn] = set()
 
     def order(self) -> list[JaxprEqn | Bundle]:
         """The equations and bundles, one after the other."""
         for eqn in self.jaxpr.eqns:
-            bundle = self.bundle_of.get(id(eqn))
+            bundle = self.bundle_of.get(eqn)
             alone = not bundle and _is_heavy(eqn) and not _may_move(eqn)
             if alone or (bundle and eqn is bundle.members[-1]):
                 self.force(eqn)
@@ -287,24 +287,24 @@ class _Schedule:
 
     def missing(self, eqn: JaxprEqn) -> list[JaxprEqn]:
         """The equations that make what this one, or its bundle, reads, and have not run."""
-        bundle, found = self.bundle_of.get(id(eqn)), []
+        bundle, found = self.bundle_of.get(eqn), []
         for member in bundle.members if bundle else [eqn]:
             for atom in member.invars:
                 maker = None if isinstance(atom, Literal) else self.maker.get(atom)
-                if maker is not None and id(maker) not in self.done:
+                if maker is not None and maker not in self.done:
                     found.append(maker)
         return found
 
     def force(self, goal: JaxprEqn) -> None:
         """Run an equation, and first all that it waits for."""
         stack = [goal]
-        opened: set[int] = set()
+        opened: set[JaxprEqn] = set()
         while stack:
             eqn = stack[-1]
-            waiting = [] if id(eqn) in self.done else self.missing(eqn)
+            waiting = [] if eqn in self.done else self.missing(eqn)
             if waiting:
-                assert id(eqn) not in opened, "values that wait for each other in one bundle"
-                opened.add(id(eqn))
+                assert eqn not in opened, "values that wait for each other in one bundle"
+                opened.add(eqn)
                 stack += reversed(waiting)
             else:
                 stack.pop()
@@ -312,7 +312,7 @@ class _Schedule:
 
     def perform(self, eqn: JaxprEqn) -> None:
         """Run an equation, or its bundle, of which all operands are there."""
-        if id(eqn) not in self.done:
-            bundle = self.bundle_of.get(id(eqn))
+        if eqn not in self.done:
+            bundle = self.bundle_of.get(eqn)
             self.steps.append(bundle or eqn)
-            self.done.update(map(id, bundle.members if bundle else [eqn]))
+            self.done.update(bundle.members if bundle else [eqn])

@@ -6,7 +6,6 @@ Every stage takes a program and gives one; `Lowered.dump` shows what each of the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import Mesh
 
 from gshard import _jax
+from gshard.arrange import Arrangement, arrange
 from gshard.history import History
 from gshard.keywords import Options
 from gshard.moving.costs import MACHINE, planning_for
@@ -21,7 +21,8 @@ from gshard.partition import partition
 from gshard.patterns.dropless import by_groups
 from gshard.patterns.ring import in_rings
 from gshard.placement import DeviceOrder
-from gshard.program import Program, Settings, arrange
+from gshard.plan import Plan
+from gshard.program import Program, Settings, finish
 from gshard.propagate import Propagated, propagate
 from gshard.sharding import Sharding
 from gshard.simplify import PASSES as NORMAL_FORMS
@@ -64,7 +65,7 @@ def lower(
     machine = options.hardware.machine if options.hardware else MACHINE
     limit = options.memory_limit
 
-    def partitioned(flat: ClosedJaxpr, history: History) -> Program:
+    def planned(flat: ClosedJaxpr, history: History) -> Arrangement:
         with planning_for(machine):
             found = propagate(flat, order.count, fixed, limit)  # a sharding for every value
             history.add("propagate", flat.jaxpr, _sharding_note(found))
@@ -75,12 +76,14 @@ def lower(
                     remark = ""
                 history.add(title, flat.jaxpr, _sharding_note(found), remark)
             local = partition(flat.jaxpr, found, limit, options.strict)
-            return arrange(  # plan, improve, emit, combine
-                local, flat, found, name, closed_over, order, mesh, settings, types, history
-            )
+            # Plan, and improve the plan.
+            return arrange(local, flat, found, closed_over, order, mesh, types, history)
 
-    program = partitioned(flat, history)
-    return replace(program, variant=lambda changed: partitioned(changed, History()))
+    def variant(changed: ClosedJaxpr) -> Plan:
+        return planned(changed, History()).plan
+
+    with planning_for(machine):  # emit, and combine small collectives
+        return finish(planned(flat, history), name, settings, history, variant)
 
 
 def _sharding_note(found: Propagated) -> Callable[[JaxprEqn], str]:

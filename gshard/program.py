@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
-from jax.extend.core.primitives import convert_element_type_p
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, Mesh
 
 from gshard import _jax, explain
+from gshard.arrange import Arrangement
 from gshard.bundles import combined
 from gshard.devices import Place
 from gshard.emission import emit
 from gshard.evaluate import bind, evaluate
 from gshard.explaining import Subject
-from gshard.graph import bodies, map_bodies
+from gshard.graph import map_bodies
 from gshard.history import History
-from gshard.improve import PASSES as IMPROVE
-from gshard.meshes import AnyMesh, axis_names, make_mesh
-from gshard.placement import DeviceOrder
-from gshard.plan import Plan, plan_note
-from gshard.ports import Port, labelled, ports
-from gshard.propagate import Propagated
+from gshard.plan import Plan
+from gshard.ports import Port
 from gshard.sharding import Sharding
 from gshard.tile import Tile
 
@@ -42,32 +37,27 @@ class Program:
     """
 
     traced: jax.stages.Traced
-    mesh: Any  # of real devices, or an abstract one
-    consts: tuple[Any, ...]
-    into: tuple[Port, ...]
-    out_of: tuple[Port, ...]
-    flat: ClosedJaxpr  # the logical program that it was made of, and its shardings
-    found: Propagated
-    plan: Plan
+    arranged: Arrangement
     history: History
-    variant: Callable[[ClosedJaxpr], Program] | None = None  # of a changed logical program
+    variant: Callable[[ClosedJaxpr], Plan]  # the plan of a changed logical program
     per_device = True
+
+    mesh = property(lambda self: self.arranged.mesh)
+    consts = property(lambda self: self.arranged.consts)
+    into = property(lambda self: self.arranged.into)
+    out_of = property(lambda self: self.arranged.out_of)
+    plan = property(lambda self: self.arranged.plan)
 
     @property
     def subject(self) -> Subject:
         """What explanations are made of."""
-        variant = self.variant
-        assert variant is not None
-
-        def changed(flat: ClosedJaxpr) -> Jaxpr:
-            return variant(flat).jaxpr
-
-        return Subject(self.flat, self.found, self.jaxpr, self.num_devices, changed)
+        flat, found = self.arranged.flat, self.arranged.found
+        return Subject(flat, found, self.jaxpr, self.num_devices, self.variant)
 
     @property
     def conflicts(self) -> tuple[Any, ...]:
         """Splits that wanted the same tensors, and what was decided."""
-        return self.found.conflicts
+        return self.arranged.found.conflicts
 
     @property
     def arguments(self) -> tuple[Port, ...]:
@@ -168,91 +158,33 @@ class Settings:
     compiler_options: tuple[tuple[str, Any], ...]
 
 
-def arrange(
-    local: Local,
-    flat: ClosedJaxpr,
-    found: Propagated,
+def finish(
+    arranged: Arrangement,
     name: str,
-    closed_over: Sequence[Any],
-    order: DeviceOrder,
-    user_mesh: Mesh | None,
     settings: Settings,
-    types: Sequence[Any],
     history: History,
+    variant: Callable[[ClosedJaxpr], Plan],
 ) -> Program:
-    """The per-device program between global arrays, as a function that XLA compiles.
-
-    Its results have the `types` of those of the user's function.
-    """
-    jaxpr, count, shardings = flat.jaxpr, order.count, found.shardings
-    entering = (*jaxpr.constvars, *jaxpr.invars)
-    inputs = [shardings[v] for v in entering]
-    outputs = [
-        Sharding.replicated(v.aval.ndim, count) if isinstance(v, Literal) else shardings[v]
-        for v in jaxpr.outvars
+    """A plan carried out: emitted, small collectives combined, as a function that XLA compiles."""
+    mesh, mapped = arranged.mesh, arranged.mapped
+    jaxpr = emit(arranged.plan.jaxpr, dict(mesh.shape))
+    history.add("emit", jaxpr, explain.collective_note)
+    jaxpr = combined(jaxpr, mesh)
+    history.add("combine", jaxpr, explain.collective_note)
+    eqns = [
+        map_bodies(eqn, lambda closed: closed.replace(jaxpr=jaxpr))
+        if eqn.primitive is _jax.shard_map_p
+        else eqn
+        for eqn in mapped.jaxpr.eqns
     ]
-    check_results(jaxpr.outvars, shardings)
-    shapes = [tuple(v.aval.shape) for v in (*entering, *jaxpr.outvars)]
-    like = None if user_mesh is None else user_mesh.devices.shape
-    like = like if like and math.prod(like) == count else None
-    axes, crossing = ports([*inputs, *outputs], shapes, count, like)
-    mesh = make_mesh(axes, order.devices)
-    crossing = labelled(crossing, user_mesh, order.numbers)
-    into, out_of = tuple(crossing[: len(inputs)]), tuple(crossing[len(inputs) :])
-
-    def on_device(*arrays: jax.Array) -> list[jax.Array]:
-        place = Place(axis_names(axes), count)
-        tiles = [p.enter(a) for p, a in zip(into, arrays, strict=True)]
-        results = [p.leave(t) for p, t in zip(out_of, local(place, tiles), strict=True)]
-        return [_of_type(x, aval) for x, aval in zip(results, types, strict=True)]
-
-    step = jax.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=tuple(p.spec for p in into),
-        out_specs=[p.spec for p in out_of],
-        check_vma=False,
-    )
-    consts = (*flat.consts, *closed_over)
-    structs = [
-        jax.ShapeDtypeStruct(
-            p.physical_shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)
-        )
-        for p, v in zip(into, entering, strict=True)
-    ]
-    with _jax.without_mesh():
-        mapped = jax.make_jaxpr(step)(*structs)
-    plan, emitted = _emitted(mapped, mesh, history)
-    traced = _traced(emitted, name, structs, into, mesh, len(consts), settings)
-    return Program(traced, mesh, consts, into, out_of, flat, found, plan, history)
-
-
-def check_results(results: Sequence[Any], shardings: Mapping[Any, Sharding]) -> None:
-    """Refuse results that are values of a manual region."""
-    if any(not isinstance(v, Literal) and shardings[v].manual for v in results):
-        raise ValueError(
-            "the function returns a value of a manual region; leave it with "
-            "manual_to_auto_spmd_partition, which says which part of the result each device has"
-        )
-
-
-def _of_type(result: jax.Array, aval: Any) -> jax.Array:
-    """A result as weakly typed as the user's function says, which no operator keeps track of."""
-    assert result.dtype == aval.dtype, (result.dtype, aval)
-    weak = getattr(aval, "weak_type", False)
-    if weak == jax.typeof(result).weak_type:
-        return result
-    params = {"new_dtype": result.dtype, "weak_type": weak, "sharding": None}
-    return convert_element_type_p.bind(result, **params)
+    program = mapped.replace(jaxpr=mapped.jaxpr.replace(eqns=eqns))
+    return Program(_traced(program, name, arranged, settings), arranged, history, variant)
 
 
 def _traced(
     program: ClosedJaxpr,
     name: str,
-    structs: Sequence[jax.ShapeDtypeStruct],
-    into: Sequence[Port],
-    mesh: AnyMesh,
-    num_consts: int,
+    arranged: Arrangement,
     settings: Settings,
 ) -> jax.stages.Traced:
     """A program for global arrays, traced under the name of the user's function."""
@@ -261,6 +193,7 @@ def _traced(
         return evaluate(program, arrays, _copied)
 
     called.__name__ = called.__qualname__ = name
+    mesh, into, num_consts = arranged.mesh, arranged.into, len(arranged.consts)
     placed = {"in_shardings": [p.named(mesh) for p in into]} if isinstance(mesh, Mesh) else {}
     jitted = jax.jit(
         called,
@@ -270,26 +203,7 @@ def _traced(
         **placed,
     )
     with _jax.without_mesh():
-        return jitted.trace(*structs)
-
-
-def _emitted(mapped: ClosedJaxpr, mesh: AnyMesh, history: History) -> tuple[Plan, ClosedJaxpr]:
-    """The plan in a `shard_map`, improved, and the program with what each device runs instead."""
-    (number,) = [i for i, eqn in enumerate(mapped.jaxpr.eqns) if eqn.primitive is _jax.shard_map_p]
-    eqn = mapped.jaxpr.eqns[number]
-    (jaxpr,) = bodies(eqn)
-    history.add("plan", jaxpr, plan_note)
-    for improvement in IMPROVE:
-        jaxpr = improvement(jaxpr)
-        history.add(improvement.__name__, jaxpr, plan_note)
-    plan = Plan(jaxpr, mesh.size)
-    jaxpr = emit(jaxpr, dict(mesh.shape))
-    history.add("emit", jaxpr, explain.collective_note)
-    jaxpr = combined(jaxpr, mesh)
-    history.add("combine", jaxpr, explain.collective_note)
-    eqns = list(mapped.jaxpr.eqns)
-    eqns[number] = map_bodies(eqn, lambda closed: closed.replace(jaxpr=jaxpr))
-    return plan, mapped.replace(jaxpr=mapped.jaxpr.replace(eqns=eqns))
+        return jitted.trace(*arranged.structs)
 
 
 def _copied(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from gshard import _jax
 from gshard.annotate import annotate_p
+from gshard.arrange import check_results
 from gshard.evaluate import bind, evaluate
 from gshard.explain import Collective
 from gshard.graph.regions import loop_bodies
@@ -24,7 +25,7 @@ from gshard.hlo import collectives_of_hlo
 from gshard.meshes import make_mesh, partition_spec
 from gshard.placement import DeviceOrder
 from gshard.ports import in_place, ports
-from gshard.program import Settings, check_results
+from gshard.program import Settings
 from gshard.propagate import propagate
 from gshard.sharding import Sharding
 from gshard.source import on_behalf_of

@@ -1,22 +1,23 @@
 """Which annotation to change: each candidate is tried, and its bytes are counted.
 
 Nothing is guessed. An annotation is taken away, made `replicate`, or moved to another dim; the
-program is partitioned again, and what it sends is read off the result.
+program is planned again, and what it sends is read off the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from gshard.annotate import Annotation, annotate_p
-from gshard.explain import collectives_of
+from gshard.annotate import Annotation
 from gshard.explaining.subject import Subject
+from gshard.graph import map_bodies
 from gshard.sharding import Sharding, Split
 from gshard.source import short_source, source_of
+
+Changes = dict[JaxprEqn, Annotation | None]  # annotations to be replaced, or taken away
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,9 @@ def fixes(subject: Subject, limit: int = 24) -> list[Fix]:
                 break
             tried += 1
             try:
-                jaxpr = subject.variant(_with(subject.flat, changed))
+                after = subject.variant(_with(subject.flat, changed)).bytes
             except ValueError:
                 continue  # this change is not allowed where the annotation stands
-            after = sum(c.total_bytes for c in collectives_of(jaxpr, subject.num_devices))
             if after < subject.sent:
                 now = str(repeated[0].params["annotation"])
                 found.append(Fix(line, now, words, subject.sent, after))
@@ -69,11 +69,9 @@ def _by_line(subject: Subject) -> dict[str, list[JaxprEqn]]:
     return lines
 
 
-def _candidates(
-    repeated: list[JaxprEqn], num_devices: int
-) -> Iterator[tuple[str, dict[int, Annotation | None]]]:
+def _candidates(repeated: list[JaxprEqn], num_devices: int) -> Iterator[tuple[str, Changes]]:
     first: Annotation = repeated[0].params["annotation"]
-    yield "no annotation", dict.fromkeys(map(id, repeated))
+    yield "no annotation", dict.fromkeys(repeated)
     shape = repeated[0].outvars[0].aval.shape
     sharding = first.resolve(num_devices)
     if any(len(e.outvars[0].aval.shape) != len(shape) for e in repeated):
@@ -83,46 +81,34 @@ def _candidates(
     if not sharding.is_replicated:
         whole = Sharding.replicated(len(shape), num_devices)
         changed = Annotation.of_sharding("replicate", whole)
-        yield "replicate", {id(e): changed for e in repeated}
+        yield "replicate", dict.fromkeys(repeated, changed)
     for dim, size in enumerate(shape):
         if split is None or sharding.splits[dim] or size < split.tiles:
             continue
         moved = Sharding.replicated(len(shape), num_devices).replace(dim, split)
         words = f"split(tensor, {dim}, {split.tiles})"
-        yield words, {id(e): Annotation.of_sharding(words, moved) for e in repeated}
+        yield words, {e: Annotation.of_sharding(words, moved) for e in repeated}
 
 
-def _with(closed: ClosedJaxpr, changed: dict[int, Annotation | None]) -> ClosedJaxpr:
-    return ClosedJaxpr(_changed(closed.jaxpr, changed), closed.consts)
+def _with(closed: ClosedJaxpr, changed: Changes) -> ClosedJaxpr:
+    """The program, and the bodies in it, with other annotations."""
+    eqns = [
+        _annotated(eqn, changed[eqn])
+        if eqn in changed
+        else map_bodies(eqn, lambda body: _with(body, changed))
+        for eqn in closed.jaxpr.eqns
+    ]
+    return closed.replace(jaxpr=closed.jaxpr.replace(eqns=eqns))
 
 
-def _changed(jaxpr: Jaxpr, changed: dict[int, Annotation | None]) -> Jaxpr:
-    eqns = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is annotate_p and id(eqn) in changed:
-            annotation = changed[id(eqn)]
-            rank = len(eqn.outvars[0].aval.shape)
-            if annotation is None:  # an annotation with all dims open says nothing
-                nothing = Sharding.replicated(rank, _devices(eqn))
-                annotation = Annotation("nothing", nothing.tiles, None, tuple(range(rank)))
-            eqn = eqn.replace(params={**eqn.params, "annotation": annotation})
-        else:
-            params = {k: _inside(v, changed) for k, v in eqn.params.items()}
-            eqn = eqn.replace(params=params)
-        eqns.append(eqn)
-    return jaxpr.replace(eqns=eqns)
+def _annotated(eqn: JaxprEqn, annotation: Annotation | None) -> JaxprEqn:
+    rank = len(eqn.outvars[0].aval.shape)
+    if annotation is None:  # an annotation with all dims open says nothing
+        nothing = Sharding.replicated(rank, _devices(eqn))
+        annotation = Annotation("nothing", nothing.tiles, None, tuple(range(rank)))
+    return eqn.replace(params={**eqn.params, "annotation": annotation})
 
 
 def _devices(eqn: JaxprEqn) -> int:
     meant = eqn.params["annotation"].meant
     return meant.num_devices if meant is not None else 1
-
-
-def _inside(value: Any, changed: dict[int, Annotation | None]) -> Any:
-    if isinstance(value, ClosedJaxpr):
-        return _with(value, changed)
-    if isinstance(value, Jaxpr):
-        return _changed(value, changed)
-    if isinstance(value, tuple) and any(isinstance(v, (ClosedJaxpr, Jaxpr)) for v in value):
-        return tuple(_inside(v, changed) for v in value)
-    return value

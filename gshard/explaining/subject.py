@@ -13,6 +13,7 @@ from gshard.annotate import annotate_p
 from gshard.explain import Collective, collectives_of
 from gshard.flow import Flow
 from gshard.graph.regions import walk
+from gshard.plan import Plan
 from gshard.propagate import Propagated
 from gshard.sharding import Sharding
 
@@ -21,14 +22,14 @@ from gshard.sharding import Sharding
 class Subject:
     """The logical program, its shardings, and the per-device program made of them.
 
-    `variant` partitions a changed copy of the logical program, for asking what a change would do.
+    `variant` plans a changed copy of the logical program, for asking what a change would do.
     """
 
     flat: ClosedJaxpr
     found: Propagated
     jaxpr: Jaxpr
     num_devices: int
-    variant: Callable[[ClosedJaxpr], Jaxpr]
+    variant: Callable[[ClosedJaxpr], Plan]
 
     @functools.cached_property
     def collectives(self) -> list[Collective]:

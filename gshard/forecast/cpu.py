@@ -88,7 +88,7 @@ def _with_broadcasts(ops: list[Op]) -> list[Op]:
     makers = {v: op for op in ops for v in op.writes}
     counts = Counter(v for op in ops for v in op.reads)
     widened: dict[Any, Any] = {}
-    changed: dict[int, list[Op]] = {}
+    changed: dict[Op, list[Op]] = {}
     for op in ops:
         product = _taken_in(op, makers, counts) if _is_apart(op) else None
         if product is None:
@@ -100,8 +100,8 @@ def _with_broadcasts(ops: list[Op]) -> list[Op]:
                 wide = widened[var, aval.shape] = Stored(aval)
                 new.append(Op(product.eqn, (var,), (wide,), True, "broadcast_in_dim"))
         reads = tuple(widened.get((v, aval.shape), v) for v in product.reads)
-        changed[id(product)] = [*new, replace(product, reads=reads)]
-    return [new for op in ops for new in changed.get(id(op), [op])]
+        changed[product] = [*new, replace(product, reads=reads)]
+    return [new for op in ops for new in changed.get(op, [op])]
 
 
 def _as_matrices(op: Op) -> list[Op]:

@@ -145,7 +145,7 @@ def _kept_aside(body: Body, given: Places) -> list[Any]:
         if maker is None:
             continue
         before = _ancestors(maker, makers)
-        if any(id(o) not in before for o in readers.get(argument, ())):
+        if any(o not in before for o in readers.get(argument, ())):
             found.append(argument)
     return found
 
@@ -184,15 +184,15 @@ def _in_given_places(
     return found
 
 
-def _ancestors(operator: Operator, makers: dict[Any, Operator]) -> set[int]:
+def _ancestors(operator: Operator, makers: dict[Any, Operator]) -> set[Operator]:
     """Who must have run before an operator, and itself."""
-    seen = {id(operator)}
+    seen = {operator}
     waiting = [operator]
     while waiting:
         for var in waiting.pop().reads:
             maker = makers.get(var)
-            if maker is not None and id(maker) not in seen:
-                seen.add(id(maker))
+            if maker is not None and maker not in seen:
+                seen.add(maker)
                 waiting.append(maker)
     return seen
 

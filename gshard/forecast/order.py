@@ -14,8 +14,8 @@ from gshard.forecast.program import Body, Operator
 def depth_first(body: Body) -> list[Operator]:
     """Operators ordered so that each result is finished before the next is begun."""
     makers = {v: operator for operator in body.operators for v in operator.writes}
-    place = {id(o): i for i, o in enumerate(body.operators)}
-    done: set[int] = set()
+    place = {o: i for i, o in enumerate(body.operators)}
+    done: set[Operator] = set()
     order: list[Operator] = []
     goals = [body.stands_for(v) for v in body.outputs if not isinstance(v, Literal)]
     goals += [v for operator in body.operators for v in operator.writes]
@@ -23,16 +23,16 @@ def depth_first(body: Body) -> list[Operator]:
         stack = [makers[goal]] if goal in makers else []
         while stack:
             operator = stack[-1]
-            if id(operator) in done:
+            if operator in done:
                 stack.pop()
                 continue
-            needed = {id(makers[v]): makers[v] for v in operator.reads if v in makers}
-            waiting = [o for o in needed.values() if id(o) not in done]
+            needed = {makers[v]: makers[v] for v in operator.reads if v in makers}
+            waiting = [o for o in needed.values() if o not in done]
             if waiting:
-                stack.append(min(waiting, key=lambda o: place[id(o)]))
+                stack.append(min(waiting, key=lambda o: place[o]))
                 continue
             stack.pop()
-            done.add(id(operator))
+            done.add(operator)
             order.append(operator)
     return order
 
@@ -40,24 +40,24 @@ def depth_first(body: Body) -> list[Operator]:
 def breadth_first(body: Body) -> list[Operator]:
     """Operators in the order in which what they read is there, as XLA runs them on CPUs."""
     readers: dict[Any, list[Operator]] = {}
-    pending: dict[int, int] = {}
+    pending: dict[Operator, int] = {}
     for operator in body.operators:
         needed = set(operator.reads)
-        pending[id(operator)] = len(needed)
+        pending[operator] = len(needed)
         for var in needed:
             readers.setdefault(var, []).append(operator)
     for waiting in readers.values():
         waiting.sort(key=lambda o: _when_rewritten(o, body))
     made = {v for o in body.operators for v in o.writes}
     outside = [v for o in body.operators for v in o.reads if v not in made]
-    queue = deque(o for o in body.operators if not pending[id(o)])
+    queue = deque(o for o in body.operators if not pending[o])
     order: list[Operator] = []
     ready: deque[Any] = deque(dict.fromkeys([*body.inputs, *outside]))
     while ready or queue:
         if ready:
             for operator in readers.get(ready.popleft(), ()):
-                pending[id(operator)] -= 1
-                if not pending[id(operator)]:
+                pending[operator] -= 1
+                if not pending[operator]:
                     queue.append(operator)
             continue
         order.append(queue.popleft())

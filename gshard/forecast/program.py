@@ -44,7 +44,7 @@ _DEAR = {
 _FROM_LITTLE = {"broadcast_in_dim", "iota"}
 
 
-@dataclass
+@dataclass(eq=False)
 class Operator:
     """What a device runs as one: an op that stands apart, or a fused group that ends in `root`."""
 
@@ -137,26 +137,26 @@ def _is_folded(op: Op, makers: dict[Any, Op], readers: dict[Any, list[Op]]) -> b
 def _reduced_together(operators: list[Operator]) -> list[Operator]:
     """All-reduces that do not depend on each other as one, where the last of them stands."""
     merged: dict[Any, Operator] = {}
-    late: dict[int, Operator] = {}
-    behind: dict[Any, set[int]] = {}  # for every value the joined all-reduces that it waits for
+    late: dict[Operator, Operator] = {}
+    behind: dict[Any, set[Operator]] = {}  # joined all-reduces that a value waits for
     for operator in operators:
-        waits = set().union(*(behind.get(v, set()) for v in operator.reads))
+        waits: set[Operator] = set().union(*(behind.get(v, set()) for v in operator.reads))
         params = operator.root.eqn.params
         if COLLECTIVES.get(operator.root.name) == "all_reduce":
             key = (operator.root.name, str(params.get("axis_index_groups")), len(waits))
             first = merged.setdefault(key, operator)
-            late[id(operator)] = first
+            late[operator] = first
             if first is not operator:
                 first.reads += operator.reads
                 first.writes += operator.writes
-            waits = waits | {id(first)}
+            waits = waits | {first}
         for var in operator.writes:
             behind[var] = waits
-    last = {id(late[id(o)]): number for number, o in enumerate(operators) if id(o) in late}
+    last = {late[o]: number for number, o in enumerate(operators) if o in late}
     ordered = []
     for number, operator in enumerate(operators):
-        joint = late.get(id(operator))
-        if joint is None or last[id(joint)] == number:
+        joint = late.get(operator)
+        if joint is None or last[joint] == number:
             ordered.append(joint or operator)
     return _in_order(ordered)
 
@@ -164,19 +164,17 @@ def _reduced_together(operators: list[Operator]) -> list[Operator]:
 def _in_order(operators: list[Operator]) -> list[Operator]:
     """The same operators, each after those that make what it reads, else as they stand."""
     makers = {v: o for o in operators for v in o.writes}
-    done: set[int] = set()
+    done: set[Operator] = set()
     order: list[Operator] = []
     for goal in operators:
         stack = [goal]
         while stack:
             operator = stack[-1]
-            waiting = [
-                makers[v] for v in operator.reads if v in makers and id(makers[v]) not in done
-            ]
-            if id(operator) in done or not waiting:
+            waiting = [makers[v] for v in operator.reads if v in makers and makers[v] not in done]
+            if operator in done or not waiting:
                 stack.pop()
-                if id(operator) not in done:
-                    done.add(id(operator))
+                if operator not in done:
+                    done.add(operator)
                     order.append(operator)
             else:
                 stack.append(waiting[0])
@@ -281,7 +279,7 @@ def _fusion(
     root: Op, kept: list[Any], makers: dict[Any, Op], ends: set[Any], body: Body
 ) -> Operator:
     reads: dict[Any, None] = {}
-    members: dict[int, Op] = {id(root): root}
+    members: dict[Op, Op] = {root: root}
     waiting = [root]
     while waiting:
         for var in waiting.pop().reads:
@@ -289,8 +287,8 @@ def _fusion(
             maker = makers.get(var)
             if maker is None or var in ends:
                 reads[var] = None
-            elif id(maker) not in members:
-                members[id(maker)] = maker
+            elif maker not in members:
+                members[maker] = maker
                 waiting.append(maker)
     return Operator(root, list(reads), kept, list(members.values()))
 
