@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard import unreduced
 from gshard._jax import current_context, without_mesh
 from gshard.annotate import annotate_p
+from gshard.available import VIEWS, Available
 from gshard.choose import in_place_again, partition_by_factors
 from gshard.devices import Place
 from gshard.factors import Factor
@@ -64,34 +63,6 @@ def _is_index_math(eqn: JaxprEqn) -> bool:
     return by_element or eqn.primitive is p.iota_p
 
 
-_VIEWS = (p.transpose_p, p.rev_p)
-
-
-@dataclass(frozen=True)
-class View:
-    """An array that is another one with its dims in another `order`, some of them `backwards`."""
-
-    array: jax.Array  # kept, so that its id stays its own
-    source: Tile
-    order: tuple[int, ...]
-    backwards: tuple[int, ...]
-
-    @staticmethod
-    def of(eqn: JaxprEqn, result: Tile, source: Tile) -> View:
-        """The result of a transpose or a reversal."""
-        order = eqn.params.get("permutation", range(len(source.shape)))
-        return View(result.array, source, tuple(order), tuple(eqn.params.get("dimensions", ())))
-
-    def back(self, result: Tile) -> View:
-        """Its source as a view of it: what has been moved of one need not be of the other."""
-        order = tuple(self.order.index(d) for d in range(len(self.order)))
-        return View(self.source.array, result, order, self.backwards)
-
-    def is_local(self, sharding: Sharding) -> bool:
-        """Whether it can be made of its source on each device: what runs backwards is whole."""
-        return not any(sharding.splits[d] for d in self.backwards)
-
-
 class Partitioner:
     """Runs a program on tiles, with the shardings that propagation found."""
 
@@ -108,10 +79,7 @@ class Partitioner:
         self.kinds = kinds
         self.memory_limit = memory_limit
         self.strict = strict  # whether a primitive without a rule is an error
-        self.resharded: dict[tuple[int, Sharding], tuple[Tile, Tile]] = {}
-        self.forms: dict[int, list[Sharding]] = {}  # what an array has been resharded to
-        self.views: dict[int, View] = {}  # of arrays that are others, rearranged
-        self.makers: dict[int, tuple[Tile, JaxprEqn, list[Tile]]] = {}  # of arrays of integers
+        self.available = Available()
         self.products: Mapping[Any, int] = {}  # how many products contract a variable's dims alike
         self.literals: dict[Any, Tile] = {}
         self.values: dict[Any, Tile] = {}  # of all variables, once they are known
@@ -122,9 +90,7 @@ class Partitioner:
         inner = Partitioner(
             self.place.inner(), self.shardings, self.memory_limit, self.strict, self.kinds
         )
-        inner.resharded = dict(self.resharded)
-        inner.forms = {array: list(forms) for array, forms in self.forms.items()}
-        inner.views = dict(self.views)
+        inner.available = self.available.inner()
         return inner
 
     def on(self, place: Place, shardings: Mapping[Any, Sharding]) -> Partitioner:
@@ -141,38 +107,13 @@ class Partitioner:
             tile = combine_sums(self.place, tile, target, reason.operator)
         if tile.sharding == target and tile.is_standard:
             return tile
-        key = (id(tile.array), target)
-        if key not in self.resharded and (moved := self.rearranged(tile, target)):
-            self.resharded[key] = (tile, moved)
-        if key not in self.resharded:
-            moved = self.made_whole(tile) if target.is_replicated else None
-            moved = moved or reshard.reshard(self.place, tile, target, reason)
-            self.forms.setdefault(id(tile.array), []).append(target)
-            self.resharded[key] = (tile, moved)  # the tile is kept, so that its id stays its own
-            if tile.sharding.is_replicated:  # what was cut need not be gathered again
-                self.resharded.setdefault((id(moved.array), tile.sharding), (moved, tile))
-        return self.resharded[key][1]
-
-    def rearranged(self, tile: Tile, target: Sharding) -> Tile | None:
-        """`tile` under another sharding, if it is a view of what has been moved there."""
-        view = self.views.get(id(tile.array))
-        if view is None or target.manual or not view.is_local(target):
-            return None
-        back = [view.order.index(d) for d in range(len(view.order))]
-        moved = self.resharded.get((id(view.source.array), target.project(back)))
-        if moved is None:
-            return None
-        array = lax.transpose(moved[1].array, view.order)
-        array = lax.rev(array, view.backwards) if view.backwards else array
-        return Tile(array, target, tile.shape)
-
-    def moved_forms(self, tile: Tile) -> frozenset[Sharding]:
-        """The shardings under which the values of `tile` are known already."""
-        known = frozenset(self.forms.get(id(tile.array), ()))
-        if view := self.views.get(id(tile.array)):
-            forms = self.forms.get(id(view.source.array), ())
-            known |= {f for form in forms if view.is_local(f := form.project(view.order))}
-        return known
+        found = self.available.under(tile, target)
+        if found is None and target.is_replicated:
+            found = self.made_whole(tile)
+        if found is None:
+            found = reshard.reshard(self.place, tile, target, reason)
+            self.available.add(tile, found)
+        return found
 
     def made_whole(self, tile: Tile, depth: int = 50) -> Tile | None:
         """A tensor of integers made again, whole, if that needs nothing to be sent; else None.
@@ -182,12 +123,13 @@ class Partitioner:
         whole = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
         if tile.sharding.is_replicated:
             return tile
-        key = (id(tile.array), whole)
-        if key in self.resharded:
-            return self.resharded[key][1]
-        if id(tile.array) not in self.makers or not depth:
+        found = self.available.moved_to(tile, whole)
+        if found is not None:
+            return found
+        maker = self.available.maker(tile)
+        if maker is None or not depth:
             return None
-        _, eqn, tiles = self.makers[id(tile.array)]
+        eqn, tiles = maker
         ready: list[Tile] = []
         for operand in tiles:
             made = self.made_whole(operand, depth - 1)
@@ -196,7 +138,7 @@ class Partitioner:
             ready.append(made)
         with on_behalf_of(eqn):
             (made,) = partition_by_factors(self, eqn, RULES[eqn.primitive], ready, [whole])
-        self.resharded[key] = (tile, made)
+        self.available.add_made(tile, made)
         return made
 
     def retile(self, tile: Tile, dim: int, size: int, reason: Reason) -> Tile:
@@ -214,7 +156,7 @@ class Partitioner:
     def shares(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Shares | None:
         """What an operator shares with others, if anything."""
         of_sum = min([self.waiting[v] for v in eqn.outvars if v in self.waiting], default=1.0)
-        forms = [self.moved_forms(t) for t in tiles]
+        forms = [self.available.forms_of(t) for t in tiles]
         uses = (1.0,) * len(tiles)
         if eqn.primitive is p.dot_general_p:
             contracted = eqn.params["dimension_numbers"][0]
@@ -234,7 +176,7 @@ class Partitioner:
     def again(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> list[Tile] | None:
         """The results of an equation like one that ran before with nothing to move."""
         kind = self.kinds.get(eqn)
-        if kind is None or eqn.primitive in _VIEWS:  # of which more is to be remembered
+        if kind is None or eqn.primitive in VIEWS:  # of which more is to be remembered
             return None
         return in_place_again(eqn, kind, tiles, [self.shardings[v] for v in eqn.outvars])
 
@@ -281,7 +223,7 @@ class Partitioner:
                         results = self.equation(eqn, operands)
                 env.update(zip(eqn.outvars, results, strict=True))
                 if _is_index_math(eqn) and eqn.primitive is not annotate_p:
-                    self.makers[id(results[0].array)] = (results[0], eqn, operands)
+                    self.available.add_maker(results[0], eqn, operands)
         return [read(a) for a in jaxpr.outvars]
 
     def equation(self, eqn: JaxprEqn, tiles: list[Tile]) -> list[Tile]:
@@ -314,10 +256,8 @@ class Partitioner:
             if not result.partial or eqn.outvars[number] not in self.waiting:
                 reason = Reason("result", eqn.primitive.name)
                 results[number] = self.reshard(result, target, reason)
-        if eqn.primitive in _VIEWS:
-            view = View.of(eqn, results[0], tiles[0])
-            self.views[id(results[0].array)] = view
-            self.views.setdefault(id(tiles[0].array), view.back(results[0]))
+        if eqn.primitive in VIEWS:
+            self.available.add_view(eqn, results[0], tiles[0])
         return results
 
     def literal(self, atom: Literal) -> Tile:

@@ -29,7 +29,7 @@ from gshard.rule import Context, Doc, Rule, register
 from gshard.rules.contraction import dot_work, ragged_factors, ring_of
 from gshard.sharding import Sharding, Split, compatible
 from gshard.source import seldom
-from gshard.tile import Tile, byte_size
+from gshard.tile import Identity, Tile, byte_size
 
 _ROUNDS = "and again for what does not fit, if the numbers are unequal"
 _CROWDED = "if a device has more rows than it has room for"
@@ -204,10 +204,10 @@ def _places(
 def _limits(ctx: Context, groups: Groups, sizes: Tile) -> Bounds:
     """Where groups and devices begin; for the same sizes it is computed once."""
     whole = _whole(ctx, sizes)
-    key = (groups, id(whole))
+    key = (groups, Identity(whole))
     if key not in ctx.place.known:
-        ctx.place.known[key] = (whole, bounds(groups, whole))  # kept, so that its id stays its own
-    return ctx.place.known[key][1]
+        ctx.place.known[key] = bounds(groups, whole)
+    return ctx.place.known[key]
 
 
 def _whole(ctx: Context, tile: Tile) -> jax.Array:

@@ -28,7 +28,7 @@ from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, register
 from gshard.rules.contraction import ring_of
 from gshard.sharding import Sharding, Split, compatible
-from gshard.tile import Tile
+from gshard.tile import Identity, Tile
 from gshard.visiting import KEYS, Sum, Visits, visits_p
 
 Chosen = dict[str, Split]
@@ -305,7 +305,7 @@ class _Round:
         ]
         number: dict[Any, int] = {}  # what is read as two operands travels once
         ways = zip(tiles, pairs, strict=True)
-        of = [number.setdefault((id(t.array), str(way)), len(number)) for t, way in ways]
+        of = [number.setdefault((Identity(t.array), str(way)), len(number)) for t, way in ways]
         each = [of.index(n) for n in number.values()]
         carried = [s.over != KEYS for s in self.visits.sums]
         back = [
