@@ -15,11 +15,12 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-_PREFIX = ".part-"
+PREFIX = ".part-"  # of what is not whole yet
+_LINK = "is a link to another file, which would be overwritten"
 
 
 @contextlib.contextmanager
@@ -28,7 +29,7 @@ def new_file(path: Path) -> Iterator[Path]:
     if path.exists():
         refuse_special(path)  # /dev/null, say, is not to be replaced by a file
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=_PREFIX, suffix=path.suffix, dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=PREFIX, suffix=path.suffix, dir=path.parent)
     os.close(handle)
     part = Path(name)
     try:
@@ -45,15 +46,63 @@ def new_file(path: Path) -> Iterator[Path]:
 def new_folder(path: Path) -> Iterator[Path]:
     """A temporary folder that becomes `path`, in place of an old one, when the block ends well."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=path.parent))
+    part = Path(tempfile.mkdtemp(prefix=PREFIX, dir=path.parent))
     try:
         yield part
         part.chmod(0o755)
-        if path.exists():
-            shutil.rmtree(path)
-        part.replace(path)
+        put_folder(part, path)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def put_folder(part: Path, path: Path) -> None:
+    """Give the folder `part` the name `path`; whatever has that name is removed.
+
+    A link is removed and not followed, and another process may do the same at the same time.
+    """
+    while True:
+        try:
+            part.replace(path)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+        with (
+            tempfile.TemporaryDirectory(
+                prefix=PREFIX, dir=path.parent, ignore_cleanup_errors=True
+            ) as old,
+            contextlib.suppress(FileNotFoundError),
+        ):
+            path.rename(Path(old) / "old")
+
+
+def open_in_place(path: Path) -> IO[bytes]:
+    """A file that is changed where it is, made if it is absent; unbuffered.
+
+    A link is refused: whoever put it there chose another file to be written to.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        refuse_special(path)  # before a device is opened
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        file = os.fdopen(os.open(path, flags, 0o644), "r+b", buffering=0)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, _LINK, str(path)) from None
+        raise
+    found = os.fstat(file.fileno())
+    if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:  # 0: removed just now
+        return file
+    file.close()
+    raise OSError(errno.ELOOP, _LINK, str(path))
+
+
+def write_all(file: IO[bytes], data: bytes) -> None:
+    """Add `data` to a file that `open_in_place` gave; it is on disk when this returns."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) or 0 :]
+    os.fsync(file.fileno())
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -86,6 +135,13 @@ def refuse_special(path: Path) -> None:
         raise OSError(errno.ENXIO, "is no regular file", str(path))
 
 
+def printable(text: str) -> str:
+    """The text with what no terminal and no UTF-8 file should see spelt out, as `\\x1b`."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
 def checksum(path: Path) -> str:
     """The SHA-256 of a regular file, in hexadecimal."""
     refuse_special(path)
@@ -94,9 +150,14 @@ def checksum(path: Path) -> str:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a killed run left half-written under `folder`."""
-    for part in folder.rglob(_PREFIX + "*"):
-        if part.is_dir():
+    """Remove what a killed run left half-written anywhere under `folder`."""
+    remove(folder.rglob(PREFIX + "*"))
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Remove files, links and folders with what is in them."""
+    for part in list(paths):
+        if part.is_dir() and not part.is_symlink():
             shutil.rmtree(part, ignore_errors=True)
         else:
             part.unlink(missing_ok=True)

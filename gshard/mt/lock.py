@@ -1,19 +1,21 @@
-"""One training at a time in a run's folder; a second one is told who is there.
+"""One process at a time in a folder or file; a second one is told who is there.
 
-The operating system gives the lock back when its process ends, however it ends, so that nothing has
-to be cleaned up after a crash.
+The operating system releases a lock when its process ends, however it ends, so that nothing has to
+be cleaned up after a crash. A lock belongs to a file and not to its name: whoever removes `.lock`
+and makes another one would hold a second lock on the same folder. So the folder itself is locked
+too, and where a file system cannot do that, as NFS, the holder looks after its file.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import errno
+import fcntl
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-
-import filelock
+from typing import IO
 
 from gshard.mt import atomic
 from gshard.mt.errors import UserError
@@ -21,31 +23,92 @@ from gshard.mt.errors import UserError
 LOCK, OWNER = ".lock", ".lock-owner.json"
 
 
+def hold(path: Path) -> IO[bytes] | None:
+    """The file at `path`, locked until it is closed; None if another process holds it."""
+    while True:
+        file = atomic.open_in_place(path)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        if _has_name(file, path):
+            return file
+        file.close()  # it was renamed or removed after it had been opened
+
+
+class Held:
+    """A folder that this process holds."""
+
+    def __init__(self, folder: Path, file: IO[bytes], doing: str):
+        self._folder, self._file, self._doing = folder, file, doing
+
+    def intruder(self) -> str:
+        """A sentence about another process that has entered since `.lock` was removed, or ""."""
+        if _has_name(self._file, self._folder / LOCK):
+            return ""
+        file = hold(self._folder / LOCK)
+        if file is None:
+            return (
+                f"{self._folder / LOCK} was removed while this process held it, and now "
+                f"{self._folder} is being {self._doing} by {_owner(self._folder)}; this one ends"
+            )
+        self._file.close()
+        self._file = file
+        return ""
+
+    def close(self) -> None:
+        """Release it."""
+        self._file.close()
+
+
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, doing: str = "trained in") -> Iterator[Held]:
     """Hold `folder`, which is made if it is not there; an error if somebody else holds it."""
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(folder / LOCK)
+    with contextlib.ExitStack() as stack:
+        file = hold(folder / LOCK)
+        held = Held(folder, file, doing) if file else None
+        if held:
+            stack.callback(held.close)
+        if held is None or not _hold_folder(folder, stack):
+            raise UserError(f"{folder} is being {doing} by {_owner(folder)}")
+        try:
+            owner = {"host": socket.gethostname(), "process": os.getpid()}
+            atomic.write_json(folder / OWNER, owner)
+            yield held
+        finally:
+            (folder / OWNER).unlink(missing_ok=True)
+            if made and [path.name for path in folder.iterdir()] == [LOCK]:  # nothing came of it
+                (folder / LOCK).unlink()
+                folder.rmdir()
+
+
+def _hold_folder(folder: Path, stack: contextlib.ExitStack) -> bool:
+    """Lock the folder itself, where the file system can; False if another process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    stack.callback(os.close, descriptor)
     try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        raise UserError(f"{folder} is being trained in by {_owner(folder)}") from None
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # NFS locks what is open for writing
+        if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+    return True
+
+
+def _has_name(file: IO[bytes], path: Path) -> bool:
     try:
-        owner = {"host": socket.gethostname(), "process": os.getpid()}
-        atomic.write_json(folder / OWNER, owner)
-        yield
-    finally:
-        (folder / OWNER).unlink(missing_ok=True)
-        if made and [path.name for path in folder.iterdir()] == [LOCK]:  # nothing came of it
-            (folder / LOCK).unlink()
-            folder.rmdir()
-        lock.release()
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def _owner(folder: Path) -> str:
     try:
-        owner = json.loads((folder / OWNER).read_text(encoding="utf-8"))
-        return f"process {owner['process']} on {owner['host']}"
+        owner = atomic.read_object(folder / OWNER)
+        return f"process {int(owner['process'])} on {str(owner['host'])[:255]}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

@@ -1,5 +1,6 @@
 """Files that were damaged, or put there by somebody else: a sentence, and nothing is lost."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -173,13 +174,14 @@ def test_a_line_of_the_store_that_is_none(tmp_path, line):
 )
 def test_a_note_of_translations_that_is_damaged(tmp_path, change):
     out = tmp_path / "a.txt"
-    FileOutput(out, {"run": "r"}).add(["a", "b"], ["A", "B"])
+    with contextlib.closing(FileOutput(out, {"run": "r"})) as output:
+        output.add(["a", "b"], ["A", "B"])
     path = tmp_path / "a.txt.part.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    output = FileOutput(out, {"run": "r"})
-    if change == {"text": None}:  # which only the text itself can tell
-        with pytest.raises(UserError, match="begun with other text"):
-            list(output.after_done([["a", "b", "c"]]))
-        return
-    assert output.done == 0
-    assert list(output.after_done([["a"]])) == [["a"]]
+    with contextlib.closing(FileOutput(out, {"run": "r"})) as output:
+        if change == {"text": None}:  # which only the text itself can tell
+            with pytest.raises(UserError, match="begun with other text"):
+                list(output.after_done([["a", "b", "c"]]))
+            return
+        assert output.done == 0
+        assert list(output.after_done([["a"]])) == [["a"]]

@@ -1,12 +1,14 @@
 """One training at a time in a folder."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
 
 import pytest
 
+from gshard.mt import lock
 from gshard.mt.errors import UserError
 from gshard.mt.lock import locked
 
@@ -34,6 +36,53 @@ def test_the_second_is_refused_with_the_firsts_host_and_process(tmp_path):
         assert (folder / ".lock-owner.json").exists()
     first.stdin.close()
     first.stdout.close()
+
+
+@pytest.fixture
+def held(tmp_path):
+    """Locks belong to open files: one process is refused to itself as another would be."""
+    with locked(tmp_path / "run"):
+        yield tmp_path / "run"
+
+
+@pytest.mark.parametrize("removed", [[".lock"], [".lock", ".lock-owner.json"]])
+def test_a_lock_that_is_removed_still_holds(held, removed):
+    for name in removed:
+        (held / name).unlink()
+    with pytest.raises(UserError, match="is being trained in by"), locked(held):
+        pass
+
+
+def test_where_folders_cannot_be_locked_the_holder_notices(tmp_path, monkeypatch):
+    """As on NFS: the first takes its lock back, or says who came."""
+    monkeypatch.setattr(lock, "_hold_folder", lambda *_: True)
+    with locked(tmp_path) as first:
+        assert first.intruder() == ""
+        (tmp_path / ".lock").unlink()
+        assert first.intruder() == ""  # it holds the new one
+        with pytest.raises(UserError, match="is being trained in"), locked(tmp_path):
+            pass
+        (tmp_path / ".lock").unlink()
+        with locked(tmp_path):
+            assert re.search(
+                rf"was removed .* trained in by process {os.getpid()} on", first.intruder()
+            )
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / "precious").write_text("years of it")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="is a link to another file"), locked(tmp_path / "run"):
+        pass
+    assert (tmp_path / "precious").read_text() == "years of it"
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{}", "5", '{"process": [], "host": 5}'])
+def test_an_owner_that_cannot_be_read_is_another_process(held, text):
+    (held / ".lock-owner.json").write_text(text)
+    with pytest.raises(UserError, match="by another process"), locked(held):
+        pass
 
 
 def test_nothing_is_left_where_nothing_came_of_it(tmp_path):

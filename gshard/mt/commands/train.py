@@ -81,14 +81,15 @@ def train(
         Corpus.open(config.data.corpus)  # before a folder is made for nothing
         folder = out or folder
         hosts.cache_programs()
-        with locked(folder) if hosts.is_first() else contextlib.nullcontext():
+        with locked(folder) if hosts.is_first() else contextlib.nullcontext() as held:
             if hosts.is_first():
                 Run.create(folder, config)
             hosts.wait_for_all("the run's folder")
             run = Run.open(folder)
             with TrainDisplay() as display:
                 late_failures.leave_out()
-                outcome = loop.train(run, display, back_to, reporter)
+                intruder = held.intruder if held else lambda: ""
+                outcome = loop.train(run, display, back_to, reporter, intruder)
     _summarize(run, outcome)
     if outcome.signal:
         raise typer.Exit(128 + outcome.signal)

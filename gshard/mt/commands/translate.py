@@ -57,6 +57,7 @@ def translate(
     from gshard.mt.decoding.lines import Lines
     from gshard.mt.decoding.output import FileOutput, Output
     from gshard.mt.decoding.translator import TranslateConfig, choose_target, open_translator
+    from gshard.mt.errors import UserError
     from gshard.mt.launch.status import reporting
     from gshard.mt.run import Run
     from gshard.mt.together import Together
@@ -66,6 +67,8 @@ def translate(
     config = TranslateConfig(beam, nbest, alpha, rows, max(longest, 16))
     wanted = choose_target(opened.tokenizer, source, target)
     lines = Lines(file, encoding)
+    if file and out and out.exists() and file.exists() and out.samefile(file):
+        raise UserError(f"--out {out} is the text itself, which would be replaced")
     stream: IO[bytes] = sys.stdout.buffer
     reader = 1  # its descriptor, which a replaced `sys.stdout` does not know
     if which.index == 0:  # the only one that reads and writes
@@ -84,9 +87,11 @@ def translate(
         with together.leading():
             search = {"beam": beam, "nbest": nbest, "alpha": alpha, "json": as_json}
             settings = {"run": str(run.resolve()), "step": step, "target": wanted, **search}
-            output = Output(stream) if out is None else FileOutput(out, settings)
-            together.step = output.done
-            _translate(lines, translator, wanted, output, reader, as_json)
+            with contextlib.closing(
+                Output(stream) if out is None else FileOutput(out, settings)
+            ) as output:
+                together.step = output.done
+                _translate(lines, translator, wanted, output, reader, as_json)
 
 
 def _translate(

@@ -1,7 +1,8 @@
 """Where translations go: to standard output, or to a file that an interrupted command goes on with.
 
-Lines are added to `FILE.part`, and beside it stands how many lines of which text they are the
-translations of; at the end it becomes FILE. The same command goes on after what is there.
+Lines are added to `FILE.part`, which one command at a time holds; `FILE.part.json` says how many
+lines of which text they are the translations of. At the end the first becomes FILE. The same
+command, after an interruption, goes on after what is there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import IO, Any
 
 from gshard.mt import atomic
 from gshard.mt.errors import UserError
+from gshard.mt.lock import hold
 
 
 class Output:
@@ -37,6 +39,9 @@ class Output:
     def finish(self) -> None:
         """All is written."""
 
+    def close(self) -> None:
+        """Let go of what is held, finished or not."""
+
 
 class FileOutput(Output):
     """A file; `settings` is all that the translations depend on beside the text."""
@@ -49,25 +54,41 @@ class FileOutput(Output):
         self._settings = dict(settings)
         self._read = hashlib.sha256()  # of the text up to here
         self._digest = ""
+        if path.exists():
+            atomic.refuse_special(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = hold(self._part)
+        if file is None:
+            raise UserError(
+                f"another command writes to {path} at this moment (it holds {self._part}); wait "
+                "for it, or give another --out"
+            )
+        self._file = file
+        try:
+            size = self._begun()
+            self._write_note(size)  # first, so that it tells whose the other file is
+            self._file.truncate(size)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begun(self) -> int:
+        """The bytes that an earlier command wrote, after which this one goes on."""
         try:
             note = atomic.read_object(self._note)
             self.done, self._digest = int(note["done"]), str(note["text"])
             size, begun_with = int(note["bytes"]), dict(note["settings"])
-            if min(self.done, size) < 0 or size > self._part.stat().st_size:
+            if min(self.done, size) < 0 or size > self._size():
                 raise ValueError("it is not of this file")
-        except (OSError, ValueError, KeyError, TypeError):  # none, or a damaged one
+        except (OSError, ValueError, KeyError, TypeError) as error:  # none, or a damaged one
+            if isinstance(error, FileNotFoundError) and self._size():
+                self._refuse("by something else than a translation")
             size, begun_with = 0, self._settings
             self.done = 0
-        if begun_with != self._settings:
+        if self.done and begun_with != self._settings:
             changed = [k for k, v in self._settings.items() if begun_with.get(k) != v]
             self._refuse(f"with another {' and another '.join(changed)}")
-        for place in (path, self._part):
-            if place.exists():
-                atomic.refuse_special(place)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with self._part.open("ab"):
-            pass
-        os.truncate(self._part, size)
+        return size
 
     def after_done(self, chunks: Iterable[list[str]]) -> Iterator[list[str]]:
         """The text without the lines that are translated already, which must be the same."""
@@ -85,24 +106,28 @@ class FileOutput(Output):
 
     def add(self, texts: Sequence[str], lines: Iterable[str]) -> None:
         """Add the translations of some texts, and write down how far that is."""
-        with self._part.open("ab") as file:
-            file.write(_bytes(lines))
-            file.flush()
-            os.fsync(file.fileno())
+        atomic.write_all(self._file, _bytes(lines))
         self._take(texts)
         self.done += len(texts)
-        note = {
-            "done": self.done,
-            "bytes": self._part.stat().st_size,
-            "text": self._read.hexdigest(),
-            "settings": self._settings,
-        }
-        atomic.write_json(self._note, note)
+        self._digest = self._read.hexdigest()
+        self._write_note(self._size())
 
     def finish(self) -> None:
-        """Give the file its name."""
-        self._part.replace(self._path)
+        """Give the file its name; its lock is the last thing to go."""
         self._note.unlink(missing_ok=True)
+        self._part.replace(self._path)
+        self.close()
+
+    def close(self) -> None:
+        """Let another command write to it."""
+        self._file.close()
+
+    def _size(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    def _write_note(self, size: int) -> None:
+        note = {"done": self.done, "bytes": size, "text": self._digest, "settings": self._settings}
+        atomic.write_json(self._note, note)
 
     def _take(self, texts: Iterable[str]) -> None:
         for text in texts:

@@ -9,7 +9,6 @@ translator is given: another choice of sentences finds those it shares.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -71,7 +70,8 @@ class Store:
                 self._known[str(target), str(source)] = Translation(str(text), score)
                 whole += len(line)
         if whole < path.stat().st_size:
-            os.truncate(path, whole)
+            with atomic.open_in_place(path) as file:
+                file.truncate(whole)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -85,10 +85,8 @@ class Store:
         rows = [(target, source, t.text, t.score) for target, source, t in new]
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / _LINES).open("ab") as file:
-            file.write(lines.encode())
-            file.flush()
-            os.fsync(file.fileno())
+        with atomic.open_in_place(self.folder / _LINES) as file:
+            atomic.write_all(file, lines.encode())
         for target, source, text, score in rows:
             self._known[target, source] = Translation(text, score)
 

@@ -86,9 +86,9 @@ def train(
     steps = planned.steps or (_steps(run, planned.tokens) if planned.tokens else 0)
     limit = min(seconds_left, seconds - spent if seconds else seconds_left)
     config = _with_length(run.config, steps, max(limit, 0.001) / 60)
-    with locked(place):
+    with locked(place) as held:
         run = Run.create(place, config)
-        outcome = loop.train(run, progress)
+        outcome = loop.train(run, progress, intruder=held.intruder)
         # A clock is looked at between steps: a run may end a little before its last second.
         done = outcome.seconds >= 0.97 * seconds if seconds else outcome.step >= steps
         if not done or outcome.signal:
