@@ -26,6 +26,7 @@ PAD, UNKNOWN, START, END = range(4)  # the same in both vocabularies
 DIRECTIONS = ("to-english", "from-english", "both")
 _THREADS = 4  # fixed: the sums of the training depend on how the text is shared out
 _NOTE = "tokenizer.json"
+FILES = (_NOTE, "source.model", "target.model")
 
 
 @dataclass(frozen=True)
@@ -179,8 +180,7 @@ class Tokenizer:
 
 def refuse_to_replace(folder: Path) -> None:
     """An error if there is something else in `folder` than vocabularies, which are replaced."""
-    known = {_NOTE, "source.model", "target.model"}
-    if folder.exists() and (not folder.is_dir() or {p.name for p in folder.iterdir()} - known):
+    if folder.exists() and (not folder.is_dir() or {p.name for p in folder.iterdir()} - {*FILES}):
         raise UserError(f"{folder} holds something else; name a new folder for the vocabularies")
 
 

@@ -1,4 +1,4 @@
-"""`gshard release`: a run's weights as a folder for others, with a card."""
+"""`gshard release`: a run's weights as a folder for others, with a card; or a check of one."""
 
 from __future__ import annotations
 
@@ -10,25 +10,36 @@ import typer
 
 def release(
     run: Annotated[Path, typer.Argument(help="folder of a training run")],
-    out: Annotated[Path, typer.Option(help="the new folder of the release")],
+    out: Annotated[Path | None, typer.Option(help="the new folder of the release")] = None,
     checkpoint: Annotated[str, typer.Option(help="best, last, or a step")] = "best",
     precision: Annotated[str, typer.Option(help="bfloat16, or float32")] = "bfloat16",
+    verify: Annotated[
+        bool, typer.Option("--verify", help="RUN is a release: compare it with its checksums")
+    ] = False,
 ) -> None:
     """Write what translating with a run needs: weights, vocabularies, settings and a card."""
     from gshard.mt import hosts
     from gshard.mt.commands.show import console
     from gshard.mt.errors import UserError, nearest
-    from gshard.mt.release.make import PRECISIONS, make_release
+    from gshard.mt.release import make
     from gshard.mt.run import Run
 
-    chosen = next((each for each in PRECISIONS if each == precision), None)
+    chosen = next((each for each in make.PRECISIONS if each == precision), None)
     if chosen is None:
-        known = " and ".join(PRECISIONS)
+        known = " and ".join(make.PRECISIONS)
         raise UserError(
-            f"no precision {precision!r}{nearest(precision, PRECISIONS)}; there are {known}"
+            f"no precision {precision!r}{nearest(precision, make.PRECISIONS)}; there are {known}"
         )
+    if (out is None) != verify:
+        raise UserError("either --out NEW_FOLDER, to make a release, or --verify, to check one")
     hosts.start(1)
-    made = make_release(Run.open(run), out, checkpoint, chosen)
+    if out is None:
+        weights = make.verify(Run.open(run))
+        console.print(
+            f"{run}: {weights:,} weights, and every file is as it was released", soft_wrap=True
+        )
+        return
+    made = make.make_release(Run.open(run), out, checkpoint, chosen)
     for path in sorted(made.rglob("*")):
         if path.is_file():
             size = path.stat().st_size / 1e6

@@ -1,14 +1,14 @@
 """A release from a run: what translating needs, and nothing that only training does.
 
 It is a run's folder too: `gshard translate`, `serve` and `evaluate` take it as they take a run.
-The weights are rounded to bfloat16, which halves the file. How the model was computed in training
+The weights are rounded to bfloat16, which halves the file; of each file that translations depend on
+there is a checksum. How the model was computed in training
 (kernels for one GPU, say) is left behind: a release runs anywhere.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -20,8 +20,17 @@ from gshard.mt.config import DataConfig, DeviceConfig, RunConfig, to_json
 from gshard.mt.errors import UserError
 from gshard.mt.release.card import CARD, card
 from gshard.mt.run import CONFIG, Run
+from gshard.mt.training import checksums
 from gshard.mt.training.checkpoint import named
-from gshard.mt.training.loading import load_model
+from gshard.mt.training.loading import load_model, model_like
+from gshard.mt.training.released import (
+    VERIFIED,
+    VOCABULARY,
+    has_checksums,
+    is_release,
+    problem,
+    unverifiable,
+)
 from gshard.mt.training.weights import WEIGHTS, write_weights
 
 Precision = Literal["bfloat16", "float32"]
@@ -36,15 +45,32 @@ def make_release(
         raise UserError(f"{out} exists already; a release goes to a new folder")
     model, step = load_model(run, which)
     arrays = {name: np.asarray(leaf).astype(precision) for name, leaf in named(model).items()}
+    for name, array in arrays.items():
+        if not np.isfinite(array).all():
+            raise UserError(f"{run.folder}: {name} of step {step} holds values that are not finite")
     with atomic.new_folder(out) as part:
-        shutil.copytree(run.folder / "vocabulary", part / "vocabulary")
+        run.tokenizer.save(part / VOCABULARY)
         write_weights(part / WEIGHTS, arrays, {"step": str(step), "run": run.name})
         atomic.write_json(part / CONFIG, to_json(anywhere(run.config)))
         weights = sum(leaf.size for leaf in jax.tree.leaves(model))
         size = (part / WEIGHTS).stat().st_size
         text = card(run, step, weights, size, precision)
         (part / CARD).write_text(text, encoding="utf-8")
+        checksums.write(part, VERIFIED)
     return out
+
+
+def verify(run: Run) -> int:
+    """The number of weights of a release whose files are those that were released; else an error.
+
+    An error too for a release of an earlier version, of which that cannot be told.
+    """
+    if not is_release(run):
+        raise UserError(f"{run.folder} is no release; `gshard release {run.folder} --out NEW`")
+    wanted = named(model_like(run.model_config))
+    if why := problem(run, wanted) or ("" if has_checksums(run) else unverifiable(run)):
+        raise UserError(why)
+    return sum(leaf.size for leaf in wanted.values())
 
 
 def anywhere(config: RunConfig) -> RunConfig:

@@ -1,4 +1,4 @@
-"""A SHA-256 of every file of a checkpoint, written before it gets its name, checked before use.
+"""A SHA-256 of every file of a checkpoint or release, written with it, checked before use.
 
 TensorStore notices some damage by itself, but not a flipped bit in an uncompressed array or in the
 description of one: of single flips, a third were restored as if nothing were wrong.
@@ -20,9 +20,21 @@ _STAMPED = "_CHECKPOINT_METADATA"  # gets the time at which it became whole
 _THREADS = 8  # hashing leaves Python's lock to others
 
 
-def write(folder: Path) -> None:
-    """Add the checksums of all files in `folder` to it."""
-    atomic.write_json(folder / FILE, _sums(folder, _files(folder)))
+def write(folder: Path, names: Sequence[str] = ()) -> None:
+    """Add the checksums of the files in `folder` to it: all of them, or those named."""
+    atomic.write_json(folder / FILE, _sums(folder, names or _files(folder)))
+
+
+def problem_of(folder: Path, names: Sequence[str]) -> str:
+    """What is wrong with the files of `folder` that are named, or ""; there may be others."""
+    try:
+        expected = atomic.read_object(folder / FILE)
+        found = _sums(folder, names)
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).relative_to(folder)} is missing"
+    except (OSError, ValueError) as error:
+        return f"a file cannot be read: {error}"
+    return next((_different(name) for name in names if expected.get(name) != found[name]), "")
 
 
 def problem(folder: Path, items: Sequence[str] = ()) -> str:
@@ -53,8 +65,12 @@ def problem(folder: Path, items: Sequence[str] = ()) -> str:
         if name not in expected:
             return f"{name} does not belong to it"
         if digest != expected[name]:
-            return f"{name} is not as it was written"
+            return _different(name)
     return ""
+
+
+def _different(name: str) -> str:
+    return f"{name} is not as it was written"
 
 
 def _files(folder: Path) -> list[str]:

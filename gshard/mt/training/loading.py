@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import jax
 import numpy as np
 
 import gshard
+from gshard.mt import hosts
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.run import Run
+from gshard.mt.training import released
 from gshard.mt.training.checkpoint import Checkpoints, named, unnamed
 from gshard.mt.training.identity import other_model
-from gshard.mt.training.weights import WEIGHTS, read_weights
+from gshard.mt.training.weights import WEIGHTS, Weights
 from gshard.nn.config import TransformerConfig
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Transformer
@@ -29,7 +32,7 @@ def load_model(run: Run, which: str = "best", like: Any = None) -> tuple[Transfo
     """
     if which == "untrained":
         return _fresh(run, like), 0
-    if (run.folder / WEIGHTS).is_file():
+    if released.is_release(run):
         return _released(run, which, like)
     checkpoints = Checkpoints(run.folder, read_only=True)
     step = _chosen(checkpoints, which, run.folder)
@@ -74,20 +77,22 @@ def _fresh(run: Run, like: Any) -> Transformer:
 
 def _released(run: Run, which: str, like: Any) -> tuple[Transformer, int]:
     """The weights of a release, which has those of one step, in the model's dtypes."""
-    path = run.folder / WEIGHTS
-    arrays, note = read_weights(path)
     like = like or model_like(run.model_config)
     wanted = named(like)
-    if {n: a.shape for n, a in arrays.items()} != {n: leaf.shape for n, leaf in wanted.items()}:
-        raise UserError(f"{path} holds the weights of another model than {run.folder} describes")
-    step = int(note.get("step", 0))
+    problem = released.problem(run, wanted) if hosts.is_first() else ""
+    if why := hosts.told_by_any(problem):
+        raise UserError(why)
+    if hosts.is_first() and not released.has_checksums(run):
+        print(f"gshard: {released.unverifiable(run)}", file=sys.stderr)
+    weights = Weights(run.folder / WEIGHTS)
+    step = int(weights.note.get("step", "0"))
     if which not in ("best", "last", str(step)):
         raise UserError(
             f"no checkpoint {which!r} in {run.folder}: it is the release of step {step}"
         )
 
     def part(name: str, where: Any) -> np.ndarray:
-        return arrays[name][where].astype(wanted[name].dtype)
+        return weights.part(name, where).astype(wanted[name].dtype)
 
     placed = {
         name: jax.make_array_from_callback(
@@ -106,7 +111,7 @@ def _chosen(checkpoints: Checkpoints, which: str, folder: Path) -> int:
         return checkpoints.best()
     if which == "last":
         return steps[-1]
-    if which.isdigit() and int(which) in steps:
+    if which in map(str, steps):
         return int(which)
     known = ("best", "last", "untrained", *map(str, steps))
     raise UserError(

@@ -1,70 +1,73 @@
-"""Weights in one file that others can read: the safetensors format, by hand.
+"""Weights in one file that others can read: the safetensors format.
 
-The file is the length of a header in 8 bytes, the header in JSON (for each array its dtype, shape
-and place), and the arrays one after another. Nothing in it is executed when it is read.
+Nothing in it is executed when it is read. The library holds the header to the format: every byte
+belongs to one array, and every array has the bytes of its shape.
 """
 
 from __future__ import annotations
 
-import json
-import math
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from gshard.mt import atomic
 from gshard.mt.errors import UserError
 
 WEIGHTS = "weights.safetensors"
-_DTYPES: dict[str, Any] = {"F32": np.float32, "BF16": ml_dtypes.bfloat16}
-_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
-_LONGEST = 100_000_000  # bytes of a header, as the format allows
+_DTYPES = {"F32": "float32", "BF16": "bfloat16"}
+
+
+class Weights:
+    """The arrays of a file by name, read when they are asked for, and its note."""
+
+    def __init__(self, path: Path):
+        try:
+            atomic.refuse_special(path)
+            self._file = _opened(path)
+            self.note: dict[str, str] = self._file.metadata() or {}
+            arrays = {name: self._file.get_slice(name) for name in self._file.offset_keys()}
+        except FileNotFoundError:
+            raise UserError(f"{path} is missing") from None
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} is damaged: {error}") from None
+        for name, array in arrays.items():
+            if array.get_dtype() not in _DTYPES:
+                kinds = " or ".join(_DTYPES)
+                raise UserError(f"{path}: {name} holds {array.get_dtype()}, and not {kinds}")
+        self.shapes = {name: tuple(array.get_shape()) for name, array in arrays.items()}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._file.get_tensor(name)
+
+    def part(self, name: str, where: tuple[slice, ...]) -> np.ndarray:
+        """A part of an array, as much of the file as that is."""
+        if not where or 0 in self.shapes[name]:
+            return self[name][where]
+        return self._file.get_slice(name)[where]
+
+    def not_finite(self) -> str:
+        """The name of the first array with a value that is no number, or ""."""
+        return next((name for name in self.shapes if not np.isfinite(self[name]).all()), "")
+
+
+def _opened(path: Path) -> Any:
+    """The library's file, of whose methods it does not tell the types."""
+    return safe_open(path, framework="numpy")
 
 
 def write_weights(path: Path, arrays: Mapping[str, Any], note: Mapping[str, str]) -> None:
     """Write arrays of float32 or bfloat16 by name, with a note, whole or not at all."""
-    header: dict[str, Any] = {"__metadata__": dict(note)}
-    first = 0
-    found = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    for name, array in found.items():
-        end = first + array.nbytes
-        header[name] = {
-            "dtype": _NAMES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [first, end],
-        }
-        first = end
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the arrays are aligned
-    with atomic.new_file(path) as part, part.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for array in found.values():
-            file.write(array.tobytes())
-
-
-def read_weights(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """The arrays of a file by name, mapped into memory, and its note."""
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if not 0 < size <= _LONGEST:
-                raise ValueError("it does not begin with the length of a header")
-            header = dict(json.loads(file.read(size)))
-        data = np.memmap(path, np.uint8, "r", offset=8 + size)
-        note = dict(header.pop("__metadata__", {}))
-        return {name: _array(data, entry) for name, entry in header.items()}, note
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing") from None
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise UserError(f"{path} is damaged: {error}") from None
-
-
-def _array(data: np.ndarray, entry: Mapping[str, Any]) -> np.ndarray:
-    dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(map(int, entry["shape"]))
-    first, end = map(int, entry["data_offsets"])
-    if not 0 <= first <= end <= len(data) or end - first != math.prod(shape) * dtype.itemsize:
-        raise ValueError("an array does not lie where its header says")
-    return data[first:end].view(dtype).reshape(shape)
+    found = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    with atomic.new_file(path) as part:
+        try:
+            save_file(found, part, metadata=dict(note))
+        except SafetensorError as error:
+            if match := re.search(r"\(os error (\d+)\)", str(error)):  # a full disk, say
+                raise OSError(int(match[1]), os.strerror(int(match[1])), str(path)) from None
+            raise

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 import struct
 
 import jax
@@ -12,12 +13,13 @@ import pytest
 from gshard import cli
 from gshard.mt.config import read
 from gshard.mt.errors import UserError
-from gshard.mt.release.make import anywhere, make_release
+from gshard.mt.release.make import anywhere, make_release, verify
 from gshard.mt.run import Run
-from gshard.mt.training import loop
+from gshard.mt.training import checksums, loop
 from gshard.mt.training.checkpoint import named
-from gshard.mt.training.loading import load_model
-from gshard.mt.training.weights import WEIGHTS, read_weights, write_weights
+from gshard.mt.training.loading import load_model, model_like
+from gshard.mt.training.released import VERIFIED, problem
+from gshard.mt.training.weights import WEIGHTS, Weights, write_weights
 from tests.mt.runs import Notes, make_run
 
 
@@ -32,19 +34,23 @@ def test_weights_are_what_was_written_and_aligned(tmp_path):
         "a.b": rng.normal(size=(3, 5)).astype(np.float32),
         "ü": rng.normal(size=(7,)).astype(ml_dtypes.bfloat16),
         "one": np.float32(2.5).reshape(()),
+        "transposed": rng.normal(size=(3, 5)).astype(np.float32).T,
     }
     path = tmp_path / "some.safetensors"
     write_weights(path, arrays, {"step": "3"})
-    found, note = read_weights(path)
-    assert note == {"step": "3"}
-    assert list(found) == list(arrays)
+    found = Weights(path)
+    assert found.note == {"step": "3"}
+    assert found.shapes == {name: array.shape for name, array in arrays.items()}
     for name, array in arrays.items():
         assert found[name].dtype == array.dtype
         np.testing.assert_array_equal(found[name], array)
+        every = tuple(slice(None) for _ in array.shape)
+        np.testing.assert_array_equal(found.part(name, every), array)
+    np.testing.assert_array_equal(
+        found.part("a.b", (slice(1, 3), slice(None, 2))), arrays["a.b"][1:3, :2]
+    )
     (size,) = struct.unpack("<Q", path.read_bytes()[:8])
     assert size % 8 == 0
-    header = json.loads(path.read_bytes()[8 : 8 + size])
-    assert header["a.b"] == {"dtype": "F32", "shape": [3, 5], "data_offsets": [0, 60]}
 
 
 @pytest.mark.parametrize("cut", [4, 40, -1])
@@ -53,7 +59,31 @@ def test_damaged_weights_are_told(tmp_path, cut):
     write_weights(path, {"a": np.ones((4, 4), np.float32)}, {})
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(UserError, match="is damaged"):
-        read_weights(path)
+        Weights(path)
+
+
+FOUR = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        ("[" * 100_000, "is damaged"),
+        ('{"a":' * 100_000, "is damaged"),
+        ({"a": FOUR, "b": FOUR}, "is damaged"),  # overlapping
+        ({"a": {**FOUR, "shape": [1], "data_offsets": [12, 16]}}, "is damaged"),  # a hole
+        ({"a": {**FOUR, "shape": [2**62, 4]}}, "is damaged"),
+        ({"a": {**FOUR, "shape": [-4]}}, "is damaged"),
+        ({"__metadata__": {"step": 3}, "a": FOUR}, "is damaged"),
+        ({"a": {**FOUR, "dtype": "I32"}}, "a holds I32, and not F32 or BF16"),
+    ],
+)
+def test_headers_that_lie(tmp_path, header, said):
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    path = tmp_path / "some.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
+    with pytest.raises(UserError, match=said):
+        Weights(path)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
@@ -110,11 +140,106 @@ def test_mistakes_are_told(run, tmp_path):
         make_release(run, made)
     with pytest.raises(UserError, match="is a release"):
         loop.train(Run.open(made), Notes())
-    config = json.loads((made / "config.json").read_text())
-    config["model"]["hidden_dim"] += 1
-    (made / "config.json").write_text(json.dumps(config))
+
+
+def edited(path, change):
+    """A JSON file with something changed in its objects."""
+    found = json.loads(path.read_text())
+    change(found)
+    path.write_text(json.dumps(found))
+
+
+def test_a_setting_that_was_changed_is_told(run, tmp_path):
+    """Translations were others, and the exit status 0."""
+    made = make_release(run, tmp_path / "out")
+    edited(made / "config.json", lambda config: config["model"]["gating"].update(top_k=1))
+    with pytest.raises(UserError, match=r"out is damaged: config\.json is not as it was written"):
+        load_model(Run.open(made))
+
+
+def flip(path, byte, bit):
+    data = bytearray(path.read_bytes())
+    data[byte] ^= 1 << bit
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", [*VERIFIED, "checksums.json"])
+def test_no_flipped_bit_is_loaded(run, tmp_path, name):
+    made = make_release(run, tmp_path / "out")
+    path, draw = made / name, random.Random(name)
+    whole, before = path.read_bytes(), Run.open(made)
+    like = named(model_like(before.model_config))
+    for _ in range(30):
+        flip(path, draw.randrange(len(whole)), draw.randrange(8))
+        with pytest.raises(UserError, match=r"out is damaged: "):
+            raise_problem(before, like)
+        path.write_bytes(whole)
+    assert problem(before, like) == ""
+    path.unlink()
+    if name != "checksums.json":
+        with pytest.raises(UserError, match=rf"{name} is missing"):
+            raise_problem(before, like)
+
+
+def raise_problem(run, like):
+    if found := problem(run, like):
+        raise UserError(found)
+
+
+def test_a_release_of_an_earlier_version_is_loaded_and_said_to_be_one(run, tmp_path, capsys):
+    made = make_release(run, tmp_path / "out")
+    (made / "checksums.json").unlink()
+    load_model(Run.open(made))
+    said = capsys.readouterr().err
+    assert "has no checksums.json" in said
+    assert said.count("\n") == 1
+    with pytest.raises(UserError, match="whether they are those that were released is unknown"):
+        verify(Run.open(made))
+    edited(made / "config.json", lambda config: config["model"].update(hidden_dim=99))
     with pytest.raises(UserError, match="another model"):
         load_model(Run.open(made))
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_values_that_are_not_finite(run, tmp_path, value):
+    made = make_release(run, tmp_path / "out", precision="float32")
+    weights = Weights(made / WEIGHTS)
+    arrays = {name: weights[name] for name in weights.shapes}
+    name = list(arrays)[3]
+    arrays[name].flat[-1] = value
+    write_weights(made / WEIGHTS, arrays, weights.note)
+    checksums.write(made, VERIFIED)  # by whoever changed them
+    with pytest.raises(UserError, match=rf"{name} holds values that are not finite"):
+        load_model(Run.open(made))
+
+
+@pytest.mark.parametrize("step", ["²", "x", "9" * 5000, "-1", ""])
+def test_a_step_that_is_none(run, tmp_path, step):
+    made = make_release(run, tmp_path / "out")
+    weights = Weights(made / WEIGHTS)
+    write_weights(made / WEIGHTS, {n: weights[n] for n in weights.shapes}, {"step": step})
+    checksums.write(made, VERIFIED)
+    with pytest.raises(UserError, match="is damaged: its step is"):
+        load_model(Run.open(made))
+
+
+def test_verifying_by_the_command(run, tmp_path, capsys):
+    made = make_release(run, tmp_path / "out")
+    (made / "README.md").write_text("edited")  # which may be
+    for arguments, code, said in (
+        ((made, "--verify"), None, "every file is as it was released"),
+        ((run.folder, "--verify"), 1, "is no release"),
+        ((run.folder,), 1, "either --out"),
+        ((made, "--verify", "--out", tmp_path / "x"), 1, "either --out"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["release", *map(str, arguments)])
+        captured = capsys.readouterr()
+        assert (ended.value.code or None, captured.err.count("\n")) == (code, int(code or 0))
+        assert said in " ".join((captured.out + captured.err).split())
+    flip(made / WEIGHTS, -1, 0)
+    with pytest.raises(UserError, match=r"weights\.safetensors is not as it was written"):
+        verify(Run.open(made))
 
 
 @pytest.mark.slow

@@ -1,0 +1,56 @@
+"""What a release has to be before its weights are used: the files that were released, and sound.
+
+Checksums tell damage and edits. They are not signatures: whoever changes a release can write them
+anew, so names, shapes and values are looked at too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from gshard.mt.batching.tokenizer import FILES
+from gshard.mt.errors import UserError
+from gshard.mt.run import CONFIG, Run
+from gshard.mt.training import checksums
+from gshard.mt.training.weights import WEIGHTS, Weights
+
+VOCABULARY = "vocabulary"
+# What translations depend on; the card beside them may be edited.
+VERIFIED = (WEIGHTS, CONFIG, *(f"{VOCABULARY}/{name}" for name in FILES))
+
+
+def is_release(run: Run) -> bool:
+    """Whether a folder is a release, and not a run with checkpoints."""
+    return any((run.folder / name).is_file() for name in (WEIGHTS, checksums.FILE))
+
+
+def has_checksums(run: Run) -> bool:
+    """Whether it was made by a version that writes them."""
+    return (run.folder / checksums.FILE).exists()
+
+
+def problem(run: Run, wanted: Mapping[str, Any]) -> str:
+    """What is wrong with a release of a model with the arrays `wanted`, or ""."""
+    if has_checksums(run) and (found := checksums.problem_of(run.folder, VERIFIED)):
+        return f"{run.folder} is damaged: {found}"
+    path = run.folder / WEIGHTS
+    try:
+        weights = Weights(path)
+    except UserError as error:
+        return str(error)
+    if weights.shapes != {name: tuple(leaf.shape) for name, leaf in wanted.items()}:
+        return f"{path} holds the weights of another model than {run.folder} describes"
+    if name := weights.not_finite():
+        return f"{path} is damaged: {name} holds values that are not finite"
+    step = weights.note.get("step", "0")
+    return "" if re.fullmatch("[0-9]{1,18}", step) else f"{path} is damaged: its step is {step!r}"
+
+
+def unverifiable(run: Run) -> str:
+    """A sentence about a release that an earlier version made."""
+    return (
+        f"{run.folder} has no {checksums.FILE}, as releases of earlier versions: its weights are "
+        "finite and of the right shapes, but whether they are those that were released is unknown"
+    )
