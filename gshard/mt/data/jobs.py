@@ -1,14 +1,15 @@
 """Units of work: a package or a user's file, read and cleaned into one Parquet file.
 
 A unit's file carries the digest of everything it was made from and the counts of what was dropped,
-so a later gathering knows without reading it whether it is still good. Being independent, units
-run in as many processes as there are cores.
+and its own checksum is beside it: a later gathering knows whether it is still good, and makes it
+again if not. Being independent, units run in as many processes as there are cores.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,22 +67,30 @@ def unit_job(unit: Unit, packages: Path, folder: Path) -> Job:
 def own_job(what: user_text.Own, folder: Path) -> Job:
     """The job of a user's file or folder."""
     digest = hashlib.sha256(f"{CLEANING} {what.digest()}".encode()).hexdigest()
-    place = hashlib.sha256("\n".join(str(path.resolve()) for path in what.paths).encode())
-    target = folder / f"own-{what.name}-{place.hexdigest()[:8]}.parquet"
+    place = hashlib.sha256(b"\n".join(os.fsencode(path.resolve()) for path in what.paths))
+    # A name in the file system has 255 bytes at most, and the user's may have all of them.
+    target = folder / f"own-{what.name[:50]}-{place.hexdigest()[:8]}.parquet"
     return Job(what.name, target, digest, own=what)
 
 
 def finished(job: Job) -> Result | None:
     """The result of a job that an earlier gathering did from the same things."""
     try:
+        if atomic.read_text(_checksum(job)).strip() != atomic.checksum(job.target):
+            return None
         metadata = pq.read_metadata(job.target).metadata or {}
         note = json.loads(metadata[_KEY])
-    except (OSError, pa.ArrowInvalid, KeyError, ValueError):
+        if note["digest"] != job.digest:
+            return None
+        problems = tuple(fetch.Problem(**problem) for problem in note["problems"])
+        return Result(job.name, note["pairs"], note["dropped"], problems)
+    except (OSError, pa.ArrowException, KeyError, ValueError, TypeError, RecursionError):
         return None
-    if note["digest"] != job.digest:
-        return None
-    problems = tuple(fetch.Problem(**problem) for problem in note["problems"])
-    return Result(job.name, note["pairs"], note["dropped"], problems)
+
+
+def _checksum(job: Job) -> Path:
+    """The file with the checksum of a job's file."""
+    return job.target.with_name(job.target.name + ".sha256")
 
 
 def read_and_clean(job: Job) -> Result:
@@ -90,7 +99,7 @@ def read_and_clean(job: Job) -> Result:
     problems: list[fetch.Problem] = []
 
     def report(path: str, why: str) -> None:
-        problems.append(fetch.Problem(path, why[:300]))
+        problems.append(fetch.Problem(path, why))
 
     pairs = 0
     with atomic.new_file(job.target) as part:
@@ -114,6 +123,8 @@ def read_and_clean(job: Job) -> Result:
             writer.add_key_value_metadata({_KEY: json.dumps(note).encode()})
         finally:
             writer.close()
+    with atomic.new_file(_checksum(job)) as part:
+        part.write_text(atomic.checksum(job.target) + "\n", encoding="utf-8")
     return Result(job.name, pairs, dict(dropped), tuple(problems))
 
 

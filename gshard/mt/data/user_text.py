@@ -15,6 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from gshard.mt import atomic
 from gshard.mt.data import readers
 from gshard.mt.data.archives import Files
 from gshard.mt.data.locales import language_of
@@ -38,7 +39,7 @@ class Own:
     @property
     def name(self) -> str:
         """The origin that its pairs carry where the file names none."""
-        return self.paths[0].name
+        return atomic.printable(self.paths[0].name)
 
     def digest(self) -> str:
         """Changes when a file does: names, sizes and times of last change."""

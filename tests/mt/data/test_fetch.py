@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gshard.mt import atomic
-from gshard.mt.data import fetch, tiers
+from gshard.mt.data import fetch, tiers, unpack
 from gshard.mt.data.tiers import Package, Reading, Source
 from gshard.mt.errors import UserError
 from tests.mt.samples import mo
@@ -33,10 +33,10 @@ def wheel(path):
 
 def test_unpacks_what_is_kept_and_stamps_it(tmp_path):
     package = Package("pip", "app")
-    stamp = fetch.unpack(wheel(tmp_path / "a.whl"), package, source_of(package), tmp_path / "p")
+    stamp = unpack.unpack(wheel(tmp_path / "a.whl"), package, source_of(package), tmp_path / "p")
     assert (stamp.version, stamp.licence) == ("1.5", "MIT")
     files = {path.name for path in (tmp_path / "p").rglob("*") if path.is_file()}
-    assert files == {"app.mo", "METADATA", fetch.STAMP}
+    assert files == {"app.mo", "METADATA", unpack.STAMP}
     assert fetch.fetched(package, tmp_path / "p") == stamp
     assert fetch.fetched(Package("pip", "app", "2.0"), tmp_path / "p") is None
 
@@ -55,7 +55,7 @@ def test_npm_tarballs(tmp_path):
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         archive.addfile(link)
     source = source_of(package, keep=("*.json",))
-    stamp = fetch.unpack(tmp_path / "a.tgz", package, source, tmp_path / "p")
+    stamp = unpack.unpack(tmp_path / "a.tgz", package, source, tmp_path / "p")
     assert (stamp.version, stamp.licence) == ("3.1", "ISC")
     assert not (tmp_path / "p" / package.id / "package" / "link.json").exists()
 
@@ -66,8 +66,8 @@ def test_npm_tarballs(tmp_path):
 def test_a_broken_archive_leaves_nothing(tmp_path, data):
     (tmp_path / "a.tgz").write_bytes(data)
     package = Package("npm", "app")
-    with pytest.raises(fetch.BrokenPackageError, match="broken archive"):
-        fetch.unpack(tmp_path / "a.tgz", package, source_of(package), tmp_path / "p")
+    with pytest.raises(unpack.BrokenPackageError, match="broken archive"):
+        unpack.unpack(tmp_path / "a.tgz", package, source_of(package), tmp_path / "p")
     assert not list((tmp_path / "p").iterdir())
 
 
@@ -75,8 +75,8 @@ def test_truncated_wheel_and_tarball(tmp_path):
     package = Package("pip", "app")
     whole = wheel(tmp_path / "a.whl").read_bytes()
     (tmp_path / "b.whl").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(fetch.BrokenPackageError):
-        fetch.unpack(tmp_path / "b.whl", package, source_of(package), tmp_path / "p")
+    with pytest.raises(unpack.BrokenPackageError):
+        unpack.unpack(tmp_path / "b.whl", package, source_of(package), tmp_path / "p")
 
 
 def test_a_failed_download_is_reported_skipped_and_tried_again(tmp_path, monkeypatch):
@@ -134,9 +134,9 @@ def test_a_missing_client_is_named(tmp_path, monkeypatch):
 
 def test_debian_licences():
     structured = "Format: x\n\nFiles: *\nLicense: GPL-2+\n text\n\nLicense: MIT\n more"
-    assert fetch._debian_licence(structured) == "GPL-2+, MIT"
-    assert fetch._debian_licence("see /usr/share/common-licenses/LGPL-2.1.") == "LGPL-2.1"
-    assert fetch._debian_licence("") == "see its copyright file"
+    assert unpack._debian_licence(structured) == "GPL-2+, MIT"
+    assert unpack._debian_licence("see /usr/share/common-licenses/LGPL-2.1.") == "LGPL-2.1"
+    assert unpack._debian_licence("") == "see its copyright file"
 
 
 def test_what_a_killed_run_left_is_swept(tmp_path):
@@ -197,25 +197,25 @@ def test_no_damage_to_an_archive_ends_the_gathering(tmp_path, make, client):
         archive = tmp_path / f"a{trial}"
         archive.write_bytes(data)
         try:
-            fetch.unpack(archive, package, source_of(package), tmp_path / "p")
-        except fetch.BrokenPackageError:
+            unpack.unpack(archive, package, source_of(package), tmp_path / "p")
+        except unpack.BrokenPackageError:
             broken += 1
     assert broken > 20
 
 
 def test_a_bomb_is_not_unpacked(tmp_path, monkeypatch):
-    monkeypatch.setattr(fetch, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(unpack, "MAX_BYTES", 1 << 20)
     package = Package("pip", "app")
     with zipfile.ZipFile(tmp_path / "a.whl", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("app/de.mo", bytes(8 << 20))
-    with pytest.raises(fetch.BrokenPackageError, match="unpacks to more than 1 MB"):
-        fetch.unpack(tmp_path / "a.whl", package, source_of(package), tmp_path / "p")
-    monkeypatch.setattr(fetch, "MAX_FILES", 2)
+    with pytest.raises(unpack.BrokenPackageError, match="unpacks to more than 1 MB"):
+        unpack.unpack(tmp_path / "a.whl", package, source_of(package), tmp_path / "p")
+    monkeypatch.setattr(unpack, "MAX_FILES", 2)
     with zipfile.ZipFile(tmp_path / "b.whl", "w") as archive:
         for n in range(3):
             archive.writestr(f"app/{n}.mo", b"x")
-    with pytest.raises(fetch.BrokenPackageError, match="more than 2 files"):
-        fetch.unpack(tmp_path / "b.whl", package, source_of(package), tmp_path / "p")
+    with pytest.raises(unpack.BrokenPackageError, match="more than 2 files"):
+        unpack.unpack(tmp_path / "b.whl", package, source_of(package), tmp_path / "p")
     assert not list((tmp_path / "p").rglob("*.mo"))
 
 

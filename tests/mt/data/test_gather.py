@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gshard.mt.data import fetch, jobs, tiers, user_text
+from gshard.mt.data import fetch, jobs, tiers, unpack, user_text
 from gshard.mt.data.corpus import Corpus
 from gshard.mt.data.gather import GatherConfig, gather
 from gshard.mt.data.splits import SPLITS, Shares, fold
@@ -41,7 +41,7 @@ def unpack_fake(work, tier):
             file.writestr(
                 f"{package.name}.dist-info/METADATA", "Version: 1.0\nLicense-Expression: MIT\n"
             )
-        fetch.unpack(archive, package, source, work / "packages")
+        unpack.unpack(archive, package, source, work / "packages")
 
 
 @pytest.fixture

