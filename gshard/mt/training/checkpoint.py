@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import shutil
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from gshard import UnevenArray
-from gshard.mt import hosts
+from gshard.mt import atomic, hosts
 from gshard.mt.errors import UserError
 from gshard.mt.training import checksums, rendezvous
 
@@ -29,7 +30,13 @@ FOLDER = "checkpoints"
 _ITEMS = ("model", "optimizer", "note")
 _FULL = ("No space left", "ENOSPC", "Disk quota", "RESOURCE_EXHAUSTED")
 _ROOM = 1 << 16  # bytes that have to be free for a save to begin
-_DISK = (*_FULL, "Read-only file system", "Permission denied", "Input/output error")
+_DISK = (
+    *_FULL,
+    "Read-only file system",
+    "Permission denied",
+    "Input/output error",
+    "File too large",
+)
 
 # Orbax tells of every step it takes, errors of its threads included; what matters is raised.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -83,6 +90,14 @@ class Checkpoints:
         """The steps that were saved whole, in order."""
         return sorted(self._manager.all_steps())
 
+    def newest_whole(self) -> int:
+        """The newest step all of whose files are as they were written; 0 if there is none."""
+        for step in reversed(self.steps):
+            with contextlib.suppress(DamagedError):
+                self._verify(step, _ITEMS)
+                return step
+        return 0
+
     def best(self) -> int:
         """The step with the lowest loss on dev text."""
         return int(self._manager.best_step() or self.steps[-1])
@@ -107,7 +122,7 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     model=ocp.args.StandardSave(named(model)),
                     optimizer=ocp.args.StandardSave(named(optimizer)),
-                    note=ocp.args.JsonSave(note),
+                    note=ocp.args.JsonSave({**note, "step": step}),
                 ),
                 metrics={"nll": dev_nll},
                 force=True,
@@ -204,16 +219,16 @@ class Checkpoints:
         return {**restored, "note": found["note"]}
 
     def _set_aside(self, read_only: bool) -> list[str]:
-        """Move checkpoints away whose figures are damaged: Orbax cannot even list those."""
+        """Move away what Orbax would list as checkpoints and fail at, or take for another step."""
+        found = {}
+        there = self.folder.iterdir() if hosts.is_first() and self.folder.is_dir() else ()
+        for folder in sorted(path for path in there if path.name.isascii()):
+            if folder.name.isdigit() and (problem := _problem(folder)):
+                found[folder] = self._about(folder.name, problem)
+        if read_only and (why := hosts.told_by_any(next(iter(found.values()), ""))):
+            raise DamagedError(f"{why}; `gshard train {self.folder.parent}` sets it aside")
         lines = []
-        for folder in sorted(self.folder.glob("[0-9]*")) if hosts.is_first() else ():
-            if not folder.name.isdigit() or not (folder / checksums.FILE).exists():
-                continue
-            if not (problem := checksums.problem(folder, ["metrics"])):
-                continue
-            about = self._about(int(folder.name), problem)
-            if read_only:
-                raise DamagedError(f"{about}; `gshard train {self.folder.parent}` sets it aside")
+        for folder, about in found.items():
             place = self.folder.parent / "damaged" / f"{folder.name}-{time.time_ns()}"
             place.parent.mkdir(exist_ok=True)
             folder.rename(place)
@@ -253,19 +268,17 @@ class Checkpoints:
                 f"run's configuration ({len(differing)} of {len(shapes)} arrays differ)"
             )
 
-    def _about(self, step: int, problem: str) -> str:
+    def _about(self, step: int | str, problem: str) -> str:
         first = problem.strip().splitlines()[0]
         return f"the checkpoint {self.folder / str(step)} is damaged: {first[:200]}"
 
     def _no_room(self) -> str:
         """What the disk refuses before anything is begun: hosts can still agree not to begin."""
-        probe = self.folder / f"room-{jax.process_index()}"
         try:
-            probe.write_bytes(bytes(_ROOM))
-            probe.unlink()
+            with tempfile.TemporaryFile(dir=self.folder) as probe:
+                probe.write(bytes(_ROOM))
+                probe.flush()
         except OSError as error:
-            with contextlib.suppress(OSError):
-                probe.unlink()
             return _refusal(error)
         return ""
 
@@ -284,6 +297,19 @@ class Checkpoints:
             f"step {step} could not be saved in {self.folder}: {why}. The checkpoints before "
             "it are whole; make room and run the same command again to continue from them"
         )
+
+
+def _problem(folder: Path) -> str:
+    """What keeps a folder from being the checkpoint of the step that it is named after, or ""."""
+    if not folder.is_dir():
+        return "it is no folder"
+    if problem := checksums.problem(folder, ["metrics", "note"]):
+        return problem
+    try:
+        step = atomic.read_object(folder / "note" / "metadata").get("step", folder.name)
+    except (OSError, ValueError) as error:
+        return f"its note cannot be read: {error}"
+    return "" if str(step) == folder.name else f"it is the checkpoint of step {step}"
 
 
 def _refusal(error: Exception | None) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,8 +28,8 @@ from gshard.mt.training.checkpoint import Checkpoints, SaveError
 from gshard.mt.training.identity import differences, identity
 from gshard.mt.training.journal import Journal
 from gshard.mt.training.programs import Figures, Programs, RunState
+from gshard.mt.training.released import is_release
 from gshard.mt.training.stopping import Stop
-from gshard.mt.training.weights import WEIGHTS
 from gshard.nn.flops import step_flops
 from gshard.nn.step import TrainState
 
@@ -50,15 +51,17 @@ def train(
     progress: TrainingProgress,
     back_to: int | None = None,
     reporter: Reporter | None = None,
+    intruder: Callable[[], str] = lambda: "",
 ) -> Outcome:
     """Train until the configured step; a run with checkpoints goes on from the newest.
 
     With `back_to` it goes on from the checkpoint of that step, and later ones are removed.
-    `reporter` tells whoever watches what this process does.
+    `reporter` tells whoever watches what this process does. `intruder` is asked before each save
+    for a sentence about another process that trains in the same folder; training then ends.
     """
     reporter = reporter or Reporter()
     reporter.tell("preparing")
-    if (run.folder / WEIGHTS).is_file():
+    if is_release(run):
         raise UserError(
             f"{run.folder} is a release, and has nothing to go on training from; another --out "
             "starts a new run"
@@ -68,11 +71,14 @@ def train(
     if back_to is not None and back_to not in checkpoints.steps:
         there = ", ".join(map(str, checkpoints.steps)) or "none"
         raise UserError(f"{run.folder} has no checkpoint of step {back_to}; there are {there}")
-    if back_to is None and checkpoints.steps and checkpoints.steps[-1] >= run.config.train.steps:
-        progress.note(f"step {checkpoints.steps[-1]:,} is reached already")
+    newest = checkpoints.newest_whole() if back_to is None else 0
+    if newest >= run.config.train.steps:
+        for line in checkpoints.damaged:
+            progress.note(line)
+        progress.note(f"step {newest:,} is reached already")
         note = checkpoints.newest_note() or {}
         spent = (float(note.get(name, 0.0)) for name in ("seconds", "tokens"))
-        return Outcome(checkpoints.steps[-1], 0, checkpoints.best(), 0.0, *spent)
+        return Outcome(newest, 0, checkpoints.best(), 0.0, *spent)
     _refuse_changes(run, checkpoints)
     devices = hosts.chosen(run.config.devices)
     programs = Programs(run.config, run.model_config, devices, hosts.strategy(run.config.devices))
@@ -80,6 +86,7 @@ def train(
     dev = _dev_batches(run, programs.host)
     try:
         loop = _Loop(run, programs, batches, dev, checkpoints, progress, reporter)
+        loop.intruder = intruder
         return loop.train(back_to)
     finally:
         checkpoints.close()
@@ -147,6 +154,7 @@ class _Loop:
         self.identity = identity(run)
         self.in_a_row, self.last_loss = 0, 0.0  # updates left out lately; the newest loss
         self.unsaved = False  # a save failed and is to be tried again
+        self.intruder: Callable[[], str] = lambda: ""
 
     def train(self, back_to: int | None = None) -> Outcome:
         """Train; the state is saved however this ends, unless the process is killed."""
@@ -310,6 +318,8 @@ class _Loop:
         if self.in_a_row and not last:
             self.progress.note(f"step {step:,} is not saved: its update was left out")
             return False
+        if why := hosts.told_by_any(self.intruder()):
+            raise UserError(why)
         self._wait_for_the_last(step)
         self.reporter.tell("saving", step)
         if not self.programs.finite(state):

@@ -117,6 +117,33 @@ def test_names_are_paths():
     assert set(named(state(1))) == {"w", "b.c"}
 
 
+def test_an_empty_folder_and_a_renamed_one_are_damaged(tmp_path):
+    """Training took the larger number for its step, and had nothing left to do."""
+    saved(tmp_path, [3, 2]).close()
+    place = tmp_path / "checkpoints"
+    (place / "99").mkdir()
+    (place / "77").write_text("a file")
+    shutil.copytree(place / "2", place / "9999")
+    for strange in ("1²", "²", "٣", "1_0", "-5"):  # digits to Python, or a number
+        (place / strange).mkdir()
+    with pytest.raises(UserError, match=r"77 is damaged: it is no folder; `gshard train .* aside"):
+        Checkpoints(tmp_path, read_only=True)
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.steps == [1, 2]
+    assert checkpoints.newest_whole() == 2
+    _, _, note, lines = checkpoints.restore_newest(*LIKE)
+    assert note == {"step": 2}
+    for number, why in (
+        ("77", "it is no folder"),
+        ("99", "it has no checksums.json"),
+        ("9999", "it is the checkpoint of step 2"),
+    ):
+        assert any(f"checkpoints/{number} is damaged: {why}" in line for line in lines)
+    checkpoints.close()
+    aside = {path.name.partition("-")[0] for path in (tmp_path / "damaged").iterdir()}
+    assert {"77", "99", "9999"} <= aside
+
+
 def test_half_written_folders_are_not_checkpoints(tmp_path):
     """What a killed process leaves: a folder under Orbax's temporary name."""
     saved(tmp_path, [3]).close()

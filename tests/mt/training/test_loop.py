@@ -165,5 +165,37 @@ def test_data_is_ready_before_the_device(whole):
 
 def test_checkpoints_say_which_there_are(whole):
     assert Checkpoints(whole.folder, read_only=True).steps[-1] == 12
-    with pytest.raises(UserError, match=r"no checkpoint '7'.*best, last, untrained"):
-        load_model(whole, "7")
+    for which in ("7", "²", "٣", "9" * 5000, "012", ""):
+        with pytest.raises(UserError, match=r"no checkpoint '.*best, last, untrained"):
+            load_model(whole, which)
+
+
+def test_a_number_of_a_folder_is_not_a_step_that_was_reached(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole.folder, folder)
+    (folder / "checkpoints" / "99").mkdir()
+    notes = Notes()
+    assert train(Run.open(folder), notes).step == 12
+    assert "checkpoints/99 is damaged: it has no checksums.json" in notes.notes[0]
+    assert notes.notes[1:] == ["step 12 is reached already"]
+
+
+@pytest.mark.slow
+def test_the_last_checkpoint_damaged_is_trained_again(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole.folder, folder)
+    for file in (folder / "checkpoints" / "12").rglob("d/*"):
+        file.write_bytes(b"")
+    notes = Notes()
+    assert train(Run.open(folder), notes).step == 12
+    assert "checkpoints/12 is damaged" in notes.notes[0]
+    for a, b in zip(weights(Run.open(folder)), weights(whole), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+def test_training_ends_when_another_process_has_entered(whole, tmp_path):
+    run = copied(whole, tmp_path / "run", steps=6)
+    with pytest.raises(UserError, match="somebody came"):
+        train(run, Notes(), intruder=lambda: "somebody came")
+    assert Checkpoints(run.folder).steps == []
