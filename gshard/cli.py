@@ -87,10 +87,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "the disk is full; nothing half-written is left, and running the same command "
                 "again after making room continues"
             )
+        if error.errno == errno.EFBIG:
+            _fail(
+                "a file would be larger than this process may write (`ulimit -f` shows how large); "
+                "nothing half-written is left"
+            )
         if error.errno not in _NOT_OURS or error.filename is None:
             _break_down()
         _fail(f"{error.filename}: {error.strerror}")
-    except Exception:  # a lost host is one of XLA's errors
+    except Exception as error:  # a lost host is one of XLA's errors
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            first = (str(error).strip().splitlines() or ["no memory is left"])[0]
+            _fail(f"this does not fit in memory: {first[:200]}")
         _break_down()
 
 

@@ -90,27 +90,32 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for name, value, _ in settings(self):
-            least, most = _BOUNDS.get(name, (-_INFINITE, _INFINITE))
-            if isinstance(value, int | float) and not least <= value <= most:  # nan too
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                continue
+            least, most = _BOUNDS.get(name, (-_LARGEST, _LARGEST))
+            if not least <= value <= most:  # nan too
                 end = "" if most == _INFINITE else f" and at most {most:,}"
-                raise ValueError(f"{name} is {value}; it is at least {least}{end}")
+                raise ValueError(f"{name} is {value:,}; it is at least {least:,}{end}")
 
 
 _INFINITE = float("inf")
+_LARGEST = 2**31 - 1  # of dims, counts and seeds, which become numbers of 32 bits
 # What settings may be where their type allows more: at least, at most, and which.
 _LIMITS = (
-    (1, _INFINITE, "train.steps train.log_every train.save_every train.keep train.patience"),
-    (1, _INFINITE, "optimizer.warmup devices.tensor model.model_dim model.hidden_dim model.heads"),
-    (1, _INFINITE, "model.key_dim model.value_dim model.expert_hidden_dim model.groups"),
-    (1, _INFINITE, "model.loss_chunks model.gating.min_capacity"),
-    (0, _INFINITE, "train.minutes train.dev_batches train.spike optimizer.rise optimizer.fall"),
-    (0, _INFINITE, "optimizer.end devices.count data.workers model.experts"),
-    (0, _INFINITE, "model.encoder_layers model.decoder_layers model.shared_hidden_dim"),
-    (0, _INFINITE, "model.gating.capacity_factor model.gating.eval_capacity_factor"),
+    (1, _LARGEST, "train.steps train.log_every train.save_every train.keep train.patience"),
+    (1, _LARGEST, "optimizer.warmup devices.tensor model.model_dim model.hidden_dim model.heads"),
+    (1, _LARGEST, "model.key_dim model.value_dim model.expert_hidden_dim model.groups"),
+    (1, _LARGEST, "model.loss_chunks model.gating.min_capacity"),
+    (0, _INFINITE, "train.minutes train.spike batch.temperature vocabulary.temperature"),
+    (0, _LARGEST, "train.dev_batches optimizer.rise optimizer.fall optimizer.end devices.count"),
+    (0, _LARGEST, "data.workers model.experts model.shared_hidden_dim"),
+    (0, _LARGEST, "model.encoder_layers model.decoder_layers"),
+    (0, 1e12, "model.gating.capacity_factor model.gating.eval_capacity_factor"),
     (0, 0.999, "train.label_smoothing model.input_dropout model.residual_dropout"),
     (0, 0.999, "model.attention_dropout model.expert_dropout"),
     (0, 1e6, "optimizer.learning_rate"),
-    (0, 2**31 - 1, "train.seed batch.seed vocabulary.seed"),
+    (0, 2**62, "model.remat"),  # bytes
+    (0, _LARGEST, "train.seed batch.seed vocabulary.seed"),
 )
 _BOUNDS = {name: (least, most) for least, most, names in _LIMITS for name in names.split()}
 

@@ -152,3 +152,25 @@ def test_what_is_no_configuration(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError):
         configs.read(tmp_path / "config.json")
+
+
+NUMBERS = [name for name, _, kind in configs.settings(preset("tiny")) if kind in (int, int | None)]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [10**20, -(10**20), 2**31])
+def test_a_number_that_no_array_can_have_is_refused(name, value):
+    with pytest.raises(UserError, match=r"at most|at least|needs rows"):
+        configs.override(preset("tiny"), [f"{name}={value}"])
+
+
+@pytest.mark.parametrize("name", ["capacity_factor", "eval_capacity_factor"])
+def test_a_capacity_that_no_expert_can_have_is_refused(name):
+    with pytest.raises(UserError, match="at most 1,000,000,000,000"):
+        configs.override(preset("tiny"), [f"model.gating.{name}=1e308"])
+
+
+def test_what_may_be_infinite_and_what_has_many_bytes():
+    given = ["batch.temperature=inf", "train.spike=inf", f"model.remat={80 << 30}"]
+    changed = configs.override(preset("tiny"), given)
+    assert changed.model.remat == 80 << 30

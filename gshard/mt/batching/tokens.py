@@ -161,12 +161,19 @@ def _encode(
                 sequences = encode[name](texts[start : start + _CHUNK])
                 lengths += [len(ids) for ids in sequences]
                 pieces.append(np.fromiter((i for ids in sequences for i in ids), small))
-            np.save(part / f"{name}.npy", np.concatenate(pieces))
-            np.save(part / f"{name}_ends.npy", np.cumsum([0, *lengths], dtype=np.int64))
+            _save(part / f"{name}.npy", np.concatenate(pieces))
+            _save(part / f"{name}_ends.npy", np.cumsum([0, *lengths], dtype=np.int64))
         words = [min(255, len(text.split())) for text in english]
-        np.save(part / "words.npy", np.array(words, np.uint8))
+        _save(part / "words.npy", np.array(words, np.uint8))
         files = {path.name: atomic.checksum(path) for path in sorted(part.iterdir())}
         atomic.write_json(part / _NOTE, {**note, "files": files})
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    # To a file that is open for writing alone NumPy writes by itself, and does not say why it
+    # could not.
+    with path.open("w+b") as file:
+        np.save(file, array)
 
 
 def open_task(place: Path, task: Task) -> TaskTokens:

@@ -17,7 +17,6 @@ Dims: B sentences, K beam, N best, T steps, L = K * T slots, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +27,8 @@ from jax import Array
 from gshard.mt.batching.tokenizer import END, PAD, START, UNKNOWN
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Caches, Transformer
+
+MOST_ALPHA = 10.0  # the power of a length that float32 holds, with room: more is a mistake
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class BeamConfig:
             )
         if self.max_length < 1:
             raise ValueError(f"max_length is {self.max_length}; the end alone takes 1")
-        if not (math.isfinite(self.alpha) and self.alpha >= 0):
-            raise ValueError(f"alpha is {self.alpha}; it is finite and at least 0")
+        if not 0 <= self.alpha <= MOST_ALPHA:  # nor is it nan
+            raise ValueError(f"alpha is {self.alpha}; it is from 0 to {MOST_ALPHA}")
         if END in self.banned:
             raise ValueError(f"token {END} ends a sentence and cannot be banned")
 

@@ -10,7 +10,6 @@ and sorts, and the others search the same batches with it.
 from __future__ import annotations
 
 import functools
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from jax import Array
 
 import gshard
 from gshard.mt.batching.tokenizer import END, PAD, Tokenizer
-from gshard.mt.decoding.beam import BeamConfig, Translations, beam_search
+from gshard.mt.decoding.beam import MOST_ALPHA, BeamConfig, Translations, beam_search
 from gshard.mt.decoding.segment import cut
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.launch.environment import Hosts
@@ -34,6 +33,7 @@ from gshard.nn.transformer import Transformer
 if TYPE_CHECKING:
     from gshard.mt.run import Run
 
+MOST = 1 << 16  # hypotheses of a sentence, sentences in a batch: more than any device holds
 _UNSPACED = ("zh", "ja", "yue", "wuu", "th", "lo", "km", "my", "bo", "dz")
 
 
@@ -57,13 +57,18 @@ class TranslateConfig:
     def __post_init__(self) -> None:
         if self.beam < 1:
             raise UserError(f"a beam of {self.beam} keeps nothing; 1 is greedy search")
+        if max(self.beam, self.rows) > MOST:
+            raise UserError(
+                f"a beam of {self.beam:,} in batches of {self.rows:,} rows; of each, {MOST:,} is "
+                "the most"
+            )
         if not 1 <= self.nbest <= self.beam:
             raise UserError(
                 f"the {self.nbest} best of a beam of {self.beam} cannot be given; "
                 "nbest is from 1 to beam"
             )
-        if not (math.isfinite(self.alpha) and self.alpha >= 0):
-            raise UserError(f"alpha is {self.alpha}; it is a number from 0 up, usually 0.6")
+        if not 0 <= self.alpha <= MOST_ALPHA:  # nor is it nan
+            raise UserError(f"alpha is {self.alpha}; it is from 0 to {MOST_ALPHA:g}, usually 0.6")
         if self.rows < 1:
             raise UserError(f"batches of {self.rows} rows hold nothing; at least 1 is needed")
         if self.longest < 4 or self.most < 2 or self.shortest < 1:

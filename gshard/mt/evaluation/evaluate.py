@@ -63,11 +63,12 @@ class EvaluateConfig:
     shortest: int = 16  # source tokens of the smallest program, of twice that the next, ...
 
     def __post_init__(self) -> None:
-        if self.beam < 1:
-            raise UserError(f"a beam of {self.beam} keeps nothing; 1 is greedy search")
-        if not (math.isfinite(self.alpha) and self.alpha >= 0):
+        # The search refuses the same, but only when there is something to translate.
+        if not 1 <= self.beam <= 1 << 16:
+            raise UserError(f"a beam of {self.beam} keeps nothing, or too much; 1 is greedy search")
+        if not 0 <= self.alpha <= 10:  # nor is it nan
             raise UserError(
-                f"alpha is {self.alpha}; 0 favours short sentences, 1 is about the mean"
+                f"alpha is {self.alpha}; it is from 0, which favours short sentences, to 10"
             )
         if self.examples < 0:
             raise UserError(f"{self.examples} examples cannot be shown")

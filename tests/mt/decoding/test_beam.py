@@ -245,6 +245,7 @@ def gathered(jaxpr):
         ({"max_length": 0}, "max_length is 0"),
         ({"alpha": -1.0}, "alpha is -1.0"),
         ({"alpha": math.nan}, "alpha is nan"),
+        ({"alpha": 1e308}, r"alpha is 1e\+308"),
         ({"banned": (END,)}, "cannot be banned"),
     ],
 )
