@@ -54,10 +54,8 @@ def translate(
     process: Process = None,
 ) -> None:
     """Translate lines of text, from a file or as they come from standard input."""
-    from gshard.mt.decoding.lines import Lines
     from gshard.mt.decoding.output import FileOutput, Output
     from gshard.mt.decoding.translator import TranslateConfig, choose_target, open_translator
-    from gshard.mt.errors import UserError
     from gshard.mt.launch.status import reporting
     from gshard.mt.run import Run
     from gshard.mt.together import Together
@@ -66,9 +64,7 @@ def translate(
     longest = opened.config.batch.source_length  # the model has seen nothing longer
     config = TranslateConfig(beam, nbest, alpha, rows, max(longest, 16))
     wanted = choose_target(opened.tokenizer, source, target)
-    lines = Lines(file, encoding)
-    if file and out and out.exists() and file.exists() and out.samefile(file):
-        raise UserError(f"--out {out} is the text itself, which would be replaced")
+    lines = _text(file, encoding, out)
     stream: IO[bytes] = sys.stdout.buffer
     reader = 1  # its descriptor, which a replaced `sys.stdout` does not know
     if which.index == 0:  # the only one that reads and writes
@@ -87,11 +83,20 @@ def translate(
         with together.leading():
             search = {"beam": beam, "nbest": nbest, "alpha": alpha, "json": as_json}
             settings = {"run": str(run.resolve()), "step": step, "target": wanted, **search}
-            with contextlib.closing(
-                Output(stream) if out is None else FileOutput(out, settings)
-            ) as output:
+            output = Output(stream) if out is None else FileOutput(out, settings)
+            with contextlib.closing(output):
                 together.step = output.done
                 _translate(lines, translator, wanted, output, reader, as_json)
+
+
+def _text(file: Path | None, encoding: str, out: Path | None) -> Lines:
+    """The text to translate, which the output may not replace."""
+    from gshard.mt.decoding.lines import Lines
+    from gshard.mt.errors import UserError
+
+    if file and out and file.exists() and out.exists() and out.samefile(file):
+        raise UserError(f"--out {out} is the text itself, which would be replaced")
+    return Lines(file, encoding)
 
 
 def _translate(

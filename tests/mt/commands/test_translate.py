@@ -1,7 +1,13 @@
-"""`gshard translate` whose output nobody reads any more."""
+"""`gshard translate` whose output nobody reads any more, or would replace what it reads."""
 
+import os
 import subprocess
 import sys
+
+import pytest
+
+from gshard.mt.commands.translate import _text
+from gshard.mt.errors import UserError
 
 PROGRAM = """
 import sys, time
@@ -26,3 +32,15 @@ def test_work_ends_when_the_reader_has_left():
     assert process.stdout.readline() == b"first line\n"
     process.stdout.close()
     assert process.wait(120) == 7
+
+
+@pytest.mark.parametrize("name", ["text", "link", "same", "./text"])
+def test_the_text_is_not_replaced_by_its_translation(tmp_path, name):
+    text = tmp_path / "text"
+    text.write_text("years of it\n")
+    (tmp_path / "link").symlink_to(text)
+    os.link(text, tmp_path / "same")
+    with pytest.raises(UserError, match="is the text itself"):
+        _text(text, "utf-8", tmp_path / name)
+    _text(text, "utf-8", tmp_path / "new")
+    _text(None, "utf-8", text)
