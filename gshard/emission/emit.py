@@ -6,28 +6,87 @@ in. What a device looks up by its number, it looks up once in a program or body.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from gshard._jax import Var, dce_jaxpr
 from gshard.devices import Place, lookup_p
 from gshard.graph import LOOPS, map_bodies, renamed
-from gshard.moving.nodes import Node, node_of
+from gshard.moving.nodes import UNEXPLAINED, Node, node_of
+from gshard.reason import NO_REASON
+from gshard.source import reason_of
+
+Sizes = tuple[tuple[str, int], ...]  # of the axes of the mesh
 
 
 def emit(plan: Jaxpr, sizes: Mapping[str, int]) -> Jaxpr:
     """What each device runs, on a mesh with axes of these sizes; the same if there is no node."""
-    emitter = _Emitter(sizes)
-    emitted = emitter.program(plan)
-    if not emitter.expanded:
+    emitted = _program(plan, tuple(sizes.items()))
+    if emitted is plan:
         return plan
     # Most nodes do not need to know the device, whose number has been at hand for them.
     return dce_jaxpr(emitted, [True] * len(emitted.outvars), instantiate=True)[0]
+
+
+def _program(jaxpr: Jaxpr, sizes: Sizes) -> Jaxpr:
+    """A program, or a body in it; the same one if there is nothing to carry out."""
+    eqns: list[JaxprEqn] = []
+    names: dict[Any, Any] = {}  # variables that are equal to others
+    rows: dict[Any, Any] = {}  # what has been looked up
+    changed = False
+    for eqn in jaxpr.eqns:
+        given, eqn = eqn, renamed(eqn, names) if names else eqn
+        node = node_of(eqn)
+        if node is None and eqn.primitive in LOOPS:
+            eqn = map_bodies(eqn, lambda body: body.replace(jaxpr=_program(body.jaxpr, sizes)))
+        changed = changed or node is not None or eqn is not given
+        for new in _inlined(eqn, node, names, sizes) if node else [eqn]:
+            new = renamed(new, names) if names else new
+            if new.primitive is lookup_p:
+                first = rows.setdefault((new.invars[0], new.params["table"]), new.outvars[0])
+                if first is not new.outvars[0]:
+                    names[new.outvars[0]] = first
+                    continue
+            eqns.append(new)
+    if not changed:
+        return jaxpr
+    outvars = [a if isinstance(a, Literal) else names.get(a, a) for a in jaxpr.outvars]
+    return jaxpr.replace(eqns=eqns, outvars=outvars)
+
+
+def _inlined(eqn: JaxprEqn, node: Node, names: dict[Any, Any], sizes: Sizes) -> list[JaxprEqn]:
+    """The equations in the place of a node; `names` where its result is its operand."""
+    array, device = (a.aval for a in eqn.invars)
+    found = _expansion(node.unexplained(), array.shape, array.dtype, device.dtype, sizes)
+    local = dict(zip(found.inputs, eqn.invars, strict=True))
+    for inner in found.eqns:
+        local |= {v: Var(v.aval) for v in inner.outvars}
+    (out,) = eqn.outvars
+    if found.result in found.inputs:
+        names[out] = local[found.result]
+    else:
+        local[found.result] = out
+    return [
+        renamed(inner, local, ctx=eqn.ctx, source_info=_explained(eqn, node, inner))
+        for inner in found.eqns
+    ]
+
+
+def _explained(eqn: JaxprEqn, node: Node, inner: JaxprEqn) -> Any:
+    """Where an equation of a node's code comes from: the node's line, and its reason."""
+    info, step = eqn.source_info, reason_of(inner)
+    if step == NO_REASON:
+        return info
+    why = node.reason if step.kind == UNEXPLAINED.kind else replace(node.reason, kind=step.kind)
+    why = why.then(step.detail) if step.detail else why
+    return info.replace(name_stack=info.name_stack.extend(why.encoded()))
 
 
 @dataclass(frozen=True)
@@ -39,80 +98,18 @@ class _Expansion:
     result: Any
 
 
-class _Emitter:
-    """Rewrites programs; what is expanded once serves all of them."""
+@functools.lru_cache(maxsize=1024)  # by value: it serves all layers, and later programs
+def _expansion(
+    node: Node, shape: tuple[int, ...], dtype: Any, number_dtype: Any, sizes: Sizes
+) -> _Expansion:
+    """The code of a node for an operand of this type."""
+    axes, count = tuple(name for name, _ in sizes), math.prod(size for _, size in sizes)
 
-    def __init__(self, sizes: Mapping[str, int]):
-        self.sizes = dict(sizes)
-        self.expanded: dict[Any, _Expansion] = {}  # by nodes and the types of their operands
+    def run(x: jax.Array, number: jax.Array) -> jax.Array:
+        return node.run(Place(axes, count, {"id": number}), x)
 
-    def program(self, jaxpr: Jaxpr) -> Jaxpr:
-        """A program, or a body in it."""
-        eqns: list[JaxprEqn] = []
-        names: dict[Any, Any] = {}  # variables that are equal to others
-        rows: dict[Any, Any] = {}  # what has been looked up
-        for eqn in jaxpr.eqns:
-            eqn = renamed(eqn, names) if names else eqn
-            node = node_of(eqn)
-            if node is None and eqn.primitive in LOOPS:
-                eqn = map_bodies(eqn, self.body)
-            for new in self.inlined(eqn, node, names) if node else [eqn]:
-                new = renamed(new, names) if names else new
-                if new.primitive is lookup_p:
-                    first = rows.setdefault((new.invars[0], new.params["table"]), new.outvars[0])
-                    if first is not new.outvars[0]:
-                        names[new.outvars[0]] = first
-                        continue
-                eqns.append(new)
-        outvars = [a if isinstance(a, Literal) else names.get(a, a) for a in jaxpr.outvars]
-        return jaxpr.replace(eqns=eqns, outvars=outvars)
-
-    def body(self, closed: ClosedJaxpr) -> ClosedJaxpr:
-        """The body of a loop or branch."""
-        return closed.replace(jaxpr=self.program(closed.jaxpr))
-
-    def inlined(self, eqn: JaxprEqn, node: Node, names: dict[Any, Any]) -> list[JaxprEqn]:
-        """The equations in the place of a node; `names` where its result is its operand."""
-        found = self.expansion(node, *(a.aval for a in eqn.invars))
-        local = dict(zip(found.inputs, eqn.invars, strict=True))
-        for inner in found.eqns:
-            local |= {v: Var(v.aval) for v in inner.outvars}
-        made = {v for inner in found.eqns for v in inner.outvars}
-        (out,) = eqn.outvars
-        if found.result in made:
-            local[found.result] = out
-        else:  # the operand itself
-            names[out] = local[found.result]
-        around = eqn.source_info.name_stack
-        return [
-            renamed(
-                inner,
-                local,
-                ctx=eqn.ctx,
-                source_info=eqn.source_info.replace(
-                    name_stack=around + inner.source_info.name_stack
-                ),
-            )
-            for inner in found.eqns
-        ]
-
-    def expansion(self, node: Node, array: Any, device: Any) -> _Expansion:
-        """The code of a node for an operand of this type."""
-        key = (node, array.shape, array.dtype)
-        if key not in self.expanded:
-            axes = tuple(self.sizes)
-
-            def run(x: jax.Array, number: jax.Array) -> jax.Array:
-                place = Place(axes, int(np.prod([*self.sizes.values()])), {"id": number})
-                return node.run(place, x)
-
-            types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (array, device)]
-            traced = jax.make_jaxpr(run, axis_env=list(self.sizes.items()))(*types)
-            self.expanded[key] = _as_expansion(traced)
-        return self.expanded[key]
-
-
-def _as_expansion(traced: ClosedJaxpr) -> _Expansion:
+    types = (jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((), number_dtype))
+    traced = jax.make_jaxpr(run, axis_env=list(sizes))(*types)
     jaxpr = traced.jaxpr
     consts = {
         v: Literal(np.asarray(c), v.aval)

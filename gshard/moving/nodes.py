@@ -16,7 +16,9 @@ from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Primitive
 
 from gshard.devices import Place
-from gshard.reason import NO_REASON, Reason
+from gshard.reason import Reason
+
+UNEXPLAINED = Reason("node")  # in the place of a node's own
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Node(abc.ABC):
 
     def unexplained(self) -> Self:
         """The same without its reason: equal for nodes that do the same."""
-        return replace(self, reason=NO_REASON)
+        return replace(self, reason=UNEXPLAINED)
 
 
 def communicate(node: Node, array: jax.Array, place: Place) -> jax.Array:

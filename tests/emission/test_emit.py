@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import gshard
-from gshard.emission.emit import _Emitter
+from gshard.emission.emit import _expansion
 from gshard.graph.text import program_text
 from gshard.moving.nodes import node_of
 from tests.simplify.texts import dedent
@@ -34,12 +34,11 @@ def test_nodes_that_do_the_same_are_traced_once():
             x = jnp.sin(gshard.replicate(gshard.split(x, 0, 4)))
         return x
 
+    _expansion.cache_clear()
     found = programs(fn, jnp.ones((6, 2)))
-    emitter = _Emitter({"d": 4})
-    emitter.program(found["share"])
     nodes = [node for eqn in found["share"].eqns if (node := node_of(eqn))]
     assert len(nodes) == 9  # gathered five times, and cut four times
-    assert len(emitter.expanded) == len(set(nodes)) == 2
+    assert _expansion.cache_info().misses == len({node.unexplained() for node in nodes}) == 2
 
 
 def test_a_row_of_a_table_is_looked_up_once():
