@@ -65,8 +65,9 @@ class History:
 
 
 def _marked(before: list[str], lines: list[str]) -> list[str]:
-    """The lines, each marked if it is new."""
-    matcher = difflib.SequenceMatcher(None, before, lines, autojunk=False)
+    """The lines, each marked if its equation is new."""
+    old, new = ([line.split("  # ")[0] for line in each] for each in (before, lines))
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     marked = []
     for kind, _, _, first, end in matcher.get_opcodes():
         mark = " " if kind == "equal" else ">"

@@ -19,6 +19,7 @@ from gshard.graph.regions import bodies, runs_of
 from gshard.graph.text import program_text
 from gshard.moving.nodes import Node, node_of
 from gshard.reason import Reason
+from gshard.rule import RULES
 from gshard.source import is_seldom, reason_of, source_of
 
 
@@ -84,11 +85,21 @@ def node_bytes(node: Node, eqn: JaxprEqn) -> int:
     return node.sent(tuple(aval.shape), aval.dtype)
 
 
+def _rule_of(operator: str) -> str:
+    """The file of the rule of an operator, in parentheses."""
+    for primitive, rule in RULES.items():
+        if primitive.name == operator:
+            module = (rule.partition or rule.factors).__module__
+            return f" (rule: {module.removeprefix('gshard.').replace('.', '/')}.py)"
+    return ""
+
+
 def plan_note(eqn: JaxprEqn) -> str:
     """Why an equation of a plan is there, and what it sends."""
     node = node_of(eqn)
     if node is not None:
-        return f"{source_of(eqn)}: {node.reason}; sends {node_bytes(node, eqn):,} bytes"
+        why = f"{node.reason}{_rule_of(node.reason.operator)}"
+        return f"{source_of(eqn)}: {why}; sends {node_bytes(node, eqn):,} bytes"
     if eqn.primitive.name in COLLECTIVES:
         return f"{source_of(eqn)}: {reason_of(eqn)}"
     return ""

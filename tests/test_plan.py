@@ -101,8 +101,12 @@ def layer(x, w):
 def test_a_plan_shows_what_moves_where_to_and_why():
     text = str(gshard.jit(layer).lower(jnp.ones((64, 32)), jnp.ones((32, 16))).plan)
     (line,) = [line for line in text.split("\n") if "reshard" in line]
-    assert "node=split dim 0 by 8 -> replicated" in line
-    assert re.search(r"# \S*test_plan.py:\d+: operand of dot_general; sends 1,792 bytes", line)
+    assert "reshard[split dim 0 by 8 -> replicated] " in line
+    assert re.search(
+        r"# \S*test_plan.py:\d+: operand of dot_general "
+        r"\(rule: rules/contraction.py\); sends 1,792 bytes",
+        line,
+    )
 
 
 def test_a_dump_has_a_file_for_every_stage(tmp_path):

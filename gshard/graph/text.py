@@ -35,7 +35,9 @@ def _inputs(jaxpr: Jaxpr, names: dict[Any, str]) -> str:
 
 def _lines(jaxpr: Jaxpr, names: dict[Any, str], note: Note, indent: str) -> Iterator[str]:
     for eqn in jaxpr.eqns:
-        operands = "".join(f" {_name(a, names)}" for a in eqn.invars)
+        # A node of a plan reads the number of the device too, which says nothing.
+        read = eqn.invars[:1] if "node" in eqn.params else eqn.invars
+        operands = "".join(f" {_name(a, names)}" for a in read)
         results = ", ".join(_typed(v, names) for v in eqn.outvars)
         remark = f"  # {found}" if (found := note(eqn)) else ""
         yield f"{indent}{results} = {eqn.primitive.name}{_params(eqn)}{operands}{remark}"
@@ -56,8 +58,8 @@ def _params(eqn: JaxprEqn) -> str:
             continue
         if isinstance(value, tuple) and any(isinstance(v, (Jaxpr, ClosedJaxpr)) for v in value):
             continue
-        text = str(value)
-        shown.append(f"{key}={text if len(text) <= 60 else text[:57] + '...'}")
+        text = str(value) if len(str(value)) <= 60 else str(value)[:57] + "..."
+        shown.append(text if key == "node" else f"{key}={text}")
     return f"[{' '.join(shown)}]" if shown else ""
 
 
