@@ -31,7 +31,7 @@ def spent(work: Callable[[], Any]) -> tuple[Any, float]:
 
 def largest(name: str, remat: str) -> str:
     chosen = plan(name, remat=remat)
-    lowered, lowering = spent(lambda: chosen.lowered)
+    lowered, lowering = spent(lambda: chosen.lowered("tpu-v3"))
     _, forecasting = spent(lambda: chosen.forecast("tpu-v3"))
     _, explaining = spent(lambda: lowered.explain("tpu-v3"))
     page, paging = spent(lambda: lowered.page("tpu-v3"))
@@ -50,7 +50,7 @@ def by_devices(devices: int) -> tuple[float, int]:
         batch_tokens=1024 * devices,
     )
     chosen = Plan(model, 2048 * devices)
-    lowered, seconds = spent(lambda: chosen.lowered)
+    lowered, seconds = spent(lambda: chosen.lowered("tpu-v3"))
     return seconds, lowered.num_equations
 
 

@@ -34,7 +34,7 @@ class Watched:
         self.run = run
         self.said: list[str] = []
         self._known: int | None = None  # the journal's file, of the last start
-        words = ["train", str(config), "--out", str(run), "--ray", "--hosts", "3"]
+        words = ["train", str(config), "--out", str(run), "--ray", "--hosts", "3", "--least", "1"]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "gshard.cli", *words],
             env={**os.environ, "RAY_ADDRESS": address},

@@ -1,8 +1,7 @@
-"""The `gshard` command: every subcommand is a small module that registers here.
+"""The `gshard` command: every subcommand is a small module of `gshard.commands`.
 
-Modules of commands import nothing heavy at their top, so that `--help` answers at once. What a
-user can mend is raised as `UserError` and printed without a traceback; the exit status says so:
-1 and 2 for that, 75 for hosts that did not come, 70 for what nobody foresaw.
+What a user can mend is raised as `UserError` and printed without a traceback; the exit status says
+so: 1 and 2 for that, 75 for hosts that did not come, 70 for what nobody foresaw.
 """
 
 from __future__ import annotations
@@ -12,16 +11,20 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 try:
     import typer
 except ImportError:
-    sys.exit("the gshard command needs more packages: pip install 'gshard[mt]'")
+    sys.exit("the gshard command needs more packages: pip install 'gshard[cli]'")
 
-from gshard.mt.commands import (
+import gshard
+from gshard.commands import (
     data,
     evaluate,
+    explain,
+    forecast,
+    interval,
     launch,
     release,
     report,
@@ -30,9 +33,8 @@ from gshard.mt.commands import (
     train,
     translate,
 )
-from gshard.mt.errors import UserError
+from gshard.errors import UserError
 from gshard.mt.launch import status
-from gshard.planning import commands as planning
 
 # What a machine refuses, and a user can mend.
 _NOT_OURS = (
@@ -51,28 +53,48 @@ _NOT_OURS = (
 
 _UNFORESEEN = 70  # "internal software error" of sysexits.h
 
+_PROGRAMS = "Any JAX program"
+_TRANSLATION = "Translation (needs the extra mt)"
+
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Massively multilingual translation with mixtures of experts.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Partition annotated JAX programs, and train multilingual translation with them.",
 )
-app.add_typer(data.app, name="data")
-app.command()(train.train)
-app.command(context_settings=launch.SETTINGS)(launch.launch)
-app.command()(evaluate.evaluate)
-app.command()(translate.translate)
-app.command()(serve.serve)
-app.command()(report.report)
-app.command()(study.study)
-app.command()(release.release)
-app.command()(planning.forecast)
-app.command()(planning.explain)
-app.command()(planning.interval)
+app.command(rich_help_panel=_PROGRAMS)(explain.explain)
+app.command(rich_help_panel=_PROGRAMS)(forecast.forecast)
+app.command(rich_help_panel=_PROGRAMS)(interval.interval)
+app.add_typer(data.app, name="data", rich_help_panel=_TRANSLATION)
+for _command in (
+    train.train,
+    evaluate.evaluate,
+    translate.translate,
+    serve.serve,
+    report.report,
+    study.study,
+    release.release,
+):
+    app.command(rich_help_panel=_TRANSLATION)(_command)
+app.command(rich_help_panel=_TRANSLATION, context_settings=launch.SETTINGS)(launch.launch)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"gshard {gshard.__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def _root() -> None:
-    """Keep `gshard data` a subcommand even while it is the only one."""
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Show the version and exit.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -95,6 +117,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if error.errno not in _NOT_OURS or error.filename is None:
             _break_down()
         _fail(f"{error.filename}: {error.strerror}")
+    except ModuleNotFoundError as error:
+        package = (error.name or "gshard").split(".")[0]
+        if package == "gshard":
+            _break_down()
+        extra = "plots" if package == "matplotlib" else "mt"
+        _fail(f"this needs the package {package!r}: pip install 'gshard[{extra}]'")
     except Exception as error:  # a lost host is one of XLA's errors
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             first = (str(error).strip().splitlines() or ["no memory is left"])[0]

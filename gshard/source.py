@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +37,25 @@ def here() -> str:
 def site_of(eqn: JaxprEqn) -> tuple[str, str]:
     """`file:line` of the user's operation and the name of the function that it stands in."""
     frame = _user_frame(eqn.source_info)
-    return (
-        (f"{frame.file_name}:{frame.start_line}", frame.function_name) if frame else ("unknown", "")
-    )
-
-
-def short_source(line: str) -> str:
-    """A `file:line` without the folders that do not matter: its file and the folder above."""
-    return "/".join(Path(line).parts[-2:])
+    return _user_line(eqn.source_info), frame.function_name if frame else ""
 
 
 def _user_line(source_info: Any) -> str:
     frame = _user_frame(source_info)
-    return f"{frame.file_name}:{frame.start_line}" if frame else "unknown"
+    return f"{shown_path(frame.file_name)}:{frame.start_line}" if frame else "unknown"
+
+
+def shown_path(path: str) -> str:
+    """A path as users are shown it: from the working folder, if it is below that one."""
+    try:
+        return _from_folder(path, os.getcwd())
+    except FileNotFoundError:  # the working folder is gone
+        return path
+
+
+@functools.lru_cache(maxsize=1024)
+def _from_folder(path: str, folder: str) -> str:
+    return os.path.relpath(path, folder) if path.startswith(folder + os.sep) else path
 
 
 def _user_frame(source_info: Any) -> Any:

@@ -18,6 +18,7 @@ from jax.extend.core import Jaxpr
 
 from gshard import _jax, explain
 from gshard.calls import Trees
+from gshard.explaining import Subject
 from gshard.explaining import explain as explained
 from gshard.explaining.page import page
 from gshard.forecast import Forecast, Hardware, forecast
@@ -159,8 +160,7 @@ class Lowered(_Stage):
         `try_fixes` partitions the program anew for every change of one annotation; by default
         where that is quick.
         """
-        self._check_per_device()
-        return explained(self._program.subject, self.forecast(hardware), try_fixes)
+        return explained(self._subject(), self._forecast_alone(hardware), try_fixes)
 
     def page(
         self,
@@ -171,9 +171,18 @@ class Lowered(_Stage):
 
         `growth` are forecasts of the same on other numbers of devices, for a plot of them.
         """
-        self._check_per_device()
         title = f"{self._program.traced.fun_name} on {_devices(self._program)}"
-        return page(self._program.subject, self.forecast(hardware), title, growth)
+        return page(self._subject(), self._forecast_alone(hardware), title, growth)
+
+    def _subject(self) -> Subject:
+        self._check_per_device()
+        return self._program.subject
+
+    def _forecast_alone(self, hardware: str | Path | Hardware | None) -> Forecast:
+        """The forecast without the constant of hardware that is fitted to whole training steps."""
+        made = self.forecast(hardware)
+        reached = replace(made.hardware.reached, step_seconds=0.0)
+        return replace(made, hardware=replace(made.hardware, reached=reached))
 
     def _repr_html_(self) -> str:
         """The page, in a frame of its own: how notebooks show it."""

@@ -80,7 +80,7 @@ def printed(found: list[Block], folder: Path) -> list[str]:
     """What each of a page's python blocks prints, run as a reader would, in `folder`.
 
     A block whose first line is a comment like `# layer.py` is saved under that name, so that the
-    lines that gshard names are those of that file. The folder's own name is left out.
+    lines that gshard names are those of that file.
     """
     paths = []
     for number, block in enumerate(found):
@@ -95,4 +95,4 @@ def printed(found: list[Block], folder: Path) -> list[str]:
         text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.replace(f"{folder}/", "").split("\0")[:-1]
+    return done.stdout.split("\0")[:-1]

@@ -126,3 +126,22 @@ def test_frames_of_models_that_gshard_brings_are_shown():
     own = [Path(f.filename).relative_to(PACKAGE) for f in frames if str(PACKAGE) in f.filename]
     assert own
     assert {path.parts[0] for path in own} == {"nn"}
+
+
+def test_lines_are_named_from_the_working_folder(tmp_path, monkeypatch):
+    """In collectives, explanations, forecasts and errors alike; elsewhere by their whole path."""
+    (tmp_path / "sub").mkdir()
+    file = tmp_path / "sub" / "layer.py"
+    file.write_text("import gshard\n\ndef f(x):\n    return gshard.split(x, 1, 8) @ x.T\n")
+    namespace = {}
+    exec(compile(file.read_text(), str(file), "exec"), namespace)
+    for folder, shown in ((tmp_path, "sub/layer.py:4"), (PACKAGE, f"{file}:4")):
+        monkeypatch.chdir(folder)
+        lowered = gshard.jit(namespace["f"], devices=8).lower(SHAPES[0])
+        assert {c.source for c in lowered.collectives} == {shown}
+        assert f"# {shown}: dot_general" in lowered.as_text()
+        assert f"  {shown}: all_reduce" in lowered.explain("h100")
+        assert f" {shown}\n" in str(lowered.forecast("h100"))
+        assert f'"{shown}"' in lowered.page("h100")
+        with pytest.raises(ValueError, match=f"^{re.escape(shown)}: split"):
+            gshard.jit(namespace["f"], devices=2).lower(SHAPES[0])

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import pickle
 from pathlib import Path
 
@@ -205,10 +206,11 @@ def test_collectives_say_what_why_and_where():
     assert (found.kind, found.count, found.group_size) == ("all_reduce", 1, 8)
     assert found.bytes == 2 * 4 * 6 * 4 * 7 // 8
     assert found.dtype == "float32"
-    assert found.source == f"{__file__}:{line}"
+    shown = os.path.relpath(__file__)  # the tests' working folder is above
+    assert found.source == f"{shown}:{line}"
     assert "dot_general" in found.reason
     text = lowered.as_text()
-    assert f"{__file__}:{line}" in text
+    assert f"{shown}:{line}" in text
     assert "psum" in text
 
 

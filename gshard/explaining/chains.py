@@ -16,7 +16,7 @@ from gshard.annotate import annotate_p
 from gshard.explaining.subject import Subject
 from gshard.factors import decompose
 from gshard.sharding import Sharding
-from gshard.source import short_source, source_of
+from gshard.source import source_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Link:
     shape: str
 
     def __str__(self) -> str:
-        return f"{self.operator} {self.shape} at {short_source(self.source)}"
+        return f"{self.operator} {self.shape} at {self.source}"
 
 
 def chain(subject: Subject, var: Any, dim: int) -> list[Link]:

@@ -15,7 +15,7 @@ from gshard.annotate import Annotation
 from gshard.explaining.subject import Subject
 from gshard.graph import map_bodies
 from gshard.sharding import Sharding, Split
-from gshard.source import short_source, source_of
+from gshard.source import source_of
 
 Changes = dict[JaxprEqn, Annotation | None]  # annotations to be replaced, or taken away
 
@@ -37,7 +37,7 @@ class Fix:
 
     def __str__(self) -> str:
         return (
-            f"{short_source(self.source)}: {self.instead} in place of {self.now} "
+            f"{self.source}: {self.instead} in place of {self.now} "
             f"takes {self.removed:,} of {self.before:,} B away"
         )
 

@@ -17,7 +17,7 @@ from gshard.explaining.text import describe
 from gshard.forecast import Forecast
 from gshard.forecast.report import summary
 from gshard.sharding import Sharding
-from gshard.source import short_source, source_of
+from gshard.source import source_of
 
 _AROUND = 12  # lines of source shown before and after one that does something
 _VALUES = 36  # shardings shown
@@ -58,7 +58,7 @@ def _operator(t: Any) -> dict[str, Any]:
         "group": t.group_size,
         "bound": t.bound,
         "phase": t.phase,
-        "line": short_source(t.source),
+        "line": t.source,
         "reason": t.reason,
     }
 
@@ -75,7 +75,7 @@ def _files(sources: set[str]) -> list[dict[str, Any]]:
     for name in sorted(wanted):
         text = Path(name).read_text(encoding="utf-8", errors="replace").splitlines()
         lines = [[n, text[n - 1]] for n in sorted(wanted[name]) if 0 < n <= len(text)]
-        files.append({"name": short_source(name), "lines": lines})
+        files.append({"name": name, "lines": lines})
     return files
 
 
@@ -85,7 +85,7 @@ def _reasons(subject: Subject) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for eqn in subject.equations:
         source = source_of(eqn)
-        told = found.setdefault(short_source(source), []) if source in lines else None
+        told = found.setdefault(source, []) if source in lines else None
         if told is None or len(told) >= 4:
             continue
         for atom in (*eqn.invars, *eqn.outvars):
@@ -113,9 +113,9 @@ def _shardings(subject: Subject) -> list[dict[str, Any]]:
         links = [] if dim is None or source != "an argument" else chain(subject, var, dim)
         shown.append(
             {
-                "name": f"{_shape(var)} {short_source(source)}",
+                "name": f"{_shape(var)} {source}",
                 "words": describe(sharding),
-                "line": short_source(source),
+                "line": source,
                 "chain": " -> ".join(map(str, links[:6])),
                 "cells": _cells(sharding),
             }

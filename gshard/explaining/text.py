@@ -15,7 +15,7 @@ from gshard.explaining.subject import Subject
 from gshard.forecast import Forecast
 from gshard.forecast.report import duration, size
 from gshard.sharding import Sharding
-from gshard.source import short_source, source_of
+from gshard.source import source_of
 from gshard.tile import byte_size
 
 _LINES = 12  # of each list: the largest first
@@ -56,7 +56,7 @@ def _totals(
         sent, count = sum(c.total_bytes for c in members), sum(c.count for c in members)
         took = f"  {duration(seconds[name]):>9}" if seconds and name in seconds else ""
         kinds = "" if seconds is None else "  " + ", ".join(sorted({c.kind for c in members}))
-        yield f"  {size(sent):>9}  x {count:<5}{took}  {short_source(name)}{kinds}"
+        yield f"  {size(sent):>9}  x {count:<5}{took}  {name}{kinds}"
     if len(ranked) > _LINES:
         yield f"  and {len(ranked) - _LINES} more"
 
@@ -86,7 +86,7 @@ def _reasons(subject: Subject) -> Iterator[str]:
         if c.source in seen or len(seen) == _LINES // 2:
             continue
         seen.add(c.source)
-        yield f"  {short_source(c.source)}: {c.kind} of {size(c.total_bytes)}, {c.reason}"
+        yield f"  {c.source}: {c.kind} of {size(c.total_bytes)}, {c.reason}"
         yield from _values(subject, c.source)
 
 
@@ -142,7 +142,7 @@ def _replicated(subject: Subject) -> list[str]:
     if subject.num_devices == 1:
         return []
     values = [(v, "an argument") for v in subject.flat.jaxpr.invars]
-    values += [(v, short_source(source_of(e))) for e in subject.equations for v in e.outvars]
+    values += [(v, source_of(e)) for e in subject.equations for v in e.outvars]
     for var, where in values:
         sharding = subject.sharding(var)
         if sharding is not None and sharding.is_replicated and not sharding.manual:

@@ -7,7 +7,6 @@ measured or fitted them; the file says against what.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import tomllib
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from gshard.errors import nearest
 from gshard.forecast.program import STYLES
 from gshard.forecast.topology import Network, Switch, Torus
 from gshard.moving.costs import Machine
@@ -111,11 +111,9 @@ def hardware(name: str | Path | Hardware) -> Hardware:
             raise ValueError(f"there is no file {path} to read hardware from")
         return read(path)
     if str(name) not in known():
-        near = difflib.get_close_matches(str(name), known(), 1, cutoff=0.3)
-        hint = f"; the nearest is {near[0]!r}" if near else ""
         raise ValueError(
             f"hardware is {str(name)!r}; known are {', '.join(known())}, or a path to a TOML file "
-            f"like those in gshard/forecast/machines{hint}"
+            f"like those in gshard/forecast/machines{nearest(str(name), known())}"
         )
     return read(_MACHINES / f"{name}.toml")
 

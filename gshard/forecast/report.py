@@ -14,7 +14,6 @@ from gshard.forecast.collective import Topology
 from gshard.forecast.hardware import Hardware, hardware, present
 from gshard.forecast.memory import Memory, memory_of
 from gshard.forecast.time import Timed, timed
-from gshard.source import short_source
 
 GENERIC = "generic accelerators"  # what plans are for where the devices are CPUs
 OUTSIDE = "outside the program"  # the part of a step that feeds it and fetches its results
@@ -130,9 +129,9 @@ class Forecast:
                 "results": memory.results,
                 "donated": memory.donated,
                 "temporary": memory.temporary,
-                "peak_at": short_source(memory.where),
+                "peak_at": memory.where,
                 "held": [
-                    {"bytes": h.bytes, "shape": h.shape, "source": short_source(h.source)}
+                    {"bytes": h.bytes, "shape": h.shape, "source": h.source}
                     for h in memory.held[:12]
                 ],
             },
@@ -208,7 +207,7 @@ def summary(f: Forecast) -> list[str]:
         f"overlap; overlap could hide up to {duration(f.hidden_seconds)} of communication",
         f"  memory  {size(f.memory_bytes)} on each device, {room} {size(f.hardware.memory)}: "
         f"{size(memory.arguments)} arguments, {size(memory.results - memory.donated)} results "
-        f"besides, {size(memory.temporary)} temporary at {short_source(memory.where)}",
+        f"besides, {size(memory.temporary)} temporary at {memory.where}",
         f"  sent    {size(f.sent_bytes)} by each device",
     ]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from gshard.forecast.report import Forecast
-from gshard.source import short_source
 
 
 def trace(forecast: Forecast) -> dict[str, Any]:
@@ -30,7 +29,7 @@ def trace(forecast: Forecast) -> dict[str, Any]:
                 "name": t.collective or t.name,
                 "cat": t.phase,
                 "args": {
-                    "line": short_source(t.source),
+                    "line": t.source,
                     "runs": t.count,
                     "waits for": t.bound,
                     "flops": t.flops,

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from gshard.planning.family import Plan
 
@@ -79,6 +80,17 @@ def table(run: Run, hosts: Sequence[int]) -> list[str]:
     return lines
 
 
+def as_dict(run: Run, hosts: Sequence[int]) -> dict[str, Any]:
+    """The same for programs; times in seconds."""
+    rows = []
+    for count in hosts:
+        each = replace(run, hosts=count)
+        best = each.best_interval()
+        row = {"hosts": count, "mean": each.mean, "best_interval": best, "lost": each.lost(best)}
+        rows.append({**row, "lost_10_minutes": each.lost(600.0), "lost_hour": each.lost(3600.0)})
+    return {"restart_seconds": run.restart_seconds, "host_days": run.host_days, "rows": rows}
+
+
 def spoken(seconds: float) -> str:
     """A time in the unit that reads best."""
     for unit, size in (("days", DAY), ("h", 3600.0), ("min", 60.0)):
@@ -87,7 +99,7 @@ def spoken(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
-def plot(run: Run, hosts: Sequence[int], path: Path, title: str) -> None:
+def plot(run: Run, hosts: Sequence[int], path: Path, title: str) -> Path:
     """Time lost against the interval, a curve for each number of hosts, its best point marked."""
     import matplotlib
 
@@ -117,3 +129,4 @@ def plot(run: Run, hosts: Sequence[int], path: Path, title: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+    return path

@@ -7,7 +7,6 @@ rematerialization, and 1.55 s with it, but the table has 1.49 s.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 from dataclasses import dataclass, replace
@@ -17,12 +16,15 @@ from typing import Any, get_args
 import jax
 
 import gshard
+from gshard.errors import nearest
 from gshard.forecast import Forecast, Hardware, Timed
+from gshard.forecast import hardware as hardware_of
 from gshard.forecast.collective import Topology
 from gshard.forecast.report import OUTSIDE
 from gshard.nn import FAMILY, Model, Strategy, adafactor, init_state, train_step
 from gshard.nn.experts import Dispatch
 
+REMATERIALIZED = 36  # layers from which on the paper rematerializes
 GROUP = 2048  # tokens of a group at most: beyond that the one-hot masks grow too large
 PARTS = (
     "transformer layers",
@@ -49,9 +51,19 @@ class Plan:
         """How many."""
         return self.model.devices
 
+    def lowered(self, hardware: str | Path | Hardware) -> gshard.Lowered:
+        """Its training step with Adafactor, partitioned for abstract devices of this hardware."""
+        chosen = hardware_of(hardware)
+        key = (chosen.machine, chosen.compiler)  # all that partitioning and tracing depend on
+        if key not in self._programs:
+            self._programs[key] = self._lower(chosen)
+        return self._programs[key]
+
     @functools.cached_property
-    def lowered(self) -> gshard.Lowered:
-        """Its training step with Adafactor, partitioned for abstract devices."""
+    def _programs(self) -> dict[Any, gshard.Lowered]:
+        return {}
+
+    def _lower(self, hardware: Hardware) -> gshard.Lowered:
         model, optimizer = self.model, adafactor()
         strategy = Strategy(model.devices)
         key = jax.eval_shape(lambda: jax.random.key(0))
@@ -60,19 +72,21 @@ class Plan:
         def step(state: Any, batch: Any, key: Any) -> Any:
             return train_step(state, batch, key, optimizer=optimizer, strategy=strategy)
 
-        step_fn = gshard.jit(step, devices=model.devices, donate_argnums=0)
+        step_fn = gshard.jit(step, devices=model.devices, donate_argnums=0, hardware=hardware)
         return step_fn.lower(state, model.batch, key)
 
     def forecast(
-        self, machine: str | Path | Hardware, topology: Topology | None = None
+        self, hardware: str | Path | Hardware, topology: Topology | None = None
     ) -> Forecast:
-        """Its step on this hardware."""
-        return self.lowered.forecast(hardware=machine, topology=topology)
+        """Its step, planned for this hardware and on it."""
+        return self.lowered(hardware).forecast(hardware, topology)
 
 
 def memory_parts(chosen: Plan, found: Forecast) -> dict[str, int]:
     """The peak by what it is for: gradients are what has a weight's shape and is no argument."""
-    (state, *_), _ = jax.tree.flatten(chosen.lowered.in_shardings, lambda x: hasattr(x, "model"))
+    (state, *_), _ = jax.tree.flatten(
+        chosen.lowered(found.hardware).in_shardings, lambda x: hasattr(x, "model")
+    )
     model = jax.tree.leaves(state.model)
     shapes = jax.tree.leaves(chosen.model.shapes)
     local = [(s.local_shape(w.shape), w.dtype.itemsize) for s, w in zip(model, shapes, strict=True)]
@@ -100,13 +114,12 @@ def plan(
 ) -> Plan:
     """A member on its own devices and batch, or on others.
 
-    `dispatch` is the paper's by default, so that its breakdown has something to break down.
+    Rematerialization and dispatch are the paper's by default: models of 36 layers and more do not
+    fit without rematerialization, and its breakdown is that of einsums.
     """
     if name not in FAMILY:
-        near = difflib.get_close_matches(name, FAMILY, 1, cutoff=0.0)
-        raise ValueError(
-            f"the model is {name!r}; known are {', '.join(FAMILY)}; the nearest is {near[0]!r}"
-        )
+        known = ", ".join(FAMILY)
+        raise ValueError(f"the model is {name!r}; known are {known}{nearest(name, FAMILY)}")
     member = FAMILY[name]
     count = member.devices if devices is None else devices
     tokens = member.batch_tokens if batch_tokens is None else batch_tokens
@@ -120,12 +133,13 @@ def plan(
     if dispatch not in get_args(Dispatch):
         allowed = ", ".join(map(repr, get_args(Dispatch)))
         raise ValueError(f"dispatch is {dispatch!r}; allowed are {allowed}")
-    changes = {"groups": groups, "dispatch": dispatch}
-    if remat is not None:
-        if remat not in ("none", "layer"):
-            raise ValueError(f"remat is {remat!r}; allowed are 'none' and 'layer'")
-        changes["remat"] = remat
-    model = replace(member.replace(**changes), devices=count, batch_tokens=each)
+    if remat is None:
+        layers = member.config.encoder_layers + member.config.decoder_layers
+        remat = "layer" if layers >= REMATERIALIZED else "none"
+    if remat not in ("none", "layer"):
+        raise ValueError(f"remat is {remat!r}; allowed are 'none' and 'layer'")
+    changed = member.replace(groups=groups, dispatch=dispatch, remat=remat)
+    model = replace(changed, devices=count, batch_tokens=each)
     return Plan(model, tokens)
 
 

@@ -94,7 +94,7 @@ def growth(name: str) -> tuple[float, float | None]:
     found: list[Forecast] = []
     for devices in (FEW, MANY):
         shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in row.shapes(devices)]
-        lowered = gshard.jit(row.fn(devices), devices=devices).lower(*shapes)
+        lowered = gshard.jit(row.fn(devices), devices=devices, hardware=quiet).lower(*shapes)
         found.append(lowered.forecast(quiet))
     flops = [sum(t.flops * t.count for t in f.operators) or 1.0 for f in found]
     links = [sum(t.link_seconds * t.count for t in f.operators) for f in found]

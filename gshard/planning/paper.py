@@ -48,16 +48,11 @@ class Row:
         return self.predicted / self.measured - 1
 
 
-def remat_of(name: str) -> str:
-    """The paper rematerializes from 36 layers on: those do not fit otherwise."""
-    return "layer" if name.endswith(("36l", "60l")) else "none"
-
-
 def steps_per_second(machine: Hardware | None = None) -> list[Row]:
     """The paper's six models."""
     machine = machine or hardware("tpu-v3")
     return [
-        Row(name, measured, plan(name, remat=remat_of(name)).forecast(machine).steps_per_second)
+        Row(name, measured, plan(name).forecast(machine).steps_per_second)
         for name, measured in STEPS.items()
     ]
 

@@ -21,7 +21,7 @@ def test_the_named_machines_are_there():
 
 
 def test_an_unknown_name_says_what_is_known_and_the_nearest():
-    with pytest.raises(ValueError, match=r"'h-100'.*tpu-v3.*the nearest is 'h100'"):
+    with pytest.raises(ValueError, match=r"'h-100'.*tpu-v3.*did you mean 'h100'"):
         hardware("h-100")
 
 

@@ -21,7 +21,7 @@ def test_devices_must_divide_the_experts():
 
 
 def test_an_unknown_model_names_the_nearest():
-    with pytest.raises(ValueError, match=r"'moe_2048e_24l'; known are .*nearest is 'moe_2048e"):
+    with pytest.raises(ValueError, match=r"'moe_2048e_24l'; known are .*did you mean 'moe_2048e"):
         plan("moe_2048e_24l")
 
 

@@ -311,14 +311,14 @@ class Supervisor:
                 signal.signal(each, handler)
 
 
-def without_from(command: Sequence[str]) -> list[str]:
-    """A command without `--from STEP`, which is for the first attempt only."""
+def without_checkpoint(command: Sequence[str]) -> list[str]:
+    """A command without `--checkpoint STEP`, which is for the first attempt only."""
     kept: list[str] = []
     words = iter(command)
     for word in words:
-        if word == "--from":
+        if word == "--checkpoint":
             next(words, None)
-        elif not word.startswith("--from="):
+        elif not word.startswith("--checkpoint="):
             kept.append(word)
     return kept
 

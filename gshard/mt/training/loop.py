@@ -205,7 +205,7 @@ class _Loop:
         if not math.isfinite(self.last_loss):
             raise UserError(
                 f"training ended at step {step:,} with a loss that is not finite, and was not "
-                f"saved; `gshard train {self.run.folder} --from {saved}` goes back to the "
+                f"saved; `gshard train {self.run.folder} --checkpoint {saved}` goes back to the "
                 "checkpoint before"
             )
         if saved != step or self._failed_save():
@@ -325,7 +325,7 @@ class _Loop:
         if not self.programs.finite(state):
             raise UserError(
                 f"weights are not finite at step {step:,}, and were not saved; `gshard train "
-                f"{self.run.folder} --from STEP` goes back to a checkpoint before it"
+                f"{self.run.folder} --checkpoint STEP` goes back to a checkpoint before it"
             )
         nll = self._dev_nll(state)
         if self.journal:

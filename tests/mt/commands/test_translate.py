@@ -5,13 +5,13 @@ import subprocess
 import sys
 
 import pytest
-
 from gshard.mt.commands.translate import _text
+
 from gshard.mt.errors import UserError
 
 PROGRAM = """
 import sys, time
-from gshard.mt.commands.translate import _UntilNobodyReads
+from gshard.commands.translate import _UntilNobodyReads
 from gshard.mt.progress import Silent
 
 step = _UntilNobodyReads(Silent()).stage("translate", 1000)

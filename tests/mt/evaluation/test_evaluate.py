@@ -10,9 +10,9 @@ import pytest
 import sacrebleu
 
 from gshard import cli
+from gshard.commands.evaluate import average_table, comparable, notes, task_table
 from gshard.mt.batching.batches import BatchConfig
 from gshard.mt.batching.tokens import in_memory
-from gshard.mt.commands.evaluate import average_table, comparable, notes, task_table
 from gshard.mt.config import DataConfig, RunConfig
 from gshard.mt.errors import UserError
 from gshard.mt.evaluation.evaluate import EvaluateConfig, System, evaluate, examples

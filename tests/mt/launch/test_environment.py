@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from gshard.commands.processes import members
 from gshard.mt import hosts
-from gshard.mt.commands.processes import members
 from gshard.mt.errors import MissingHostsError, UserError
 from gshard.mt.launch.environment import Hosts, find
 from gshard.mt.launch.local import free_port
@@ -182,7 +182,7 @@ import socket
 from jax.experimental import multihost_utils
 import numpy as np
 from gshard.mt import hosts
-from gshard.mt.commands.processes import members
+from gshard.commands.processes import members
 
 found = members("", None, None)
 hosts.start(0, found)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from gshard.mt.launch.local import ThisMachine
-from gshard.mt.launch.supervisor import Patience, Supervisor, without_from
+from gshard.mt.launch.supervisor import Patience, Supervisor, without_checkpoint
 
 pytestmark = pytest.mark.slow  # processes that are started, stopped and watched
 
@@ -155,5 +155,6 @@ def test_when_a_machine_comes_back_all_save_and_start_again_with_it(supervised, 
 
 
 def test_going_back_is_for_the_first_attempt_only():
-    assert without_from(["train", "run", "--from", "8", "a=b"]) == ["train", "run", "a=b"]
-    assert without_from(["train", "--from=8", "--out", "x"]) == ["train", "--out", "x"]
+    words = ["train", "run", "--checkpoint", "8", "a=b"]
+    assert without_checkpoint(words) == ["train", "run", "a=b"]
+    assert without_checkpoint(["train", "--checkpoint=8", "--out", "x"]) == ["train", "--out", "x"]

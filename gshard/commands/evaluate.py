@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gshard.mt.commands.processes import Coordinator, Process, Processes, members
+from gshard.commands.options import (
+    Alpha,
+    Beam,
+    Checkpoint,
+    Devices,
+    Json,
+    Languages,
+)
+from gshard.commands.options import Run as RunFolder
+from gshard.commands.processes import Coordinator, Process, Processes, members
 
 if TYPE_CHECKING:
     import jax
@@ -27,43 +37,41 @@ _SCORES = ("bleu", "spbleu", "chrf", "copy_bleu", "untrained_bleu")
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="folder of a training run")],
+    run: RunFolder,
     split: Annotated[str, typer.Option(help="test, dev or train")] = "test",
-    languages: Annotated[str, typer.Option(help="only these, with commas")] = "",
+    languages: Languages = "",
     sentences: Annotated[int, typer.Option(help="of each language, at most; 0 is all")] = 0,
-    beam: Annotated[int, typer.Option(help="hypotheses that are followed; 1 is greedy")] = 4,
-    alpha: Annotated[float, typer.Option(help="how much longer translations are favoured")] = 0.6,
-    checkpoint: Annotated[str, typer.Option(help="best, last, or a step")] = "best",
+    beam: Beam = 4,
+    alpha: Alpha = 0.6,
+    checkpoint: Checkpoint = "best",
     untrained: Annotated[
         bool, typer.Option("--untrained", help="measure the run's fresh weights too")
     ] = False,
     baselines: Annotated[
         bool, typer.Option("--baselines", help="train and measure a bilingual model of each task")
     ] = False,
-    baseline_steps: Annotated[
-        int, typer.Option(help="steps of training a bilingual model, at most")
-    ] = 4_000,
+    baseline_steps: Annotated[int, typer.Option(help="of training each of them, at most")] = 4_000,
     examples: Annotated[int, typer.Option(help="of each task, to read in the report")] = 3,
-    devices: Annotated[int, typer.Option(help="devices to use; 0 is all, or a CPU as one")] = 0,
+    devices: Devices = 0,
+    as_json: Json = False,
     coordinator: Coordinator = "",
     processes: Processes = None,
     process: Process = None,
 ) -> None:
-    """Measure a run. Ctrl-C loses nothing: the same command goes on where it stopped."""
+    """Score a run with BLEU and chrF++. Safe to interrupt; run it again to continue."""
+    from gshard.commands import show
     from gshard.mt import hosts
-    from gshard.mt.commands import show
     from gshard.mt.evaluation import evaluate as work
     from gshard.mt.evaluation.heldout import held_out, tasks_of
     from gshard.mt.launch.status import reporting
+    from gshard.mt.progress import Silent
     from gshard.mt.run import Run
     from gshard.mt.together import Together
 
-    opened = Run.open(run)
-    chosen = tuple(name for name in languages.replace(" ", "").split(",") if name)
-    config = work.EvaluateConfig(
-        split, chosen, sentences, beam, alpha, checkpoint, untrained, examples
-    )
-    # What is misspelt shows now, and not after the weights are read.
+    opened, chosen = Run.open(run), _listed(languages)
+    search = (beam, alpha, checkpoint)
+    config = work.EvaluateConfig(split, chosen, sentences, *search, untrained, examples)
+    # Misspelt names are told before the weights are read.
     held_out(opened.corpus, tasks_of(opened.tokenizer, chosen), split, 1)
 
     which = members(coordinator, processes, process)
@@ -76,20 +84,27 @@ def evaluate(
             if not hosts.is_first():
                 _help(opened, config, steps, devices, together)
                 return
-            with show.bars() as bars:
+            with nullcontext(Silent()) if as_json else show.bars() as bars:
                 result, measured = _measure(opened, config, steps, devices, together, bars)
     except KeyboardInterrupt:
         show.console.print("interrupted; the same command goes on from here")
         raise typer.Exit(130) from None
     if measured is None:
         measured = work.read_results(opened.folder / "baselines.json")
-    _show(result, measured)
-    show.console.print(f"written to {opened.folder / work.EVALUATION}", soft_wrap=True)
+    if as_json:
+        print(json.dumps({**result, "baselines": measured}, indent=1))
+    else:
+        _show(result, measured)
+        show.console.print(f"written to {opened.folder / work.EVALUATION}", soft_wrap=True)
+
+
+def _listed(names: str) -> tuple[str, ...]:
+    return tuple(name for name in names.replace(" ", "").split(",") if name)
 
 
 def _show(result: Mapping[str, Any], measured: Mapping[str, Any] | None) -> None:
     """Print the tables, and what their numbers mean."""
-    from gshard.mt.commands.show import console
+    from gshard.commands.show import console
 
     zero = comparable(result, measured)
     console.print(task_table(result, zero))

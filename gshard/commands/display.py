@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from gshard.mt.commands.show import SECONDS, Lines, bar, console
+from gshard.commands.show import SECONDS, Lines, bar, console
 from gshard.mt.progress import Step
 
 

@@ -7,22 +7,24 @@ from typing import Annotated
 
 import typer
 
+from gshard.commands.options import Checkpoint, Run
+
 
 def release(
-    run: Annotated[Path, typer.Argument(help="folder of a training run")],
+    run: Run,
     out: Annotated[Path | None, typer.Option(help="the new folder of the release")] = None,
-    checkpoint: Annotated[str, typer.Option(help="best, last, or a step")] = "best",
+    checkpoint: Checkpoint = "best",
     precision: Annotated[str, typer.Option(help="bfloat16, or float32")] = "bfloat16",
     verify: Annotated[
         bool, typer.Option("--verify", help="RUN is a release: compare it with its checksums")
     ] = False,
 ) -> None:
     """Write what translating with a run needs: weights, vocabularies, settings and a card."""
+    from gshard.commands.show import console
     from gshard.mt import hosts
-    from gshard.mt.commands.show import console
     from gshard.mt.errors import UserError, nearest
     from gshard.mt.release import make
-    from gshard.mt.run import Run
+    from gshard.mt.run import Run as OpenedRun
 
     chosen = next((each for each in make.PRECISIONS if each == precision), None)
     if chosen is None:
@@ -34,12 +36,12 @@ def release(
         raise UserError("either --out NEW_FOLDER, to make a release, or --verify, to check one")
     hosts.start(1)
     if out is None:
-        weights = make.verify(Run.open(run))
+        weights = make.verify(OpenedRun.open(run))
         console.print(
             f"{run}: {weights:,} weights, and every file is as it was released", soft_wrap=True
         )
         return
-    made = make.make_release(Run.open(run), out, checkpoint, chosen)
+    made = make.make_release(OpenedRun.open(run), out, checkpoint, chosen)
     for path in sorted(made.rglob("*")):
         if path.is_file():
             size = path.stat().st_size / 1e6

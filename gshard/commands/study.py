@@ -17,8 +17,11 @@ Only = Annotated[
     str, typer.Option(help="names of runs, or `baselines`, with commas between them [all]")
 ]
 Until = Annotated[str, typer.Option(help="trained, translated or scored: the last stage to do")]
-Seconds = Annotated[
-    float, typer.Option(help="begin nothing after so long, and stop a training [no limit]")
+Minutes = Annotated[
+    float,
+    typer.Option(
+        help="time budget: start no stage after it, and stop a running one (it can be resumed)"
+    ),
 ]
 Ahead = Annotated[
     int, typer.Option(help="processes that compile the programs of all runs beforehand", min=0)
@@ -32,16 +35,16 @@ def study(
     report: Report = False,
     only: Only = "",
     until: Until = "scored",
-    seconds: Seconds = float("inf"),
+    minutes: Minutes = float("inf"),
     compile_ahead: Ahead = 0,
     out: Out = None,
 ) -> None:
-    """Train, translate and score the runs of a plan; the same command goes on where it stopped."""
+    """Train, translate and score the runs of a plan. Run it again to continue."""
     from gshard.mt.study.plan import read_plan
 
     opened = read_plan(plan)
     if not (status or report):
-        _work(opened, only, until, seconds, compile_ahead)
+        _work(opened, only, until, 60.0 * minutes, compile_ahead)
     if status or not report:
         _show(opened)
     if report or (until == "scored" and not status):
@@ -49,9 +52,9 @@ def study(
 
 
 def _work(plan: Plan, only: str, until: str, seconds: float, processes: int) -> None:
+    from gshard.commands import show
+    from gshard.commands.display import TrainDisplay
     from gshard.mt import hosts
-    from gshard.mt.commands import show
-    from gshard.mt.commands.display import TrainDisplay
     from gshard.mt.data.corpus import Corpus
     from gshard.mt.errors import UserError, nearest
     from gshard.mt.study.ledger import STAGES
@@ -82,7 +85,7 @@ def _work(plan: Plan, only: str, until: str, seconds: float, processes: int) -> 
 
 
 def _show(plan: Plan) -> None:
-    from gshard.mt.commands.show import console
+    from gshard.commands.show import console
     from gshard.mt.study.overview import lines, overview_table
 
     console.print(overview_table(plan))
@@ -91,7 +94,7 @@ def _show(plan: Plan) -> None:
 
 
 def _report(plan: Plan, out: Path | None) -> None:
-    from gshard.mt.commands.show import console
+    from gshard.commands.show import console
     from gshard.mt.study.results import write_results
 
     for path in write_results(plan, out or plan.folder / "report"):

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gshard.mt.commands.processes import Coordinator, Process, Processes, members
+from gshard.commands.options import Languages, Least, complete_what_to_train
+from gshard.commands.processes import Coordinator, Process, Processes, members
 
 if TYPE_CHECKING:
     from gshard.mt.config import RunConfig
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
 
 
 What = Annotated[
-    str, typer.Argument(help="a preset (tiny, dense, small, base, ...), a config file, or a run")
+    str,
+    typer.Argument(
+        help="a preset (tiny, dense, small, base, ...), a config file, or a run",
+        autocompletion=complete_what_to_train,
+    ),
 ]
 Settings = Annotated[
     list[str] | None, typer.Argument(help="name=value settings, as model.experts=16")
@@ -32,9 +37,8 @@ OnRay = Annotated[
 Nodes = Annotated[
     int, typer.Option("--hosts", help="with --ray: how many nodes [all there are]", min=0)
 ]
-Least = Annotated[int, typer.Option(help="with --ray: go on with as few nodes as this", min=1)]
 BackTo = Annotated[
-    int | None, typer.Option("--from", help="go back to the checkpoint of this step")
+    int | None, typer.Option("--checkpoint", help="go back to the checkpoint of this step")
 ]
 ListSettings = Annotated[
     bool, typer.Option("--settings", help="list all settings with their values, and stop")
@@ -51,19 +55,21 @@ def train(
     process: Process = None,
     ray: OnRay = False,
     nodes: Nodes = 0,
-    least: Least = 1,
+    least: Least = 0,
+    languages: Languages = "",
     back_to: BackTo = None,
     list_settings: ListSettings = False,
 ) -> None:
-    """Train a model; Ctrl-C saves it, and the same command goes on where it stopped."""
-    config, folder = _configured(what or ("tiny" if list_settings else ""), settings or [], corpus)
+    """Train a model. Ctrl-C saves it; run the same command again to continue."""
+    changes = [*(settings or []), *([f"vocabulary.languages={languages}"] if languages else [])]
+    config, folder = _configured(what or ("tiny" if list_settings else ""), changes, corpus)
     if list_settings:
         _list_settings(config)
         return
     if ray:
-        words = [what, *(settings or []), "--out", str((out or folder).absolute())]
+        words = [what, *changes, "--out", str((out or folder).absolute())]
         words += ["--corpus", str(corpus.absolute())] if corpus else []
-        words += [] if back_to is None else ["--from", str(back_to)]
+        words += [] if back_to is None else ["--checkpoint", str(back_to)]
         raise typer.Exit(_on_ray(words, nodes, least))
 
     from gshard.mt.launch.status import reporting
@@ -72,7 +78,7 @@ def train(
         from gshard.mt import hosts
 
         hosts.start(config.devices.count, members(coordinator, processes, process))
-        from gshard.mt.commands.display import TrainDisplay
+        from gshard.commands.display import TrainDisplay
         from gshard.mt.data.corpus import Corpus
         from gshard.mt.lock import locked
         from gshard.mt.run import Run
@@ -97,10 +103,10 @@ def train(
 
 def _on_ray(arguments: Sequence[str], nodes: int, least: int) -> int:
     """Train on a Ray cluster; the exit status."""
-    from gshard.mt.commands.show import console
+    from gshard.commands.show import console
     from gshard.mt.errors import UserError
     from gshard.mt.launch.local import gshard_command
-    from gshard.mt.launch.supervisor import Supervisor, without_from
+    from gshard.mt.launch.supervisor import Supervisor, without_checkpoint
 
     try:
         from gshard.mt.launch.ray_cluster import RayCluster
@@ -114,12 +120,12 @@ def _on_ray(arguments: Sequence[str], nodes: int, least: int) -> int:
     count = nodes or len(cluster.nodes())
     note(f"{count} processes on {len(cluster.nodes())} nodes")
     command = gshard_command(["train", *arguments])
-    again = without_from(command)
+    again = without_checkpoint(command)
     return Supervisor(cluster, command, count, note, least=min(least, count), again=again).run()
 
 
 def _summarize(run: Run, outcome: Outcome) -> None:
-    from gshard.mt.commands.show import console
+    from gshard.commands.show import console
 
     steps = run.config.train.steps
     console.print(
@@ -157,7 +163,7 @@ def _configured(what: str, settings: Sequence[str], corpus: Path | None) -> tupl
 
 
 def _list_settings(config: RunConfig) -> None:
-    from gshard.mt.commands.show import console
+    from gshard.commands.show import console
     from gshard.mt.config import settings
 
     for name, value, _ in settings(config):

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from gshard.commands.options import Alpha, Beam, Checkpoint, Devices, Rows, Run
+
 
 def serve(
-    run: Annotated[Path, typer.Argument(help="folder of a training run")],
+    run: Run,
     port: Annotated[int, typer.Option(help="where to listen; 0 takes any that is free")] = 8000,
-    beam: Annotated[int, typer.Option(help="hypotheses that are followed")] = 4,
+    beam: Beam = 4,
     alternatives: Annotated[int, typer.Option(help="translations to show")] = 4,
-    alpha: Annotated[float, typer.Option(help="how much longer translations are favoured")] = 0.6,
-    checkpoint: Annotated[str, typer.Option(help="best, last, or a step")] = "best",
-    rows: Annotated[int, typer.Option(help="sentences translated together, at most")] = 16,
-    devices: Annotated[int, typer.Option(help="devices to use; 0 is all, or a CPU as one")] = 0,
+    alpha: Alpha = 0.6,
+    checkpoint: Checkpoint = "best",
+    rows: Rows = 32,
+    devices: Devices = 0,
 ) -> None:
     """Show a page on this machine: type a sentence, see its translation and its experts."""
     import os
     import sys
 
-    from gshard.mt.commands.show import console
+    from gshard.commands.show import console
     from gshard.mt.decoding.serve import Server
     from gshard.mt.decoding.service import Service
     from gshard.mt.decoding.translator import TranslateConfig, open_translator
-    from gshard.mt.run import Run
+    from gshard.mt.run import Run as OpenedRun
 
-    opened = Run.open(run)
+    opened = OpenedRun.open(run)
     longest = max(opened.config.batch.source_length, 16)
     config = TranslateConfig(beam, min(alternatives, beam), alpha, rows, longest)
     with console.status(f"loading {opened.name}"):

@@ -9,17 +9,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gshard.commands.options import Languages, Plots, complete_tiers
+
 if TYPE_CHECKING:
     from gshard.mt.data.gather import GatherConfig
 
 app = typer.Typer(no_args_is_help=True, help="Gather parallel text and look at it.")
 
+Tier = Annotated[
+    str,
+    typer.Option(
+        help="tiny, core, full, or a .toml file of your own", autocompletion=complete_tiers
+    ),
+]
 CorpusFolder = Annotated[Path, typer.Argument(help="folder of a gathered corpus")]
 
 
 @app.command()
 def gather(
-    tier: Annotated[str, typer.Option(help="tiny, core, full, or a .toml file of your own")] = "",
+    tier: Tier = "",
     out: Annotated[Path, typer.Option(help="folder of the corpus")] = Path("corpus"),
     tsv: Annotated[
         list[str], typer.Option(help="[SPLIT=]FILE with language, source, English[, origin]")
@@ -48,7 +56,7 @@ def gather(
     ] = False,
 ) -> None:
     """Gather a corpus: download, read, clean, split and write. Run it again to continue."""
-    from gshard.mt.commands import show
+    from gshard.commands import show
     from gshard.mt.data import gather as work
     from gshard.mt.data import tiers
     from gshard.mt.data.splits import SPLITS, Shares
@@ -96,13 +104,11 @@ def _on_ray(config: GatherConfig) -> GatherConfig:
 def stats(
     corpus: CorpusFolder = Path("corpus"),
     most: Annotated[int, typer.Option(help="languages to show; 0 is all")] = 0,
-    png: Annotated[
-        Path | None, typer.Option(help="picture of the power law [CORPUS/power-law.png]")
-    ] = None,
+    plots: Plots = None,
     verify: Annotated[bool, typer.Option(help="compare every file with its checksum")] = False,
 ) -> None:
     """Print the table of languages, what was dropped and why, and draw the power law."""
-    from gshard.mt.commands.show import console
+    from gshard.commands.show import console
     from gshard.mt.data import stats as work
     from gshard.mt.data.corpus import Corpus
     from gshard.mt.errors import UserError
@@ -111,7 +117,8 @@ def stats(
     console.print(work.language_table(opened, most))
     console.print(work.dropped_table(opened))
     console.print(work.source_table(opened))
-    picture = png or corpus / "power-law.png"
+    picture = (plots or corpus) / "power-law.png"
+    picture.parent.mkdir(parents=True, exist_ok=True)
     work.draw_power_law(opened, picture)
     console.print(f"power law: {picture}", soft_wrap=True)
     if verify:
@@ -135,12 +142,12 @@ def vocabulary(
         float, typer.Option(help="1 samples by data, inf every language alike")
     ] = 5.0,
     sentences: Annotated[int, typer.Option(help="sentences to train on, at most")] = 1_000_000,
-    languages: Annotated[str, typer.Option(help="only these, with commas")] = "",
-    seed: int = 0,
+    languages: Languages = "",
+    seed: Annotated[int, typer.Option(help="of the sample")] = 0,
 ) -> None:
     """Train the SentencePiece vocabularies on a temperature sample of the corpus."""
+    from gshard.commands.show import console
     from gshard.mt.batching.tokenizer import VocabularyConfig, refuse_to_replace, train_tokenizer
-    from gshard.mt.commands.show import console
     from gshard.mt.data.corpus import Corpus
 
     chosen = tuple(language for language in languages.split(",") if language)
@@ -177,10 +184,10 @@ def batches(
     """Make batches as training would, and show their padding, speed and mixture."""
     import time
 
+    from gshard.commands import show
     from gshard.mt.batching.batches import BatchConfig, Batches
     from gshard.mt.batching.tokenizer import Tokenizer
     from gshard.mt.batching.tokens import open_tokens
-    from gshard.mt.commands import show
     from gshard.mt.data.corpus import Corpus
 
     opened = Corpus.open(corpus)

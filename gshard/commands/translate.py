@@ -13,7 +13,8 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
-from gshard.mt.commands.processes import Coordinator, Process, Processes, members
+from gshard.commands.options import Alpha, Beam, Checkpoint, Devices, Json, Rows, Run
+from gshard.commands.processes import Coordinator, Process, Processes, members
 
 if TYPE_CHECKING:
     from gshard.mt.decoding.lines import Lines
@@ -28,7 +29,7 @@ _CONTROLS = dict.fromkeys((*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029), " 
 
 
 def translate(
-    run: Annotated[Path, typer.Argument(help="folder of a training run")],
+    run: Run,
     file: Annotated[
         Path | None, typer.Argument(help="text, a sentence a line [standard input]")
     ] = None,
@@ -36,19 +37,17 @@ def translate(
         str, typer.Option("--from", help="language of the text; checked, but not needed")
     ] = "",
     target: Annotated[str, typer.Option("--to", help="language to translate into [en]")] = "",
-    beam: Annotated[int, typer.Option(help="hypotheses that are followed; 1 is greedy")] = 4,
+    beam: Beam = 4,
     nbest: Annotated[int, typer.Option(help="translations of each line, the best first")] = 1,
-    alpha: Annotated[float, typer.Option(help="how much longer translations are favoured")] = 0.6,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="a JSON object a line, with scores and the n-best list")
-    ] = False,
-    checkpoint: Annotated[str, typer.Option(help="best, last, or a step")] = "best",
-    rows: Annotated[int, typer.Option(help="sentences in a batch")] = 32,
+    alpha: Alpha = 0.6,
+    as_json: Json = False,
+    checkpoint: Checkpoint = "best",
+    rows: Rows = 32,
     encoding: Annotated[str, typer.Option(help="of the text that is read")] = "utf-8",
     out: Annotated[
-        Path | None, typer.Option(help="write to this file; the same command goes on with it")
+        Path | None, typer.Option(help="write to this file; run again to continue it")
     ] = None,
-    devices: Annotated[int, typer.Option(help="devices to use; 0 is all, or a CPU as one")] = 0,
+    devices: Devices = 0,
     coordinator: Coordinator = "",
     processes: Processes = None,
     process: Process = None,
@@ -57,10 +56,10 @@ def translate(
     from gshard.mt.decoding.output import FileOutput, Output
     from gshard.mt.decoding.translator import TranslateConfig, choose_target, open_translator
     from gshard.mt.launch.status import reporting
-    from gshard.mt.run import Run
+    from gshard.mt.run import Run as OpenedRun
     from gshard.mt.together import Together
 
-    opened, which = Run.open(run), members(coordinator, processes, process)
+    opened, which = OpenedRun.open(run), members(coordinator, processes, process)
     longest = opened.config.batch.source_length  # the model has seen nothing longer
     config = TranslateConfig(beam, nbest, alpha, rows, max(longest, 16))
     wanted = choose_target(opened.tokenizer, source, target)
@@ -197,7 +196,7 @@ def _progress(first: int, last: int) -> Iterator[Progress]:
     )
     from rich.progress import Progress as RichProgress
 
-    from gshard.mt.commands.show import Bars
+    from gshard.commands.show import Bars
     from gshard.mt.progress import Silent
 
     console = Console(stderr=True)

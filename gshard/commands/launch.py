@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from gshard.commands.options import Least
+
 _COMMANDS = ("train", "translate", "evaluate")
 # What stands behind the command's name is for that command, options too.
 SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
@@ -18,9 +20,7 @@ def launch(
     processes: Annotated[
         int, typer.Option("-n", "--processes", help="how many processes", min=1)
     ] = 2,
-    least: Annotated[
-        int, typer.Option(help="go on with as few, if one does not come back [all]", min=0)
-    ] = 0,
+    least: Least = 0,
     failures: Annotated[
         int, typer.Option(help="give up after so many without a new step in between", min=1)
     ] = 3,
@@ -30,7 +30,7 @@ def launch(
 
     from gshard.mt.errors import UserError, nearest
     from gshard.mt.launch.local import ThisMachine, gshard_command
-    from gshard.mt.launch.supervisor import Patience, Supervisor, without_from
+    from gshard.mt.launch.supervisor import Patience, Supervisor, without_checkpoint
 
     what = command[0]
     if what not in _COMMANDS:
@@ -52,6 +52,6 @@ def launch(
         note,
         Patience(failures=failures),
         least,
-        without_from(begun) if what == "train" else begun,
+        without_checkpoint(begun) if what == "train" else begun,
     )
     raise typer.Exit(supervisor.run())

@@ -7,15 +7,17 @@ from typing import Annotated
 
 import typer
 
+from gshard.commands.options import Runs
+
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="folders of runs, shown together")],
+    runs: Runs,
     out: Annotated[
         Path | None, typer.Option(help="the page [RUN/report.html; report.html for several]")
     ] = None,
 ) -> None:
     """Write one self-contained page: quality, losses, data, experts and translations of runs."""
-    from gshard.mt.commands.show import console
+    from gshard.commands.show import console
     from gshard.mt.report import write_report
 
     path, shown = write_report(runs, out)

@@ -1,0 +1,84 @@
+"""`gshard explain`: what a partitioned function sends, why, and which annotation to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gshard.commands.options import Hardware, Json, Page
+from gshard.errors import UserError, nearest
+
+_DTYPES = {
+    **{f"f{n}": f"float{n}" for n in (16, 32, 64)},
+    **{f"i{n}": f"int{n}" for n in (8, 16, 32, 64)},
+    **{f"u{n}": f"uint{n}" for n in (8, 16, 32, 64)},
+    "bf16": "bfloat16",
+    "bool": "bool",
+    "c64": "complex64",
+}
+
+
+def explain(
+    function: Annotated[str, typer.Argument(help="module:function, annotated")],
+    shapes: Annotated[list[str], typer.Argument(help="its arguments, as in f32[8,256,128]")],
+    devices: Annotated[int, typer.Option(help="how many devices", min=1)] = 8,
+    hardware: Hardware = None,
+    as_json: Json = False,
+    page: Page = None,
+) -> None:
+    """Explain what a partitioned function sends, why, and which annotation to change."""
+    import json
+    from dataclasses import asdict
+
+    import gshard
+    from gshard.forecast import present
+
+    try:
+        arguments = [_shape(s) for s in shapes]
+        jitted = gshard.jit(_imported(function), devices=devices, hardware=hardware)
+        lowered = jitted.lower(*arguments)
+        if as_json:
+            sent = [asdict(c) for c in lowered.collectives]
+            print(json.dumps({**lowered.forecast().as_dict(), "collectives": sent}, indent=1))
+        else:
+            if hardware is None:
+                name = present().name
+                print(f"hardware: {name}, as JAX reports; --hardware plans and times for another")
+            print(lowered.explain())
+        if page is not None:
+            page.write_text(lowered.page(), encoding="utf-8")
+    except (ValueError, TypeError) as error:
+        raise UserError(str(error)) from None
+
+
+def _imported(name: str) -> Any:
+    import importlib
+    import sys
+
+    module, _, function = name.partition(":")
+    if not function:
+        raise ValueError(f"{name!r} names no function; write module:function")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name!r} cannot be imported: {error}") from None
+
+
+def _shape(text: str) -> Any:
+    import re
+
+    import jax
+
+    match = re.fullmatch(r"([a-z]+\d*)\[([\d,\s]*)\]", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no shape; write a dtype and sizes, as in f32[8,256,128]")
+    if match[1] not in _DTYPES:
+        raise ValueError(
+            f"the dtype of {text!r} is {match[1]!r}; allowed are {', '.join(_DTYPES)}"
+            f"{nearest(match[1], _DTYPES)}"
+        )
+    sizes = [int(n) for n in match[2].split(",") if n.strip()]
+    return jax.ShapeDtypeStruct(tuple(sizes), _DTYPES[match[1]])

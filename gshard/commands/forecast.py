@@ -1,0 +1,175 @@
+"""`gshard forecast`: time and memory of a training step of the paper's family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gshard.commands.options import (
+    DevicesOfPaper,
+    HardwareOfPaper,
+    Json,
+    Page,
+    Plots,
+    complete_models,
+)
+from gshard.errors import UserError
+
+if TYPE_CHECKING:
+    from gshard.forecast import Forecast, Hardware
+    from gshard.planning.family import Plan
+
+
+def forecast(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="a member of the paper's family", autocompletion=complete_models),
+    ] = None,
+    hardware: HardwareOfPaper = "tpu-v3",
+    devices: DevicesOfPaper = None,
+    batch_tokens: Annotated[
+        str | None, typer.Option(help="source and target tokens together, as in 4M [the paper's]")
+    ] = None,
+    remat: Annotated[
+        str | None,
+        typer.Option(help="none or layer [as the paper: layer from 36 layers on, or to fit]"),
+    ] = None,
+    dispatch: Annotated[str, typer.Option(help="einsum, as in the paper, or index")] = "einsum",
+    fit: Annotated[
+        str | None, typer.Option(help='list what fits on these devices, as in "64 x h100"')
+    ] = None,
+    as_json: Json = False,
+    plots: Plots = None,
+    trace: Annotated[Path | None, typer.Option(help="a file for Perfetto")] = None,
+    page: Page = None,
+) -> None:
+    """Forecast time and memory of a training step; no accelerator needed."""
+    import json
+
+    from gshard.forecast import hardware as hardware_of
+
+    try:
+        hardware_of(hardware)  # a misspelt name is told before the models are imported
+        if fit is not None:
+            _show_fitting(fit, as_json)
+            return
+        if model is None:
+            raise ValueError("name a model, or give --fit with devices, as in --fit '64 x h100'")
+        chosen, found = _forecast(model, hardware, devices, _tokens(batch_tokens), remat, dispatch)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    from gshard.forecast.report import summary, table
+    from gshard.forecast.trace import trace as as_trace
+    from gshard.planning.family import memory_parts, part_of
+
+    held = memory_parts(chosen, found)
+    if as_json:
+        said = {"model": model, **found.as_dict(part_of), "memory_parts": held}
+        print(json.dumps(said, indent=1))
+    else:
+        rows = [f"{name:<38} {count / 1e9:>8.2f} GB" for name, count in held.items()]
+        print("\n".join([model, *summary(found), "", *table(found.by(part_of)), "", *rows]))
+    if trace is not None:
+        trace.write_text(json.dumps(as_trace(found)), encoding="utf-8")
+    if plots is not None or page is not None:
+        _draw(chosen, found, plots, page)
+
+
+def _draw(chosen: Plan, found: Forecast, plots: Path | None, page: Path | None) -> None:
+    """Plots and the page, beside forecasts on fewer devices."""
+    growth = _by_devices(chosen, found.hardware)
+    model = chosen.model.name
+    if plots is not None:
+        from gshard.planning.plots import plot_forecast, plot_growth
+
+        paths = plot_forecast(found, plots, f"{model} on {found.devices} x {found.hardware.name}")
+        paths += plot_growth(growth, plots, f"{model}, as much work on each")
+        typer.echo("\n".join(map(str, paths)), err=True)
+    if page is not None:
+        shown = chosen.lowered(found.hardware).page(growth=growth)
+        page.write_text(shown, encoding="utf-8")
+
+
+def _by_devices(chosen: Plan, hardware: Hardware) -> dict[int, Forecast]:
+    """The same on fewer devices, with as many tokens on each."""
+    from gshard.planning.family import plan
+
+    found = {}
+    for devices in (chosen.devices // 16, chosen.devices // 4, chosen.devices):
+        tokens = chosen.batch_tokens * devices // chosen.devices
+        remat, how = chosen.model.config.remat, chosen.model.config.dispatch
+        if devices:
+            smaller = plan(chosen.model.name, devices, tokens, str(remat), how)
+            found[devices] = smaller.forecast(hardware)
+    return found
+
+
+def _forecast(
+    model: str, hardware: str, devices: int | None, tokens: int | None, remat: str | None, how: str
+) -> tuple[Plan, Forecast]:
+    """With rematerialization as asked for, else as in the paper, else as it fits."""
+    from gshard.planning.family import plan
+
+    for setting in (remat,) if remat else (None, "layer"):
+        chosen = plan(model, devices, tokens, setting, how)
+        found = chosen.forecast(hardware)
+        if found.fits or remat:
+            return chosen, found
+        if chosen.model.config.remat == "layer":
+            break
+    machine, state = found.hardware, found.memory.arguments
+    raise ValueError(
+        f"{model} with {chosen.batch_tokens:,} tokens on {chosen.devices} x {machine.name} takes "
+        f"{found.memory_bytes / 1e9:.1f} GB on each device even with rematerialization, which has "
+        f"{machine.memory / 1e9:.1f} GB: {_nearest(chosen, machine, state, model)}"
+    )
+
+
+def _nearest(chosen: Any, machine: Any, state: int, model: str) -> str:
+    """The nearest batch that fits, or why none does."""
+    from gshard.planning.family import plan
+
+    tokens = chosen.batch_tokens
+    while state <= machine.memory:
+        tokens //= 2
+        try:
+            smaller = plan(model, chosen.devices, tokens, "layer", "einsum").forecast(machine)
+        except ValueError:
+            break
+        if smaller.fits:
+            return f"a batch of {tokens:,} tokens fits; --remat layer shows this one all the same"
+    return (
+        f"weights and optimizer state alone take {state / 1e9:.1f} GB; more devices hold fewer "
+        "experts each"
+    )
+
+
+def _show_fitting(text: str, as_json: bool) -> None:
+    import json
+
+    from gshard.planning.fit import fitting, parse
+
+    devices, machine = parse(text)
+    rows = fitting(devices, machine)
+    if as_json:
+        print(json.dumps([{"model": r.plan.model.name, **r.forecast.as_dict()} for r in rows]))
+        return
+    print(f"{'model':<16} {'weights':>8} {'batch':>12} {'remat':>6} {'memory':>9} {'tokens/s':>11}")
+    for r in rows:
+        print(
+            f"{r.plan.model.name:<16} {r.plan.model.weights / 1e9:>7.1f}B "
+            f"{r.plan.batch_tokens:>12,} {r.plan.model.config.remat!s:>6} "
+            f"{r.forecast.memory_bytes / 1e9:>6.1f} GB {r.tokens_per_second:>11,.0f}"
+        )
+
+
+def _tokens(text: str | None) -> int | None:
+    if text is None:
+        return None
+    scale = {"K": 2**10, "M": 2**20}.get(text[-1:].upper(), 1)
+    try:
+        return round(float(text.rstrip("kKmM")) * scale)
+    except ValueError:
+        raise ValueError(f"--batch-tokens is {text!r}; write a number, as in 4M or 65536") from None

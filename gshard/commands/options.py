@@ -1,0 +1,89 @@
+"""Arguments and options that several commands share, and what the shell completes them with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def _beginning(known: Iterable[str], typed: str) -> list[str]:
+    return [name for name in known if name.startswith(typed)]
+
+
+def complete_hardware(incomplete: str) -> list[str]:
+    """Names of hardware, and TOML files."""
+    from gshard.forecast import known
+
+    return _beginning([*known(), *map(str, Path().glob("*.toml"))], incomplete)
+
+
+def complete_models(incomplete: str) -> list[str]:
+    """Members of the paper's family."""
+    from gshard.nn.family import FAMILY
+
+    return _beginning(FAMILY, incomplete)
+
+
+def complete_runs(incomplete: str) -> list[str]:
+    """Folders of runs, here and below `runs`."""
+    from gshard.mt.run import CONFIG
+
+    folder = Path(incomplete).parent
+    found = [*folder.glob(f"*/{CONFIG}"), *Path("runs").glob(f"*/{CONFIG}")]
+    return _beginning(sorted({str(path.parent) for path in found}), incomplete)
+
+
+def complete_what_to_train(incomplete: str) -> list[str]:
+    """Presets, configuration files and runs."""
+    from gshard.mt.presets import PRESETS
+
+    files = sorted(map(str, Path().glob("*.toml")))
+    return [*_beginning([*PRESETS, *files], incomplete), *complete_runs(incomplete)]
+
+
+def complete_tiers(incomplete: str) -> list[str]:
+    """Tiers of data, and TOML files."""
+    from gshard.mt.data.tiers import shipped
+
+    return _beginning([*shipped(), *map(str, Path().glob("*.toml"))], incomplete)
+
+
+Model = Annotated[
+    str, typer.Argument(help="a member of the paper's family", autocompletion=complete_models)
+]
+HardwareOfPaper = Annotated[
+    str,
+    typer.Option(
+        help="a name or a TOML file, to plan and time for", autocompletion=complete_hardware
+    ),
+]
+Hardware = Annotated[
+    str | None,
+    typer.Option(
+        help="a name or a TOML file, to plan and time for [what JAX reports]",
+        autocompletion=complete_hardware,
+    ),
+]
+DevicesOfPaper = Annotated[
+    int | None, typer.Option(help="how many devices [as many as the paper's]", min=1)
+]
+Run = Annotated[Path, typer.Argument(help="folder of a training run", autocompletion=complete_runs)]
+Runs = Annotated[
+    list[Path],
+    typer.Argument(help="folders of runs, shown together", autocompletion=complete_runs),
+]
+Page = Annotated[Path | None, typer.Option(help="an HTML file of the explained program")]
+Plots = Annotated[Path | None, typer.Option(help="a folder for plots, as PNG files")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
+Checkpoint = Annotated[str, typer.Option(help="best, last, or a step")]
+Beam = Annotated[int, typer.Option(help="hypotheses kept while searching; 1 is greedy", min=1)]
+Alpha = Annotated[float, typer.Option(help="length penalty: higher prefers longer translations")]
+Rows = Annotated[int, typer.Option(help="sentences translated together, at most", min=1)]
+Devices = Annotated[int, typer.Option(help="devices to use; 0 is all, or a CPU as one", min=0)]
+Languages = Annotated[str, typer.Option(help="only these languages, with commas [all]")]
+Least = Annotated[
+    int, typer.Option(help="continue with as few processes as this if some are lost [all]", min=0)
+]

@@ -1,1 +1,0 @@
-"""The subcommands of `gshard` that belong to translation, one small module each."""

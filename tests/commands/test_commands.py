@@ -1,0 +1,181 @@
+"""The command as a whole: its help, what the shell completes, and what it needs."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import gshard
+from gshard.cli import app, main
+from gshard.commands import options
+from gshard.forecast import hardware
+
+# An option of several commands has one default, but for these.
+DIFFERENT = {
+    "--out": "what each command writes",
+    "--devices": "the paper's number for its models, 8 for any program, all that there are to run",
+    "--hardware": "the paper's for its models, what JAX reports for any program",
+    "--processes": "how many to start, or how many there are",
+    "--checkpoint": "the best to translate with, the newest to train on with",
+    "--sentences": "to learn a vocabulary from, or to translate",
+}
+
+WITHOUT_MT = """
+import sys
+MISSING = {"grain", "orbax", "pyarrow", "sacrebleu", "sentencepiece", "starlette", "matplotlib",
+           "filelock", "lxml", "polib", "tensorboardX", "uvicorn", "absl"}
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in MISSING:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+from gshard.cli import main
+main(sys.argv[1:])
+"""
+
+
+def run_without_mt(folder, *words):
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_MT, *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()},
+    )
+
+
+def test_help_shows_both_halves_and_h_is_help():
+    for flag in ("-h", "--help"):
+        shown = CliRunner().invoke(app, [flag]).output
+        first, second = shown.index("Any JAX program"), shown.index("Translation")
+        assert first < shown.index("explain  ") < shown.index("forecast  ") < second
+        assert second < shown.index("train  ") < shown.index("translate  ")
+    assert "--devices" in CliRunner().invoke(app, ["forecast", "-h"]).output
+    assert "--tier" in CliRunner().invoke(app, ["data", "gather", "-h"]).output
+
+
+def test_version():
+    assert CliRunner().invoke(app, ["--version"]).output == f"gshard {gshard.__version__}\n"
+
+
+def leaves(command, name="gshard"):
+    if hasattr(command, "commands"):
+        for sub, each in command.commands.items():
+            yield from leaves(each, f"{name} {sub}")
+    else:
+        yield name, command
+
+
+def test_one_name_for_one_option():
+    found = {}
+    for name, command in leaves(get_command(app)):
+        for param in command.params:
+            if param.param_type_name == "option":
+                assert param.help, (name, param.opts)
+                kind = repr(param.default)
+                for option in (o for o in param.opts if o.startswith("--")):
+                    found.setdefault(option, {}).setdefault(kind, []).append(name)
+    assert {o for o, kinds in found.items() if len(kinds) > 1} == set(DIFFERENT), found
+    assert not {"--plot", "--png", "--seconds"} & set(found)
+    assert [*found["--from"].values()] == [["gshard translate"]]  # a language
+    assert len(found["--plots"]) == len(found["--json"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["forecast", "moe_2048e_3"], ["moe_2048e_36l"]),
+        (["interval", "tin"], ["tiny"]),
+        (["forecast", "tiny", "--hardware", "tpu-v5"], ["tpu-v5e", "tpu-v5p"]),
+        (["explain", "--hardware", "h"], ["h100", "h200"]),
+        (["train", "ti"], ["tiny"]),
+        (["train", "runs/m"], ["runs/mine"]),
+        (["evaluate", "runs/"], ["runs/mine"]),
+        (["report", "ru"], ["runs/mine"]),
+        (["data", "gather", "--tier", "co"], ["core"]),
+    ],
+)
+def test_the_shell_completes(words, expected, tmp_path, monkeypatch):
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    shown = CliRunner().invoke(
+        app,
+        [],
+        env={
+            "_GSHARD_COMPLETE": "complete_bash",
+            "COMP_WORDS": " ".join(["gshard", *words]),
+            "COMP_CWORD": str(len(words)),
+            "_TYPER_COMPLETE_TESTING": "True",
+        },
+        prog_name="gshard",
+    )
+    assert shown.output.split() == expected
+
+
+def test_completions_offer_files_too(tmp_path, monkeypatch):
+    (tmp_path / "mine.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    assert options.complete_hardware("m") == ["mine.toml"]
+    assert options.complete_what_to_train("mi") == ["mine.toml"]
+    assert options.complete_tiers("min") == ["mine.toml"]
+
+
+LAYER = """
+import gshard
+import jax.numpy as jnp
+
+def layer(x, w):
+    return jnp.tanh(gshard.split(x, 0, 8) @ gshard.split(w, 0, 8))
+"""
+
+
+def test_explain_says_for_which_hardware_and_leaves_out_the_step_around_it(tmp_path, monkeypatch):
+    (tmp_path / "explained_layer.py").write_text(LAYER)
+    monkeypatch.chdir(tmp_path)
+    words = ["explain", "explained_layer:layer", "f32[64,32]", "f32[32,16]"]
+    shown = CliRunner().invoke(app, words).output.splitlines()
+    assert shown[0] == "hardware: cpu, as JAX reports; --hardware plans and times for another"
+    assert shown[1].startswith("program for each of 8 devices: 1 collectives")
+    page = tmp_path / "page.html"
+    shown = CliRunner().invoke(app, [*words, "--hardware", "tpu-v3", "--page", str(page)]).output
+    assert "on tpu-v3" in shown.splitlines()[0]
+    assert hardware("tpu-v3").reached.step_seconds > 0.01  # the constant that is left out
+    assert "outside the program" not in page.read_text()
+    said = json.loads(CliRunner().invoke(app, [*words, "--hardware", "h100", "--json"]).output)
+    assert said["hardware"] == said["planned_for"] == "h100"
+    assert [c["source"] for c in said["collectives"]] == ["explained_layer.py:6"]
+
+
+def test_the_core_of_the_command_needs_no_package_of_mt(tmp_path):
+    (tmp_path / "layer.py").write_text(LAYER)
+    done = run_without_mt(tmp_path, "explain", "layer:layer", "f32[64,32]", "f32[32,16]")
+    assert done.returncode == 0, done.stderr
+    assert "layer.py:6" in done.stdout
+    done = run_without_mt(tmp_path, "--help")
+    assert "Translation" in done.stdout
+    done = run_without_mt(tmp_path, "data", "stats", "corpus")
+    assert done.returncode == 1
+    assert done.stderr == "gshard: this needs the package 'pyarrow': pip install 'gshard[mt]'\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["forecast", "tinny"], "the model is 'tinny'; known are"),
+        (["forecast", "tiny", "--hardware", "h-100"], "did you mean 'h100'?"),
+        (["interval", "tiny", "--hardware", "h-100"], "did you mean 'h100'?"),
+    ],
+)
+def test_misspelt_names_are_one_line(words, said, capsys):
+    with pytest.raises(SystemExit):
+        main(words)
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert len(shown.splitlines()) == 1
