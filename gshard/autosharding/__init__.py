@@ -1,0 +1,1 @@
+"""Annotations chosen by gshard: the search for a layout, and the solver behind it."""

@@ -1,0 +1,157 @@
+"""Memory over time: what each strategy of a node holds, over which intervals, and the limit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Holdings as arrays, and the limit at each time.
+
+    Holding h is memory of `node[h]` from time `start[h]` up to, not including, `stop[h]`; with
+    strategy s the node holds `usage[first[h] + s]` bytes. A node may have any number of holdings,
+    over any intervals; they add up. Times are the positions of `limit`.
+    """
+
+    node: Ints
+    start: Ints
+    stop: Ints
+    first: Ints
+    usage: Floats
+    limit: Floats
+
+    @staticmethod
+    def of(holdings: Iterable[tuple[int, int, int, Sequence[float]]], limit: Floats) -> Memory:
+        """Memory from tuples (node, start, stop, bytes by strategy)."""
+        rows = [h for h in holdings if h[1] < h[2]]
+        node, start, stop = (np.array([h[i] for h in rows], dtype=np.int64) for i in range(3))
+        sizes = [len(h[3]) for h in rows]
+        flat = np.array([u for h in rows for u in h[3]], dtype=np.float64)
+        return Memory(node, start, stop, _offsets(np.array(sizes, dtype=np.int64)), flat, limit)
+
+    @property
+    def sizes(self) -> Ints:
+        """The number of strategies of each holding's node."""
+        return np.diff(self.first)
+
+    def over_time(self, amounts: Floats) -> Floats:
+        """The sum at each time of one amount per holding."""
+        length = len(self.limit) + 1
+        changes = np.bincount(self.start, amounts, length)
+        changes -= np.bincount(self.stop, amounts, length)
+        return np.cumsum(changes[:-1])
+
+    def profile(self, answer: Ints) -> Floats:
+        """The memory that an answer (a strategy for each node) holds at each time."""
+        return self.over_time(self.usage[self.first[:-1] + answer[self.node]])
+
+    def least(self) -> Floats:
+        """Of each holding the fewest bytes that a strategy holds."""
+        return _reduce(np.minimum, self.usage, self.first)
+
+    def most(self) -> Floats:
+        """Of each holding the most bytes that a strategy holds."""
+        return _reduce(np.maximum, self.usage, self.first)
+
+    def at(self, time: int) -> tuple[Ints, Floats]:
+        """The holdings of a time: for each entry its position in `usage`, and its node."""
+        live = np.flatnonzero((self.start <= time) & (time < self.stop))
+        return entries(self.first[live], self.sizes[live]), np.repeat(
+            self.node[live], self.sizes[live]
+        )
+
+    def renamed(self, number: Sequence[int] | Ints, strategies: Sequence[Ints]) -> Memory:
+        """The memory by other nodes: node i is `number[i]` now, whose strategy s means
+        `strategies[i][s]` of node i. Intervals that become equal are added up."""
+        if not len(self.node):
+            return self
+        taken = [strategies[i] for i in self.node]
+        sizes = np.array([len(t) for t in taken], dtype=np.int64)
+        flat = self.usage[np.repeat(self.first[:-1], sizes) + np.concatenate(taken)]
+        node = np.asarray(number, dtype=np.int64)[self.node]
+        return _united(node, self.start, self.stop, sizes, flat, self.limit)
+
+    def tightened_limit(self) -> Memory:
+        """What every strategy of a node holds is taken off the limit."""
+        least = self.least()
+        limit = self.limit - self.over_time(least)
+        usage = self.usage - np.repeat(least, self.sizes)
+        memory = dataclasses.replace(self, usage=usage, limit=limit)
+        return memory._where(self.most() > least)
+
+    def tightened(self) -> Memory:
+        """Only the times and the holdings that can exceed the limit.
+
+        A time at which even the largest usages fit is dropped, and so is a time that holds no
+        more than the one before or after it.
+        """
+        memory = self.tightened_limit()
+        memory = memory._at_times(memory.over_time(memory.most()) > memory.limit)
+        for later in (True, False):
+            limit = memory.limit
+            starts, stops = (np.zeros(len(limit) + 1, dtype=bool) for _ in range(2))
+            starts[memory.start] = True
+            stops[memory.stop] = True
+            kept = np.ones(len(limit), dtype=bool)
+            if later:
+                kept[:-1] = stops[1:-1] | (limit[1:] > limit[:-1])
+            else:
+                kept[1:] = starts[1:-1] | (limit[:-1] > limit[1:])
+            memory = memory._at_times(kept)
+        return memory
+
+    def _where(self, kept: Bools) -> Memory:
+        sizes = self.sizes[kept]
+        flat = self.usage[entries(self.first[:-1][kept], sizes)]
+        return Memory(
+            self.node[kept], self.start[kept], self.stop[kept], _offsets(sizes), flat, self.limit
+        )
+
+    def _at_times(self, kept: Bools) -> Memory:
+        position = np.concatenate([[0], np.cumsum(kept)])
+        start, stop = position[self.start], position[self.stop]
+        memory = dataclasses.replace(self, start=start, stop=stop, limit=self.limit[kept])
+        memory = memory._where(start < stop)
+        return _united(
+            memory.node, memory.start, memory.stop, memory.sizes, memory.usage, memory.limit
+        )
+
+
+def entries(first: Ints, sizes: Ints) -> Ints:
+    """The positions first[h], first[h] + 1, ..., first[h] + sizes[h] - 1 of all h in a row."""
+    if not len(sizes):
+        return np.zeros(0, dtype=np.int64)
+    own = _offsets(sizes)
+    return np.arange(own[-1]) + np.repeat(first - own[:-1], sizes)
+
+
+def _united(
+    node: Ints, start: Ints, stop: Ints, sizes: Ints, usage: Floats, limit: Floats
+) -> Memory:
+    """Memory in which no node has two holdings over the same interval."""
+    if not len(node):
+        return Memory(node, start, stop, _offsets(sizes), usage, limit)
+    keys, one, group = np.unique(
+        np.stack([node, start, stop]), axis=1, return_index=True, return_inverse=True
+    )
+    first = _offsets(sizes[one])
+    at = entries(first[:-1][group.ravel()], sizes)
+    total = np.bincount(at, usage, int(first[-1])).astype(np.float64)
+    return Memory(keys[0], keys[1], keys[2], first, total, limit)
+
+
+def _offsets(sizes: Ints) -> Ints:
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+
+def _reduce(operation: np.ufunc, flat: Floats, first: Ints) -> Floats:
+    return operation.reduceat(flat, first[:-1]) if len(first) > 1 else np.zeros(0)

@@ -1,0 +1,187 @@
+"""Search, for problems that stay too large to be solved at once.
+
+Prices on memory and messages along the edges give a bound and say which strategies look good. A
+part of the strategies of all nodes (a kernel), or all strategies of some nodes (a neighbourhood),
+is a smaller problem: it is presolved and solved exactly, again and again around the best answer.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from gshard.autosharding.memory import Bools, Floats, Ints
+from gshard.autosharding.network import Network
+from gshard.autosharding.presolve import presolve
+from gshard.autosharding.prices import Prices
+from gshard.autosharding.problem import NoAnswerError, Problem
+from gshard.autosharding.program import Progress, Result, solve_exactly
+
+# Pairs of strategies of the first kernel; HiGHS proves problems of this size within seconds.
+_FIRST_PAIRS = 20_000
+
+# Of the time that is left, the share that one kernel or neighbourhood may take.
+_SHARE = 0.06
+
+
+class Search:
+    """The best answer so far, and how it is improved."""
+
+    def __init__(self, problem: Problem, seconds: float, progress: Progress | None) -> None:
+        self.problem, self.progress = problem, progress
+        self.until = time.monotonic() + seconds
+        self.prices = Prices(problem)
+        self.best = Result(None, np.inf, -np.inf)
+        self.random = np.random.default_rng(0)
+        self.neighbours: list[list[int]] = [[] for _ in problem.costs]
+        for edge in problem.edges:
+            self.neighbours[edge.first].append(edge.second)
+            self.neighbours[edge.second].append(edge.first)
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left."""
+        return self.until - time.monotonic()
+
+    def run(self) -> Result:
+        """Search until the best answer is proven or time runs out."""
+        self.prices.ascend(self.left * 0.2, 200)
+        self._found(None)
+        pairs = _FIRST_PAIRS
+        while self.left > 0 and self.best.gap > 1e-9:
+            began = time.monotonic()
+            solved = self._solve_kernel(pairs)
+            quick = time.monotonic() - began < 0.5 * _SHARE * max(self.left, 0.0)
+            if self.best.answer is not None and not (solved and quick):
+                break
+            pairs *= 2 if quick else 1
+            if not quick and self.best.answer is None:
+                self.prices.ascend(self.left * 0.1, 50)
+            if pairs > 4 * self.problem.pairs:
+                break
+        size = 4_000
+        while self.left > 0 and self.best.answer is not None and self.best.gap > 1e-9:
+            size = self._improve(size)
+        return self.best
+
+    def _found(self, answer: Ints | None) -> bool:
+        """Take an answer if it is the best; whether it is."""
+        cost = np.inf if answer is None else self.problem.cost(answer)
+        better = cost < self.best.cost and self.problem.excess(answer) <= 0  # type: ignore[arg-type]
+        if better:
+            self.best = Result(answer, cost, self.best.bound)
+        bound = min(max(self.best.bound, self.prices.bound), self.best.cost)
+        self.best = Result(self.best.answer, self.best.cost, bound)
+        if self.progress is not None:
+            self.progress(self.best)
+        return better
+
+    def _solve(self, kept: list[Bools], seconds: float) -> tuple[bool, bool]:
+        """Solve with only these strategies; whether it was solved, and gave a better answer."""
+        network = Network(self.problem)
+        for node, strategies in enumerate(kept):
+            network.keep(node, np.flatnonzero(strategies))
+        part, back = network.result()
+        try:
+            smaller = presolve(part)
+            result = solve_exactly(smaller.problem, min(seconds, self.left))
+        except NoAnswerError:
+            return True, False
+        if result.answer is None:
+            return False, False
+        better = self._found(back(smaller.back(result.answer)))
+        return result.gap <= 1e-9, better
+
+    def _solve_kernel(self, pairs: int) -> bool:
+        """The strategies with the least margins, as many as give this number of pairs."""
+        margins = self.prices.margins
+        low, high = 0.0, max(float(m.max()) for m in margins)
+        for _ in range(30):
+            middle = (low + high) / 2
+            if self._pairs([m <= middle for m in margins]) > pairs:
+                high = middle
+            else:
+                low = middle
+        kept = [m <= max(low, float(m.min())) for m in margins]
+        for node, smallest in enumerate(self._smallest()):
+            kept[node][smallest] = True
+            if self.best.answer is not None:
+                kept[node][self.best.answer[node]] = True
+        solved, _ = self._solve(kept, _SHARE * self.left)
+        return solved
+
+    def _pairs(self, kept: list[Bools]) -> int:
+        counts = [int(k.sum()) for k in kept]
+        return sum(counts[e.first] * counts[e.second] for e in self.problem.edges)
+
+    def _smallest(self) -> Ints:
+        """Of each node the strategy that holds the least memory over all its time."""
+        memory = self.problem.memory
+        spans = np.repeat(memory.stop - memory.start, memory.sizes)
+        total = np.bincount(self.prices.column, memory.usage * spans, int(self.prices.first[-1]))
+        pieces = np.split(total, self.prices.first[1:-1])
+        return np.array([int(piece.argmin()) for piece in pieces])
+
+    def _improve(self, size: int) -> int:
+        """Free a neighbourhood of about `size` pairs; returns the next size."""
+        assert self.best.answer is not None
+        kept = [np.zeros(len(c), dtype=bool) for c in self.problem.costs]
+        for node, strategy in enumerate(self.best.answer):
+            kept[node][strategy] = True
+        if self.random.random() < 0.5:
+            self._free_near(kept, size)
+        else:
+            self._free_cheap(kept, size)
+        began = time.monotonic()
+        solved, better = self._solve(kept, _SHARE * self.left)
+        took = time.monotonic() - began
+        if better:
+            return size
+        if solved and took < 0.02 * self.left:
+            return min(int(size * 1.3), 4 * self.problem.pairs)
+        return max(int(size * 0.8), 200) if not solved else size
+
+    def _free_near(self, kept: list[Bools], size: int) -> None:
+        """All strategies of a node that was drawn, and of nodes around it."""
+        queue = [int(self.random.integers(len(kept)))]
+        seen, pairs = set(queue), 0
+        while queue and pairs < size:
+            node = queue.pop(int(self.random.integers(min(len(queue), 4))))
+            kept[node][:] = True
+            for other in self.neighbours[node]:
+                pairs += len(kept[node]) * int(kept[other].sum())
+                if other not in seen:
+                    seen.add(other)
+                    queue.append(other)
+
+    def _free_cheap(self, kept: list[Bools], size: int) -> None:
+        """Everywhere, strategies that cost little more than the ones taken, with noise."""
+        assert self.best.answer is not None
+        regret: list[Floats] = []
+        for node, costs in enumerate(self.prices.costs()):
+            total = costs.copy()
+            for _, _, table, other in (
+                *self.prices.messages.later[node],
+                *self.prices.messages.earlier[node],
+            ):
+                total = total + table[:, self.best.answer[other]]
+            regret.append(np.minimum(self.prices.margins[node], total - total.min()))
+        flat = np.concatenate(regret) * self.random.uniform(0.2, 1.8, int(self.prices.first[-1]))
+        pieces = np.split(flat, self.prices.first[1:-1])
+        low, high = 0.0, float(flat[np.isfinite(flat)].max())
+        for _ in range(25):
+            middle = (low + high) / 2
+            if self._pairs([k | (p <= middle) for k, p in zip(kept, pieces, strict=True)]) > (
+                size + len(self.problem.edges)
+            ):
+                high = middle
+            else:
+                low = middle
+        for k, p in zip(kept, pieces, strict=True):
+            k |= p <= low
+
+
+def search(problem: Problem, seconds: float, progress: Progress | None = None) -> Result:
+    """A good answer within the time given, with a bound."""
+    return Search(problem, seconds, progress).run()

@@ -1,0 +1,137 @@
+"""The solver against brute force, its bound, its limits, and the contest's command."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, reject, settings
+from hypothesis import strategies as st
+
+from gshard.autosharding import backend, contest
+from gshard.autosharding.merging import merge
+from gshard.autosharding.messages import Messages
+from gshard.autosharding.prices import Prices
+from gshard.autosharding.problem import NoAnswerError, from_contest
+from gshard.autosharding.program import solve_exactly
+from gshard.autosharding.search import search
+from gshard.autosharding.solve import solve
+from tests.autosharding.problems import brute_force, problems
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems())
+def test_solve_is_brute_force(problem):
+    wanted = brute_force(problem)
+    if wanted == np.inf:
+        with pytest.raises(NoAnswerError):
+            solve(problem)
+        return
+    result = solve(problem)
+    assert result.answer is not None
+    assert problem.excess(result.answer) <= 0
+    assert problem.cost(result.answer) == result.cost == wanted
+    assert result.bound == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", [backend.HighsBackend, backend.ScipyBackend])
+@settings(max_examples=30, deadline=None)
+@given(problem=problems())
+def test_the_program_alone_is_brute_force(kind, problem):
+    wanted = brute_force(problem)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gshard.autosharding.program.open_backend", kind)
+        try:
+            result = solve_exactly(problem, 60.0)
+        except NoAnswerError:
+            assert wanted == np.inf
+            return
+    assert result.answer is not None
+    assert problem.cost(result.answer) == wanted
+
+
+def _consistent(problem):
+    """Without strategies that no neighbour can be combined with, as message passing needs it."""
+    try:
+        return merge(problem)[0]
+    except NoAnswerError:
+        reject()
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems(), seed=st.integers(0, 1000))
+def test_messages_and_prices_bound_from_below(problem, seed):
+    """Whatever the messages and prices are; and a strategy's margin bounds answers that take it."""
+    problem = _consistent(problem)
+    wanted = brute_force(problem)
+    prices = Prices(problem)
+    prices.ascend(60.0, 5)
+    assert prices.bound <= wanted + 1e-6
+    messages = Messages(problem)
+    rng = np.random.default_rng(seed)
+    messages.into = [[rng.normal(size=len(m)) for m in both] for both in messages.into]
+    bound, margins = messages.bound(problem.costs)
+    for node, margin in enumerate(margins):
+        for strategy, extra in enumerate(margin):
+            kept = [np.where(np.arange(len(c)) == strategy, c, np.inf) for c in problem.costs]
+            costs = tuple(kept[i] if i == node else c for i, c in enumerate(problem.costs))
+            free = type(problem)(costs, problem.edges, problem.memory, problem.constant)
+            assert bound + extra <= brute_force(free) + 1e-6
+
+
+@settings(max_examples=15, deadline=None)
+@given(problem=problems())
+def test_search_finds_answers_within_the_limit(problem):
+    """The search alone, without the presolve that would leave it nothing to do."""
+    problem = _consistent(problem)
+    wanted = brute_force(problem)
+    assume(np.isfinite(wanted))
+    result = search(problem, 0.3)
+    if result.answer is not None:
+        assert problem.excess(result.answer) <= 0
+        assert result.bound - 1e-6 <= wanted <= result.cost
+
+
+def _contest(limit: int) -> dict:
+    return {
+        "name": "small",
+        "nodes": {
+            "costs": [[1, 5], [0, 0]],
+            "usages": [[10, 2], [3, 4]],
+            "intervals": [[0, 2], [1, 3]],
+        },
+        "edges": {"nodes": [[0, 1]], "costs": [[0, 10**18, 2, 0]]},
+        "usage_limit": limit,
+    }
+
+
+def test_contest_files(tmp_path, capsys):
+    path = tmp_path / "small.json.gz"
+    for limit, cost in ((13, 1), (12, 5), (5, 7)):
+        path.write_bytes(gzip.compress(json.dumps({"problem": _contest(limit)}).encode()))
+        contest.main([str(path), "--seconds", "20"])
+        line = json.loads(capsys.readouterr().out)
+        assert (line["cost"], line["bound"], line["feasible"]) == (cost, cost, True)
+    path.write_bytes(gzip.compress(json.dumps({"problem": _contest(4)}).encode()))
+    with pytest.raises(SystemExit, match=r"small\.json\.gz"):
+        contest.main([str(path)])
+
+
+def test_costs_of_parallel_edges_and_loops_add_up():
+    data = _contest(100)
+    data["edges"] = {
+        "nodes": [[0, 1], [1, 0], [0, 0]],
+        "costs": [[1, 2, 3, 4], [10, 20, 30, 40], [100, 0, 0, 200]],
+    }
+    problem = from_contest(data)
+    np.testing.assert_array_equal(problem.costs[0], [101, 205])
+    np.testing.assert_array_equal(problem.edges[0].costs, [[11, 32], [23, 44]])
+
+
+def test_progress_is_in_terms_of_the_problem_given():
+    problem = from_contest(_contest(12))
+    seen = []
+    result = solve(problem, progress=seen.append)
+    assert seen
+    assert all(r.answer is None or len(r.answer) == 2 for r in seen)
+    assert seen[-1].cost == result.cost
