@@ -49,6 +49,7 @@ format: $(VENV)/installed
 docs: $(VENV)/installed
 	$(RUN) -m gshard.rules --update
 	$(RUN) -m tools.jit_table --update
+	$(RUN) -m tools.api --update
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -1,12 +1,14 @@
 """gshard: annotate a few tensors, partition the whole program.
 
-Public are the names below, `gshard.manual`, `gshard.nn` and the command `gshard`: see
-docs/reference/api.md. Every other module is private and may change from one release to the next.
+Public are the names below, those of `gshard.manual` (collectives for regions that are partitioned
+by hand), `gshard.forecast` (time and memory before a run), `gshard.extend` (rules for operators)
+and `gshard.nn` (models), and the command `gshard`. Every other module is private and may change
+from one release to the next.
 """
 
 from importlib import metadata as _metadata
 
-from gshard import manual
+from gshard import extend, forecast, manual
 from gshard.annotate import replicate, shard, split
 from gshard.explain import Collective
 from gshard.factors import Factors
@@ -40,6 +42,8 @@ __all__ = [
     "UnevenArray",
     "__version__",
     "auto_to_manual_spmd_partition",
+    "extend",
+    "forecast",
     "jit",
     "manual",
     "manual_to_auto_spmd_partition",

@@ -44,7 +44,7 @@ def register_rule(
     reduction. All other factors stay whole. `local(*tiles, **params)` runs in the place of the
     primitive where that needs other parameters on a tile.
 
-    A `gshard.rule.Rule` in the place of the string can do all that gshard's own rules do.
+    A `gshard.extend.Rule` in the place of the string can do all that gshard's own rules do.
     """
     if not isinstance(primitive, Primitive):
         raise TypeError(

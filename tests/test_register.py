@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from gshard import extend
 from gshard.choose import partition_by_factors
 from gshard.rule import RULES, Rule
 from gshard.rules.pointwise import same_dims
@@ -234,3 +235,30 @@ def test_custom_partitioning_without_a_rule_is_its_body():
         fn = custom_partitioning(lambda x: jnp.sin(x) * 2)
         fn.def_partition(partition=lambda mesh, args, result: None)
     assert sent(check(fn, random_array((13,)), inputs=[even_split(1, 0, 8)])) == 0
+
+
+def test_a_rule_in_full_is_written_with_the_public_module_alone():
+    """Rows are independent; along columns the rule itself asks for the whole dim."""
+    primitive = new_primitive("centred", lambda x: x - jnp.mean(x, axis=1, keepdims=True))
+    asked = []
+
+    def factors(eqn):
+        return extend.Factors.of(eqn, [["row", "column"]], [["row", "column"]])
+
+    def partition(ctx: extend.Context, eqn, tiles, wanted):
+        (tile,) = tiles
+        rows = tile.sharding.replace(1, None)
+        moved = ctx.reshard(tile, rows, extend.Reason("operand", "centred", "a mean over columns"))
+        asked.append(tile.sharding)
+        (out,) = extend.bind_local(ctx, eqn, [moved], [moved.array.shape])
+        return [extend.Tile(out, rows, tile.shape)]
+
+    doc = extend.Doc(free="rows", gather="columns")
+    gshard.register_rule(primitive, extend.Rule(factors, partition=partition, doc=doc))
+    x = random_array((16, 24))
+    lowered = check(lambda x: primitive.bind(gshard.split(x, 0, 8)), x)
+    assert not lowered.collectives
+    lowered = check(lambda x: primitive.bind(gshard.split(x, 1, 8)), x)
+    assert set(kinds(lowered)) <= {"all_gather", "all_to_all"}
+    assert len(lowered.collectives) == 1
+    assert asked

@@ -1,0 +1,47 @@
+"""For extensions: all that a rule for an operator is written with.
+
+`register_rule` with a string is enough for most primitives (docs/howto/custom-operators.md). A
+`Rule` describes an operator in full, as gshard's own rules do: its `Factors` say how the dims of
+operands and results correspond, `local` computes the results of one device from `Tile`s, and
+`partition` takes over where more is needed, with what the `Context` offers. The files in
+gshard/rules are examples.
+"""
+
+from gshard.devices import Place
+from gshard.factors import Dim, Factor, Factors, Shape, no_factors
+from gshard.reason import Reason
+from gshard.register import register_rule
+from gshard.rule import (
+    Context,
+    Doc,
+    LocalOp,
+    PartitionRule,
+    Rule,
+    Shares,
+    Work,
+    bind_local,
+)
+from gshard.sharding import Sharding, Split
+from gshard.tile import Tile
+
+__all__ = [
+    "Context",
+    "Dim",
+    "Doc",
+    "Factor",
+    "Factors",
+    "LocalOp",
+    "PartitionRule",
+    "Place",
+    "Reason",
+    "Rule",
+    "Shape",
+    "Sharding",
+    "Shares",
+    "Split",
+    "Tile",
+    "Work",
+    "bind_local",
+    "no_factors",
+    "register_rule",
+]
