@@ -1,7 +1,7 @@
 """A local web page to type a sentence and see its translation and the experts behind it.
 
 The page is one file without a word from outside. Starlette and Uvicorn carry it: connections cost
-no threads, and bodies that are not read end their connection. The server listens on this
+no threads, end by themselves, and with bodies that are not read. The server listens on this
 machine only, answers to its own name only, and to those who know the token in its address.
 """
 
@@ -31,12 +31,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gshard.mt.decoding.connections import Connection
 from gshard.mt.decoding.service import LONGEST, RefusedError, Service
 from gshard.mt.errors import UserError
 
 HOST = "127.0.0.1"
 _BODY = 16 * LONGEST  # bytes of a request: every character may be an escape
 _READING = 20.0  # seconds that a request may take to arrive
+_BACKLOG = 64  # connections that are taken at once, before any of them is looked at
 _LEAVING = 0.2  # seconds between two looks at whether a client has left
 
 
@@ -53,11 +55,12 @@ class Server:
             self._socket.close()
             why = getattr(error, "strerror", None) or error
             raise UserError(f"port {port} cannot be used: {why}; --port names another") from None
-        self._socket.listen(128)
+        self._socket.listen(_BACKLOG)
         self.port = self._socket.getsockname()[1]
         config = uvicorn.Config(
             _application(service, self.token),
-            http="h11",
+            http=Connection,
+            backlog=_BACKLOG,
             ws="none",
             lifespan="off",
             log_level="critical",
