@@ -41,7 +41,7 @@ def code(language: int) -> str:
 
 def peaks(command: list[str]) -> tuple[float, float, float]:
     """Seconds, and the largest memory in MB of a command and of any process that it started."""
-    began, own, workers = time.time(), 0.0, 0.0
+    began, own, workers = time.monotonic(), 0.0, 0.0
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     while process.poll() is None:
         for pid in descendants(process.pid):
@@ -51,7 +51,7 @@ def peaks(command: list[str]) -> tuple[float, float, float]:
     assert process.stderr is not None
     if process.returncode:
         sys.exit(process.stderr.read().decode())
-    return time.time() - began, own, workers
+    return time.monotonic() - began, own, workers
 
 
 def descendants(pid: int) -> list[int]:

@@ -30,7 +30,7 @@ class Watched:
     """The command, what it says and when."""
 
     def __init__(self, config: Path, run: Path, address: str):
-        self.begin = time.time()
+        self.begin = time.monotonic()
         self.run = run
         self.said: list[str] = []
         self._known: int | None = None  # the journal's file, of the last start
@@ -57,16 +57,16 @@ class Watched:
 
     def tell(self, text: str) -> None:
         """Print a line with the seconds since the start."""
-        print(f"{time.time() - self.begin:7.1f} s  {text}", flush=True)
+        print(f"{time.monotonic() - self.begin:7.1f} s  {text}", flush=True)
 
     def until(self, true: Callable[[], bool]) -> float:
         """Wait until something is true, and return when that was; an error if it never will be."""
-        deadline = time.time() + PATIENCE
+        deadline = time.monotonic() + PATIENCE
         while not true():
-            if self.process.poll() is not None or time.time() > deadline:
+            if self.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError("it did not come to that:\n" + "\n".join(self.said[-20:]))
             time.sleep(0.1)
-        return time.time()
+        return time.monotonic()
 
     def steps(self, after: float, what: str) -> None:
         """Wait for some more steps, and tell how long the first one took."""
@@ -104,11 +104,11 @@ def main() -> None:
             watched.steps(watched.begin, "the start with three nodes")
             nodes.remove_node(third, allow_graceful=False)
             watched.tell("a node is taken away")
-            watched.steps(time.time(), "that, with two nodes")
+            watched.steps(time.monotonic(), "that, with two nodes")
             nodes.add_node(num_cpus=1)
             watched.tell("a node is added")
             watched.until(lambda: any("there is room for 3" in line for line in watched.said))
-            watched.steps(time.time(), "all had been told to start again, with three nodes")
+            watched.steps(time.monotonic(), "all had been told to start again, with three nodes")
             watched.process.terminate()  # all save
             status = watched.process.wait(PATIENCE)
         finally:

@@ -131,9 +131,10 @@ def newest_checkpoint(run: Path) -> int:
 
 
 def processes_of(parent: int) -> list[int]:
-    """The children of a process, in the order in which they were started."""
+    """What `gshard launch` has started, in order; the shells beside them are its keepers."""
     path = Path(f"/proc/{parent}/task/{parent}/children")
-    return [int(pid) for pid in path.read_text().split()] if path.exists() else []
+    children = path.read_text().split() if path.exists() else []
+    return [int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text() != "sh\n"]
 
 
 def hurt(fault: str, run: Path, pid: int, draw: random.Random) -> Callable[[], None]:
@@ -199,7 +200,7 @@ class Tormentor(threading.Thread):
 
     def hear(self, line: str) -> None:
         """Take note of a line of the parent's output."""
-        self._heard.append((time.time(), line))
+        self._heard.append((time.monotonic(), line))
 
     def run(self) -> None:
         saved = newest_checkpoint(self._run)
@@ -217,7 +218,7 @@ class Tormentor(threading.Thread):
         if not (members := processes_of(self._parent.pid)):
             return False
         row = Row(fault, self._draw.randrange(len(members)), steps_done(self._run))
-        heard, began = len(self._heard), time.time()
+        heard, began = len(self._heard), time.monotonic()
         undo = hurt(fault, self._run, members[row.process], self._draw)
         if fault == "full disk":  # nobody fails: what could not be saved is, when there is room
             noticed = self._said(heard, ".*could not be saved")
@@ -225,7 +226,7 @@ class Tormentor(threading.Thread):
             undo()
             if noticed is None or not self._until(lambda: newest_checkpoint(self._run) > saved):
                 return False
-            row.noticed, row.back, row.repeated = noticed[0] - began, time.time() - began, 0
+            row.noticed, row.back, row.repeated = noticed[0] - began, time.monotonic() - began, 0
             self._keep(row)
             return True
         noticed = self._said(heard, ".*go on from what is saved")
@@ -254,9 +255,9 @@ class Tormentor(threading.Thread):
         return found[0] if self._until(said) else None
 
     def _until(self, true: Callable[[], bool], seconds: float = 1800.0) -> bool:
-        deadline = time.time() + seconds
+        deadline = time.monotonic() + seconds
         while not true():
-            if self._parent.poll() is not None or time.time() > deadline:
+            if self._parent.poll() is not None or time.monotonic() > deadline:
                 return False
             time.sleep(0.05)
         return True

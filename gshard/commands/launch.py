@@ -18,7 +18,7 @@ def launch(
         list[str], typer.Argument(help="train, translate or evaluate, and the rest")
     ],
     processes: Annotated[
-        int, typer.Option("-n", "--processes", help="how many processes", min=1)
+        int, typer.Option("-n", "--processes", help="how many processes", min=1, max=1024)
     ] = 2,
     least: Least = 0,
     failures: Annotated[
@@ -26,8 +26,7 @@ def launch(
     ] = 3,
 ) -> None:
     """Run several processes on this machine, and start them again when one dies or hangs."""
-    from rich.console import Console
-
+    from gshard.commands.screen import screen
     from gshard.mt.errors import UserError, nearest
     from gshard.mt.launch.local import ThisMachine, gshard_command
     from gshard.mt.launch.supervisor import Patience, Supervisor, without_checkpoint
@@ -39,7 +38,7 @@ def launch(
     # What is written to standard output cannot be taken back: it is not begun anew.
     if what == "translate" and not any(word.split("=")[0] == "--out" for word in command):
         failures = 1
-    console = Console(stderr=what == "translate")  # standard output is for the translations
+    console = screen(stderr=what == "translate")  # standard output is for the translations
 
     def note(text: str) -> None:
         console.print(f"launch: {text}", markup=False, soft_wrap=True)

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -17,10 +16,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from gshard.commands.screen import screen
 from gshard.mt.data.fetch import Problem
 from gshard.mt.progress import Step
 
-console = Console()
+console = screen()
 SECONDS = 5.0  # between lines where there is no terminal
 
 

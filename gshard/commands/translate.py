@@ -177,16 +177,15 @@ def _own_output() -> IO[bytes]:
 
 
 def _status(text: str) -> contextlib.AbstractContextManager[object]:
-    from rich.console import Console
+    from gshard.commands.screen import screen
 
-    console = Console(stderr=True)
+    console = screen(stderr=True)
     return console.status(text) if console.is_terminal else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _progress(first: int, last: int) -> Iterator[Progress]:
     """A bar on the terminal's standard error while a chunk is translated, gone afterwards."""
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -196,10 +195,11 @@ def _progress(first: int, last: int) -> Iterator[Progress]:
     )
     from rich.progress import Progress as RichProgress
 
+    from gshard.commands.screen import screen
     from gshard.commands.show import Bars
     from gshard.mt.progress import Silent
 
-    console = Console(stderr=True)
+    console = screen(stderr=True)
     if not console.is_terminal:
         yield Silent()
         return

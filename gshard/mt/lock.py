@@ -109,6 +109,8 @@ def _has_name(file: IO[bytes], path: Path) -> bool:
 def _owner(folder: Path) -> str:
     try:
         owner = atomic.read_object(folder / OWNER)
-        return f"process {int(owner['process'])} on {str(owner['host'])[:255]}"
-    except (OSError, ValueError, KeyError, TypeError):
+        process, host = int(owner["process"]), str(owner["host"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return "another process"
+    known = host.isprintable() and len(host) < 256
+    return f"process {process} on {host}" if known else f"process {process}"

@@ -10,7 +10,7 @@ import pytest
 
 from gshard.mt import lock
 from gshard.mt.errors import UserError
-from gshard.mt.lock import locked
+from gshard.mt.lock import OWNER, locked
 
 HOLDER = """
 import sys, pathlib
@@ -89,3 +89,31 @@ def test_nothing_is_left_where_nothing_came_of_it(tmp_path):
     with pytest.raises(ZeroDivisionError), locked(tmp_path / "run"):
         raise ZeroDivisionError
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "said"),
+    [
+        ("[" * 100_000, "another process"),
+        ('{"process": ' + "[" * 100_000, "another process"),
+        ('{"process": {}, "host": "a"}', "another process"),
+        ('{"process": 1e999, "host": "a"}', "another process"),
+        ('{"process": 7, "host": "\\u001b[2J"}', "process 7"),
+        ('{"process": 7, "host": ["a"]}', "process 7 on ['a']"),
+        ("\0", "another process"),
+    ],
+)
+def test_whatever_the_owners_file_holds_it_is_one_line(tmp_path, owner, said):
+    with locked(tmp_path):
+        (tmp_path / OWNER).write_text(owner)
+        with pytest.raises(UserError) as refused, locked(tmp_path):
+            pass
+    assert str(refused.value) == f"{tmp_path} is being trained in by {said}"
+
+
+def test_an_owner_that_is_a_pipe_is_not_waited_for(tmp_path):
+    with locked(tmp_path):
+        (tmp_path / OWNER).unlink()
+        os.mkfifo(tmp_path / OWNER)
+        with pytest.raises(UserError, match="by another process"), locked(tmp_path):
+            pass

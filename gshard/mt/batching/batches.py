@@ -8,9 +8,10 @@ batches do not depend on the number of hosts or workers, and resuming is naming 
 
 from __future__ import annotations
 
+import atexit
 import math
-import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from gshard.mt.batching.mixture import (
 from gshard.mt.batching.packing import Arrays, fill, pack
 from gshard.mt.batching.tokens import TaskTokens
 from gshard.mt.errors import UserError, nearest
+from gshard.mt.launch.signals import belong_to_parent
 
 MODES = ("pack", "bucket")
 _ENDLESS = 1 << 40  # steps
@@ -244,15 +246,14 @@ class Batches:
             return iter(steps.to_iter_dataset(grain.ReadOptions(2, self._ahead)))
         dataset = steps.to_iter_dataset(grain.ReadOptions(1, 2))
         options = grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=self._ahead)
-        return iter(dataset.mp_prefetch(options, worker_init_fn=_leave_ctrl_c))
+        return iter(dataset.mp_prefetch(options, worker_init_fn=_begin_worker))
 
     def __iter__(self) -> BatchIterator:
         return self.iterate()
 
 
-def _leave_ctrl_c(worker: int, count: int) -> None:
-    """Ctrl-C reaches the workers too; the process that owns them decides when they stop."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _begin_worker(worker: int, count: int) -> None:
+    belong_to_parent()
 
 
 class BatchIterator(Iterator[Arrays]):
@@ -263,6 +264,7 @@ class BatchIterator(Iterator[Arrays]):
         self._iterator = start(step)
         self.step = step
         self.slots = self.tokens = 0
+        atexit.register(_close, weakref.ref(self))  # workers ignore what Python sends them then
 
     def __next__(self) -> Arrays:
         # Copies, since what comes from a worker lies in memory that is shared with it.
@@ -294,3 +296,9 @@ class BatchIterator(Iterator[Arrays]):
         close = getattr(self._iterator, "close", None)
         if close:
             close()
+
+
+def _close(found: weakref.ref[BatchIterator]) -> None:
+    iterator = found()
+    if iterator is not None:
+        iterator.close()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 import multiprocessing
-import signal
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -27,6 +26,7 @@ from jax import Array
 import gshard
 from gshard.mt.batching.batches import Batches
 from gshard.mt.batching.packing import Arrays
+from gshard.mt.launch.signals import belong_to_parent
 from gshard.nn.config import Batch, TransformerConfig
 from gshard.nn.step import TrainState, eval_step, init_state, train_step
 from gshard.nn.transformer import Transformer
@@ -228,7 +228,7 @@ _mine: list[Batches] = []  # of a worker process
 
 
 def _adopt(batches: list[Batches]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that owns the workers decides
+    belong_to_parent()
     _mine[:] = batches
 
 

@@ -18,6 +18,7 @@ Variables = Mapping[str, str]
 
 _FIRST_PORT, _PORTS = 61_440, 4_096  # from which one is taken by a job's number
 _USUAL_PORT = 1_234  # of the coordinator, where a service names the host only
+MOST = 1 << 20  # processes
 _OVERRIDE = "--coordinator, --processes and --process decide"
 
 
@@ -33,6 +34,8 @@ class Hosts:
     def checked(self) -> Hosts:
         """These, or an error if they make no sense."""
         who = f"{self.launcher}: " if self.launcher else ""
+        if self.count > MOST:
+            raise UserError(f"{who}{self.count:,} processes; {MOST:,} are the most")
         if self.count < 1 or not 0 <= self.index < self.count:
             raise UserError(f"{who}process {self.index} of {self.count} cannot be; {_OVERRIDE}")
         if self.count > 1 and not _is_address(self.coordinator):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -13,29 +14,48 @@ from dataclasses import replace
 from pathlib import Path
 
 from gshard.mt.launch import status
+from gshard.mt.launch.keeper import Keeper
 
 _TAIL = 2_000  # bytes of a process's output to look for its last words in
 
 
 class LocalChild:
-    """A process that was started here; `quiet` ones write to a file, for when they fail."""
+    """A process that was started here; `quiet` ones write to a file, for when they fail.
+
+    It has a process group of its own, which ends with it, and with the process that started it.
+    """
 
     def __init__(self, command: Sequence[str], more: Mapping[str, str], place: Path, quiet: bool):
         self._status, self._log = place.with_suffix(".json"), place.with_suffix(".log")
         self._status.unlink(missing_ok=True)
-        self.begun = time.time()
+        self.begun = time.monotonic()
+        self._keeper: Keeper | None = Keeper()
         with self._log.open("wb") as file:
-            self._popen = subprocess.Popen(
-                command,
-                env={**os.environ, **more, status.VARIABLE: str(self._status)},
-                stdout=file if quiet else None,
-                stderr=subprocess.STDOUT if quiet else None,
-                start_new_session=True,  # Ctrl-C is for the parent to hand on
-            )
+            try:
+                self._popen = subprocess.Popen(
+                    command,
+                    env={**os.environ, **more, status.VARIABLE: str(self._status)},
+                    stdout=file if quiet else None,
+                    stderr=subprocess.STDOUT if quiet else None,
+                    start_new_session=True,  # Ctrl-C is for the parent to hand on
+                )
+            except BaseException:
+                self._keeper.dismiss()
+                raise
+        self._keeper.watch(self._popen.pid)
 
     def poll(self) -> int | None:
         """Its exit status, if it has ended; a signal's number is negative."""
-        return self._popen.poll()
+        code = self._popen.poll()
+        if code is not None and self._keeper is not None:
+            self._kill_group()  # its helpers, at once: later the number may be another's
+            self._keeper.dismiss()
+            self._keeper = None
+        return code
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
 
     def status(self) -> status.Status:
         """What it says of itself, and whether it has been stopped."""
@@ -55,8 +75,10 @@ class LocalChild:
 
     def end(self) -> None:
         """End it, whatever it does, and wait until it has."""
-        self.send(signal.SIGKILL)
-        self._popen.wait()
+        if self.poll() is None:
+            self._kill_group()
+            self._popen.wait()
+            self.poll()
 
     def last_words(self) -> str:
         """The last line of its output that is for people, and not a trace of C++ code."""

@@ -50,7 +50,7 @@ class Agent:
         """Its exit status, what it says, this node's clock, and its last words once it ended."""
         code = self._child.poll()
         words = self._child.last_words() if code else ""
-        return code, self._child.status(), time.time(), words
+        return code, self._child.status(), time.monotonic(), words
 
     def send(self, number: int) -> None:
         """Send it a signal."""
@@ -66,7 +66,7 @@ class RayChild:
     """A process on another node, as its actor last told of it."""
 
     def __init__(self, actor: Any):
-        self._actor, self.begun = actor, time.time()
+        self._actor, self.begun = actor, time.monotonic()
         self._code: int | None = None
         self._status, self._words = Status(), ""
 
@@ -80,7 +80,7 @@ class RayChild:
             except ray.exceptions.RayError:
                 self.lose()
                 return self._code
-            ahead = time.time() - clock  # clocks of other hosts go differently
+            ahead = time.monotonic() - clock  # clocks of other hosts go differently
             if told.seen:
                 told = replace(told, seen=told.seen + ahead, since=told.since + ahead)
             self._status = told

@@ -2,12 +2,12 @@
 
 A thread writes it every second, so that a process that is stopped falls silent, while one that
 waits for the others does not. The file is for this machine only and lies where the parent says.
+Times are those of the monotonic clock, which all processes of a machine share and nobody sets.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import threading
@@ -32,7 +32,7 @@ class Status:
     process: int = 0  # the operating system's number
     step: int = 0  # the last one that is done
     doing: str = "starting"
-    since: float = 0.0  # when it began to do that; seconds of the wall clock
+    since: float = 0.0  # when it began to do that
     seen: float = 0.0  # when this was written
     spent: Mapping[str, float] = field(default_factory=dict)  # seconds of what it did before
     longest: Mapping[str, float] = field(default_factory=dict)  # the same, of a single time
@@ -44,7 +44,7 @@ class Reporter:
 
     def __init__(self, path: str | os.PathLike[str] | None = None):
         self._path = Path(path) if path else None
-        self._now = Status(socket.gethostname(), os.getpid(), since=time.time())
+        self._now = Status(socket.gethostname(), os.getpid(), since=time.monotonic())
         self._ended = threading.Event()
         if self._path:
             self._write()
@@ -60,7 +60,7 @@ class Reporter:
         now = self._now
         step = now.step if step is None else step
         if (doing, step) != (now.doing, now.step):
-            clock = time.time()
+            clock = time.monotonic()
             took = clock - now.since
             spent = {**now.spent, now.doing: now.spent.get(now.doing, 0.0) + took}
             self._now = replace(now, step=step, doing=doing, since=clock, spent=spent)
@@ -85,15 +85,20 @@ class Reporter:
 
     def _write(self) -> None:
         assert self._path is not None
-        now = {**asdict(self._now), "seen": time.time()}
+        now = {**asdict(self._now), "seen": time.monotonic()}
         with contextlib.suppress(OSError):  # a full disk is no reason to stop
             atomic.write_json(self._path, now)
+
+
+def is_watched() -> bool:
+    """Whether a parent watches this process, which then decides what becomes of it."""
+    return bool(os.environ.get(VARIABLE))
 
 
 def read(path: Path) -> Status:
     """The status that a process wrote last; an empty one if there is none yet."""
     try:
-        return Status(**json.loads(path.read_text(encoding="utf-8")))
+        return Status(**atomic.read_object(path))
     except (OSError, ValueError, TypeError):
         return Status()
 

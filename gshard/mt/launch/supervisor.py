@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from gshard.mt.launch.signals import is_second_request, stop_signals
 from gshard.mt.launch.status import ALONE, WAITING, Status
 
 _USER_ERRORS = (1, 2)  # exit statuses of what a user has to mend
@@ -120,6 +121,7 @@ class Supervisor:
         self._count, self._least, self._note = count, least or count, note
         self._patience = patience
         self._asked = 0  # the signal that ended it all
+        self._at_once = False  # a second one came: nothing is waited for any more
         self._paces: list[float] = []
         self._longest: dict[str, float] = {}  # seconds, by what was done
         self._started = 0  # processes of the last attempt
@@ -137,7 +139,7 @@ class Supervisor:
                 count = self._room(self._count - self._left_out)
                 if self._asked:
                     return 128 + self._asked
-                before, began = self._best, time.time()
+                before, began = self._best, time.monotonic()
                 ended = self._attempt(Path(scratch), count)
                 if self._asked:
                     return 128 + self._asked
@@ -151,9 +153,9 @@ class Supervisor:
                     self._note(f"{ended}; all are stopped")
                     return int(ended.status or 1)
                 failures = 1 if self._best > before else failures + 1
-                self._failed = time.time()
+                self._failed = time.monotonic()
                 if failures < self._patience.failures:
-                    after = f"{time.time() - began:.0f} s after the start"
+                    after = f"{time.monotonic() - began:.0f} s after the start"
                     self._note(f"{ended} ({after}); all go on from what is saved")
                 elif count > self._least:
                     failures = 0
@@ -181,27 +183,27 @@ class Supervisor:
         Returns the first failure, or in words why they were stopped, or None if all is done.
         """
         children = self._machines.start(self._command, count, scratch)
-        self._moved, self._lagging = (0, time.time()), set()
+        self._moved, self._lagging = (0, time.monotonic()), set()
         if count != self._started:  # others compile other programs, and save other parts
             self._started, self._longest = count, {}
-        looked, stopping, why = time.time(), 0.0, None
+        looked, stopping, why = time.monotonic(), 0.0, None
         try:
             while True:
                 ended = [child.poll() for child in children]
                 if stopping:
-                    late = time.time() - stopping > self._patience.stopping
-                    if late or all(code is not None for code in ended):
+                    late = time.monotonic() - stopping > self._patience.stopping
+                    if late or self._at_once or all(code is not None for code in ended):
                         return why
                 elif failure := self._failure(children, ended):
                     return failure
                 elif all(code == 0 for code in ended):
                     return None
                 elif self._asked or (why := self._more(count, looked)):
-                    stopping = time.time()
+                    stopping = time.monotonic()
                     for child in children:
                         child.send(signal.SIGTERM)
-                if time.time() - looked > self._patience.joining:
-                    looked = time.time()
+                if time.monotonic() - looked > self._patience.joining:
+                    looked = time.monotonic()
                 time.sleep(self._machines.look)
         finally:
             for child in children:
@@ -211,7 +213,7 @@ class Supervisor:
 
     def _more(self, count: int, looked: float) -> str | None:
         """Whether to stop and start again with more processes, in words."""
-        if count >= self._count or time.time() - looked <= self._patience.joining:
+        if count >= self._count or time.monotonic() - looked <= self._patience.joining:
             return None
         room, before = self._machines.capacity(self._count), self._room_then
         self._room_then = room
@@ -231,7 +233,7 @@ class Supervisor:
             if code:
                 return Failure(index, _obituary(children[index], code), code)
         states: dict[int, Status] = {}
-        now = time.time()
+        now = time.monotonic()
         for index, (child, code) in enumerate(zip(children, ended, strict=True)):
             if code is not None:
                 continue
@@ -298,12 +300,13 @@ class Supervisor:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         def ask(number: int, frame: FrameType | None) -> None:
-            self._asked = number
+            self._at_once |= bool(self._asked) and is_second_request(number)
+            self._asked = self._asked or number
 
         if threading.current_thread() is not threading.main_thread():
             yield  # signals are not ours to take
             return
-        before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        before = {each: signal.signal(each, ask) for each in stop_signals()}
         try:
             yield
         finally:

@@ -57,7 +57,7 @@ def render(runs: Sequence[Run], now: float | None = None) -> str:
             f"\n{inner}\n</section>"
             for key, title, inner in sections
         ),
-        foot=f"<p>Written by <code>gshard report</code> on {day(now or time.time())}, from "
+        foot=f"<p>Written by <code>gshard report</code> on {day(now or time.time())}, from "  # noqa: TID251  (a date)
         "the files of the runs alone.</p>",
         data=safe_json(data),
         script=script,

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from gshard.mt.launch.signals import is_second_request, stop_signals
 
 _SECONDS = 2.0  # between two exchanges, about
 
@@ -26,10 +29,7 @@ class Wishes(NamedTuple):
 
 
 class Stop:
-    """Ctrl-C and SIGTERM end the training after the step that runs; a second one ends it at once.
-
-    SIGTERM is what clusters send some time before they take a machine away.
-    """
+    """A signal ends the training after the step that runs; a second one ends it at once."""
 
     def __init__(self, minutes: float):
         self._until = time.monotonic() + 60 * minutes if minutes else float("inf")
@@ -37,15 +37,16 @@ class Stop:
         self._next = 0  # the step after which hosts talk again
         self._last = (0, time.monotonic())
         self.signal = 0
-        self._before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {each: signal.getsignal(each) for each in stop_signals()}
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        self._restore()
+        self.signal = self.signal or number
+        self._restore(is_second_request)
 
-    def _restore(self) -> None:
+    def _restore(self, which: Callable[[int], bool] = lambda number: True) -> None:
         for each, handler in self._before.items():
-            signal.signal(each, handler)
+            if which(each):
+                signal.signal(each, handler)
 
     def __enter__(self) -> Stop:
         for each in self._before:

@@ -6,11 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from gshard.mt.launch.local import free_port, member
+from tests.mt.processes import launched
 from tests.mt.runs import make_run
 from tests.mt.samples import translated
 
@@ -49,11 +49,11 @@ def gshard(*arguments, **options):
 
 
 def test_two_processes_translate_as_one(run, text, alone):
-    launched = ["launch", "-n", "2", "translate", run]
-    assert gshard(*launched, text, *SEARCH).stdout == alone
+    launch = ["launch", "-n", "2", "translate", run]
+    assert gshard(*launch, text, *SEARCH).stdout == alone
     assert len(alone.splitlines()) == 60
     with text.open("rb") as file:  # standard input is the first one's
-        assert gshard(*launched, *SEARCH, stdin=file).stdout == alone
+        assert gshard(*launch, *SEARCH, stdin=file).stdout == alone
 
 
 def test_killed_in_the_middle_they_go_on(run, text, alone, tmp_path):
@@ -63,8 +63,7 @@ def test_killed_in_the_middle_they_go_on(run, text, alone, tmp_path):
     while not out.with_name("out.part.json").exists():
         assert parent.poll() is None
         time.sleep(0.01)
-    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-    os.kill(int(children[1]), signal.SIGKILL)
+    os.kill(launched(parent.pid)[1], signal.SIGKILL)
     said = parent.communicate(timeout=PATIENCE)[1].decode()
     assert parent.returncode == 0, said
     assert "was ended by SIGKILL" in said
@@ -81,8 +80,7 @@ def test_without_a_file_a_failure_ends_it(run, text, tmp_path):
     while not (tmp_path / "out").stat().st_size:
         assert parent.poll() is None
         time.sleep(0.01)
-    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-    os.kill(int(children[1]), signal.SIGKILL)
+    os.kill(launched(parent.pid)[1], signal.SIGKILL)
     assert "given up" in parent.communicate(timeout=PATIENCE)[1].decode()
     assert parent.returncode == 1
 
@@ -91,9 +89,9 @@ def test_two_processes_measure_as_one(tokenizer, corpus, tmp_path):
     arguments = ["--devices", "2", "--languages", "de", "--sentences", "3", "--beam", "1"]
     arguments += ["--untrained", "--baselines", "--baseline-steps", "2"]
     found = []
-    for name, launched in (("one", []), ("two", ["launch", "-n", "2"])):
+    for name, launch in (("one", []), ("two", ["launch", "-n", "2"])):
         run = make_run(tmp_path / name / "run", tokenizer, corpus.folder)
-        gshard(*launched, "evaluate", run.folder, *arguments)
+        gshard(*launch, "evaluate", run.folder, *arguments)
         results = [json.loads((run.folder / f).read_text()) for f in FILES]
         for result in results:
             result.pop("seconds")

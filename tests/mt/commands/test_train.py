@@ -1,5 +1,6 @@
 """`gshard train` as users run it: killed, interrupted, on two hosts, with wrong input."""
 
+import contextlib
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from gshard.mt.config import to_json
 from gshard.mt.run import Run
 from gshard.mt.training.checkpoint import Checkpoints
 from gshard.mt.training.loading import load_model
+from tests.mt.processes import alive, launched, until
 from tests.mt.runs import run_config
 
 GSHARD = [sys.executable, "-m", "gshard.cli"]
@@ -159,6 +162,63 @@ def test_ctrl_c_saves_and_says_how_to_go_on(prepared, whole, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("launch", [[], ["launch", "-n", 2]])
+def test_a_terminal_that_is_closed_saves(prepared, tmp_path, launch):
+    """SIGHUP comes, perhaps twice, and nothing can be written to the terminal any more."""
+    folder = tmp_path / "run"
+    command = [*launch, "train", prepared, "devices.count=2", "--out", folder]
+    terminal, inside = os.openpty()
+    process = subprocess.Popen(
+        [*GSHARD, *map(str, command)], stdin=inside, stdout=inside, stderr=inside
+    )
+    os.close(inside)
+    reader = threading.Thread(target=read_all, args=(terminal,))
+    reader.start()
+    until(lambda: steps_logged(folder) >= 3 or process.poll() is not None)
+    assert process.poll() is None
+    below = launched(process.pid)
+    os.close(terminal)
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(PATIENCE) == 128 + signal.SIGHUP
+    reader.join()
+    assert not any(map(alive, below))
+    stopped = Checkpoints(folder, read_only=True).steps[-1]
+    assert stopped == max(step for _, step in losses(Run.open(folder)))
+
+
+def read_all(terminal):
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 1000):
+            pass
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_does_not_end_it(prepared, tmp_path):
+    """As of `gshard train | head -1`."""
+    process = start("train", prepared, "train.steps=4", "--out", tmp_path / "run")
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(PATIENCE) == 0
+    assert Checkpoints(tmp_path / "run", read_only=True).steps[-1] == 4
+
+
+@pytest.mark.slow
+def test_when_the_parent_is_killed_its_processes_save_and_end(prepared, tmp_path):
+    folder = tmp_path / "run"
+    command = ["launch", "-n", 2, "train", prepared, "devices.count=2", "train.steps=100000"]
+    parent = start(*command, "train.save_every=100000", "data.workers=1", "--out", folder)
+    until(lambda: steps_logged(folder) >= 3 or parent.poll() is not None)
+    assert parent.poll() is None, parent.communicate()[0]
+    group = [process for child in launched(parent.pid) for process in (child, *launched(child))]
+    assert len(group) >= 4  # each with a worker
+    parent.kill()
+    parent.communicate()
+    until(lambda: not any(map(alive, group)))
+    finish(start("train", folder, "train.steps=1"))  # nobody holds the folder
+
+
+@pytest.mark.slow
 def test_two_processes_train_as_one(prepared, whole, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -204,8 +264,7 @@ def test_launched_processes_that_are_killed_learn_the_same(prepared, tmp_path):
         while steps_logged(hurt) < step:
             assert parent.poll() is None, parent.communicate()[0]
             time.sleep(0.02)
-        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-        os.kill(int(children[victim]), number)
+        os.kill(launched(parent.pid)[victim], number)
     said = finish(parent)
     assert "process 1 (" in said
     assert "was ended by SIGKILL after step" in said

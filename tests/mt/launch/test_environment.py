@@ -145,6 +145,13 @@ def test_what_each_launcher_says(environment, expected):
         ({**PLAIN, "GSHARD_COORDINATOR": "host:0"}, "'host:0' is no HOST:PORT"),
         ({**PLAIN, "GSHARD_COORDINATOR": "fd00::1:1234"}, "'fd00::1:1234' is no HOST:PORT"),
         ({**PLAIN, "GSHARD_PROCESSES": "9" * 5000}, "GSHARD_PROCESSES is '999"),
+        ({**PLAIN, "GSHARD_PROCESSES": "1" + "0" * 17}, "GSHARD_*: 100,000,000,000,000,000 proc"),
+        ({**PLAIN, "GSHARD_PROCESSES": "2147483648"}, "1,048,576 are the most"),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "9" * 18}, "1,048,576 are the most"),
+        ({**OPEN_MPI_4, "OMPI_COMM_WORLD_SIZE": "9" * 18}, "1,048,576 are the most"),
+        ({**JOBSET, "JOBS": "9" * 18}, "1,048,576 are the most"),
+        ({**JAX_JOB, "NUM_PROCESSES": "9" * 18}, "1,048,576 are the most"),
+        ({**PLAIN, "GSHARD_PROCESSES": "²"}, "'²', and not a whole number"),
         ({**SLURM, "SLURM_STEP_NODELIST": "gpu[03"}, "'gpu[03', and no list of hosts"),
         ({**SLURM, "SLURM_STEP_NODELIST": ""}, "'', and no list of hosts"),
         ({**JOBSET, "JOB_COMPLETION_INDEX": "4"}, "JobSet: pod 4 of 4 in job 2 of 3 cannot be"),
@@ -298,7 +305,10 @@ def test_one_that_never_comes_is_a_sentence_and_no_abort(index):
     assert done.stderr.splitlines()[-1].startswith(said), done.stderr
 
 
-@pytest.mark.parametrize("place", ["192.0.2.77:61999", "no-such-host.invalid:1234", "{taken}"])
+@pytest.mark.parametrize(
+    "place",
+    ["192.0.2.77:61999", "no-such-host.invalid:1234", "{taken}", "x" * 64 + ":80", "a..b:80"],
+)
 def test_who_cannot_listen_says_so(place, monkeypatch):
     monkeypatch.setattr(hosts, "_ASKING", 0.1)
     with socket.socket() as other:

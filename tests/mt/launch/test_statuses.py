@@ -9,7 +9,7 @@ import pytest
 from gshard import cli
 from gshard.mt.errors import MissingHostsError, UserError
 from gshard.mt.launch.local import LocalChild
-from gshard.mt.launch.status import ALONE, WAITING, Reporter, Status
+from gshard.mt.launch.status import ALONE, WAITING, Reporter, Status, read
 from gshard.mt.launch.supervisor import Failure, Patience, Supervisor
 
 
@@ -78,7 +78,7 @@ def test_who_is_left_out_is_tried_again_only_when_a_machine_comes_back():
     supervisor._leave_out(1)
 
     def more():
-        return supervisor._more(2, time.time())
+        return supervisor._more(2, time.monotonic())
 
     assert more() is None  # else all would be started again without end
     assert more() is None
@@ -91,7 +91,7 @@ def test_who_is_left_out_is_tried_again_only_when_a_machine_comes_back():
 
 @pytest.mark.parametrize("stopped", [True, False])
 def test_who_is_stopped_while_it_compiles_is_noticed_as_soon_as_in_a_step(stopped):
-    silent = time.time() - Patience().silent - 1
+    silent = time.monotonic() - Patience().silent - 1
     state = Status("host", 7, 12, "compiling", silent, silent, stopped=stopped)
     supervisor = Supervisor(None, [], 1, print, Patience())
     found = supervisor._failure([Made(None, state)], [None])
@@ -181,7 +181,7 @@ def test_what_was_taken_for_a_hang_may_take_longer_the_next_time():
 
 def test_a_process_says_how_long_it_took(monkeypatch):
     clock = iter([100.0, 101.0, 103.0, 107.0, 108.0, 109.0, 110.0])
-    monkeypatch.setattr(time, "time", lambda: next(clock))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     reporter = Reporter()
     for step in range(3):
         reporter.tell("training", step)
@@ -191,3 +191,30 @@ def test_a_process_says_how_long_it_took(monkeypatch):
     reporter.took("writing", 3.0)
     assert reporter._now.longest["saving"] == 4.0
     assert reporter._now.longest["writing"] == 3.0
+
+
+@pytest.mark.parametrize("jump", [30.0, -30.0, 1e9])
+def test_a_wall_clock_that_is_set_is_neither_silence_nor_a_hang(monkeypatch, tmp_path, jump):
+    """Processes write their status, somebody sets the clock, and the parent looks."""
+    supervisor = Supervisor(None, [], 1, print, Patience())
+    reporter = Reporter(tmp_path / "status.json")
+    supervisor._moved = (12, time.monotonic())
+    reporter.tell("training", 12)
+    reporter._write()
+    now = time.time()  # noqa: TID251
+    monkeypatch.setattr(time, "time", lambda: now + jump)
+    child = Made(None, read(tmp_path / "status.json"))
+    assert supervisor._failure([child], [None]) is None
+    assert reporter._now.since <= time.monotonic()
+    reporter.tell("saving", 12)
+    reporter.close()
+    assert 0 <= reporter._now.longest["training"] < 30
+    assert supervisor._stuck({0: child.state}, time.monotonic()) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "{" * 100_000, '{"seen": [[]], "x": 1}', "", "[]", "null", "\0"]
+)
+def test_a_status_that_is_none_is_an_empty_one(tmp_path, text):
+    (tmp_path / "status.json").write_text(text)
+    assert read(tmp_path / "status.json") == Status()

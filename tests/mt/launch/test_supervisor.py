@@ -11,6 +11,7 @@ import pytest
 
 from gshard.mt.launch.local import ThisMachine
 from gshard.mt.launch.supervisor import Patience, Supervisor, without_checkpoint
+from tests.mt.processes import PATIENCE, until
 
 pytestmark = pytest.mark.slow  # processes that are started, stopped and watched
 
@@ -112,7 +113,8 @@ def test_what_a_user_has_to_mend_is_not_tried_again(supervised, tmp_path):
     assert (tmp_path / "tries-1").read_text() == "1"
 
 
-def test_sigterm_is_handed_on_and_waited_for(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_handed_on_and_waited_for(tmp_path, number):
     """In a process of its own, since the handlers are."""
     program = f"""
 import sys
@@ -126,9 +128,28 @@ sys.exit(Supervisor(ThisMachine(), command, 2, print).run())
     while not all((tmp_path / f"here-{i}").exists() for i in range(2)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    parent.send_signal(signal.SIGTERM)
-    assert parent.wait(60) == 143
+    parent.send_signal(number)
+    assert parent.wait(60) == 128 + number
     assert all((tmp_path / f"saved-{i}").exists() for i in range(2))
+
+
+def test_a_second_signal_ends_those_that_do_not_stop(tmp_path):
+    deaf = "import pathlib, signal, sys, time; signal.signal(15, signal.SIG_IGN); "
+    deaf += "pathlib.Path(sys.argv[1]).touch(); time.sleep(1000)"
+    program = f"""
+import sys
+from gshard.mt.launch.local import ThisMachine
+from gshard.mt.launch.supervisor import Patience, Supervisor
+command = [sys.executable, "-c", {deaf!r}, {str(tmp_path / "here")!r}]
+sys.exit(Supervisor(ThisMachine(), command, 1, print, Patience(stopping=1e9)).run())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program])
+    until((tmp_path / "here").exists)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        assert parent.poll() is None
+        parent.send_signal(number)
+        time.sleep(0.5)
+    assert parent.wait(PATIENCE) == 143
 
 
 class Growing(ThisMachine):

@@ -26,12 +26,37 @@ def exchange(monkeypatch):
     return during
 
 
-def test_alone_it_stops_after_the_step_that_runs():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_alone_it_stops_after_the_step_that_runs(number):
+    before = signal.getsignal(number)
     with Stop(0) as stop:
         assert stop(1) == Wishes()
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         assert stop(2) == Wishes(stop=True)
-    assert stop.signal == signal.SIGTERM
+    assert stop.signal == number
+    assert signal.getsignal(number) is before
+
+
+def test_a_closed_terminal_sends_sighup_twice_and_ctrl_c_still_ends_it():
+    with Stop(0) as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop(2) == Wishes(stop=True)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert stop.signal == signal.SIGHUP
+
+
+def test_what_is_ignored_stays_ignored():
+    """As under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop(0) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop(2) == Wishes()
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_that_comes_while_hosts_talk_is_not_forgotten(exchange):

@@ -1,0 +1,55 @@
+"""Output that is for people: when nobody can read it any more, the work goes on without it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from typing import TextIO, cast
+
+from rich.console import Console
+
+_GONE = (errno.EIO, errno.EPIPE)  # a terminal that was closed, a pipe that nobody reads
+
+
+class _Screen:
+    """Standard output or error, as it is at that moment; a text that it refuses is left out."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    @property
+    def _stream(self) -> TextIO:
+        stream = getattr(sys, self._name)
+        # While Rich draws, it puts an object of its own there, which would write to this one.
+        return cast(TextIO, getattr(stream, "rich_proxied_file", stream))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._forgiven() as stream:
+            stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._forgiven() as stream:
+            stream.flush()
+
+    @contextlib.contextmanager
+    def _forgiven(self) -> Iterator[TextIO]:
+        stream = self._stream
+        try:
+            yield stream
+        except OSError as error:
+            if error.errno in _GONE:  # what Python still holds would fail again at its exit
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
+
+
+def screen(*, stderr: bool = False) -> Console:
+    """A console on standard output, or on standard error."""
+    return Console(file=cast(TextIO, _Screen("stderr" if stderr else "stdout")))
