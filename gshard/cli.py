@@ -6,6 +6,7 @@ so: 1 and 2 for that, 75 for hosts that did not come, 70 for what nobody foresaw
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -34,7 +35,8 @@ from gshard.commands import (
     translate,
 )
 from gshard.errors import UserError
-from gshard.mt.launch import status
+from gshard.mt.errors import MissingHostsError
+from gshard.mt.launch import company, status
 
 # What a machine refuses, and a user can mend.
 _NOT_OURS = (
@@ -115,34 +117,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "nothing half-written is left"
             )
         if error.errno not in _NOT_OURS or error.filename is None:
-            _break_down()
+            _break_down(error)
         _fail(f"{error.filename}: {error.strerror}")
     except ModuleNotFoundError as error:
         package = (error.name or "gshard").split(".")[0]
         if package == "gshard":
-            _break_down()
+            _break_down(error)
         extra = "plots" if package == "matplotlib" else "mt"
         _fail(f"this needs the package {package!r}: pip install 'gshard[{extra}]'")
-    except Exception as error:  # a lost host is one of XLA's errors
+    except SystemExit as error:
+        if error.code in (1, 2):
+            _leave(int(error.code), "it was interrupted")
+        raise
+    except Exception as error:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             first = (str(error).strip().splitlines() or ["no memory is left"])[0]
             _fail(f"this does not fit in memory: {first[:200]}")
-        _break_down()
+        _break_down(error)
 
 
 def _fail(message: str, code: int = 1, at_once: bool = False) -> NoReturn:
-    print(f"gshard: {message}", file=sys.stderr)
-    _leave(code, at_once)
+    with contextlib.suppress(OSError):  # the terminal is gone
+        print(f"gshard: {message}", file=sys.stderr)
+    _leave(code, message, at_once)
 
 
-def _break_down() -> NoReturn:
+def _break_down(error: Exception) -> NoReturn:
+    others = company.current()
+    if others and not status.is_watched() and (sentence := others.missed(error)):
+        _fail(sentence, MissingHostsError.status, at_once=True)
     traceback.print_exc()
-    _leave(_UNFORESEEN)
+    _leave(_UNFORESEEN, f"{type(error).__name__}: {error}")
 
 
-def _leave(code: int, at_once: bool = False) -> NoReturn:
+def _leave(code: int, words: str, at_once: bool = False) -> NoReturn:
     """Exit; at once where JAX would first wait for processes that died or never came."""
-    if at_once or status.VARIABLE in os.environ:
+    others = company.current()
+    if others and not status.is_watched() and not at_once:
+        others.part(words)
+    if at_once or others or status.is_watched():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

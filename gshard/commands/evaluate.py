@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -75,9 +75,10 @@ def evaluate(
     held_out(opened.corpus, tasks_of(opened.tokenizer, chosen), split, 1)
 
     which = members(coordinator, processes, process)
-    hosts.start(devices, which, virtual=which.count)  # more would share the same cores
-    hosts.cache_programs()
     steps = baseline_steps if baselines else 0
+    shared = {"--devices": devices, "--baseline-steps": steps, **asdict(config), **opened.of_model}
+    hosts.start(devices, which, virtual=which.count, settings=shared)  # more would share cores
+    hosts.cache_programs()
     try:
         with reporting() as reporter:
             together = Together(reporter)

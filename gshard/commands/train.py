@@ -77,7 +77,8 @@ def train(
     with reporting() as reporter:
         from gshard.mt import hosts
 
-        hosts.start(config.devices.count, members(coordinator, processes, process))
+        which = members(coordinator, processes, process)
+        hosts.start(config.devices.count, which, settings=_compared(config, back_to))
         from gshard.commands.display import TrainDisplay
         from gshard.mt.data.corpus import Corpus
         from gshard.mt.lock import locked
@@ -99,6 +100,14 @@ def train(
     _summarize(run, outcome)
     if outcome.signal:
         raise typer.Exit(128 + outcome.signal)
+
+
+def _compared(config: RunConfig, back_to: int | None) -> dict[str, object]:
+    """The settings that all processes share; files may have other names on other hosts."""
+    from gshard.mt.config import settings
+
+    shared = {name: value for name, value, _ in settings(config) if not name.startswith("data.")}
+    return {**shared, "--checkpoint": back_to}
 
 
 def _on_ray(arguments: Sequence[str], nodes: int, least: int) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from jax._src import compilation_cache as _compilation_cache
 from jax._src import compiler as _compiler
 from jax._src import distributed as _distributed
 
@@ -11,6 +13,20 @@ from jax._src import distributed as _distributed
 def coordination() -> Any:
     """How the processes of a program reach each other beside collectives; None for one alone."""
     return _distributed.global_state.client
+
+
+def wrap_program_cache(wrap: Callable[[Any], Any]) -> None:
+    """Let `wrap` have the cache of compiled programs whenever JAX opens one."""
+    made = _compilation_cache.LRUCache
+    if getattr(made, "wrapped_by", None) is wrap:
+        return
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrap(made(*args, **kwargs))
+
+    wrapped.wrapped_by = wrap  # type: ignore[attr-defined]
+    _compilation_cache.LRUCache = wrapped
+    _compilation_cache.reset_cache()  # it may be open already
 
 
 def cache_in_every_process() -> None:

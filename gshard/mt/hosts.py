@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -21,8 +22,10 @@ from jax.experimental import multihost_utils
 from gshard.mt import _jax
 from gshard.mt.config import DeviceConfig
 from gshard.mt.errors import MissingHostsError, NobodyCameError, UserError
-from gshard.mt.launch import status
+from gshard.mt.launch import aborts, company, status
 from gshard.mt.launch.environment import Hosts
+from gshard.mt.launch.fingerprint import fingerprint
+from gshard.mt.program_cache import CheckedCache
 from gshard.nn.strategy import Strategy
 
 _COMING = 120  # seconds that processes wait for each other at the start
@@ -31,6 +34,19 @@ _ALONE = 60  # seconds of silence after which JAX takes another process for dead
 _WATCHED = 3600  # the same, where a parent watches
 _LEAVING = 60  # seconds that processes wait for each other at the end
 _TOLD = 1000  # bytes of what processes tell each other
+# Switches of JAX that make other programs of the same code.
+_SWITCHES = (
+    "jax_default_dtype_bits",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_disable_jit",
+    "jax_disable_most_optimizations",
+    "jax_enable_custom_prng",
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_random_seed_offset",
+    "jax_threefry_partitionable",
+)
 VIRTUAL = 8  # CPU devices in all to train on, where there is no accelerator
 MOST = 4096  # each virtual device has threads of its own
 
@@ -40,8 +56,12 @@ def start(
     hosts: Hosts = Hosts(),  # noqa: B008  (frozen)
     *,
     virtual: int = VIRTUAL,
+    settings: Mapping[str, object] | None = None,
 ) -> None:
-    """Connect the hosts and bring up `devices` devices: all there are, or `virtual` of a CPU."""
+    """Connect the hosts and bring up `devices` devices: all there are, or `virtual` of a CPU.
+
+    All processes must run the same code with the same `settings`.
+    """
     if devices < 0:
         raise UserError(f"devices.count is {devices}; it is 0 for all, or how many")
     if devices > MOST:
@@ -53,6 +73,7 @@ def start(
         jax.config.update("jax_num_cpu_devices", max(1, (devices or virtual) // hosts.count))
     if hosts.count > 1:
         _connect(hosts)
+        _introduce(hosts, settings or {})
     if devices > jax.device_count():
         raise UserError(
             f"{devices} devices asked for, but there are {jax.device_count()} "
@@ -68,7 +89,7 @@ def _connect(hosts: Hosts) -> None:
     """
     # Its handler would swallow SIGTERM, at which a training saves and stops.
     jax.config.update("jax_enable_preemption_service", False)
-    watched = status.VARIABLE in os.environ
+    watched = status.is_watched()
     if hosts.index:
         _until_it_listens(hosts.coordinator)
     else:
@@ -104,6 +125,28 @@ def _connect(hosts: Hosts) -> None:
         raise failed[0]
 
 
+def _introduce(hosts: Hosts, settings: Mapping[str, object]) -> None:
+    """Say who this process is and what it runs, and hear it of the others."""
+    others = company.Company(_jax.coordination(), hosts.index, hosts.count)
+    company.join(others)
+    if not status.is_watched():
+
+        def told(text: str) -> str | None:
+            gone = company.absent(text)
+            return others.sentence(gone) if gone else None
+
+        aborts.explain(told, MissingHostsError.status)
+    switches = {name: jax.config.values[name] for name in _SWITCHES if name in jax.config.values}
+    others.agree(fingerprint(switches, settings))
+
+
+def agree(values: Mapping[str, object]) -> None:
+    """An error, on all processes, if not all have these values."""
+    others = company.current()
+    if others is not None and jax.process_count() > 1:
+        others.agree({name: str(value) for name, value in values.items()})
+
+
 def _refuse_to_listen_elsewhere(address: str) -> None:
     """An error if the coordinator cannot listen there: JAX would crash."""
     host, _, port = address.rpartition(":")
@@ -115,10 +158,10 @@ def _refuse_to_listen_elsewhere(address: str) -> None:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(found[0][4])
             return
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             # The name of a pod may be known a little later than the pod.
             if not isinstance(error, socket.gaierror) or time.monotonic() > until:
-                why = error.strerror or error
+                why = getattr(error, "strerror", None) or error
                 raise MissingHostsError(f"process 0 cannot listen at {address}: {why}") from None
         time.sleep(0.2)
 
@@ -128,7 +171,7 @@ def _until_it_listens(address: str) -> None:
     host, _, port = address.rpartition(":")
     until = time.monotonic() + _ASKING
     while time.monotonic() < until:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeError):
             socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
             return
         time.sleep(0.02)
@@ -196,13 +239,14 @@ def peak_flops(devices: int, dtype: str = "float32") -> float:
 def cache_programs() -> None:
     """Keep compiled programs in the user's own cache, so that a run that is resumed starts at once.
 
-    Compiled programs are native code, and JAX runs what it finds without asking. So they are never
-    kept in a run's folder, which people copy from each other, and a cache that others can write
-    to is not used. `JAX_COMPILATION_CACHE_DIR` names another place.
+    Compiled programs are native code. They are never kept in a run's folder, which people copy from
+    each other, and a cache that others can write to is not used: checksums find damage, and no
+    malice. `JAX_COMPILATION_CACHE_DIR` names another place.
     """
     if jax.config.jax_compilation_cache_dir is None and (folder := _own_cache()):
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    _jax.wrap_program_cache(CheckedCache)
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         _jax.cache_in_every_process()
 

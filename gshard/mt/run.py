@@ -12,7 +12,7 @@ from typing import Any
 from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import Tokenizer, train_tokenizer
 from gshard.mt.batching.tokens import TaskTokens, open_tokens
-from gshard.mt.config import RunConfig, conflicts, read, to_json
+from gshard.mt.config import RunConfig, conflicts, read, settings, to_json
 from gshard.mt.data.corpus import Corpus
 from gshard.mt.errors import UserError
 from gshard.mt.lock import LOCK
@@ -80,6 +80,12 @@ class Run:
             source_vocab=self.tokenizer.source_size,
             target_vocab=self.tokenizer.target_size,
         )
+
+    @property
+    def of_model(self) -> dict[str, object]:
+        """The settings of its model by name, and its vocabularies' checksum."""
+        model = {name: value for name, value, _ in settings(self.config) if name[:6] == "model."}
+        return {**model, "vocabulary": self.tokenizer.digest}
 
     def make_vocabulary(self) -> None:
         """Train the vocabularies, or take the finished ones that the configuration names."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -299,7 +299,9 @@ def open_translator(
     from gshard.mt.config import DeviceConfig
     from gshard.mt.training.loading import load_model, model_like
 
-    hosts.start(devices, members, virtual=members.count)  # more would share the same cores
+    settings = {"--devices": devices, "--checkpoint": which, **asdict(config), **run.of_model}
+    # More virtual devices would share the same cores.
+    hosts.start(devices, members, virtual=members.count, settings=settings)
     hosts.cache_programs()
     strategy = hosts.strategy(DeviceConfig(devices))
     model, step = load_model(run, which, model_like(run.model_config, strategy))

@@ -93,7 +93,10 @@ def train(
 
 
 def _prepare(run: Run, progress: TrainingProgress) -> None:
-    """Vocabularies and encoded text, made by one process while the others wait."""
+    """Vocabularies and encoded text, made by one process while the others wait.
+
+    Then all compare: hosts need not share a file system, nor have equal files under one name.
+    """
     if hosts.is_first():
         if not (run.folder / "vocabulary").is_dir():
             made = progress.stage("vocabulary", 1)
@@ -103,6 +106,9 @@ def _prepare(run: Run, progress: TrainingProgress) -> None:
         run.tokens(step=encoded, verify=True)
         _dev_tokens(run, verify=True)
     hosts.wait_for_all("vocabulary and tokens")
+    mine = identity(run)
+    texts = {f"the text of {language}": sums for language, sums in mine["text"].items()}
+    hosts.agree({**mine["settings"], "the vocabulary": mine["vocabulary"], **texts})
 
 
 def _refuse_changes(run: Run, checkpoints: Checkpoints) -> None:

@@ -1,0 +1,163 @@
+"""The other processes of a command: whether they run the same, and which of them is gone.
+
+All of it goes through JAX's coordination service, which process 0 has, beside the collectives of
+the program. JAX itself says neither: it runs whatever each process has traced, and when one is gone
+it ends the others from C++ code, a minute later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gshard.errors import UserError
+from gshard.mt.errors import MissingHostsError
+from gshard.mt.launch.fingerprint import differences
+
+_AGREEING = 120.0  # seconds that processes wait for each other's words
+_PARTING = 10.0  # seconds that those who end wait for the others, who may end as well
+_LAST = 1.0  # seconds that process 0, which the others listen to, ends after them
+_FOLDER, _ENDED = "gshard/agreed/", "gshard/ended/"
+# What collectives and the coordination service say when a process is gone.
+_MISSED = re.compile(
+    r"\bgloo\b|\bnccl\b|connection (closed|reset|refused)|socket closed|heartbeat"
+    r"|coordination.?service|\bUNAVAILABLE\b|\bDEADLINE_EXCEEDED\b",
+    re.IGNORECASE,
+)
+_TASK = r"(?:\S*task:)?(\d+)"
+
+
+class Company:
+    """This process among those of its command; `client` is JAX's."""
+
+    def __init__(self, client: Any, index: int, count: int):
+        self._client, self._index, self._count = client, index, count
+        self._rounds = itertools.count()  # the same one on every process
+        self._names: dict[int, str] = {}
+
+    def agree(self, mine: Mapping[str, str]) -> None:
+        """An error on all processes if not all have the same; it names who differs, and where."""
+        folder = f"{_FOLDER}{next(self._rounds)}/"
+        try:
+            apart = self._compared(folder, mine)
+        except RuntimeError as error:
+            missing = self._called(absent(str(error)) or [0])
+            raise MissingHostsError(
+                f"nothing was heard from {missing} within {_AGREEING:.0f} s; it has ended, or runs "
+                "another version of gshard"
+            ) from None
+        if apart:
+            lines = [f"{self._called([index])} {text}" for index, text in sorted(apart.items())]
+            raise UserError(
+                "not all processes run the same as process 0: in " + "; in ".join(lines)
+            )
+
+    def _compared(self, folder: str, mine: Mapping[str, str]) -> dict[int, str]:
+        client, limit = self._client, int(1000 * _AGREEING)
+        me = f"{os.getpid()} on {socket.gethostname()}"
+        client.key_value_set(f"{folder}name/{self._index}", me)
+        if self._index == 0:
+            client.key_value_set(f"{folder}first", json.dumps(dict(mine)))
+        else:
+            first = json.loads(client.blocking_key_value_get(f"{folder}first", limit))
+            if text := differences(mine, first):
+                client.key_value_set(f"{folder}apart/{self._index}", text)
+        client.wait_at_barrier(f"{folder}all", limit)
+        self._names = self._all(f"{folder}name/")
+        return self._all(f"{folder}apart/")
+
+    def missed(self, error: BaseException) -> str | None:
+        """Which process is gone, in a sentence, if `error` comes from that."""
+        if not isinstance(error, (RuntimeError, ValueError)) or not _MISSED.search(str(error)):
+            return None
+        gone = self._wait_for_those_who_end()
+        ended = self._all(_ENDED)
+        if ended:
+            index = min(ended)
+            return f"{self._called([index])} has ended: {ended[index]}"
+        return self.sentence(gone) if gone else None
+
+    def sentence(self, gone: Sequence[int]) -> str:
+        """That a process is gone, which is one of these."""
+        some = "is gone" if len(gone) == 1 else "do not answer, and one of them at least is gone"
+        return f"{self._called(gone)} {some}; this process cannot go on alone"
+
+    def part(self, words: str) -> None:
+        """This process ends with an error, which the others hear of."""
+        with contextlib.suppress(RuntimeError):
+            lines = words.strip().splitlines() or ["it does not say why"]
+            self._client.key_value_set(f"{_ENDED}{self._index}", lines[-1][:300])
+        self._wait_for_those_who_end()
+
+    def _wait_for_those_who_end(self) -> list[int]:
+        """Until all processes end, or for a while; those that did not come."""
+        try:
+            self._client.wait_at_barrier("gshard/end", int(1000 * _PARTING))
+        except RuntimeError as error:
+            gone = absent(str(error))
+        else:
+            gone = []
+        if self._index == 0:
+            time.sleep(_LAST)
+        # Who waits for the one that is gone did not come either.
+        return [i for i in gone if not self._is_here(i)] or gone
+
+    def _is_here(self, index: int) -> bool:
+        """Whether a process runs on this host."""
+        process, _, host = self._names.get(index, "0 on ").partition(" on ")
+        return host == socket.gethostname() and _runs(int(process))
+
+    def _called(self, processes: Sequence[int]) -> str:
+        names = [
+            f"process {index}" + (f" ({self._names[index]})" if index in self._names else "")
+            for index in processes[:5]
+        ]
+        more = len(processes) - len(names)
+        return ", ".join(names) + (f" and {more} more" if more else "")
+
+    def _all(self, folder: str) -> dict[int, str]:
+        try:
+            found = self._client.key_value_dir_get(folder)
+        except RuntimeError:
+            return {}
+        return {int(key.rpartition("/")[2]): text for key, text in found}
+
+
+def absent(text: str) -> list[int]:
+    """The processes of which JAX's coordination service says that they are gone."""
+    if listed := re.search(rf"(?:heartbeats\)|task names):\n((?:{_TASK}\n?)+)", text):
+        return sorted(set(map(int, re.findall(r"(\d+)$", listed[1], re.MULTILINE))))
+    if timed_out := re.findall(rf"task {_TASK} heartbeat timeout", text, re.IGNORECASE):
+        return sorted(set(map(int, timed_out)))
+    leader = re.search("leader task was preempted|Failed to send RPC to coordination", text)
+    return [0] if leader else []
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+_present: list[Company] = []
+
+
+def join(company: Company) -> None:
+    """From now on this process is one of several."""
+    _present[:] = [company]
+
+
+def current() -> Company | None:
+    """The processes of this command; None if it is alone."""
+    return _present[0] if _present else None
