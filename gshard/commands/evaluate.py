@@ -73,7 +73,6 @@ def evaluate(
     config = work.EvaluateConfig(split, chosen, sentences, *search, untrained, examples)
     # Misspelt names are told before the weights are read.
     held_out(opened.corpus, tasks_of(opened.tokenizer, chosen), split, 1)
-
     which = members(coordinator, processes, process)
     steps = baseline_steps if baselines else 0
     shared = {"--devices": devices, "--baseline-steps": steps, **asdict(config), **opened.of_model}

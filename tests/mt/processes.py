@@ -23,6 +23,8 @@ def until(happens):
 
 
 def launched(parent):
-    """The processes that `gshard launch` has started, in order, without their keepers."""
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return [int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() != "sh"]
+    """The processes that a process has started, in order, without what watches over them."""
+    threads = Path(f"/proc/{parent}/task").glob("*/children")
+    children = [pid for thread in threads for pid in thread.read_text().split()]
+    names = {int(pid): Path(f"/proc/{pid}/comm").read_text().strip() for pid in children}
+    return sorted(pid for pid, name in names.items() if name != "sh")
