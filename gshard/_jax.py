@@ -358,8 +358,12 @@ class _NoMesh:
         _contexts.device_context.set_local(self.concrete)
 
 
-def register_array_type(cls: type, aval: Callable[..., Any], place: Callable[..., Any]) -> None:
-    """Make JAX take `cls` for an array: `aval` says of which type, `place` puts it somewhere."""
+def register_array_type(
+    cls: type, sharding: type, aval: Callable[..., Any], array: Any, named: Callable[..., Any]
+) -> None:
+    """Make JAX take `cls` for an array: `aval` says of which type; `array` and `named` make one
+    of JAX's own of it, and of its `sharding`.
+    """
     _set_array_base_attributes(cls, exclude=set(vars(cls)))
     _core.pytype_aval_mappings[cls] = aval
     _dtypes.register_canonicalize_value_handler(cls, None)
@@ -370,8 +374,8 @@ def register_array_type(cls: type, aval: Callable[..., Any], place: Callable[...
         layouts: Sequence[Any],
         copies: Sequence[Any],
     ) -> Any:
-        arrays = [place(v) for v in values]
-        return _pxla.shard_args(shardings, layouts, copies, arrays)
+        wanted = [named(s) if isinstance(s, sharding) else s for s in shardings]
+        return _pxla.shard_args(wanted, layouts, copies, [array(v) for v in values])
 
     _pxla.shard_arg_handlers[cls] = shard
 

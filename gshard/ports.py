@@ -96,7 +96,8 @@ class Port:
         """`value` as the array that crosses; nothing moves if it is in place."""
         wanted = self.named(mesh)
         if isinstance(value, UnevenArray):
-            if self.stacked and value.tiling == self.sharding and value.stack.sharding == wanted:
+            placed = in_place(value.stack.sharding, wanted, value.ndim)
+            if self.stacked and value.tiling == self.sharding and placed:
                 return value.stack
             value = value.logical()
         if isinstance(value, jax.Array):

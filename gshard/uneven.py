@@ -1,32 +1,86 @@
 """UnevenArray: a result that does not divide by its tiles, and stays split between calls.
 
-To JAX it is an array like any other: its logical value, whole on every device, is made when
-something other than `gshard.jit` asks for it. `gshard.jit` takes the tiles as they lie.
+`gshard.jit` takes the tiles as they are. So do operators on single elements, between arrays that
+are split alike and with numbers: `u * 2 + u` is split like `u`. To everything else in JAX it is an
+array that is replicated on all devices: its tiles are gathered, and a warning says where.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
+from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gshard import keys, padding
 from gshard._jax import register_array_type
 from gshard.sharding import Sharding
+from gshard.source import here
+
+
+class UnevenSharding(jax.sharding.Sharding):  # type: ignore[misc]  # of JAX's C++ code
+    """That of an `UnevenArray`, which no sharding of JAX's own can express: split as `tiling` says.
+
+    JAX passes such an array to all programs but gshard's `gathered`, and makes others like it
+    (`jnp.zeros_like`) of the same shape on every device. So that is what it finds here.
+    """
+
+    def __init__(self, mesh: Mesh, tiling: Sharding):
+        super().__init__()
+        self.mesh = mesh
+        self.tiling = tiling
+        self.gathered = NamedSharding(mesh, PartitionSpec())
+
+    is_fully_replicated = False
+    num_devices = property(lambda self: self.gathered.num_devices)
+    device_set = property(lambda self: self.gathered.device_set)
+    memory_kind = property(lambda self: self.gathered.memory_kind)
+    is_fully_addressable = property(lambda self: self.gathered.is_fully_addressable)
+    _device_assignment = property(lambda self: self.gathered._device_assignment)
+    _internal_device_list = property(lambda self: self.gathered._internal_device_list)
+
+    def _to_xla_hlo_sharding(self, num_dimensions: int) -> Any:
+        return self.gathered._to_xla_hlo_sharding(num_dimensions)
+
+    def _to_sdy_sharding(self, num_dimensions: int, *more: Any) -> Any:
+        return self.gathered._to_sdy_sharding(num_dimensions, *more)
+
+    def with_memory_kind(self, kind: str) -> Any:
+        """Refused: the tiles are in the devices' default memory."""
+        raise NotImplementedError(f"an UnevenArray is in its devices' own memory, not in {kind!r}")
+
+    def devices_indices_map(self, global_shape: tuple[int, ...]) -> Mapping[Any, Any]:
+        """What each device holds of the gathered array."""
+        return self.gathered.devices_indices_map(global_shape)
+
+    def shard_shape(self, global_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the gathered array; `tiling.local_shape` has that of a tile."""
+        return self.gathered.shard_shape(global_shape)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, UnevenSharding):
+            return False
+        return (self.mesh, self.tiling) == (other.mesh, other.tiling)
+
+    def __hash__(self) -> int:
+        return hash((self.mesh, self.tiling))
+
+    def __repr__(self) -> str:
+        return f"UnevenSharding({self.tiling})"
 
 
 class UnevenArray(jax.Array):
     """A tensor that does not divide by its tiles, cut as `tiling` says.
 
-    `stack` holds the tiles of all devices, one after the other along the first dim. Everything
-    else about it is that of the logical value, `sharding` too: whole on every device.
+    `stack` holds the tiles of all devices, one after the other along the first dim.
     """
 
     __slots__ = ("_shape", "stack", "tiling")
@@ -47,7 +101,7 @@ class UnevenArray(jax.Array):
     aval = property(lambda self: ShapedArray(self._shape, self.dtype, weak_type=self.weak_type))
     weak_type = property(lambda self: jax.typeof(self.stack).weak_type)  # keys have no other
     committed = _committed = True
-    is_fully_replicated = True
+    is_fully_replicated = False
 
     @property
     def mesh(self) -> Mesh:
@@ -57,28 +111,51 @@ class UnevenArray(jax.Array):
         return mesh
 
     @property
-    def sharding(self) -> NamedSharding:
-        """How JAX sees it: whole on every device. `tiling` says where the tiles are."""
-        return NamedSharding(self.mesh, PartitionSpec())
+    def sharding(self) -> UnevenSharding:
+        """Where its tiles are."""
+        return UnevenSharding(self.mesh, self.tiling)
 
     device = sharding
     is_fully_addressable = property(lambda self: self.stack.is_fully_addressable)
-    addressable_shards = property(lambda self: self.logical().addressable_shards)
-    global_shards = property(lambda self: self.logical().global_shards)
-    format = property(lambda self: self.logical().format)
+    format = property(lambda self: Format(self.stack.format.layout, self.sharding))
+
+    # Libraries that save arrays by shards need those of an array: equal ones.
+    addressable_shards = property(lambda self: self.gathered().addressable_shards)
+    global_shards = property(lambda self: self.gathered().global_shards)
 
     def devices(self) -> set[jax.Device]:
         """The devices that hold its tiles."""
         return self.stack.devices()
 
     def addressable_data(self, index: int) -> jax.Array:
-        """The logical value, as one of the devices has it."""
-        return self.logical().addressable_data(index)
+        """The logical value, as one of the devices has it when it is gathered."""
+        return self.gathered().addressable_data(index)
 
     def logical(self) -> jax.Array:
-        """The value as an ordinary array, whole on every device."""
-        whole = _unstacker(self.tiling, self._shape, self.sharding)
-        return whole(self.stack)
+        """The value as an ordinary array, replicated on all devices."""
+        return _unstacker(self.tiling, self._shape, self.sharding.gathered)(self.stack)
+
+    def gathered(self) -> jax.Array:
+        """The logical value for JAX, which did not ask for it in so many words: with a warning."""
+        line = here()
+        if line not in _warned:
+            _warned.add(line)
+            file, _, number = line.rpartition(":")
+            message = (
+                f"a gshard.UnevenArray of shape {self._shape} ({self.tiling}) is gathered for an "
+                f"operation outside of gshard.jit, {self.nbytes:,} bytes on each device; move the "
+                "operation into gshard.jit, or call .logical() where you want that"
+            )
+            warnings.warn_explicit(message, GatheredWarning, file, int(number or 0))
+        return self.logical()
+
+    def _beside(self, other: Any) -> Any:
+        """What takes part in an operator on the tiles for `other`; None if it does not fit."""
+        if isinstance(other, UnevenArray):
+            alike = (other.tiling, other.shape, other.mesh) == (self.tiling, self.shape, self.mesh)
+            return other.stack if alike else None
+        number = isinstance(other, (bool, int, float, complex, np.generic))
+        return other if number or getattr(other, "shape", None) == () else None
 
     def block_until_ready(self) -> UnevenArray:
         """Wait until the value is there."""
@@ -121,10 +198,10 @@ class UnevenArray(jax.Array):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.logical(), name)
+        return getattr(self.gathered(), name)
 
     def __getitem__(self, index: Any) -> jax.Array:
-        return self.logical()[index]
+        return self.gathered()[index]
 
     def __len__(self) -> int:
         if not self._shape:
@@ -132,10 +209,10 @@ class UnevenArray(jax.Array):
         return self._shape[0]
 
     def __iter__(self) -> Iterator[jax.Array]:
-        return iter(self.logical())
+        return iter(self.gathered())
 
     def __reversed__(self) -> Iterator[jax.Array]:
-        return reversed(self.logical())
+        return reversed(self.gathered())
 
     def __repr__(self) -> str:
         if not self.is_fully_addressable:
@@ -148,7 +225,45 @@ class UnevenArray(jax.Array):
         return str(np.asarray(self)) if self.is_fully_addressable else repr(self)
 
 
-register_array_type(UnevenArray, lambda x: x.aval, lambda x: x.logical())
+class GatheredWarning(UserWarning):
+    """An operation outside of `gshard.jit` replicated an `UnevenArray`."""
+
+
+_warned: set[str] = set()  # lines
+
+
+def _on_tiles(name: str) -> Callable[..., Any]:
+    """An operator or method on single elements: on the tiles, if all operands have such tiles."""
+
+    def called(self: UnevenArray, *others: Any, **settings: Any) -> Any:
+        if name in _OPERATORS:
+            tiles = [self._beside(other) for other in others]
+            if any(other is None for other in tiles):
+                return getattr(self.gathered(), name)(*others, **settings)
+            others = tuple(tiles)
+        result = getattr(self.stack, name)(*others, **settings)
+        if result is NotImplemented:
+            return result
+        return UnevenArray(result, self.tiling, self._shape)
+
+    called.__name__ = name
+    return called
+
+
+_OPERATORS = {
+    f"__{name}__"
+    for name in (
+        "neg", "pos", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge", "add", "radd", "sub",
+        "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "pow",
+        "rpow", "and", "rand", "or", "ror", "xor", "rxor", "lshift", "rlshift", "rshift", "rrshift",
+    )
+}  # fmt: skip
+for _name in (*_OPERATORS, "__round__", "astype", "conj", "conjugate", "round"):
+    setattr(UnevenArray, _name, _on_tiles(_name))
+
+register_array_type(
+    UnevenArray, UnevenSharding, lambda x: x.aval, lambda x: x.gathered(), lambda s: s.gathered
+)
 
 
 @functools.lru_cache(maxsize=1024)

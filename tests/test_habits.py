@@ -354,7 +354,7 @@ def test_stages_have_all_that_those_of_jax_have():
         assert not missing, type(jaxs)
     ((uneven,), _), result = ours[-1].input_formats, ours[-1].output_formats
     assert uneven == result
-    assert uneven.sharding.is_fully_replicated  # JAX has no word for how it lies
+    assert uneven.sharding.is_fully_replicated  # how JAX takes it: it has no sharding like that
 
 
 def test_the_size_of_the_cache():
