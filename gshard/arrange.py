@@ -58,10 +58,7 @@ def arrange(
     types: Sequence[Any],
     history: History,
 ) -> Arrangement:
-    """The plan that `local` makes on tiles, improved, between global arrays.
-
-    Its results have the `types` of those of the user's function.
-    """
+    """The plan that `local` makes on tiles, improved, between global arrays; results of `types`."""
     jaxpr, count, shardings = flat.jaxpr, order.count, found.shardings
     entering = (*jaxpr.constvars, *jaxpr.invars)
     inputs = [shardings[v] for v in entering]
