@@ -5,7 +5,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 GSHARD := $(VENV)/bin/gshard
 
-.PHONY: demo layer test test-all test-matrix lint format docs clean
+.PHONY: demo layer test test-all test-matrix lint format docs site clean
 
 # Real text to BLEU: gather, train 8 experts on 8 virtual devices, evaluate, translate, report.
 # Interrupted, it goes on where it stopped.
@@ -50,6 +50,11 @@ docs: $(VENV)/installed
 	$(RUN) -m gshard.rules --update
 	$(RUN) -m tools.jit_table --update
 	$(RUN) -m tools.api --update
+
+# The pages of docs/ as a site in build/site, with search. A warning is an error.
+site: $(VENV)/installed
+	$(RUN) -m pip install --quiet --editable '.[docs]'
+	$(RUN) -m sphinx -W --keep-going -q -b html docs build/site
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -6,6 +6,7 @@ In a fenced block the word after the fence says what a test does with it:
              `# slow: ...` only by `make test-all`, one with `# not run: ...` is only compiled
     text     right after a python block is what that block prints; `...` stands for what is left out
     console  is not run; each command in it must exist, with the options that it is given
+    {...}    is a directive of Sphinx, which builds the site
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```([^\s`]*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 
 RUN_BLOCKS = """

@@ -29,7 +29,7 @@ HEAD = """# What is public
 
 Public are the names on this page, which `python -m tools.api --update` makes from the code. Every
 other module and every name that begins with an underscore is private, and may change from one
-release to the next. [CHANGELOG.md](../../CHANGELOG.md) says what changes for users.
+release to the next. `CHANGELOG.md` says what changes for users.
 """
 COLUMNS = 96
 

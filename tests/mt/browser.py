@@ -43,12 +43,13 @@ _HELPERS = """
 
 
 def open_page(path, folder, size=(1200, 1000)):
-    """The document as the browser has it in the end, and the lines of its console."""
+    """The document at a path or address as the browser has it in the end, and its console."""
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
         pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed")
+    address = path if str(path).startswith("http") else Path(path).as_uri()
     command = [program, *FLAGS.split(), f"--user-data-dir={folder / 'profile'}"]
-    command += [f"--window-size={size[0]},{size[1]}", "--dump-dom", Path(path).as_uri()]
+    command += [f"--window-size={size[0]},{size[1]}", "--dump-dom", address]
     done = subprocess.run(command, capture_output=True, timeout=100, check=True)
     log = done.stderr.decode("utf-8", "replace")
     return done.stdout.decode("utf-8"), [line for line in log.splitlines() if "CONSOLE" in line]

@@ -1,0 +1,76 @@
+"""How Sphinx makes the site of these pages: `make site`."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import gshard
+
+project = "gshard"
+author = "The gshard authors"
+release = gshard.__version__
+extensions = [
+    "myst_nb",  # Markdown and notebooks
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+root_doc = "index"
+exclude_patterns = ["README.md", "_build", "results/figure"]  # README.md is the index on GitHub
+
+html_theme = "sphinx_book_theme"
+html_title = "gshard"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {
+    "show_toc_level": 2,
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+    "show_navbar_depth": 1,
+}
+copybutton_prompt_text = "$ "
+# Paths to files outside of docs/ are downloads, and headings have addresses.
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence"]
+nb_execution_mode = "off"  # tests/test_notebooks.py runs them
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+default_role = "code"
+napoleon_google_docstring = True
+
+# JAX publishes its inventory of names on the web alone: links to its objects where there is one.
+if os.environ.get("GSHARD_SITE_ONLINE"):
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "jax": ("https://docs.jax.dev/en/latest", None),
+    }
+
+PLURAL = re.compile(r"(`[^`]+`)(?=\w)")
+FENCE = re.compile(r"^(\s*)```(\w*)$")
+
+
+def as_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Docstrings are written in Markdown: fenced blocks become those of reStructuredText."""
+    made: list[str] = []
+    inside = False
+    for line in lines:
+        fence = FENCE.match(line)
+        if fence is None:
+            # A letter right after a literal, as in `array`s, needs a mark between them.
+            made.append(f"    {line}" if inside and line.strip() else PLURAL.sub(r"\1\\ ", line))
+        elif inside:
+            inside = False
+            made.append("")
+        else:
+            inside = True
+            made += ["", f"{fence[1]}.. code-block:: {fence[2] or 'text'}", ""]
+    lines[:] = made
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", as_rst, priority=100)  # before napoleon's
