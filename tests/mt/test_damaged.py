@@ -3,8 +3,12 @@
 import contextlib
 import json
 import os
+import random
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gshard import cli
@@ -15,6 +19,7 @@ from gshard.mt.data import tiers
 from gshard.mt.data.corpus import Corpus
 from gshard.mt.decoding.output import FileOutput
 from gshard.mt.errors import UserError
+from gshard.mt.evaluation.baselines import read_tree, write_tree
 from gshard.mt.evaluation.store import Store, Translation
 from gshard.mt.run import read_metrics
 from gshard.mt.study.plan import read_plan
@@ -185,3 +190,94 @@ def test_a_note_of_translations_that_is_damaged(tmp_path, change):
             return
         assert output.done == 0
         assert list(output.after_done([["a"]])) == [["a"]]
+
+
+def test_a_flipped_bit_in_a_stored_translation_is_noticed(tmp_path):
+    """A letter that rotted gave another BLEU."""
+    note, draw = {"weights": "x"}, random.Random(0)
+    rows = [("de", f"line {n}", Translation(f"Zeile {n}", -n / 7)) for n in range(20)]
+    Store(tmp_path / "s", note).add(rows)
+    (path,) = (tmp_path / "s").glob("*.jsonl")
+    whole = path.read_bytes()
+    for _ in range(100):
+        data = bytearray(whole)
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+        again = Store(tmp_path / "s", note)
+        found = [(target, source, again.get(target, source)) for target, source, _ in rows]
+        there = [row for row in found if row[2] is not None]
+        assert there == rows[: len(again)]
+        assert len(again) < len(rows)
+    path.write_text(json.dumps(["de", "old", "alt", -1.0]) + "\n")  # of an earlier version
+    assert Store(tmp_path / "s", note).get("de", "old") == Translation("alt", -1.0)
+
+
+def test_translations_are_not_written_through_a_link(tmp_path):
+    precious, note = tmp_path / "precious", {"weights": "x"}
+    precious.write_text("years of it")
+    Store(tmp_path / "s", note)
+    (tmp_path / "s" / "translations.jsonl").symlink_to(precious)
+    with pytest.raises(OSError, match="is a link to another file"):
+        Store(tmp_path / "s", note)  # which would cut off what is no translation
+    assert precious.read_text() == "years of it"
+
+
+def test_a_damaged_archive_of_weights_is_none(tmp_path):
+    tree, draw = {"a": np.arange(6.0), "b": np.ones((2, 3))}, random.Random(0)
+    path = tmp_path / "weights.npz"
+    write_tree(path, tree)
+    whole = path.read_bytes()
+    for _ in range(200):
+        data = bytearray(whole)
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+        found = read_tree(path, tree)
+        if found is not None:  # in the date of a file, say
+            assert all(np.array_equal(found[name], tree[name]) for name in tree)
+
+
+LIMITED = """
+import errno, pathlib, resource, sys
+import numpy as np
+from gshard.mt import atomic
+from gshard.mt.batching.tokens import _save
+from gshard.mt.decoding.output import FileOutput
+from gshard.mt.training.weights import write_weights
+
+folder = pathlib.Path(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+big = np.ones(100_000, np.float32)
+output = FileOutput(folder / "out", {})
+for write in (
+    lambda: _save(folder / "a.npy", big),
+    lambda: write_weights(folder / "w", {"a": big}, {}),
+    lambda: atomic.write_json(folder / "a.json", ["x"] * 100_000),
+    lambda: output.add(["x"], ["y" * 100_000]),
+):
+    try:
+        write()
+    except OSError as error:
+        assert error.errno == errno.EFBIG, error
+    else:
+        raise AssertionError("nothing was refused")
+output.add(["x"], ["y"])
+output.finish()
+assert (folder / "out").read_text() == "y\\n"
+from gshard import cli
+cli.main(["data", "gather", "--out", str(folder / "c"), "--tsv", sys.argv[2], "--jobs", "1"])
+"""
+
+
+def test_a_limit_on_the_size_of_files(tmp_path):
+    """What it is that refuses is known to the end, where it becomes a line."""
+    draw = random.Random(0)
+    rows = ("".join(draw.choices("abcdefgh ijklm", k=60)) for _ in range(2500))
+    (tmp_path / "a.tsv").write_text("".join(f"de\tA{row}.\tThe {row[::-1]}.\n" for row in rows))
+    command = [sys.executable, "-c", LIMITED, tmp_path / "x", tmp_path / "a.tsv"]
+    (tmp_path / "x").mkdir()
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("gshard: a file would be larger than")
+    assert "Traceback" not in ended.stderr
+    left = {path.name for path in (tmp_path / "x").iterdir()}
+    assert left == {"a.npy", "c", "out"}  # the first is written into a folder that is not whole yet

@@ -106,7 +106,12 @@ class FileOutput(Output):
 
     def add(self, texts: Sequence[str], lines: Iterable[str]) -> None:
         """Add the translations of some texts, and write down how far that is."""
-        atomic.write_all(self._file, _bytes(lines))
+        before = self._size()
+        try:
+            atomic.write_all(self._file, _bytes(lines))
+        except OSError:
+            self._file.truncate(before)  # the half that a full disk took
+            raise
         self._take(texts)
         self.done += len(texts)
         self._digest = self._read.hexdigest()

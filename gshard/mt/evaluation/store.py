@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -60,14 +61,10 @@ class Store:
         whole = 0
         with path.open("rb") as file:
             for line in file:
-                try:
-                    target, source, text, score = json.loads(line)
-                    score = float(score)
-                except (ValueError, TypeError, RecursionError):
+                if (found := _parsed(line)) is None:
                     break
-                if not line.endswith(b"\n"):
-                    break
-                self._known[str(target), str(source)] = Translation(str(text), score)
+                target, source, translation = found
+                self._known[target, source] = translation
                 whole += len(line)
         if whole < path.stat().st_size:
             with atomic.open_in_place(path) as file:
@@ -83,12 +80,28 @@ class Store:
     def add(self, new: Iterable[tuple[str, str, Translation]]) -> None:
         """Write (target, source, translation)s down, all of them before this returns."""
         rows = [(target, source, t.text, t.score) for target, source, t in new]
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        lines = "".join(json.dumps([*row, _check(row)], ensure_ascii=False) + "\n" for row in rows)
         self.folder.mkdir(parents=True, exist_ok=True)
         with atomic.open_in_place(self.folder / _LINES) as file:
             atomic.write_all(file, lines.encode())
         for target, source, text, score in rows:
             self._known[target, source] = Translation(text, score)
+
+
+def _check(row: Sequence[Any]) -> int:
+    """A checksum of (target, source, text, score): a letter that rots gives another score."""
+    return zlib.crc32(json.dumps(row).encode())
+
+
+def _parsed(line: bytes) -> tuple[str, str, Translation] | None:
+    """A line of the file; None if it is cut or damaged. Those of earlier versions have no check."""
+    try:
+        target, source, text, score, *check = json.loads(line)
+        if not line.endswith(b"\n") or check not in ([], [_check([target, source, text, score])]):
+            return None
+        return str(target), str(source), Translation(str(text), float(score))
+    except (ValueError, TypeError, RecursionError):
+        return None
 
 
 def translate_all(

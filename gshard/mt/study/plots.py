@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gshard.mt import atomic
 from gshard.mt.study import figures
 from gshard.mt.study.figures import Model
 
@@ -104,5 +105,6 @@ def _saved(figure: Any, path: Path) -> Path:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     lines = (line.rstrip() for line in buffer.getvalue().splitlines())
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with atomic.new_file(path) as part:
+        part.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
