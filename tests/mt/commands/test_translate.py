@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from gshard.mt.commands.translate import _text
 
+from gshard.commands.translate import _text
 from gshard.mt.errors import UserError
 
 PROGRAM = """
