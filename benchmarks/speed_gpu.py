@@ -5,7 +5,7 @@
     python -m benchmarks.speed_gpu --only text curve --text sample.npz
     python -m benchmarks.speed_gpu --show results.json      tables and plots of an earlier run
 
-`text` and `curve` read real text, a sample that `benchmarks.gpu.text` makes of a run's tokens.
+`text`, `curve` and `curve8` read real text, from a sample that `benchmarks.gpu.text` makes.
 Every case runs in a process of its own with a time limit: one that fails is a line in the table.
 """
 
@@ -81,6 +81,15 @@ CASES: dict[str, list[dict[str, Any]]] = {
         train("curve", 32, 16_384, lengths=(128, 80), dims=BASE, config={"stacked": True})
         | {"module": "curve", "workers": 10, "steps": 600, "limit": 240},
     ],
+    "float8": [
+        train("bfloat16", 128, 131_072, profile=True),
+        train("float8", 128, 131_072, profile=True, config={"products": "float8"}),
+    ],
+    "curve8": [
+        train("curve", 32, 16_384, lengths=(128, 80), dims=BASE, config={"stacked": True})
+        | {"module": "curve", "steps": 600, "limit": 300, "seeds": 3}
+        | {"ways": ["bfloat16, rounded at random", "bfloat16, rounded at random, float8 products"]},
+    ],
     "compile": [
         train(name, 128, 131_072, cache=cache) | {"module": "compiling"}
         for name, cache in (("first", "empty"), ("again", "kept"))
@@ -90,7 +99,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
 }
 
-WITHOUT_TEXT = [name for name in CASES if name not in ("text", "curve")]
+WITHOUT_TEXT = [name for name in CASES if name not in ("text", "curve", "curve8")]
 
 
 def run_case(case: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -143,7 +152,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=WITHOUT_TEXT)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--cases", type=Path, help="JSON with cases instead of the usual ones")
-    parser.add_argument("--text", type=Path, help="a sample of real text, for `text` and `curve`")
+    parser.add_argument(
+        "--text", type=Path, help="a sample of real text, for `text` and the curves"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after this")
     parser.add_argument("--show", type=Path, help="JSON of an earlier run: measure nothing")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
@@ -163,7 +174,9 @@ def main() -> None:
     plots(results, args.out)
 
 
-def measure(cases: list[dict[str, Any]], seconds: float, out: Path) -> list[dict[str, Any]]:
+def measure(
+    cases: list[dict[str, Any]], seconds: float, out: Path, name: str = "speed_gpu.json"
+) -> list[dict[str, Any]]:
     """Case by case; what is there so far is always on disk."""
     begin, results = time.perf_counter(), []
     for case in cases:
@@ -173,7 +186,7 @@ def measure(cases: list[dict[str, Any]], seconds: float, out: Path) -> list[dict
         results.append(found)
         short = {k: v for k, v in found.items() if k not in ("kernels", "blocks", "curves")}
         print(json.dumps(short)[:1800], flush=True)
-        (out / "speed_gpu.json").write_text(json.dumps(results, indent=1))
+        (out / name).write_text(json.dumps(results, indent=1) + "\n")
     return results
 
 

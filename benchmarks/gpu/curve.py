@@ -1,14 +1,14 @@
-"""Loss curves of one training with weights in float32 and in bfloat16, on the same real batches.
+"""Loss curves of one training in several kinds of numbers, on the same real batches.
 
-Weights of bfloat16 are rounded at random (`gshard.nn.fused_adafactor`), or, as the case that goes
-wrong, to the nearest. All begin with the same weights, and the learning rate falls to 0, so that
-updates get smaller than a weight's last bit.
+Weights are float32 or bfloat16, products bfloat16 or float8. Weights of bfloat16 are rounded at
+random (`gshard.nn.fused_adafactor`), or, as the case that goes wrong, to the nearest. All begin
+with the same weights, and the learning rate falls to 0, so that updates get smaller than a weight's
+last bit.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +32,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "float32": {"weights": "float32", "fused": True},
     "bfloat16, rounded at random": {"weights": "bfloat16", "fused": True},
     "bfloat16, rounded to the nearest": {"weights": "bfloat16", "fused": False},
+    "bfloat16, rounded at random, float8 products": {
+        "weights": "bfloat16",
+        "fused": True,
+        "config": {"products": "float8"},
+    },
 }
 
 
@@ -39,32 +44,37 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     """Losses of every step in each way; compiled at once, trained one after another."""
     steps = case["steps"]
     optimizer = {"warmup": steps, "rise": steps // 8, "fall": steps // 2, "end": steps}
-    configs = {
-        name: run_config({**case, "weights": way["weights"], "optimizer": optimizer})
-        for name, way in WAYS.items()
-    }
-    first = fresh_model(configs["float32"].model)  # its numbers are bfloat16's
+    configs = {name: _config(case, WAYS[name], optimizer) for name in case.get("ways", WAYS)}
+    some = _config(case, WAYS["float32"], optimizer)
+    first = fresh_model(some.model)  # its numbers are bfloat16's
     with tempfile.TemporaryDirectory() as folder:
-        some = configs["float32"]
         tokens = unpack(Path(case["text"]), Path(folder))
-        iterator = Batches(tokens, some.batch, workers=some.data.workers).iterate()
         begin = time.perf_counter()
         with ThreadPoolExecutor() as pool:
             made = {
                 name: pool.submit(ready, config, WAYS[name]["fused"], first)
                 for name, config in configs.items()
             }
-            batches = [_batch(arrays) for arrays in itertools.islice(iterator, steps)]
+            packed = Batches(tokens, some.batch)
+            batches = [_batch(packed[step]) for step in range(steps)]
             programs = {name: future.result() for name, future in made.items()}
         compiling = time.perf_counter() - begin
-        iterator.close()
     found = {}
     for name, (compiled, start) in programs.items():
         begin = time.perf_counter()
-        found[name] = {"nll": run(compiled, start, first, batches)}
-        found[name]["seconds"] = time.perf_counter() - begin
-        print(name, found[name]["nll"][-1], round(found[name]["seconds"]), flush=True)
+        every = [run(compiled, start, first, batches, s) for s in range(case.get("seeds", 1))]
+        seconds = (time.perf_counter() - begin) / len(every)
+        ends = [float(np.mean(losses[-(steps // 6) :])) for losses in every]
+        mean = [float(x) for x in np.mean(every, axis=0)]
+        found[name] = {"nll": mean, "ends": ends, "seconds": seconds}
+        print(name, ends, round(seconds), flush=True)
     return {"curves": found, "compile_s": compiling}
+
+
+def _config(case: dict[str, Any], way: dict[str, Any], optimizer: dict[str, int]) -> RunConfig:
+    """The case's run in one of the ways."""
+    config = {**case.get("config", {}), **way.get("config", {})}
+    return run_config({**case, "weights": way["weights"], "config": config, "optimizer": optimizer})
 
 
 def ready(config: RunConfig, fused: bool, first: Transformer) -> tuple[Any, Any]:
@@ -93,10 +103,12 @@ def ready(config: RunConfig, fused: bool, first: Transformer) -> tuple[Any, Any]
     return jax.jit(step, donate_argnums=0).lower(state, batch, key).compile(), start
 
 
-def run(compiled: Any, start: Any, first: Transformer, batches: list[Batch]) -> list[float]:
-    """The losses of a training over the batches."""
+def run(
+    compiled: Any, start: Any, first: Transformer, batches: list[Batch], seed: int
+) -> list[float]:
+    """The losses of a training over the batches; what is random in it depends on the seed."""
     state = jax.jit(start)(jax.tree.map(jnp.copy, first))  # which steps may then use up
-    key = jax.random.key(0)
+    key = jax.random.key(seed)
     losses = []
     for batch in batches:
         state, metrics = compiled(state, batch, key)

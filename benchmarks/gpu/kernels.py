@@ -15,6 +15,7 @@ KINDS = (
     ("attention", r"flash_|fmha|cudnn.*sdpa|mha_"),
     ("normalization", r"norm_grads"),
     ("loss", r"vocabulary_grads"),
+    ("to eight bits", r"eight_bits"),
     ("matrix products", r"grouped_product|nvjet|gemm|cutlass|cublas|xmma|wgmma|__dot|splitK"),
     ("copies", r"[Mm]emcpy|copy|Memset|memset|transpose"),
     ("reductions", r"reduce|input_reduce"),

@@ -84,16 +84,28 @@ def compiling(results: Results) -> str:
 
 
 def curves(result: dict[str, Any]) -> str:
-    """Mean losses over stretches of one training, in each way to keep its weights."""
+    """Mean losses over stretches of one training, in each way; of several seeds their mean."""
     if "curves" not in result:
         return f"curves: {_error(result)}"
     window = result["steps"] // PARTS
     rows = [
-        [name, *(f"{mean:.3f}" for mean in smooth(way["nll"], window)), f"{way['seconds']:.0f}"]
+        [
+            name,
+            *(f"{mean:.3f}" for mean in smooth(way["nll"], window)),
+            f"{way['seconds']:.0f}",
+            *_seeds(way),
+        ]
         for name, way in result["curves"].items()
     ]
     heads = [f"to step {window * (i + 1)}" for i in range(PARTS)]
-    return table(["weights", *heads, "seconds"], rows)
+    several = ["each seed at the end"] if any(map(_seeds, result["curves"].values())) else []
+    return table(["weights", *heads, "seconds", *several], rows)
+
+
+def _seeds(way: dict[str, Any]) -> list[str]:
+    """The loss that each of several seeds ends with."""
+    ends = way.get("ends", [])
+    return [", ".join(f"{end:.3f}" for end in ends)] if len(ends) > 1 else []
 
 
 def decoding(results: Results) -> str:
@@ -142,9 +154,19 @@ def attention(result: dict[str, Any]) -> str:
     return table(["one attention, 65,536 tokens", "forward, ms", "with gradients, ms"], rows)
 
 
+def eight_bits(results: Results) -> str:
+    """How much faster the model is with products in float8."""
+    speeds = {r.get("name"): r["source_tokens_per_s"] for r in results if "tflop" in r}
+    if not {"bfloat16", "float8"} <= speeds.keys():
+        return ""
+    ratio = speeds["float8"] / speeds["bfloat16"]
+    return f"float8: {ratio:.2f} times the tokens/s of bfloat16"
+
+
 def report(results: Results) -> str:
     """All tables."""
     parts = [training(results), waiting(results), decoding(results), spent(results)]
+    parts += [eight_bits(results)]
     parts += [compiling(results)]
     parts += [curves(r) for r in results if r["module"] == "curve"]
     profiled = [r for r in results if r["module"] == "train" and "kinds_ms" in r]

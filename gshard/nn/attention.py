@@ -8,6 +8,7 @@ Dims: B sequences, T queries, L keys, M model dim, N heads, D key dim, U value d
 from __future__ import annotations
 
 import functools
+import math
 from typing import Literal, NamedTuple
 
 import equinox as eqx
@@ -15,7 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from gshard.nn import float8
 from gshard.nn.flash import joint_attention, seed_from_row
+from gshard.nn.float8 import Products
 from gshard.nn.hashing import Random, seed_of
 from gshard.nn.layers import dropout, init_weight
 from gshard.nn.segments import Segments, segment_mask
@@ -69,15 +72,12 @@ class Attention(eqx.Module):
         self.wv = init_weight(keys[2], (model_dim, heads, value_dim), model_dim, dtype)
         self.wo = init_weight(keys[3], (heads, value_dim, model_dim), heads * value_dim, dtype)
 
-    def keys_values(self, x_BLM: Array) -> KeysValues:
+    def keys_values(self, x_BLM: Array, products: Products = "dtype") -> KeysValues:
         """The keys and values of `x_BLM`."""
-        return KeysValues(
-            jnp.einsum("BLM,MND->BLND", x_BLM, self.wk.astype(x_BLM.dtype)),
-            jnp.einsum("BLM,MNU->BLNU", x_BLM, self.wv.astype(x_BLM.dtype)),
-        )
+        return KeysValues(_heads(x_BLM, self.wk, products), _heads(x_BLM, self.wv, products))
 
     # Traced once for all layers of a shape.
-    @functools.partial(jax.jit, static_argnames=("rate", "random", "kind", "strategy"))
+    @functools.partial(jax.jit, static_argnames=("rate", "random", "kind", "strategy", "products"))
     def __call__(
         self,
         x_BTM: Array,
@@ -88,6 +88,7 @@ class Attention(eqx.Module):
         random: Random = "threefry",
         kind: AttentionKind = "plain",
         strategy: Strategy = ONE_DEVICE,
+        products: Products = "dtype",
     ) -> Array:
         """Attend from `x_BTM` to `memory` where a query may see it, with dropout on the weights.
 
@@ -95,30 +96,34 @@ class Attention(eqx.Module):
         A query that may see nothing (padding) gets an even mixture, never a NaN.
         """
         if kind == "flash" and isinstance(visible, Segments):
-            arrays = self._joint(x_BTM, memory)
-            return self._project(self._flash(arrays, visible, rate, key, strategy))
+            arrays = self._joint(x_BTM, memory, products)
+            return self._project(self._flash(arrays, visible, rate, key, strategy), products)
         if not isinstance(memory, KeysValues):
-            memory = self.keys_values(x_BTM if memory is None else memory)
+            memory = self.keys_values(x_BTM if memory is None else memory, products)
         dtype = x_BTM.dtype
         mask_BTL = visible.mask() if isinstance(visible, Segments) else visible
-        q_BTND = self._queries(x_BTM)
+        q_BTND = self._queries(x_BTM, products)
         scores_BNTL = jnp.einsum(
             "BTND,BLND->BNTL", q_BTND, memory.keys, preferred_element_type=jnp.float32
         )
         scores_BNTL = jnp.where(mask_BTL[:, None], scores_BNTL, -1e9)
         probs_BNTL = dropout(jax.nn.softmax(scores_BNTL).astype(dtype), rate, key, random)
         out_BTNU = jnp.einsum("BNTL,BLNU->BTNU", probs_BNTL, memory.values)
-        return self._project(out_BTNU)
+        return self._project(out_BTNU, products)
 
-    def _joint(self, x_BTM: Array, memory: KeysValues | Array | None) -> tuple[Array, ...]:
+    def _joint(
+        self, x_BTM: Array, memory: KeysValues | Array | None, products: Products
+    ) -> tuple[Array, ...]:
         """Queries, keys and values as `joint_attention` takes them: one product for each input.
 
         One large product is faster than several small ones, forward and backward.
         """
 
         def product(x_BTM: Array, *weights: Array) -> Array:
-            w_MPND = jnp.stack(weights, axis=1).astype(x_BTM.dtype)
-            return jnp.einsum("BTM,MPND->BTPND", x_BTM, w_MPND)
+            w_MPND = jnp.stack(weights, axis=1)
+            if products == "float8":
+                return _in_eight_bits(x_BTM, w_MPND, 1)
+            return jnp.einsum("BTM,MPND->BTPND", x_BTM, w_MPND.astype(x_BTM.dtype))
 
         if isinstance(memory, KeysValues):
             return product(x_BTM, self.wq), *(jnp.expand_dims(x, 2) for x in memory)
@@ -147,9 +152,26 @@ class Attention(eqx.Module):
         out = joint_attention(own, Segments(q_seg, k_seg, visible.causal), rate, seed)
         return strategy.all_groups(out, B)
 
-    def _queries(self, x_BTM: Array) -> Array:
-        q_BTND = jnp.einsum("BTM,MND->BTND", x_BTM, self.wq.astype(x_BTM.dtype))
+    def _queries(self, x_BTM: Array, products: Products) -> Array:
+        q_BTND = _heads(x_BTM, self.wq, products)
         return q_BTND * jnp.asarray(q_BTND.shape[-1] ** -0.5, x_BTM.dtype)
 
-    def _project(self, out_BTNU: Array) -> Array:
+    def _project(self, out_BTNU: Array, products: Products = "dtype") -> Array:
+        if products == "float8":
+            return _in_eight_bits(out_BTNU, self.wo, 2)
         return jnp.einsum("BTNU,NUM->BTM", out_BTNU, self.wo.astype(out_BTNU.dtype))
+
+
+def _heads(x_BTM: Array, w_MND: Array, products: Products) -> Array:
+    """Queries, keys or values."""
+    if products == "float8":
+        return _in_eight_bits(x_BTM, w_MND, 1)
+    return jnp.einsum("BTM,MND->BTND", x_BTM, w_MND.astype(x_BTM.dtype))
+
+
+def _in_eight_bits(x: Array, w: Array, summed: int) -> Array:
+    """The product over the last dims of `x` and the first of `w`, so many of each."""
+    kept, others = x.shape[:-summed], w.shape[summed:]
+    K = math.prod(w.shape[:summed])
+    y_1RN = float8.product(x.reshape(1, -1, K), w.reshape(1, K, -1).astype(x.dtype))
+    return y_1RN.reshape(*kept, *others)

@@ -10,6 +10,7 @@ from jax import Array
 
 from gshard.nn.attention import AttentionKind
 from gshard.nn.experts import Dispatch
+from gshard.nn.float8 import Products
 from gshard.nn.gating import PAPER_GATING, GatingConfig
 from gshard.nn.hashing import Random
 from gshard.nn.strategy import Strategy
@@ -32,6 +33,11 @@ class TransformerConfig:
     would visit. `expert_dropout` is that between the two products of an expert. `shared_hidden_dim`
     is the size of a feed-forward network beside the experts that every token passes; 0, as in the
     paper, is none.
+
+    `products`: in which numbers the experts, the feed-forward layers and attention's projections
+    are multiplied: in `dtype`, or in eight bits (`gshard.nn.float8`), which is faster on GPUs that
+    have matrix units for them (Hopper and later), and slower elsewhere. The router, the softmax,
+    normalization, embeddings and logits stay as they are.
 
     The last four say how the same model is computed, not what it is; `tuned` sets them for one GPU.
     `stacked` keeps the weights of all layers in one array and runs them under `lax.scan`, so that
@@ -63,6 +69,7 @@ class TransformerConfig:
     shared_hidden_dim: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
+    products: Products = "dtype"
     remat: Remat | int = "none"
     stacked: bool = True
     attention: AttentionKind = "plain"

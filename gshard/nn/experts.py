@@ -21,8 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from gshard.nn import float8
 from gshard.nn.exact import float32_logits
 from gshard.nn.flat import flat_dropless, flat_groups
+from gshard.nn.float8 import Products
 from gshard.nn.gating import PAPER_GATING, GatingConfig, Routed, RouterMetrics, Routing, route
 from gshard.nn.grouped import fits, grouped_product
 from gshard.nn.hashing import Random
@@ -52,6 +54,13 @@ class Experts(eqx.Module):
         dtype = x_EGCM.dtype
         h_EGCH = drop(relu(jnp.einsum("EGCM,EMH->EGCH", x_EGCM, self.wi.astype(dtype))))
         return jnp.einsum("EGCH,EHM->GECM", h_EGCH, self.wo.astype(dtype))
+
+    def in_eight_bits(self, x_ECM: Array, drop: Drop | None = None) -> Array:
+        """Every expert on its own tokens, by products in eight bits."""
+        wi_EMH, wo_EHM = (w.astype(x_ECM.dtype) for w in (self.wi, self.wo))
+        if drop is None:
+            return float8.feed_forward(x_ECM, wi_EMH, wo_EHM)
+        return float8.product(drop(relu(float8.product(x_ECM, wi_EMH))), wo_EHM)
 
     def in_place(self, x_ECM: Array, drop: Drop = lambda h: h) -> Array:
         """Every expert on its own tokens; results stand where the tokens stood."""
@@ -96,6 +105,7 @@ class MoE(eqx.Module):
     dispatch: Dispatch = eqx.field(static=True)
     dropout: float = eqx.field(static=True)
     random: Random = eqx.field(static=True)
+    products: Products = eqx.field(static=True)
 
     def __init__(
         self,
@@ -109,6 +119,7 @@ class MoE(eqx.Module):
         dispatch: Dispatch = "index",
         dropout: float = 0.0,
         random: Random = "threefry",
+        products: Products = "dtype",
     ):
         key_gate, key_experts = jax.random.split(key)
         self.gate = init_weight(key_gate, (model_dim, experts), model_dim, "float32")
@@ -116,7 +127,7 @@ class MoE(eqx.Module):
         self.config = config
         self.groups = groups
         self.dispatch = dispatch
-        self.dropout, self.random = dropout, random
+        self.dropout, self.random, self.products = dropout, random, products
 
     def __call__(
         self,
@@ -170,14 +181,28 @@ class MoE(eqx.Module):
             if dropless:
                 y_GSM = flat_dropless(self.experts, routing, x_GSM, E)
             else:
-                run = functools.partial(self.experts.in_place, drop=drop)
-                y_GSM = flat_groups(run, routing, x_GSM, E, C)
+                y_GSM = flat_groups(self._experts_by(drop, drop_key), routing, x_GSM, E, C)
             return y_GSM.reshape(B, L, M), Routed(routing, metrics)
 
         dispatch, combine = DISPATCHES[self.dispatch]
         x_EGCM = strategy.experts(dispatch(strategy, routing, x_GSM, E, C))
-        y_GECM = strategy.groups(self.experts(x_EGCM, drop))
+        y_GECM = strategy.groups(self._group_first(x_EGCM, drop, drop_key))
         return combine(strategy, routing, y_GECM).reshape(B, L, M), Routed(routing, metrics)
+
+    def _experts_by(self, drop: Drop, drop_key: Array | None) -> Drop:
+        """How the experts run on their own tokens, [E, C, M]."""
+        if self.products == "float8":
+            used = None if drop_key is None else drop
+            return functools.partial(self.experts.in_eight_bits, drop=used)
+        return functools.partial(self.experts.in_place, drop=drop)
+
+    def _group_first(self, x_EGCM: Array, drop: Drop, drop_key: Array | None) -> Array:
+        """The experts on tokens of several groups; the results stand group first."""
+        if self.products == "dtype":
+            return self.experts(x_EGCM, drop)
+        E, G, C, M = x_EGCM.shape
+        y_EXM = self._experts_by(drop, drop_key)(x_EGCM.reshape(E, G * C, M))
+        return y_EXM.reshape(E, G, C, M).swapaxes(0, 1)
 
     def _logits(self, x_GSM: Array) -> Array:
         """The router's logits, in float32 whatever the activations are."""

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from gshard.nn import float8
+from gshard.nn.float8 import Products
 from gshard.nn.hashing import Random, hash_dropout, seed_of
 from gshard.nn.norm import fits, normalize, normalize_beside
 from gshard.nn.strategy import Strategy
@@ -100,8 +102,12 @@ class FeedForward(eqx.Module):
         self.wi = init_weight(key_in, (model_dim, hidden_dim), model_dim, dtype)
         self.wo = init_weight(key_out, (hidden_dim, model_dim), hidden_dim, dtype)
 
-    def __call__(self, x_BLM: Array) -> Array:
+    def __call__(self, x_BLM: Array, products: Products = "dtype") -> Array:
         """The layer at every position."""
+        if products == "float8":
+            rows_1RM = x_BLM.reshape(1, -1, x_BLM.shape[-1])
+            wi_1MH, wo_1HM = (w.astype(x_BLM.dtype)[None] for w in (self.wi, self.wo))
+            return float8.feed_forward(rows_1RM, wi_1MH, wo_1HM).reshape(x_BLM.shape)
         h_BLH = relu(jnp.einsum("BLM,MH->BLH", x_BLM, self.wi.astype(x_BLM.dtype)))
         return jnp.einsum("BLH,HM->BLM", h_BLH, self.wo.astype(x_BLM.dtype))
 

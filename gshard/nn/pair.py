@@ -51,7 +51,7 @@ class Layer(eqx.Module):
         self.feed_forward_norm = LayerNorm(c.model_dim, dtype)
         self.feed_forward, self.moe = None, None
         if sparse and c.experts:
-            settings = (c.gating, c.groups, c.dispatch, c.expert_dropout, c.random)
+            settings = (c.gating, c.groups, c.dispatch, c.expert_dropout, c.random, c.products)
             self.moe = MoE(c.experts, c.model_dim, hidden, dtype, keys[2], *settings)
             hidden, key = c.shared_hidden_dim, jax.random.fold_in(keys[2], 1)
         else:
@@ -74,10 +74,11 @@ class Layer(eqx.Module):
         """One layer; with a `cache` it attends to that, after writing its own part at `index`."""
         c = self.config
         keys = split_key(key, 6)
+        products = c.products if cache is None else "dtype"  # decoding waits for weights alone
 
         def attend(attention: Attention, x: Array, memory: Any, visible: Any, key: Any) -> Array:
             rate, random, kind = c.attention_dropout, c.random, c.attention
-            return attention(x, memory, visible, rate, key, random, kind, strategy)
+            return attention(x, memory, visible, rate, key, random, kind, strategy, products)
 
         def residual(x: Array, y: Array, key: Array | None) -> Array:
             return x + dropout(y, c.residual_dropout, key, c.random)
@@ -106,7 +107,7 @@ class Layer(eqx.Module):
             y_BTM, routed = self.moe.routed(h_BTM, masks.real, keys[4], strategy, dropless=dropless)
             parts.append(y_BTM)
         if self.feed_forward is not None:
-            parts.append(self.feed_forward(h_BTM))
+            parts.append(self.feed_forward(h_BTM, products))
         return residual(x_BTM, sum(parts[1:], parts[0]), keys[5]), cache, routed
 
 

@@ -73,6 +73,19 @@ def test_tables_and_means():
     assert "| gshard, real text | 2 | 64 | last |" in told
 
 
+def test_report_compares_eight_bits():
+    found = [
+        {"module": "train", "name": name, "experts": 2, "tokens": 64, "tflop": 1.0, "ms": 1.0}
+        | {"source_tokens_per_s": speed, "target_tokens_per_s": speed, "share": 0.5}
+        | {"share_without_padding": 0.5, "peak_gb": 1.0, "compile_s": 1.0}
+        for name, speed in (("bfloat16", 100.0), ("float8", 150.0))
+    ]
+    assert "float8: 1.50 times the tokens/s of bfloat16" in report(found)
+    seeds = {"nll": [4.0] * 6, "ends": [4.0, 4.25], "seconds": 3.0}
+    told = report([{"module": "curve", "steps": 6, "curves": {"float8": seeds}}])
+    assert "| float8 | 4.000 | 4.000 | 4.000 | 4.000 | 4.000 | 4.000 | 3 | 4.000, 4.250 |" in told
+
+
 @pytest.mark.slow
 def test_cases_run(sample, tmp_path, capsys):
     """Each in a process of its own, as on the GPU; the second process finds the program."""
@@ -92,7 +105,8 @@ def test_cases_run(sample, tmp_path, capsys):
     assert 0 < on_text["data_wait"] < 1
     assert on_text["filled"][1] > 0.8
     assert on_text["share_without_padding"] < on_text["share"]
-    exact, at_random, _ = (way["nll"] for way in curve["curves"].values())
+    exact, at_random, _, eight_bits = (way["nll"] for way in curve["curves"].values())
+    np.testing.assert_allclose(eight_bits, at_random, rtol=0.05)
     np.testing.assert_allclose(at_random[0], exact[0], rtol=1e-3)
     np.testing.assert_allclose(at_random, exact, rtol=0.05)
     assert exact[-1] < exact[0]

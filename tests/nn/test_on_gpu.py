@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gshard.nn import float8
 from gshard.nn.flash import flash_attention, joint_attention
 from gshard.nn.flash import reference as plain_attention
+from gshard.nn.float8_kernels import E4M3, E5M2, by_kernel, gated_by_kernel, gated_reference
+from gshard.nn.float8_kernels import reference as plain_eight
 from gshard.nn.grouped import fits, grouped_product
 from gshard.nn.grouped import reference as plain_product
 from gshard.nn.norm import fits as norm_fits
@@ -131,3 +134,37 @@ def test_gradients_of_logits(V):
         want = plain_loss(*given, jnp.float32)
         np.testing.assert_allclose(log_z, want[0], rtol=1e-5)
         np.testing.assert_allclose(np.float32(grads), want[1], rtol=near, atol=1e-7)
+
+
+def test_both_orders_in_eight_bits():
+    """Bit by bit: kernels round as plain JAX does."""
+    x, scale = draw(3, 128, 256) * 100, jnp.array([1.0, 0.25, 64.0])
+    for dtype in (E4M3, E5M2):
+        want = jax.jit(plain_eight, static_argnums=2)(x, scale, dtype)
+        for a, b in zip(by_kernel(x, scale, dtype), want, strict=True):
+            np.testing.assert_array_equal(np.float32(a), np.float32(b))
+    given = x.astype(E5M2), jnp.maximum(draw(3, 128, 256), 0).astype(E4M3)
+    for a, b in zip(gated_by_kernel(*given), jax.jit(gated_reference)(*given), strict=True):
+        np.testing.assert_array_equal(np.float32(a), np.float32(b))
+
+
+@pytest.mark.parametrize("E", [1, 4])
+def test_products_in_eight_bits(E):
+    """As on a machine without them: the same rounded operands, multiplied in float32."""
+    x, wi, wo = draw(E, 256, 128), draw(E, 128, 512) / 11, draw(E, 512, 128) / 23
+    g = draw(E, 256, 128) * 1e-6
+
+    def value(fn, *given):
+        y, pull = jax.vjp(fn, *given)
+        return y, *pull(g[..., : y.shape[-1]] if y.shape[-1] == 128 else jnp.tile(g, 4))
+
+    for fn, given in ((float8.feed_forward, (x, wi, wo)), (float8.product, (x, wi))):
+        got = jax.jit(lambda *given, fn=fn: value(fn, *given))(*given)
+        with jax.default_device(jax.devices("cpu")[0]), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax, "default_backend", lambda: "cpu")
+            jax.clear_caches()
+            want = value(fn, *given)
+            jax.clear_caches()
+        for a, b in zip(got, want, strict=True):
+            a, b = np.float32(a), np.float32(b)
+            assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(b)

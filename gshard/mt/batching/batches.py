@@ -222,18 +222,17 @@ class Batches:
         workers: int = 0,
         ahead: int = 8,
     ):
-        grain = load_grain()
         fits = fitting(tokens, config.source_length, config.target_length)
         self.config = config
         self.examples = sum(len(fit) for fit in fits)
         self.too_long = self.examples - sum(int(fit.sum()) for fit in fits)
         self.tasks = tuple(examples.task for examples in tokens)
         source = _Packed if config.mode == "pack" else _Bucketed
-        self._steps = grain.MapDataset.source(source(tokens, config, host))
+        self._source = source(tokens, config, host)
         self._workers, self._ahead = workers, ahead
 
     def __getitem__(self, step: int) -> Arrays:
-        return dict(self._steps[step])
+        return dict(self._source[step])
 
     def iterate(self, step: int = 0) -> BatchIterator:
         """The batches from `step` on; threads, or `workers` processes, keep `ahead` of them."""
@@ -241,7 +240,7 @@ class Batches:
 
     def _read_ahead(self, step: int) -> Any:
         grain = load_grain()
-        steps = self._steps[step:]
+        steps = grain.MapDataset.source(self._source)[step:]
         if not self._workers:
             return iter(steps.to_iter_dataset(grain.ReadOptions(2, self._ahead)))
         dataset = steps.to_iter_dataset(grain.ReadOptions(1, 2))
