@@ -1,0 +1,69 @@
+"""The benchmark of many GPUs: small, on virtual CPUs; and what is read off a schedule."""
+
+import pytest
+
+from benchmarks import many_gpus
+from benchmarks.gpu import many
+from benchmarks.gpu.schedule import exposed_gb, kernels, scheduled
+
+TEXT = """HloModule m, is_scheduled=true
+
+ENTRY %main (p: bf16[8,64]) -> bf16[8,64] {
+  %a = bf16[8,64]{1,0} all-to-all(%p), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}
+  %s.1 = ((bf16[8,64]{1,0}), bf16[8,64]{1,0}) all-to-all-start(%a), replica_groups={{0,1,2,3}}
+  %f = bf16[8,64]{1,0} fusion(%p), kind=kLoop, calls=%fused
+  %d.1 = bf16[8,64]{1,0} all-to-all-done(%s.1), metadata={op_name="x"}
+  %s.2 = ((f32[16]{0}), f32[16]{0}) all-reduce-start(%f), replica_groups={{0,1,2,3,4,5,6,7}}
+  %y = (bf16[8,64]{1,0}, s8[4]{0}) custom-call(%f, %p), custom_call_target="__cublas$lt$matmul"
+  %d.2 = f32[16]{0} all-reduce-done(%s.2)
+  %k = bf16[8,64]{1,0} custom-call(%f), custom_call_target="__gpu$xla.gpu.triton"
+}
+"""
+
+
+def test_a_collective_is_hidden_if_a_product_runs_beside_it():
+    found = scheduled(TEXT, 8)
+    assert [(c.kind, c.hidden) for c in found] == [
+        ("all_to_all", False),  # without a start: nothing runs beside it
+        ("all_to_all", False),  # beside a pointwise kernel
+        ("all_reduce", True),
+    ]
+    size = 8 * 64 * 2
+    assert exposed_gb(TEXT, 8, "all_to_all") == pytest.approx(2 * [size * (7 / 8 + 3 / 4) / 1e9])
+    assert exposed_gb(TEXT, 8, "all_reduce")[1] == 0
+    assert kernels(TEXT) == 1
+
+
+TINY = {
+    "model_dim": 64,
+    "hidden_dim": 64,
+    "heads": 2,
+    "key_dim": 16,
+    "value_dim": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "source_vocab": 128,
+    "target_vocab": 128,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("products", ["dtype", "float8"])
+def test_a_row_runs_and_is_forecast(products):
+    case = many_gpus.row(
+        "moe_128e_12l", 8, 8, 256, dims=TINY, products=products, length=32, steps=1
+    )
+    case.update(many.measure(case))
+    assert case["sent_gb"] >= case["exposed_gb"] > 0
+    assert case["all_to_all_gb"] > 0
+    case.update(many.forecast(case))
+    assert case["forecast_ms"] > 0
+    case["peak_gb"] = 1.0  # CPUs do not count it
+    assert many_gpus.show([case]).count("\n| moe_128e_12l") == 2
+
+
+def test_rows_are_of_the_paper_s_models_and_a_failure_is_a_line():
+    models = {case["model"] for case in many_gpus.CASES["models"]}
+    assert len(models) == 6
+    failed = {**many_gpus.CASES["xla"][0], "error": "Traceback\nNotImplementedError: why"}
+    assert "NotImplementedError: why" in many_gpus.show([failed])
