@@ -171,5 +171,7 @@ def test_mistakes_are_named(tokens, monkeypatch):
     with pytest.raises(UserError, match="short_weight"):
         BatchConfig(short_weight=0)
     monkeypatch.setitem(sys.modules, "grain", None)
+    without = Batches(tokens, CONFIG)
+    assert without[3].keys() == Batches(tokens, CONFIG)[0].keys()  # one by one they need no Grain
     with pytest.raises(UserError, match=r"pip install 'gshard\[mt\]'"):
-        Batches(tokens, CONFIG)
+        without.iterate()
