@@ -2,7 +2,7 @@
 
     python -m benchmarks.partition            the table
     python -m benchmarks.partition --json F   and its figures in a file
-    python -m benchmarks.partition --markdown the table for the README
+    python -m benchmarks.partition --markdown the table of docs/results/partition.md
 
 Bytes are what one device sends (exact, read off both programs). Times are medians of runs that
 alternate between the two, on 8 virtual devices of this machine's CPU: compare them as ratios.
@@ -107,7 +107,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures here too")
     parser.add_argument("--only", default="", help="programs whose name contains this")
-    parser.add_argument("--markdown", action="store_true", help="print the README's table")
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the table of docs/results/partition.md"
+    )
     options = parser.parse_args()
     console = Console(width=180)
     chosen = [p for p in programs() if options.only in p.name]

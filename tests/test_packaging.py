@@ -1,9 +1,11 @@
 """What users install: the wheel's contents and metadata, and the small public face."""
 
 import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -48,12 +50,8 @@ def test_the_wheel_says_whose_it_is_and_what_it_needs(wheel):
     assert told["Author"] == "The gshard authors"
     assert told["License-Expression"] == "Apache-2.0"
     assert "Typing :: Typed" in told.get_all("Classifier")
-    assert {url.split(",")[0] for url in told.get_all("Project-URL")} == {
-        "Homepage",
-        "Documentation",
-        "Changelog",
-        "Issues",
-    }
+    # No address of a place that is not there yet: the paper's can be opened by anybody.
+    assert told.get_all("Project-URL") == ["Paper, https://arxiv.org/abs/2006.16668"]
     core = [r for r in told.get_all("Requires-Dist") if "extra ==" not in r]
     assert sorted(r.split("<")[0].split(">")[0] for r in core) == ["jax", "numpy"]
 
@@ -98,3 +96,20 @@ def test_a_version_that_cannot_be_known_is_not_made_up(monkeypatch):
             assert importlib.reload(gshard).__version__ == "0+unknown"
     finally:
         importlib.reload(gshard)
+
+
+def test_the_citation_is_of_this_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {project['version']}\n" in citation
+    assert f"\nlicense: {project['license']}\n" in citation
+    assert project["authors"][0]["name"] in citation
+
+
+def test_the_container_copies_what_an_installation_needs():
+    """Every file that pyproject.toml names, and nothing that the context leaves out."""
+    copied = " ".join(
+        re.findall(r"^COPY (.*) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    )
+    kept = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    assert set(copied.split()) == set(kept) == {"pyproject.toml", "README.md", "LICENSE", "gshard"}
