@@ -27,6 +27,9 @@ def explain(
     hardware: Hardware = None,
     as_json: Json = False,
     page: Page = None,
+    dump: Annotated[
+        Path | None, typer.Option(help="a folder for the program after every stage of lowering")
+    ] = None,
 ) -> None:
     """Explain what a partitioned function sends, why, and which annotation to change."""
     import json
@@ -40,7 +43,7 @@ def explain(
         jitted = gshard.jit(_imported(function), devices=devices, hardware=hardware)
         lowered = jitted.lower(*arguments)
         if as_json:
-            sent = [asdict(c) for c in lowered.collectives]
+            sent = [{**asdict(c), "reason": c.reason} for c in lowered.collectives]
             print(json.dumps({**lowered.forecast().as_dict(), "collectives": sent}, indent=1))
         else:
             if hardware is None:
@@ -49,6 +52,8 @@ def explain(
             print(lowered.explain())
         if page is not None:
             page.write_text(lowered.page(), encoding="utf-8")
+        if dump is not None:
+            lowered.dump(dump)
     except (ValueError, TypeError) as error:
         raise UserError(str(error)) from None
 

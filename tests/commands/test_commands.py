@@ -151,6 +151,9 @@ def test_explain_says_for_which_hardware_and_leaves_out_the_step_around_it(tmp_p
     said = json.loads(CliRunner().invoke(app, [*words, "--hardware", "h100", "--json"]).output)
     assert said["hardware"] == said["planned_for"] == "h100"
     assert [c["source"] for c in said["collectives"]] == ["explained_layer.py:6"]
+    assert said["collectives"][0]["why"]["kind"] == "operand"
+    CliRunner().invoke(app, [*words, "--dump", str(tmp_path / "stages")])
+    assert "reshard[" in next((tmp_path / "stages").glob("*-plan.txt")).read_text()
 
 
 def test_the_core_of_the_command_needs_no_package_of_mt(tmp_path):
