@@ -65,14 +65,16 @@ def _user_frame(source_info: Any) -> Any:
 
 
 def at_line_of(caller: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:
-    """`eqn`, which `caller` calls, at the caller's line if it has none of the user's own.
+    """`eqn`, which `caller` calls: in its name scopes, and at its line if it has none of its own.
 
     JAX traces what its own functions and libraries jit apart from the code that calls it.
     """
-    if _has_line(eqn.source_info.traceback) or not _has_line(caller.source_info.traceback):
-        return eqn
-    info = eqn.source_info.replace(traceback=caller.source_info.traceback)
-    return eqn.replace(source_info=info)
+    info, outer = eqn.source_info, caller.source_info
+    if outer.name_stack.stack:
+        info = info.replace(name_stack=outer.name_stack + info.name_stack)
+    if not _has_line(info.traceback) and _has_line(outer.traceback):
+        info = info.replace(traceback=outer.traceback)
+    return eqn if info is eqn.source_info else eqn.replace(source_info=info)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -88,6 +90,13 @@ def reason_of(eqn: JaxprEqn) -> Reason:
         if found:
             return found
     return NO_REASON
+
+
+def scopes_of(eqn: JaxprEqn) -> list[str]:
+    """The names of the user's `jax.named_scope`s around an operation, the outermost first."""
+    stack = eqn.source_info.name_stack.stack
+    named = [part.name for part in stack if isinstance(part, source_info_util.Scope)]
+    return [name for name in named if name != _SELDOM and Reason.decoded(name) is None]
 
 
 def because(reason: Reason) -> contextlib.AbstractContextManager[None]:

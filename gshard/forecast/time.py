@@ -25,7 +25,7 @@ from gshard.forecast.work import (
     vector_flops,
 )
 from gshard.moving.sent import sent_bytes
-from gshard.source import reason_of, site_of
+from gshard.source import reason_of, scopes_of, site_of
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Timed:
     name: str
     source: str  # the user's file:line
     function: str
+    scope: tuple[str, ...]  # names of the user's `jax.named_scope`s, the outermost first
     phase: str  # "forward", "backward", or "other": outside of differentiation
     count: int
     flops: float
@@ -84,7 +85,8 @@ def _timed(
     topology: Topology,
 ) -> Timed:
     root, reached = operator.root, machine.reached
-    source, function = _site(operator)
+    site = _site(operator)
+    source, function = site_of(site)
     flops, arithmetic, links, peak, sent, members = 0.0, 0.0, 0.0, 0.0, 0, 1
     kind = COLLECTIVES.get(root.name, "")
     if kind:
@@ -107,6 +109,7 @@ def _timed(
         name=root.name + (f" and {others} more" if others else ""),
         source=source,
         function=function,
+        scope=tuple(name for eqn in (*around, site) for name in scopes_of(eqn)),
         phase=phase_of((*around, root.eqn)),
         count=count,
         flops=flops,
@@ -156,13 +159,10 @@ def collective_cost(
     return collective_terms(topology, kind, size, groups), sent, groups
 
 
-def _site(operator: Operator) -> tuple[str, str]:
-    """The user's line and function, of the first member that has one."""
-    for op in operator.members:
-        line, function = site_of(op.eqn)
-        if line != "unknown":
-            return line, function
-    return "unknown", ""
+def _site(operator: Operator) -> JaxprEqn:
+    """The first member that has a line of the user's, else the root."""
+    eqns = (op.eqn for op in operator.members)
+    return next((e for e in eqns if site_of(e)[0] != "unknown"), operator.root.eqn)
 
 
 def phase_of(eqns: Iterable[JaxprEqn]) -> str:

@@ -46,6 +46,7 @@ class Experts(eqx.Module):
         self.wi = init_weight(key_in, (experts, model_dim, hidden_dim), model_dim, dtype)
         self.wo = init_weight(key_out, (experts, hidden_dim, model_dim), hidden_dim, dtype)
 
+    @jax.named_scope("experts")
     def __call__(self, x_EGCM: Array, drop: Drop = lambda h: h) -> Array:
         """Every expert on its own tokens; the results stand group first.
 
@@ -55,6 +56,7 @@ class Experts(eqx.Module):
         h_EGCH = drop(relu(jnp.einsum("EGCM,EMH->EGCH", x_EGCM, self.wi.astype(dtype))))
         return jnp.einsum("EGCH,EHM->GECM", h_EGCH, self.wo.astype(dtype))
 
+    @jax.named_scope("experts")
     def in_eight_bits(self, x_ECM: Array, drop: Drop | None = None) -> Array:
         """Every expert on its own tokens, by products in eight bits."""
         wi_EMH, wo_EHM = (w.astype(x_ECM.dtype) for w in (self.wi, self.wo))
@@ -62,12 +64,14 @@ class Experts(eqx.Module):
             return float8.feed_forward(x_ECM, wi_EMH, wo_EHM)
         return float8.product(drop(relu(float8.product(x_ECM, wi_EMH))), wo_EHM)
 
+    @jax.named_scope("experts")
     def in_place(self, x_ECM: Array, drop: Drop = lambda h: h) -> Array:
         """Every expert on its own tokens; results stand where the tokens stood."""
         dtype = x_ECM.dtype
         h_ECH = drop(relu(jnp.einsum("ECM,EMH->ECH", x_ECM, self.wi.astype(dtype))))
         return jnp.einsum("ECH,EHM->ECM", h_ECH, self.wo.astype(dtype))
 
+    @jax.named_scope("experts")
     def in_blocks(self, x_NCM: Array, expert_N: Array) -> Array:
         """Each block of tokens by the expert of its number; E is none, and gives zeros."""
         if self.by_kernel(x_NCM):
@@ -144,6 +148,7 @@ class MoE(eqx.Module):
 
     # Traced once for all layers of a shape.
     @functools.partial(jax.jit, static_argnames=("strategy", "dropless"))
+    @jax.named_scope("moe")
     def routed(
         self,
         x_BLM: Array,

@@ -96,6 +96,7 @@ class RouterMetrics(NamedTuple):
     dead_experts: Array  # how many experts got no token at all
 
 
+@jax.named_scope("gating")
 def route(
     logits_GSE: Array,
     capacity: int,

@@ -120,6 +120,7 @@ class Embedding(eqx.Module):
     def __init__(self, vocab: int, model_dim: int, dtype: str, key: Array):
         self.table = init_weight(key, (vocab, model_dim), model_dim, dtype)
 
+    @jax.named_scope("embedding")
     def __call__(self, tokens_BL: Array, positions_BL: Array, dtype: str) -> Array:
         """Embed the tokens with unit variance and add their positions."""
         model_dim = self.table.shape[1]
@@ -128,6 +129,7 @@ class Embedding(eqx.Module):
         x_BLM = jnp.take(self.table.astype(jnp.float32), tokens_BL, axis=0, mode="clip")
         return (x_BLM * model_dim**0.5 + sinusoids(positions_BL, model_dim)).astype(dtype)
 
+    @jax.named_scope("embedding")
     def logits(self, x_BLM: Array) -> Array:
         """The score of every token of the vocabulary, in float32."""
         table_VM = self.table.astype(x_BLM.dtype)

@@ -82,6 +82,21 @@ def train_step(
     # under `jax.jit` is traced once, not once forward and once for the way back.
     with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
         grads, metrics = jax.grad(objective, has_aux=True)(model)
+    with jax.named_scope("update"):
+        model, opt_state, grad_norm = _updated(grads, model, opt_state, key, optimizer, strategy)
+    metrics = metrics._replace(grad_norm=grad_norm)
+    return TrainState(model, opt_state, state.step + 1), metrics
+
+
+def _updated(
+    grads: Transformer,
+    model: Transformer,
+    opt_state: Any,
+    key: Array,
+    optimizer: Optimizer,
+    strategy: Strategy,
+) -> tuple[Transformer, Any, Array]:
+    """The weights and the optimizer's state after an update, and the length of the gradients."""
     grads = strategy.update(grads)
     if isinstance(optimizer, FusedOptimizer):
         seed = seed_of(jax.random.fold_in(key, _ROUNDING))
@@ -89,9 +104,7 @@ def train_step(
     else:
         updates, opt_state = optimizer.update(grads, opt_state, model)
         model, grad_norm = optax.apply_updates(model, updates), _norm(grads)
-    model, opt_state = strategy.updated(model), strategy.update(opt_state)
-    metrics = metrics._replace(grad_norm=grad_norm)
-    return TrainState(model, opt_state, state.step + 1), metrics
+    return strategy.updated(model), strategy.update(opt_state), grad_norm
 
 
 def eval_step(model: Transformer, batch: Batch, *, strategy: Strategy = ONE_DEVICE) -> StepMetrics:
@@ -113,6 +126,19 @@ def loss(
     Summed, not averaged: how hard each router is pushed then does not depend on the depth.
     """
     x_BTM, routers = model.hidden(batch, key, strategy, remat)
+    with jax.named_scope("loss"):
+        return _loss(model, x_BTM, routers, batch, strategy, label_smoothing)
+
+
+def _loss(
+    model: Transformer,
+    x_BTM: Array,
+    routers: ModelMetrics,
+    batch: Batch,
+    strategy: Strategy,
+    label_smoothing: float,
+) -> tuple[Array, StepMetrics]:
+    """The same from the decoder's last hidden values and what the routers measured."""
     real_BT = batch.target_segments > 0
     tokens = jnp.sum(real_BT).astype(jnp.float32)
     if model.config.loss_chunks > 1:

@@ -170,18 +170,17 @@ def part_of(operator: Timed) -> str:
     """The paper's breakdown (figure 8), and what it leaves out."""
     if operator.collective == "all_to_all":
         return "dispatch and combine"
-    file = Path(operator.source).name.split(":")[0]
     if operator.collective and operator.phase == "backward":
         return "gradients over devices"
-    if file == "experts.py":
-        return "MoE feed-forward" if operator.function.startswith("Experts.") else "gate einsums"
-    if file == "gating.py":
-        return "gating"
-    if operator.function.startswith("Embedding.") or file in ("step.py", "vocabulary_loss.py"):
-        return "update" if operator.function in _UPDATE else "embeddings and loss"
-    if operator.phase == "other" or file == "optimizer.py":
-        return "update"
-    return "transformer layers"
+    named = (_PART_OF_SCOPE[name] for name in reversed(operator.scope) if name in _PART_OF_SCOPE)
+    return next(named, "update" if operator.phase == "other" else "transformer layers")
 
 
-_UPDATE = {"train_step", "_norm", "_norm.<locals>.<listcomp>"}
+_PART_OF_SCOPE = {  # by the scopes that `gshard.nn` names
+    "experts": "MoE feed-forward",
+    "moe": "gate einsums",
+    "gating": "gating",
+    "embedding": "embeddings and loss",
+    "loss": "embeddings and loss",
+    "update": "update",
+}

@@ -38,7 +38,19 @@ def test_every_operator_of_a_step_has_a_part(tiny):
     assert {"MoE feed-forward", "dispatch and combine", "transformer layers"} <= set(parts)
     assert sum(p.seconds for p in parts.values()) == pytest.approx(found.step_seconds)
     assert sum(p.sent for p in parts.values()) == found.sent_bytes
-    assert found.sent_bytes == sum(c.total_bytes for c in tiny.lowered.collectives)
+    assert found.sent_bytes == sum(c.total_bytes for c in tiny.lowered("tpu-v3").collectives)
+
+
+@pytest.mark.slow
+def test_parts_are_found_by_the_scopes_that_the_model_names(tiny):
+    """Whatever its files are called; scopes of a loop's caller count for its body."""
+    found = {}
+    for operator in tiny.forecast("tpu-v3").operators:
+        found.setdefault(part_of(operator), set()).add(operator.function)
+    assert {"Experts.__call__"} <= found["MoE feed-forward"]
+    assert {"route", "_queue", "_metrics"} <= found["gating"]
+    assert "Embedding.__call__" in found["embeddings and loss"]
+    assert not found["transformer layers"] & {"route", "Experts.__call__", "train_step"}
 
 
 @pytest.mark.slow
