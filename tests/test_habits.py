@@ -15,7 +15,7 @@ from jax.experimental import io_callback
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gshard
-from tests.oracle import random_array
+from tests.oracle import random_array, run
 from tests.shows import shows
 
 COUNTS = (1, 6, 8)
@@ -31,7 +31,7 @@ def same(got, wanted):
 
 
 def check(fn, *args, devices):
-    same(gshard.jit(fn, devices=jax.devices()[:devices])(*args), jax.jit(fn)(*args))
+    same(run(gshard.jit(fn, devices=jax.devices()[:devices]), *args), jax.jit(fn)(*args))
 
 
 @jax.tree_util.register_dataclass
@@ -138,6 +138,22 @@ def test_own_derivatives(devices):
     check(jax.value_and_grad(loss), X, devices=devices)
     jitted = gshard.jit(doubled_gradient, devices=jax.devices()[:devices])
     same(jax.grad(lambda x: jnp.sum(jitted(x)))(X), 2 * jnp.cos(X))
+
+
+@shows("gradients of integers (float0)")
+@pytest.mark.parametrize("devices", COUNTS)
+def test_gradients_of_integers(devices):
+    def fn(x, counts):
+        weighed = gshard.split(x, 0, devices) * gshard.split(counts, 0, devices)
+        return jnp.sum(jnp.sin(weighed))
+
+    step = gshard.jit(jax.grad(fn, (0, 1), allow_int=True), devices=jax.devices()[:devices])
+    counts = np.arange(13 * 6).reshape(13, 6)
+    wanted = jax.jit(jax.grad(fn, (0, 1), allow_int=True))(X, counts)
+    for _ in range(3):
+        got = step(X, counts)
+        same(got[0], wanted[0])
+        assert (got[1].shape, got[1].dtype) == (wanted[1].shape, jax.dtypes.float0)
 
 
 @shows("jax.checkpoint_policies")

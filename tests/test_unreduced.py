@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gshard
-from tests.oracle import annotated, assignments, check, even_split, kinds, random_array, sent
+from tests.oracle import (
+    annotated,
+    assert_same,
+    assignments,
+    check,
+    even_split,
+    kinds,
+    random_array,
+    run,
+    sent,
+)
 
 MESH = np.arange(8).reshape(2, 4)
 ROWS, COLUMNS = even_split(2, 0, 8), even_split(2, 1, 8)
@@ -216,8 +226,8 @@ def any_program(program):
     fn, shapes, inputs, outputs = program
     args = [random_array(s, seed=i) for i, s in enumerate(shapes)]
     wanted = jax.jit(fn)(*args)
-    got = gshard.jit(annotated(fn, inputs, outputs))(*args)
-    np.testing.assert_allclose(np.asarray(got), wanted, rtol=2e-4, atol=2e-4)
+    close = {"rtol": 2e-4, "atol": 2e-4}
+    assert_same(run(gshard.jit(annotated(fn, inputs, outputs)), *args, **close), wanted, **close)
 
 
 @settings(max_examples=12)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import gshard
-from tests.oracle import compare
+from tests.oracle import assert_same, run
 
 SMALL = 4096  # bytes: what a batch's statistics, losses and flags may take
 
@@ -34,10 +34,8 @@ def check_program(
 
     wanted = jax.jit(fn)(*args)
     lowered = gshard.jit(annotated, strict=True).lower(*args)
-    got = lowered.compile()(*args)
-    assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        compare(a, b, exact=False, rtol=tolerance, atol=tolerance)
+    close = {"rtol": tolerance, "atol": tolerance}
+    assert_same(run(lowered.compile(), *args, **close), wanted, **close)
     moved = [c for c in lowered.collectives if c.bytes]
     CHECKED.append({"values": len(jax.tree.leaves(wanted)), "tolerance": tolerance, "moved": moved})
     return sorted({f"{c.kind}: {c.reason}" for c in moved if not _is_small_sum(c)})

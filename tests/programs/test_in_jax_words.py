@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 import gshard
-from tests.oracle import sent
+from tests.oracle import assert_same, run, sent
 from tests.programs.in_jax_words import PROGRAMS, P, lie, mesh_of, shape
 
 
@@ -41,10 +41,10 @@ def test_values(name):
         return jax.device_put(value, x.sharding)
 
     placed = jax.tree.map(draw, arguments)
-    got, wanted = gshard.jit(step)(*placed), jax.jit(step)(*jax.tree.map(np.asarray, placed))
     wide = 5e-2 if "narrow" in name else 2e-3
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=wide, atol=wide / 10)
+    close = {"rtol": wide, "atol": wide / 10}
+    wanted = jax.jit(step)(*jax.tree.map(np.asarray, placed))
+    assert_same(run(gshard.jit(step), *placed, **close), wanted, **close)
 
 
 def test_an_argument_that_is_whole_everywhere_stays_so_if_it_would_be_gathered():

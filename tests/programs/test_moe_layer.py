@@ -8,9 +8,10 @@ import pytest
 
 import gshard
 from examples.moe_layer import D, moe_layer, moe_loss, shapes
-from tests.oracle import compare, kinds, random_array, sent
+from tests.oracle import assert_same, kinds, random_array, run, sent
 
 GRADIENT = jax.value_and_grad(moe_loss, argnums=(0, 1, 2, 3))
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
 
 def arguments(**sizes):
@@ -54,18 +55,13 @@ def test_far_below_xla():
 def test_values(sizes):
     args = arguments(**sizes)
     for fn in (moe_layer, GRADIENT):
-        for a, b in zip(
-            jax.tree.leaves(gshard.jit(fn)(*args)), jax.tree.leaves(jax.jit(fn)(*args)), strict=True
-        ):
-            compare(a, b, exact=False, rtol=1e-4, atol=1e-6)
+        assert_same(run(gshard.jit(fn), *args, **CLOSE), jax.jit(fn)(*args), **CLOSE)
 
 
 def test_uneven_groups_and_experts():
     """12 groups and 13 experts over 8 devices."""
     args = arguments(G=12, S=26, M=16, H=24, E=13)
-    got, wanted = gshard.jit(GRADIENT)(*args), jax.jit(GRADIENT)(*args)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        compare(a, b, exact=False, rtol=1e-4, atol=1e-6)
+    assert_same(run(gshard.jit(GRADIENT), *args, **CLOSE), jax.jit(GRADIENT)(*args), **CLOSE)
 
 
 def lowered_for(devices: int) -> tuple[gshard.Lowered, float]:

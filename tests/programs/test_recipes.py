@@ -10,6 +10,7 @@ import gshard
 from benchmarks.recipes import recipes
 from examples.recipes.recipe import D
 from examples.recipes.transformer import Size
+from tests.oracle import assert_same, run
 
 SIZE = Size(L=2)
 RECIPES = {recipe.name: recipe for recipe in recipes(SIZE)}
@@ -70,7 +71,6 @@ def test_values(name):
         return (rng.normal(size=x.shape) / 8).astype(x.dtype)
 
     arguments = jax.tree.map(draw, recipe.arguments)
-    got = gshard.jit(recipe.step, devices=jax.devices()[:D])(*arguments)
-    wanted = jax.jit(recipe.step)(*arguments)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-3, atol=2e-4)
+    close = {"rtol": 2e-3, "atol": 2e-4}
+    got = run(gshard.jit(recipe.step, devices=jax.devices()[:D]), *arguments, **close)
+    assert_same(got, jax.jit(recipe.step)(*arguments), **close)

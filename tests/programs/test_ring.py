@@ -11,7 +11,7 @@ import gshard
 from examples.recipes import context_parallel
 from examples.recipes.transformer import Size
 from gshard.rules import visits
-from tests.oracle import annotated, compare, even_split, kinds, random_array, sent
+from tests.oracle import annotated, assert_same, even_split, kinds, random_array, run, sent
 
 BY_POSITION = even_split(4, 1, 8)
 LITTLE, MUCH = 64, 2**30  # bytes of a gathered operand
@@ -79,9 +79,8 @@ def check(fn, *args, inputs=(BY_POSITION,) * 3, limit=LITTLE, tolerance=1e-4):
     """Assert the unpartitioned values; the lowered program."""
     wanted = jax.jit(fn)(*args)
     jitted = gshard.jit(annotated(fn, inputs), devices=jax.devices()[:8], memory_limit=limit)
-    for a, b in zip(jax.tree.leaves(jitted(*args)), jax.tree.leaves(wanted), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        compare(a, b, False, tolerance, tolerance)
+    close = {"rtol": tolerance, "atol": tolerance}
+    assert_same(run(jitted, *args, **close), wanted, **close)
     return jitted.lower(*args)
 
 

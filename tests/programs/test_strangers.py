@@ -7,6 +7,7 @@ import pytest
 
 import gshard
 from examples.recipes.recipe import all_gather, all_reduce, nbytes, reduce_scatter
+from tests.oracle import assert_same, run
 from tests.programs import strangers
 
 MODELS = {
@@ -125,9 +126,8 @@ def test_values(case):
         return (rng.normal(size=x.shape) / 8).astype(x.dtype)
 
     arguments = jax.tree.map(draw, (params, batch))
-    got, wanted = gshard.jit(step)(*arguments), jax.jit(step)(*arguments)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-3, atol=2e-4)
+    close = {"rtol": 2e-3, "atol": 2e-4}
+    assert_same(run(gshard.jit(step), *arguments, **close), jax.jit(step)(*arguments), **close)
 
 
 def test_constants_of_a_loop_are_gathered_in_it_where_memory_is_short():
