@@ -332,7 +332,7 @@ def test_the_command_from_a_checkpoint_to_the_file(real, capsys):
     [
         (("--languages", "rru"), "no language 'rru'; did you mean 'ru'?"),
         (("--split", "tset"), "did you mean 'test'?"),
-        (("--beam", "0"), "a beam of 0"),
+        (("--beam", "70000"), "a beam of 70000"),
         (("--alpha", "-2"), "alpha is -2"),
         (("--checkpoint", "bset"), "no checkpoints yet"),
     ],
