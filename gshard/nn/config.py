@@ -39,7 +39,7 @@ class TransformerConfig:
     have matrix units for them (Hopper and later), and slower elsewhere. The router, the softmax,
     normalization, embeddings and logits stay as they are.
 
-    The last four say how the same model is computed, not what it is; `tuned` sets them for one GPU.
+    The last four say how the same model is computed, not what it is; `tuned` sets them for GPUs.
     `stacked` keeps the weights of all layers in one array and runs them under `lax.scan`, so that
     the program is as long for 36 layers as for 2; without it every layer has arrays of its own,
     which no loop has to copy in and out. `attention`: by einsums, or by the kernel of
@@ -84,7 +84,7 @@ class TransformerConfig:
             )
 
     def tuned(self) -> TransformerConfig:
-        """The same model, computed in the ways that are fastest on one GPU."""
+        """The same model, computed in the ways that are fastest on GPUs."""
         return replace(
             self, stacked=False, dispatch="flat", attention="flash", random="hash", loss_chunks=8
         )
