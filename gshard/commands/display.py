@@ -80,7 +80,7 @@ class TrainDisplay:
             ("loss", f"{record['nll']:.3f}" if record["nll"] is not None else "not finite"),
             ("dev", f"{self._dev['nll']:.3f}" if self._dev.get("nll") is not None else "-"),
             ("tokens/s", f"{record['tokens_per_second']:,.0f}"),
-            ("of peak", f"{record['share_of_peak']:.0%}"),
+            ("of matmul", f"{record['share_of_matmul']:.0%}"),
         ]
         if "overflow" in record:
             figures.append(("overflow", f"{record['overflow']:.1%}"))

@@ -218,7 +218,7 @@ def strategy(config: DeviceConfig) -> Strategy:
     return Strategy(count // config.tensor, config.tensor, config.split_update)
 
 
-def peak_flops(devices: int, dtype: str = "float32") -> float:
+def matmul_flops(devices: int, dtype: str = "float32") -> float:
     """Multiplications and additions a second that a large matrix product reaches here.
 
     Measured, not looked up: it is what this machine, with whatever else runs on it, can do now.

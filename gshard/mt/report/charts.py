@@ -24,7 +24,7 @@ HEALTH = (
     ("balance", "Balance", "fixed", "1 is an even load of the experts, 1/E all on one"),
     ("grad_norm", "Gradient norm", "number", "before clipping; log scale"),
     ("tokens_per_second", "Tokens per second", "short", "target tokens"),
-    ("share_of_peak", "Share of peak", "share", "arithmetic done, of what the devices could do"),
+    ("share_of_matmul", "Share of a matmul", "share", "of what a large product reaches"),
     ("padding", "Padding", "share", "positions of a batch that hold no token"),
     ("data_wait", "Waiting for data", "share", "share of the training time"),
     ("skipped", "Skipped updates", "whole", "steps not learned from: a NaN or a spike"),

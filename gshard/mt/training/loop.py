@@ -155,7 +155,7 @@ class _Loop:
         self.run, self.programs, self.batches, self.dev = run, programs, batches, dev
         self.checkpoints, self.progress, self.reporter = checkpoints, progress, reporter
         self.config = run.config.train
-        self.peak = hosts.peak_flops(len(programs.devices), run.config.model.dtype)
+        self.matmul = hosts.matmul_flops(len(programs.devices), run.config.model.dtype)
         self.tokens = self.seconds = self.waited = self.pace = 0.0
         self.identity = identity(run)
         self.in_a_row, self.last_loss = 0, 0.0  # updates left out lately; the newest loss
@@ -303,7 +303,7 @@ class _Loop:
             "grad_norm": float(metrics.grad_norm),
             "tokens": int(self.tokens),
             "tokens_per_second": tokens / self.pace,
-            "share_of_peak": flops / self.pace / self.peak,
+            "share_of_matmul": flops / self.pace / self.matmul,
             "overflow": float(np.concatenate(overflow).mean()) if routers else None,
             "balance": float((1 / (experts * np.concatenate(fullest))).mean()) if routers else None,
             "skipped": int(figures.skipped),

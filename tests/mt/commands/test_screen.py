@@ -17,7 +17,7 @@ from gshard.commands.show import console
 from gshard.commands.screen import screen
 
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-figures = {"kind": "train", "nll": 1.0, "tokens_per_second": 1.0, "share_of_peak": 0.5}
+figures = {"kind": "train", "nll": 1.0, "tokens_per_second": 1.0, "share_of_matmul": 0.5}
 figures |= {"padding": 0.1, "data_wait": 0.0, "skipped": 0}
 with TrainDisplay() as display:
     stage = display.stage("encode", 1)

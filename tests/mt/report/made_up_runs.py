@@ -74,7 +74,7 @@ def metrics(steps, floor, experts, seed, every=20, speed=9_000):
             "grad_norm": 0.6 + 3 * math.exp(-step / 200) + abs(draw.gauss(0, 0.1)),
             "tokens": tokens,
             "tokens_per_second": speed * draw.uniform(0.96, 1.03),
-            "share_of_peak": 0.31 * draw.uniform(0.96, 1.03),
+            "share_of_matmul": 0.31 * draw.uniform(0.96, 1.03),
             "skipped": int(step > steps * 0.4) + int(step > steps * 0.7),
             "padding": 0.021,
             "data_wait": 0.002 + 0.02 * math.exp(-step / 100),

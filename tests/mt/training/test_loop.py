@@ -26,7 +26,7 @@ def test_the_loss_falls_and_is_written_down(whole):
     assert curve[12] < curve[1] - 0.3
     assert list(losses(whole, "dev")) == [4, 8, 12]
     last = whole.metrics()[-2]
-    for name in ("tokens", "tokens_per_second", "share_of_peak", "balance", "seconds"):
+    for name in ("tokens", "tokens_per_second", "share_of_matmul", "balance", "seconds"):
         assert last[name] > 0, name
     assert 0 <= last["overflow"] < 1
     assert last["skipped"] == 0
