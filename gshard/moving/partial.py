@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from gshard.factors import Dim, Factor, Factors
 from gshard.moving import collectives, reshard
 from gshard.moving.costs import LATENCIES, machine
 from gshard.moving.nodes import Node, communicate
+from gshard.moving.ordered import sortable
 from gshard.moving.plan import reshard_cost
 from gshard.moving.sent import gathered, retile_elements, scattered, sent_bytes
 from gshard.reason import Reason
@@ -374,26 +375,3 @@ def _gather_and_reduce(
         kind
     ]
     return lax.reduce(parts, identity(kind, x.dtype), op, (0,))
-
-
-def sortable(x: jax.Array, kind: str) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """Floats as integers in the same order, NaN first: collectives lose NaN in max and min."""
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.int8), lambda y: y.astype(jnp.bool_)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x, lambda y: y
-    width = jnp.dtype(x.dtype).itemsize * 8
-    integer = jnp.dtype(f"int{width}")
-    info = jnp.iinfo(integer)
-
-    def flip(bits: jax.Array) -> jax.Array:
-        return bits ^ ((bits >> (width - 1)) & info.max)
-
-    nan = jnp.asarray(info.max if kind == "max" else info.min, integer)
-    keys = jnp.where(jnp.isnan(x), nan, flip(lax.bitcast_convert_type(x, integer)))
-
-    def back(keys: jax.Array) -> jax.Array:
-        value = lax.bitcast_convert_type(flip(keys), x.dtype)
-        return jnp.where(keys == nan, jnp.asarray(jnp.nan, x.dtype), value)
-
-    return keys, back

@@ -16,7 +16,8 @@ from gshard.choose import choose, shard_dims
 from gshard.evaluate import bind
 from gshard.factors import Factors, Shape
 from gshard.moving import collectives
-from gshard.moving.partial import identity, reducing_groups, sortable
+from gshard.moving.ordered import sortable
+from gshard.moving.partial import identity, reducing_groups
 from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, bind_local, register
 from gshard.sharding import Sharding

@@ -95,8 +95,9 @@ WIDE = ["int64", "uint64", "float64", "complex128"]
 NARROW = [
     name
     for name in (
-        "int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3",
-        "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+        # XLA itself corrupts memory when it sorts integers of 2 bits on a CPU.
+        "int4", "uint4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz",
+        "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
     )
     if hasattr(ml_dtypes, name)
 ]  # fmt: skip

@@ -1,0 +1,48 @@
+"""Floats as integers in the same order, for collectives that lose NaN in maxima and minima."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+@functools.cache
+def _largest_is_nan(dtype: Any) -> bool:
+    """Whether the largest bits of a float are NaN; in some types of 8 and 4 bits they are not."""
+    bits = jnp.finfo(dtype).bits
+    if bits < 8:
+        return False
+    largest = np.array(np.iinfo(f"int{bits}").max, f"int{bits}").view(dtype)
+    return bool(np.isnan(largest.astype(np.float64)))
+
+
+def sortable(x: jax.Array, kind: str) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """Floats as integers in the same order, NaN first: collectives lose NaN in max and min."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.int8), lambda y: y.astype(jnp.bool_)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x, lambda y: y
+    if not _largest_is_nan(x.dtype):  # there is no integer for NaN beyond those of numbers
+        keys, back_to_bfloat16 = sortable(x.astype(jnp.bfloat16), kind)
+        return keys, lambda y: back_to_bfloat16(y).astype(x.dtype)
+    width = jnp.dtype(x.dtype).itemsize * 8
+    integer = jnp.dtype(f"int{width}")
+    info = jnp.iinfo(integer)
+
+    def flip(bits: jax.Array) -> jax.Array:
+        return bits ^ ((bits >> (width - 1)) & info.max)
+
+    nan = jnp.asarray(info.max if kind == "max" else info.min, integer)
+    keys = jnp.where(jnp.isnan(x), nan, flip(lax.bitcast_convert_type(x, integer)))
+
+    def back(keys: jax.Array) -> jax.Array:
+        value = lax.bitcast_convert_type(flip(keys), x.dtype)
+        return jnp.where(keys == nan, jnp.asarray(jnp.nan, x.dtype), value)
+
+    return keys, back
