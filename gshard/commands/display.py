@@ -10,8 +10,11 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from gshard.commands.show import SECONDS, Lines, bar, console
+from gshard.commands.screen import screen
+from gshard.commands.show import SECONDS, Lines, bar
 from gshard.mt.progress import Step
+
+console = screen(hurried=True)  # a training does not wait for its reader
 
 
 class TrainDisplay:

@@ -38,7 +38,8 @@ def launch(
     # What is written to standard output cannot be taken back: it is not begun anew.
     if what == "translate" and not any(word.split("=")[0] == "--out" for word in command):
         failures = 1
-    console = screen(stderr=what == "translate")  # standard output is for the translations
+    # Standard output is for the translations.
+    console = screen(stderr=what == "translate", hurried=True)
 
     def note(text: str) -> None:
         console.print(f"launch: {text}", markup=False, soft_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import sys
 from collections.abc import Iterator
 from typing import TextIO, cast
@@ -15,10 +16,14 @@ _GONE = (errno.EIO, errno.EPIPE)  # a terminal that was closed, a pipe that nobo
 
 
 class _Screen:
-    """Standard output or error, as it is at that moment; a text that it refuses is left out."""
+    """Standard output or error, as it is at that moment; a text that it refuses is left out.
 
-    def __init__(self, name: str):
-        self._name = name
+    If `hurried`, so is one that would have to wait: for a terminal that was stopped by Ctrl-S, or
+    a pipe that is not read.
+    """
+
+    def __init__(self, name: str, hurried: bool):
+        self._name, self._hurried = name, hurried
 
     @property
     def _stream(self) -> TextIO:
@@ -31,12 +36,20 @@ class _Screen:
 
     def write(self, text: str) -> int:
         with self._forgiven() as stream:
-            stream.write(text)
+            if not self._waits(stream):
+                stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         with self._forgiven() as stream:
-            stream.flush()
+            if not self._waits(stream):
+                stream.flush()
+
+    def _waits(self, stream: TextIO) -> bool:
+        try:
+            return self._hurried and not select.select([], [stream.fileno()], [], 0)[1]
+        except ValueError:  # no file of the system, or closed
+            return False
 
     @contextlib.contextmanager
     def _forgiven(self) -> Iterator[TextIO]:
@@ -50,6 +63,6 @@ class _Screen:
                 os.close(nowhere)
 
 
-def screen(*, stderr: bool = False) -> Console:
-    """A console on standard output, or on standard error."""
-    return Console(file=cast(TextIO, _Screen("stderr" if stderr else "stdout")))
+def screen(*, stderr: bool = False, hurried: bool = False) -> Console:
+    """A console on standard output, or on standard error; `hurried` for what may be left out."""
+    return Console(file=cast(TextIO, _Screen("stderr" if stderr else "stdout", hurried)))

@@ -74,10 +74,14 @@ def start(
     if hosts.count > 1:
         _connect(hosts)
         _introduce(hosts, settings or {})
-    if devices > jax.device_count():
+    try:
+        there = jax.device_count()
+    except RuntimeError as error:  # JAX_PLATFORMS, or a driver
+        first = (str(error).splitlines() or [""])[0]
+        raise UserError(f"JAX does not come up: {first[:300]}") from None
+    if devices > there:
         raise UserError(
-            f"{devices} devices asked for, but there are {jax.device_count()} "
-            f"({jax.devices()[0].device_kind})"
+            f"{devices} devices asked for, but there are {there} ({jax.devices()[0].device_kind})"
         )
 
 
@@ -94,6 +98,8 @@ def _connect(hosts: Hosts) -> None:
         _until_it_listens(hosts.coordinator)
     else:
         _refuse_to_listen_elsewhere(hosts.coordinator)
+    if not watched:
+        aborts.explain(company.explained, MissingHostsError.status)
     failed: list[Exception] = []
 
     def meet() -> None:
@@ -129,15 +135,8 @@ def _introduce(hosts: Hosts, settings: Mapping[str, object]) -> None:
     """Say who this process is and what it runs, and hear it of the others."""
     others = company.Company(_jax.coordination(), hosts.index, hosts.count)
     company.join(others)
-    if not status.is_watched():
-
-        def told(text: str) -> str | None:
-            gone = company.absent(text)
-            return others.sentence(gone) if gone else None
-
-        aborts.explain(told, MissingHostsError.status)
     switches = {name: jax.config.values[name] for name in _SWITCHES if name in jax.config.values}
-    others.agree(fingerprint(switches, settings))
+    others.agree(fingerprint(switches, {"--processes": hosts.count, **settings}))
 
 
 def agree(values: Mapping[str, object]) -> None:

@@ -32,6 +32,7 @@ from gshard.mt.data.splits import Row, Shares, given_splits, split_language
 from gshard.mt.data.tiers import Tier
 from gshard.mt.data.user_text import Own
 from gshard.mt.errors import UserError
+from gshard.mt.launch.signals import end_with_parent
 from gshard.mt.lock import locked
 from gshard.mt.progress import Progress, Silent
 
@@ -143,7 +144,7 @@ def _parallel(
             yield item, work(item)
         return
     context = multiprocessing.get_context("spawn")  # threads of Arrow do not survive a fork
-    with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
+    with concurrent.futures.ProcessPoolExecutor(processes, context, end_with_parent) as pool:
         futures = {pool.submit(work, item): item for item in items}
         try:
             for future in concurrent.futures.as_completed(futures):

@@ -84,7 +84,10 @@ class _Errors:
 
 def explain(told: Callable[[str], str | None], status: int) -> None:
     """From now on an `abort` of which `told` makes a sentence is that sentence and this status."""
-    errors = _Errors()
+    try:
+        errors = _Errors()
+    except OSError:  # no place for a file: JAX's own words have to do
+        return
     libc = ctypes.CDLL(None)
     kind = ctypes.CFUNCTYPE(None, ctypes.c_int)
 

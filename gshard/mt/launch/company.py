@@ -161,3 +161,17 @@ def join(company: Company) -> None:
 def current() -> Company | None:
     """The processes of this command; None if it is alone."""
     return _present[0] if _present else None
+
+
+def explained(text: str) -> str | None:
+    """A sentence for what JAX's coordination service says before it ends this process."""
+    if twice := re.search(rf"{_TASK} unexpectedly tried to connect", text):
+        return f"two processes say that they are process {twice[1]}, or it was started again alone"
+    if unknown := re.search(rf"Unexpected task registered with (?:task=|task_name=)?{_TASK}", text):
+        return (
+            f"process 0 knows of no process {unknown[1]}: not all were told the same number of "
+            "processes"
+        )
+    gone = absent(text)
+    others = current() or Company(None, 0, 0)
+    return others.sentence(gone) if gone else None

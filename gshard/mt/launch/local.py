@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from gshard.mt.errors import UserError
 from gshard.mt.launch import status
 from gshard.mt.launch.keeper import Keeper
 
@@ -27,7 +28,8 @@ class LocalChild:
 
     def __init__(self, command: Sequence[str], more: Mapping[str, str], place: Path, quiet: bool):
         self._status, self._log = place.with_suffix(".json"), place.with_suffix(".log")
-        self._status.unlink(missing_ok=True)
+        self._status.write_bytes(bytes(status.SIZE))
+        self._last = status.Status()
         self.begun = time.monotonic()
         self._keeper: Keeper | None = Keeper()
         with self._log.open("wb") as file:
@@ -59,7 +61,10 @@ class LocalChild:
 
     def status(self) -> status.Status:
         """What it says of itself, and whether it has been stopped."""
-        return replace(status.read(self._status), stopped=self._is_stopped())
+        found = status.read(self._status)
+        if found.seen:
+            self._last = found
+        return replace(self._last, stopped=self._is_stopped())
 
     def _is_stopped(self) -> bool:
         try:
@@ -83,7 +88,9 @@ class LocalChild:
     def last_words(self) -> str:
         """The last line of its output that is for people, and not a trace of C++ code."""
         try:
-            text = self._log.read_bytes()[-_TAIL:].decode("utf-8", "replace")
+            with self._log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+                text = file.read().decode("utf-8", "replace")
         except OSError:
             return ""
         lines = [line.removeprefix("gshard: ").strip() for line in text.splitlines()]
@@ -103,15 +110,20 @@ class ThisMachine:
     def start(self, command: Sequence[str], count: int, scratch: Path) -> list[LocalChild]:
         """Start `count` processes that know of each other."""
         address = f"127.0.0.1:{free_port('127.0.0.1')}"
-        return [
-            LocalChild(
-                command,
-                {**member(address, count, index), **_gpus(index, count)},
-                scratch / f"process-{index}",
-                quiet=index > 0,  # the first one's output is the user's
-            )
-            for index in range(count)
-        ]
+        children: list[LocalChild] = []
+        try:
+            for index in range(count):
+                more = {**member(address, count, index), **_gpus(index, count)}
+                # The first one's output is the user's.
+                place, quiet = scratch / f"process-{index}", index > 0
+                children.append(LocalChild(command, more, place, quiet))
+        except OSError as error:
+            for child in children:
+                child.end()
+            raise UserError(
+                f"process {len(children)} of {count} could not be started: {error.strerror}"
+            ) from None
+        return children
 
 
 def member(address: str, count: int, index: int) -> dict[str, str]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from gshard.mt.errors import UserError
 from gshard.mt.launch.signals import is_second_request, stop_signals
 from gshard.mt.launch.status import ALONE, WAITING, Status
 
@@ -134,13 +135,13 @@ class Supervisor:
     def run(self) -> int:
         """The exit status of the whole: 0 when every process has done its work."""
         failures = 0
-        with self._signals(), tempfile.TemporaryDirectory(prefix="gshard-launch-") as scratch:
+        with self._signals(), _scratch() as scratch:
             while True:
                 count = self._room(self._count - self._left_out)
                 if self._asked:
                     return 128 + self._asked
                 before, began = self._best, time.monotonic()
-                ended = self._attempt(Path(scratch), count)
+                ended = self._attempt(scratch, count)
                 if self._asked:
                     return 128 + self._asked
                 if ended is None:
@@ -324,6 +325,17 @@ def without_checkpoint(command: Sequence[str]) -> list[str]:
         elif not word.startswith("--checkpoint="):
             kept.append(word)
     return kept
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    """A temporary folder for what processes say."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="gshard-launch-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise UserError(f"no temporary folder: {error.strerror}; TMPDIR names a place") from None
+    with folder as name:
+        yield Path(name)
 
 
 def _spent(state: Status, seconds: float) -> str:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from gshard.commands.screen import screen
 from tests.mt.processes import PATIENCE, until
 
 # The display of a training, which draws from a thread of its own on a terminal.
@@ -57,3 +58,18 @@ def test_who_cannot_be_read_works_on(tmp_path, how):
     assert process.wait(PATIENCE) == 7, said
     assert b"a line " in said
     assert (tmp_path / "worked").exists()
+
+
+def test_who_is_in_a_hurry_does_not_wait_for_a_reader(monkeypatch):
+    """As of `gshard launch | less`, and on a terminal after Ctrl-S."""
+    here, there = os.pipe()
+    with os.fdopen(there, "w") as stream, os.fdopen(here, "rb") as reader:
+        monkeypatch.setattr(sys, "stdout", stream)
+        console = screen(hurried=True)
+        for line in range(5000):  # more than a pipe takes
+            console.print(f"line {line}", "x" * 100, soft_wrap=True)
+        os.set_blocking(here, False)
+        taken = reader.read()
+        monkeypatch.undo()
+    assert taken.startswith(b"line 0")
+    assert b"line 4999" not in taken

@@ -131,6 +131,28 @@ def test_who_is_gone_is_read_from_jax(text, gone):
     assert absent(text) == gone
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "ABORTED: 1 unexpectedly tried to connect with a different incarnation.",
+            "two processes say that they are process 1, or it was started again alone",
+        ),
+        (
+            "INVALID_ARGUMENT: Unexpected task registered with task=2\n\nRPC: /xla",
+            "process 0 knows of no process 2: not all were told the same number of processes",
+        ),
+        (
+            "Either the leader task was preempted/died",
+            "process 0 is gone; this process cannot go on alone",
+        ),
+        ("Check failed: a == b", None),
+    ],
+)
+def test_what_jax_says_before_it_ends_a_process_is_explained(text, said):
+    assert company.explained(text) == said
+
+
 GLOO = ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:1")
 
 

@@ -1,6 +1,7 @@
 """Real processes without a parent: one dies, one ends, one runs something else."""
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -47,11 +48,24 @@ cli.main(["work"])
 """
 
 
-def start(what, folder, count, sources=()):
+_started = []
+
+
+@pytest.fixture(autouse=True)
+def _nobody_is_left():
+    yield
+    for process in _started:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    _started.clear()
+
+
+def start(what, folder, count, sources=(), members=None):
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
     processes = []
-    for index in range(count):
-        environment = {**os.environ, **member(address, count, index)}
+    for told, index in members or [(count, index) for index in range(count)]:
+        environment = {**os.environ, **member(address, told, index)}
         if index < len(sources):
             environment["PYTHONPATH"] = str(sources[index])
         process = subprocess.Popen(
@@ -63,15 +77,18 @@ def start(what, folder, count, sources=()):
             text=True,
         )
         processes.append(process)
+        _started.append(process)
     return processes
 
 
 def ended(process):
     """The exit status, and the lines on standard error: no trace, neither of Python nor of C++."""
     said = process.communicate(timeout=PATIENCE)[1]
+    said = re.sub(r"^W\d{4} .*\n", "", said, flags=re.MULTILINE)  # warnings
     for trace in ("Traceback", "stack trace", "coordination_service", " @ "):
         assert trace not in said, said
-    return process.returncode, [line for line in said.splitlines() if "[Gloo]" not in line]
+    lines = [line for line in said.splitlines() if "[Gloo]" not in line]
+    return process.returncode, lines
 
 
 @pytest.mark.parametrize("what", ["computes", "waits"])
@@ -85,7 +102,6 @@ def test_who_is_killed_is_named_by_the_others(tmp_path, what, victim):
     for process in processes:
         if process is not processes[victim]:
             assert ended(process) == (75, [want])
-    processes[victim].communicate()
 
 
 def test_who_ends_alone_says_why_and_the_others_who_it_was(tmp_path):
@@ -122,3 +138,38 @@ def test_other_code_is_refused(tmp_path):
         status, (said,) = ended(process)
         assert status == 1
         assert said.endswith(" the source of gshard/nn/gating.py is another")
+
+
+def test_other_numbers_of_processes_are_refused(tmp_path):
+    first, second, third = start("computes", tmp_path, 3, members=[(2, 0), (3, 1), (3, 2)])
+    status, (said,) = ended(third)
+    assert status == 75
+    assert said.startswith("gshard: process 0 knows of no process 2")
+    for process in (first, second):
+        status, (said,) = ended(process)
+        assert status == 1
+        assert said.endswith(" --processes is '3' and not '2'")
+
+
+def test_one_number_for_two_processes_is_a_sentence(tmp_path):
+    processes = start("computes", tmp_path, 3, members=[(2, 0), (2, 1), (2, 1)])
+    first, *others = (ended(process) for process in processes)
+    want = "gshard: two processes say that they are process 1, or it was started again alone"
+    assert first == (75, [want])
+    for status, (said,) in others:
+        assert status == 75
+        assert "process 1" in said or "process 0" in said
+
+
+def test_a_platform_that_is_not_there_is_a_line(tmp_path):
+    program = "from gshard import cli; from gshard.mt import hosts; "
+    program += "cli.app.command('work')(lambda: hosts.start(0)); cli.main(['work'])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "JAX_PLATFORMS": "nonsense"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    status, (said,) = ended(process)
+    assert status == 1
+    assert said.startswith("gshard: JAX does not come up: Unable to initialize backend 'nonsense'")

@@ -132,3 +132,27 @@ def test_a_worker_minds_its_parent_only(tmp_path):
     owner.wait()
     owner.stdout.close()
     until(lambda: not alive(worker))
+
+
+GATHERING = """
+import os, pathlib, time
+from gshard.mt.data.gather import GatherConfig, _parallel
+
+def work(item):
+    print(os.getpid(), flush=True)
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    list(_parallel(work, [1, 2], GatherConfig(pathlib.Path("corpus"), jobs=2)))
+"""
+
+
+@pytest.mark.slow
+def test_workers_that_gather_end_with_their_parent(tmp_path):
+    (tmp_path / "work.py").write_text(GATHERING)
+    owner = subprocess.Popen([sys.executable, "work.py"], cwd=tmp_path, stdout=subprocess.PIPE)
+    workers = [int(owner.stdout.readline()) for _ in range(2)]
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    until(lambda: not any(map(alive, workers)))

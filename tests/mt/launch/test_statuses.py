@@ -1,6 +1,10 @@
 """Exit statuses: what a user has to mend is told from what may go away by itself."""
 
+import contextlib
+import errno
+import os
 import signal
+import subprocess
 import time
 from types import SimpleNamespace
 
@@ -8,6 +12,7 @@ import pytest
 
 from gshard import cli
 from gshard.mt.errors import MissingHostsError, UserError
+from gshard.mt.launch import local, supervisor
 from gshard.mt.launch.local import LocalChild
 from gshard.mt.launch.status import ALONE, WAITING, Reporter, Status, read
 from gshard.mt.launch.supervisor import Failure, Patience, Supervisor
@@ -218,3 +223,51 @@ def test_a_wall_clock_that_is_set_is_neither_silence_nor_a_hang(monkeypatch, tmp
 def test_a_status_that_is_none_is_an_empty_one(tmp_path, text):
     (tmp_path / "status.json").write_text(text)
     assert read(tmp_path / "status.json") == Status()
+
+
+def test_a_full_disk_does_not_silence_a_process(tmp_path):
+    """Not where processes say what they do, either: all would be taken for dead."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=10", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no permission to mount a small disk")
+    try:
+        child = LocalChild(["sleep", "1000"], {}, tmp_path / "child", quiet=True)
+        with contextlib.suppress(OSError), (tmp_path / "full").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1024))
+        reporter = Reporter(child._status)
+        for step in range(3):
+            reporter.tell("training", step)
+            reporter._write()
+            assert (child.status().doing, child.status().step) == ("training", step)
+        child._status.write_bytes(b"half of")
+        assert child.status().step == 2  # what it said before
+        reporter.close()
+        child.end()
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_processes_that_cannot_be_started_end_those_that_are(tmp_path, monkeypatch):
+    """As where a user may have no more processes."""
+    made, before = [], local.LocalChild
+
+    def start(*args):
+        if len(made) == 2:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        made.append(before(*args))
+        return made[-1]
+
+    monkeypatch.setattr(local, "LocalChild", start)
+    with pytest.raises(UserError, match="process 2 of 3 could not be started: Resource temporar"):
+        local.ThisMachine().start(["sleep", "1000"], 3, tmp_path)
+    assert [child.poll() for child in made] == [-signal.SIGKILL] * 2
+
+
+def test_no_place_for_temporary_files_is_a_line(monkeypatch):
+    def none(**_):
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(supervisor.tempfile, "TemporaryDirectory", none)
+    with pytest.raises(UserError, match=r"no temporary folder: No usable .*; TMPDIR names a place"):
+        Supervisor(local.ThisMachine(), ["true"], 1, print).run()
