@@ -35,7 +35,7 @@ from gshard.forecast import known, present
 NAMES = (
     "data_parallel", "gradient_accumulation", "zero1", "fsdp", "hsdp", "tensor_parallel",
     "sequence_parallel", "two_dims", "experts", "dropless", "context_parallel", "spatial",
-    "fourier", "pipeline",
+    "fourier", "pipeline", "parallel_block", "muon", "graph_network",
 )  # fmt: skip
 RUNS = 15
 

@@ -231,7 +231,7 @@ class Partitioner:
         targets = [self.shardings[v] for v in eqn.outvars]
         if any(t.partial for t in tiles):
             part = unreduced.on_partial_sums(self, eqn, tiles)
-            if part and eqn.outvars[0] in self.waiting:
+            if part and part.partial and eqn.outvars[0] in self.waiting:
                 return [part]
             if part:
                 return [self.reshard(part, targets[0], Reason("result", eqn.primitive.name))]

@@ -21,14 +21,15 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard._jax import scan_counts
+from gshard._jax import scan_counts, scatter_sub_p, stack_p
 from gshard.choose import shard_dims
 from gshard.devices import Place
 from gshard.factors import decompose
 from gshard.moving.partial import reducing_key
 from gshard.reason import Reason
 from gshard.rule import RULES, Context
-from gshard.sharding import Sharding, Split
+from gshard.sharding import Sharding, Split, compatible
+from gshard.simplify.row_maps import concatenate_slices_p
 from gshard.tile import Tile
 
 _ADDED = (p.add_p, p.add_jaxvals_p, p.sub_p)
@@ -38,9 +39,10 @@ _REARRANGED = (
     p.copy_p, p.broadcast_in_dim_p,
 )  # fmt: skip
 _SLICED = (p.slice_p, p.dynamic_slice_p)
+_SCATTERED = (p.scatter_add_p, scatter_sub_p)  # onto their first operand
+_JOINED = (p.concatenate_p, concatenate_slices_p, stack_p)
 
-
-_SUMMING = (p.dot_general_p, p.conv_general_dilated_p, p.reduce_sum_p, p.scatter_add_p)
+_SUMMING = (p.dot_general_p, p.conv_general_dilated_p, p.reduce_sum_p, *_SCATTERED)
 
 
 def waiting(
@@ -73,12 +75,15 @@ def waiting(
             for number, a in enumerate(eqn.invars)
             if not isinstance(a, Literal) and uses[a] == 1 and _passes(eqn, number, ends)
         ]
+        if eqn.primitive in _JOINED and not sums.issuperset(eqn.invars):
+            able = []  # other values would be summed too, which are as large as they are
         for atom in able:
             share = found.get(eqn.outvars[0], 1.0)
-            both = eqn.primitive in _ADDED and len(sums.intersection(able)) == 2
+            both = _adds_sums(eqn, sums.intersection(able))
             less = eqn.outvars[0].aval.size < atom.aval.size
-            other = shardings and _otherwise_split(shardings[atom], shardings[eqn.outvars[0]])
-            if not (both or less or other or eqn.outvars[0] in saving):
+            other = shardings and _otherwise_split(eqn, shardings[atom], shardings[eqn.outvars[0]])
+            one = eqn.primitive in _JOINED and len(able) > 1
+            if not (both or less or other or one or eqn.outvars[0] in saving):
                 continue
             saving.add(atom)
             found[atom] = share / 2 if both else share
@@ -87,16 +92,23 @@ def waiting(
     return found
 
 
-def _otherwise_split(here: Sharding, there: Sharding) -> bool:
-    """Whether a device has a larger part of one than of the other."""
-    return math.prod(here.tiles) != math.prod(there.tiles)
+def _adds_sums(eqn: JaxprEqn, waiting: Collection[Any]) -> bool:
+    """Whether an operator makes one sum of two, of which those that are operands can wait."""
+    return len(waiting) == 2 if eqn.primitive in _ADDED else eqn.primitive in _SCATTERED
+
+
+def _otherwise_split(eqn: JaxprEqn, here: Sharding, there: Sharding) -> bool:
+    """Whether a device has a larger part of one than of the other, or other rows of it."""
+    joined = eqn.params.get("dimension") if eqn.primitive in _JOINED else None
+    moves = joined is not None and there.splits[joined] is not None
+    return moves or math.prod(here.tiles) != math.prod(there.tiles)
 
 
 def _sums(jaxpr: Jaxpr) -> set[Any]:
     """The variables that may be partial sums: made by summing, or from such."""
     found: set[Any] = set()
     for eqn in jaxpr.eqns:
-        linear = eqn.primitive in (*_ADDED, *_SCALED, *_REARRANGED, *_SLICED)
+        linear = eqn.primitive in (*_ADDED, *_SCALED, *_REARRANGED, *_SLICED, *_JOINED)
         if eqn.primitive in _SUMMING or (
             linear and any(not isinstance(a, Literal) and a in found for a in eqn.invars)
         ):
@@ -115,9 +127,9 @@ def _passes(eqn: JaxprEqn, number: int, ends: Collection[Any]) -> bool:
         return number == 0 and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
     if eqn.primitive in _SCALED:
         return number == 0 or eqn.primitive is p.mul_p
-    if eqn.primitive in _SLICED:
+    if eqn.primitive in (*_SLICED, *_SCATTERED):
         return number == 0
-    return eqn.primitive in _ADDED or eqn.primitive in _REARRANGED
+    return eqn.primitive in (*_ADDED, *_REARRANGED, *_JOINED)
 
 
 def _holds(wide: Any, narrow: Any) -> bool:
@@ -172,22 +184,93 @@ def left_partial(tile: Tile, splits: Sequence[Split]) -> Tile | None:
 
 
 def on_partial_sums(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
-    """The result of an operator on partial sums, itself one; None if it needs the sums."""
+    """The result of an operator on partial sums, mostly itself one; None if it needs the sums."""
     if eqn.primitive in _ADDED:
-        first, second = tiles
-        alike = (first.sharding, first.partial) == (second.sharding, second.partial)
-        standard = first.is_standard and second.is_standard
-        if not alike or not standard or first.array.dtype != second.array.dtype:
-            return None
-        (array,) = RULES[eqn.primitive].local(ctx, eqn, list(tiles), [first.array.shape])
-        return replace(first, array=array)
+        return _added(ctx, eqn, tiles)
     if eqn.primitive in _SCALED:
         return _scaled(ctx, eqn, tiles)
     if eqn.primitive in _REARRANGED:
         return _rearranged(ctx, eqn, tiles[0])
     if eqn.primitive in _SLICED:
         return _sliced(ctx, eqn, tiles)
+    if eqn.primitive in _JOINED:
+        return _joined(ctx, eqn, tiles)
+    if eqn.primitive in _SCATTERED:
+        return _scattered(ctx, eqn, tiles)
     return None
+
+
+def _alike(ctx: Context, tiles: Sequence[Tile]) -> list[Tile] | None:
+    """All operands as partial sums over the same devices; None where that is not free.
+
+    What is not a partial sum counts once: one device of those that sum has it, the others zeros.
+    """
+    (part, *_) = [t for t in tiles if t.partial]
+    found = []
+    for tile in tiles:
+        if not tile.partial and len(tile.shape) == len(part.shape):
+            tile = as_partial(ctx.place, tile, part.sharding, part.partial) or tile
+        if (tile.sharding, tile.partial) != (part.sharding, part.partial) or not tile.is_standard:
+            return None
+        found.append(tile)
+    return found if len({t.array.dtype for t in found}) == 1 else None
+
+
+def _added(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
+    """A sum of partial sums, or of one and another value: the devices are asked for it once."""
+    (part, *_) = [t for t in tiles if t.partial]
+    if part.shape != tuple(eqn.outvars[0].aval.shape):
+        return None
+    parts = _alike(ctx, [_grown(t, part) for t in tiles])
+    if parts is None:
+        return None
+    (array,) = RULES[eqn.primitive].local(ctx, eqn, parts, [part.array.shape])
+    return replace(part, array=array)
+
+
+def _grown(tile: Tile, like: Tile) -> Tile:
+    """`tile` with the rows of `like` in the dims in which it has one for all of them."""
+    shape = tile.shape or (1,) * len(like.shape)
+    grown = [n == 1 and m != 1 for n, m in zip(shape, like.shape, strict=True)]
+    if tile.partial or not any(grown):
+        return tile
+    own = tile.sharding.splits or (None,) * len(shape)
+    given = zip(own, like.sharding.splits, grown, strict=True)
+    splits = tuple(theirs if grows else mine for mine, theirs, grows in given)
+    if not compatible(splits):
+        return tile
+    local = zip(tile.array.shape or shape, like.array.shape, grown, strict=True)
+    array = jnp.broadcast_to(tile.array, [m if grows else n for n, m, grows in local])
+    full = tuple(m if grows else n for n, m, grows in zip(shape, like.shape, grown, strict=True))
+    return Tile(array, Sharding(splits, tile.sharding.num_devices), full)
+
+
+def _joined(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
+    """A concatenation along a dim that is not split, or a stack."""
+    if not all(t.partial for t in tiles):
+        return None
+    parts, stacked = _alike(ctx, tiles), eqn.primitive is stack_p
+    dim = eqn.params["axis" if stacked else "dimension"]
+    if parts is None or (not stacked and parts[0].sharding.splits[dim]):
+        return None
+    arrays = [lax.expand_dims(t.array, [dim]) if stacked else t.array for t in parts]
+    if windows := eqn.params.get("windows"):
+        arrays = [lax.slice_in_dim(arrays[i], low, high, axis=dim) for i, low, high in windows]
+    splits = list(parts[0].sharding.splits)
+    if stacked:
+        splits.insert(dim, None)
+    sharding = replace(parts[0].sharding, splits=tuple(splits))
+    shape, (origin, *_) = eqn.outvars[0].aval.shape, [t.origin for t in tiles if t.partial]
+    return Tile(lax.concatenate(arrays, dim), sharding, tuple(shape), parts[0].partial, origin)
+
+
+def _scattered(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
+    """Updates added to a partial sum, by the operator's own rule."""
+    partition = RULES[eqn.primitive].partition
+    if partition is None or any(t.partial for t in tiles[1:]):
+        return None
+    (done,) = partition(ctx, eqn, list(tiles), [ctx.sharding(eqn.outvars[0])])
+    return done
 
 
 def _scaled(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:

@@ -118,7 +118,7 @@ def _accumulating(ctx: Context, eqn: JaxprEqn, loop: _Loop) -> tuple[_Loop, dict
     What the body adds is known when it has been partitioned, so it is, once for nothing. The sums
     take as much memory as the partial sums in the body do, which is within the memory limit.
     """
-    added, sums = accumulators(eqn), leaving(eqn, ctx.waiting)
+    added, sums = accumulators(eqn), leaving(eqn, ctx.waiting) | _split_stacks(ctx, eqn)
     if not added:
         return loop, sums
     inner = ctx.inner()
@@ -149,6 +149,17 @@ def _accumulating(ctx: Context, eqn: JaxprEqn, loop: _Loop) -> tuple[_Loop, dict
                 carry[i] = replace(start, origin=origin)
                 kept[i] = sums[i]
     return replace(loop, carry=carry), kept
+
+
+def _split_stacks(ctx: Context, eqn: JaxprEqn) -> dict[int, float]:
+    """The results whose stacks are split along the loop: one ReduceScatter sums all of a stack."""
+    _, carry = scan_counts(eqn.params)
+    body = eqn.params["jaxpr"].jaxpr
+    return {
+        i: 1.0
+        for i, v in enumerate(eqn.outvars)
+        if i >= carry and ctx.sharding(v).splits[0] and not isinstance(body.outvars[i], Literal)
+    }
 
 
 def _stacked(sharding: Sharding) -> Sharding:

@@ -127,15 +127,29 @@ def partition_scatter(
     cut = [d for d, n in enumerate(roles.windows) if n in reduced]
     updates = updates.masked(ctx.place, neutral, cut)
     waiting = ctx.waits(eqn.outvars[0], nothing, reduced, factors.reduced)
-    start = waiting and as_partial(ctx.place, tiles[0], wanted[0], waiting.partial)
-    if waiting and start:
+    start = _unreduced_start(ctx, tiles[0], wanted[0], tuple(reduced.values()), bool(waiting))
+    if start:
         done = _update(ctx, eqn, roles, chosen, start, indices, updates)
-        return [replace(done, partial=waiting.partial, origin=name)]
+        return [replace(done, partial=start.partial, origin=name)]
     part = _update(ctx, eqn, roles, chosen, nothing, indices, updates)
     part = combine(ctx.place, part, reduced, factors.reduced, target, name)
     part = ctx.reshard(part, target, Reason("result", name))
     operand = ctx.reshard(tiles[0], target, Reason("operand", name))
     return [Tile(_merge(kind, operand.array, part.array), target, shape)]
+
+
+def _unreduced_start(
+    ctx: Context, operand: Tile, sharding: Sharding, splits: tuple[Split, ...], waits: bool
+) -> Tile | None:
+    """The operand as a partial sum over `splits`, to which each device adds its own updates.
+
+    It is one already, or the sum of the result `waits`; None if the updates are combined first.
+    """
+    if (operand.partial, operand.sharding) == (splits, sharding) and operand.is_standard:
+        return operand
+    if operand.partial or not waits:
+        return None
+    return as_partial(ctx.place, operand, sharding, splits)
 
 
 def _merge(kind: str, operand: jax.Array, part: jax.Array) -> jax.Array:

@@ -110,6 +110,7 @@ def _composed(eqn: JaxprEqn, graph: Graph) -> list[JaxprEqn]:
 
 _PLAIN = (p.concatenate_p, p.slice_p, p.pad_p, concatenate_slices_p)
 _MOVING = (p.slice_p, p.pad_p)
+_SUMS = (p.add_p, p.add_jaxvals_p)
 
 
 def _is_shift(pieces: Pieces, dim: int) -> bool:
@@ -240,26 +241,48 @@ def _of_update(eqn: JaxprEqn, result: Any, graph: Graph) -> RowMap | None:
 
 
 def _of_sum(eqn: JaxprEqn, result: Any, graph: Graph) -> RowMap | None:
-    """Two tensors padded with zeros that leave each other room: JAX's gradient of a roll."""
-    found = []
-    for atom in eqn.invars:
-        maker = graph.maker(atom)
-        padded = _of_pad(maker, atom, graph) if maker and maker.primitive is p.pad_p else None
-        if padded is None or not any(rows.is_zero for rows in padded[1]):
+    """Tensors padded with zeros that leave each other room, added up.
+
+    JAX's gradient of a roll, and of rows that are taken one by one.
+    """
+    terms = None if _is_term(result, graph) else _zero_padded(result, graph)
+    if terms is None:
+        return None
+    (dim, *others), rows = {d for d, _, _ in terms}, result.aval.shape
+    terms = sorted(terms, key=lambda term: term[1])
+    ends = [0, *(at + piece.count for _, at, piece in terms)]
+    if others or ends[-1] != rows[dim] or any(a != b[1] for a, b in zip(ends, terms, strict=False)):
+        return None
+    return dim, tuple(piece for _, _, piece in terms)
+
+
+def _is_term(atom: Any, graph: Graph) -> bool:
+    """Whether a sum is one term of a longer one, which is looked at as a whole."""
+    users = graph.users(atom)
+    if len(users) != 1 or users[0].primitive not in _SUMS:
+        return False
+    makers = [graph.maker(a) for a in users[0].invars if a is not atom]
+    return all(maker is not None and maker.primitive is p.pad_p for maker in makers)
+
+
+def _zero_padded(atom: Any, graph: Graph) -> list[tuple[int, int, Rows]] | None:
+    """The terms of a sum: rows, their dim, and where they stand in it, among zeros.
+
+    None if there is anything else in it.
+    """
+    terms, left = [], [atom]
+    while left:
+        maker = graph.maker(left.pop())
+        if maker is not None and maker.primitive in _SUMS:
+            left += maker.invars
+            continue
+        padded = _of_pad(maker, None, graph) if maker and maker.primitive is p.pad_p else None
+        dim, pieces = padded or (None, ())
+        kept = [i for i, rows in enumerate(pieces) if not rows.is_zero]
+        if dim is None or len(kept) != 1 or pieces[kept[0]].fill or len(pieces) < 2:
             return None
-        found.append(padded)
-    (dim, first), (other, second) = found
-    if dim != other:
-        return None
-    rows = _disjoint(first, second) or _disjoint(second, first)
-    return (dim, rows) if rows else None
-
-
-def _disjoint(first: Pieces, second: Pieces) -> Pieces | None:
-    """Rows and zeros after them, added to as many zeros and rows after them."""
-    if len(first) != 2 or len(second) != 2 or not (first[1].is_zero and second[0].is_zero):
-        return None
-    return (first[0], second[1]) if first[0].count == second[0].count else None
+        terms.append((dim, sum(rows.count for rows in pieces[: kept[0]]), pieces[kept[0]]))
+    return terms
 
 
 _EVERY_ROW = 1 << 60  # along whichever dim: the bounds that matter are the reader's
@@ -271,8 +294,7 @@ _MAPS = {
     p.slice_p: _of_slice,
     p.pad_p: _of_pad,
     p.scatter_p: _of_update,
-    p.add_p: _of_sum,
-    p.add_jaxvals_p: _of_sum,
+    **dict.fromkeys(_SUMS, _of_sum),
 }
 
 
