@@ -314,7 +314,8 @@ def default_cost(
         if total >= limit:
             return total
         wanted = shard_dims(dims, chosen, factors, num_devices)
-        cost = reshard_cost(sharding, wanted, atom.aval.shape, atom.aval.dtype)
+        part = shares.narrow[number] if shares else 1.0
+        cost = reshard_cost(sharding, wanted, atom.aval.shape, atom.aval.dtype, part)
         total += cost * shares.of_move(number, wanted) if shares and cost else cost
     reduced = {f: s for f, s in chosen.items() if s and f in factors.reduced}
     for var, dims, target in zip(eqn.outvars, factors.results, targets, strict=True):

@@ -66,10 +66,11 @@ class Place:
     axes: tuple[str, ...]
     num_devices: int
     known: dict[Any, Any] = field(default_factory=dict, compare=False)
+    made: dict[Any, Any] = field(default_factory=dict, compare=False)  # `moving.again.Made`
 
     def inner(self) -> Place:
         """The same devices for the body of a loop or branch, which may not leak values out."""
-        return Place(self.axes, self.num_devices, dict(self.known))
+        return Place(self.axes, self.num_devices, dict(self.known), dict(self.made))
 
     def device_id(self) -> jax.Array:
         """The id of this device, at run time."""

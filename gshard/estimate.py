@@ -42,6 +42,7 @@ class Operator(NamedTuple):
     edge: Edge
     operands: Mapping[int, Operand]  # those that are variables
     share: float  # what is paid of the sum of its result
+    narrow: tuple[float, ...]  # the part of each operand that has to move for it
 
 
 class Cost(NamedTuple):
@@ -58,6 +59,7 @@ class Estimator:
         self.num_devices = flow.num_devices
         self.edges = flow.edges
         self.shares = flow.shares
+        self.narrow = flow.narrow
         self.costs: dict[Key, Cost] = {}  # by kinds of operators, and shardings
 
     @functools.cached_property
@@ -80,9 +82,12 @@ class Estimator:
             if edge.kind not in described:
                 described[edge.kind] = _described(edge)
             share = min([self.shares.get(v, 1.0) for v in edge.atoms[1]], default=1.0)
-            kind = numbers.setdefault((described[edge.kind], share), len(numbers))
+            narrow = tuple(
+                [1.0 if isinstance(a, Literal) else self.narrow.get(a, 1.0) for a in edge.atoms[0]]
+            )
+            kind = numbers.setdefault((described[edge.kind], share, narrow), len(numbers))
             variables = (*[edge.atoms[0][i] for i in operands], *edge.atoms[1])
-            found.append(Operator(kind, variables, edge.runs, edge, operands, share))
+            found.append(Operator(kind, variables, edge.runs, edge, operands, share, narrow))
         return found
 
     def alike(self, classes: Mapping[Any, Key]) -> list[Operator]:
@@ -137,7 +142,7 @@ class Estimator:
             ]
             for side in operator.edge.atoms
         )
-        return _edge_cost(operator.edge, operator.share, operands, results)
+        return _edge_cost(operator, operands, results)
 
 
 def _operand(var: Any, sources: Mapping[Any, tuple[Any, tuple[int, ...]]]) -> Operand:
@@ -160,26 +165,27 @@ def _described(edge: Edge) -> Key:
     )
 
 
-def _edge_cost(
-    edge: Edge, share: float, shardings: list[Sharding], targets: list[Sharding]
-) -> Cost:
+def _edge_cost(operator: Operator, shardings: list[Sharding], targets: list[Sharding]) -> Cost:
+    edge, share, narrow = operator.edge, operator.share, operator.narrow
     factors, eqn = edge.factors, edge.eqn
     if eqn is None:  # the border of a loop
         (outside,), (inside,) = shardings, targets
         more = outside.rank - inside.rank
         wanted = Sharding((*(None,) * more, *inside.splits), inside.num_devices)
         (aval,) = (a.aval for a in edge.atoms[0])
-        return Cost(reshard_cost(outside, wanted, aval.shape, aval.dtype), {})
+        return Cost(reshard_cost(outside, wanted, aval.shape, aval.dtype, narrow[0]), {})
     if not targets:
         return Cost(0.0, {})
     count, num_devices = len(shardings), targets[0].num_devices
-    shares = Shares(share, (1.0,) * count, (frozenset(),) * count)
-    cost = functools.partial(default_cost, shares=shares) if share < 1 else None
+    shares = Shares(share, (1.0,) * count, narrow, (frozenset(),) * count)
+    shared = share < 1 or min(narrow, default=1.0) < 1
+    cost = functools.partial(default_cost, shares=shares) if shared else None
     chosen = choose(eqn, factors, shardings, targets, cost=cost)
     moves = {}
     for i, (atom, dims) in enumerate(zip(eqn.invars, factors.operands, strict=True)):
         wanted = shard_dims(dims, chosen, factors, num_devices)
-        if sent := reshard_cost(shardings[i], wanted, atom.aval.shape, atom.aval.dtype):
+        aval = atom.aval
+        if sent := reshard_cost(shardings[i], wanted, aval.shape, aval.dtype, narrow[i]):
             moves[i] = (wanted, sent)
     own = local_work(eqn, factors, chosen)
     reduced = {f: s for f, s in chosen.items() if s and f in factors.reduced}

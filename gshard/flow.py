@@ -30,6 +30,7 @@ from gshard.sharding import Sharding, Split, compatible
 from gshard.source import source_of
 from gshard.tile import byte_size
 from gshard.unreduced import leaving, waiting
+from gshard.widening import narrow_parts
 
 _OPERANDS, _RESULTS = 0, 1
 _BOTH = (_OPERANDS, _RESULTS)
@@ -76,6 +77,7 @@ class Flow:
         self.closed: dict[Any, set[int]] = defaultdict(set)  # dims that may not be split any more
         self.runs: dict[Any, int] = {}  # how often each variable is made
         self.shares: dict[Any, float] = {}  # what is paid of sums that wait for each other
+        self.narrow: dict[Any, float] = {}  # the parts of values that have to move for them
         self.manual: set[Any] = set()  # variables of manual regions
         self.edges: list[Edge] = []
         self.kinds: dict[JaxprEqn, int] = {}  # the keys of equations
@@ -86,6 +88,7 @@ class Flow:
     def add(self, jaxpr: Jaxpr, runs: int = 1, sums: Mapping[int, float] | None = None) -> None:
         """Take in a program whose body runs `runs` times; some results may leave it as `sums`."""
         self.shares |= waiting(jaxpr, sums or {})
+        self.narrow |= narrow_parts(jaxpr)
         for var in [*jaxpr.constvars, *jaxpr.invars]:
             self.declare(var, runs)
         for eqn in jaxpr.eqns:
@@ -103,8 +106,7 @@ class Flow:
                 rule, kind = RULES[eqn.primitive], equation_key(eqn)
                 if kind is not None:
                     self.kinds[eqn] = kind
-                factors = factors_of(rule, eqn, kind)
-                atoms = (list(eqn.invars), list(eqn.outvars))
+                factors, atoms = factors_of(rule, eqn, kind), (eqn.invars, eqn.outvars)
                 self.connect(Edge(factors, atoms, rule.level, eqn, runs, kind))
 
     def add_bodies(self, eqn: JaxprEqn, runs: int) -> None:
@@ -119,8 +121,7 @@ class Flow:
         sums = leaving(eqn, self.shares) if is_scan else None
         before = -1
         while before != len(self.manual):  # a carried value may turn out to be manual at the end
-            before = len(self.manual)
-            edges = len(self.edges)
+            before, edges = len(self.manual), len(self.edges)
             for a, b, _ in joined:
                 if a in self.manual or b in self.manual:
                     self.manual |= {a, b}
@@ -147,9 +148,9 @@ class Flow:
     def is_pointwise(self, eqn: JaxprEqn) -> bool:
         """Whether elements stay where they are, and are not copied."""
         size = max((math.prod(a.aval.shape) for a in eqn.invars), default=0)
-        stays = eqn.primitive in RULES and RULES[eqn.primitive].level == 0
+        rule = None if eqn.primitive is annotate_p else RULES.get(eqn.primitive)
         small = all(math.prod(v.aval.shape) <= size for v in eqn.outvars)
-        return stays and small and eqn.primitive is not annotate_p
+        return rule is not None and rule.level == 0 and small
 
     def forget(self, count: int) -> None:
         """Take back all edges but the first `count`."""

@@ -26,16 +26,19 @@ from gshard.devices import Place
 from gshard.factors import Factor
 from gshard.keys import is_key_type
 from gshard.moving import reshard
+from gshard.moving.again import REARRANGING, Made, resharded_again
 from gshard.moving.partial import combine_sums
 from gshard.propagate import Propagated
 from gshard.reason import Reason
 from gshard.rule import Shares, equation_key
 from gshard.rules import RULES
 from gshard.rules.manual import CROSSING_MANUAL, check_manual, run_manually
+from gshard.rules.pointwise import same_dims
 from gshard.rules.unknown import unknown_rule
 from gshard.sharding import Sharding, Split
 from gshard.source import on_behalf_of
-from gshard.tile import Tile
+from gshard.tile import Identity, Tile
+from gshard.widening import narrow_parts
 
 
 def partition(
@@ -63,6 +66,15 @@ def _is_index_math(eqn: JaxprEqn) -> bool:
     return by_element or eqn.primitive is p.iota_p
 
 
+def _can_be_made_again(eqn: JaxprEqn, tiles: Sequence[Tile]) -> bool:
+    """Whether an operator may run after a move of its operands instead of before."""
+    if eqn.primitive is annotate_p or any(t.partial or t.sharding.manual for t in tiles):
+        return False
+    rule = RULES.get(eqn.primitive)
+    by_element = rule is not None and rule.factors is same_dims and not rule.partition
+    return by_element or eqn.primitive in REARRANGING
+
+
 class Partitioner:
     """Runs a program on tiles, with the shardings that propagation found."""
 
@@ -81,6 +93,7 @@ class Partitioner:
         self.strict = strict  # whether a primitive without a rule is an error
         self.available = Available()
         self.products: Mapping[Any, int] = {}  # how many products contract a variable's dims alike
+        self.narrow: Mapping[Any, float] = {}  # the parts of values that have to move for them
         self.literals: dict[Any, Tile] = {}
         self.values: dict[Any, Tile] = {}  # of all variables, once they are known
         self.waiting: dict[Any, float] = {}  # variables whose sum may wait, and its share
@@ -108,12 +121,24 @@ class Partitioner:
         if tile.sharding == target and tile.is_standard:
             return tile
         found = self.available.under(tile, target)
+        if found is None and (found := self.made_again(tile, target, reason)):
+            self.available.add(tile, found)
         if found is None and target.is_replicated:
             found = self.made_whole(tile)
         if found is None:
             found = reshard.reshard(self.place, tile, target, reason)
             self.available.add(tile, found)
         return found
+
+    def made_again(self, tile: Tile, target: Sharding, reason: Reason) -> Tile | None:
+        """`tile` under another sharding, if it is cheaper to move what it was made of."""
+        return resharded_again(
+            self.place,
+            tile,
+            target,
+            lambda operand, wanted: self.reshard(operand, wanted, reason),
+            lambda operand, wanted: self.available.under(operand, wanted) is not None,
+        )
 
     def made_whole(self, tile: Tile, depth: int = 50) -> Tile | None:
         """A tensor of integers made again, whole, if that needs nothing to be sent; else None.
@@ -157,16 +182,14 @@ class Partitioner:
         """What an operator shares with others, if anything."""
         of_sum = min([self.waiting[v] for v in eqn.outvars if v in self.waiting], default=1.0)
         forms = [self.available.forms_of(t) for t in tiles]
-        uses = (1.0,) * len(tiles)
+        variables = [None if isinstance(a, Literal) else a for a in eqn.invars]
+        narrow, uses = tuple([self.narrow.get(v, 1.0) for v in variables]), (1.0,) * len(tiles)
         if eqn.primitive is p.dot_general_p:
-            contracted = eqn.params["dimension_numbers"][0]
-            uses = tuple(
-                1 / self.products.get((a, dims), 1) if not isinstance(a, Literal) else 1.0
-                for a, dims in zip(eqn.invars, contracted, strict=True)
-            )
-        if of_sum == 1 and not any(forms) and set(uses) <= {1.0}:
+            contracted = zip(variables, eqn.params["dimension_numbers"][0], strict=True)
+            uses = tuple([1 / self.products.get(dims, 1) for dims in contracted])
+        if of_sum == 1 and not any(forms) and {*uses, *narrow} <= {1.0}:
             return None
-        return Shares(of_sum, uses, tuple(forms))
+        return Shares(of_sum, uses, narrow, tuple(forms))
 
     def kind(self, eqn: JaxprEqn) -> int | None:
         """Its `equation_key`, which propagation has found out already."""
@@ -200,6 +223,7 @@ class Partitioner:
         The results with the numbers in `leaving` may be partial sums (see `unreduced.waiting`).
         """
         self.waiting = unreduced.waiting(jaxpr, leaving, self.shardings)
+        self.narrow = narrow_parts(jaxpr)
         self.products = Counter(
             (a, eqn.params["dimension_numbers"][0][side])
             for eqn in jaxpr.eqns
@@ -224,6 +248,10 @@ class Partitioner:
                 env.update(zip(eqn.outvars, results, strict=True))
                 if _is_index_math(eqn) and eqn.primitive is not annotate_p:
                     self.available.add_maker(results[0], eqn, operands)
+                if _can_be_made_again(eqn, (*operands, *results)):
+                    self.place.made[Identity(results[0].array)] = Made(
+                        results[0], eqn, tuple(operands)
+                    )
         return [read(a) for a in jaxpr.outvars]
 
     def equation(self, eqn: JaxprEqn, tiles: list[Tile]) -> list[Tile]:

@@ -27,11 +27,13 @@ class Shares:
 
     `of_sum` is the part of the sum of its result that is to be paid for it, where partial sums are
     added first. `uses` is for each operand the part of a move that is to be paid for this use of
-    it, and `moved` the forms that it has been moved to already, which cost nothing.
+    it, `narrow` the part of its bytes that have to move (see `widening`), and `moved` the forms
+    that it has been moved to already, which cost nothing.
     """
 
     of_sum: float
     uses: tuple[float, ...]
+    narrow: tuple[float, ...]
     moved: tuple[frozenset[Sharding], ...]
 
     def of_move(self, number: int, target: Sharding) -> float:

@@ -16,7 +16,8 @@ import numpy as np
 from jax import lax
 
 from gshard.devices import Place
-from gshard.moving.halo import fetch, plan_fetch, window
+from gshard.moving.again import fetch
+from gshard.moving.halo import plan_fetch, window
 from gshard.moving.rows import Runs, align, collect, plan_rows
 from gshard.reason import Reason
 from gshard.rule import Context

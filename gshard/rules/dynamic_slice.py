@@ -25,7 +25,8 @@ from gshard import padding
 from gshard.devices import Place
 from gshard.factors import Factors
 from gshard.moving import collectives
-from gshard.moving.halo import fetch, plan_fetch, shifted_pairs
+from gshard.moving.again import fetch
+from gshard.moving.halo import plan_fetch, shifted_pairs
 from gshard.moving.plan import reshard_cost
 from gshard.moving.rows import groups_along
 from gshard.reason import Reason

@@ -15,7 +15,7 @@ from jax.extend.core import primitives as p
 
 from gshard.choose import choose, local_dims, run, shard_dims
 from gshard.factors import Factors, Shape
-from gshard.moving.halo import fetch
+from gshard.moving.again import fetch
 from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding

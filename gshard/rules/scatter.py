@@ -92,7 +92,8 @@ def _scatter_cost(
         if total >= limit:
             return total
         wanted = shard_dims(dims, chosen, factors, num_devices) if n or not reduced else target
-        cost = reshard_cost(sharding, wanted, atom.aval.shape, atom.aval.dtype)
+        part = shares.narrow[n] if shares else 1.0
+        cost = reshard_cost(sharding, wanted, atom.aval.shape, atom.aval.dtype, part)
         total += cost * shares.of_move(n, wanted) if shares and cost else cost
     return total
 

@@ -163,7 +163,8 @@ class _Round:
     def block(self, outer: Place, number: jax.Array) -> _Block:
         """This device with a block of keys; what is looked up stays inside."""
         outer = outer.inner()
-        return _Block(outer.axes, self.devices * self.blocks, {}, outer, self.blocks, number)
+        devices = self.devices * self.blocks
+        return _Block(outer.axes, devices, outer=outer, count=self.blocks, number=number)
 
     def partitioner(self, place: _Block, body: Jaxpr) -> Context:
         """What runs a body on a block."""

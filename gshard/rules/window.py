@@ -33,7 +33,8 @@ from jax.extend.core import primitives as p
 from gshard.choose import choose, run
 from gshard.devices import Place
 from gshard.factors import Dim, Factors, Shape, combining
-from gshard.moving.halo import fetch, window
+from gshard.moving.again import fetch
+from gshard.moving.halo import window
 from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, register
 from gshard.sharding import Sharding, Split

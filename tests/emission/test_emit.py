@@ -31,7 +31,7 @@ def test_a_node_becomes_its_collectives():
 def test_nodes_that_do_the_same_are_traced_once():
     def fn(x):
         for _ in range(5):
-            x = jnp.sin(gshard.replicate(gshard.split(x, 0, 4)))
+            x = jnp.cumsum(gshard.replicate(gshard.split(x, 0, 4)), 1)
         return x
 
     _expansion.cache_clear()

@@ -1,0 +1,293 @@
+"""Values made again of what they were made of, where that moves fewer bytes.
+
+An operator that works element by element, or repeats elements, can run before a move or after it.
+It runs after where its operands are smaller than its result: weights of 8 bits are gathered and
+then made wide, and rows at the borders of tiles are sent before they are repeated. What a device
+has of the operands already, from another use, need not be sent at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.extend.core import primitives as p
+
+from gshard.devices import Place
+from gshard.evaluate import bind
+from gshard.moving import halo
+from gshard.moving.costs import STEP_COST, machine
+from gshard.moving.plan import reshard_cost
+from gshard.moving.rows import Runs
+from gshard.reason import Reason
+from gshard.sharding import Sharding
+from gshard.tile import Identity, Tile, itemsize_of
+
+DEPTH = 8  # operators that are run again, one after the other
+
+REARRANGING = (p.broadcast_in_dim_p, p.transpose_p, p.reshape_p, p.concatenate_p)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A value, and the operator and operands that it was made by.
+
+    The operator is one of `REARRANGING`, or works element by element.
+    """
+
+    result: Tile
+    eqn: JaxprEqn
+    operands: tuple[Tile, ...]
+
+    def dims(self) -> list[list[int | None]] | None:
+        """For every dim of every operand, the dim of the result that it is; None if it is none.
+
+        None for an operator of which that cannot be said.
+        """
+        eqn, shape = self.eqn, self.result.shape
+        named: Sequence[int]
+        if eqn.primitive is p.broadcast_in_dim_p:
+            named = eqn.params["broadcast_dimensions"]
+        elif eqn.primitive is p.transpose_p:
+            named = np.argsort(eqn.params["permutation"]).tolist()
+        elif eqn.primitive in REARRANGING:
+            return None
+        else:
+            named = range(len(shape))
+        return [
+            [to if n == shape[to] else None for n, to in zip(t.shape, named, strict=False)]
+            for t in self.operands
+        ]
+
+    def run(self, arrays: Sequence[jax.Array], local: Sequence[int]) -> jax.Array:
+        """The operator on local arrays, with a result of the shape `local`."""
+        primitive, params = self.eqn.primitive, self.eqn.params
+        if primitive is p.broadcast_in_dim_p:
+            return lax.broadcast_in_dim(arrays[0], local, params["broadcast_dimensions"])
+        if primitive is p.reshape_p:
+            return lax.reshape(arrays[0], local)
+        (result,) = bind(self.eqn, list(arrays))
+        return result
+
+
+# ---------------------------------------------------------------- reshards
+
+
+def resharded_again(
+    place: Place,
+    tile: Tile,
+    target: Sharding,
+    reshard: Callable[[Tile, Sharding], Tile],
+    known: Callable[[Tile, Sharding], bool],
+) -> Tile | None:
+    """`tile` under `target`, made again of operands that are moved; None if it should move itself.
+
+    `reshard` moves an operand, and `known` says of which forms of a value there are already.
+    """
+    made = place.made.get(Identity(tile.array))
+    if made is None or not tile.is_standard:
+        return None
+    direct = reshard_cost(tile.sharding, target, tile.shape, tile.array.dtype)
+    if _cost_again(place, made, target, known, direct, DEPTH) >= direct:
+        return None
+    wanted = _operands_under(made, target) or []
+    moved = [reshard(t, s).array for t, s in zip(made.operands, wanted, strict=True)]
+    return Tile(made.run(moved, target.local_shape(tile.shape)), target, tile.shape)
+
+
+def _operands_under(made: Made, target: Sharding) -> list[Sharding] | None:
+    """The shardings of the operands with which the result is as `target` says."""
+    dims = made.dims()
+    if dims is None or target.manual:
+        return None
+    return [target.project(named) for named in dims]
+
+
+def _cost_again(
+    place: Place,
+    made: Made,
+    target: Sharding,
+    known: Callable[[Tile, Sharding], bool],
+    limit: float,
+    depth: int,
+) -> float:
+    """What it costs to make a value again under `target`; at least `limit` if it is more."""
+    wanted = _operands_under(made, target)
+    if wanted is None or not depth:
+        return limit
+    total = _bytes(target.local_shape(made.result.shape), made.result) / machine().memory_per_byte
+    for tile, sharding in zip(made.operands, wanted, strict=True):
+        if total >= limit:
+            return limit
+        if tile.sharding == sharding or known(tile, sharding):
+            continue
+        cost = reshard_cost(tile.sharding, sharding, tile.shape, tile.array.dtype)
+        inner = place.made.get(Identity(tile.array))
+        if inner is not None:
+            cost = min(cost, _cost_again(place, inner, sharding, known, cost, depth - 1))
+        total += cost
+    return total
+
+
+def _bytes(shape: Sequence[int], like: Tile) -> int:
+    return math.prod(shape) * itemsize_of(like.array.dtype)
+
+
+# ---------------------------------------------------------------- rows at the borders of tiles
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows `starts[c]` to `starts[c] + width` of a tile's dim, for the holders of tile c.
+
+    If `only` some rows of the dim are needed, the others are garbage.
+    """
+
+    tile: Tile
+    dim: int
+    starts: np.ndarray
+    width: int
+    only: tuple[int, int] | None = None
+
+
+def fetch(
+    place: Place,
+    tile: Tile,
+    dim: int,
+    starts: Sequence[int] | np.ndarray,
+    width: int,
+    reason: Reason,
+    only: tuple[int, int] | None = None,
+) -> jax.Array:
+    """`halo.fetch`, or the same rows made again of those of operands, which are fewer bytes."""
+    rows = Rows(tile, dim, np.asarray(starts, np.int64), width, only)
+    _, make = _cheapest(place, rows, DEPTH)
+    return make(reason)
+
+
+_Way = tuple[float, Callable[[Reason], jax.Array]]  # what it costs, and how it is done
+
+
+def _cheapest(place: Place, rows: Rows, depth: int) -> _Way:
+    tile, dim = rows.tile, rows.dim
+
+    def directly(reason: Reason) -> jax.Array:
+        return halo.fetch(place, tile, dim, rows.starts, rows.width, reason, rows.only)
+
+    made = place.made.get(Identity(tile.array))
+    if made is None or tile.sharding.splits[dim] is None or not depth:
+        return _sent(rows), directly
+    direct, total, ways = _sent(rows), 0.0, []
+    needed = _needed(made, rows) if direct else None
+    for need in needed or ():
+        cost, way = _rows_of_operand(place, need, rows, depth)
+        total += cost
+        ways.append(way)
+    if needed is None or total >= direct:
+        return direct, directly
+
+    def again(reason: Reason) -> jax.Array:
+        local, width = list(tile.array.shape), rows.width
+        step = _rows_for_one(made, dim)
+        if step > 1:  # rows that a row of the operand becomes: more than are needed, perhaps
+            (need,) = needed
+            assert isinstance(need, Rows)
+            width = need.width * step
+        local[dim] = width
+        x = made.run([way(reason) for way in ways], local)
+        split = tile.sharding.splits[dim]
+        assert split
+        first = (rows.starts % step)[np.maximum(split.coords, 0)]
+        return halo.window(place, x, dim, first, rows.width) if width > rows.width else x
+
+    return total, again
+
+
+def _sent(rows: Rows) -> float:
+    """Bytes that a device sends for rows that are fetched as they are."""
+    tile, dim = rows.tile, rows.dim
+    if tile.sharding.splits[dim] is None:
+        return 0.0
+    held = Runs.of(tile, dim).only(rows.only)
+    plan = halo.plan_halo(held, tile.array.shape[dim], rows.starts, rows.width)
+    row = _bytes([n for d, n in enumerate(tile.array.shape) if d != dim], tile)
+    return plan.sent * row + STEP_COST * plan.steps if plan.sent else 0.0
+
+
+def _rows_of_operand(place: Place, need: Any, rows: Rows, depth: int) -> _Way:
+    """The rows of an operand that are needed, or all of it where it has one row for all."""
+    split = rows.tile.sharding.splits[rows.dim]
+    assert split
+    if not isinstance(need, Rows):
+        return 0.0, lambda reason: need.array
+    if need.tile.sharding.splits[need.dim] is not None:
+        return _cheapest(place, need, depth - 1)
+    starts = need.starts[np.maximum(split.coords, 0)]
+    return 0.0, lambda reason: halo.window(place, need.tile.array, need.dim, starts, need.width)
+
+
+def _needed(made: Made, rows: Rows) -> list[Rows | Tile] | None:
+    """What rows of the operands are needed; None if the operands do not lie like the result."""
+    primitive, dim, result = made.eqn.primitive, rows.dim, made.result
+    if primitive is p.reshape_p:
+        return _before_reshape(made, rows)
+    if primitive is p.concatenate_p:
+        if made.eqn.params["dimension"] == dim:
+            return None
+        dims: Any = [list(range(len(result.shape)))] * len(made.operands)
+    else:
+        dims = made.dims()
+    found: list[Rows | Tile] = []
+    for tile, named in zip(made.operands, dims, strict=True):
+        for d, to in enumerate(named):
+            whole = to is None or (to == dim and tile.sharding.splits[d] is None)
+            here, there = tile.sharding.splits[d], result.sharding.splits[to or 0]
+            if here is not there and not whole:
+                return None
+        if dim in named:
+            found.append(Rows(tile, named.index(dim), rows.starts, rows.width, rows.only))
+        else:
+            found.append(tile)
+    return found
+
+
+def _before_reshape(made: Made, rows: Rows) -> list[Rows | Tile] | None:
+    """Where the split dim is joined with others behind it: the rows of it that are needed.
+
+    None if it is not, or if any other dim is split.
+    """
+    (tile,), result, dim = made.operands, made.result, rows.dim
+    source, step = _dim_before_reshape(made, dim), _rows_for_one(made, dim)
+    others = [s for d, s in enumerate(tile.sharding.splits) if d != source]
+    others += [s for d, s in enumerate(result.sharding.splits) if d != dim]
+    if not step or any(others) or tile.sharding.splits[source] is not result.sharding.splits[dim]:
+        return None
+    first = rows.starts // step
+    width = int((-(-(rows.starts + rows.width) // step) - first).max())
+    return [Rows(tile, source, first, width)]
+
+
+def _rows_for_one(made: Made, dim: int) -> int:
+    """How many rows of the result a row of the operand is; 0 where dims are not simply joined."""
+    if made.eqn.primitive is not p.reshape_p:
+        return 1
+    sizes, rows = made.operands[0].shape, made.result.shape[dim]
+    source = _dim_before_reshape(made, dim)
+    if made.eqn.params["dimensions"] is not None or rows % sizes[source]:
+        return 0
+    step = rows // sizes[source]
+    joined = [math.prod(sizes[source + 1 : end]) for end in range(source + 1, len(sizes) + 1)]
+    return step if step in joined else 0
+
+
+def _dim_before_reshape(made: Made, dim: int) -> int:
+    """The operand's last dim that begins where `dim` of the result does."""
+    before, sizes = math.prod(made.result.shape[:dim]), made.operands[0].shape
+    starts = [math.prod(sizes[:d]) for d in range(len(sizes))]
+    return max((d for d, start in enumerate(starts) if start == before), default=0)
