@@ -90,6 +90,15 @@ class Place:
             self.known[key] = lookup_p.bind(self.device_id(), table=key)
         return self.known[key]
 
+    def where(self, devices: np.ndarray, x: jax.Array, other: jax.Array | None = None) -> jax.Array:
+        """`x` on the devices that `devices` is true for, `other` (or zeros) on all others."""
+        own, nothing = ("own", devices.tobytes()), ("zeros", x.shape, x.dtype)
+        if own not in self.known:
+            self.known[own] = self.lookup(devices.astype(np.int32)) == 1
+        if other is None and nothing not in self.known:
+            self.known[nothing] = jnp.zeros(x.shape, x.dtype)
+        return lax.select_n(self.known[own], self.known[nothing] if other is None else other, x)
+
     def coord(self, split: Split) -> jax.Array | int:
         """Which tile of `split` this device holds (0 on a device that holds none)."""
         return self.lookup(np.maximum(split.coords, 0))

@@ -75,6 +75,15 @@ def _can_be_made_again(eqn: JaxprEqn, tiles: Sequence[Tile]) -> bool:
     return by_element or eqn.primitive in REARRANGING
 
 
+def _sliced(jaxpr: Jaxpr) -> dict[Any, list[JaxprEqn]]:
+    """The slices of each variable."""
+    found: dict[Any, list[JaxprEqn]] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is p.slice_p and not isinstance(eqn.invars[0], Literal):
+            found.setdefault(eqn.invars[0], []).append(eqn)
+    return found
+
+
 class Partitioner:
     """Runs a program on tiles, with the shardings that propagation found."""
 
@@ -94,6 +103,8 @@ class Partitioner:
         self.available = Available()
         self.products: Mapping[Any, int] = {}  # how many products contract a variable's dims alike
         self.narrow: Mapping[Any, float] = {}  # the parts of values that have to move for them
+        self.sliced: Mapping[Any, list[JaxprEqn]] = {}  # the slices of each variable
+        self.over: dict[Any, float] = {}  # what they cost together
         self.literals: dict[Any, Tile] = {}
         self.values: dict[Any, Tile] = {}  # of all variables, once they are known
         self.waiting: dict[Any, float] = {}  # variables whose sum may wait, and its share
@@ -191,6 +202,14 @@ class Partitioner:
             return None
         return Shares(of_sum, uses, narrow, tuple(forms))
 
+    def over_slices(self, var: Any, alike: Any, cost: Callable[[JaxprEqn], float]) -> float:
+        """What all slices of a variable cost, of which those that are `alike` are asked once."""
+        if isinstance(var, Literal):
+            return 0.0
+        if (var, alike) not in self.over:
+            self.over[var, alike] = sum(map(cost, self.sliced.get(var, ())))
+        return self.over[var, alike]
+
     def kind(self, eqn: JaxprEqn) -> int | None:
         """Its `equation_key`, which propagation has found out already."""
         found = self.kinds.get(eqn)
@@ -224,6 +243,8 @@ class Partitioner:
         """
         self.waiting = unreduced.waiting(jaxpr, leaving, self.shardings)
         self.narrow = narrow_parts(jaxpr)
+        self.sliced = _sliced(jaxpr)
+        self.over = {}
         self.products = Counter(
             (a, eqn.params["dimension_numbers"][0][side])
             for eqn in jaxpr.eqns

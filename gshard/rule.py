@@ -67,6 +67,10 @@ class Context(Protocol):
         """What an operator shares with others, if anything."""
         ...
 
+    def over_slices(self, var: Any, alike: Any, cost: Callable[[JaxprEqn], float]) -> float:
+        """What all slices of a variable cost, of which those that are `alike` are asked once."""
+        ...
+
     def kind(self, eqn: JaxprEqn) -> int | None:
         """Its `equation_key`."""
         ...

@@ -23,6 +23,7 @@ from gshard.keys import as_integers
 from gshard.moving.collectives import all_gather, collective_permute
 from gshard.moving.costs import MAX_SHIFTS
 from gshard.moving.nodes import Node, communicate
+from gshard.moving.offsets import rows_at
 from gshard.moving.rows import Runs, align_bytes, aligned, everything, groups_along, plan_rows
 from gshard.moving.sent import gathered
 from gshard.reason import Reason
@@ -227,6 +228,4 @@ def window(place: Place, x: jax.Array, dim: int, starts: int | np.ndarray, width
     if width == x.shape[dim]:
         return x
     start = int(starts + before) if starts.ndim == 0 else place.lookup(starts + before)
-    if isinstance(start, int):
-        return lax.slice_in_dim(x, start, start + width, axis=dim)
-    return lax.dynamic_slice_in_dim(x, start, width, dim)
+    return rows_at(x, start, width, dim)

@@ -25,6 +25,7 @@ from gshard.keys import as_integers
 from gshard.moving import collectives
 from gshard.moving.costs import MAX_ROUNDS
 from gshard.moving.nodes import Node, communicate
+from gshard.moving.offsets import rows_at, rows_put
 from gshard.moving.rounds import in_rounds, is_remote
 from gshard.moving.sent import scattered
 from gshard.reason import Reason
@@ -292,7 +293,7 @@ def _exchange(
             begins = held.low[s] - held.first[s] + send[s]  # the logical row that box row 0 is
             at[c] = margin + begins + by - starts[c]
             low[c], high[c] = a - begins, b - begins
-        box_rows = lax.dynamic_slice_in_dim(x, place.lookup(send[mine]), box, dim)
+        box_rows = rows_at(x, place.lookup(send[mine]), box, dim)
         if is_remote(pieces[0]):
             pairs = [
                 (int(f), int(t))
@@ -304,9 +305,9 @@ def _exchange(
         if (high - low < box).any():
             row = lax.broadcasted_iota(jnp.int32, box_rows.shape, dim)
             wanted = (row >= place.lookup(low[mine])) & (row < place.lookup(high[mine]))
-            there = lax.dynamic_slice_in_dim(buffer, where, box, dim)
+            there = rows_at(buffer, where, box, dim)
             box_rows = lax.select(wanted, box_rows, there)
-        buffer = lax.dynamic_update_slice_in_dim(buffer, box_rows, where, dim)
+        buffer = rows_put(buffer, box_rows, where, dim)
     return lax.slice_in_dim(buffer, margin, margin + width, axis=dim)
 
 
@@ -325,6 +326,11 @@ def _spread(
     assert split
     mine, rows = np.maximum(split.coords, 0), x.shape[dim]
     begins = held.low - held.first  # the logical row that local row 0 is
+    owners = np.flatnonzero((held.low <= start) & (held.high >= start + size))
+    if moves is None and len(owners) == 1:  # one tile has all rows
+        first = int(start - begins[owners[0]])
+        found = lax.slice_in_dim(x, first, first + size, axis=dim)
+        return place.where(mine == owners[0], found)
     row = lax.broadcasted_iota(jnp.int32, x.shape, dim)
     wide = jnp.zeros([n if d != dim else size + 2 * rows for d, n in enumerate(x.shape)], x.dtype)
     for first, end, by in moves or [everything(held)]:
@@ -333,6 +339,6 @@ def _spread(
         own = row >= place.lookup((low - begins)[mine])
         own &= row < place.lookup((high - begins)[mine])
         at = place.lookup(np.clip(begins + by - start + rows, 0, size + rows)[mine])
-        there = lax.dynamic_slice_in_dim(wide, at, rows, dim)
-        wide = lax.dynamic_update_slice_in_dim(wide, lax.select(own, x, there), at, dim)
+        there = rows_at(wide, at, rows, dim)
+        wide = rows_put(wide, lax.select(own, x, there), at, dim)
     return lax.slice_in_dim(wide, rows, rows + size, axis=dim)

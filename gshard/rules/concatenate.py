@@ -19,6 +19,7 @@ from gshard._jax import stack_p, unstack_p
 from gshard.devices import Place
 from gshard.factors import Factors
 from gshard.moving.halo import plan_fetch
+from gshard.moving.offsets import rows_put
 from gshard.moving.plan import plan_reshard, reshard_cost, whole_along
 from gshard.moving.rows import Move, Runs, align, plan_rows
 from gshard.reason import Reason
@@ -83,7 +84,9 @@ def concatenate(
         return Tile(
             jnp.zeros(target.local_shape(shape), tiles[0].array.dtype), target, tuple(shape)
         )
-    used = {part.operand: [q for q in parts if q.operand == part.operand] for part in parts}
+    used: dict[int, list[Part]] = {}
+    for part in parts:
+        used.setdefault(part.operand, []).append(part)
     way = _cheapest(tiles, used, dim, shape, target)
     result, sources = way.result, way.sources
     ready = {i: ctx.reshard(tiles[i], s, Reason("operand", name)) for i, s in sources.items()}
@@ -95,7 +98,12 @@ def concatenate(
         return Tile(lax.concatenate(pieces, dim), result, tuple(shape))
     rows = -(-shape[dim] // split.tiles)
     joined: jax.Array | None = None
-    for i, own in used.items():
+    for i in sorted(used, key=lambda i: -sum(q.limit - q.start for q in used[i])):
+        own = used[i]
+        if joined is not None and _in_single_tiles(ready[i], own, dim, rows):
+            for part in own:
+                joined = _written(ctx.place, joined, ready[i].array, part, dim, split)
+            continue
         reason = Reason("step", name, f"rows of operand {i} to their tiles")
         for array, covered in _fetched(ctx.place, ready[i], own, dim, split, rows, reason):
             joined = (
@@ -207,6 +215,24 @@ def _fetched(
     for part in parts:
         first, end, by = part.move
         yield rows_of(place, tile, dim, split, starts - by, rows, reason, (first, end)), [part]
+
+
+def _in_single_tiles(tile: Tile, parts: list[Part], dim: int, rows: int) -> bool:
+    """Whether all devices have an operand, and each of its parts goes into one tile."""
+    ends = [(q.at, q.at + q.limit - q.start - 1) for q in parts]
+    return tile.sharding.splits[dim] is None and all(a // rows == b // rows for a, b in ends)
+
+
+def _written(
+    place: Place, below: jax.Array, source: jax.Array, part: Part, dim: int, split: Split
+) -> jax.Array:
+    """`below` with a part of `source` in the rows of the one tile that it goes into."""
+    rows, count = below.shape[dim], part.limit - part.start
+    number, first = divmod(part.at, rows)
+    new = lax.slice_in_dim(source, part.start, part.limit, axis=dim)
+    there = lax.slice_in_dim(below, first, first + count, axis=dim)
+    new = place.where(np.maximum(split.coords, 0) == number, new, there)
+    return rows_put(below, new, first, dim)
 
 
 def _over(

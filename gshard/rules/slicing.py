@@ -6,6 +6,7 @@ is left to decide is under which sharding the dims change.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -16,12 +17,12 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import split_p, tile_p
 from gshard.factors import Factors
-from gshard.moving.plan import reshard_cost
+from gshard.moving.plan import plan_reshard, reshard_cost
 from gshard.reason import Reason
 from gshard.rule import Context, Doc, Rule, register
 from gshard.rules.changes import Change, Pad, Repeat, Reverse, Slice
 from gshard.sharding import Sharding, compatible
-from gshard.tile import Tile, itemsize_of
+from gshard.tile import Tile, byte_size, itemsize_of
 
 
 def change_dims(
@@ -137,14 +138,44 @@ def changed_dims(eqn: JaxprEqn) -> Factors:
 
 def _slice(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
     (tile,) = tiles
+    changes = _slices(eqn)
+    if _is_gathered_for_all(ctx, eqn, tile, changes):
+        whole = functools.reduce(lambda s, d: s.replace(d, None), changes, tile.sharding)
+        tile = ctx.reshard(tile, whole, Reason("operand", "slice"))
+    return [change_dims(ctx, tile, changes, targets[0], "slice")]
+
+
+def _slices(eqn: JaxprEqn) -> dict[int, Slice]:
+    """What a slice does to the dims that it cuts."""
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
-    strides = eqn.params["strides"] or (1,) * len(starts)
-    changes = {
+    strides, shape = eqn.params["strides"] or (1,) * len(starts), eqn.invars[0].aval.shape
+    return {
         d: Slice(int(a), int(b), int(s))
         for d, (a, b, s) in enumerate(zip(starts, limits, strides, strict=True))
-        if (a, b) != (0, tile.shape[d]) or s != 1
+        if (a, b) != (0, shape[d]) or s != 1
     }
-    return [change_dims(ctx, tile, changes, targets[0], "slice")]
+
+
+def _is_gathered_for_all(
+    ctx: Context, eqn: JaxprEqn, tile: Tile, changes: Mapping[int, Slice]
+) -> bool:
+    """Whether all slices of a tensor along the same dims send more than a gather of it would."""
+    here, dtype = tile.sharding, tile.array.dtype
+    whole = functools.reduce(lambda s, d: s.replace(d, None), changes, here)
+    if byte_size(whole.local_shape(tile.shape), dtype) > ctx.memory_limit:
+        return False
+
+    def sent(other: JaxprEqn) -> float:
+        """What a slice sends by itself."""
+        cuts, target = _slices(other), ctx.sharding(other.outvars[0])
+        shape = other.outvars[0].aval.shape
+        if cuts.keys() != changes.keys() or 0 in shape:
+            return 0.0
+        ways = [way for way in _candidates(here, cuts, target) if way[0] == here]
+        return min(_cost(tile, cuts, shape, *way, target) for way in ways)
+
+    gathered = sum(step.bytes for step in plan_reshard(here, whole, tile.shape, dtype))
+    return 0 < gathered < ctx.over_slices(eqn.invars[0], (here, *changes), sent)
 
 
 def _split(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:

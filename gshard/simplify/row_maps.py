@@ -85,22 +85,24 @@ class Rows:
 
 Pieces = tuple[Rows, ...]
 RowMap = tuple[int | None, Pieces]  # along a dim; along any dim where all of a tensor is kept
+Deep = dict[tuple[Any, int], Pieces | None]  # what tensors are made of in the end, along a dim
 
 
 def compose_row_maps(graph: Graph) -> list[JaxprEqn]:
     """The equations, with row maps of row maps as one."""
     composed: list[JaxprEqn] = []
+    deep: Deep = {}
     for eqn in graph.eqns:
-        composed += _composed(eqn, graph)
+        composed += _composed(eqn, graph, deep)
     return composed
 
 
-def _composed(eqn: JaxprEqn, graph: Graph) -> list[JaxprEqn]:
+def _composed(eqn: JaxprEqn, graph: Graph, deep: Deep) -> list[JaxprEqn]:
     found = row_map(eqn, eqn.outvars[0], graph) if len(eqn.outvars) == 1 else None
     dim, pieces = found or (None, ())
     if dim is None:
         return [eqn]
-    resolved = _resolved(pieces, dim, graph)
+    resolved = _resolved(pieces, dim, graph, deep)
     if resolved == pieces and eqn.primitive in _PLAIN:
         return [eqn]
     if eqn.primitive in _MOVING and not _is_shift(resolved, dim):
@@ -119,35 +121,47 @@ def _is_shift(pieces: Pieces, dim: int) -> bool:
     return len(kept) == 1 and 0 < kept[0].source.aval.shape[dim] <= 2 * kept[0].count
 
 
-def _resolved(pieces: Pieces, dim: int, graph: Graph) -> Pieces:
+def _resolved(pieces: Pieces, dim: int, graph: Graph, deep: Deep) -> Pieces:
     """Pieces as rows of what their sources are made of, where most of each source is used.
 
     A tensor of which little is used is better cut first: less of it moves.
     """
-    deep = [tuple(_origins(rows, dim, graph)) for rows in pieces]
+    origins = [tuple(_origins(rows, dim, graph, deep)) for rows in pieces]
     used: dict[Any, int] = {}
-    for rows in (r for found in deep for r in found if not r.is_made):
+    for rows in (r for found in origins for r in found if not r.is_made):
         used[rows.source] = used.get(rows.source, 0) + rows.count
     resolved: list[Rows] = []
-    for rows, found in zip(pieces, deep, strict=True):
+    for rows, found in zip(pieces, origins, strict=True):
         mostly = all(r.is_made or 2 * used[r.source] >= r.source.aval.shape[dim] for r in found)
         resolved += found if mostly else [rows]
     return tuple(resolved)
 
 
-def _origins(rows: Rows, dim: int, graph: Graph) -> Iterator[Rows]:
+def _origins(rows: Rows, dim: int, graph: Graph, deep: Deep) -> Iterator[Rows]:
     """Rows as rows of tensors that are not row maps along `dim` themselves."""
-    eqn = None if rows.is_made else graph.maker(rows.source)
-    found = row_map(eqn, rows.source, graph) if eqn else None
-    if found is None or found[0] not in (dim, None):
+    pieces = None if rows.is_made else _deep_pieces(rows.source, dim, graph, deep)
+    if pieces is None:
         yield rows
         return
     first = 0
-    for piece in found[1]:
+    for piece in pieces:
         low, high = max(rows.start, first), min(rows.limit, first + piece.count)
         if low < high:
-            yield from _origins(piece.part(low - first, high - first), dim, graph)
+            yield piece.part(low - first, high - first)
         first += piece.count
+
+
+def _deep_pieces(source: Any, dim: int, graph: Graph, deep: Deep) -> Pieces | None:
+    """What a tensor is made of in the end, along `dim`; None if it is not made of rows."""
+    if isinstance(source, Literal):
+        return None
+    if (source, dim) not in deep:
+        eqn = graph.maker(source)
+        along, pieces = (row_map(eqn, source, graph) if eqn else None) or (None, None)
+        if pieces is not None and along in (dim, None):
+            pieces = tuple(r for piece in pieces for r in _origins(piece, dim, graph, deep))
+        deep[source, dim] = pieces if along in (dim, None) else None
+    return deep[source, dim]
 
 
 # ---------------------------------------------------------------- the row map of an equation
@@ -305,6 +319,7 @@ def _concatenation(eqn: JaxprEqn, dim: int, pieces: Sequence[Rows]) -> list[Jaxp
     """What makes the result of `eqn` of these pieces."""
     before: list[JaxprEqn] = []
     operands: list[Any] = []
+    numbers: dict[Any, int] = {}
     windows: list[tuple[int, int, int]] = []
     for rows in pieces:
         source = rows.source
@@ -312,9 +327,9 @@ def _concatenation(eqn: JaxprEqn, dim: int, pieces: Sequence[Rows]) -> list[Jaxp
             made = _as_rows(eqn, rows, dim)
             before.append(made)
             source = made.outvars[0]
-        if not any(source is o for o in operands):
+        number = numbers.setdefault(source, len(operands))
+        if number == len(operands):
             operands.append(source)
-        number = next(i for i, o in enumerate(operands) if o is source)
         windows.append((number, rows.start, rows.limit))
     params = {"dimension": dim, "windows": tuple(windows)}
     return [*before, eqn.replace(invars=operands, primitive=concatenate_slices_p, params=params)]

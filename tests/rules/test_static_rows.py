@@ -1,0 +1,111 @@
+"""Slices and updates at known rows of a split dim: few equations; what is used often moves once."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gshard
+from tests.oracle import check, even_split, kinds, random_array, sent
+
+ROWS = even_split(2, 0, 8)
+
+
+def windows_of(x):
+    return sum(x[i : i + 4] for i in range(40))
+
+
+def many_windows(x):
+    return sum(x[i : i + 16] for i in range(40))
+
+
+def rows_of(x):
+    return sum(x[i] * 2.0 for i in range(40))
+
+
+def rows_set(x):
+    for i in range(40):
+        x = x.at[i].set(i * 1.0)
+    return x
+
+
+def gradient(x):
+    return jax.grad(lambda x: sum(jnp.sum(jnp.sin(x[i])) for i in range(40)))(x)
+
+
+@pytest.mark.parametrize("fn", [windows_of, many_windows, rows_of, rows_set, gradient])
+def test_equations_at_most_two_and_a_half_times_as_many(fn):
+    x = jax.ShapeDtypeStruct((128, 4), jnp.float32)
+    before = len(jax.make_jaxpr(fn)(x).eqns)
+    lowered = gshard.jit(lambda x: fn(gshard.split(x, 0, 8)), devices=8).lower(x)
+    assert len(lowered.jaxpr.eqns) <= 2.5 * before + 20
+
+
+def test_what_is_cut_many_times_is_gathered_once():
+    low = check(windows_of, random_array((128, 4)), inputs=[ROWS], rtol=1e-4, atol=1e-4)
+    assert kinds(low) == {"all_gather": 1}
+
+
+def test_a_few_rows_are_sent_by_themselves():
+    low = check(lambda x: x[3] + x[100], random_array((128, 4)), inputs=[ROWS])
+    assert sent(low) == 2 * 2 * 4 * 4 * 7 // 8
+
+
+def test_nothing_is_gathered_beyond_the_memory_limit():
+    x = jax.ShapeDtypeStruct((128, 4), jnp.float32)
+    fn = gshard.jit(lambda x: windows_of(gshard.split(x, 0, 8)), devices=8, memory_limit=1024)
+    assert "all_gather" not in kinds(fn.lower(x))
+
+
+@st.composite
+def rows_in_place(draw):
+    """Updates, slices and sums of rows at any places, one after the other."""
+    size = draw(st.sampled_from([8, 13, 24]))
+    steps = []
+    for _ in range(draw(st.integers(1, 5))):
+        start = draw(st.integers(0, size - 1))
+        steps.append((draw(st.sampled_from("usar")), start, draw(st.integers(start + 1, size))))
+
+    def fn(x):
+        total = jnp.zeros(3)
+        for kind, start, limit in steps:
+            if kind == "u":
+                x = x.at[start:limit].set(start * 1.0)
+            elif kind == "a":
+                x = x.at[start].set(x[limit - 1] + 1)
+            elif kind == "r":
+                x = jnp.roll(x, start, 0)
+            else:
+                total = total + x[start:limit].sum(0)
+        return x, total
+
+    devices = draw(st.sampled_from([2, 3, 8]))
+    return fn, random_array((size, 3)), devices
+
+
+def any_rows(program):
+    fn, x, devices = program
+    check(fn, x, devices=devices, inputs=[even_split(2, 0, devices)], rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=4)
+@given(rows_in_place())
+def test_random_rows_in_place(program):
+    any_rows(program)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(rows_in_place())
+def test_many_random_rows_in_place(program):
+    any_rows(program)
+
+
+def test_updates_that_lie_across_tiles():
+    def fn(x, y):
+        return x.at[3:9].set(y)
+
+    args = random_array((32, 3)), random_array((6, 3), seed=1)
+    low = check(fn, *args, inputs=[ROWS], exact=True)
+    assert sent(low) == 0
