@@ -10,6 +10,8 @@ from importlib import metadata as _metadata
 
 from gshard import extend, forecast, manual
 from gshard.annotate import replicate, shard, split
+from gshard.autosharding.auto import auto
+from gshard.autosharding.layout import Layout
 from gshard.explain import Collective
 from gshard.factors import Factors
 from gshard.jit import Jitted, jit
@@ -35,12 +37,14 @@ __all__ = [
     "Compiled",
     "Factors",
     "Jitted",
+    "Layout",
     "Lowered",
     "Rule",
     "Sharding",
     "Tile",
     "UnevenArray",
     "__version__",
+    "auto",
     "auto_to_manual_spmd_partition",
     "extend",
     "forecast",

@@ -73,6 +73,7 @@ def jit(
     memory_limit: int = MEMORY_LIMIT,
     strict: bool = False,
     hardware: str | Path | Hardware | None = None,
+    annotations: Any = None,
 ) -> Any:
     """Like `jax.jit`, for a function whose tensors are annotated with `split` and the like.
 
@@ -88,7 +89,8 @@ def jit(
     is traced for that of the `devices`; abstract ones have that of `hardware`.
 
     `in_shardings` and `out_shardings` are trees of `NamedSharding`, `PartitionSpec` or
-    `gshard.Sharding`, or prefixes of such trees; None says nothing.
+    `gshard.Sharding`, or prefixes of such trees; None says nothing. `annotations` is a
+    `gshard.Layout`, whose annotations the arguments get as well.
     """
     if partitioner not in ("gshard", "xla"):
         raise ValueError(f"partitioner is {partitioner!r}; allowed are 'gshard' and 'xla'")
@@ -105,9 +107,11 @@ def jit(
         "compiler_options": compiler_options,
     }
     keywords = Keywords(of_jax, in_shardings, out_shardings)
-    if fun is None:  # a decorator with keywords
-        return functools.partial(Jitted, keywords, options)
-    return Jitted(keywords, options, fun)
+
+    def jitted(fun: Callable[..., Any]) -> Any:
+        return Jitted(keywords, options, annotations.annotated(fun) if annotations else fun)
+
+    return jitted if fun is None else jitted(fun)  # a decorator with keywords, or without
 
 
 class Jitted(Generic[P, R]):

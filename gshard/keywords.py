@@ -33,6 +33,7 @@ class JitKeywords(TypedDict, total=False):
     memory_limit: int
     strict: bool
     hardware: str | Path | Hardware | None
+    annotations: Any
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,9 @@ class Program:
         excess[excess <= _ROUNDING * np.abs(memory.limit)] = 0.0
         near = max(1, len(excess) // 50)  # neighbouring times hold nearly the same
         added = 0
-        while added < _ROWS_AT_ONCE and (time_ := int(excess.argmax())) not in self.times:
-            if excess[time_] <= 0:
+        while added < _ROWS_AT_ONCE and excess.max(initial=0.0) > 0.0:
+            time_ = int(excess.argmax())
+            if time_ in self.times:
                 break
             self._add_row(time_)
             excess[max(0, time_ - near) : time_ + near + 1] = 0.0

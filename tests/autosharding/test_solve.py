@@ -9,10 +9,11 @@ from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
 from gshard.autosharding import backend, contest
+from gshard.autosharding.memory import Memory
 from gshard.autosharding.merging import merge
 from gshard.autosharding.messages import Messages
 from gshard.autosharding.prices import Prices
-from gshard.autosharding.problem import NoAnswerError, from_contest
+from gshard.autosharding.problem import Edge, NoAnswerError, Problem, from_contest
 from gshard.autosharding.program import solve_exactly
 from gshard.autosharding.search import search
 from gshard.autosharding.solve import solve
@@ -135,3 +136,12 @@ def test_progress_is_in_terms_of_the_problem_given():
     assert seen
     assert all(r.answer is None or len(r.answer) == 2 for r in seen)
     assert seen[-1].cost == result.cost
+
+
+def test_three_nodes_that_want_to_differ_and_no_memory():
+    """The relaxation is fractional, and there is no time at which a row could be added."""
+    differ = np.array([[5.0, 0.0], [0.0, 5.0]])
+    edges = tuple(Edge(i, j, differ) for i, j in ((0, 1), (1, 2), (0, 2)))
+    problem = Problem((np.zeros(2),) * 3, edges, Memory.of([], np.zeros(0)))
+    result = solve_exactly(problem, 20.0)
+    assert (result.cost, result.bound) == (5.0, 5.0)
