@@ -99,6 +99,10 @@ class Place:
             self.known[nothing] = jnp.zeros(x.shape, x.dtype)
         return lax.select_n(self.known[own], self.known[nothing] if other is None else other, x)
 
+    def start(self, table: np.ndarray) -> jax.Array:
+        """A row of one number as the start of a slice: of 32 bits, as starts have to be alike."""
+        return jnp.asarray(self.lookup(table), jnp.int32)
+
     def coord(self, split: Split) -> jax.Array | int:
         """Which tile of `split` this device holds (0 on a device that holds none)."""
         return self.lookup(np.maximum(split.coords, 0))

@@ -103,8 +103,8 @@ def route(place: Place, tile: Tile, target: Sharding, target_local: Shape, reaso
     return Tile(inside, target, tile.shape)
 
 
-def _starts(place: Place, table: np.ndarray) -> list[jax.Array | int]:
-    return [place.lookup(table[:, d]) for d in range(table.shape[1])]
+def _starts(place: Place, table: np.ndarray) -> list[jax.Array]:
+    return [place.start(table[:, d]) for d in range(table.shape[1])]
 
 
 def _pieces(

@@ -276,7 +276,8 @@ def _summed_over_all(place: Place, tile: Tile, everyone: Groups, reason: Reason)
     holds = place.lookup(first.astype(np.int32))
     x = jnp.where(holds == 1, tile.array, jnp.zeros_like(tile.array))
     padded = [n * t for n, t in zip(tile.array.shape, tile.sharding.tiles, strict=True)]
-    starts = [tile.offset(place, d) for d in range(tile.sharding.rank)]
+    offsets = [tile.offset(place, d) for d in range(tile.sharding.rank)]
+    starts = [jnp.asarray(offset, jnp.int32) for offset in offsets]
     whole = lax.dynamic_update_slice(jnp.zeros(padded, x.dtype), x, starts)
     return collectives.merge_disjoint(place, whole, everyone, reason)
 

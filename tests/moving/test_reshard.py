@@ -15,7 +15,7 @@ from gshard.moving.plan import plan_reshard
 from gshard.moving.reshard import Reshard
 from gshard.reason import Reason
 from gshard.sharding import Sharding
-from tests.oracle import DEVICE_COUNTS, assignments, check, kinds, random_array, sent
+from tests.oracle import DEVICE_COUNTS, assignments, check, even_split, kinds, random_array, sent
 
 SIZES = (0, 1, 2, 3, 5, 8, 12, 13, 16)
 
@@ -190,3 +190,14 @@ def test_routed_tiles_have_padding_that_is_poison():
     got, wanted = run(x, source, target), tiles_of(x, target)
     assert np.isnan(wanted).any()
     np.testing.assert_array_equal(got, wanted)
+
+
+def test_moves_where_jax_counts_in_64_bits():
+    """Starts of slices have to be of one type, whatever Python's integers are."""
+    x = random_array((16, 6), np.float64)
+    with jax.enable_x64(True):
+        for tiles in (6, 5, 3):
+            wanted = [even_split(2, 0, tiles)]
+            lowered = check(lambda x: x * 2, x, inputs=[even_split(2, 0, 8)], outputs=wanted)
+            assert lowered.collectives
+        check(lambda x: x * 2, x, inputs=[even_split(2, 0, 5)], outputs=[even_split(2, 0, 1)])
