@@ -37,8 +37,10 @@ class Connection(H11Protocol):
         """Begin."""
         super().connection_made(transport)
         self._wait()
-        if len(self.connections) > most_connections():
-            waiting = [c for c in self.connections if isinstance(c, Connection) and c._waits]
+        # Those that are ended already are listed until the loop comes to them.
+        there = [c for c in self.connections if not c.transport.is_closing()]
+        if len(there) > most_connections():
+            waiting = [c for c in there if isinstance(c, Connection) and c._waits]
             min(waiting, key=lambda connection: connection._since).transport.abort()
 
     def handle_events(self) -> None:
