@@ -237,7 +237,7 @@ def test_the_command(run, tmp_path, capfdbinary):
         (["{run}", "{folder}/good.txt", "--encoding", "base64"], "no encoding 'base64'"),
         (["{run}", "{folder}/good.txt", "--from", "dee"], "did you mean 'de'"),
         (["{run}", "{folder}/good.txt", "--to", "xx"], "translated into: de, en, fr, ru"),
-        (["{run}", "{folder}/good.txt", "--beam", "70000"], "a beam of 70000"),
+        (["{run}", "{folder}/good.txt", "--beam", "70000"], "a beam of 70,000"),
         (["{run}", "{folder}/good.txt", "--checkpoint", "7"], "no checkpoint '7'"),
         (["{folder}", "{folder}/good.txt"], "no run in"),
         (["{broken}", "{folder}/good.txt", "--checkpoint", "5"], "damaged"),
