@@ -1,5 +1,6 @@
 """A Ray cluster on this machine, whose nodes a test takes away and gives back."""
 
+import subprocess
 import sys
 import threading
 import time
@@ -7,6 +8,7 @@ import time
 import pytest
 
 from gshard.mt.launch.supervisor import Patience, Supervisor
+from tests.mt.processes import alive
 
 ray = pytest.importorskip("ray")
 
@@ -90,3 +92,26 @@ def test_a_node_is_lost_and_comes_back(cluster, tmp_path):
     assert fewer == "2 of 3 processes are started"
     assert more == "there is room for 3 processes: all save and start again"
     assert (tmp_path / "saved-0").exists()
+
+
+DRIVER = """
+import sys
+from gshard.mt.launch.ray_cluster import RayCluster
+from gshard.mt.launch.supervisor import Supervisor
+
+address, *command = sys.argv[1:]
+Supervisor(RayCluster(address), command, 2, print).run()
+"""
+
+
+@pytest.mark.slow
+def test_when_the_driver_is_killed_its_processes_end(cluster, tmp_path):
+    worker = WORKER.replace("step = 0", "step = 0; (folder / index).write_text(str(os.getpid()))")
+    command = [sys.executable, "-c", worker, str(tmp_path)]
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, cluster.address, *command])
+    until(lambda: all((tmp_path / f"here-2-{i}").exists() for i in range(2)))
+    workers = [int((tmp_path / str(i)).read_text()) for i in range(2)]
+    assert all(map(alive, workers))
+    driver.kill()
+    driver.wait()
+    until(lambda: not any(map(alive, workers)))  # Ray may end them before they have saved
