@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gshard.models.family import Plan, plan
 from gshard.nn import FAMILY
-from gshard.planning.family import Plan, plan
 
 DEVICES = (8, 32, 128, 512, 2048)
 

@@ -12,20 +12,20 @@ from gshard import extend, forecast, manual
 from gshard.annotate import replicate, shard, split
 from gshard.autosharding.auto import auto
 from gshard.autosharding.layout import Layout
-from gshard.explain import Collective
-from gshard.factors import Factors
 from gshard.jit import Jitted, jit
 from gshard.manual import (
     auto_to_manual_spmd_partition,
     manual_to_auto_spmd_partition,
     partition_id,
 )
-from gshard.register import register_rule
-from gshard.rule import Rule
-from gshard.sharding import Sharding
-from gshard.stages import Compiled, Lowered
-from gshard.tile import Tile
-from gshard.uneven import UnevenArray
+from gshard.moving.inventory import Collective
+from gshard.operators.register import register_rule
+from gshard.operators.rule import Rule
+from gshard.runtime.stages import Compiled, Lowered
+from gshard.tensors.factors import Factors
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Tile
+from gshard.tensors.uneven import UnevenArray
 
 try:
     __version__ = _metadata.version("gshard")

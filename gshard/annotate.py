@@ -21,9 +21,9 @@ from jax.extend.core import Primitive
 from numpy.typing import ArrayLike
 
 from gshard._jax import ad, batching, mlir
-from gshard.meshes import constrained
-from gshard.sharding import Sharding
-from gshard.source import here
+from gshard.graph.source import here
+from gshard.tensors.meshes import constrained
+from gshard.tensors.sharding import Sharding
 
 T = TypeVar("T")  # an array, or what is traced in its place
 

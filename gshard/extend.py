@@ -7,11 +7,9 @@ operands and results correspond, `local` computes the results of one device from
 gshard/rules are examples.
 """
 
-from gshard.devices import Place
-from gshard.factors import Dim, Factor, Factors, Shape, no_factors
-from gshard.reason import Reason
-from gshard.register import register_rule
-from gshard.rule import (
+from gshard.graph.reason import Reason
+from gshard.operators.register import register_rule
+from gshard.operators.rule import (
     Context,
     Doc,
     LocalOp,
@@ -21,8 +19,10 @@ from gshard.rule import (
     Work,
     bind_local,
 )
-from gshard.sharding import Sharding, Split
-from gshard.tile import Tile
+from gshard.tensors.devices import Place
+from gshard.tensors.factors import Dim, Factor, Factors, Shape, no_factors
+from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.tile import Tile
 
 __all__ = [
     "Context",

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from gshard import _jax
 from gshard.annotate import constraining, is_tracing_for_gshard, tracing_for
-from gshard.calls import (
+from gshard.capture.calls import (
     StaticLeaves,
     Trees,
     check_given_once,
@@ -22,19 +22,19 @@ from gshard.calls import (
     refs_of,
     with_static_results,
 )
+from gshard.capture.flatten import mesh_in
+from gshard.capture.placement import DeviceOrder, device_order, mesh_of, with_shardings
 from gshard.forecast import Hardware
 from gshard.forecast.hardware import accelerator
 from gshard.forecast.hardware import hardware as hardware_of
-from gshard.keywords import JitKeywords, Keywords, Options, checked_devices
 from gshard.moving.costs import MEMORY_LIMIT
 from gshard.partners import advising, watched
 from gshard.pipeline import lower
-from gshard.placement import DeviceOrder, device_order, mesh_of, with_shardings
-from gshard.sharding import Sharding
-from gshard.stages import Lowered
-from gshard.trace import mesh_in
-from gshard.uneven import UnevenArray
-from gshard.xla import lower_with_xla
+from gshard.runtime.options import JitKeywords, Keywords, Options, checked_devices
+from gshard.runtime.stages import Lowered
+from gshard.runtime.xla import lower_with_xla
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.uneven import UnevenArray
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")

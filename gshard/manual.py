@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 
 from gshard._jax import ad, batching
 from gshard.annotate import Annotation, annotation_of, as_annotation, devices_of_trace, widen
-from gshard.source import here
+from gshard.graph.source import here
 
 __all__ = [
     "all_gather",

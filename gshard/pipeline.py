@@ -13,32 +13,32 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import Mesh
 
 from gshard import _jax
-from gshard.arrange import Arrangement, arrange
-from gshard.history import History
-from gshard.keywords import Options
+from gshard.capture.flatten import inline
+from gshard.capture.placement import DeviceOrder
+from gshard.graph.history import History
 from gshard.moving.costs import MACHINE, planning_for
-from gshard.partition import partition
-from gshard.patterns.dropless import by_groups
-from gshard.patterns.ring import in_rings
-from gshard.placement import DeviceOrder
-from gshard.plan import Plan
-from gshard.program import Program, Settings, finish
-from gshard.propagate import Propagated, propagate
-from gshard.sharding import Sharding
+from gshard.planning.plan import Plan
+from gshard.planning.planner import partition
+from gshard.propagation.propagate import Propagated, propagate
+from gshard.rewrites.exchange_by_expert import exchange_by_expert
+from gshard.rewrites.ring_attention import ring_attention
+from gshard.runtime.arrange import Arrangement, arrange
+from gshard.runtime.options import Options
+from gshard.runtime.program import Program, Settings, finish
 from gshard.simplify import PASSES as NORMAL_FORMS
 from gshard.simplify import simplify
-from gshard.trace import inline
+from gshard.tensors.sharding import Sharding
 
 Rewrite = Callable[[ClosedJaxpr, Mapping[Any, Sharding], int], ClosedJaxpr]
 
 # Rewrites that look at shardings; each says, in the dump, what it did not find.
 REWRITES: dict[str, tuple[Rewrite, str]] = {
     "exchange by expert": (
-        lambda flat, shardings, limit: by_groups(flat, shardings),
+        lambda flat, shardings, limit: exchange_by_expert(flat, shardings),
         "not applied: no ragged product has its groups split",
     ),
     "ring attention": (
-        in_rings,
+        ring_attention,
         "not applied: no keys, and no scores of a device's queries, exceed the memory limit",
     ),
 }

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import HealthCheck, settings
 
-from gshard import padding
+from gshard.tensors import padding
 
 jax.config.update("jax_num_cpu_devices", 8)
 

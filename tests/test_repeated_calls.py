@@ -93,9 +93,9 @@ def test_the_same_values_however_the_calls_alternate(first):
 
 def test_arguments_in_place_take_the_quick_path_and_others_do_not(monkeypatch):
     ran = []
-    execute = gshard.stages._jax.execute
+    execute = gshard.runtime.stages._jax.execute
     monkeypatch.setattr(
-        gshard.stages._jax, "execute", lambda *args: ran.append(1) or execute(*args)
+        gshard.runtime.stages._jax, "execute", lambda *args: ran.append(1) or execute(*args)
     )
     mesh = mesh_of()
     for value, slow in (

@@ -25,13 +25,13 @@ from gshard.autosharding.problem import FORBIDDEN, NoAnswerError, Problem
 from gshard.autosharding.program import Result
 from gshard.autosharding.solve import solve
 from gshard.autosharding.specs import NONE, MeshShape, Spec, mesh_shapes, specs_of
+from gshard.capture.flatten import inline
+from gshard.capture.placement import device_order
 from gshard.forecast.hardware import Hardware, present
 from gshard.forecast.hardware import hardware as hardware_of
 from gshard.forecast.report import size
 from gshard.jit import jit
-from gshard.placement import device_order
 from gshard.simplify import PASSES, simplify
-from gshard.trace import inline
 
 # Layouts within this share of the best one are as good, if they have fewer annotations.
 _TOLERANCE = 0.01

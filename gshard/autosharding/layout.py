@@ -19,7 +19,7 @@ from gshard.annotate import Annotation, annotate
 from gshard.autosharding.specs import NONE, MeshShape, Spec, sharding_of
 from gshard.forecast.report import duration, size
 from gshard.jit import Jitted, jit
-from gshard.stages import Lowered
+from gshard.runtime.stages import Lowered
 
 _FORMAT = "gshard layout 1"
 AXES = "abcdefgh"

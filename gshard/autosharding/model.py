@@ -20,12 +20,12 @@ from gshard.autosharding.memory import Floats, Ints, Memory
 from gshard.autosharding.problem import FORBIDDEN, Problem, unite
 from gshard.autosharding.rates import Rates
 from gshard.autosharding.specs import NONE, MeshShape, Spec, local_elements, sharding_of, specs_of
-from gshard.factors import Dim, Factors
-from gshard.flow import Edge, Flow
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.ops import PRODUCTS, Op
 from gshard.forecast.work import is_exact, product_flops
-from gshard.tile import byte_size
+from gshard.propagation.flow import Edge, Flow
+from gshard.tensors.factors import Dim, Factors
+from gshard.tensors.tile import byte_size
 
 # Costs are counted in picoseconds: whole numbers, so that equal sums are equal.
 PICO = 1e12

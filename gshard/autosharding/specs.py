@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from gshard.sharding import Sharding, Split
+from gshard.tensors.sharding import Sharding, Split
 
 MeshShape = tuple[int, ...]
 Spec = tuple[int, ...]  # one entry per mesh axis: a dim, or NONE

@@ -19,7 +19,7 @@ from gshard.errors import UserError
 
 if TYPE_CHECKING:
     from gshard.forecast import Forecast, Hardware
-    from gshard.planning.family import Plan
+    from gshard.models.family import Plan
 
 
 def forecast(
@@ -62,7 +62,7 @@ def forecast(
         raise UserError(str(error)) from None
     from gshard.forecast.report import summary, table
     from gshard.forecast.trace import trace as as_trace
-    from gshard.planning.family import memory_parts, part_of
+    from gshard.models.family import memory_parts, part_of
 
     held = memory_parts(chosen, found)
     if as_json:
@@ -82,7 +82,7 @@ def _draw(chosen: Plan, found: Forecast, plots: Path | None, page: Path | None) 
     growth = _by_devices(chosen, found.hardware)
     model = chosen.model.name
     if plots is not None:
-        from gshard.planning.plots import plot_forecast, plot_growth
+        from gshard.models.plots import plot_forecast, plot_growth
 
         paths = plot_forecast(found, plots, f"{model} on {found.devices} x {found.hardware.name}")
         paths += plot_growth(growth, plots, f"{model}, as much work on each")
@@ -94,7 +94,7 @@ def _draw(chosen: Plan, found: Forecast, plots: Path | None, page: Path | None) 
 
 def _by_devices(chosen: Plan, hardware: Hardware) -> dict[int, Forecast]:
     """The same on fewer devices, with as many tokens on each."""
-    from gshard.planning.family import plan
+    from gshard.models.family import plan
 
     found = {}
     for devices in (chosen.devices // 16, chosen.devices // 4, chosen.devices):
@@ -110,7 +110,7 @@ def _forecast(
     model: str, hardware: str, devices: int | None, tokens: int | None, remat: str | None, how: str
 ) -> tuple[Plan, Forecast]:
     """With rematerialization as asked for, else as in the paper, else as it fits."""
-    from gshard.planning.family import plan
+    from gshard.models.family import plan
 
     for setting in (remat,) if remat else (None, "layer"):
         chosen = plan(model, devices, tokens, setting, how)
@@ -129,7 +129,7 @@ def _forecast(
 
 def _nearest(chosen: Any, machine: Any, state: int, model: str) -> str:
     """The nearest batch that fits, or why none does."""
-    from gshard.planning.family import plan
+    from gshard.models.family import plan
 
     tokens = chosen.batch_tokens
     while state <= machine.memory:
@@ -149,7 +149,7 @@ def _nearest(chosen: Any, machine: Any, state: int, model: str) -> str:
 def _show_fitting(text: str, as_json: bool) -> None:
     import json
 
-    from gshard.planning.fit import fitting, parse
+    from gshard.models.fit import fitting, parse
 
     devices, machine = parse(text)
     rows = fitting(devices, machine)

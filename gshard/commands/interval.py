@@ -26,8 +26,8 @@ def interval(
     """Find the interval between checkpoints that loses least time to failures of hosts."""
     import json
 
-    from gshard.planning import failures
-    from gshard.planning.family import plan
+    from gshard.models import failures
+    from gshard.models.family import plan
 
     if min(host_days, disk_rate) <= 0 or restart < 0:
         raise UserError(

@@ -17,11 +17,11 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from gshard._jax import Var, dce_jaxpr
-from gshard.devices import Place, lookup_p
 from gshard.graph import LOOPS, map_bodies, renamed
+from gshard.graph.reason import NO_REASON
+from gshard.graph.source import reason_of
 from gshard.moving.nodes import UNEXPLAINED, Node, node_of
-from gshard.reason import NO_REASON
-from gshard.source import reason_of
+from gshard.tensors.devices import Place, lookup_p
 
 Sizes = tuple[tuple[str, int], ...]  # of the axes of the mesh
 

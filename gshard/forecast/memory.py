@@ -20,7 +20,7 @@ from gshard._jax import scan_counts
 from gshard.forecast.ops import LOOPS, bodies_of, size_of
 from gshard.forecast.order import breadth_first, depth_first
 from gshard.forecast.program import Body, Operator, body_of
-from gshard.source import source_of
+from gshard.graph.source import source_of
 
 
 @dataclass(frozen=True)

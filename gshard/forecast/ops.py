@@ -8,8 +8,8 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
-from gshard.explain import COLLECTIVES
-from gshard.tile import byte_size
+from gshard.moving.inventory import COLLECTIVES
+from gshard.tensors.tile import byte_size
 
 CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2"}
 LOOPS = {"scan", "while", "cond"}

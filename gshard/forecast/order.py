@@ -7,8 +7,8 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from gshard.explain import COLLECTIVES
 from gshard.forecast.program import Body, Operator
+from gshard.moving.inventory import COLLECTIVES
 
 
 def depth_first(body: Body) -> list[Operator]:

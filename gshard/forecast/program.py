@@ -20,7 +20,6 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from gshard._jax import scan_counts
-from gshard.explain import COLLECTIVES
 from gshard.forecast.cpu import as_on_cpus, read_by_reductions
 from gshard.forecast.gpu import as_on_gpus, ends_product
 from gshard.forecast.ops import (
@@ -33,7 +32,8 @@ from gshard.forecast.ops import (
     inlined,
     size_of,
 )
-from gshard.source import is_seldom
+from gshard.graph.source import is_unlikely
+from gshard.moving.inventory import COLLECTIVES
 
 STYLES = ("cpu", "gpu", "tpu")  # XLA's compilers, as far as they differ in what they join
 _DEAR = {
@@ -295,7 +295,7 @@ def _fusion(
 
 def trips(eqn: JaxprEqn) -> int:
     """How often a body of this equation runs; where only the data know, as balanced data do."""
-    if is_seldom(eqn):
+    if is_unlikely(eqn):
         return 0
     return eqn.params["length"] if eqn.primitive.name == "scan" else 1
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from gshard.explain import COLLECTIVES
 from gshard.forecast.collective import Groups, Topology, collective_terms, reach
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.kernels import KERNEL, kernel_work
@@ -24,8 +23,9 @@ from gshard.forecast.work import (
     product_flops,
     vector_flops,
 )
+from gshard.graph.source import reason_of, scopes_of, site_of
+from gshard.moving.inventory import COLLECTIVES
 from gshard.moving.sent import sent_bytes
-from gshard.source import reason_of, scopes_of, site_of
 
 
 @dataclass(frozen=True)

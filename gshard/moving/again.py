@@ -19,15 +19,15 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard.devices import Place
-from gshard.evaluate import bind
+from gshard.graph.evaluate import bind
+from gshard.graph.reason import Reason
 from gshard.moving import halo
 from gshard.moving.costs import STEP_COST, machine
 from gshard.moving.plan import reshard_cost
 from gshard.moving.rows import Runs
-from gshard.reason import Reason
-from gshard.sharding import Sharding
-from gshard.tile import Identity, Tile, itemsize_of
+from gshard.tensors.devices import Place
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Identity, Tile, itemsize_of
 
 DEPTH = 8  # operators that are run again, one after the other
 

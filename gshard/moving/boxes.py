@@ -19,13 +19,13 @@ import jax
 import numpy as np
 from jax import lax
 
-from gshard import padding
-from gshard.devices import Place
+from gshard.graph.reason import Reason
 from gshard.moving.collectives import collective_permute
 from gshard.moving.rounds import in_rounds
-from gshard.reason import Reason
-from gshard.sharding import Sharding, Split
-from gshard.tile import Tile
+from gshard.tensors import padding
+from gshard.tensors.devices import Place
+from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.tile import Tile
 
 Shape = tuple[int, ...]
 

@@ -15,19 +15,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gshard.devices import Place
+from gshard.graph.reason import Reason
+from gshard.graph.source import unlikely
 from gshard.moving.collectives import Groups, all_to_all
-from gshard.reason import Reason
-from gshard.source import seldom
+from gshard.tensors.devices import Place
 
-_NOWHERE = 2**30  # the row of an update that is dropped
+_DROPPED = 2**30  # the row of an update that is dropped
 
 
 @dataclass(frozen=True)
-class Journeys:
+class RowTransfers:
     """One per row: whether it travels, and the tile and the row there, of its source and target."""
 
-    takes_place: jax.Array
+    valid: jax.Array
     source: jax.Array
     from_row: jax.Array
     target: jax.Array
@@ -44,7 +44,7 @@ def found_in(starts: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 def send_rows(
     place: Place,
     x: jax.Array,
-    journeys: Journeys,
+    transfers: RowTransfers,
     number: jax.Array | int,
     tiles: int,
     groups: Groups,
@@ -56,19 +56,19 @@ def send_rows(
 
     `number` is this device's tile; indices beyond the rows of `into` are to be dropped.
     """
-    turn, most = _turns(journeys, tiles)
-    step = -(-journeys.source.size // tiles**2)
+    turn, most = _turns(transfers, tiles)
+    step = -(-transfers.source.size // tiles**2)
 
     def exchanged(into: jax.Array, begin: jax.Array | int, size: int) -> jax.Array:
         now = (turn >= begin) & (turn < begin + size)
         slot = turn - begin
 
         def listed(mine: jax.Array, other: jax.Array, rows: jax.Array, nothing: int) -> jax.Array:
-            at = jnp.where(now & (mine == number), other * size + slot, _NOWHERE)
+            at = jnp.where(now & (mine == number), other * size + slot, _DROPPED)
             return jnp.full(tiles * size, nothing, jnp.int32).at[at].set(rows, mode="drop")
 
-        sent = listed(journeys.source, journeys.target, journeys.from_row, 0)
-        kept = listed(journeys.target, journeys.source, journeys.to_row, _NOWHERE)
+        sent = listed(transfers.source, transfers.target, transfers.from_row, 0)
+        kept = listed(transfers.target, transfers.source, transfers.to_row, _DROPPED)
         rows = x[sent].reshape(tiles, size, *x.shape[1:])
         return put(into, all_to_all(place, rows, groups, reason).reshape(-1, *x.shape[1:]), kept)
 
@@ -79,20 +79,20 @@ def send_rows(
         begin, into = carry
         return begin + more, exchanged(into, begin, more)
 
-    if journeys.source.size <= step:
+    if transfers.source.size <= step:
         return into
-    with seldom():
+    with unlikely():
         begin = jnp.asarray(step, jnp.int32)
         return lax.while_loop(lambda carry: carry[0] < most, again, (begin, into))[1]
 
 
-def _turns(journeys: Journeys, tiles: int) -> tuple[jax.Array, jax.Array]:
+def _turns(transfers: RowTransfers, tiles: int) -> tuple[jax.Array, jax.Array]:
     """Which of the rows between its two tiles each is, and the most rows between any two."""
-    pair = jnp.where(journeys.takes_place, journeys.source * tiles + journeys.target, tiles**2)
+    pair = jnp.where(transfers.valid, transfers.source * tiles + transfers.target, tiles**2)
     number = lax.iota(jnp.int32, pair.size)
     ordered, order = lax.sort((pair, number), num_keys=2)
     begins = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
     turn = number - lax.cummax(jnp.where(begins, number, 0))
     most = jnp.max(jnp.where(ordered < tiles**2, turn + 1, 0))
     turn = jnp.zeros_like(turn).at[order].set(turn, unique_indices=True)
-    return jnp.where(journeys.takes_place, turn, _NOWHERE), most
+    return jnp.where(transfers.valid, turn, _DROPPED), most

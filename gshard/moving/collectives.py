@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard.devices import Place
-from gshard.keys import as_integers, is_key
-from gshard.reason import Reason
-from gshard.source import because
+from gshard.graph.reason import Reason
+from gshard.graph.source import because
+from gshard.tensors.devices import Place
+from gshard.tensors.keys import as_integers, is_key
 
 Groups = Sequence[Sequence[int]]
 

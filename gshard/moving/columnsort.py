@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gshard.devices import Place
+from gshard.graph.reason import Reason
 from gshard.moving.collectives import all_to_all, collective_permute
 from gshard.moving.halo import shifted_pairs
-from gshard.reason import Reason
-from gshard.sharding import Sharding
+from gshard.tensors.devices import Place
+from gshard.tensors.sharding import Sharding
 
 Columns = list[jax.Array]  # the operands of a sort, the dim to be sorted in front
 

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from gshard.sharding import Sharding, Split
+from gshard.tensors.sharding import Sharding, Split
 
 Shape = tuple[int, ...]
 

@@ -17,18 +17,18 @@ import jax
 import numpy as np
 from jax import lax
 
-from gshard import padding
-from gshard.devices import Place
-from gshard.keys import as_integers
+from gshard.graph.reason import Reason
 from gshard.moving.collectives import all_gather, collective_permute
 from gshard.moving.costs import MAX_SHIFTS
 from gshard.moving.nodes import Node, communicate
 from gshard.moving.offsets import rows_at
 from gshard.moving.rows import Runs, align_bytes, aligned, everything, groups_along, plan_rows
 from gshard.moving.sent import gathered
-from gshard.reason import Reason
-from gshard.sharding import Sharding
-from gshard.tile import Tile, itemsize_of
+from gshard.tensors import padding
+from gshard.tensors.devices import Place
+from gshard.tensors.keys import as_integers
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Tile, itemsize_of
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import jax
 from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Primitive
 
-from gshard.devices import Place
-from gshard.reason import Reason
+from gshard.graph.reason import Reason
+from gshard.tensors.devices import Place
 
 UNEXPLAINED = Reason("node")  # in the place of a node's own
 

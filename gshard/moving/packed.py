@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from gshard.evaluate import bind
+from gshard.graph.evaluate import bind
+from gshard.graph.source import because, on_behalf_of, reason_of
 from gshard.moving import costs
-from gshard.source import because, on_behalf_of, reason_of
 
 
 def run_together(

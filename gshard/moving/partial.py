@@ -16,17 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard.devices import Groups, Place, groups_by
-from gshard.factors import Dim, Factor, Factors
+from gshard.graph.reason import Reason
 from gshard.moving import collectives, reshard
 from gshard.moving.costs import LATENCIES, machine
 from gshard.moving.nodes import Node, communicate
 from gshard.moving.ordered import sortable
 from gshard.moving.plan import reshard_cost
 from gshard.moving.sent import gathered, retile_elements, scattered, sent_bytes
-from gshard.reason import Reason
-from gshard.sharding import Sharding, Split, compatible
-from gshard.tile import Tile, itemsize_of
+from gshard.tensors.devices import Groups, Place, groups_by
+from gshard.tensors.factors import Dim, Factor, Factors
+from gshard.tensors.sharding import Sharding, Split, compatible
+from gshard.tensors.tile import Tile, itemsize_of
 
 
 def identity(kind: str, dtype: Any) -> jax.Array:

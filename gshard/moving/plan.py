@@ -22,8 +22,8 @@ from gshard.moving.boxes import plan_boxes
 from gshard.moving.costs import MAX_ROUNDS, MAX_STATES, STEP_COST, machine
 from gshard.moving.exchange import can_exchange, divisors, exchange_bytes, group_size, kept_tiles
 from gshard.moving.sent import mostly_held, step_bytes
-from gshard.sharding import Sharding, Split, compatible
-from gshard.tile import itemsize_of
+from gshard.tensors.sharding import Sharding, Split, compatible
+from gshard.tensors.tile import itemsize_of
 
 Shape = tuple[int, ...]
 

@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard import padding
-from gshard.devices import Groups, Place, groups_by
-from gshard.keys import as_integers, is_key
+from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.boxes import route
 from gshard.moving.exchange import exchange_groups, kept_tiles, orders_of_parts
 from gshard.moving.nodes import Node, communicate
 from gshard.moving.plan import copies_as_split, plan_reshard
 from gshard.moving.sent import mostly_held, retile_elements, standard_elements
-from gshard.reason import Reason
-from gshard.sharding import Sharding
-from gshard.tile import Tile, itemsize_of
+from gshard.tensors import padding
+from gshard.tensors.devices import Groups, Place, groups_by
+from gshard.tensors.keys import as_integers, is_key
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Tile, itemsize_of
 
 
 @dataclass(frozen=True)

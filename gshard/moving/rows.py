@@ -19,18 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard import padding
-from gshard.devices import Place
-from gshard.keys import as_integers
+from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.costs import MAX_ROUNDS
 from gshard.moving.nodes import Node, communicate
 from gshard.moving.offsets import rows_at, rows_put
 from gshard.moving.rounds import in_rounds, is_remote
 from gshard.moving.sent import scattered
-from gshard.reason import Reason
-from gshard.sharding import Sharding
-from gshard.tile import Tile, itemsize_of
+from gshard.tensors import padding
+from gshard.tensors.devices import Place
+from gshard.tensors.keys import as_integers
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Tile, itemsize_of
 
 Move = tuple[int, int, int]  # the logical rows from the first to the second become rows + the third
 

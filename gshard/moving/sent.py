@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from gshard.moving.boxes import plan_boxes
 from gshard.moving.exchange import group_size, kept_tiles
-from gshard.sharding import Sharding
+from gshard.tensors.sharding import Sharding
 
 Shape = tuple[int, ...]
 

@@ -28,7 +28,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from gshard.annotate import target_platform
-from gshard.nn.flash_kernels import (
+from gshard.nn.hashing import hashed_row_bits, kept
+from gshard.nn.kernels.attention import (
     NEVER,
     ROWS,
     Blocks,
@@ -37,7 +38,6 @@ from gshard.nn.flash_kernels import (
     key_kernel,
     query_kernel,
 )
-from gshard.nn.hashing import hashed_row_bits, kept
 from gshard.nn.segments import Segments
 
 __all__ = ["Blocks", "flash_attention", "joint_attention", "reference", "seed_from_row"]

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from gshard.annotate import target_platform
-from gshard.nn.float8_kernels import E4M3, E5M2, both_ways, gated, rounded
+from gshard.nn.kernels.float8 import E4M3, E5M2, both_ways, gated, rounded
 
 Products = Literal["dtype", "float8"]
 

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from gshard.nn.kernels.vocabulary import fits, log_z_and_grads, reference
 from gshard.nn.strategy import Strategy
-from gshard.nn.vocabulary_kernel import fits, log_z_and_grads, reference
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))

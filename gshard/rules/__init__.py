@@ -1,6 +1,6 @@
 """The operators, one file per family; importing this package registers them all."""
 
-from gshard.rule import RULES, Rule
+from gshard.operators.rule import RULES, Rule
 from gshard.rules import (
     callbacks,
     concatenate,
@@ -19,10 +19,10 @@ from gshard.rules import (
     pointwise,
     random,
     reduction,
+    ring_pass,
     scatter,
     slicing,
     sort,
-    visits,
     window,
     window_reduce,
 )
@@ -47,10 +47,10 @@ __all__ = [
     "pointwise",
     "random",
     "reduction",
+    "ring_pass",
     "scatter",
     "slicing",
     "sort",
-    "visits",
     "window",
     "window_reduce",
 ]

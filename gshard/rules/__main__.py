@@ -13,10 +13,10 @@ from jax.extend.core import Primitive
 from jax.extend.core import primitives as exported
 
 from gshard._jax import shard_map_p
+from gshard.capture.flatten import REFS
 from gshard.graph import CALLS
-from gshard.rule import Doc
+from gshard.operators.rule import Doc
 from gshard.rules import RULES
-from gshard.trace import REFS
 
 PAGE = Path("docs/reference/operators.md")
 _HEAD = """# Operators

@@ -17,13 +17,13 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard import _jax
-from gshard.factors import Factors
+from gshard.graph.reason import Reason
+from gshard.graph.source import because, source_of
 from gshard.moving import collectives
-from gshard.reason import Reason
-from gshard.rule import Context, Doc, Rule, bind_local, register
-from gshard.sharding import Sharding
-from gshard.source import because, source_of
-from gshard.tile import Tile
+from gshard.operators.rule import Context, Doc, Rule, bind_local, register
+from gshard.tensors.factors import Factors
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Tile
 
 
 def whole_dims(eqn: JaxprEqn) -> Factors:

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard.devices import Place
+from gshard.graph.reason import Reason
 from gshard.moving.again import fetch
 from gshard.moving.halo import plan_fetch, window
 from gshard.moving.rows import Runs, align, collect, plan_rows
-from gshard.reason import Reason
-from gshard.rule import Context
-from gshard.sharding import Split
-from gshard.tile import Tile
+from gshard.operators.rule import Context
+from gshard.tensors.devices import Place
+from gshard.tensors.sharding import Split
+from gshard.tensors.tile import Tile
 
 
 class Change(ABC):

@@ -16,19 +16,19 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard._jax import stack_p, unstack_p
-from gshard.devices import Place
-from gshard.factors import Factors
+from gshard.graph.reason import Reason
 from gshard.moving.halo import plan_fetch
 from gshard.moving.offsets import rows_put
 from gshard.moving.plan import plan_reshard, reshard_cost, whole_along
 from gshard.moving.rows import Move, Runs, align, plan_rows
-from gshard.reason import Reason
-from gshard.rule import Context, Doc, Rule, register
+from gshard.operators.rule import Context, Doc, Rule, register
 from gshard.rules.changes import rows_of
 from gshard.rules.slicing import filled
-from gshard.sharding import Sharding, Split
 from gshard.simplify.row_maps import concatenate_slices_p
-from gshard.tile import Tile, itemsize_of
+from gshard.tensors.devices import Place
+from gshard.tensors.factors import Factors
+from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.tile import Tile, itemsize_of
 
 
 def stack_factors(eqn: JaxprEqn) -> Factors:

@@ -18,15 +18,15 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard._jax import private_primitives
-from gshard.choose import Assignment, Layout, cheapest, run_as, shard_dims
-from gshard.evaluate import bind
-from gshard.factors import Factor, Factors
+from gshard.graph.evaluate import bind
+from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.partial import combine, mask_for
-from gshard.reason import Reason
-from gshard.rule import Context, Doc, Rule, register
-from gshard.sharding import Sharding, Split
-from gshard.tile import Tile, byte_size
+from gshard.operators.choose import Assignment, Layout, cheapest, run_as, shard_dims
+from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.tensors.factors import Factor, Factors
+from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.tile import Tile, byte_size
 
 
 def dot_factors(eqn: JaxprEqn) -> Factors:

@@ -18,12 +18,12 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard._jax import private_primitives, scan_counts
-from gshard.factors import no_factors
-from gshard.reason import Reason
-from gshard.rule import Context, Doc, Rule, register
-from gshard.sharding import Sharding
-from gshard.tile import Tile, byte_size
-from gshard.unreduced import accumulators, as_partial, leaving
+from gshard.graph.reason import Reason
+from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.operators.unreduced import accumulators, as_unreduced, leaving
+from gshard.tensors.factors import no_factors
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Tile, byte_size
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,10 @@ def _accumulating(ctx: Context, eqn: JaxprEqn, loop: _Loop) -> tuple[_Loop, dict
             continue
         local = byte_size(sharding.local_shape(shape), dtype)
         if partial and local <= max(ctx.memory_limit, carry[i].nbytes):
-            start = as_partial(ctx.place, carry[i], sharding, partial)
+            start = as_unreduced(ctx.place, carry[i], sharding, partial)
             if start is None:
                 whole = ctx.reshard(carry[i], sharding, Reason("operand", "scan"))
-                start = as_partial(ctx.place, whole, sharding, partial)
+                start = as_unreduced(ctx.place, whole, sharding, partial)
             if start:
                 (origin, *_) = [t.origin for t in parts if t]
                 carry[i] = replace(start, origin=origin)

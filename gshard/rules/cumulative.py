@@ -12,14 +12,14 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard.choose import choose, shard_dims
-from gshard.factors import Factors
+from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.partial import identity, reducing_groups
-from gshard.reason import Reason
-from gshard.rule import Context, Doc, Rule, register
-from gshard.sharding import Sharding
-from gshard.tile import Tile
+from gshard.operators.choose import choose, shard_dims
+from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.tensors.factors import Factors
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Tile
 
 _COMBINE = {
     p.cumsum_p: ("sum", lax.add),

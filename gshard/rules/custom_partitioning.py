@@ -22,15 +22,15 @@ from gshard._jax import (
     private_primitives,
     tensor_types,
 )
-from gshard.choose import choose
-from gshard.devices import Place
-from gshard.factors import Dim, Factor, Factors
-from gshard.reason import Reason
-from gshard.register import factors_of
-from gshard.rule import Context, Doc, Rule, register
-from gshard.sharding import Sharding, Split
-from gshard.source import because, on_behalf_of, source_of
-from gshard.tile import Tile
+from gshard.graph.reason import Reason
+from gshard.graph.source import because, on_behalf_of, source_of
+from gshard.operators.choose import choose
+from gshard.operators.register import factors_of
+from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.tensors.devices import Place
+from gshard.tensors.factors import Dim, Factor, Factors
+from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.tile import Tile
 
 Axes = dict[Factor, Split]  # the mesh: an axis for every factor that is split
 

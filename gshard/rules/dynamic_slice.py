@@ -21,20 +21,20 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard import padding
-from gshard.devices import Place
-from gshard.factors import Factors
+from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.again import fetch
 from gshard.moving.halo import plan_fetch, shifted_pairs
 from gshard.moving.plan import reshard_cost
 from gshard.moving.rows import groups_along
-from gshard.reason import Reason
-from gshard.rule import Context, Doc, Rule, register
+from gshard.operators.rule import Context, Doc, Rule, register
 from gshard.rules.changes import Change
 from gshard.rules.slicing import change_dims, changed_dims
-from gshard.sharding import Sharding, Split
-from gshard.tile import Tile
+from gshard.tensors import padding
+from gshard.tensors.devices import Place
+from gshard.tensors.factors import Factors
+from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.tile import Tile
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,14 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard.choose import choose, shard_dims
-from gshard.factors import Factors
+from gshard.graph.reason import Reason
 from gshard.moving.costs import machine
 from gshard.moving.plan import reshard_cost, whole_along
-from gshard.reason import Reason
-from gshard.rule import Context, Doc, Rule, register
-from gshard.sharding import Sharding
-from gshard.tile import Tile, byte_size
+from gshard.operators.choose import choose, shard_dims
+from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.tensors.factors import Factors
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Tile, byte_size
 
 Done = frozenset[int]  # the dims that have been transformed
 Way = tuple[tuple[Done, Sharding], ...]  # how the tensor lies while these dims are transformed

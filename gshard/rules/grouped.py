@@ -1,4 +1,4 @@
-"""Rows that lie by groups (`gshard.grouped`): how they come there, are multiplied, and go back.
+"""Ragged rows (`gshard.operators.ragged_rows`): how they are dispatched, multiplied and combined.
 
 Rows travel by index, each once: an AllToAll of the rows. The product itself is local. Only if a
 device had more rows than it has room for, they are in equal shares, and the groups' matrices (or
@@ -16,20 +16,27 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from gshard import padding
-from gshard.choose import Assignment, choose, shard_dims
-from gshard.factors import Factors
-from gshard.grouped import Bounds, Groups, bounds, grouped_dot_p, put_rows_p, take_rows_p
+from gshard.graph.reason import Reason
+from gshard.graph.source import unlikely
 from gshard.moving import collectives
-from gshard.moving.by_index import Journeys, found_in, send_rows
+from gshard.moving.by_index import RowTransfers, found_in, send_rows
 from gshard.moving.partial import combine, mask_for, reducing_groups
 from gshard.moving.plan import reshard_cost
-from gshard.reason import Reason
-from gshard.rule import Context, Doc, Rule, register
+from gshard.operators.choose import Assignment, choose, shard_dims
+from gshard.operators.ragged_rows import (
+    Bounds,
+    Groups,
+    bounds,
+    grouped_dot_p,
+    put_rows_p,
+    take_rows_p,
+)
+from gshard.operators.rule import Context, Doc, Rule, register
 from gshard.rules.contraction import dot_work, ragged_factors, ring_of
-from gshard.sharding import Sharding, Split, compatible
-from gshard.source import seldom
-from gshard.tile import Identity, Tile, byte_size
+from gshard.tensors import padding
+from gshard.tensors.factors import Factors
+from gshard.tensors.sharding import Sharding, Split, compatible
+from gshard.tensors.tile import Identity, Tile, byte_size
 
 _ROUNDS = "and again for what does not fit, if the numbers are unequal"
 _CROWDED = "if a device has more rows than it has room for"
@@ -82,7 +89,7 @@ def _take(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     def put(into: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
         return into.at[at].set(rows, mode="drop")
 
-    return [_sent(ctx, groups, x, Journeys(inside, *begins, *ends), into, put)]
+    return [_sent(ctx, groups, x, RowTransfers(inside, *begins, *ends), into, put)]
 
 
 def _taken_here(
@@ -125,7 +132,7 @@ def _put(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
     into = ctx.reshard(tiles[0], there, Reason("operand", "put_rows"))
     begins = _places(groups, limits, rows, source, lax.iota(jnp.int32, wanted.size))
     ends = _places(groups, limits, into, target, wanted)
-    return [_sent(ctx, groups, rows, Journeys(inside, *begins, *ends), into, put)]
+    return [_sent(ctx, groups, rows, RowTransfers(inside, *begins, *ends), into, put)]
 
 
 def _added_here(
@@ -150,7 +157,7 @@ def _sent(
     ctx: Context,
     groups: Groups,
     x: Tile,
-    journeys: Journeys,
+    transfers: RowTransfers,
     into: Tile,
     put: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
 ) -> Tile:
@@ -161,7 +168,7 @@ def _sent(
     reason = Reason("step", "", why)
     number = ctx.place.coord(parts)
     array = send_rows(
-        ctx.place, x.array, journeys, number, parts.tiles, between, into.array, put, reason
+        ctx.place, x.array, transfers, number, parts.tiles, between, into.array, put, reason
     )
     return replace(into, array=array)
 
@@ -321,7 +328,7 @@ def _rows_times_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, dim: int
 
     def around() -> jax.Array:
         total = jnp.zeros_like(jax.eval_shape(apart))
-        with seldom():
+        with unlikely():
             return lax.fori_loop(0, tiles, meet, (rhs.array, total))[1]
 
     return lax.cond(~dot.limits.crowded, apart, around)
@@ -349,7 +356,7 @@ def _sums_of_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, here: Shard
 
     def around() -> jax.Array:
         total = jnp.zeros_like(jax.eval_shape(apart))
-        with seldom():
+        with unlikely():
             total = lax.fori_loop(0, tiles - 1, meet, total)
         return total + part(dot.first)
 

@@ -21,15 +21,15 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 from jax.lax import GatherScatterMode
 
-from gshard import padding
-from gshard.choose import Assignment, choose, default_cost, shard_dims
-from gshard.factors import Factors
-from gshard.keys import is_key_type
+from gshard.graph.reason import Reason
 from gshard.moving.partial import combine_disjoint
-from gshard.reason import Reason
-from gshard.rule import Context, Doc, Rule, register
-from gshard.sharding import Sharding
-from gshard.tile import Tile, byte_size
+from gshard.operators.choose import Assignment, choose, default_cost, shard_dims
+from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.tensors import padding
+from gshard.tensors.factors import Factors
+from gshard.tensors.keys import is_key_type
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Tile, byte_size
 
 
 @dataclass(frozen=True)

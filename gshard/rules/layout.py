@@ -13,13 +13,13 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard.choose import choose, local_dims, run, shard_dims
-from gshard.factors import Factors, Shape
+from gshard.graph.reason import Reason
 from gshard.moving.again import fetch
-from gshard.reason import Reason
-from gshard.rule import Context, Doc, Rule, register
-from gshard.sharding import Sharding
-from gshard.tile import Tile
+from gshard.operators.choose import choose, local_dims, run, shard_dims
+from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.tensors.factors import Factors, Shape
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Tile
 
 
 def transpose_factors(eqn: JaxprEqn) -> Factors:

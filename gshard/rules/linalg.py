@@ -16,9 +16,9 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard import _jax
-from gshard.factors import Factors, Shape
-from gshard.rule import Context, Doc, Rule, bind_local, register
-from gshard.tile import Tile
+from gshard.operators.rule import Context, Doc, Rule, bind_local, register
+from gshard.tensors.factors import Factors, Shape
+from gshard.tensors.tile import Tile
 
 
 def batch_dims(eqn: JaxprEqn, core: int) -> Factors:

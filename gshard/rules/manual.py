@@ -11,16 +11,16 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard.factors import no_factors
+from gshard.capture.shard_map import over_groups_p, row_of_device_p
+from gshard.graph.reason import Reason
+from gshard.graph.source import because, source_of
 from gshard.manual import collective_p, partition_id_p, to_auto_p, to_manual_p
-from gshard.mapped import over_groups_p, row_of_device_p
 from gshard.moving import collectives
 from gshard.moving.partial import copies_groups
-from gshard.reason import Reason
-from gshard.rule import Context, Doc, Rule, bind_local, register
-from gshard.sharding import Sharding
-from gshard.source import because, source_of
-from gshard.tile import Tile
+from gshard.operators.rule import Context, Doc, Rule, bind_local, register
+from gshard.tensors.factors import no_factors
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Tile
 
 MAKES_MANUAL = (to_manual_p, partition_id_p, collective_p, over_groups_p, row_of_device_p)
 # Control flow partitions its bodies, in which manual and automatic values may both occur.

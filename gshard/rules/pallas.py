@@ -16,9 +16,9 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from gshard._jax import private_primitives
-from gshard.factors import Dim, Factors, Shape
-from gshard.rule import Context, Doc, Rule, register
-from gshard.tile import Tile
+from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.tensors.factors import Dim, Factors, Shape
+from gshard.tensors.tile import Tile
 
 
 def grid_dims(eqn: JaxprEqn) -> Factors:

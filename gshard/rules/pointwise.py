@@ -7,10 +7,10 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import optimization_barrier_p
 from gshard.annotate import annotate_p
-from gshard.factors import Factors
-from gshard.rule import Context, Doc, Rule, register
-from gshard.sharding import Sharding
-from gshard.tile import Tile
+from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.tensors.factors import Factors
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Tile
 
 
 def same_dims(eqn: JaxprEqn) -> Factors:

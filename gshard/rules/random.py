@@ -30,15 +30,15 @@ from gshard._jax import (
     random_unwrap_p,
     random_wrap_p,
 )
-from gshard.choose import partition_by_factors
-from gshard.evaluate import bind, evaluate
-from gshard.factors import Factors, Shape
+from gshard.graph.evaluate import bind, evaluate
+from gshard.graph.reason import Reason
+from gshard.graph.source import because
 from gshard.moving import collectives
-from gshard.reason import Reason
-from gshard.rule import RULES, Context, Doc, Rule, bind_local, register
-from gshard.sharding import Sharding
-from gshard.source import because
-from gshard.tile import Tile
+from gshard.operators.choose import partition_by_factors
+from gshard.operators.rule import RULES, Context, Doc, Rule, bind_local, register
+from gshard.tensors.factors import Factors, Shape
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Tile
 
 Draw = Callable[[jax.Array], jax.Array]  # what a generator makes of one key's integers
 

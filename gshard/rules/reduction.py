@@ -12,16 +12,16 @@ from jax import lax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 from jax.extend.core import primitives as p
 
-from gshard.choose import choose, shard_dims
-from gshard.evaluate import bind
-from gshard.factors import Factors, Shape
+from gshard.graph.evaluate import bind
+from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.ordered import sortable
 from gshard.moving.partial import identity, reducing_groups
-from gshard.reason import Reason
-from gshard.rule import Context, Doc, Rule, bind_local, register
-from gshard.sharding import Sharding
-from gshard.tile import Tile
+from gshard.operators.choose import choose, shard_dims
+from gshard.operators.rule import Context, Doc, Rule, bind_local, register
+from gshard.tensors.factors import Factors, Shape
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Tile
 
 Arrays = Sequence[jax.Array]
 

@@ -19,13 +19,12 @@ from jax.extend.core import primitives as p
 from jax.lax import GatherScatterMode
 
 from gshard._jax import scatter_sub_p
-from gshard.choose import Assignment, choose, local_dims, local_work, shard_dims
-from gshard.factors import Factor, Factors
-from gshard.keys import is_key_type
+from gshard.graph.reason import Reason
 from gshard.moving.partial import combine, combine_cost, identity
 from gshard.moving.plan import reshard_cost
-from gshard.reason import Reason
-from gshard.rule import Context, Doc, Rule, Shares, register
+from gshard.operators.choose import Assignment, choose, local_dims, local_work, shard_dims
+from gshard.operators.rule import Context, Doc, Rule, Shares, register
+from gshard.operators.unreduced import as_unreduced
 from gshard.rules.indexing import (
     Roles,
     cut_dims,
@@ -35,9 +34,10 @@ from gshard.rules.indexing import (
     with_margins,
     without,
 )
-from gshard.sharding import Sharding, Split
-from gshard.tile import Tile
-from gshard.unreduced import as_partial
+from gshard.tensors.factors import Factor, Factors
+from gshard.tensors.keys import is_key_type
+from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.tile import Tile
 
 _KINDS = {
     p.scatter_add_p: "sum",
@@ -150,7 +150,7 @@ def _unreduced_start(
         return operand
     if operand.partial or not waits:
         return None
-    return as_partial(ctx.place, operand, sharding, splits)
+    return as_unreduced(ctx.place, operand, sharding, splits)
 
 
 def _merge(kind: str, operand: jax.Array, part: jax.Array) -> jax.Array:

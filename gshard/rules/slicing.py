@@ -16,13 +16,13 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard._jax import split_p, tile_p
-from gshard.factors import Factors
+from gshard.graph.reason import Reason
 from gshard.moving.plan import plan_reshard, reshard_cost
-from gshard.reason import Reason
-from gshard.rule import Context, Doc, Rule, register
+from gshard.operators.rule import Context, Doc, Rule, register
 from gshard.rules.changes import Change, Pad, Repeat, Reverse, Slice
-from gshard.sharding import Sharding, compatible
-from gshard.tile import Tile, byte_size, itemsize_of
+from gshard.tensors.factors import Factors
+from gshard.tensors.sharding import Sharding, compatible
+from gshard.tensors.tile import Tile, byte_size, itemsize_of
 
 
 def change_dims(

@@ -18,19 +18,19 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard import padding
-from gshard.choose import choose, shard_dims
-from gshard.evaluate import bind
-from gshard.factors import Factors
+from gshard.graph.evaluate import bind
+from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.columnsort import columnsort, rows_needed
 from gshard.moving.costs import machine
 from gshard.moving.partial import identity, reducing_groups
 from gshard.moving.plan import reshard_cost, whole_along
-from gshard.reason import Reason
-from gshard.rule import Context, Doc, Rule, register
-from gshard.sharding import Sharding
-from gshard.tile import Tile, itemsize_of
+from gshard.operators.choose import choose, shard_dims
+from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.tensors import padding
+from gshard.tensors.factors import Factors
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Tile, itemsize_of
 
 
 def sort_dims(eqn: JaxprEqn) -> Factors:

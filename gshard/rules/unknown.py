@@ -10,13 +10,13 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from gshard._jax import AbstractRef, allowed_in_branches
-from gshard.reason import Reason
-from gshard.rule import Context, Rule
+from gshard.graph.reason import Reason
+from gshard.graph.source import source_of
+from gshard.operators.rule import Context, Rule
 from gshard.rules.callbacks import run_everywhere, run_once, whole_dims
 from gshard.rules.manual import CROSSING_MANUAL, MAKES_MANUAL
-from gshard.sharding import Sharding
-from gshard.source import source_of
-from gshard.tile import Tile
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Tile
 
 
 def unknown_rule(eqn: JaxprEqn, strict: bool) -> Rule:

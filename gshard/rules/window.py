@@ -30,15 +30,15 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard.choose import choose, run
-from gshard.devices import Place
-from gshard.factors import Dim, Factors, Shape, combining
+from gshard.graph.reason import Reason
 from gshard.moving.again import fetch
 from gshard.moving.halo import window
-from gshard.reason import Reason
-from gshard.rule import Context, Doc, Rule, register
-from gshard.sharding import Sharding, Split
-from gshard.tile import Tile
+from gshard.operators.choose import choose, run
+from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.tensors.devices import Place
+from gshard.tensors.factors import Dim, Factors, Shape, combining
+from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.tile import Tile
 
 NOTHING = 2**30  # as the first row that a device needs: it needs none
 

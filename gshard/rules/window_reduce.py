@@ -17,16 +17,16 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard.choose import choose, run
-from gshard.factors import Factors, Shape
+from gshard.graph.reason import Reason
 from gshard.moving.costs import WIDE_WINDOW
 from gshard.moving.halo import window
 from gshard.moving.partial import identity
-from gshard.reason import Reason
-from gshard.rule import Context, Doc, Rule, register
+from gshard.operators.choose import choose, run
+from gshard.operators.rule import Context, Doc, Rule, register
 from gshard.rules.window import NOTHING, Reach, bring, of_device, reach_of
-from gshard.sharding import Sharding, Split
-from gshard.tile import Tile
+from gshard.tensors.factors import Factors, Shape
+from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.tile import Tile
 
 _KINDS = {p.reduce_window_sum_p: "sum", p.reduce_window_max_p: "max", p.reduce_window_min_p: "min"}
 _OPS = {"sum": lax.add, "max": lax.max, "min": lax.min}

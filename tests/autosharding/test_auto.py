@@ -208,8 +208,8 @@ def test_the_best_of_all_layouts_of_a_product(batch, features, hidden, devices):
 
 
 def test_an_annotation_in_the_program_is_kept():
-    from gshard.placement import device_order
-    from gshard.trace import inline
+    from gshard.capture.flatten import inline
+    from gshard.capture.placement import device_order
 
     args = _arguments(16)
     with gshard.annotate.tracing_for(device_order(8)):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from gshard.devices import Place
+from gshard.graph.reason import Reason
 from gshard.moving.partial import Reduce
-from gshard.reason import Reason
-from gshard.sharding import Sharding, Split
+from gshard.tensors.devices import Place
+from gshard.tensors.sharding import Sharding, Split
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [("sum", 7), ("prod", 8), ("max", 4)])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gshard.moving import exchange, plan
 from gshard.moving.exchange import can_exchange, exchange_groups, kept_tiles
 from gshard.moving.plan import plan_reshard
-from gshard.sharding import Sharding
+from gshard.tensors.sharding import Sharding
 from tests.oracle import assignments
 
 MESH = np.arange(512).reshape(8, 8, 8)

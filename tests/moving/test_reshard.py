@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import gshard
-from gshard.devices import Place
+from gshard.graph.reason import Reason
 from gshard.moving.plan import plan_reshard
 from gshard.moving.reshard import Reshard
-from gshard.reason import Reason
-from gshard.sharding import Sharding
+from gshard.tensors.devices import Place
+from gshard.tensors.sharding import Sharding
 from tests.oracle import DEVICE_COUNTS, assignments, check, even_split, kinds, random_array, sent
 
 SIZES = (0, 1, 2, 3, 5, 8, 12, 13, 16)

@@ -15,7 +15,7 @@ import gshard
 from gshard.nn import Strategy, adafactor, init_state, train_step
 from gshard.nn.experts import MoE
 from gshard.nn.float8 import feed_forward, product
-from gshard.nn.float8_kernels import (
+from gshard.nn.kernels.float8 import (
     E4M3,
     E5M2,
     Block,

@@ -8,16 +8,16 @@ import pytest
 from gshard.nn import float8
 from gshard.nn.flash import flash_attention, joint_attention
 from gshard.nn.flash import reference as plain_attention
-from gshard.nn.float8_kernels import E4M3, E5M2, by_kernel, gated_by_kernel, gated_reference
-from gshard.nn.float8_kernels import reference as plain_eight
 from gshard.nn.grouped import fits, grouped_product
 from gshard.nn.grouped import reference as plain_product
+from gshard.nn.kernels.float8 import E4M3, E5M2, by_kernel, gated_by_kernel, gated_reference
+from gshard.nn.kernels.float8 import reference as plain_eight
+from gshard.nn.kernels.vocabulary import fits as loss_fits
+from gshard.nn.kernels.vocabulary import log_z_and_grads
+from gshard.nn.kernels.vocabulary import reference as plain_loss
 from gshard.nn.norm import fits as norm_fits
 from gshard.nn.norm import normalize, normalize_beside
 from gshard.nn.segments import Segments
-from gshard.nn.vocabulary_kernel import fits as loss_fits
-from gshard.nn.vocabulary_kernel import log_z_and_grads
-from gshard.nn.vocabulary_kernel import reference as plain_loss
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")
 

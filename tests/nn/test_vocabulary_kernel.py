@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import gshard
 from gshard.nn import Strategy, vocabulary_loss
+from gshard.nn.kernels.vocabulary import fits, log_z_and_grads, reference
 from gshard.nn.strategy import ONE_DEVICE
-from gshard.nn.vocabulary_kernel import fits, log_z_and_grads, reference
 from gshard.nn.vocabulary_loss import weighted_nll
 from tests.oracle import kinds
 

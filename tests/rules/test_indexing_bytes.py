@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import gshard
-from gshard.explain import count_equations
+from gshard.moving.inventory import count_equations
 from tests.oracle import (
     annotated,
     even_split,

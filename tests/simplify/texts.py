@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from gshard.capture.flatten import inline
+from gshard.capture.placement import device_order
 from gshard.graph.regions import walk
 from gshard.graph.text import program_text
-from gshard.placement import device_order
 from gshard.simplify import Pass, simplify
-from gshard.trace import inline
 
 
 def flat(fn: Callable, *arguments: Any) -> ClosedJaxpr:

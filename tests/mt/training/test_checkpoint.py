@@ -13,7 +13,7 @@ import gshard
 from gshard.mt.errors import UserError
 from gshard.mt.training import checksums
 from gshard.mt.training.checkpoint import Checkpoints, SaveError, named
-from gshard.uneven import UnevenArray
+from gshard.tensors.uneven import UnevenArray
 
 
 def state(value, experts=7):

@@ -1,0 +1,101 @@
+"""Equations that stand for smaller ones, which gshard knows how to partition.
+
+A primitive that gshard has no rule for often is JAX underneath: its implementation is a Python
+function of arrays (sparse matrices, the primitives of Equinox). Traced, it is a program like any
+other. And the lowering of some primitives does more than they say: a loop whose condition was
+batched by `vmap` goes on while any member does, and the others keep their values; a `psum` over an
+axis of `vmap` is a sum over a dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import primitives as p
+
+from gshard._jax import custom_partitioning_p, python_implementation
+from gshard.graph.source import on_behalf_of
+from gshard.operators.rule import RULES
+
+
+def expand(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """A program that does the same as `eqn`, where one is called for."""
+    if eqn.primitive is p.while_p and eqn.params["cond_jaxpr"].out_avals[0].shape:
+        return _traced(eqn, _batched_while)
+    if eqn.primitive in _REDUCERS and all(isinstance(a, int) for a in eqn.params["axes"]):
+        return _traced(eqn, _reduction_over_dims)
+    described = eqn.primitive is not custom_partitioning_p or eqn.params["sharding_rule"]
+    if (eqn.primitive in RULES and described) or eqn.effects:
+        return None
+    implementation = python_implementation(eqn.primitive)
+    if implementation is None:
+        return None
+    try:
+        closed = _traced(eqn, lambda eqn, *args: implementation(*args, **eqn.params))
+    except Exception:  # anything: it was written for arrays, not to be traced
+        return None
+    wanted = [(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+    same = [(a.shape, a.dtype) for a in closed.out_avals] == wanted
+    return closed if same and not _contains(closed.jaxpr, eqn) else None
+
+
+def _traced(eqn: JaxprEqn, fn: Callable[..., Any]) -> ClosedJaxpr:
+    """The program of `fn(eqn, *operands)`, on behalf of the user's line."""
+    avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
+    with on_behalf_of(eqn):
+        return jax.make_jaxpr(lambda *args: fn(eqn, *args))(*avals)
+
+
+def _contains(jaxpr: Jaxpr, wanted: JaxprEqn) -> bool:
+    """Whether an equation occurs in its own expansion, which would never end."""
+    return any(
+        _alike(eqn, wanted)
+        or any(_contains(getattr(j, "jaxpr", j), wanted) for j in jaxprs_in_params(eqn.params))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _alike(one: JaxprEqn, other: JaxprEqn) -> bool:
+    """Whether equations do the same: a solver may well call another one inside of itself."""
+    if one.primitive is not other.primitive:
+        return False
+    shapes = [[(a.aval.shape, a.aval.dtype) for a in eqn.invars] for eqn in (one, other)]
+    return shapes[0] == shapes[1] and str(one.params) == str(other.params)
+
+
+_REDUCERS = {p.psum_p: lax.reduce_sum, p.pmax_p: lax.reduce_max, p.pmin_p: lax.reduce_min}
+
+
+def _reduction_over_dims(eqn: JaxprEqn, *operands: Any) -> list[Any]:
+    """A collective over the axis of a `vmap`, which has become a dim."""
+    return [_REDUCERS[eqn.primitive](x, eqn.params["axes"]) for x in operands]
+
+
+def _batched_while(eqn: JaxprEqn, *operands: Any) -> list[Any]:
+    """A loop that `vmap` made of many: it goes on while one of them does, the others rest."""
+    cond, body = (jaxpr_as_fun(eqn.params[k]) for k in ("cond_jaxpr", "body_jaxpr"))
+    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    cond_consts, rest = operands[:n_cond], operands[n_cond:]
+    body_consts, carry = rest[:n_body], list(rest[n_body:])
+
+    def going(carried: list[Any]) -> Any:
+        (again,) = cond(*cond_consts, *carried)
+        return again
+
+    def step(carried: list[Any]) -> list[Any]:
+        again = going(carried)
+        after = body(*body_consts, *carried)
+        return [_where(again, new, old) for new, old in zip(after, carried, strict=True)]
+
+    return lax.while_loop(lambda carried: jnp.any(going(carried)), step, carry)
+
+
+def _where(mask: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """`new` for the members that `mask` names, whose dims come first."""
+    mask = lax.broadcast_in_dim(mask, new.shape, range(mask.ndim))
+    return lax.select(mask, new, old)

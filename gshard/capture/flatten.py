@@ -1,0 +1,318 @@
+"""A traced function -> one flat program over logical shapes.
+
+Calls (`jit`, `custom_jvp`, `custom_vjp`, `remat`, linear solvers) are inlined: differentiation has
+happened by now, so their bodies are all that is left of them; so are equations that stand for
+others (see `expand`). Loops and branches stay, as copies of their own, so that every variable in
+the program belongs to one place in it. What JAX's own words say about shardings (sharding
+constraints, reshards, operators with a sharding of their own) becomes annotations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    new_jaxpr_eqn,
+)
+from jax.extend.core import primitives as p
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from gshard._jax import (
+    Var,
+    current_context,
+    dce_jaxpr,
+    discharge_refs,
+    optimization_barrier_p,
+    private_primitives,
+    remat_p,
+    reshard_p,
+    sharding_constraint_p,
+    without_mesh,
+)
+from gshard.annotate import Annotation, annotate_p
+from gshard.capture.expand import expand
+from gshard.capture.partly_manual import for_stacks, on_stacks
+from gshard.capture.placement import DeviceOrder
+from gshard.capture.shard_map import NamedAxes, is_shard_map, is_type_only, lower_named_axes
+from gshard.graph import CALLS, LOOPS, map_bodies
+from gshard.graph.regions import walk
+from gshard.graph.source import at_line_of, source_of
+from gshard.manual import to_auto_p, to_manual_p
+from gshard.tensors.meshes import grid_of
+
+# Reads and writes of references are those of values by the time the program is flat.
+REFS = (p.get_p, p.swap_p, *private_primitives("state.primitives", "addupdate_p"))
+
+# Where JAX's own words for shardings stand: in operators that do nothing else, or beside others.
+_CONSTRAINTS = {sharding_constraint_p: "sharding", reshard_p: "dst_sharding"}
+_OWN_SHARDING = ("sharding", "out_sharding")
+
+
+def spec_of_type(named: NamedSharding) -> NamedSharding | None:
+    """What the sharding in a type says: of axes that are not explicit, nothing."""
+    types = named.mesh.axis_types
+    if AxisType.Explicit not in types:
+        return None
+    if set(types) == {AxisType.Explicit}:
+        return named
+    entries = (PartitionSpec.UNCONSTRAINED if e is None else e for e in named.spec)
+    return NamedSharding(named.mesh, PartitionSpec(*entries))
+
+
+def inline(closed: ClosedJaxpr, order: DeviceOrder) -> ClosedJaxpr:
+    """The flat program of a traced one."""
+    closed = discharge_refs(closed)
+    live, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    return _Builder(order).body(ClosedJaxpr(live, closed.consts), results=True)
+
+
+def mesh_in(closed: ClosedJaxpr) -> Mesh | None:
+    """The mesh that a program's own sharding constraints name, if they agree on one."""
+    found = set(_meshes(closed.jaxpr))
+    return found.pop() if len(found) == 1 else None
+
+
+def _meshes(jaxpr: Jaxpr) -> Iterator[Mesh]:
+    for eqn in walk(jaxpr):
+        if eqn.primitive in _CONSTRAINTS:
+            named = eqn.params[_CONSTRAINTS[eqn.primitive]]
+            if isinstance(named, NamedSharding) and isinstance(named.mesh, Mesh):
+                yield named.mesh
+
+
+@dataclass(frozen=True)
+class Region:
+    """A `jax.shard_map` over some axes of its mesh, and the sizes of all axes that are manual."""
+
+    mesh: Any
+    sizes: dict[str, int]
+
+
+class _Builder:
+    """Copies equations with fresh variables, collecting the constants of inlined calls."""
+
+    def __init__(
+        self, order: DeviceOrder, axes: NamedAxes | None = None, region: Region | None = None
+    ):
+        self.order = order
+        self.axes = axes  # of the `jax.shard_map` around, over all axes of its mesh
+        self.region = region  # the one around over some axes of its mesh
+        self.eqns: list[JaxprEqn] = []
+        self.consts: dict[Var, Any] = {}
+
+    def body(self, closed: ClosedJaxpr, results: bool = False) -> ClosedJaxpr:
+        """A copy of a program; its `results` are annotated as their types say."""
+        invars = [_fresh(v) for v in closed.jaxpr.invars]
+        outvars = self.inline(closed.jaxpr, closed.consts, invars)
+        if results:
+            outvars = list(map(self.result, closed.jaxpr.outvars, outvars))
+        jaxpr = Jaxpr(
+            list(self.consts),
+            invars,
+            outvars,
+            self.eqns,
+            closed.jaxpr.effects,
+            debug_info=closed.jaxpr.debug_info.with_unknown_names(),
+        )
+        return ClosedJaxpr(jaxpr, list(self.consts.values()))
+
+    def inline(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """Append the equations of `jaxpr`, called with `args`; its results."""
+        env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
+        for var, value in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = _fresh(var)
+            self.consts[env[var]] = value
+
+        def read(atom: Any) -> Any:
+            return _plain(atom) if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            invars = [read(a) for a in eqn.invars]
+            env.update(zip(eqn.outvars, self.equation(eqn, invars), strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def equation(self, eqn: JaxprEqn, invars: list[Any]) -> list[Any]:
+        """Append one equation; what its results are called now."""
+        if eqn.primitive in CALLS:
+            return self.call(eqn, invars)
+        if eqn.primitive in _CONSTRAINTS:
+            said = eqn.params[_CONSTRAINTS[eqn.primitive]]
+            said = spec_of_type(said) if eqn.primitive is reshard_p else said
+            return [self.annotate(eqn, invars[0], said)]
+        if is_shard_map(eqn):
+            return self.shard_map(eqn, invars)
+        if is_type_only(eqn):
+            return invars
+        found = lower_named_axes(eqn, self.axes) if self.axes else None
+        if found or (self.region and (found := for_stacks(eqn))):
+            return self.append(eqn, invars, [_fresh(v) for v in eqn.outvars], *found)
+        if (expanded := expand(eqn)) is not None:
+            return self.inline(expanded.jaxpr, expanded.consts, invars)
+        outvars = [_fresh(v) for v in eqn.outvars]
+        if eqn.primitive in LOOPS:
+            eqn = map_bodies(
+                eqn, lambda body: _Builder(self.order, self.axes, self.region).body(body)
+            )
+        params = dict(eqn.params)
+        own = [params[k] for k in _OWN_SHARDING if isinstance(params.get(k), NamedSharding)]
+        params.update((k, None) for k in _OWN_SHARDING if k in params)
+        context = current_context() if self.region else eqn.ctx
+        self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params, ctx=context))
+        return [self.annotate(eqn, outvars[0], spec_of_type(own[0]))] if own else outvars
+
+    def annotate(self, eqn: JaxprEqn, atom: Any, said: Any) -> Any:
+        """The result of annotating `atom` as a sharding in JAX's words says."""
+        if said is None or (isinstance(said, NamedSharding) and said.mesh.empty):
+            return atom
+        annotation = self.meant(eqn, said, len(atom.aval.shape))
+        return self.append(eqn, [atom], [Var(atom.aval)], annotate_p, {"annotation": annotation})[0]
+
+    def meant(self, eqn: JaxprEqn, said: Any, rank: int) -> Annotation:
+        """The annotation that a sharding in JAX's words amounts to; errors name the user's line."""
+        name = f"{eqn.primitive.name} to {getattr(said, 'spec', said)}"
+        if self.region and isinstance(said, NamedSharding):
+            said = NamedSharding(self.region.mesh, said.spec)
+        try:
+            return self.order.annotation(said, rank, name)
+        except ValueError as error:
+            raise ValueError(f"{source_of(eqn)}: {name}: {error}") from None
+
+    def append(
+        self,
+        eqn: JaxprEqn,
+        invars: list[Any],
+        outvars: list[Any],
+        primitive: Primitive,
+        params: dict[str, Any],
+    ) -> list[Any]:
+        """Append an equation that stands for `eqn`; its results."""
+        info, ctx = eqn.source_info, current_context() if self.region else eqn.ctx
+        self.eqns.append(new_jaxpr_eqn(invars, outvars, primitive, params, set(), info, ctx))
+        return outvars
+
+    def shard_map(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
+        """A region of `jax.shard_map` as a manual one: its operands cut, its body inlined."""
+        mesh, body, count = eqn.params["mesh"], eqn.params["jaxpr"], self.order.count
+        manual = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
+        if self.axes or mesh.size != count:
+            raise NotImplementedError(
+                f"{source_of(eqn)}: jax.shard_map over the axes {sorted(map(str, manual))} of a "
+                f"mesh of {mesh.size} devices {mesh.axis_names}: inside of gshard.jit its mesh has "
+                f"to have all {count} devices, and it cannot be inside of another one over all axes"
+            )
+        if set(manual) != set(mesh.axis_names):
+            return self.partly_manual(eqn, manual, args)
+        own: dict[str, Any] = {"num_devices": count}
+        entered = []
+        for atom, spec, var in zip(args, eqn.params["in_specs"], body.invars, strict=True):
+            annotation = self.meant(eqn, NamedSharding(mesh, spec), len(atom.aval.shape))
+            params = {**own, "annotation": annotation, "copies": "all"}
+            entered += self.append(eqn, [atom], [_fresh(var)], to_manual_p, params)
+        self.axes = NamedAxes(tuple(mesh.axis_names), grid_of(mesh, self.order.numbers))
+        left = self.inline(getattr(body, "jaxpr", body), getattr(body, "consts", ()), entered)
+        self.axes = None
+        results = []
+        for atom, spec, var in zip(left, eqn.params["out_specs"], eqn.outvars, strict=True):
+            annotation = self.meant(eqn, NamedSharding(mesh, spec), len(var.aval.shape))
+            params = {**own, "annotation": annotation, "shape": var.aval.shape, "copies": "first"}
+            results += self.append(eqn, [atom], [_fresh(var)], to_auto_p, params)
+        return results
+
+    def partly_manual(self, eqn: JaxprEqn, manual: Collection[str], args: list[Any]) -> list[Any]:
+        """A region of `jax.shard_map` over some axes of its mesh, as one of all its parts."""
+        mesh = self.region.mesh if self.region else eqn.params["mesh"]
+        sizes = {str(name): int(mesh.shape[name]) for name in mesh.axis_names if name in manual}
+        around = self.region.sizes if self.region else {}
+        inside = _Builder(self.order, region=Region(mesh, {**around, **sizes}))
+        body = eqn.params["jaxpr"]
+        closed = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
+
+        def annotate(stack: Any, axes: tuple[str, ...]) -> Any:
+            more = (PartitionSpec.UNCONSTRAINED,) * (stack.ndim - len(axes))
+            said = NamedSharding(mesh, PartitionSpec(*axes, *more))
+            return annotate_p.bind(stack, annotation=self.meant(eqn, said, stack.ndim))
+
+        specs = eqn.params["in_specs"], eqn.params["out_specs"]
+        region = on_stacks(inside.body(closed), sizes, *specs, annotate)
+        structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in args]
+        with without_mesh():
+            whole = jax.make_jaxpr(region, axis_env=list(around.items()))(*structs)
+        start = len(self.eqns)
+        results = self.inline(whole.jaxpr, whole.consts, args)
+        self.eqns[start:] = [at_line_of(eqn, e) for e in self.eqns[start:]]
+        return results
+
+    def result(self, var: Any, atom: Any) -> Any:
+        """A result, annotated if its type says how it is sharded (explicit axes of a mesh)."""
+        said = getattr(var.aval, "sharding", None)
+        if said is None or said.mesh.empty or not any(said.spec):
+            return atom
+        annotation = self.order.annotation(said, len(atom.aval.shape), f"a type, {said.spec}")
+        marked = Var(atom.aval)
+        params = {"annotation": annotation}
+        self.eqns.append(new_jaxpr_eqn([atom], [marked], annotate_p, params, set()))
+        return marked
+
+    def call(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
+        inner, start = eqn.params[CALLS[eqn.primitive]], len(self.eqns)
+        if eqn.primitive is remat_p and eqn.params["differentiated"]:
+            args = self.barrier(eqn, args)
+        if eqn.primitive is p.linear_solve_p:  # the solver is what is left to run, on its constants
+            lengths = eqn.params["const_lengths"]
+            first = lengths.matvec + lengths.vecmat
+            right_side = args[first + lengths.solve + lengths.transpose_solve :]
+            inner, args = inner.solve, args[first : first + lengths.solve] + right_side
+        closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+        results = self.inline(closed.jaxpr, closed.consts, args)
+        self.eqns[start:] = [at_line_of(eqn, e) for e in self.eqns[start:]]
+        return results
+
+    def barrier(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
+        """What XLA must not see through, or it would undo the recomputation."""
+        prevent = eqn.params["prevent_cse"]
+        marks = [prevent] * len(args) if isinstance(prevent, bool) else prevent
+        kept = [a for a, m in zip(args, marks, strict=True) if m and not isinstance(a, Literal)]
+        if not kept:
+            return args
+        fresh = {a: Var(a.aval) for a in kept}
+        self.eqns.append(
+            new_jaxpr_eqn(
+                kept,
+                [fresh[a] for a in kept],
+                optimization_barrier_p,
+                {},
+                set(),
+                eqn.source_info,
+                eqn.ctx,
+            )
+        )
+        return [
+            fresh[a] if m and not isinstance(a, Literal) else a
+            for a, m in zip(args, marks, strict=True)
+        ]
+
+
+def _fresh(var: Any) -> Var:
+    """A variable like this one; a sharding in its type has been read, and is left out."""
+    return Var(_without_mesh(var.aval))
+
+
+def _plain(literal: Literal) -> Literal:
+    aval = _without_mesh(literal.aval)
+    return literal if aval is literal.aval else Literal(np.asarray(literal.val), aval)
+
+
+def _without_mesh(aval: Any) -> Any:
+    if isinstance(aval, ShapedArray) and not aval.sharding.mesh.empty:
+        return ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    return aval

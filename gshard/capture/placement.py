@@ -1,0 +1,175 @@
+"""Where things lie already: what arguments, meshes and `in_shardings` say about shardings.
+
+JAX's own words for shardings are read here as annotations: the `sharding` of an array or of a
+`ShapeDtypeStruct`, a `NamedSharding` or a `PartitionSpec`, a sharding constraint.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gshard._jax import context_mesh
+from gshard.annotate import Annotation, annotate, reading_devices
+from gshard.tensors.meshes import is_own, sharding_of, sharding_of_slices
+from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.uneven import UnevenArray
+
+
+@dataclass(frozen=True)
+class DeviceOrder:
+    """The devices of a program, by which their numbers count; or how many abstract ones."""
+
+    devices: tuple[jax.Device, ...] | int
+
+    @property
+    def count(self) -> int:
+        """How many devices there are."""
+        return self.devices if isinstance(self.devices, int) else len(self.devices)
+
+    @property
+    def first(self) -> jax.Device | None:
+        """The first device; None where they are abstract."""
+        return None if isinstance(self.devices, int) else self.devices[0]
+
+    @functools.cached_property
+    def numbers(self) -> Mapping[Any, int]:
+        """The number of each device; abstract ones have none."""
+        found = () if isinstance(self.devices, int) else self.devices
+        return {d: i for i, d in enumerate(found)}
+
+    def sharding(self, said: Any, rank: int) -> tuple[Sharding, tuple[int, ...]]:
+        """What a sharding in the user's words means, and the dims that it leaves open."""
+        if isinstance(said, Sharding):
+            if said.num_devices != self.count:
+                raise ValueError(
+                    f"the sharding {said} is for {said.num_devices} devices, not for {self.count}"
+                )
+            return said, ()
+        if isinstance(said, PartitionSpec):
+            said = NamedSharding(_mesh_for(said), said)
+        if isinstance(said, NamedSharding):
+            return sharding_of(said, rank, self.numbers, self.count)
+        if len(said.device_set) == 1:
+            return Sharding.replicated(rank, self.count), tuple(range(rank))
+        raise TypeError(
+            f"{type(said).__name__} is not a sharding that gshard can read; it reads a "
+            "NamedSharding, a PartitionSpec under jax.set_mesh, and gshard.Sharding"
+        )
+
+    def annotation(self, said: Any, rank: int, name: str) -> Annotation:
+        """A sharding in the user's words as an annotation."""
+        sharding, open_dims = self.sharding(said, rank)
+        return Annotation.of_sharding(name, sharding, open_dims)
+
+    def held(self, value: Any) -> Sharding | None:
+        """How an argument lies already; None where it is on one device, or elsewhere."""
+        if isinstance(value, UnevenArray):
+            return self._renumbered(value.tiling, value.mesh.devices.ravel())
+        said = getattr(value, "sharding", None)
+        if not isinstance(said, jax.sharding.Sharding) or _is_single(said):
+            return None
+        rank = len(value.shape)
+        if isinstance(said, NamedSharding):
+            if not isinstance(said.mesh, Mesh):
+                return sharding_of(said, rank, self.numbers, self.count)[0]
+            if any(d not in self.numbers for d in said.mesh.devices.flat):
+                return None
+            return _sharding_held(said, rank, self)
+        slices = said.devices_indices_map(tuple(value.shape))
+        return sharding_of_slices(slices, rank, self.numbers, self.count)
+
+    def _renumbered(self, tiling: Sharding, devices: Sequence[jax.Device]) -> Sharding | None:
+        """The same tiles on the same devices, by this order's numbers."""
+        if not self.numbers.keys() >= set(devices) or len(devices) != self.count:
+            return None
+        to = np.array([self.numbers[d] for d in devices])
+        splits: list[Split | None] = []
+        for split in tiling.splits:
+            coords = np.empty(self.count, np.int64)
+            coords[to] = split.coords if split else 0
+            splits.append(Split.of(coords))
+        return Sharding(tuple(splits), self.count)
+
+
+@functools.lru_cache(maxsize=256)
+def device_order(devices: tuple[jax.Device, ...] | int) -> DeviceOrder:
+    """These devices, always as the same object."""
+    return DeviceOrder(devices)
+
+
+@functools.lru_cache(maxsize=16384)
+def _sharding_held(said: NamedSharding, rank: int, order: DeviceOrder) -> Sharding:
+    return sharding_of(said, rank, order.numbers, order.count)[0]
+
+
+def _is_single(said: Any) -> bool:
+    return (said.mesh.size if isinstance(said, NamedSharding) else len(said.device_set)) == 1
+
+
+def _mesh_for(spec: PartitionSpec) -> Mesh:
+    mesh = context_mesh()
+    if mesh is None:
+        raise ValueError(f"{spec} names the axes of a mesh, and no mesh is set: use jax.set_mesh")
+    return mesh
+
+
+def with_shardings(fun: Callable[..., Any], arguments: Any, results: Any) -> Callable[..., Any]:
+    """`fun` with annotations on its arguments and results, by trees of shardings or prefixes.
+
+    They are those of `in_shardings` and `out_shardings`; None says nothing.
+    """
+    if arguments is None and results is None:
+        return fun
+
+    @functools.wraps(fun)
+    def annotated(*args: Any, **kwargs: Any) -> Any:
+        if arguments is not None:
+            args = tuple(_annotated(args, arguments, "in_shardings"))
+        return _annotated(fun(*args, **kwargs), results, "out_shardings")
+
+    return annotated
+
+
+def _annotated(values: Any, said: Any, name: str) -> Any:
+    order = reading_devices()
+    if said is None or order is None:  # nothing to say, or nobody reads it
+        return values
+    try:
+        each = jax.tree.broadcast(said, values, is_leaf=_is_sharding)
+    except ValueError as error:
+        raise ValueError(f"{name} does not fit what it is for: {error}") from None
+
+    def mark(tensor: Any, sharding: Any) -> Any:
+        if sharding is None:
+            return tensor
+        rank = np.ndim(tensor)
+        return annotate(tensor, order.annotation(sharding, rank, f"{name}: {sharding}"))
+
+    return jax.tree.map(mark, values, each, is_leaf=lambda x: x is None)
+
+
+def _is_sharding(x: Any) -> bool:
+    return x is None or isinstance(x, (PartitionSpec, jax.sharding.Sharding, Sharding))
+
+
+def mesh_of(values: Iterable[Any]) -> Mesh | None:
+    """The user's mesh: the one that is set, or the largest that arguments and shardings name."""
+    mesh = context_mesh()
+    if mesh is not None:
+        return mesh
+    best: Mesh | None = None
+    for value in values:
+        said = value if isinstance(value, NamedSharding) else getattr(value, "sharding", None)
+        if not isinstance(said, NamedSharding) or isinstance(value, UnevenArray):
+            continue
+        mesh = said.mesh
+        if isinstance(mesh, Mesh) and not is_own(mesh):
+            best = mesh if best is None or mesh.size > best.size else best
+    return best if best is not None and best.size > 1 else None

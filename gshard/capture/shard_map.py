@@ -1,0 +1,110 @@
+"""`jax.shard_map` inside of `gshard.jit`: a manual region in JAX's words.
+
+Its operands are cut as `in_specs` say, its body is each device's own, and its collectives name axes
+of the user's mesh. Here the names become groups of devices, which is all that the collectives of a
+partitioned program know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.core import primitives as p
+
+from gshard._jax import private_primitives, shard_map_p
+from gshard.graph.source import source_of
+
+# On values of a manual region: `primitive` with `settings`, over groups of devices, or their pairs.
+over_groups_p = Primitive("lower_named_axes")
+over_groups_p.multiple_results = True
+# The row of `table` that belongs to this device.
+row_of_device_p = Primitive("row_of_device")
+
+(_reduce_scatter_p,) = private_primitives("lax.parallel", "reduce_scatter_p")
+_SAME = {  # what stands for another where types do not say which axes a value varies over
+    **dict.fromkeys(private_primitives("lax.parallel", "psum_invariant_p"), p.psum_p),
+    **dict.fromkeys(private_primitives("lax.parallel", "all_gather_invariant_p"), p.all_gather_p),
+}
+_NOTHING = (
+    *private_primitives("lax.parallel", "pvary_p", "pcast_p", "pbroadcast_p"),
+    *private_primitives("core", "pvary_p"),
+)
+_REDUCING = (p.psum_p, p.pmax_p, p.pmin_p)
+_MOVING = (p.all_gather_p, p.all_to_all_p, p.ragged_all_to_all_p, _reduce_scatter_p)
+
+
+@dataclass(frozen=True)
+class NamedAxes:
+    """The axes of the user's mesh, as a grid of device numbers."""
+
+    names: tuple[str, ...]
+    grid: np.ndarray
+
+    def groups(self, over: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The devices that differ along these axes only, in the order of the axes."""
+        dims = [self.names.index(name) for name in over]
+        last = np.moveaxis(self.grid, dims, range(-len(dims), 0))
+        size = int(np.prod([self.grid.shape[d] for d in dims]))
+        return tuple(map(tuple, last.reshape(-1, size).tolist()))
+
+    def index(self, over: Sequence[str]) -> tuple[int, ...]:
+        """For each device, its number along these axes."""
+        number = np.zeros(self.grid.size, np.int64)
+        for group in self.groups(over):
+            number[list(group)] = np.arange(len(group))
+        return tuple(number.tolist())
+
+
+def lower_named_axes(eqn: JaxprEqn, axes: NamedAxes) -> tuple[Primitive, dict[str, Any]] | None:
+    """A collective over named axes as one over groups; None for any other equation."""
+    primitive = _SAME.get(eqn.primitive, eqn.primitive)
+    params = dict(eqn.params)
+    if primitive in _REDUCING:
+        over = params["axes"]
+        if not all(isinstance(name, str) for name in over):
+            raise NotImplementedError(
+                f"{source_of(eqn)}: {primitive.name} over {over}: a reduction over a named axis of "
+                "jax.shard_map and over dims of jax.vmap at once; take one after the other"
+            )
+        settings: tuple[tuple[str, Any], ...] = ()
+    elif primitive in _MOVING:
+        over = axis_names_of(params.pop("axis_name"))
+        settings = tuple(sorted((k, v) for k, v in params.items() if k != "axis_index_groups"))
+    elif primitive is p.ppermute_p:
+        groups = axes.groups(axis_names_of(params["axis_name"]))
+        pairs = [(group[s], group[d]) for group in groups for s, d in params["perm"]]
+        return over_groups_p, {"primitive": primitive, "settings": (), "groups": tuple(pairs)}
+    elif primitive is p.axis_index_p:
+        return row_of_device_p, {"table": axes.index(axis_names_of(params["axis_name"]))}
+    else:
+        return None
+    groups = axes.groups(over)
+    inner = params.get("axis_index_groups")
+    if inner is not None:
+        groups = tuple(tuple(g[i] for i in part) for g in groups for part in inner)
+    return over_groups_p, {"primitive": primitive, "settings": settings, "groups": groups}
+
+
+def without_types(eqn: JaxprEqn) -> tuple[Primitive, dict[str, Any]] | None:
+    """A collective that says which axes its result varies over, as the one that does not."""
+    same = _SAME.get(eqn.primitive)
+    return same and (same, {**eqn.params, "axis_index_groups": None})
+
+
+def is_type_only(eqn: JaxprEqn) -> bool:
+    """Whether an equation only changes what types say about axes."""
+    return eqn.primitive in _NOTHING
+
+
+def axis_names_of(said: Any) -> tuple[str, ...]:
+    """The names in a parameter that has one or several."""
+    return (said,) if isinstance(said, str) else tuple(said)
+
+
+def is_shard_map(eqn: JaxprEqn) -> bool:
+    """Whether this is a region of `jax.shard_map`."""
+    return eqn.primitive is shard_map_p

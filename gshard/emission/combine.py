@@ -1,0 +1,326 @@
+"""Small collectives of one kind that wait for the same thing are combined.
+
+Each collective takes some time to get going, whatever its size. Where the operands of several are
+ready before the result of the first is needed, one collective takes them all (`moving/packed.py`):
+19 small gradients are summed by one AllReduce. It must not cost more than it saves:
+
+1. A value joins if to copy it into a common array takes no longer than to start a collective of
+   its own (larger ones gain little, and compilers combine those without a copy).
+2. A combination grows up to what is sent in `LATENCIES` times the latency. That bounds the memory
+   that it keeps alive for longer, and the time that another operation may wait for it.
+3. No product, loop, sort or other collective waits for a combination longer than it waited in the
+   program's own order for the collective alone. Only elementwise work is put off, or done earlier.
+
+AllReduce, AllGather and ReduceScatter are combined, in the bodies of loops too. What the user wrote
+in a manual region is left as it is. Equations are put into another order, and stay what they are:
+only what a combination adds is traced.
+
+Between processes on CPUs (Gloo) these three go round in rings, and every step wakes another
+process: an AllReduce of 8 devices takes as long as four AllToAlls, however small it is. There they
+are made of AllToAlls, combined or not: in as many bytes, or, for few numbers, in one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.sharding import Mesh
+
+from gshard._jax import shard_map_p
+from gshard.forecast.ops import APART, LOOPS, PRODUCTS, bodies_of, size_of
+from gshard.graph.reason import NO_REASON
+from gshard.graph.source import reason_of
+from gshard.moving.costs import EXCHANGED, LATENCIES, machine
+from gshard.moving.packed import can_be_exchanged, run_together
+from gshard.tensors.meshes import AnyMesh
+
+_COMBINED = {"psum", "pmax", "pmin", "all_gather", "reduce_scatter"}
+_HEAVY = APART | PRODUCTS | LOOPS | _COMBINED | {"psum_invariant", "all_to_all", "ppermute"}
+_LIGHT = {
+    "add", "add_any", "broadcast_in_dim", "convert_element_type", "div", "exp", "integer_pow",
+    "max", "mul", "neg", "reduce_sum", "reshape", "rsqrt", "select_n", "slice", "sqrt", "squeeze",
+    "sub", "tanh", "transpose",
+}  # fmt: skip
+_NEVER = 1 << 60
+
+
+# ---------------------------------------------------------------- what may be combined
+
+
+@dataclass(eq=False)
+class Combination:
+    """Collectives of one kind, and when they can run: from `ready` on, until it is `needed`.
+
+    Times are numbers of heavy equations, in the program's order.
+    """
+
+    key: Any
+    ready: int
+    needed: int
+    size: int
+    members: list[JaxprEqn] = field(default_factory=list)
+
+    def takes(self, other: Combination, limit: float) -> bool:
+        """Whether both can run as one."""
+        together = max(self.ready, other.ready) <= min(self.needed, other.needed)
+        return self.key == other.key and together and self.size + other.size <= limit
+
+    def join(self, other: Combination) -> None:
+        """Take the other's members over."""
+        self.ready, self.needed = max(self.ready, other.ready), min(self.needed, other.needed)
+        self.size += other.size
+        self.members += other.members
+
+
+def combinations_of(jaxpr: Jaxpr) -> list[Combination]:
+    """The collectives of a program or body that run together: two or more in each combination."""
+    speeds = machine()
+    largest = speeds.latency * speeds.memory_per_byte / 2  # it is read once and written once
+    found: list[Combination] = []
+    for alone in _alone(jaxpr):
+        if alone.size <= largest:
+            limit = LATENCIES * speeds.latency
+            joined = next((b for b in reversed(found) if b.takes(alone, limit)), None)
+            if joined:
+                joined.join(alone)
+            else:
+                found.append(alone)
+    return [b for b in found if len(b.members) > 1]
+
+
+def _alone(jaxpr: Jaxpr) -> list[Combination]:
+    """Every collective that could be combined, by itself, in the program's order."""
+    if not any(eqn.primitive.name in _COMBINED for eqn in jaxpr.eqns):
+        return []
+    number = {eqn: i for i, eqn in enumerate(filter(_is_heavy, jaxpr.eqns))}
+    needed = dict.fromkeys((v for eqn in jaxpr.eqns for v in eqn.outvars), len(number))
+    for eqn in reversed(jaxpr.eqns):
+        first = number.get(eqn, _NEVER)
+        if first is _NEVER:
+            first = min([needed[v] for v in eqn.outvars], default=_NEVER)
+        elif _may_move(eqn):  # it can run as late as before what needs it
+            first = max(first, needed[eqn.outvars[0]] - 1)
+        for atom in eqn.invars:
+            if not isinstance(atom, Literal) and needed.get(atom, -1) > first:
+                needed[atom] = first
+    ready: dict[Any, int] = {}
+    found = []
+    for eqn in jaxpr.eqns:
+        start = 0
+        for atom in eqn.invars:
+            if not isinstance(atom, Literal) and ready.get(atom, 0) > start:
+                start = ready[atom]
+        end = number[eqn] + 1 if eqn in number else start
+        if _may_move(eqn):
+            alone = Combination(_key(eqn), start, needed[eqn.outvars[0]], _size(eqn), [eqn])
+            found.append(alone)
+            # Whenever it runs, in a combination or not: what depends on it comes later.
+            end = alone.needed + 1
+        for var in eqn.outvars:
+            ready[var] = end
+    return found
+
+
+def _key(eqn: JaxprEqn) -> Any:
+    """Equal for collectives that differ in their operands alone."""
+    of_operand = ("all_gather_dimension", "scatter_dimension")
+    params = tuple((k, v) for k, v in sorted(eqn.params.items()) if k not in of_operand)
+    return eqn.primitive.name, eqn.invars[0].aval.dtype, str(params)
+
+
+def _may_move(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a collective that the partitioner made, and not the user."""
+    if eqn.primitive.name not in _COMBINED or not size_of(eqn.outvars[0]):
+        return False
+    reason = reason_of(eqn)
+    return reason != NO_REASON and not reason.is_asked
+
+
+def _size(eqn: JaxprEqn) -> int:
+    """Bytes of a collective's operand or result, whichever is larger."""
+    return max(size_of(eqn.invars[0]), size_of(eqn.outvars[0]))
+
+
+def _is_heavy(eqn: JaxprEqn) -> bool:
+    """Whether an equation takes long, or may not change places with others."""
+    if eqn.primitive.name in _HEAVY or eqn.effects:
+        return True
+    if eqn.primitive.name in _LIGHT:  # told quickly, as most are
+        return False
+    return any(_is_heavy(e) for body in bodies_of(eqn) for e in body.eqns)
+
+
+# --------------------------------------------------------------- the program with its combinations
+
+
+def combined(jaxpr: Jaxpr, mesh: AnyMesh) -> Jaxpr:
+    """A per-device program with small collectives combined; the same one if there are none."""
+    rings = _has_rings(mesh)
+    found = _all_combinations(jaxpr, rings)
+    if not any(found.values()):
+        return jaxpr
+    written = _written([b for combinations in found.values() for b in combinations], mesh, rings)
+    return _Rewriting(found, written).program(jaxpr)
+
+
+def _has_rings(mesh: AnyMesh) -> bool:
+    """Whether collectives between the devices go round in rings, message after message."""
+    if not isinstance(mesh, Mesh) or jax.config.jax_cpu_collectives_implementation != "gloo":
+        return False
+    devices = mesh.devices.flat
+    return devices[0].platform == "cpu" and len({d.process_index for d in devices}) > 1
+
+
+def _all_combinations(jaxpr: Jaxpr, rings: bool) -> dict[Jaxpr, list[Combination]]:
+    """The combinations of a program and of the bodies of loops and branches in it.
+
+    Where collectives go round in rings, one that better does not is a combination by itself.
+    """
+    combinations = combinations_of(jaxpr)
+    if rings:
+        taken = {eqn for b in combinations for eqn in b.members}
+        left = [b for b in _alone(jaxpr) if b.members[0] not in taken]
+        combinations += filter(_is_exchanged, left)
+    found = {jaxpr: combinations}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in LOOPS:
+            for body in bodies_of(eqn):
+                found |= _all_combinations(body, rings)
+    return found
+
+
+def _is_exchanged(combination: Combination) -> bool:
+    """Whether AllToAlls do better than a ring."""
+    return combination.size <= EXCHANGED and can_be_exchanged(combination.members[0])
+
+
+def _written(
+    combinations: Sequence[Combination], mesh: AnyMesh, rings: bool
+) -> dict[Combination, list[JaxprEqn]]:
+    """The equations of every combination; all are traced at once, which is quicker."""
+
+    def all_together(*operands: jax.Array) -> list[jax.Array]:
+        left, results = iter(operands), []
+        for combination in combinations:
+            values = [next(left) for _ in combination.members]
+            results += run_together(
+                combination.members, values, rings and _is_exchanged(combination)
+            )
+        return results
+
+    members = [eqn for combination in combinations for eqn in combination.members]
+    whole = jax.P()
+    traced = jax.make_jaxpr(
+        jax.shard_map(all_together, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    )(*[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (e.invars[0].aval for e in members)])
+    (mapped,) = [e for e in traced.jaxpr.eqns if e.primitive is shard_map_p]
+    body = getattr(mapped.params["jaxpr"], "jaxpr", mapped.params["jaxpr"])
+    known = dict(zip(body.invars, [e.invars[0] for e in members], strict=True))
+    known |= zip(body.outvars, [e.outvars[0] for e in members], strict=True)
+    found: dict[Combination, list[JaxprEqn]] = {}
+    left = iter(body.eqns)
+    for combination in combinations:
+        last, eqns = combination.members[-1].outvars[0], found.setdefault(combination, [])
+        while (
+            not eqns or last not in eqns[-1].outvars
+        ):  # what makes its last result ends a combination
+            eqn = next(left)
+            invars = [a if isinstance(a, Literal) else known.get(a, a) for a in eqn.invars]
+            outvars = [known.get(v, v) for v in eqn.outvars]
+            eqns.append(eqn.replace(invars=invars, outvars=outvars))
+    return found
+
+
+class _Rewriting:
+    """Programs with their combinations, of which the equations are `written`."""
+
+    def __init__(
+        self, found: dict[Jaxpr, list[Combination]], written: dict[Combination, list[JaxprEqn]]
+    ):
+        self.found = found
+        self.written = written
+
+    def program(self, jaxpr: Jaxpr) -> Jaxpr:
+        """A program, or a body in it, in its new order."""
+        combinations = self.found[jaxpr]
+        eqns: list[JaxprEqn] = []
+        for step in _Schedule(jaxpr, combinations).order() if combinations else jaxpr.eqns:
+            eqns += self.written[step] if isinstance(step, Combination) else [self.equation(step)]
+        return jaxpr.replace(eqns=eqns)
+
+    def equation(self, eqn: JaxprEqn) -> JaxprEqn:
+        """An equation; the bodies of a loop or branch are in their new order."""
+        if eqn.primitive.name not in LOOPS:
+            return eqn
+        return eqn.replace(params={k: self.param(v) for k, v in eqn.params.items()})
+
+    def param(self, value: Any) -> Any:
+        """A parameter of a loop or branch; programs in it are rewritten."""
+        if isinstance(value, ClosedJaxpr):
+            return value.replace(jaxpr=self.program(value.jaxpr))
+        if isinstance(value, tuple) and any(isinstance(v, ClosedJaxpr) for v in value):
+            return tuple(map(self.param, value))
+        return value
+
+
+class _Schedule:
+    """Orders a program: heavy equations as they were, others when what they read is there.
+
+    A collective that waits for a combination may wait until its own result is needed.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, combinations: Sequence[Combination]):
+        self.jaxpr = jaxpr
+        self.combination_of = {eqn: b for b in combinations for eqn in b.members}
+        self.maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self.steps: list[JaxprEqn | Combination] = []
+        self.done: set[JaxprEqn] = set()
+
+    def order(self) -> list[JaxprEqn | Combination]:
+        """The equations and combinations, one after the other."""
+        for eqn in self.jaxpr.eqns:
+            combination = self.combination_of.get(eqn)
+            alone = not combination and _is_heavy(eqn) and not _may_move(eqn)
+            if alone or (combination and eqn is combination.members[-1]):
+                self.force(eqn)
+            elif not combination and not self.missing(eqn):
+                self.perform(eqn)
+        for eqn in self.jaxpr.eqns:
+            self.force(eqn)
+        return self.steps
+
+    def missing(self, eqn: JaxprEqn) -> list[JaxprEqn]:
+        """The equations that make what this one, or its combination, reads, and have not run."""
+        combination, found = self.combination_of.get(eqn), []
+        for member in combination.members if combination else [eqn]:
+            for atom in member.invars:
+                maker = None if isinstance(atom, Literal) else self.maker.get(atom)
+                if maker is not None and maker not in self.done:
+                    found.append(maker)
+        return found
+
+    def force(self, goal: JaxprEqn) -> None:
+        """Run an equation, and first all that it waits for."""
+        stack = [goal]
+        opened: set[JaxprEqn] = set()
+        while stack:
+            eqn = stack[-1]
+            waiting = [] if eqn in self.done else self.missing(eqn)
+            if waiting:
+                assert eqn not in opened, "values that wait for each other in one combination"
+                opened.add(eqn)
+                stack += reversed(waiting)
+            else:
+                stack.pop()
+                self.perform(eqn)
+
+    def perform(self, eqn: JaxprEqn) -> None:
+        """Run an equation, or its combination, of which all operands are there."""
+        if eqn not in self.done:
+            combination = self.combination_of.get(eqn)
+            self.steps.append(combination or eqn)
+            self.done.update(combination.members if combination else [eqn])

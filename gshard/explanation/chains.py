@@ -1,0 +1,98 @@
+"""How a value got its sharding: the chain of neighbours from an annotation to it.
+
+A split is handed on unchanged, so the shortest way along neighbours that have it leads back to
+where it was asked for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from gshard.annotate import annotate_p
+from gshard.explanation.subject import Subject
+from gshard.graph.source import source_of
+from gshard.tensors.factors import decompose
+from gshard.tensors.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Link:
+    """One neighbour on the way: the operator that hands the split on, and its line."""
+
+    operator: str
+    source: str
+    shape: str
+
+    def __str__(self) -> str:
+        return f"{self.operator} {self.shape} at {self.source}"
+
+
+def chain(subject: Subject, var: Any, dim: int) -> list[Link]:
+    """From an annotation to `var`, of which `dim` is split; empty if nobody asked for it."""
+    asked = {v: e for e in subject.annotations for v in e.outvars}
+    seen = {(var, dim)}
+    queue: deque[tuple[Any, int, tuple[Link, ...]]] = deque([(var, dim, ())])
+    while queue:
+        here, at, way = queue.popleft()
+        if here in asked:
+            first = _link(asked[here], here)
+            return [first, *(link for link in way if link != first)]
+        for eqn, other, place in _neighbours(subject, here, at):
+            if (other, place) not in seen:
+                seen.add((other, place))
+                queue.append((other, place, (_link(eqn, here), *way)))
+    return []
+
+
+def origin(subject: Subject, var: Any) -> JaxprEqn | None:
+    """The annotation that the first split of `var` comes from."""
+    sharding = subject.sharding(var)
+    if sharding is None:
+        return None
+    for dim, split in enumerate(sharding.splits):
+        links = chain(subject, var, dim) if split else []
+        for eqn in subject.annotations if links else ():
+            if source_of(eqn) == links[0].source and _shape(eqn.outvars[0]) == links[0].shape:
+                return eqn
+    return None
+
+
+def _neighbours(subject: Subject, var: Any, dim: int) -> list[tuple[JaxprEqn | None, Any, int]]:
+    sharding = subject.sharding(var)
+    split = sharding.splits[dim] if sharding else None
+    if split is None:
+        return []
+    found = []
+    for edge in subject.flow.touching[var]:
+        own = [names for side in edge.sides for atom, names, _ in side if atom is var]
+        parts = {
+            (factor, part)
+            for names in own
+            for factor, part in decompose(split, names[dim], edge.factors.sizes).items()
+        }
+        for side in edge.sides:
+            for atom, names, _ in side:
+                theirs: Sharding | None = subject.sharding(atom)
+                if atom is var or theirs is None:
+                    continue
+                for place, other in enumerate(theirs.splits):
+                    if other and parts & set(
+                        decompose(other, names[place], edge.factors.sizes).items()
+                    ):
+                        found.append((edge.eqn, atom, place))
+    return found
+
+
+def _link(eqn: JaxprEqn | None, var: Any) -> Link:
+    if eqn is None:
+        return Link("loop", "unknown", _shape(var))
+    name = str(eqn.params["annotation"]) if eqn.primitive is annotate_p else eqn.primitive.name
+    return Link(name, source_of(eqn), _shape(var))
+
+
+def _shape(var: Any) -> str:
+    return var.aval.str_short(short_dtypes=True)

@@ -1,0 +1,73 @@
+"""A partitioned program as the explanations need it: before and after partitioning."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from gshard.annotate import annotate_p
+from gshard.graph.regions import walk
+from gshard.moving.inventory import Collective, collectives_of
+from gshard.planning.plan import Plan
+from gshard.propagation.flow import Flow
+from gshard.propagation.propagate import Propagated
+from gshard.tensors.sharding import Sharding
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """The logical program, its shardings, and the per-device program made of them.
+
+    `variant` plans a changed copy of the logical program, for asking what a change would do.
+    """
+
+    flat: ClosedJaxpr
+    found: Propagated
+    jaxpr: Jaxpr
+    num_devices: int
+    variant: Callable[[ClosedJaxpr], Plan]
+
+    @functools.cached_property
+    def collectives(self) -> list[Collective]:
+        """What moves."""
+        return collectives_of(self.jaxpr, self.num_devices)
+
+    @property
+    def values(self) -> list[Collective]:
+        """What moves, value by value: those that travel together too."""
+        return [v for c in self.collectives for v in c.members or (c,)]
+
+    @property
+    def sent(self) -> int:
+        """Bytes that one device sends."""
+        return sum(c.total_bytes for c in self.collectives)
+
+    @property
+    def conflicts(self) -> tuple[Any, ...]:
+        """Splits that wanted the same tensors, and what was decided."""
+        return self.found.conflicts
+
+    @functools.cached_property
+    def equations(self) -> list[JaxprEqn]:
+        """All equations of the logical program, those of loops included."""
+        return list(walk(self.flat.jaxpr))
+
+    @functools.cached_property
+    def flow(self) -> Flow:
+        """Which dims of which values are neighbours through which operator."""
+        flow = Flow(self.num_devices)
+        flow.add(self.flat.jaxpr)
+        return flow
+
+    @property
+    def annotations(self) -> list[JaxprEqn]:
+        """The equations that the user's annotations left."""
+        return [e for e in self.equations if e.primitive is annotate_p]
+
+    def sharding(self, atom: Any) -> Sharding | None:
+        """The sharding of a value; constants have none."""
+        return None if isinstance(atom, Literal) else self.found.shardings.get(atom)

@@ -1,0 +1,138 @@
+"""Where in the user's own code an operation stands, and why gshard added one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn
+
+from gshard._jax import exclude_frames, is_current, source_info_util, without_mesh
+from gshard.graph.reason import NO_REASON, Reason
+
+_PACKAGE = Path(__file__).parents[1]
+_UNLIKELY = "gshard unlikely"
+
+# gshard's frames are not the user's, but for these packages: models and programs like any other.
+_PROGRAMS = ("mt", "nn", "models")
+for _path in _PACKAGE.iterdir():
+    if _path.name not in _PROGRAMS:
+        exclude_frames(_path)
+
+
+def source_of(eqn: JaxprEqn) -> str:
+    """`file:line` of the user's operation, past the libraries in between."""
+    return _user_line(eqn.source_info)
+
+
+def here() -> str:
+    """`file:line` of the user's code that is running."""
+    return _user_line(source_info_util.current())
+
+
+def site_of(eqn: JaxprEqn) -> tuple[str, str]:
+    """`file:line` of the user's operation and the name of the function that it stands in."""
+    frame = _user_frame(eqn.source_info)
+    return _user_line(eqn.source_info), frame.function_name if frame else ""
+
+
+def _user_line(source_info: Any) -> str:
+    frame = _user_frame(source_info)
+    return f"{shown_path(frame.file_name)}:{frame.start_line}" if frame else "unknown"
+
+
+def shown_path(path: str) -> str:
+    """A path as users are shown it: from the working folder, if it is below that one."""
+    try:
+        return _from_folder(path, os.getcwd())
+    except FileNotFoundError:  # the working folder is gone
+        return path
+
+
+@functools.lru_cache(maxsize=1024)
+def _from_folder(path: str, folder: str) -> str:
+    return os.path.relpath(path, folder) if path.startswith(folder + os.sep) else path
+
+
+def _user_frame(source_info: Any) -> Any:
+    frames = list(source_info_util.user_frames(source_info.traceback))
+    own = [f for f in frames if "site-packages" not in f.file_name]
+    return (own or frames or [None])[0]
+
+
+def at_line_of(caller: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:
+    """`eqn`, which `caller` calls: in its name scopes, and at its line if it has none of its own.
+
+    JAX traces what its own functions and libraries jit apart from the code that calls it.
+    """
+    info, outer = eqn.source_info, caller.source_info
+    if outer.name_stack.stack:
+        info = info.replace(name_stack=outer.name_stack + info.name_stack)
+    if not _has_line(info.traceback) and _has_line(outer.traceback):
+        info = info.replace(traceback=outer.traceback)
+    return eqn if info is eqn.source_info else eqn.replace(source_info=info)
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_line(traceback: Any) -> bool:
+    frames = source_info_util.user_frames(traceback)
+    return any("site-packages" not in f.file_name for f in frames)
+
+
+def reason_of(eqn: JaxprEqn) -> Reason:
+    """The reason that `because` attached to an operation, or `NO_REASON`."""
+    for part in reversed(eqn.source_info.name_stack.stack):
+        found = Reason.decoded(getattr(part, "name", ""))
+        if found:
+            return found
+    return NO_REASON
+
+
+def scopes_of(eqn: JaxprEqn) -> list[str]:
+    """The names of the user's `jax.named_scope`s around an operation, the outermost first."""
+    stack = eqn.source_info.name_stack.stack
+    named = [part.name for part in stack if isinstance(part, source_info_util.Scope)]
+    return [name for name in named if name != _UNLIKELY and Reason.decoded(name) is None]
+
+
+def because(reason: Reason) -> contextlib.AbstractContextManager[None]:
+    """Attach `reason` to the operations made inside; profilers show it too, in the op's name."""
+    return jax.named_scope(reason.encoded())
+
+
+def unlikely() -> contextlib.AbstractContextManager[None]:
+    """Loops and branches made inside run only if the data are far from balanced."""
+    return jax.named_scope(_UNLIKELY)
+
+
+def is_unlikely(eqn: JaxprEqn) -> bool:
+    """Whether `unlikely` says so of a loop or branch."""
+    return any(getattr(part, "name", "") == _UNLIKELY for part in eqn.source_info.name_stack.stack)
+
+
+class on_behalf_of:  # noqa: N801  (a context, for every equation: a generator would be slower)
+    """Operations made inside belong to the user's line and name scope of `eqn`, not to its mesh."""
+
+    __slots__ = ("inner", "user")
+
+    def __init__(self, eqn: JaxprEqn):
+        info = eqn.source_info
+        name_stack = source_info_util.current_name_stack()
+        if info.name_stack.stack:
+            name_stack = name_stack + info.name_stack
+        self.user = source_info_util.user_context(info.traceback, name_stack=name_stack)
+        self.inner = () if is_current(eqn.ctx) else (eqn.ctx.manager, without_mesh())
+
+    def __enter__(self) -> None:
+        self.user.__enter__()
+        for context in self.inner:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self.inner):
+            context.__exit__(*error)
+        self.user.__exit__(*error)

@@ -1,0 +1,148 @@
+"""What moved, how many bytes, and because of which line of the user's code.
+
+Read off the per-device program itself, not from a log: what is listed is what will run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from gshard.graph import bodies, text
+from gshard.graph.reason import Reason
+from gshard.graph.regions import runs_of
+from gshard.graph.source import is_unlikely, reason_of, source_of
+from gshard.moving.sent import sent_bytes
+from gshard.tensors.tile import byte_size
+
+COLLECTIVES = {
+    "psum": "all_reduce",
+    "psum_invariant": "all_reduce",
+    "pmax": "all_reduce",
+    "pmin": "all_reduce",
+    "all_gather": "all_gather",
+    "all_to_all": "all_to_all",
+    "ragged_all_to_all": "all_to_all",  # as if all of the operand were sent: the sizes are data
+    "ppermute": "collective_permute",
+    "reduce_scatter": "reduce_scatter",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One communication of the program.
+
+    `bytes` is what one device sends in one execution; `count` how often it runs. Where only the
+    data know how often, that is 0 for what balanced data do without (rows by index, experts without
+    a capacity), else 1. `source` is the user's operation, `why` it has to communicate. Of
+    values that travel together, `members` has one entry each, with its own bytes, line and reason.
+    """
+
+    kind: str
+    bytes: int
+    count: int
+    group_size: int
+    dtype: str
+    source: str
+    why: Reason
+    members: tuple[Collective, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """Why it is sent, in words."""
+        return str(self.why)
+
+    @property
+    def values(self) -> int:
+        """How many values it moves: more than one where small ones travel together."""
+        return len(self.members) or 1
+
+    @property
+    def total_bytes(self) -> int:
+        """What one device sends over all executions."""
+        return self.bytes * self.count
+
+    def __str__(self) -> str:
+        times = f" x {self.count}" if self.count != 1 else ""
+        lines = dict.fromkeys(c.source for c in self.members)
+        more = f" and {len(lines) - 1} more lines" if len(lines) > 1 else ""
+        return (
+            f"{self.kind:<18} {self.bytes:>12,} B{times}  {self.dtype} over {self.group_size} "
+            f"devices  {self.source}{more}  {self.reason}"
+        )
+
+
+def collectives_of(jaxpr: Jaxpr, num_devices: int) -> list[Collective]:
+    """The collectives of a per-device program, in its order."""
+    return list(_walk(jaxpr, num_devices, 1))
+
+
+def count_equations(jaxpr: Jaxpr) -> int:
+    """Equations of a program, those of the bodies in it included."""
+    return sum(1 + sum(map(count_equations, bodies(eqn))) for eqn in jaxpr.eqns)
+
+
+def program_text(jaxpr: Jaxpr, num_devices: int) -> str:
+    """The program as one line per equation; collectives say what they are for."""
+    return text.program_text(jaxpr, f"program for each of {num_devices} devices", collective_note)
+
+
+def collective_note(eqn: JaxprEqn) -> str:
+    """What a collective is for; nothing about local work."""
+    is_collective = eqn.primitive.name in COLLECTIVES
+    return f"{source_of(eqn)}: {reason_of(eqn)}" if is_collective else ""
+
+
+def _walk(jaxpr: Jaxpr, num_devices: int, count: int) -> Iterator[Collective]:
+    for eqn in jaxpr.eqns:
+        for found in collectives_in(eqn, num_devices, count):
+            yield replace(found, members=_members(jaxpr, eqn, found))
+        runs = 0 if is_unlikely(eqn) else count * runs_of(eqn)
+        for inner in bodies(eqn):
+            yield from _walk(inner, num_devices, runs)
+
+
+def collectives_in(eqn: JaxprEqn, num_devices: int, count: int) -> Iterator[Collective]:
+    """What one equation sends, once for each value that it moves; nothing if it is local."""
+    if eqn.primitive.name in COLLECTIVES:
+        for var in moved_operands(eqn):
+            yield _collective(eqn, var.aval, num_devices, count)
+
+
+def _members(jaxpr: Jaxpr, eqn: JaxprEqn, whole: Collective) -> tuple[Collective, ...]:
+    """The values that travel together: each has a slice of the result, at its own line."""
+    if whole.why.values == 1:
+        return ()
+    (result,) = eqn.outvars
+    views = {result, *(e.outvars[0] for e in jaxpr.eqns if result in e.invars)}
+    parts = [e for e in jaxpr.eqns if e.primitive.name == "slice" and e.invars[0] in views]
+    total = math.prod(result.aval.shape)
+    return tuple(
+        replace(
+            whole,
+            bytes=whole.bytes * math.prod(e.outvars[0].aval.shape) // total,
+            source=source_of(e),
+            why=reason_of(e),
+        )
+        for e in parts
+    )
+
+
+def moved_operands(eqn: JaxprEqn) -> list[Any]:
+    """The operands of a collective that travel; the others of a ragged one say what goes where."""
+    return eqn.invars[:1] if eqn.primitive.name == "ragged_all_to_all" else eqn.invars
+
+
+def _collective(eqn: JaxprEqn, aval: Any, num_devices: int, count: int) -> Collective:
+    kind = COLLECTIVES[eqn.primitive.name]
+    size = byte_size(aval.shape, aval.dtype)
+    groups = eqn.params.get("axis_index_groups")
+    members = max(map(len, groups)) if groups else num_devices
+    if kind == "collective_permute":
+        members = len({d for pair in eqn.params["perm"] for d in pair})
+    sent = sent_bytes(kind, size, members)
+    return Collective(kind, sent, count, members, str(aval.dtype), source_of(eqn), reason_of(eqn))

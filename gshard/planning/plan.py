@@ -1,0 +1,105 @@
+"""A plan: what each device is to compute and send, before any collective is written.
+
+It is a program over local shapes whose communication is still nodes (`moving.nodes`): reshards,
+reductions, halos and aligned rows, each with its reason and the bytes that it sends. What operators
+send by themselves (a sort, a ring, what a user wrote in a manual region) are collectives in it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from gshard.graph.reason import Reason
+from gshard.graph.regions import bodies, runs_of
+from gshard.graph.source import is_unlikely, reason_of, source_of
+from gshard.graph.text import program_text
+from gshard.moving.inventory import COLLECTIVES, collectives_in
+from gshard.moving.nodes import Node, node_of
+from gshard.operators.rule import RULES
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A part of a plan that sends something: a node, or a collective that an operator is made of.
+
+    `bytes` is what one device sends in one execution; `count` how often it runs.
+    """
+
+    node: Node | None
+    kind: str
+    bytes: int
+    count: int
+    source: str
+    reason: Reason
+
+    @property
+    def total_bytes(self) -> int:
+        """What one device sends over all executions."""
+        return self.bytes * self.count
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The planned program of one of `num_devices` devices."""
+
+    jaxpr: Jaxpr
+    num_devices: int
+
+    @functools.cached_property
+    def sends(self) -> list[Sent]:
+        """All that is sent, in the order of the program."""
+        return list(self._sends(self.jaxpr, 1))
+
+    @property
+    def bytes(self) -> int:
+        """What one device sends in all."""
+        return sum(sent.total_bytes for sent in self.sends)
+
+    def _sends(self, jaxpr: Jaxpr, runs: int) -> Iterator[Sent]:
+        for eqn in jaxpr.eqns:
+            node = node_of(eqn)
+            if node is not None:
+                sent = node_bytes(node, eqn)
+                yield Sent(node, node.name, sent, runs, source_of(eqn), node.reason)
+            for c in collectives_in(eqn, self.num_devices, runs):
+                yield Sent(None, c.kind, c.bytes, runs, c.source, c.why)
+            inside = 0 if is_unlikely(eqn) else runs * runs_of(eqn)
+            for body in bodies(eqn):
+                yield from self._sends(body, inside)
+
+    def __str__(self) -> str:
+        title = f"plan for each of {self.num_devices} devices"
+        return program_text(self.jaxpr, title, plan_note)
+
+    __repr__ = __str__
+
+
+def node_bytes(node: Node, eqn: JaxprEqn) -> int:
+    """What one device sends for a node that is this equation."""
+    aval: Any = eqn.invars[0].aval
+    return node.sent(tuple(aval.shape), aval.dtype)
+
+
+def _rule_of(operator: str) -> str:
+    """The file of the rule of an operator, in parentheses."""
+    for primitive, rule in RULES.items():
+        if primitive.name == operator:
+            module = (rule.partition or rule.factors).__module__
+            return f" (rule: {module.removeprefix('gshard.').replace('.', '/')}.py)"
+    return ""
+
+
+def plan_note(eqn: JaxprEqn) -> str:
+    """Why an equation of a plan is there, and what it sends."""
+    node = node_of(eqn)
+    if node is not None:
+        why = f"{node.reason}{_rule_of(node.reason.operator)}"
+        return f"{source_of(eqn)}: {why}; sends {node_bytes(node, eqn):,} bytes"
+    if eqn.primitive.name in COLLECTIVES:
+        return f"{source_of(eqn)}: {reason_of(eqn)}"
+    return ""

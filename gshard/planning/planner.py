@@ -1,0 +1,324 @@
+"""The partitioner: an interpreter that runs each equation on tiles (section 3.3).
+
+It runs while `shard_map` traces it, so what it executes on local arrays becomes the one program of
+all devices. Each operator's rule is ordinary `lax` code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import primitives as p
+
+from gshard._jax import current_context, without_mesh
+from gshard.annotate import annotate_p
+from gshard.graph.reason import Reason
+from gshard.graph.source import on_behalf_of
+from gshard.moving import reshard
+from gshard.moving.again import REARRANGING, Made, resharded_again
+from gshard.moving.partial import combine_sums
+from gshard.operators import unreduced
+from gshard.operators.choose import in_place_again, partition_by_factors
+from gshard.operators.rule import Shares, equation_key
+from gshard.planning.available import VIEWS, Available
+from gshard.propagation.propagate import Propagated
+from gshard.propagation.widening import narrow_parts
+from gshard.rules import RULES
+from gshard.rules.manual import CROSSING_MANUAL, check_manual, run_manually
+from gshard.rules.pointwise import same_dims
+from gshard.rules.unknown import unknown_rule
+from gshard.tensors.devices import Place
+from gshard.tensors.factors import Factor
+from gshard.tensors.keys import is_key_type
+from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.tile import Identity, Tile
+
+
+def partition(
+    jaxpr: Jaxpr, found: Propagated, memory_limit: int, strict: bool = False
+) -> Callable[[Place, Sequence[Tile]], list[Tile]]:
+    """The per-device program: from tiles of its constants and arguments to tiles of its results."""
+
+    def local(place: Place, tiles: Sequence[Tile]) -> list[Tile]:
+        partitioner = Planner(place, found.shardings, memory_limit, strict, found.kinds)
+        return partitioner.run(jaxpr, tiles)
+
+    return local
+
+
+NOTHING: Mapping[int, Any] = MappingProxyType({})
+
+
+def _is_index_math(eqn: JaxprEqn) -> bool:
+    """Whether an equation computes integers, or masks, from the same elements of others."""
+    dtype = getattr(eqn.outvars[0].aval, "dtype", None) if len(eqn.outvars) == 1 else None
+    if dtype is None or is_key_type(dtype) or dtype.kind not in "iub":
+        return False
+    rule = RULES.get(eqn.primitive)
+    by_element = rule is not None and rule.level == 0 and not rule.partition
+    return by_element or eqn.primitive is p.iota_p
+
+
+def _can_be_made_again(eqn: JaxprEqn, tiles: Sequence[Tile]) -> bool:
+    """Whether an operator may run after a move of its operands instead of before."""
+    if eqn.primitive is annotate_p or any(t.partial or t.sharding.manual for t in tiles):
+        return False
+    rule = RULES.get(eqn.primitive)
+    by_element = rule is not None and rule.factors is same_dims and not rule.partition
+    return by_element or eqn.primitive in REARRANGING
+
+
+def _sliced(jaxpr: Jaxpr) -> dict[Any, list[JaxprEqn]]:
+    """The slices of each variable."""
+    found: dict[Any, list[JaxprEqn]] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is p.slice_p and not isinstance(eqn.invars[0], Literal):
+            found.setdefault(eqn.invars[0], []).append(eqn)
+    return found
+
+
+class Planner:
+    """Runs a program on tiles, with the shardings that propagation found."""
+
+    def __init__(
+        self,
+        place: Place,
+        shardings: Mapping[Any, Sharding],
+        memory_limit: int,
+        strict: bool = False,
+        kinds: Mapping[JaxprEqn, int] = MappingProxyType({}),
+    ):
+        self.place = place
+        self.shardings = shardings
+        self.kinds = kinds
+        self.memory_limit = memory_limit
+        self.strict = strict  # whether a primitive without a rule is an error
+        self.available = Available()
+        self.products: Mapping[Any, int] = {}  # how many products contract a variable's dims alike
+        self.narrow: Mapping[Any, float] = {}  # the parts of values that have to move for them
+        self.sliced: Mapping[Any, list[JaxprEqn]] = {}  # the slices of each variable
+        self.over: dict[Any, float] = {}  # what they cost together
+        self.literals: dict[Any, Tile] = {}
+        self.values: dict[Any, Tile] = {}  # of all variables, once they are known
+        self.waiting: dict[Any, float] = {}  # variables whose sum may wait, and its share
+
+    def inner(self) -> Planner:
+        """A partitioner for a body: it may use what is known outside, but not leak what it adds."""
+        inner = Planner(
+            self.place.inner(), self.shardings, self.memory_limit, self.strict, self.kinds
+        )
+        inner.available = self.available.inner()
+        return inner
+
+    def on(self, place: Place, shardings: Mapping[Any, Sharding]) -> Planner:
+        """A partitioner for other devices, and a program of its own."""
+        return Planner(place, shardings, self.memory_limit, self.strict)
+
+    def sharding(self, var: Any) -> Sharding:
+        """The sharding that propagation gave `var`."""
+        return self.shardings[var]
+
+    def reshard(self, tile: Tile, target: Sharding, reason: Reason) -> Tile:
+        """`tile` under another sharding; asking twice moves it once."""
+        if tile.partial:
+            tile = combine_sums(self.place, tile, target, reason.operator)
+        if tile.sharding == target and tile.is_standard:
+            return tile
+        found = self.available.under(tile, target)
+        if found is None and (found := self.made_again(tile, target, reason)):
+            self.available.add(tile, found)
+        if found is None and target.is_replicated:
+            found = self.made_whole(tile)
+        if found is None:
+            found = reshard.reshard(self.place, tile, target, reason)
+            self.available.add(tile, found)
+        return found
+
+    def made_again(self, tile: Tile, target: Sharding, reason: Reason) -> Tile | None:
+        """`tile` under another sharding, if it is cheaper to move what it was made of."""
+        return resharded_again(
+            self.place,
+            tile,
+            target,
+            lambda operand, wanted: self.reshard(operand, wanted, reason),
+            lambda operand, wanted: self.available.under(operand, wanted) is not None,
+        )
+
+    def made_whole(self, tile: Tile, depth: int = 50) -> Tile | None:
+        """A tensor of integers made again, whole, if that needs nothing to be sent; else None.
+
+        Indices are often counted or computed from others that were whole once: a sort's results.
+        """
+        whole = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
+        if tile.sharding.is_replicated:
+            return tile
+        found = self.available.moved_to(tile, whole)
+        if found is not None:
+            return found
+        maker = self.available.maker(tile)
+        if maker is None or not depth:
+            return None
+        eqn, tiles = maker
+        ready: list[Tile] = []
+        for operand in tiles:
+            made = self.made_whole(operand, depth - 1)
+            if made is None:
+                return None
+            ready.append(made)
+        with on_behalf_of(eqn):
+            (made,) = partition_by_factors(self, eqn, RULES[eqn.primitive], ready, [whole])
+        self.available.add_made(tile, made)
+        return made
+
+    def retile(self, tile: Tile, dim: int, size: int, reason: Reason) -> Tile:
+        """`tile` with tiles of `size` rows along `dim`, which need not be the usual."""
+        return reshard.retile(self.place, tile, dim, size, reason)
+
+    def waits(
+        self, var: Any, tile: Tile, reduced: Mapping[Factor, Split], kinds: Mapping[Factor, str]
+    ) -> Tile | None:
+        """`tile` as a partial sum over the `reduced` splits, if the sum of `var` may wait."""
+        if not reduced or var not in self.waiting or {kinds[f] for f in reduced} != {"sum"}:
+            return None
+        return unreduced.left_unreduced(tile, tuple(reduced.values()))
+
+    def shares(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Shares | None:
+        """What an operator shares with others, if anything."""
+        of_sum = min([self.waiting[v] for v in eqn.outvars if v in self.waiting], default=1.0)
+        forms = [self.available.forms_of(t) for t in tiles]
+        variables = [None if isinstance(a, Literal) else a for a in eqn.invars]
+        narrow, uses = tuple([self.narrow.get(v, 1.0) for v in variables]), (1.0,) * len(tiles)
+        if eqn.primitive is p.dot_general_p:
+            contracted = zip(variables, eqn.params["dimension_numbers"][0], strict=True)
+            uses = tuple([1 / self.products.get(dims, 1) for dims in contracted])
+        if of_sum == 1 and not any(forms) and {*uses, *narrow} <= {1.0}:
+            return None
+        return Shares(of_sum, uses, narrow, tuple(forms))
+
+    def over_slices(self, var: Any, alike: Any, cost: Callable[[JaxprEqn], float]) -> float:
+        """What all slices of a variable cost, of which those that are `alike` are asked once."""
+        if isinstance(var, Literal):
+            return 0.0
+        if (var, alike) not in self.over:
+            self.over[var, alike] = sum(map(cost, self.sliced.get(var, ())))
+        return self.over[var, alike]
+
+    def kind(self, eqn: JaxprEqn) -> int | None:
+        """Its `equation_key`, which propagation has found out already."""
+        found = self.kinds.get(eqn)
+        return equation_key(eqn) if found is None else found
+
+    def again(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> list[Tile] | None:
+        """The results of an equation like one that ran before with nothing to move."""
+        kind = self.kinds.get(eqn)
+        if kind is None or eqn.primitive in VIEWS:  # of which more is to be remembered
+            return None
+        return in_place_again(eqn, kind, tiles, [self.shardings[v] for v in eqn.outvars])
+
+    def run_body(
+        self,
+        closed: ClosedJaxpr,
+        tiles: Sequence[Tile],
+        leaving: Mapping[int, float] = NOTHING,
+    ) -> list[Tile]:
+        """The results of a body; its constants are whole on every device."""
+        return self.run(closed.jaxpr, [*map(self.whole, closed.consts), *tiles], leaving)
+
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        tiles: Sequence[Tile],
+        leaving: Mapping[int, float] = NOTHING,
+    ) -> list[Tile]:
+        """The results of a program, given tiles for its constants and its arguments.
+
+        The results with the numbers in `leaving` may be partial sums (see `unreduced.waiting`).
+        """
+        self.waiting = unreduced.waiting(jaxpr, leaving, self.shardings)
+        self.narrow = narrow_parts(jaxpr)
+        self.sliced = _sliced(jaxpr)
+        self.over = {}
+        self.products = Counter(
+            (a, eqn.params["dimension_numbers"][0][side])
+            for eqn in jaxpr.eqns
+            if eqn.primitive is p.dot_general_p
+            for side, a in enumerate(eqn.invars)
+            if not isinstance(a, Literal)
+        )
+        env: dict[Any, Tile] = dict(zip((*jaxpr.constvars, *jaxpr.invars), tiles, strict=True))
+        self.values = env
+
+        def read(atom: Any) -> Tile:
+            return self.literal(atom) if isinstance(atom, Literal) else env[atom]
+
+        with without_mesh():
+            context = current_context()
+            for eqn in jaxpr.eqns:
+                operands = [read(a) for a in eqn.invars]
+                results = self.again(eqn, operands) if eqn.ctx is context else None
+                if results is None:
+                    with on_behalf_of(eqn):
+                        results = self.equation(eqn, operands)
+                env.update(zip(eqn.outvars, results, strict=True))
+                if _is_index_math(eqn) and eqn.primitive is not annotate_p:
+                    self.available.add_maker(results[0], eqn, operands)
+                if _can_be_made_again(eqn, (*operands, *results)):
+                    self.place.made[Identity(results[0].array)] = Made(
+                        results[0], eqn, tuple(operands)
+                    )
+        return [read(a) for a in jaxpr.outvars]
+
+    def equation(self, eqn: JaxprEqn, tiles: list[Tile]) -> list[Tile]:
+        """The results of one equation, on tiles."""
+        targets = [self.shardings[v] for v in eqn.outvars]
+        if any(t.partial for t in tiles):
+            part = unreduced.on_unreduced(self, eqn, tiles)
+            if part and part.partial and eqn.outvars[0] in self.waiting:
+                return [part]
+            if part:
+                return [self.reshard(part, targets[0], Reason("result", eqn.primitive.name))]
+            tiles = [
+                self.reshard(t, self.sharding(a), Reason("operand", eqn.primitive.name))
+                if t.partial
+                else t
+                for t, a in zip(tiles, eqn.invars, strict=True)
+            ]
+        if any(t.sharding.manual for t in tiles) and eqn.primitive not in CROSSING_MANUAL:
+            results = run_manually(self, eqn, tiles)
+        else:
+            rule = RULES.get(eqn.primitive) or unknown_rule(eqn, self.strict)
+            if rule.partition:
+                results = rule.partition(self, eqn, tiles, targets)
+            else:
+                results = partition_by_factors(self, eqn, rule, tiles, targets)
+        for number, (result, target) in enumerate(zip(results, targets, strict=True)):
+            if result.sharding is target and result.is_standard and not result.partial:
+                continue
+            check_manual(eqn, result, target)
+            if not result.partial or eqn.outvars[number] not in self.waiting:
+                reason = Reason("result", eqn.primitive.name)
+                results[number] = self.reshard(result, target, reason)
+        if eqn.primitive in VIEWS:
+            self.available.add_view(eqn, results[0], tiles[0])
+        return results
+
+    def literal(self, atom: Literal) -> Tile:
+        """A number in the program; equal ones are made once."""
+        key = (atom.aval, type(atom.val), np.asarray(atom.val).tobytes())
+        if key not in self.literals:
+            self.literals[key] = self.whole(atom.val)
+        return self.literals[key]
+
+    def whole(self, value: Any) -> Tile:
+        """A constant, which every device has."""
+        array = value if isinstance(value, jax.Array) else jnp.asarray(value)
+        return Tile(
+            array, Sharding.replicated(jnp.ndim(array), self.place.num_devices), jnp.shape(array)
+        )

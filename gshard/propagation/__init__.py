@@ -1,0 +1,1 @@
+"""A sharding for every value, from a few annotations."""

@@ -1,0 +1,196 @@
+"""What a program would cost under given shardings: the sum over its operators of what they send.
+
+The same costs by which the partitioner chooses how an operator runs (`choose`), with trip counts.
+A value that several operators need in one form, or transposed, is moved there once, and partial
+sums that are added are summed once. Layers that look alike are counted once and multiplied.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Literal
+from jax.extend.core import primitives as p
+
+from gshard.moving.partial import combine_cost
+from gshard.moving.plan import reshard_cost
+from gshard.operators.choose import choose, default_cost, local_work, shard_dims
+from gshard.operators.rule import Shares
+from gshard.propagation.flow import Edge, Flow
+from gshard.tensors.sharding import Sharding
+
+Key = Any
+
+
+class Operand(NamedTuple):
+    """A value as an operator uses it; what was moved for `earlier` uses need not be again."""
+
+    value: Any  # the variable that it is, or is a transpose of
+    dims: tuple[int, ...]  # for every dim of that, which one it is here
+    use: Key
+    earlier: Collection[Key]
+
+
+class Operator(NamedTuple):
+    """An operator of the program, or several that are alike."""
+
+    kind: int  # equal where equal shardings cost the same
+    variables: tuple[Any, ...]
+    runs: int  # how often it runs
+    edge: Edge
+    operands: Mapping[int, Operand]  # those that are variables
+    share: float  # what is paid of the sum of its result
+    narrow: tuple[float, ...]  # the part of each operand that has to move for it
+
+
+class Cost(NamedTuple):
+    """What an operator costs when it runs once."""
+
+    own: float
+    moves: Mapping[int, tuple[Sharding, float]]  # operands that move: where to, and what for
+
+
+class Estimator:
+    """The cost of a program, for one assignment of shardings after another."""
+
+    def __init__(self, flow: Flow):
+        self.num_devices = flow.num_devices
+        self.edges = flow.edges
+        self.shares = flow.shares
+        self.narrow = flow.narrow
+        self.costs: dict[Key, Cost] = {}  # by kinds of operators, and shardings
+
+    @functools.cached_property
+    def operators(self) -> list[Operator]:
+        """The operators of the program one by one."""
+        found: list[Operator] = []
+        numbers: dict[Key, int] = {}
+        described: dict[Any, Key] = {}
+        sources: dict[Any, tuple[Any, tuple[int, ...]]] = {}  # of what is transposed
+        for edge in self.edges:
+            operands = {
+                i: _operand(a, sources)
+                for i, a in enumerate(edge.atoms[0])
+                if not isinstance(a, Literal)
+            }
+            if edge.eqn is not None and edge.eqn.primitive is p.transpose_p and operands:
+                order = edge.eqn.params["permutation"]
+                dims = tuple([order.index(d) for d in operands[0].dims])
+                sources[edge.eqn.outvars[0]] = (operands[0].value, dims)
+            if edge.kind not in described:
+                described[edge.kind] = _described(edge)
+            share = min([self.shares.get(v, 1.0) for v in edge.atoms[1]], default=1.0)
+            narrow = tuple(
+                [1.0 if isinstance(a, Literal) else self.narrow.get(a, 1.0) for a in edge.atoms[0]]
+            )
+            kind = numbers.setdefault((described[edge.kind], share, narrow), len(numbers))
+            variables = (*[edge.atoms[0][i] for i in operands], *edge.atoms[1])
+            found.append(Operator(kind, variables, edge.runs, edge, operands, share, narrow))
+        return found
+
+    def alike(self, classes: Mapping[Any, Key]) -> list[Operator]:
+        """The operators of a program in which all variables of a class have one sharding.
+
+        Those are alike whose operands have been used before by such as are alike.
+        """
+        groups: dict[Key, list[Operator]] = {}
+        numbers: dict[Key, int] = {}
+        uses: dict[Any, frozenset[Key]] = {}  # of values, before
+        for each in self.operators:
+            key = (each.kind, *[classes[v] for v in each.variables])
+            number = numbers.setdefault(key, len(numbers))
+            operands = {}
+            for i, operand in each.operands.items():
+                earlier = uses.get(operand.value, frozenset())
+                operands[i] = operand._replace(use=(number, i), earlier=earlier)
+                if each.edge.eqn is not None:
+                    uses[operand.value] = earlier | {(number, i)}
+            key = (number, *[(o.dims, o.earlier) for o in operands.values()])
+            groups.setdefault(key, []).append(each._replace(operands=operands))
+        return [g[0]._replace(runs=sum(each.runs for each in g)) for g in groups.values()]
+
+    def cost(
+        self, shardings: Mapping[Any, Sharding], operators: Sequence[Operator] | None = None
+    ) -> float:
+        """The bytes that a device sends, and the time of its work as bytes."""
+        total, costs = 0.0, self.costs
+        moved: set[tuple[Key, Sharding]] = set()  # for which use, and where to
+        for each in self.operators if operators is None else operators:
+            key = (each.kind, *[shardings[v] for v in each.variables])
+            cost = costs.get(key)
+            if cost is None:
+                cost = costs[key] = self._cost(each, shardings)
+            spent = cost.own
+            for i, (target, sent) in cost.moves.items():
+                _, dims, use, earlier = each.operands[i]
+                form = target.project(dims)
+                if not any((other, form) in moved for other in earlier):
+                    spent += sent
+                moved.add((use, form))
+            total += spent * each.runs
+        return total
+
+    def _cost(self, operator: Operator, shardings: Mapping[Any, Sharding]) -> Cost:
+        operands, results = (
+            [
+                Sharding.replicated(len(a.aval.shape), self.num_devices)
+                if isinstance(a, Literal)
+                else shardings[a]
+                for a in side
+            ]
+            for side in operator.edge.atoms
+        )
+        return _edge_cost(operator, operands, results)
+
+
+def _operand(var: Any, sources: Mapping[Any, tuple[Any, tuple[int, ...]]]) -> Operand:
+    """A use of a value that is told from other values, but not from its other uses."""
+    value, dims = sources.get(var) or (var, tuple(range(len(var.aval.shape))))
+    return Operand(value, dims, value, (value,))
+
+
+def _described(edge: Edge) -> Key:
+    """All that the cost of an operator depends on, but for the shardings."""
+    factors, eqn = edge.factors, edge.eqn
+    avals = tuple((a.aval.shape, a.aval.dtype) for a in edge.atoms[0] + edge.atoms[1])
+    return (
+        eqn.primitive if eqn else None,
+        avals,
+        factors.operands,
+        factors.results,
+        tuple(factors.reduced.items()),
+        factors.whole,
+    )
+
+
+def _edge_cost(operator: Operator, shardings: list[Sharding], targets: list[Sharding]) -> Cost:
+    edge, share, narrow = operator.edge, operator.share, operator.narrow
+    factors, eqn = edge.factors, edge.eqn
+    if eqn is None:  # the border of a loop
+        (outside,), (inside,) = shardings, targets
+        more = outside.rank - inside.rank
+        wanted = Sharding((*(None,) * more, *inside.splits), inside.num_devices)
+        (aval,) = (a.aval for a in edge.atoms[0])
+        return Cost(reshard_cost(outside, wanted, aval.shape, aval.dtype, narrow[0]), {})
+    if not targets:
+        return Cost(0.0, {})
+    count, num_devices = len(shardings), targets[0].num_devices
+    shares = Shares(share, (1.0,) * count, narrow, (frozenset(),) * count)
+    shared = share < 1 or min(narrow, default=1.0) < 1
+    cost = functools.partial(default_cost, shares=shares) if shared else None
+    chosen = choose(eqn, factors, shardings, targets, cost=cost)
+    moves = {}
+    for i, (atom, dims) in enumerate(zip(eqn.invars, factors.operands, strict=True)):
+        wanted = shard_dims(dims, chosen, factors, num_devices)
+        aval = atom.aval
+        if sent := reshard_cost(shardings[i], wanted, aval.shape, aval.dtype, narrow[i]):
+            moves[i] = (wanted, sent)
+    own = local_work(eqn, factors, chosen)
+    reduced = {f: s for f, s in chosen.items() if s and f in factors.reduced}
+    for var, dims, target in zip(eqn.outvars, factors.results, targets, strict=True):
+        here = shard_dims(dims, chosen, factors, num_devices)
+        sent = combine_cost(here, reduced, factors.reduced, target, var.aval)
+        own += sent * share if reduced else sent
+    return Cost(own, moves)

@@ -1,0 +1,299 @@
+"""Sharding propagation: from a few annotated tensors to every tensor of the program (section 3.2).
+
+The paper's iterative data-flow analysis (`flow`): a dim without a split takes one over from a
+neighbour, a tensor that shares the dim through an operator. What decides when neighbours disagree,
+in this order:
+
+1. Annotations are never overridden, and unsplit dims of an annotated tensor stay unsplit.
+2. What it costs. Dims that are the same dim throughout the program (the batch, the model dim, all
+   layers' hidden dims) form a group; where splits of several groups want the same tensors, the
+   groups are ranked so that the program costs least, in bytes sent and in work, over all tensors
+   that they tie together (`estimate`). The split that ranks first spreads first, through the whole
+   program. Without such a conflict, or where it gains nothing, rules 3 to 6 alone decide. What is
+   constant in a loop (or made of such, element by element) is gathered before it, once, if that
+   costs less than to move in every run.
+3. Operators that leave elements where they are (pointwise, transpose, broadcast, reshape, the
+   borders of loops) pass splits on, both ways, before any other operator does.
+4. Then other operators pass splits forwards, from operands to results; only when nothing moves
+   forwards any more, backwards. After any step the analysis returns to rule 3.
+5. Within an operator, batch dims of contractions come first; then the dim whose tensors are
+   largest, so that the least has to be resharded; then the first in the operands' order.
+6. A split is taken over only if it can stand beside the tensor's other splits; through an operator
+   that changes the dim's size (slice, pad), only if there is a row for every tile.
+
+Program order makes the result deterministic. Dims that nobody splits are whole.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from gshard.graph.source import source_of
+from gshard.moving.costs import MACHINE, MEMORY_LIMIT, Machine, machine, planning_for
+from gshard.propagation.estimate import Estimator
+from gshard.propagation.flow import Flow, Groups, Spread
+from gshard.tensors.sharding import Sharding, Split, compatible
+
+_NONE = -1  # the group of dims that no annotation says anything about
+_MOST = 6  # contested splits that are ranked; more would take long
+_GAIN = 0.99  # a ranking has to make the program this much cheaper to be taken
+
+Candidate = tuple[int, Split]  # a group of dims, and a split that annotations give some of them
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two splits that wanted the same tensors: the one that spread first, and the one that lost.
+
+    `cost` is what the program costs so, and `instead` what it would cost if the other had gone
+    first, in bytes that a device sends; its work counts as the bytes that it could send meanwhile.
+    """
+
+    kept: str
+    lost: str
+    cost: float
+    instead: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kept} goes before {self.lost}: "
+            f"{self.cost:,.0f} bytes, instead of {self.instead:,.0f}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Propagated:
+    """A sharding for every variable, and the conflicts that were decided on the way.
+
+    `kinds` are the keys of equations (`rule.equation_key`): equal for equations that are alike.
+    """
+
+    shardings: Mapping[Any, Sharding]
+    conflicts: tuple[Conflict, ...]
+    kinds: Mapping[JaxprEqn, int]
+
+
+def propagate(
+    closed: ClosedJaxpr,
+    num_devices: int,
+    given: Mapping[Any, Sharding] | None = None,
+    memory_limit: int = MEMORY_LIMIT,
+) -> Propagated:
+    """A sharding for every variable of the program and of the bodies in it.
+
+    `given` are the shardings of arguments that lie somewhere already: as binding as annotations,
+    but that one which is whole everywhere may be cut, which sends nothing, unless that costs more
+    later. Constants of a loop that take no more than `memory_limit` in all may be gathered before
+    it.
+    """
+    flow = Flow(num_devices, memory_limit)
+    flow.add(closed.jaxpr)
+    whole = {var: sharding for var, sharding in (given or {}).items() if sharding.is_replicated}
+    for var, sharding in (given or {}).items():
+        if var not in whole:
+            flow.fix(var, sharding)
+    with planning_for(_for_many_collectives(machine())):
+        costs = functools.cache(lambda: Estimator(flow))  # only where there is something to decide
+        spread, conflicts = _best(flow, costs)
+        if any(any(spread.splits[var]) for var in whole):
+            for var, sharding in whole.items():
+                flow.fix(var, sharding)
+            spread, conflicts = _cheaper(costs, (spread, conflicts), _best(flow, costs))
+    return Propagated(spread.shardings, conflicts, flow.kinds)
+
+
+def _for_many_collectives(of: Machine) -> Machine:
+    """The machine, where the small collectives of a whole program are counted one by one.
+
+    They will travel together (`bundles`), so that to start one costs much less than one alone does.
+    """
+    return replace(of, latency=min(of.latency, MACHINE.latency))
+
+
+Costs = Callable[[], Estimator]
+Settled = tuple[Spread, tuple[Conflict, ...]]  # where splits stand, and what was decided for that
+
+
+def _best(flow: Flow, costs: Costs) -> Settled:
+    """The cheaper of loops with constants that are split in them, and whole."""
+    dims = functools.cache(lambda: _grouped(flow))
+    found = _settled(flow, costs, dims, sealed=False)
+    if any(any(found[0].splits[var]) for var in flow.constants):
+        found = _cheaper(costs, found, _settled(flow, costs, dims, sealed=True))
+    return found
+
+
+def _cheaper(costs: Costs, usual: Settled, other: Settled) -> Settled:
+    """The second, if it gains something."""
+    this, that = (costs().cost(spread.shardings) for spread, _ in (usual, other))
+    return other if that < _GAIN * this else usual
+
+
+def _settled(flow: Flow, costs: Costs, dims: Callable[[], _Dims], sealed: bool) -> Settled:
+    """Where the splits come to stand, and the conflicts that were decided."""
+    spread = flow.spread({}, sealed=sealed)
+    if not spread.blocked:
+        return spread, ()
+    return _cheapest(flow, costs(), dims().sealed(flow) if sealed else dims(), spread)
+
+
+def _cheapest(flow: Flow, estimator: Estimator, dims: _Dims, spread: Spread) -> Settled:
+    """Where splits conflict: the best of the flow by rules 3 to 6 alone and of ranked ones."""
+    contested = _contested(spread, dims)
+    if len(contested) < 2:
+        return spread, ()
+    rankings, costs = _rankings(flow, estimator, dims, contested)
+    best, order, least = spread, [], _GAIN * estimator.cost(spread.shardings)
+    for ranking in rankings:
+        ranked = flow.spread(dims.of, ranking, spread.sealed)
+        cost = costs[ranking[0]] = estimator.cost(ranked.shardings)
+        if cost < least:
+            best, order, least = ranked, ranking, cost
+    if not order:
+        return best, ()
+    kept, *others = order
+    return best, tuple(
+        Conflict(dims.told(flow, kept), dims.told(flow, lost), costs[kept], costs[lost])
+        for lost in others
+        if costs[lost] > costs[kept]
+    )
+
+
+# ---------------------------------------------------------------- dims that belong together
+
+
+@dataclass(frozen=True)
+class _Dims:
+    """The groups of all dims, and the splits that annotations give to dims of a group."""
+
+    of: Groups
+    candidates: dict[Candidate, tuple[Any, int]]  # and the first tensor that has such a split
+
+    def told(self, flow: Flow, candidate: Candidate) -> str:
+        """A candidate in the user's words: the first annotation that says so."""
+        var, dim = self.candidates[candidate]
+        where = f" ({source_of(flow.said[var])})" if var in flow.said else ""
+        _, split = candidate
+        return f"dim {dim} by {split.tiles} of {var.aval.str_short(short_dtypes=True)}{where}"
+
+    def sealed(self, flow: Flow) -> _Dims:
+        """The same where constants of loops belong to no group, as they are whole in them."""
+        none = {var: (_NONE,) * len(flow.given[var]) for var in flow.constants}
+        return replace(self, of={**self.of, **none})
+
+
+def _grouped(flow: Flow) -> _Dims:
+    """Dims joined by operators form classes; classes with the same annotations form a group.
+
+    So the hidden dims of all layers are one group, though no operator joins them.
+    """
+    first, total = {}, 0
+    for var, splits in flow.given.items():
+        first[var] = total
+        total += len(splits)
+    parent = list(range(total))
+
+    def root(node: int) -> int:
+        while parent[node] != node:
+            parent[node] = node = parent[parent[node]]
+        return node
+
+    for edge in flow.edges:
+        seen: dict[str, int] = {}
+        for atom, names, _ in edge.sides[0] + edge.sides[1]:
+            for dim, name in enumerate(names):
+                if name and name[0] not in edge.factors.whole:
+                    node = root(first[atom] + dim)
+                    other = root(seen.setdefault(name[0], node))
+                    low, high = min(node, other), max(node, other)
+                    parent[high] = low
+    anchors: dict[int, list[Any]] = {}
+    numbers: dict[Split, int] = {}
+    for var in flow.closed:
+        for dim, split in enumerate(flow.given[var]):
+            if split:
+                number = numbers.setdefault(split, len(numbers))
+                said = (number, var.aval.shape, dim)
+                anchors.setdefault(root(first[var] + dim), []).append((said, split, var))
+    by_anchors: dict[Any, int] = {}
+    group_of: dict[int, int] = {}
+    candidates: dict[Candidate, tuple[Any, int]] = {}
+    for node in sorted(anchors):
+        known = frozenset(said for said, _, _ in anchors[node])
+        group = group_of[node] = by_anchors.setdefault(known, len(by_anchors))
+        for (_, _, dim), split, var in anchors[node]:
+            candidates.setdefault((group, split), (var, dim))
+    of = {
+        var: tuple(group_of.get(root(first[var] + d), _NONE) for d in range(len(splits)))
+        for var, splits in flow.given.items()
+    }
+    return _Dims(of, candidates)
+
+
+def _contested(spread: Spread, dims: _Dims) -> list[Candidate]:
+    """The splits that wanted a tensor which others had, and the splits that it had."""
+    groups: dict[int, None] = {}
+    for var, dim in spread.blocked:
+        groups[dims.of[var][dim]] = None
+        had = zip(dims.of[var], spread.splits[var], strict=True)
+        groups |= dict.fromkeys(group for group, split in had if split)
+    found = [c for c in dims.candidates if c[0] in groups]
+    return found[:_MOST]
+
+
+def _rankings(
+    flow: Flow, estimator: Estimator, dims: _Dims, contested: Sequence[Candidate]
+) -> tuple[list[list[Candidate]], dict[Candidate, float]]:
+    """The contested splits in orders in which the program seems to cost least, found greedily.
+
+    And what it seems to cost with each of them going first.
+
+    The costs are those of a flood: the flow itself may not get everywhere, and is tried for the
+    two best choices of the split that goes first.
+    """
+    rest = [c for c in dims.candidates if c not in contested]
+    numbers: dict[Any, int] = {}
+    examples: list[Any] = []  # a variable of every class: those that a flood treats alike
+    classes: dict[Any, int] = {}
+    for var, groups in dims.of.items():
+        closed = flow.closed.get(var)
+        said = (tuple(flow.given[var]), frozenset(closed)) if closed else None
+        number = classes[var] = numbers.setdefault((groups, said, var in flow.manual), len(numbers))
+        if number == len(examples):
+            examples.append(var)
+    operators = estimator.alike(classes)
+    needed = {v: classes[v] for each in operators for v in each.variables}
+
+    def cost(order: Sequence[Candidate]) -> float:
+        flooded = [_flooded(flow, dims.of, var, order) for var in examples]
+        return estimator.cost({v: flooded[number] for v, number in needed.items()}, operators)
+
+    def ranked(order: list[Candidate]) -> dict[Candidate, float]:
+        """What is left to rank after `order`, the best next one first, with costs."""
+        left = [c for c in contested if c not in order]
+        costs = {c: cost([*order, c, *(o for o in left if o is not c), *rest]) for c in left}
+        return dict(sorted(costs.items(), key=lambda item: item[1]))
+
+    rankings, costs = [], ranked([])
+    for first in list(costs)[:2]:
+        order = [first]
+        while len(order) < len(contested):
+            order.append(next(iter(ranked(order))))
+        rankings.append(order)
+    return rankings, costs
+
+
+def _flooded(flow: Flow, groups: Groups, atom: Any, order: Sequence[Candidate]) -> Sharding:
+    """What a tensor's sharding would be if splits reached all dims of their groups, in order."""
+    splits = list(flow.given[atom])
+    for group, split in order:
+        for dim, own in enumerate(groups[atom]):
+            fits = own == group and splits[dim] is None and dim not in flow.closed.get(atom, ())
+            if fits and compatible((*splits[:dim], *splits[dim + 1 :], split)):
+                splits[dim] = split
+    return Sharding(tuple(splits), flow.num_devices, atom in flow.manual)

@@ -1,0 +1,1 @@
+"""Between global arrays and what each device runs: ports, executables, stages."""

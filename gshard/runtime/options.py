@@ -1,0 +1,97 @@
+"""What `gshard.jit` was told: in the words of `jax.jit`, and beyond them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+import jax
+import numpy as np
+
+from gshard.forecast import Hardware
+from gshard.runtime.program import Settings
+
+
+class JitKeywords(TypedDict, total=False):
+    """The keywords of `gshard.jit` and their types; its docstring says what they mean."""
+
+    in_shardings: Any
+    out_shardings: Any
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Iterable[str] | None
+    donate_argnums: int | Sequence[int] | None
+    donate_argnames: str | Iterable[str] | None
+    keep_unused: bool
+    device: jax.Device | None
+    backend: str | None
+    inline: bool
+    compiler_options: dict[str, Any] | None
+    devices: Sequence[jax.Device] | int | None
+    partitioner: str
+    memory_limit: int
+    strict: bool
+    hardware: str | Path | Hardware | None
+    annotations: Any
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to partition: what `gshard.jit` was told beyond what `jax.jit` takes."""
+
+    devices: tuple[jax.Device, ...] | int | None
+    backend: str | None
+    partitioner: str
+    memory_limit: int
+    strict: bool
+    hardware: Hardware | None = None  # to plan for; None: what JAX says the devices are
+
+    def target(self, devices: tuple[jax.Device, ...] | int) -> str | None:
+        """The kind of device that a program for `devices` is traced for; None: what is here."""
+        if isinstance(devices, int):
+            return self.hardware.compiler if self.hardware else None
+        return devices[0].platform
+
+
+@dataclass(frozen=True, eq=False)
+class Keywords:
+    """What `gshard.jit` was told in the words of `jax.jit`."""
+
+    of_jax: dict[str, Any]
+    in_shardings: Any = None
+    out_shardings: Any = None
+
+    @property
+    def shardings(self) -> list[Any]:
+        """All shardings among them."""
+        return jax.tree.leaves((self.in_shardings, self.out_shardings))
+
+    def key(self, known: Any) -> Any:
+        """What tells apart two ways to jit one function."""
+        tree = jax.tree.structure((self.in_shardings, self.out_shardings))
+        donated = (known.donate_argnums, known.donate_argnames)
+        return tree, tuple(self.shardings), donated, self.settings(())
+
+    def settings(self, donated: tuple[int, ...]) -> Settings:
+        """What XLA's side is told, for a call whose flat arguments `donated` are given up."""
+        options = self.of_jax["compiler_options"] or {}
+        return Settings(donated, self.of_jax["keep_unused"], tuple(sorted(options.items())))
+
+    def of_arrays(self, donated: tuple[int, ...]) -> Keywords:
+        """The same for a function of flat arrays alone."""
+        kept = {k: self.of_jax[k] for k in ("keep_unused", "inline", "compiler_options")}
+        return Keywords({**kept, "donate_argnums": donated})
+
+
+def checked_devices(devices: Any, device: jax.Device | None) -> tuple[jax.Device, ...] | int | None:
+    """The devices to run on, or how many abstract ones; None: those that there are."""
+    if device is not None:
+        if devices is not None:
+            raise ValueError("device and devices are both given; device is a single one of them")
+        return (device,)
+    if isinstance(devices, int):
+        if devices < 1:
+            raise ValueError(f"devices is {devices}; at least 1 device is needed")
+        return devices
+    return None if devices is None else tuple(np.ravel(devices))

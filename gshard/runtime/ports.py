@@ -1,0 +1,257 @@
+"""Where local programs meet global arrays: placing arguments, and wrapping results.
+
+A sharding that divides, on devices in a regular order, is a `NamedSharding` of the program's mesh:
+its arrays are ordinary `jax.Array`s and go in and out as they are. Any other tiling travels as a
+*stack*: the tiles of all devices, one after the other along the first dim. Where such a tiling
+divides it is unwrapped into an ordinary array on the way out, without moving anything; where it
+does not, it stays a stack inside an `UnevenArray`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core.primitives import convert_element_type_p
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gshard.tensors import keys
+from gshard.tensors.meshes import (
+    AnyMesh,
+    Numbers,
+    axis_names,
+    mesh_shapes,
+    named_on,
+    ordinary,
+    spec_on,
+)
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Tile
+from gshard.tensors.uneven import UnevenArray, stack, unstack
+
+
+@dataclass(frozen=True)
+class Port:
+    """How one argument or result crosses into the per-device program.
+
+    `label` is how the user's own mesh calls the sharding, where it can.
+    """
+
+    sharding: Sharding
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+    stacked: bool
+    label: NamedSharding | None = None
+
+    @property
+    def physical_shape(self) -> tuple[int, ...]:
+        """The shape of the global array that crosses."""
+        if not self.stacked:
+            return self.shape
+        local = self.sharding.local_shape(self.shape)
+        return (local[0] * self.sharding.num_devices, *local[1:])
+
+    @functools.cached_property
+    def uneven(self) -> bool:
+        """Whether the user meets an `UnevenArray` here."""
+        return self.stacked and not self.sharding.is_even(self.shape)
+
+    # ------------------------------------------------------------ inside of the program
+
+    def enter(self, array: jax.Array) -> Tile:
+        """The tile of this device, inside of the program."""
+        if 0 in self.shape:  # crosses whole: XLA does not split what is empty
+            array = jnp.zeros(self.sharding.local_shape(self.shape), array.dtype)
+        return Tile(array, self.sharding, self.shape)
+
+    def leave(self, tile: Tile) -> jax.Array:
+        """What crosses of a result."""
+        return jnp.zeros(self.shape, tile.array.dtype) if 0 in self.shape else tile.array
+
+    def whole_in(self, value: jax.Array) -> jax.Array:
+        """A logical value as what crosses, for programs that take logical values only."""
+        return stack(value, self.sharding) if self.stacked else value
+
+    def whole_out(self, value: jax.Array) -> jax.Array:
+        """The logical value of what crossed."""
+        return unstack(value, self.sharding, self.shape) if self.stacked else value
+
+    # ------------------------------------------------------------ outside of it
+
+    def named(self, mesh: AnyMesh) -> NamedSharding:
+        """How JAX calls the sharding of the array that crosses."""
+        return NamedSharding(mesh, self.spec)
+
+    def struct(self, mesh: Mesh, dtype: Any) -> jax.ShapeDtypeStruct:
+        """The ordinary array that crosses here without moving; one that is uneven crosses whole."""
+        if self.label is not None:
+            sharding = self.label
+        elif not self.stacked:
+            sharding = self.named(mesh)
+        elif self.sharding.is_even(self.shape):
+            sharding = ordinary(mesh, self.sharding)
+        else:
+            sharding = NamedSharding(mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(self.shape, dtype, sharding=sharding)
+
+    def put(self, mesh: Mesh, value: Any) -> jax.Array:
+        """`value` as the array that crosses; nothing moves if it is in place."""
+        wanted = self.named(mesh)
+        if isinstance(value, UnevenArray):
+            placed = in_place(value.stack.sharding, wanted, value.ndim)
+            if self.stacked and value.tiling == self.sharding and placed:
+                return value.stack
+            value = value.logical()
+        if isinstance(value, jax.Array):
+            here = value.sharding
+            if not self.stacked and in_place(here, wanted, value.ndim):
+                return value
+            if self.stacked and here == ordinary(mesh, self.sharding):
+                return _rewrap(mesh, self.sharding, value)
+            value = _on_all_devices(mesh, value)
+            if self.stacked and not value.is_fully_addressable:
+                return _stacker(self.sharding, wanted)(value)
+            if value.is_fully_addressable and not wanted.is_fully_addressable:
+                if keys.is_key(value) and not self.stacked:
+                    return _spread_key(value, wanted)
+                value = np.asarray(value)
+        if not self.stacked:
+            return jax.device_put(value, wanted)
+        value = value if keys.is_key(value) else np.asarray(value)
+        return jax.device_put(stack(value, self.sharding), wanted)
+
+    def get(self, mesh: Mesh, value: jax.Array) -> jax.Array:
+        """What the user sees of an array that crossed."""
+        if value.dtype == jax.dtypes.float0:  # the gradient of an integer: nothing, on the host
+            return value if not self.stacked else value[tuple(map(slice, self.shape))]
+        if self.label is not None and self.label != value.sharding:
+            return _relabelled(value, self.label)
+        if not self.stacked:
+            return value
+        if self.uneven:
+            return UnevenArray(value, self.sharding, self.shape)
+        wanted = ordinary(mesh, self.sharding)
+        held = {s.device: s.data for s in value.addressable_shards}
+        tiles = [held[d] for d in wanted.mesh.devices.ravel() if d in held]
+        made = jax.make_array_from_single_device_arrays(
+            self.shape, wanted, tiles, dtype=value.dtype
+        )
+        return _weakly_typed(wanted)(made) if jax.typeof(value).weak_type else made
+
+
+@functools.lru_cache(maxsize=256)
+def _weakly_typed(sharding: NamedSharding) -> Any:
+    """A function that makes an array weakly typed, which JAX's own constructors cannot."""
+
+    def converted(array: jax.Array) -> jax.Array:
+        params = {"new_dtype": array.dtype, "weak_type": True, "sharding": None}
+        return convert_element_type_p.bind(array, **params)
+
+    return jax.jit(converted, out_shardings=sharding)
+
+
+def in_place(here: Any, wanted: NamedSharding, rank: int) -> bool:
+    """Whether an array lies where it is wanted, whatever its sharding is called."""
+    return here == wanted or here.is_equivalent_to(wanted, rank)
+
+
+def _relabelled(value: jax.Array, label: NamedSharding) -> jax.Array:
+    """The same array, its sharding called otherwise: nothing moves."""
+    if keys.is_key(value) or value.weak_type:  # unknown to `make_array`; small
+        return jax.device_put(value, label)
+    held = {s.device: s.data for s in value.addressable_shards}
+    tiles = [held[d] for d in label.mesh.devices.flat if d in held]
+    return jax.make_array_from_single_device_arrays(value.shape, label, tiles, dtype=value.dtype)
+
+
+def _spread_key(key: jax.Array, wanted: NamedSharding) -> jax.Array:
+    """A random key that every process has, as one array of all of them."""
+    raw = jax.device_put(np.asarray(jax.random.key_data(key)), wanted)
+    return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key))
+
+
+def _rewrap(mesh: Mesh, sharding: Sharding, value: jax.Array) -> jax.Array:
+    """An ordinary array that `Port.get` made, as the stack it came from: nothing moves."""
+    tiles = {s.device: s.data for s in value.addressable_shards}
+    tile = sharding.local_shape(value.shape)
+    spare = np.zeros(tile, value.dtype)  # for devices that hold nothing
+    local = [
+        tiles[d] if d in tiles else jax.device_put(spare, d)
+        for d in mesh.devices.ravel()
+        if d.process_index == jax.process_index()
+    ]
+    shape = (tile[0] * sharding.num_devices, *tile[1:])
+    stacked = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    return jax.make_array_from_single_device_arrays(shape, stacked, local)
+
+
+def _on_all_devices(mesh: Mesh, value: jax.Array) -> jax.Array:
+    """An array that lies on some of the devices only, of several processes: known to them all.
+
+    JAX moves arrays between processes only if all devices take part on both sides.
+    """
+    holding = value.sharding.device_set
+    one_process = len({d.process_index for d in mesh.devices.flat}) == 1
+    if one_process or not isinstance(value.sharding, NamedSharding) or len(holding) == mesh.size:
+        return value
+    number = {d: i for i, d in enumerate(mesh.devices.flat)}
+    if not holding <= number.keys():
+        return value
+    grid = np.vectorize(number.__getitem__)(value.sharding.mesh.devices)
+    sharding = Sharding.of_assignment(grid[..., 0], mesh.size)
+    return UnevenArray(_rewrap(mesh, sharding, value), sharding, value.shape).logical()
+
+
+@functools.lru_cache(maxsize=256)
+def _stacker(sharding: Sharding, wanted: NamedSharding) -> Any:
+    return jax.jit(functools.partial(stack, tiling=sharding), out_shardings=wanted)
+
+
+def ports(
+    shardings: Sequence[Sharding],
+    shapes: Sequence[tuple[int, ...]],
+    num_devices: int,
+    like: tuple[int, ...] | None = None,
+) -> tuple[tuple[int, ...], list[Port]]:
+    """The axes of the mesh that suits most of the arrays that cross, and how each of them does.
+
+    `like` are the axes of the user's mesh, which are tried first.
+    """
+    best: tuple[int, tuple[int, ...], list[Port]] | None = None
+    candidates = mesh_shapes(shardings, num_devices)
+    for axes in itertools.chain([like] if like else [], candidates):
+        found = [_port(s, tuple(n), axes) for s, n in zip(shardings, shapes, strict=True)]
+        stacks = sum(p.stacked for p in found)
+        if best is None or stacks < best[0]:
+            best = (stacks, axes, found)
+        if stacks == 0:
+            break
+    assert best
+    return best[1], best[2]
+
+
+def labelled(found: Sequence[Port], mesh: Mesh | None, numbers: Numbers) -> list[Port]:
+    """The ports, with what the user's mesh calls their shardings."""
+    if mesh is None:
+        return list(found)
+    return [
+        p if p.stacked or 0 in p.shape else replace(p, label=named_on(mesh, p.sharding, numbers))
+        for p in found
+    ]
+
+
+def _port(sharding: Sharding, shape: tuple[int, ...], axes: tuple[int, ...]) -> Port:
+    if 0 in shape:
+        return Port(sharding, shape, PartitionSpec(), False)
+    names = axis_names(axes)
+    grid = np.arange(sharding.num_devices).reshape(axes)
+    spec = spec_on(sharding, grid, names) if sharding.is_even(shape) else None
+    if spec is None:
+        return Port(sharding, shape, PartitionSpec(names if len(names) > 1 else names[0]), True)
+    return Port(sharding, shape, spec, False)

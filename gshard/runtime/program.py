@@ -1,0 +1,213 @@
+"""Program: a partitioned function with its border, ready for XLA."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.sharding import AbstractMesh, Mesh
+
+from gshard import _jax
+from gshard.emission import emit
+from gshard.emission.combine import combined
+from gshard.explanation import Subject
+from gshard.graph import map_bodies
+from gshard.graph.evaluate import bind, evaluate
+from gshard.graph.history import History
+from gshard.moving import inventory as explain
+from gshard.planning.plan import Plan
+from gshard.runtime.arrange import Arrangement
+from gshard.runtime.ports import Port
+from gshard.tensors.devices import Place
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Tile
+
+Local = Callable[[Place, Sequence[Tile]], list[Tile]]  # the per-device program, on tiles
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program for all devices, as a function of the flat arrays that cross its border.
+
+    `consts` are the values that the user's function closes over; they cross first.
+    """
+
+    traced: jax.stages.Traced
+    arranged: Arrangement
+    history: History
+    variant: Callable[[ClosedJaxpr], Plan]  # the plan of a changed logical program
+    per_device = True
+
+    mesh = property(lambda self: self.arranged.mesh)
+    consts = property(lambda self: self.arranged.consts)
+    into = property(lambda self: self.arranged.into)
+    out_of = property(lambda self: self.arranged.out_of)
+    plan = property(lambda self: self.arranged.plan)
+
+    @property
+    def subject(self) -> Subject:
+        """What explanations are made of."""
+        flat, found = self.arranged.flat, self.arranged.found
+        return Subject(flat, found, self.jaxpr, self.num_devices, self.variant)
+
+    @property
+    def conflicts(self) -> tuple[Any, ...]:
+        """Splits that wanted the same tensors, and what was decided."""
+        return self.arranged.found.conflicts
+
+    @property
+    def arguments(self) -> tuple[Port, ...]:
+        """Where the user's arguments cross."""
+        return self.into[len(self.consts) :]
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the program is for."""
+        return self.mesh.size
+
+    @functools.cached_property
+    def wraps(self) -> bool:
+        """Whether some arguments or results cross otherwise than the user sees them."""
+        return self.wraps_arguments or any(p.stacked for p in self.out_of)
+
+    @functools.cached_property
+    def wraps_arguments(self) -> bool:
+        """Whether some arguments do."""
+        return any(p.stacked for p in self.into)
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """The per-device program."""
+        (eqn,) = [e for e in self.traced.jaxpr.eqns if e.primitive.name == "shard_map"]
+        inner = eqn.params["jaxpr"]
+        return getattr(inner, "jaxpr", inner)
+
+    def fits(self, given: Sequence[Sharding | None]) -> bool:
+        """Whether it takes arguments that lie like that as they are."""
+        ports = self.into[len(self.into) - len(given) :]
+        return all(s is None or s == p.sharding for s, p in zip(given, ports, strict=True))
+
+    def collectives(self) -> list[explain.Collective]:
+        """What moves, how much, and because of which line: read off the program itself."""
+        return explain.collectives_of(self.jaxpr, self.mesh.size)
+
+    def text(self) -> str:
+        """The per-device program, readable."""
+        return explain.program_text(self.jaxpr, self.mesh.size)
+
+    def input_shardings(self) -> list[Sharding]:
+        """The shardings of the arguments."""
+        return [p.sharding for p in self.arguments]
+
+    def output_shardings(self) -> list[Sharding]:
+        """The shardings of the results."""
+        return [p.sharding for p in self.out_of]
+
+    def named_results(self) -> list[Any]:
+        """JAX's shardings of the results; one that does not divide is called whole."""
+        return [p.struct(self.mesh, jnp.float32).sharding for p in self.out_of]
+
+    def structs(self, dtypes: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """The arguments as shapes with JAX's own shardings."""
+        ports = zip(self.arguments, dtypes, strict=True)
+        return [p.struct(self.mesh, dtype) for p, dtype in ports]
+
+    def compile(self, compiler_options: dict[str, Any] | None) -> jax.stages.Compiled:
+        """The executable, for real devices."""
+        if isinstance(self.mesh, AbstractMesh):
+            raise RuntimeError(
+                f"this program was lowered for {self.mesh.size} abstract devices and cannot run; "
+                "give gshard.jit a list of devices (devices=jax.devices()) to compile or call it"
+            )
+        return self.traced.lower().compile(compiler_options=compiler_options)
+
+    def placed_consts(self) -> list[jax.Array]:
+        """The values that the user's function closes over, where the executable wants them."""
+        return [p.put(self.mesh, c) for p, c in zip(self.into, self.consts, strict=False)]
+
+    def put(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """The arguments as the arrays that cross; nothing moves that is in place."""
+        return [p.put(self.mesh, x) for p, x in zip(self.arguments, leaves, strict=True)]
+
+    def shown(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """What the user sees of arguments that would cross as these."""
+        return [p.get(self.mesh, x) for p, x in zip(self.arguments, arrays, strict=True)]
+
+    def get(self, out: Sequence[jax.Array]) -> list[jax.Array]:
+        """What the user sees of results that crossed."""
+        return [p.get(self.mesh, x) for p, x in zip(self.out_of, out, strict=True)]
+
+    def logical(self, arguments: Sequence[jax.Array]) -> list[jax.Array]:
+        """The program on logical values: what does not divide is stacked inside."""
+        values = (*self.consts, *arguments)
+        stacks = [p.whole_in(jnp.asarray(x)) for p, x in zip(self.into, values, strict=True)]
+        out = self.traced(*stacks)
+        return [p.whole_out(x) for p, x in zip(self.out_of, out, strict=True)]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `jax.jit` is told when the program is handed over to it."""
+
+    donated: tuple[int, ...]
+    keep_unused: bool
+    compiler_options: tuple[tuple[str, Any], ...]
+
+
+def finish(
+    arranged: Arrangement,
+    name: str,
+    settings: Settings,
+    history: History,
+    variant: Callable[[ClosedJaxpr], Plan],
+) -> Program:
+    """A plan carried out: emitted, small collectives combined, as a function that XLA compiles."""
+    mesh, mapped = arranged.mesh, arranged.mapped
+    jaxpr = emit(arranged.plan.jaxpr, dict(mesh.shape))
+    history.add("emit", jaxpr, explain.collective_note)
+    jaxpr = combined(jaxpr, mesh)
+    history.add("combine", jaxpr, explain.collective_note)
+    eqns = [
+        map_bodies(eqn, lambda closed: closed.replace(jaxpr=jaxpr))
+        if eqn.primitive is _jax.shard_map_p
+        else eqn
+        for eqn in mapped.jaxpr.eqns
+    ]
+    program = mapped.replace(jaxpr=mapped.jaxpr.replace(eqns=eqns))
+    return Program(_traced(program, name, arranged, settings), arranged, history, variant)
+
+
+def _traced(
+    program: ClosedJaxpr,
+    name: str,
+    arranged: Arrangement,
+    settings: Settings,
+) -> jax.stages.Traced:
+    """A program for global arrays, traced under the name of the user's function."""
+
+    def called(*arrays: jax.Array) -> list[jax.Array]:
+        return evaluate(program, arrays, _copied)
+
+    called.__name__ = called.__qualname__ = name
+    mesh, into, num_consts = arranged.mesh, arranged.into, len(arranged.consts)
+    placed = {"in_shardings": [p.named(mesh) for p in into]} if isinstance(mesh, Mesh) else {}
+    jitted = jax.jit(
+        called,
+        donate_argnums=tuple(num_consts + i for i in settings.donated),
+        keep_unused=settings.keep_unused,
+        compiler_options=dict(settings.compiler_options) or None,
+        **placed,
+    )
+    with _jax.without_mesh():
+        return jitted.trace(*arranged.structs)
+
+
+def _copied(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+    """The results of an equation in the program that is traced now."""
+    results = _jax.copied(eqn, values)
+    return bind(eqn, values) if results is None else results

@@ -1,0 +1,391 @@
+"""`Lowered` and `Compiled`: a partitioned program to look at, and to run.
+
+Both partitioners implement one protocol, `Partitioned`: these classes serve them both.
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.layout import Format
+from jax.extend.core import Jaxpr
+
+from gshard import _jax
+from gshard.capture.calls import Trees
+from gshard.explanation import Subject
+from gshard.explanation import explain as explained
+from gshard.explanation.page import page
+from gshard.forecast import Forecast, Hardware, forecast
+from gshard.forecast.collective import Topology
+from gshard.forecast.report import GENERIC, counted, size
+from gshard.moving import inventory as explain
+from gshard.moving.costs import MACHINE
+from gshard.planning.plan import Plan
+from gshard.runtime.partitioned import Partitioned
+from gshard.tensors.sharding import Sharding
+
+
+class _Stage:
+    """What a program says of its arguments and results, in the words of `jax.stages`."""
+
+    trees: Trees
+
+    args_info = property(lambda self: self.trees.args_info)
+    in_tree = property(lambda self: self.trees.in_tree)
+    in_avals = property(lambda self: jax.tree.map(lambda info: info._aval, self.trees.args_info))
+    donate_argnums = property(lambda self: self.trees.donated)
+    out_info = property(lambda self: self.trees.out_info)
+    out_tree = property(lambda self: self.trees.out_tree)
+
+
+class Lowered(_Stage):
+    """A partitioned program, before it is compiled."""
+
+    def __init__(self, program: Partitioned, trees: Trees, hardware: Hardware | None = None):
+        self._program = program
+        self.trees = trees
+        self._planned_for = hardware
+        self._compiled: Compiled | None = None
+
+    def __repr__(self) -> str:
+        what = f"{self._program.traced.fun_name} for {_devices(self._program)}"
+        if not self._program.per_device:
+            return f"<gshard.Lowered of {what}, to be partitioned by XLA>"
+        return (
+            f"<gshard.Lowered of {what}: {counted(self.num_equations, 'equation')}, "
+            f"{counted(len(self.collectives), 'collective')}, "
+            f"{size(sum(c.total_bytes for c in self.collectives))} sent by each device>"
+        )
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """The per-device program."""
+        return self._program.jaxpr
+
+    @property
+    def num_equations(self) -> int:
+        """The size of the program."""
+        return explain.count_equations(self.jaxpr)
+
+    @functools.cached_property
+    def collectives(self) -> list[explain.Collective]:
+        """What moves, how much, and because of which line."""
+        return self._program.collectives()
+
+    @property
+    def conflicts(self) -> tuple[Any, ...]:
+        """Splits that wanted the same tensors: which went first, and what the others would cost."""
+        return self._program.conflicts
+
+    @property
+    def plan(self) -> Plan:
+        """What each device is to do: the program with every reshard, reduction and halo a node."""
+        self._check_per_device()
+        return self._program.plan
+
+    def dump(self, folder: str | Path) -> list[Path]:
+        """Write the program after every stage and pass into `folder`: one readable file each.
+
+        Lines that a stage added or changed begin with `>`.
+        """
+        self._check_per_device()
+        return self._program.history.dump(folder)
+
+    @property
+    def in_shardings(self) -> Any:
+        """The shardings of the arguments, in a tree like theirs."""
+        return self.trees.like_arguments(self._program.input_shardings())
+
+    @property
+    def out_shardings(self) -> Any:
+        """The shardings of the results, in a tree like theirs."""
+        return self.trees.like_results(self._program.output_shardings())
+
+    @property
+    def in_info(self) -> Any:
+        """The arguments as shapes with JAX's own shardings: how to load them from a checkpoint."""
+        return self.trees.like_arguments(self._program.structs(self.trees.dtypes))
+
+    def fits(self, given: Sequence[Sharding | None]) -> bool:
+        """Whether it takes arguments that lie like that as they are."""
+        return self._program.fits(given)
+
+    def as_text(self, dialect: str | None = None) -> str:
+        """The program, readable; or in a `dialect` that JAX knows, such as "stablehlo"."""
+        if dialect is not None:
+            return self._program.traced.lower().as_text(dialect)
+        return self._program.text()
+
+    def compiler_ir(self, dialect: str | None = None) -> Any:
+        """The program as the compiler gets it."""
+        return self._program.traced.lower().compiler_ir(dialect)
+
+    def cost_analysis(self) -> Any:
+        """XLA's estimate of the work, before it optimises."""
+        return self._program.traced.lower().cost_analysis()
+
+    def forecast(
+        self, hardware: str | Path | Hardware | None = None, topology: Topology | None = None
+    ) -> Forecast:
+        """Its time and memory on hardware that need not be there.
+
+        By default on the hardware that `gshard.jit` planned for: what it was given, or what JAX
+        reports. On any other the forecast says so, since another program may be cheaper there.
+        """
+        self._check_per_device()
+        closed_over = len(self.jaxpr.invars) - len(self.trees.dtypes)
+        donated = [closed_over + i for i in self.trees.donated]
+        if hardware is None:
+            hardware = self._planned_for
+        made = forecast(self.jaxpr, self._program.num_devices, hardware, topology, donated)
+        return replace(made, planned_for=self._other_plan(made.hardware))
+
+    def _other_plan(self, hardware: Hardware) -> str:
+        """What the program was planned for, where that differs from `hardware`."""
+        planned = self._planned_for
+        if hardware.machine == (planned.machine if planned else MACHINE):
+            return ""
+        return planned.name if planned else GENERIC
+
+    def explain(
+        self, hardware: str | Path | Hardware | None = None, *, try_fixes: bool | None = None
+    ) -> str:
+        """What moves, how long it takes, because of which line, and which annotation to change.
+
+        `try_fixes` partitions the program anew for every change of one annotation; by default
+        where that is quick.
+        """
+        return explained(self._subject(), self._forecast_alone(hardware), try_fixes)
+
+    def page(
+        self,
+        hardware: str | Path | Hardware | None = None,
+        growth: Mapping[int, Forecast] | None = None,
+    ) -> str:
+        """The explanation as one self-contained HTML page.
+
+        `growth` are forecasts of the same on other numbers of devices, for a plot of them.
+        """
+        title = f"{self._program.traced.fun_name} on {_devices(self._program)}"
+        return page(self._subject(), self._forecast_alone(hardware), title, growth)
+
+    def _subject(self) -> Subject:
+        self._check_per_device()
+        return self._program.subject
+
+    def _forecast_alone(self, hardware: str | Path | Hardware | None) -> Forecast:
+        """The forecast without the constant of hardware that is fitted to whole training steps."""
+        made = self.forecast(hardware)
+        reached = replace(made.hardware.reached, step_seconds=0.0)
+        return replace(made, hardware=replace(made.hardware, reached=reached))
+
+    def _repr_html_(self) -> str:
+        """The page, in a frame of its own: how notebooks show it."""
+        text = html.escape(self.page(), quote=True)
+        return f'<iframe srcdoc="{text}" style="width:100%;height:700px;border:0"></iframe>'
+
+    def _check_per_device(self) -> None:
+        if not self._program.per_device:
+            raise ValueError(
+                "partitioner='xla' leaves the partitioning to XLA's compiler, so that there is no "
+                "per-device program to look at; leave the partitioner out for gshard's own"
+            )
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
+        """The program, compiled by XLA for its devices."""
+        if compiler_options:
+            return Compiled(self._program, self.trees, compiler_options)
+        if self._compiled is None:
+            self._compiled = Compiled(self._program, self.trees)
+        return self._compiled
+
+    def logical(self) -> jax.stages.Traced:
+        """The program as JAX's own stage, from logical arguments to logical results."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            arrays = [x for x in jax.tree.leaves((args, kwargs)) if _jax.is_array_like(x)]
+            return self.trees.like_results(self._program.logical(arrays))
+
+        called.__name__ = called.__qualname__ = self._program.traced.fun_name
+        args, kwargs = jax.tree.unflatten(
+            self.trees.in_tree, self._program.structs(self.trees.dtypes)
+        )
+        with _jax.without_mesh():
+            return jax.jit(called).trace(*args, **kwargs)
+
+
+class Compiled(_Stage):
+    """An executable program: call it with arguments like those it was lowered for."""
+
+    def __init__(
+        self, program: Partitioned, trees: Trees, compiler_options: dict[str, Any] | None = None
+    ):
+        self._program = program
+        self.trees = trees
+        self._stage = program.compile(compiler_options)
+        self._consts = program.placed_consts()
+        self._crossing = _jax.quick_call_of_compiled(self._cross)
+        self._quick = _jax.quick_call_of_compiled(self._cache_miss)
+
+    def __repr__(self) -> str:
+        name = self._program.traced.fun_name
+        return f"<gshard.Compiled of {name} for {_devices(self._program)}>"
+
+    @_jax.api_boundary
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        if not self._program.wraps:
+            return self._quick(*args, **kwargs)
+        if self._program.wraps_arguments:
+            args, kwargs = tuple(self._program.put(self._arrays(args, kwargs))), {}
+        return self.trees.like_results(self._program.get(self._crossing(*args, **kwargs)))
+
+    def _cache_miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+        results, quick = self.run(self._arrays(args, kwargs))
+        return self.trees.like_results(results), quick, False
+
+    def run(self, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Place the flat arguments, execute, wrap the results; and JAX's quick way for next time.
+
+        That one passes arrays on as they are. It is there only where nothing is wrapped, and for
+        the names that the arguments' shardings have now: under other names, JAX asks again.
+        """
+        placed = self._program.put(leaves)
+        results = self._program.get(_jax.execute(self._stage, [*self._consts, *placed]))
+        if self._program.wraps:
+            return results, None
+        return results, self._quick_way(leaves, placed, self.trees.out_tree, results)
+
+    def _cross(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+        """The results as they cross, and the quick way to them: what is wrapped goes it inside."""
+        crossing = self._program.wraps_arguments  # they have been placed
+        leaves = list(args) if crossing else self._arrays(args, kwargs)
+        placed = leaves if crossing else self._program.put(leaves)
+        out = _jax.execute(self._stage, [*self._consts, *placed])
+        return out, self._quick_way(leaves, placed, jax.tree.structure(out), out), False
+
+    def _quick_way(
+        self, leaves: Sequence[Any], placed: Sequence[Any], tree: Any, results: Sequence[Any]
+    ) -> Any:
+        """JAX's quick way to a tree of results, for arguments like these; None if there is none.
+
+        There is none where an array on several devices had to be moved: JAX would hand it to the
+        executable as it is, without a look at its sharding. It places all others itself.
+        """
+        pairs = list(zip(leaves, placed, strict=True))
+        if any(x is not a and _on_several_devices(x) for x, a in pairs):
+            return None
+        names = [x.sharding if x is a else None for x, a in pairs]
+        return _jax.quick_data(self._stage, tree, names, self._consts, results)
+
+    def place(self, *args: Any, **kwargs: Any) -> Any:
+        """The arguments where the program wants them: a call with these moves nothing."""
+        placed = self._program.put(self._arrays(args, kwargs))
+        return self.trees.like_arguments(self._program.shown(placed))
+
+    def _arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        leaves = jax.tree.leaves((args, kwargs))
+        arrays = [x for x in leaves if _jax.is_array_like(x)]
+        types = [_jax.shape_and_dtype(x) for x in arrays]
+        if types != self.trees.types:
+            raise TypeError(
+                "the program was compiled for arrays of the types "
+                f"{_named(self.trees.types)}, and was called with {_named(types)}"
+            )
+        return arrays
+
+    @property
+    def input_shardings(self) -> Any:
+        """JAX's shardings of the arguments: positional ones, and a dict of the others."""
+        structs = self._program.structs(self.trees.dtypes)
+        return jax.tree.unflatten(self.trees.in_tree, [s.sharding for s in structs])
+
+    @property
+    def output_shardings(self) -> Any:
+        """JAX's shardings of the results; one that does not divide is called whole."""
+        return self.trees.like_results(self._program.named_results())
+
+    @property
+    def input_formats(self) -> Any:
+        """JAX's formats of the arguments: their shardings, and how they lie in memory."""
+        crossing = _flat_formats(self._stage.input_formats)[len(self._consts) :]
+        structs = self._program.structs(self.trees.dtypes)
+        formats = [_format(c, s.ndim, s.sharding) for c, s in zip(crossing, structs, strict=True)]
+        return jax.tree.unflatten(self.trees.in_tree, formats)
+
+    @property
+    def output_formats(self) -> Any:
+        """JAX's formats of the results."""
+        crossing = _flat_formats(self._stage.output_formats)
+        ranks = [info.ndim for info in jax.tree.leaves(self.trees.out_info)]
+        formats = map(_format, crossing, ranks, self._program.named_results())
+        return self.trees.like_results(list(formats))
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it; that of JAX is given `_params` in front."""
+        first = 1 if args and args[0] is self._params else 0
+        return self(*args[first:], **kwargs)
+
+    def runtime_executable(self) -> Any:
+        """The executable as XLA's runtime has it."""
+        return self._stage.runtime_executable()
+
+    def as_text(self) -> str | None:
+        """XLA's optimised program."""
+        return self._stage.as_text()
+
+    def cost_analysis(self) -> Any:
+        """XLA's own estimate of the work on one device."""
+        return self._stage.cost_analysis()
+
+    def memory_analysis(self) -> Any:
+        """XLA's account of the memory on one device."""
+        return self._stage.memory_analysis()
+
+    # What `jax.experimental.serialize_executable` reads. Programs whose arguments or results are
+    # wrapped, or that close over arrays, would come back without their wrapping.
+    @property
+    def _executable(self) -> Any:
+        if self._consts or self._program.wraps:
+            raise ValueError(
+                "a program that closes over arrays, or some of whose arguments or results do not "
+                "divide by their tiles or lie on devices in an irregular order, cannot be "
+                "serialized: pass the arrays as arguments, and choose sizes that divide; "
+                "jax.export serializes it without the compiled code"
+            )
+        return self._stage._executable
+
+    @property
+    def _params(self) -> Any:
+        return self._stage._params
+
+    _no_kwargs = False
+
+
+def _on_several_devices(value: Any) -> bool:
+    return isinstance(value, jax.Array) and value.sharding.num_devices > 1
+
+
+def _devices(program: Partitioned) -> str:
+    return counted(program.num_devices, "device")
+
+
+def _flat_formats(tree: Any) -> list[Format]:
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Format))
+
+
+def _format(crossing: Format, rank: int, sharding: Any) -> Format:
+    """The format of an array that the user sees; one that is wrapped to cross lies as usual."""
+    layout = crossing.layout
+    as_it_is = layout is not None and len(layout.major_to_minor) == rank
+    return Format(layout if as_it_is else None, sharding)
+
+
+def _named(types: Sequence[tuple[Any, ...]]) -> str:
+    return "(" + ", ".join(f"{dtype}{list(shape)}" for shape, dtype in types) + ")"

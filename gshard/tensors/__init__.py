@@ -1,0 +1,1 @@
+"""What a device holds: shardings, tiles, padding, meshes."""

@@ -1,0 +1,125 @@
+"""The devices of a partitioned program, and this device among them.
+
+One program runs on all devices. What differs from one to the next is data: a row of a small table,
+looked up by the device's own number.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+
+from gshard._jax import mlir
+from gshard.tensors.sharding import Split
+
+
+@dataclass(frozen=True)
+class Table:
+    """Integers, a row for each device."""
+
+    raw: bytes
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(rows: np.ndarray) -> Table:
+        """A table of 32-bit integers."""
+        return Table(np.ascontiguousarray(rows, np.int32).tobytes(), rows.shape)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The integers."""
+        return np.frombuffer(self.raw, np.int32).reshape(self.shape)
+
+    def __str__(self) -> str:
+        return str(self.rows.tolist()).replace(" ", "")
+
+
+lookup_p = Primitive("lookup")  # the row of a `table` that belongs to a device
+
+
+@lookup_p.def_abstract_eval
+def _lookup_aval(device: Any, *, table: Table) -> ShapedArray:
+    return ShapedArray(table.shape[1:], np.dtype(np.int32))
+
+
+def _lookup(device: jax.Array, *, table: Table) -> jax.Array:
+    starts = [device, *(jnp.zeros_like(device) for _ in table.shape[1:])]
+    row = lax.dynamic_slice(jnp.asarray(table.rows), starts, (1, *table.shape[1:]))
+    return row.reshape(table.shape[1:])
+
+
+mlir.register_lowering(lookup_p, mlir.lower_fun(_lookup, multiple_results=False))
+
+
+@dataclass(frozen=True)
+class Place:
+    """The devices of a program, and this device among them: what differs per device is data."""
+
+    axes: tuple[str, ...]
+    num_devices: int
+    known: dict[Any, Any] = field(default_factory=dict, compare=False)
+    made: dict[Any, Any] = field(default_factory=dict, compare=False)  # `moving.again.Made`
+
+    def inner(self) -> Place:
+        """The same devices for the body of a loop or branch, which may not leak values out."""
+        return Place(self.axes, self.num_devices, dict(self.known), dict(self.made))
+
+    def device_id(self) -> jax.Array:
+        """The id of this device, at run time."""
+        if "id" not in self.known:
+            self.known["id"] = lax.axis_index(self.axes)
+        return self.known["id"]
+
+    def lookup(self, table: np.ndarray) -> jax.Array | int:
+        """Row `device_id` of a table with a row per device; a plain int if all rows are alike."""
+        table = np.asarray(table, np.int32)
+        if (table == table[:1]).all():
+            return int(table[0]) if table.ndim == 1 else jnp.asarray(table[0])
+        if table.ndim == 1 and (table == np.arange(len(table))).all():
+            return self.device_id()
+        key = Table.of(table)
+        if key not in self.known:
+            self.known[key] = lookup_p.bind(self.device_id(), table=key)
+        return self.known[key]
+
+    def where(self, devices: np.ndarray, x: jax.Array, other: jax.Array | None = None) -> jax.Array:
+        """`x` on the devices that `devices` is true for, `other` (or zeros) on all others."""
+        own, nothing = ("own", devices.tobytes()), ("zeros", x.shape, x.dtype)
+        if own not in self.known:
+            self.known[own] = self.lookup(devices.astype(np.int32)) == 1
+        if other is None and nothing not in self.known:
+            self.known[nothing] = jnp.zeros(x.shape, x.dtype)
+        return lax.select_n(self.known[own], self.known[nothing] if other is None else other, x)
+
+    def start(self, table: np.ndarray) -> jax.Array:
+        """A row of one number as the start of a slice: of 32 bits, as starts have to be alike."""
+        return jnp.asarray(self.lookup(table), jnp.int32)
+
+    def coord(self, split: Split) -> jax.Array | int:
+        """Which tile of `split` this device holds (0 on a device that holds none)."""
+        return self.lookup(np.maximum(split.coords, 0))
+
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def groups_by(key: np.ndarray, order: np.ndarray) -> Groups:
+    """Devices with equal `key` (negative: left out), each group sorted by `order`."""
+    return _groups_by(*(np.ascontiguousarray(x, np.int64).tobytes() for x in (key, order)))
+
+
+@functools.lru_cache(maxsize=256)  # layer after layer asks for the same, of thousands of devices
+def _groups_by(raw_key: bytes, raw_order: bytes) -> Groups:
+    key, order = (np.frombuffer(raw, np.int64) for raw in (raw_key, raw_order))
+    devices = np.lexsort((order, key))
+    devices = devices[key[devices] >= 0]
+    borders = np.flatnonzero(np.diff(key[devices])) + 1
+    return tuple(tuple(group.tolist()) for group in np.split(devices, borders))

@@ -1,0 +1,130 @@
+"""Factors: the dims of an operator's operands and results, by name, as in an einsum.
+
+`i k, k j -> i j` says all there is to say about a matrix product: a split of `i` travels from the
+left operand to the result, a split of `k` leaves partial sums. Propagation and partitioning read
+the same description.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jax.extend.core import JaxprEqn
+
+from gshard.tensors.sharding import Split
+
+Factor = str
+Dim = tuple[Factor, ...]  # the factors of one dim, major to minor; () is a dim that must be whole
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The dims of an operator's operands and results in terms of factors of given sizes.
+
+    `reduced` factors stand in operands only; the value says how partial results combine: sum, max,
+    min, prod, and, or, xor. `priority` factors are propagated first (the batch dims of a
+    contraction). `whole` factors cannot be split. `resized` factors have another size in each
+    tensor; they pass a split on to a dim that has a row for every tile.
+    """
+
+    operands: tuple[tuple[Dim, ...], ...]
+    results: tuple[tuple[Dim, ...], ...]
+    sizes: Mapping[Factor, int]
+    reduced: Mapping[Factor, str] = field(default_factory=dict)
+    priority: tuple[Factor, ...] = ()
+    whole: frozenset[Factor] = frozenset()
+    resized: frozenset[Factor] = frozenset()
+
+    @staticmethod
+    def of(
+        eqn: JaxprEqn,
+        operands: Sequence[Sequence[Factor | None]],
+        results: Sequence[Sequence[Factor | None]],
+        reduced: Mapping[Factor, str] | None = None,
+        priority: Sequence[Factor] = (),
+        resized: Sequence[Factor] = (),
+    ) -> Factors:
+        """Factors of an equation, one or none (None) per dim; sizes are read off the shapes.
+
+        `resized` factors have different sizes in different tensors (a slice, a strided window): a
+        split travels along them, but the operator needs a partition rule of its own.
+        """
+        sizes: dict[Factor, int] = {}
+        for names, atom in [
+            *zip(operands, eqn.invars, strict=True),
+            *zip(results, eqn.outvars, strict=True),
+        ]:
+            for name, n in zip(names, atom.aval.shape, strict=True):
+                if name is not None:
+                    known = sizes.setdefault(name, n)
+                    assert known == n or name in resized, (eqn.primitive, name, known, n)
+        return Factors(
+            tuple(tuple((f,) if f is not None else () for f in names) for names in operands),
+            tuple(tuple((f,) if f is not None else () for f in names) for names in results),
+            sizes,
+            combining(eqn, reduced or {}),
+            tuple(priority),
+            resized=frozenset(resized),
+        )
+
+
+def combining(eqn: JaxprEqn, reduced: Mapping[Factor, str]) -> dict[Factor, str]:
+    """How partial results over `reduced` factors are combined: for booleans, a sum is an or."""
+    if eqn.outvars[0].aval.dtype != bool:
+        return dict(reduced)
+    return {f: {"sum": "or", "prod": "and"}.get(kind, kind) for f, kind in reduced.items()}
+
+
+def no_factors(eqn: JaxprEqn) -> Factors:
+    """Nothing travels through the operator by itself (control flow, borders of manual regions)."""
+    return Factors(
+        tuple(((),) * len(a.aval.shape) for a in eqn.invars),
+        tuple(((),) * len(v.aval.shape) for v in eqn.outvars),
+        {},
+    )
+
+
+def decompose(split: Split | None, dim: Dim, sizes: Mapping[Factor, int]) -> dict[Factor, Split]:
+    """The splits of a dim's factors that a split of the dim amounts to, as far as there are any."""
+    if len(dim) == 1:  # nearly always
+        return {} if split is None else {dim[0]: split}
+    found: dict[Factor, Split] = {}
+    for factor in dim:
+        size = sizes[factor]
+        if split is None:
+            break
+        if size == 1 and len(dim) > 1:
+            continue
+        if split.tiles <= size or factor == dim[-1]:
+            found[factor] = split
+            break
+        if split.tiles % size:
+            break
+        whole = split.major(size)
+        assert whole
+        found[factor] = whole
+        split = split.minor(split.tiles // size)
+    return found
+
+
+def compose(
+    dim: Dim, splits: Mapping[Factor, Split | None], sizes: Mapping[Factor, int]
+) -> Split | None:
+    """The split of a dim whose factors are split like that; what cannot be said is left whole."""
+    if len(dim) == 1:
+        return splits.get(dim[0])
+    whole: Split | None = None
+    for factor in dim:
+        split = splits.get(factor)
+        if split is None:
+            if sizes[factor] > 1:
+                break
+            continue
+        if whole and sizes[factor] % split.tiles:
+            break  # padding would stand in the middle
+        whole = whole.times(split) if whole else split
+        if split.tiles != sizes[factor]:
+            break
+    return whole

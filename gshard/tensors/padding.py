@@ -1,0 +1,38 @@
+"""What stands in padding: garbage.
+
+Anything would do, and tests see to that: they replace `garbage` by NaN. So it is always called
+through this module (`padding.garbage`), never imported by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gshard.tensors.keys import as_integers
+
+
+def garbage(dtype: Any) -> jax.Array:
+    """What stands in padding that gshard makes itself; anything would do, and tests see to that."""
+    return jnp.zeros((), jax.dtypes.canonicalize_dtype(dtype))
+
+
+def filled(shape: Sequence[int], dtype: Any) -> jax.Array:
+    """An array for rows to be put into; those that are not are padding."""
+    return lax.full(shape, garbage(dtype))
+
+
+def pad(x: jax.Array, dim: int, before: int, after: int) -> jax.Array:
+    """`x` with garbage added at the ends of `dim`."""
+    raw, back = as_integers(x)
+    pads = [(before, after, 0) if d == dim else (0, 0, 0) for d in range(raw.ndim)]
+    return back(lax.pad(raw, garbage(raw.dtype), pads))
+
+
+def pad_end(x: jax.Array, dim: int, size: int) -> jax.Array:
+    """`x` with garbage added at the end of `dim`, up to `size` rows."""
+    return pad(x, dim, 0, size - x.shape[dim])

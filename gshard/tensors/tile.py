@@ -1,0 +1,102 @@
+"""Tile: what one device holds of a tensor, and how its padding is kept out of results."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gshard.tensors.devices import Place
+from gshard.tensors.keys import is_key_type
+from gshard.tensors.sharding import Sharding, Split
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A device's part of a tensor of logical `shape`.
+
+    Along a split dim tile c starts at row c * array.shape[dim]. That size is the sharding's
+    `ceil(size / tiles)`, except on the way: a reshard or a reshape may leave larger tiles for
+    `reshard.retile` to even out. The tile of a `partial` sum is the sum of what the devices hold
+    that differ in their parts of these splits (see `unreduced`); `origin` is the operator that
+    left it, for the reason of the collective that will sum it.
+    """
+
+    array: jax.Array
+    sharding: Sharding
+    shape: tuple[int, ...]
+    partial: tuple[Split, ...] = ()
+    origin: str = ""
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether the local shape is the one that the sharding prescribes."""
+        return self.array.shape == self.sharding.local_shape(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the local array."""
+        return byte_size(self.array.shape, self.array.dtype)
+
+    def padded_dims(self) -> list[int]:
+        """The dims along which some device holds padding."""
+        return [
+            d
+            for d, (split, local, n) in enumerate(
+                zip(self.sharding.splits, self.array.shape, self.shape, strict=True)
+            )
+            if split and local * split.tiles != n
+        ]
+
+    def offset(self, place: Place, dim: int) -> jax.Array | int:
+        """The logical index of the first local row along `dim`."""
+        split = self.sharding.splits[dim]
+        if split is None:
+            return 0
+        return place.lookup(np.maximum(split.coords, 0) * self.array.shape[dim])
+
+    def is_padding(self, place: Place, dim: int) -> jax.Array:
+        """A mask of the local shape that is true where a row along `dim` is padding."""
+        rows = lax.broadcasted_iota(jnp.int32, self.array.shape, dim)
+        return rows >= self.shape[dim] - self.offset(place, dim)
+
+    def masked(self, place: Place, value: jax.Array | float, dims: list[int] | None = None) -> Tile:
+        """This tile with `value` in its padding along `dims` (default: all dims)."""
+        array = self.array
+        for dim in self.padded_dims() if dims is None else set(dims) & set(self.padded_dims()):
+            fill = jnp.broadcast_to(jnp.asarray(value, array.dtype), array.shape)
+            array = lax.select(self.is_padding(place, dim), fill, array)
+        return Tile(array, self.sharding, self.shape)
+
+
+class Identity:
+    """An array as a key: equal to itself alone, and alive as long as the key is."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: jax.Array):
+        self.array = array
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and self.array is other.array
+
+    def __hash__(self) -> int:
+        return id(self.array)
+
+
+@functools.cache
+def itemsize_of(dtype: Any) -> int:
+    """Bytes of an element; a random key counts as the integers in it."""
+    return 8 if is_key_type(dtype) else np.dtype(dtype).itemsize
+
+
+@functools.lru_cache(maxsize=65536)
+def byte_size(shape: tuple[int, ...], dtype: Any) -> int:
+    """Bytes of an array."""
+    return math.prod(shape) * itemsize_of(dtype)

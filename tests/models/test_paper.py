@@ -1,0 +1,44 @@
+"""The paper's figures again: what is cheap always, the models' steps among the slow tests."""
+
+import numpy as np
+import pytest
+
+from gshard.models import paper
+
+
+def test_all_to_all_grows_as_the_paper_measured_and_all_reduce_does_not():
+    exchange = paper.collective_growth("all_to_all")
+    assert exchange[2048] / exchange[16] == pytest.approx(paper.EXCHANGE_GROWTH, rel=0.15)
+    for size in (8 * paper.MB, 32 * paper.MB):
+        reduced = paper.collective_growth("all_reduce", size)
+        assert max(reduced.values()) < 1.3 * min(reduced.values())
+
+
+@pytest.mark.slow
+def test_steps_per_second_of_the_papers_six_models():
+    errors = [abs(row.error) for row in paper.steps_per_second()]
+    assert len(errors) == 6
+    assert np.mean(errors) < 0.15
+    assert max(errors) < 0.30
+
+
+@pytest.mark.slow
+def test_a_layer_from_128_to_2048_experts():
+    times = paper.layer_times(paper.layer_forecasts())
+    totals = {experts: sum(parts.values()) for experts, parts in times.items()}
+    assert totals[2048] / totals[128] == pytest.approx(paper.LAYER_GROWTH, rel=0.15)
+    moved = {experts: parts["dispatch and combine"] for experts, parts in times.items()}
+    assert moved[2048] / moved[128] == pytest.approx(paper.LAYER_EXCHANGE_GROWTH, rel=0.15)
+    assert moved[128] / totals[128] == pytest.approx(0.16, abs=0.04)
+    assert moved[2048] / totals[2048] == pytest.approx(0.36, abs=0.04)
+
+
+@pytest.mark.slow
+def test_memory_is_flat_in_experts_and_linear_in_layers():
+    found = {(name, remat): f.memory for name, remat, f in paper.memory_rows()}
+    few, many = (found[f"moe_{e}e_12l", "none"].peak for e in (128, 2048))
+    assert many == pytest.approx(few, rel=0.1)
+    deep = [found[f"moe_2048e_{n}l", "none"].temporary for n in (12, 36, 60)]
+    assert np.diff(deep)[0] == pytest.approx(np.diff(deep)[1], rel=0.25)
+    for name in ("moe_2048e_36l", "moe_2048e_60l"):
+        assert found[name, "layer"].temporary < 0.6 * found[name, "none"].temporary

@@ -1,0 +1,137 @@
+"""What is planned is what is sent: every node of a plan, to the byte, and in all."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from jax import lax
+
+import gshard
+from benchmarks.programs import programs
+from benchmarks.recipes import recipes
+from examples.recipes.transformer import SMALL
+from gshard.graph.regions import walk
+from gshard.moving.inventory import collectives_of
+from gshard.moving.nodes import node_of
+from gshard.planning.plan import node_bytes
+from gshard.tensors.devices import Place
+from tests.oracle import annotated, even_split, random_array
+from tests.programs.test_random_programs import program, random_programs
+
+
+def carried_out(node, aval, devices):
+    """What one device sends when a node is carried out."""
+
+    def run(x, number):
+        return node.run(Place(("d",), devices, {"id": number}), x)
+
+    types = (jax.ShapeDtypeStruct(aval.shape, aval.dtype), jax.ShapeDtypeStruct((), jnp.int32))
+    traced = jax.make_jaxpr(run, axis_env=[("d", devices)])(*types)
+    (result,) = traced.out_avals
+    assert result.shape == node.result(tuple(aval.shape))
+    return sum(c.total_bytes for c in collectives_of(traced.jaxpr, devices))
+
+
+def assert_planned_is_sent(lowered):
+    plan = lowered.plan
+    for eqn in walk(plan.jaxpr):
+        node = node_of(eqn)
+        if node is not None:
+            sent = carried_out(node, eqn.invars[0].aval, plan.num_devices)
+            assert node_bytes(node, eqn) == sent, (node, eqn.invars[0].aval)
+    emitted = lowered._program.history.programs["emit"]
+    assert plan.bytes == sum(c.total_bytes for c in collectives_of(emitted, plan.num_devices))
+
+
+@pytest.mark.parametrize("case", programs(), ids=lambda case: case.name)
+def test_benchmarks(case):
+    assert_planned_is_sent(gshard.jit(case.fn).lower(*case.args))
+
+
+@pytest.mark.parametrize("recipe", recipes(SMALL), ids=lambda recipe: recipe.name)
+def test_recipes(recipe):
+    assert_planned_is_sent(gshard.jit(recipe.step).lower(*recipe.arguments))
+
+
+@given(random_programs())
+def test_random_programs(case):
+    devices, shapes, inputs, steps = case
+
+    def mark(x, assignment):
+        return x if assignment is None else gshard.shard(x, assignment)
+
+    fn = program(steps, inputs, mark)
+    both = lambda *xs: (fn(*xs), jax.grad(lambda *a: fn(*a)[1])(*xs))  # noqa: E731
+    arguments = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    assert_planned_is_sent(gshard.jit(both, devices=devices).lower(*arguments))
+
+
+KINDS = {
+    "prod": (jnp.prod, jnp.int32),
+    "max of complex": (jnp.max, jnp.complex64),
+    "all": (jnp.all, jnp.bool_),
+    "xor": (lambda x: lax.reduce(x, np.int32(0), lax.bitwise_xor, (0,)), jnp.int32),
+    "max": (jnp.max, jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("parts", [3, 5, 8])
+def test_reductions_of_every_kind(name, parts):
+    fn, dtype = KINDS[name]
+    mark = annotated(fn, [even_split(1, 0, parts)])
+    assert_planned_is_sent(gshard.jit(mark).lower(random_array((13,), dtype)))
+
+
+def test_keys():
+    def fn(keys):
+        return gshard.replicate(gshard.split(keys, 0, 8))
+
+    assert_planned_is_sent(gshard.jit(fn).lower(jax.random.split(jax.random.key(0), 16)))
+
+
+def layer(x, w):
+    x, w = gshard.split(x, 0, 8), gshard.split(w, 0, 8)
+    return jnp.sin(x @ w) @ w.T
+
+
+def test_a_plan_shows_what_moves_where_to_and_why():
+    text = str(gshard.jit(layer).lower(jnp.ones((64, 32)), jnp.ones((32, 16))).plan)
+    (line,) = [line for line in text.split("\n") if "reshard" in line]
+    assert "reshard[split dim 0 by 8 -> replicated] " in line
+    assert re.search(
+        r"# \S*test_plan.py:\d+: operand of dot_general "
+        r"\(rule: rules/contraction.py\); sends 1,792 bytes",
+        line,
+    )
+
+
+def test_a_dump_has_a_file_for_every_stage(tmp_path):
+    """And a line that a stage changed is marked; the shift is one operator after its pass."""
+
+    def fn(x):
+        return gshard.split(jnp.concatenate([x[1:], x[:1]]), 0, 8)
+
+    paths = gshard.jit(fn).lower(jnp.ones((16, 4))).dump(tmp_path)
+    assert [path.stem for path in paths] == [
+        "00-flatten",
+        "01-fold_permutation_checks",
+        "02-compose_row_maps",
+        "03-transpose_products",
+        "04-propagate",
+        "05-exchange-by-expert",
+        "06-ring-attention",
+        "07-plan",
+        "08-share",
+        "09-emit",
+        "10-combine",
+    ]
+    composed = paths[2].read_text()
+    (line,) = [line for line in composed.split("\n") if "concatenate_slices" in line]
+    assert line.startswith(">")
+    assert "# not applied: no ragged product" in paths[5].read_text()
+    assert "align[" in paths[7].read_text()
+    assert "ppermute[" in paths[9].read_text()
