@@ -15,8 +15,8 @@ import jax
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "jit.md"
 MODULES = (
-    "test_transformations", "test_placement", "test_calls", "test_habits", "test_three_axes",
-    "test_uneven", "test_repeated_calls", "test_partly_manual",
+    "test_transformations", "capture.test_placement", "capture.test_calls", "test_habits",
+    "test_three_axes", "tensors.test_uneven", "test_repeated_calls", "capture.test_partly_manual",
 )  # fmt: skip
 
 _HEAD = """# `gshard.jit` beside `jax.jit`
@@ -59,7 +59,7 @@ def page() -> str:
     missing = [k for k in keywords if k not in SHOWN]
     assert not missing, f"no test shows {missing}"
     rows = {name: SHOWN[name] for name in keywords}
-    listed = sorted(SHOWN.items(), key=lambda row: MODULES.index(row[1].split(".")[0]))
+    listed = sorted(SHOWN.items(), key=lambda row: MODULES.index(row[1].rpartition(".")[0]))
     others = {name: where for name, where in listed if name not in rows}
     lines = [_HEAD, "## Keywords\n", *_table("keyword", {f"`{k}`": v for k, v in rows.items()})]
     lines += ["\n## Transformations, habits and switches\n", *_table("what", others)]
