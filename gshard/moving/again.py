@@ -103,6 +103,8 @@ def resharded_again(
 
 def _operands_under(made: Made, target: Sharding) -> list[Sharding] | None:
     """The shardings of the operands with which the result is as `target` says."""
+    if target.is_replicated:  # whatever becomes of the dims
+        return [Sharding.replicated(t.sharding.rank, target.num_devices) for t in made.operands]
     dims = made.dims()
     if dims is None or target.manual:
         return None

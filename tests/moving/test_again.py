@@ -67,6 +67,19 @@ def test_a_row_that_is_repeated_is_gathered_once():
     assert sent(low) == 64 * 4 * 7 // 8
 
 
+def test_scales_of_blocks_of_rows():
+    """A scale for every 8 rows: the weights are reshaped on the way."""
+
+    def fn(x, q, scale):
+        blocks = q.reshape(32, 8, 256).astype(jnp.float32) * scale[:, None]
+        return x @ blocks.reshape(256, 256)
+
+    args = random_array((4096, 256)), random_array((256, 256), jnp.int8), random_array((32, 256))
+    low = check(fn, *args, inputs=[ROWS, ROWS, ROWS], rtol=1e-3, atol=1e-2)
+    assert set(kinds(low)) == {"all_gather"}
+    assert sent(low) == (256 * 256 + 32 * 256 * 4) * 7 // 8
+
+
 def test_weights_of_layers_in_a_scan():
     def fn(x, q):
         return lax.scan(lambda x, q: (jnp.tanh(x @ q.astype(jnp.float32) * 0.1), None), x, q)[0]
