@@ -29,7 +29,7 @@ from gshard.propagation.widening import narrow_parts
 from gshard.rules import RULES
 from gshard.rules.manual import MAKES_MANUAL
 from gshard.tensors.factors import Dim, Factor, Factors, compose, decompose
-from gshard.tensors.sharding import Sharding, Split, compatible
+from gshard.tensors.sharding import Sharding, Split, fitting_part
 from gshard.tensors.tile import byte_size
 
 _OPERANDS, _RESULTS = 0, 1
@@ -308,17 +308,17 @@ class Spread:
                     split = offered(edge, atom, dim, names[dim], wanted)
                     if split and self.stage and split is not self.stage[1]:
                         continue
-                    if split and self.fits(atom, dim, split):
+                    if split and (split := self.fitting(atom, dim, split)):
                         splits = self.splits[atom]
                         self.splits[atom] = (*splits[:dim], split, *splits[dim + 1 :])
                         self.split.add(atom)
                         self.open[atom] = self.open_dims(atom)
                         self.revisit(self.flow.touching[atom])
 
-    def fits(self, atom: Any, dim: int, split: Split) -> bool:
-        """Whether a split can stand beside the other splits of a tensor."""
+    def fitting(self, atom: Any, dim: int, split: Split) -> Split | None:
+        """The part of a split that can stand beside the other splits of a tensor."""
         others = self.splits[atom][:dim] + self.splits[atom][dim + 1 :]
-        return compatible((*[s for s in others if s], split))
+        return fitting_part(tuple([s for s in others if s]), split)
 
     def known(self, edge: Edge, sources: Sequence[int]) -> Any:
         """All that an operator's preferences depend on."""

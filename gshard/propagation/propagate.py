@@ -18,7 +18,8 @@ in this order:
    forwards any more, backwards. After any step the analysis returns to rule 3.
 5. Within an operator, batch dims of contractions come first; then the dim whose tensors are
    largest, so that the least has to be resharded; then the first in the operands' order.
-6. A split is taken over only if it can stand beside the tensor's other splits; through an operator
+6. Of a split only that part is taken over which can stand beside the tensor's other splits: of
+   tokens along both axes of a mesh, where experts have the second, the first; through an operator
    that changes the dim's size (slice, pad), only if there is a row for every tile.
 
 Program order makes the result deterministic. Dims that nobody splits are whole.
@@ -37,7 +38,7 @@ from gshard.graph.source import source_of
 from gshard.moving.costs import MACHINE, MEMORY_LIMIT, Machine, machine, planning_for
 from gshard.propagation.estimate import Estimator
 from gshard.propagation.flow import Flow, Groups, Spread
-from gshard.tensors.sharding import Sharding, Split, compatible
+from gshard.tensors.sharding import Sharding, Split, fitting_part
 
 _NONE = -1  # the group of dims that no annotation says anything about
 _MOST = 6  # contested splits that are ranked; more would take long
@@ -293,7 +294,6 @@ def _flooded(flow: Flow, groups: Groups, atom: Any, order: Sequence[Candidate]) 
     splits = list(flow.given[atom])
     for group, split in order:
         for dim, own in enumerate(groups[atom]):
-            fits = own == group and splits[dim] is None and dim not in flow.closed.get(atom, ())
-            if fits and compatible((*splits[:dim], *splits[dim + 1 :], split)):
-                splits[dim] = split
+            if own == group and splits[dim] is None and dim not in flow.closed.get(atom, ()):
+                splits[dim] = fitting_part((*splits[:dim], *splits[dim + 1 :]), split)
     return Sharding(tuple(splits), flow.num_devices, atom in flow.manual)

@@ -228,6 +228,16 @@ def compatible(splits: tuple[Split | None, ...]) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=65536)
+def fitting_part(others: tuple[Split | None, ...], split: Split) -> Split | None:
+    """The split, or the finest coarser one, that can stand beside others; None if there is none."""
+    for tiles in range(split.tiles, 1, -1):
+        part = split.major(tiles) if split.tiles % tiles == 0 else None
+        if part and compatible((*others, part)):
+            return part
+    return None
+
+
 def _balanced(index: np.ndarray, tiles: int) -> bool:
     holding = index[index >= 0]
     if holding.size % tiles:

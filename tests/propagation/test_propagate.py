@@ -3,9 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 import gshard
-from tests.oracle import kinds, random_array, sent
+from gshard.sharding import Split, compatible, fitting_part
+from tests.oracle import check, kinds, random_array, sent
 
 MESH = np.arange(8).reshape(2, 4)
 
@@ -111,3 +114,29 @@ def test_deterministic():
     args = random_array((8, 8)), random_array((8, 8))
     texts = {gshard.jit(lambda x, y: fn(x, y)).lower(*args).as_text() for _ in range(3)}
     assert len({t.replace(" ", "") for t in texts}) == 1
+
+
+@given(st.permutations(range(8)), st.sampled_from([2, 4, 8]), st.sampled_from([2, 4, 8]))
+def test_the_finest_part_of_a_split_that_fits(order, own, other):
+    """Of a split in 8 tiles, beside one that has some of the devices' axes."""
+    split = Split.of(np.arange(8) // (8 // own))
+    beside = Split.of(np.array(order) // (8 // other))
+    assert split
+    part = fitting_part((beside,), split)
+    fits = [k for k in (8, 4, 2) if k <= own and compatible((beside, split.major(k)))]
+    assert part is (split.major(fits[0]) if fits else None)
+
+
+def test_tokens_along_both_axes_of_a_mesh_meet_experts_along_one():
+    """Groups of tokens keep the axis that experts do not have: two AllToAlls, and no gather."""
+
+    def fn(x_GECM, *weights):
+        x_GECM = gshard.split(x_GECM, 0, 8)
+        wi_EMH, wo_EHM = (gshard.shard(w, MESH[:1].reshape(4, 1, 1)) for w in weights)
+        h_GECH = jax.nn.relu(jnp.einsum("GECM,EMH->GECH", x_GECM, wi_EMH))
+        return gshard.split(jnp.einsum("GECH,EHM->GECM", h_GECH, wo_EHM), 0, 8)
+
+    args = [random_array(s) / 16 for s in [(16, 8, 2, 64), (8, 64, 512), (8, 512, 64)]]
+    low = check(fn, *args, rtol=1e-4, atol=1e-4)
+    assert kinds(low) == {"all_to_all": 2}
+    assert sent(low) == 2 * (2 * 8 * 2 * 64 * 4) * 3 // 4
