@@ -1,9 +1,9 @@
 """gshard: annotate a few tensors, partition the whole program.
 
-Public are the names below, those of `gshard.manual` (collectives for regions that are partitioned
-by hand), `gshard.forecast` (time and memory before a run), `gshard.extend` (rules for operators)
-and `gshard.nn` (models), and the command `gshard`. Every other module is private and may change
-from one release to the next.
+The public names are those below, those of `gshard.manual` (collectives for regions that are
+partitioned by hand), `gshard.forecast` (time and memory before a run), `gshard.extend` (rules for
+operators), `gshard.contrib` (Equinox and Flax NNX) and `gshard.nn` (models), and the command
+`gshard`. Every other module is private and may change from one release to the next.
 """
 
 from importlib import metadata as _metadata
@@ -29,7 +29,7 @@ from gshard.tensors.uneven import UnevenArray
 
 try:
     __version__ = _metadata.version("gshard")
-except _metadata.PackageNotFoundError:  # the source tree on the path, nothing installed
+except _metadata.PackageNotFoundError:  # imported from a source tree, not installed
     __version__ = "0+unknown"
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Everything gshard takes from JAX's private modules, so that a new release is adapted to here."""
+"""All that gshard uses of JAX's private modules, in the one file to adapt to a new release."""
 
 import contextlib
 import importlib
@@ -41,7 +41,7 @@ from jax._src.state.types import AbstractRef
 try:
     from jax._src.random import core as _random
     from jax._src.random import prng as _prng
-except ImportError:  # modules of an older layout
+except ImportError:  # JAX 0.10 keeps them elsewhere
     from jax._src import prng as _prng  # type: ignore[no-redef,attr-defined]
     from jax._src import random as _random  # type: ignore[no-redef,assignment]
 
@@ -59,30 +59,30 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def api_boundary(fun: _Function) -> _Function:
-    """`fun`, whose exceptions have a traceback without frames of JAX and of excluded files."""
+    """`fun`, with the frames of JAX and of excluded files filtered from its tracebacks."""
     return _traceback_util.api_boundary(fun)
 
 
 def exclude_frames(path: Path) -> None:
-    """Take a file or folder for internal: not the user's line, and hidden in tracebacks."""
+    """Treat a file or folder as internal: never the user's line, and hidden in tracebacks."""
     source_info_util.register_exclusion(str(path))
     _traceback_util.register_exclusion(str(path))
 
 
 def private_primitives(module: str, *names: str) -> list[Primitive]:
-    """Primitives of a private module by name; those that a release does not have are left out."""
+    """The primitives of a private module that this release of JAX has, by name."""
     try:
         found = importlib.import_module(f"jax._src.{module}")
-    except ModuleNotFoundError:  # a layout of another release
+    except ModuleNotFoundError:  # another release keeps them elsewhere
         return []
     return [getattr(found, name) for name in names if hasattr(found, name)]
 
 
 def python_implementation(primitive: Primitive) -> Callable[..., Any] | None:
-    """The Python function that a primitive is outside of `jit`; None if XLA alone has it."""
-    if primitive.name == "call_hi_primitive":  # says itself what it is in smaller ones
+    """The Python function that implements a primitive eagerly; None if it is lowered directly."""
+    if primitive.name == "call_hi_primitive":  # brings its own decomposition
         return primitive.to_lojax
-    # Sparse matrices have theirs beside them, to choose between it and a library on a GPU.
+    # Sparse operators keep a Python implementation beside the one that calls a GPU library.
     name = primitive.name
     module = sys.modules.get(f"jax.experimental.sparse.{name.split('_')[0]}")
     beside = getattr(module, f"_{name}_impl", None)
@@ -95,12 +95,12 @@ def python_implementation(primitive: Primitive) -> Callable[..., Any] | None:
 
 
 def allowed_in_branches(found: Any) -> bool:
-    """Whether effects may happen on one side of a `cond` alone."""
+    """Whether JAX allows these effects inside a branch of `cond`."""
     return not _effects.control_flow_allowed_effects.filter_not_in(found)
 
 
 def discharge_refs(closed: Any) -> Any:
-    """The program with the references that it makes replaced by the values in them."""
+    """The program with its internal references (`jax.new_ref`) discharged into values."""
     if not any(isinstance(e, _core.InternalMutableArrayEffect) for e in closed.effects):
         return closed
     return _pxla._discharge_internal_refs(closed)
@@ -113,7 +113,7 @@ def parse_sharding_rule(text: str, settings: Mapping[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def tensor_types(*avals: Sequence[Any]) -> Iterator[list[list[Any]]]:
-    """Lists of arrays as the types of MLIR, which live as long as the context."""
+    """The MLIR types of lists of arrays, valid while the context is open."""
     with mlir.make_ir_context(), mlir.ir.Location.unknown():
         yield [
             [mlir.ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(a.dtype)) for a in listed]
@@ -122,7 +122,7 @@ def tensor_types(*avals: Sequence[Any]) -> Iterator[list[list[Any]]]:
 
 
 def prng_impl(dtype: Any) -> Any:
-    """The generator of random keys of this dtype."""
+    """The random number generator of keys of this dtype."""
     return dtype._impl
 
 
@@ -134,17 +134,17 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
-# ---------------------------------------------------------------- the quick way into a program
+# ---------------------------------------------------------------- the C++ dispatch path
 #
-# `jax.jit` parses its arguments, looks up the program and passes the buffers in C++. gshard uses
-# the same: JAX asks `cache_miss` once for each new kind of arguments, and what that returns beside
-# the results lets all further calls pass by Python.
+# `jax.jit` parses its arguments, looks up the executable and passes the buffers in C++. gshard
+# uses the same code: JAX calls `cache_miss` once per new signature, and the fast-path data that it
+# returns beside the results lets later calls bypass Python.
 
 _programs = _jaxlib.PjitFunctionCache(capacity=8192)
 
 
 def jit_info(jitted: Any) -> Any:
-    """What `jax.jit` made of its keywords: static and donated arguments, by number and name."""
+    """How `jax.jit` parsed its keywords: static and donated arguments, by number and name."""
     return jitted._jit_info
 
 
@@ -153,13 +153,14 @@ def quick_call(
 ) -> Callable[..., Any]:
     """A function like those that `jax.jit` returns; `static` has its static arguments.
 
-    Its programs are kept by `fun` and `key`, and forgotten with `fun`. It is called by the owner
-    of the method `cache_miss` alone, whom it does not keep alive: C++ would hide that circle.
+    Its executables are cached by `fun` and `key` and dropped together with `fun`. It holds the
+    owner of the method `cache_miss` weakly: the garbage collector cannot see a reference cycle
+    that passes through C++.
     """
     name, static_arguments = _util.fun_name(fun), (static.static_argnums, static.static_argnames)
     parts = (key, _tree_util.dispatch_registry, _pxla.cc_shard_arg, _programs)
     made = _jaxlib.pjit(name, fun, _weakly(cache_miss), *static_arguments, *parts)
-    made._fun = fun  # what debug_nans runs op by op when it finds one
+    made._fun = fun  # debug_nans runs this op by op when it finds a NaN
     return made
 
 
@@ -183,12 +184,13 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 def quick_data(
     compiled: Any, tree: Any, names: Sequence[Any], consts: Sequence[Any], results: Sequence[Any]
 ) -> Any:
-    """What lets later calls pass by Python, or None where they cannot.
+    """The fast-path data with which later calls bypass Python; None where they cannot.
 
-    They cannot with callbacks, nor where the function closes over random keys: C++ knows no keys.
+    They cannot with callbacks, nor where the function closes over random keys, which the C++ code
+    does not handle.
 
-    `names` are the shardings that the arguments have now, for those that crossed as they are, and
-    `results` have the shardings that the user is to see.
+    `names` are the current shardings of the arguments that were passed on unchanged, and `results`
+    have the shardings that the user sees.
     """
     if any(jax.numpy.issubdtype(c.dtype, jax.dtypes.prng_key) for c in consts):
         return None
@@ -218,9 +220,9 @@ def parse_arguments(
 
 
 def execute(compiled: Any, arrays: Sequence[Any]) -> list[Any]:
-    """Run a compiled program on arrays that are known to fit, without JAX's checks of them.
+    """Run a compiled program on arrays that are known to match, without JAX's checks.
 
-    The checks refuse int4 arrays, whose layout they take for another one.
+    The checks reject int4 arrays because they compare their layouts wrongly.
     """
     executable = compiled._executable
     own = executable.shard_const_args(compiled._params.const_args)
@@ -238,12 +240,12 @@ def is_tracing() -> bool:
 
 
 def is_tracer(value: Any) -> bool:
-    """Whether this stands for a value of a program that is being traced."""
+    """Whether this is a tracer."""
     return isinstance(value, _core.Tracer)
 
 
 def is_array_like(value: Any) -> bool:
-    """Whether JAX takes this for an array."""
+    """Whether JAX accepts this as an array."""
     return _core.valid_jaxtype(value)
 
 
@@ -258,14 +260,14 @@ def ref_value(ref: Any) -> jax.Array:
 
 
 def set_ref(ref: Any, value: jax.Array) -> None:
-    """Let a reference have this array, which nothing else may have."""
+    """Put an array into a reference; nothing else may hold that array."""
     getattr(ref, "_refs", ref)._buf = value
 
 
 def struct_of(value: Any) -> Any:
     """An argument for tracing: its shape and type alone, and its sharding if that is in its type.
 
-    A mesh in a type would make a program of its own of every mesh that an argument has lain on.
+    Were the mesh part of the type, every mesh an argument ever had would cause a new trace.
     """
     aval = _core.shaped_abstractify(value)
     if not isinstance(aval, _core.ShapedArray):
@@ -280,13 +282,13 @@ def struct_of(value: Any) -> Any:
 
 
 def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], Any]:
-    """Those of an argument, as a traced function sees it."""
+    """The shape and dtype of an argument, as a traced function sees them."""
     found = value if isinstance(value, jax.Array) else _core.shaped_abstractify(value)
     return found.shape, found.dtype
 
 
 fun_name = _util.fun_name
-weakref_cache = _util.weakref_lru_cache  # forgotten with its first argument, or by clear_caches
+weakref_cache = _util.weakref_lru_cache  # an entry goes with its first argument, or by clear_caches
 
 
 def context_mesh() -> Any:
@@ -298,11 +300,11 @@ def context_mesh() -> Any:
 
 
 def copied(eqn: Any, values: Sequence[Any], types: Sequence[Any] | None = None) -> list[Any] | None:
-    """The results of `eqn` on values of the types that it had, in the program that is traced now.
+    """The results of `eqn` on `values`, copied into the program that is being traced.
 
-    The equation is copied with its source, and nothing of it is found out again; on values of other
-    types, the `types` of the results are given. None where that does not work: effects are for JAX
-    to keep track of, and other releases may trace otherwise.
+    The equation keeps its source information, and no rule of JAX runs again. If the values have
+    other types than before, the `types` of the results must be given. None where copying is not
+    possible: equations with effects, or a release of JAX that traces in another way.
     """
     trace, info = _core.trace_ctx.trace, eqn.source_info
     if eqn.effects or not hasattr(trace, "emit_eqn"):
@@ -316,9 +318,9 @@ def copied(eqn: Any, values: Sequence[Any], types: Sequence[Any] | None = None) 
 
 
 def types_if_plain(eqn: Any, values: Sequence[Any], results: Sequence[Any]) -> list[Any] | None:
-    """The types of `results`, if binding `eqn` to `values` made this one equation and no more.
+    """The types of `results`, if binding `eqn` to `values` made exactly one equation.
 
-    None also where another release of JAX keeps track of that otherwise.
+    None also if this release of JAX does not record that.
     """
     made = getattr(results[0], "parent", None) if results else None
     if made is None or getattr(made, "primitive", None) is not eqn.primitive or made.effects:
@@ -329,12 +331,12 @@ def types_if_plain(eqn: Any, values: Sequence[Any], results: Sequence[Any]) -> l
 
 
 def current_context() -> Any:
-    """What is traced now gets this context (of an equation)."""
+    """A context in which traced equations get this equation context."""
     return _core.current_jaxpr_eqn_context()
 
 
 def is_current(context: Any) -> bool:
-    """Whether what is traced now gets this context (of an equation), and no mesh is set."""
+    """Whether traced equations get this equation context now, and no mesh is set."""
     return context is _core.current_jaxpr_eqn_context() and context.cur_abstract_mesh.empty
 
 
@@ -361,8 +363,8 @@ class _NoMesh:
 def register_array_type(
     cls: type, sharding: type, aval: Callable[..., Any], array: Any, named: Callable[..., Any]
 ) -> None:
-    """Make JAX take `cls` for an array: `aval` says of which type; `array` and `named` make one
-    of JAX's own of it, and of its `sharding`.
+    """Make JAX accept `cls` as an array: `aval` gives its type, `array` converts it to a
+    `jax.Array`, and `named` gives its sharding.
     """
     _set_array_base_attributes(cls, exclude=set(vars(cls)))
     _core.pytype_aval_mappings[cls] = aval

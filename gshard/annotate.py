@@ -1,8 +1,8 @@
 """The annotations of the paper's section 3.2: `replicate`, `split` and `shard`.
 
 Each is the identity on values and leaves a mark in the traced program that `gshard.jit` reads.
-Under plain `jax.jit`, eagerly, and on one device, the same model runs without noticing them. The
-mark is linear: the cotangent of an annotated tensor gets the same annotation.
+Under plain `jax.jit`, eagerly, and on one device they have no effect. The mark is linear: the
+cotangent of an annotated tensor gets the same annotation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gshard.graph.source import here
 from gshard.tensors.meshes import constrained
 from gshard.tensors.sharding import Sharding
 
-T = TypeVar("T")  # an array, or what is traced in its place
+T = TypeVar("T")  # an array or a tracer
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,27 @@ class Annotation:
     """What the user asked of one tensor; `resolve` turns it into a Sharding for given devices.
 
     `assignment` is None for `replicate`; otherwise a device id per tile, row-major, over `tiles`.
-    `open_dims` are dims that `vmap` added: nothing is said about them. `meant` is the sharding
-    itself where it was not said in tiles: by a `NamedSharding`, for so many devices.
+    `open_dims` are dims that `vmap` added, which the annotation leaves open. `sharding` is set
+    where the annotation came from a `NamedSharding` instead of tiles.
     """
 
     name: str
     tiles: tuple[int, ...]
     assignment: tuple[int, ...] | None
     open_dims: tuple[int, ...] = ()
-    meant: Sharding | None = None
+    sharding: Sharding | None = None
 
     @staticmethod
     def of_sharding(name: str, sharding: Sharding, open_dims: tuple[int, ...] = ()) -> Annotation:
-        """The annotation that asks for just this sharding."""
+        """The annotation that asks for exactly this sharding."""
         return Annotation(name, sharding.tiles, None, open_dims, sharding)
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019  (small, and asked for again and again)
     def resolve(self, num_devices: int) -> Sharding:
-        """The sharding meant; a ValueError says what does not fit on `num_devices` devices."""
+        """The sharding on `num_devices` devices; a ValueError says what does not fit on them."""
         rank = len(self.tiles)
-        if self.meant is not None:
-            return self.meant
+        if self.sharding is not None:
+            return self.sharding
         if self.assignment is None:
             return Sharding.replicated(rank, num_devices)
         count = len(self.assignment)
@@ -80,10 +80,10 @@ def replicate(tensor: T) -> T:
 
 
 def split(tensor: T, split_dimension: int, num_partitions: int) -> T:
-    """Annotate `tensor` to be cut into `num_partitions` along `split_dimension`.
+    """Annotate `tensor` to be split into `num_partitions` along `split_dimension`.
 
-    Partition i is on device i. Fewer partitions than devices: the others hold copies where the
-    counts divide, and nothing where they do not.
+    Partition i is on device i. With fewer partitions than devices, the other devices hold copies
+    if the number of devices is a multiple of the number of partitions, and nothing otherwise.
     """
     rank = len(_shape(tensor))
     call = f"split(tensor, {split_dimension}, {num_partitions})"
@@ -101,11 +101,11 @@ def split(tensor: T, split_dimension: int, num_partitions: int) -> T:
 
 
 def shard(tensor: T, device_assignment: ArrayLike) -> T:
-    """Annotate `tensor` to be cut like `device_assignment`, an integer array of the same rank.
+    """Annotate `tensor` to be split like `device_assignment`, an integer array of the same rank.
 
     Its shape is the number of partitions along each dim, and each element is the device that
     holds that partition. It may name the devices in any order, and fewer than all: with the
-    devices as `mesh = np.arange(8).reshape(2, 4)`, `shard(x, mesh[:, :1])` cuts a matrix into two
+    devices as `mesh = np.arange(8).reshape(2, 4)`, `shard(x, mesh[:, :1])` splits a matrix into two
     row blocks, each copied along a row of the mesh.
     """
     return annotate(tensor, as_annotation(tensor, device_assignment))
@@ -145,18 +145,18 @@ annotate_p.def_impl(lambda x, **_: x)
 annotate_p.def_abstract_eval(lambda x, **_: x)
 
 
-# The devices that `gshard.jit` traces for, in their order. JAX keys its caches by it: a function
-# that is jitted inside may have been traced before, for others, or outside.
+# The devices that `gshard.jit` traces for, in order. JAX's caches are keyed by them: an inner
+# jitted function may have been traced before, for other devices or outside of `gshard.jit`.
 _tracing_for = jax.make_user_context(None)
 
-# The kind of device that the traced program is for: "cpu", "gpu" or "tpu"; None: what is here.
+# The platform that the traced program is for: "cpu", "gpu" or "tpu"; None: JAX's default.
 _platform = jax.make_user_context(None)
 
-# The devices on which annotations are sharding constraints for XLA: where a function of
-# `gshard.jit` is called inside of `jax.jit`, or transformed.
+# The devices for which annotations become sharding constraints for XLA: where a function of
+# `gshard.jit` is called inside `jax.jit`, or transformed.
 _constraining = jax.make_user_context(None)
 
-# What has been annotated in the current trace. Tensors can only be told by identity, and may not
+# The annotations of the current trace. Tracers can only be identified by identity, and must not
 # be kept alive beyond their trace.
 _annotated: contextvars.ContextVar[list[tuple[weakref.ref[Any], Annotation]] | None] = (
     contextvars.ContextVar("gshard_annotated", default=None)
@@ -164,7 +164,7 @@ _annotated: contextvars.ContextVar[list[tuple[weakref.ref[Any], Annotation]] | N
 
 
 class Devices(Protocol):
-    """The devices of a program, in their order, or how many abstract ones."""
+    """The devices of a program, in order, or a number of abstract devices."""
 
     @property
     def devices(self) -> tuple[jax.Device, ...] | int:
@@ -179,7 +179,7 @@ class Devices(Protocol):
 
 @contextlib.contextmanager
 def tracing_for(devices: Devices, platform: str | None = None) -> Iterator[None]:
-    """While `gshard.jit` traces for these devices, of a kind that need not be here."""
+    """A context in which `gshard.jit` traces for these devices and this platform."""
     token = _annotated.set([])
     try:
         with _tracing_for(devices), _platform(platform), _constraining(None):
@@ -194,10 +194,10 @@ def devices_of_trace() -> int:
 
 
 def target_platform() -> str:
-    """The kind of device that the program being traced is for: "cpu", "gpu" or "tpu".
+    """The platform that the program being traced is for: "cpu", "gpu" or "tpu".
 
-    What a model computes by a kernel hangs on this, and not on the machine that traces it. Outside
-    of `gshard.jit` it is JAX's default backend. JAX's caches of traced functions are keyed by it.
+    Models choose their kernels by this and not by the machine that traces them. Outside of
+    `gshard.jit` it is JAX's default backend. JAX's caches of traced functions are keyed by it.
     """
     return _platform.value or jax.default_backend()
 
@@ -218,12 +218,12 @@ def reading_devices() -> Any:
 
 
 def annotation_of(tensor: Any) -> Annotation | None:
-    """The annotation that this very tensor was given in the current trace."""
+    """The annotation of this tensor in the current trace."""
     return next((a for marked, a in _annotated.get() or () if marked() is tensor), None)
 
 
 def annotate(tensor: Any, annotation: Annotation) -> Any:
-    """`tensor` with this annotation, for whoever reads it."""
+    """`tensor` with this annotation, or with a sharding constraint where XLA partitions."""
     if not hasattr(tensor, "dtype"):
         tensor = np.asarray(tensor)
     order = _constraining.value
@@ -237,15 +237,15 @@ def annotate(tensor: Any, annotation: Annotation) -> Any:
 
 
 def widen(annotation: Annotation, dim: int) -> Annotation:
-    """The annotation with another dim, added by `vmap`, on which the user said nothing."""
-    meant = annotation.meant
-    if meant is not None:
-        meant = meant.project([*range(dim), None, *range(dim, meant.rank)])
+    """The annotation with a dim that `vmap` added, left open."""
+    sharding = annotation.sharding
+    if sharding is not None:
+        sharding = sharding.project([*range(dim), None, *range(dim, sharding.rank)])
     return replace(
         annotation,
         tiles=(*annotation.tiles[:dim], 1, *annotation.tiles[dim:]),
         open_dims=(dim, *(d + (d >= dim) for d in annotation.open_dims)),
-        meant=meant,
+        sharding=sharding,
     )
 
 

@@ -1,7 +1,7 @@
 """The `gshard` command: every subcommand is a small module of `gshard.commands`.
 
-What a user can mend is raised as `UserError` and printed without a traceback; the exit status says
-so: 1 and 2 for that, 75 for hosts that did not come, 70 for what nobody foresaw.
+Mistakes of the user are raised as `UserError` and printed in one line, without a traceback. The
+exit status is 1 or 2 for those, 75 for hosts that did not connect, and 70 for an internal error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gshard.errors import UserError
 from gshard.mt.errors import MissingHostsError
 from gshard.mt.launch import company, status
 
-# What a machine refuses, and a user can mend.
+# Errors of the operating system that a user can fix.
 _NOT_OURS = (
     errno.EACCES,
     errno.EPERM,
@@ -108,13 +108,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             _fail(
-                "the disk is full; nothing half-written is left, and running the same command "
-                "again after making room continues"
+                "the disk is full; no incomplete file is left: make room and run the same command "
+                "again to continue"
             )
         if error.errno == errno.EFBIG:
             _fail(
                 "a file would be larger than this process may write (`ulimit -f` shows how large); "
-                "nothing half-written is left"
+                "no incomplete file is left"
             )
         if error.errno not in _NOT_OURS or error.filename is None:
             _break_down(error)
@@ -151,7 +151,7 @@ def _break_down(error: Exception) -> NoReturn:
 
 
 def _leave(code: int, words: str, at_once: bool = False) -> NoReturn:
-    """Exit; at once where JAX would first wait for processes that died or never came."""
+    """Exit; at once where JAX would first wait for processes that died or never connected."""
     others = company.current()
     if others and not status.is_watched() and not at_once:
         others.part(words)

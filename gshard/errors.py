@@ -1,4 +1,4 @@
-"""Mistakes that a user can mend: one line on the command line, and the nearest name."""
+"""Errors that a user can fix: one line on the command line, with the closest known name."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterable
 class UserError(Exception):
     """Something in the user's input, files or machine is wrong; the message says what to do."""
 
-    status = 1  # that the command exits with
-    at_once = False  # whether to exit without waiting for anything that still runs
+    status = 1  # exit status of the command
+    at_once = False  # exit without waiting for threads and processes
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""For extensions: all that a rule for an operator is written with.
+"""For extensions: everything needed to write a rule for an operator.
 
 `register_rule` with a string is enough for most primitives (docs/howto/custom-operators.md). A
 `Rule` describes an operator in full, as gshard's own rules do: its `Factors` say how the dims of

@@ -1,4 +1,4 @@
-"""`gshard.jit`: a function like those of `jax.jit`; `pipeline` shows what it does to a program."""
+"""`gshard.jit`: `jax.jit` with gshard's partitioner; `pipeline` lists the stages of a lowering."""
 
 from __future__ import annotations
 
@@ -77,20 +77,22 @@ def jit(
 ) -> Any:
     """Like `jax.jit`, for a function whose tensors are annotated with `split` and the like.
 
-    Beyond what `jax.jit` takes: `devices` are the devices to run on, or their number: a count of
-    abstract devices, for which `lower` works without hardware. By default they are those of the
-    mesh that is set or that the arguments lie on, else all. `partitioner="xla"` keeps the
-    annotations and leaves the partitioning to XLA. An operand that would take more than
-    `memory_limit` bytes when gathered is passed around in a loop instead. `strict` refuses
-    primitives that gshard has no rule for, which would run whole on every device. Where several
-    plans are right, the cheapest on `hardware` is taken (`gshard.forecast.known()` lists names):
-    by default what JAX reports the devices to be. CPUs then count as generic accelerators; "cpu"
-    plans for the CPU. A model with kernels for some platforms (`gshard.annotate.target_platform`)
-    is traced for that of the `devices`; abstract ones have that of `hardware`.
+    It takes the keywords of `jax.jit`, and these:
+
+    `devices` are the devices to run on, or a number of abstract devices, for which `lower` works
+    without hardware. By default they are those of the mesh that is set, else those of the
+    arguments' mesh, else all. `partitioner="xla"` keeps the annotations and leaves the partitioning
+    to XLA. An operand that would take more than `memory_limit` bytes when gathered is passed around
+    the devices in a loop instead. `strict=True` rejects primitives without a rule, which would
+    otherwise run on replicated operands. `hardware` is what costs are computed for
+    (`gshard.forecast.known()` lists names): by default what JAX reports the devices to be. CPUs
+    then count as generic accelerators; `hardware="cpu"` plans for the CPU. A model that has kernels
+    for some platforms (`gshard.annotate.target_platform`) is traced for the platform of `devices`,
+    or of `hardware` if the devices are abstract.
 
     `in_shardings` and `out_shardings` are trees of `NamedSharding`, `PartitionSpec` or
-    `gshard.Sharding`, or prefixes of such trees; None says nothing. `annotations` is a
-    `gshard.Layout`, whose annotations the arguments get as well.
+    `gshard.Sharding`, or prefixes of such trees; None leaves the choice to gshard. `annotations` is
+    a `gshard.Layout`, whose annotations are applied to the arguments.
     """
     if partitioner not in ("gshard", "xla"):
         raise ValueError(f"partitioner is {partitioner!r}; allowed are 'gshard' and 'xla'")
@@ -111,7 +113,7 @@ def jit(
     def jitted(fun: Callable[..., Any]) -> Any:
         return Jitted(keywords, options, annotations.annotated(fun) if annotations else fun)
 
-    return jitted if fun is None else jitted(fun)  # a decorator with keywords, or without
+    return jitted if fun is None else jitted(fun)  # used as a decorator with keywords, or without
 
 
 class Jitted(Generic[P, R]):
@@ -133,7 +135,7 @@ class Jitted(Generic[P, R]):
 
     @_jax.api_boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Partition if need be, and run."""
+        """Partition for these arguments if that has not been done yet, and run."""
         return self._quick(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -179,25 +181,25 @@ class Jitted(Generic[P, R]):
         return jax.eval_shape(self, *args, **kwargs)
 
     def clear_cache(self) -> None:
-        """Forget the programs of this function."""
+        """Drop the compiled programs of this function."""
         self._quick.clear_cache()  # type: ignore[attr-defined]  # as for `_cache_size`
         self._traces.clear_cache()
         self._with_leaves.clear()
         self._closed_over.clear()
 
     def _cache_size(self) -> int:
-        """How many kinds of arguments it has a program for, as tests ask functions of `jax.jit`."""
+        """How many signatures it has a program for; functions of `jax.jit` have this method too."""
         others = sum(jitted._cache_size() for jitted in self._with_leaves.values())
-        # A function of JAX's C++ code, which its type does not tell.
+        # A function of JAX's C++ code, which has no type stubs.
         return self._quick._cache_size() + others  # type: ignore[attr-defined]
 
-    # ------------------------------------------------------------ new kinds of arguments
+    # ------------------------------------------------------------ new signatures
 
     @advising
     def _cache_miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
-        """Called by JAX for arguments of a kind that it has no program for yet.
+        """Called by JAX for a signature that has no program yet.
 
-        The results, and what lets later calls pass by Python.
+        Returns the results, and the data with which later calls bypass Python.
         """
         _, leaves = _jax.parse_arguments(self._known, args, kwargs)
         if _jax.is_tracing() or any(map(_jax.is_tracer, leaves)):
@@ -213,7 +215,7 @@ class Jitted(Generic[P, R]):
         lowered = self._lower(traced, order, mesh, leaves)
         try:
             results, quick = lowered.compile().run(leaves)
-        except _jax.InternalFloatingPointError as error:  # debug_nans: op by op, to say where
+        except _jax.InternalFloatingPointError as error:  # debug_nans: find the operator
             with jax.disable_jit():
                 self._fun(*args, **kwargs)
             raise FloatingPointError(f"{error} in the partitioned program alone") from None
@@ -265,7 +267,7 @@ class Jitted(Generic[P, R]):
         return lowered
 
     def _structs(self, arguments: Any) -> Any:
-        """The arguments as types alone, so that nothing of them is kept."""
+        """The arguments' types, which keep no array alive."""
         static = (*self._known.static_argnums, *self._known.static_argnames)
         if isinstance(arguments, dict):
             structs = functools.partial(jax.tree.map, _jax.struct_of)
@@ -285,9 +287,10 @@ class Jitted(Generic[P, R]):
         return device_order(devices)
 
     def _inlined(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Any:
-        """Inside of another trace: the annotated program. XLA gets the annotations as constraints.
+        """Called inside another trace: the annotated program, inlined.
 
-        Under `gshard.jit` they stay annotations, for the outer function to partition.
+        Under `gshard.jit` annotations stay annotations, which the outer function partitions by;
+        otherwise they become sharding constraints for XLA.
         """
         call = self._traces if all(map(_jax.is_array_like, leaves)) else self._fun
         order = self._order(mesh_of(self._keywords.shardings))
@@ -306,21 +309,21 @@ class Jitted(Generic[P, R]):
         )
 
     def _for_leaves(self, static: StaticLeaves) -> Jitted[..., Any]:
-        """This function for calls with these leaves that are not arrays: one of arrays alone."""
+        """This function with these non-array leaves bound: a function of arrays only."""
         if static not in self._with_leaves:
             keywords = self._keywords.of_arrays(self._donated(static))
             self._with_leaves[static] = Jitted(keywords, self.options, static.flat(self._fun))
         return self._with_leaves[static]
 
     def _donated(self, static: StaticLeaves) -> tuple[int, ...]:
-        """The numbers of the arrays that are given up."""
+        """The indices of the donated arrays."""
         numbers, names = self._known.donate_argnums, self._known.donate_argnames
         return static.numbers_of(lambda key: key in numbers or key in names)
 
     # ------------------------------------------------------------ references
 
     def _on_refs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call with references (`jax.new_ref`): they have other values after it."""
+        """A call with references (`jax.new_ref`), whose values it updates."""
         of_values, values, refs = self._without_refs(args, kwargs)
         results, after = of_values(*values)
         for ref, value in zip(refs, after, strict=True):
@@ -330,9 +333,9 @@ class Jitted(Generic[P, R]):
     def _without_refs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Jitted[..., Any], list[Any], list[Any]]:
-        """This function of the values in references, its flat arguments, and the references.
+        """A function of the references' values, its flat arguments, and the references.
 
-        It takes over the values, and returns the new ones beside its results.
+        The values are donated to it, and it returns the new ones beside the results.
         """
         static, leaves = self._static_leaves(args, kwargs)
         refs = {i: x for i, x in enumerate(leaves) if _jax.is_ref(x)}
@@ -348,7 +351,7 @@ class Jitted(Generic[P, R]):
         return self._with_leaves[key], values, list(refs.values())
 
     def _of_refs(self, traced: jax.stages.Traced) -> Jitted[..., Any]:
-        """This function of the references that it closes over, and its flat arguments."""
+        """This function with its closed-over references as arguments, and its flat arguments."""
         if traced.jaxpr not in self._with_leaves:
             first = len(refs_of(traced))
             keywords = self._keywords.of_arrays(
@@ -360,5 +363,5 @@ class Jitted(Generic[P, R]):
 
 @_jax.weakref_cache
 def _lowered_before(jaxpr: Any, *key: Any) -> list[tuple[list[Sharding | None], Lowered]]:
-    """Programs of a traced function, by the arguments' shardings; forgotten with the function."""
+    """Programs of a traced function, by the arguments' shardings; dropped with the function."""
     return []

@@ -1,11 +1,12 @@
 """Mixing manual and automatic partitioning (section 3.2).
 
 Between `auto_to_manual_spmd_partition` and `manual_to_auto_spmd_partition` the user computes on the
-local shapes of a device, with its `partition_id` and the collectives at hand, while the rest of the
-program is partitioned automatically. Outside of `gshard.jit` there is one partition, which is the
-whole tensor: both functions are the identity, and the collectives have one member.
+local shapes of a device, with its `partition_id` and the collectives of this module, while the rest
+of the program is partitioned automatically. Outside of `gshard.jit` there is one partition, the
+entire tensor: both functions are the identity, and the collectives have one member.
 
-Everything here is linear, and differentiates: what a device sends forwards comes back backwards.
+Everything here is linear and differentiable: the transpose of a collective sends cotangents back
+along the same routes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ T = TypeVar("T", bound=jax.Array | np.ndarray[Any, Any])
 def auto_to_manual_spmd_partition(tensor: T, device_assignment: ArrayLike | None = None) -> T:
     """This device's part of `tensor`, in its local shape, padding included.
 
-    The tensor is cut as it has just been annotated, or as `device_assignment` says.
+    The tensor is split by its annotation, or like `device_assignment`.
     """
     count = devices_of_trace()
     if count == 1:
@@ -65,8 +66,8 @@ def manual_to_auto_spmd_partition(
 ) -> T:
     """The tensor of which `tensor` is this device's part.
 
-    `device_assignment` says which part each device has, as in `shard`. The logical shape is the
-    parts side by side, or `full_shape` where the last ones are padded.
+    `device_assignment` says which part each device has, as in `shard`. The logical shape is
+    that of the parts concatenated, or `full_shape` where the last ones are padded.
     """
     count = devices_of_trace()
     if count == 1:
@@ -78,7 +79,7 @@ def manual_to_auto_spmd_partition(
         shape = tuple(full_shape)
         if sharding.local_shape(shape) != tuple(tensor.shape):
             raise ValueError(
-                f"{here()}: manual_to_auto_spmd_partition: a tensor of shape {shape} cut like "
+                f"{here()}: manual_to_auto_spmd_partition: a tensor of shape {shape} split like "
                 f"{sharding.tiles} has parts of shape {sharding.local_shape(shape)}, but the part "
                 f"is {tensor.shape}"
             )
@@ -100,17 +101,17 @@ def all_reduce(tensor: T, groups: Groups = None) -> T:
 
 
 def all_gather(tensor: T, dim: int, groups: Groups = None) -> T:
-    """The parts of a group, side by side along `dim`."""
+    """The parts of a group, concatenated along `dim`."""
     return _collective(tensor, "all_gather", groups, dim)
 
 
 def reduce_scatter(tensor: T, dim: int, groups: Groups = None) -> T:
-    """The sum over a group, of which each member keeps its part of `dim`."""
+    """The sum over a group, scattered along `dim`: each member keeps its part."""
     return _collective(tensor, "reduce_scatter", groups, dim)
 
 
 def all_to_all(tensor: T, groups: Groups = None) -> T:
-    """Row j of the first dim goes to member j of the group; the received rows stand in order."""
+    """Send row j of the first dim to member j of the group; received rows are in member order."""
     return _collective(tensor, "all_to_all", groups)
 
 
@@ -167,7 +168,7 @@ def _collective_aval(x: Any, *, kind: str, dim: int, groups: Any) -> ShapedArray
 def _to_manual_transpose(
     ct: Any, x: Any, *, annotation: Annotation, num_devices: int, copies: str
 ) -> list[Any]:
-    """Every copy of a part contributed to the result, or the first one only."""
+    """Whether every copy of a part, or only the first, contributed to the result."""
     back = {"all": "sum", "first": "first"}[copies]
     return [
         to_auto_p.bind(

@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def advising(method: F) -> F:
-    """`method`, whose errors say so where an Equinox module in the call has Python numbers."""
+    """`method`, whose errors name the Equinox modules in the call that have Python numbers."""
 
     @functools.wraps(method)
     def advised(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""The whole way of a program, from a traced function to one that XLA compiles, stage by stage.
+"""The stages of a lowering, from a traced function to a program that XLA compiles.
 
-Every stage takes a program and gives one; `Lowered.dump` shows what each of them made of it.
+Every stage takes a program and returns one; `Lowered.dump` writes the result of each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gshard.tensors.sharding import Sharding
 
 Rewrite = Callable[[ClosedJaxpr, Mapping[Any, Sharding], int], ClosedJaxpr]
 
-# Rewrites that look at shardings; each says, in the dump, what it did not find.
+# Rewrites that depend on shardings; the dump says why one was not applied.
 REWRITES: dict[str, tuple[Rewrite, str]] = {
     "exchange by expert": (
         lambda flat, shardings, limit: exchange_by_expert(flat, shardings),
@@ -56,11 +56,11 @@ def lower(
     history = History()
     flat = inline(traced.jaxpr, order)  # calls inlined, logical shapes
     history.add("flatten", flat.jaxpr)
-    for normal_form in NORMAL_FORMS if order.count > 1 else ():  # one device gains nothing by them
+    for normal_form in NORMAL_FORMS if order.count > 1 else ():  # of no use on one device
         flat = simplify(flat, normal_form)
         history.add(normal_form.__name__, flat.jaxpr)
     fixed = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
-    # All that is kept of `traced`.
+    # All that is needed of `traced` from here on.
     name, closed_over, types = traced.fun_name, _jax.closed_over(traced), traced.jaxpr.out_avals
     machine = options.hardware.machine if options.hardware else MACHINE
     limit = options.memory_limit
@@ -71,7 +71,7 @@ def lower(
             history.add("propagate", flat.jaxpr, _sharding_note(found))
             for title, (rewrite, remark) in REWRITES.items():
                 rewritten = rewrite(flat, found.shardings, limit)
-                if rewritten is not flat:  # shardings of a program that is no more
+                if rewritten is not flat:  # these were of the program before the rewrite
                     flat, found = rewritten, propagate(rewritten, order.count, fixed, limit)
                     remark = ""
                 history.add(title, flat.jaxpr, _sharding_note(found), remark)

@@ -1,4 +1,4 @@
-"""`gshard data`: gather parallel text, look at it, make vocabularies and try batches."""
+"""`gshard data`: gather parallel text, inspect it, train vocabularies and try batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gshard.commands.options import Languages, Plots, complete_tiers
 if TYPE_CHECKING:
     from gshard.mt.data.gather import GatherConfig
 
-app = typer.Typer(no_args_is_help=True, help="Gather parallel text and look at it.")
+app = typer.Typer(no_args_is_help=True, help="Gather parallel text and inspect it.")
 
 Tier = Annotated[
     str,
@@ -42,7 +42,7 @@ def gather(
         list[str], typer.Option(help="[SPLIT=]FOLDER of gettext or Qt catalogs")
     ] = [],  # noqa: B006
     clean: Annotated[
-        bool, typer.Option(help="filter your own text too, or take it as it is")
+        bool, typer.Option(help="filter your own text too, or keep it unfiltered")
     ] = True,
     test_share: Annotated[
         float | None, typer.Option(help="share of long sentences held out for test")
@@ -50,9 +50,9 @@ def gather(
     dev_share: Annotated[
         float | None, typer.Option(help="share of long sentences held out for dev")
     ] = None,
-    jobs: Annotated[int, typer.Option(help="processes; 0 is one for each core")] = 0,
+    jobs: Annotated[int, typer.Option(help="processes; 0 means one per core")] = 0,
     ray: Annotated[
-        bool, typer.Option("--ray", help="on a Ray cluster; RAY_ADDRESS alone says so too")
+        bool, typer.Option("--ray", help="on a Ray cluster; implied by RAY_ADDRESS")
     ] = False,
 ) -> None:
     """Gather a corpus: download, read, clean, split and write. Run it again to continue."""
@@ -86,7 +86,7 @@ def gather(
 
 
 def _on_ray(config: GatherConfig) -> GatherConfig:
-    """The same on the nodes of a Ray cluster, who see the same files but start elsewhere."""
+    """The same on the nodes of a Ray cluster, which share files but not the current folder."""
     from gshard.mt.errors import UserError
 
     try:
@@ -103,9 +103,9 @@ def _on_ray(config: GatherConfig) -> GatherConfig:
 @app.command()
 def stats(
     corpus: CorpusFolder = Path("corpus"),
-    most: Annotated[int, typer.Option(help="languages to show; 0 is all")] = 0,
+    most: Annotated[int, typer.Option(help="languages to show; 0 means all")] = 0,
     plots: Plots = None,
-    verify: Annotated[bool, typer.Option(help="compare every file with its checksum")] = False,
+    verify: Annotated[bool, typer.Option(help="verify the checksum of every file")] = False,
 ) -> None:
     """Print the table of languages, what was dropped and why, and draw the power law."""
     from gshard.commands.show import console
@@ -124,7 +124,7 @@ def stats(
     if verify:
         if bad := opened.verify():
             raise UserError("\n".join(bad))
-        console.print("every file has its checksum")
+        console.print("every file matches its checksum")
 
 
 @app.command()
@@ -179,9 +179,9 @@ def batches(
     temperature: Annotated[
         float, typer.Option(help="1 samples by data, inf every language alike")
     ] = 5.0,
-    workers: Annotated[int, typer.Option(help="processes that read ahead; 0 is threads")] = 0,
+    workers: Annotated[int, typer.Option(help="processes that read ahead; 0 uses threads")] = 0,
 ) -> None:
-    """Make batches as training would, and show their padding, speed and mixture."""
+    """Make batches as training does, and show their padding, speed and mixture."""
     import time
 
     from gshard.commands import show
@@ -199,7 +199,7 @@ def batches(
     made = Batches(tokens, config, workers=workers)
     iterator = made.iterate()
     counts = [0] * len(tokens)
-    next(iterator)  # the first waits for plans and workers
+    next(iterator)  # the first batch includes the start of the workers
     begin, before = time.perf_counter(), iterator.tokens
     for _ in range(steps):
         languages = next(iterator)["languages"]

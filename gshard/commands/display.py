@@ -1,4 +1,4 @@
-"""The progress of a training: a live panel on a terminal, a line now and then elsewhere."""
+"""The progress of a training: a live panel on a terminal, a line at intervals elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gshard.commands.screen import screen
 from gshard.commands.show import SECONDS, Lines, bar
 from gshard.mt.progress import Step
 
-console = screen(hurried=True)  # a training does not wait for its reader
+console = screen(hurried=True)  # never block the training on a slow terminal
 
 
 class TrainDisplay:

@@ -40,12 +40,12 @@ def evaluate(
     run: RunFolder,
     split: Annotated[str, typer.Option(help="test, dev or train")] = "test",
     languages: Languages = "",
-    sentences: Annotated[int, typer.Option(help="of each language, at most; 0 is all")] = 0,
+    sentences: Annotated[int, typer.Option(help="of each language, at most; 0 means all")] = 0,
     beam: Beam = 4,
     alpha: Alpha = 0.6,
     checkpoint: Checkpoint = "best",
     untrained: Annotated[
-        bool, typer.Option("--untrained", help="measure the run's fresh weights too")
+        bool, typer.Option("--untrained", help="measure the run's initial weights too")
     ] = False,
     baselines: Annotated[
         bool, typer.Option("--baselines", help="train and measure a bilingual model of each task")
@@ -71,7 +71,7 @@ def evaluate(
     opened, chosen = Run.open(run), _listed(languages)
     search = (beam, alpha, checkpoint)
     config = work.EvaluateConfig(split, chosen, sentences, *search, untrained, examples)
-    # Misspelt names are told before the weights are read.
+    # Report misspelt names before the weights are read.
     held_out(opened.corpus, tasks_of(opened.tokenizer, chosen), split, 1)
     which = members(coordinator, processes, process)
     steps = baseline_steps if baselines else 0
@@ -87,7 +87,7 @@ def evaluate(
             with nullcontext(Silent()) if as_json else show.bars() as bars:
                 result, measured = _measure(opened, config, steps, devices, together, bars)
     except KeyboardInterrupt:
-        show.console.print("interrupted; the same command goes on from here")
+        show.console.print("interrupted; run the same command again to continue")
         raise typer.Exit(130) from None
     if measured is None:
         measured = work.read_results(opened.folder / "baselines.json")
@@ -132,7 +132,7 @@ def _measure(
 
 
 def _help(run: Run, config: EvaluateConfig, steps: int, devices: int, together: Together) -> None:
-    """What the other processes do while the first one measures."""
+    """The work of the other processes while the first one measures."""
     from gshard.mt.evaluation.systems import follow
     from gshard.mt.progress import Silent
 
@@ -144,9 +144,9 @@ def _help(run: Run, config: EvaluateConfig, steps: int, devices: int, together: 
 def _train_baselines(
     run: Run, config: EvaluateConfig, steps: int, devices: int, together: Together, bars: Progress
 ) -> tuple[BaselineConfig, Callable[[Transformer], AnyTranslator], list[jax.Device]]:
-    """Make this process's share of the baselines ready, if there are others, and wait for theirs.
+    """Train this process's share of the baselines, if there are others, and wait for theirs.
 
-    Each process trains and translates on its own devices; all find what the others did on disk.
+    Each process trains and translates on its own devices; results are shared on disk.
     """
     import jax
 
@@ -176,7 +176,7 @@ def _train_baselines(
 
 
 def share_of(run: Run, config: EvaluateConfig, process: int, count: int) -> tuple[str, ...]:
-    """The languages whose baselines one of `count` processes trains: every one has long ones."""
+    """The languages whose baselines one of `count` processes trains, long and short ones mixed."""
     from gshard.mt.evaluation.heldout import held_out, tasks_of
 
     sets = held_out(run.corpus, tasks_of(run.tokenizer, config.languages), config.split, 1)
@@ -202,7 +202,7 @@ def comparable(
 
 
 def _heads(result: Mapping[str, Any]) -> list[str]:
-    """The titles of the scores that there are."""
+    """The titles of the available scores."""
     titles = ("BLEU", "spBLEU", "chrF++", "copy", "untrained")
     return [title for key, title in zip(_SCORES, titles, strict=True) if _has(result, key)]
 
@@ -213,7 +213,7 @@ def task_table(result: Mapping[str, Any], baselines: Mapping[str, Mapping[str, A
     from rich.table import Table
 
     title = f"{result['run']}, step {result['checkpoint']:,}, {result['split']}"
-    # All of it fits into 80 columns: a number that is cut short is a wrong number.
+    # The table fits into 80 columns: a truncated number is a wrong number.
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=0)
     columns = ["group", "pairs", "tested", *_heads(result)]
     columns += ["baseline", "delta"] if baselines else []

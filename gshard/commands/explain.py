@@ -64,7 +64,7 @@ def _imported(name: str) -> Any:
 
     module, _, function = name.partition(":")
     if not function:
-        raise ValueError(f"{name!r} names no function; write module:function")
+        raise ValueError(f"{name!r} is not the name of a function; write module:function")
     sys.path.insert(0, str(Path.cwd()))
     try:
         return getattr(importlib.import_module(module), function)
@@ -79,7 +79,7 @@ def _shape(text: str) -> Any:
 
     match = re.fullmatch(r"([a-z]+\d*)\[([\d,\s]*)\]", text)
     if match is None:
-        raise ValueError(f"{text!r} is no shape; write a dtype and sizes, as in f32[8,256,128]")
+        raise ValueError(f"{text!r} is not a shape; write a dtype and sizes, as in f32[8,256,128]")
     if match[1] not in _DTYPES:
         raise ValueError(
             f"the dtype of {text!r} is {match[1]!r}; allowed are {', '.join(_DTYPES)}"

@@ -51,7 +51,7 @@ def forecast(
     from gshard.forecast import hardware as hardware_of
 
     try:
-        hardware_of(hardware)  # a misspelt name is told before the models are imported
+        hardware_of(hardware)  # report a misspelt name before the models are imported
         if fit is not None:
             _show_fitting(fit, as_json)
             return
@@ -78,7 +78,7 @@ def forecast(
 
 
 def _draw(chosen: Plan, found: Forecast, plots: Path | None, page: Path | None) -> None:
-    """Plots and the page, beside forecasts on fewer devices."""
+    """Plots and the page, with forecasts for fewer devices beside them."""
     growth = _by_devices(chosen, found.hardware)
     model = chosen.model.name
     if plots is not None:
@@ -109,7 +109,7 @@ def _by_devices(chosen: Plan, hardware: Hardware) -> dict[int, Forecast]:
 def _forecast(
     model: str, hardware: str, devices: int | None, tokens: int | None, remat: str | None, how: str
 ) -> tuple[Plan, Forecast]:
-    """With rematerialization as asked for, else as in the paper, else as it fits."""
+    """With rematerialization as requested, else as in the paper, else as needed to fit."""
     from gshard.models.family import plan
 
     for setting in (remat,) if remat else (None, "layer"):
@@ -139,7 +139,7 @@ def _nearest(chosen: Any, machine: Any, state: int, model: str) -> str:
         except ValueError:
             break
         if smaller.fits:
-            return f"a batch of {tokens:,} tokens fits; --remat layer shows this one all the same"
+            return f"a batch of {tokens:,} tokens fits; --remat layer forecasts this one anyway"
     return (
         f"weights and optimizer state alone take {state / 1e9:.1f} GB; more devices hold fewer "
         "experts each"

@@ -1,4 +1,4 @@
-"""`gshard interval`: how often to save a training, so that failures of hosts cost least."""
+"""`gshard interval`: how often to checkpoint, so that failures of hosts cost least."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def interval(
     host_days: Annotated[float, typer.Option(help="days between two failures of one host")] = 180.0,
     disk_rate: Annotated[float, typer.Option(help="GB/s that a host writes and reads")] = 1.0,
     restart: Annotated[
-        float, typer.Option(help="seconds to notice a failure and start, without reading")
+        float, typer.Option(help="seconds to detect a failure and start again, without loading")
     ] = 60.0,
     as_json: Json = False,
     plots: Plots = None,
 ) -> None:
-    """Find the interval between checkpoints that loses least time to failures of hosts."""
+    """Find the checkpoint interval that loses the least time to failures of hosts."""
     import json
 
     from gshard.models import failures

@@ -1,4 +1,4 @@
-"""`gshard launch`: a command as several processes on this machine, watched and started again."""
+"""`gshard launch`: run a command as several local processes, and restart them on failures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from gshard.commands.options import Least
 
 _COMMANDS = ("train", "translate", "evaluate")
-# What stands behind the command's name is for that command, options too.
+# Everything after the command's name is passed to that command, options included.
 SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
 
@@ -22,10 +22,10 @@ def launch(
     ] = 2,
     least: Least = 0,
     failures: Annotated[
-        int, typer.Option(help="give up after so many without a new step in between", min=1)
+        int, typer.Option(help="give up after this many restarts without a new step", min=1)
     ] = 3,
 ) -> None:
-    """Run several processes on this machine, and start them again when one dies or hangs."""
+    """Run several processes on this machine, and restart them when one dies or hangs."""
     from gshard.commands.screen import screen
     from gshard.mt.errors import UserError, nearest
     from gshard.mt.launch.local import ThisMachine, gshard_command
@@ -35,10 +35,10 @@ def launch(
     if what not in _COMMANDS:
         known = ", ".join(_COMMANDS)
         raise UserError(f"`gshard launch` runs {known}, not {what!r}{nearest(what, _COMMANDS)}")
-    # What is written to standard output cannot be taken back: it is not begun anew.
+    # Output that was written cannot be taken back, so these are not restarted.
     if what == "translate" and not any(word.split("=")[0] == "--out" for word in command):
         failures = 1
-    # Standard output is for the translations.
+    # Standard output is reserved for translations.
     console = screen(stderr=what == "translate", hurried=True)
 
     def note(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and what the shell completes them with."""
+"""Arguments and options that several commands share, with their shell completions."""
 
 from __future__ import annotations
 
@@ -82,8 +82,9 @@ Checkpoint = Annotated[str, typer.Option(help="best, last, or a step")]
 Beam = Annotated[int, typer.Option(help="hypotheses kept while searching; 1 is greedy", min=1)]
 Alpha = Annotated[float, typer.Option(help="length penalty: higher prefers longer translations")]
 Rows = Annotated[int, typer.Option(help="sentences translated together, at most", min=1)]
-Devices = Annotated[int, typer.Option(help="devices to use; 0 is all, or a CPU as one", min=0)]
-Languages = Annotated[str, typer.Option(help="only these languages, with commas [all]")]
+Devices = Annotated[int, typer.Option(help="devices to use; 0 means all, or one CPU", min=0)]
+Languages = Annotated[str, typer.Option(help="only these languages, separated by commas [all]")]
 Least = Annotated[
-    int, typer.Option(help="continue with as few processes as this if some are lost [all]", min=0)
+    int,
+    typer.Option(help="continue with at least this many processes if some are lost [all]", min=0),
 ]

@@ -12,16 +12,18 @@ if TYPE_CHECKING:
 
 Coordinator = Annotated[str, typer.Option(help="HOST:PORT of process 0, on every host")]
 Processes = Annotated[
-    int | None, typer.Option(help="how many processes work together [found, or 1]")
+    int | None, typer.Option(help="number of processes [from the environment, or 1]")
 ]
-Process = Annotated[int | None, typer.Option(help="which of them this is, from 0 [found, or 0]")]
+Process = Annotated[
+    int | None, typer.Option(help="number of this process, from 0 [from the environment, or 0]")
+]
 
 
 def members(coordinator: str, processes: int | None, process: int | None) -> Hosts:
-    """What the environment says of this command's processes, unless the command line does."""
+    """This command's processes, from the command line, else from the environment."""
     from gshard.mt.launch.environment import Hosts, find
 
-    if processes == 1:  # who works alone need not know of others
+    if processes == 1:  # a single process needs no coordinator
         return Hosts(coordinator, 1, process or 0).checked()
     if coordinator and processes is not None and process is not None:
         return Hosts(coordinator, processes, process).checked()

@@ -16,7 +16,7 @@ def release(
     checkpoint: Checkpoint = "best",
     precision: Annotated[str, typer.Option(help="bfloat16, or float32")] = "bfloat16",
     verify: Annotated[
-        bool, typer.Option("--verify", help="RUN is a release: compare it with its checksums")
+        bool, typer.Option("--verify", help="RUN is a release: verify its checksums")
     ] = False,
 ) -> None:
     """Write what translating with a run needs: weights, vocabularies, settings and a card."""
@@ -30,15 +30,18 @@ def release(
     if chosen is None:
         known = " and ".join(make.PRECISIONS)
         raise UserError(
-            f"no precision {precision!r}{nearest(precision, make.PRECISIONS)}; there are {known}"
+            f"unknown precision {precision!r}{nearest(precision, make.PRECISIONS)}; "
+            f"allowed are {known}"
         )
     if (out is None) != verify:
-        raise UserError("either --out NEW_FOLDER, to make a release, or --verify, to check one")
+        raise UserError(
+            "give either --out NEW_FOLDER, to make a release, or --verify, to check one"
+        )
     hosts.start(1)
     if out is None:
         weights = make.verify(OpenedRun.open(run))
         console.print(
-            f"{run}: {weights:,} weights, and every file is as it was released", soft_wrap=True
+            f"{run}: {weights:,} weights, and every file matches its checksum", soft_wrap=True
         )
         return
     made = make.make_release(OpenedRun.open(run), out, checkpoint, chosen)

@@ -1,4 +1,4 @@
-"""Output that is for people: when nobody can read it any more, the work goes on without it."""
+"""Output for people: if it can no longer be written, the work continues without it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _GONE = (errno.EIO, errno.EPIPE)  # a terminal that was closed, a pipe that nobo
 
 
 class _Screen:
-    """Standard output or error, as it is at that moment; a text that it refuses is left out.
+    """The current standard output or error; text that cannot be written is dropped.
 
-    If `hurried`, so is one that would have to wait: for a terminal that was stopped by Ctrl-S, or
-    a pipe that is not read.
+    If `hurried`, text that would block is dropped too: on a terminal stopped by Ctrl-S, or a pipe
+    that is not read.
     """
 
     def __init__(self, name: str, hurried: bool):
@@ -28,7 +28,7 @@ class _Screen:
     @property
     def _stream(self) -> TextIO:
         stream = getattr(sys, self._name)
-        # While Rich draws, it puts an object of its own there, which would write to this one.
+        # While Rich draws, it replaces the stream by its own object, which would write to this one.
         return cast(TextIO, getattr(stream, "rich_proxied_file", stream))
 
     def __getattr__(self, name: str) -> object:
@@ -48,7 +48,7 @@ class _Screen:
     def _waits(self, stream: TextIO) -> bool:
         try:
             return self._hurried and not select.select([], [stream.fileno()], [], 0)[1]
-        except ValueError:  # no file of the system, or closed
+        except ValueError:  # not a file of the operating system, or closed
             return False
 
     @contextlib.contextmanager
@@ -57,12 +57,12 @@ class _Screen:
         try:
             yield stream
         except OSError as error:
-            if error.errno in _GONE:  # what Python still holds would fail again at its exit
+            if error.errno in _GONE:  # Python's buffer would fail again at exit
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
                 os.close(nowhere)
 
 
 def screen(*, stderr: bool = False, hurried: bool = False) -> Console:
-    """A console on standard output, or on standard error; `hurried` for what may be left out."""
+    """A console on standard output or error; `hurried` for output that may be dropped."""
     return Console(file=cast(TextIO, _Screen("stderr" if stderr else "stdout", hurried)))

@@ -11,7 +11,7 @@ from gshard.commands.options import Alpha, Beam, Checkpoint, Devices, Rows, Run
 
 def serve(
     run: Run,
-    port: Annotated[int, typer.Option(help="where to listen; 0 takes any that is free")] = 8000,
+    port: Annotated[int, typer.Option(help="port to listen on; 0 takes any free one")] = 8000,
     beam: Beam = 4,
     alternatives: Annotated[int, typer.Option(help="translations to show")] = 4,
     alpha: Alpha = 0.6,
@@ -42,7 +42,7 @@ def serve(
         server.run()
     except KeyboardInterrupt:
         console.print("ended")
-    # A thread may be in the middle of a compilation, which cannot be stopped and would crash in an
-    # orderly exit; there is nothing left to save.
+    # A thread may be compiling, which cannot be interrupted and would crash during a normal exit;
+    # there is nothing left to save.
     sys.stdout.flush()
     os._exit(0)

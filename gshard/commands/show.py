@@ -25,13 +25,13 @@ SECONDS = 5.0  # between lines where there is no terminal
 
 
 class Bars:
-    """A bar for each stage, with the name of what was done last."""
+    """A bar for each stage, with the name of the last item."""
 
     def __init__(self, progress: Progress):
         self._progress = progress
 
     def stage(self, name: str, total: int) -> Step:
-        """Begin a stage; the result moves its bar on and shows a note."""
+        """Begin a stage; the returned function advances its bar and shows a note."""
         return bar(self._progress, name, total)
 
 
@@ -46,10 +46,10 @@ def bar(progress: Progress, name: str, total: int) -> Step:
 
 
 class Lines:
-    """The same without a terminal: a line when a stage begins, ends, and now and then between."""
+    """The same without a terminal: a line when a stage begins, ends, and at intervals."""
 
     def stage(self, name: str, total: int) -> Step:
-        """Begin a stage; the result counts, and prints if the last line was long ago."""
+        """Begin a stage; the returned function counts, and prints at intervals."""
         done, printed = 0, time.monotonic()
         console.print(f"{name}: {total:,} to do", soft_wrap=True)
 
@@ -90,4 +90,4 @@ def problems(found: Sequence[Problem], most: int = 20) -> None:
     for problem in found[:most]:
         console.print(f"  {problem.what}: {problem.why}", markup=False, soft_wrap=True)
     if len(found) > most:
-        console.print(f"  and {len(found) - most} more, all in the manifest")
+        console.print(f"  and {len(found) - most} more; the manifest lists all")

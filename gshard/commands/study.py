@@ -1,4 +1,4 @@
-"""`gshard study`: a plan of runs, worked through by one command, and a report over all of them."""
+"""`gshard study`: carry out a plan of runs, and report on all of them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ if TYPE_CHECKING:
     from gshard.mt.study.plan import Plan
 
 PlanFile = Annotated[Path, typer.Argument(help="the plan, a TOML file")]
-Status = Annotated[bool, typer.Option("--status", help="show what is done and what is next, only")]
-Report = Annotated[bool, typer.Option("--report", help="write the report of what is scored, only")]
-Only = Annotated[
-    str, typer.Option(help="names of runs, or `baselines`, with commas between them [all]")
-]
+Status = Annotated[bool, typer.Option("--status", help="only show what is done and what is next")]
+Report = Annotated[bool, typer.Option("--report", help="only write the report of what is scored")]
+Only = Annotated[str, typer.Option(help="names of runs, or `baselines`, separated by commas [all]")]
 Until = Annotated[str, typer.Option(help="trained, translated or scored: the last stage to do")]
 Minutes = Annotated[
     float,
@@ -62,7 +60,8 @@ def _work(plan: Plan, only: str, until: str, seconds: float, processes: int) -> 
 
     if until not in STAGES[2:]:
         raise UserError(
-            f"no stage {until!r}{nearest(until, STAGES[2:])}; there are {', '.join(STAGES[2:])}"
+            f"unknown stage {until!r}{nearest(until, STAGES[2:])}; "
+            f"allowed are {', '.join(STAGES[2:])}"
         )
     Corpus.open(plan.runs[0].config.data.corpus)
     hosts.start(plan.runs[0].config.devices.count)
@@ -77,7 +76,7 @@ def _work(plan: Plan, only: str, until: str, seconds: float, processes: int) -> 
     try:
         done = work(plan, Wanted(stage, names, seconds, processes), shown)
     except KeyboardInterrupt:
-        note("interrupted; the same command goes on from here")
+        note("interrupted; run the same command again to continue")
         raise typer.Exit(130) from None
     if not done:
         _show(plan)

@@ -1,4 +1,4 @@
-"""`gshard train`: start a run, or go on with one."""
+"""`gshard train`: start a run, or continue one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Settings = Annotated[
 Out = Annotated[Path | None, typer.Option(help="folder of the run [runs/NAME]")]
 CorpusFolder = Annotated[Path | None, typer.Option(help="folder of a gathered corpus [corpus]")]
 OnRay = Annotated[
-    bool, typer.Option("--ray", help="train on the nodes of a Ray cluster, watched from here")
+    bool, typer.Option("--ray", help="train on the nodes of a Ray cluster, supervised from here")
 ]
 Nodes = Annotated[
     int, typer.Option("--hosts", help="with --ray: how many nodes [all there are]", min=0)
@@ -41,7 +41,7 @@ BackTo = Annotated[
     int | None, typer.Option("--checkpoint", help="go back to the checkpoint of this step")
 ]
 ListSettings = Annotated[
-    bool, typer.Option("--settings", help="list all settings with their values, and stop")
+    bool, typer.Option("--settings", help="list all settings with their values, and exit")
 ]
 
 
@@ -85,7 +85,7 @@ def train(
         from gshard.mt.run import Run
         from gshard.mt.training import late_failures, loop
 
-        Corpus.open(config.data.corpus)  # before a folder is made for nothing
+        Corpus.open(config.data.corpus)  # before creating a folder that would stay unused
         folder = out or folder
         hosts.cache_programs()
         with locked(folder) if hosts.is_first() else contextlib.nullcontext() as held:
@@ -103,7 +103,7 @@ def train(
 
 
 def _compared(config: RunConfig, back_to: int | None) -> dict[str, object]:
-    """The settings that all processes share; files may have other names on other hosts."""
+    """The settings that all processes must share; paths may differ between hosts."""
     from gshard.mt.config import settings
 
     shared = {name: value for name, value, _ in settings(config) if not name.startswith("data.")}
@@ -145,21 +145,21 @@ def _summarize(run: Run, outcome: Outcome) -> None:
     if outcome.step >= steps:
         console.print(f"`gshard evaluate {run.folder}` measures it", soft_wrap=True)
     else:
-        console.print(f"stopped and saved; `gshard train {run.folder}` goes on", soft_wrap=True)
+        console.print(f"stopped and saved; `gshard train {run.folder}` continues", soft_wrap=True)
 
 
 def _configured(what: str, settings: Sequence[str], corpus: Path | None) -> tuple[RunConfig, Path]:
-    """The configuration that the command line asks for, and the usual folder of its run."""
+    """The configuration that the command line asks for, and the default folder of its run."""
     from gshard.mt import config as configs
     from gshard.mt.errors import UserError
     from gshard.mt.presets import PRESETS, preset
     from gshard.mt.run import CONFIG, Run
 
     if not what:
-        raise UserError("what to train? `gshard train tiny`, say; `--help` tells more")
+        raise UserError("name what to train, as in `gshard train tiny`; see --help")
     given = [*settings, *([f"data.corpus={corpus}"] if corpus is not None else [])]
     folder = Path(what)
-    if what in PRESETS:  # also beside a folder of that name, which is ./tiny
+    if what in PRESETS:  # even if a folder has that name; write ./tiny for the folder
         base = PRESETS[what]
     elif (folder / CONFIG).is_file():
         return configs.override(Run.open(folder).config, given), folder

@@ -1,4 +1,4 @@
-"""`gshard translate`: lines of text in, their translations out, in order."""
+"""`gshard translate`: translate lines of text, in order."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from gshard.mt.progress import Progress, Step
 
 _CHUNK = 16  # batches that are read at a time: enough to sort sentences by length
-_CHARACTERS = 2_000_000  # and no more than this
-# In plain output a line is a translation and nothing steers the terminal: controls become spaces.
+_CHARACTERS = 2_000_000  # upper bound
+# Plain output is one line per translation, without terminal escapes: controls become spaces.
 _CONTROLS = dict.fromkeys((*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029), " ")
 
 
@@ -33,9 +33,7 @@ def translate(
     file: Annotated[
         Path | None, typer.Argument(help="text, a sentence a line [standard input]")
     ] = None,
-    source: Annotated[
-        str, typer.Option("--from", help="language of the text; checked, but not needed")
-    ] = "",
+    source: Annotated[str, typer.Option("--from", help="language of the text; only checked")] = "",
     target: Annotated[str, typer.Option("--to", help="language to translate into [en]")] = "",
     beam: Beam = 4,
     nbest: Annotated[int, typer.Option(help="translations of each line, the best first")] = 1,
@@ -52,7 +50,7 @@ def translate(
     processes: Processes = None,
     process: Process = None,
 ) -> None:
-    """Translate lines of text, from a file or as they come from standard input."""
+    """Translate lines of text from a file, or from standard input as they arrive."""
     from gshard.mt.decoding.output import FileOutput, Output
     from gshard.mt.decoding.translator import TranslateConfig, choose_target, open_translator
     from gshard.mt.launch.status import reporting
@@ -60,12 +58,12 @@ def translate(
     from gshard.mt.together import Together
 
     opened, which = OpenedRun.open(run), members(coordinator, processes, process)
-    longest = opened.config.batch.source_length  # the model has seen nothing longer
+    longest = opened.config.batch.source_length  # the longest that the model was trained on
     config = TranslateConfig(beam, nbest, alpha, rows, max(longest, 16))
     wanted = choose_target(opened.tokenizer, source, target)
     lines = _text(file, encoding, out)
     stream: IO[bytes] = sys.stdout.buffer
-    reader = 1  # its descriptor, which a replaced `sys.stdout` does not know
+    reader = 1  # its descriptor, which a replaced `sys.stdout` does not have
     if which.index == 0:  # the only one that reads and writes
         lines.check()
         if which.count > 1:
@@ -106,7 +104,7 @@ def _translate(
     reader: int,
     as_json: bool,
 ) -> None:
-    """All lines, in chunks, from first to last, while somebody reads the descriptor `reader`."""
+    """Translate all lines, in chunks, until the reader of descriptor `reader` is gone."""
     config = translator.config
     chunks = lines.chunks(_CHUNK * config.rows, _CHARACTERS, first=config.rows)
     try:
@@ -116,7 +114,7 @@ def _translate(
                 found = translator.translate(chunk, target, _UntilNobodyReads(progress, reader))
             output.add(chunk, _formatted(chunk, found, first, config.nbest, as_json))
         output.finish()
-    except BrokenPipeError:  # whoever reads has had enough, as `head` does
+    except BrokenPipeError:  # the reader closed its end, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), reader)
     except KeyboardInterrupt:
         print(f"\ninterrupted; {output.done:,} lines are translated and written", file=sys.stderr)
@@ -151,12 +149,12 @@ def _formatted(
 
 
 class _UntilNobodyReads:
-    """Shows progress, and ends the work when whoever read the output has left."""
+    """Shows progress, and stops when the reader of the output is gone."""
 
     def __init__(self, shown: Progress, output: int = 1):
         self._shown = shown
         self._output = select.poll()
-        self._output.register(output, 0)  # only whether its other end is gone
+        self._output.register(output, 0)  # poll only whether the other end is closed
 
     def stage(self, name: str, total: int) -> Step:
         step = self._shown.stage(name, total)
@@ -170,7 +168,7 @@ class _UntilNobodyReads:
 
 
 def _own_output() -> IO[bytes]:
-    """Standard output for translations alone: what JAX's C++ code prints there is an aside."""
+    """Standard output for translations alone; output of JAX's C++ code goes to standard error."""
     kept = os.dup(1)
     os.dup2(2, 1)
     return os.fdopen(kept, "wb")
@@ -185,7 +183,7 @@ def _status(text: str) -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def _progress(first: int, last: int) -> Iterator[Progress]:
-    """A bar on the terminal's standard error while a chunk is translated, gone afterwards."""
+    """A bar on standard error while a chunk is translated, removed afterwards."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,

@@ -1,7 +1,7 @@
-"""A library's own wrapper around `jax.jit`, with `gshard.jit` in the place of `jax.jit`.
+"""A library's own wrapper around `jax.jit`, with `jax.jit` replaced by `gshard.jit`.
 
-Such a wrapper decides what is static, unpacks modules into arrays and packs them again; all that
-stays the library's. Only the function of arrays that it compiles is partitioned.
+Such a wrapper decides what is static, unpacks modules into arrays and packs them again; the library
+still does all that. Only the function of arrays that it compiles is partitioned.
 """
 
 from __future__ import annotations

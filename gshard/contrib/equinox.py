@@ -55,14 +55,14 @@ class FilterJitted:
 
     def __init__(self, fun: Callable[..., Any], donate: str, keywords: dict[str, Any]):
         own = take_own(keywords)
-        library: Any = eqx.filter_jit  # its type knows neither the keywords nor the wrapper
+        library: Any = eqx.filter_jit  # its type has neither the keywords nor the wrapper
         self._wrapper = library(fun, donate=donate, **keywords)
         # A field of a frozen module, and the one place where Equinox keeps its `jax.jit`.
         object.__setattr__(self._wrapper, "_cached", partitioned(self._wrapper._cached, own))
         functools.update_wrapper(self, fun, updated=())
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Partition if need be, and run."""
+        """Partition for these arguments if that has not been done yet, and run."""
         return self._wrapper(*args, **kwargs)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:

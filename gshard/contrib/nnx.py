@@ -57,7 +57,7 @@ def jit(fun: Callable[..., Any] | None = None, **keywords: Any) -> Any:
     lower = wrapper.lower
 
     def lowered(*args: Any, **kwargs: Any) -> Lowered:
-        """Partition for arguments like these, which stay as they are."""
+        """Partition for arguments like these, which are not changed."""
         found = lower(*args, **kwargs)
         return Lowered(found.lowered, found.compile)
 

@@ -110,5 +110,5 @@ def _annotated(eqn: JaxprEqn, annotation: Annotation | None) -> JaxprEqn:
 
 
 def _devices(eqn: JaxprEqn) -> int:
-    meant = eqn.params["annotation"].meant
-    return meant.num_devices if meant is not None else 1
+    sharding = eqn.params["annotation"].sharding
+    return sharding.num_devices if sharding is not None else 1

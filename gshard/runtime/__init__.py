@@ -1,1 +1,1 @@
-"""Between global arrays and what each device runs: ports, executables, stages."""
+"""From per-device programs to executables on global arrays: ports, programs, stages."""

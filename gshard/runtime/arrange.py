@@ -1,4 +1,4 @@
-"""The border of a plan: how global arrays cross into what each device does, and out of it."""
+"""The interface of a plan: how global arrays become tiles, and tiles global arrays."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Local = Callable[[Place, Sequence[Tile]], list[Tile]]  # the per-device program,
 
 @dataclass(frozen=True, eq=False)
 class Arrangement:
-    """A plan, and the ports through which arrays cross its border.
+    """A plan, and the ports that convert its arguments and results.
 
-    `mapped` is a function of global arrays: a `shard_map` whose body is the plan as it was before
-    passes improved it. `consts` are the values that the user's function closes over; they cross
-    first.
+    `mapped` is a function of global arrays: a `shard_map` whose body is the plan before
+    any pass improved it. `consts` are the values that the user's function closes over; they are
+    the first arguments.
     """
 
     flat: ClosedJaxpr
@@ -58,7 +58,7 @@ def arrange(
     types: Sequence[Any],
     history: History,
 ) -> Arrangement:
-    """The plan that `local` makes on tiles, improved, between global arrays; results of `types`."""
+    """The improved plan of `local` as a function of global arrays, with results of `types`."""
     jaxpr, count, shardings = flat.jaxpr, order.count, found.shardings
     entering = (*jaxpr.constvars, *jaxpr.invars)
     inputs = [shardings[v] for v in entering]
@@ -109,16 +109,16 @@ def arrange(
 
 
 def check_results(results: Sequence[Any], shardings: Mapping[Any, Sharding]) -> None:
-    """Refuse results that are values of a manual region."""
+    """Reject results that are values of a manual region."""
     if any(not isinstance(v, Literal) and shardings[v].manual for v in results):
         raise ValueError(
-            "the function returns a value of a manual region; leave it with "
+            "the function returns a value of a manual region; convert it with "
             "manual_to_auto_spmd_partition, which says which part of the result each device has"
         )
 
 
 def _of_type(result: jax.Array, aval: Any) -> jax.Array:
-    """A result as weakly typed as the user's function says, which no operator keeps track of."""
+    """A result with the weak type of the user's function, which no operator preserves."""
     assert result.dtype == aval.dtype, (result.dtype, aval)
     weak = getattr(aval, "weak_type", False)
     if weak == jax.typeof(result).weak_type:

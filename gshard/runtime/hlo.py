@@ -1,7 +1,7 @@
-"""What a program that XLA partitioned moves, read off its text.
+"""The collectives of a program that XLA partitioned, read from its HLO text.
 
-Both partitioners are measured with one ruler: bytes that one device sends, times the trip counts of
-the loops around.
+Both partitioners are measured alike: bytes that one device sends, times the trip counts of the
+enclosing loops.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _LINE = re.compile(
 )
 _SHAPE = re.compile(r"(?P<dtype>[a-z]+\d*(?:e\d+m\d+\w*)?)\[(?P<dims>[\d,]*)\]")
 
-_XLA = Reason("step", "XLA")  # which does not say why
+_XLA = Reason("step", "XLA")  # HLO does not say why
 
 
 def collectives_of_hlo(text: str, num_devices: int) -> Iterator[Collective]:
-    """The collectives of a compiled program, with the trip counts of the loops they stand in."""
+    """The collectives of a compiled program, with the trip counts of their loops."""
     runs = _trip_counts(text)
     for computation, line in _lines(text):
         found = _LINE.search(line)
@@ -41,11 +41,11 @@ def collectives_of_hlo(text: str, num_devices: int) -> Iterator[Collective]:
         shapes = [(m["dtype"], m["dims"]) for m in _SHAPE.finditer(found["type"])]
         size = sum(_bytes(dtype, dims) for dtype, dims in shapes)
         if found["op"] + "-start(" in line and len(shapes) > 1:
-            size //= 2  # operand and result stand side by side
+            size //= 2  # the type has both operand and result
         members = _group_size(line, num_devices)
         sent = {
             "all_reduce": 2 * size * (members - 1) // members,
-            "all_gather": size * (members - 1) // members,  # of its result, unlike ours
+            "all_gather": size * (members - 1) // members,  # counted by its result, unlike ours
             "all_to_all": size * (members - 1) // members,
             "reduce_scatter": size * (members - 1),
             "collective_permute": size,
@@ -69,7 +69,7 @@ def _lines(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _trip_counts(text: str) -> dict[str, int]:
-    """How often each computation runs: the product of the loops around it."""
+    """How often each computation runs: the product of its loops' trip counts."""
     calls: dict[str, list[tuple[str, int]]] = {}
     for computation, line in _lines(text):
         trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)

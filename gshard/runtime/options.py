@@ -1,4 +1,4 @@
-"""What `gshard.jit` was told: in the words of `jax.jit`, and beyond them."""
+"""The keywords of `gshard.jit`: those that `jax.jit` has, and its own."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class JitKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Options:
-    """How to partition: what `gshard.jit` was told beyond what `jax.jit` takes."""
+    """How to partition: the keywords that `jax.jit` does not have."""
 
     devices: tuple[jax.Device, ...] | int | None
     backend: str | None
     partitioner: str
     memory_limit: int
     strict: bool
-    hardware: Hardware | None = None  # to plan for; None: what JAX says the devices are
+    hardware: Hardware | None = None  # to plan for; None: what JAX reports
 
     def target(self, devices: tuple[jax.Device, ...] | int) -> str | None:
-        """The kind of device that a program for `devices` is traced for; None: what is here."""
+        """The platform that a program for `devices` is traced for; None: JAX's default."""
         if isinstance(devices, int):
             return self.hardware.compiler if self.hardware else None
         return devices[0].platform
@@ -56,7 +56,7 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Keywords:
-    """What `gshard.jit` was told in the words of `jax.jit`."""
+    """The keywords that `gshard.jit` shares with `jax.jit`."""
 
     of_jax: dict[str, Any]
     in_shardings: Any = None
@@ -68,24 +68,24 @@ class Keywords:
         return jax.tree.leaves((self.in_shardings, self.out_shardings))
 
     def key(self, known: Any) -> Any:
-        """What tells apart two ways to jit one function."""
+        """The cache key of these keywords."""
         tree = jax.tree.structure((self.in_shardings, self.out_shardings))
         donated = (known.donate_argnums, known.donate_argnames)
         return tree, tuple(self.shardings), donated, self.settings(())
 
     def settings(self, donated: tuple[int, ...]) -> Settings:
-        """What XLA's side is told, for a call whose flat arguments `donated` are given up."""
+        """The settings for XLA, for a call that donates the flat arguments `donated`."""
         options = self.of_jax["compiler_options"] or {}
         return Settings(donated, self.of_jax["keep_unused"], tuple(sorted(options.items())))
 
     def of_arrays(self, donated: tuple[int, ...]) -> Keywords:
-        """The same for a function of flat arrays alone."""
+        """The same for a function of flat arrays."""
         kept = {k: self.of_jax[k] for k in ("keep_unused", "inline", "compiler_options")}
         return Keywords({**kept, "donate_argnums": donated})
 
 
 def checked_devices(devices: Any, device: jax.Device | None) -> tuple[jax.Device, ...] | int | None:
-    """The devices to run on, or how many abstract ones; None: those that there are."""
+    """The devices to run on, or a number of abstract devices; None: all devices."""
     if device is not None:
         if devices is not None:
             raise ValueError("device and devices are both given; device is a single one of them")

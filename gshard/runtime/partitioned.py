@@ -20,7 +20,7 @@ class Partitioned(Protocol):
 
     @property
     def traced(self) -> jax.stages.Traced:
-        """The function that XLA compiles, on the arrays that cross its border."""
+        """The function that XLA compiles, of the executable's inputs."""
 
     @property
     def jaxpr(self) -> Jaxpr:
@@ -32,19 +32,19 @@ class Partitioned(Protocol):
 
     @property
     def per_device(self) -> bool:
-        """Whether `jaxpr` is what each device runs, not what XLA is still to partition."""
+        """Whether `jaxpr` is the per-device program, or one that XLA has yet to partition."""
 
     @property
     def subject(self) -> Subject:
-        """What explanations are made of, where there is a per-device program."""
+        """What explanations are computed from, where there is a per-device program."""
 
     @property
     def conflicts(self) -> tuple[Any, ...]:
-        """Splits that wanted the same tensors, and what was decided."""
+        """Conflicting splits of the same tensors, and how each conflict was decided."""
 
     @property
     def plan(self) -> Plan:
-        """What each device is to do, where there is a per-device program."""
+        """The plan, where there is a per-device program."""
 
     @property
     def history(self) -> History:
@@ -52,17 +52,17 @@ class Partitioned(Protocol):
 
     @property
     def wraps(self) -> bool:
-        """Whether some arguments or results cross otherwise than the user sees them."""
+        """Whether some arguments or results are passed in another form than the user sees."""
 
     @property
     def wraps_arguments(self) -> bool:
         """Whether some arguments do."""
 
     def fits(self, given: Sequence[Sharding | None]) -> bool:
-        """Whether it takes arguments that lie like that as they are."""
+        """Whether arguments with these shardings need no resharding."""
 
     def collectives(self) -> list[explain.Collective]:
-        """What moves, how much, and because of which line."""
+        """The collectives, with their bytes and the line that causes each."""
 
     def text(self) -> str:
         """The program, readable."""
@@ -86,13 +86,13 @@ class Partitioned(Protocol):
         """The values that the user's function closes over, where the executable wants them."""
 
     def put(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """The arguments as the arrays that cross; nothing moves that is in place."""
+        """The arguments as the executable's inputs; arrays already in place are not moved."""
 
     def shown(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """What the user sees of arguments that would cross as these."""
+        """The arguments that the user would see for these inputs."""
 
     def get(self, out: Sequence[jax.Array]) -> list[jax.Array]:
-        """What the user sees of results that crossed."""
+        """The results that the user sees, of the executable's outputs."""
 
     def logical(self, arguments: Sequence[jax.Array]) -> list[jax.Array]:
         """The program on logical values, to be traced."""

@@ -1,10 +1,10 @@
-"""Where local programs meet global arrays: placing arguments, and wrapping results.
+"""Ports between global arrays and per-device programs: placing arguments, wrapping results.
 
 A sharding that divides, on devices in a regular order, is a `NamedSharding` of the program's mesh:
-its arrays are ordinary `jax.Array`s and go in and out as they are. Any other tiling travels as a
-*stack*: the tiles of all devices, one after the other along the first dim. Where such a tiling
-divides it is unwrapped into an ordinary array on the way out, without moving anything; where it
-does not, it stays a stack inside an `UnevenArray`.
+its arrays are ordinary `jax.Array`s and are passed as they are. Any other tiling is passed as a
+*stack*: the tiles of all devices, concatenated along the first dim. A result whose tiling divides
+is unwrapped into an ordinary array without moving data; otherwise it stays a stack inside an
+`UnevenArray`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from gshard.tensors.uneven import UnevenArray, stack, unstack
 
 @dataclass(frozen=True)
 class Port:
-    """How one argument or result crosses into the per-device program.
+    """How one argument or result is passed to or from the per-device program.
 
-    `label` is how the user's own mesh calls the sharding, where it can.
+    `label` is the sharding in terms of the user's own mesh, where that can express it.
     """
 
     sharding: Sharding
@@ -51,7 +51,7 @@ class Port:
 
     @property
     def physical_shape(self) -> tuple[int, ...]:
-        """The shape of the global array that crosses."""
+        """The shape of the global array that is passed."""
         if not self.stacked:
             return self.shape
         local = self.sharding.local_shape(self.shape)
@@ -59,37 +59,37 @@ class Port:
 
     @functools.cached_property
     def uneven(self) -> bool:
-        """Whether the user meets an `UnevenArray` here."""
+        """Whether the user sees an `UnevenArray`."""
         return self.stacked and not self.sharding.is_even(self.shape)
 
     # ------------------------------------------------------------ inside of the program
 
     def enter(self, array: jax.Array) -> Tile:
         """The tile of this device, inside of the program."""
-        if 0 in self.shape:  # crosses whole: XLA does not split what is empty
+        if 0 in self.shape:  # passed replicated: XLA does not split empty arrays
             array = jnp.zeros(self.sharding.local_shape(self.shape), array.dtype)
         return Tile(array, self.sharding, self.shape)
 
     def leave(self, tile: Tile) -> jax.Array:
-        """What crosses of a result."""
+        """The output for a result's tile."""
         return jnp.zeros(self.shape, tile.array.dtype) if 0 in self.shape else tile.array
 
     def whole_in(self, value: jax.Array) -> jax.Array:
-        """A logical value as what crosses, for programs that take logical values only."""
+        """A logical value as an input, for programs of logical values."""
         return stack(value, self.sharding) if self.stacked else value
 
     def whole_out(self, value: jax.Array) -> jax.Array:
-        """The logical value of what crossed."""
+        """The logical value of an output."""
         return unstack(value, self.sharding, self.shape) if self.stacked else value
 
     # ------------------------------------------------------------ outside of it
 
     def named(self, mesh: AnyMesh) -> NamedSharding:
-        """How JAX calls the sharding of the array that crosses."""
+        """JAX's sharding of the array that is passed."""
         return NamedSharding(mesh, self.spec)
 
     def struct(self, mesh: Mesh, dtype: Any) -> jax.ShapeDtypeStruct:
-        """The ordinary array that crosses here without moving; one that is uneven crosses whole."""
+        """An array that needs no move here; one that does not divide is replicated."""
         if self.label is not None:
             sharding = self.label
         elif not self.stacked:
@@ -101,7 +101,7 @@ class Port:
         return jax.ShapeDtypeStruct(self.shape, dtype, sharding=sharding)
 
     def put(self, mesh: Mesh, value: Any) -> jax.Array:
-        """`value` as the array that crosses; nothing moves if it is in place."""
+        """`value` as an input; an array already in place is not moved."""
         wanted = self.named(mesh)
         if isinstance(value, UnevenArray):
             placed = in_place(value.stack.sharding, wanted, value.ndim)
@@ -127,8 +127,8 @@ class Port:
         return jax.device_put(stack(value, self.sharding), wanted)
 
     def get(self, mesh: Mesh, value: jax.Array) -> jax.Array:
-        """What the user sees of an array that crossed."""
-        if value.dtype == jax.dtypes.float0:  # the gradient of an integer: nothing, on the host
+        """What the user sees of an output."""
+        if value.dtype == jax.dtypes.float0:  # float0, the gradient of an integer: a NumPy array
             return value if not self.stacked else value[tuple(map(slice, self.shape))]
         if self.label is not None and self.label != value.sharding:
             return _relabelled(value, self.label)
@@ -157,13 +157,13 @@ def _weakly_typed(sharding: NamedSharding) -> Any:
 
 
 def in_place(here: Any, wanted: NamedSharding, rank: int) -> bool:
-    """Whether an array lies where it is wanted, whatever its sharding is called."""
+    """Whether two shardings place an array alike, however they are written."""
     return here == wanted or here.is_equivalent_to(wanted, rank)
 
 
 def _relabelled(value: jax.Array, label: NamedSharding) -> jax.Array:
-    """The same array, its sharding called otherwise: nothing moves."""
-    if keys.is_key(value) or value.weak_type:  # unknown to `make_array`; small
+    """The same array under an equivalent sharding: no data moves."""
+    if keys.is_key(value) or value.weak_type:  # `make_array` does not support keys; they are small
         return jax.device_put(value, label)
     held = {s.device: s.data for s in value.addressable_shards}
     tiles = [held[d] for d in label.mesh.devices.flat if d in held]
@@ -171,13 +171,13 @@ def _relabelled(value: jax.Array, label: NamedSharding) -> jax.Array:
 
 
 def _spread_key(key: jax.Array, wanted: NamedSharding) -> jax.Array:
-    """A random key that every process has, as one array of all of them."""
+    """A random key that every process has, as one global array."""
     raw = jax.device_put(np.asarray(jax.random.key_data(key)), wanted)
     return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key))
 
 
 def _rewrap(mesh: Mesh, sharding: Sharding, value: jax.Array) -> jax.Array:
-    """An ordinary array that `Port.get` made, as the stack it came from: nothing moves."""
+    """An ordinary array that `Port.get` made, as its stack again: no data moves."""
     tiles = {s.device: s.data for s in value.addressable_shards}
     tile = sharding.local_shape(value.shape)
     spare = np.zeros(tile, value.dtype)  # for devices that hold nothing
@@ -192,7 +192,7 @@ def _rewrap(mesh: Mesh, sharding: Sharding, value: jax.Array) -> jax.Array:
 
 
 def _on_all_devices(mesh: Mesh, value: jax.Array) -> jax.Array:
-    """An array that lies on some of the devices only, of several processes: known to them all.
+    """An array on some of the devices of several processes, made available to all of them.
 
     JAX moves arrays between processes only if all devices take part on both sides.
     """
@@ -219,7 +219,7 @@ def ports(
     num_devices: int,
     like: tuple[int, ...] | None = None,
 ) -> tuple[tuple[int, ...], list[Port]]:
-    """The axes of the mesh that suits most of the arrays that cross, and how each of them does.
+    """The axes of a mesh that can express most of the shardings, and a port for each array.
 
     `like` are the axes of the user's mesh, which are tried first.
     """
@@ -237,7 +237,7 @@ def ports(
 
 
 def labelled(found: Sequence[Port], mesh: Mesh | None, numbers: Numbers) -> list[Port]:
-    """The ports, with what the user's mesh calls their shardings."""
+    """The ports, labelled with the user's mesh."""
     if mesh is None:
         return list(found)
     return [

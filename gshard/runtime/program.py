@@ -1,4 +1,4 @@
-"""Program: a partitioned function with its border, ready for XLA."""
+"""`Program`: a partitioned function with its ports, ready for XLA."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ Local = Callable[[Place, Sequence[Tile]], list[Tile]]  # the per-device program,
 
 @dataclass(frozen=True)
 class Program:
-    """One program for all devices, as a function of the flat arrays that cross its border.
+    """One program for all devices, as a function of flat global arrays.
 
-    `consts` are the values that the user's function closes over; they cross first.
+    `consts` are the values that the user's function closes over; they are the first arguments.
     """
 
     traced: jax.stages.Traced
@@ -51,18 +51,18 @@ class Program:
 
     @property
     def subject(self) -> Subject:
-        """What explanations are made of."""
+        """What explanations are computed from."""
         flat, found = self.arranged.flat, self.arranged.found
         return Subject(flat, found, self.jaxpr, self.num_devices, self.variant)
 
     @property
     def conflicts(self) -> tuple[Any, ...]:
-        """Splits that wanted the same tensors, and what was decided."""
+        """Conflicting splits of the same tensors, and how each conflict was decided."""
         return self.arranged.found.conflicts
 
     @property
     def arguments(self) -> tuple[Port, ...]:
-        """Where the user's arguments cross."""
+        """The ports of the user's arguments."""
         return self.into[len(self.consts) :]
 
     @property
@@ -72,7 +72,7 @@ class Program:
 
     @functools.cached_property
     def wraps(self) -> bool:
-        """Whether some arguments or results cross otherwise than the user sees them."""
+        """Whether some arguments or results are passed in another form than the user sees."""
         return self.wraps_arguments or any(p.stacked for p in self.out_of)
 
     @functools.cached_property
@@ -88,12 +88,12 @@ class Program:
         return getattr(inner, "jaxpr", inner)
 
     def fits(self, given: Sequence[Sharding | None]) -> bool:
-        """Whether it takes arguments that lie like that as they are."""
+        """Whether arguments with these shardings need no resharding."""
         ports = self.into[len(self.into) - len(given) :]
         return all(s is None or s == p.sharding for s, p in zip(given, ports, strict=True))
 
     def collectives(self) -> list[explain.Collective]:
-        """What moves, how much, and because of which line: read off the program itself."""
+        """The collectives, with their bytes and lines, read from the program itself."""
         return explain.collectives_of(self.jaxpr, self.mesh.size)
 
     def text(self) -> str:
@@ -109,7 +109,7 @@ class Program:
         return [p.sharding for p in self.out_of]
 
     def named_results(self) -> list[Any]:
-        """JAX's shardings of the results; one that does not divide is called whole."""
+        """JAX's shardings of the results; one that does not divide is given as replicated."""
         return [p.struct(self.mesh, jnp.float32).sharding for p in self.out_of]
 
     def structs(self, dtypes: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
@@ -131,15 +131,15 @@ class Program:
         return [p.put(self.mesh, c) for p, c in zip(self.into, self.consts, strict=False)]
 
     def put(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """The arguments as the arrays that cross; nothing moves that is in place."""
+        """The arguments as the executable's inputs; arrays already in place are not moved."""
         return [p.put(self.mesh, x) for p, x in zip(self.arguments, leaves, strict=True)]
 
     def shown(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """What the user sees of arguments that would cross as these."""
+        """The arguments that the user would see for these inputs."""
         return [p.get(self.mesh, x) for p, x in zip(self.arguments, arrays, strict=True)]
 
     def get(self, out: Sequence[jax.Array]) -> list[jax.Array]:
-        """What the user sees of results that crossed."""
+        """The results that the user sees, of the executable's outputs."""
         return [p.get(self.mesh, x) for p, x in zip(self.out_of, out, strict=True)]
 
     def logical(self, arguments: Sequence[jax.Array]) -> list[jax.Array]:
@@ -152,7 +152,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Settings:
-    """What `jax.jit` is told when the program is handed over to it."""
+    """The keywords with which the program is passed to `jax.jit`."""
 
     donated: tuple[int, ...]
     keep_unused: bool
@@ -166,7 +166,7 @@ def finish(
     history: History,
     variant: Callable[[ClosedJaxpr], Plan],
 ) -> Program:
-    """A plan carried out: emitted, small collectives combined, as a function that XLA compiles."""
+    """Emit a plan and combine small collectives: the function that XLA compiles."""
     mesh, mapped = arranged.mesh, arranged.mapped
     jaxpr = emit(arranged.plan.jaxpr, dict(mesh.shape))
     history.add("emit", jaxpr, explain.collective_note)
@@ -208,6 +208,6 @@ def _traced(
 
 
 def _copied(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-    """The results of an equation in the program that is traced now."""
+    """The results of an equation, copied into the program that is being traced."""
     results = _jax.copied(eqn, values)
     return bind(eqn, values) if results is None else results

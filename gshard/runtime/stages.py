@@ -1,4 +1,4 @@
-"""`Lowered` and `Compiled`: a partitioned program to look at, and to run.
+"""`Lowered` and `Compiled`: a partitioned program to inspect, and to run.
 
 Both partitioners implement one protocol, `Partitioned`: these classes serve them both.
 """
@@ -32,7 +32,7 @@ from gshard.tensors.sharding import Sharding
 
 
 class _Stage:
-    """What a program says of its arguments and results, in the words of `jax.stages`."""
+    """The arguments and results of a program, as `jax.stages` describes them."""
 
     trees: Trees
 
@@ -70,22 +70,22 @@ class Lowered(_Stage):
 
     @property
     def num_equations(self) -> int:
-        """The size of the program."""
+        """The number of equations of the program."""
         return explain.count_equations(self.jaxpr)
 
     @functools.cached_property
     def collectives(self) -> list[explain.Collective]:
-        """What moves, how much, and because of which line."""
+        """The collectives, each with its bytes, its reason and the line that causes it."""
         return self._program.collectives()
 
     @property
     def conflicts(self) -> tuple[Any, ...]:
-        """Splits that wanted the same tensors: which went first, and what the others would cost."""
+        """Conflicting splits of the same tensors: which one was taken, and what the others cost."""
         return self._program.conflicts
 
     @property
     def plan(self) -> Plan:
-        """What each device is to do: the program with every reshard, reduction and halo a node."""
+        """The per-device program before emission: every reshard, reduction and halo is a node."""
         self._check_per_device()
         return self._program.plan
 
@@ -99,12 +99,12 @@ class Lowered(_Stage):
 
     @property
     def in_shardings(self) -> Any:
-        """The shardings of the arguments, in a tree like theirs."""
+        """The shardings of the arguments, as a tree of the same structure."""
         return self.trees.like_arguments(self._program.input_shardings())
 
     @property
     def out_shardings(self) -> Any:
-        """The shardings of the results, in a tree like theirs."""
+        """The shardings of the results, as a tree of the same structure."""
         return self.trees.like_results(self._program.output_shardings())
 
     @property
@@ -113,30 +113,30 @@ class Lowered(_Stage):
         return self.trees.like_arguments(self._program.structs(self.trees.dtypes))
 
     def fits(self, given: Sequence[Sharding | None]) -> bool:
-        """Whether it takes arguments that lie like that as they are."""
+        """Whether arguments with these shardings need no resharding."""
         return self._program.fits(given)
 
     def as_text(self, dialect: str | None = None) -> str:
-        """The program, readable; or in a `dialect` that JAX knows, such as "stablehlo"."""
+        """The program in readable form, or in a `dialect` of JAX such as "stablehlo"."""
         if dialect is not None:
             return self._program.traced.lower().as_text(dialect)
         return self._program.text()
 
     def compiler_ir(self, dialect: str | None = None) -> Any:
-        """The program as the compiler gets it."""
+        """The program in the compiler's input representation."""
         return self._program.traced.lower().compiler_ir(dialect)
 
     def cost_analysis(self) -> Any:
-        """XLA's estimate of the work, before it optimises."""
+        """XLA's cost estimate before its optimisations."""
         return self._program.traced.lower().cost_analysis()
 
     def forecast(
         self, hardware: str | Path | Hardware | None = None, topology: Topology | None = None
     ) -> Forecast:
-        """Its time and memory on hardware that need not be there.
+        """Forecast time and memory on some hardware, which this machine need not have.
 
-        By default on the hardware that `gshard.jit` planned for: what it was given, or what JAX
-        reports. On any other the forecast says so, since another program may be cheaper there.
+        The default is the hardware that `gshard.jit` planned for: its keyword `hardware`, or what
+        JAX reports. For any other, the forecast notes that the plan was made for another one.
         """
         self._check_per_device()
         closed_over = len(self.jaxpr.invars) - len(self.trees.dtypes)
@@ -147,7 +147,7 @@ class Lowered(_Stage):
         return replace(made, planned_for=self._other_plan(made.hardware))
 
     def _other_plan(self, hardware: Hardware) -> str:
-        """What the program was planned for, where that differs from `hardware`."""
+        """The hardware that the program was planned for, if that is not `hardware`."""
         planned = self._planned_for
         if hardware.machine == (planned.machine if planned else MACHINE):
             return ""
@@ -156,10 +156,10 @@ class Lowered(_Stage):
     def explain(
         self, hardware: str | Path | Hardware | None = None, *, try_fixes: bool | None = None
     ) -> str:
-        """What moves, how long it takes, because of which line, and which annotation to change.
+        """What is sent, how long it takes, which line causes it, and which annotation to change.
 
-        `try_fixes` partitions the program anew for every change of one annotation; by default
-        where that is quick.
+        `try_fixes` partitions the program again for every change of one annotation; by default
+        only if that is quick.
         """
         return explained(self._subject(), self._forecast_alone(hardware), try_fixes)
 
@@ -170,7 +170,7 @@ class Lowered(_Stage):
     ) -> str:
         """The explanation as one self-contained HTML page.
 
-        `growth` are forecasts of the same on other numbers of devices, for a plot of them.
+        `growth` has forecasts of the same step for other numbers of devices, to be plotted.
         """
         title = f"{self._program.traced.fun_name} on {_devices(self._program)}"
         return page(self._subject(), self._forecast_alone(hardware), title, growth)
@@ -180,21 +180,21 @@ class Lowered(_Stage):
         return self._program.subject
 
     def _forecast_alone(self, hardware: str | Path | Hardware | None) -> Forecast:
-        """The forecast without the constant of hardware that is fitted to whole training steps."""
+        """The forecast without the constant that is fitted to complete training steps."""
         made = self.forecast(hardware)
         reached = replace(made.hardware.reached, step_seconds=0.0)
         return replace(made, hardware=replace(made.hardware, reached=reached))
 
     def _repr_html_(self) -> str:
-        """The page, in a frame of its own: how notebooks show it."""
+        """The page in an iframe, for notebooks."""
         text = html.escape(self.page(), quote=True)
         return f'<iframe srcdoc="{text}" style="width:100%;height:700px;border:0"></iframe>'
 
     def _check_per_device(self) -> None:
         if not self._program.per_device:
             raise ValueError(
-                "partitioner='xla' leaves the partitioning to XLA's compiler, so that there is no "
-                "per-device program to look at; leave the partitioner out for gshard's own"
+                "partitioner='xla' leaves the partitioning to XLA's compiler, so there is no "
+                "per-device program to inspect; omit the keyword to use gshard's own partitioner"
             )
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
@@ -251,10 +251,10 @@ class Compiled(_Stage):
         return self.trees.like_results(results), quick, False
 
     def run(self, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Place the flat arguments, execute, wrap the results; and JAX's quick way for next time.
+        """Place the flat arguments, execute, wrap the results; also returns JAX's fast-path data.
 
-        That one passes arrays on as they are. It is there only where nothing is wrapped, and for
-        the names that the arguments' shardings have now: under other names, JAX asks again.
+        The fast path passes arrays on unchanged. There is one only if nothing is wrapped, and it
+        applies to the arguments' present shardings: for others, JAX calls this again.
         """
         placed = self._program.put(leaves)
         results = self._program.get(_jax.execute(self._stage, [*self._consts, *placed]))
@@ -263,8 +263,8 @@ class Compiled(_Stage):
         return results, self._quick_way(leaves, placed, self.trees.out_tree, results)
 
     def _cross(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
-        """The results as they cross, and the quick way to them: what is wrapped goes it inside."""
-        crossing = self._program.wraps_arguments  # they have been placed
+        """The outputs before unwrapping, and the fast path to them."""
+        crossing = self._program.wraps_arguments  # the arguments have been placed
         leaves = list(args) if crossing else self._arrays(args, kwargs)
         placed = leaves if crossing else self._program.put(leaves)
         out = _jax.execute(self._stage, [*self._consts, *placed])
@@ -273,10 +273,10 @@ class Compiled(_Stage):
     def _quick_way(
         self, leaves: Sequence[Any], placed: Sequence[Any], tree: Any, results: Sequence[Any]
     ) -> Any:
-        """JAX's quick way to a tree of results, for arguments like these; None if there is none.
+        """JAX's fast-path data for arguments like these; None if the fast path cannot be used.
 
-        There is none where an array on several devices had to be moved: JAX would hand it to the
-        executable as it is, without a look at its sharding. It places all others itself.
+        It cannot if an array on several devices had to be moved: the fast path would pass it to the
+        executable without checking its sharding. JAX places all other arguments itself.
         """
         pairs = list(zip(leaves, placed, strict=True))
         if any(x is not a and _on_several_devices(x) for x, a in pairs):
@@ -285,7 +285,7 @@ class Compiled(_Stage):
         return _jax.quick_data(self._stage, tree, names, self._consts, results)
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
-        """The arguments where the program wants them: a call with these moves nothing."""
+        """The arguments under the program's shardings: a call with these moves nothing."""
         placed = self._program.put(self._arrays(args, kwargs))
         return self.trees.like_arguments(self._program.shown(placed))
 
@@ -302,18 +302,18 @@ class Compiled(_Stage):
 
     @property
     def input_shardings(self) -> Any:
-        """JAX's shardings of the arguments: positional ones, and a dict of the others."""
+        """JAX's shardings of the arguments: positional ones, and a dict of the keyword ones."""
         structs = self._program.structs(self.trees.dtypes)
         return jax.tree.unflatten(self.trees.in_tree, [s.sharding for s in structs])
 
     @property
     def output_shardings(self) -> Any:
-        """JAX's shardings of the results; one that does not divide is called whole."""
+        """JAX's shardings of the results; one that does not divide is given as replicated."""
         return self.trees.like_results(self._program.named_results())
 
     @property
     def input_formats(self) -> Any:
-        """JAX's formats of the arguments: their shardings, and how they lie in memory."""
+        """JAX's formats of the arguments: shardings and memory layouts."""
         crossing = _flat_formats(self._stage.input_formats)[len(self._consts) :]
         structs = self._program.structs(self.trees.dtypes)
         formats = [_format(c, s.ndim, s.sharding) for c, s in zip(crossing, structs, strict=True)]
@@ -328,12 +328,12 @@ class Compiled(_Stage):
         return self.trees.like_results(list(formats))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it; that of JAX is given `_params` in front."""
+        """Run it, as `jax.stages.Compiled.call` does, which takes `_params` first."""
         first = 1 if args and args[0] is self._params else 0
         return self(*args[first:], **kwargs)
 
     def runtime_executable(self) -> Any:
-        """The executable as XLA's runtime has it."""
+        """The executable of XLA's runtime."""
         return self._stage.runtime_executable()
 
     def as_text(self) -> str | None:
@@ -345,17 +345,17 @@ class Compiled(_Stage):
         return self._stage.cost_analysis()
 
     def memory_analysis(self) -> Any:
-        """XLA's account of the memory on one device."""
+        """XLA's memory analysis for one device."""
         return self._stage.memory_analysis()
 
-    # What `jax.experimental.serialize_executable` reads. Programs whose arguments or results are
-    # wrapped, or that close over arrays, would come back without their wrapping.
+    # Read by `jax.experimental.serialize_executable`. Programs whose arguments or results are
+    # wrapped, or that close over arrays, would lose their wrapping.
     @property
     def _executable(self) -> Any:
         if self._consts or self._program.wraps:
             raise ValueError(
-                "a program that closes over arrays, or some of whose arguments or results do not "
-                "divide by their tiles or lie on devices in an irregular order, cannot be "
+                "a program that closes over arrays, or has arguments or results that do not "
+                "divide by their tiles or are on devices in an irregular order, cannot be "
                 "serialized: pass the arrays as arguments, and choose sizes that divide; "
                 "jax.export serializes it without the compiled code"
             )
@@ -381,7 +381,7 @@ def _flat_formats(tree: Any) -> list[Format]:
 
 
 def _format(crossing: Format, rank: int, sharding: Any) -> Format:
-    """The format of an array that the user sees; one that is wrapped to cross lies as usual."""
+    """The format of an array that the user sees; a wrapped one has the default layout."""
     layout = crossing.layout
     as_it_is = layout is not None and len(layout.major_to_minor) == rank
     return Format(layout if as_it_is else None, sharding)

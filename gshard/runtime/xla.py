@@ -1,7 +1,7 @@
-"""XLA's partitioner on the same annotations: the competitor, and a way out.
+"""XLA's partitioner on the same annotations, for comparison and as a fallback.
 
-The annotations become sharding constraints, everything else is XLA's. Its collectives are read off
-the compiled program, so that both partitioners are measured with one ruler.
+The annotations become sharding constraints; XLA does everything else. Its collectives are read
+from the compiled program, so that both partitioners are measured alike.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def lower_with_xla(
     settings: Settings,
     options: Any,
 ) -> XlaProgram:
-    """Annotations as constraints, the rest to XLA; arguments start where gshard would put them."""
+    """Annotations become constraints for XLA; arguments have the shardings of gshard's plan."""
     if isinstance(order.devices, int):
         raise ValueError("partitioner='xla' needs real devices: XLA partitions when it compiles")
     flat = inline(traced.jaxpr, order)
-    lies = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
-    shardings = propagate(flat, order.count, lies).shardings
+    current = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
+    shardings = propagate(flat, order.count, current).shardings
     closed_over = _jax.closed_over(traced)
     variables = [*flat.jaxpr.constvars, *flat.jaxpr.invars]
     shapes = [tuple(v.aval.shape) for v in variables]
@@ -115,12 +115,12 @@ class XlaProgram:
         return self.traced.lower().compile()
 
     def fits(self, given: Sequence[Sharding | None]) -> bool:
-        """Whether it takes arguments that lie like that as they are."""
+        """Whether arguments with these shardings need no resharding."""
         own = given[len(given) - len(self.inputs) :]
         return all(g is None or g == s for g, s in zip(own, self.inputs, strict=True))
 
     def collectives(self) -> list[Collective]:
-        """What XLA's compiled program moves."""
+        """The collectives of XLA's compiled program."""
         return list(collectives_of_hlo(self._compiled.as_text() or "", self.num_devices))
 
     def text(self) -> str:
@@ -128,7 +128,7 @@ class XlaProgram:
         return self.traced.lower().as_text()
 
     def input_shardings(self) -> list[Any]:
-        """Where the arguments start: as gshard would have them."""
+        """The shardings of the arguments, those of gshard's plan."""
         return self.inputs
 
     def output_shardings(self) -> list[Any]:
@@ -158,7 +158,7 @@ class XlaProgram:
         return []
 
     def put(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """The arguments where the program wants them."""
+        """The arguments under the program's shardings."""
         return [
             x
             if isinstance(x, jax.Array) and in_place(x.sharding, s, x.ndim)

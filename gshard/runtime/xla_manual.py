@@ -1,7 +1,7 @@
 """Manual regions (section 3.2) for XLA's partitioner: `jax.shard_map` around each operator.
 
-Between operators, what each device has of a value is a stack: an array with one more dim, the last
-one, for all devices. It is split over them, so that nothing moves from one operator to the next.
+Between operators, a value of a manual region is a stack: an array with one more dim, the last one,
+over all devices. It is split over them, so no data moves from one operator to the next.
 """
 
 from __future__ import annotations
@@ -37,56 +37,57 @@ class Stacks:
     mesh: Mesh
     shardings: Mapping[Any, Sharding]
 
-    def holds(self, atom: Any) -> bool:
+    def is_manual(self, atom: Any) -> bool:
         """Whether a variable is a value of a manual region."""
         return not isinstance(atom, Literal) and self.shardings[atom].manual
 
     def struct(self, var: Any) -> jax.ShapeDtypeStruct:
-        """The type of a variable, or of the stack that is in its place."""
+        """The type of a variable, or of its stack."""
         aval = var.aval
-        shape = (*aval.shape, self.mesh.size) if self.holds(var) else aval.shape
+        shape = (*aval.shape, self.mesh.size) if self.is_manual(var) else aval.shape
         return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
     def runs(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation is one of a manual region, or of its borders."""
+        """Whether an equation belongs to a manual region or enters or leaves one."""
         borders = (to_manual_p, to_auto_p)
-        return eqn.primitive in borders or any(map(self.holds, (*eqn.invars, *eqn.outvars)))
+        return eqn.primitive in borders or any(map(self.is_manual, (*eqn.invars, *eqn.outvars)))
 
     def interpret(self, eqn: JaxprEqn, values: Sequence[Any], outside: Interpret) -> Sequence[Any]:
-        """The results of such an equation; `outside` interprets bodies with borders in them."""
+        """The results of such an equation; `outside` interprets bodies with such borders."""
         if eqn.primitive is to_manual_p:
             return [self._enter(eqn, values[0])]
         if eqn.primitive is to_auto_p:
             return [self._leave(eqn, values[0])]
         if any(_has_borders(body) for body in loop_bodies(eqn)):
             return self._across(eqn, values, outside)
-        into = [self._spec(a) if self.holds(a) else PartitionSpec() for a in eqn.invars]
+        into = [self._spec(a) if self.is_manual(a) else PartitionSpec() for a in eqn.invars]
 
         def on_device(*arrays: Any) -> list[Any]:
             own = [
-                x[..., 0] if self.holds(a) else x for x, a in zip(arrays, eqn.invars, strict=True)
+                x[..., 0] if self.is_manual(a) else x
+                for x, a in zip(arrays, eqn.invars, strict=True)
             ]
             return [y[..., None] for y in _Local(self._place()).interpret(eqn, own)]
 
         return self._mapped(on_device, into, [self._spec(v) for v in eqn.outvars])(*values)
 
     def _across(self, eqn: JaxprEqn, values: Sequence[Any], outside: Interpret) -> Sequence[Any]:
-        """A loop in which manual regions begin or end, with values of others carried through it."""
+        """A loop that contains the border of a region, and carries values of another region."""
         if eqn.primitive is not p.scan_p:
             raise NotImplementedError(
                 f"{source_of(eqn)}: {eqn.primitive.name} with values of a manual region as "
-                "operands, and the border of one inside, has no form for partitioner='xla'; "
+                "operands, and the border of one inside, is not supported by partitioner='xla'; "
                 "leave the region with manual_to_auto_spmd_partition before it"
             )
         body = eqn.params["jaxpr"]
         operands = [
-            self._everywhere(x) if self.holds(inner) and not self.holds(a) else x
+            self._everywhere(x) if self.is_manual(inner) and not self.is_manual(a) else x
             for x, a, inner in zip(values, eqn.invars, body.jaxpr.invars, strict=True)
         ]
         return bind(eqn, operands, jaxpr=rebuilt(body, outside, self.struct))
 
     def _everywhere(self, value: Any) -> Any:
-        """A value from outside, which every device has whole, as a stack."""
+        """A replicated value from outside the region, as a stack."""
         return jnp.broadcast_to(jnp.expand_dims(value, -1), (*jnp.shape(value), self.mesh.size))
 
     def _enter(self, eqn: JaxprEqn, value: Any) -> Any:
@@ -139,7 +140,7 @@ class Stacks:
 def rebuilt(
     param: Any, interpret: Interpret, struct: Callable[[Any], Any] = lambda var: var.aval
 ) -> Any:
-    """A parameter of an equation; programs in it are interpreted, on arguments of other types."""
+    """A parameter of an equation, with its programs interpreted on arguments of other types."""
     if isinstance(param, tuple):
         return tuple(rebuilt(x, interpret, struct) for x in param)
     if not isinstance(param, ClosedJaxpr):
@@ -150,12 +151,12 @@ def rebuilt(
 
 @dataclass(frozen=True)
 class _Local:
-    """What one device runs of a manual region."""
+    """The interpreter of one device inside a manual region."""
 
     place: Place
 
     def interpret(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        """The results of an equation on what this device has."""
+        """The results of an equation on this device's parts."""
         if eqn.primitive in MAKES_MANUAL:
             tiles = [_own(jnp.asarray(x), self.place.num_devices) for x in values]
             return _by_rule(self.place, eqn, tiles)
@@ -165,7 +166,7 @@ class _Local:
 
 
 def _by_rule(place: Place, eqn: JaxprEqn, tiles: list[Tile]) -> list[Any]:
-    """What gshard's own rule makes of tiles that are where it wants them."""
+    """The results of gshard's own rule on tiles that need no resharding."""
     rule = RULES[eqn.primitive].partition
     assert rule is not None
     ctx: Any = SimpleNamespace(place=place, reshard=lambda tile, *_: tile)

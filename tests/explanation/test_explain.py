@@ -91,5 +91,5 @@ def test_large_values_that_are_whole_everywhere_are_named():
 
 def test_the_other_partitioner_has_no_program_to_look_at():
     lowered = gshard.jit(lambda x: x, partitioner="xla").lower(jnp.ones(4))
-    with pytest.raises(ValueError, match="leave the partitioner out"):
+    with pytest.raises(ValueError, match="omit the keyword"):
         lowered.explain()

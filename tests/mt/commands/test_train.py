@@ -151,7 +151,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(prepared, whole, tmp_path):
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     said = finish(process, status=130)
-    assert f"stopped and saved; `gshard train {folder}` goes on" in said
+    assert f"stopped and saved; `gshard train {folder}` continues" in said
     stopped = Checkpoints(folder, read_only=True).steps[-1]
     assert stopped == max(step for _, step in losses(Run.open(folder)))
     finish(start("train", folder))
@@ -292,7 +292,7 @@ def test_three_processes_go_on_with_a_run_of_two(prepared, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["train"], "what to train?"),
+        (["train"], "name what to train"),
         (["train", "tinny"], "did you mean 'tiny'?"),
         (["train", "tiny", "model.expert=8"], "did you mean 'model.experts'?"),
         (["train", "tiny", "--corpus", "nowhere"], "no corpus in nowhere"),

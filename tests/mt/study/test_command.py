@@ -31,7 +31,7 @@ def test_the_status_of_a_study_that_has_not_begun(tmp_path):
 
 def test_a_stage_that_there_is_not(tmp_path):
     result = CliRunner().invoke(app, ["study", str(write(tmp_path)), "--until", "score"])
-    assert "no stage 'score'; did you mean 'scored'" in str(result.exception)
+    assert "unknown stage 'score'; did you mean 'scored'" in str(result.exception)
 
 
 def test_the_plans_of_the_repository_can_be_read():
