@@ -50,6 +50,8 @@ docs: $(VENV)/installed
 	$(RUN) -m gshard.rules --update
 	$(RUN) -m tools.jit_table --update
 	$(RUN) -m tools.api --update
+	$(RUN) -m tools.stability --update
+	$(RUN) -m tools.badges --update
 
 # The pages of docs/ as a site in build/site, with search. A warning is an error.
 site: $(VENV)/installed

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import gshard
+from tools import badges, extras, release
 
 ROOT = Path(__file__).parents[1]
 
@@ -113,3 +114,47 @@ def test_the_container_copies_what_an_installation_needs():
     )
     kept = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
     assert set(copied.split()) == set(kept) == {"pyproject.toml", "README.md", "LICENSE", "gshard"}
+
+
+def test_the_badges_are_made_from_the_project():
+    made = badges.badges()
+    assert made == {path.name: path.read_text() for path in badges.FOLDER.iterdir()}
+    assert "0.10 to 0.11" in made["jax.svg"]
+    readme = (ROOT / "README.md").read_text()
+    assert all(f"badges/{name}" in readme for name in made)
+
+
+def test_the_table_of_extras_is_in_the_docs():
+    """Every extra that can be counted has a row; sizes differ between environments."""
+    page = (ROOT / "docs" / "howto" / "install.md").read_text()
+    rows = [line for line in extras.table().splitlines() if "not counted" not in line]
+    assert rows[0] in page
+    assert len(rows) > 6
+    for row in rows[2:]:
+        assert f"\n{row.split('|')[1].join('||')}" in page
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert extras.needed(project) < extras.needed(project, "mt") | extras.needed(project)
+
+
+def test_a_release_is_tested_on_the_oldest_and_newest_versions():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    said = [c.rpartition(" ")[2] for c in project["classifiers"] if re.search(r":: 3\.\d+$", c)]
+    tested = {".".join(map(str, version)) for version in release.PAIRS.values()}
+    assert {said[0], said[-1]} <= tested
+    (jax,) = (r for r in project["dependencies"] if r.startswith("jax"))
+    assert jax == "jax>=0.10,<0.12"
+    assert set(release.PAIRS) == {"0.10", "0.11"}
+    assert all((ROOT / path).exists() for path in release.TESTS)
+
+
+def test_no_address_leads_nowhere():
+    """Addresses that every user can open; those of a repository that is not public are none."""
+    for name in (
+        "README.md",
+        "CITATION.cff",
+        "SECURITY.md",
+        "CODE_OF_CONDUCT.md",
+        "pyproject.toml",
+    ):
+        for host in re.findall(r"https?://([^/\s)\"']+)", (ROOT / name).read_text()):
+            assert host in {"arxiv.org", "www.contributor-covenant.org"}, (name, host)

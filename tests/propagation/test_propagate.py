@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gshard.tensors.sharding import Split, compatible, fitting_part
 from hypothesis import given
 from hypothesis import strategies as st
 
 import gshard
+from gshard.tensors.sharding import Split, compatible, fitting_part
 from tests.oracle import check, kinds, random_array, sent
 
 MESH = np.arange(8).reshape(2, 4)
