@@ -11,6 +11,14 @@ from jax.experimental import multihost_utils
 from gshard.mt.training.stopping import Stop, Wishes
 
 
+@pytest.fixture(autouse=True)
+def heard():
+    """What `nohup` ignores is heard here."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture
 def exchange(monkeypatch):
     """Two hosts; the other one wants nothing. What is in the list happens during an exchange."""
