@@ -1,10 +1,10 @@
 """A batch of Kalman filters fitted by gradient descent: the series are split, the model is shared.
 
 `vmap` leaves the covariances, which do not depend on the data, without a batch dim. The innovations
-of all series then are the columns of one triangular system, which stay split. What gshard sends
-more than the program by hand are sums inside of the loop: a covariance's gradient is summed over
-the series in every step, where one sum after the loop would do. So it is not in the table of
-recipes.
+of all series then are the columns of one triangular system, which stay split. The gradient of a
+covariance is a sum over the series, and the backward loop is linear in it: gshard carries it
+unreduced and sums once, after the loop. What is summed in every step is one number, which a
+primitive without a rule for unreduced operands (a branch by platform) needs.
 """
 
 import jax

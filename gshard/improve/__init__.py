@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from jax.extend.core import Jaxpr
 
+from gshard.improve.drop_unused import drop_unused
 from gshard.improve.share import share
 
 Pass = Callable[[Jaxpr], Jaxpr]
 
-PASSES: tuple[Pass, ...] = (share,)
+PASSES: tuple[Pass, ...] = (share, drop_unused)

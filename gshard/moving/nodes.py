@@ -13,9 +13,10 @@ from typing import Any, ClassVar, Self
 
 import jax
 from jax.core import ShapedArray
-from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 
 from gshard.graph.reason import Reason
+from gshard.graph.regions import bodies, runs_of
 from gshard.tensors.devices import Place
 
 UNEXPLAINED = Reason("node")  # in the place of a node's own
@@ -57,6 +58,17 @@ def communicate(node: Node, array: jax.Array, place: Place) -> jax.Array:
 def node_of(eqn: JaxprEqn) -> Node | None:
     """The node that an equation of a plan is; None for local work."""
     return eqn.params["node"] if eqn.primitive in _NODES else None
+
+
+def planned_bytes(jaxpr: Jaxpr) -> int:
+    """What one device sends for the nodes of a plan, in the bodies of loops too."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if node := node_of(eqn):
+            aval: Any = eqn.invars[0].aval
+            total += node.sent(tuple(aval.shape), aval.dtype)
+        total += runs_of(eqn) * sum(map(planned_bytes, bodies(eqn)))
+    return total
 
 
 _NODES: dict[Primitive, str] = {}

@@ -104,6 +104,20 @@ class Context(Protocol):
 LocalOp = Callable[[Context, JaxprEqn, list[Tile], list[Shape]], Sequence[jax.Array]]
 PartitionRule = Callable[[Context, JaxprEqn, list[Tile], list[Sharding]], list[Tile]]
 Work = Callable[[Mapping[Factor, int]], float]
+Linear = Callable[[JaxprEqn], Sequence[Sequence[int]]]
+
+
+def linear_in(*groups: Sequence[int]) -> Linear:
+    """Linear in the operands of each group jointly, while all others are fixed.
+
+    A sum is `linear_in((0, 1))`, a product `linear_in((0,), (1,))`.
+    """
+    return lambda eqn: groups
+
+
+def linear_in_all(eqn: JaxprEqn) -> Sequence[Sequence[int]]:
+    """Linear in all operands jointly."""
+    return (range(len(eqn.invars)),)
 
 
 def bind_local(
@@ -131,8 +145,9 @@ class Rule:
     `partition` takes over where that is not enough: it gets the operands as they are and the
     shardings wanted for the results, and may return other shardings. `level` orders propagation:
     0 before 1. `work` counts the floating-point operations on factors of given local sizes, for
-    operators that compute for longer than they read and write memory. `doc` is the operator's row
-    in docs/reference/operators.md.
+    operators that compute for longer than they read and write memory. `linear` gives the operands
+    that the operator is linear in: it can run on unreduced ones, and its result is unreduced then.
+    `doc` is the operator's row in docs/reference/operators.md.
     """
 
     factors: Callable[[JaxprEqn], Factors]
@@ -140,6 +155,7 @@ class Rule:
     partition: PartitionRule | None = None
     level: int = 1
     work: Work | None = None
+    linear: Linear | None = None
     doc: Doc = Doc()
 
 

@@ -1,11 +1,11 @@
-"""Partial sums that wait: a value that is the sum of what the devices hold, summed where needed.
+"""Unreduced values: the sum over devices of what each holds, reduced where that is needed.
 
-A contraction over a split dim leaves a partial sum on every device. Additions, scalings,
-transposes and the like can work on the partial sums themselves, and a loop can accumulate them: the
-devices are asked for their sum once, after it (gradient accumulation; the gradient of what queries,
-keys and values have in common). A sum waits only for an operator that is its one use, so it is
-never asked for twice, and only through operators that leave it no larger than it was. It is never
-taken in a narrower type than the program's own.
+A contraction over a split dim leaves an unreduced result. Operators that are linear in it
+(`Rule.linear`) can run on it as it is, and a loop can carry it: one reduction after the loop takes
+the place of one in every run (gradient accumulation; the gradient of a linear recursion). A
+reduction is delayed only to an operator that is the value's one use, so it is never done twice, and
+only through operators that leave the value no larger than it was; or, in a loop, where all uses
+lead to carried values that stay unreduced. It is never done in a narrower type than the program's.
 """
 
 from __future__ import annotations
@@ -28,16 +28,11 @@ from gshard.operators.choose import shard_dims
 from gshard.operators.rule import RULES, Context
 from gshard.simplify.row_maps import concatenate_slices_p
 from gshard.tensors.devices import Place
-from gshard.tensors.factors import decompose
+from gshard.tensors.factors import Factor, decompose
 from gshard.tensors.sharding import Sharding, Split, compatible
 from gshard.tensors.tile import Tile
 
 _ADDED = (p.add_p, p.add_jaxvals_p, p.sub_p)
-_SCALED = (p.mul_p, p.div_p)
-_REARRANGED = (
-    p.neg_p, p.transpose_p, p.reshape_p, p.squeeze_p, p.reduce_sum_p, p.convert_element_type_p,
-    p.copy_p, p.broadcast_in_dim_p,
-)  # fmt: skip
 _SLICED = (p.slice_p, p.dynamic_slice_p)
 _SCATTERED = (p.scatter_add_p, scatter_sub_p)  # onto their first operand
 _JOINED = (p.concatenate_p, concatenate_slices_p, stack_p)
@@ -89,7 +84,41 @@ def waiting(
             found[atom] = share / 2 if both else share
             if eqn.outvars[0] in ends:
                 ends.add(atom)
+    once = {number for number, share in leaving.items() if share < 1}
+    for var in _leading_to(jaxpr, once) if once else ():
+        found.setdefault(var, max(leaving.values()))
     return found
+
+
+def _leading_to(jaxpr: Jaxpr, results: Collection[int]) -> set[Any]:
+    """The variables whose uses are all linear and lead to these results, and nowhere else."""
+    outside = {
+        a
+        for number, a in enumerate(jaxpr.outvars)
+        if number not in results and not isinstance(a, Literal)
+    }
+    for eqn in reversed(jaxpr.eqns):
+        for number, atom in enumerate(eqn.invars):
+            if isinstance(atom, Literal):
+                continue
+            if not _passes(eqn, number, eqn.outvars) or not outside.isdisjoint(eqn.outvars):
+                outside.add(atom)
+    known = {*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
+    return known - outside
+
+
+def linear_carries(eqn: JaxprEqn) -> set[int]:
+    """The carried values of a loop whose uses are all linear and lead to such values again."""
+    body = eqn.params["jaxpr"].jaxpr
+    consts, carry = scan_counts(eqn.params)
+    found = {i for i in range(carry) if not isinstance(body.outvars[i], Literal)}
+    sums = _sums(body)
+    while True:
+        leading = _leading_to(body, found)
+        kept = {i for i in found if body.invars[consts + i] in leading}
+        if kept == found:
+            return {i for i in kept if body.outvars[i] in sums}
+        found = kept
 
 
 def _adds_sums(eqn: JaxprEqn, waiting: Collection[Any]) -> bool:
@@ -105,31 +134,34 @@ def _otherwise_split(eqn: JaxprEqn, here: Sharding, there: Sharding) -> bool:
 
 
 def _sums(jaxpr: Jaxpr) -> set[Any]:
-    """The variables that may be partial sums: made by summing, or from such."""
+    """The variables that may be unreduced: made by summing, or from such."""
     found: set[Any] = set()
     for eqn in jaxpr.eqns:
-        linear = eqn.primitive in (*_ADDED, *_SCALED, *_REARRANGED, *_SLICED, *_JOINED)
-        if eqn.primitive in _SUMMING or (
-            linear and any(not isinstance(a, Literal) and a in found for a in eqn.invars)
-        ):
+        linear = [eqn.invars[n] for group in _groups(eqn) for n in group]
+        from_sum = any(not isinstance(a, Literal) and a in found for a in linear)
+        if eqn.primitive in _SUMMING or from_sum:
             found.update(eqn.outvars)
     return found
 
 
+def _groups(eqn: JaxprEqn) -> Sequence[Sequence[int]]:
+    """The operands that an operator is linear in, those of a group jointly."""
+    rule = RULES.get(eqn.primitive)
+    return rule.linear(eqn) if rule and rule.linear else ()
+
+
 def _passes(eqn: JaxprEqn, number: int, ends: Collection[Any]) -> bool:
-    """Whether an operator can work on partial sums of its operand `number`."""
+    """Whether an operator can run on its operand `number` unreduced."""
+    if not any(number in group for group in _groups(eqn)):
+        return False
     if eqn.primitive is p.convert_element_type_p:
         # To sum wider numbers sends more: only a loop makes up for it, by summing once.
         old, new = (jnp.dtype(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))
         floats = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
         return (old == new or eqn.outvars[0] in ends) and floats and _holds(new, old)
     if eqn.primitive is p.broadcast_in_dim_p:
-        return number == 0 and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
-    if eqn.primitive in _SCALED:
-        return number == 0 or eqn.primitive is p.mul_p
-    if eqn.primitive in (*_SLICED, *_SCATTERED):
-        return number == 0
-    return eqn.primitive in (*_ADDED, *_REARRANGED, *_JOINED)
+        return eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+    return True
 
 
 def _holds(wide: Any, narrow: Any) -> bool:
@@ -184,20 +216,58 @@ def left_unreduced(tile: Tile, splits: Sequence[Split]) -> Tile | None:
 
 
 def on_unreduced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
-    """The result of an operator on partial sums, mostly itself one; None if it needs the sums."""
-    if eqn.primitive in _ADDED:
-        return _added(ctx, eqn, tiles)
-    if eqn.primitive in _SCALED:
-        return _scaled(ctx, eqn, tiles)
-    if eqn.primitive in _REARRANGED:
-        return _rearranged(ctx, eqn, tiles[0])
+    """The result of an operator on unreduced operands, itself unreduced; None if it needs sums."""
+    here = {number for number, tile in enumerate(tiles) if tile.partial}
+    group = next((g for g in _groups(eqn) if here.issubset(g)), None)
+    if group is None:
+        return None
     if eqn.primitive in _SLICED:
         return _sliced(ctx, eqn, tiles)
     if eqn.primitive in _JOINED:
         return _joined(ctx, eqn, tiles)
     if eqn.primitive in _SCATTERED:
         return _scattered(ctx, eqn, tiles)
-    return None
+    if len(group) > 1:
+        (part, *_) = [t for t in tiles if t.partial]
+        if part.shape != tuple(eqn.outvars[0].aval.shape):
+            return None
+        if eqn.primitive in _ADDED:
+            tiles = [_grown(tile, part) for tile in tiles]
+        alike = _alike(ctx, [tiles[n] for n in group])
+        if alike is None:
+            return None
+        joint = dict(zip(group, alike, strict=True))
+        tiles = [joint.get(n, tile) for n, tile in enumerate(tiles)]
+    return _in_place(ctx, eqn, tiles)
+
+
+def _in_place(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
+    """An operator on tiles as they are; None if some have to move or split dims are summed over."""
+    rule, (part, *_) = RULES[eqn.primitive], [t for t in tiles if t.partial]
+    factors, shape = rule.factors(eqn), tuple(eqn.outvars[0].aval.shape)
+    (result,) = factors.results
+    operands = (result, result) if eqn.primitive in _ADDED else factors.operands
+    chosen: dict[Factor, Split] = {}
+    for dims, tile in zip(operands, tiles, strict=True):
+        for dim, split in zip(dims, tile.sharding.splits, strict=True):
+            for factor, found in decompose(split, dim, factors.sizes).items():
+                if chosen.setdefault(factor, found) is not found:
+                    return None
+    if any(f in factors.reduced or f in factors.whole or f in factors.resized for f in chosen):
+        return None
+    devices = part.sharding.num_devices
+    for dims, tile in zip(operands, tiles, strict=True):
+        if shard_dims(dims, chosen, factors, devices) != tile.sharding or not tile.is_standard:
+            return None
+    here = shard_dims(result, chosen, factors, devices)
+    by_element = all(not dims or dims == result for dims in operands)
+    even = here.is_even(shape) and all(t.sharding.is_even(t.shape) for t in tiles)
+    if not (by_element or even):  # padding would get between the elements
+        return None
+    if any(s and not compatible((s, over)) for s in here.splits for over in part.partial):
+        return None
+    (array,) = rule.local(ctx, eqn, list(tiles), [here.local_shape(shape)])
+    return Tile(array, here, shape, part.partial, part.origin)
 
 
 def _alike(ctx: Context, tiles: Sequence[Tile]) -> list[Tile] | None:
@@ -214,18 +284,6 @@ def _alike(ctx: Context, tiles: Sequence[Tile]) -> list[Tile] | None:
             return None
         found.append(tile)
     return found if len({t.array.dtype for t in found}) == 1 else None
-
-
-def _added(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
-    """A sum of partial sums, or of one and another value: the devices are asked for it once."""
-    (part, *_) = [t for t in tiles if t.partial]
-    if part.shape != tuple(eqn.outvars[0].aval.shape):
-        return None
-    parts = _alike(ctx, [_grown(t, part) for t in tiles])
-    if parts is None:
-        return None
-    (array,) = RULES[eqn.primitive].local(ctx, eqn, parts, [part.array.shape])
-    return replace(part, array=array)
 
 
 def _grown(tile: Tile, like: Tile) -> Tile:
@@ -271,40 +329,6 @@ def _scattered(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | Non
         return None
     (done,) = partition(ctx, eqn, list(tiles), [ctx.sharding(eqn.outvars[0])])
     return done
-
-
-def _scaled(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
-    (which,) = [i for i, t in enumerate(tiles) if t.partial][:1]
-    part, by = tiles[which], tiles[1 - which]
-    if by.partial or (which == 1 and eqn.primitive is not p.mul_p) or not part.is_standard:
-        return None
-    same = by.sharding == part.sharding and by.is_standard and by.shape == part.shape
-    if not same and not (by.shape == () and by.sharding.is_replicated):
-        return None
-    if part.shape != tuple(eqn.outvars[0].aval.shape):
-        return None
-    (array,) = RULES[eqn.primitive].local(ctx, eqn, list(tiles), [part.array.shape])
-    return replace(part, array=array)
-
-
-def _rearranged(ctx: Context, eqn: JaxprEqn, tile: Tile) -> Tile | None:
-    """An operator of one operand, where no split dim is summed over or torn apart."""
-    rule = RULES[eqn.primitive]
-    factors, shape = rule.factors(eqn), tuple(eqn.outvars[0].aval.shape)
-    chosen: dict[str, Split] = {}
-    for dim, split in zip(factors.operands[0], tile.sharding.splits, strict=True):
-        chosen |= decompose(split, dim, factors.sizes)
-    if any(f in factors.reduced or f in factors.whole or f in factors.resized for f in chosen):
-        return None
-    devices = tile.sharding.num_devices
-    here = shard_dims(factors.results[0], chosen, factors, devices)
-    back = shard_dims(factors.operands[0], chosen, factors, devices)
-    if back != tile.sharding or math.prod(here.tiles) != math.prod(back.tiles):
-        return None
-    if not tile.sharding.is_even(tile.shape) or not here.is_even(shape) or not tile.is_standard:
-        return None
-    (array,) = rule.local(ctx, eqn, [tile], [here.local_shape(shape)])
-    return Tile(array, here, shape, tile.partial, tile.origin)
 
 
 def _sliced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:

@@ -21,7 +21,7 @@ from gshard.moving.halo import plan_fetch
 from gshard.moving.offsets import rows_put
 from gshard.moving.plan import plan_reshard, reshard_cost, whole_along
 from gshard.moving.rows import Move, Runs, align, plan_rows
-from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.operators.rule import Context, Doc, Rule, linear_in_all, register
 from gshard.rules.changes import rows_of
 from gshard.rules.slicing import filled
 from gshard.simplify.row_maps import concatenate_slices_p
@@ -262,11 +262,11 @@ def _concatenate(
 
 _JOINED = Doc(free="other dims", halo="the dim itself: the rows that change tiles")
 register(
-    Rule(concatenate_factors, partition=_concatenate, doc=_JOINED),
+    Rule(concatenate_factors, partition=_concatenate, linear=linear_in_all, doc=_JOINED),
     p.concatenate_p,
     concatenate_slices_p,
 )
-register(Rule(stack_factors, doc=Doc(free="the operands' dims")), stack_p)
+register(Rule(stack_factors, linear=linear_in_all, doc=Doc(free="the operands' dims")), stack_p)
 register(
     Rule(
         unstack_factors,

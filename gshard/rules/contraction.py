@@ -23,7 +23,7 @@ from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.partial import combine, mask_for
 from gshard.operators.choose import Assignment, Layout, cheapest, run_as, shard_dims
-from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.operators.rule import Context, Doc, Rule, linear_in, register
 from gshard.tensors.factors import Factor, Factors
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile, byte_size
@@ -205,6 +205,7 @@ _RULE = Rule(
     dot_factors,
     partition=partition_dot,
     work=dot_work,
+    linear=linear_in((0,), (1,)),
     doc=Doc(
         free="batch dims; any dim of one operand alone",
         gather="contracting dims: AllReduce or ReduceScatter of the result; where operands "

@@ -19,8 +19,9 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import private_primitives, scan_counts
 from gshard.graph.reason import Reason
+from gshard.moving.nodes import planned_bytes
 from gshard.operators.rule import Context, Doc, Rule, register
-from gshard.operators.unreduced import accumulators, as_unreduced, leaving
+from gshard.operators.unreduced import accumulators, as_unreduced, leaving, linear_carries
 from gshard.tensors.factors import no_factors
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile, byte_size
@@ -110,45 +111,100 @@ def _summed_if_large(ctx: Context, tile: Tile, var: Any, length: int) -> Tile:
 
 
 def _accumulating(ctx: Context, eqn: JaxprEqn, loop: _Loop) -> tuple[_Loop, dict[int, float]]:
-    """The loop with partial sums for the carried values to which its body adds nothing but those.
+    """The loop with unreduced carried values, where its body adds to them or is linear in them.
 
-    And the results of the body that may be partial sums. Stacks of results may be anyway, where
-    that sends less: they take more memory.
+    And the results of the body that may be unreduced. Stacks of results may be anyway, where that
+    sends less: they take more memory.
 
-    What the body adds is known when it has been partitioned, so it is, once for nothing. The sums
-    take as much memory as the partial sums in the body do, which is within the memory limit.
+    How the body makes them is known when it has been planned, so it is, once for nothing. Unreduced
+    values take as much memory as those in the body do, which is within the memory limit.
     """
     added, sums = accumulators(eqn), leaving(eqn, ctx.waiting) | _split_stacks(ctx, eqn)
-    if not added:
+    linear = linear_carries(eqn)
+    if not added and not linear:
         return loop, sums
-    inner = ctx.inner()
-    slices = [jax.ShapeDtypeStruct(t.array.shape[1:], t.array.dtype) for t in loop.xs]
-
-    def trial(carried: Sequence[jax.Array], slices: Sequence[jax.Array]) -> None:
-        loop.run_once(inner, carried, slices, sums)
-
-    jax.eval_shape(trial, [t.array for t in loop.carry], slices)
+    trial = _Trial(ctx, loop, sums)
     carry, kept = list(loop.carry), {i: s for i, s in sums.items() if i not in added}
     for i, variables in added.items():
-        parts = [inner.values.get(v) for v in variables if not isinstance(v, Literal)]
+        parts = [trial.inner.values.get(v) for v in variables if not isinstance(v, Literal)]
         forms = {(t.sharding, t.partial) for t in parts if t}
         if len(forms) != 1 or None in parts or len(parts) < len(variables):
             continue
-        ((sharding, partial),) = forms
-        shape, dtype = carry[i].shape, carry[i].array.dtype
-        if sharding.manual or sharding.rank != len(shape):  # its own, or a scalar is added
-            continue
-        local = byte_size(sharding.local_shape(shape), dtype)
-        if partial and local <= max(ctx.memory_limit, carry[i].nbytes):
-            start = as_unreduced(ctx.place, carry[i], sharding, partial)
-            if start is None:
-                whole = ctx.reshard(carry[i], sharding, Reason("operand", "scan"))
-                start = as_unreduced(ctx.place, whole, sharding, partial)
-            if start:
-                (origin, *_) = [t.origin for t in parts if t]
-                carry[i] = replace(start, origin=origin)
-                kept[i] = sums[i]
+        (part, *_) = [t for t in parts if t]
+        if start := _unreduced_start(ctx, carry[i], part):
+            carry[i], kept[i] = start, sums[i]
+    accumulated = replace(loop, carry=carry)
+    share = 1 / max(eqn.params["length"], 1)
+    rest = dict.fromkeys(linear - kept.keys(), share)
+    if rest and (found := _linear(ctx, accumulated, kept, rest)):
+        return found
+    return accumulated, kept
+
+
+def _unreduced_start(ctx: Context, carried: Tile, like: Tile) -> Tile | None:
+    """A carried value before the loop, unreduced as a value of the body is; None where that fails.
+
+    Not if it is partitioned by hand, or a scalar is added, or it would exceed the memory limit.
+    """
+    if not like.partial or like.sharding.manual or like.sharding.rank != len(carried.shape):
+        return None
+    local = byte_size(like.sharding.local_shape(carried.shape), carried.array.dtype)
+    if local > max(ctx.memory_limit, carried.nbytes):
+        return None
+    start = as_unreduced(ctx.place, carried, like.sharding, like.partial)
+    if start is None:
+        moved = ctx.reshard(carried, like.sharding, Reason("operand", "scan"))
+        start = as_unreduced(ctx.place, moved, like.sharding, like.partial)
+    return replace(start, origin=like.origin) if start else None
+
+
+class _Trial:
+    """The body of a loop, planned for nothing: its values, its results and what it sends."""
+
+    def __init__(self, ctx: Context, loop: _Loop, sums: Mapping[int, float]):
+        self.inner = ctx.inner()
+        self.results: list[Tile] = []
+
+        def run(carried: Sequence[jax.Array], slices: Sequence[jax.Array]) -> list[jax.Array]:
+            self.results = loop.run_once(self.inner, carried, slices, sums)
+            return [t.array for t in self.results]
+
+        slices = [jax.ShapeDtypeStruct(t.array.shape[1:], t.array.dtype) for t in loop.xs]
+        self.jaxpr = jax.make_jaxpr(run)([t.array for t in loop.carry], slices).jaxpr
+
+
+def _linear(
+    ctx: Context, loop: _Loop, sums: Mapping[int, float], linear: Mapping[int, float]
+) -> tuple[_Loop, dict[int, float]] | None:
+    """The loop with those `linear` carried values unreduced that its body leaves so, if it pays.
+
+    The body sends less then, and each of them is reduced once, after the loop.
+    """
+    carry, more = list(loop.carry), True
+    while more:  # one that is unreduced may leave others so
+        trial = _Trial(ctx, replace(loop, carry=carry), {**sums, **linear})
+        more = False
+        for i in linear:
+            if not carry[i].partial and (
+                start := _unreduced_start(ctx, carry[i], trial.results[i])
+            ):
+                carry[i], more = start, True
+    changed = [i for i in linear if carry[i].partial]
+    kept = {**sums, **{i: linear[i] for i in changed}}
+    if not changed:
+        return None
+    after = _Trial(ctx, replace(loop, carry=carry), kept)
+    if any(not _is_like(after.results[i], carry[i]) for i in changed):
+        return None
+    before = planned_bytes(_Trial(ctx, loop, sums).jaxpr)
+    last = sum(2 * carry[i].nbytes * linear[i] for i in changed)  # in every run, an AllReduce of it
+    if planned_bytes(after.jaxpr) + last >= before:
+        return None
     return replace(loop, carry=carry), kept
+
+
+def _is_like(one: Tile, other: Tile) -> bool:
+    return (one.sharding, one.partial) == (other.sharding, other.partial)
 
 
 def _split_stacks(ctx: Context, eqn: JaxprEqn) -> dict[int, float]:

@@ -27,7 +27,7 @@ from gshard.moving.again import fetch
 from gshard.moving.halo import plan_fetch, shifted_pairs
 from gshard.moving.plan import reshard_cost
 from gshard.moving.rows import groups_along
-from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.operators.rule import Context, Doc, Rule, linear_in, register
 from gshard.rules.changes import Change
 from gshard.rules.slicing import change_dims, changed_dims
 from gshard.tensors import padding
@@ -277,7 +277,11 @@ _WRITTEN = Doc(
     halo="where it moves, most rows: a tile for each bit of the largest offset in tiles",
     gather="where it moves, few rows: AllGather of the update",
 )
-register(Rule(changed_dims, partition=_dynamic_slice, doc=_CUT), p.dynamic_slice_p)
 register(
-    Rule(update_factors, partition=_dynamic_update_slice, doc=_WRITTEN), p.dynamic_update_slice_p
+    Rule(changed_dims, partition=_dynamic_slice, linear=linear_in((0,)), doc=_CUT),
+    p.dynamic_slice_p,
+)
+register(
+    Rule(update_factors, partition=_dynamic_update_slice, linear=linear_in((0, 1)), doc=_WRITTEN),
+    p.dynamic_update_slice_p,
 )

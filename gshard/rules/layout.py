@@ -16,7 +16,7 @@ from jax.extend.core import primitives as p
 from gshard.graph.reason import Reason
 from gshard.moving.again import fetch
 from gshard.operators.choose import choose, local_dims, run, shard_dims
-from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.operators.rule import Context, Doc, Rule, linear_in, linear_in_all, register
 from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
@@ -217,20 +217,30 @@ register(
             lax.transpose(tiles[0].array, eqn.params["permutation"])
         ],
         level=0,
+        linear=linear_in_all,
         doc=Doc(free="every dim"),
     ),
     p.transpose_p,
 )
 register(
-    Rule(broadcast_factors, local=_broadcast_local, level=0, doc=Doc(free="every dim")),
+    Rule(
+        broadcast_factors,
+        local=_broadcast_local,
+        level=0,
+        linear=linear_in((0,)),
+        doc=Doc(free="every dim"),
+    ),
     p.broadcast_in_dim_p,
 )
-register(Rule(squeeze_factors, level=0, doc=Doc(free="every dim")), p.squeeze_p)
+register(
+    Rule(squeeze_factors, level=0, linear=linear_in_all, doc=Doc(free="every dim")), p.squeeze_p
+)
 _RESHAPE = Rule(
     reshape_factors,
     local=_reshape_local,
     partition=_reshape,
     level=0,
+    linear=linear_in_all,
     doc=Doc(
         free="where the tiles divide the dims' common factors",
         halo="uneven splits, the first of dims that mix: the elements that change tiles",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard import _jax
-from gshard.operators.rule import Context, Doc, Rule, bind_local, register
+from gshard.operators.rule import Context, Doc, Rule, bind_local, linear_in, register
 from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.tile import Tile
 
@@ -92,7 +93,9 @@ def _register() -> None:
             gather=f"the dims of the {what}: AllGather",
         )
         rule = Rule(functools.partial(factors, core=core), local=_without_garbage, doc=doc)
-        register(rule, *primitives)
+        for primitive in primitives:
+            solves = primitive is p.triangular_solve_p
+            register(replace(rule, linear=linear_in((1,)) if solves else None), primitive)
 
 
 _register()

@@ -7,7 +7,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import optimization_barrier_p
 from gshard.annotate import annotate_p
-from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.operators.rule import Context, Doc, Rule, linear_in, register
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
@@ -45,9 +45,6 @@ POINTWISE = (
     "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
 )  # fmt: skip
 
-# Some of them are exported by some releases of JAX only.
-_EXPORTED = [getattr(p, f"{name}_p") for name in POINTWISE if hasattr(p, f"{name}_p")]
-
 
 def _each_by_itself(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
@@ -60,7 +57,23 @@ def _each_by_itself(
     return [Tile(a, t.sharding, t.shape) for a, t in zip(arrays, tiles, strict=True)]
 
 
-register(Rule(same_dims, level=0, doc=Doc(free="every dim")), *_EXPORTED)
+_ONE, _BOTH, _EITHER = linear_in((0,)), linear_in((0, 1)), linear_in((0,), (1,))
+_LINEAR = {
+    "add": _BOTH,
+    "add_jaxvals": _BOTH,
+    "convert_element_type": _ONE,
+    "copy": _ONE,
+    "div": _ONE,
+    "mul": _EITHER,
+    "neg": _ONE,
+    "select_n": lambda eqn: (range(1, len(eqn.invars)),),
+    "sub": _BOTH,
+}
+
+for _name in POINTWISE:
+    if hasattr(p, f"{_name}_p"):  # some releases of JAX export fewer
+        _rule = Rule(same_dims, level=0, linear=_LINEAR.get(_name), doc=Doc(free="every dim"))
+        register(_rule, getattr(p, f"{_name}_p"))
 register(
     Rule(
         same_dims,

@@ -18,7 +18,7 @@ from gshard.moving import collectives
 from gshard.moving.ordered import sortable
 from gshard.moving.partial import identity, reducing_groups
 from gshard.operators.choose import choose, shard_dims
-from gshard.operators.rule import Context, Doc, Rule, bind_local, register
+from gshard.operators.rule import Context, Doc, Rule, bind_local, linear_in_all, register
 from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
@@ -194,7 +194,13 @@ def _register() -> None:
     for primitive, kind in _KINDS.items():
         doc = Doc(free="kept dims", gather="reduced dims: AllReduce or ReduceScatter of the result")
         register(
-            Rule(functools.partial(reduce_factors, kind=kind), _reduce_tiles, doc=doc), primitive
+            Rule(
+                functools.partial(reduce_factors, kind=kind),
+                _reduce_tiles,
+                linear=linear_in_all if primitive is p.reduce_sum_p else None,
+                doc=doc,
+            ),
+            primitive,
         )
     register(
         Rule(

@@ -23,7 +23,7 @@ from gshard.graph.reason import Reason
 from gshard.moving.partial import combine, combine_cost, identity
 from gshard.moving.plan import reshard_cost
 from gshard.operators.choose import Assignment, choose, local_dims, local_work, shard_dims
-from gshard.operators.rule import Context, Doc, Rule, Shares, register
+from gshard.operators.rule import Context, Doc, Rule, Shares, linear_in, register
 from gshard.operators.unreduced import as_unreduced
 from gshard.rules.indexing import (
     Roles,
@@ -204,17 +204,17 @@ def _update(
     return Tile(x, operand.sharding, operand.shape)
 
 
-register(
-    Rule(
+for _primitive in _KINDS:
+    _rule = Rule(
         scatter_factors,
         partition=partition_scatter,
+        linear=linear_in((0,)) if _primitive in (p.scatter_add_p, scatter_sub_p) else None,
         doc=Doc(
             free="batch dims, full windows, dims looked up in",
             gather="indices: AllReduce or ReduceScatter of the result, or AllGather of the updates",
         ),
-    ),
-    *_KINDS,
-)
+    )
+    register(_rule, _primitive)
 register(
     Rule(
         scatter_factors,

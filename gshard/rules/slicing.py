@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard._jax import split_p, tile_p
 from gshard.graph.reason import Reason
 from gshard.moving.plan import plan_reshard, reshard_cost
-from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.operators.rule import Context, Doc, Rule, linear_in_all, register
 from gshard.rules.changes import Change, Pad, Repeat, Reverse, Slice
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding, compatible
@@ -212,16 +212,22 @@ def _tile(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     return [change_dims(ctx, tiles[0], changes, targets[0], "tile")]
 
 
+def _linear_pad(eqn: JaxprEqn) -> Sequence[Sequence[int]]:
+    """Linear if it pads with zeros."""
+    value = eqn.invars[1]
+    return ((0,),) if isinstance(value, Literal) and value.val == 0 else ()
+
+
 _CUT = Doc(
     free="dims that stay as they are",
     halo="others: the rows that change tiles",
     gather="few rows to all devices: AllReduce of them; to many tiles: ReduceScatter of them",
 )
-register(Rule(changed_dims, partition=_slice, doc=_CUT), p.slice_p)
+register(Rule(changed_dims, partition=_slice, linear=linear_in_all, doc=_CUT), p.slice_p)
 register(Rule(changed_dims, partition=_split, doc=_CUT), split_p)
 _MOVED = Doc(free="dims that stay as they are", halo="others: the rows that change tiles")
-register(Rule(changed_dims, partition=_pad, doc=_MOVED), p.pad_p)
-register(Rule(changed_dims, partition=_rev, doc=_MOVED), p.rev_p)
+register(Rule(changed_dims, partition=_pad, linear=_linear_pad, doc=_MOVED), p.pad_p)
+register(Rule(changed_dims, partition=_rev, linear=linear_in_all, doc=_MOVED), p.rev_p)
 _REPEATED = Doc(
     free="dims that stay as they are",
     halo="others: the rows that a tile of the result has",

@@ -50,6 +50,10 @@ def test_two_products_are_summed_once():
         lambda x: x[1:4],
         lambda x: x[:, ::3],
         lambda x: jax.lax.dynamic_slice_in_dim(x, jnp.argmax(jnp.arange(3)), 2, axis=1),
+        lambda x: jnp.where(jnp.arange(8) > 3, x, 0),
+        lambda x: x @ jnp.tri(8, 3),
+        lambda x: x[:, ::-1],
+        lambda x: jax.scipy.linalg.solve_triangular(jnp.tri(5) + jnp.eye(5), x, lower=True),
     ],
 )
 def test_what_a_partial_sum_passes_through(then):
@@ -316,3 +320,98 @@ def test_a_table_that_is_also_the_head_is_gathered_once_and_its_gradient_summed_
     low = lowered(step, table, random_array((512,), np.int32) % 24)
     assert kinds(low) == {"all_gather": 1, "reduce_scatter": 1}
     assert sent(low) == 2 * table.nbytes * 7 // 8
+
+
+# ---------------------------------------------------------------- loops that are linear in a value
+
+
+def in_loops(low):
+    return sum(c.count * c.bytes for c in low.collectives if c.count > 1)
+
+
+def test_the_gradient_of_a_linear_recursion_is_summed_after_the_loop():
+    """The covariance of a filter does not depend on the data, and its gradient on all of them."""
+    w, x = random_array((6, 6)) / 4, random_array((4, 16, 6), seed=1)
+
+    def fn(w):
+        def move(state, x_BM):
+            return w @ state @ w.T + jnp.eye(6), jnp.sum(jnp.tanh(x_BM @ state))
+
+        return jnp.sum(jax.lax.scan(move, jnp.eye(6), gshard.split(x, 1, 8))[1])
+
+    low = lowered(jax.value_and_grad(fn), w)
+    assert set(kinds(low)) == {"all_reduce"}
+    assert in_loops(low) == 4 * 2 * 4 * 7 // 8  # the terms of the value
+    assert sent(low) == in_loops(low) + 2 * 6 * 6 * 4 * 7 // 8
+
+
+def test_what_a_loop_needs_reduced_is_reduced_in_it():
+    """Not all uses of the carried value are linear: nothing is delayed."""
+    w, x = random_array((6, 6)) / 4, random_array((4, 6, 16), seed=1)
+
+    def fn(w, x):
+        def step(state, x_MB):
+            return jnp.tanh(w @ state) + x_MB @ x_MB.T, None
+
+        return jax.lax.scan(step, jnp.eye(6), x)[0]
+
+    low = lowered(fn, w, x, inputs=[None, even_split(3, 2, 8)])
+    assert in_loops(low) == 4 * 2 * 6 * 6 * 4 * 7 // 8
+
+
+_STEPS = {
+    "scaled": lambda c, w: 0.5 * c,
+    "transposed": lambda c, w: c.T,
+    "product": lambda c, w: w @ c,
+    "other side": lambda c, w: c @ w.T,
+    "masked": lambda c, w: jnp.where(w > 0, c, 0),
+    "reversed": lambda c, w: c[::-1],
+    "shifted": lambda c, w: jnp.pad(c[1:], ((0, 1), (0, 0))),
+    "solved": lambda c, w: jax.scipy.linalg.solve_triangular(w + 4 * jnp.eye(len(w)), c),
+    "squared": lambda c, w: c * c / 9,  # not linear
+}
+
+
+recursions = given(
+    st.lists(st.sampled_from(sorted(_STEPS)), min_size=1, max_size=3),
+    st.sampled_from([1, 2, 3]),
+    assignments(2, 8),
+    assignments(3, 8),
+)
+
+
+def any_recursion(steps, uses, carried, data):
+    """Its values are those of the unpartitioned one."""
+    w, x = random_array((6, 6)) / 4, random_array((3, 6, 16), seed=1)
+
+    def fn(w, x):
+        def step(carry, x_MB):
+            state, total = carry
+            new = state
+            for name in steps:
+                new = _STEPS[name](new, w)
+            term = x_MB @ x_MB.T
+            state = sum([new + term] * uses) / uses
+            return (state, total + state @ w), None
+
+        start = jnp.ones((6, 6))
+        start = start if carried is None else gshard.shard(start, carried)
+        return jax.lax.scan(step, (start, jnp.zeros((6, 6))), x)[0]
+
+    wanted = jax.jit(fn)(w, x)
+    close = {"rtol": 2e-3, "atol": 2e-3}
+    jitted = gshard.jit(annotated(fn, [None, data], [None, None]))
+    assert_same(run(jitted, w, x, **close), wanted, **close)
+
+
+@settings(max_examples=8)
+@recursions
+def test_any_recursion(steps, uses, carried, data):
+    any_recursion(steps, uses, carried, data)
+
+
+@pytest.mark.slow
+@settings(max_examples=150)
+@recursions
+def test_many_recursions(steps, uses, carried, data):
+    any_recursion(steps, uses, carried, data)
