@@ -86,9 +86,8 @@ def jit(
     the devices in a loop instead. `strict=True` rejects primitives without a rule, which would
     otherwise run on replicated operands. `hardware` is what costs are computed for
     (`gshard.forecast.known()` lists names): by default what JAX reports the devices to be. CPUs
-    then count as generic accelerators; `hardware="cpu"` plans for the CPU. A model that has kernels
-    for some platforms (`gshard.annotate.target_platform`) is traced for the platform of `devices`,
-    or of `hardware` if the devices are abstract.
+    then count as generic accelerators; `hardware="cpu"` plans for the CPU. If `devices` are
+    abstract, a model that has kernels for some platforms is traced for that of `hardware`.
 
     `in_shardings` and `out_shardings` are trees of `NamedSharding`, `PartitionSpec` or
     `gshard.Sharding`, or prefixes of such trees; None leaves the choice to gshard. `annotations` is
