@@ -77,8 +77,6 @@ def jit(
 ) -> Any:
     """Like `jax.jit`, for a function whose tensors are annotated with `split` and the like.
 
-    It takes the keywords of `jax.jit`, and these:
-
     `devices` are the devices to run on, or a number of abstract devices, for which `lower` works
     without hardware. By default they are those of the mesh that is set, else those of the
     arguments' mesh, else all. `partitioner="xla"` keeps the annotations and leaves the partitioning

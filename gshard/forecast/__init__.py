@@ -1,4 +1,4 @@
-"""What a partitioned program will take on hardware that need not be there: memory and time."""
+"""Forecasts of a partitioned program's time and memory on hardware that you need not have."""
 
 from gshard.forecast.hardware import Hardware, Reached, hardware, known, present
 from gshard.forecast.memory import Memory

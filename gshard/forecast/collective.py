@@ -1,6 +1,6 @@
-"""How long a collective takes: its messages, phase by phase, on the links of a topology.
+"""The time of a collective: its messages, phase by phase, on the links of a topology.
 
-The paper's section 5.3 follows from the routes: AllReduce takes as long on any number of devices,
+The paper's section 5.3 follows from the routes: AllReduce takes O(1) time in the number of devices,
 AllToAll O(sqrt(D)) on a 2-D torus, AllGather of a fixed input O(D), a CollectivePermute between
 neighbours O(1).
 """
@@ -35,7 +35,7 @@ def collective_seconds(
 def collective_terms(
     topology: Topology, kind: str, size: int, groups: Groups = (), pairs: Groups = ()
 ) -> tuple[float, float]:
-    """The two terms of that time: for the bytes on the links, and for the steps they take."""
+    """The two terms of that time: bandwidth and latency."""
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}; allowed are {', '.join(KINDS)}")
     if kind == "collective_permute":
@@ -47,7 +47,7 @@ def collective_terms(
     if kind == "all_to_all":
         slope, latency = _all_to_all(topology, groups)
         return size * slope, latency
-    if kind == "all_gather":  # a reduce-scatter of the result, backwards
+    if kind == "all_gather":  # a reduce-scatter of the result, reversed
         size *= members
     times = 2 if kind == "all_reduce" else 1
     ways = [(times * size * slope, times * wait) for slope, wait in _ways(topology, groups)]
@@ -85,7 +85,7 @@ def _all_to_all(topology: Topology, groups: Groups) -> tuple[float, float]:
 
 
 def _ends(topology: Topology, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first device of each chip, and how many members it stands for: they share its links."""
+    """The first device of each chip, and how many members share its links."""
     if isinstance(topology, Switch):
         return row, np.ones(len(row))
     chips, count = np.unique(row // topology.devices_per_chip, return_counts=True)
@@ -94,12 +94,12 @@ def _ends(topology: Topology, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.lru_cache(maxsize=4096)
 def _ways(topology: Topology, groups: Groups) -> tuple[tuple[float, float], ...]:
-    """Of every way to reduce-scatter: seconds per byte of the operand, and the latency.
+    """For every algorithm for a reduce-scatter: seconds per byte of the operand, and the latency.
 
-    Either one ring through all members, or phases: within what is near, then between, each phase
-    on the part of the operand that the one before left to a device. On a torus the operand is
-    also cut into one part for each dim, which go through the dims in different orders, so that
-    all links are busy.
+    Either one ring through all members, or hierarchical phases: within nodes, then between them,
+    each on the part of the operand that the previous phase left on a device. On a torus the operand
+    is also split into one part per dim; the parts pass through the dims in different orders, which
+    keeps all links busy.
     """
     rows = _rows(topology, groups)
     ways = [_ring(topology, list(rows))]
@@ -130,14 +130,14 @@ def _within_chips(topology: Torus, rings: Rings) -> bool:
 
 
 def _ring(topology: Topology, rings: Rings) -> tuple[float, float]:
-    """A reduce-scatter around each ring, both ways: nothing goes further than half round."""
+    """A bidirectional reduce-scatter around each ring."""
     source = np.concatenate(rings)
     after = np.concatenate([np.roll(ring, -1) for ring in rings])
     half = np.full(2 * len(source), 0.5)
     flows: Flows = (np.concatenate([source, after]), np.concatenate([after, source]), half)
     members = len(rings[0])
     slope = topology.seconds(flows) * (members - 1) / members
-    # Behind a switch everybody is near: halving with partners ever further off takes fewer steps.
+    # Behind a switch all devices are one hop apart: recursive halving takes fewer steps.
     steps = math.ceil(math.log2(members)) if isinstance(topology, Switch) else members // 2
     return slope, steps * topology.latency(source, after)
 
@@ -156,7 +156,7 @@ def _phases(topology: Topology, rows: np.ndarray) -> list[Rings]:
             rings += _lines(row, key, c[dim] if topology.wraps[dim] else _folded(c[dim]))
         lengths = {len(r) for r in rings}
         if len(lengths) != 1:
-            return []  # not a box: its lines differ in length
+            return []  # not a box: its lines have different lengths
         if lengths != {1}:
             phases.append(rings)
     members = int(np.prod([len(r[0]) for r in phases])) if phases else 1
@@ -194,5 +194,5 @@ def _folded(position: np.ndarray) -> np.ndarray:
 def _rows(topology: Topology, groups: Groups | Sequence[Sequence[int]]) -> np.ndarray:
     if not groups:
         return np.arange(topology.devices)[None]
-    size = max(map(len, groups))  # devices that are left out stand in shorter groups of their own
+    size = max(map(len, groups))  # devices that take no part are in shorter groups of their own
     return np.array([g for g in groups if len(g) == size])

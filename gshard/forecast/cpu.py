@@ -1,10 +1,10 @@
-"""What XLA for CPUs makes of a body before it joins anything.
+"""What XLA for CPUs does to a body before it fuses operators.
 
-Random bits are drawn in a loop of their own. Equal equations are computed once, which undoes
-rematerialization outside of loops. A library that takes in one product at most computes large
-reductions: what it reads is stored, broadcasts included. Products and convolutions read and write
-one order of dims, so others are transposed first. The backward pass of pooling looks up where each
-number stands.
+Random bits are drawn in a loop of their own. Common subexpressions are eliminated, which undoes
+rematerialization outside of loops. Large reductions run in a library that fuses at most one
+product: its operands are materialized, broadcasts included. Products and convolutions need one
+order of dims, so operands in other orders are transposed first. The backward pass of pooling uses
+indices.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from gshard.forecast.ops import LOOPS, Op, Stored, elements
 
 _JOINS = {"threefry2x32": False, "concatenate": True}
 _REDUCED_APART = {"reduce_sum", "reduce_max", "reduce_min"}
-_REDUCED_FROM = 4096  # elements from which the library is asked
+_REDUCED_FROM = 4096  # from this many elements on the library is called
 _TAKEN_IN = {"mul", "square", "integer_pow"}
 
 
 def as_on_cpus(ops: list[Op], outputs: list[Any]) -> tuple[list[Op], list[Any]]:
-    """The equations as its compiler sees them when it begins to join them."""
+    """The equations as XLA's CPU compiler has them before fusion."""
     ops = [replace(op, joins=_JOINS.get(op.name, op.joins)) for op in ops]
     ops, outputs = _once(ops, outputs)
     ops = _with_broadcasts(ops)
@@ -35,7 +35,7 @@ def as_on_cpus(ops: list[Op], outputs: list[Any]) -> tuple[list[Op], list[Any]]:
 
 
 def read_by_reductions(ops: Sequence[Op], makers: Mapping[Any, Op]) -> set[Any]:
-    """What large reductions read: their operand, or the operands of the product that it is."""
+    """What large reductions read: their operand, or the operands of a fused product."""
     counts = Counter(v for op in ops for v in op.reads)
     found: set[Any] = set()
     for op in ops:
@@ -46,7 +46,7 @@ def read_by_reductions(ops: Sequence[Op], makers: Mapping[Any, Op]) -> set[Any]:
 
 
 def _once(ops: list[Op], outputs: list[Any]) -> tuple[list[Op], list[Any]]:
-    """Equal equations on equal values computed once, barriers against that notwithstanding."""
+    """Common subexpression elimination, which ignores optimization barriers as XLA does."""
     same: dict[Any, Any] = {}
     seen: dict[Any, Op] = {}
     kept = []
@@ -78,13 +78,13 @@ def _is_apart(op: Op) -> bool:
 
 
 def _taken_in(op: Op, makers: Mapping[Any, Op], counts: Mapping[Any, int]) -> Op | None:
-    """The product that a reduction takes in."""
+    """The product that a reduction is fused with."""
     maker = makers.get(op.reads[0])
     return maker if maker and maker.name in _TAKEN_IN and counts[op.reads[0]] == 1 else None
 
 
 def _with_broadcasts(ops: list[Op]) -> list[Op]:
-    """The operands of products that reductions take in, each as large as the product."""
+    """The operands of products fused into reductions, each broadcast to the product's shape."""
     makers = {v: op for op in ops for v in op.writes}
     counts = Counter(v for op in ops for v in op.reads)
     widened: dict[Any, Any] = {}
@@ -105,10 +105,10 @@ def _with_broadcasts(ops: list[Op]) -> list[Op]:
 
 
 def _as_matrices(op: Op) -> list[Op]:
-    """A product, and the transposes that make matrices of operands with more dims.
+    """A product, and the transposes that turn its operands into matrices.
 
-    The dims of the first operand come as (batch, own, summed), of the second as (batch, summed,
-    own). Where each of them is one dim behind batches that lead, the product runs as it is.
+    The first operand needs dims (batch, free, contracted), the second (batch, contracted, free).
+    A product whose operands already have that form needs no transposes.
     """
     contracted, batch = op.eqn.params["dimension_numbers"]
     if len(op.reads) != 2:
@@ -150,7 +150,7 @@ def _with_transposes(op: Op) -> list[Op]:
 
 
 def _with_places(op: Op) -> list[Op]:
-    """The backward pass of max pooling: it adds to zeros, by the places of numbers in each dim."""
+    """The backward pass of max pooling: a scatter-add into zeros, with indices for each dim."""
     pooled = max(op.reads, key=elements)
     rank = len(pooled.aval.shape)
     places = [Stored(ShapedArray(pooled.aval.shape, "int32")) for _ in range(rank)]

@@ -1,13 +1,12 @@
-"""What XLA for GPUs makes of a body: its rows, its products, and the layouts of its loops.
+"""What XLA for GPUs does to a body: row-wise fusions, products, and layouts of loops.
 
-A reduction along the last dim is computed in one kernel with what reads it row by row, as in a
-softmax or a norm: the row stays in the processor. That needs the row to lie together in memory.
-A matrix product computes the relu behind it on its way out.
+A reduction along the last dim is fused with its row-wise consumers into one kernel, as in a softmax
+or a norm: the row stays on chip. That needs rows that are contiguous in memory. A matrix product
+computes the relu that follows it in its epilogue.
 
-A product writes its dims in the order (batch, own dims of either operand); a transpose of that is
-only a layout, which what is pointwise hands on. A loop that stacks such values stacks them in that
-layout, but another loop reads its arguments in the order of their dims: between them they are
-copied.
+A product writes its dims in the order (batch, free dims of either operand); a transpose of that is
+only a layout, which pointwise operators pass on. A loop that stacks such values stacks them in that
+layout, but another loop reads its arguments in the default layout: between them they are copied.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from gshard.forecast.ops import ALIASES, PRODUCTS, Op, Stored, bodies_of, elemen
 
 
 def as_on_gpus(ops: list[Op]) -> list[Op]:
-    """The equations, with reductions by rows, and copies between loops of different layouts."""
+    """The equations with row-wise reductions marked, and copies between loops of other layouts."""
     turned: set[Any] = set()
     found: list[Op] = []
     scattered = _turned(ops)
@@ -43,7 +42,7 @@ def as_on_gpus(ops: list[Op]) -> list[Op]:
 
 
 def _is_by_rows(op: Op, scattered: set[Any]) -> bool:
-    """Whether it reduces the last dim, and the rows lie together."""
+    """Whether it reduces the last dim, and rows are contiguous."""
     if not op.reduces or len(op.reads) != 1 or op.reads[0] in scattered:
         return False
     rank = len(op.reads[0].aval.shape)
@@ -51,15 +50,15 @@ def _is_by_rows(op: Op, scattered: set[Any]) -> bool:
 
 
 def _turned_results(body: Any) -> set[int]:
-    """The results of a body, by number, that are laid out as a product wrote them, transposed."""
+    """The indices of a body's results that have the transposed layout of a product."""
     ops, outputs = inlined(body)
     turned = _turned(ops)
     return {n for n, v in enumerate(outputs) if not isinstance(v, Literal) and v in turned}
 
 
 def _turned(ops: list[Op]) -> set[Any]:
-    """The values that are laid out as a product wrote them, transposed."""
-    made: dict[Any, Op] = {}  # by products, dims in the order they are written
+    """The values that have the transposed layout of a product."""
+    made: dict[Any, Op] = {}  # of products: dims in the order in which they are written
     turned: set[Any] = set()
     for op in ops:
         if op.name in PRODUCTS:
@@ -88,7 +87,7 @@ def _is_swap(transpose: Op, product: Op) -> bool:
 
 
 def ends_product(op: Op, makers: dict[Any, Op], readers: dict[Any, list[Op]]) -> bool:
-    """Whether it is a relu that the matrix product before it computes on its way out."""
+    """Whether it is a relu that the preceding product computes in its epilogue."""
     if op.name != "max" or len(op.reads) != 1 or elements(op.reads[0]) != elements(op.writes[0]):
         return False
     var = op.reads[0]

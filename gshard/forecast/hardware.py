@@ -1,8 +1,8 @@
 """Hardware is data: peak rates by dtype, memory, links.
 
-A machine is a small TOML file beside this one, a file of the user's, or a `Hardware` in Python.
-Peaks are the vendor's. What programs reach of them is `Reached`, whose values are 1 unless somebody
-measured or fitted them; the file says against what.
+Hardware is described by a TOML file in `machines/`, a file of the user's, or a `Hardware` object.
+Peaks are the vendor's. `Reached` has the share of each peak that programs reach: 1 unless measured
+or fitted, and the file says against what.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _MACHINES = Path(__file__).parent / "machines"
 
 @dataclass(frozen=True)
 class Reached:
-    """The share of each peak that operators reach, and what starting one costs."""
+    """The share of each peak that operators reach, and the overhead of starting one."""
 
     products: float = 1.0  # of the peak rate, by matrix products and convolutions
     memory: float = 1.0  # of the memory's bandwidth, by everything else
     links: float = 1.0  # of the links' bandwidth, by collectives
     operator_seconds: float = 0.0  # to start one fused operator
-    skew_seconds: float = 0.0  # by which the last comes to a collective, per hop across its group
-    slack: float = 1.0  # temporaries that the compiler's own schedule holds, for each of ours
-    step_seconds: float = 0.0  # outside the program: feeding it, fetching its results
+    skew_seconds: float = 0.0  # skew between devices at a collective, per hop across its group
+    slack: float = 1.0  # bytes of temporaries in the compiler's schedule, per byte in ours
+    step_seconds: float = 0.0  # outside the program: feeding it and fetching its results
     fitted: str = ""  # which of these are fitted, and to what
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device and the network that joins it to others.
+    """One device, and the network that connects it to others.
 
     `flops` are peak rates (a multiplication and an addition are two) by the dtype of the operands;
-    `float32_exact` is for products that ask for full float32, where the default is less.
+    `float32_exact` is for products at full float32 precision, where the default is lower.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Hardware:
     memory_bandwidth: float
     network: Network
     reached: Reached = field(default_factory=Reached)
-    compiler: str = "gpu"  # what its compiler joins: see `gshard.forecast.program`
+    compiler: str = "gpu"  # which operators its compiler fuses: see `gshard.forecast.program`
 
     def __hash__(self) -> int:
         return hash(self.name)  # `flops` may be a dict; equality compares all fields
@@ -75,7 +75,7 @@ class Hardware:
 
     @property
     def machine(self) -> Machine:
-        """What the partitioner's own choices need: each speed against that of the links."""
+        """The partitioner's cost model: each speed relative to that of the links."""
         net = self.network
         torus = net.kind == "torus"
         sent = (net.link_bandwidth if torus else net.inside_bandwidth) * self.reached.links
@@ -88,11 +88,11 @@ class Hardware:
         )
 
     def topology(self, devices: int) -> Torus | Switch:
-        """How so many of these devices are joined."""
+        """How this many devices are connected."""
         return self.network.topology(devices)
 
     def replace(self, **changes: Any) -> Hardware:
-        """The same hardware but for `changes`."""
+        """The same hardware with `changes`."""
         return replace(self, **changes)
 
 
@@ -102,7 +102,7 @@ def known() -> list[str]:
 
 
 def hardware(name: str | Path | Hardware) -> Hardware:
-    """The machine of a name, or of a TOML file."""
+    """Hardware by name, or from a TOML file."""
     if isinstance(name, Hardware):
         return name
     path = Path(name)
@@ -140,15 +140,15 @@ def read(path: Path) -> Hardware:
 
 
 def present(device: jax.Device | None = None) -> Hardware:
-    """What JAX says that a device, or those of this machine, are; a CPU where it is unknown."""
+    """The hardware that JAX reports for a device, by default the first; a CPU if unknown."""
     return hardware(_name((device or jax.devices()[0]).device_kind))
 
 
 def accelerator(device: jax.Device | None = None) -> Hardware | None:
-    """The hardware to plan for by default: what JAX reports `device`, or its first one, to be.
+    """The hardware to plan for by default: what JAX reports for `device`, or for its first one.
 
-    None for CPUs: programs are tried on them that will run on accelerators, so plans are made for
-    generic ones. `hardware="cpu"` plans for the CPU itself.
+    None for CPUs: programs are often tried on CPUs that will run on accelerators, so plans are made
+    for a generic accelerator. `hardware="cpu"` plans for the CPU itself.
     """
     name = _name((device or jax.devices()[0]).device_kind)
     return None if name == "cpu" else _known_hardware(name)
@@ -160,7 +160,7 @@ def _known_hardware(name: str) -> Hardware:
 
 
 def _name(kind: str) -> str:
-    """The hardware that JAX means by a `device_kind`."""
+    """The name of the hardware with this `device_kind`."""
     return next((name for mark, name in _KINDS.items() if mark in kind.lower()), "cpu")
 
 
@@ -173,7 +173,7 @@ _KINDS = {
     "v5": "tpu-v5p",
     "v4": "tpu-v4",
     "v3": "tpu-v3",
-}  # parts of JAX's `device_kind`, the first that fits
+}  # substrings of JAX's `device_kind`; the first match counts
 
 
 def _names(kind: type) -> set[str]:

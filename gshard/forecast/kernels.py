@@ -1,8 +1,8 @@
-"""The work of a Pallas kernel: what its author says it is, else what its program does.
+"""The work of a Pallas kernel: its `cost_estimate` if given, else counted from its program.
 
-A kernel runs once for each point of its grid, on blocks that its program has the shapes of. How
-often a loop runs whose end the kernel reads from memory is not known here: it counts once. Authors
-of such kernels say what they cost (`cost_estimate` of `pallas_call`).
+A kernel runs once for each point of its grid, on blocks whose shapes its program has. A loop whose
+trip count is read from memory is counted once; authors of such kernels should pass a
+`cost_estimate` to `pallas_call`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FREE = {"get", "swap", "broadcast_in_dim", "iota", "reshape", "transpose", "con
 
 
 class KernelWork(NamedTuple):
-    """What a kernel does on all of its grid."""
+    """The work of a kernel over its entire grid."""
 
     products: float  # operations of matrix products
     dtype: Any  # of the operands of these; None where there are none

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 _TEMPLATE = """\
 # Measured by `python -m gshard.forecast.measure` on {cores} cores; the rates are what one of
-# {devices} virtual devices gets while the others rest, the best of many tries.
+# {devices} virtual devices gets while the others are idle, the best of many repetitions.
 name = "cpu"
 memory = {memory}
 memory_bandwidth = {bandwidth:.3g}
@@ -38,8 +38,8 @@ operator_seconds = {operator:.3g}
 def main(rounds: int = 20) -> None:
     """Print the machine as TOML.
 
-    Others may be using the machine: everything is measured in turns, many times, and the best of
-    each counts, so that a busy spell does not fall on one of them alone.
+    Other programs may be using the machine: everything is measured in turns, many times, and the
+    best of each counts, so that a busy period does not distort one measurement alone.
     """
     import os
 
@@ -67,7 +67,7 @@ def main(rounds: int = 20) -> None:
     )
 
 
-Probe = tuple[float, Callable[[], Any]]  # how much work, and what does it once
+Probe = tuple[float, Callable[[], Any]]  # an amount of work, and a function that does it once
 
 
 def _seconds(run: Callable[[], Any]) -> float:

@@ -1,10 +1,10 @@
-"""How much memory a program needs: what is live, operator by operator, bodies of loops included.
+"""The memory of a program by liveness, operator by operator, bodies of loops included.
 
-Counted as XLA does: arguments stand for the whole run, results too, except that a donated argument
-gives its place to a result of its size; what comes and goes in between is temporary. A loop's
-stacked results are there from its start, its body's own temporaries while it runs. Pointwise
-operators write over an operand that nobody needs any more. Operators run in the program's order or
-depth first from the results, whichever needs less: XLA chooses likewise.
+Counted as XLA does: arguments and results are live for the entire run, except that a donated
+argument's buffer is reused by a result of its size; everything else is temporary. A loop's stacked
+results are live from its start, its body's temporaries while it runs. Pointwise operators reuse the
+buffer of an operand that is dead afterwards. Operators run in the program's order or depth first
+from the results, whichever needs less: XLA chooses in the same way.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Memory:
     donated: int
     temporary: int
     where: str  # the user's line at the peak
-    held: tuple[Held, ...]  # what is live there besides arguments and results, the largest first
+    held: tuple[Held, ...]  # the temporaries live there, largest first
     along: tuple[int, ...]  # temporary bytes at every operator of the outermost program
 
     @property
@@ -64,12 +64,12 @@ def memory_of(
     return Memory(arguments, results, reused, temporary, peak.where, peak.held, peak.along)
 
 
-Scan = tuple[int, int]  # how many constants and carries a step of it takes
-Places = tuple[tuple[int, Any], ...]  # results by number, each with the argument it overwrites
+Scan = tuple[int, int]  # the number of constants and carries of a step
+Places = tuple[tuple[int, Any], ...]  # results by index, each with the argument it overwrites
 
 
 def _given_places(jaxpr: Jaxpr, donated: Sequence[Any]) -> Places:
-    """Results in the places of donated arguments of their type, as JAX pairs them."""
+    """Results that reuse the buffers of donated arguments of their type, as JAX pairs them."""
     free: dict[Any, list[Any]] = {}
     for var in donated:
         free.setdefault((var.aval.shape, var.aval.dtype), []).append(var)
@@ -91,7 +91,7 @@ class _Peak:
 
 @functools.lru_cache(maxsize=512)
 def _peak(jaxpr: Jaxpr, style: str, given: Places = (), scan: Scan | None = None) -> _Peak:
-    """The temporaries of a body: on CPUs breadth first, else under the better of two orders."""
+    """The temporaries of a body: breadth first on CPUs, else in the better of two orders."""
     body = body_of(jaxpr, style)
     leaving, sliced = _in_results(body, style, scan), _sliced(body, style, scan)
     if style == "cpu":
@@ -103,7 +103,7 @@ def _peak(jaxpr: Jaxpr, style: str, given: Places = (), scan: Scan | None = None
 
 
 def _sliced(body: Body, style: str, scan: Scan | None) -> list[Any]:
-    """The slices that a step of a scan cuts out first: who reads them joins with nothing."""
+    """The slices that a step of a scan takes first, read by operators that are not fused."""
     if scan is None or style == "tpu":
         return []
     alone = {v for o in body.operators if not o.root.joins for v in o.reads}
@@ -111,9 +111,9 @@ def _sliced(body: Body, style: str, scan: Scan | None) -> list[Any]:
 
 
 def _in_results(body: Body, style: str, scan: Scan | None) -> set[Any]:
-    """Values that are made where results lie.
+    """Values that are computed in the buffers of results.
 
-    What a step of a scan stacks is copied there, if who makes it joins with nothing.
+    What a step of a scan stacks is copied there, if the operator that makes it is not fused.
     """
     results = [None if isinstance(v, Literal) else body.stands_for(v) for v in body.outputs]
     if scan is None or style == "tpu":
@@ -123,15 +123,16 @@ def _in_results(body: Body, style: str, scan: Scan | None) -> set[Any]:
 
 
 def _stacks(body: Body) -> list[Any]:
-    """What loops stack: on CPUs its zeros are there from the start, as they wait for nothing."""
+    """The stacked results of loops; on CPUs their zeros are live from the start."""
     scans = [o for o in body.operators if o.root.name == "scan"]
     return [v for o in scans for v in o.writes[scan_counts(o.root.eqn.params)[1] :]]
 
 
 def _kept_aside(body: Body, given: Places) -> list[Any]:
-    """Donated arguments that XLA for CPUs copies first, before it knows in which order it runs.
+    """Donated arguments that XLA for CPUs copies first, before it schedules.
 
-    Somebody may read them after the result in their place is written: whom that does not wait for.
+    Those that an operator may read after their buffer is overwritten: one on which the overwriting
+    operator does not depend.
     """
     makers = {v: o for o in body.operators for v in o.writes}
     readers: dict[Any, list[Operator]] = {}
@@ -153,10 +154,10 @@ def _kept_aside(body: Body, given: Places) -> list[Any]:
 def _in_given_places(
     body: Body, order: Sequence[Operator], given: Places, aside: Sequence[Any]
 ) -> set[Any]:
-    """Temporaries that lie in the places of donated arguments until a result comes there.
+    """Temporaries in the buffers of donated arguments, until a result is written there.
 
-    The copies of `aside` are made first, one after the other, each perhaps in the place of the
-    one before.
+    The copies of `aside` are made first, one after the other, each possibly in the buffer of the
+    previous one.
     """
     copied = {v: number for number, v in enumerate(aside, -len(aside))}
     made = {v: number for number, o in enumerate(order) for v in o.writes}
@@ -185,7 +186,7 @@ def _in_given_places(
 
 
 def _ancestors(operator: Operator, makers: dict[Any, Operator]) -> set[Operator]:
-    """Who must have run before an operator, and itself."""
+    """An operator and all operators it depends on."""
     seen = {operator}
     waiting = [operator]
     while waiting:
@@ -200,7 +201,7 @@ def _ancestors(operator: Operator, makers: dict[Any, Operator]) -> set[Operator]
 def _simulate(
     order: Sequence[Operator], style: str, early: Sequence[Any], elsewhere: Set[Any]
 ) -> _Peak:
-    """What is live at every operator; `early` from the start, and nothing of `elsewhere`."""
+    """The live bytes at every operator; `early` values from the start, without `elsewhere`."""
     last: dict[Any, int] = {}
     for number, operator in enumerate(order):
         for var in operator.reads:
@@ -248,7 +249,7 @@ _IN_PLACE = {"dynamic_update_slice", "select_and_scatter_add"}
 def _written_over(
     operator: Operator, dying: list[Any], made: dict[Any, int], live: dict[Any, int]
 ) -> int:
-    """Bytes of results that take the place of operands that are not needed any more."""
+    """Bytes of results that reuse the buffers of dead operands."""
     if not (operator.root.joins or operator.root.name in _IN_PLACE or _aliases(operator)):
         return 0
     free = sorted(live[v] for v in dying)

@@ -1,4 +1,4 @@
-"""The equations of a body, calls inlined: what compilers begin with."""
+"""The equations of a body with calls inlined: the input of the models of compilers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ APART = {
     "select_and_scatter_add", "select_and_gather_add", "pallas_call", "ffi_call", "io_callback",
     "pure_callback", "custom_partitioning", "concatenate", "rng_bit_generator",
 }  # fmt: skip
-_ALONE = APART | set(COLLECTIVES) | PRODUCTS | LOOPS  # a compiler joins them with nothing
+_ALONE = APART | set(COLLECTIVES) | PRODUCTS | LOOPS  # never fused
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +36,9 @@ class Op:
     eqn: JaxprEqn
     reads: tuple[Any, ...]
     writes: tuple[Any, ...]
-    joins: bool  # whether a compiler joins it with its neighbours
-    added: str = ""  # what it is, where a compiler adds it to the equation
-    by_rows: bool = False  # a reduction that a compiler joins with who reads it, too
+    joins: bool  # whether a compiler fuses it with its neighbours
+    added: str = ""  # its name, if a compiler adds it
+    by_rows: bool = False  # a reduction that is fused with its consumers too
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class Op:
 
     @property
     def reduces(self) -> bool:
-        """Whether it joins with what it reads, but not with who reads it."""
+        """Whether it is fused with its producers but not with its consumers."""
         named = self.name.startswith(("reduce_", "arg"))
         return named and self.joins and not self.by_rows
 
@@ -82,7 +82,7 @@ def _inline(jaxpr: Jaxpr, env: dict[Any, Any], ops: list[Op]) -> list[Any]:
         reads = [read(a) for a in eqn.invars]
         inner = bodies_of(eqn) if eqn.primitive.name in CALLS else []
         if len(inner) == 1 and len(inner[0].invars) == len(reads):
-            # A body may be shared by several calls: its variables get fresh stand-ins.
+            # A body may be shared by several calls: each gets fresh variables.
             fresh = _Fresh(zip(inner[0].invars, reads, strict=True))
             results = _inline(inner[0], fresh, ops)
             env.update(zip(eqn.outvars, results, strict=True))

@@ -1,4 +1,4 @@
-"""In which order operators run: depth first where memory counts, breadth first on CPUs."""
+"""The order in which operators run: depth first to save memory, breadth first on CPUs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def depth_first(body: Body) -> list[Operator]:
 
 
 def breadth_first(body: Body) -> list[Operator]:
-    """Operators in the order in which what they read is there, as XLA runs them on CPUs."""
+    """Operators in the order in which their operands become ready, as XLA for CPUs runs them."""
     readers: dict[Any, list[Operator]] = {}
     pending: dict[Operator, int] = {}
     for operator in body.operators:
@@ -66,10 +66,11 @@ def breadth_first(body: Body) -> list[Operator]:
 
 
 def _when_rewritten(operator: Operator, body: Body) -> int:
-    """When XLA for CPUs gives a matrix product its last form: readers of a value run in that order.
+    """When XLA for CPUs rewrites a matrix product: consumers of a value run in that order.
 
-    As they were: those that sum over the rows of their first operand. At last: those whose result
-    is transposed, but in programs for several devices, which are simplified once more, at first.
+    Unchanged are those that contract the rows of their first operand. Last are those whose result
+    is transposed, except in programs for several devices, which are simplified again: there they
+    are first.
     """
     root = operator.root
     if root.name != "dot_general" or not root.reads:

@@ -1,12 +1,12 @@
 """A per-device program as the operators that a compiler makes of it.
 
-XLA joins pointwise equations into their consumers, so most values of a program are never stored.
-Here a value is stored if it leaves the body, if an operator that cannot join reads or makes it, or
-if it is dear to compute and read more than once. Each stored value that pointwise equations make
-is one operator: what it reads is what stands stored at the end of every chain that leads to it.
-How much is joined depends on the compiler: XLA for TPUs also joins a matrix product with what makes
-its operands and with what reads its result; what XLA for CPUs does is in `gshard.forecast.cpu`, and
-it waits for all gradients to reduce them over devices together.
+XLA fuses pointwise equations into their consumers, so most values of a program are never stored.
+Here a value is stored if it leaves the body, if an operator that cannot be fused reads or makes it,
+or if it is expensive to compute and read more than once. Each stored value of pointwise equations
+is one operator, whose operands are the stored values that it depends on. How much is fused depends
+on the compiler: XLA for TPUs also fuses a matrix product with the producers of its operands and the
+consumers of its result; for CPUs see `gshard.forecast.cpu`: there, gradients are reduced over
+devices together, after the last of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gshard.forecast.ops import (
 from gshard.graph.source import is_unlikely
 from gshard.moving.inventory import COLLECTIVES
 
-STYLES = ("cpu", "gpu", "tpu")  # XLA's compilers, as far as they differ in what they join
+STYLES = ("cpu", "gpu", "tpu")  # XLA's compilers, as far as they differ in what they fuse
 _DEAR = {
     "exp", "exp2", "expm1", "log", "log1p", "pow", "sqrt", "rsqrt", "cbrt", "tanh", "sin", "cos",
     "tan", "logistic", "erf", "erf_inv", "erfc", "div", "rem", "threefry2x32", "atan2",
@@ -46,7 +46,7 @@ _FROM_LITTLE = {"broadcast_in_dim", "iota"}
 
 @dataclass(eq=False)
 class Operator:
-    """What a device runs as one: an op that stands apart, or a fused group that ends in `root`."""
+    """What a device runs as one: an unfused op, or a fused group that ends in `root`."""
 
     root: Op
     reads: list[Any]
@@ -71,7 +71,7 @@ class Body:
     folded: set[Any]  # of those what a product does on the way
 
     def stands_for(self, var: Any) -> Any:
-        """The stored value that `var` is only another view of."""
+        """The stored value of which `var` is a view."""
         while var in self.alias:
             var = self.alias[var]
         return var
@@ -126,7 +126,7 @@ def body_of(jaxpr: Jaxpr, style: str) -> Body:
 
 
 def _is_folded(op: Op, makers: dict[Any, Op], readers: dict[Any, list[Op]]) -> bool:
-    """Whether a matrix product does this transpose on the way: of an operand, or of its result."""
+    """Whether a matrix product absorbs this transpose, of an operand or of its result."""
     if op.name != "transpose" or len(op.writes[0].aval.shape) != 2 or not op.reads:
         return False
     users, maker = readers[op.writes[0]], makers.get(op.reads[0])
@@ -135,10 +135,10 @@ def _is_folded(op: Op, makers: dict[Any, Op], readers: dict[Any, list[Op]]) -> b
 
 
 def _reduced_together(operators: list[Operator]) -> list[Operator]:
-    """All-reduces that do not depend on each other as one, where the last of them stands."""
+    """Independent all-reduces combined into one, at the position of the last."""
     merged: dict[Any, Operator] = {}
     late: dict[Operator, Operator] = {}
-    behind: dict[Any, set[Operator]] = {}  # joined all-reduces that a value waits for
+    behind: dict[Any, set[Operator]] = {}  # combined all-reduces that a value depends on
     for operator in operators:
         waits: set[Operator] = set().union(*(behind.get(v, set()) for v in operator.reads))
         params = operator.root.eqn.params
@@ -162,7 +162,7 @@ def _reduced_together(operators: list[Operator]) -> list[Operator]:
 
 
 def _in_order(operators: list[Operator]) -> list[Operator]:
-    """The same operators, each after those that make what it reads, else as they stand."""
+    """The operators in topological order, otherwise unchanged."""
     makers = {v: o for o in operators for v in o.writes}
     done: set[Operator] = set()
     order: list[Operator] = []
@@ -191,8 +191,8 @@ def _stored(
             needed = var in leaving or any(not u.joins for u in readers[var])
             if needed or (var not in body.alias and (not op.joins or op.reduces)):
                 stored.add(body.stands_for(var))
-    dear: set[Any] = set()  # values that nobody stores and that it would be dear to compute again
-    of_rows: set[Any] = set()  # what is known of each row while it is in the processor
+    dear: set[Any] = set()  # values that are not stored and expensive to recompute
+    of_rows: set[Any] = set()  # row statistics that stay on chip
     for op in ops:
         if op.by_rows or (op.reads and all(body.stands_for(v) in of_rows for v in op.reads)):
             of_rows.update(op.writes)
@@ -209,7 +209,7 @@ def _stored(
 
 
 def _made_again(ops: Sequence[Op], stored: set[Any], body: Body) -> set[Any]:
-    """Stored values that XLA for CPUs computes again where it can join them: the cheap ones."""
+    """Stored values that XLA for CPUs recomputes in fusions: the cheap ones."""
     dear: set[Any] = set()
     cheap: set[Any] = set()
     for op in ops:
@@ -230,7 +230,7 @@ def _join_products(
     stored: set[Any],
     body: Body,
 ) -> None:
-    """Take out of `stored` what passes between a product and a single neighbour.
+    """Remove from `stored` the values between a product and its single neighbour.
 
     An operator holds one product at most: `holding` are the values that already come with one.
     """
@@ -271,7 +271,7 @@ def _leaves(var: Any, leaving: set[Any], readers: dict[Any, list[Op]], body: Bod
 
 
 def _uses(var: Any, readers: dict[Any, list[Op]], body: Body) -> int:
-    """How many read it, a reduction by rows left out: that is computed where its readers are."""
+    """The number of consumers, without row-wise reductions, which are fused with theirs."""
     return sum(not u.by_rows for u in _users(var, readers, body))
 
 
@@ -294,14 +294,14 @@ def _fusion(
 
 
 def trips(eqn: JaxprEqn) -> int:
-    """How often a body of this equation runs; where only the data know, as balanced data do."""
+    """How often a body of this equation runs; as for balanced data if that depends on data."""
     if is_unlikely(eqn):
         return 0
     return eqn.params["length"] if eqn.primitive.name == "scan" else 1
 
 
 def walk(jaxpr: Jaxpr, style: str) -> Iterator[tuple[Operator, int, tuple[JaxprEqn, ...]]]:
-    """Every operator with its number of runs and the loops around it, bodies before their loop."""
+    """Every operator with its number of runs and its enclosing loops, bodies before their loop."""
     yield from _walk(jaxpr, style, 1, ())
 
 
@@ -324,11 +324,10 @@ def _walk(
 
 
 def _stacking(eqn: JaxprEqn, body: Body) -> list[Operator]:
-    """The copies that a loop makes in each round, on GPUs: out of what it reads by slices, and into
-    what it stacks.
+    """The copies of each iteration of a loop on GPUs: slices of its inputs, and stacked results.
 
-    A slice is read in place by what is pointwise, and a result that nobody else reads is written in
-    place; matrix products read and write whole arrays only.
+    Pointwise operators read a slice in place, and a result without other consumers is written in
+    place; matrix products read and write contiguous arrays only.
     """
     consts, carry = scan_counts(eqn.params)
     slices = body.inputs[len(body.jaxpr.constvars) + consts + carry :]

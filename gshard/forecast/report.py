@@ -1,4 +1,4 @@
-"""The forecast of one program: its time and memory, summed by whatever one asks for."""
+"""The forecast of one program: its time and memory, summed by any key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gshard.forecast.hardware import Hardware, hardware, present
 from gshard.forecast.memory import Memory, memory_of
 from gshard.forecast.time import Timed, timed
 
-GENERIC = "generic accelerators"  # what plans are for where the devices are CPUs
+GENERIC = "generic accelerators"  # what plans are made for if the devices are CPUs
 OUTSIDE = "outside the program"  # the part of a step that feeds it and fetches its results
 
 
@@ -42,7 +42,7 @@ def forecast(
 class Forecast:
     """What a step of a program takes on each device.
 
-    `planned_for` is the hardware that the program was planned for, where it is another one.
+    `planned_for` is the hardware that the program was planned for, if that is another one.
     """
 
     hardware: Hardware
@@ -61,7 +61,7 @@ class Forecast:
 
     @functools.cached_property
     def step_seconds(self) -> float:
-        """One run of the program, and what stands around it."""
+        """One run of the program, with the overhead of a step."""
         spent = sum(t.total_seconds for t in self.operators)
         return float(spent) + self.hardware.reached.step_seconds
 
@@ -87,7 +87,7 @@ class Forecast:
 
     @property
     def hidden_seconds(self) -> float:
-        """The links' time that other work could hide at most; the sum does not count on it."""
+        """The communication time that overlap could hide at most; `step_seconds` assumes none."""
         links = sum(t.total_seconds for t in self.operators if t.collective)
         return float(min(links, self.step_seconds - links))
 
@@ -102,7 +102,7 @@ class Forecast:
         return dict(sorted(parts.items(), key=lambda item: -item[1].seconds))
 
     def as_dict(self, part: Callable[[Timed], str] | None = None) -> dict[str, Any]:
-        """For programs: numbers by name, each also by part."""
+        """Machine-readable: numbers by name, each also by part."""
         parts = self.by(part or by_function)
         memory = self.memory
         return {
@@ -153,7 +153,7 @@ class Part:
 
     @staticmethod
     def of(operators: Sequence[Timed]) -> Part:
-        """All of them together; `bound` is the resource that most of the time waits for."""
+        """The sum of operators; `bound` is the resource that limits most of the time."""
         bounds: dict[str, float] = {}
         for t in operators:
             bounds[t.bound] = bounds.get(t.bound, 0.0) + t.total_seconds
@@ -179,7 +179,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes as people say them."""
+    """Bytes in a readable unit."""
     for unit in ("B", "KB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.3g} {unit}"
@@ -188,7 +188,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them."""
+    """Seconds in a readable unit."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"

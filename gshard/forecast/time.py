@@ -1,7 +1,7 @@
-"""How long a step takes: a roofline for every operator, and the sum.
+"""The time of a step: the sum of a roofline for every operator.
 
 An operator takes as long as its slowest resource: arithmetic, memory or links. Operators run one
-after the other: that a compiler may hide a collective behind arithmetic is not counted.
+after the other: overlap of collectives with arithmetic is not counted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gshard.moving.sent import sent_bytes
 
 @dataclass(frozen=True)
 class Timed:
-    """One operator of the program: what it does in one run, and how often it runs."""
+    """One operator of the program: its work in one run, and how often it runs."""
 
     name: str
     source: str  # the user's file:line
@@ -63,7 +63,7 @@ class Timed:
 
     @property
     def bound(self) -> str:
-        """The resource that it waits for."""
+        """The resource that limits it."""
         if self.collective:
             return "links"
         return "arithmetic" if self.arithmetic_seconds > self.memory_seconds else "memory"
@@ -100,7 +100,7 @@ def _timed(
         products = [op for op in operator.members if multiplies(op)]
         vector = vector_flops(operator)
         flops = vector + sum(map(product_flops, products))
-        arithmetic = max(  # different units of a core, busy at once
+        arithmetic = max(  # different units of a core, which work in parallel
             vector / machine.vector_rate,
             sum(_product_seconds(op, machine) for op in products),
         )
@@ -132,7 +132,7 @@ def _product_seconds(op: Op, machine: Hardware) -> float:
 
 
 def _moved(operator: Operator) -> float:
-    """Bytes of memory that an operator touches: of a lookup or a slice only the rows it takes."""
+    """Bytes of memory that an operator touches; of a gather or slice, only the rows taken."""
     written = sum(map(size_of, operator.writes))
     names = {op.name for op in operator.members}
     if names & {"gather", "dynamic_slice", "slice"}:
@@ -160,7 +160,7 @@ def collective_cost(
 
 
 def _site(operator: Operator) -> JaxprEqn:
-    """The first member that has a line of the user's, else the root."""
+    """The first member with a line of user code, else the root."""
     eqns = (op.eqn for op in operator.members)
     return next((e for e in eqns if site_of(e)[0] != "unknown"), operator.root.eqn)
 

@@ -1,8 +1,8 @@
-"""How devices are joined, and how loaded the busiest link is when they all send at once.
+"""How devices are connected, and the load of the busiest link when they all send at once.
 
 A collective's time follows from the routes that its messages take, so a device assignment matters.
-On a torus or mesh a message goes along one dim after the other, the shorter way round; a switch
-joins the devices of a node at one rate and the nodes at another.
+On a torus or mesh, messages are routed dim by dim, the shorter way round; a switch connects the
+devices of a node at one rate and the nodes at another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Torus:
 
     @property
     def devices(self) -> int:
-        """How many devices it joins."""
+        """The number of devices."""
         return math.prod(self.shape) * self.devices_per_chip
 
     @property
@@ -44,11 +44,11 @@ class Torus:
         return np.stack(np.unravel_index(np.asarray(devices) // self.devices_per_chip, self.shape))
 
     def seconds(self, flows: Flows) -> float:
-        """Until the busiest link has carried its share of messages that all start at once."""
+        """The time until the busiest link has carried its messages, all started at once."""
         return self._busiest(flows) / self.link_bandwidth
 
     def latency(self, source: np.ndarray, target: np.ndarray) -> float:
-        """Of the message with the longest way."""
+        """The latency of the message with the longest route."""
         steps = self.coordinates(target) - self.coordinates(source)
         hops = [
             np.minimum(abs(s), n - abs(s)) if wrap else abs(s)
@@ -71,7 +71,7 @@ class Torus:
         here, there = self.coordinates(source), self.coordinates(target)
         busiest = 0.0
         for dim, (n, wrap) in enumerate(zip(self.shape, self.wraps, strict=True)):
-            # Dims before this one are where the message goes, those after where it comes from.
+            # Dims before this one are at the destination, those after it at the source.
             others = [there[d] if d < dim else here[d] for d in range(len(self.shape)) if d != dim]
             sizes = [s for d, s in enumerate(self.shape) if d != dim]
             line = np.ravel_multi_index(others, sizes) if others else np.zeros(len(sent), int)
@@ -91,7 +91,7 @@ class Torus:
 def _load(
     lines: int, n: int, line: np.ndarray, start: np.ndarray, hops: np.ndarray, sent: np.ndarray
 ) -> float:
-    """The most that one link carries, of messages over `hops` links from `start` along `line`."""
+    """The largest load of a link, for messages over `hops` links from `start` along `line`."""
     size = 2 * n + 1
     edges = np.bincount(line * size + start, sent, lines * size)
     edges -= np.bincount(line * size + start + hops, sent, lines * size)
@@ -117,7 +117,7 @@ class Switch:
         return f"{nodes} x {min(self.devices, self.devices_per_node)} on a switch"
 
     def seconds(self, flows: Flows) -> float:
-        """Until the busiest device has sent or received its share."""
+        """The time until the busiest device has sent and received its messages."""
         source, target, sent = flows
         apart = source // self.devices_per_node != target // self.devices_per_node
         away = source != target
@@ -132,7 +132,7 @@ class Switch:
         return worst
 
     def latency(self, source: np.ndarray, target: np.ndarray) -> float:
-        """Of a message to another node, if there is one."""
+        """The latency of a message to another node, if there is one."""
         apart = source // self.devices_per_node != target // self.devices_per_node
         return self.outside_seconds if apart.any() else self.inside_seconds
 
@@ -144,11 +144,11 @@ class Switch:
 
 @dataclass(frozen=True)
 class Network:
-    """The links of a kind of hardware, from which any number of devices is joined."""
+    """The links of a kind of hardware, for any number of devices."""
 
     kind: str  # "torus" or "switch"
     dims: int = 2
-    wraps_at: int = 0  # the length from which a dim is a ring: its multiples are too
+    wraps_at: int = 0  # a dim is a ring if its length is a multiple of this
     devices_per_chip: int = 1
     link_bandwidth: float = 0.0
     hop_seconds: float = 0.0
@@ -159,7 +159,7 @@ class Network:
     outside_seconds: float = 0.0
 
     def topology(self, devices: int) -> Torus | Switch:
-        """So many devices: on a torus the grid that is nearest to a square or cube."""
+        """The topology of this many devices: on a torus the grid nearest to a square or cube."""
         if self.kind == "switch":
             return Switch(
                 devices,
@@ -175,7 +175,7 @@ class Network:
         return self.torus(shape)
 
     def torus(self, shape: tuple[int, ...]) -> Torus:
-        """A grid of this shape; dims of two have nothing to wrap."""
+        """A grid of this shape; a dim of two needs no wrap-around."""
         wraps = tuple(bool(self.wraps_at) and n > 2 and n % self.wraps_at == 0 for n in shape)
         return Torus(shape, wraps, self.devices_per_chip, self.link_bandwidth, self.hop_seconds)
 

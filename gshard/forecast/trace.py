@@ -8,7 +8,7 @@ from gshard.forecast.report import Forecast
 
 
 def trace(forecast: Forecast) -> dict[str, Any]:
-    """One track for arithmetic and memory, one for links; an operator's runs stand as one slice."""
+    """One track for arithmetic and memory, one for links; all runs of an operator are one slice."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": forecast.hardware.name}}
     ]

@@ -1,4 +1,4 @@
-"""Passes over a plan: less is sent, or the same in fewer collectives; values stay what they are."""
+"""Passes over a plan that send less or use fewer collectives, and leave values unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Common subexpressions: what is sent once is not sent again.
+"""Common subexpression elimination for communication.
 
 Nodes that do the same to the same value, whoever asked for them, are one.
 """
@@ -14,7 +14,7 @@ from gshard.moving.nodes import node_of
 
 
 def share(plan: Jaxpr) -> Jaxpr:
-    """The plan, in which every value is brought to the same place once."""
+    """The plan with equal nodes merged."""
     eqns: list[JaxprEqn] = []
     names: dict[Any, Any] = {}
     made: dict[Any, Any] = {}

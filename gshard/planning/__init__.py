@@ -1,1 +1,1 @@
-"""How every operator runs: a plan in which communication is nodes."""
+"""The planner: how every operator runs, with communication as nodes."""

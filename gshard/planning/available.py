@@ -1,8 +1,8 @@
-"""What is at hand while a plan is made: which values have been moved where, or can be made again.
+"""Values available during planning: under which shardings, and how to recompute them.
 
-A rule that asks for a tensor under some sharding gets what is there already, if anything is: the
-tensor as it was moved for somebody else, a transpose of what was moved, or what it was cut from. A
-body of a loop may use what is known outside of it: that is moved once, before the loop.
+A rule that asks for a tensor under some sharding gets an existing copy if there is one: the tensor
+as it was resharded for another operator, a transpose of that, or the tensor it was sliced from. The
+body of a loop may use what is available outside: that is moved once, before the loop.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ VIEWS = (p.transpose_p, p.rev_p)
 
 @dataclass(frozen=True)
 class View:
-    """A tensor that is another one, `source`, with its dims in another `order`, some `reversed`."""
+    """A tensor that is `source` with its dims permuted by `order`, and some `reversed`."""
 
     source: Tile
     order: tuple[int, ...]
     reversed: tuple[int, ...]
 
     def is_local(self, sharding: Sharding) -> bool:
-        """Whether it can be made of its source on each device: no reversed dim is split."""
+        """Whether it is computed locally from its source: no reversed dim is split."""
         return not any(sharding.splits[d] for d in self.reversed)
 
 
 @dataclass
 class Available:
-    """Values under shardings that they have been brought to, views of others, and makers."""
+    """Values under their available shardings, views of others, and equations that made them."""
 
     moved: dict[tuple[Identity, Sharding], Tile] = field(default_factory=dict)
     forms: dict[Identity, list[Sharding]] = field(default_factory=dict)
@@ -43,19 +43,19 @@ class Available:
     makers: dict[Identity, tuple[JaxprEqn, list[Tile]]] = field(default_factory=dict)
 
     def inner(self) -> Available:
-        """What a body knows at first; what it adds stays inside."""
+        """What is available at the start of a body; what the body adds stays inside."""
         forms = {array: list(found) for array, found in self.forms.items()}
         return Available(dict(self.moved), forms, dict(self.views))
 
     def under(self, tile: Tile, target: Sharding) -> Tile | None:
-        """`tile` under another sharding, if it is at hand."""
+        """`tile` under another sharding, if available."""
         key = (Identity(tile.array), target)
         if key not in self.moved and (made := self._view_of_moved(tile, target)):
             self.moved[key] = made
         return self.moved.get(key)
 
     def moved_to(self, tile: Tile, target: Sharding) -> Tile | None:
-        """`tile` under another sharding, if it, and not a view of it, has been brought there."""
+        """`tile` under another sharding, if it was resharded itself, not through a view."""
         return self.moved.get((Identity(tile.array), target))
 
     def add(self, tile: Tile, moved: Tile) -> None:
@@ -63,11 +63,11 @@ class Available:
         key = Identity(tile.array)
         self.forms.setdefault(key, []).append(moved.sharding)
         self.moved[key, moved.sharding] = moved
-        if tile.sharding.is_replicated:  # what was cut need not be gathered again
+        if tile.sharding.is_replicated:  # a slice of it need not be gathered again
             self.moved.setdefault((Identity(moved.array), tile.sharding), tile)
 
     def add_made(self, tile: Tile, made: Tile) -> None:
-        """Remember a tensor that was computed again under another sharding."""
+        """Remember a tensor that was recomputed under another sharding."""
         self.moved[Identity(tile.array), made.sharding] = made
 
     def add_view(self, eqn: JaxprEqn, result: Tile, source: Tile) -> None:
@@ -87,7 +87,7 @@ class Available:
         return self.makers.get(Identity(tile.array))
 
     def forms_of(self, tile: Tile) -> frozenset[Sharding]:
-        """The shardings under which the values of `tile` are at hand."""
+        """The shardings under which `tile` is available."""
         known = frozenset(self.forms.get(Identity(tile.array), ()))
         if view := self.views.get(Identity(tile.array)):
             forms = self.forms.get(Identity(view.source.array), ())

@@ -1,8 +1,8 @@
-"""A plan: what each device is to compute and send, before any collective is written.
+"""A plan: what each device computes and sends, before any collective is emitted.
 
-It is a program over local shapes whose communication is still nodes (`moving.nodes`): reshards,
-reductions, halos and aligned rows, each with its reason and the bytes that it sends. What operators
-send by themselves (a sort, a ring, what a user wrote in a manual region) are collectives in it.
+It is a program over local shapes whose communication is nodes (`moving.nodes`): reshards,
+reductions, halos and aligned rows, each with its reason and the bytes that it sends. Operators that
+communicate by themselves (a sort, a ring, a manual region) already have collectives in it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gshard.operators.rule import RULES
 
 @dataclass(frozen=True)
 class Sent:
-    """A part of a plan that sends something: a node, or a collective that an operator is made of.
+    """A part of a plan that sends something: a node, or a collective inside an operator.
 
     `bytes` is what one device sends in one execution; `count` how often it runs.
     """
@@ -52,7 +52,7 @@ class Plan:
 
     @functools.cached_property
     def sends(self) -> list[Sent]:
-        """All that is sent, in the order of the program."""
+        """Everything that is sent, in program order."""
         return list(self._sends(self.jaxpr, 1))
 
     @property
