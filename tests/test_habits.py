@@ -246,7 +246,7 @@ def test_a_reference_stays_where_the_program_wants_it():
     assert jitted.lower(ref).collectives == []
     jitted(ref)
     np.testing.assert_array_equal(ref[...], np.full(16, 4.0))
-    with pytest.raises(ValueError, match="one reference is given as two arguments"):
+    with pytest.raises(ValueError, match="one reference is passed as two arguments"):
         gshard.jit(lambda a, b: a[...] + b[...])(ref, ref)
 
 

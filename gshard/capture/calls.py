@@ -1,8 +1,8 @@
-"""What a user's call holds besides arrays, and results that are not arrays.
+"""Arguments and results of a call that are not arrays.
 
-`jax.jit` takes arrays alone. Models often carry more: an activation function in a module, a name,
-None. Such leaves of the arguments are static: they take part in the choice of the program. Leaves
-of the results that are not arrays come out as the function returned them.
+`jax.jit` takes only arrays. Models often contain more: an activation function in a module, a name,
+None. Such leaves of the arguments are static: they are part of the cache key. Leaves of the results
+that are not arrays are returned unchanged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ jax.tree_util.register_pytree_node(
 
 
 def with_static_results(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun` with the results that are not arrays as parts of the tree, which need no hash."""
+    """`fun` with results that are not arrays moved into the tree structure, unhashed."""
 
     @functools.wraps(fun)
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ class StaticLeaves:
     def of(
         args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Sequence[int], names: Sequence[str]
     ) -> Any:
-        """Both, and the arrays, of a call whose arguments `numbers` and `names` are static."""
+        """The static leaves and the arrays of a call with static `numbers` and `names`."""
         count = len(args)
         static = {n % count if n < 0 else n for n in numbers} if count else set()
         given = (
@@ -97,7 +97,7 @@ class StaticLeaves:
         return [bare(a) for a in args], {k: bare(v) for k, v in kwargs.items()}
 
     def flat(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """`fun` as a function of the arrays alone."""
+        """`fun` as a function of only the arrays."""
 
         @functools.wraps(fun, updated=())
         def on_arrays(*arrays: Any) -> Any:
@@ -108,7 +108,7 @@ class StaticLeaves:
         return on_arrays
 
     def numbers_of(self, chosen: Callable[[int | str], bool]) -> tuple[int, ...]:
-        """The numbers of the arrays under arguments for which `chosen(number or name)` holds."""
+        """The indices of the arrays in arguments for which `chosen(number or name)` is true."""
         arrays = [i for i, mark in enumerate(self.marks) if mark is None]
         number = {leaf: i for i, leaf in enumerate(arrays)}
         args, kwargs = jax.tree.unflatten(self.tree, range(len(self.marks)))
@@ -123,9 +123,9 @@ class StaticLeaves:
 
 
 def on_values(fun: Callable[..., Any], refs: Sequence[int]) -> Callable[..., Any]:
-    """`fun` of flat arguments, with the values in the references `refs` for the references.
+    """`fun` of flat arguments, with the values of the references `refs` in their place.
 
-    It returns what they are in the end beside the results.
+    It returns their final values beside the results.
     """
 
     @functools.wraps(fun, updated=())
@@ -138,11 +138,11 @@ def on_values(fun: Callable[..., Any], refs: Sequence[int]) -> Callable[..., Any
 
 
 def check_given_once(refs: Sequence[Any]) -> None:
-    """Refuse a reference under two names, as `jax.jit` does."""
+    """Reject a reference that is passed twice, as `jax.jit` does."""
     if len(set(map(id, refs))) < len(refs):
         raise ValueError(
-            "one reference is given as two arguments, or is an argument that the function also "
-            "closes over, so that writing to one of them would change the other; give it once"
+            "one reference is passed as two arguments, or is an argument that the function also "
+            "closes over, so writing to one would change the other; pass it once"
         )
 
 
@@ -152,7 +152,7 @@ def refs_of(traced: jax.stages.Traced) -> list[Any]:
 
 
 def on_refs(traced: jax.stages.Traced) -> Callable[..., Any]:
-    """A traced function as one of the references that it closes over, and its flat arguments."""
+    """A traced function with its closed-over references as arguments, and its flat arguments."""
     count, jaxpr, out_tree = len(refs_of(traced)), traced.jaxpr, traced.out_tree
     in_front = closed_over(traced)
 
@@ -169,7 +169,7 @@ def on_refs(traced: jax.stages.Traced) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Trees:
-    """The trees of a call: its arguments, with what of them is static, and its results."""
+    """The trees of a call: its arguments, with their static leaves, and its results."""
 
     args_info: Any  # JAX's: the type of each argument, and whether it is donated
     out_tree: Any
@@ -197,7 +197,7 @@ class Trees:
 
     @property
     def donated(self) -> tuple[int, ...]:
-        """The numbers of the flat arguments that are given up."""
+        """The indices of the donated flat arguments."""
         return tuple(i for i, info in enumerate(self._infos) if info.donated)
 
     @property
@@ -206,7 +206,7 @@ class Trees:
         return jax.tree.structure(self.args_info)
 
     def like_arguments(self, values: Sequence[Any]) -> Any:
-        """A tree like the arguments, with these leaves; keyword arguments stand beside, if any."""
+        """A tree like the arguments, with these leaves; keyword arguments come second, if any."""
         if self.static is not None:
             args, kwargs = self.static.arguments(values)
         else:
@@ -224,6 +224,6 @@ def _check_hash(mark: Static) -> None:
     except TypeError:
         raise ValueError(
             f"an argument that is not an array, {mark!r} of type {type(mark.value).__name__}, "
-            "cannot be hashed, so gshard.jit could not tell when it changes; pass its arrays, or "
-            "something that can be hashed (a tuple for a list)"
+            "is not hashable, so gshard.jit could not detect changes; pass its arrays, or "
+            "a hashable value (a tuple instead of a list)"
         ) from None

@@ -1,10 +1,9 @@
-"""Equations that stand for smaller ones, which gshard knows how to partition.
+"""Expansion of equations into smaller ones that gshard has rules for.
 
-A primitive that gshard has no rule for often is JAX underneath: its implementation is a Python
-function of arrays (sparse matrices, the primitives of Equinox). Traced, it is a program like any
-other. And the lowering of some primitives does more than they say: a loop whose condition was
-batched by `vmap` goes on while any member does, and the others keep their values; a `psum` over an
-axis of `vmap` is a sum over a dim.
+A primitive without a rule is often implemented by a Python function of arrays (sparse matrices, the
+primitives of Equinox), which can be traced. Other primitives are simplified here as their lowering
+would do: a loop whose condition was batched by `vmap` runs while any member does, and the others
+keep their values; a `psum` over an axis of `vmap` is a sum over a dim.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from gshard.operators.rule import RULES
 
 
 def expand(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """A program that does the same as `eqn`, where one is called for."""
+    """A program equivalent to `eqn`, if it should be expanded; else None."""
     if eqn.primitive is p.while_p and eqn.params["cond_jaxpr"].out_avals[0].shape:
         return _traced(eqn, _batched_while)
     if eqn.primitive in _REDUCERS and all(isinstance(a, int) for a in eqn.params["axes"]):
@@ -37,7 +36,7 @@ def expand(eqn: JaxprEqn) -> ClosedJaxpr | None:
         return None
     try:
         closed = _traced(eqn, lambda eqn, *args: implementation(*args, **eqn.params))
-    except Exception:  # anything: it was written for arrays, not to be traced
+    except Exception:  # any error: it may not be traceable
         return None
     wanted = [(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
     same = [(a.shape, a.dtype) for a in closed.out_avals] == wanted
@@ -45,14 +44,14 @@ def expand(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def _traced(eqn: JaxprEqn, fn: Callable[..., Any]) -> ClosedJaxpr:
-    """The program of `fn(eqn, *operands)`, on behalf of the user's line."""
+    """The program of `fn(eqn, *operands)`, attributed to the user's line."""
     avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
     with on_behalf_of(eqn):
         return jax.make_jaxpr(lambda *args: fn(eqn, *args))(*avals)
 
 
 def _contains(jaxpr: Jaxpr, wanted: JaxprEqn) -> bool:
-    """Whether an equation occurs in its own expansion, which would never end."""
+    """Whether an equation occurs in its own expansion: endless recursion."""
     return any(
         _alike(eqn, wanted)
         or any(_contains(getattr(j, "jaxpr", j), wanted) for j in jaxprs_in_params(eqn.params))
@@ -61,7 +60,7 @@ def _contains(jaxpr: Jaxpr, wanted: JaxprEqn) -> bool:
 
 
 def _alike(one: JaxprEqn, other: JaxprEqn) -> bool:
-    """Whether equations do the same: a solver may well call another one inside of itself."""
+    """Whether equations are equal; a solver may call another solver inside."""
     if one.primitive is not other.primitive:
         return False
     shapes = [[(a.aval.shape, a.aval.dtype) for a in eqn.invars] for eqn in (one, other)]
@@ -77,7 +76,7 @@ def _reduction_over_dims(eqn: JaxprEqn, *operands: Any) -> list[Any]:
 
 
 def _batched_while(eqn: JaxprEqn, *operands: Any) -> list[Any]:
-    """A loop that `vmap` made of many: it goes on while one of them does, the others rest."""
+    """A loop batched by `vmap`: it runs while any member does; others keep their values."""
     cond, body = (jaxpr_as_fun(eqn.params[k]) for k in ("cond_jaxpr", "body_jaxpr"))
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond_consts, rest = operands[:n_cond], operands[n_cond:]
@@ -96,6 +95,6 @@ def _batched_while(eqn: JaxprEqn, *operands: Any) -> list[Any]:
 
 
 def _where(mask: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """`new` for the members that `mask` names, whose dims come first."""
+    """`new` where `mask`, whose dims lead, is true; else `old`."""
     mask = lax.broadcast_in_dim(mask, new.shape, range(mask.ndim))
     return lax.select(mask, new, old)

@@ -1,10 +1,10 @@
 """A traced function -> one flat program over logical shapes.
 
-Calls (`jit`, `custom_jvp`, `custom_vjp`, `remat`, linear solvers) are inlined: differentiation has
-happened by now, so their bodies are all that is left of them; so are equations that stand for
-others (see `expand`). Loops and branches stay, as copies of their own, so that every variable in
-the program belongs to one place in it. What JAX's own words say about shardings (sharding
-constraints, reshards, operators with a sharding of their own) becomes annotations.
+Calls (`jit`, `custom_jvp`, `custom_vjp`, `remat`, linear solvers) are inlined, since
+differentiation has already happened; other equations are expanded (see `expand`). Loops and
+branches stay; each gets its own copy of its body, so that every variable occurs in one place of the
+program. JAX's sharding constraints, reshards and operators with an `out_sharding` become
+annotations.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from gshard.graph.source import at_line_of, source_of
 from gshard.manual import to_auto_p, to_manual_p
 from gshard.tensors.meshes import grid_of
 
-# Reads and writes of references are those of values by the time the program is flat.
+# References have been discharged into values by the time the program is flat.
 REFS = (p.get_p, p.swap_p, *private_primitives("state.primitives", "addupdate_p"))
 
-# Where JAX's own words for shardings stand: in operators that do nothing else, or beside others.
+# Parameters with JAX's shardings: of operators that only reshard, and of others.
 _CONSTRAINTS = {sharding_constraint_p: "sharding", reshard_p: "dst_sharding"}
 _OWN_SHARDING = ("sharding", "out_sharding")
 
 
 def spec_of_type(named: NamedSharding) -> NamedSharding | None:
-    """What the sharding in a type says: of axes that are not explicit, nothing."""
+    """The spec in a type's sharding; axes that are not explicit are left open."""
     types = named.mesh.axis_types
     if AxisType.Explicit not in types:
         return None
@@ -77,7 +77,7 @@ def inline(closed: ClosedJaxpr, order: DeviceOrder) -> ClosedJaxpr:
 
 
 def mesh_in(closed: ClosedJaxpr) -> Mesh | None:
-    """The mesh that a program's own sharding constraints name, if they agree on one."""
+    """The mesh of a program's own sharding constraints, if they agree on one."""
     found = set(_meshes(closed.jaxpr))
     return found.pop() if len(found) == 1 else None
 
@@ -105,13 +105,13 @@ class _Builder:
         self, order: DeviceOrder, axes: NamedAxes | None = None, region: Region | None = None
     ):
         self.order = order
-        self.axes = axes  # of the `jax.shard_map` around, over all axes of its mesh
-        self.region = region  # the one around over some axes of its mesh
+        self.axes = axes  # of the enclosing `jax.shard_map`, over all axes of its mesh
+        self.region = region  # the enclosing one over some axes of its mesh
         self.eqns: list[JaxprEqn] = []
         self.consts: dict[Var, Any] = {}
 
     def body(self, closed: ClosedJaxpr, results: bool = False) -> ClosedJaxpr:
-        """A copy of a program; its `results` are annotated as their types say."""
+        """A copy of a program; its `results` are annotated with the shardings in their types."""
         invars = [_fresh(v) for v in closed.jaxpr.invars]
         outvars = self.inline(closed.jaxpr, closed.consts, invars)
         if results:
@@ -142,7 +142,7 @@ class _Builder:
         return [read(a) for a in jaxpr.outvars]
 
     def equation(self, eqn: JaxprEqn, invars: list[Any]) -> list[Any]:
-        """Append one equation; what its results are called now."""
+        """Append one equation; its new result variables."""
         if eqn.primitive in CALLS:
             return self.call(eqn, invars)
         if eqn.primitive in _CONSTRAINTS:
@@ -171,14 +171,14 @@ class _Builder:
         return [self.annotate(eqn, outvars[0], spec_of_type(own[0]))] if own else outvars
 
     def annotate(self, eqn: JaxprEqn, atom: Any, said: Any) -> Any:
-        """The result of annotating `atom` as a sharding in JAX's words says."""
+        """`atom` annotated with a JAX sharding."""
         if said is None or (isinstance(said, NamedSharding) and said.mesh.empty):
             return atom
         annotation = self.meant(eqn, said, len(atom.aval.shape))
         return self.append(eqn, [atom], [Var(atom.aval)], annotate_p, {"annotation": annotation})[0]
 
     def meant(self, eqn: JaxprEqn, said: Any, rank: int) -> Annotation:
-        """The annotation that a sharding in JAX's words amounts to; errors name the user's line."""
+        """The annotation for a JAX sharding; errors name the user's line."""
         name = f"{eqn.primitive.name} to {getattr(said, 'spec', said)}"
         if self.region and isinstance(said, NamedSharding):
             said = NamedSharding(self.region.mesh, said.spec)
@@ -195,13 +195,13 @@ class _Builder:
         primitive: Primitive,
         params: dict[str, Any],
     ) -> list[Any]:
-        """Append an equation that stands for `eqn`; its results."""
+        """Append an equation in place of `eqn`; its results."""
         info, ctx = eqn.source_info, current_context() if self.region else eqn.ctx
         self.eqns.append(new_jaxpr_eqn(invars, outvars, primitive, params, set(), info, ctx))
         return outvars
 
     def shard_map(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
-        """A region of `jax.shard_map` as a manual one: its operands cut, its body inlined."""
+        """A `jax.shard_map` as a manual region: its operands split, its body inlined."""
         mesh, body, count = eqn.params["mesh"], eqn.params["jaxpr"], self.order.count
         manual = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
         if self.axes or mesh.size != count:
@@ -229,7 +229,7 @@ class _Builder:
         return results
 
     def partly_manual(self, eqn: JaxprEqn, manual: Collection[str], args: list[Any]) -> list[Any]:
-        """A region of `jax.shard_map` over some axes of its mesh, as one of all its parts."""
+        """A `jax.shard_map` over some axes of its mesh, as a function of all parts at once."""
         mesh = self.region.mesh if self.region else eqn.params["mesh"]
         sizes = {str(name): int(mesh.shape[name]) for name in mesh.axis_names if name in manual}
         around = self.region.sizes if self.region else {}
@@ -253,7 +253,7 @@ class _Builder:
         return results
 
     def result(self, var: Any, atom: Any) -> Any:
-        """A result, annotated if its type says how it is sharded (explicit axes of a mesh)."""
+        """A result, annotated if its type has a sharding (explicit axes of a mesh)."""
         said = getattr(var.aval, "sharding", None)
         if said is None or said.mesh.empty or not any(said.spec):
             return atom
@@ -267,7 +267,7 @@ class _Builder:
         inner, start = eqn.params[CALLS[eqn.primitive]], len(self.eqns)
         if eqn.primitive is remat_p and eqn.params["differentiated"]:
             args = self.barrier(eqn, args)
-        if eqn.primitive is p.linear_solve_p:  # the solver is what is left to run, on its constants
+        if eqn.primitive is p.linear_solve_p:  # only the solver remains to be run, on its constants
             lengths = eqn.params["const_lengths"]
             first = lengths.matvec + lengths.vecmat
             right_side = args[first + lengths.solve + lengths.transpose_solve :]
@@ -278,7 +278,7 @@ class _Builder:
         return results
 
     def barrier(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
-        """What XLA must not see through, or it would undo the recomputation."""
+        """A barrier that keeps XLA from undoing rematerialization."""
         prevent = eqn.params["prevent_cse"]
         marks = [prevent] * len(args) if isinstance(prevent, bool) else prevent
         kept = [a for a, m in zip(args, marks, strict=True) if m and not isinstance(a, Literal)]
@@ -303,7 +303,7 @@ class _Builder:
 
 
 def _fresh(var: Any) -> Var:
-    """A variable like this one; a sharding in its type has been read, and is left out."""
+    """A fresh variable of this type, without the sharding in the type, which has been read."""
     return Var(_without_mesh(var.aval))
 
 

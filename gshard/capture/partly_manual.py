@@ -1,9 +1,9 @@
 """`jax.shard_map` over some axes of a mesh: manual along those, partitioned along the others.
 
-Such a region is a function of each device's part along the manual axes. Here it becomes one of all
-parts at once, stacked in a leading dim for each manual axis: `jax.vmap` with the name of the axis.
-The collectives of the region are then sums, permutations and so on along that dim. It is split over
-the axis that it stands for, and all else about the region is partitioned like any other program.
+Such a region is a function of each device's part along the manual axes. Here it becomes a function
+of all parts at once, stacked in a leading dim for each manual axis: `jax.vmap` with the name of the
+axis. The collectives of the region become sums, permutations and so on along that dim, which is
+split over its axis. The rest of the region is partitioned like any other program.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _axes(spec: PartitionSpec, sizes: Sizes) -> tuple[str, ...]:
 
 
 def _stack(x: Any, spec: PartitionSpec, sizes: Sizes) -> Any:
-    """All parts of a tensor, one dim in front for each axis of its spec."""
+    """All parts of a tensor, with a leading dim for each axis of its spec."""
     shape: list[int] = []
     place: dict[str, int] = {}
     for n, names in zip(x.shape, _entries(spec, x.ndim), strict=True):
@@ -79,7 +79,7 @@ def _stack(x: Any, spec: PartitionSpec, sizes: Sizes) -> Any:
 
 
 def _distinct(stack: Any, spec: PartitionSpec, sizes: Sizes) -> Any:
-    """A stack without the axes along which all parts are alike: those that its spec leaves out."""
+    """A stack without the axes that its spec omits: all parts are equal along them."""
     named = _axes(spec, sizes)
     for dim, name in reversed(list(enumerate(sizes))):
         if name not in named:
@@ -88,7 +88,7 @@ def _distinct(stack: Any, spec: PartitionSpec, sizes: Sizes) -> Any:
 
 
 def _logical(stack: Any, spec: PartitionSpec, sizes: Sizes) -> Any:
-    """The tensor of which a stack has all parts: the reverse of `_stack`."""
+    """The tensor that a stack has the parts of: the inverse of `_stack`."""
     named = _axes(spec, sizes)
     rank = stack.ndim - len(named)
     to, shape = {}, []
@@ -103,14 +103,16 @@ def _logical(stack: Any, spec: PartitionSpec, sizes: Sizes) -> Any:
     return apart.reshape(shape)
 
 
-permute_p = Primitive("permute_parts")  # `ppermute` over the axis `name`: zeros where nobody sends
+permute_p = Primitive(
+    "permute_parts"
+)  # `ppermute` over the axis `name`: zeros where nothing arrives
 permute_p.def_abstract_eval(lambda x, **_: x)
 
 
 def _permute_stack(
     axis_data: Any, operands: Any, dims: Any, *, name: str, pairs: tuple[tuple[int, int], ...]
 ) -> Any:
-    """Over the axis that becomes a dim now: slices of that dim, one for each run of neighbours."""
+    """Over the axis that becomes a dim: one slice of that dim for each run of neighbours."""
     (x,), (dim,) = operands, dims
     if axis_data.name != name:
         return permute_p.bind(x, name=name, pairs=pairs), dim
@@ -134,7 +136,7 @@ batching.fancy_primitive_batchers[permute_p] = _permute_stack
 
 
 def for_stacks(eqn: JaxprEqn) -> tuple[Primitive, dict[str, Any]] | None:
-    """A collective in the form that `jax.vmap` knows best; None for any other equation."""
+    """A collective in a form that `jax.vmap` supports; None for any other equation."""
     if eqn.primitive is not p.ppermute_p:
         return without_types(eqn)
     (name,) = axis_names_of(eqn.params["axis_name"])

@@ -1,7 +1,7 @@
-"""Where things lie already: what arguments, meshes and `in_shardings` say about shardings.
+"""JAX's shardings as annotations: those of arguments, meshes and `in_shardings`.
 
-JAX's own words for shardings are read here as annotations: the `sharding` of an array or of a
-`ShapeDtypeStruct`, a `NamedSharding` or a `PartitionSpec`, a sharding constraint.
+Read are the `sharding` of an array or `ShapeDtypeStruct`, a `NamedSharding`, a `PartitionSpec`, and
+sharding constraints.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from gshard.tensors.uneven import UnevenArray
 
 @dataclass(frozen=True)
 class DeviceOrder:
-    """The devices of a program, by which their numbers count; or how many abstract ones."""
+    """The devices of a program, numbered in this order, or a number of abstract devices."""
 
     devices: tuple[jax.Device, ...] | int
 
     @property
     def count(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return self.devices if isinstance(self.devices, int) else len(self.devices)
 
     @property
@@ -45,7 +45,7 @@ class DeviceOrder:
         return {d: i for i, d in enumerate(found)}
 
     def sharding(self, said: Any, rank: int) -> tuple[Sharding, tuple[int, ...]]:
-        """What a sharding in the user's words means, and the dims that it leaves open."""
+        """gshard's sharding for one of JAX's, and the dims that it leaves open."""
         if isinstance(said, Sharding):
             if said.num_devices != self.count:
                 raise ValueError(
@@ -64,12 +64,12 @@ class DeviceOrder:
         )
 
     def annotation(self, said: Any, rank: int, name: str) -> Annotation:
-        """A sharding in the user's words as an annotation."""
+        """One of JAX's shardings as an annotation."""
         sharding, open_dims = self.sharding(said, rank)
         return Annotation.of_sharding(name, sharding, open_dims)
 
     def held(self, value: Any) -> Sharding | None:
-        """How an argument lies already; None where it is on one device, or elsewhere."""
+        """The current sharding of an argument; None if it is on one device, or on other devices."""
         if isinstance(value, UnevenArray):
             return self._renumbered(value.tiling, value.mesh.devices.ravel())
         said = getattr(value, "sharding", None)
@@ -123,7 +123,7 @@ def _mesh_for(spec: PartitionSpec) -> Mesh:
 def with_shardings(fun: Callable[..., Any], arguments: Any, results: Any) -> Callable[..., Any]:
     """`fun` with annotations on its arguments and results, by trees of shardings or prefixes.
 
-    They are those of `in_shardings` and `out_shardings`; None says nothing.
+    They are those of `in_shardings` and `out_shardings`; None leaves a value open.
     """
     if arguments is None and results is None:
         return fun
@@ -139,12 +139,12 @@ def with_shardings(fun: Callable[..., Any], arguments: Any, results: Any) -> Cal
 
 def _annotated(values: Any, said: Any, name: str) -> Any:
     order = reading_devices()
-    if said is None or order is None:  # nothing to say, or nobody reads it
+    if said is None or order is None:  # no annotation, or no reader of annotations
         return values
     try:
         each = jax.tree.broadcast(said, values, is_leaf=_is_sharding)
     except ValueError as error:
-        raise ValueError(f"{name} does not fit what it is for: {error}") from None
+        raise ValueError(f"{name} does not match the values it is for: {error}") from None
 
     def mark(tensor: Any, sharding: Any) -> Any:
         if sharding is None:

@@ -1,8 +1,8 @@
-"""`jax.shard_map` inside of `gshard.jit`: a manual region in JAX's words.
+"""`jax.shard_map` inside `gshard.jit`, as a manual region.
 
-Its operands are cut as `in_specs` say, its body is each device's own, and its collectives name axes
-of the user's mesh. Here the names become groups of devices, which is all that the collectives of a
-partitioned program know.
+Its operands are split by `in_specs`, its body runs on each device, and its collectives name axes of
+the user's mesh. Here the names become groups of devices, as the collectives of a partitioned
+program have them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from gshard.graph.source import source_of
 # On values of a manual region: `primitive` with `settings`, over groups of devices, or their pairs.
 over_groups_p = Primitive("lower_named_axes")
 over_groups_p.multiple_results = True
-# The row of `table` that belongs to this device.
+# This device's row of `table`.
 row_of_device_p = Primitive("row_of_device")
 
 (_reduce_scatter_p,) = private_primitives("lax.parallel", "reduce_scatter_p")
-_SAME = {  # what stands for another where types do not say which axes a value varies over
+_SAME = {  # replacements for types that do not track varying axes
     **dict.fromkeys(private_primitives("lax.parallel", "psum_invariant_p"), p.psum_p),
     **dict.fromkeys(private_primitives("lax.parallel", "all_gather_invariant_p"), p.all_gather_p),
 }
@@ -90,13 +90,13 @@ def lower_named_axes(eqn: JaxprEqn, axes: NamedAxes) -> tuple[Primitive, dict[st
 
 
 def without_types(eqn: JaxprEqn) -> tuple[Primitive, dict[str, Any]] | None:
-    """A collective that says which axes its result varies over, as the one that does not."""
+    """A collective with varying-axes types, as the one without."""
     same = _SAME.get(eqn.primitive)
     return same and (same, {**eqn.params, "axis_index_groups": None})
 
 
 def is_type_only(eqn: JaxprEqn) -> bool:
-    """Whether an equation only changes what types say about axes."""
+    """Whether an equation only changes the varying axes of types."""
     return eqn.primitive in _NOTHING
 
 

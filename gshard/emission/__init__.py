@@ -1,4 +1,4 @@
-"""From a plan to what each device runs: nodes become collectives, and nothing is decided."""
+"""From a plan to the per-device program: nodes become collectives; no decisions are made here."""
 
 from gshard.emission.emit import emit
 

@@ -1,23 +1,23 @@
-"""Small collectives of one kind that wait for the same thing are combined.
+"""The combiner of small collectives of one kind.
 
-Each collective takes some time to get going, whatever its size. Where the operands of several are
-ready before the result of the first is needed, one collective takes them all (`moving/packed.py`):
-19 small gradients are summed by one AllReduce. It must not cost more than it saves:
+Each collective has a latency, whatever its size. Where the operands of several are ready before the
+result of the first is needed, one collective replaces them (`moving/packed.py`): 19 small gradients
+are summed by one AllReduce. It must not cost more than it saves:
 
-1. A value joins if to copy it into a common array takes no longer than to start a collective of
-   its own (larger ones gain little, and compilers combine those without a copy).
-2. A combination grows up to what is sent in `LATENCIES` times the latency. That bounds the memory
-   that it keeps alive for longer, and the time that another operation may wait for it.
-3. No product, loop, sort or other collective waits for a combination longer than it waited in the
-   program's own order for the collective alone. Only elementwise work is put off, or done earlier.
+1. A value is combined if copying it into a common array takes no longer than the latency of a
+   collective of its own (larger ones gain little, and compilers combine those without a copy).
+2. A combination sends at most what the links carry in `LATENCIES` times the latency. That bounds
+   the memory that it keeps alive for longer, and the time that other operations are delayed.
+3. No product, loop, sort or other collective is delayed by a combination beyond the point at which
+   the program's own order had the collective. Only elementwise work is moved.
 
-AllReduce, AllGather and ReduceScatter are combined, in the bodies of loops too. What the user wrote
-in a manual region is left as it is. Equations are put into another order, and stay what they are:
-only what a combination adds is traced.
+AllReduce, AllGather and ReduceScatter are combined, in the bodies of loops too. Collectives that
+the user wrote in a manual region are not changed. Equations are only reordered: only what a
+combination adds is traced.
 
-Between processes on CPUs (Gloo) these three go round in rings, and every step wakes another
-process: an AllReduce of 8 devices takes as long as four AllToAlls, however small it is. There they
-are made of AllToAlls, combined or not: in as many bytes, or, for few numbers, in one step.
+Between processes on CPUs (Gloo) these three are rings, and every step wakes another process: an
+AllReduce of 8 devices takes as long as four AllToAlls, however small it is. There they are replaced
+by AllToAlls, combined or not: with as many bytes, or, for small operands, in one step.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ _NEVER = 1 << 60
 
 @dataclass(eq=False)
 class Combination:
-    """Collectives of one kind, and when they can run: from `ready` on, until it is `needed`.
+    """Collectives of one kind, which can run from `ready` on and until `needed`.
 
-    Times are numbers of heavy equations, in the program's order.
+    Times are positions among the heavy equations of the program.
     """
 
     key: Any
@@ -65,21 +65,21 @@ class Combination:
     members: list[JaxprEqn] = field(default_factory=list)
 
     def takes(self, other: Combination, limit: float) -> bool:
-        """Whether both can run as one."""
+        """Whether both can be one collective."""
         together = max(self.ready, other.ready) <= min(self.needed, other.needed)
         return self.key == other.key and together and self.size + other.size <= limit
 
     def join(self, other: Combination) -> None:
-        """Take the other's members over."""
+        """Add the other's members."""
         self.ready, self.needed = max(self.ready, other.ready), min(self.needed, other.needed)
         self.size += other.size
         self.members += other.members
 
 
 def combinations_of(jaxpr: Jaxpr) -> list[Combination]:
-    """The collectives of a program or body that run together: two or more in each combination."""
+    """The combinations of a program or body, of two or more collectives each."""
     speeds = machine()
-    largest = speeds.latency * speeds.memory_per_byte / 2  # it is read once and written once
+    largest = speeds.latency * speeds.memory_per_byte / 2  # a copy reads and writes it once
     found: list[Combination] = []
     for alone in _alone(jaxpr):
         if alone.size <= largest:
@@ -93,7 +93,7 @@ def combinations_of(jaxpr: Jaxpr) -> list[Combination]:
 
 
 def _alone(jaxpr: Jaxpr) -> list[Combination]:
-    """Every collective that could be combined, by itself, in the program's order."""
+    """Every collective that could be combined, as a combination of one, in program order."""
     if not any(eqn.primitive.name in _COMBINED for eqn in jaxpr.eqns):
         return []
     number = {eqn: i for i, eqn in enumerate(filter(_is_heavy, jaxpr.eqns))}
@@ -102,7 +102,7 @@ def _alone(jaxpr: Jaxpr) -> list[Combination]:
         first = number.get(eqn, _NEVER)
         if first is _NEVER:
             first = min([needed[v] for v in eqn.outvars], default=_NEVER)
-        elif _may_move(eqn):  # it can run as late as before what needs it
+        elif _may_move(eqn):  # it can run at the latest before its first consumer
             first = max(first, needed[eqn.outvars[0]] - 1)
         for atom in eqn.invars:
             if not isinstance(atom, Literal) and needed.get(atom, -1) > first:
@@ -118,7 +118,7 @@ def _alone(jaxpr: Jaxpr) -> list[Combination]:
         if _may_move(eqn):
             alone = Combination(_key(eqn), start, needed[eqn.outvars[0]], _size(eqn), [eqn])
             found.append(alone)
-            # Whenever it runs, in a combination or not: what depends on it comes later.
+            # Combined or not, its consumers run later.
             end = alone.needed + 1
         for var in eqn.outvars:
             ready[var] = end
@@ -126,7 +126,7 @@ def _alone(jaxpr: Jaxpr) -> list[Combination]:
 
 
 def _key(eqn: JaxprEqn) -> Any:
-    """Equal for collectives that differ in their operands alone."""
+    """A key that is equal for collectives that differ only in their operands."""
     of_operand = ("all_gather_dimension", "scatter_dimension")
     params = tuple((k, v) for k, v in sorted(eqn.params.items()) if k not in of_operand)
     return eqn.primitive.name, eqn.invars[0].aval.dtype, str(params)
@@ -146,10 +146,10 @@ def _size(eqn: JaxprEqn) -> int:
 
 
 def _is_heavy(eqn: JaxprEqn) -> bool:
-    """Whether an equation takes long, or may not change places with others."""
+    """Whether an equation is expensive, or must not be reordered."""
     if eqn.primitive.name in _HEAVY or eqn.effects:
         return True
-    if eqn.primitive.name in _LIGHT:  # told quickly, as most are
+    if eqn.primitive.name in _LIGHT:  # the common case, decided quickly
         return False
     return any(_is_heavy(e) for body in bodies_of(eqn) for e in body.eqns)
 
@@ -168,7 +168,7 @@ def combined(jaxpr: Jaxpr, mesh: AnyMesh) -> Jaxpr:
 
 
 def _has_rings(mesh: AnyMesh) -> bool:
-    """Whether collectives between the devices go round in rings, message after message."""
+    """Whether collectives between the devices are rings (Gloo)."""
     if not isinstance(mesh, Mesh) or jax.config.jax_cpu_collectives_implementation != "gloo":
         return False
     devices = mesh.devices.flat
@@ -178,7 +178,7 @@ def _has_rings(mesh: AnyMesh) -> bool:
 def _all_combinations(jaxpr: Jaxpr, rings: bool) -> dict[Jaxpr, list[Combination]]:
     """The combinations of a program and of the bodies of loops and branches in it.
 
-    Where collectives go round in rings, one that better does not is a combination by itself.
+    Where collectives are rings, one that is better replaced is a combination of its own.
     """
     combinations = combinations_of(jaxpr)
     if rings:
@@ -194,14 +194,14 @@ def _all_combinations(jaxpr: Jaxpr, rings: bool) -> dict[Jaxpr, list[Combination
 
 
 def _is_exchanged(combination: Combination) -> bool:
-    """Whether AllToAlls do better than a ring."""
+    """Whether AllToAlls are faster than a ring."""
     return combination.size <= EXCHANGED and can_be_exchanged(combination.members[0])
 
 
 def _written(
     combinations: Sequence[Combination], mesh: AnyMesh, rings: bool
 ) -> dict[Combination, list[JaxprEqn]]:
-    """The equations of every combination; all are traced at once, which is quicker."""
+    """The equations of every combination, all traced in one go, which is faster."""
 
     def all_together(*operands: jax.Array) -> list[jax.Array]:
         left, results = iter(operands), []
@@ -227,7 +227,7 @@ def _written(
         last, eqns = combination.members[-1].outvars[0], found.setdefault(combination, [])
         while (
             not eqns or last not in eqns[-1].outvars
-        ):  # what makes its last result ends a combination
+        ):  # a combination ends with the equation of its last result
             eqn = next(left)
             invars = [a if isinstance(a, Literal) else known.get(a, a) for a in eqn.invars]
             outvars = [known.get(v, v) for v in eqn.outvars]
@@ -236,7 +236,7 @@ def _written(
 
 
 class _Rewriting:
-    """Programs with their combinations, of which the equations are `written`."""
+    """Rewrites programs with their combinations, whose equations are in `written`."""
 
     def __init__(
         self, found: dict[Jaxpr, list[Combination]], written: dict[Combination, list[JaxprEqn]]
@@ -268,9 +268,9 @@ class _Rewriting:
 
 
 class _Schedule:
-    """Orders a program: heavy equations as they were, others when what they read is there.
+    """Orders a program: heavy equations as before, others when their operands are ready.
 
-    A collective that waits for a combination may wait until its own result is needed.
+    A collective in a combination may be delayed until its own result is needed.
     """
 
     def __init__(self, jaxpr: Jaxpr, combinations: Sequence[Combination]):
@@ -294,7 +294,7 @@ class _Schedule:
         return self.steps
 
     def missing(self, eqn: JaxprEqn) -> list[JaxprEqn]:
-        """The equations that make what this one, or its combination, reads, and have not run."""
+        """The equations that this one, or its combination, depends on and that have not run."""
         combination, found = self.combination_of.get(eqn), []
         for member in combination.members if combination else [eqn]:
             for atom in member.invars:
@@ -304,14 +304,14 @@ class _Schedule:
         return found
 
     def force(self, goal: JaxprEqn) -> None:
-        """Run an equation, and first all that it waits for."""
+        """Run an equation, after everything that it depends on."""
         stack = [goal]
         opened: set[JaxprEqn] = set()
         while stack:
             eqn = stack[-1]
             waiting = [] if eqn in self.done else self.missing(eqn)
             if waiting:
-                assert eqn not in opened, "values that wait for each other in one combination"
+                assert eqn not in opened, "values that depend on each other in one combination"
                 opened.add(eqn)
                 stack += reversed(waiting)
             else:
@@ -319,7 +319,7 @@ class _Schedule:
                 self.perform(eqn)
 
     def perform(self, eqn: JaxprEqn) -> None:
-        """Run an equation, or its combination, of which all operands are there."""
+        """Run an equation, or its combination, whose operands are all ready."""
         if eqn not in self.done:
             combination = self.combination_of.get(eqn)
             self.steps.append(combination or eqn)

@@ -1,7 +1,7 @@
-"""Emission: every node of a plan is replaced by the lax code that carries it out.
+"""Emission: every node of a plan is replaced by the lax code that implements it.
 
-Nodes that do the same to operands of the same type are traced once, however many layers they stand
-in. What a device looks up by its number, it looks up once in a program or body.
+Equal nodes on operands of the same type are traced once, however many layers there are. A table
+lookup by the device's number happens once in a program or body.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Sizes = tuple[tuple[str, int], ...]  # of the axes of the mesh
 
 
 def emit(plan: Jaxpr, sizes: Mapping[str, int]) -> Jaxpr:
-    """What each device runs, on a mesh with axes of these sizes; the same if there is no node."""
+    """The per-device program on a mesh with axes of these sizes; unchanged without nodes."""
     emitted = _program(plan, tuple(sizes.items()))
     if emitted is plan:
         return plan
-    # Most nodes do not need to know the device, whose number has been at hand for them.
+    # Most nodes do not use the device's number, which they have as an operand.
     return dce_jaxpr(emitted, [True] * len(emitted.outvars), instantiate=True)[0]
 
 
 def _program(jaxpr: Jaxpr, sizes: Sizes) -> Jaxpr:
-    """A program, or a body in it; the same one if there is nothing to carry out."""
+    """A program or body with its nodes emitted; the same one if it has none."""
     eqns: list[JaxprEqn] = []
-    names: dict[Any, Any] = {}  # variables that are equal to others
-    rows: dict[Any, Any] = {}  # what has been looked up
+    names: dict[Any, Any] = {}  # variables that equal others
+    rows: dict[Any, Any] = {}  # table lookups so far
     changed = False
     for eqn in jaxpr.eqns:
         given, eqn = eqn, renamed(eqn, names) if names else eqn
@@ -62,7 +62,7 @@ def _program(jaxpr: Jaxpr, sizes: Sizes) -> Jaxpr:
 
 
 def _inlined(eqn: JaxprEqn, node: Node, names: dict[Any, Any], sizes: Sizes) -> list[JaxprEqn]:
-    """The equations in the place of a node; `names` where its result is its operand."""
+    """The equations that replace a node; `names` if its result is its operand."""
     array, device = (a.aval for a in eqn.invars)
     found = _expansion(node.unexplained(), array.shape, array.dtype, device.dtype, sizes)
     local = dict(zip(found.inputs, eqn.invars, strict=True))
@@ -80,7 +80,7 @@ def _inlined(eqn: JaxprEqn, node: Node, names: dict[Any, Any], sizes: Sizes) -> 
 
 
 def _explained(eqn: JaxprEqn, node: Node, inner: JaxprEqn) -> Any:
-    """Where an equation of a node's code comes from: the node's line, and its reason."""
+    """An equation of a node's code, with the node's source line and reason."""
     info, step = eqn.source_info, reason_of(inner)
     if step == NO_REASON:
         return info

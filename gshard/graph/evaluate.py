@@ -1,6 +1,6 @@
-"""Run a program equation by equation, some of them otherwise than JAX would.
+"""Interpret a program equation by equation.
 
-What differs from one use to the next is a function of the equation and its operands' values.
+The interpretation is a function of the equation and its operands' values.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Graph: the equations of a program, or of the body of a loop, with makers and users of each value.
+"""Graph: the equations of a program or of a loop's body, with def-use chains.
 
-Every pass over a program reads it through this view, so that there is one answer to "which equation
-makes this", "who uses it" and "is its value known". A graph is not changed: a pass makes a new list
-of equations, and a new graph of them. Equations and variables are keys by identity, as they are in
-JAX.
+Every pass reads a program through this view: which equation defines a value, which ones use it, and
+whether it is constant. Graphs are immutable: a pass returns a new list of equations, from which a
+new graph is made. Equations and variables are keyed by identity, as they are in JAX.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-MAX_INDICES = 16  # elements of an index whose value is looked for
+MAX_INDICES = 16  # largest constant index that is evaluated, in elements
 
-# What indices are computed by: the operators through which `Graph.constant` looks.
+# Operators that compute indices, which `Graph.constant` evaluates.
 _INDEX_MATH = (
     p.broadcast_in_dim_p, p.concatenate_p, p.reshape_p, p.squeeze_p, p.convert_element_type_p,
     p.add_p, p.lt_p, p.select_n_p,
@@ -28,9 +27,9 @@ _COPYING = (p.broadcast_in_dim_p, p.convert_element_type_p)
 
 
 class Graph:
-    """Equations in order, the `results` that are read of them, and values that are `known`.
+    """Equations in order, the variables that are `results`, and the `known` values of some.
 
-    `aliases` are variables that stand for others of these equations.
+    `aliases` maps variables to equal ones of these equations.
     """
 
     def __init__(
@@ -52,11 +51,11 @@ class Graph:
 
     @functools.cached_property
     def makers(self) -> dict[Any, JaxprEqn]:
-        """The equation that makes each variable."""
+        """The defining equation of each variable."""
         return {v: eqn for eqn in self.eqns for v in eqn.outvars}
 
     def maker(self, atom: Any) -> JaxprEqn | None:
-        """The equation that makes a value; None for a literal, and for what comes from outside."""
+        """The equation that defines a value; None for literals and inputs."""
         if isinstance(atom, Literal):
             return None
         return self.makers.get(atom) or self.makers.get(self.aliases.get(atom))
@@ -91,7 +90,7 @@ class Graph:
         return {eqn: number for number, eqn in enumerate(self.eqns)}
 
     def constant(self, atom: Any) -> np.ndarray | None:
-        """The value of an index, if it follows from literals and known values alone."""
+        """The value of an index that depends only on literals and known values; else None."""
         if isinstance(atom, Literal):
             return np.asarray(atom.val)
         if atom in self.known:

@@ -1,4 +1,4 @@
-"""What a lowering did: the program after every stage and pass, as text that shows what changed."""
+"""The history of a lowering: the program after every stage and pass, with changes marked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Stage:
 
 @dataclass
 class History:
-    """The stages of one lowering, in order. Texts are made when somebody asks for them."""
+    """The stages of one lowering, in order. Texts are made on demand."""
 
     stages: list[Stage] = field(default_factory=list)
 
@@ -40,7 +40,7 @@ class History:
     def texts(self) -> dict[str, str]:
         """The text of every stage; a line that the stage before does not have begins with `>`.
 
-        A variable has one name throughout.
+        Every variable has one name throughout.
         """
         names: dict[Any, str] = {}
         found: dict[str, str] = {}

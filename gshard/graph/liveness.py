@@ -1,4 +1,4 @@
-"""What is needed of a program, in which order, and under which names."""
+"""Liveness, topological order and renaming of equations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def live(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> list[JaxprEqn]:
 
 
 def needed_for(wanted: Sequence[Any], eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-    """Those of the equations, without effects, that the `wanted` variables depend on."""
+    """The equations without effects that the `wanted` variables depend on."""
     return live([eqn for eqn in eqns if not eqn.effects], wanted)
 
 
@@ -63,7 +63,7 @@ def upstream(eqns: Sequence[JaxprEqn], marks: Mapping[Any, int]) -> dict[Any, fr
 
 
 def renamed(eqn: JaxprEqn, names: Mapping[Any, Any], **changes: Any) -> JaxprEqn:
-    """The equation with other names for some of its variables, operands and results."""
+    """The equation with some of its operands and results renamed."""
     invars = [a if isinstance(a, Literal) else names.get(a, a) for a in eqn.invars]
     outvars = [names.get(v, v) for v in eqn.outvars]
     return eqn.replace(invars=invars, outvars=outvars, **changes)

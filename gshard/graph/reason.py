@@ -1,4 +1,4 @@
-"""Why something is sent: as data, for passes and pages; text is made where it is shown."""
+"""The reason of a collective, as data for passes and pages; text is made where it is shown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _OF = ("operand", "result", "update", "carried value", "condition", "index")
 
 @dataclass(frozen=True)
 class Reason:
-    """What needs it, and what is done about it.
+    """What needs a value, and how the value is brought there.
 
     `kind` is "operand", "result" or the like of an `operator`; "asked" for what the user wrote in a
     manual region; "step" for what an operator sends as a part of its own work. Where several values
@@ -28,7 +28,7 @@ class Reason:
         return self.kind == "asked"
 
     def then(self, detail: str) -> Reason:
-        """The same, with what is done about it."""
+        """The same, with how the value is brought there."""
         return replace(self, detail=f"{self.detail}: {detail}" if self.detail else detail)
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Reason:
 
     @staticmethod
     def decoded(scope: str) -> Reason | None:
-        """The reason that a name scope holds, if it holds one."""
+        """The reason encoded in a name scope, if there is one."""
         tag, *parts = scope.split("|", 4)
         if tag != _TAG or len(parts) != 4:
             return None

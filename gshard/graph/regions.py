@@ -1,7 +1,7 @@
 """Programs inside equations: calls, whose bodies are inlined, and loops and branches, which stay.
 
-This is the one way into them; a region's program is a parameter of its equation, by itself or in a
-tuple.
+All passes enter them through this module; a region's program is a parameter of its equation, by
+itself or in a tuple.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ CALLS = {
 }
 LOOPS = (p.scan_p, p.while_p, p.cond_p)  # their bodies are partitioned like any program
 
-Link = tuple[Any, Any, int]  # two atoms with the same dims; the first has `int` more in front
+Link = tuple[Any, Any, int]  # two atoms with the same dims; the first has `int` more leading dims
 
 
 def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The programs inside an equation, whatever it is."""
+    """The programs inside an equation of any kind."""
     return [getattr(j, "jaxpr", j) for j in jaxprs_in_params(eqn.params)]
 
 
@@ -64,7 +64,7 @@ def map_bodies(eqn: JaxprEqn, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> J
 
 
 def loop_bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
-    """The programs of a loop or branch; none of any other equation."""
+    """The programs of a loop or branch; empty for any other equation."""
     params = eqn.params
     if eqn.primitive is p.scan_p:
         return [params["jaxpr"]]
@@ -76,12 +76,12 @@ def loop_bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
 
 
 def runs_of(eqn: JaxprEqn) -> int:
-    """How often a loop's body runs, as far as that is known: once where the data decide."""
+    """The trip count of a loop; 1 if it depends on data."""
     return eqn.params["length"] if eqn.primitive is p.scan_p else 1
 
 
 def links(eqn: JaxprEqn) -> Iterator[Link]:
-    """Pairs of variables, outside and inside of a loop or branch, that are one value."""
+    """Pairs of variables outside and inside a loop or branch that are the same value."""
     params = eqn.params
     if eqn.primitive is p.scan_p:
         yield from _scan_links(eqn)
@@ -102,7 +102,7 @@ def links(eqn: JaxprEqn) -> Iterator[Link]:
 
 
 def invariants(eqn: JaxprEqn) -> set[Any]:
-    """The arguments of a loop's bodies that are the same in every run."""
+    """The loop-invariant arguments of a loop's bodies."""
     params = eqn.params
     if eqn.primitive is p.scan_p:
         return set(params["jaxpr"].jaxpr.invars[: scan_counts(params)[0]])

@@ -1,4 +1,4 @@
-"""Where in the user's own code an operation stands, and why gshard added one."""
+"""The user's source line of an operation, and the reason of one that gshard added."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gshard.graph.reason import NO_REASON, Reason
 _PACKAGE = Path(__file__).parents[1]
 _UNLIKELY = "gshard unlikely"
 
-# gshard's frames are not the user's, but for these packages: models and programs like any other.
+# gshard's frames are not user code, except those of these packages.
 _PROGRAMS = ("mt", "nn", "models")
 for _path in _PACKAGE.iterdir():
     if _path.name not in _PROGRAMS:
@@ -35,7 +35,7 @@ def here() -> str:
 
 
 def site_of(eqn: JaxprEqn) -> tuple[str, str]:
-    """`file:line` of the user's operation and the name of the function that it stands in."""
+    """`file:line` of the user's operation, and the name of its function."""
     frame = _user_frame(eqn.source_info)
     return _user_line(eqn.source_info), frame.function_name if frame else ""
 
@@ -46,10 +46,10 @@ def _user_line(source_info: Any) -> str:
 
 
 def shown_path(path: str) -> str:
-    """A path as users are shown it: from the working folder, if it is below that one."""
+    """A path relative to the working folder, if it is inside it."""
     try:
         return _from_folder(path, os.getcwd())
-    except FileNotFoundError:  # the working folder is gone
+    except FileNotFoundError:  # the working folder was removed
         return path
 
 
@@ -65,9 +65,9 @@ def _user_frame(source_info: Any) -> Any:
 
 
 def at_line_of(caller: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:
-    """`eqn`, which `caller` calls: in its name scopes, and at its line if it has none of its own.
+    """`eqn`, inlined from the call `caller`: with its name scopes, and its line if it has none.
 
-    JAX traces what its own functions and libraries jit apart from the code that calls it.
+    JAX traces jitted functions of libraries separately from the code that calls them.
     """
     info, outer = eqn.source_info, caller.source_info
     if outer.name_stack.stack:
@@ -105,17 +105,17 @@ def because(reason: Reason) -> contextlib.AbstractContextManager[None]:
 
 
 def unlikely() -> contextlib.AbstractContextManager[None]:
-    """Loops and branches made inside run only if the data are far from balanced."""
+    """Mark loops and branches made inside as run only for very unbalanced data."""
     return jax.named_scope(_UNLIKELY)
 
 
 def is_unlikely(eqn: JaxprEqn) -> bool:
-    """Whether `unlikely` says so of a loop or branch."""
+    """Whether a loop or branch was made under `unlikely`."""
     return any(getattr(part, "name", "") == _UNLIKELY for part in eqn.source_info.name_stack.stack)
 
 
 class on_behalf_of:  # noqa: N801  (a context, for every equation: a generator would be slower)
-    """Operations made inside belong to the user's line and name scope of `eqn`, not to its mesh."""
+    """Operations made inside get the source line and name scope of `eqn`, but not its mesh."""
 
     __slots__ = ("inner", "user")
 

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from gshard.graph.regions import bodies
 
-Note = Callable[[JaxprEqn], str]  # what is to be said of an equation, or ""
+Note = Callable[[JaxprEqn], str]  # the note for an equation, or ""
 
 
 def program_text(
@@ -19,9 +19,9 @@ def program_text(
     note: Note = lambda eqn: "",
     names: dict[Any, str] | None = None,
 ) -> str:
-    """The program, readable; a `note` follows the equation that it is about.
+    """The program as readable text; a `note` follows its equation.
 
-    `names` are those of variables that have been shown before.
+    `names` has the names of variables that were shown before.
     """
     names = {} if names is None else names
     lines = [f"{title} ({_inputs(jaxpr, names)})"]
@@ -35,7 +35,7 @@ def _inputs(jaxpr: Jaxpr, names: dict[Any, str]) -> str:
 
 def _lines(jaxpr: Jaxpr, names: dict[Any, str], note: Note, indent: str) -> Iterator[str]:
     for eqn in jaxpr.eqns:
-        # A node of a plan reads the number of the device too, which says nothing.
+        # A node of a plan also reads the device's number, which is not shown.
         read = eqn.invars[:1] if "node" in eqn.params else eqn.invars
         operands = "".join(f" {_name(a, names)}" for a in read)
         results = ", ".join(_typed(v, names) for v in eqn.outvars)
@@ -48,10 +48,10 @@ def _lines(jaxpr: Jaxpr, names: dict[Any, str], note: Note, indent: str) -> Iter
 
 
 def _params(eqn: JaxprEqn) -> str:
-    """The parameters that say something, shortened; groups of thousands of devices do not."""
+    """The informative parameters, shortened; long device groups are omitted."""
     shown = []
     for key, value in eqn.params.items():
-        # Not `value in (None, (), False)`: there are types that nothing else can be compared with.
+        # Not `value in (None, (), False)`: some types cannot be compared with others.
         if value is None or (isinstance(value, (int, float, tuple)) and not value):
             continue
         if key in _LEFT_OUT or isinstance(value, (Jaxpr, ClosedJaxpr)):

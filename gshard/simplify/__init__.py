@@ -1,7 +1,7 @@
-"""Normal forms: equations that say more together than one by one are rewritten as one.
+"""Canonicalisation: groups of equations are rewritten into normal forms.
 
-Each pass takes the graph of a program, or of a loop's body, and gives the equations in its place.
-None of them knows about shardings or costs.
+Each pass takes the graph of a program, or of a loop's body, and returns new equations. Passes are
+independent of shardings and costs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PASSES: tuple[Pass, ...] = (fold_permutation_checks, compose_row_maps, transpose
 def simplify(
     closed: ClosedJaxpr, simplified_by: Pass, known: Mapping[Any, Any] | None = None
 ) -> ClosedJaxpr:
-    """A program, and the bodies in it, after one pass; arguments whose values are `known` help."""
+    """A program and its bodies after one pass; `known` has the values of some arguments."""
     jaxpr = closed.jaxpr
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True)) | dict(known or {})
     graph = Graph(jaxpr.eqns, jaxpr.outvars, values)
@@ -47,7 +47,7 @@ def simplify(
 
 
 def _known_inside(eqn: JaxprEqn, body: ClosedJaxpr, graph: Graph) -> dict[Any, Any]:
-    """Indices that are known outside of a scan and the same in every run of it.
+    """Indices that are constant outside a scan and loop-invariant in it.
 
     JAX hoists the indices of a loop's gradient out of its body.
     """

@@ -1,9 +1,9 @@
-"""Scatters and gathers by a permutation: what JAX checks about them at run time is known.
+"""Scatters and gathers by a permutation: JAX's run-time checks on them are constants.
 
 The gradient of `x.at[order].set(y)` has to know which of several updates of one row came last, so
 JAX numbers the updates, scatters the numbers, gathers them again and compares. If `order` is the
-result of an `argsort`, every update is the last of its row, and what would move rows between
-devices twice is a constant.
+result of an `argsort`, every update is the last of its row: the comparison is a constant, and rows
+need not be exchanged between devices for it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from gshard.graph import Graph
 
 
 def fold_permutation_checks(graph: Graph) -> list[JaxprEqn]:
-    """The equations, with constants for comparisons of what was scattered by a permutation."""
-    same: dict[Any, Any] = {}  # variables that are equal to others
-    masks: dict[Any, bool] = {}  # masks that are the same everywhere
+    """The equations with such comparisons folded into constants."""
+    same: dict[Any, Any] = {}  # variables that equal others
+    masks: dict[Any, bool] = {}  # masks with one value for all elements
     folded = []
     for eqn in graph.eqns:
         if same:
@@ -50,7 +50,7 @@ def _origin(atom: Any, same: dict[Any, Any]) -> Any:
 
 
 def is_permutation(atom: Any, graph: Graph) -> bool:
-    """Whether indices of rows are those of all rows, in some order: the result of an `argsort`."""
+    """Whether indices are a permutation of all rows: the result of an `argsort`."""
     eqn = graph.maker(atom)
     if eqn is None:
         return False
@@ -59,7 +59,9 @@ def is_permutation(atom: Any, graph: Graph) -> bool:
         alike = atom.aval.size == source.aval.size
         integers = np.issubdtype(source.aval.dtype, np.integer)
         return alike and integers and is_permutation(source, graph)
-    if eqn.primitive is p.select_n_p:  # negative indices count from the end, and there are none
+    if (
+        eqn.primitive is p.select_n_p
+    ):  # the wrap-around of negative indices, of which there are none
         return len(eqn.invars) == 3 and _wraps(eqn, graph) and is_permutation(eqn.invars[1], graph)
     if eqn.primitive is p.sort_p and len(eqn.invars[0].aval.shape) == 1:
         number = next(i for i, v in enumerate(eqn.outvars) if v is atom)
@@ -78,7 +80,7 @@ def _wraps(eqn: JaxprEqn, graph: Graph) -> bool:
 
 
 def _gathered_back(gather: JaxprEqn, graph: Graph) -> Any:
-    """What was scattered, if a gather takes all of it from the rows that it was put into."""
+    """The updates of a scatter, if a gather reads them all back from the same rows."""
     put = graph.maker(gather.invars[0])
     if put is None or put.primitive is not p.scatter_p or put.invars[1] is not gather.invars[1]:
         return None
@@ -102,7 +104,7 @@ def _sets_rows(put: JaxprEqn) -> bool:
 
 
 def _known_comparison(eqn: JaxprEqn, graph: Graph) -> bool | None:
-    """Whether integers are equal, if that is known for all of them: always, or never."""
+    """The result of a comparison of integers, if it is the same for all elements."""
     one, other = eqn.invars
     if isinstance(one, Literal):
         return None
@@ -130,7 +132,7 @@ def _counts_from_one(atom: Any, graph: Graph) -> bool:
 
 
 def _constant_mask(eqn: JaxprEqn, known: bool) -> JaxprEqn:
-    """A mask with one answer for all elements."""
+    """A mask with one value for all elements."""
     shape = eqn.outvars[0].aval.shape
     params = {"shape": shape, "broadcast_dimensions": (), "sharding": None}
     answer = Literal(np.bool_(known), ShapedArray((), np.dtype(bool)))

@@ -1,7 +1,7 @@
-"""A product whose result is transposed is the product of its operands in the other order.
+"""The transpose of a product as the product of its swapped operands.
 
-JAX writes the gradient of a weight as `(x.T @ dy).T`. As one product, what is reduced and scattered
-need not be copied into another order first.
+JAX writes the gradient of a weight as `(x.T @ dy).T`. As one product, it
+is reduced and scattered without a copy into another order.
 """
 
 from __future__ import annotations

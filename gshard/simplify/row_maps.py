@@ -1,10 +1,10 @@
 """Row maps: operators whose result is made of rows of their operands, composed into one.
 
-A slice, a pad, a concatenation, a `split`, an update at a known index and the sum of disjoint
-zero-padded tensors all say: along one dim, rows i..j of the result are rows a..b of that operand.
-So their compositions are row maps too. A roll is two slices concatenated; taken one by one, each
-slice would be redistributed over all devices, and put together again. As one operator
-(`concatenate_slices`) it moves the rows that pass from one tile to the next.
+In a slice, a pad, a concatenation, a `split`, an update at a constant index and the sum of disjoint
+zero-padded tensors, rows i..j of the result along one dim are rows a..b of an operand. Compositions
+of row maps are row maps too. A roll is two slices concatenated; separately, each slice would be
+redistributed over all devices. As one operator (`concatenate_slices`), only the rows that cross
+from one tile to the next are sent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ concatenate_slices_p = Primitive("concatenate_slices")  # of `windows`: (operand
 def _concatenate_slices(
     *operands: jax.Array, dimension: int, windows: tuple[tuple[int, int, int], ...]
 ) -> jax.Array:
-    """What it means, for regions that gshard does not partition."""
+    """Its definition, for regions that gshard does not partition."""
     parts = [
         lax.slice_in_dim(operands[number], start, limit, axis=dimension)
         for number, start, limit in windows
@@ -50,7 +50,7 @@ mlir.register_lowering(
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows `start` to `limit` of `source`; of a `fill`, so many rows of one number.
+    """Rows `start` to `limit` of `source`, or that many rows of a constant `fill`.
 
     A source may lack dims of size 1 that the result has: those `inserted`.
     """
@@ -74,7 +74,7 @@ class Rows:
 
     @property
     def is_made(self) -> bool:
-        """Whether they are made for the result: a number repeated, or a tensor that lacks dims."""
+        """Whether they are created here: a repeated constant, or a tensor that lacks dims."""
         return self.fill or bool(self.inserted)
 
     @property
@@ -85,11 +85,11 @@ class Rows:
 
 Pieces = tuple[Rows, ...]
 RowMap = tuple[int | None, Pieces]  # along a dim; along any dim where all of a tensor is kept
-Deep = dict[tuple[Any, int], Pieces | None]  # what tensors are made of in the end, along a dim
+Deep = dict[tuple[Any, int], Pieces | None]  # the origins of tensors along a dim
 
 
 def compose_row_maps(graph: Graph) -> list[JaxprEqn]:
-    """The equations, with row maps of row maps as one."""
+    """The equations with compositions of row maps merged."""
     composed: list[JaxprEqn] = []
     deep: Deep = {}
     for eqn in graph.eqns:
@@ -122,9 +122,9 @@ def _is_shift(pieces: Pieces, dim: int) -> bool:
 
 
 def _resolved(pieces: Pieces, dim: int, graph: Graph, deep: Deep) -> Pieces:
-    """Pieces as rows of what their sources are made of, where most of each source is used.
+    """Pieces in terms of their sources' origins, where most of each source is used.
 
-    A tensor of which little is used is better cut first: less of it moves.
+    A tensor of which little is used is better sliced first: less is sent.
     """
     origins = [tuple(_origins(rows, dim, graph, deep)) for rows in pieces]
     used: dict[Any, int] = {}
@@ -152,7 +152,7 @@ def _origins(rows: Rows, dim: int, graph: Graph, deep: Deep) -> Iterator[Rows]:
 
 
 def _deep_pieces(source: Any, dim: int, graph: Graph, deep: Deep) -> Pieces | None:
-    """What a tensor is made of in the end, along `dim`; None if it is not made of rows."""
+    """The origins of a tensor along `dim`; None if it is not a row map."""
     if isinstance(source, Literal):
         return None
     if (source, dim) not in deep:
@@ -168,7 +168,7 @@ def _deep_pieces(source: Any, dim: int, graph: Graph, deep: Deep) -> Pieces | No
 
 
 def row_map(eqn: JaxprEqn, result: Any, graph: Graph) -> RowMap | None:
-    """The dim along which an equation maps rows to its `result`, and where these come from."""
+    """The dim along which an equation maps rows to its `result`, and their origins."""
     find = _MAPS.get(eqn.primitive)
     return find(eqn, result, graph) if find else None
 
@@ -226,13 +226,13 @@ def _of_pad(eqn: JaxprEqn, result: Any, graph: Graph) -> RowMap | None:
 
 
 def _of_update(eqn: JaxprEqn, result: Any, graph: Graph) -> RowMap | None:
-    """A scatter that sets one window at a known place, smaller than the operand along one dim."""
+    """A scatter that sets one window at a constant index, smaller than the operand in one dim."""
     operand, indices, update = eqn.invars
     numbers, shape = eqn.params["dimension_numbers"], operand.aval.shape
     sizes = list(update.aval.shape)
     if len(numbers.update_window_dims) != len(sizes) or numbers.operand_batching_dims:
         return None
-    if eqn.params["update_jaxpr"] is not None:  # the update is computed from what is there
+    if eqn.params["update_jaxpr"] is not None:  # the update is combined with the old value
         return None
     for dim in numbers.inserted_window_dims:
         sizes.insert(dim, 1)
@@ -255,7 +255,7 @@ def _of_update(eqn: JaxprEqn, result: Any, graph: Graph) -> RowMap | None:
 
 
 def _of_sum(eqn: JaxprEqn, result: Any, graph: Graph) -> RowMap | None:
-    """Tensors padded with zeros that leave each other room, added up.
+    """The sum of zero-padded tensors that do not overlap.
 
     JAX's gradient of a roll, and of rows that are taken one by one.
     """
@@ -271,7 +271,7 @@ def _of_sum(eqn: JaxprEqn, result: Any, graph: Graph) -> RowMap | None:
 
 
 def _is_term(atom: Any, graph: Graph) -> bool:
-    """Whether a sum is one term of a longer one, which is looked at as a whole."""
+    """Whether a sum is a term of a longer sum, which is matched instead."""
     users = graph.users(atom)
     if len(users) != 1 or users[0].primitive not in _SUMS:
         return False
@@ -280,9 +280,9 @@ def _is_term(atom: Any, graph: Graph) -> bool:
 
 
 def _zero_padded(atom: Any, graph: Graph) -> list[tuple[int, int, Rows]] | None:
-    """The terms of a sum: rows, their dim, and where they stand in it, among zeros.
+    """The terms of a sum of zero-padded rows: the rows, their dim and their offsets.
 
-    None if there is anything else in it.
+    None if the sum has any other term.
     """
     terms, left = [], [atom]
     while left:
@@ -299,7 +299,7 @@ def _zero_padded(atom: Any, graph: Graph) -> list[tuple[int, int, Rows]] | None:
     return terms
 
 
-_EVERY_ROW = 1 << 60  # along whichever dim: the bounds that matter are the reader's
+_EVERY_ROW = 1 << 60  # along any dim: only the consumer's bounds matter
 
 _MAPS = {
     p.concatenate_p: _of_concatenate,
@@ -316,7 +316,7 @@ _MAPS = {
 
 
 def _concatenation(eqn: JaxprEqn, dim: int, pieces: Sequence[Rows]) -> list[JaxprEqn]:
-    """What makes the result of `eqn` of these pieces."""
+    """The equations that make the result of `eqn` from these pieces."""
     before: list[JaxprEqn] = []
     operands: list[Any] = []
     numbers: dict[Any, int] = {}
@@ -336,7 +336,7 @@ def _concatenation(eqn: JaxprEqn, dim: int, pieces: Sequence[Rows]) -> list[Jaxp
 
 
 def _as_rows(eqn: JaxprEqn, rows: Rows, dim: int) -> JaxprEqn:
-    """What makes a tensor of rows of one number, or of a tensor that lacks dims."""
+    """The equations that make rows of a constant, or of a tensor that lacks dims."""
     aval = eqn.outvars[0].aval
     if rows.fill:
         shape = (*aval.shape[:dim], rows.limit, *aval.shape[dim + 1 :])

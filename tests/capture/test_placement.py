@@ -97,7 +97,7 @@ def test_in_and_out_shardings():
     assert tree({"a": x, "b": x})["y"].sharding.spec == P("data")
     own = gshard.jit(lambda x: x * 2, out_shardings=step.lower(x, w).out_shardings)
     assert own.lower(x).out_shardings == step.lower(x, w).out_shardings
-    with pytest.raises(ValueError, match="in_shardings does not fit"):
+    with pytest.raises(ValueError, match="in_shardings does not match"):
         gshard.jit(jnp.matmul, in_shardings=(rows, rows, rows))(x, w)
 
 
