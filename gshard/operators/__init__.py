@@ -1,1 +1,1 @@
-"""What gshard knows about operators: rules, and how the cheapest way to run one is chosen."""
+"""Rules of operators, and the choice of the cheapest way to run one."""

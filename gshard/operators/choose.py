@@ -1,8 +1,8 @@
-"""Cost decides: how an operator described by factors runs on tiles.
+"""The cheapest way to run an operator that is described by factors.
 
-Every way to split the factors is right. Each costs the bytes that a device sends to bring the
-operands into place, to combine partial results, and to hand over the result as it is wanted, and
-the time of the local work; the cheapest is taken (section 3.3.2, "Einsum Case Study").
+Every split of the factors is correct. Its cost is the bytes that a device sends to reshard the
+operands, to combine partial results and to reshard the result as wanted, and the time of the local
+work; the cheapest is taken (section 3.3.2, "Einsum Case Study").
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Assignment = Mapping[Factor, Split | None]
 
 @dataclass(frozen=True)
 class Layout:
-    """An operator under one split of its factors: how each of its tensors lies then."""
+    """An operator under one split of its factors, with the sharding of each of its tensors."""
 
     factors: Factors
     chosen: Assignment
     reduced: Mapping[Factor, Split]  # what leaves partial results
     operands: tuple[tuple[Sharding, tuple[int, ...]], ...]  # sharding and local shape
     results: tuple[tuple[Sharding, tuple[int, ...]], ...]
-    in_place: bool = False  # nothing moves: the operands lie so, and the results are wanted so
+    in_place: bool = False  # no communication: operands and results already have these shardings
     types: dict[Any, Any] = field(default_factory=dict)  # of local results, by those of operands
 
     @staticmethod
@@ -69,7 +69,7 @@ class Layout:
     def between(
         self, eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding]
     ) -> Layout:
-        """This layout for operands that lie, and results that are wanted, like that."""
+        """This layout between these shardings of operands and wanted shardings of results."""
         atoms, given = (*eqn.invars, *eqn.outvars), (*shardings, *targets)
         usual = tuple((s, s.local_shape(a.aval.shape)) for s, a in zip(given, atoms, strict=True))
         alike = usual == self.operands + self.results
@@ -79,7 +79,7 @@ class Layout:
 def partition_by_factors(
     ctx: Context, eqn: JaxprEqn, rule: Rule, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    """Run `eqn` under the cheapest split of its factors; results need not be as wanted yet."""
+    """Run `eqn` under the cheapest split of its factors; results may still need resharding."""
     return run_as(ctx, eqn, rule, cheapest(ctx, eqn, rule, tiles, targets), tiles, targets)
 
 
@@ -94,10 +94,10 @@ def cheapest(
     targets: list[Sharding],
     by_factors: bool = False,
 ) -> Layout:
-    """The layout that `choose` finds; for equations that are alike, it is asked once.
+    """The layout that `choose` finds, computed once for equal equations.
 
-    `by_factors` says of a rule with a partition of its own that where nothing moves, it does what
-    `run_as` does.
+    `by_factors` is true for a rule with its own `partition` that does the same as `run_as` where
+    nothing moves.
     """
     alike, shares = ctx.kind(eqn), ctx.shares(eqn, tiles)
     shardings = tuple([t.sharding for t in tiles])
@@ -114,7 +114,7 @@ def cheapest(
                 _cheapest_before.clear()
                 _in_place.clear()
             _cheapest_before[key] = found
-            # That nothing moves does not depend on costs, and so not on the rest of the key.
+            # That nothing moves is independent of costs, and so of the rest of the key.
             if found.in_place and (by_factors or not rule.partition):
                 _in_place[alike, *shardings, *targets] = (rule, found)
     return found
@@ -126,9 +126,9 @@ _in_place: dict[Any, tuple[Rule, Layout]] = {}
 def in_place_again(
     eqn: JaxprEqn, kind: int, tiles: Sequence[Tile], targets: Sequence[Sharding]
 ) -> list[Tile] | None:
-    """The results of an equation like one that ran before with nothing to move; None if none did.
+    """The results of an equation equal to an earlier one that needed no communication; else None.
 
-    It is written down on local arrays at once: nothing is chosen, and JAX is not asked for types.
+    It is copied onto local arrays directly, without a choice and without JAX's typing rules.
     """
     rule, layout = _in_place.get((kind, *[t.sharding for t in tiles], *targets), (None, None))
     # The user may have registered another rule meanwhile.
@@ -207,7 +207,7 @@ def run_as(
 def shard_dims(
     dims: Sequence[Dim], chosen: Assignment, factors: Factors, num_devices: int
 ) -> Sharding:
-    """The sharding of a tensor with these dims when the factors are split as `chosen`."""
+    """The sharding of a tensor with these dims if the factors are split as `chosen`."""
     return Sharding(tuple(compose(d, chosen, factors.sizes) for d in dims), num_devices)
 
 
@@ -238,8 +238,8 @@ def choose(
 ) -> Assignment:
     """The cheapest split of every factor, out of those that operands and results suggest.
 
-    `kept` factors stay split where any tensor splits them, even if to gather were cheaper. `cost`
-    is for operators that run otherwise than `run` does.
+    `kept` factors stay split if any tensor splits them, even if a gather were cheaper. `cost` is
+    for operators that do not run by `run`.
     """
     cost = cost or default_cost
     options: dict[Factor, list[Split | None]] = {f: [] for f in factors.sizes}
@@ -265,7 +265,7 @@ def choose(
         total = cost(eqn, factors, candidate, shardings, targets, best_cost)
         if total < best_cost:
             best, best_cost = candidate, total
-    if best is None:  # what is to be kept does not fit together
+    if best is None:  # the kept splits are incompatible
         return choose(eqn, factors, shardings, targets)
     return best
 
@@ -273,7 +273,7 @@ def choose(
 def _fits(
     chosen: Assignment, factors: Factors, tensors: Sequence[tuple[Sequence[Dim], Sharding]]
 ) -> bool:
-    """Whether nothing has to move: all dims already are as their factors say."""
+    """Whether nothing has to move: all dims are already split like their factors."""
     reduced = any(chosen[f] for f in factors.reduced)
     return not reduced and all(
         compose(dim, chosen, factors.sizes) is split
@@ -283,7 +283,7 @@ def _fits(
 
 
 def _composable(chosen: Assignment, factors: Factors) -> bool:
-    """Whether no dim has to forget a split of one of its factors, as where it tiles unevenly."""
+    """Whether no dim has to drop the split of one of its factors, as uneven tiles require."""
     for dims in [*factors.operands, *factors.results]:
         for dim in dims:
             if len(dim) > 1:
@@ -302,9 +302,9 @@ def default_cost(
     limit: float,
     shares: Shares | None = None,
 ) -> float:
-    """What it costs to bring operands into place, to work, and to hand over the results.
+    """The cost of resharding operands, of the local work, and of resharding results.
 
-    What is shared with other operators is paid in `shares`.
+    `shares` is the part to pay of what is shared with other operators.
     """
     num_devices = targets[0].num_devices
     total = local_work(eqn, factors, chosen)
@@ -326,7 +326,7 @@ def default_cost(
 
 
 def local_work(eqn: JaxprEqn, factors: Factors, chosen: Assignment) -> float:
-    """The local work, as the bytes that could be sent meanwhile."""
+    """The local work, in bytes that could be sent in the same time."""
     part = {f: -(-n // s.tiles) if (s := chosen.get(f)) else n for f, n in factors.sizes.items()}
     rule = RULES[eqn.primitive]
     if rule.work:

@@ -1,12 +1,12 @@
-"""Rows that lie by groups: every device holds the rows of its own experts, however many there are.
+"""Expert-major rows: every device holds the rows of its own experts, however many there are.
 
-`ragged_dot` multiplies rows, sorted by group, with a matrix per group. Where the groups are split
-over devices, `dropless` lets the rows between two exchanges lie like the groups. Such a tensor is
-an ordinary one of `parts.tiles * room` rows, split evenly: tile c holds the rows of its groups,
-one after the other, and garbage behind them. How many there are is known at run time only.
+`ragged_dot` multiplies rows, sorted by group, with a matrix per group. If the groups are split over
+devices, `rewrites.exchange_by_expert` keeps the rows between two exchanges sharded like the groups.
+Such a tensor has `parts.tiles * room` rows, split evenly: tile c has the rows of its groups in
+order, then garbage. The number of rows is only known at run time.
 
-A device whose groups have more rows than there is `room` for would have to drop some. Instead, all
-of them then hold equal shares of the sorted rows, and the matrices travel.
+If the groups of a device have more rows than its capacity (`room`), no row is dropped: all devices
+then hold equal shares of the sorted rows, and the matrices pass around a ring instead.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from jax.extend.core import Primitive
 
 from gshard.tensors.sharding import Split
 
-ROOM = 2  # times its share of the rows that a device has room for
+ROOM = 2  # capacity of a device, in multiples of its share of the rows
 
 
 @dataclass(frozen=True)
 class Groups:
-    """`rows` sorted rows in `count` groups, which are cut by `split`; the rows by `parts`.
+    """`rows` sorted rows in `count` groups, which are split by `split`; the rows by `parts`.
 
-    `parts` cuts what a tile of `split` has into equal parts, for the devices with copies of it.
+    `parts` divides a tile of `split` into equal parts, among the devices with copies of it.
     """
 
     split: Split
@@ -39,22 +39,22 @@ class Groups:
 
     @property
     def share(self) -> int:
-        """Rows of a device if all have the same."""
+        """Rows per device if balanced."""
         return -(-self.rows // self.parts.tiles)
 
     @property
     def room(self) -> int:
-        """Rows that a device can hold."""
+        """The capacity of a device, in rows."""
         return min(self.rows, ROOM * self.share)
 
     @property
     def held(self) -> int:
-        """Rows of a tensor that lies by groups: those of all devices, garbage included."""
+        """Rows of an expert-major tensor: those of all devices, garbage included."""
         return self.parts.tiles * self.room
 
     @property
     def per_tile(self) -> int:
-        """Groups of a tile, the last of which may have fewer."""
+        """Groups per tile; the last tile may have fewer."""
         return -(-self.count // self.split.tiles)
 
 
@@ -63,7 +63,8 @@ class Bounds:
     """Where groups and devices begin and end in the sorted rows, at run time.
 
     `first[g]` is the first row of group g, and `first[count]` the end of the last; device-tile c
-    holds rows `starts[c]` to `starts[c + 1]`. `crowded` says that the rows are in equal shares.
+    holds rows `starts[c]` to `starts[c + 1]`. `crowded` is true on overflow, when the rows are in
+    equal shares.
     """
 
     first: jax.Array
@@ -72,13 +73,13 @@ class Bounds:
 
 
 def bounds(groups: Groups, sizes: jax.Array) -> Bounds:
-    """The bounds that the sizes of the groups amount to."""
+    """The bounds for these sizes of the groups."""
     rows, tiles = groups.rows, groups.split.tiles
     copies = groups.parts.tiles // tiles
     total = jnp.cumsum(sizes.astype(jnp.int32))
     first = jnp.minimum(jnp.concatenate([jnp.zeros(1, jnp.int32), total]), rows)
     borders = first[jnp.minimum(jnp.arange(tiles) * groups.per_tile, groups.count)]
-    ends = jnp.append(borders[1:], rows)  # rows of no group lie with the last
+    ends = jnp.append(borders[1:], rows)  # rows of no group are with those of the last
     part = -(-(ends - borders) // copies)
     starts = jnp.minimum(borders[:, None] + part[:, None] * jnp.arange(copies), ends[:, None])
     starts = jnp.append(starts.reshape(-1), rows)
@@ -87,21 +88,21 @@ def bounds(groups: Groups, sizes: jax.Array) -> Bounds:
     return Bounds(first, jnp.where(crowded, equal, starts), crowded)
 
 
-# Rows of a tensor, taken by index: `source` and `target` say whether the tensor and the result lie
-# by groups (`Groups`) or as usual (None). Operands: the tensor, the groups' sizes, and the indices;
-# without them, row i of the result is row i of the tensor.
+# Rows of a tensor, taken by index: `source` and `target` say whether the tensor and the result are
+# expert-major (`Groups`) or token-major (None). Operands: the tensor, the groups' sizes, and the
+# indices; without them, row i of the result is row i of the tensor.
 take_rows_p = Primitive("take_rows")
 
-# A tensor that rows are put into by index, or added to: `source` is how the rows lie, and `target`
-# how the tensor does. Operands: the tensor, the groups' sizes, the rows, and the indices.
+# A tensor into which rows are written or added by index: `source` is the order of the rows,
+# `target` that of the tensor. Operands: the tensor, the groups' sizes, the rows, and the indices.
 put_rows_p = Primitive("put_rows")
 
-# `ragged_dot_general` of rows that lie by groups: as `numbers` and the like say.
+# `ragged_dot_general` of expert-major rows.
 grouped_dot_p = Primitive("grouped_dot")
 
 
 def rows_of(groups: Groups | None, usual: int) -> int:
-    """The number of rows of a tensor that lies by groups, or as usual."""
+    """The number of rows of an expert-major or token-major tensor."""
     return groups.held if groups else usual
 
 

@@ -1,4 +1,4 @@
-"""`gshard.register_rule`: how third parties teach gshard their primitives.
+"""`gshard.register_rule`: rules for primitives of other libraries.
 
 A rule is written like an einsum, in the notation of `jax.experimental.custom_partitioning`: a name,
 a factor, for every dim of every operand and result. "b m k, k n -> b m n" says that `b`, `m` and
@@ -20,7 +20,7 @@ from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.tile import Tile
 
 KINDS = ("sum", "max", "min", "prod", "and", "or", "xor")
-_ELLIPSIS = "…"  # what JAX's parser makes of "..."
+_ELLIPSIS = "…"  # JAX's parse of "..."
 
 
 def register_rule(
@@ -31,20 +31,20 @@ def register_rule(
     sizes: Mapping[str, int] | None = None,
     local: Callable[..., Any] | None = None,
 ) -> None:
-    """Say how the dims of `primitive` may be split; the last rule registered counts.
+    """Register how the dims of `primitive` may be split, replacing an earlier rule.
 
-    `rule` names the dims: operands, an arrow, results, each with its dims apart by spaces and from
-    the next one by a comma. `...` stands for leading dims, `(a b)` for a dim made of two factors,
-    the major one first, whose `sizes` are given where no dim shows them. A function from the
-    equation to such a string serves a primitive whose ranks differ from use to use.
+    `rule` names the dims: operands, an arrow, results; dims are separated by spaces, tensors by
+    commas. `...` means any leading dims, `(a b)` a dim made of two factors, major first, whose
+    `sizes` are needed if no other dim has them. For a primitive whose ranks vary, pass a function
+    from the equation to such a string.
 
-    A factor that operands and results share may be split: the primitive then runs on tiles. One
-    that stands in operands only may be split if `reduced` says how the devices' results combine
-    (sum, max, min, prod, and, or, xor); what a tile is padded with then changes nothing in such a
-    reduction. All other factors stay whole. `local(*tiles, **params)` runs in the place of the
-    primitive where that needs other parameters on a tile.
+    A factor that operands and results share may be split: the primitive then runs on tiles. A
+    factor of operands only may be split if `reduced` says how the devices' results are combined
+    (sum, max, min, prod, and, or, xor); padding is filled with the identity of that reduction. All
+    other factors stay unsplit. `local(*tiles, **params)` replaces the primitive on tiles, if it
+    needs other parameters there.
 
-    A `gshard.extend.Rule` in the place of the string can do all that gshard's own rules do.
+    A `gshard.extend.Rule` instead of the string can do everything that gshard's own rules do.
     """
     if not isinstance(primitive, Primitive):
         raise TypeError(
@@ -86,7 +86,7 @@ def _check_reduced(parsed: Any, text: str, reduced: Mapping[str, str]) -> None:
     known = set(_names(parsed.operand_mappings)) - set(_names(parsed.result_mappings))
     if not known.issuperset(reduced):
         raise ValueError(
-            f"register_rule: {text!r}: reduced factors stand in operands only, which are here "
+            f"register_rule: {text!r}: reduced factors occur in operands only, which are here "
             f"{sorted(known) or 'none'}; given are {sorted(reduced)}"
         )
 
@@ -100,8 +100,8 @@ def _names(mappings: Sequence[Any]) -> Iterator[str]:
 def factors_of(eqn: JaxprEqn, rule: Any, reduced: Mapping[str, str]) -> Factors:
     """The factors that a parsed rule gives an equation.
 
-    Those that the rule does not let pass, that differ in size, or that only operands or only
-    results have (and are not reduced) stay whole.
+    Factors that the rule does not pass through, that differ in size, or that only operands or only
+    results have (and are not reduced) stay unsplit.
     """
     sizes: dict[str, int] = dict(rule.factor_sizes)
     whole = {*rule.need_replication_factors, *rule.permutation_factors}
@@ -127,7 +127,7 @@ def factors_of(eqn: JaxprEqn, rule: Any, reduced: Mapping[str, str]) -> Factors:
 
 
 def _dims(eqn: JaxprEqn, mapping: Any, shape: Shape) -> tuple[tuple[str, ...], ...]:
-    """The factors of each dim; `...` stands for as many dims as are left."""
+    """The factors of each dim; `...` matches all remaining dims."""
     dims = [(d,) if isinstance(d, str) else tuple(d) for d in mapping]
     if dims and dims[0][0].startswith(_ELLIPSIS):
         (name,), dims = dims[0], dims[1:]

@@ -1,6 +1,7 @@
-"""A pass over scores whose keys come round: what is computed for each visiting block of keys.
+"""A ring pass: the scores of a device's queries with each block of keys, as blocks pass around.
 
-`rules.visits` runs it. No device ever has more than its own queries' scores for one block of keys.
+The rule of `ring_pass_p` runs it. A device only ever has its own queries' scores for one block of
+keys.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ KEYS, QUERIES = "keys", "queries"
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """A result: `eqn` sums the scores that are its operand `number`, over keys or over queries.
+    """A result: `eqn` sums the scores, its operand `number`, over keys or over queries.
 
-    `scores` is their place among the results of the body.
+    `scores` is their index among the results of the body.
     """
 
     eqn: Any
@@ -31,10 +32,10 @@ class Sum:
 
 @dataclass(frozen=True, eq=False)
 class Softmax:
-    """A softmax over keys, in one pass: its maximum, its sum, and weighted sums of values.
+    """An online softmax over keys: its maximum, its sum, and weighted sums of values.
 
-    Numbers are those of the sums that it stands for; `weighted` are products of the weights with
-    values, before (False) or after the division by the sum. `logits` is the place of the scores
+    Indices are those of the sums that it replaces; `weighted` are products of the weights with
+    values, before (False) or after the division by the sum. `logits` is the index of the scores
     among the results of the body.
     """
 
@@ -46,10 +47,10 @@ class Softmax:
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """A mask of the scores, which `body` makes: where it is not `seen`, logits are `fill`.
+    """A mask of the scores, computed by `body`: where it is not `seen`, logits are `fill`.
 
-    A block that it hides altogether is not computed. In a round that makes the softmax, all of its
-    logits are `fill`; in others, what is summed is zero if `exp(fill - shift)` is.
+    A block that is masked entirely is skipped. In a pass that computes the softmax, all of its
+    logits are `fill`; in others, its sums are zero if `exp(fill - shift)` is.
     """
 
     body: Jaxpr
@@ -60,10 +61,10 @@ class BlockMask:
 
 @dataclass(frozen=True, eq=False)
 class RingPass:
-    """One round of the keys: `body` makes scores from the operands, `sums` sum them up.
+    """One pass of the keys around the ring: `body` computes scores, `sums` reduce them.
 
     `names` are those of the dims of all variables, of which `whole` cannot be split; queries and
-    keys are cut by `split`. `hides` is a mask of them, if there is one.
+    keys are split by `split`. `hides` is their mask, if there is one.
     """
 
     body: Jaxpr

@@ -1,4 +1,4 @@
-"""Rule: what gshard knows about a primitive, read by propagation and by partitioning.
+"""`Rule`: the description of a primitive, read by propagation and by the planner.
 
 Most operators are described by their `Factors` alone; the others add a partition rule of their own.
 """
@@ -23,12 +23,12 @@ from gshard.tensors.tile import Tile
 
 @dataclass(frozen=True)
 class Shares:
-    """What of its costs an operator shares with others.
+    """The costs that an operator shares with others.
 
-    `of_sum` is the part of the sum of its result that is to be paid for it, where partial sums are
-    added first. `uses` is for each operand the part of a move that is to be paid for this use of
-    it, `narrow` the part of its bytes that have to move (see `widening`), and `moved` the forms
-    that it has been moved to already, which cost nothing.
+    `of_sum` is its part of the cost of reducing its result, where partial sums are added first.
+    `uses` is for each operand the part of a reshard that this use pays, `narrow` the part of its
+    bytes that have to move (see `widening`), and `moved` the shardings under which it is already
+    available, which cost nothing.
     """
 
     of_sum: float
@@ -37,24 +37,24 @@ class Shares:
     moved: tuple[frozenset[Sharding], ...]
 
     def of_move(self, number: int, target: Sharding) -> float:
-        """The part to pay for bringing an operand to `target`."""
+        """The part to pay for resharding an operand to `target`."""
         return 0.0 if target in self.moved[number] else self.uses[number]
 
 
 class Context(Protocol):
-    """What a partition rule may ask of the partitioner."""
+    """The planner, as partition rules see it."""
 
     place: Place
     memory_limit: int
-    values: dict[Any, Tile]  # of the variables of the program or body that ran last
+    values: dict[Any, Tile]  # of the variables of the last program or body
     waiting: dict[Any, float]  # the variables whose sum may wait, and the share to pay for it
 
     def reshard(self, tile: Tile, target: Sharding, reason: Reason) -> Tile:
-        """`tile` under another sharding; asking twice moves it once."""
+        """`tile` under another sharding; a repeated request moves nothing."""
         ...
 
     def retile(self, tile: Tile, dim: int, size: int, reason: Reason) -> Tile:
-        """`tile` with tiles of `size` rows along `dim`, which need not be the usual."""
+        """`tile` with tiles of `size` rows along `dim`, which may differ from the sharding's."""
         ...
 
     def waits(
@@ -68,7 +68,7 @@ class Context(Protocol):
         ...
 
     def over_slices(self, var: Any, alike: Any, cost: Callable[[JaxprEqn], float]) -> float:
-        """What all slices of a variable cost, of which those that are `alike` are asked once."""
+        """The cost of all slices of a variable; those that are `alike` are computed once."""
         ...
 
     def kind(self, eqn: JaxprEqn) -> int | None:
@@ -89,7 +89,7 @@ class Context(Protocol):
         ...
 
     def on(self, place: Place, shardings: Mapping[Any, Sharding]) -> Context:
-        """A context for other devices, and a program of its own."""
+        """A context for other devices and another program."""
         ...
 
     def run(self, jaxpr: Any, tiles: Sequence[Tile]) -> list[Tile]:
@@ -134,16 +134,16 @@ class Doc:
     free: str = ""
     halo: str = ""  # by halo exchange or CollectivePermutes
     gather: str = ""  # by collectives over all tiles of a dim
-    refused: str = ""  # why there is no way at all
+    refused: str = ""  # why it cannot be split at all
 
 
 @dataclass(frozen=True)
 class Rule:
     """How a primitive's dims relate, and how it runs on tiles.
 
-    `local` computes the results from tiles of which every dim is split like its factors.
-    `partition` takes over where that is not enough: it gets the operands as they are and the
-    shardings wanted for the results, and may return other shardings. `level` orders propagation:
+    `local` computes the results from tiles whose dims are split like their factors. `partition`
+    replaces that where it is not enough: it gets the operands under their current shardings and the
+    wanted shardings of the results, and may return others. `level` orders propagation:
     0 before 1. `work` counts the floating-point operations on factors of given local sizes, for
     operators that compute for longer than they read and write memory. `linear` gives the operands
     that the operator is linear in: it can run on unreduced ones, and its result is unreduced then.
@@ -163,9 +163,9 @@ RULES: dict[Primitive, Rule] = {}
 
 
 def equation_key(eqn: JaxprEqn) -> int | None:
-    """Equations with one key are alike but for their variables, as in layer after layer.
+    """A key that is equal for equations that differ only in their variables, as in repeated layers.
 
-    None where that cannot be told, or where the equation holds programs, which are not alike.
+    None if a parameter is not hashable, or for equations with bodies.
     """
     params = tuple(eqn.params.items())
     if any(map(_holds_program, eqn.params.values())):
@@ -196,7 +196,7 @@ _described: dict[Any, Factors] = {}
 
 
 def factors_of(rule: Rule, eqn: JaxprEqn, key: int | None = None) -> Factors:
-    """The factors of an equation; those of equations that are alike are made once."""
+    """The factors of an equation, computed once for equal equations."""
     key = equation_key(eqn) if key is None else key
     if key is None:
         return rule.factors(eqn)
@@ -208,7 +208,7 @@ def factors_of(rule: Rule, eqn: JaxprEqn, key: int | None = None) -> Factors:
     return found
 
 
-MOST_REMEMBERED = 16384  # kinds of equations of which something is remembered
+MOST_REMEMBERED = 16384  # cached kinds of equations
 
 
 def register(rule: Rule, *primitives: Primitive) -> None:

@@ -1,7 +1,7 @@
 """The partitioner: an interpreter that runs each equation on tiles (section 3.3).
 
-It runs while `shard_map` traces it, so what it executes on local arrays becomes the one program of
-all devices. Each operator's rule is ordinary `lax` code.
+It runs while `shard_map` traces it, so what it executes on local arrays becomes the per-device
+program. Each operator's rule is ordinary `lax` code.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 def _is_index_math(eqn: JaxprEqn) -> bool:
-    """Whether an equation computes integers, or masks, from the same elements of others."""
+    """Whether an equation computes integers or masks elementwise."""
     dtype = getattr(eqn.outvars[0].aval, "dtype", None) if len(eqn.outvars) == 1 else None
     if dtype is None or is_key_type(dtype) or dtype.kind not in "iub":
         return False
@@ -67,7 +67,7 @@ def _is_index_math(eqn: JaxprEqn) -> bool:
 
 
 def _can_be_made_again(eqn: JaxprEqn, tiles: Sequence[Tile]) -> bool:
-    """Whether an operator may run after a move of its operands instead of before."""
+    """Whether an operator may be recomputed after its operands are moved."""
     if eqn.primitive is annotate_p or any(t.partial or t.sharding.manual for t in tiles):
         return False
     rule = RULES.get(eqn.primitive)
@@ -107,10 +107,10 @@ class Planner:
         self.over: dict[Any, float] = {}  # what they cost together
         self.literals: dict[Any, Tile] = {}
         self.values: dict[Any, Tile] = {}  # of all variables, once they are known
-        self.waiting: dict[Any, float] = {}  # variables whose sum may wait, and its share
+        self.waiting: dict[Any, float] = {}  # may stay unreduced; share of the cost
 
     def inner(self) -> Planner:
-        """A partitioner for a body: it may use what is known outside, but not leak what it adds."""
+        """A planner for a body: it may use values available outside; what it adds stays inside."""
         inner = Planner(
             self.place.inner(), self.shardings, self.memory_limit, self.strict, self.kinds
         )
@@ -118,7 +118,7 @@ class Planner:
         return inner
 
     def on(self, place: Place, shardings: Mapping[Any, Sharding]) -> Planner:
-        """A partitioner for other devices, and a program of its own."""
+        """A planner for other devices and another program."""
         return Planner(place, shardings, self.memory_limit, self.strict)
 
     def sharding(self, var: Any) -> Sharding:
@@ -126,7 +126,7 @@ class Planner:
         return self.shardings[var]
 
     def reshard(self, tile: Tile, target: Sharding, reason: Reason) -> Tile:
-        """`tile` under another sharding; asking twice moves it once."""
+        """`tile` under another sharding; a repeated request moves nothing."""
         if tile.partial:
             tile = combine_sums(self.place, tile, target, reason.operator)
         if tile.sharding == target and tile.is_standard:
@@ -142,7 +142,7 @@ class Planner:
         return found
 
     def made_again(self, tile: Tile, target: Sharding, reason: Reason) -> Tile | None:
-        """`tile` under another sharding, if it is cheaper to move what it was made of."""
+        """`tile` under another sharding, if it is cheaper to move its operands and recompute it."""
         return resharded_again(
             self.place,
             tile,
@@ -152,9 +152,9 @@ class Planner:
         )
 
     def made_whole(self, tile: Tile, depth: int = 50) -> Tile | None:
-        """A tensor of integers made again, whole, if that needs nothing to be sent; else None.
+        """A replicated integer tensor, recomputed if that sends nothing; else None.
 
-        Indices are often counted or computed from others that were whole once: a sort's results.
+        Indices are often iotas, or computed from values that were replicated, as a sort's results.
         """
         whole = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
         if tile.sharding.is_replicated:
@@ -178,7 +178,7 @@ class Planner:
         return made
 
     def retile(self, tile: Tile, dim: int, size: int, reason: Reason) -> Tile:
-        """`tile` with tiles of `size` rows along `dim`, which need not be the usual."""
+        """`tile` with tiles of `size` rows along `dim`, which may differ from the sharding's."""
         return reshard.retile(self.place, tile, dim, size, reason)
 
     def waits(
@@ -203,7 +203,7 @@ class Planner:
         return Shares(of_sum, uses, narrow, tuple(forms))
 
     def over_slices(self, var: Any, alike: Any, cost: Callable[[JaxprEqn], float]) -> float:
-        """What all slices of a variable cost, of which those that are `alike` are asked once."""
+        """The cost of all slices of a variable; those that are `alike` are computed once."""
         if isinstance(var, Literal):
             return 0.0
         if (var, alike) not in self.over:
@@ -211,12 +211,12 @@ class Planner:
         return self.over[var, alike]
 
     def kind(self, eqn: JaxprEqn) -> int | None:
-        """Its `equation_key`, which propagation has found out already."""
+        """Its `equation_key`, which propagation has computed."""
         found = self.kinds.get(eqn)
         return equation_key(eqn) if found is None else found
 
     def again(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> list[Tile] | None:
-        """The results of an equation like one that ran before with nothing to move."""
+        """The results of an equation equal to an earlier one that needed no communication."""
         kind = self.kinds.get(eqn)
         if kind is None or eqn.primitive in VIEWS:  # of which more is to be remembered
             return None
@@ -228,7 +228,7 @@ class Planner:
         tiles: Sequence[Tile],
         leaving: Mapping[int, float] = NOTHING,
     ) -> list[Tile]:
-        """The results of a body; its constants are whole on every device."""
+        """The results of a body; its constants are replicated."""
         return self.run(closed.jaxpr, [*map(self.whole, closed.consts), *tiles], leaving)
 
     def run(
@@ -310,14 +310,14 @@ class Planner:
         return results
 
     def literal(self, atom: Literal) -> Tile:
-        """A number in the program; equal ones are made once."""
+        """A literal of the program; equal ones are made once."""
         key = (atom.aval, type(atom.val), np.asarray(atom.val).tobytes())
         if key not in self.literals:
             self.literals[key] = self.whole(atom.val)
         return self.literals[key]
 
     def whole(self, value: Any) -> Tile:
-        """A constant, which every device has."""
+        """A replicated constant."""
         array = value if isinstance(value, jax.Array) else jnp.asarray(value)
         return Tile(
             array, Sharding.replicated(jnp.ndim(array), self.place.num_devices), jnp.shape(array)

@@ -1,8 +1,8 @@
-"""What a program would cost under given shardings: the sum over its operators of what they send.
+"""The cost of a program under given shardings: the sum over its operators.
 
-The same costs by which the partitioner chooses how an operator runs (`choose`), with trip counts.
-A value that several operators need in one form, or transposed, is moved there once, and partial
-sums that are added are summed once. Layers that look alike are counted once and multiplied.
+The costs are those by which the planner chooses how an operator runs (`choose`), times trip counts.
+A value that several operators need under one sharding, or transposed, is moved once, and partial
+sums that are added are reduced once. Equal layers are priced once and multiplied.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Key = Any
 
 
 class Operand(NamedTuple):
-    """A value as an operator uses it; what was moved for `earlier` uses need not be again."""
+    """A use of a value; what was moved for `earlier` uses need not be moved again."""
 
-    value: Any  # the variable that it is, or is a transpose of
-    dims: tuple[int, ...]  # for every dim of that, which one it is here
+    value: Any  # the variable, or the one that it is a transpose of
+    dims: tuple[int, ...]  # for every dim of that variable, its dim here
     use: Key
     earlier: Collection[Key]
 
@@ -41,7 +41,7 @@ class Operator(NamedTuple):
     runs: int  # how often it runs
     edge: Edge
     operands: Mapping[int, Operand]  # those that are variables
-    share: float  # what is paid of the sum of its result
+    share: float  # the part to pay of reducing its result
     narrow: tuple[float, ...]  # the part of each operand that has to move for it
 
 
@@ -49,11 +49,11 @@ class Cost(NamedTuple):
     """What an operator costs when it runs once."""
 
     own: float
-    moves: Mapping[int, tuple[Sharding, float]]  # operands that move: where to, and what for
+    moves: Mapping[int, tuple[Sharding, float]]  # of operands: target, cost
 
 
 class Estimator:
-    """The cost of a program, for one assignment of shardings after another."""
+    """Prices a program under one assignment of shardings after another."""
 
     def __init__(self, flow: Flow):
         self.num_devices = flow.num_devices
@@ -93,7 +93,8 @@ class Estimator:
     def alike(self, classes: Mapping[Any, Key]) -> list[Operator]:
         """The operators of a program in which all variables of a class have one sharding.
 
-        Those are alike whose operands have been used before by such as are alike.
+        Equal operators are merged. Two are equal if they have the same kind and shapes, and their
+        operands were used before by the same kinds of operators.
         """
         groups: dict[Key, list[Operator]] = {}
         numbers: dict[Key, int] = {}
@@ -116,7 +117,7 @@ class Estimator:
     ) -> float:
         """The bytes that a device sends, and the time of its work as bytes."""
         total, costs = 0.0, self.costs
-        moved: set[tuple[Key, Sharding]] = set()  # for which use, and where to
+        moved: set[tuple[Key, Sharding]] = set()  # for which use, and to which sharding
         for each in self.operators if operators is None else operators:
             key = (each.kind, *[shardings[v] for v in each.variables])
             cost = costs.get(key)
@@ -146,13 +147,13 @@ class Estimator:
 
 
 def _operand(var: Any, sources: Mapping[Any, tuple[Any, tuple[int, ...]]]) -> Operand:
-    """A use of a value that is told from other values, but not from its other uses."""
+    """A use of a value, identified by the value and not by the use."""
     value, dims = sources.get(var) or (var, tuple(range(len(var.aval.shape))))
     return Operand(value, dims, value, (value,))
 
 
 def _described(edge: Edge) -> Key:
-    """All that the cost of an operator depends on, but for the shardings."""
+    """Everything that the cost of an operator depends on, except the shardings."""
     factors, eqn = edge.factors, edge.eqn
     avals = tuple((a.aval.shape, a.aval.dtype) for a in edge.atoms[0] + edge.atoms[1])
     return (

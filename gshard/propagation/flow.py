@@ -1,8 +1,8 @@
-"""The data flow of propagation: dims without a split take one over from their neighbours.
+"""The data-flow analysis of propagation: unsplit dims take over the splits of neighbours.
 
-Neighbours are tensors that share a dim through an operator, or across the border of a loop. Once
-taken, a split stays, so the flow ends; program order makes it deterministic. Which splits go first
-is for `propagate` to say.
+Neighbours are tensors that share a dim through an operator, or across the border of a loop. A
+split that was taken over stays, so the analysis terminates; program order makes it deterministic.
+`propagate` decides which splits spread first.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class Flow:
     def __init__(self, num_devices: int, memory_limit: int = MEMORY_LIMIT):
         self.num_devices = num_devices
         self.memory_limit = memory_limit  # bytes of a loop's constants that may be gathered for it
-        self.constants: dict[Any, None] = {}  # what is the same in every run of a loop, inside
-        self.given: dict[Any, list[Split | None]] = {}  # the splits that annotations ask for
+        self.constants: dict[Any, None] = {}  # loop invariants, inside the loop
+        self.given: dict[Any, list[Split | None]] = {}  # the splits of annotations
         self.said: dict[Any, JaxprEqn] = {}  # the annotations themselves
-        self.closed: dict[Any, set[int]] = defaultdict(set)  # dims that may not be split any more
+        self.closed: dict[Any, set[int]] = defaultdict(set)  # dims that must stay unsplit
         self.runs: dict[Any, int] = {}  # how often each variable is made
-        self.shares: dict[Any, float] = {}  # what is paid of sums that wait for each other
+        self.shares: dict[Any, float] = {}  # of unreduced values in the cost of their sum
         self.narrow: dict[Any, float] = {}  # the parts of values that have to move for them
         self.manual: set[Any] = set()  # variables of manual regions
         self.edges: list[Edge] = []
@@ -86,7 +86,7 @@ class Flow:
     # ------------------------------------------------------------ the program
 
     def add(self, jaxpr: Jaxpr, runs: int = 1, sums: Mapping[int, float] | None = None) -> None:
-        """Take in a program whose body runs `runs` times; some results may leave it as `sums`."""
+        """Add a program that runs `runs` times; some results may leave it unreduced (`sums`)."""
         self.shares |= waiting(jaxpr, sums or {})
         self.narrow |= narrow_parts(jaxpr)
         for var in [*jaxpr.constvars, *jaxpr.invars]:
@@ -110,7 +110,7 @@ class Flow:
                 self.connect(Edge(factors, atoms, rule.level, eqn, runs, kind))
 
     def add_bodies(self, eqn: JaxprEqn, runs: int) -> None:
-        """The programs inside a loop or branch, and what joins them to the outside."""
+        """Add the bodies of a loop or branch, and their links to the outside."""
         joined = [
             (a, b, more)
             for a, b, more in links(eqn)
@@ -137,7 +137,7 @@ class Flow:
                 self.link(a, b, more)
 
     def same_in_every_run(self, eqn: JaxprEqn) -> list[Any]:
-        """The constants of a loop, and what is made of them alone, element by element."""
+        """The loop invariants: a loop's constants, and what is computed elementwise from them."""
         found = {v: None for v in invariants(eqn) if v not in self.manual}
         for inner in [e for body in loop_bodies(eqn) for e in body.jaxpr.eqns] if found else []:
             made_of = [a for a in inner.invars if not isinstance(a, Literal)]
@@ -153,7 +153,7 @@ class Flow:
         return rule is not None and rule.level == 0 and small
 
     def forget(self, count: int) -> None:
-        """Take back all edges but the first `count`."""
+        """Remove all edges but the first `count`."""
         for edge in self.edges[count:]:
             for atom in edge.atoms[0] + edge.atoms[1]:
                 if not isinstance(atom, Literal):
@@ -161,7 +161,7 @@ class Flow:
         del self.edges[count:]
 
     def is_manual(self, eqn: JaxprEqn) -> bool:
-        """Whether an operator stands in a manual region: one manual operand is enough."""
+        """Whether an operator is in a manual region: it has a manual operand."""
         if eqn.primitive in MAKES_MANUAL:
             return True
         return bool(self.manual) and not self.manual.isdisjoint(
@@ -169,17 +169,17 @@ class Flow:
         )
 
     def declare(self, var: Any, runs: int) -> None:
-        """A variable of which nothing is known yet."""
+        """Add a variable without splits."""
         self.given[var] = [None] * len(getattr(var.aval, "shape", ()))
         self.runs[var] = runs
 
     def annotate(self, eqn: JaxprEqn) -> None:
-        """Hold the result of an annotation to it."""
+        """Fix the result of an annotation to its sharding."""
         annotation = eqn.params["annotation"]
         if eqn.primitive is annotate_p and self.is_manual(eqn):
             raise ValueError(
                 f"{source_of(eqn)}: {annotation} conflicts with the manual region that the tensor "
-                "is in, where every device has its own; leave it with "
+                "is in, where every device has its own value; convert it with "
                 "manual_to_auto_spmd_partition first"
             )
         try:
@@ -191,12 +191,12 @@ class Flow:
         self.fix(var, sharding, set(annotation.open_dims))
 
     def fix(self, var: Any, sharding: Sharding, open_dims: set[int] | None = None) -> None:
-        """Hold a variable to a sharding, but for some dims."""
+        """Fix a variable to a sharding, except for some dims."""
         self.given[var] = list(sharding.splits)
         self.closed[var] = set(range(sharding.rank)) - (open_dims or set())
 
     def link(self, a: Any, b: Any, more: int) -> None:
-        """Join variables on both sides of a loop's border; `a` has `more` dims in front."""
+        """Link variables inside and outside a loop; `a` has `more` leading dims."""
         names = [f"d{i}" for i in range(len(b.aval.shape))]
         sizes = dict(zip(names, b.aval.shape, strict=True))
         inside: tuple[Dim, ...] = tuple((n,) for n in names)
@@ -218,9 +218,9 @@ class Flow:
     def spread(
         self, groups: Groups, first: Sequence[tuple[int, Split]] = (), sealed: bool = False
     ) -> Spread:
-        """Let the given splits spread: those of the groups `first` in their order, then all.
+        """Spread the given splits: those of the groups `first` in order, then all.
 
-        Where loops are `sealed`, their constants are whole in them: they are gathered before.
+        If loops are `sealed`, their invariants are replicated inside: they are gathered before.
         """
         spread = Spread(self, groups, sealed)
         for stage in first:
@@ -230,7 +230,7 @@ class Flow:
 
 
 class Spread:
-    """Where the splits come to stand. Passes are numbered as `propagate`'s rules 3 and 4 order."""
+    """The state of the analysis; passes are numbered in the order of `propagate`'s rules."""
 
     def __init__(self, flow: Flow, groups: Groups, sealed: bool):
         self.flow = flow
@@ -238,14 +238,14 @@ class Spread:
         self.sealed = sealed
         self.splits = {v: tuple(s) for v, s in flow.given.items()}
         self.wanted: dict[Any, dict[Factor, Split]] = {}  # preferences, by operators that are alike
-        self.agreed: dict[Any, bool] = {}  # whether they all had what was wanted
+        self.agreed: dict[Any, bool] = {}  # whether all had the preferred splits
         self.open = {v: self.open_dims(v) for v in flow.given}
         self.split = {v for v, splits in self.splits.items() if any(splits)}
         self.waiting: list[list[int]] = [[], [], []]
         self.stage: tuple[int, Split] | None = None
 
     def open_dims(self, var: Any) -> Sequence[int]:
-        """The dims that may still take a split: none where every device has a tile of its own."""
+        """The dims that may still take a split: none if every device has a tile of its own."""
         if self.sealed and var in self.flow.constants:
             return ()
         splits, closed = self.splits[var], self.flow.closed.get(var, ())
@@ -256,7 +256,7 @@ class Spread:
         return tuple(d for d, s in enumerate(splits) if s is None and d not in closed)
 
     def settle(self, stage: tuple[int, Split] | None) -> None:
-        """Pass splits on until nothing changes; in a stage, only one split of one group of dims."""
+        """Propagate to a fixed point; in a stage, only one split of one group of dims."""
         self.stage = stage
         edges = self.flow.edges
         for var in self.split:  # in any order: the queues are sorted
@@ -294,7 +294,7 @@ class Spread:
         return False
 
     def pass_on(self, edge: Edge, sources: Sequence[int], sinks: Sequence[int]) -> None:
-        """Give open dims of an operator's tensors the splits of the others."""
+        """Propagate splits between the tensors of an operator."""
         wanted = self.preferences(edge, sources)
         order = {factor: i for i, factor in enumerate(wanted)}
         for side in sinks:
@@ -316,12 +316,12 @@ class Spread:
                         self.revisit(self.flow.touching[atom])
 
     def fitting(self, atom: Any, dim: int, split: Split) -> Split | None:
-        """The part of a split that can stand beside the other splits of a tensor."""
+        """The part of a split that is compatible with the other splits of a tensor."""
         others = self.splits[atom][:dim] + self.splits[atom][dim + 1 :]
         return fitting_part(tuple([s for s in others if s]), split)
 
     def known(self, edge: Edge, sources: Sequence[int]) -> Any:
-        """All that an operator's preferences depend on."""
+        """Everything that an operator's preferences depend on."""
         splits = [self.splits[atom] for side in sources for atom, _, _ in edge.sides[side]]
         return (edge.kind, len(sources), *splits)
 
@@ -363,7 +363,7 @@ class Spread:
 
     @functools.cached_property
     def blocked(self) -> dict[Node, Split]:
-        """The nodes that wanted a neighbour's split and could not take it."""
+        """The dims that were offered a neighbour's split and could not take it."""
         found: dict[Node, Split] = {}
         for edge in self.flow.edges:
             key = self.known(edge, _BOTH)
@@ -379,7 +379,7 @@ class Spread:
         return found
 
     def unmet(self, edge: Edge) -> list[tuple[Any, int, Split]]:
-        """The dims of an operator's tensors that are not split as most would have it."""
+        """The dims of an operator's tensors that are not split like the majority."""
         wanted, found = self.preferences(edge, _BOTH), []
         for atom, names, _ in edge.sides[0] + edge.sides[1] if wanted else ():
             for dim, name in enumerate(names):

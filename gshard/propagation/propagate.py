@@ -1,28 +1,28 @@
 """Sharding propagation: from a few annotated tensors to every tensor of the program (section 3.2).
 
 The paper's iterative data-flow analysis (`flow`): a dim without a split takes one over from a
-neighbour, a tensor that shares the dim through an operator. What decides when neighbours disagree,
-in this order:
+neighbour, a tensor that shares the dim through an operator. If neighbours disagree, these rules
+decide, in this order:
 
 1. Annotations are never overridden, and unsplit dims of an annotated tensor stay unsplit.
 2. What it costs. Dims that are the same dim throughout the program (the batch, the model dim, all
    layers' hidden dims) form a group; where splits of several groups want the same tensors, the
    groups are ranked so that the program costs least, in bytes sent and in work, over all tensors
-   that they tie together (`estimate`). The split that ranks first spreads first, through the whole
-   program. Without such a conflict, or where it gains nothing, rules 3 to 6 alone decide. What is
-   constant in a loop (or made of such, element by element) is gathered before it, once, if that
-   costs less than to move in every run.
+   that they tie together (`estimate`). The split that ranks first spreads first, through the entire
+   program. Without such a conflict, or where it gains nothing, rules 3 to 6 alone decide. Loop
+   invariants (and what is computed elementwise from them) are gathered once, before the loop, if
+   that costs less than communication in every iteration.
 3. Operators that leave elements where they are (pointwise, transpose, broadcast, reshape, the
    borders of loops) pass splits on, both ways, before any other operator does.
 4. Then other operators pass splits forwards, from operands to results; only when nothing moves
    forwards any more, backwards. After any step the analysis returns to rule 3.
 5. Within an operator, batch dims of contractions come first; then the dim whose tensors are
    largest, so that the least has to be resharded; then the first in the operands' order.
-6. Of a split only that part is taken over which can stand beside the tensor's other splits: of
+6. Of a split only the part is taken over that is compatible with the tensor's other splits: of
    tokens along both axes of a mesh, where experts have the second, the first; through an operator
    that changes the dim's size (slice, pad), only if there is a row for every tile.
 
-Program order makes the result deterministic. Dims that nobody splits are whole.
+Program order makes the result deterministic. Dims without a split are replicated.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from gshard.propagation.estimate import Estimator
 from gshard.propagation.flow import Flow, Groups, Spread
 from gshard.tensors.sharding import Sharding, Split, fitting_part
 
-_NONE = -1  # the group of dims that no annotation says anything about
-_MOST = 6  # contested splits that are ranked; more would take long
+_NONE = -1  # the group of dims that no annotation mentions
+_MOST = 6  # how many contested splits are ranked; more would take too long
 _GAIN = 0.99  # a ranking has to make the program this much cheaper to be taken
 
 Candidate = tuple[int, Split]  # a group of dims, and a split that annotations give some of them
@@ -49,10 +49,10 @@ Candidate = tuple[int, Split]  # a group of dims, and a split that annotations g
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two splits that wanted the same tensors: the one that spread first, and the one that lost.
+    """Two splits that conflict on the same tensors: the one that spread first, and the other.
 
-    `cost` is what the program costs so, and `instead` what it would cost if the other had gone
-    first, in bytes that a device sends; its work counts as the bytes that it could send meanwhile.
+    `cost` is the cost of the program, and `instead` its cost if the other had spread first, in
+    bytes that a device sends; work counts as the bytes that could be sent in the same time.
     """
 
     kept: str
@@ -69,9 +69,9 @@ class Conflict:
 
 @dataclass(frozen=True, eq=False)
 class Propagated:
-    """A sharding for every variable, and the conflicts that were decided on the way.
+    """A sharding for every variable, and the conflicts that were decided.
 
-    `kinds` are the keys of equations (`rule.equation_key`): equal for equations that are alike.
+    `kinds` are the keys of equations (`rule.equation_key`).
     """
 
     shardings: Mapping[Any, Sharding]
@@ -87,10 +87,9 @@ def propagate(
 ) -> Propagated:
     """A sharding for every variable of the program and of the bodies in it.
 
-    `given` are the shardings of arguments that lie somewhere already: as binding as annotations,
-    but that one which is whole everywhere may be cut, which sends nothing, unless that costs more
-    later. Constants of a loop that take no more than `memory_limit` in all may be gathered before
-    it.
+    `given` are the current shardings of arguments, as binding as annotations, except that a
+    replicated one may be split, which sends nothing, unless that costs more later. Invariants of a
+    loop that take at most `memory_limit` bytes in all may be gathered before it.
     """
     flow = Flow(num_devices, memory_limit)
     flow.add(closed.jaxpr)
@@ -99,7 +98,7 @@ def propagate(
         if var not in whole:
             flow.fix(var, sharding)
     with planning_for(_for_many_collectives(machine())):
-        costs = functools.cache(lambda: Estimator(flow))  # only where there is something to decide
+        costs = functools.cache(lambda: Estimator(flow))  # only if there is a choice
         spread, conflicts = _best(flow, costs)
         if any(any(spread.splits[var]) for var in whole):
             for var, sharding in whole.items():
@@ -109,19 +108,19 @@ def propagate(
 
 
 def _for_many_collectives(of: Machine) -> Machine:
-    """The machine, where the small collectives of a whole program are counted one by one.
+    """The cost model for estimates that count small collectives one by one.
 
-    They will travel together (`bundles`), so that to start one costs much less than one alone does.
+    They will be combined (`emission.combine`), so that each has only a fraction of the latency.
     """
     return replace(of, latency=min(of.latency, MACHINE.latency))
 
 
 Costs = Callable[[], Estimator]
-Settled = tuple[Spread, tuple[Conflict, ...]]  # where splits stand, and what was decided for that
+Settled = tuple[Spread, tuple[Conflict, ...]]  # the final splits, and the decisions behind them
 
 
 def _best(flow: Flow, costs: Costs) -> Settled:
-    """The cheaper of loops with constants that are split in them, and whole."""
+    """The cheaper of two: loop invariants split inside the loops, or replicated."""
     dims = functools.cache(lambda: _grouped(flow))
     found = _settled(flow, costs, dims, sealed=False)
     if any(any(found[0].splits[var]) for var in flow.constants):
@@ -136,7 +135,7 @@ def _cheaper(costs: Costs, usual: Settled, other: Settled) -> Settled:
 
 
 def _settled(flow: Flow, costs: Costs, dims: Callable[[], _Dims], sealed: bool) -> Settled:
-    """Where the splits come to stand, and the conflicts that were decided."""
+    """The final splits, and the conflicts that were decided."""
     spread = flow.spread({}, sealed=sealed)
     if not spread.blocked:
         return spread, ()
@@ -144,7 +143,7 @@ def _settled(flow: Flow, costs: Costs, dims: Callable[[], _Dims], sealed: bool) 
 
 
 def _cheapest(flow: Flow, estimator: Estimator, dims: _Dims, spread: Spread) -> Settled:
-    """Where splits conflict: the best of the flow by rules 3 to 6 alone and of ranked ones."""
+    """If splits conflict: the best of the flow by rules 3 to 6 alone and of ranked ones."""
     contested = _contested(spread, dims)
     if len(contested) < 2:
         return spread, ()
@@ -176,22 +175,22 @@ class _Dims:
     candidates: dict[Candidate, tuple[Any, int]]  # and the first tensor that has such a split
 
     def told(self, flow: Flow, candidate: Candidate) -> str:
-        """A candidate in the user's words: the first annotation that says so."""
+        """A candidate in terms of the first annotation that asks for it."""
         var, dim = self.candidates[candidate]
         where = f" ({source_of(flow.said[var])})" if var in flow.said else ""
         _, split = candidate
         return f"dim {dim} by {split.tiles} of {var.aval.str_short(short_dtypes=True)}{where}"
 
     def sealed(self, flow: Flow) -> _Dims:
-        """The same where constants of loops belong to no group, as they are whole in them."""
+        """The same with loop invariants in no group, as they are replicated inside."""
         none = {var: (_NONE,) * len(flow.given[var]) for var in flow.constants}
         return replace(self, of={**self.of, **none})
 
 
 def _grouped(flow: Flow) -> _Dims:
-    """Dims joined by operators form classes; classes with the same annotations form a group.
+    """Dims connected by operators form classes; classes with the same annotations form a group.
 
-    So the hidden dims of all layers are one group, though no operator joins them.
+    So the hidden dims of all layers are one group, though no operator connects them.
     """
     first, total = {}, 0
     for var, splits in flow.given.items():
@@ -237,7 +236,7 @@ def _grouped(flow: Flow) -> _Dims:
 
 
 def _contested(spread: Spread, dims: _Dims) -> list[Candidate]:
-    """The splits that wanted a tensor which others had, and the splits that it had."""
+    """The splits that were refused on a tensor, and the splits that the tensor had."""
     groups: dict[int, None] = {}
     for var, dim in spread.blocked:
         groups[dims.of[var][dim]] = None
@@ -250,16 +249,14 @@ def _contested(spread: Spread, dims: _Dims) -> list[Candidate]:
 def _rankings(
     flow: Flow, estimator: Estimator, dims: _Dims, contested: Sequence[Candidate]
 ) -> tuple[list[list[Candidate]], dict[Candidate, float]]:
-    """The contested splits in orders in which the program seems to cost least, found greedily.
+    """The best orders of the contested splits, found greedily, with estimated costs.
 
-    And what it seems to cost with each of them going first.
-
-    The costs are those of a flood: the flow itself may not get everywhere, and is tried for the
-    two best choices of the split that goes first.
+    Costs are estimated with every split spread to all dims of its group; the flow itself may not
+    reach all of them, so it is run for the two best choices of the first split.
     """
     rest = [c for c in dims.candidates if c not in contested]
     numbers: dict[Any, int] = {}
-    examples: list[Any] = []  # a variable of every class: those that a flood treats alike
+    examples: list[Any] = []  # a variable of every class of variables with the same groups
     classes: dict[Any, int] = {}
     for var, groups in dims.of.items():
         closed = flow.closed.get(var)
@@ -275,7 +272,7 @@ def _rankings(
         return estimator.cost({v: flooded[number] for v, number in needed.items()}, operators)
 
     def ranked(order: list[Candidate]) -> dict[Candidate, float]:
-        """What is left to rank after `order`, the best next one first, with costs."""
+        """The candidates that may follow `order`, the best first, with costs."""
         left = [c for c in contested if c not in order]
         costs = {c: cost([*order, c, *(o for o in left if o is not c), *rest]) for c in left}
         return dict(sorted(costs.items(), key=lambda item: item[1]))
@@ -290,7 +287,7 @@ def _rankings(
 
 
 def _flooded(flow: Flow, groups: Groups, atom: Any, order: Sequence[Candidate]) -> Sharding:
-    """What a tensor's sharding would be if splits reached all dims of their groups, in order."""
+    """A tensor's sharding if splits, in order, reached all dims of their groups."""
     splits = list(flow.given[atom])
     for group, split in order:
         for dim, own in enumerate(groups[atom]):

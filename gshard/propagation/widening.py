@@ -1,7 +1,8 @@
-"""How much narrower the values are that others are made of, element by element.
+"""The bytes that elementwise values have to move, given their narrower operands.
 
-A move of such a value costs as much as one of what it is made of (`moving.again`): that of weights
-of 8 bits which become float32 a quarter, that of a row which is repeated next to nothing.
+Such a value can be recomputed after a move of its operands (`moving.again`), so moving it costs as
+much as moving those: a quarter for 8-bit weights that become float32, next to nothing for a
+broadcast row.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from gshard.operators.rule import RULES
 from gshard.tensors.tile import byte_size
 
-MOST = 8  # values that one is made of
+MOST = 8  # the operands of a value
 
 
 def narrow_parts(jaxpr: Jaxpr) -> dict[Any, float]:
-    """The part of its bytes that has to move for a value, where that is not all of them."""
-    sources: dict[Any, frozenset[Any]] = {}  # what a value is made of, and fewer bytes
+    """The part of a value's bytes that has to move, where it is less than all."""
+    sources: dict[Any, frozenset[Any]] = {}  # the origin of a value, and its bytes
     found: dict[Any, float] = {}
     for eqn in jaxpr.eqns:
         if not _is_by_element(eqn):
@@ -36,7 +37,7 @@ def _size(var: Any) -> int:
 
 
 def _is_by_element(eqn: JaxprEqn) -> bool:
-    """Whether elements of the results are made of single elements of the operands."""
+    """Whether the equation is elementwise."""
     rule = RULES.get(eqn.primitive)
     stays = rule is not None and rule.level == 0 and not rule.partition
     return stays and len(eqn.outvars) == 1 and hasattr(eqn.outvars[0].aval, "dtype")

@@ -136,7 +136,7 @@ def test_the_last_rule_counts():
         ("b m k, k n b m n", {}, "no ->"),
         ("b (m k -> b", {}, "Brackets are not balanced"),
         (MATMUL, {"reduced": {"k": "mean"}}, "allowed are 'sum', 'max'"),
-        (MATMUL, {"reduced": {"n": "sum"}}, r"stand in operands only, which are here \['k'\]"),
+        (MATMUL, {"reduced": {"n": "sum"}}, r"occur in operands only, which are here \['k'\]"),
     ],
 )
 def test_what_a_rule_may_say(rule, settings, message):
