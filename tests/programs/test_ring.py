@@ -10,7 +10,7 @@ import pytest
 import gshard
 from examples.recipes import context_parallel
 from examples.recipes.transformer import Size
-from gshard.rules import visits
+from gshard.rules import ring_pass
 from tests.oracle import annotated, assert_same, even_split, kinds, random_array, run, sent
 
 BY_POSITION = even_split(4, 1, 8)
@@ -175,13 +175,13 @@ def test_batch_and_positions_on_a_mesh():
 @pytest.mark.parametrize("backwards", [False, pytest.param(True, marks=SLOW)])
 def test_blocks_that_a_mask_hides_are_not_computed(layer, backwards, monkeypatch):
     runs = []
-    added = visits._Round.added
+    added = ring_pass._Round.added
 
     def counted(self, *args):
         jax.debug.callback(lambda: runs.append(self.visits.softmax is not None))
         return added(self, *args)
 
-    monkeypatch.setattr(visits._Round, "added", counted)
+    monkeypatch.setattr(ring_pass._Round, "added", counted)
     fn = functools.partial(trained, layer) if backwards else layer
     jitted = gshard.jit(annotated(fn, [BY_POSITION] * 3), memory_limit=LITTLE)
     jax.block_until_ready(jitted(*tensors()))
