@@ -19,7 +19,7 @@ settings.register_profile(
     suppress_health_check=list(HealthCheck),
     print_blob=True,
 )
-settings.register_profile("quick", settings.get_profile("thorough"), max_examples=12)
+settings.register_profile("quick", settings.get_profile("thorough"), max_examples=8)
 settings.load_profile("quick")
 
 

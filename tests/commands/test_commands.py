@@ -156,6 +156,7 @@ def test_explain_says_for_which_hardware_and_leaves_out_the_step_around_it(tmp_p
     assert "reshard[" in next((tmp_path / "stages").glob("*-plan.txt")).read_text()
 
 
+@pytest.mark.slow
 def test_the_core_of_the_command_needs_no_package_of_mt(tmp_path):
     (tmp_path / "layer.py").write_text(LAYER)
     done = run_without_mt(tmp_path, "explain", "layer:layer", "f32[64,32]", "f32[32,16]")

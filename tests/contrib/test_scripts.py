@@ -18,6 +18,7 @@ def scripts(name):
     return (importlib.import_module(f"examples.training.{name}{end}") for end in ("_jax", ""))
 
 
+@pytest.mark.slow
 def test_mingpt_with_one_layer(monkeypatch):
     """Mutated modules, RNG streams and AdamW on a 2 x 4 mesh; only sums of partial results move."""
     jaxs, ours = scripts("mingpt_nnx")

@@ -268,6 +268,7 @@ cli.main(["data", "gather", "--out", str(folder / "c"), "--tsv", sys.argv[2], "-
 """
 
 
+@pytest.mark.slow
 def test_a_limit_on_the_size_of_files(tmp_path):
     """What it is that refuses is known to the end, where it becomes a line."""
     draw = random.Random(0)

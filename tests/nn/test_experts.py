@@ -82,6 +82,7 @@ def test_dispatches_agree_under_overflow_and_random_routing(top_k):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_groups_are_cut_from_the_batch_in_order():
     moe = layer("einsum", second_expert="all")
     x, mask = inputs()
@@ -204,6 +205,7 @@ def test_output_masking_leaves_out_single_choices_of_tokens_in_training_alone(to
     np.testing.assert_array_equal(masked(x, mask)[0], plain(x, mask)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["index", "flat"])
 def test_expert_dropout_drops_hidden_units_of_experts_in_training_alone(dispatch):
     x, mask = inputs()

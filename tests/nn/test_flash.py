@@ -217,6 +217,7 @@ def test_blocks_that_nobody_sees_are_left_out():
     assert np.all(np.isnan(out[:, 24:]))
 
 
+@pytest.mark.slow
 def test_a_part_of_a_batch_draws_what_the_whole_does():
     q, k, v, segments, _ = arrays(16, 16, B=5)
     segments = np.ones_like(segments)

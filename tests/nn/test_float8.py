@@ -102,6 +102,7 @@ def near(got, want, rtol):
         assert np.linalg.norm(a - b) <= rtol * np.linalg.norm(b)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     st.integers(1, 3),
@@ -263,6 +264,7 @@ def test_a_model_in_eight_bits_on_many_devices_trains_like_on_one():
     np.testing.assert_allclose(got, want, rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_experts_with_dropout_between_their_products():
     x = jax.random.normal(jax.random.key(1), (2, 32, 16))
     made = [

@@ -160,6 +160,7 @@ def test_padding_changes_nothing():
         np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_losses_of_known_routers():
     E = 4
     balanced = jnp.log(jnp.eye(E) * 10 + 1e-6)[None]

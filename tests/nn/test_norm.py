@@ -56,6 +56,7 @@ def test_halves_are_rounded_once():
     np.testing.assert_allclose(np.float32(got), want, rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_layer_by_the_kernel_is_the_plain_one(monkeypatch):
     """The residual path and all three normalizations of a decoder's layer."""
     config = models.config(attention="flash", model_dim=16)

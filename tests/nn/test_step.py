@@ -193,6 +193,7 @@ def test_paper_strategy_splits_groups_and_experts_and_nothing_else():
     assert not traced(Strategy(), adam())
 
 
+@pytest.mark.slow
 def test_other_strategies_are_other_annotations():
     tensor = {(shape, mark.tiles) for shape, mark in traced(Strategy(4, 2), adam())}
     assert ((8, 16, 24), (4, 1, 2)) in tensor

@@ -43,6 +43,7 @@ def test_segment_mask():
     np.testing.assert_array_equal(segment_mask(segments, segments, causal=True)[0], want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [0, 4])
 def test_the_future_and_padding_are_not_seen(experts):
     model, run = forward(experts=experts)

@@ -135,6 +135,7 @@ def test_a_tuned_model_on_eight_devices_trains_like_on_one():
     assert abs(want[2] - want[0]) > 0.01  # the same batch again: the weights have moved
 
 
+@pytest.mark.slow
 def test_a_tuned_model_keeps_its_four_all_to_all():
     config = tuned(models.config(experts=8, groups=8, value_dim=6))
     optimizer = adafactor(fused=True)
@@ -194,6 +195,7 @@ def test_grouped_product_is_its_reference(relu, columns, depth):
     assert np.all(np.asarray(got[0])[3:] == 0)
 
 
+@pytest.mark.slow
 def test_an_expert_without_tokens_has_no_gradient():
     moe = MoE(8, 4, 6, "float32", jax.random.key(0), GatingConfig(), None, "flat")
     x = jax.random.normal(jax.random.key(1), (2, 3, 4))  # 6 tokens, so some expert has none
@@ -210,6 +212,7 @@ def test_an_expert_without_tokens_has_no_gradient():
     assert np.all(np.isfinite(sizes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [2, 3, 8])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_loss_in_chunks_is_the_whole_one(chunks, smoothing):

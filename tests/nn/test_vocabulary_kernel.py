@@ -100,6 +100,7 @@ def test_the_loss_by_the_kernel_is_the_plain_one(monkeypatch, smoothing):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [8, 3])
 def test_each_device_runs_the_kernel_on_its_own_logits(monkeypatch, devices):
     """The loss and the table's gradient are summed over devices; logits stay where they are."""

@@ -234,7 +234,6 @@ def any_program(program):
     assert_same(run(gshard.jit(annotated(fn, inputs, outputs)), *args, **close), wanted, **close)
 
 
-@settings(max_examples=12)
 @given(programs())
 def test_random_programs_of_partial_sums(program):
     any_program(program)

@@ -199,6 +199,7 @@ def test_layers_in_a_scan(remat):
         assert largest_gather(lowered) <= 64 * 4
 
 
+@pytest.mark.slow
 def test_bfloat16_and_a_sum_that_leaves_the_sorted_rows():
     def layer(x, expert, up, down):
         order = jnp.argsort(expert)

@@ -58,6 +58,7 @@ def test_values(sizes):
         assert_same(run(gshard.jit(fn), *args, **CLOSE), jax.jit(fn)(*args), **CLOSE)
 
 
+@pytest.mark.slow
 def test_uneven_groups_and_experts():
     """12 groups and 13 experts over 8 devices."""
     args = arguments(G=12, S=26, M=16, H=24, E=13)

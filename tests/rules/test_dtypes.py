@@ -90,7 +90,7 @@ REDUCTIONS: dict[str, Callable] = {
     "segment_sum": lambda x: jax.ops.segment_sum(x, jnp.arange(ROWS) // 3, 6),
 }
 
-QUICK = ["bool", "int8", "complex64"]
+QUICK = ["bool", "int8"]
 WIDE = ["int64", "uint64", "float64", "complex128"]
 NARROW = [
     name

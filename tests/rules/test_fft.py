@@ -50,7 +50,6 @@ def transforms(draw):
     return shape, draw(st.integers(1, min(rank, 3))), devices, split
 
 
-@settings(max_examples=12)
 @given(transforms(), st.sampled_from(sorted(KINDS)))
 def test_any_transform(case, kind):
     """Any kind and rank, any dims split on both sides, uneven ones too."""

@@ -127,7 +127,6 @@ DTYPES = st.sampled_from(["float32", "bfloat16", "int32", "int8", "bool", "compl
 
 
 @given(lookups(), DTYPES)
-@settings(max_examples=12)
 def test_any_split_of_any_gather(case, dtype):
     check_gather(case, jnp.dtype(dtype))
 
@@ -135,7 +134,6 @@ def test_any_split_of_any_gather(case, dtype):
 @given(
     lookups(), st.sampled_from(["float32", "int32", "bfloat16"]), st.sampled_from(list(SCATTERS))
 )
-@settings(max_examples=12)
 def test_any_split_of_any_scatter(case, dtype, op):
     check_scatter(case, jnp.dtype(dtype), op)
 
@@ -192,7 +190,6 @@ WRITTEN = {
 
 
 @given(st.sampled_from(list(WRITTEN)), st.sampled_from((2, 3, 4, 8)), st.data())
-@settings(max_examples=12)
 def test_what_users_write(name, devices, data):
     inputs = [data.draw(assignments(2, devices)) for _ in range(2)]
     check(WRITTEN[name], random_array((13, 7)), IDS, devices=devices, inputs=inputs)

@@ -45,7 +45,6 @@ def local_sizes(lowered) -> int:
     return max(largest(lowered.jaxpr), default=0)
 
 
-@settings(max_examples=12)
 @given(draws(), st.sampled_from(IMPLS), st.sampled_from((8, 16, 32)), st.booleans())
 def test_bits_of_every_generator(case, impl, width, raw):
     shape, devices, out = case
@@ -62,6 +61,7 @@ def test_bits_of_every_generator(case, impl, width, raw):
     assert sent(low) == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(draws())
 def test_64_bits(case):

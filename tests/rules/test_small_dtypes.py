@@ -10,6 +10,7 @@ from tests.oracle import check, even_split, random_array
 DTYPES = ["int4", "uint4", "float8_e4m3fn", "float8_e5m2", "int8"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_small_numbers(dtype):
     x = np.abs(random_array((13, 4), np.int32)) % 7

@@ -30,6 +30,7 @@ def pool(init, op, size, stride=1, pad=(0, 0), base=1, dilation=1):
     return fn
 
 
+@pytest.mark.slow
 def test_a_window_that_spans_the_input_is_reduced_in_parts():
     x = random_array((2, 3, 37))
     for init, op in [(0.0, lax.add), (-jnp.inf, lax.max), (jnp.inf, lax.min)]:

@@ -70,6 +70,7 @@ def test_hosts_read_disjoint_parts_of_one_batch(tokens, mode, count, step):
         assert np.array_equal(np.concatenate([part[name] for part in parts]), array)
 
 
+@pytest.mark.slow
 def test_workers_change_nothing(tokens):
     expected = Batches(tokens, CONFIG)
     iterator = Batches(tokens, CONFIG, workers=2, ahead=2).iterate(5)

@@ -187,6 +187,7 @@ def test_a_folder_of_catalogs(tmp_path):
     assert [problem.what for problem in problems] == ["po/de/LC_MESSAGES/b.mo"]
 
 
+@pytest.mark.slow
 def test_two_processes_write_what_one_does(tmp_path):
     argument = parse_own("tsv", str(tsv_of(tmp_path / "a.tsv")))
     one = gather(GatherConfig(tmp_path / "one", own=(argument,), shares=SHARES, jobs=1))[0]

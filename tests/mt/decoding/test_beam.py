@@ -144,6 +144,7 @@ def test_equal_to_a_plain_beam_search_at_some_sizes(config, B, vocab, seed):
     check(B, 5, vocab, 0, config, [seed])
 
 
+@pytest.mark.slow
 def test_beam_1_is_greedy():
     config = BeamConfig(beam=1, max_length=8, alpha=1.0)
     run = jax.jit(lambda model, source: beam_search(model, source, config))

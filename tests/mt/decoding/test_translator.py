@@ -97,6 +97,7 @@ def test_equal_to_beam_search_of_one_sentence(model, tokenizer, devices, rows):
     assert all(a is b for a, b in zip(one, two, strict=True))  # the weights are there once
 
 
+@pytest.mark.slow
 def test_order_repetition_and_blank_lines(translator, tokenizer):
     texts = sentences(tokenizer, 6, 16, seed=1)
     texts = [*texts, "", texts[2], "   ", "\t", "\ufeff", "\u200f\u200e", "\u2028", *texts[::-1]]
@@ -123,6 +124,7 @@ def test_greedy_and_target_language(model, tokenizer, translator):
     assert translator.translate(texts, "de") != translator.translate(texts, "ru")
 
 
+@pytest.mark.slow
 def test_odd_unicode(translator):
     odd = [
         "a\0b", "\0", "\ud800 half", "\ud83d\ude00 pair", "e\u0301 u\u0308 NFD", "\x1b[31mred",

@@ -162,6 +162,7 @@ def flips(folder, count, seed):
     return [(f, draw.randrange(f.stat().st_size), draw.randrange(8)) for f in chosen]
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_is_restored(tmp_path):
     """Every file once and more, also those that TensorStore does not check."""
     saved(tmp_path, [3, 2]).close()
