@@ -21,6 +21,7 @@ from gshard.manual import (
 from gshard.moving.inventory import Collective
 from gshard.operators.register import register_rule
 from gshard.operators.rule import Rule
+from gshard.replaying.replay import Replay
 from gshard.runtime.stages import Compiled, Lowered
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding
@@ -39,6 +40,7 @@ __all__ = [
     "Jitted",
     "Layout",
     "Lowered",
+    "Replay",
     "Rule",
     "Sharding",
     "Tile",

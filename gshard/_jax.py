@@ -244,6 +244,12 @@ def is_tracer(value: Any) -> bool:
     return isinstance(value, _core.Tracer)
 
 
+def variable_of(value: Any) -> Any:
+    """The variable of a program being traced that a tracer stands for; None for anything else."""
+    found = getattr(value, "val", None) if is_tracer(value) else None
+    return found if isinstance(found, Var) else None
+
+
 def is_array_like(value: Any) -> bool:
     """Whether JAX accepts this as an array."""
     return _core.valid_jaxtype(value)
@@ -393,5 +399,5 @@ __all__ = [
     "random_unwrap_p", "random_wrap_p", "ref_value", "register_array_type", "remat_p", "reshard_p",
     "scan_counts", "scatter_sub_p", "set_ref", "shape_and_dtype", "shard_map_p",
     "sharding_constraint_p", "source_info_util", "split_p", "stack_p", "struct_of", "tensor_types",
-    "tile_p", "types_if_plain", "unstack_p", "weakref_cache", "without_mesh",
+    "tile_p", "types_if_plain", "unstack_p", "variable_of", "weakref_cache", "without_mesh",
 ]  # fmt: skip

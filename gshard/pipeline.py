@@ -19,6 +19,7 @@ from gshard.graph.history import History
 from gshard.moving.costs import MACHINE, planning_for
 from gshard.planning.plan import Plan
 from gshard.planning.planner import partition
+from gshard.planning.seen import Seen
 from gshard.propagation.propagate import Propagated, propagate
 from gshard.rewrites.exchange_by_expert import exchange_by_expert
 from gshard.rewrites.ring_attention import ring_attention
@@ -54,7 +55,7 @@ def lower(
 ) -> Program:
     """One traced function, whose arguments have the shardings `given`, as a per-device program."""
     history = History()
-    flat = inline(traced.jaxpr, order)  # calls inlined, logical shapes
+    flat = original = inline(traced.jaxpr, order)  # calls inlined, logical shapes
     history.add("flatten", flat.jaxpr)
     for normal_form in NORMAL_FORMS if order.count > 1 else ():  # of no use on one device
         flat = simplify(flat, normal_form)
@@ -75,15 +76,16 @@ def lower(
                     flat, found = rewritten, propagate(rewritten, order.count, fixed, limit)
                     remark = ""
                 history.add(title, flat.jaxpr, _sharding_note(found), remark)
-            local = partition(flat.jaxpr, found, limit, options.strict)
+            seen = Seen()
+            local = partition(flat.jaxpr, found, limit, options.strict, seen)
             # Plan, and improve the plan.
-            return arrange(local, flat, found, closed_over, order, mesh, types, history)
+            return arrange(local, flat, found, closed_over, order, mesh, types, history, seen)
 
     def variant(changed: ClosedJaxpr) -> Plan:
         return planned(changed, History()).plan
 
     with planning_for(machine):  # emit, and combine small collectives
-        return finish(planned(flat, history), name, settings, history, variant)
+        return finish(planned(flat, history), name, settings, history, variant, original)
 
 
 def _sharding_note(found: Propagated) -> Callable[[JaxprEqn], str]:

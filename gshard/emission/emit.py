@@ -26,16 +26,19 @@ from gshard.tensors.devices import Place, lookup_p
 Sizes = tuple[tuple[str, int], ...]  # of the axes of the mesh
 
 
-def emit(plan: Jaxpr, sizes: Mapping[str, int]) -> Jaxpr:
-    """The per-device program on a mesh with axes of these sizes; unchanged without nodes."""
-    emitted = _program(plan, tuple(sizes.items()))
+def emit(plan: Jaxpr, sizes: Mapping[str, int], same: dict[Any, Any] | None = None) -> Jaxpr:
+    """The per-device program on a mesh with axes of these sizes; unchanged without nodes.
+
+    Variables that others replace are added to `same`.
+    """
+    emitted = _program(plan, tuple(sizes.items()), {} if same is None else same)
     if emitted is plan:
         return plan
     # Most nodes do not use the device's number, which they have as an operand.
     return dce_jaxpr(emitted, [True] * len(emitted.outvars), instantiate=True)[0]
 
 
-def _program(jaxpr: Jaxpr, sizes: Sizes) -> Jaxpr:
+def _program(jaxpr: Jaxpr, sizes: Sizes, same: dict[Any, Any]) -> Jaxpr:
     """A program or body with its nodes emitted; the same one if it has none."""
     eqns: list[JaxprEqn] = []
     names: dict[Any, Any] = {}  # variables that equal others
@@ -45,7 +48,9 @@ def _program(jaxpr: Jaxpr, sizes: Sizes) -> Jaxpr:
         given, eqn = eqn, renamed(eqn, names) if names else eqn
         node = node_of(eqn)
         if node is None and eqn.primitive in LOOPS:
-            eqn = map_bodies(eqn, lambda body: body.replace(jaxpr=_program(body.jaxpr, sizes)))
+            eqn = map_bodies(
+                eqn, lambda body: body.replace(jaxpr=_program(body.jaxpr, sizes, same))
+            )
         changed = changed or node is not None or eqn is not given
         for new in _inlined(eqn, node, names, sizes) if node else [eqn]:
             new = renamed(new, names) if names else new
@@ -57,6 +62,7 @@ def _program(jaxpr: Jaxpr, sizes: Sizes) -> Jaxpr:
             eqns.append(new)
     if not changed:
         return jaxpr
+    same |= names
     outvars = [a if isinstance(a, Literal) else names.get(a, a) for a in jaxpr.outvars]
     return jaxpr.replace(eqns=eqns, outvars=outvars)
 

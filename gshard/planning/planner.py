@@ -28,6 +28,7 @@ from gshard.operators import unreduced
 from gshard.operators.choose import in_place_again, partition_by_factors
 from gshard.operators.rule import Shares, equation_key
 from gshard.planning.available import VIEWS, Available
+from gshard.planning.seen import Seen
 from gshard.propagation.propagate import Propagated
 from gshard.propagation.widening import narrow_parts
 from gshard.rules import RULES
@@ -42,12 +43,15 @@ from gshard.tensors.tile import Identity, Tile
 
 
 def partition(
-    jaxpr: Jaxpr, found: Propagated, memory_limit: int, strict: bool = False
+    jaxpr: Jaxpr, found: Propagated, memory_limit: int, strict: bool, seen: Seen
 ) -> Callable[[Place, Sequence[Tile]], list[Tile]]:
-    """The per-device program: from tiles of its constants and arguments to tiles of its results."""
+    """The per-device program: from tiles of its constants and arguments to tiles of its results.
+
+    Which variables of it hold which values of `jaxpr` is noted in `seen`.
+    """
 
     def local(place: Place, tiles: Sequence[Tile]) -> list[Tile]:
-        partitioner = Planner(place, found.shardings, memory_limit, strict, found.kinds)
+        partitioner = Planner(place, found.shardings, memory_limit, strict, found.kinds, seen)
         return partitioner.run(jaxpr, tiles)
 
     return local
@@ -94,10 +98,12 @@ class Planner:
         memory_limit: int,
         strict: bool = False,
         kinds: Mapping[JaxprEqn, int] = MappingProxyType({}),
+        seen: Seen | None = None,
     ):
         self.place = place
         self.shardings = shardings
         self.kinds = kinds
+        self.seen = Seen() if seen is None else seen
         self.memory_limit = memory_limit
         self.strict = strict  # whether a primitive without a rule is an error
         self.available = Available()
@@ -112,7 +118,12 @@ class Planner:
     def inner(self) -> Planner:
         """A planner for a body: it may use values available outside; what it adds stays inside."""
         inner = Planner(
-            self.place.inner(), self.shardings, self.memory_limit, self.strict, self.kinds
+            self.place.inner(),
+            self.shardings,
+            self.memory_limit,
+            self.strict,
+            self.kinds,
+            self.seen,
         )
         inner.available = self.available.inner()
         return inner
@@ -128,7 +139,8 @@ class Planner:
     def reshard(self, tile: Tile, target: Sharding, reason: Reason) -> Tile:
         """`tile` under another sharding; a repeated request moves nothing."""
         if tile.partial:
-            tile = combine_sums(self.place, tile, target, reason.operator)
+            sums, tile = tile, combine_sums(self.place, tile, target, reason.operator)
+            self.seen.moved(sums, tile, f"reduction, {reason}")
         if tile.sharding == target and tile.is_standard:
             return tile
         found = self.available.under(tile, target)
@@ -139,6 +151,7 @@ class Planner:
         if found is None:
             found = reshard.reshard(self.place, tile, target, reason)
             self.available.add(tile, found)
+        self.seen.moved(tile, found, str(reason))
         return found
 
     def made_again(self, tile: Tile, target: Sharding, reason: Reason) -> Tile | None:
@@ -254,6 +267,7 @@ class Planner:
         )
         env: dict[Any, Tile] = dict(zip((*jaxpr.constvars, *jaxpr.invars), tiles, strict=True))
         self.values = env
+        self.seen.made(env)
 
         def read(atom: Any) -> Tile:
             return self.literal(atom) if isinstance(atom, Literal) else env[atom]
@@ -266,7 +280,9 @@ class Planner:
                 if results is None:
                     with on_behalf_of(eqn):
                         results = self.equation(eqn, operands)
-                env.update(zip(eqn.outvars, results, strict=True))
+                made = dict(zip(eqn.outvars, results, strict=True))
+                env.update(made)
+                self.seen.made(made)
                 if _is_index_math(eqn) and eqn.primitive is not annotate_p:
                     self.available.add_maker(results[0], eqn, operands)
                 if _can_be_made_again(eqn, (*operands, *results)):

@@ -18,6 +18,7 @@ from gshard.graph import bodies
 from gshard.graph.history import History
 from gshard.improve import PASSES
 from gshard.planning.plan import Plan, plan_note
+from gshard.planning.seen import Seen, replaced
 from gshard.propagation.propagate import Propagated
 from gshard.runtime.ports import Port, labelled, ports
 from gshard.tensors.devices import Place
@@ -46,6 +47,7 @@ class Arrangement:
     structs: tuple[jax.ShapeDtypeStruct, ...]
     mapped: ClosedJaxpr
     plan: Plan
+    seen: Seen
 
 
 def arrange(
@@ -57,6 +59,7 @@ def arrange(
     user_mesh: Mesh | None,
     types: Sequence[Any],
     history: History,
+    seen: Seen,
 ) -> Arrangement:
     """The improved plan of `local` as a function of global arrays, with results of `types`."""
     jaxpr, count, shardings = flat.jaxpr, order.count, found.shardings
@@ -101,10 +104,11 @@ def arrange(
     (planned,) = bodies(mapping)
     history.add("plan", planned, plan_note)
     for improvement in PASSES:
-        planned = improvement(planned)
+        before, planned = planned, improvement(planned)
+        seen.same |= replaced(before, planned)
         history.add(improvement.__name__, planned, plan_note)
     return Arrangement(
-        flat, found, mesh, consts, into, out_of, tuple(structs), mapped, Plan(planned, count)
+        flat, found, mesh, consts, into, out_of, tuple(structs), mapped, Plan(planned, count), seen
     )
 
 

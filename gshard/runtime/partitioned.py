@@ -12,6 +12,7 @@ from gshard.explanation import Subject
 from gshard.graph.history import History
 from gshard.moving import inventory as explain
 from gshard.planning.plan import Plan
+from gshard.replaying.emitted import Emitted
 from gshard.tensors.sharding import Sharding
 
 
@@ -49,6 +50,10 @@ class Partitioned(Protocol):
     @property
     def history(self) -> History:
         """The program after every stage, where there is a per-device program."""
+
+    @property
+    def emitted(self) -> Emitted:
+        """What is replayed, where there is a per-device program."""
 
     @property
     def wraps(self) -> bool:

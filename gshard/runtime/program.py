@@ -21,6 +21,7 @@ from gshard.graph.evaluate import bind, evaluate
 from gshard.graph.history import History
 from gshard.moving import inventory as explain
 from gshard.planning.plan import Plan
+from gshard.replaying.emitted import Emitted
 from gshard.runtime.arrange import Arrangement
 from gshard.runtime.ports import Port
 from gshard.tensors.devices import Place
@@ -41,6 +42,7 @@ class Program:
     arranged: Arrangement
     history: History
     variant: Callable[[ClosedJaxpr], Plan]  # the plan of a changed logical program
+    original: ClosedJaxpr  # the flat program before anything was rewritten
     per_device = True
 
     mesh = property(lambda self: self.arranged.mesh)
@@ -86,6 +88,20 @@ class Program:
         (eqn,) = [e for e in self.traced.jaxpr.eqns if e.primitive.name == "shard_map"]
         inner = eqn.params["jaxpr"]
         return getattr(inner, "jaxpr", inner)
+
+    @functools.cached_property
+    def emitted(self) -> Emitted:
+        """What is replayed: the program between its ports."""
+        return Emitted(
+            self.traced.fun_name,
+            ClosedJaxpr(self.jaxpr, ()),
+            dict(self.mesh.shape),
+            [(p.sharding, p.shape) for p in self.into],
+            [(p.sharding, p.shape) for p in self.out_of],
+            self.consts,
+            self.arranged.seen,
+            self.original,
+        )
 
     def fits(self, given: Sequence[Sharding | None]) -> bool:
         """Whether arguments with these shardings need no resharding."""
@@ -165,10 +181,11 @@ def finish(
     settings: Settings,
     history: History,
     variant: Callable[[ClosedJaxpr], Plan],
+    original: ClosedJaxpr,
 ) -> Program:
     """Emit a plan and combine small collectives: the function that XLA compiles."""
     mesh, mapped = arranged.mesh, arranged.mapped
-    jaxpr = emit(arranged.plan.jaxpr, dict(mesh.shape))
+    jaxpr = emit(arranged.plan.jaxpr, dict(mesh.shape), arranged.seen.same)
     history.add("emit", jaxpr, explain.collective_note)
     jaxpr = combined(jaxpr, mesh)
     history.add("combine", jaxpr, explain.collective_note)
@@ -179,7 +196,8 @@ def finish(
         for eqn in mapped.jaxpr.eqns
     ]
     program = mapped.replace(jaxpr=mapped.jaxpr.replace(eqns=eqns))
-    return Program(_traced(program, name, arranged, settings), arranged, history, variant)
+    traced = _traced(program, name, arranged, settings)
+    return Program(traced, arranged, history, variant, original)
 
 
 def _traced(

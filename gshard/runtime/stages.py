@@ -27,24 +27,13 @@ from gshard.forecast.report import GENERIC, counted, size
 from gshard.moving import inventory as explain
 from gshard.moving.costs import MACHINE
 from gshard.planning.plan import Plan
+from gshard.replaying.replay import Replay, Until
 from gshard.runtime.partitioned import Partitioned
+from gshard.runtime.stage import Stage
 from gshard.tensors.sharding import Sharding
 
 
-class _Stage:
-    """The arguments and results of a program, as `jax.stages` describes them."""
-
-    trees: Trees
-
-    args_info = property(lambda self: self.trees.args_info)
-    in_tree = property(lambda self: self.trees.in_tree)
-    in_avals = property(lambda self: jax.tree.map(lambda info: info._aval, self.trees.args_info))
-    donate_argnums = property(lambda self: self.trees.donated)
-    out_info = property(lambda self: self.trees.out_info)
-    out_tree = property(lambda self: self.trees.out_tree)
-
-
-class Lowered(_Stage):
+class Lowered(Stage):
     """A partitioned program, before it is compiled."""
 
     def __init__(self, program: Partitioned, trees: Trees, hardware: Hardware | None = None):
@@ -96,6 +85,18 @@ class Lowered(_Stage):
         """
         self._check_per_device()
         return self._program.history.dump(folder)
+
+    def replay(self, *args: Any, device: int = 0, until: Until = None, **kwargs: Any) -> Replay:
+        """What one `device` runs, equation by equation, in Python: iterate over the steps.
+
+        All devices run along, on the host, one equation at a time; no hardware is needed. The
+        steps end at the end of the program, or after the one that `until` asks for: at a source
+        line ("model.py:12"), at the first step on any device that makes a NaN or an infinity
+        ("nan"), or at the first for which a function of a step is true.
+        """
+        self._check_per_device()
+        arrays = self.arrays(args, kwargs)
+        return Replay(self._program.emitted, arrays, device, until, self.trees.like_results)
 
     @property
     def in_shardings(self) -> Any:
@@ -220,7 +221,7 @@ class Lowered(_Stage):
             return jax.jit(called).trace(*args, **kwargs)
 
 
-class Compiled(_Stage):
+class Compiled(Stage):
     """An executable program: call it with arguments like those it was lowered for."""
 
     def __init__(
@@ -243,11 +244,11 @@ class Compiled(_Stage):
         if not self._program.wraps:
             return self._quick(*args, **kwargs)
         if self._program.wraps_arguments:
-            args, kwargs = tuple(self._program.put(self._arrays(args, kwargs))), {}
+            args, kwargs = tuple(self._program.put(self.arrays(args, kwargs))), {}
         return self.trees.like_results(self._program.get(self._crossing(*args, **kwargs)))
 
     def _cache_miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
-        results, quick = self.run(self._arrays(args, kwargs))
+        results, quick = self.run(self.arrays(args, kwargs))
         return self.trees.like_results(results), quick, False
 
     def run(self, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -265,7 +266,7 @@ class Compiled(_Stage):
     def _cross(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
         """The outputs before unwrapping, and the fast path to them."""
         crossing = self._program.wraps_arguments  # the arguments have been placed
-        leaves = list(args) if crossing else self._arrays(args, kwargs)
+        leaves = list(args) if crossing else self.arrays(args, kwargs)
         placed = leaves if crossing else self._program.put(leaves)
         out = _jax.execute(self._stage, [*self._consts, *placed])
         return out, self._quick_way(leaves, placed, jax.tree.structure(out), out), False
@@ -286,19 +287,8 @@ class Compiled(_Stage):
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
         """The arguments under the program's shardings: a call with these moves nothing."""
-        placed = self._program.put(self._arrays(args, kwargs))
+        placed = self._program.put(self.arrays(args, kwargs))
         return self.trees.like_arguments(self._program.shown(placed))
-
-    def _arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        leaves = jax.tree.leaves((args, kwargs))
-        arrays = [x for x in leaves if _jax.is_array_like(x)]
-        types = [_jax.shape_and_dtype(x) for x in arrays]
-        if types != self.trees.types:
-            raise TypeError(
-                "the program was compiled for arrays of the types "
-                f"{_named(self.trees.types)}, and was called with {_named(types)}"
-            )
-        return arrays
 
     @property
     def input_shardings(self) -> Any:
@@ -385,7 +375,3 @@ def _format(crossing: Format, rank: int, sharding: Any) -> Format:
     layout = crossing.layout
     as_it_is = layout is not None and len(layout.major_to_minor) == rank
     return Format(layout if as_it_is else None, sharding)
-
-
-def _named(types: Sequence[tuple[Any, ...]]) -> str:
-    return "(" + ", ".join(f"{dtype}{list(shape)}" for shape, dtype in types) + ")"

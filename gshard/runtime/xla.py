@@ -102,7 +102,7 @@ class XlaProgram:
         """There is no per-device program to explain until XLA has compiled."""
         raise NotImplementedError("XLA partitions when it compiles; nothing to explain yet")
 
-    plan = history = subject
+    plan = history = emitted = subject
     conflicts = ()
 
     @property

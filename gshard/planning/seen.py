@@ -1,0 +1,93 @@
+"""What a plan has of the user's values: which variable of it holds which value, and how.
+
+The planner notes it while it plans, at no cost to the plan: `lowered.replay` and `gshard.check`
+read from it where in the whole array a tile belongs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend.core import Jaxpr, Literal
+
+from gshard import _jax
+from gshard.graph import bodies
+from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.tile import Tile
+
+
+@dataclass(frozen=True)
+class Held:
+    """How the devices hold a value of the user's program: tiles of an array of logical `shape`.
+
+    `value` is the value's variable in the flat program. `moved` is the reason of the reshard that
+    brought it there; empty for the tiles that its own operator left. Of a `partial` sum, devices
+    that differ in their parts of these splits hold summands.
+    """
+
+    value: Any
+    sharding: Sharding
+    shape: tuple[int, ...]
+    partial: tuple[Split, ...] = ()
+    moved: str = ""
+
+
+@dataclass
+class Seen:
+    """Variables of a plan, and the values of the user's program that they hold.
+
+    A variable may hold several values: an annotation changes nothing.
+    """
+
+    held: dict[Any, list[Held]] = field(default_factory=dict)
+    same: dict[Any, Any] = field(default_factory=dict)  # variables that passes replaced by others
+
+    def made(self, values: Mapping[Any, Tile]) -> None:
+        """Note the tiles of some variables of the flat program."""
+        for value, tile in values.items():
+            self._add(value, tile, "")
+
+    def moved(self, before: Tile, after: Tile, reason: str) -> None:
+        """Note that a tensor was brought under another sharding."""
+        if after.array is before.array:
+            return
+        for held in tuple(self.held.get(_jax.variable_of(before.array), ())):
+            self._add(held.value, after, reason)
+
+    def _add(self, value: Any, tile: Tile, moved: str) -> None:
+        var = _jax.variable_of(tile.array)
+        if var is not None:
+            held = Held(value, tile.sharding, tuple(tile.shape), tile.partial, moved)
+            known = self.held.setdefault(var, [])
+            if held not in known:
+                known.append(held)
+
+    def resolved(self) -> Iterator[tuple[Any, Held]]:
+        """The variables that are left after the passes, and what they hold."""
+        for var, found in self.held.items():
+            while var in self.same:
+                var = self.same[var]
+            for held in found:
+                yield var, held
+
+
+def replaced(before: Jaxpr, after: Jaxpr) -> dict[Any, Any]:
+    """The variables in whose place a pass over a plan put others: equations that read these now.
+
+    An equation is the same one before and after if its results are.
+    """
+    found: dict[Any, Any] = {}
+    kept = {eqn.outvars[0]: eqn for eqn in after.eqns if eqn.outvars}
+    pairs = [(e, kept[e.outvars[0]]) for e in before.eqns if e.outvars and e.outvars[0] in kept]
+    reads = [(old.invars, new.invars) for old, new in pairs if old is not new]
+    for old, new in [*reads, (before.outvars, after.outvars)]:
+        if len(old) == len(new):
+            both = zip(old, new, strict=True)
+            found |= {a: b for a, b in both if not isinstance(a, Literal) and a is not b}
+    for eqn, same in pairs:
+        if eqn is not same:
+            for inner, other in zip(bodies(eqn), bodies(same), strict=False):
+                found |= replaced(inner, other)
+    return found

@@ -1,0 +1,1 @@
+"""Replays: the partitioned program in Python."""
