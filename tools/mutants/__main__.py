@@ -1,0 +1,82 @@
+"""`python -m tools.mutants`: mutants of the partitioner, and the quick tests that kill them.
+
+The first run records which test executes what (a run of all quick tests of the partitioner); the
+mutants follow. It may be interrupted at any time, and goes on where it stopped. Nothing is written
+to the checkout but docs/results/mutants.md, with `--report`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+from pathlib import Path
+
+from tools.mutants import mutations, report, running, touched, warm
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "results" / "mutants.md"
+
+
+def main() -> None:
+    """Record, run the mutants, and print a summary."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="mutations whose name or file has this text")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    parser.add_argument("--seconds", type=float, default=60, help="processor time for a mutant")
+    parser.add_argument("--again", action="store_true", help="forget the results of these mutants")
+    parser.add_argument("--record", action="store_true", help="record anew what tests execute")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants")
+    parser.add_argument("--list", action="store_true", help="print the mutations and their results")
+    parser.add_argument("--report", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    known = mutations.load()
+    chosen = [m for m in known if options.only in m.name or options.only in m.file]
+    if not chosen:
+        sys.exit(f"gshard: no mutation has {options.only!r} in its name or file")
+    old = {m.name for m in mutations.stale(known, ROOT)}
+    for name in sorted(old):
+        print(f"{name} does not fit its file any more", flush=True)
+    chosen = [m for m in chosen if m.name not in old]
+    if options.list:
+        print(report.listed(chosen, running.results(options.folder)))
+    elif not options.report:
+        _run(options, chosen)
+    if options.report:
+        PAGE.write_text(report.page([m for m in known if m.name not in old], options.folder))
+    if old:
+        sys.exit(1)
+
+
+def _run(options: argparse.Namespace, chosen: list[mutations.Mutation]) -> None:
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    folder, jobs = options.folder, options.jobs
+    warm.warm_up(ROOT)
+    if options.record:
+        (folder / "touched.jsonl").unlink(missing_ok=True)
+    if options.again:
+        running.forget(folder, chosen)
+    random.Random(0).shuffle(chosen)  # a part of a run says something about all kinds
+
+    def left() -> list[mutations.Mutation]:
+        known = running.results(folder)
+        return [m for m in chosen if m.key not in known]
+
+    try:
+        warm.apart(lambda: touched.record(ROOT, folder, jobs, say))
+        recorded = touched.Recorded(folder)
+        runner = running.Runner(ROOT, folder, recorded, jobs, options.seconds, say)
+        warm.apart(lambda: runner.in_place(left()))
+        runner.imported(left())
+    except KeyboardInterrupt:
+        say("interrupted; the next run goes on from here")
+        os._exit(130)
+    say(report.summary(chosen, running.results(folder)))
+
+
+if __name__ == "__main__":
+    main()

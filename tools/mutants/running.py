@@ -1,0 +1,129 @@
+"""Each mutant against the tests that execute what it changes, until one of them fails."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.mutants.blocks import load
+from tools.mutants.mutations import Mutation
+from tools.mutants.swapping import functions_of, swaps
+from tools.mutants.touched import STARTING, Recorded
+from tools.mutants.warm import Children, Session, Work, collect
+
+_FILES = 12  # of tests that a mutant meets which is imported: to collect them takes long
+Say = Callable[[str], None]
+
+_LONGER = 90  # processor seconds beyond the limit after which a test hangs
+
+
+class Runner:
+    """Runs mutants, and keeps every result as soon as it is there."""
+
+    def __init__(
+        self, root: Path, folder: Path, recorded: Recorded, jobs: int, seconds: float, say: Say
+    ):
+        self._root, self._folder, self._recorded = root, folder, recorded
+        self._jobs, self._seconds, self._say = jobs, seconds, say
+
+    def in_place(self, mutations: Sequence[Mutation]) -> None:
+        """Those that can be put into functions, in forks of a process with all tests collected."""
+
+        def run_all(session: Session) -> None:
+            functions = functions_of(self._root)
+            work = (
+                (mutation, self._child(session, mutation, found))
+                for mutation in mutations
+                if (found := swaps(mutation, self._root, functions))
+            )
+            self._keep(work, len(mutations), in_place=True)
+
+        wanted = {test.file for m in mutations for test in self._recorded.ranked(m)} - STARTING
+        if wanted and not collect(sorted(wanted), run_all):
+            raise SystemExit("gshard: the tests cannot be collected")
+
+    def imported(self, mutations: Sequence[Mutation]) -> None:
+        """Those that change what a module does when it is imported: each process imports anew."""
+        self._keep(((m, self._importing(m)) for m in mutations), len(mutations))
+
+    def _child(self, session: Session, mutation: Mutation, found: Sequence[Any]) -> Work:
+        def child(out: Path) -> None:
+            for function, code in found:
+                function.__code__ = code
+            self._test(session, mutation, out)
+
+        return child
+
+    def _importing(self, mutation: Mutation) -> Work:
+        def child(out: Path) -> None:
+            path = self._root / mutation.file
+            text = mutation.applied(path.read_text())
+            assert text is not None
+            load(self._root, {mutation.file: compile(text, str(path), "exec", dont_inherit=True)})
+            tests = self._recorded.ranked(mutation)
+            files = list(dict.fromkeys(test.file for test in tests))
+            files.sort(key=lambda file: file not in STARTING)  # the others have been run, mostly
+            if not collect(files[:_FILES], lambda session: self._test(session, mutation, out)):
+                _append(out, {"failed": "import"})
+
+        return child
+
+    def _test(self, session: Session, mutation: Mutation, out: Path) -> None:
+        tests = [test.name for test in self._recorded.ranked(mutation)]
+        until = time.process_time() + self._seconds
+        if failed := session.run(tests, out, until=until):
+            _append(out, {"failed": failed})
+
+    def _more_tests(self, mutation: Mutation) -> bool:
+        """Whether there are tests that can be run by `imported` alone."""
+        return any(test.file in STARTING for test in self._recorded.ranked(mutation))
+
+    def _keep(
+        self, work: Iterable[tuple[Mutation, Work]], total: int, in_place: bool = False
+    ) -> None:
+        children = Children(self._jobs, self._seconds + _LONGER)
+        killed = survived = 0
+        for mutation, lines, how, used in children.map(work, self._folder / "children"):
+            result = _result(mutation, lines, how, used)
+            if in_place and result["how"] == "survived" and self._more_tests(mutation):
+                continue
+            _append(self._folder / "results.jsonl", result)
+            survived += result["how"] == "survived"
+            killed += result["how"] != "survived"
+            self._say(
+                f"{killed + survived}/{total} {mutation.name}: {result['how']} {result['by']} "
+                f"({used:.0f} s); {killed} killed, {survived} survived"
+            )
+
+
+def _append(store: Path, line: dict[str, Any]) -> None:
+    with store.open("a") as file:
+        print(json.dumps(line), file=file)
+
+
+def _result(
+    mutation: Mutation, lines: Sequence[dict[str, Any]], how: str, used: float
+) -> dict[str, Any]:
+    failed = [line["failed"] for line in lines if "failed" in line]
+    ran = sum("test" in line for line in lines)
+    kinds = {"ended": "survived", "time": "hangs", "failed": "crashes"}
+    what = "killed" if failed else kinds.get(how, "crashes")
+    result = {"key": mutation.key, "name": mutation.name, "how": what}
+    return result | {"by": failed[0] if failed else "", "tests": ran, "seconds": round(used, 1)}
+
+
+def results(folder: Path) -> dict[str, dict[str, Any]]:
+    """The newest result of every mutation, by its key."""
+    store = folder / "results.jsonl"
+    lines = store.read_text().splitlines() if store.exists() else []
+    return {line["key"]: line for line in map(json.loads, lines)}
+
+
+def forget(folder: Path, mutations: Sequence[Mutation]) -> None:
+    """Drop the results of some mutations."""
+    keys = {mutation.key for mutation in mutations}
+    kept = [line for key, line in results(folder).items() if key not in keys]
+    (folder / "results.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in kept))
