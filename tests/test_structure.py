@@ -8,7 +8,7 @@ import pytest
 from tools import structure
 
 ROOT = Path(__file__).parents[1]
-PUBLIC = {"gshard", "gshard.errors", "gshard.nn"}  # what translation may import
+PUBLIC = {"gshard", "gshard.errors", "gshard.nn", "gshard.recording"}  # what translation may import
 
 
 @pytest.fixture(scope="module")

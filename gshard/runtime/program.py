@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, Mesh
 
-from gshard import _jax
+from gshard import _jax, recording
 from gshard.emission import emit
 from gshard.emission.combine import combined
+from gshard.emission.record import recorded
 from gshard.explanation import Subject
 from gshard.graph import map_bodies
 from gshard.graph.evaluate import bind, evaluate
@@ -189,6 +190,9 @@ def finish(
     history.add("emit", jaxpr, explain.collective_note)
     jaxpr = combined(jaxpr, mesh)
     history.add("combine", jaxpr, explain.collective_note)
+    if (place := recording.folder()) is not None and isinstance(mesh, Mesh):
+        recorder = recording.recorder(place, jax.process_index())
+        jaxpr = recorded(jaxpr, tuple(mesh.shape.items()), name, recorder)
     eqns = [
         map_bodies(eqn, lambda closed: closed.replace(jaxpr=jaxpr))
         if eqn.primitive is _jax.shard_map_p

@@ -16,6 +16,7 @@ from pathlib import Path
 from gshard.mt.errors import UserError
 from gshard.mt.launch import status
 from gshard.mt.launch.keeper import Keeper
+from gshard.mt.launch.whereabouts import recorded
 
 _TAIL = 2_000  # bytes of a process's output to look for its last words in
 
@@ -111,9 +112,10 @@ class ThisMachine:
         """Start `count` processes that know of each other."""
         address = f"127.0.0.1:{free_port('127.0.0.1')}"
         children: list[LocalChild] = []
+        record = recorded(scratch)
         try:
             for index in range(count):
-                more = {**member(address, count, index), **_gpus(index, count)}
+                more = {**member(address, count, index), **_gpus(index, count), **record}
                 # The first one's output is the user's.
                 place, quiet = scratch / f"process-{index}", index > 0
                 children.append(LocalChild(command, more, place, quiet))

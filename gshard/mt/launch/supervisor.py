@@ -16,12 +16,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
 from gshard.mt.errors import UserError
+from gshard.mt.launch import whereabouts
 from gshard.mt.launch.signals import is_second_request, stop_signals
 from gshard.mt.launch.status import ALONE, WAITING, Status
 
@@ -196,7 +197,7 @@ class Supervisor:
                     if late or self._at_once or all(code is not None for code in ended):
                         return why
                 elif failure := self._failure(children, ended):
-                    return failure
+                    return self._located(failure, children, scratch)
                 elif all(code == 0 for code in ended):
                     return None
                 elif self._asked or (why := self._more(count, looked)):
@@ -254,6 +255,18 @@ class Supervisor:
             elif silent < 2.0:
                 self._lagging.discard(index)
         return self._stuck(states, now)
+
+    def _located(self, failure: Failure, children: Sequence[Child], scratch: Path) -> Failure:
+        """The failure, after a word on who waits where; it is of the process that is waited for."""
+        if failure.status in _USER_ERRORS:
+            return failure
+        found = whereabouts.held_up_by(scratch)
+        if found is None:
+            self._note(f"where they are: {whereabouts.steps([c.status() for c in children])}")
+            return failure
+        index, words = found
+        self._note(f"where they are: {words}")
+        return failure if failure.status is not None else replace(failure, index=index)
 
     def _stuck(self, states: dict[int, Status], now: float) -> Failure | None:
         """All give signs of life, and yet no step is made."""

@@ -1,0 +1,270 @@
+"""Where each process is in its program: which collective it entered last, in a file beside it.
+
+With the environment variable GSHARD_RECORD, every collective of a partitioned program is preceded
+by a mark, which counts in a memory-mapped file: whoever reads the file from outside sees the number
+even if the process hangs, is stopped or has been killed. A file has a row for each of the process's
+devices: how many collectives it has entered, when it entered the last one, and which the newest
+were. A second file says what the numbers mean. `python -m gshard.recording FOLDER` reads the files
+of all processes and says who waits where, and for whom.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import mmap
+import os
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "GSHARD_RECORD"  # a folder; 1 for one among the temporary files
+KEPT = 256  # the newest collectives of a device
+_ROW = struct.Struct(f"=qd{KEPT}Q")  # how many, when, and which
+_COUNT, _ENTRY = struct.Struct("=qd"), struct.Struct("=Q")
+_ROWS = 64  # devices of a process, at most
+_POSITION, _PROGRAMS = ".position", ".programs"
+RUNNING, STOPPED, GONE, BEHIND, ELSEWHERE = "running", "stopped", "gone", "behind", "elsewhere"
+
+
+def folder() -> Path | None:
+    """Where positions are kept; None if they are not."""
+    named = os.environ.get(VARIABLE, "")
+    if named in ("", "0"):
+        return None
+    return Path(tempfile.gettempdir()) / "gshard-record" if named == "1" else Path(named)
+
+
+class Recorder:
+    """The files of this process, which is the one with this `index` among those of its run."""
+
+    def __init__(self, place: Path, index: int):
+        place.mkdir(parents=True, exist_ok=True)
+        host = socket.gethostname()
+        for old in place.glob(f"{index}-{host}-*{_POSITION}"):  # of a run before this one
+            if _state(host, _named(old)[2]) == GONE:
+                _remove(old)
+        self._position = place / f"{index}-{host}-{os.getpid()}{_POSITION}"
+        self._position.write_bytes(bytes(_ROW.size * _ROWS))
+        with self._position.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        self._rows: dict[int, int] = {}  # of devices
+        self._counts = [0] * _ROWS
+        self._known: set[int] = set()
+        self._lock = threading.Lock()
+        atexit.register(self._end, os.getpid())
+
+    def _end(self, process: int) -> None:
+        """The files are for those who look for a reason: a process that did its work has none."""
+        if os.getpid() == process and not hasattr(sys, "last_value"):  # no fork, no error
+            _remove(self._position)
+
+    def program(self, name: str, collectives: Sequence[Mapping[str, Any]]) -> int:
+        """The key of a program with these collectives, which is the same in all processes."""
+        text = json.dumps({"name": name, "collectives": list(collectives)})
+        key = zlib.crc32(text.encode())
+        with self._lock:
+            if key not in self._known:
+                self._known.add(key)
+                with _programs(self._position).open("a") as file:
+                    print(json.dumps([key, json.loads(text)]), file=file)
+        return key
+
+    def enter(self, device: int, program: int, number: int) -> None:
+        """A device enters a collective."""
+        row = self._rows.get(device)
+        if row is None:
+            with self._lock:
+                row = self._rows.setdefault(device, len(self._rows))
+        if row >= _ROWS:
+            return
+        start, count = row * _ROW.size, self._counts[row]
+        at = start + _COUNT.size + count % KEPT * _ENTRY.size
+        _ENTRY.pack_into(self._map, at, program << 32 | number)
+        self._counts[row] = count + 1
+        _COUNT.pack_into(self._map, start, count + 1, time.monotonic())
+
+
+_recorder: list[Recorder] = []
+
+
+def recorder(place: Path, index: int) -> Recorder:
+    """The recorder of this process, the `index`-th of its run."""
+    if not _recorder:
+        _recorder.append(Recorder(place, index))
+    return _recorder[0]
+
+
+def _programs(position: Path) -> Path:
+    return position.with_suffix(_PROGRAMS)
+
+
+def _remove(position: Path) -> None:
+    position.unlink(missing_ok=True)
+    _programs(position).unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Site:
+    """A collective: its number in `lowered.collectives`, of which program, its kind and line."""
+
+    program: str
+    number: int
+    kind: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"collective {self.number} of {self.program} ({self.kind}, {self.source})"
+
+
+@dataclass(frozen=True)
+class Position:
+    """A process: the collectives that its slowest device has entered, the newest last."""
+
+    process: int
+    host: str
+    pid: int
+    state: str  # "running", "stopped" or "gone"; of another host, "running"
+    entered: int
+    seen: float  # when the last one was entered, by the machine's monotonic clock
+    newest: tuple[Site, ...]
+
+    def __str__(self) -> str:
+        state = "" if self.state == RUNNING else f", {self.state}"
+        return f"process {self.process} ({self.pid} on {self.host}{state})"
+
+    def at(self, count: int) -> Site | None:
+        """The collective that was the `count`-th, as far as it is known."""
+        first = self.entered - len(self.newest)
+        return self.newest[count - 1 - first] if first < count <= self.entered else None
+
+
+def read(place: Path) -> list[Position]:
+    """The positions of all processes that have files in a folder."""
+    found = [_position(path) for path in sorted(place.glob(f"*{_POSITION}"))]
+    return sorted((p for p in found if p is not None), key=lambda p: p.process)
+
+
+def _named(path: Path) -> tuple[int, str, int]:
+    """The process, its host and its number there, of which a file is."""
+    index, _, rest = path.stem.partition("-")
+    host, _, pid = rest.rpartition("-")
+    return int(index), host, int(pid)
+
+
+def _state(host: str, pid: int) -> str:
+    if host != socket.gethostname():
+        return RUNNING
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return GONE if Path("/proc/self").exists() else RUNNING
+    return {"T": STOPPED, "t": STOPPED, "Z": GONE, "X": GONE}.get(letter, RUNNING)
+
+
+def _position(path: Path) -> Position | None:
+    try:
+        index, host, pid = _named(path)
+        raw = path.read_bytes()
+        lines = _programs(path).read_text() if _programs(path).exists() else ""
+        programs = dict(json.loads(line) for line in lines.splitlines())
+    except (OSError, ValueError):
+        return None
+    rows = [_ROW.unpack_from(raw, start) for start in range(0, len(raw), _ROW.size)]
+    used = [row for row in rows if row[0]]
+    state = _state(host, pid)
+    if not used:
+        return Position(index, host, pid, state, 0, 0.0, ())
+    count, seen, *ring = min(used, key=lambda row: row[0])
+    newest = [ring[i % KEPT] for i in range(max(0, count - KEPT), count)]
+    sites = tuple(_site(programs, entry) for entry in newest)
+    return Position(index, host, pid, state, count, seen, sites)
+
+
+def _site(programs: Mapping[int, Any], entry: int) -> Site:
+    program, number = entry >> 32, entry & 0xFFFFFFFF
+    known = programs.get(program, {"name": "a program", "collectives": []})
+    every = known["collectives"]
+    told = every[number] if number < len(every) else {"kind": "unknown", "source": "unknown"}
+    return Site(known["name"], number, told["kind"], told["source"])
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """Who holds the others up, and where these wait."""
+
+    culprits: tuple[Position, ...]
+    waiting: tuple[Position, ...]
+    where: Site | None  # that the others wait at
+    instead: Site | None  # that the first of the culprits entered last, or in its place
+    how: str  # "gone", "stopped", "elsewhere" or "behind"
+
+    def __str__(self) -> str:
+        if not self.culprits:
+            return f"all processes wait at {self.where}, and none is behind"
+        who, waiting = _names(self.culprits), _names(self.waiting)
+        if self.how == ELSEWHERE:
+            return f"{waiting} entered {self.where}; {who} took another way, to {self.instead}"
+        last = f"entered {self.instead} last" if self.instead else "has entered none"
+        state = "" if self.how in (GONE, STOPPED) else "is behind: it "
+        return f"{waiting} waits at {self.where}; {who} {state}{last}"
+
+
+def _names(positions: Sequence[Position]) -> str:
+    return ", ".join(map(str, positions)) or "nobody"
+
+
+def standstill(positions: Sequence[Position]) -> Standstill | None:
+    """Who holds the others up when nobody moves; None if nothing is known.
+
+    All processes enter the same collectives one after the other. The first one in which they differ
+    says who took another way: the fewer of them, even if others failed for it. Else it is a process
+    that is gone or stopped, or has entered fewer collectives than the others.
+    """
+    last = max((p.entered for p in positions), default=0)
+    if not last:
+        return None
+    first = max(p.entered - len(p.newest) for p in positions) + 1
+    for count in range(first, last + 1):
+        there = [(p, site) for p in positions if (site := p.at(count))]
+        usual, _ = Counter(site for _, site in there).most_common(1)[0]
+        if others := [(p, site) for p, site in there if site != usual]:
+            rest = tuple(p for p, site in there if site == usual)
+            return Standstill(tuple(p for p, _ in others), rest, usual, others[0][1], ELSEWHERE)
+    for how in (GONE, STOPPED):
+        if culprits := [p for p in positions if p.state == how]:
+            return _held_up(positions, culprits, how)
+    return _held_up(positions, [p for p in positions if p.entered < last], BEHIND)
+
+
+def _held_up(positions: Sequence[Position], culprits: Sequence[Position], how: str) -> Standstill:
+    waiting = [p for p in positions if p not in culprits]
+    furthest = max(waiting or positions, key=lambda p: p.entered)
+    where = furthest.at(furthest.entered)
+    instead = culprits[0].at(culprits[0].entered) if culprits else None
+    return Standstill(tuple(culprits), tuple(waiting), where, instead, how)
+
+
+def main() -> None:
+    """Print who waits where."""
+    place = Path(sys.argv[1]) if len(sys.argv) > 1 else folder()
+    if place is None or not place.is_dir():
+        sys.exit(f"gshard: {place or 'no folder'}: give the folder that {VARIABLE} names")
+    found = standstill(read(place))
+    print(found or "no process has entered a collective yet")
+
+
+if __name__ == "__main__":
+    main()

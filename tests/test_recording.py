@@ -1,0 +1,149 @@
+"""Positions of processes: what marks keep, and what is made of them when nobody moves."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gshard
+from gshard import recording
+from gshard.recording import BEHIND, ELSEWHERE, GONE, RUNNING, STOPPED, Position, Site, standstill
+from tests.oracle import assert_same
+
+ROOT = Path(__file__).parents[1]
+
+
+def sites(*numbers, program="step"):
+    return [Site(program, n, "all_reduce", f"train.py:{10 + n}") for n in numbers]
+
+
+def at(process, entered, state=RUNNING):
+    newest = tuple(entered[-recording.KEPT :])
+    return Position(process, "host", 100 + process, state, len(entered), 1.0, newest)
+
+
+def culprits(found):
+    return [p.process for p in found.culprits]
+
+
+def test_who_has_entered_fewer_is_behind():
+    found = standstill([at(0, sites(0, 1, 2)), at(1, sites(0)), at(2, sites(0, 1, 2))])
+    assert (culprits(found), found.how) == ([1], BEHIND)
+    assert (found.where, found.instead) == (sites(2)[0], sites(0)[0])
+    assert str(found) == (
+        "process 0 (100 on host), process 2 (102 on host) waits at collective 2 of step "
+        "(all_reduce, train.py:12); process 1 (101 on host) is behind: it entered collective 0 of "
+        "step (all_reduce, train.py:10) last"
+    )
+
+
+def test_another_way_is_told_even_if_the_others_failed_for_it():
+    other = sites(0) + sites(4, program="evaluate")
+    found = standstill([at(0, sites(0, 1), GONE), at(1, other), at(2, sites(0, 1), GONE)])
+    assert (culprits(found), found.how) == ([1], ELSEWHERE)
+    assert (found.where, found.instead) == (sites(1)[0], other[1])
+
+
+@pytest.mark.parametrize("state", [GONE, STOPPED])
+def test_who_is_gone_or_stopped_is_named_wherever_it_is(state):
+    found = standstill([at(0, sites(0, 1)), at(1, sites(0, 1), state)])
+    assert (culprits(found), found.how) == ([1], state)
+    assert found.where == sites(1)[0]
+
+
+def test_nobody_is_behind_where_all_are_at_one_place():
+    found = standstill([at(0, sites(0)), at(1, sites(0))])
+    assert not found.culprits
+    assert "none is behind" in str(found)
+    assert standstill([at(0, []), at(1, [])]) is None
+    assert standstill([]) is None
+
+
+@given(st.data())
+def test_any_process_that_is_behind_or_elsewhere_is_found(data):
+    """Also where more was entered than a file keeps."""
+    count = data.draw(st.integers(3, 6))
+    length = data.draw(st.integers(1, 3 * recording.KEPT))
+    usual = sites(*(i % 5 for i in range(length)))
+    culprit = data.draw(st.integers(0, count - 1))
+    place = data.draw(st.integers(max(0, length - recording.KEPT + 1), length - 1))
+    elsewhere = data.draw(st.booleans())
+    own = usual[:place] + (sites(9) if elsewhere else [])
+    found = standstill([at(i, own if i == culprit else usual) for i in range(count)])
+    assert culprits(found) == [culprit]
+    assert found.how == (ELSEWHERE if elsewhere else BEHIND)
+    assert found.where == usual[place if elsewhere else -1]
+
+
+def step(w, x):
+    x = gshard.split(x, 1, 4)
+
+    def layer(h, w):
+        h = jnp.tanh(h @ w)
+        return h, h.sum()
+
+    h, sums = jax.lax.scan(layer, x, w)
+    nothing = jnp.sum(h[:0], axis=1)
+    return h @ w[0], sums, jnp.argmax(h, axis=1), jnp.any(h > 0.5, axis=1), nothing
+
+
+def test_marks_keep_every_collective_and_change_no_bit(monkeypatch, tmp_path):
+    rng = np.random.default_rng(0)
+    w, x = rng.normal(size=(3, 8, 8)).astype("f"), rng.normal(size=(6, 8)).astype("f")
+    devices = jax.devices()[:4]
+    plain = gshard.jit(step, devices=devices)
+    wanted = plain(w, x)
+    monkeypatch.setenv(recording.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(recording, "_recorder", [])
+    recorded = gshard.jit(lambda w, x: step(w, x), devices=devices)
+    for _ in range(2):
+        assert_same(recorded(w, x), wanted, exact=True)
+    (position,) = recording.read(tmp_path)
+    every = plain.lower(w, x).collectives
+    assert position.entered == 2 * sum(c.count for c in every)
+    assert (position.process, position.pid, position.state) == (0, os.getpid(), RUNNING)
+    in_loop = [n for n, c in enumerate(every) if c.count == 3]
+    once = [n for n, c in enumerate(every) if c.count == 1]
+    numbers = [site.number for site in position.newest]
+    assert len(in_loop) >= 2
+    assert numbers == 2 * (3 * in_loop + once)
+    assert [(s.kind, s.source) for s in position.newest[: len(in_loop)]] == [
+        (every[n].kind, every[n].source) for n in in_loop
+    ]
+
+
+def test_files_of_a_run_before_are_not_taken_for_processes(tmp_path):
+    host = os.uname().nodename
+    old = tmp_path / f"0-{host}-{2**22 + 1}.position"  # no process has this number
+    old.write_bytes(b"")
+    recorder = recording.Recorder(tmp_path, 0)
+    recorder.enter(3, recorder.program("step", [{"kind": "all_reduce", "source": "a.py:1"}]), 0)
+    (position,) = recording.read(tmp_path)
+    assert position.pid == os.getpid()
+    assert position.newest == (Site("step", 0, "all_reduce", "a.py:1"),)
+
+
+def test_a_stopped_process_and_a_call_left_out_are_named():
+    """Two processes, in which hangs are planted."""
+    run = [sys.executable, "-m", "benchmarks.hangs", "--processes", "2"]
+    done = subprocess.run(
+        [*run, "--hangs", "2", "--kinds", "stop,skip"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 of 2 hangs named right" in done.stdout
+
+
+@pytest.mark.slow
+def test_fifty_hangs_are_named():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.hangs"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "50 of 50 hangs named right" in done.stdout
