@@ -1,1 +1,1 @@
-"""Everything that moves data between devices: planners, and the collectives under them."""
+"""Communication: planners of reshards, halos and reductions, and their collectives."""

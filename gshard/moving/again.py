@@ -1,9 +1,8 @@
-"""Values made again of what they were made of, where that moves fewer bytes.
+"""Recomputation of values from their operands, where moving those sends fewer bytes.
 
-An operator that works element by element, or repeats elements, can run before a move or after it.
-It runs after where its operands are smaller than its result: weights of 8 bits are gathered and
-then made wide, and rows at the borders of tiles are sent before they are repeated. What a device
-has of the operands already, from another use, need not be sent at all.
+An elementwise operator or a broadcast can run before or after communication. It runs after if its
+operands are smaller than its result: 8-bit weights are gathered and then widened, and halo rows are
+sent before they are repeated. Operands that are available from another use need not be sent.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Identity, Tile, itemsize_of
 
-DEPTH = 8  # operators that are run again, one after the other
+DEPTH = 8  # largest number of operators in a chain that is recomputed
 
 REARRANGING = (p.broadcast_in_dim_p, p.transpose_p, p.reshape_p, p.concatenate_p)
 
 
 @dataclass(frozen=True)
 class Made:
-    """A value, and the operator and operands that it was made by.
+    """A value, with the operator and operands that it was computed by.
 
-    The operator is one of `REARRANGING`, or works element by element.
+    The operator is elementwise, or one of `REARRANGING`.
     """
 
     result: Tile
@@ -46,9 +45,9 @@ class Made:
     operands: tuple[Tile, ...]
 
     def dims(self) -> list[list[int | None]] | None:
-        """For every dim of every operand, the dim of the result that it is; None if it is none.
+        """For every dim of every operand, the corresponding dim of the result, or None.
 
-        None for an operator of which that cannot be said.
+        None for an operator without such a correspondence.
         """
         eqn, shape = self.eqn, self.result.shape
         named: Sequence[int]
@@ -86,9 +85,9 @@ def resharded_again(
     reshard: Callable[[Tile, Sharding], Tile],
     known: Callable[[Tile, Sharding], bool],
 ) -> Tile | None:
-    """`tile` under `target`, made again of operands that are moved; None if it should move itself.
+    """`tile` under `target`, recomputed from resharded operands; None if moving it is cheaper.
 
-    `reshard` moves an operand, and `known` says of which forms of a value there are already.
+    `reshard` moves an operand, and `known` gives the available shardings of a value.
     """
     made = place.made.get(Identity(tile.array))
     if made is None or not tile.is_standard:
@@ -102,8 +101,8 @@ def resharded_again(
 
 
 def _operands_under(made: Made, target: Sharding) -> list[Sharding] | None:
-    """The shardings of the operands with which the result is as `target` says."""
-    if target.is_replicated:  # whatever becomes of the dims
+    """The shardings of the operands for which the result has `target`."""
+    if target.is_replicated:  # any operator on a replicated value
         return [Sharding.replicated(t.sharding.rank, target.num_devices) for t in made.operands]
     dims = made.dims()
     if dims is None or target.manual:
@@ -119,7 +118,7 @@ def _cost_again(
     limit: float,
     depth: int,
 ) -> float:
-    """What it costs to make a value again under `target`; at least `limit` if it is more."""
+    """The cost of recomputing a value under `target`, or `limit` if it is higher."""
     wanted = _operands_under(made, target)
     if wanted is None or not depth:
         return limit
@@ -167,13 +166,13 @@ def fetch(
     reason: Reason,
     only: tuple[int, int] | None = None,
 ) -> jax.Array:
-    """`halo.fetch`, or the same rows made again of those of operands, which are fewer bytes."""
+    """`halo.fetch`, or the same rows recomputed from fewer bytes of the operands."""
     rows = Rows(tile, dim, np.asarray(starts, np.int64), width, only)
     _, make = _cheapest(place, rows, DEPTH)
     return make(reason)
 
 
-_Way = tuple[float, Callable[[Reason], jax.Array]]  # what it costs, and how it is done
+_Way = tuple[float, Callable[[Reason], jax.Array]]  # its cost, and its parts
 
 
 def _cheapest(place: Place, rows: Rows, depth: int) -> _Way:
@@ -197,7 +196,7 @@ def _cheapest(place: Place, rows: Rows, depth: int) -> _Way:
     def again(reason: Reason) -> jax.Array:
         local, width = list(tile.array.shape), rows.width
         step = _rows_for_one(made, dim)
-        if step > 1:  # rows that a row of the operand becomes: more than are needed, perhaps
+        if step > 1:  # rows of the result per row of the operand, possibly more than needed
             (need,) = needed
             assert isinstance(need, Rows)
             width = need.width * step
@@ -212,7 +211,7 @@ def _cheapest(place: Place, rows: Rows, depth: int) -> _Way:
 
 
 def _sent(rows: Rows) -> float:
-    """Bytes that a device sends for rows that are fetched as they are."""
+    """Bytes that a device sends to fetch rows directly."""
     tile, dim = rows.tile, rows.dim
     if tile.sharding.splits[dim] is None:
         return 0.0
@@ -223,7 +222,7 @@ def _sent(rows: Rows) -> float:
 
 
 def _rows_of_operand(place: Place, need: Any, rows: Rows, depth: int) -> _Way:
-    """The rows of an operand that are needed, or all of it where it has one row for all."""
+    """The rows of an operand that are needed, or all of it if it is broadcast along the dim."""
     split = rows.tile.sharding.splits[rows.dim]
     assert split
     if not isinstance(need, Rows):
@@ -235,7 +234,7 @@ def _rows_of_operand(place: Place, need: Any, rows: Rows, depth: int) -> _Way:
 
 
 def _needed(made: Made, rows: Rows) -> list[Rows | Tile] | None:
-    """What rows of the operands are needed; None if the operands do not lie like the result."""
+    """The rows of the operands that are needed; None if their shardings differ."""
     primitive, dim, result = made.eqn.primitive, rows.dim, made.result
     if primitive is p.reshape_p:
         return _before_reshape(made, rows)
@@ -260,9 +259,9 @@ def _needed(made: Made, rows: Rows) -> list[Rows | Tile] | None:
 
 
 def _before_reshape(made: Made, rows: Rows) -> list[Rows | Tile] | None:
-    """Where the split dim is joined with others behind it: the rows of it that are needed.
+    """For a reshape that merges the split dim with minor ones: its rows that are needed.
 
-    None if it is not, or if any other dim is split.
+    None for any other reshape, or if another dim is split.
     """
     (tile,), result, dim = made.operands, made.result, rows.dim
     source, step = _dim_before_reshape(made, dim), _rows_for_one(made, dim)
@@ -276,7 +275,7 @@ def _before_reshape(made: Made, rows: Rows) -> list[Rows | Tile] | None:
 
 
 def _rows_for_one(made: Made, dim: int) -> int:
-    """How many rows of the result a row of the operand is; 0 where dims are not simply joined."""
+    """The rows of the result per row of the operand; 0 if dims are not simply merged."""
     if made.eqn.primitive is not p.reshape_p:
         return 1
     sizes, rows = made.operands[0].shape, made.result.shape[dim]

@@ -1,4 +1,4 @@
-"""Boxes point to point: rounds of CollectivePermutes that send just what is missing.
+"""Point-to-point redistribution: CollectivePermutes that send exactly what is missing.
 
 Works between any two tilings of a tensor: uneven, of different tile counts on one dim, on other
 devices, or on fewer of them. It takes as many rounds as a device has partners, so it is used where
@@ -41,12 +41,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """One permute of boxes of one size: per device, what it sends from and where it receives to."""
+    """One permute of equal boxes: for each device, its source and target offsets."""
 
     pairs: tuple[tuple[int, int], ...]
     box: Shape
     send_start: np.ndarray  # [devices, dims] local row of the source tile
-    receive_start: np.ndarray  # [devices, dims] local row of the target tile; dump where < -box
+    receive_start: np.ndarray  # [devices, dims] local row of the target tile; dropped where < -box
 
     @property
     def is_remote(self) -> bool:
@@ -63,7 +63,7 @@ class Round:
 def plan_boxes(
     source: Sharding, source_local: Shape, target: Sharding, target_local: Shape, shape: Shape
 ) -> tuple[Round, ...]:
-    """The rounds that bring every device the part of the tensor that `target` gives it.
+    """The rounds that send every device its part of the tensor under `target`.
 
     The first round is local: what a device already has.
     """
@@ -94,7 +94,7 @@ def route(place: Place, tile: Tile, target: Sharding, target_local: Shape, reaso
         piece = lax.dynamic_slice(tile.array, _starts(place, step.send_start), step.box)
         if step.is_remote:
             piece = collective_permute(place, piece, step.pairs, reason)
-        # A device that receives nothing drops the zeros it gets into the margin.
+        # A device that receives nothing writes zeros into the margin, which is dropped.
         start = np.where(
             step.receive_start < -np.array(step.box), -np.array(margin), step.receive_start
         )
@@ -110,7 +110,7 @@ def _starts(place: Place, table: np.ndarray) -> list[jax.Array]:
 def _pieces(
     source: Sharding, source_local: Shape, target: Sharding, target_local: Shape, shape: Shape
 ) -> list[Piece]:
-    """Every box that has to be on some device, from one that has it: the device itself if it can.
+    """Every box that a device needs, with a device that has it: itself if possible.
 
     The holders of a tile take turns.
     """

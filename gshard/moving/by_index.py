@@ -1,9 +1,9 @@
-"""Rows that travel by index: each from the device that has it to the one that wants it.
+"""Rows exchanged by index: each from the device that has it to the one that needs it.
 
-How many rows pass between two devices is known at run time only. The first AllToAll has room for
-an equal number between every two; while some pair has more, further ones of a quarter of its size
-follow. With equal numbers a device sends each of its rows once. All devices know all indices, so
-that nobody has to ask.
+The number of rows between two devices is only known at run time. The first AllToAll has the
+capacity for balanced numbers; while some pair has more rows left, further ones with a quarter of
+that capacity follow. With balanced numbers a device sends each of its rows once. The indices are
+replicated, so no requests are needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DROPPED = 2**30  # the row of an update that is dropped
 
 @dataclass(frozen=True)
 class RowTransfers:
-    """One per row: whether it travels, and the tile and the row there, of its source and target."""
+    """For each row: whether it is sent, and the tile and row of its source and target."""
 
     valid: jax.Array
     source: jax.Array
@@ -52,7 +52,7 @@ def send_rows(
     put: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     reason: Reason,
 ) -> jax.Array:
-    """`into`, after `put(into, rows, indices)` of the rows of all tiles that travel to this one.
+    """`into`, after `put(into, rows, indices)` of the rows of all tiles that are sent to this one.
 
     `number` is this device's tile; indices beyond the rows of `into` are to be dropped.
     """
@@ -87,7 +87,7 @@ def send_rows(
 
 
 def _turns(transfers: RowTransfers, tiles: int) -> tuple[jax.Array, jax.Array]:
-    """Which of the rows between its two tiles each is, and the most rows between any two."""
+    """The rank of each row among those between its two tiles, and the largest number of them."""
     pair = jnp.where(transfers.valid, transfers.source * tiles + transfers.target, tiles**2)
     number = lax.iota(jnp.int32, pair.size)
     ordered, order = lax.sort((pair, number), num_keys=2)

@@ -1,8 +1,8 @@
 """The five communication primitives (section 3.3.1) over arbitrary groups of devices.
 
 Groups are lists of device ids of one size, in the order in which members take part. They need not
-cover all devices: the others take part in groups of their own whose results nobody reads, because
-XLA wants every device in a group of the same size.
+cover all devices: the others are in additional groups whose results are unused, because XLA needs
+every device in a group of the same size.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def all_gather(place: Place, x: jax.Array, dim: int, groups: Groups, reason: Rea
 
 
 def all_to_all(place: Place, x: jax.Array, groups: Groups, reason: Reason) -> jax.Array:
-    """Piece j of the leading dim goes to member j; the pieces received stand in members' order."""
+    """Send piece j of the leading dim to member j; received pieces are in member order."""
     with because(reason):
         if not _covers_evenly(place, groups):
             everything = _gather_by_sum(place, x[None], 0, groups)
@@ -55,7 +55,7 @@ def all_to_all(place: Place, x: jax.Array, groups: Groups, reason: Reason) -> ja
 def reduce_scatter(
     place: Place, x: jax.Array, dim: int, groups: Groups, reason: Reason
 ) -> jax.Array:
-    """The sum over the group, of which member j keeps the j-th part of `dim`."""
+    """The sum over the group; member j keeps the j-th part of `dim`."""
     with because(reason):
         if not _covers_evenly(place, groups):
             size = x.shape[dim] // len(groups[0])
@@ -76,7 +76,7 @@ def reduce_scatter(
 def collective_permute(
     place: Place, x: jax.Array, pairs: Sequence[tuple[int, int]], reason: Reason
 ) -> jax.Array:
-    """Send this device's value along the (source, destination) pairs; zeros where nothing comes."""
+    """Send along the (source, destination) pairs; zeros where nothing arrives."""
     with because(reason):
         raw, back = as_integers(x)
         return back(lax.ppermute(raw, place.axes, list(pairs)))
@@ -88,7 +88,7 @@ def _covers_evenly(place: Place, groups: Groups) -> bool:
 
 
 def _index_groups(place: Place, groups: Groups, even: bool = True) -> list[list[int]] | None:
-    """Groups for JAX, which wants all devices in one; None for a single group in device order."""
+    """Groups for JAX, which must cover all devices; None for a single group in device order."""
     return _with_idle(tuple(map(tuple, groups)), place.num_devices, even)
 
 
@@ -113,9 +113,9 @@ def _rank_in_group(place: Place, groups: Groups) -> np.ndarray:
 
 
 def _gather_by_sum(place: Place, x: jax.Array, dim: int, groups: Groups) -> jax.Array:
-    """An all-gather for groups that leave an odd number of devices out: a sum of disjoint parts.
+    """An all-gather for groups that omit an odd number of devices: a sum of disjoint parts.
 
-    Sums take groups of any size. The parts travel as integers, so that no bit of them changes.
+    Sums allow groups of any size. The parts are sent as integers, so that no bit changes.
     """
     bits, back = _as_bits(x)
     shape = list(bits.shape)
@@ -127,7 +127,7 @@ def _gather_by_sum(place: Place, x: jax.Array, dim: int, groups: Groups) -> jax.
 
 
 def merge_disjoint(place: Place, x: jax.Array, groups: Groups, reason: Reason) -> jax.Array:
-    """The members' parts of one array put together: where one has a part, the others have zeros."""
+    """The members' disjoint parts of one array, merged by a sum; the others have zeros there."""
     bits, back = _as_bits(x)
     return back(all_reduce(place, bits, groups, "sum", reason))
 
@@ -135,13 +135,13 @@ def merge_disjoint(place: Place, x: jax.Array, groups: Groups, reason: Reason) -
 def scatter_disjoint(
     place: Place, x: jax.Array, dim: int, groups: Groups, reason: Reason
 ) -> jax.Array:
-    """`merge_disjoint`, of which member j keeps the j-th part of `dim`."""
+    """`merge_disjoint`, scattered: member j keeps the j-th part of `dim`."""
     bits, back = _as_bits(x)
     return back(reduce_scatter(place, bits, dim, groups, reason))
 
 
 def _as_bits(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """`x` as integers, whose sum with zeros changes no bit, and the way back."""
+    """`x` as integers, whose sum with zeros changes no bit, and the inverse function."""
     if is_key(x):
         return as_integers(x)
     if x.dtype == jnp.bool_:

@@ -2,9 +2,9 @@
 
 The tiles are the columns of a matrix, each on its own devices. Sort the columns; deal every column
 out to all (an AllToAll); sort; take back (an AllToAll); sort; and merge each column's upper half
-with its neighbour's lower half (two permutes of half a tile). That sorts the whole if a column is
-long enough: rows >= 2 (columns - 1)^2. A device sends about 3 times its tile, where gathering the
-whole would send it columns - 1 times, and it never holds more than its tile.
+with its neighbour's lower half (two permutes of half a tile). That sorts the dim if a column is
+long enough: rows >= 2 (columns - 1)^2. A device sends about 3 times its tile, where a gather would
+send it columns - 1 times, and it never holds more than its tile.
 """
 
 from __future__ import annotations

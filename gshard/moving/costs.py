@@ -1,7 +1,7 @@
-"""What moving costs, and how far the planners look: every constant that a plan depends on.
+"""The cost model, and the limits of the planners: every constant that a plan depends on.
 
-Costs are bytes that a device sends. Whatever else takes time (to start a collective, to compute,
-to read memory) counts as the bytes that could be sent meanwhile, so that one number compares them.
+Costs are in bytes that a device sends. Everything else that takes time (latency, arithmetic,
+memory) counts as the bytes that could be sent in that time.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Machine:
-    """The speeds of a machine, each by its ratio to the speed of the links between devices."""
+    """The speeds of hardware, each relative to the speed of the links between devices."""
 
-    latency: float = 16 * 2**10  # bytes sent in the time that a collective takes to get going
-    flops_per_byte: float = 512  # what a device computes while it sends a byte
-    memory_per_byte: float = 16  # bytes that a device reads from its own memory meanwhile
-    calls_to_compare: bool = False  # a sort calls a function for each two numbers but integers
+    latency: float = 16 * 2**10  # bytes that could be sent during the latency of a collective
+    flops_per_byte: float = 512  # operations per byte sent
+    memory_per_byte: float = 16  # bytes of memory traffic per byte sent
+    calls_to_compare: bool = False  # in sorts, one call per comparison, except for integers
 
     def __hash__(self) -> int:
-        return hash(self.latency)  # it is part of the key of every plan, and there are few machines
+        return hash(self.latency)  # part of the key of every plan; there are few of them
 
 
-MACHINE = Machine()  # about what accelerators of today have in common
+MACHINE = Machine()  # typical of present accelerators
 _planned_for = contextvars.ContextVar("planned_for", default=MACHINE)
 
 
 def machine() -> Machine:
-    """The machine that plans are made for now."""
+    """The cost model that plans are made with now."""
     return _planned_for.get()
 
 
 @contextlib.contextmanager
 def planning_for(chosen: Machine) -> Iterator[None]:
-    """Plans made inside are for this machine."""
+    """A context in which plans are made with this cost model."""
     token = _planned_for.set(chosen)
     try:
         yield
@@ -55,10 +55,10 @@ EXCHANGED = 4 * 2**20  # bytes up to which AllToAlls replace a ring over sockets
 AT_ONCE = 64 * 2**10  # bytes up to which one AllToAll of all numbers replaces two of their parts:
 # over sockets it takes milliseconds to wake all processes once more
 
-MEMORY_LIMIT = 2 * 2**30  # bytes of one operand that may be gathered whole
+MEMORY_LIMIT = 2 * 2**30  # the most bytes of one gathered operand
 
 # Bounds on planning. The first three keep programs from growing with the number of devices.
 MAX_ROUNDS = 8  # permutes for one redistribution point to point
-MAX_SHIFTS = 6  # neighbours that a halo exchange hears from
+MAX_SHIFTS = 6  # neighbours of a halo exchange
 WIDE_WINDOW = 4  # a window this many times larger than the result is reduced in parts
-MAX_STATES = 400  # shardings that a search visits before it takes the plan that always works
+MAX_STATES = 400  # shardings that a search visits before it falls back to a gather

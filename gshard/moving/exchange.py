@@ -1,7 +1,7 @@
-"""Exchanges (AllToAll within groups): which pairs of shardings one leads between, and its groups.
+"""Exchanges (AllToAll within groups): between which shardings there is one, and its groups.
 
-Each dim keeps its major tiles, as far as the two shardings agree. The rest of some dims is given
-away for the rest of others, between devices that share what is kept.
+Each dim keeps its major tiles, as far as the two shardings agree. Devices that share the kept tiles
+exchange minor parts of some dims for minor parts of others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def divisors(n: int) -> list[int]:
 
 @functools.lru_cache(maxsize=65536)
 def kept_tiles(here: Sharding, target: Sharding) -> tuple[int, ...]:
-    """Per dim, how many tiles the two have in common: the major part that stays where it is."""
+    """Per dim, the number of major tiles that both shardings have in common."""
     kept = []
     for a, b in zip(here.splits, target.splits, strict=True):
         shared = [
@@ -61,7 +61,7 @@ def exchange_groups(here: Sharding, target: Sharding) -> tuple[tuple[int, ...], 
 
     Members share the kept part of every dim. Each part to give away along the dims that grow is
     held by one member, and each part to receive along the dims that shrink belongs to one member;
-    members stand in the order of the parts that they receive.
+    members are in the order of the parts that they receive.
     """
     kept = kept_tiles(here, target)
     block = _index_of(

@@ -1,9 +1,9 @@
 """Halo exchange (section 3.3.3 and the appendix on window-based operators).
 
 Every device needs a window of rows of a split dim that is not quite its tile: shifted, wider, or
-larger on some devices than on others. The sequence is the paper's: exchange the maximum that any
-device needs with the neighbours, put the pieces side by side, and cut out this device's window by
-its number. Rows outside of the tensor are garbage, for the caller to mask.
+larger on some devices than on others. As in the paper: exchange the maximum that any device needs
+with the neighbours, concatenate the pieces, and slice out this device's window. Rows outside the
+tensor are garbage, for the caller to mask.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def fetch(
 
     If `only` some rows are needed, the others are garbage as well.
 
-    Windows near the tiles are a halo exchange. Where the windows drift away from the tiles (half of
-    a dim, spread over all devices), `align` sends fewer rows; where every window needs most of the
-    dim, a gather does. Asking twice moves them once.
+    Windows near the tiles are a halo exchange. If the windows are far from the tiles (half of a
+    dim, spread over all devices), `align` sends fewer rows; if every window needs most of the dim,
+    a gather does. A repeated request moves nothing.
     """
     split = tile.sharding.splits[dim]
     if split is None:
@@ -109,7 +109,7 @@ class Halo(Node):
         return best.sent * (nbytes // rows)
 
     def run(self, place: Place, array: jax.Array) -> jax.Array:
-        """Neighbours send what is missing."""
+        """Exchange rows with the neighbours."""
         tile = Tile(array, self.sharding, self.shape)
         return _fetch(place, tile, self.dim, self.starts, self.width, self.reason, self.only)
 
@@ -162,7 +162,7 @@ def plan_fetch(
     only: tuple[int, int] | None = None,
     rows: int | None = None,
 ) -> Plan:
-    """What `fetch` does with even tiles, of `rows` rows if not the usual."""
+    """The plan of `fetch` for even tiles, of `rows` rows if given."""
     rows = rows or -(-size // tiles)
     held = Runs.even(tiles, rows, size).only(only)
     return plan_halo(held, rows, np.asarray(starts, np.int64), width)

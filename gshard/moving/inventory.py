@@ -1,6 +1,6 @@
-"""What moved, how many bytes, and because of which line of the user's code.
+"""The inventory of collectives: their bytes, reasons and lines of the user's code.
 
-Read off the per-device program itself, not from a log: what is listed is what will run.
+It is read from the per-device program itself: what is listed is what runs.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ COLLECTIVES = {
 class Collective:
     """One communication of the program.
 
-    `bytes` is what one device sends in one execution; `count` how often it runs. Where only the
-    data know how often, that is 0 for what balanced data do without (rows by index, experts without
-    a capacity), else 1. `source` is the user's operation, `why` it has to communicate. Of
-    values that travel together, `members` has one entry each, with its own bytes, line and reason.
+    `bytes` is what one device sends in one execution; `count` how often it runs. Where that
+    depends on data, it is 0 for what balanced data do not need (rows by index, experts without a
+    capacity), else 1. `source` is the user's operation, `why` the reason for the collective. If
+    several values are combined, `members` has one entry each, with its own bytes, line and reason.
     """
 
     kind: str
@@ -53,12 +53,12 @@ class Collective:
 
     @property
     def reason(self) -> str:
-        """Why it is sent, in words."""
+        """The reason as text."""
         return str(self.why)
 
     @property
     def values(self) -> int:
-        """How many values it moves: more than one where small ones travel together."""
+        """How many values it moves: more than one if small ones are combined."""
         return len(self.members) or 1
 
     @property
@@ -87,12 +87,12 @@ def count_equations(jaxpr: Jaxpr) -> int:
 
 
 def program_text(jaxpr: Jaxpr, num_devices: int) -> str:
-    """The program as one line per equation; collectives say what they are for."""
+    """The program as one line per equation; collectives with their reasons."""
     return text.program_text(jaxpr, f"program for each of {num_devices} devices", collective_note)
 
 
 def collective_note(eqn: JaxprEqn) -> str:
-    """What a collective is for; nothing about local work."""
+    """The reason of a collective; empty for local work."""
     is_collective = eqn.primitive.name in COLLECTIVES
     return f"{source_of(eqn)}: {reason_of(eqn)}" if is_collective else ""
 
@@ -107,14 +107,14 @@ def _walk(jaxpr: Jaxpr, num_devices: int, count: int) -> Iterator[Collective]:
 
 
 def collectives_in(eqn: JaxprEqn, num_devices: int, count: int) -> Iterator[Collective]:
-    """What one equation sends, once for each value that it moves; nothing if it is local."""
+    """The collectives of one equation, one for each value that it moves."""
     if eqn.primitive.name in COLLECTIVES:
         for var in moved_operands(eqn):
             yield _collective(eqn, var.aval, num_devices, count)
 
 
 def _members(jaxpr: Jaxpr, eqn: JaxprEqn, whole: Collective) -> tuple[Collective, ...]:
-    """The values that travel together: each has a slice of the result, at its own line."""
+    """The combined values: each has a slice of the result, with its own line."""
     if whole.why.values == 1:
         return ()
     (result,) = eqn.outvars
@@ -133,7 +133,7 @@ def _members(jaxpr: Jaxpr, eqn: JaxprEqn, whole: Collective) -> tuple[Collective
 
 
 def moved_operands(eqn: JaxprEqn) -> list[Any]:
-    """The operands of a collective that travel; the others of a ragged one say what goes where."""
+    """The operands that a collective sends; a ragged one also has operands with offsets."""
     return eqn.invars[:1] if eqn.primitive.name == "ragged_all_to_all" else eqn.invars
 
 

@@ -1,4 +1,4 @@
-"""Communication that is decided and not carried out yet: the nodes of a plan.
+"""The nodes of a plan: communication that is decided but not yet emitted.
 
 A rule that needs a tensor under another sharding binds a node. In the plan it is one equation that
 says what is wanted and why; `emission` replaces it by what `Node.run` does, which decides nothing.
@@ -19,12 +19,12 @@ from gshard.graph.reason import Reason
 from gshard.graph.regions import bodies, runs_of
 from gshard.tensors.devices import Place
 
-UNEXPLAINED = Reason("node")  # in the place of a node's own
+UNEXPLAINED = Reason("node")  # replaces a node's own reason
 
 
 @dataclass(frozen=True)
 class Node(abc.ABC):
-    """What one device has to send, and what it has then."""
+    """A communication step: what one device sends, and its result."""
 
     name: ClassVar[str]
     reason: Reason
@@ -35,23 +35,23 @@ class Node(abc.ABC):
 
     @abc.abstractmethod
     def sent(self, local: tuple[int, ...], dtype: Any) -> int:
-        """Bytes that one device sends for it; a test holds `run` to that."""
+        """Bytes that one device sends for it; tests compare them with what `run` emits."""
 
     @abc.abstractmethod
     def run(self, place: Place, array: jax.Array) -> jax.Array:
-        """Carry it out."""
+        """Emit it."""
 
     @abc.abstractmethod
     def __str__(self) -> str:
-        """What it does, for people."""
+        """A readable description."""
 
     def unexplained(self) -> Self:
-        """The same without its reason: equal for nodes that do the same."""
+        """The same node without its reason, for comparisons."""
         return replace(self, reason=UNEXPLAINED)
 
 
 def communicate(node: Node, array: jax.Array, place: Place) -> jax.Array:
-    """Put a node into the plan that is being traced; the result is what it will leave."""
+    """Add a node to the plan that is being traced; returns its result."""
     return _primitive(type(node)).bind(array, place.device_id(), node=node)
 
 
@@ -76,7 +76,7 @@ _PRIMITIVES: dict[str, Primitive] = {}
 
 
 def _primitive(kind: type[Node]) -> Primitive:
-    """The primitive that stands for nodes of a kind."""
+    """The primitive for nodes of a kind."""
     if kind.name not in _PRIMITIVES:
         made = _PRIMITIVES[kind.name] = Primitive(kind.name)
         made.def_abstract_eval(_result_aval)

@@ -1,4 +1,4 @@
-"""Local rows at offsets that a device looks up: not negative, so that no equation checks for it."""
+"""Slices and updates of local rows at non-negative offsets, without equations that wrap indices."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from jax import lax
 
 @functools.cache
 def _largest_is_nan(dtype: Any) -> bool:
-    """Whether the largest bits of a float are NaN; in some types of 8 and 4 bits they are not."""
+    """Whether the largest bit pattern of a float is NaN; in some small types it is not."""
     bits = jnp.finfo(dtype).bits
     if bits < 8:
         return False
@@ -28,7 +28,7 @@ def sortable(x: jax.Array, kind: str) -> tuple[jax.Array, Callable[[jax.Array], 
         return x.astype(jnp.int8), lambda y: y.astype(jnp.bool_)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x, lambda y: y
-    if not _largest_is_nan(x.dtype):  # there is no integer for NaN beyond those of numbers
+    if not _largest_is_nan(x.dtype):  # no integer for NaN beyond those of numbers
         keys, back_to_bfloat16 = sortable(x.astype(jnp.bfloat16), kind)
         return keys, lambda y: back_to_bfloat16(y).astype(x.dtype)
     width = jnp.dtype(x.dtype).itemsize * 8

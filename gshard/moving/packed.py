@@ -1,12 +1,12 @@
-"""Several collectives of one kind as one, on one array that holds all their operands.
+"""Combined collectives: several of one kind as one, on one array with all their operands.
 
-An AllReduce takes the operands end to end. An AllGather does too, and its result has one row for
-each member; a ReduceScatter takes such rows. What an equation of this makes for one of the values
-belongs to the user's line of that value, so that the program itself says what travels together.
+An AllReduce takes the flattened operands concatenated. An AllGather does too, and its result has
+one row per member; a ReduceScatter takes such rows. The equations for one of the values have the
+user's line of that value, so that the program itself shows what is combined.
 
-Each of the three can also be made of AllToAlls, in as many bytes; an AllReduce of few numbers is
-one of them all. Where messages go round in a ring and each waits for the one before, that takes
-fewer steps: every device sends to all others at once.
+Each of the three can also be made of AllToAlls, with as many bytes; an AllReduce of few numbers is
+a single AllToAll. Compared with a ring, in which each message waits for the previous one, that
+takes fewer steps: every device sends to all others at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gshard.moving import costs
 def run_together(
     eqns: Sequence[JaxprEqn], values: Sequence[jax.Array], by_exchange: bool = False
 ) -> list[jax.Array]:
-    """The results of collectives that differ in nothing but their operands and dims."""
+    """The results of collectives that differ only in their operands and dims."""
     rows = []
     for eqn, x in zip(eqns, values, strict=True):
         with on_behalf_of(eqn):
@@ -61,10 +61,10 @@ def can_be_exchanged(eqn: JaxprEqn) -> bool:
 
 
 def _exchanged(eqn: JaxprEqn, packed: jax.Array) -> jax.Array:
-    """The collective `eqn` of all operands, made of AllToAlls; an AllReduce may get a longer end.
+    """The collective `eqn` of all operands, made of AllToAlls; an AllReduce may be padded.
 
-    Of that, each member sums one part, and sends its sum to all others. Few numbers are sent whole,
-    in one step: one or two of them in no more bytes.
+    In an AllReduce each member sums one part and sends the sum to all others. Few numbers are sent
+    to all members in one step.
     """
     params, name = eqn.params, eqn.primitive.name
     axes, groups = params.get("axes", params.get("axis_name")), params.get("axis_index_groups")
@@ -90,14 +90,14 @@ def _exchanged(eqn: JaxprEqn, packed: jax.Array) -> jax.Array:
 
 
 def _reduced(rows: jax.Array, reduce: Callable[..., jax.Array]) -> jax.Array:
-    """Rows into one; short floats are added up as long ones."""
+    """The reduction of rows; narrow floats are accumulated in float32."""
     short = jnp.issubdtype(rows.dtype, jnp.floating) and rows.dtype.itemsize < 4
     wide = rows.astype(jnp.float32) if short else rows
     return reduce(wide, (0,)).astype(rows.dtype)
 
 
 def _members(eqn: JaxprEqn) -> tuple[int, int]:
-    """The dim along which members' parts stand, and how many there are."""
+    """The dim of the members' parts, and the number of members."""
     small, large = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     dim = eqn.params.get("all_gather_dimension", eqn.params.get("scatter_dimension"))
     if eqn.primitive.name == "reduce_scatter":
@@ -106,7 +106,7 @@ def _members(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def _as_rows(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
-    """An operand end to end; for a ReduceScatter, a row for each member's part of the result."""
+    """An operand flattened; for a ReduceScatter, one row per member's part of the result."""
     if eqn.primitive.name != "reduce_scatter":
         return lax.reshape(x, (x.size,))
     dim, members = _members(eqn)
@@ -115,7 +115,7 @@ def _as_rows(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
 
 
 def _as_result(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
-    """The opposite, of the result."""
+    """The inverse, for the result."""
     shape = eqn.outvars[0].aval.shape
     if eqn.primitive.name != "all_gather":
         return lax.reshape(x, shape)

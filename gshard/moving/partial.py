@@ -1,6 +1,6 @@
-"""Partial results: what every device has after it reduced only its own part of a split dim.
+"""Partial results: each device has reduced only its own part of a split dim.
 
-They are combined by AllReduce, or by ReduceScatter when the result is to be split anyway.
+They are combined by AllReduce, or by ReduceScatter if the result is to be split.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gshard.tensors.tile import Tile, itemsize_of
 
 
 def identity(kind: str, dtype: Any) -> jax.Array:
-    """The value that changes nothing when it takes part in a reduction."""
+    """The identity of a reduction."""
     dtype = jnp.dtype(dtype)
     if kind in ("sum", "or", "xor"):
         return jnp.zeros((), dtype)
@@ -42,7 +42,7 @@ def identity(kind: str, dtype: Any) -> jax.Array:
         return jnp.asarray(kind == "min")
     if jnp.issubdtype(dtype, jnp.inexact):
         least = -jnp.inf if kind == "max" else jnp.inf
-        if not np.isinf(np.asarray(least, dtype)).any():  # some floats of 8 bits have no infinity
+        if not np.isinf(np.asarray(least, dtype)).any():  # some 8-bit floats have no infinity
             least = float(jnp.finfo(dtype).min if kind == "max" else jnp.finfo(dtype).max)
         paired = jnp.issubdtype(dtype, jnp.complexfloating)  # in lexicographic order, as in JAX
         return jnp.asarray(complex(least, least) if paired else least, dtype)
@@ -51,7 +51,7 @@ def identity(kind: str, dtype: Any) -> jax.Array:
 
 
 def mask_for(place: Place, tile: Tile, dims: tuple[Dim, ...], factors: Factors) -> Tile:
-    """`tile` with identities in the padding of its reduced dims, which would leak otherwise."""
+    """`tile` with the identity in the padding of its reduced dims."""
     for number, dim in enumerate(dims):
         kinds = {factors.reduced[f] for f in dim if f in factors.reduced}
         if kinds and number in tile.padded_dims():
@@ -71,9 +71,9 @@ class _Scatter:
 
 @dataclass(frozen=True)
 class Reduce(Node):
-    """Partial results of some `splits` combined by `kind`; the `scatter` leaves each device a part.
+    """Partial results over some `splits` combined by `kind`, and scattered by `scatter` if given.
 
-    `reason` is the operator that left them.
+    `reason` names the operator that left them.
     """
 
     name: ClassVar[str] = "reduce"
@@ -89,7 +89,7 @@ class Reduce(Node):
         return self.scatter.result if self.scatter else self.sharding
 
     def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
-        """All of the tile, or the part of it that is scattered to a device."""
+        """The tile, or the part of it that is scattered to a device."""
         return self.target.local_shape(self.shape) if self.scatter else local
 
     def sent(self, local: tuple[int, ...], dtype: Any) -> int:
@@ -106,7 +106,8 @@ class Reduce(Node):
             return _scattered(place, tile, self.scatter, key, size, self.reason).array
         groups = groups_by(key, order)
         if self.splits[0].idle and self.sharding.is_replicated:
-            # Devices without a part get the result too; they and copies of a part add nothing.
+            # Devices without a part get the result too; they and copies of a part contribute
+            # identities.
             part = place.lookup((key == 0).astype(np.int32))
             array = jnp.where(part == 1, array, identity(self.kind, array.dtype))
             groups = (tuple(range(place.num_devices)),)
@@ -161,7 +162,7 @@ def combine(
     target: Sharding,
     name: str,
 ) -> Tile:
-    """`tile`, unreduced over some splits, reduced, or scattered as `target` wants it: a node."""
+    """`tile`, unreduced over some splits, reduced or scattered towards `target`: a node."""
     if not reduced or 0 in tile.shape:
         return tile
     (kind,) = {kinds[f] for f in reduced}
@@ -176,12 +177,12 @@ def combine(
 def _scattered(
     place: Place, tile: Tile, scatter: _Scatter, key: np.ndarray, size: int, left_by: Reason
 ) -> Tile:
-    """Partial sums scattered; among members with the same part, the rest of the sum is reduced."""
+    """Partial sums scattered; then reduced among the members with the same part."""
     result, dim, parts = scatter.result, scatter.dim, scatter.parts
     rows = -(-tile.shape[dim] // result.tiles[dim])
     padded = reshard.retiled(place, tile, dim, rows * parts, Reason("result", left_by.operator))
     reason = left_by.then(f"partial sums over {parts} devices, result split")
-    same = key * math.prod(result.tiles) + result.tile_index  # who ends with the same part
+    same = key * math.prod(result.tiles) + result.tile_index  # devices with the same part
     turn = np.zeros(len(same), np.int64)
     for group in groups_by(same, np.arange(len(same))):
         turn[list(group)] = np.arange(len(group))
@@ -195,7 +196,7 @@ def _scattered(
 
 
 def combine_sums(place: Place, tile: Tile, target: Sharding, name: str) -> Tile:
-    """A partial sum that waited, combined as `target` wants it; `name` is what needs its value."""
+    """An unreduced value, combined towards `target`; `name` is the operator that needs it."""
     name = tile.origin or name
     splits = {str(number): split for number, split in enumerate(tile.partial)}
     done = replace(tile, partial=(), origin="")
@@ -205,9 +206,9 @@ def combine_sums(place: Place, tile: Tile, target: Sharding, name: str) -> Tile:
 def combine_disjoint(
     place: Place, tile: Tile, reduced: Mapping[Factor, Split], target: Sharding, name: str
 ) -> Tile:
-    """`combine` where one device has an element and the others have zero: not a bit of it changes.
+    """`combine` for values that one device has and the others have zeros for: bit-exact.
 
-    The sum is one of integers: sums of floats lose the sign of zero, and some lose tiny numbers.
+    It sums integers: sums of floats lose the sign of zero, and some flush denormals.
     """
     x, shape = tile.array, tile.shape
     if not reduced:
@@ -227,7 +228,7 @@ def combine_disjoint(
     if x.dtype == jnp.bool_:
         done = like(x.astype(jnp.uint8), shape)
         return back(done, done.array.astype(jnp.bool_))
-    if _in_pairs(x.dtype, tile, target):  # what adds 16-bit integers would send them as 32 bits
+    if _in_pairs(x.dtype, tile, target):  # sums of 16-bit integers would be sent as 32 bits
         pairs = lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.uint32)
         done = like(pairs, (*shape[:-1], shape[-1] // 2))
         halves = lax.bitcast_convert_type(done.array, x.dtype)
@@ -255,7 +256,7 @@ def combine_cost(
     target: Sharding,
     aval: Any,
 ) -> float:
-    """Bytes to make a partial result whole and bring it to `target`."""
+    """Bytes to reduce a partial result and reshard it to `target`."""
     if not reduced:
         return reshard_cost(here, target, aval.shape, aval.dtype)
     (kind,) = {kinds[f] for f in reduced}
@@ -276,7 +277,7 @@ _NATIVE = ("sum", "max", "min", "and", "or")
 
 @functools.lru_cache(maxsize=16384)
 def _parts(here: Sharding, reduced: tuple[Split, ...]) -> tuple[np.ndarray, np.ndarray, int]:
-    """Which devices combine: those with one tile of the result and, between them, every part."""
+    """The devices that combine: those with the same tile of the result and all parts of it."""
     parts = Sharding(reduced, here.num_devices)
     both = Sharding((*here.splits, *reduced), here.num_devices)
     copy = np.zeros(here.num_devices, np.int64)
@@ -305,10 +306,10 @@ def copies_groups(sharding: Sharding) -> list[list[int]]:
 def _worth_scattering(
     here: Sharding, reduced: Mapping[Factor, Split], kind: str, target: Sharding, nbytes: int
 ) -> _Scatter | None:
-    """How a sum of `nbytes` is scattered, if that is better than an AllReduce and a cut.
+    """How a sum of `nbytes` is scattered, if that is better than an AllReduce and a slice.
 
-    Where members share a part it takes two collectives. A sum so small that even in a full bundle
-    (`LATENCIES`) it would pay more for the second than it saves in bytes is taken whole.
+    If members share a part it takes two collectives. A small sum, for which the second would cost
+    more even in a full combination (`LATENCIES`) than it saves in bytes, is all-reduced.
     """
     scatter = _scatter(here, tuple(reduced.values()), target) if kind == "sum" else None
     if scatter and scatter.parts < math.prod(s.tiles for s in reduced.values()):

@@ -1,9 +1,9 @@
 """The cheapest way from one sharding to another (sections 3.3.1 and 3.3.2).
 
-A plan is a path of steps, each one collective at most: cut what is held (free), permute tiles
-between devices, exchange parts of dims (AllToAll), gather a dim, or route point to point. A search
-over the shardings that lie between finds the path on which a device sends the fewest bytes. The
-steps look at who holds which tile and at nothing else, so any device order will do.
+A plan is a path of steps, each at most one collective: slice locally (free), permute tiles between
+devices, exchange parts of dims (AllToAll), gather a dim, or route point to point. A search over
+intermediate shardings finds the path on which a device sends the fewest bytes. Steps only depend on
+which device holds which tile, so any device order works.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Step:
 def reshard_cost(
     source: Sharding, target: Sharding, shape: Sequence[int], dtype: Any, part: float = 1.0
 ) -> float:
-    """The time to reshard, as bytes that a device could send meanwhile: latency counts too.
+    """The time to reshard, latency included, as bytes that could be sent in that time.
 
-    Only a `part` of the bytes is sent where a value is made again of narrower ones.
+    Only a `part` of the bytes is sent if a value is recomputed from narrower ones.
     """
     if source == target or 0 in shape or not part:
         return 0.0
@@ -71,7 +71,7 @@ def _plan(source: Sharding, target: Sharding, shape: Shape, itemsize: int) -> tu
 
 
 def _sent(source: Sharding, steps: Sequence[Step], shape: Shape, itemsize: int) -> tuple[Step, ...]:
-    """The steps with the bytes that they really send: uneven tiles have to be evened out."""
+    """The steps with the bytes that they really send, with uneven tiles evened out."""
     found = []
     for step in steps:
         sent = step_bytes(step.kind, source, step.target, shape, itemsize)
@@ -81,7 +81,7 @@ def _sent(source: Sharding, steps: Sequence[Step], shape: Shape, itemsize: int) 
 
 
 def _search(source: Sharding, target: Sharding, shape: Shape, itemsize: int) -> tuple[Step, ...]:
-    """A* from `source`; the best path known by the time that it has looked at enough shardings."""
+    """A* from `source`; after a limit of shardings, the best path so far."""
     counter = itertools.count()  # ties are broken by age, so that the plan is deterministic
     queue: list[tuple[float, int, float, Sharding, tuple[Step, ...]]]
     queue = [(0.0, next(counter), 0.0, source, ())]
@@ -107,9 +107,9 @@ def _search(source: Sharding, target: Sharding, shape: Shape, itemsize: int) -> 
 
 
 def _missing(here: Sharding, target: Sharding, shape: Shape) -> float:
-    """Elements of its tile in `target` that a device does not have yet: at least as many must come.
+    """A lower bound: elements of its tile in `target` that a device does not have yet.
 
-    No step brings a device more than it is said to send, so the neediest device bounds the rest.
+    No step brings a device more than its cost, so the device that lacks most bounds the rest.
     """
     have, wanted = np.ones(here.num_devices), np.ones(here.num_devices)
     for n, a, b in zip(shape, here.splits, target.splits, strict=True):
@@ -143,7 +143,7 @@ def _rows(split: Split | None, n: int, num_devices: int) -> tuple[np.ndarray, np
 
 
 def _through_whole(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Step]:
-    """The plan that always works, for tilings that have nothing in common."""
+    """The fallback for unrelated tilings: gather everything, then slice."""
     if here.idle:
         step = _spread(here, shape, itemsize)
         yield step
@@ -157,7 +157,7 @@ def _through_whole(here: Sharding, target: Sharding, shape: Shape, itemsize: int
 
 
 def _direct(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Step]:
-    """The moves that lead to `target` at once."""
+    """The steps that lead directly to `target`."""
     local = math.prod(here.local_shape(shape)) * itemsize
     if here.idle or target.idle:
         return
@@ -175,7 +175,7 @@ def _direct(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> It
 
 
 def _steps(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Step]:
-    """The moves from `here` that can lie on a good path to `target`."""
+    """The steps from `here` that can be on a good path to `target`."""
     local = math.prod(here.local_shape(shape)) * itemsize
     if here.idle or target.idle:
         yield from _idle_steps(here, target, shape, itemsize)
@@ -219,7 +219,7 @@ def _steps(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Ite
 
 
 def _idle_steps(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Step]:
-    """Tilings that leave devices out: a device that has it all cuts, others are sent theirs."""
+    """Steps for tilings with idle devices: slice where everything is held, else send."""
     if here.is_replicated:
         yield Step("slice", target, 0)
         return
@@ -230,7 +230,7 @@ def _idle_steps(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -
 
 
 def _spread(here: Sharding, shape: Shape, itemsize: int) -> Step:
-    """What some devices hold is sent whole to all of them."""
+    """A replicated copy for all devices of what some devices hold."""
     whole = Sharding.replicated(here.rank, here.num_devices)
     if mostly_held(here):
         tile = math.prod(here.local_shape(shape))
@@ -247,7 +247,7 @@ def _routed(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> St
 
 
 def _misaligned(here: Sharding, target: Sharding) -> bool:
-    """Whether some dim has tile counts of which neither divides the other."""
+    """Whether some dim has two tile counts, neither of which divides the other."""
     return any(
         a and b and a.tiles % b.tiles and b.tiles % a.tiles
         for a, b in zip(here.splits, target.splits, strict=True)
@@ -276,7 +276,7 @@ def _predecessors(target: Sharding) -> Iterator[Sharding]:
 
 
 def whole_along(here: Sharding, dim: int) -> list[Sharding]:
-    """Shardings in which `dim` is whole: gathered, or its split moved to another dim."""
+    """Shardings in which `dim` is unsplit: gathered, or its split moved to another dim."""
     split, gathered = here.splits[dim], here.replace(dim, None)
     if split is None or split.idle:
         return [gathered]
@@ -289,7 +289,7 @@ def whole_along(here: Sharding, dim: int) -> list[Sharding]:
 
 
 def copies_as_split(sharding: Sharding) -> Split | None:
-    """The copies of each tile, numbered: a split that the tensor has room for."""
+    """The copies of each tile as a split that could be added to the tensor."""
     if sharding.replicas == 1:
         return None
     number = np.full(sharding.num_devices, -1)
@@ -299,7 +299,7 @@ def copies_as_split(sharding: Sharding) -> Split | None:
 
 
 def _cut_alike(here: Sharding, target: Sharding) -> Sharding | None:
-    """`here` with its copies cut to the target's tile counts: what is left is to permute tiles."""
+    """`here` with its copies split to the target's tile counts, so that only a permute is left."""
     if any(b % a for a, b in zip(here.tiles, target.tiles, strict=True)) or here.idle:
         return None
     spare = copies_as_split(here)
@@ -318,7 +318,7 @@ def _cut_alike(here: Sharding, target: Sharding) -> Sharding | None:
 
 
 def _finer(split: Split | None, target: Sharding, dim: int) -> list[Split]:
-    """Ways to cut `split` further that head for the target."""
+    """Refinements of `split` towards the target."""
     found: list[Split] = []
     wanted = target.splits[dim]
     now = split.tiles if split else 1
@@ -331,7 +331,7 @@ def _finer(split: Split | None, target: Sharding, dim: int) -> list[Split]:
 
 
 def _appended(into: Split | None, split: Split, factor: int, wanted: Split | None) -> list[Split]:
-    """`into` cut further by the last `factor` tiles of `split`, in its order or the target's."""
+    """`into` refined by the minor `factor` tiles of `split`, in its order or the target's."""
     found = []
     minor = split.minor(factor)
     if minor:
@@ -343,7 +343,7 @@ def _appended(into: Split | None, split: Split, factor: int, wanted: Split | Non
 
 
 def _coarser(split: Split, tiles: int) -> Split:
-    """`split` in fewer tiles, but more than one."""
+    """Coarser versions of `split`, with more than one tile."""
     part = split.major(tiles)
     assert part
     return part

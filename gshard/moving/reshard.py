@@ -1,4 +1,4 @@
-"""Any sharding -> any other: the nodes of a plan that do so, and their steps on tiles."""
+"""Nodes that reshard from any sharding to any other, and their steps on tiles."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Reshard(Node):
         return evened + sum(step.bytes for step in steps)
 
     def run(self, place: Place, array: jax.Array) -> jax.Array:
-        """The steps that `moving.plan` found."""
+        """Run the steps that `moving.plan` found."""
         return _resharded(place, Tile(array, self.source, self.shape), self.target, self.reason)
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Reshard(Node):
 
 @dataclass(frozen=True)
 class Retile(Node):
-    """A tensor with tiles of `size` rows along one dim, which need not be the usual number."""
+    """A tensor with tiles of `size` rows along one dim, which may differ from the sharding's."""
 
     name: ClassVar[str] = "retile"
     sharding: Sharding
@@ -83,7 +83,7 @@ class Retile(Node):
 
 
 def reshard(place: Place, tile: Tile, target: Sharding, reason: Reason) -> Tile:
-    """`tile` as `target` has it: a node of the plan."""
+    """`tile` under `target`: a node of the plan."""
     if tile.sharding == target and tile.is_standard:
         return tile
     node = Reshard(reason, tile.sharding, target, tile.shape)
@@ -91,7 +91,7 @@ def reshard(place: Place, tile: Tile, target: Sharding, reason: Reason) -> Tile:
 
 
 def retile(place: Place, tile: Tile, dim: int, size: int, reason: Reason) -> Tile:
-    """`tile` with tiles of `size` rows along `dim`: a node of the plan, where rows have to move."""
+    """`tile` with tiles of `size` rows along `dim`: a node of the plan, if rows have to move."""
     if tile.array.shape[dim] == size or tile.sharding.splits[dim] is None:
         return retiled(place, tile, dim, size, reason)
     node = Retile(reason, tile.sharding, tile.shape, dim, size)
@@ -104,7 +104,7 @@ def retile(place: Place, tile: Tile, dim: int, size: int, reason: Reason) -> Til
 def _resharded(place: Place, tile: Tile, target: Sharding, reason: Reason) -> jax.Array:
     if is_key(tile.array):
         raw, back = as_integers(tile.array)
-        inside = raw.shape[tile.array.ndim :]  # the integers of a key stay together
+        inside = raw.shape[tile.array.ndim :]  # the dim of a key's integers is not split
         whole = Tile(raw, tile.sharding.extended(len(inside)), (*tile.shape, *inside))
         return back(_resharded(place, whole, target.extended(len(inside)), reason))
     if 0 in tile.shape:
@@ -154,17 +154,17 @@ def _exchange(place: Place, tile: Tile, target: Sharding, reason: Reason) -> Til
 
 
 def _take_apart(x: jax.Array, give: list[int]) -> tuple[jax.Array, tuple[int, ...]]:
-    """`x` as a row of pieces: dim d cut into `give[d]` parts; and the shape of a piece."""
+    """`x` as a row of pieces, with dim d in `give[d]` parts; and the shape of a piece."""
     parts = tuple(n // g for n, g in zip(x.shape, give, strict=True))
     cut = [d for d, g in enumerate(give) if g > 1]
     x = x.reshape([n for d, p in enumerate(parts) for n in ((give[d], p) if d in cut else (p,))])
-    fronts = [d + number for number, d in enumerate(cut)]  # where the cuts' own dims stand
+    fronts = [d + number for number, d in enumerate(cut)]  # the positions of the new dims
     x = jnp.moveaxis(x, fronts, range(len(cut)))
     return x.reshape(-1, *parts), parts
 
 
 def _put_together(x: jax.Array, grow: list[int], parts: tuple[int, ...]) -> jax.Array:
-    """The opposite: pieces, counted along the dims that they make up, as one array."""
+    """The inverse: pieces, in row-major order of the dims that they make up, as one array."""
     joined = [d for d, g in enumerate(grow) if g > 1]
     x = x.reshape(*(grow[d] for d in joined), *parts)
     places = [d + number for number, d in enumerate(joined)]
@@ -179,7 +179,7 @@ def _in_order_of_parts(
     kept: tuple[int, ...],
     groups: tuple[tuple[int, ...], ...],
 ) -> jax.Array:
-    """What came from member j, put where the part that j gave away belongs."""
+    """Received pieces, reordered from member order to the order of parts."""
     orders = orders_of_parts(here, kept, groups)
     if len(orders) == 1:
         (order,) = orders
@@ -201,7 +201,7 @@ def _gather(place: Place, tile: Tile, target: Sharding, reason: Reason) -> Tile:
 
 @functools.lru_cache(maxsize=4096)
 def _gather_groups(here: Sharding, target: Sharding) -> tuple[int, Groups]:
-    """The dim to gather, and who gathers it together."""
+    """The dim to gather, and the groups that gather it."""
     (dim,) = [d for d in range(here.rank) if here.splits[d] is not target.splits[d]]
     split = here.splits[dim]
     assert split
@@ -231,7 +231,7 @@ def _permute(place: Place, tile: Tile, target: Sharding, reason: Reason) -> Tile
 
 
 def permutation(source: Sharding, target: Sharding) -> list[tuple[int, int]]:
-    """Who sends its tile to whom, so that every device gets its tile in `target`."""
+    """The (source, destination) pairs that give every device its tile in `target`."""
     senders = {
         t: list(row) for t, row in enumerate(source.devices.reshape(-1, source.replicas).tolist())
     }
@@ -260,7 +260,7 @@ def _spread(place: Place, tile: Tile, target: Sharding, reason: Reason) -> Tile:
 
 
 def _gathered_from_all(place: Place, tile: Tile, everyone: Groups, reason: Reason) -> jax.Array:
-    """What all devices have is gathered, and the tiles among it are put together."""
+    """Gather from all devices, and select and assemble the tiles."""
     tiles, rank = tile.sharding.tiles, tile.sharding.rank
     found = collectives.all_gather(place, tile.array[None], 0, everyone, reason)
     parts = found[tile.sharding.devices[..., 0].ravel()].reshape(*tiles, *tile.array.shape)
@@ -269,7 +269,7 @@ def _gathered_from_all(place: Place, tile: Tile, everyone: Groups, reason: Reaso
 
 
 def _summed_over_all(place: Place, tile: Tile, everyone: Groups, reason: Reason) -> jax.Array:
-    """One holder of each tile has its part of the whole, the others zeros."""
+    """One holder of each tile contributes it to a sum, the others zeros."""
     first = np.zeros(place.num_devices, bool)
     first[tile.sharding.devices[..., 0].ravel()] = True
     tile = tile.masked(place, 0)
@@ -283,7 +283,7 @@ def _summed_over_all(place: Place, tile: Tile, everyone: Groups, reason: Reason)
 
 
 def _resize(x: jax.Array, dim: int, size: int) -> jax.Array:
-    """Cut or pad a dim at its end."""
+    """Slice or pad a dim at its end."""
     if size < x.shape[dim]:
         return lax.slice_in_dim(x, 0, size, axis=dim)
     return padding.pad_end(x, dim, size)

@@ -1,8 +1,8 @@
-"""Rounds of CollectivePermutes: in each, every device sends once and receives once at most.
+"""Schedules of CollectivePermutes: in each round, a device sends and receives at most once.
 
-Whatever goes point to point (boxes of a tensor, rows of a dim) is a list of pieces, and each piece
-takes the first round in which its sender and its receiver are both free. What a device has itself
-takes part in local rounds, which send nothing.
+Point-to-point communication (boxes of a tensor, rows of a dim) is a list of pieces; each piece is
+assigned to the first round in which its sender and receiver are free. Pieces that a device has
+itself are in local rounds, which send nothing.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Piece(Protocol):
-    """Something that one device, or the holders of one tile, have and others need."""
+    """Data that one device, or the holders of one tile, have and others need."""
 
     @property
     def sender(self) -> int:
-        """Who has it."""
+        """The device or tile that has it."""
         ...
 
     @property
     def receiver(self) -> int:
-        """Who needs it."""
+        """The device or tile that needs it."""
         ...
 
 
@@ -42,7 +42,7 @@ def is_remote(piece: Piece) -> bool:
 
 
 def in_rounds(pieces: Iterable[P], limit: int | None = None) -> list[list[P]] | None:
-    """`pieces` in rounds, local ones apart from the others; None if more than `limit` send."""
+    """`pieces` in rounds, local ones separately; None if more than `limit` rounds would send."""
     rounds: dict[bool, list[_Open[P]]] = {False: [], True: []}
     for piece in pieces:
         kind = rounds[is_remote(piece)]

@@ -1,10 +1,9 @@
-"""Rows of a split dim, brought from the tiles that hold them to the tiles that need them.
+"""Alignment of rows of a split dim with the tiles of a result.
 
-Formatting operators leave every tile with some run of the result's rows: shifted (slice, pad),
-thinned out (a stride), in the opposite order (reverse). What is left is to align the runs with
-the result's tiles. Usually a tile needs the rows of two or three others, and gets exactly those in
-as many rounds of CollectivePermutes; where many tiles feed one, or one feeds many, a ReduceScatter
-of the result or a gather of the operand sends less, and takes one equation.
+Formatting operators leave every tile with a run of the result's rows: shifted (slice, pad),
+strided, or reversed. The runs then have to be aligned with the result's tiles. Usually a tile needs
+rows of two or three others, and gets exactly those in as many CollectivePermutes; if many tiles
+feed one, or one feeds many, a ReduceScatter of the result or a gather of the operand sends less.
 """
 
 from __future__ import annotations
@@ -58,13 +57,13 @@ class Runs:
 
     @staticmethod
     def of(tile: Tile, dim: int) -> Runs:
-        """The rows of a tensor's tiles."""
+        """The runs of a tensor's tiles."""
         split, rows = tile.sharding.splits[dim], tile.array.shape[dim]
         return Runs.even(split.tiles if split else 1, rows, tile.shape[dim])
 
     @staticmethod
     def even(tiles: int, rows: int, size: int) -> Runs:
-        """Tiles of `rows` rows each, the last ones cut off at `size`."""
+        """Tiles of `rows` rows each, the last ones clipped at `size`."""
         return Runs.clipped(np.arange(tiles) * rows, np.arange(1, tiles + 1) * rows, size)
 
     @staticmethod
@@ -74,7 +73,7 @@ class Runs:
         return Runs(inside, np.maximum(np.clip(high, 0, size), inside), inside - low)
 
     def only(self, rows: tuple[int, int] | None) -> Runs:
-        """The part of them that lies within `rows`."""
+        """The part of them within `rows`."""
         if rows is None:
             return self
         low = np.clip(self.low, *rows)
@@ -94,7 +93,7 @@ class Plan:
 def plan_rows(
     held: Runs, starts: np.ndarray, width: int, moves: Sequence[Move] | None = None
 ) -> Plan | None:
-    """How to bring the rows `starts[c]` to `starts[c] + width` to every tile c, in a few steps."""
+    """How to send the rows `starts[c]` to `starts[c] + width` to every tile c, in a few steps."""
     options = []
     rounds = _rounds(held, starts, width, moves or [everything(held)])
     if rounds is not None:
@@ -127,7 +126,7 @@ def align(
     """The logical rows `starts[c]` to `starts[c] + width` on the holders of tile c.
 
     `x` is the local array, `held` says which rows it has, and `moves` which of them become which
-    rows of the result (default: all stay). Rows of the result that nobody holds are garbage.
+    rows of the result (default: all stay). Rows of the result that no tile has are garbage.
     """
     node = Align(
         reason,
@@ -143,7 +142,7 @@ def align(
 
 @dataclass(frozen=True)
 class Align(Node):
-    """Rows of a split dim brought to the tiles of the result: `width` rows from `starts` on."""
+    """Rows of a split dim sent to the tiles of the result: `width` rows from `starts` on."""
 
     name: ClassVar[str] = "align"
     sharding: Sharding
@@ -205,7 +204,7 @@ def aligned(
     reason: Reason,
     moves: Sequence[Move] | None = None,
 ) -> jax.Array:
-    """How an `Align` is carried out."""
+    """The implementation of `Align`."""
     x, back = as_integers(x)
     split = sharding.splits[dim]
     assert split
@@ -222,10 +221,10 @@ def aligned(
 def collect(
     place: Place, x: jax.Array, sharding: Sharding, dim: int, held: Runs, size: int, reason: Reason
 ) -> jax.Array:
-    """All the logical rows 0 to `size` on every device: for a few rows out of many.
+    """All logical rows 0 to `size` replicated: for a few rows out of many.
 
-    Every device adds the rows that it has to a sum, so the bytes are those of the result, wherever
-    the rows are. A gather would send as much only if all tiles had as many of them.
+    Every device contributes its rows to a sum, so the bytes are those of the result, wherever the
+    rows are. A gather would be as cheap only if all tiles had equally many of them.
     """
     x, back = as_integers(x)
     spread = _spread(place, x, sharding, dim, held, 0, size)
@@ -233,7 +232,7 @@ def collect(
 
 
 def groups_along(sharding: Sharding, dim: int) -> list[list[int]]:
-    """Devices that hold the tiles of `dim` between them, in order, and agree in all else."""
+    """Groups of devices that hold the tiles of `dim` in order, and agree in all other dims."""
     split = sharding.splits[dim]
     assert split
     devices = np.moveaxis(sharding.devices, dim, -1)
@@ -276,7 +275,7 @@ def _exchange(
     rounds: Rounds,
     reason: Reason,
 ) -> jax.Array:
-    """Send the pieces, round by round, and put them in their places."""
+    """Send the pieces, round by round, and write them to their rows."""
     split = sharding.splits[dim]
     assert split
     holders = np.moveaxis(sharding.devices, dim, 0).reshape(split.tiles, -1)
@@ -321,7 +320,7 @@ def _spread(
     size: int,
     moves: Sequence[Move] | None = None,
 ) -> jax.Array:
-    """Rows `start` to `start + size`: this device's own in their places, zeros elsewhere."""
+    """Rows `start` to `start + size`: this device's own rows, and zeros elsewhere."""
     split = sharding.splits[dim]
     assert split
     mine, rows = np.maximum(split.coords, 0), x.shape[dim]

@@ -1,7 +1,7 @@
-"""What collectives and the steps of a reshard send, to the byte.
+"""The exact bytes that collectives and the steps of a reshard send.
 
-Plans are compared by these numbers, and a test holds them to what is emitted. Uneven tiles make the
-difference: to even them out, rows shift between neighbours before or after a step.
+Plans are compared by these numbers, and tests compare them with what is emitted. Uneven tiles send
+more: to even them out, rows shift between neighbours before or after a step.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ def sent_bytes(kind: str, size: int, members: int) -> int:
 
 
 def gathered(size: int, members: int, groups: int, num_devices: int) -> int:
-    """An AllGather in so many groups; where these leave out odd devices, it is a sum of parts."""
+    """An AllGather in this many groups; if they omit an odd number of devices, a sum of parts."""
     if _covers_evenly(members, groups, num_devices):
         return sent_bytes("all_gather", size, members)
     return sent_bytes("all_reduce", size * members, members)
 
 
 def exchanged(size: int, members: int, groups: int, num_devices: int) -> int:
-    """An AllToAll; where its groups leave out odd devices, all is gathered."""
+    """An AllToAll; if its groups omit an odd number of devices, a gather."""
     if _covers_evenly(members, groups, num_devices):
         return sent_bytes("all_to_all", size, members)
     return sent_bytes("all_reduce", size * members, members)
 
 
 def scattered(size: int, members: int, groups: int, num_devices: int) -> int:
-    """A ReduceScatter; where its groups leave out odd devices, an AllReduce."""
+    """A ReduceScatter; if its groups omit an odd number of devices, an AllReduce."""
     even = _covers_evenly(members, groups, num_devices)
     return sent_bytes("reduce_scatter" if even else "all_reduce", size, members)
 
@@ -61,7 +61,7 @@ def retile_elements(sharding: Sharding, local: Shape, dim: int, size: int, shape
 
 
 def standard_elements(sharding: Sharding, local: Shape, shape: Shape) -> int:
-    """Elements that a device sends so that its tile has the size that the sharding prescribes."""
+    """Elements that a device sends to give its tile the size that the sharding prescribes."""
     return _evened_out(sharding, local, sharding.local_shape(shape), shape)[0]
 
 
@@ -138,7 +138,7 @@ def _spread(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> in
 
 
 def mostly_held(here: Sharding) -> bool:
-    """Whether so few devices are without a tile that a gather from all sends less than a sum."""
+    """Whether so few devices have no tile that a gather from all sends less than a sum."""
     return here.num_devices < 2 * math.prod(here.tiles)
 
 

@@ -1,1 +1,1 @@
-"""Programs written anew where a pattern of the user's is cheaper in another form."""
+"""Rewrites that depend on shardings: patterns that are cheaper in another form."""

@@ -1,10 +1,10 @@
-"""Experts without a capacity: between two exchanges, sorted rows lie like the experts.
+"""Experts without a capacity: tokens are exchanged by expert, and back.
 
 A user sorts tokens by expert, gathers them in that order, multiplies with `ragged_dot`, and
-scatters the results back. Where propagation finds the experts split, the program is written anew:
-the gather becomes an exchange that brings every row to its expert's device, what happens to single
-rows happens there, and the scatter is the exchange back. The gradient is a program of the same
-kind. What is not of that kind gets the rows in their usual places.
+scatters the results back. If propagation finds the experts split, the program is rewritten: the
+gather becomes an exchange that sends every row to its expert's device, row-wise operators run
+there, and the scatter becomes the exchange back. The gradient has the same form. All other
+operators get the rows in token-major order.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from gshard.tensors.sharding import Sharding, Split, compatible
 
 
 def exchange_by_expert(closed: ClosedJaxpr, shardings: Mapping[Any, Sharding]) -> ClosedJaxpr:
-    """The program with rows that lie by groups, where its groups are split; else `closed` itself.
+    """The program with expert-major rows, if its groups are split; else `closed` itself.
 
-    Variables outside of what changes stay the same.
+    Variables outside the rewritten region stay the same.
     """
     jaxpr = _rewritten(closed.jaxpr, shardings)
     return closed if jaxpr is closed.jaxpr else ClosedJaxpr(jaxpr, closed.consts)
@@ -48,7 +48,7 @@ def _rewritten(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding]) -> Jaxpr:
 
 
 def _groups(eqns: Sequence[JaxprEqn], shardings: Mapping[Any, Sharding]) -> dict[Any, Groups]:
-    """The groups that are split, by the variable that holds their sizes."""
+    """The groups that are split, by the variable of their sizes."""
     found: dict[Any, Groups] = {}
     for eqn in eqns:
         if not multiplies_rows(eqn) or shardings[eqn.invars[1]].manual:
@@ -63,7 +63,7 @@ def _groups(eqns: Sequence[JaxprEqn], shardings: Mapping[Any, Sharding]) -> dict
 
 
 def _with_copies(sharding: Sharding, split: Split) -> Split:
-    """`split`, its tiles cut further for the devices with copies of a tile."""
+    """`split`, its tiles divided further among the devices with copies of a tile."""
     if sharding.replicas == 1:
         return split
     copy = np.zeros(sharding.num_devices, np.int32)
@@ -91,14 +91,14 @@ class _Region:
         self.results = results
         self.graph = Graph(eqns, results)
         self.members = self.find()
-        self.moved: dict[Any, Any] = {}  # members, as they lie by groups
-        self.usual: set[Any] = set()  # members that are needed as usual, and are made like that
+        self.moved: dict[Any, Any] = {}  # members, expert-major
+        self.usual: set[Any] = set()  # members that are needed token-major, and are made so
         self.done: list[JaxprEqn] = []
 
     # ------------------------------------------------------------ which values are sorted rows
 
     def find(self) -> set[Any]:
-        """Variables whose rows are the sorted ones, as far as what happens to them is by rows."""
+        """Variables with the sorted rows, connected by row-wise operators."""
         members: set[Any] = set()
         for eqn in self.products():
             members.add(eqn.invars[0])
@@ -156,7 +156,7 @@ class _Region:
         factors = factors_of(rule, eqn)
         name = factors.results[0][0]
         if not name:
-            return eqn.primitive is p.broadcast_in_dim_p  # every row is the same
+            return eqn.primitive is p.broadcast_in_dim_p  # all rows are equal
         inside = [d for t in (*factors.operands, *factors.results) for d in t[1:]]
         return (
             len(name) == 1
@@ -173,7 +173,7 @@ class _Region:
     # ------------------------------------------------------------ the new program
 
     def rewritten(self) -> list[JaxprEqn]:
-        """The equations of the new program, those that nothing needs left out."""
+        """The live equations of the new program."""
         products = set(self.products())
         for eqn in self.eqns:
             if eqn in products:
@@ -187,7 +187,7 @@ class _Region:
         return live(self.done, self.results)
 
     def emit(self, eqn: JaxprEqn, invars: Sequence[Any], **changes: Any) -> None:
-        """Append an equation that stands for `eqn`."""
+        """Append an equation in place of `eqn`."""
         self.done.append(eqn.replace(invars=list(invars), **changes))
 
     def multiply(self, eqn: JaxprEqn) -> None:
@@ -204,10 +204,10 @@ class _Region:
             self.emit_as_usual(eqn, invars, self.groups.split, grouped_dot_p, params)
 
     def by_rows(self, eqn: JaxprEqn) -> None:
-        """An operator that works on rows, on rows that lie by groups."""
+        """A row-wise operator on expert-major rows."""
         (out,) = eqn.outvars
         rows = self.row_operands(eqn)
-        if not rows:  # the same for every row: it is made twice rather than moved
+        if not rows:  # equal for every row: recomputed rather than moved
             self.emit(eqn, [self.read(a) for a in eqn.invars])
             self.usual.add(out)
         invars = [
@@ -222,13 +222,13 @@ class _Region:
         self.emit(eqn, invars, outvars=[moved], params=params)
 
     def moved_var(self, var: Any) -> Any:
-        """A variable for a member as it lies by groups."""
+        """A variable for an expert-major member."""
         aval = ShapedArray((self.groups.held, *var.aval.shape[1:]), var.aval.dtype)
         self.moved[var] = Var(aval)
         return self.moved[var]
 
     def by_group(self, atom: Any) -> Any:
-        """A member as it lies by groups; one that is made otherwise is brought there."""
+        """A member in expert-major order; one that is token-major is exchanged."""
         if atom in self.moved:
             return self.moved[atom]
         eqn = self.graph.maker(atom) or next(iter(self.products()))
@@ -257,7 +257,7 @@ class _Region:
         return self.graph.fill(eqn.invars[0]) == 0
 
     def zeros(self, eqn: JaxprEqn, aval: Any) -> Any:
-        """A tensor of zeros that lies by groups."""
+        """An expert-major tensor of zeros."""
         out = Var(aval)
         params = {"shape": aval.shape, "broadcast_dimensions": (), "sharding": None}
         zero = Literal(np.zeros((), aval.dtype), ShapedArray((), aval.dtype))
@@ -265,7 +265,7 @@ class _Region:
         return out
 
     def annotate(self, eqn: JaxprEqn, atom: Any, annotated: Any, split: Split) -> None:
-        """Let rows be split like that; nothing is said about the dims of a row."""
+        """Annotate the split of rows; the dims of a row are left open."""
         rank = len(atom.aval.shape)
         sharding = Sharding((split, *(None,) * (rank - 1)), len(split.coords))
         note = Annotation.of_sharding("rows by group", sharding, tuple(range(1, rank)))
@@ -275,7 +275,7 @@ class _Region:
     def emit_as_usual(
         self, eqn: JaxprEqn, invars: Sequence[Any], split: Split, primitive: Primitive, params: Any
     ) -> None:
-        """Append what makes the result of `eqn`; it is split like that if nobody says otherwise."""
+        """Append equations for the token-major result of `eqn`, with a default split."""
         (out,) = eqn.outvars
         splits = self.shardings[out].splits
         said = splits[0] or not compatible((split, *splits[1:])) or out.aval.shape[0] < split.tiles
@@ -285,12 +285,12 @@ class _Region:
             self.annotate(eqn, made, out, split)
 
     def read(self, atom: Any) -> Any:
-        """A value as the user's program has it; a member that lies by groups is brought back."""
+        """A value in the user's order; an expert-major member is exchanged back."""
         if isinstance(atom, Literal) or atom not in self.moved or atom in self.usual:
             return atom
         eqn = self.graph.maker(atom)
         if eqn is None or not (self.is_by_rows(eqn) or is_ragged(eqn)):
-            return atom  # it came from outside, and is still there
+            return atom  # an input of the region
         params = {"source": self.groups, "target": None, "fill": None}
         invars = [self.moved[atom], self.sizes]
         self.emit_as_usual(eqn, invars, self.groups.parts, take_rows_p, params)
@@ -298,7 +298,7 @@ class _Region:
         return atom
 
     def is_put(self, eqn: JaxprEqn) -> bool:
-        """Whether rows are scattered back; if so, that is done."""
+        """Rewrite a scatter of rows back to tokens; False if `eqn` is none."""
         adds = eqn.primitive is p.scatter_add_p
         sets = eqn.primitive is p.scatter_p and eqn.params["update_jaxpr"] is None
         if not (adds or sets) or not puts_rows(eqn):
@@ -307,7 +307,7 @@ class _Region:
         if updates not in self.moved or updates in self.usual:
             return False
         if sets and not is_permutation(indices, self.graph):
-            return False  # which of several updates of a row is the last would matter
+            return False  # the order of updates of one row would matter
         clip = eqn.params["mode"] == GatherScatterMode.CLIP
         params = {"source": self.groups, "target": None, "adds": adds, "clip": clip}
         invars = [self.read(operand), self.sizes, self.moved[updates], self.read(indices)]
@@ -315,7 +315,7 @@ class _Region:
         return True
 
     def is_taken_from(self, eqn: JaxprEqn) -> bool:
-        """Whether rows are gathered in another order than the sorted one; if so, that is done."""
+        """Rewrite a gather of rows in another order; False if `eqn` is none."""
         taken = takes_rows(eqn)
         source = eqn.invars[0] if taken else None
         if not taken or isinstance(source, Literal) or source not in self.moved:

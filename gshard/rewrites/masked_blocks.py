@@ -1,4 +1,4 @@
-"""Blocks of scores that a mask hides altogether: half of them, where it is causal."""
+"""Skipping blocks of scores that are masked entirely: half of them under a causal mask."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def hidden(
     body: Jaxpr,
     around: Graph,
 ) -> BlockMask | None:
-    """The mask by which blocks of a round can be left out, if there is one.
+    """The mask by which blocks of a ring pass can be skipped, if there is one.
 
-    `around` is the program around it. `online` are the sums of a softmax that the
-    round makes, its maximum first. In other rounds everything that is summed has to be zero where
-    the powers of the logits are.
+    `around` is the enclosing program. `online` are the sums of a softmax that the pass computes,
+    its maximum first. In other passes all sums must be zero where the exponentials of the logits
+    are.
     """
     own = Graph.of(body)
     known = Graph([*around.eqns, *body.eqns], aliases=region.sources)

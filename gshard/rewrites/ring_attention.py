@@ -1,9 +1,9 @@
-"""Attention over sequences that are split: keys and values come round in a ring.
+"""Ring attention: over split sequences, keys and values pass around a ring.
 
-Where queries and keys are split alike, every device needs all keys, and gathering them would take
-more memory than allowed, the scores are never whole on any device: blocks of keys and values pass
-through all devices, and each adds up what its queries make of them (Ring Attention, with the online
-softmax of FlashAttention). A gradient makes the scores again, block by block.
+If queries and keys are split alike and gathering the keys would exceed the memory limit, the scores
+are never materialized in full: blocks of keys and values pass through all devices, and each device
+accumulates the results for its queries (Ring Attention, with the online softmax of FlashAttention).
+A gradient recomputes the scores block by block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gshard.tensors.tile import byte_size
 def ring_attention(
     closed: ClosedJaxpr, shardings: Mapping[Any, Sharding], memory_limit: int
 ) -> ClosedJaxpr:
-    """The program with attention in rings, where it would take too much memory otherwise."""
+    """The program with ring attention, where attention would exceed the memory limit."""
     jaxpr = _rewritten(closed.jaxpr, shardings, memory_limit)
     return closed if jaxpr is closed.jaxpr else ClosedJaxpr(jaxpr, closed.consts)
 
@@ -47,7 +47,7 @@ def _rewritten(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding], limit: int) -> J
         if region is None or not region.exits:
             continue
         if not found[3] and _softmax(region, graph) is None:
-            continue  # a product like any other, whose result is large
+            continue  # an ordinary product with a large result
         done |= {e for e in eqns if set(region.dims).intersection(e.outvars)}
         eqns = _replaced(graph, region, found[2], jaxpr)
         changed = True
@@ -88,7 +88,7 @@ def _too_large(
             scores = Sharding(tuple(splits), shardings[out].num_devices)
             local = byte_size(scores.local_shape(out.aval.shape), out.aval.dtype)
             if max(min(whole), local) > limit:
-                # Queries are what the scores are split by, if they are.
+                # If the scores are split, they are split by queries.
                 turned = shardings[out].splits[dims[1]] is split
                 queries, keys = dims[::-1] if turned else dims
                 return queries, keys, split, min(whole) > limit
@@ -99,7 +99,7 @@ def _too_large(
 
 
 def _replaced(graph: Graph, region: Region, split: Split, jaxpr: Jaxpr) -> list[JaxprEqn]:
-    """The program, with the region's sums made in rounds of the keys."""
+    """The program, with the region's sums computed by ring passes."""
     online = _softmax(region, graph)
     eqns = graph.eqns
     if online:
@@ -120,7 +120,7 @@ def _replaced(graph: Graph, region: Region, split: Split, jaxpr: Jaxpr) -> list[
 def _rounds(
     eqns: Sequence[JaxprEqn], region: Region, online: list[Exit] | None
 ) -> list[list[Exit]]:
-    """The sums in as few rounds as their dependence on each other allows."""
+    """The sums in as few passes as their dependences allow."""
     marks = {e.out: number for number, e in enumerate(region.exits)}
     before = upstream(eqns, marks)
     together = {marks[e.out] for e in online or ()}
@@ -142,7 +142,7 @@ def _round(
     graph: Graph,
     info: Any,
 ) -> JaxprEqn:
-    """One round, as an equation."""
+    """One pass, as an equation."""
     wanted = list(dict.fromkeys(e.scores for e in exits))
     if online:
         left_out = {e.scores for e in online[1:]} - {e.scores for e in exits if e not in online}
@@ -179,7 +179,7 @@ def _round(
 
 
 def _as_softmax(exits: Sequence[Exit], online: Sequence[Exit], wanted: Sequence[Any]) -> Softmax:
-    """The softmax in terms of the sums of its round, and of the body's results."""
+    """The softmax in terms of the sums of its pass, and of the body's results."""
     maximum, total, *products = online
     divided = [e.scores is not total.scores for e in products]
     return Softmax(
@@ -194,7 +194,7 @@ def _as_softmax(exits: Sequence[Exit], online: Sequence[Exit], wanted: Sequence[
 
 
 def _softmax(region: Region, graph: Graph) -> list[Exit] | None:
-    """The sums of the region's one softmax: its maximum first, its sum, and what it weighs."""
+    """The sums of the region's softmax: its maximum, its sum, and its weighted sums."""
     tops = [e for e in region.exits if e.eqn.primitive is p.reduce_max_p and _only_keys(e, region)]
     if len(tops) != 1:
         return None
@@ -237,7 +237,7 @@ def _only_keys(exit: Exit, region: Region) -> bool:
 
 
 def _comes_from(atom: Any, source: Any, region: Region, graph: Graph) -> bool:
-    """Whether a row of numbers is another one, repeated for all keys."""
+    """Whether a value is another one, broadcast over the keys."""
     own = Graph(region.eqns)
     while not isinstance(atom, Literal) and atom is not source:
         atom = region.sources.get(atom, atom)

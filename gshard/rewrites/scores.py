@@ -1,9 +1,9 @@
-"""Scores: what attention computes for every query and key, and what is summed over keys or queries.
+"""Attention scores: the equations that compute a value for every query and key.
 
-A region is all of that around one product of queries and keys: masks, the softmax, and in a
-gradient what comes back through it. It is found by following dims through equations, so neither
-names nor the exact form of the softmax matter. It ends where a sum (or a maximum) over keys or over
-queries leaves a tensor that has only the other of the two dims.
+A region is all of them around one product of queries and keys: masks, the softmax, and in a
+gradient its backward pass. It is found by following dims through equations, so neither names nor
+the exact form of the softmax matter. It ends at sums (or maxima) over keys or over queries, whose
+results have only the other of the two dims.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Exit:
 
     @property
     def out(self) -> Any:
-        """What it makes."""
+        """Its result."""
         return self.eqn.outvars[0]
 
 
@@ -50,9 +50,8 @@ class Exit:
 class Region:
     """The equations that make scores, and those that sum them up.
 
-    `sources` says which variables of the program those from outside stand for. `names` are names of
-    dims, equal where they are one dim throughout the region; `whole` are those that cannot be split
-    there.
+    `sources` maps the region's inputs to variables of the program. `names` are names of dims, equal
+    for dims that are one dim throughout the region; `whole` are those that cannot be split there.
     """
 
     seed: JaxprEqn
@@ -115,7 +114,7 @@ class Finder:
         return region
 
     def is_counted(self, atom: Any) -> bool:
-        """Whether a value is the number of a row, or computed from such numbers alone."""
+        """Whether a value is an iota, or computed from iotas alone."""
         eqn = self.graph.maker(atom)
         kind = getattr(atom.aval.dtype, "kind", "")  # random keys have none
         if eqn is None or kind not in ("i", "u", "b") or not self.passes(eqn):
@@ -123,10 +122,10 @@ class Finder:
         return all(self.is_counted(a) for a in eqn.invars if not isinstance(a, Literal))
 
     def separate(self, region: Region) -> None:
-        """Let every use of a tensor from outside have a variable of its own.
+        """Give every use of an input its own variable.
 
         One tensor may be queries in one place and keys in another. Positions are not worth sending:
-        what is only counted is made anew in the region.
+        iotas are recomputed in the region.
         """
         own = {v for eqn in region.eqns for v in eqn.outvars}
         eqns: list[JaxprEqn] = []
@@ -159,7 +158,7 @@ class Finder:
         return len(eqn.outvars) == 1 and (by_element or eqn.primitive is p.dot_general_p)
 
     def is_hot(self, var: Any) -> bool:
-        """Whether a product of queries and keys is in it: masks alone are cheap to make again."""
+        """Whether a value depends on a product of queries and keys; masks are cheap."""
         if var not in self.hot:
             eqn = self.graph.maker(var)
             self.hot[var] = eqn is not None and (
@@ -200,7 +199,7 @@ def _tensors(eqn: JaxprEqn, factors: Factors) -> Iterator[tuple[Any, Any]]:
 
 
 def _spread(eqn: JaxprEqn, var: Any, dims: dict[Any, tuple[int, int]]) -> list[Any] | None:
-    """The scores that an equation relates to `var`, new ones first seen; None if it does not."""
+    """The scores that an equation relates to `var`, new ones included; None if it relates none."""
     factors = factors_of(RULES[eqn.primitive], eqn)
     own = next(d for a, d in _tensors(eqn, factors) if a is var)
     wanted = [own[d] for d in dims[var]]
@@ -254,7 +253,7 @@ def _name(region: Region) -> None:
 
 
 def _join(region: Region) -> None:
-    """Let uses of one tensor that have the same dims be one again."""
+    """Merge uses of one tensor that have the same dims."""
     kept: dict[Any, Any] = {}
     same = {
         var: kept.setdefault((source, region.names[var]), var)

@@ -1,8 +1,8 @@
-"""A sum that a softmax's gradient takes over all keys, from what the queries' own device has.
+"""FlashAttention's delta: a sum over keys of a softmax's gradient, without a ring pass.
 
-With weights p of the keys and o = sum_k p v, what comes back through the softmax needs
-sum_k p (do . v) for every query, which is do . o: no round of the keys is needed for it
-(FlashAttention's delta). Here factors that are the same for all keys may stand beside p.
+With weights p of the keys and o = sum_k p v, the backward pass of the softmax needs
+sum_k p (do . v) for every query, which is do . o: it needs no pass over the keys. Factors that are
+equal for all keys may be multiplied with p.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gshard.rewrites.scores import Exit, Region
 def factor_out_delta(
     eqns: Sequence[JaxprEqn], region: Region, products: Sequence[Exit]
 ) -> list[JaxprEqn]:
-    """The program, with such sums made of the softmax's `products`; they leave the region."""
+    """The program, with such sums computed from the softmax's `products`, outside the region."""
     eqns = list(eqns)
     for exit in list(region.exits):
         found = [made for product in products if (made := _delta(exit, product, region))]
@@ -36,7 +36,7 @@ def factor_out_delta(
 
 @dataclass
 class _Factors:
-    """What is multiplied for every score: scores themselves, and rows, which all keys share."""
+    """The factors of a score: scores themselves, and rows, which are equal for all keys."""
 
     scores: list[Any]
     rows: list[tuple[Any, bool]]  # and whether they divide
@@ -44,7 +44,7 @@ class _Factors:
 
 
 def _delta(exit: Exit, product: Exit, region: Region) -> list[JaxprEqn] | None:
-    """The equations that make the sum of `exit` of the result of `product`, if they can."""
+    """The equations that compute the sum of `exit` from the result of `product`, if possible."""
     if exit.eqn.primitive is not p.reduce_sum_p or exit.over != KEYS:
         return None
     graph = Graph(region.eqns)
@@ -85,11 +85,11 @@ def _take_apart(atom: Any, divides: bool, into: _Factors, region: Region, graph:
     elif not divides:
         into.scores.append(atom)
     else:
-        into.scores.append(None)  # fits nothing
+        into.scores.append(None)  # not supported
 
 
 def _is_row(atom: Any, region: Region) -> bool:
-    """Whether a tensor from outside is the same for all keys; a number is, too."""
+    """Whether an input is equal for all keys, as a scalar is."""
     if isinstance(atom, Literal):
         return True
     names, keys = region.names[atom], region.name_of(KEYS)
@@ -101,7 +101,7 @@ def _is_row(atom: Any, region: Region) -> bool:
 
 @dataclass(frozen=True)
 class _Errors:
-    """What comes back for the product's result, that result, the names of the dims of both."""
+    """The cotangent of the product's result, that result, and the names of the dims of both."""
 
     tensors: tuple[Any, Any]
     names: tuple[tuple[str, ...], tuple[str, ...]]
@@ -169,7 +169,7 @@ def _made(
 
 
 def _places(row: Any, wanted: Sequence[str], region: Region) -> list[int | None] | None:
-    """Where the dims of a row stand in the result; None for those of keys; None if they do not."""
+    """The result's dim for each dim of a row (None for that of keys), or None if one is missing."""
     if isinstance(row, Literal):
         return []
     dims = [wanted.index(n) if n in wanted else None for n in region.names[row]]

@@ -1,7 +1,7 @@
 """The devices of a partitioned program, and this device among them.
 
-One program runs on all devices. What differs from one to the next is data: a row of a small table,
-looked up by the device's own number.
+One program runs on all devices. What differs per device is data: a row of a small table, looked up
+by the device's own number.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Table:
         return str(self.rows.tolist()).replace(" ", "")
 
 
-lookup_p = Primitive("lookup")  # the row of a `table` that belongs to a device
+lookup_p = Primitive("lookup")  # a device's row of a `table`
 
 
 @lookup_p.def_abstract_eval
@@ -79,7 +79,7 @@ class Place:
         return self.known["id"]
 
     def lookup(self, table: np.ndarray) -> jax.Array | int:
-        """Row `device_id` of a table with a row per device; a plain int if all rows are alike."""
+        """Row `device_id` of a table with a row per device; a plain int if all rows are equal."""
         table = np.asarray(table, np.int32)
         if (table == table[:1]).all():
             return int(table[0]) if table.ndim == 1 else jnp.asarray(table[0])
@@ -100,7 +100,7 @@ class Place:
         return lax.select_n(self.known[own], self.known[nothing] if other is None else other, x)
 
     def start(self, table: np.ndarray) -> jax.Array:
-        """A row of one number as the start of a slice: of 32 bits, as starts have to be alike."""
+        """A row of one number as a slice's start: of 32 bits, as all starts need one dtype."""
         return jnp.asarray(self.lookup(table), jnp.int32)
 
     def coord(self, split: Split) -> jax.Array | int:
@@ -116,7 +116,7 @@ def groups_by(key: np.ndarray, order: np.ndarray) -> Groups:
     return _groups_by(*(np.ascontiguousarray(x, np.int64).tobytes() for x in (key, order)))
 
 
-@functools.lru_cache(maxsize=256)  # layer after layer asks for the same, of thousands of devices
+@functools.lru_cache(maxsize=256)  # repeated layers ask for the same groups of thousands of devices
 def _groups_by(raw_key: bytes, raw_order: bytes) -> Groups:
     key, order = (np.frombuffer(raw, np.int64) for raw in (raw_key, raw_order))
     devices = np.lexsort((order, key))

@@ -1,7 +1,7 @@
 """Factors: the dims of an operator's operands and results, by name, as in an einsum.
 
-`i k, k j -> i j` says all there is to say about a matrix product: a split of `i` travels from the
-left operand to the result, a split of `k` leaves partial sums. Propagation and partitioning read
+`i k, k j -> i j` describes a matrix product: a split of `i` propagates from the left operand to the
+result, a split of `k` leaves partial sums. Propagation and partitioning read
 the same description.
 """
 
@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 from gshard.tensors.sharding import Split
 
 Factor = str
-Dim = tuple[Factor, ...]  # the factors of one dim, major to minor; () is a dim that must be whole
+Dim = tuple[Factor, ...]  # the factors of one dim, major to minor; () is a dim that cannot be split
 Shape = tuple[int, ...]
 
 
@@ -23,8 +23,8 @@ Shape = tuple[int, ...]
 class Factors:
     """The dims of an operator's operands and results in terms of factors of given sizes.
 
-    `reduced` factors stand in operands only; the value says how partial results combine: sum, max,
-    min, prod, and, or, xor. `priority` factors are propagated first (the batch dims of a
+    `reduced` factors occur in operands only; the value says how partial results are combined: sum,
+    max, min, prod, and, or, xor. `priority` factors are propagated first (the batch dims of a
     contraction). `whole` factors cannot be split. `resized` factors have another size in each
     tensor; they pass a split on to a dim that has a row for every tile.
     """
@@ -46,10 +46,10 @@ class Factors:
         priority: Sequence[Factor] = (),
         resized: Sequence[Factor] = (),
     ) -> Factors:
-        """Factors of an equation, one or none (None) per dim; sizes are read off the shapes.
+        """Factors of an equation, one or none (None) per dim, with sizes from the shapes.
 
         `resized` factors have different sizes in different tensors (a slice, a strided window): a
-        split travels along them, but the operator needs a partition rule of its own.
+        split propagates through them, but the operator needs its own partition rule.
         """
         sizes: dict[Factor, int] = {}
         for names, atom in [
@@ -78,7 +78,7 @@ def combining(eqn: JaxprEqn, reduced: Mapping[Factor, str]) -> dict[Factor, str]
 
 
 def no_factors(eqn: JaxprEqn) -> Factors:
-    """Nothing travels through the operator by itself (control flow, borders of manual regions)."""
+    """No split propagates through the operator (control flow, borders of manual regions)."""
     return Factors(
         tuple(((),) * len(a.aval.shape) for a in eqn.invars),
         tuple(((),) * len(v.aval.shape) for v in eqn.outvars),
@@ -87,7 +87,7 @@ def no_factors(eqn: JaxprEqn) -> Factors:
 
 
 def decompose(split: Split | None, dim: Dim, sizes: Mapping[Factor, int]) -> dict[Factor, Split]:
-    """The splits of a dim's factors that a split of the dim amounts to, as far as there are any."""
+    """The splits of a dim's factors that are equivalent to a split of the dim, where they exist."""
     if len(dim) == 1:  # nearly always
         return {} if split is None else {dim[0]: split}
     found: dict[Factor, Split] = {}
@@ -112,7 +112,7 @@ def decompose(split: Split | None, dim: Dim, sizes: Mapping[Factor, int]) -> dic
 def compose(
     dim: Dim, splits: Mapping[Factor, Split | None], sizes: Mapping[Factor, int]
 ) -> Split | None:
-    """The split of a dim whose factors are split like that; what cannot be said is left whole."""
+    """The split of a dim whose factors have these splits; None for what cannot be expressed."""
     if len(dim) == 1:
         return splits.get(dim[0])
     whole: Split | None = None
@@ -123,7 +123,7 @@ def compose(
                 break
             continue
         if whole and sizes[factor] % split.tiles:
-            break  # padding would stand in the middle
+            break  # padding would be in the middle
         whole = whole.times(split) if whole else split
         if split.tiles != sizes[factor]:
             break

@@ -1,7 +1,7 @@
 """Random keys as the integers that they are made of.
 
-XLA does not know keys, and NumPy does not either: they move, pad and stack as integers, which
-stand in a last dim and stay together.
+Neither XLA nor NumPy supports keys: they are moved, padded and stacked as integers, in an
+additional last dim that is never split.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def is_key_type(dtype: Any) -> bool:
 
 
 def is_key(value: Any) -> bool:
-    """Whether these are random keys, which NumPy does not know."""
+    """Whether these are random keys."""
     return is_key_type(getattr(value, "dtype", np.float32))
 
 
 def as_integers(x: jax.Array) -> tuple[jax.Array, Callable[[Any], jax.Array]]:
-    """Random keys as integers, and the way back; anything else stays as it is."""
+    """Random keys as integers, and the inverse function; the identity for anything else."""
     if not is_key(x):
         return x, lambda same: same
     impl = jax.random.key_impl(x)

@@ -1,7 +1,7 @@
-"""Shardings in terms of a mesh's axes: the border to JAX's own `NamedSharding`.
+"""Conversion between shardings and JAX's `NamedSharding`s.
 
 Devices are numbered in the order in which `gshard.jit` was given them, or in that of the user's
-mesh. `sharding_of` reads what JAX says about an array; `spec_on` says it again on a given mesh.
+mesh. `sharding_of` reads a `NamedSharding`; `spec_on` writes one for a given mesh.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gshard.tensors.sharding import Sharding, Split
 
 Numbers = Mapping[Any, int]  # the number of each device
 AnyMesh: TypeAlias = Mesh | AbstractMesh
-_OWN = "gshard"  # how the names of axes begin that gshard makes
+_OWN = "gshard"  # prefix of the names of axes that gshard makes
 
 
 def axis_names(axes: Sequence[int]) -> tuple[str, ...]:
@@ -29,12 +29,12 @@ def axis_names(axes: Sequence[int]) -> tuple[str, ...]:
 
 
 def is_own(mesh: AnyMesh) -> bool:
-    """Whether gshard made the mesh: its names mean nothing to the user."""
+    """Whether gshard made the mesh; its names mean nothing to the user."""
     return all(str(name).startswith(_OWN) for name in mesh.axis_names)
 
 
 def make_mesh(axes: Sequence[int], devices: Sequence[jax.Device] | int) -> AnyMesh:
-    """The mesh of a program: real devices in their order, or as many abstract ones."""
+    """The mesh of a program, of real devices in order or of abstract devices."""
     names, types = axis_names(axes), (AxisType.Auto,) * len(axes)
     if isinstance(devices, int):
         return AbstractMesh(tuple(axes), names, types)
@@ -42,7 +42,7 @@ def make_mesh(axes: Sequence[int], devices: Sequence[jax.Device] | int) -> AnyMe
 
 
 def mesh_shapes(shardings: Sequence[Sharding], num_devices: int) -> Iterator[tuple[int, ...]]:
-    """The plain row of devices, then the grids that the tile counts suggest."""
+    """Candidate shapes: one axis of all devices, then grids that the tile counts suggest."""
     yield (num_devices,)
     sizes = sorted({t for s in shardings for t in (*s.tiles, s.replicas) if 1 < t < num_devices})
     for count in (2, 3):
@@ -68,7 +68,7 @@ def prime_factors(n: int) -> list[int]:
 
 
 def partition_spec(sharding: Sharding, axes: tuple[int, ...]) -> PartitionSpec | None:
-    """The sharding on a mesh that gshard makes; None where it is not that regular."""
+    """The spec on a mesh that gshard makes; None if the sharding is irregular."""
     grid = np.arange(math.prod(axes)).reshape(axes)
     return spec_on(sharding, grid, axis_names(axes))
 
@@ -76,7 +76,7 @@ def partition_spec(sharding: Sharding, axes: tuple[int, ...]) -> PartitionSpec |
 def spec_on(sharding: Sharding, grid: np.ndarray, names: Sequence[str]) -> PartitionSpec | None:
     """The sharding in terms of the axes `names` of a grid of device numbers, if that is possible.
 
-    None where the tiles do not lie along the axes.
+    None if the tiles do not follow the axes.
     """
     if grid.size != sharding.num_devices:
         return None
@@ -97,7 +97,7 @@ def spec_on(sharding: Sharding, grid: np.ndarray, names: Sequence[str]) -> Parti
 
 @functools.lru_cache(maxsize=4096)
 def _axes_of(split: Split | None, raw: bytes, axes: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The mesh axes, major to minor, along which the tile number of a split counts up."""
+    """The mesh axes, major to minor, that a split runs along."""
     if split is None:
         return ()
     grid = split.coords[np.frombuffer(raw, np.int64)].reshape(axes)
@@ -116,7 +116,7 @@ def _axes_of(split: Split | None, raw: bytes, axes: tuple[int, ...]) -> tuple[in
 
 
 def named_on(mesh: Mesh, sharding: Sharding, numbers: Numbers) -> NamedSharding | None:
-    """The sharding on the user's own mesh, with the user's names, where they can say it."""
+    """The sharding on the user's own mesh, if that can express it."""
     if any(d not in numbers for d in mesh.devices.flat):
         return None
     spec = spec_on(sharding, grid_of(mesh, numbers), mesh.axis_names)
@@ -148,7 +148,7 @@ def constrained(
 
 @functools.lru_cache(maxsize=64)
 def _finest(devices: tuple[jax.Device, ...]) -> Mesh:
-    """The mesh that can say every regular sharding of these devices."""
+    """The mesh with the most axes, which can express every regular sharding of these devices."""
     mesh = make_mesh(prime_factors(len(devices)) or [1], devices)
     assert isinstance(mesh, Mesh)
     return mesh
@@ -168,13 +168,13 @@ def ordinary(mesh: Mesh, sharding: Sharding) -> NamedSharding:
 def sharding_of(
     named: NamedSharding, rank: int, numbers: Numbers, num_devices: int
 ) -> tuple[Sharding, tuple[int, ...]]:
-    """What a NamedSharding means for a tensor, and the dims that it leaves unconstrained."""
+    """gshard's sharding for a `NamedSharding`, and the dims that are unconstrained."""
     mesh = named.mesh
     unknown = [d for d in _devices_of(mesh) if d not in numbers]
     if unknown or mesh.size > num_devices:
         raise ValueError(
             f"the mesh {dict(mesh.shape)} has {len(unknown) or mesh.size} devices that are not "
-            f"among the {num_devices} that gshard.jit runs on; give it devices=mesh.devices.ravel()"
+            f"among the {num_devices} that gshard.jit runs on; pass devices=mesh.devices.ravel()"
         )
     numbered = grid_of(mesh, numbers).ravel()
     entries = (*named.spec, *(None,) * (rank - len(named.spec)))

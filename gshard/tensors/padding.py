@@ -1,7 +1,7 @@
-"""What stands in padding: garbage.
+"""The contents of padding: garbage.
 
-Anything would do, and tests see to that: they replace `garbage` by NaN. So it is always called
-through this module (`padding.garbage`), never imported by name.
+No result may depend on it: tests replace `garbage` by NaN. So it is always called through this
+module (`padding.garbage`), never imported by name.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from gshard.tensors.keys import as_integers
 
 
 def garbage(dtype: Any) -> jax.Array:
-    """What stands in padding that gshard makes itself; anything would do, and tests see to that."""
+    """The contents of padding that gshard makes; no result may depend on them."""
     return jnp.zeros((), jax.dtypes.canonicalize_dtype(dtype))
 
 
 def filled(shape: Sequence[int], dtype: Any) -> jax.Array:
-    """An array for rows to be put into; those that are not are padding."""
+    """An array to write rows into; the others are padding."""
     return lax.full(shape, garbage(dtype))
 
 

@@ -1,11 +1,11 @@
-"""Sharding: how the tiles of a tensor lie on the devices (appendix "General Sharding API").
+"""`Sharding`: which device holds which tile of a tensor (appendix "General Sharding API").
 
-A `Split` cuts one dim into equal tiles and says which tile each device holds. A `Sharding` is one
-`Split` (or None) per dim. Kept apart like that, the splits of two tensors combine dim by dim, as
-the letters of an einsum do; `Sharding.devices` is the paper's device assignment.
+A `Split` divides one dim into equal tiles and says which tile each device holds. A `Sharding` is
+one `Split` (or None) per dim, so that the splits of two tensors combine dim by dim, like the
+letters of an einsum; `Sharding.devices` is the paper's device assignment.
 
 A dim that does not divide is rounded up: every tile has `ceil(size / tiles)` rows, the last tiles
-are partly or wholly padding, and what stands there is garbage.
+may be partly or entirely padding, whose contents are garbage.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Split:
 
     @functools.cached_property
     def idle(self) -> bool:
-        """Whether some devices hold no tile, as where the counts do not divide."""
+        """Whether some devices hold no tile."""
         return bool((self.coords < 0).any())
 
     @functools.cache  # noqa: B019  (splits are interned and live forever)
@@ -51,7 +51,7 @@ class Split:
         return Split.of(np.where(self.coords < 0, -1, self.coords % tiles))
 
     def times(self, minor: Split) -> Split:
-        """Each tile of this split cut further by `minor`."""
+        """Each tile of this split divided further by `minor`."""
         coords = np.where(self.coords < 0, -1, self.coords * minor.tiles + minor.coords)
         split = Split.of(coords)
         assert split is not None
@@ -74,11 +74,11 @@ def _intern(raw: bytes) -> Split | None:
 
 @dataclass(frozen=True, repr=False, eq=False, init=False)
 class Sharding:
-    """The splits of a tensor's dims, over `num_devices` devices; None is a dim that is whole.
+    """The splits of a tensor's dims, over `num_devices` devices; None for an unsplit dim.
 
-    Devices in the same place of every dim hold copies of one tile (partial replication). In a
+    Devices with equal coordinates in every dim hold copies of one tile (partial replication). In a
     `manual` region every device has a value of its own, and the shape is the local one. Interned
-    like its splits: equality is identity, and what is known of a sharding is found out once.
+    like its splits: equality is identity, and derived properties are computed once.
     """
 
     splits: tuple[Split | None, ...]
@@ -102,14 +102,14 @@ class Sharding:
 
     @staticmethod
     def replicated(rank: int, num_devices: int) -> Sharding:
-        """Every device holds the whole tensor."""
+        """Every device holds the entire tensor."""
         return Sharding((None,) * rank, num_devices)
 
     @staticmethod
     def of_assignment(assignment: np.ndarray, num_devices: int) -> Sharding:
         """The paper's device assignment: `assignment[tile]` is the device that holds that tile.
 
-        Devices that it leaves out hold copies where that works out evenly, by shifting the
+        Devices that it omits hold copies if that works out evenly, by shifting the
         assignment: `[[0], [4]]` of 8 puts the first tile on 0 to 3 and the second on 4 to 7, and
         `[0, 1]` of 8 alternates. Otherwise they hold nothing.
         """
@@ -136,7 +136,7 @@ class Sharding:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every device holds the whole tensor."""
+        """Whether every device holds the entire tensor."""
         return not any(self.splits) and not self.manual
 
     @functools.cached_property
@@ -178,7 +178,7 @@ class Sharding:
         return self.padded_shape(shape) == tuple(shape)
 
     def project(self, dims: Iterable[int | None]) -> Sharding:
-        """The sharding of a tensor whose i-th dim is cut like dim `dims[i]` here (None: whole)."""
+        """The sharding of a tensor whose i-th dim is split like dim `dims[i]` (None: unsplit)."""
         splits = tuple(None if d is None else self.splits[d] for d in dims)
         return Sharding(splits, self.num_devices)
 
@@ -187,7 +187,7 @@ class Sharding:
         return Sharding((*self.splits[:dim], split, *self.splits[dim + 1 :]), self.num_devices)
 
     def extended(self, dims: int) -> Sharding:
-        """The sharding of a tensor with so many more dims at the end, which are whole."""
+        """The sharding of a tensor with this many more dims at the end, unsplit."""
         return Sharding((*self.splits, *(None,) * dims), self.num_devices)
 
     def __str__(self) -> str:
@@ -214,7 +214,7 @@ def _local_shape(shape: tuple[int, ...], tiles: tuple[int, ...]) -> tuple[int, .
 
 @functools.lru_cache(maxsize=65536)
 def compatible(splits: tuple[Split | None, ...]) -> bool:
-    """Whether the splits can stand on one tensor: every tile is held, by equally many devices."""
+    """Whether one tensor can have these splits: every tile is held by equally many devices."""
     present = [s for s in splits if s]
     if len(present) < 2:
         return not present or _balanced(present[0].coords, present[0].tiles)
@@ -230,7 +230,7 @@ def compatible(splits: tuple[Split | None, ...]) -> bool:
 
 @functools.lru_cache(maxsize=65536)
 def fitting_part(others: tuple[Split | None, ...], split: Split) -> Split | None:
-    """The split, or the finest coarser one, that can stand beside others; None if there is none."""
+    """The split, or the finest coarser one, that is compatible with others; else None."""
     for tiles in range(split.tiles, 1, -1):
         part = split.major(tiles) if split.tiles % tiles == 0 else None
         if part and compatible((*others, part)):

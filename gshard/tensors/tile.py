@@ -1,4 +1,4 @@
-"""Tile: what one device holds of a tensor, and how its padding is kept out of results."""
+"""`Tile`: one device's part of a tensor, with masks for its padding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Tile:
     """A device's part of a tensor of logical `shape`.
 
     Along a split dim tile c starts at row c * array.shape[dim]. That size is the sharding's
-    `ceil(size / tiles)`, except on the way: a reshard or a reshape may leave larger tiles for
+    `ceil(size / tiles)`, except temporarily: a reshard or a reshape may leave larger tiles for
     `reshard.retile` to even out. The tile of a `partial` sum is the sum of what the devices hold
     that differ in their parts of these splits (see `unreduced`); `origin` is the operator that
     left it, for the reason of the collective that will sum it.
@@ -76,7 +76,7 @@ class Tile:
 
 
 class Identity:
-    """An array as a key: equal to itself alone, and alive as long as the key is."""
+    """An array as a key, compared by identity and kept alive."""
 
     __slots__ = ("array",)
 

@@ -1,8 +1,8 @@
-"""UnevenArray: a result that does not divide by its tiles, and stays split between calls.
+"""`UnevenArray`: a result that does not divide by its tiles, and stays split between calls.
 
-`gshard.jit` takes the tiles as they are. So do operators on single elements, between arrays that
-are split alike and with numbers: `u * 2 + u` is split like `u`. To everything else in JAX it is an
-array that is replicated on all devices: its tiles are gathered, and a warning says where.
+`gshard.jit` takes the tiles without moving them. So do elementwise operators between arrays of one
+tiling and with scalars: `u * 2 + u` is split like `u`. For everything else in JAX it is a
+replicated array: its tiles are gathered, with a warning that names the line.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from gshard.tensors.sharding import Sharding
 
 
 class UnevenSharding(jax.sharding.Sharding):  # type: ignore[misc]  # of JAX's C++ code
-    """That of an `UnevenArray`, which no sharding of JAX's own can express: split as `tiling` says.
+    """The sharding of an `UnevenArray`, split by `tiling`, which no sharding of JAX can express.
 
-    JAX passes such an array to all programs but gshard's `gathered`, and makes others like it
-    (`jnp.zeros_like`) of the same shape on every device. So that is what it finds here.
+    JAX passes such an array to other programs `gathered`, and makes arrays like it
+    (`jnp.zeros_like`) replicated. So the properties that JAX reads describe a replicated array.
     """
 
     def __init__(self, mesh: Mesh, tiling: Sharding):
@@ -54,7 +54,7 @@ class UnevenSharding(jax.sharding.Sharding):  # type: ignore[misc]  # of JAX's C
         return self.gathered._to_sdy_sharding(num_dimensions, *more)
 
     def with_memory_kind(self, kind: str) -> Any:
-        """Refused: the tiles are in the devices' default memory."""
+        """Not supported: the tiles are in the devices' default memory."""
         raise NotImplementedError(f"an UnevenArray is in its devices' own memory, not in {kind!r}")
 
     def devices_indices_map(self, global_shape: tuple[int, ...]) -> Mapping[Any, Any]:
@@ -78,9 +78,9 @@ class UnevenSharding(jax.sharding.Sharding):  # type: ignore[misc]  # of JAX's C
 
 
 class UnevenArray(jax.Array):
-    """A tensor that does not divide by its tiles, cut as `tiling` says.
+    """A tensor that does not divide by its tiles, split by `tiling`.
 
-    `stack` holds the tiles of all devices, one after the other along the first dim.
+    `stack` has the tiles of all devices, concatenated along the first dim.
     """
 
     __slots__ = ("_shape", "stack", "tiling")
@@ -119,7 +119,7 @@ class UnevenArray(jax.Array):
     is_fully_addressable = property(lambda self: self.stack.is_fully_addressable)
     format = property(lambda self: Format(self.stack.format.layout, self.sharding))
 
-    # Libraries that save arrays by shards need those of an array: equal ones.
+    # Libraries that save arrays by shards expect shards of equal shape.
     addressable_shards = property(lambda self: self.gathered().addressable_shards)
     global_shards = property(lambda self: self.gathered().global_shards)
 
@@ -128,7 +128,7 @@ class UnevenArray(jax.Array):
         return self.stack.devices()
 
     def addressable_data(self, index: int) -> jax.Array:
-        """The logical value, as one of the devices has it when it is gathered."""
+        """The logical value on one of the devices, gathered."""
         return self.gathered().addressable_data(index)
 
     def logical(self) -> jax.Array:
@@ -136,7 +136,7 @@ class UnevenArray(jax.Array):
         return _unstacker(self.tiling, self._shape, self.sharding.gathered)(self.stack)
 
     def gathered(self) -> jax.Array:
-        """The logical value for JAX, which did not ask for it in so many words: with a warning."""
+        """The logical value for an operation of JAX, with a warning."""
         line = here()
         if line not in _warned:
             _warned.add(line)
@@ -144,13 +144,13 @@ class UnevenArray(jax.Array):
             message = (
                 f"a gshard.UnevenArray of shape {self._shape} ({self.tiling}) is gathered for an "
                 f"operation outside of gshard.jit, {self.nbytes:,} bytes on each device; move the "
-                "operation into gshard.jit, or call .logical() where you want that"
+                "operation into gshard.jit, or call .logical() to gather it without this warning"
             )
             warnings.warn_explicit(message, GatheredWarning, file, int(number or 0))
         return self.logical()
 
     def _beside(self, other: Any) -> Any:
-        """What takes part in an operator on the tiles for `other`; None if it does not fit."""
+        """The operand for `other` in an operator on tiles; None if its tiling differs."""
         if isinstance(other, UnevenArray):
             alike = (other.tiling, other.shape, other.mesh) == (self.tiling, self.shape, self.mesh)
             return other.stack if alike else None
@@ -175,7 +175,7 @@ class UnevenArray(jax.Array):
         return self.stack.is_deleted()
 
     def copy(self) -> UnevenArray:
-        """Another array with the same value, cut in the same way."""
+        """Another array with the same value and tiling."""
         return UnevenArray(self.stack.copy(), self.tiling, self._shape)
 
     __copy__ = copy
@@ -233,7 +233,7 @@ _warned: set[str] = set()  # lines
 
 
 def _on_tiles(name: str) -> Callable[..., Any]:
-    """An operator or method on single elements: on the tiles, if all operands have such tiles."""
+    """An elementwise operator or method: on the tiles, if all operands have the same tiling."""
 
     def called(self: UnevenArray, *others: Any, **settings: Any) -> Any:
         if name in _OPERATORS:
@@ -272,7 +272,7 @@ def _unstacker(tiling: Sharding, shape: tuple[int, ...], wanted: NamedSharding) 
 
 
 def unstack(stack: Any, tiling: Sharding, shape: tuple[int, ...]) -> Any:
-    """The logical value of a stack: the tiles side by side, padding cut off."""
+    """The logical value of a stack: the tiles concatenated, without padding."""
     local = tiling.local_shape(shape)
     tiles = stack.reshape(tiling.num_devices, *local)[tiling.devices[..., 0].ravel()]
     grid = tiles.reshape(*tiling.tiles, *local)
