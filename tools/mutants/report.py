@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tools.mutants.mutations import KINDS, Mutation
 from tools.mutants.running import results
+
+_ABOUT = (
+    "Small mistakes are put into the partitioner, one at a time and in memory only. Each mutant "
+    "meets the quick tests that execute the changed lines, quick ones first, until one fails. "
+    "`python -m tools.mutants` runs them, and `--report` writes this page."
+)
 
 Results = Mapping[str, Mapping[str, Any]]
 
@@ -48,19 +55,17 @@ def page(mutations: Sequence[Mutation], folder: Path) -> str:
     lines = [
         "# Mutants: mistakes that the tests notice",
         "",
-        "Small mistakes are put into the partitioner, one at a time and in memory only. Each",
-        "mutant meets the quick tests that execute the changed lines, quick ones first, until one",
-        "fails. `python -m tools.mutants` runs them, and `--report` writes this page.",
+        *textwrap.wrap(_ABOUT, 100),
         "",
-        summary(ran, found) + ".",
+        *textwrap.wrap(summary(ran, found) + ".", 100),
         "",
         *_table("mistake", [(KINDS[k], [m for m in ran if m.kind == k]) for k in KINDS], found),
         "",
         *_table(
             "package",
             [
-                (f"`{folder}`", [m for m in ran if m.file.startswith(folder)])
-                for folder in sorted({m.file.rpartition("/")[0] + "/" for m in ran})
+                (f"`{name}/`", [m for m in ran if m.file.rpartition("/")[0] == name])
+                for name in sorted({m.file.rpartition("/")[0] for m in ran})
             ],
             found,
         ),
@@ -71,7 +76,7 @@ def page(mutations: Sequence[Mutation], folder: Path) -> str:
         "",
     ]
     lines += [
-        f"- `{m.name}` in `{m.file}`: {m.equivalent}"
+        textwrap.fill(f"- `{m.name}` in `{m.file}`: {m.equivalent}", 100, subsequent_indent="  ")
         for m in ran
         if m.equivalent and found[m.key]["how"] == "survived"
     ] or ["none."]
