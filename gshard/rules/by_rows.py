@@ -1,4 +1,4 @@
-"""Which equations work on rows of the leading dim: products by groups, gathers, scatters."""
+"""Recognition of row-wise equations on the leading dim: grouped products, gathers, scatters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sums_rows(eqn: JaxprEqn) -> bool:
 
 
 def takes_rows(eqn: JaxprEqn) -> dict[str, Any] | None:
-    """How a gather takes whole rows of the leading dim, one for each index; else None."""
+    """How a gather takes entire rows of the leading dim, one for each index; else None."""
     if eqn.primitive is not p.gather_p or len(eqn.invars[1].aval.shape) != 2:
         return None
     roles = roles_of(eqn)
@@ -51,7 +51,7 @@ def takes_rows(eqn: JaxprEqn) -> dict[str, Any] | None:
 
 
 def puts_rows(eqn: JaxprEqn) -> bool:
-    """Whether a scatter updates whole rows of the leading dim, one for each index."""
+    """Whether a scatter updates entire rows of the leading dim, one for each index."""
     if len(eqn.invars[1].aval.shape) != 2 or any(isinstance(a, Literal) for a in eqn.invars):
         return False
     roles = roles_of(eqn)

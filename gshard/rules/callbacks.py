@@ -1,9 +1,9 @@
-"""What cannot be split: calls out of the program, effects, and collectives of other systems.
+"""Operators that cannot be split: callbacks, effects, and collectives of other systems.
 
-A pure function that gshard cannot look into (a callback, a foreign function) runs whole on every
-device, and the gathers before it say so. A function with side effects runs on one device, and the
-others receive its results. What has no meaning in a partitioned program is refused, by the name of
-the primitive and the user's line.
+A pure function that gshard cannot inspect (a callback, a foreign function) runs on replicated
+operands on every device; the gathers before it are listed. A function with side effects runs on one
+device, and the others receive its results. Operators without a meaning in a partitioned program are
+rejected, with the name of the primitive and the user's line.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def whole_dims(eqn: JaxprEqn) -> Factors:
 
 
 def run_everywhere(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], reason: Reason) -> list[Tile]:
-    """A pure function: every device calls it with the whole and keeps its part of the result."""
+    """A pure function: every device calls it on replicated operands and keeps its part."""
     with because(reason):
         arrays = bind_local(ctx, eqn, _gathered(ctx, tiles, reason), [])
     return [_whole(ctx, a, v) for a, v in zip(arrays, eqn.outvars, strict=True)]
 
 
 def run_once(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], reason: Reason) -> list[Tile]:
-    """Side effects: the first device calls, and the others take part in a sum to get the result."""
+    """Side effects: the first device calls it, and a sum gives the others the result."""
     ready = _gathered(ctx, tiles, reason)
 
     def call(*arrays: jax.Array) -> list[jax.Array]:
@@ -84,7 +84,7 @@ def _effect(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardi
 
 
 def _sees_whole(eqn: JaxprEqn) -> Reason:
-    return Reason("step", "", f"{eqn.primitive.name} sees whole arrays only")
+    return Reason("step", "", f"{eqn.primitive.name} needs replicated operands")
 
 
 def _refuse(eqn: JaxprEqn, why: str) -> None:
@@ -94,7 +94,7 @@ def _refuse(eqn: JaxprEqn, why: str) -> None:
 
 
 def refused(why: str) -> Rule:
-    """A rule for what has no meaning in a partitioned program."""
+    """A rule that rejects a primitive, for operators without a meaning in a partitioned program."""
 
     def refuse(
         ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
@@ -107,7 +107,7 @@ def refused(why: str) -> Rule:
 
 _COLLECTIVE = (
     "axis names belong to jax.shard_map; call it inside of a function that jax.shard_map runs, or "
-    "use gshard's own collectives between auto_to_manual_spmd_partition and its opposite"
+    "use gshard.manual's collectives inside a manual region"
 )
 _COLLECTIVES = (
     p.all_gather_p,
@@ -126,7 +126,7 @@ register(
     Rule(
         whole_dims,
         partition=_pure,
-        doc=Doc(gather="every dim: AllGather, then it runs whole on every device"),
+        doc=Doc(gather="every dim: AllGather, then it runs replicated on every device"),
     ),
     *_jax.private_primitives("callback", "pure_callback_p"),
     *_jax.private_primitives("ffi", "ffi_call_p"),
@@ -149,4 +149,4 @@ register(
     p.after_all_p,
     p.create_token_p,
 )
-register(refused("it stands for a derivative that was not taken"), p.custom_lin_p)
+register(refused("it is the placeholder of a derivative that was not taken"), p.custom_lin_p)

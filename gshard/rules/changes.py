@@ -1,8 +1,7 @@
-"""What an operator does to one dim: slice, pad, reverse, repeat.
+"""Changes of one dim: slice, pad, reverse, repeat.
 
-Along a dim that is split, the rows of the result are not on the devices that hold them in the
-operand, and have to be realigned: only those move, by halo exchange or by rounds of
-CollectivePermutes.
+Along a split dim, some rows of the result belong to other tiles than in the operand. Only those are
+sent, by halo exchange or by CollectivePermutes.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from gshard.tensors.tile import Tile
 
 
 class Change(ABC):
-    """What an operator does to one dim."""
+    """A change of one dim."""
 
     @abstractmethod
     def result(self, size: int) -> int:
-        """The rows that come of `size` rows."""
+        """The number of rows of the result, of `size` rows."""
 
     @abstractmethod
     def sent(self, size: int, tiles: int) -> int:
@@ -40,7 +39,7 @@ class Change(ABC):
     def run(
         self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason
     ) -> jax.Array:
-        """The local rows of the result, split by `split`; the operand is split alike or whole."""
+        """The local rows of the result, split by `split`; the operand is split alike or unsplit."""
 
     collectable = False  # whether `collected` may send less than a gather of the operand
 
@@ -52,7 +51,7 @@ class Change(ABC):
 
 @dataclass(frozen=True)
 class Slice(Change):
-    """Rows `start` to `limit`, every `stride`-th: thinned out before they travel."""
+    """Rows `start` to `limit`, every `stride`-th: subsampled before they are sent."""
 
     start: int
     limit: int
@@ -64,7 +63,7 @@ class Slice(Change):
         return max(0, -(-(self.limit - self.start) // self.stride))
 
     def sent(self, size: int, tiles: int) -> int:
-        """Rows at the borders of the tiles, or every row of a result that is spread out."""
+        """Rows at the borders of the tiles, or every row of a result on other devices."""
         rows = -(-self.result(size) // tiles)
         starts = np.arange(tiles) * rows
         if self.stride == 1:
@@ -76,7 +75,7 @@ class Slice(Change):
     def run(
         self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason
     ) -> jax.Array:
-        """Thin out, then align."""
+        """Subsample, then align."""
         if split is None:
             return lax.slice_in_dim(tile.array, self.start, self.limit, self.stride, dim)
         size = tile.shape[dim]
@@ -92,7 +91,7 @@ class Slice(Change):
         return align(ctx.place, x, tile.sharding, dim, held, starts, rows, reason)
 
     def runs(self, tiles: int, rows: int, size: int) -> Runs:
-        """The rows of the result that each tile holds after thinning out."""
+        """The rows of the result that each tile holds after subsampling."""
         border = np.minimum(np.arange(tiles + 1) * rows, size)
         index = np.clip(-((self.start - border) // self.stride), 0, self.result(size))
         return Runs(index[:-1], index[1:], np.zeros(tiles, np.int64))
@@ -123,7 +122,7 @@ class Slice(Change):
 class Pad(Change):
     """`low` and `high` rows around (or, if negative, fewer), `interior` between any two.
 
-    The operand's rows travel before the padding is put between them.
+    The operand's rows are sent before the padding is inserted.
     """
 
     low: int
@@ -136,7 +135,7 @@ class Pad(Change):
         return max(0, self.low + self.high + size + max(0, size - 1) * self.interior)
 
     def sent(self, size: int, tiles: int) -> int:
-        """The operand's rows that a tile of the result has, and the operand's tile has not."""
+        """The operand's rows that a tile of the result needs and the operand's tile lacks."""
         rows = -(-self.result(size) // tiles)
         first, count = self._needed(tiles, rows)
         return plan_fetch(tiles, size, first, count).sent
@@ -144,7 +143,7 @@ class Pad(Change):
     def run(
         self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason
     ) -> jax.Array:
-        """Fetch, put the rows apart, cut to size, and write the padding."""
+        """Fetch rows, insert the interior padding, slice, and write the padding."""
         value, size, step = self.value, tile.shape[dim], self.interior + 1
         assert value is not None
         if split is None:
@@ -177,7 +176,7 @@ class Pad(Change):
 
 @dataclass(frozen=True)
 class Reverse(Change):
-    """The last row first: tiles change places, and shift where the last one was not full."""
+    """Reversed rows: tiles change places, and shift if the last one was not full."""
 
     def result(self, size: int) -> int:
         """As many rows as before."""
@@ -222,7 +221,7 @@ class Repeat(Change):
         return size * self.times
 
     def sent(self, size: int, tiles: int) -> int:
-        """The rows of the operand that a device has not, if it needs them all."""
+        """The rows of the operand that a device lacks, if it needs them all."""
         rows = -(-self.result(size) // tiles)
         if self.times >= tiles:
             return -(-size // tiles) * (tiles - 1)
@@ -238,7 +237,7 @@ class Repeat(Change):
     def run(
         self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason
     ) -> jax.Array:
-        """Align with every copy; where a tile needs the whole operand, gather that."""
+        """Align with every copy; if a tile needs the entire operand, gather that."""
         size, here = tile.shape[dim], tile.sharding.splits[dim]
         reps = [self.times if d == dim else 1 for d in range(tile.array.ndim)]
         if split is None:
@@ -271,7 +270,7 @@ def rows_of(
     reason: Reason,
     only: tuple[int, int] | None = None,
 ) -> jax.Array:
-    """Rows `starts[c]` to `starts[c] + width` for tile c of `split`; free if the dim is whole."""
+    """Rows `starts[c]` to `starts[c] + width` for tile c of `split`; free if the dim is unsplit."""
     if tile.sharding.splits[dim] is split:
         return fetch(place, tile, dim, starts, width, reason, only)
     return window(place, tile.array, dim, starts[np.maximum(split.coords, 0)], width)

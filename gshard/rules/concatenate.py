@@ -1,4 +1,4 @@
-"""Operators that put tensors together or take them apart: concatenate, stack, unstack."""
+"""Concatenate, stack, unstack."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from gshard.tensors.tile import Tile, itemsize_of
 
 
 def stack_factors(eqn: JaxprEqn) -> Factors:
-    """The new dim is whole, the others are free."""
+    """The new dim is unsplit, the others are free."""
     names: list[str | None] = [f"d{i}" for i in range(len(eqn.invars[0].aval.shape))]
     result = list(names)
     result.insert(eqn.params["axis"], None)
@@ -40,7 +40,7 @@ def stack_factors(eqn: JaxprEqn) -> Factors:
 
 
 def unstack_factors(eqn: JaxprEqn) -> Factors:
-    """The dim that goes is whole, the others are free."""
+    """The removed dim is unsplit, the others are free."""
     names: list[str | None] = [f"d{i}" for i in range(len(eqn.outvars[0].aval.shape))]
     operand = list(names)
     operand.insert(eqn.params["axis"], None)
@@ -48,7 +48,7 @@ def unstack_factors(eqn: JaxprEqn) -> Factors:
 
 
 def concatenate_factors(eqn: JaxprEqn) -> Factors:
-    """Every dim passes its splits on; operands with fewer rows than tiles stay whole."""
+    """Every dim passes its splits on; operands with fewer rows than tiles stay unsplit."""
     names = [f"d{i}" for i in range(len(eqn.outvars[0].aval.shape))]
     resized = [names[eqn.params["dimension"]]]
     return Factors.of(eqn, [names] * len(eqn.invars), [names], resized=resized)
@@ -72,10 +72,10 @@ class Part:
 def concatenate(
     ctx: Context, tiles: list[Tile], parts: list[Part], dim: int, target: Sharding, name: str
 ) -> Tile:
-    """The parts one after the other along `dim`.
+    """The parts concatenated along `dim`.
 
-    Where the dim is split, every tile of the result fetches the rows that it needs of each operand.
-    Operands that are whole there send nothing.
+    If the dim is split, every tile of the result fetches the rows that it needs of each operand.
+    Operands that are unsplit there send nothing.
     """
     parts = [part for part in parts if part.start < part.limit]
     shape = list(tiles[0].shape)
@@ -137,10 +137,10 @@ def _cheapest(
     shape: list[int],
     target: Sharding,
 ) -> _Way:
-    """Fetch rows where the dim is split; or have it whole, gathered or split along another dim.
+    """Fetch rows of a split dim, or first gather it or move its split to another dim.
 
-    The last takes an AllToAll for each operand and one for the result. It is right where that is
-    fewer bytes in no more steps than the rows take.
+    The last takes an AllToAll for each operand and one for the result. It is chosen if it sends
+    fewer bytes in no more steps.
     """
     options = dict.fromkeys([target, *(_towards(tiles[i].sharding, target) for i in used)])
     whole = [s.replace(dim, None) for s in options]

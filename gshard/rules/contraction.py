@@ -1,8 +1,9 @@
 """Einsum (section 3.3.2): `dot_general` in all its cases.
 
 Batch dims that agree cost nothing. Split contracting dims leave partial sums, for an AllReduce or
-a ReduceScatter. Operands that disagree are gathered or exchanged, whichever sends less; and where
-a gathered operand would not fit in memory, its tiles go round in a loop of CollectivePermutes.
+a ReduceScatter. Operands with conflicting splits are gathered or exchanged, whichever sends less;
+if a gathered operand would exceed the memory limit, its tiles pass around a ring of
+CollectivePermutes.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ def _in_a_loop(
     tiles: list[Tile],
     target: Sharding,
 ) -> Tile:
-    """Cannon's way: one operand's tiles pass through every device, each meets its slice there.
+    """Cannon's algorithm: one operand's tiles pass around all devices, multiplied on each.
 
-    No device ever holds the whole operand. The loop runs once per tile and sends all but one.
+    No device ever holds the entire operand. The loop runs once per tile and sends all but one.
     """
     place = ctx.place
     factor, split = around
@@ -106,7 +107,7 @@ def _in_a_loop(
     local = list(out_sharding.local_shape(shape))
     other = still.array
     if slice_dim is not None:
-        other = _zeros_behind(other, slice_dim, rows * split.tiles)  # for the visitor's own padding
+        other = _zeros_behind(other, slice_dim, rows * split.tiles)  # for padding
     if write_dim is not None:
         local[write_dim] = rows * split.tiles
 
@@ -146,7 +147,7 @@ def _operands(
     which: int,
     around: tuple[Factor, Split],
 ) -> list[Tile]:
-    """The operands as `chosen`, but for the one that goes round, which stays split."""
+    """The operands as `chosen`, except the passing one, which stays split."""
     ready = []
     for number, (tile, dims) in enumerate(zip(tiles, factors.operands, strict=True)):
         wanted = shard_dims(dims, chosen, factors, tile.sharding.num_devices)
@@ -163,7 +164,7 @@ def _zeros_behind(x: jax.Array, dim: int, size: int) -> jax.Array:
 
 
 def ring_of(sharding: Sharding, dim: int) -> list[tuple[int, int]]:
-    """Everyone passes its tile to the holder of the tile before it along `dim`."""
+    """Pairs that send every tile to the holder of the previous tile along `dim`."""
     devices = np.moveaxis(sharding.devices, dim, 0)
     return list(
         zip(devices.ravel().tolist(), np.roll(devices, 1, axis=0).ravel().tolist(), strict=True)
@@ -175,9 +176,9 @@ def _mib(tile: Tile) -> str:
 
 
 def ragged_factors(eqn: JaxprEqn, rows: str | None = None) -> Factors:
-    """A product by groups of rows: what the group sizes count has to be whole, the rest is free.
+    """A grouped product: the dim that the group sizes count is unsplit, the others are free.
 
-    Unless the `rows` have a name, as those do that lie by groups (see `rules.grouped`).
+    Unless the `rows` have a name, as expert-major rows do (see `rules.grouped`).
     """
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers

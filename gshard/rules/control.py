@@ -1,8 +1,8 @@
-"""Loops and branches: the bodies are partitioned like any program, one sharding per carried value.
+"""Loops and branches: bodies are partitioned like any program, with one sharding per carry.
 
-Propagation treats a loop as one: the value that goes in, the value that the body sees, the one it
-returns and the one that comes out share their splits (`graph.regions.links`). Whatever still
-differs is resharded at the border where it differs.
+In propagation, the value that enters a loop, the value in its body, the one that the body returns
+and the one that leaves the loop share their splits (`graph.regions.links`). Remaining differences
+are resharded at the loop's border.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gshard.tensors.tile import Tile, byte_size
 
 @dataclass(frozen=True)
 class _Loop:
-    """A scan on tiles: its body, what every run of it sees, and what is carried and run over."""
+    """A scan on tiles: its body, constants, carries and scanned inputs."""
 
     closed: ClosedJaxpr
     consts: list[Tile]
@@ -219,7 +219,7 @@ def _split_stacks(ctx: Context, eqn: JaxprEqn) -> dict[int, float]:
 
 
 def _stacked(sharding: Sharding) -> Sharding:
-    """The sharding of a stack of such tensors: the loop runs over a dim that is whole."""
+    """The sharding of a stack of such tensors: the scanned dim is unsplit."""
     return replace(sharding, splits=(None, *sharding.splits))
 
 
@@ -249,7 +249,7 @@ def _while(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardin
             for t, v in zip(carried(arrays), cond.jaxpr.invars[n_cond:], strict=True)
         ]
         (again,) = inner.run_body(cond, [*cond_consts, *inputs])
-        # Every device has to take the same decision, or their collectives would not meet.
+        # All devices have to decide alike, or their collectives would deadlock.
         return inner.reshard(
             again, Sharding.replicated(0, again.sharding.num_devices), reason
         ).array

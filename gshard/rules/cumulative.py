@@ -1,8 +1,8 @@
-"""Cumulative operators: along a split dim a parallel prefix that moves one row per device.
+"""Cumulative operators: along a split dim, a parallel prefix that sends one row per device.
 
-Every device scans its own tile, the tiles' totals go round (one row per device), and what stands
-before a tile is combined into it. Padding is masked with the operator's identity, because in a
-reverse scan it comes first.
+Every device scans its own tile, the tiles' totals are gathered (one row per device), and the total
+of all previous tiles is combined into each tile. Padding is masked with the operator's identity,
+because in a reverse scan it comes first.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _cumulative(
     reason = Reason("step", eqn.primitive.name, f"the totals of {split.tiles} tiles")
     totals = collectives.all_gather(ctx.place, total, dim, groups, reason)
     scanned = eqn.primitive.bind(totals, **eqn.params)
-    # Before this tile stand all the tiles up to its neighbour; before the first, nothing.
+    # The previous tiles end at this one's neighbour; the first has none.
     number = ctx.place.coord(split)
     edge = jnp.broadcast_to(nothing, total.shape)
     rows = [scanned, edge] if reverse else [edge, scanned]

@@ -1,8 +1,8 @@
 """`jax.experimental.custom_partitioning`: the user's own partitioning of a function.
 
-Its sharding rule is a rule like gshard's own. Its `partition` callback is asked for the function of
-one device, on a mesh with one axis for every factor that is split, and the collectives over those
-axes become gshard's. A function without a sharding rule is its body (see `expand`).
+Its sharding rule is read like gshard's own rules. Its `partition` callback returns the function of
+one device, on a mesh with one axis for every split factor; collectives over those axes become
+gshard's. A function without a sharding rule is its body (see `expand`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Axes = dict[Factor, Split]  # the mesh: an axis for every factor that is split
 
 
 def custom_factors(eqn: JaxprEqn) -> Factors:
-    """What the sharding rule says; the callback reduces partial sums by itself."""
+    """The factors of the sharding rule; the callback reduces partial sums itself."""
     rule = eqn.params["sharding_rule"]
     settings: dict[str, Any] = {}
     if callable(rule):
@@ -89,7 +89,7 @@ def _partition(
 
 
 def _can_split(factor: Factor, split: Split, factors: Factors) -> bool:
-    """The callback knows no padding: none may take part in a reduction, or stand inside a dim."""
+    """Callbacks do not handle padding: none may take part in a reduction, or be inside a dim."""
     inside = any(
         factor in dim and len(dim) > 1
         for dims in (*factors.operands, *factors.results)
@@ -102,7 +102,7 @@ def _can_split(factor: Factor, split: Split, factors: Factors) -> bool:
 
 
 def _ask(eqn: JaxprEqn, factors: Factors, axes: Axes) -> tuple[Any, list[Any], list[Any]]:
-    """The function of one device, and how it wants its operands and leaves its results."""
+    """The function of one device, with the shardings of its operands and results."""
     params = eqn.params
     mesh = AbstractMesh(tuple(s.tiles for s in axes.values()), tuple(axes))
 
@@ -214,7 +214,7 @@ def _groups(place: Place, axes: Axes, names: Sequence[str]) -> tuple[list[list[i
     if unknown:
         raise NameError(f"the axis {unknown[0]!r} is not one of the mesh's: {tuple(axes)}")
     mesh = Sharding((*axes.values(),), place.num_devices)
-    # Devices beyond the mesh hold copies: a group lies within one copy.
+    # Devices beyond the mesh hold copies: a group is within one copy.
     copies = np.moveaxis(mesh.devices, -1, 0).reshape(-1, *mesh.tiles)
     moved = [list(axes).index(n) + 1 for n in names]
     ordered = np.moveaxis(copies, moved, range(-len(moved), 0))

@@ -1,10 +1,10 @@
 """Fourier transforms: along a split dim by moving the split to another dim, and back.
 
-A transform of several dims is one of each in turn, so a dim that is whole can be transformed while
+A transform of several dims transforms each in turn, so an unsplit dim can be transformed while
 another is split, and then take over its split: an AllToAll of the tile, where a gather would send
-it to every device. There the result stays, if nobody says otherwise; the inverse transform of what
-is made of it takes the way back. A search over what has been transformed and how the tensor lies by
-then finds the fewest bytes. A tensor that has no other dim is gathered.
+it to every device. Unless annotated otherwise, the result keeps that split, and the inverse
+transform moves it back. A search over the transformed dims and the tensor's sharding finds the
+fewest bytes. A tensor without another dim is gathered.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile, byte_size
 
 Done = frozenset[int]  # the dims that have been transformed
-Way = tuple[tuple[Done, Sharding], ...]  # how the tensor lies while these dims are transformed
+Way = tuple[tuple[Done, Sharding], ...]  # the sharding while these dims are transformed
 
 
 def fft_dims(eqn: JaxprEqn) -> Factors:
-    """Batch dims keep their splits; dims that are transformed together hand theirs to each other.
+    """Batch dims keep their splits; the transformed dims exchange theirs.
 
-    The first one's goes to the last one and the other way round: that is where it lies after the
-    one AllToAll that the transform takes, and the next transform brings it back.
+    The first dim's goes to the last one and the other way round: that is the sharding after the one
+    AllToAll of the transform, and the next transform moves it back.
     """
     rank, count = len(eqn.invars[0].aval.shape), len(eqn.params["fft_lengths"])
     batch = [f"b{i}" for i in range(rank - count)]
@@ -66,7 +66,7 @@ class _Transform:
         return frozenset(range(rank - len(self.eqn.params["fft_lengths"]), rank))
 
     def next(self, done: Done) -> Done:
-        """What can be transformed now: real numbers are made last, and made complex first."""
+        """The dims that can be transformed next: real-to-complex first, complex-to-real last."""
         last, left = max(self.dims), self.dims - done
         if self.kind is lax.FftType.RFFT and last in left:
             return frozenset({last})
@@ -88,9 +88,9 @@ class _Transform:
 
 
 def _in_rows(x: jax.Array, kind: lax.FftType, lengths: tuple[int, ...]) -> jax.Array:
-    """`lax.fft` on arrays that lie row by row, which XLA's FFT for CPUs takes for granted.
+    """`lax.fft` on row-major arrays, which XLA's FFT for CPUs assumes.
 
-    A gather along a dim that is not the first would have its operand lie otherwise.
+    A gather along another dim than the first would change the layout of its operand.
     """
     rows = Layout(major_to_minor=tuple(range(x.ndim)))
     return with_layout_constraint(lax.fft(x, kind, lengths), rows)
@@ -112,7 +112,7 @@ def _fft(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
     for dims, here in _cheapest(transform, tile.sharding, wanted, target):
         gathered = not set(here.splits) - {None}
         why = ", and there is no other to split" * (gathered and len(tile.shape) == 1)
-        tile = ctx.reshard(tile, here, Reason("step", "fft", f"its dim has to be whole{why}"))
+        tile = ctx.reshard(tile, here, Reason("step", "fft", f"its dim must be unsplit{why}"))
         array = tile.array
         for dim in sorted(dims, reverse=transform.kind is not lax.FftType.IRFFT):
             array = transform.along(array, dim)
@@ -122,7 +122,7 @@ def _fft(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 
 
 def _cheapest(transform: _Transform, start: Sharding, wanted: Sharding, target: Sharding) -> Way:
-    """The way of the fewest bytes from `start`, or by `wanted`, to the result as `target`."""
+    """The path of the fewest bytes from `start`, possibly through `wanted`, to `target`."""
     counter = itertools.count()
     queue: list[tuple[float, int, Done, Sharding, Way]] = []
 
@@ -154,7 +154,7 @@ def _cheapest(transform: _Transform, start: Sharding, wanted: Sharding, target: 
 
 
 def _next_shardings(transform: _Transform, done: Done, here: Sharding) -> Iterator[Sharding]:
-    """How the tensor may lie so that more of its dims can be transformed."""
+    """Shardings under which more dims can be transformed."""
     able = transform.next(done)
     if any(here.splits[d] is None for d in able):
         yield here
@@ -164,7 +164,7 @@ def _next_shardings(transform: _Transform, done: Done, here: Sharding) -> Iterat
 
 
 def _transformed(transform: _Transform, done: Done, here: Sharding) -> Done:
-    """The dims that are whole when the tensor lies like that, in an order that is allowed."""
+    """The dims that can be transformed under a sharding, in a valid order."""
     dims: Done = frozenset()
     while more := {d for d in transform.next(done | dims) if here.splits[d] is None}:
         dims |= more
@@ -172,7 +172,7 @@ def _transformed(transform: _Transform, done: Done, here: Sharding) -> Done:
 
 
 def _work(transform: _Transform, done: Done, here: Sharding, dims: Done) -> float:
-    """The time of the local transforms, as bytes that could be sent meanwhile."""
+    """The time of the local transforms, in bytes that could be sent in that time."""
     aval = transform.aval(done)
     local = here.local_shape(aval.shape)
     steps = sum(max(1.0, math.log2(max(local[d], 1))) for d in dims)

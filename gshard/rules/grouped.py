@@ -1,8 +1,8 @@
 """Ragged rows (`gshard.operators.ragged_rows`): how they are dispatched, multiplied and combined.
 
-Rows travel by index, each once: an AllToAll of the rows. The product itself is local. Only if a
-device had more rows than it has room for, they are in equal shares, and the groups' matrices (or
-the sums that become their gradients) go round in a ring.
+Rows are exchanged by index, each once, by an AllToAll. The product itself is local. Only if a
+device would have more rows than its capacity, they are in equal shares, and the groups' matrices
+(or the sums that become their gradients) pass around a ring.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding, Split, compatible
 from gshard.tensors.tile import Identity, Tile, byte_size
 
-_ROUNDS = "and again for what does not fit, if the numbers are unequal"
-_CROWDED = "if a device has more rows than it has room for"
+_ROUNDS = "repeated for overflow, if the numbers are unbalanced"
+_CROWDED = "if a device has more rows than its capacity"
 
 
 # ---------------------------------------------------------------- rows that travel
@@ -61,7 +61,7 @@ def put_factors(eqn: JaxprEqn) -> Factors:
 
 
 def _take(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
-    """Rows by index, from where they lie to where they are wanted."""
+    """Rows by index, exchanged between devices."""
     x, shape, dtype = tiles[0], tuple(eqn.outvars[0].aval.shape), tiles[0].array.dtype
     source, target, fill = (eqn.params[k] for k in ("source", "target", "fill"))
     groups: Groups = source or target
@@ -96,7 +96,7 @@ def _taken_here(
     ctx: Context, limits: Bounds | None, table: Tile, wanted: jax.Array, inside: jax.Array,
     into: Tile,
 ) -> Tile:  # fmt: skip
-    """Rows of a table that every device has."""
+    """Rows of a replicated table."""
     (split, *_), size = into.sharding.splits, into.array.shape[0]
     assert split
     number = ctx.place.coord(split)
@@ -107,7 +107,7 @@ def _taken_here(
 
 
 def _put(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
-    """Rows put into a tensor by index, or added to it."""
+    """Rows written to a tensor by index, or added to it."""
     source, target, adds, clip = (eqn.params[k] for k in ("source", "target", "adds", "clip"))
     groups: Groups = source or target
     limits = _limits(ctx, groups, tiles[1])
@@ -139,7 +139,7 @@ def _added_here(
     ctx: Context, groups: Groups, limits: Bounds, x: Tile, rows: Tile, wanted: jax.Array,
     inside: jax.Array, target: Sharding,
 ) -> Tile:  # fmt: skip
-    """Rows added to a tensor with fewer rows than travel: every device sums its own."""
+    """Rows added to a tensor with fewer rows than are sent: every device sums its own first."""
     whole = rows.sharding.replace(0, None)
     number = ctx.place.coord(groups.parts)
     row = limits.starts[number] + lax.iota(jnp.int32, rows.array.shape[0])
@@ -161,7 +161,7 @@ def _sent(
     into: Tile,
     put: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
 ) -> Tile:
-    """`into`, with the rows of `x` that travel there."""
+    """`into`, with the rows of `x` that are sent there."""
     parts = groups.parts
     between = reducing_groups(into.sharding.replace(0, None), (parts,))
     why = f"rows to and from {groups.count} groups on {parts.tiles} devices; {_ROUNDS}"
@@ -174,9 +174,9 @@ def _sent(
 
 
 def _lying(groups: Groups, rows: Sharding, others: Sharding, by_groups: bool) -> Sharding:
-    """A sharding whose rows are split over the devices of the groups, like `rows` if it can be.
+    """A sharding whose rows are split over the devices of the groups, like `rows` if possible.
 
-    Dims of a row are split as in `others`, if they can be beside that.
+    Dims of a row are split as in `others`, if compatible.
     """
     split = rows.splits[0]
     if by_groups or split is None or _numbers(split, groups.parts) is None:
@@ -209,7 +209,7 @@ def _places(
 
 
 def _limits(ctx: Context, groups: Groups, sizes: Tile) -> Bounds:
-    """Where groups and devices begin; for the same sizes it is computed once."""
+    """The bounds of groups and devices, computed once for the same sizes."""
     whole = _whole(ctx, sizes)
     key = (groups, Identity(whole))
     if key not in ctx.place.known:
@@ -219,9 +219,7 @@ def _limits(ctx: Context, groups: Groups, sizes: Tile) -> Bounds:
 
 def _whole(ctx: Context, tile: Tile) -> jax.Array:
     whole = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
-    return ctx.reshard(
-        tile, whole, Reason("step", "", "every device has to know which rows travel")
-    ).array
+    return ctx.reshard(tile, whole, Reason("step", "", "every device needs all indices")).array
 
 
 # ---------------------------------------------------------------- products
@@ -312,7 +310,7 @@ def _rows_times_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, dim: int
     tiles = dot.groups.split.tiles
     pairs = ring_of(rhs.sharding, dim)
     reason = Reason(
-        "step", "ragged_dot", f"matrices of {dot.groups.count} groups go round, {_CROWDED}"
+        "step", "ragged_dot", f"matrices of {dot.groups.count} groups in a ring, {_CROWDED}"
     )
 
     def apart() -> jax.Array:
@@ -339,7 +337,7 @@ def _sums_of_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, here: Shard
     tiles = dot.groups.split.tiles
     pairs = ring_of(here, 0)
     reason = Reason(
-        "step", "ragged_dot", f"sums over {dot.groups.count} groups go round, {_CROWDED}"
+        "step", "ragged_dot", f"sums over {dot.groups.count} groups in a ring, {_CROWDED}"
     )
 
     def apart() -> jax.Array:

@@ -1,9 +1,9 @@
 """Indexing: windows of a tensor at indices known at run time. Gather is here, see also scatter.
 
-A gather takes a window of the operand for every index; a scatter is the same run backwards. Batch
-dims, the indices' own dims and windows as long as their dim need no communication. Along a split
-dim that is looked up in, every device serves the indices that hit its own rows: the table does not
-move. Out-of-range indices are clamped or dropped by the logical size, whatever the tiles are.
+A gather takes a window of the operand for every index; a scatter is its transpose. Batch dims, the
+indices' own dims and windows as long as their dim need no communication. Along a split dim that is
+indexed, every device handles the indices that hit its own rows: the table is not moved.
+Out-of-range indices are clamped or dropped by the logical size, whatever the tiles are.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from gshard.tensors.tile import Tile, byte_size
 
 @dataclass(frozen=True)
 class Roles:
-    """What the dims of a gather or scatter are there for.
+    """The roles of the dims of a gather or scatter.
 
-    `windows` is the tensor that lies beside the indices: a gather's result, a scatter's updates.
+    `windows` is the tensor with one window per index: a gather's result, a scatter's updates.
     Dims are named `b` (batch, in all three), `i` (the indices' own), `w` (a window as long as its
     dim), `k` (dims of the operand that are looked up in) and `o` (a window shorter than its dim).
     """
@@ -91,7 +91,7 @@ def roles_of(eqn: JaxprEqn) -> Roles:
 
 
 def without(kinds: str, names: Sequence[str | None]) -> list[str | None]:
-    """The names, less those of some roles: dims that have to be whole."""
+    """The names without those of some roles: dims that must be unsplit."""
     return [n if n and n[0] not in kinds else None for n in names]
 
 
@@ -109,7 +109,7 @@ def local_sizes(roles: Roles, operand: Tile, chosen: Assignment) -> tuple[int, .
 
 
 def cut_dims(roles: Roles, chosen: Assignment) -> list[int]:
-    """The dims looked up in along which a window may lie across the border of a tile."""
+    """The indexed dims along which a window may cross the border of a tile."""
     return [d for d in roles.looked_up if chosen.get(f"k{d}") or chosen.get(f"o{d}")]
 
 
@@ -121,9 +121,9 @@ def window_starts(
     indices: Tile,
     sizes: Sequence[int],
 ) -> tuple[dict[int, jax.Array], jax.Array]:
-    """Per dim looked up in, where windows start in this tile; and which lie in the whole tensor.
+    """Per indexed dim, where windows start in this tile; and which are within the tensor.
 
-    Starts are clamped to the tensor; those of windows on other devices lie outside of the tile.
+    Starts are clamped to the tensor; those of windows on other devices are outside of the tile.
     """
     lead = indices.array.shape[:-1]
     starts = {d: jnp.zeros(lead, jnp.int32) for d in roles.looked_up}
@@ -168,7 +168,7 @@ def gather_factors(eqn: JaxprEqn) -> Factors:
 def partition_gather(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    """Look up what this device has; where the rows are split, one device has it, and they sum."""
+    """Look up this device's rows; if they are split, a sum combines what the devices found."""
     roles, factors = roles_of(eqn), gather_factors(eqn)
     shape, dtype = tuple(eqn.outvars[0].aval.shape), eqn.outvars[0].aval.dtype
     if 0 in shape and not is_key_type(dtype):
@@ -198,10 +198,10 @@ def partition_gather(
 def _within(limit: int) -> Callable[..., float]:
     """The cost of a gather whose table may take `limit` bytes on a device.
 
-    A table is split because it is large: it may lie otherwise, but is not gathered where it would
-    take more memory than it does or than the whole result does (or than `memory_limit`), even if
-    that sends less. With a small table and many indices it is: the result's partial sums, which
-    every device would have in memory instead, would be larger.
+    A table is split because it is large: it may be resharded, but is not gathered if that would
+    take more memory than it or the entire result does (or than `memory_limit`), even if it sends
+    less. A small table with many indices is gathered: the partial sums of the result, which every
+    device would hold instead, would be larger.
     """
 
     def cost(
@@ -230,7 +230,7 @@ def _look_up(
     indices: Tile,
     sizes: tuple[int, ...],
 ) -> jax.Array:
-    """The elements of the windows that lie in this tile, and zeros for the others."""
+    """The elements of the windows in this tile, and zeros for the others."""
     cut = cut_dims(roles, chosen)
     starts, inside = window_starts(ctx, roles, chosen, operand, indices, sizes)
     x = with_margins(operand.array, cut, sizes)

@@ -1,4 +1,4 @@
-"""Operators that rearrange dims without computing: splits travel with the data."""
+"""Operators that rearrange dims without computing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def transpose_factors(eqn: JaxprEqn) -> Factors:
 
 
 def broadcast_factors(eqn: JaxprEqn) -> Factors:
-    """New dims are free to be split; a dim of size 1 that grows is held whole."""
+    """New dims are free; a dim of size 1 that grows is unsplit."""
     shape = eqn.outvars[0].aval.shape
     names = [f"d{i}" for i in range(len(shape))]
     operand = [
@@ -57,7 +57,7 @@ def reshape_factors(eqn: JaxprEqn) -> Factors:
 
     [12, 5] -> [3, 20] has the factors 3, 4, 5: the operand's dims are (3 4)(5), the result's
     (3)(4 5). Dims that share no factors ([6, 4] -> [8, 3]) mix: the first of them may be split, as
-    its tiles are runs of the mixed dims' elements on either side; the others have to be whole.
+    its tiles are runs of the mixed dims' elements on either side; the others must be unsplit.
     `dimensions` is an order in which the operand's dims are read.
     """
     return _reshape_factors(eqn)[0]
@@ -121,7 +121,7 @@ def _match(
             name = factor(common)
             for s in range(2):
                 dims[s][at[s]].append(name)
-        else:  # these dims mix: take dims until the products agree, and leave them whole
+        else:  # these dims mix: take dims until the products agree, and leave them unsplit
             taken = [1, 1]
             first = (at[0], at[1])
             while taken[0] != taken[1] or taken[0] == 1:
@@ -201,7 +201,7 @@ def _iota(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
 
 
 def bitcast_factors(eqn: JaxprEqn) -> Factors:
-    """Leading dims are free; a dim that takes in or gives up bytes is whole."""
+    """Leading dims are free; the dim that changes size is unsplit."""
     rank = min(len(a.aval.shape) for a in (eqn.invars[0], eqn.outvars[0]))
     return Factors.of(
         eqn,

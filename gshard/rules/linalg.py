@@ -1,7 +1,7 @@
 """Linear algebra: batch dims split for free, at every rank, and so do the columns of a system.
 
-A matrix is factorised on one device: its own dims are gathered. Padding of batch dims is made zero
-first: some libraries loop for long, or forever, on what may stand there.
+A matrix is factorised on one device: its own dims are gathered. Padding of batch dims is set to
+zero first: some libraries do not terminate on arbitrary contents.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def batch_dims(eqn: JaxprEqn, core: int) -> Factors:
 
 
 def batch_and_columns(eqn: JaxprEqn, core: int) -> Factors:
-    """The batch dims, and the columns of the right-hand side, each of which is solved by itself.
+    """The batch dims, and the columns of the right-hand side, which are independent.
 
     The last operand and the only result are that right-hand side. An operator that is applied from
     the right takes its rows in the place of columns.

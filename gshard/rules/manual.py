@@ -1,6 +1,6 @@
 """The borders of manual regions (section 3.2), and what may happen inside.
 
-Inside, a value is each device's own: operators run on it as they stand.
+Inside, every device has its own value, and operators run unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run_manually(ctx: Context, eqn: JaxprEqn, tiles: list[Tile]) -> list[Tile]:
 
 
 def whole_in_region(ctx: Context, eqn: JaxprEqn, tile: Tile) -> Tile:
-    """An operand inside of a manual region; one from outside is brought whole."""
+    """An operand inside a manual region; one from outside is replicated."""
     if tile.sharding.manual:
         return tile
     whole = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
@@ -42,11 +42,11 @@ def whole_in_region(ctx: Context, eqn: JaxprEqn, tile: Tile) -> Tile:
 
 
 def check_manual(eqn: JaxprEqn, tile: Tile, target: Sharding) -> None:
-    """A manual value has no sharding to change: the user has to say which part it is."""
+    """Reject an operator that mixes manual and automatic values."""
     if tile.sharding.manual != target.manual:
         raise ValueError(
             f"{source_of(eqn)}: {eqn.primitive.name} mixes a value of a manual region with "
-            "one that is partitioned automatically; leave the region with "
+            "one that is partitioned automatically; convert it with "
             "manual_to_auto_spmd_partition first"
         )
 

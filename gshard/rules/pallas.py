@@ -1,10 +1,9 @@
-"""Pallas kernels: a dim of the grid whose programs look at blocks of their own is free.
+"""Pallas kernels: a dim of the grid whose programs read and write their own blocks is free.
 
-A kernel runs once for each point of its grid, on one block of each array. Where the number of the
-block along some dim is the program's number along some dim of the grid, for all results and for
-the operands that have it at all, the programs need nothing from one another: each device runs
-those of its own blocks. That is so for the dims that `vmap` adds, and for batch and head dims of
-attention kernels. All other dims are gathered.
+A kernel runs once for each point of its grid, on one block of each array. If the block index along
+some dim is the program id along some dim of the grid, for all results and all operands with that
+dim, the programs are independent: each device runs those of its own blocks. That holds for the dims
+that `vmap` adds, and for batch and head dims of attention kernels. All other dims are gathered.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def _free_dims(eqn: JaxprEqn) -> set[int]:
         if not isinstance(size, int) or g in asked:
             continue
         if g not in added and mapping.scratch_avals:
-            continue  # what one program leaves there, the next may find
+            continue  # a program may read what an earlier one wrote
         if all(_own_blocks(b, g, size) for b in mapping.block_mappings) and all(
             g in _numbers(b) for b in mapping.block_mappings[mapping.num_inputs :]
         ):
@@ -130,7 +129,7 @@ def _local(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]) 
 
 
 def _share(cost: Any, grid: tuple[Any, ...], own: list[Any]) -> Any:
-    """What the author says that the kernel costs, for a device's part of the grid."""
+    """The author's cost estimate, for a device's part of the grid."""
     if cost is None or tuple(own) == tuple(grid):
         return cost
     whole, part = (math.prod(n for n in g if isinstance(n, int)) for g in (grid, own))

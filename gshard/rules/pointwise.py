@@ -1,4 +1,4 @@
-"""Operators that work element by element: any split of any dim, nothing to communicate."""
+"""Elementwise operators: any split of any dim, without communication."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ POINTWISE = (
 def _each_by_itself(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    """Results that are the operands, each split as it is: they need not fit together."""
+    """Results that are the operands, each with its own sharding."""
     if eqn.primitive is optimization_barrier_p:
         arrays = optimization_barrier_p.bind(*(t.array for t in tiles))
     else:

@@ -1,11 +1,11 @@
-"""Random numbers: every draw gives the numbers of the unpartitioned program, made where they stay.
+"""Random numbers: the same numbers as without partitioning, generated without communication.
 
 A counter-based generator hashes an element's index with the key, so a device can make any part of
 a draw by itself: it counts from its own offsets. JAX's generators take their counters from one
-primitive, `iota_2x32_shape`. Here they run on local shapes, with that primitive's place taken by
+primitive, `iota_2x32_shape`. Here they run on local shapes, with that primitive replaced by the
 counters of the logical shape. Generators that do not count (`rbg`, and threefry with
-`jax_threefry_partitionable` off) mix all elements: every device draws the whole and keeps its part.
-Under vmap `rbg` mixes the keys too, so they are gathered: a few bytes each.
+`jax_threefry_partitionable` off) mix all elements: every device draws everything and keeps its
+part. Under vmap `rbg` mixes the keys too, so they are gathered: a few bytes each.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _draw(
     keys: Tile,
     target: Sharding,
 ) -> Tile:
-    """What `draw(impl, shape)` makes of every key: this device's part of it, if it counts."""
+    """`draw(impl, shape)` of every key; only this device's part for counter-based generators."""
     rank = keys.sharding.rank
     impl = prng_impl(keys.array.dtype)
     logical = (*keys.shape, *shape)
@@ -164,7 +164,7 @@ def _draw(
     here = Sharding((*keys.sharding.splits, *[None] * len(shape)), target.num_devices)
     if eqn.primitive is p.random_bits_p:
         return Tile(array, here, logical)
-    # Keys are cut as the integers they are: the caller wraps what comes back.
+    # Keys are split as integers: the caller wraps the result.
     inside = array.ndim - len(logical)
     whole = Tile(
         array,
@@ -205,7 +205,7 @@ def _body(jaxpr: Any) -> ClosedJaxpr:
 def _counting(
     program: ClosedJaxpr, args: Sequence[Any], counters: Callable[[Shape], Sequence[jax.Array]]
 ) -> list[Any]:
-    """Run a program, with `counters` in the place of JAX's own."""
+    """Run a program with `counters` instead of JAX's own."""
 
     def interpret(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name == _COUNTS:
@@ -297,7 +297,7 @@ def _bit_generator_local(
 def _rng_uniform(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    """XLA's stateful generator: devices draw differently, so copies take the first's numbers."""
+    """XLA's stateful generator: devices draw different numbers, so copies take the first's."""
     (target,), shape = targets, tuple(eqn.params["shape"])
     bounds = [
         ctx.reshard(t, Sharding.replicated(0, target.num_devices), Reason("operand", "rng_uniform"))
@@ -378,7 +378,7 @@ register(
     Rule(
         generator_dims,
         local=_bit_generator_local,
-        doc=Doc(free="drawn whole on every device, which keeps its part"),
+        doc=Doc(free="every device draws everything and keeps its part"),
     ),
     p.rng_bit_generator_p,
 )

@@ -100,8 +100,8 @@ def _partition_custom(
 
 
 def _from_one(ctx: Context, eqn: JaxprEqn, array: jax.Array, device: int) -> jax.Array:
-    """What `device` has, on all devices: those that held no part of the operand have no result."""
-    reason = Reason("step", eqn.primitive.name, "the result for devices that held no part")
+    """The result of `device` on all devices: those without a part of the operand have none."""
+    reason = Reason("step", eqn.primitive.name, "the result for idle devices")
     mine = jnp.where(ctx.place.device_id() == device, array, jnp.zeros_like(array))
     everyone = [list(range(ctx.place.num_devices))]
     return collectives.merge_disjoint(ctx.place, mine, everyone, reason)
@@ -110,7 +110,7 @@ def _from_one(ctx: Context, eqn: JaxprEqn, array: jax.Array, device: int) -> jax
 def _arg_reduce(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    """argmax, argmin: reduce values, then the first index at which the winner stands."""
+    """argmax, argmin: reduce values, then the first index of the winner."""
     kind = "max" if eqn.primitive is p.argmax_p else "min"
     (dim,) = eqn.params["axes"]
     index_dtype = eqn.params["index_dtype"]
@@ -141,7 +141,7 @@ def _arg_reduce(
 def _generic_reduce(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    """`reduce` with any computation: padding has no identity to be masked with, so it is flagged.
+    """`reduce` with any computation: without an identity, padding is marked by a flag.
 
     Elements become pairs (is there one?, value), for which (False, anything) is the identity. The
     init value takes part once, at the end.

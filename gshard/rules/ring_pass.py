@@ -1,8 +1,8 @@
-"""Rounds of keys (`gshard.operators.ring_pass`): every device sees every block of keys in turn.
+"""The rule of a ring pass (`gshard.operators.ring_pass`): blocks of keys pass around the devices.
 
-A device's queries and a block of keys are like a tile on a device of a larger grid, one for every
-device and block: the body is partitioned for that grid, on which nothing has to be sent. What is
-summed over keys stays on the device, what is summed over queries travels with its block of keys.
+A device's queries and a block of keys are treated as a tile on a larger grid of devices and blocks:
+the body is partitioned for that grid, on which it needs no communication. Sums over keys stay on
+the device; sums over queries are passed on with their block of keys.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _outs(visits: RingPass) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Block(Place):
-    """One device and one block of keys, as a device of its own: `count` of them for each device."""
+    """One device with one block of keys, as a device of a larger grid: `count` per device."""
 
     outer: Place = field(default_factory=lambda: Place((), 0))
     count: int = 1
@@ -67,7 +67,7 @@ class _Block(Place):
 
 
 class _Round:
-    """A round of keys at work on a device."""
+    """A ring pass on a device."""
 
     def __init__(self, ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]):
         self.ctx, self.eqn = ctx, eqn
@@ -102,14 +102,14 @@ class _Round:
         return chosen
 
     def lies(self, var: Any) -> Sharding:
-        """How a tensor lies on the devices; one with queries and keys has all keys."""
+        """The sharding of a tensor on the devices; one with queries and keys has all keys."""
         names = self.visits.names[var]
         both = self.visits.queries in names and self.visits.keys in names
         splits = [None if both and n == self.visits.keys else self.chosen.get(n) for n in names]
         return Sharding(tuple(splits), self.devices)
 
     def lies_in_block(self, var: Any) -> Sharding:
-        """How a tensor lies on the grid of devices and blocks."""
+        """The sharding of a tensor on the grid of devices and blocks."""
         count, keys = self.blocks, self.visits.keys
         cut = Split.of(np.tile(np.arange(count), self.devices))
         splits = []
@@ -120,7 +120,7 @@ class _Round:
         return Sharding(tuple(splits), self.devices * count)
 
     def part(self, number: int, array: jax.Array, place: _Block) -> Tile:
-        """What a block has of an operand, of which `array` is here."""
+        """A block's part of an operand."""
         var = self.visits.body.invars[number]
         here, shape = self.lies_in_block(var), tuple(var.aval.shape)
         names = self.visits.names[var]
@@ -134,7 +134,7 @@ class _Round:
     # ------------------------------------------------------------ one block
 
     def meet(self, number: jax.Array, arrays: Sequence[jax.Array], state: list[Any]) -> list[Any]:
-        """The state after the device's queries have met a block of keys."""
+        """The state after one more block of keys."""
         visits, hides = self.visits, self.visits.hides
         place = self.block(self.ctx.place, number)
         parts = [self.part(n, a, place) for n, a in enumerate(arrays)]
@@ -190,9 +190,9 @@ class _Round:
         return state
 
     def added_alike(self, state: list[Any], parts: list[Tile], place: _Block) -> list[Any]:
-        """The state with a block whose logits are all the same: as if it had one key, many times.
+        """The state with a block whose logits are all equal: as if it had one key, repeated.
 
-        A query that sees no key at all weighs all values alike.
+        A query without any visible key weighs all values equally.
         """
         visits, softmax, hides = self.visits, self.visits.softmax, self.visits.hides
         assert softmax
@@ -255,9 +255,9 @@ class _Round:
         place: _Block,
         times: jax.Array | int = 1,
     ) -> set[int]:
-        """The softmax over all keys so far, from that over those before; which sums it makes.
+        """The online softmax updated by a block, and the sums that it computes.
 
-        Each of the logits stands for so many `times` of it.
+        Each of the logits counts `times` times.
         """
         softmax, sums = self.visits.softmax, self.visits.sums
         assert softmax
@@ -283,7 +283,7 @@ class _Round:
     # ------------------------------------------------------------ the round
 
     def start(self) -> list[jax.Array]:
-        """What sums begin with, a block of the result for what travels with the keys."""
+        """The initial state; sums over queries have one block of the result."""
         state = []
         online = self.visits.softmax
         wide = {n for n, _ in online.weighted} if online else set()
@@ -296,7 +296,7 @@ class _Round:
         return state
 
     def run(self) -> list[Tile]:
-        """All blocks, each passed on while the next comes in."""
+        """All blocks, each passed on while the next arrives."""
         place, split, tiles = self.ctx.place, self.visits.split, self.tiles
         first = place.coord(split)
         mine = [self.visits.names[v] for v in self.visits.body.invars]
@@ -304,7 +304,7 @@ class _Round:
             ring_of(t.sharding, n.index(self.visits.keys)) if v else []
             for t, n, v in zip(tiles, mine, self.visiting, strict=True)
         ]
-        number: dict[Any, int] = {}  # what is read as two operands travels once
+        number: dict[Any, int] = {}  # a value that is read as two operands is sent once
         ways = zip(tiles, pairs, strict=True)
         of = [number.setdefault((Identity(t.array), str(way)), len(number)) for t, way in ways]
         each = [of.index(n) for n in number.values()]
@@ -338,7 +338,7 @@ class _Round:
         ]
 
     def finished(self, state: list[jax.Array]) -> list[jax.Array]:
-        """The results: weights that are divided by their sum only now."""
+        """The results; weights are divided by their sum at the end."""
         softmax, sums = self.visits.softmax, self.visits.sums
         if softmax is None:
             return state

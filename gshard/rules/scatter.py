@@ -1,7 +1,7 @@
-"""Scatter: update windows of a tensor at indices known at run time.
+"""Scatter: updates of windows at run-time indices.
 
-Batch dims, full windows and the dims looked up in split for free: a device applies the updates that
-hit its own rows. Updates split by their indices leave partial results, or are gathered, whichever
+Batch dims, full windows and indexed dims split for free: a device applies the updates that hit its
+own rows. Updates split by their indices leave partial results, or are gathered, whichever
 sends less. An embedding's gradient is both.
 """
 
@@ -76,9 +76,9 @@ def _scatter_cost(
     limit: float,
     shares: Shares | None = None,
 ) -> float:
-    """Bytes that a device sends; partial results do without the operand until they are combined.
+    """Bytes that a device sends; partial results do not need the operand until they are combined.
 
-    What is shared with other operators is paid in `shares`.
+    `shares` is the part to pay of what is shared with other operators.
     """
     num_devices, (target,) = targets[0].num_devices, targets
     here = shard_dims(factors.results[0], chosen, factors, num_devices)
@@ -105,7 +105,7 @@ def _reduced(factors: Factors, chosen: Assignment) -> Mapping[Factor, Split]:
 def partition_scatter(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    """Apply the updates that hit this device's rows, to the operand or to identities to combine."""
+    """Apply the updates that hit this device's rows, to the operand or to identities."""
     roles, factors, (target,) = roles_of(eqn), scatter_factors(eqn), targets
     name, shape = eqn.primitive.name, tiles[0].shape
     if 0 in tiles[2].shape:
@@ -154,7 +154,7 @@ def _unreduced_start(
 
 
 def _merge(kind: str, operand: jax.Array, part: jax.Array) -> jax.Array:
-    """The operand with combined updates; where there were none, not a bit of it changes."""
+    """The operand with combined updates; rows without updates are bit-exact."""
     if kind == "sum":
         return lax.select(part == 0, operand, operand + part)
     by = {"prod": lax.mul, "min": lax.min, "max": lax.max, "or": lax.bitwise_or}
@@ -194,8 +194,8 @@ def _update(
         "indices_are_sorted": False,
         "mode": GatherScatterMode.FILL_OR_DROP,
     }
-    # Behind a barrier, for XLA joins a dynamic slice with the read of a single update's window, and
-    # then takes the value of an update that is out of range from beyond the slice.
+    # Behind a barrier: XLA fuses a dynamic slice with the read of a single update's window, and
+    # then reads the value of an update that is out of range from beyond the slice.
     x = lax.optimization_barrier(with_margins(operand.array, cut, sizes))
     x = eqn.primitive.bind(x, jnp.stack([*starts.values()], axis=-1), updates.array, **params)
     for d in cut:

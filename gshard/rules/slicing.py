@@ -1,7 +1,7 @@
 """Data formatting (section 3.3.3): operators that change which rows a dim has, or their order.
 
-Every such operator works dim by dim (`changes`), and dims that stay as they are cost nothing. What
-is left to decide is under which sharding the dims change.
+Every such operator works dim by dim (`changes`), and unchanged dims cost nothing. What is left to
+decide is under which sharding the dims change.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def change_dims(
     """`tile` with some of its dims changed, in the way that sends the fewest bytes.
 
     Either the operand keeps its splits, or it takes the result's, or the dims that change are
-    gathered. A whole dim is cut as the result wants it, which is free. A slice may be collected
-    from its holders into every device.
+    gathered. An unsplit dim is sliced like the result, which is free. The rows of a slice may be
+    collected on every device.
     """
     shape = list(tile.shape)
     for dim, change in changes.items():
@@ -81,7 +81,7 @@ def _candidates(
 
 
 def filled(sharding: Sharding, dim: int, target: Sharding) -> Sharding:
-    """`sharding`, with the target's split on a dim that is whole, if that fits in."""
+    """`sharding`, with the target's split on an unsplit dim, if compatible."""
     if sharding.splits[dim] or not target.splits[dim]:
         return sharding
     more = sharding.replace(dim, target.splits[dim])
@@ -91,7 +91,7 @@ def filled(sharding: Sharding, dim: int, target: Sharding) -> Sharding:
 def _order(
     changes: Mapping[int, Change], before: Sequence[int], after: Sequence[int], source: Sharding
 ) -> list[int]:
-    """The dims in the order that sends least: what shrinks for free first, what grows last."""
+    """The dims in the order that sends least: first those that shrink for free."""
 
     def rank(dim: int) -> tuple[bool, float]:
         ratio = after[dim] / before[dim]

@@ -1,9 +1,8 @@
 """Sorting, and the largest k.
 
-Along a dim that is whole, a sort is local. Along a split dim there are three ways, and the
-cheapest is taken: exchange the split for one of another dim, sort, and exchange back (2 times the
-tile sent); columnsort (about 3 times, and only for tiles that are long enough); or gather the dim
-on every device (tiles - 1 times).
+Along an unsplit dim, a sort is local. Along a split dim the cheapest of three ways is taken: move
+the split to another dim, sort, and move it back (sends the tile twice); columnsort (about 3 times,
+only for tiles that are long enough); or gather the dim (tiles - 1 times).
 """
 
 from __future__ import annotations
@@ -60,17 +59,17 @@ def _sort(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
 
 
 def _sort_locally(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], here: Sharding) -> list[Tile]:
-    """Sort along a dim that is whole; padding of other dims sorts among itself."""
-    ready = [ctx.reshard(t, here, Reason("step", "sort", "its dim has to be whole")) for t in tiles]
+    """Sort along an unsplit dim; padding of other dims is sorted separately."""
+    ready = [ctx.reshard(t, here, Reason("step", "sort", "its dim must be unsplit")) for t in tiles]
     arrays = _sorted(eqn, [t.array for t in ready])
     return [Tile(a, here, t.shape) for a, t in zip(arrays, tiles, strict=True)]
 
 
 def _sorted(eqn: JaxprEqn, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Local arrays sorted; floats as the integers that their bits are, where that is quicker.
+    """Local arrays sorted; floats by their bits as integers, if that is faster.
 
-    Those have the same order but for NaN and what may be equal to 0.0 in other bits, -0.0 and
-    subnormal numbers: with one of them there, floats are compared.
+    These have the same order except for NaN, -0.0 and subnormal numbers: if there are any, floats
+    are compared.
     """
     x, *others = arrays
     width = 8 * itemsize_of(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else 0
@@ -102,7 +101,7 @@ def _sorted(eqn: JaxprEqn, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
 def _cost(
     eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding], way: Sharding, dim: int
 ) -> float:
-    """Bytes to get there and to where the results are wanted, and the time of the sort."""
+    """Bytes for resharding operands and results, and the time of the sort."""
     moved = sum(
         reshard_cost(t.sharding, way, t.shape, t.array.dtype)
         + reshard_cost(way, target, t.shape, t.array.dtype)
@@ -144,9 +143,9 @@ def _needs_index(eqn: JaxprEqn) -> bool:
 def _sort_columns(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], here: Sharding, rows: int
 ) -> list[Tile]:
-    """Columnsort, stable because the place in the operand is the last of the keys.
+    """Columnsort, stable because the index in the operand is the last key.
 
-    Padding comes behind everything else because that it is padding is the first.
+    Padding comes last because a padding flag is the first key.
     """
     dim, num_keys = eqn.params["dimension"], eqn.params["num_keys"]
     split, place = here.splits[dim], ctx.place
@@ -194,7 +193,7 @@ def _searched(eqn: JaxprEqn) -> int:
 def _top_k(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
     """The best k of each tile are candidates for the best k of all.
 
-    Candidates stand in the order of their tiles, so equal ones still stand in the order of their
+    Candidates are in the order of their tiles, so equal ones are still in the order of their
     indices, and the first of them wins as in JAX.
     """
     (tile,), k, dim = tiles, eqn.params["k"], _searched(eqn)

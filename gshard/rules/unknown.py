@@ -1,7 +1,7 @@
-"""Primitives without a rule: they run whole on every device, and the gathers before say so.
+"""Primitives without a rule: they run on replicated operands, and the gathers are listed.
 
-That is right for every function of arrays, and slow for large ones: `gshard.register_rule` says how
-such a primitive can be split, and `gshard.jit(..., strict=True)` makes it an error.
+That is correct for every function of arrays, and slow for large ones: `gshard.register_rule`
+registers a rule, and `gshard.jit(..., strict=True)` makes the primitive an error.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from gshard.tensors.tile import Tile
 
 
 def unknown_rule(eqn: JaxprEqn, strict: bool) -> Rule:
-    """The rule of a primitive that nobody told gshard about."""
+    """The rule of a primitive without a registered rule."""
     name = eqn.primitive.name
     if strict:
         raise NotImplementedError(
             f"{source_of(eqn)}: gshard has no rule for the primitive {name!r}, and strict=True "
-            "does not let it run whole on every device; gshard.register_rule teaches one"
+            "does not allow it to run replicated on every device; add one with gshard.register_rule"
         )
     _check(eqn)
-    return Rule(whole_dims, partition=_run_whole)
+    return Rule(whole_dims, partition=_run_replicated)
 
 
 def _check(eqn: JaxprEqn) -> None:
@@ -38,8 +38,8 @@ def _check(eqn: JaxprEqn) -> None:
     strange = [a for a in avals if not isinstance(a, ShapedArray)]
     if any(isinstance(a, AbstractRef) for a in strange):
         raise NotImplementedError(
-            f"{source_of(eqn)}: gshard cannot run {name!r} on a reference, of which it knows reads "
-            "and writes alone; read it first (ref[...]), and write the result to it"
+            f"{source_of(eqn)}: gshard cannot run {name!r} on a reference: it supports only reads "
+            "and writes; read it first (ref[...]), and write the result back"
         )
     if strange:
         raise NotImplementedError(
@@ -50,13 +50,13 @@ def _check(eqn: JaxprEqn) -> None:
     if eqn.effects and not allowed_in_branches(eqn.effects):
         raise NotImplementedError(
             f"{source_of(eqn)}: gshard cannot run the primitive {name!r}: it has the effects "
-            f"{set(eqn.effects)}, which one device alone may not have in a program of many; keep "
+            f"{set(eqn.effects)}, which are not supported in a partitioned program; keep "
             "it out of gshard.jit, or give the primitive a rule with gshard.register_rule"
         )
     if any(map(_is_manual, jaxprs_in_params(eqn.params))):
         raise NotImplementedError(
-            f"{source_of(eqn)}: the primitive {name!r} has no rule, so it runs as it stands, but "
-            "there is a manual region inside of it; put the region around it instead"
+            f"{source_of(eqn)}: the primitive {name!r} has no rule, so it runs unchanged, but "
+            "there is a manual region inside it; put the region around it instead"
         )
 
 
@@ -69,13 +69,10 @@ def _is_manual(jaxpr: Jaxpr) -> bool:
     )
 
 
-def _run_whole(
+def _run_replicated(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    where = "the first device" if eqn.effects else "every device"
-    why = (
-        f"{eqn.primitive.name} has no rule and runs whole on {where}; "
-        "gshard.register_rule teaches one"
-    )
+    where = "on the first device" if eqn.effects else "replicated on every device"
+    why = f"{eqn.primitive.name} has no rule and runs {where}; gshard.register_rule adds one"
     run = run_once if eqn.effects else run_everywhere
     return run(ctx, eqn, tiles, Reason("step", "", why))

@@ -1,17 +1,17 @@
 """Convolution (section 3.3.3 and the appendix "SPMD Partitioning for Convolution").
 
 Batch, feature and group dims split as in an einsum. A split spatial dim needs rows of the
-neighbours: every device fetches the rows under its own windows, zeroes those that lie outside of
-the tensor, and convolves without padding. Which windows are its own:
+neighbours: every device fetches the rows under its own windows, zeroes those outside of the tensor,
+and convolves without padding. Which windows are its own:
 
 - The result is split like the base: a device computes its rows of the result, all of the kernel.
-- The window is split like the base (the gradient of a kernel, where the "window" is a whole
-  activation): a device takes its part of the window to all results, and the sums are partial.
+- The window is split like the base (the gradient of a kernel, where the "window" is an
+  activation): a device applies its part of the window to all results, and the sums are partial.
 
 Base dilation makes the low padding differ between devices: the first window of one begins at an
-element, that of another in a hole. The paper knows three cases. Here is one: every device begins
-early enough, at a window that starts at the same distance from an element on all devices, and
-drops the results in front of its own (or, if the window is split, puts zeros in front of it).
+element, that of another in a hole. The paper has three cases; here they are one: every device
+begins early enough, at a window that starts at the same distance from an element on all devices,
+and drops the results before its own (or, if the window is split, pads it with leading zeros).
 Strides repeat that distance after `base / gcd(step, base)` windows, so fewer than that are dropped,
 and none in the paper's first case.
 """
@@ -84,7 +84,7 @@ def reach_of(
 def bring(
     place: Place, tile: Tile, dim: int, starts: np.ndarray, rows: int, fill: Any, reason: Reason
 ) -> Tile:
-    """`tile` with the rows that each device needs, and `fill` where the tensor has none."""
+    """`tile` with the rows that each device needs, and `fill` outside of the tensor."""
     split, size = tile.sharding.splits[dim], tile.shape[dim]
     assert split
     x = fetch(place, tile, dim, starts, rows, reason)

@@ -1,8 +1,8 @@
 """ReduceWindow and SelectAndScatter: pooling, and its gradients (appendix, "Convolution").
 
-Split dims exchange halos as in a convolution, and rows outside of the tensor hold the identity. A
-sum, maximum or minimum whose window spans most of a split dim (a global pooling) is reduced in
-parts instead: every device takes a part of the window to all results, and the parts are combined.
+Split dims exchange halos as in a convolution, and rows outside of the tensor are the identity. A
+sum, maximum or minimum whose window spans most of a split dim (global pooling) is reduced in parts:
+every device applies a part of the window to all results, and the parts are combined.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OPS = {"sum": lax.add, "max": lax.max, "min": lax.min}
 
 
 def window_factors(eqn: JaxprEqn) -> Factors:
-    """Every dim goes through, with another size perhaps; init values are scalars."""
+    """Every dim passes through, possibly resized; init values are scalars."""
     names = [f"d{i}" for i in range(len(eqn.outvars[0].aval.shape))]
     operands = [names if a.aval.shape or not names else [] for a in eqn.invars]
     results: list[list[str | None]] = [[*names] for _ in eqn.outvars]
@@ -59,7 +59,7 @@ def _in_parts(eqn: JaxprEqn) -> list[int]:
 def partition_window(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    """Splits stay: they cost halos."""
+    """Splits are kept, at the cost of halos."""
     rule = _RULES[eqn.primitive]
     factors = window_factors(eqn)
     chosen = choose(eqn, factors, [t.sharding for t in tiles], targets, kept=list(factors.sizes))
@@ -103,7 +103,7 @@ def gather_local(
 def generic_local(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
 ) -> Sequence[jax.Array]:
-    """Any computation, without an identity: a flag beside the values says which rows there are."""
+    """Any computation, without an identity: a flag marks rows that exist."""
     params = eqn.params
     half = len(tiles) // 2
     operands, inits = tiles[:half], [t.array for t in tiles[half:]]

@@ -132,7 +132,7 @@ def test_a_cpu_sorts_floats_as_integers_in_the_same_order(dtype, special):
 def test_short_columns_are_gathered_and_say_so():
     split = even_split(1, 0, 8)
     low = check(lambda x: lax.sort(x), tied((13,)), inputs=[split], outputs=[split], exact=True)
-    assert "sort: its dim has to be whole" in low.collectives[0].reason
+    assert "sort: its dim must be unsplit" in low.collectives[0].reason
 
 
 @settings(max_examples=10)

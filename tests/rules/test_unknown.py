@@ -53,7 +53,7 @@ def test_an_unknown_primitive_runs_whole_and_says_so():
     (gather,) = low.collectives
     assert gather.kind == "all_gather"
     assert "test_unknown.py:" in gather.source
-    for part in ("reversed_sum has no rule", "whole on every device", "gshard.register_rule"):
+    for part in ("reversed_sum has no rule", "replicated on every device", "gshard.register_rule"):
         assert part in gather.reason
 
 
