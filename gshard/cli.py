@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         package = (error.name or "gshard").split(".")[0]
         if package == "gshard":
             _break_down(error)
-        extra = "plots" if package == "matplotlib" else "mt"
+        extra = "plots" if package in ("jinja2", "markupsafe", "vl_convert") else "mt"
         _fail(f"this needs the package {package!r}: pip install 'gshard[{extra}]'")
     except SystemExit as error:
         if error.code in (1, 2):

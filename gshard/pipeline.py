@@ -63,6 +63,7 @@ def lower(
     fixed = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
     # All that is needed of `traced` from here on.
     name, closed_over, types = traced.fun_name, _jax.closed_over(traced), traced.jaxpr.out_avals
+    names = _argument_names(traced, len(flat.jaxpr.invars))
     machine = options.hardware.machine if options.hardware else MACHINE
     limit = options.memory_limit
 
@@ -85,7 +86,7 @@ def lower(
         return planned(changed, History()).plan
 
     with planning_for(machine):  # emit, and combine small collectives
-        return finish(planned(flat, history), name, settings, history, variant, original)
+        return finish(planned(flat, history), name, settings, history, variant, original, names)
 
 
 def _sharding_note(found: Propagated) -> Callable[[JaxprEqn], str]:
@@ -95,3 +96,10 @@ def _sharding_note(found: Propagated) -> Callable[[JaxprEqn], str]:
         return "; ".join(str(found.shardings[v]) for v in eqn.outvars if v in found.shardings)
 
     return note
+
+
+def _argument_names(traced: jax.stages.Traced, count: int) -> tuple[str, ...]:
+    """What the user's function calls its arguments, the last `count`: "" where that is unknown."""
+    known = traced.jaxpr.jaxpr.debug_info.arg_names or ()
+    names = ["" if name is None else str(name) for name in known][-count:]
+    return ("",) * (count - len(names)) + tuple(names)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gshard.commands.options import Hardware, Json, Page
 from gshard.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from gshard.explanation import Explanation
 
 _DTYPES = {
     **{f"f{n}": f"float{n}" for n in (16, 32, 64)},
@@ -27,6 +30,10 @@ def explain(
     hardware: Hardware = None,
     as_json: Json = False,
     page: Page = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option("--budget", help="seconds to try other annotations [10; 0 if large]", min=0.0),
+    ] = None,
     dump: Annotated[
         Path | None, typer.Option(help="a folder for the program after every stage of lowering")
     ] = None,
@@ -36,26 +43,42 @@ def explain(
     from dataclasses import asdict
 
     import gshard
-    from gshard.forecast import present
 
     try:
         arguments = [_shape(s) for s in shapes]
         jitted = gshard.jit(_imported(function), devices=devices, hardware=hardware)
         lowered = jitted.lower(*arguments)
+        explanation = lowered.explain(seconds=seconds)
         if as_json:
             sent = [{**asdict(c), "reason": c.reason} for c in lowered.collectives]
             print(json.dumps({**lowered.forecast().as_dict(), "collectives": sent}, indent=1))
         else:
-            if hardware is None:
-                name = present().name
-                print(f"hardware: {name}, as JAX reports; --hardware plans and times for another")
-            print(lowered.explain())
+            _show(explanation)
         if page is not None:
-            page.write_text(lowered.page(), encoding="utf-8")
+            page.write_text(explanation.page(), encoding="utf-8")
         if dump is not None:
             lowered.dump(dump)
     except (ValueError, TypeError) as error:
         raise UserError(str(error)) from None
+
+
+def _show(explanation: Explanation) -> None:
+    """Bytes and lines at once; then the changes of annotations, with a bar while they are tried."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from gshard.explanation.text import fix_lines, text
+
+    if explanation.is_default:
+        name = explanation.forecast.hardware.name
+        print(f"hardware: {name}, as JAX reports; --hardware plans and times for another")
+    print("\n".join(text(explanation)), flush=True)
+    if not explanation.lines:
+        return
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("trying other annotations", total=None)
+        explanation.search(lambda done, total: bar.update(task, completed=done, total=total))
+    print("\n".join(["", *fix_lines(explanation)]))
 
 
 def _imported(name: str) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from gshard.annotate import annotate_p
+from gshard.explanation.names import shape
 from gshard.explanation.subject import Subject
 from gshard.graph.source import source_of
 from gshard.tensors.factors import decompose
@@ -31,34 +32,49 @@ class Link:
         return f"{self.operator} {self.shape} at {self.source}"
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where a split was asked for: the value and dim, its annotation, and the way from there.
+
+    Without an annotation, `var` is an argument that is split when it arrives.
+    """
+
+    var: Any
+    dim: int
+    annotation: JaxprEqn | None
+    links: tuple[Link, ...]
+
+    @property
+    def source(self) -> str:
+        """The line of the annotation; "" for an argument."""
+        return source_of(self.annotation) if self.annotation else ""
+
+
 def chain(subject: Subject, var: Any, dim: int) -> list[Link]:
     """From an annotation to `var`, of which `dim` is split; empty if nobody asked for it."""
-    asked = {v: e for e in subject.annotations for v in e.outvars}
+    found = origin(subject, var, dim)
+    return list(found.links) if found and found.annotation else []
+
+
+def origin(subject: Subject, var: Any, dim: int) -> Origin | None:
+    """Where the split of `dim` comes from: the nearest annotation, else an argument."""
+    asked, arguments = subject.annotated, set(subject.flat.jaxpr.invars)
     seen = {(var, dim)}
     queue: deque[tuple[Any, int, tuple[Link, ...]]] = deque([(var, dim, ())])
+    arrived = None
     while queue:
         here, at, way = queue.popleft()
         if here in asked:
             first = _link(asked[here], here)
-            return [first, *(link for link in way if link != first)]
+            links = first, *(link for link in way if link != first)
+            return Origin(here, at, asked[here], links)
+        if here in arguments and arrived is None:
+            arrived = Origin(here, at, None, way)
         for eqn, other, place in _neighbours(subject, here, at):
             if (other, place) not in seen:
                 seen.add((other, place))
                 queue.append((other, place, (_link(eqn, here), *way)))
-    return []
-
-
-def origin(subject: Subject, var: Any) -> JaxprEqn | None:
-    """The annotation that the first split of `var` comes from."""
-    sharding = subject.sharding(var)
-    if sharding is None:
-        return None
-    for dim, split in enumerate(sharding.splits):
-        links = chain(subject, var, dim) if split else []
-        for eqn in subject.annotations if links else ():
-            if source_of(eqn) == links[0].source and _shape(eqn.outvars[0]) == links[0].shape:
-                return eqn
-    return None
+    return arrived
 
 
 def _neighbours(subject: Subject, var: Any, dim: int) -> list[tuple[JaxprEqn | None, Any, int]]:
@@ -89,10 +105,6 @@ def _neighbours(subject: Subject, var: Any, dim: int) -> list[tuple[JaxprEqn | N
 
 def _link(eqn: JaxprEqn | None, var: Any) -> Link:
     if eqn is None:
-        return Link("loop", "unknown", _shape(var))
+        return Link("loop", "unknown", shape(var))
     name = str(eqn.params["annotation"]) if eqn.primitive is annotate_p else eqn.primitive.name
-    return Link(name, source_of(eqn), _shape(var))
-
-
-def _shape(var: Any) -> str:
-    return var.aval.str_short(short_dtypes=True)
+    return Link(name, source_of(eqn), shape(var))

@@ -1,23 +1,29 @@
 """Which annotation to change: each candidate is tried, and its bytes are counted.
 
 Nothing is guessed. An annotation is taken away, made `replicate`, or moved to another dim; the
-program is planned again, and what it sends is read off the plan.
+program is planned again, and what it sends is read off the plan. That takes as long as a lowering
+each time, so the search has a budget, and begins with the annotations behind the costliest lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from gshard.annotate import Annotation
+from gshard.explanation.names import annotated_name
 from gshard.explanation.subject import Subject
 from gshard.graph import map_bodies
-from gshard.graph.source import source_of
+from gshard.graph.source import source_of, span_of
 from gshard.tensors.sharding import Sharding, Split
 
 Changes = dict[JaxprEqn, Annotation | None]  # annotations to be replaced, or taken away
+Progress = Callable[[int, int], None]  # told how many of how many candidates are tried
 
 
 @dataclass(frozen=True)
@@ -29,44 +35,89 @@ class Fix:
     instead: str
     before: int
     after: int
+    tensor: str = "tensor"  # what the code calls what is annotated
+    left: Mapping[str, int] = field(default_factory=dict)  # bytes after it, by line
 
     @property
     def removed(self) -> int:
         """Bytes that are not sent any more."""
         return self.before - self.after
 
+    @property
+    def change(self) -> str:
+        """What to write, in the code's own names."""
+        if self.instead == "no annotation":
+            return f"no annotation in place of {self._named(self.now)}"
+        return f"{self._named(self.instead)} in place of {self._named(self.now)}"
+
+    def _named(self, call: str) -> str:
+        return call.replace("tensor", self.tensor)
+
     def __str__(self) -> str:
-        return (
-            f"{self.source}: {self.instead} in place of {self.now} "
-            f"takes {self.removed:,} of {self.before:,} B away"
-        )
+        return f"{self.source}: {self.change} takes {self.removed:,} of {self.before:,} B away"
 
 
-def fixes(subject: Subject, limit: int = 24) -> list[Fix]:
-    """The changes of one annotation that remove bytes, the most first; `limit` tries at most."""
-    found = []
-    tried = 0
-    for line, repeated in _by_line(subject).items():
-        for words, changed in _candidates(repeated, subject.num_devices):
-            if tried == limit:
-                break
-            tried += 1
-            try:
-                after = subject.variant(_with(subject.flat, changed)).bytes
-            except ValueError:
-                continue  # this change is not allowed where the annotation stands
-            if after < subject.sent:
-                now = str(repeated[0].params["annotation"])
-                found.append(Fix(line, now, words, subject.sent, after))
-    return sorted(found, key=lambda fix: fix.after)
+@dataclass(frozen=True)
+class Search:
+    """What came of a search: the changes that send less, the best first."""
+
+    fixes: tuple[Fix, ...] = ()
+    tried: int = 0
+    candidates: int = 0
+
+    def for_line(self, source: str, sent: int) -> Fix | None:
+        """The best of the changes after which a line that sends `sent` bytes sends less."""
+        return next((f for f in self.fixes if f.left.get(source, 0) < sent), None)
 
 
-def _by_line(subject: Subject) -> dict[str, list[JaxprEqn]]:
-    """The annotations of one line belong together: differentiation repeats them."""
-    lines: dict[str, list[JaxprEqn]] = {}
+def search(
+    subject: Subject,
+    seconds: float = math.inf,
+    first: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Search:
+    """Try the changes of one annotation, as many as `seconds` allow; those at `first` first."""
+    order = {line: number for number, line in enumerate(first)}
+    calls = sorted(_by_call(subject), key=lambda c: order.get(source_of(c[0]), len(order)))
+    candidates = [
+        (call[0], words, changed)
+        for call in calls
+        for words, changed in _candidates(call, subject.num_devices)
+    ]
+    found, tried, end = [], 0, time.monotonic() + seconds
+    for eqn, words, changed in candidates:
+        if time.monotonic() >= end:
+            break
+        tried += 1
+        fix = _tried(subject, eqn, words, changed)
+        if fix is not None:
+            found.append(fix)
+        if progress:
+            progress(tried, len(candidates))
+    found.sort(key=lambda fix: fix.after)
+    return Search(tuple(found), tried, len(candidates))
+
+
+def _tried(subject: Subject, eqn: JaxprEqn, words: str, changed: Changes) -> Fix | None:
+    try:
+        plan = subject.variant(_with(subject.flat, changed))
+    except ValueError:
+        return None  # this change is not allowed at the annotation's place
+    if plan.bytes >= subject.sent:
+        return None
+    left: Counter[str] = Counter()
+    for sent in plan.sends:
+        left[sent.source] += sent.total_bytes
+    now, tensor = str(eqn.params["annotation"]), annotated_name(eqn) or "tensor"
+    return Fix(source_of(eqn), now, words, subject.sent, plan.bytes, tensor, left)
+
+
+def _by_call(subject: Subject) -> list[list[JaxprEqn]]:
+    """The annotations of one call in the code belong together: differentiation repeats them."""
+    calls: dict[object, list[JaxprEqn]] = {}
     for eqn in subject.annotations:
-        lines.setdefault(source_of(eqn), []).append(eqn)
-    return lines
+        calls.setdefault(span_of(eqn) or eqn, []).append(eqn)
+    return list(calls.values())
 
 
 def _candidates(repeated: list[JaxprEqn], num_devices: int) -> Iterator[tuple[str, Changes]]:
@@ -80,8 +131,8 @@ def _candidates(repeated: list[JaxprEqn], num_devices: int) -> Iterator[tuple[st
     split: Split | None = splits[0] if splits else Split.of(range(num_devices))
     if not sharding.is_replicated:
         whole = Sharding.replicated(len(shape), num_devices)
-        changed = Annotation.of_sharding("replicate", whole)
-        yield "replicate", dict.fromkeys(repeated, changed)
+        changed = Annotation.of_sharding("replicate(tensor)", whole)
+        yield "replicate(tensor)", dict.fromkeys(repeated, changed)
     for dim, size in enumerate(shape):
         if split is None or sharding.splits[dim] or size < split.tiles:
             continue

@@ -1,126 +1,286 @@
-"""The explanation as one self-contained HTML page: the program beside the user's source."""
+"""The explanation as one HTML file: the answer first, the source and the tensors, then the rest."""
 
 from __future__ import annotations
 
-import html
-import json
-from collections.abc import Mapping
+import linecache
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gshard.explanation.chains import chain
-from gshard.explanation.charts import charts
-from gshard.explanation.subject import Subject
-from gshard.explanation.text import describe
+from gshard.explanation.costs import Cost, counts
+from gshard.explanation.explained import EXPLAINED, Explanation
+from gshard.explanation.names import einsums_of, shape
+from gshard.explanation.text import describe, replicated
+from gshard.explanation.why import near
 from gshard.forecast import Forecast
-from gshard.forecast.report import summary
+from gshard.forecast.report import by_function, duration, size
+from gshard.forecast.time import Timed
 from gshard.graph.source import source_of
+from gshard.pages import area, bars, checked, lines, render, style
 from gshard.tensors.sharding import Sharding
 
-_AROUND = 12  # lines of source shown before and after one that does something
-_VALUES = 36  # shardings shown
+_HERE = Path(__file__).parent
+_AROUND = 6  # lines of source shown before and after one that does something
+_OPEN = 2  # files whose source is unfolded
+_VALUES = 36  # tensors shown
 _CELLS = 64  # tiles shown along each dim of a grid
 
 
-def page(
-    subject: Subject,
-    forecast: Forecast,
-    title: str,
-    growth: Mapping[int, Forecast] | None = None,
-) -> str:
+def page(explanation: Explanation, growth: Mapping[int, Forecast] | None = None) -> str:
     """The page; `growth` are forecasts of the same on other numbers of devices, for a plot."""
-    template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-    held = forecast.memory.peak - forecast.memory.temporary
-    data = {
-        "title": title,
-        "devices": subject.num_devices,
-        "summary": "\n".join(summary(forecast)),
-        "operators": [_operator(t) for t in forecast.operators],
-        "chains": _reasons(subject),
-        "memory": [held + b for b in forecast.memory.along],
-        "files": _files({t.source for t in forecast.operators}),
-        "shardings": _shardings(subject),
-    }
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
-    template = template.replace("<!--CHARTS-->", "\n".join(charts(forecast, growth)))
-    return template.replace("TITLE", html.escape(title)).replace("/*DATA*/null", text)
+    forecast, subject = explanation.forecast, explanation.subject
+    costly = [_card(explanation, cost) for cost in explanation.lines[:3]]
+    return render(
+        _HERE,
+        "page.html",
+        ("chart.js", "page.js"),
+        title=f"{explanation.name} on {explanation.hardware}",
+        style=style(_HERE.parent / "pages", "tokens.css", "page.css") + style(_HERE, "page.css"),
+        data=checked(_data(explanation)),
+        about=f"{explanation.name} on {explanation.hardware}",
+        sentence=explanation.sentence,
+        facts=_facts(explanation),
+        costly=costly,
+        files=_files(explanation),
+        devices=subject.num_devices,
+        operators=f"{len(forecast.operators):,}",
+        **_memory(forecast),
+        **_times(forecast, growth),
+        chains=explanation.chains,
+        conflicts=[str(conflict) for conflict in subject.conflicts],
+        replicated=[(what, size(held)) for what, held in replicated(explanation)],
+        foot=_foot(forecast),
+    )
 
 
-def _operator(t: Any) -> dict[str, Any]:
+def _facts(explanation: Explanation) -> list[tuple[str, str]]:
+    forecast, subject = explanation.forecast, explanation.subject
+    took = sum(cost.seconds for cost in explanation.kinds)
+    share = took / (forecast.step_seconds or 1.0)
+    return [
+        (size(subject.sent), "sent by each device"),
+        (counts(subject), f"{duration(took)}, {share:.0%} of the step"),
+        (duration(forecast.step_seconds), "a step, without overlap"),
+        (size(forecast.memory_bytes), f"at the peak, of {size(forecast.hardware.memory)}"),
+    ]
+
+
+def _card(explanation: Explanation, cost: Cost) -> dict[str, Any]:
+    found = explanation.search()
+    fix = found.for_line(cost.name, cost.sent)
+    share = cost.seconds / (explanation.forecast.step_seconds or 1.0)
+    remark = f"None of {found.tried:,} changes of one annotation sends less here."
+    if found.tried < found.candidates:
+        remark = (
+            f"{found.tried:,} of {found.candidates:,} changes of one annotation were tried: "
+            "explain(seconds=...) or --budget allow more."
+        )
     return {
-        "name": t.name,
-        "kind": t.collective,
-        "seconds": float(t.total_seconds),
-        "sent": t.sent * t.count,
-        "count": t.count,
-        "group": t.group_size,
-        "bound": t.bound,
-        "phase": t.phase,
-        "line": t.source,
-        "reason": t.reason,
+        "line": cost.name,
+        "code": _code(cost.name),
+        "sent": size(cost.sent),
+        "seconds": duration(cost.seconds),
+        "kinds": cost.kinds + (f" x {cost.count:,}" if cost.count > 1 else ""),
+        "share": f"{share:.1%}",
+        "percent": round(100 * min(share, 1.0), 1),
+        "why": explanation.why(cost),
+        "remark": remark,
+        "fix": fix
+        and {
+            "where": near(fix.source, cost.name),
+            "change": fix.change,
+            "saves": f"{size(fix.removed)} of {size(fix.before)}",
+        },
     }
 
 
-def _files(sources: set[str]) -> list[dict[str, Any]]:
+def _code(source: str) -> str:
+    name, _, line = source.rpartition(":")
+    return linecache.getline(name, int(line)).strip() if line.isdigit() else ""
+
+
+def _data(explanation: Explanation) -> dict[str, Any]:
+    """What the page's script needs; texts that repeat are numbers of a list."""
+    forecast = explanation.forecast
+    texts: dict[str, int] = {}
+
+    def number(text: str) -> int:
+        return texts.setdefault(text, len(texts))
+
+    operators = [_operator(t, number) for t in forecast.operators]
+    held = forecast.memory.peak - forecast.memory.temporary
+    places = [number(line) for line in forecast.memory.lines]
+    return {
+        "devices": explanation.subject.num_devices,
+        "seconds": forecast.step_seconds,
+        "operators": operators,
+        "memory": [held + b for b in forecast.memory.along],
+        "memory_lines": places,
+        "texts": list(texts),
+        "why": {cost.name: explanation.why(cost) for cost in explanation.lines[:EXPLAINED]},
+        "tensors": list(_tensors(explanation)),
+    }
+
+
+def _operator(t: Timed, number: Any) -> list[float]:
+    """In the order of FIELDS in page.js."""
+    layers = [name for name in t.scope if not einsums_of([name])]
+    return [
+        number(t.name),
+        number(t.collective),
+        float(f"{t.total_seconds:.4g}"),
+        t.sent * t.count,
+        t.count,
+        t.group_size,
+        number(t.bound),
+        number(t.source),
+        number(by_function(t)),
+        number("/".join(layers)),
+        number(t.reason),
+        number(t.shape),
+        number(" > ".join(t.loops)),
+    ]
+
+
+def _files(explanation: Explanation) -> list[dict[str, Any]]:
     """The lines of the user's files that do something, and those around them."""
+    spent: dict[str, list[float]] = {}
+    for t in explanation.forecast.operators:
+        here = spent.setdefault(t.source, [0.0, 0])
+        here[0] += float(t.total_seconds)
+        here[1] += t.sent * t.count
+    for cost in explanation.lines:  # values that are combined: each at its own line
+        spent.setdefault(cost.name, [cost.seconds, 0])[1] = cost.sent
+    for eqn in explanation.subject.annotations:
+        spent.setdefault(source_of(eqn), [0.0, 0])
     wanted: dict[str, set[int]] = {}
-    for source in sources:
+    for source in spent:
         name, _, line = source.rpartition(":")
-        if name and line.isdigit() and Path(name).is_file():
-            near = range(int(line) - _AROUND, int(line) + _AROUND + 1)
-            wanted.setdefault(name, set()).update(near)
-    files = []
-    for name in sorted(wanted):
-        text = Path(name).read_text(encoding="utf-8", errors="replace").splitlines()
-        lines = [[n, text[n - 1]] for n in sorted(wanted[name]) if 0 < n <= len(text)]
-        files.append({"name": name, "lines": lines})
-    return files
+        if name and line.isdigit() and linecache.getlines(name):
+            wanted.setdefault(name, set()).add(int(line))
+    totals = {
+        name: [sum(spent[f"{name}:{n}"][i] for n in numbers) for i in (0, 1)]
+        for name, numbers in wanted.items()
+    }
+    ranked = sorted(wanted, key=lambda name: (-totals[name][1], -totals[name][0]))
+    top = max((seconds for seconds, _ in spent.values()), default=0.0) or 1.0
+    return [
+        {
+            "name": name,
+            "open": place < _OPEN,
+            "about": f"{duration(totals[name][0])}, {size(totals[name][1])} sent",
+            "lines": list(_rows(name, wanted[name], spent, top)),
+        }
+        for place, name in enumerate(ranked)
+    ]
 
 
-def _reasons(subject: Subject) -> dict[str, str]:
-    """For each line that communicates, how the values of its first operator lie."""
-    lines = {c.source for c in subject.values}
-    found: dict[str, list[str]] = {}
-    for eqn in subject.equations:
-        source = source_of(eqn)
-        told = found.setdefault(source, []) if source in lines else None
-        if told is None or len(told) >= 4:
-            continue
-        for atom in (*eqn.invars, *eqn.outvars):
-            sharding = subject.sharding(atom)
-            if sharding is not None and sharding.splits:
-                told.append(f"{_shape(atom)} of {eqn.primitive.name} is {describe(sharding)}")
-    return {line: "\n".join(texts) for line, texts in found.items()}
+def _rows(
+    name: str, numbers: set[int], spent: Mapping[str, list[float]], top: float
+) -> Iterator[dict[str, Any]]:
+    text = linecache.getlines(name)
+    shown = {m for n in numbers for m in range(n - _AROUND, n + _AROUND + 1)}
+    last = 0
+    for number in sorted(n for n in shown if 0 < n <= len(text)):
+        if last and number > last + 1:
+            yield {"gap": True}
+        last = number
+        place = f"{name}:{number}"
+        seconds, sent = spent.get(place, (0.0, 0))
+        yield {
+            "gap": False,
+            "number": number,
+            "place": place,
+            "runs": place in spent,
+            "seconds": duration(seconds) if seconds else "",
+            "sent": size(sent) if sent else "",
+            "heat": round(100 * seconds / top),
+            "text": text[number - 1].rstrip("\n"),
+        }
 
 
-def _shardings(subject: Subject) -> list[dict[str, Any]]:
-    """The annotated values and the largest arguments."""
+def _memory(forecast: Forecast) -> dict[str, Any]:
+    memory = forecast.memory
+    held = memory.peak - memory.temporary
+    unit, scale = _unit(memory.peak, (("GB", 1e9), ("MB", 1e6), ("KB", 1e3), ("B", 1.0)))
+    along = [(held + b) / scale for b in memory.along]
+    limit = forecast.hardware.memory / scale
+    near_limit = limit if along and limit < 2 * max(along) else 0.0
+    title = f"memory on a device, operator by operator, up to {size(memory.peak)}"
+    chart = area(title, along, f"{unit} on a device", "operators", near_limit)
+    room = "fits in" if forecast.fits else "does NOT fit in"
+    return {
+        "memory_chart": chart.html("memory-chart"),
+        "memory_about": f"{size(memory.peak)} at {memory.where or 'the start'}, {room} "
+        f"{size(forecast.hardware.memory)}; {size(memory.arguments)} of it are arguments",
+        "held": [
+            {"size": size(h.bytes), "shape": h.shape, "source": h.source} for h in memory.held[:8]
+        ],
+    }
+
+
+def _times(forecast: Forecast, growth: Mapping[int, Forecast] | None) -> dict[str, Any]:
+    parts = list(forecast.by(by_function).items())
+    rows = {
+        (name.partition(" ")[2] or name).replace(".<locals>", ""): [
+            ("forecast", p.seconds, duration(p.seconds)),
+            ("at the roofline", p.roofline_seconds, duration(p.roofline_seconds)),
+        ]
+        for name, p in parts[:8]
+    }
+    chart = bars("time by function, and at the roofline", rows)
+    found = {"time_chart": chart.html("time-chart"), "growth_chart": ""}
+    found["time_about"] = f"{len(parts)} functions, {duration(forecast.step_seconds)} in all"
+    if growth:
+        found["growth_chart"] = growth_chart(growth).html("growth-chart")
+    return found
+
+
+def growth_chart(growth: Mapping[int, Forecast]) -> Any:
+    """The time of a step against the number of devices."""
+    slowest = max(f.step_seconds for f in growth.values())
+    unit, scale = _unit(slowest, (("seconds", 1.0), ("ms", 1e-3), ("us", 1e-6)))
+    points = [(n, f.step_seconds / scale) for n, f in growth.items()]
+    return lines("step time against devices", {"step": points}, "devices", unit, powers_of_two=True)
+
+
+def _unit(value: float, units: tuple[tuple[str, float], ...]) -> tuple[str, float]:
+    return next(((name, scale) for name, scale in units if value >= scale), units[-1])
+
+
+def _foot(forecast: Forecast) -> str:
+    planned = f", planned for {forecast.planned_for}" if forecast.planned_for else ""
+    return (
+        f"Times are a roofline for each operator on {forecast.devices} x "
+        f"{forecast.hardware.name}, {forecast.topology.name}{planned}; one after the other. "
+        "Written by gshard explain."
+    )
+
+
+def _tensors(explanation: Explanation) -> Iterator[dict[str, Any]]:
+    """The annotated values and the largest arguments, each with its tiles."""
+    subject, names = explanation.subject, explanation.names
     values: dict[Any, str] = {e.outvars[0]: source_of(e) for e in subject.annotations}
     arguments = sorted(subject.flat.jaxpr.invars, key=lambda v: -np.prod(v.aval.shape))
     for var in arguments[:_VALUES]:
         values.setdefault(var, "an argument")
-    shown: list[dict[str, Any]] = []
-    seen = set()
+    seen: set[Any] = set()
     for var, source in values.items():
         sharding = subject.sharding(var)
-        key = (_shape(var), source)
-        if sharding is None or not sharding.splits or key in seen or len(shown) == _VALUES:
+        name = names.value(var)
+        key = (name, shape(var), sharding)
+        if sharding is None or not sharding.splits or key in seen or len(seen) == _VALUES:
             continue
         seen.add(key)
-        dim = next((d for d, s in enumerate(sharding.splits) if s), None)
-        links = [] if dim is None or source != "an argument" else chain(subject, var, dim)
-        shown.append(
-            {
-                "name": f"{_shape(var)} {source}",
-                "words": describe(sharding),
-                "line": source,
-                "chain": " -> ".join(map(str, links[:6])),
-                "cells": _cells(sharding),
-            }
-        )
-    return shown
+        yield {
+            "name": name,
+            "shape": shape(var),
+            "words": describe(sharding, names.dims(var)),
+            "line": source,
+            "cells": _cells(sharding),
+        }
 
 
 def _cells(sharding: Sharding) -> list[list[int]]:
@@ -137,7 +297,3 @@ def _folded(tiles: np.ndarray) -> np.ndarray:
     """One long row of tiles as several, if it is very long."""
     width = next((w for w in (32, 16, 8) if len(tiles) > 2 * w and len(tiles) % w == 0), len(tiles))
     return tiles.reshape(-1, width)
-
-
-def _shape(var: Any) -> str:
-    return var.aval.str_short(short_dtypes=True)

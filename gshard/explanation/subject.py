@@ -23,6 +23,7 @@ class Subject:
     """The logical program, its shardings, and the per-device program made of them.
 
     `variant` plans a changed copy of the logical program, for asking what a change would do.
+    `names` are the arguments as the user's function calls them, "" for one without a name.
     """
 
     flat: ClosedJaxpr
@@ -30,13 +31,14 @@ class Subject:
     jaxpr: Jaxpr
     num_devices: int
     variant: Callable[[ClosedJaxpr], Plan]
+    names: tuple[str, ...] = ()
 
     @functools.cached_property
     def collectives(self) -> list[Collective]:
         """What moves."""
         return collectives_of(self.jaxpr, self.num_devices)
 
-    @property
+    @functools.cached_property
     def values(self) -> list[Collective]:
         """What moves, value by value: those that travel together too."""
         return [v for c in self.collectives for v in c.members or (c,)]
@@ -63,10 +65,15 @@ class Subject:
         flow.add(self.flat.jaxpr)
         return flow
 
-    @property
+    @functools.cached_property
     def annotations(self) -> list[JaxprEqn]:
         """The equations that the user's annotations left."""
         return [e for e in self.equations if e.primitive is annotate_p]
+
+    @functools.cached_property
+    def annotated(self) -> dict[Any, JaxprEqn]:
+        """The values that are annotated, each with its annotation."""
+        return {v: e for e in self.annotations for v in e.outvars}
 
     def sharding(self, atom: Any) -> Sharding | None:
         """The sharding of a value; constants have none."""

@@ -43,6 +43,7 @@ class Memory:
     where: str  # the user's line at the peak
     held: tuple[Held, ...]  # the temporaries live there, largest first
     along: tuple[int, ...]  # temporary bytes at every operator of the outermost program
+    lines: tuple[str, ...] = ()  # the user's line of each of these operators
 
     @property
     def peak(self) -> int:
@@ -61,7 +62,8 @@ def memory_of(
     reused = sum(size_of(jaxpr.outvars[i]) for i, _ in given)
     peak = _peak(jaxpr, style, given)
     temporary = round(slack * peak.bytes)
-    return Memory(arguments, results, reused, temporary, peak.where, peak.held, peak.along)
+    held, along, lines = peak.held, peak.along, peak.lines
+    return Memory(arguments, results, reused, temporary, peak.where, held, along, lines)
 
 
 Scan = tuple[int, int]  # the number of constants and carries of a step
@@ -86,7 +88,8 @@ class _Peak:
     bytes: int
     where: str
     held: tuple[Held, ...]
-    along: tuple[int, ...]
+    along: tuple[int, ...] = ()
+    lines: tuple[str, ...] = ()
 
 
 @functools.lru_cache(maxsize=512)
@@ -208,7 +211,7 @@ def _simulate(
             last[var] = number
     makers: dict[Any, Operator] = {}
     live = {v: size_of(v) for v in early if v in last and v not in elsewhere}
-    now, best, along = sum(live.values()), _Peak(0, "", (), ()), []
+    now, best, along = sum(live.values()), _Peak(0, "", ()), []
     for number, operator in enumerate(order):
         dying = [v for v in operator.reads if last[v] == number and v in live]
         inner = _inside(operator, style)
@@ -224,20 +227,21 @@ def _simulate(
             held += [Held(b, _short(v), source_of(operator.root.eqn)) for v, b in made.items()]
             ranked = sorted([*held, *inner.held], key=lambda h: -h.bytes)
             where = inner.where or source_of(operator.root.eqn)
-            best = _Peak(during, where, tuple(ranked), ())
+            best = _Peak(during, where, tuple(ranked))
         for var, size in made.items():
             if var in last:
                 live[var] = size
                 now += size
         for var in dying:
             now -= live.pop(var)
-    return _Peak(best.bytes, best.where, best.held, tuple(along))
+    lines = tuple(source_of(operator.root.eqn) for operator in order)
+    return _Peak(best.bytes, best.where, best.held, tuple(along), lines)
 
 
 def _inside(operator: Operator, style: str) -> _Peak:
     """The temporaries of an operator's bodies while it runs, its stacked results left out."""
     if operator.root.name not in LOOPS:
-        return _Peak(0, "", (), ())
+        return _Peak(0, "", ())
     scan = scan_counts(operator.root.eqn.params) if operator.root.name == "scan" else None
     peaks = [_peak(j, style, (), scan) for j in bodies_of(operator.root.eqn)]
     return max(peaks, key=lambda p: p.bytes)

@@ -15,7 +15,7 @@ from gshard.forecast.collective import Groups, Topology, collective_terms, reach
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.kernels import KERNEL, kernel_work
 from gshard.forecast.ops import Op, size_of
-from gshard.forecast.program import Operator, walk
+from gshard.forecast.program import Operator, trips, walk
 from gshard.forecast.work import (
     is_exact,
     multiplies,
@@ -23,7 +23,7 @@ from gshard.forecast.work import (
     product_flops,
     vector_flops,
 )
-from gshard.graph.source import reason_of, scopes_of, site_of
+from gshard.graph.source import reason_of, scopes_of, site_of, source_of
 from gshard.moving.inventory import COLLECTIVES
 from gshard.moving.sent import sent_bytes
 
@@ -49,6 +49,8 @@ class Timed:
     collective: str = ""
     group_size: int = 1
     reason: str = ""
+    shape: str = ""  # of its first result, on one device
+    loops: tuple[str, ...] = ()  # around it, the outermost first
 
     @property
     def seconds(self) -> float:
@@ -123,6 +125,8 @@ def _timed(
         collective=kind,
         group_size=members,
         reason=str(reason_of(root.eqn)),
+        shape=operator.writes[0].aval.str_short(short_dtypes=True) if operator.writes else "",
+        loops=tuple(f"{e.primitive.name} x {trips(e)} at {source_of(e)}" for e in around),
     )
 
 

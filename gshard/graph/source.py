@@ -40,6 +40,15 @@ def site_of(eqn: JaxprEqn) -> tuple[str, str]:
     return _user_line(eqn.source_info), frame.function_name if frame else ""
 
 
+def span_of(eqn: JaxprEqn) -> tuple[str, int, int, int, int] | None:
+    """The file of the user's operation and where in it: first line and column, last ones."""
+    frame = _user_frame(eqn.source_info)
+    if frame is None:
+        return None
+    ends = frame.start_line, frame.start_column, frame.end_line, frame.end_column
+    return frame.file_name, *ends
+
+
 def _user_line(source_info: Any) -> str:
     frame = _user_frame(source_info)
     return f"{shown_path(frame.file_name)}:{frame.start_line}" if frame else "unknown"

@@ -44,6 +44,7 @@ class Program:
     history: History
     variant: Callable[[ClosedJaxpr], Plan]  # the plan of a changed logical program
     original: ClosedJaxpr  # the flat program before anything was rewritten
+    names: tuple[str, ...]  # of the logical program's arguments, as the user's function has them
     per_device = True
 
     mesh = property(lambda self: self.arranged.mesh)
@@ -56,7 +57,7 @@ class Program:
     def subject(self) -> Subject:
         """What explanations are computed from."""
         flat, found = self.arranged.flat, self.arranged.found
-        return Subject(flat, found, self.jaxpr, self.num_devices, self.variant)
+        return Subject(flat, found, self.jaxpr, self.num_devices, self.variant, self.names)
 
     @property
     def conflicts(self) -> tuple[Any, ...]:
@@ -183,6 +184,7 @@ def finish(
     history: History,
     variant: Callable[[ClosedJaxpr], Plan],
     original: ClosedJaxpr,
+    names: tuple[str, ...],
 ) -> Program:
     """Emit a plan and combine small collectives: the function that XLA compiles."""
     mesh, mapped = arranged.mesh, arranged.mapped
@@ -201,7 +203,7 @@ def finish(
     ]
     program = mapped.replace(jaxpr=mapped.jaxpr.replace(eqns=eqns))
     traced = _traced(program, name, arranged, settings)
-    return Program(traced, arranged, history, variant, original)
+    return Program(traced, arranged, history, variant, original, names)
 
 
 def _traced(

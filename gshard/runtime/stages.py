@@ -18,9 +18,7 @@ from jax.extend.core import Jaxpr
 
 from gshard import _jax
 from gshard.capture.calls import Trees
-from gshard.explanation import Subject
-from gshard.explanation import explain as explained
-from gshard.explanation.page import page
+from gshard.explanation import Explanation
 from gshard.forecast import Forecast, Hardware, forecast
 from gshard.forecast.collective import Topology
 from gshard.forecast.report import GENERIC, counted, size
@@ -155,30 +153,37 @@ class Lowered(Stage):
         return planned.name if planned else GENERIC
 
     def explain(
-        self, hardware: str | Path | Hardware | None = None, *, try_fixes: bool | None = None
-    ) -> str:
-        """What is sent, how long it takes, which line causes it, and which annotation to change.
+        self,
+        hardware: str | Path | Hardware | None = None,
+        *,
+        seconds: float | None = None,
+    ) -> Explanation:
+        """What is sent, how long it takes, because of which line, and which annotation to change.
 
-        `try_fixes` partitions the program again for every change of one annotation; by default
-        only if that is quick.
+        For the last, changes of one annotation are tried, `seconds` long: by default 10, or 0 where
+        a program is large, since each takes as long as a lowering.
         """
-        return explained(self._subject(), self._forecast_alone(hardware), try_fixes)
+        self._check_per_device()
+        default = hardware is None and self._planned_for is None
+        program = self._program
+        return Explanation(
+            program.subject,
+            self._forecast_alone(hardware),
+            program.traced.fun_name,
+            seconds,
+            is_default=default,
+        )
 
     def page(
         self,
         hardware: str | Path | Hardware | None = None,
         growth: Mapping[int, Forecast] | None = None,
     ) -> str:
-        """The explanation as one self-contained HTML page.
+        """The explanation as one HTML file that needs nothing else; needs the extra `cli`.
 
         `growth` has forecasts of the same step for other numbers of devices, to be plotted.
         """
-        title = f"{self._program.traced.fun_name} on {_devices(self._program)}"
-        return page(self._subject(), self._forecast_alone(hardware), title, growth)
-
-    def _subject(self) -> Subject:
-        self._check_per_device()
-        return self._program.subject
+        return self.explain(hardware).page(growth)
 
     def _forecast_alone(self, hardware: str | Path | Hardware | None) -> Forecast:
         """The forecast without the constant that is fitted to complete training steps."""
@@ -187,9 +192,10 @@ class Lowered(Stage):
         return replace(made, hardware=replace(made.hardware, reached=reached))
 
     def _repr_html_(self) -> str:
-        """The page in an iframe, for notebooks."""
-        text = html.escape(self.page(), quote=True)
-        return f'<iframe srcdoc="{text}" style="width:100%;height:700px;border:0"></iframe>'
+        """What it sends, takes and holds, in five lines, and its page: for notebooks."""
+        if not self._program.per_device:
+            return f"<code>{html.escape(repr(self))}</code>"
+        return self.explain(seconds=0).summary_html()
 
     def _check_per_device(self) -> None:
         if not self._program.per_device:

@@ -142,10 +142,11 @@ def test_explain_says_for_which_hardware_and_leaves_out_the_step_around_it(tmp_p
     words = ["explain", "explained_layer:layer", "f32[64,32]", "f32[32,16]"]
     shown = CliRunner().invoke(app, words).output.splitlines()
     assert shown[0] == "hardware: cpu, as JAX reports; --hardware plans and times for another"
-    assert shown[1].startswith("program for each of 8 devices: 1 collectives")
+    assert shown[1].startswith("layer on 8 x cpu, as JAX reports here: 1 collective, ")
+    assert "what would remove it" in shown
     page = tmp_path / "page.html"
     shown = CliRunner().invoke(app, [*words, "--hardware", "tpu-v3", "--page", str(page)]).output
-    assert "on tpu-v3" in shown.splitlines()[0]
+    assert "on 8 x tpu-v3" in shown.splitlines()[0]
     assert hardware("tpu-v3").reached.step_seconds > 0.01  # the constant that is left out
     assert "outside the program" not in page.read_text()
     said = json.loads(CliRunner().invoke(app, [*words, "--hardware", "h100", "--json"]).output)

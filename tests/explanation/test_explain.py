@@ -1,6 +1,8 @@
 """An explanation names the line, the reason and a change that does what it says."""
 
 import inspect
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import pytest
 
 import gshard
 from gshard.explanation.chains import chain
-from gshard.explanation.fixes import fixes
+from gshard.explanation.fixes import search
 
 SHAPES = [(8, 64, 32), (32, 8), (8, 32, 128), (8, 128, 32)]
 
@@ -41,7 +43,7 @@ def sent(lowered):
 def test_a_bad_annotation_is_named_and_the_change_removes_what_it_says():
     bad = layer(replicated)
     line = inspect.getsourcelines(replicated)[1] + 1
-    found = fixes(bad._program.subject)
+    found = search(bad._program.subject).fixes
     assert found, "no change was found"
     here = [f for f in found if f.source.endswith(f"test_explain.py:{line}")]
     assert here[0].after == found[0].after, "the mistaken line is among the best to change"
@@ -55,15 +57,15 @@ def test_a_bad_annotation_is_named_and_the_change_removes_what_it_says():
 
 
 def test_the_text_has_totals_reasons_and_the_change():
-    text = layer(replicated).explain("tpu-v3")
+    text = str(layer(replicated).explain("tpu-v3", seconds=math.inf))
     line = inspect.getsourcelines(replicated)[1] + 1
     for said in (
         "by kind",
         "all_gather",
         "by line",
-        "operand of dot_general",
+        "x is split by g at line",
         f"test_explain.py:{line}",
-        "in place of replicate",
+        "in place of replicate(d)",
     ):
         assert said in text
 
@@ -84,9 +86,93 @@ def test_large_values_that_are_whole_everywhere_are_named():
         return gshard.split(x, 0, 4) @ w
 
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 512), (512, 512))]
-    text = gshard.jit(fn, devices=4).lower(*shapes).explain("h100")
-    assert "large values that every device holds whole" in text
-    assert "f32[512,512]  an argument" in text
+    text = str(gshard.jit(fn, devices=4).lower(*shapes).explain("h100", seconds=0))
+    assert "large values that are replicated" in text
+    assert "w f32[512,512]  an argument" in text
+
+
+def test_one_sentence_says_which_splits_meet():
+    def fn(tokens, experts):
+        tokens = gshard.split(tokens, 0, 8)
+        experts = gshard.split(experts, 0, 8)
+        sent = gshard.split(jnp.einsum("gcm,gec->egm", tokens, jnp.ones((8, 8, 4))), 0, 8)
+        return jnp.einsum("egm,emh->egh", sent, experts)
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 4, 16), (8, 16, 32))]
+    explanation = gshard.jit(fn, devices=8).lower(*shapes).explain("h100", seconds=0)
+    first = inspect.getsourcelines(fn)[1]
+    (cost,) = explanation.lines
+    assert cost.name.endswith(f"test_explain.py:{first + 3}")
+    assert explanation.why(cost) == (
+        f"tokens is split by g at line {first + 1}, sent by e at line {first + 3}; "
+        f"the einsum gcm,gec->egm at line {first + 3} has to turn one into the other."
+    )
+
+
+def test_a_sum_over_a_split_dim_says_so_and_arguments_have_names():
+    def fn(params, x):
+        return gshard.split(x, 0, 4) @ gshard.split(params["w"], 0, 4)
+
+    x, w = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (64, 64)))
+    explanation = gshard.jit(fn, devices=4).lower({"w": w}, x).explain("h100", seconds=0)
+    said = " ".join(explanation.why(cost) for cost in explanation.lines)
+    assert re.search(r"x is split by dim 0 at line \d+, params\['w'\] by dim 0 at line", said), said
+
+
+def test_counts_agree_where_values_are_combined():
+    """A header that says 1 collective, and two lines that send with it."""
+
+    def fn(x, y):
+        x, y = gshard.split(x, 0, 8), gshard.split(y, 0, 8)
+        a = jnp.sum(x, 0)
+        b = jnp.sum(y, 0)
+        return a, b
+
+    shapes = [jax.ShapeDtypeStruct((64, 3), jnp.float32)] * 2
+    explanation = gshard.jit(fn, devices=8).lower(*shapes).explain("h100", seconds=0)
+    assert "1 collective, for 2 values" in explanation.about
+    assert sum(cost.count for cost in explanation.lines) == 2
+    assert sum(cost.count for cost in explanation.kinds) == 1
+    total = sum(cost.seconds for cost in explanation.kinds)
+    assert sum(cost.seconds for cost in explanation.lines) == pytest.approx(total)
+
+
+def test_the_first_sentence_has_the_costliest_line_and_its_share():
+    explanation = layer(replicated).explain("h100", seconds=0)
+    worst = max(explanation.lines, key=lambda cost: cost.seconds)
+    share = worst.seconds / explanation.forecast.step_seconds
+    assert f"one all_gather at {worst.name} take {share:.0%} of the step" in explanation.sentence
+    assert explanation.about.startswith("moe on 8 x h100: 2 collectives")
+    assert len(repr(explanation).splitlines()) == 1
+
+
+def test_without_collectives_it_says_that_nothing_is_sent():
+    lowered = gshard.jit(lambda x: gshard.split(x, 0, 4) * 2, devices=4).lower(jnp.ones((8, 2)))
+    assert "Nothing is sent" in str(lowered.explain("h100"))
+
+
+def test_the_hardware_is_what_is_there_unless_another_is_named():
+    lowered = layer(replicated)
+    assert "8 x cpu, as JAX reports here" in lowered.explain(seconds=0).about
+    assert "8 x h100:" in lowered.explain("h100", seconds=0).about
+
+
+def test_a_search_without_time_tries_nothing_and_says_so():
+    explanation = layer(replicated).explain("h100", seconds=0)
+    assert explanation.search().tried == 0
+    assert "changes are not tried" in str(explanation)
+
+
+def test_a_search_tells_its_progress_and_begins_behind_the_costliest_line():
+    told = []
+    explanation = layer(replicated).explain("h100", seconds=math.inf)
+    found = explanation.search(lambda done, total: told.append((done, total)))
+    assert told == [(n, found.candidates) for n in range(1, found.candidates + 1)]
+    assert found.tried == found.candidates
+    worst = explanation.lines[0]
+    fix = found.for_line(worst.name, worst.sent)
+    assert fix.left.get(worst.name, 0) < worst.sent
+    assert sum(fix.left.values()) == fix.after
 
 
 def test_the_other_partitioner_has_no_program_to_look_at():

@@ -1,0 +1,104 @@
+"""What each line, function or kind of collective costs: bytes, and time on some hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gshard.explanation.subject import Subject
+from gshard.forecast import Forecast
+from gshard.forecast.report import size
+from gshard.moving.inventory import Collective
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The collectives of one line, or of one kind, together."""
+
+    name: str
+    values: tuple[Collective, ...]  # what is sent, value by value, the largest first
+    seconds: float
+
+    @property
+    def sent(self) -> int:
+        """Bytes that one device sends."""
+        return sum(c.total_bytes for c in self.values)
+
+    @property
+    def count(self) -> int:
+        """How many values are sent, each as often as it is."""
+        return sum(c.count for c in self.values)
+
+    @property
+    def kinds(self) -> str:
+        """The kinds of collectives, the one with the most bytes first."""
+        return ", ".join(dict.fromkeys(c.kind for c in self.values))
+
+
+def by_line(subject: Subject, forecast: Forecast) -> list[Cost]:
+    """The lines that send something, the one that takes the most time first."""
+    return _summed(subject.values, lambda c: c.source, _seconds_by_line(subject, forecast))
+
+
+def by_kind(subject: Subject, forecast: Forecast) -> list[Cost]:
+    """The kinds of collectives, the one that takes the most time first."""
+    seconds: dict[str, float] = {}
+    for t in forecast.operators:
+        if t.collective:
+            seconds[t.collective] = seconds.get(t.collective, 0.0) + float(t.total_seconds)
+    return _summed(subject.collectives, lambda c: c.kind, seconds)
+
+
+def _summed(
+    collectives: Sequence[Collective],
+    key: Callable[[Collective], str],
+    seconds: dict[str, float],
+) -> list[Cost]:
+    groups: dict[str, list[Collective]] = {}
+    for c in collectives:
+        groups.setdefault(key(c), []).append(c)
+    found = [
+        Cost(name, tuple(sorted(members, key=lambda c: -c.total_bytes)), seconds.get(name, 0.0))
+        for name, members in groups.items()
+    ]
+    return sorted(found, key=lambda cost: (-cost.seconds, -cost.sent))
+
+
+def _seconds_by_line(subject: Subject, forecast: Forecast) -> dict[str, float]:
+    """The time of the collectives; values that are combined share theirs by their bytes."""
+    found: dict[str, float] = {}
+    shared = {(c.source, c.reason): c for c in subject.collectives if c.members}
+    for t in forecast.operators:
+        if t.collective:
+            whole = shared.get((t.source, t.reason))
+            parts = {t.source: 1.0}
+            if whole and whole.bytes:
+                parts = {}
+                for c in whole.members:
+                    parts[c.source] = parts.get(c.source, 0.0) + c.bytes / whole.bytes
+            for line, part in parts.items():
+                found[line] = found.get(line, 0.0) + part * float(t.total_seconds)
+    return found
+
+
+def counts(subject: Subject) -> str:
+    """How many collectives there are, how often they run and how many values they carry."""
+    number, values = len(subject.collectives), len(subject.values)
+    runs = sum(c.count for c in subject.collectives)
+    text = f"{number:,} collective{'s' * (number != 1)}"
+    if runs > number:
+        text += f", run {runs:,} times"
+    return f"{text}, for {values:,} values" if values > number else text
+
+
+def headline(forecast: Forecast, lines: Sequence[Cost]) -> str:
+    """One sentence: what the costliest line sends, and its share of the step."""
+    if not lines:
+        return "Nothing is sent: every device works on what it has."
+    worst = lines[0]
+    what = f"one {worst.kinds}" if worst.count == 1 else f"{worst.count:,} x {worst.kinds}"
+    if ", " in worst.kinds:
+        what = f"{worst.count:,} collectives ({worst.kinds})"
+    share = worst.seconds / (forecast.step_seconds or 1.0)
+    part = f"{share:.0%}" if share >= 0.01 else "less than 1%"
+    return f"{size(worst.sent)} in {what} at {worst.name} take {part} of the step."

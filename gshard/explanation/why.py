@@ -1,0 +1,104 @@
+"""Why something is sent, in one sentence: which splits meet at a line, and what that asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from gshard.annotate import annotate_p
+from gshard.explanation.chains import Origin, origin
+from gshard.explanation.names import Names, annotated_name, einsums
+from gshard.explanation.subject import Subject
+from gshard.graph.source import source_of
+from gshard.moving.inventory import Collective
+
+_NEEDS = {
+    "all_gather": "needs all of it on every device",
+    "all_reduce": "runs over a split dim, and the devices add up their parts",
+    "reduce_scatter": "runs over a split dim, and the devices add up their parts",
+    "collective_permute": "needs rows that neighbouring devices hold",
+    "all_to_all": "has to move the split to another dim",
+}
+_OF_SEVERAL = {
+    "all_gather": "cannot keep both, and needs all of one of them",
+    "all_to_all": "has to turn one into the other",
+}
+_WORDS = {"dot_general": "product", "reduce_sum": "sum", "reduce_max": "maximum"}
+
+
+class Why:
+    """The sentences of one program."""
+
+    def __init__(self, subject: Subject, names: Names):
+        self._subject, self._names = subject, names
+        self._at: dict[str, list[JaxprEqn]] = {}
+        for eqn in subject.equations:
+            self._at.setdefault(source_of(eqn), []).append(eqn)
+        self._known: dict[str, list[Origin]] = {}
+
+    def origins(self, collective: Collective) -> list[Origin]:
+        """Where the splits of the values at its line were asked for, each once."""
+        key = f"{collective.source} {collective.why.operator}"
+        if key not in self._known:
+            self._known[key] = list(self._origins(collective))
+        return self._known[key]
+
+    def sentence(self, collective: Collective) -> str:
+        """Which splits meet there, and what the operator makes of them."""
+        here = collective.source
+        eqn = next(iter(self._operators(collective)), None)
+        found = self.origins(collective)[:3]
+        if eqn is None or not found:
+            return f"{collective.reason or 'gshard added it'}."
+        asked = [self._split(o, here, first=n == 0) for n, o in enumerate(found)]
+        needs = _NEEDS.get(collective.kind, "needs it otherwise")
+        if len(found) > 1:
+            needs = _OF_SEVERAL.get(collective.kind, needs)
+        return f"{', '.join(asked)}; {self._operator(eqn, here)} {needs}."
+
+    def _split(self, found: Origin, here: str, first: bool) -> str:
+        name, dim = self._names.value(found.var), self._names.dim(found.var, found.dim)
+        where = f"at {near(found.source, here)}" if found.source else "when it arrives"
+        return f"{name} {'is split ' if first else ''}by {dim} {where}"
+
+    def _operator(self, eqn: JaxprEqn, here: str) -> str:
+        if eqn.primitive is annotate_p:
+            return f"{called(eqn)} at {near(here, here)}"
+        spec = einsums(eqn)
+        name = f"einsum {spec[0]}" if spec else _WORDS.get(eqn.primitive.name, eqn.primitive.name)
+        return f"the {name} at {near(here, here)}"
+
+    def _operators(self, collective: Collective) -> list[JaxprEqn]:
+        here = self._at.get(collective.source, [])
+        named = [e for e in here if e.primitive.name == collective.why.operator]
+        return named or [e for e in here if e.primitive is annotate_p] or here
+
+    def _origins(self, collective: Collective) -> Iterator[Origin]:
+        seen = set()
+        for eqn in self._operators(collective)[:4]:
+            for atom in (*eqn.invars, *eqn.outvars):
+                for found in self._of(atom):
+                    key = (found.source, found.dim, self._names.value(found.var))
+                    if key not in seen:
+                        seen.add(key)
+                        yield found
+
+    def _of(self, atom: Any) -> Iterator[Origin]:
+        sharding = self._subject.sharding(atom)
+        for dim, split in enumerate(sharding.splits if sharding else ()):
+            found = origin(self._subject, atom, dim) if split else None
+            if found:
+                yield found
+
+
+def called(eqn: JaxprEqn) -> str:
+    """An annotation as the code spells it, with the name of its tensor."""
+    return str(eqn.params["annotation"]).replace("tensor", annotated_name(eqn) or "tensor")
+
+
+def near(source: str, here: str) -> str:
+    """A line as one says it in the file of another."""
+    file, _, line = source.rpartition(":")
+    return f"line {line}" if file and file == here.rpartition(":")[0] else source

@@ -1,0 +1,10 @@
+"""Pages and plots in one style: templates that escape, charts that a library draws, one file each.
+
+Jinja2 fills templates in. Vega-Lite (`vl-convert-python`) draws charts, as SVG when the page is
+made: so pages stay small, ask for nothing from elsewhere, and the same charts are files of plots.
+"""
+
+from gshard.pages.charts import area, bars, lines
+from gshard.pages.template import checked, render, style
+
+__all__ = ["area", "bars", "checked", "lines", "render", "style"]
