@@ -89,13 +89,14 @@ def jit(
 
     `in_shardings` and `out_shardings` are trees of `NamedSharding`, `PartitionSpec` or
     `gshard.Sharding`, or prefixes of such trees; None leaves the choice to gshard. `annotations` is
-    a `gshard.Layout`, whose annotations are applied to the arguments.
+    a `gshard.Layout`, whose annotations are applied to arguments, results and tensors inside.
     """
     if partitioner not in ("gshard", "xla"):
         raise ValueError(f"partitioner is {partitioner!r}; allowed are 'gshard' and 'xla'")
     named = None if hardware is None else hardware_of(hardware)
     chosen = checked_devices(devices, device)
-    options = Options(chosen, backend, partitioner, memory_limit, strict, named)
+    inside = annotations.inside_shardings if annotations else ()
+    options = Options(chosen, backend, partitioner, memory_limit, strict, named, inside)
     of_jax: dict[str, Any] = {
         "static_argnums": static_argnums,
         "static_argnames": static_argnames,

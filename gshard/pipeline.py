@@ -20,6 +20,7 @@ from gshard.moving.costs import MACHINE, planning_for
 from gshard.planning.plan import Plan
 from gshard.planning.planner import partition
 from gshard.planning.seen import Seen
+from gshard.propagation.inside import resolved
 from gshard.propagation.propagate import Propagated, propagate
 from gshard.rewrites.exchange_by_expert import exchange_by_expert
 from gshard.rewrites.ring_attention import ring_attention
@@ -61,6 +62,7 @@ def lower(
         flat = simplify(flat, normal_form)
         history.add(normal_form.__name__, flat.jaxpr)
     fixed = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
+    inside = resolved(flat, options.inside)
     # All that is needed of `traced` from here on.
     name, closed_over, types = traced.fun_name, _jax.closed_over(traced), traced.jaxpr.out_avals
     names = _argument_names(traced, len(flat.jaxpr.invars))
@@ -69,12 +71,13 @@ def lower(
 
     def planned(flat: ClosedJaxpr, history: History) -> Arrangement:
         with planning_for(machine):
-            found = propagate(flat, order.count, fixed, limit)  # a sharding for every value
+            found = propagate(flat, order.count, fixed, limit, inside)  # a sharding for every value
             history.add("propagate", flat.jaxpr, _sharding_note(found))
             for title, (rewrite, remark) in REWRITES.items():
                 rewritten = rewrite(flat, found.shardings, limit)
                 if rewritten is not flat:  # these were of the program before the rewrite
-                    flat, found = rewritten, propagate(rewritten, order.count, fixed, limit)
+                    flat = rewritten
+                    found = propagate(flat, order.count, fixed, limit, inside)
                     remark = ""
                 history.add(title, flat.jaxpr, _sharding_note(found), remark)
             seen = Seen()

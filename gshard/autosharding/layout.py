@@ -5,47 +5,50 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gshard.annotate import Annotation, annotate
-from gshard.autosharding.specs import NONE, MeshShape, Spec, sharding_of
-from gshard.forecast.report import duration, size
+from gshard.autosharding.annotated import (
+    Annotated,
+    AnnotatedInside,
+    dims_on,
+    path_name,
+    result_name,
+    spec_of,
+)
+from gshard.autosharding.explained import Considered, explained, summary
+from gshard.autosharding.files import as_text, read
+from gshard.autosharding.specs import sharding_of
 from gshard.jit import Jitted, jit
+from gshard.propagation.inside import Inside
 from gshard.runtime.stages import Lowered
-
-_FORMAT = "gshard layout 1"
-AXES = "abcdefgh"
-
-Dims = tuple[tuple[str, ...], ...]  # of each dim, the mesh axes that cut it, major to minor
+from gshard.tensors.sharding import Sharding
 
 
-@dataclasses.dataclass(frozen=True)
-class Annotated:
-    """One annotation: an argument by its path, its shape, and the mesh axes of each dim."""
+class ForJax(NamedTuple):
+    """A layout for `jax.jit`: a mesh, and the shardings of arguments and results."""
 
-    path: str
-    shape: tuple[int, ...]
-    dims: Dims
-
-    def __str__(self) -> str:
-        shown = ", ".join("+".join(axes) if axes else "-" for axes in self.dims)
-        return f"{self.path}: ({shown}) of {'x'.join(map(str, self.shape))}"
+    mesh: Mesh
+    in_shardings: Any
+    out_shardings: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """A mesh and annotations that were chosen for a program, and what they were chosen by.
 
-    `seconds` and `memory_bytes` are the forecast of the lowered program. `model_seconds` is what
-    the solver's model of it takes, and `bound` what every layout takes at least in that model.
+    `annotations` are of arguments, `results` of results that are arguments of the next step,
+    `inside` of tensors in between, where propagation alone would choose otherwise. `seconds` and
+    `memory_bytes` are the forecast of the lowered program; `bound` is what the forecast of every
+    layout over the meshes looked at is at least. `solver_gap` is by how much the solver's answer
+    may exceed the best one of its own model, as a share.
     """
 
     mesh: Mapping[str, int]
@@ -53,13 +56,16 @@ class Layout:
     hardware: str
     seconds: float
     memory_bytes: int
-    model_seconds: float
     bound: float
-    considered: tuple[Mapping[str, Any], ...] = dataclasses.field(default=(), compare=False)
+    solver_gap: float = 0.0
+    inside: tuple[AnnotatedInside, ...] = ()
+    results: tuple[Annotated, ...] = ()
+    considered: tuple[Considered, ...] = dataclasses.field(default=(), compare=False)
     lowered: Lowered | None = dataclasses.field(default=None, compare=False, repr=False)
     function: Callable[..., Any] | None = dataclasses.field(default=None, compare=False, repr=False)
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     arguments: Any = dataclasses.field(default=None, compare=False, repr=False)
+    limit: int = dataclasses.field(default=0, compare=False)
 
     @property
     def devices(self) -> int:
@@ -68,12 +74,18 @@ class Layout:
 
     @property
     def gap(self) -> float:
-        """By how much the layout may exceed the best one in the solver's model, as a share."""
-        return max(0.0, self.model_seconds - self.bound) / max(self.model_seconds, 1e-30)
+        """By how much the forecast may exceed that of the best layout, as a share of it."""
+        return max(0.0, self.seconds - self.bound) / max(self.seconds, 1e-30)
+
+    @property
+    def inside_shardings(self) -> tuple[Inside, ...]:
+        """The annotations of tensors inside the program, as `gshard.jit` reads them."""
+        return tuple(Inside(a.place, a.numbers, self._sharding(a)) for a in self.inside)
 
     def annotated(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn` with the annotations on its arguments."""
+        """`fn` with the annotations on its arguments and results."""
         by_path = {a.path: a for a in self.annotations}
+        of_results = {a.path: a for a in self.results}
 
         @functools.wraps(fn)
         def with_annotations(*args: Any, **kwargs: Any) -> Any:
@@ -82,16 +94,21 @@ class Layout:
             _check(by_path, dict(named), fn)
             marked = [self._mark(by_path.get(name), leaf) for name, leaf in named]
             args, kwargs = tree.unflatten(marked)
-            return fn(*args, **kwargs)
+            results = fn(*args, **kwargs)
+            return jax.tree_util.tree_map_with_path(
+                lambda path, leaf: self._mark(of_results.get(result_name(path)), leaf), results
+            )
 
         return with_annotations
 
     def _mark(self, said: Annotated | None, leaf: Any) -> Any:
         if said is None:
             return leaf
-        spec = _spec(said.dims, tuple(self.mesh))
-        sharding = sharding_of(spec, len(said.shape), tuple(self.mesh.values()))
-        return annotate(leaf, Annotation.of_sharding(f"layout: {said}", sharding))
+        return annotate(leaf, Annotation.of_sharding(f"layout: {said}", self._sharding(said)))
+
+    def _sharding(self, said: Annotated | AnnotatedInside) -> Sharding:
+        spec = spec_of(said.dims, tuple(self.mesh))
+        return sharding_of(spec, len(said.shape), tuple(self.mesh.values()))
 
     def jit(self, **keywords: Any) -> Jitted[..., Any]:
         """The function that the layout was chosen for, partitioned by it."""
@@ -101,113 +118,48 @@ class Layout:
             )
         return jit(self.function, annotations=self, **{**self.keywords, **keywords})  # type: ignore[no-any-return]
 
-    def to_jax(self) -> tuple[Mesh, Any]:
-        """The mesh, on this machine's first devices, and `in_shardings`, for plain `jax.jit`."""
-        if self.arguments is None:
-            raise ValueError("a layout that was loaded has no arguments to make in_shardings for")
-        devices = np.array(jax.devices()[: self.devices]).reshape(tuple(self.mesh.values()))
-        mesh = Mesh(devices, tuple(self.mesh))
-        by_path = {a.path: a for a in self.annotations}
+    def to_jax(self) -> ForJax:
+        """The mesh, on this machine's first devices, and shardings for plain `jax.jit`.
 
-        def sharding(path: Any, leaf: Any) -> NamedSharding:
-            said = by_path.get(path_name(path))
-            dims = said.dims if said else ()
-            return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims)))
+        They are those of the lowered program: an argument without an annotation has what
+        propagation gave it. `jax.jit` has no annotations for tensors inside a function.
+        """
+        if self.lowered is None:
+            raise ValueError(
+                "a layout that was loaded has no program: give it to gshard.jit, or find it anew"
+            )
+        here = jax.devices()
+        if len(here) < self.devices:
+            raise ValueError(f"the layout is for {self.devices} devices; here are {len(here)}")
+        axes = tuple(self.mesh.values())
+        mesh = Mesh(np.array(here[: self.devices]).reshape(axes), tuple(self.mesh))
 
-        args, _ = jax.tree_util.tree_map_with_path(sharding, (self.arguments, {}))
-        return mesh, args
+        def named(sharding: Sharding) -> NamedSharding:
+            dims = dims_on(sharding, self.mesh) or ()
+            return NamedSharding(mesh, PartitionSpec(*(names or None for names in dims)))
 
-    # ------------------------------------------------------------ files
+        shardings = self.lowered.in_shardings, self.lowered.out_shardings
+        arguments, results = jax.tree.map(named, shardings)
+        return ForJax(mesh, arguments, results)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, which can be read and edited."""
-        arguments = {
-            a.path: {"shape": list(a.shape), "dims": [list(axes) for axes in a.dims]}
-            for a in self.annotations
-        }
-        said = {
-            "format": _FORMAT,
-            "mesh": dict(self.mesh),
-            "arguments": arguments,
-            "hardware": self.hardware,
-            "seconds": self.seconds,
-            "memory_bytes": self.memory_bytes,
-            "model_seconds": self.model_seconds,
-            "bound": self.bound,
-        }
-        Path(path).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(as_text(self), encoding="utf-8")
 
     @staticmethod
     def load(path: str | Path) -> Layout:
         """Read what `save` wrote; a file edited into nonsense is an error that says where."""
-        try:
-            said = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from None
-        if not isinstance(said, dict) or said.get("format") != _FORMAT:
-            raise ValueError(f"{path} is no layout: its format is not {_FORMAT!r}")
-        mesh = said.get("mesh")
-        mesh = mesh if isinstance(mesh, dict) else {}
-        sizes = mesh.values()
-        if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
-            raise ValueError(
-                f"{path}: mesh is {said.get('mesh')!r}; allowed are names with positive sizes"
-            )
-        annotations = tuple(
-            _read(path, name, entry, mesh) for name, entry in said.get("arguments", {}).items()
-        )
-        figures = {k: said.get(k, math.nan) for k in ("seconds", "model_seconds", "bound")}
-        memory = said.get("memory_bytes", 0)
-        return Layout(mesh, annotations, said.get("hardware", ""), memory_bytes=memory, **figures)
-
-    # ------------------------------------------------------------ to be read
+        return Layout(**read(path))
 
     def __str__(self) -> str:
-        mesh = " x ".join(f"{name}={n}" for name, n in self.mesh.items())
-        lines = [
-            f"mesh {mesh} on {self.devices} x {self.hardware}",
-            f"forecast: {duration(self.seconds)} a step, {size(self.memory_bytes)} on each device",
-            f"model: {duration(self.model_seconds)}; no layout takes less than "
-            f"{duration(self.bound)} in it (gap {100 * self.gap:.2f}%)",
-        ]
-        lines += [f"  {a}" for a in self.annotations] or ["  no annotations"]
-        return "\n".join(lines)
+        return summary(self)
 
     def explain(self) -> str:
-        """What was considered, and why the others lost."""
-        lines = [str(self), "considered:"]
-        for entry in sorted(self.considered, key=lambda e: e["seconds"]):
-            against = entry["seconds"] / self.seconds - 1
-            fits = "" if entry["fits"] else ", too much memory"
-            lines.append(
-                f"  {entry['name']}: {duration(entry['seconds'])} ({100 * against:+.1f}%), "
-                f"{size(entry['memory_bytes'])}{fits}"
-            )
-        return "\n".join(lines)
+        """What was considered, why the others lost, and what the time and the memory go to."""
+        return explained(self)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
-
-
-def path_name(path: Any) -> str:
-    """The path of a leaf of (args, kwargs): `[0]['w']` of positional, `name['w']` of others."""
-    first, second, *rest = path
-    tail = jax.tree_util.keystr(tuple(rest))
-    if first.idx == 0:
-        return f"[{second.idx}]{tail}"
-    return f"{second.key}{tail}"
-
-
-def dims_of(spec: Spec, rank: int, mesh: MeshShape) -> Dims:
-    """The names of the mesh axes that cut each dim."""
-    return tuple(
-        tuple(AXES[axis] for axis, at in enumerate(spec) if at == dim) for dim in range(rank)
-    )
-
-
-def _spec(dims: Dims, axes: tuple[str, ...]) -> Spec:
-    found = [next((d for d, names in enumerate(dims) if axis in names), NONE) for axis in axes]
-    return tuple(found)
 
 
 def _check(said: Mapping[str, Annotated], given: Mapping[str, Any], fn: Any) -> None:
@@ -225,18 +177,3 @@ def _check(said: Mapping[str, Annotated], given: Mapping[str, Any], fn: Any) -> 
                 f"the layout is for an argument {path} of shape {annotation.shape}; {name} was "
                 f"given one of shape {shape}"
             )
-
-
-def _read(path: Any, name: str, entry: Any, mesh: Mapping[str, int]) -> Annotated:
-    where = f"{path}: argument {name}"
-    if not isinstance(entry, dict) or not {"shape", "dims"} <= set(entry):
-        raise ValueError(f"{where} is {entry!r}; allowed is an object with shape and dims")
-    shape, dims = entry["shape"], entry["dims"]
-    if not isinstance(dims, list) or len(dims) != len(shape):
-        raise ValueError(f"{where} has {len(shape)} dims, and dims are given as {dims!r}")
-    used = [axis for axes in dims for axis in axes]
-    if unknown := [axis for axis in used if axis not in mesh]:
-        raise ValueError(f"{where}: axis {unknown[0]!r} is not in the mesh; it has {list(mesh)}")
-    if len(set(used)) < len(used):
-        raise ValueError(f"{where}: a mesh axis cuts two dims: {dims!r}")
-    return Annotated(name, tuple(shape), tuple(tuple(axes) for axes in dims))

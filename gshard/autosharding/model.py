@@ -4,6 +4,10 @@ Nodes are tensors, whose strategies are specs, and operators, whose strategies g
 factors. An operator decides how it wants its operands, which are resharded for it, and what its
 results are; a reduced factor that is split leaves partial sums, which are added up in full or only
 where the result is to be held.
+
+There are two ways to price a program. The likely one is for finding layouts. The optimistic one
+is for bounds: wherever a lowered program may share, combine, postpone or avoid communication, the
+least that can be left of it is charged (`Sharing`), and only arguments are known to hold memory.
 """
 
 from __future__ import annotations
@@ -19,10 +23,13 @@ from jax.extend.core import ClosedJaxpr, Literal
 from gshard.autosharding.memory import Floats, Ints, Memory
 from gshard.autosharding.problem import FORBIDDEN, Problem, unite
 from gshard.autosharding.rates import Rates
+from gshard.autosharding.sharing import Sharing
 from gshard.autosharding.specs import NONE, MeshShape, Spec, local_elements, sharding_of, specs_of
+from gshard.autosharding.touched import Touched, Touches
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.ops import PRODUCTS, Op
 from gshard.forecast.work import is_exact, product_flops
+from gshard.operators.rule import RULES
 from gshard.propagation.flow import Edge, Flow
 from gshard.tensors.factors import Dim, Factors
 from gshard.tensors.tile import byte_size
@@ -30,13 +37,11 @@ from gshard.tensors.tile import byte_size
 # Costs are counted in picoseconds: whole numbers, so that equal sums are equal.
 PICO = 1e12
 
-# A tensor that is used this many operators after it was made is stored; one that is used at once
-# is mostly joined with its user.
-_STORED_AFTER = 12
+# Of two layouts that take as long, the one that holds less of its arguments is better: holding one
+# counts as reading this part of it.
+_HELD = 0.01
 
-# The share of the results of operators on single elements that is written to memory: compilers
-# join most of them with their neighbours.
-_JOINED = 0.25
+Strategy = tuple[str | None, ...]  # for each mesh axis the factor that it cuts, if any
 
 
 @dataclasses.dataclass
@@ -47,6 +52,7 @@ class Model:
     problem: Problem
     arguments: list[int]  # the nodes of the arguments; -1 for scalars
     shapes: list[tuple[int, ...]]
+    nodes: dict[Any, int]  # the nodes of all tensors
 
     def specs(self, answer: Ints) -> list[Spec | None]:
         """The specs of the arguments that an answer chooses."""
@@ -62,6 +68,7 @@ def build(
     hardware: Hardware,
     limit: float,
     returned: Sequence[tuple[int, int]] = (),
+    optimistic: bool = False,
 ) -> Model:
     """The problem of a program on one mesh, with so many bytes on each device.
 
@@ -70,53 +77,75 @@ def build(
     """
     flow = Flow(int(np.prod(mesh)))
     flow.add(flat.jaxpr)
-    return _Builder(flow, flat, mesh, hardware).built(limit, returned)
+    return _Builder(flow, flat, mesh, hardware, optimistic).built(limit, returned)
 
 
 class _Builder:
-    def __init__(self, flow: Flow, flat: ClosedJaxpr, mesh: MeshShape, hardware: Hardware):
+    def __init__(
+        self, flow: Flow, flat: ClosedJaxpr, mesh: MeshShape, hardware: Hardware, optimistic: bool
+    ):
         self.flow, self.flat, self.mesh, self.hardware = flow, flat, mesh, hardware
-        self.rates = Rates(hardware, mesh)
+        self.optimistic = optimistic
+        self.alone = Rates(hardware, mesh)
+        self.combined = Rates(hardware, mesh, combined=True)
+        self.moves = self.combined if optimistic else self.alone
+        self.weights = {getattr(v.aval, "shape", ()) for v in flat.jaxpr.invars}
+        self.touched = Touched(flat.jaxpr, hardware.compiler)
+        self.sharing = Sharing(flow, optimistic)
+        self.bandwidth = hardware.memory_bandwidth * hardware.reached.memory
         self.costs: list[Floats] = []
         self.edges: list[tuple[int, int, Floats]] = []
         self.nodes: dict[Any, int] = {}  # of tensors
         self.known: dict[Any, Any] = {}  # tables of operators that are alike
         self.made: dict[Any, int] = {}
         self.used: dict[Any, int] = {}
-        self.large: set[Any] = set()  # stored in any case: arguments, results, and of products
 
     def built(self, limit: float, returned: Sequence[tuple[int, int]]) -> Model:
         """The finished problem."""
         arguments = list(self.flat.jaxpr.invars)
         for var in arguments:
             self.made[var] = 0
-            self._argument(var)
+            if self._node(var) >= 0 and not self.optimistic:
+                self._copied(var, _HELD)
         for edge in self.flow.edges:
             self._operator(edge)
+        for var, times in self.touched.copied.items():
+            self._copied(var, times)
         for var in self.flow.said:
             self._fix(var)
-        for result, argument in returned:
+        for result, argument in () if self.optimistic else returned:
             self._tie(self.flat.jaxpr.outvars[result], arguments[argument])
-        last = len(self.flow.edges) + 1
-        for var in [*arguments, *self.flat.jaxpr.outvars]:
-            if not isinstance(var, Literal):
-                self.used[var] = last
-                self.large.add(var)
-        holdings = []
-        for var, node in self.nodes.items():
-            start, stop = self.made.get(var, 0), self.used.get(var, 0) + 1
-            if stop - start > _STORED_AFTER or var in self.large:
-                shape, size = var.aval.shape, var.aval.dtype.itemsize
-                usage = [
-                    float(local_elements(shape, spec, self.mesh) * size)
-                    for spec in specs_of(shape, self.mesh)
-                ]
-                holdings.append((node, start, min(stop, last + 1), usage))
-        memory = Memory.of(holdings, np.full(last + 1, float(limit)))
         edges = unite(self.edges, self.costs)
         nodes = [self.nodes.get(var, -1) for var in arguments]
         shapes = [getattr(var.aval, "shape", ()) for var in arguments]
-        return Model(self.mesh, Problem(tuple(self.costs), tuple(edges), memory), nodes, shapes)
+        reached = self.hardware.reached
+        products = sum(e.runs for e in self.flow.edges if _name(e) in PRODUCTS)
+        starts = products if self.optimistic else self.touched.starts  # products stay apart
+        constant = float(np.rint((starts * reached.operator_seconds + reached.step_seconds) * PICO))
+        problem = Problem(tuple(self.costs), tuple(edges), self._memory(limit), constant)
+        return Model(self.mesh, problem, nodes, shapes, self.nodes)
+
+    def _memory(self, limit: float) -> Memory:
+        """What is held: arguments and results for the whole step, other values while in use."""
+        last = len(self.flow.edges) + 1
+        leaving = {v for v in self.flat.jaxpr.outvars if not isinstance(v, Literal)}
+        arguments = set(self.flat.jaxpr.invars)
+        holdings = []
+        for var, node in self.nodes.items():
+            start, stop = self.made.get(var, 0), self.used.get(var, 0) + 1
+            if var in leaving or var in arguments:
+                stop = last + 1
+            elif self.optimistic or var not in self.touched.stored:
+                continue
+            if self.optimistic and var not in arguments:
+                continue
+            usage = [float(b) for b in self._local_bytes(var)]
+            holdings.append((node, start, min(stop, last + 1), usage))
+        return Memory.of(holdings, np.full(last + 1, float(limit)))
+
+    def _local_bytes(self, var: Any) -> list[int]:
+        shape, size = var.aval.shape, byte_size((), var.aval.dtype)
+        return [local_elements(shape, s, self.mesh) * size for s in specs_of(shape, self.mesh)]
 
     def _node(self, var: Any) -> int:
         """The node of a tensor; -1 for scalars, which have no dims to split."""
@@ -128,14 +157,12 @@ class _Builder:
             self.costs.append(np.zeros(len(specs_of(shape, self.mesh))))
         return self.nodes[var]
 
-    def _argument(self, var: Any) -> None:
-        """An argument is read once: less where it is cut."""
-        node = self._node(var)
-        if node >= 0:
-            shape, size = var.aval.shape, byte_size((), var.aval.dtype)
-            rate = self.hardware.memory_bandwidth * self.hardware.reached.memory
-            local = [local_elements(shape, s, self.mesh) for s in specs_of(shape, self.mesh)]
-            self.costs[node] = np.rint(np.array(local) * size / rate * PICO)
+    def _copied(self, var: Any, times: float) -> None:
+        """A tensor that a loop copies, or that is read by what has no operator here."""
+        if var in self.nodes:
+            seconds = np.array(self._local_bytes(var)) * times / self.bandwidth
+            runs = self.flow.runs.get(var, 1)
+            self.costs[self.nodes[var]] += np.rint(seconds * runs * PICO)
 
     def _fix(self, var: Any) -> None:
         """A tensor with an annotation keeps it, where this mesh can express it."""
@@ -155,7 +182,7 @@ class _Builder:
             return
         first, second = self._node(result), self._node(argument)
         if first >= 0 and second >= 0:
-            table = self.rates.reshards(argument.aval.shape, byte_size((), argument.aval.dtype))
+            table = self.moves.reshards(argument.aval.shape, byte_size((), argument.aval.dtype))
             self.edges.append((first, second, np.rint(table * PICO)))
 
     def _operator(self, edge: Edge) -> None:
@@ -170,46 +197,49 @@ class _Builder:
         if all(node < 0 for node in nodes):
             return
         shapes = tuple((a.aval.shape, byte_size((), a.aval.dtype)) for a in tensors)
-        key = (id(edge.factors), shapes, edge.runs, _name(edge))
+        touches = self.touched.of(edge.eqn)
+        shares = self.sharing.of(edge)
+        key = (id(edge.factors), shapes, edge.runs, _name(edge), touches, shares)
         if key not in self.known:  # the factors are kept, so that their id stays theirs
-            self.known[key] = (edge.factors, *self._tables(edge))
+            self.known[key] = (edge.factors, *self._tables(edge, touches, shares))
         _, costs, tables = self.known[key]
         own = len(self.costs)
         self.costs.append(costs)
-        if _name(edge) in PRODUCTS:
-            self.large.update(results)
         for node, table in zip(nodes, tables, strict=True):
             if node >= 0 and table is not None:
                 self.edges.append((own, node, table))
 
-    def _tables(self, edge: Edge) -> tuple[Floats, list[Floats | None]]:
+    def _tables(
+        self, edge: Edge, touches: Touches, shares: tuple[tuple[float, ...], tuple[float, ...]]
+    ) -> tuple[Floats, list[Floats | None]]:
         """Costs of an operator's strategies, and a table for each of its tensors."""
         strategies = self._strategies(edge)
-        costs = np.array([self._work(edge, s) for s in strategies])
+        costs = np.array([self._work(edge, s, touches) for s in strategies])
         tables: list[Floats | None] = []
         for side, atoms in enumerate(edge.atoms):
             described = (edge.factors.operands, edge.factors.results)[side]
-            for atom, dims in zip(atoms, described, strict=True):
+            for atom, dims, share in zip(atoms, described, shares[side], strict=True):
                 if isinstance(atom, Literal):
                     continue
                 shape = getattr(atom.aval, "shape", ())
                 if not shape:
                     tables.append(None)
                     if side:
-                        costs += [self._scalar_sum(edge, s, atom) for s in strategies]
+                        costs += [share * self._scalar_sum(edge, s, atom) for s in strategies]
                 elif side:
-                    tables.append(self._into_result(edge, strategies, atom, dims))
+                    tables.append(self._into_result(edge, strategies, atom, dims, share))
                 else:
-                    tables.append(self._into_operand(edge, strategies, atom, dims))
+                    tables.append(self._into_operand(edge, strategies, atom, dims, share))
         return np.rint(costs * edge.runs * PICO), tables
 
-    def _strategies(self, edge: Edge) -> list[tuple[str | None, ...]]:
+    def _strategies(self, edge: Edge) -> list[Strategy]:
         """Mesh axes given to factors, where every tensor can express it."""
         factors = edge.factors
         named = dict.fromkeys(
             f for t in (*factors.operands, *factors.results) for d in t for f in d
         )
-        free = [f for f in named if f not in factors.whole and self._is_major(factors, f)]
+        whole = () if self._may_split_all(edge) else factors.whole
+        free = [f for f in named if f not in whole and self._is_major(factors, f)]
         found = []
         for choice in itertools.product((None, *free), repeat=len(self.mesh)):
             tiles: dict[str, int] = {}
@@ -220,6 +250,11 @@ class _Builder:
                 found.append(choice)
         return found
 
+    def _may_split_all(self, edge: Edge) -> bool:
+        """Whether a rule of its own may partition an operator along dims that factors keep."""
+        rule = None if edge.eqn is None else RULES.get(edge.eqn.primitive)
+        return self.optimistic and rule is not None and rule.partition is not None
+
     def _is_major(self, factors: Factors, factor: str) -> bool:
         """Whether a factor comes first in every dim that has it, but for factors of size 1."""
         for tensor in (*factors.operands, *factors.results):
@@ -228,45 +263,73 @@ class _Builder:
                     return False
         return True
 
-    def _work(self, edge: Edge, strategy: tuple[str | None, ...]) -> float:
-        """Seconds of the operator itself, on its part of the work."""
+    def _work(self, edge: Edge, strategy: Strategy, touches: Touches) -> float:
+        """Seconds of the operator itself, on its part of the work: arithmetic or memory."""
         if edge.eqn is None:
             return 0.0
+        memory = 0.0 if touches.covered else self._touched(edge, strategy, touches)
+        if _name(edge) not in PRODUCTS:
+            return memory
         parts = float(
             np.prod([n for f, n in zip(strategy, self.mesh, strict=True) if f is not None])
         )
-        reached = self.hardware.reached
-        if _name(edge) in PRODUCTS:
-            op = Op(edge.eqn, (), (), joins=False)
-            rate = self.hardware.rate(edge.eqn.invars[0].aval.dtype, is_exact(op))
-            return product_flops(op) / (rate * reached.products) / parts
-        results = sum(byte_size(v.aval.shape, v.aval.dtype) for v in edge.eqn.outvars)
-        stored = _JOINED if edge.level == 0 else 1.0
-        return stored * results / (self.hardware.memory_bandwidth * reached.memory) / parts
+        op = Op(edge.eqn, (), (), joins=False)
+        rate = self.hardware.rate(edge.eqn.invars[0].aval.dtype, is_exact(op))
+        seconds = product_flops(op) / (rate * self.hardware.reached.products) / parts
+        return max(seconds, memory)
 
-    def _spec(self, strategy: tuple[str | None, ...], dims: Sequence[Dim]) -> Spec:
+    def _touched(self, edge: Edge, strategy: Strategy, touches: Touches) -> float:
+        """Seconds to read and write the memory that the operator touches."""
+        total = 0.0
+        for atoms, described, parts in zip(
+            edge.atoms,
+            (edge.factors.operands, edge.factors.results),
+            (touches.reads, touches.writes),
+            strict=True,
+        ):
+            for number, share in parts:
+                shape, dtype = atoms[number].aval.shape, atoms[number].aval.dtype
+                spec = self._spec(strategy, described[number])
+                total += share * local_elements(shape, spec, self.mesh) * byte_size((), dtype)
+        return total / self.bandwidth
+
+    def _spec(self, strategy: Strategy, dims: Sequence[Dim]) -> Spec:
         """How a tensor is cut where the factors are."""
         return tuple(
             next((d for d, names in enumerate(dims) if f is not None and f in names), NONE)
             for f in strategy
         )
 
-    def _partial(self, edge: Edge, strategy: tuple[str | None, ...]) -> list[int]:
+    def _partial(self, edge: Edge, strategy: Strategy) -> list[int]:
         """The mesh axes over which results are partial."""
         return [axis for axis, f in enumerate(strategy) if f in edge.factors.reduced]
 
-    def _into_operand(self, edge: Edge, strategies: Any, atom: Any, dims: Sequence[Dim]) -> Floats:
+    def _into_operand(
+        self,
+        edge: Edge,
+        strategies: Sequence[Strategy],
+        atom: Any,
+        dims: Sequence[Dim],
+        share: float,
+    ) -> Floats:
         shape, itemsize = atom.aval.shape, byte_size((), atom.aval.dtype)
         specs = specs_of(shape, self.mesh)
         position = {spec: i for i, spec in enumerate(specs)}
-        moved = np.rint(self.rates.reshards(shape, itemsize) * edge.runs * PICO)
+        moved = np.rint(self.moves.reshards(shape, itemsize) * (share * edge.runs * PICO))
         rows = []
         for strategy in strategies:
             at = position.get(self._spec(strategy, dims))
             rows.append(np.full(len(specs), FORBIDDEN) if at is None else moved[:, at])
         return np.array(rows)
 
-    def _into_result(self, edge: Edge, strategies: Any, atom: Any, dims: Sequence[Dim]) -> Floats:
+    def _into_result(
+        self,
+        edge: Edge,
+        strategies: Sequence[Strategy],
+        atom: Any,
+        dims: Sequence[Dim],
+        share: float,
+    ) -> Floats:
         shape, itemsize = atom.aval.shape, byte_size((), atom.aval.dtype)
         specs = specs_of(shape, self.mesh)
         table = np.full((len(strategies), len(specs)), FORBIDDEN)
@@ -278,25 +341,29 @@ class _Builder:
                     for axis, (a, b) in enumerate(zip(made, spec, strict=True))
                 ):
                     seconds = self._summed(shape, itemsize, made, spec, partial)
-                    table[i, j] = np.rint(seconds * edge.runs * PICO)
+                    table[i, j] = np.rint(seconds * share * edge.runs * PICO)
         return table
 
     def _summed(
         self, shape: tuple[int, ...], itemsize: int, made: Spec, spec: Spec, partial: list[int]
     ) -> float:
         """Seconds to add partial results up, first where the sum is cut on the way."""
-        now, total = made, 0.0
+        now, total, sums = made, 0.0, self._sums(shape)
         for axis in sorted(partial, key=lambda axis: spec[axis] == NONE):
             size = local_elements(shape, now, self.mesh) * itemsize
             kind = "all_reduce" if spec[axis] == NONE else "reduce_scatter"
-            total += self.rates.seconds(kind, axis, size)
+            total += sums.seconds(kind, axis, size)
             now = (*now[:axis], spec[axis], *now[axis + 1 :])
         return total
 
-    def _scalar_sum(self, edge: Edge, strategy: tuple[str | None, ...], atom: Any) -> float:
+    def _scalar_sum(self, edge: Edge, strategy: Strategy, atom: Any) -> float:
         size = byte_size((), atom.aval.dtype)
-        partial = self._partial(edge, strategy)
-        return sum(self.rates.seconds("all_reduce", axis, size) for axis in partial)
+        partial, sums = self._partial(edge, strategy), self._sums(())
+        return sum(sums.seconds("all_reduce", axis, size) for axis in partial)
+
+    def _sums(self, shape: tuple[int, ...]) -> Rates:
+        """What sums take: those of gradients wait for nothing, so that they can be combined."""
+        return self.combined if self.optimistic or shape in self.weights else self.alone
 
 
 def _name(edge: Edge) -> str:

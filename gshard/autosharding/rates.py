@@ -9,33 +9,43 @@ import numpy as np
 
 from gshard.autosharding.memory import Floats
 from gshard.autosharding.specs import NONE, MeshShape, Spec, local_elements, specs_of
-from gshard.forecast.collective import collective_terms
+from gshard.forecast.collective import collective_terms, reach
 from gshard.forecast.hardware import Hardware
+from gshard.moving.costs import LATENCIES
 
 _SAMPLE = 1 << 24  # bytes by which the rate of an axis is measured
 
 
 class Rates:
-    """Collectives along single mesh axes of a machine: latency, and seconds per byte."""
+    """Collectives along single mesh axes of a machine: latency, and seconds per byte.
 
-    def __init__(self, hardware: Hardware, mesh: MeshShape) -> None:
-        self.hardware, self.mesh = hardware, mesh
+    Small collectives may be combined into one of up to `LATENCIES` times the bytes that are sent in
+    the latency of one. Where that is assumed (`combined`), each pays its part of a latency.
+    """
+
+    def __init__(self, hardware: Hardware, mesh: MeshShape, combined: bool = False) -> None:
+        self.hardware, self.mesh, self.combined = hardware, mesh, combined
         topology = hardware.topology(math.prod(mesh))
         ids = np.arange(math.prod(mesh)).reshape(mesh)
+        self.most = LATENCIES * hardware.machine.latency  # bytes of combined collectives
         self.terms: dict[tuple[str, int], tuple[float, float]] = {}
         for axis, size in enumerate(mesh):
             rows = np.moveaxis(ids, axis, -1).reshape(-1, size)
             groups = tuple(tuple(int(i) for i in row) for row in rows)
+            reached = hardware.reached
+            skew = reached.skew_seconds * reach(topology, groups)
             for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
                 sent, waited = collective_terms(topology, kind, _SAMPLE, groups)
-                reached = hardware.reached
-                latency = waited + reached.operator_seconds + reached.skew_seconds
+                latency = waited + reached.operator_seconds + skew
                 self.terms[kind, axis] = latency, sent / reached.links / _SAMPLE
 
     def seconds(self, kind: str, axis: int, size: float) -> float:
         """A collective on an operand of `size` bytes on each device."""
+        if self.mesh[axis] == 1:
+            return 0.0
         latency, per_byte = self.terms[kind, axis]
-        return latency + per_byte * size if self.mesh[axis] > 1 else 0.0
+        part = min(1.0, size / self.most) if self.combined else 1.0
+        return latency * part + per_byte * size
 
     @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
     def reshards(self, shape: tuple[int, ...], itemsize: int) -> Floats:

@@ -45,8 +45,9 @@ def _is_by_rows(op: Op, scattered: set[Any]) -> bool:
     """Whether it reduces the last dim, and rows are contiguous."""
     if not op.reduces or len(op.reads) != 1 or op.reads[0] in scattered:
         return False
-    rank = len(op.reads[0].aval.shape)
-    return rank > 1 and tuple(op.eqn.params.get("axes", ())) == (rank - 1,)
+    shape = op.reads[0].aval.shape
+    reduced = [axis for axis in op.eqn.params.get("axes", ()) if shape[axis] > 1]
+    return len(shape) > 1 and reduced == [len(shape) - 1]
 
 
 def _turned_results(body: Any) -> set[int]:

@@ -84,15 +84,20 @@ def propagate(
     num_devices: int,
     given: Mapping[Any, Sharding] | None = None,
     memory_limit: int = MEMORY_LIMIT,
+    inside: Mapping[Any, Sharding] | None = None,
 ) -> Propagated:
     """A sharding for every variable of the program and of the bodies in it.
 
     `given` are the current shardings of arguments, as binding as annotations, except that a
     replicated one may be split, which sends nothing, unless that costs more later. Invariants of a
-    loop that take at most `memory_limit` bytes in all may be gathered before it.
+    loop that take at most `memory_limit` bytes in all may be gathered before it. Variables
+    `inside` the program are held to their shardings, except those that a rewrite has removed.
     """
     flow = Flow(num_devices, memory_limit)
     flow.add(closed.jaxpr)
+    for var, sharding in (inside or {}).items():
+        if var in flow.given and var not in flow.manual:
+            flow.fix(var, sharding)
     whole = {var: sharding for var, sharding in (given or {}).items() if sharding.is_replicated}
     for var, sharding in (given or {}).items():
         if var not in whole:

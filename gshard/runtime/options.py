@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from gshard.forecast import Hardware
+from gshard.propagation.inside import Inside
 from gshard.runtime.program import Settings
 
 
@@ -46,6 +47,7 @@ class Options:
     memory_limit: int
     strict: bool
     hardware: Hardware | None = None  # to plan for; None: what JAX reports
+    inside: tuple[Inside, ...] = ()  # annotations of tensors that the function makes
 
     def target(self, devices: tuple[jax.Device, ...] | int) -> str | None:
         """The platform that a program for `devices` is traced for; None: JAX's default."""

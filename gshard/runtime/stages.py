@@ -107,6 +107,11 @@ class Lowered(Stage):
         return self.trees.like_results(self._program.output_shardings())
 
     @property
+    def flat_shardings(self) -> tuple[Sequence[Sharding], Sequence[Sharding]]:
+        """The shardings of the arrays among the arguments and results, in their order."""
+        return self._program.input_shardings(), self._program.output_shardings()
+
+    @property
     def in_info(self) -> Any:
         """The arguments as shapes with JAX's own shardings: how to load them from a checkpoint."""
         return self.trees.like_arguments(self._program.structs(self.trees.dtypes))

@@ -1,5 +1,6 @@
 """`gshard.auto`: known answers, values, memory, files, errors."""
 
+import dataclasses
 import itertools
 import json
 
@@ -11,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gshard
+from gshard.autosharding.annotated import Annotated, AnnotatedInside
 from gshard.autosharding.auto import bytes_of
-from gshard.autosharding.layout import Annotated
 from gshard.autosharding.model import build
 from gshard.autosharding.rates import Rates
 from gshard.autosharding.specs import mesh_shapes, sharding_of, specs_of
+from gshard.autosharding.subject import Subject
 from gshard.forecast.hardware import hardware
+from gshard.propagation.inside import places
 from tests.oracle import random_array
 
 
@@ -75,11 +78,12 @@ def test_values_are_those_of_the_program():
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, wanted
         )
-    mesh, shardings = layout.to_jax()
-    assert mesh.size == 8
+    for_jax = layout.to_jax()
+    assert for_jax.mesh.size == 8
+    shardings = {"in_shardings": for_jax.in_shardings, "out_shardings": for_jax.out_shardings}
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-        jax.jit(step, in_shardings=shardings)(*args),
+        jax.jit(step, **shardings)(*args),
         wanted,
     )
 
@@ -131,7 +135,7 @@ def test_files(tmp_path):
 
 def test_a_layout_of_another_program_is_refused():
     layout = gshard.Layout(
-        {"a": 8}, (Annotated("[1]", (16, 8), (("a",), ())),), "h100", 1.0, 1, 1.0, 1.0
+        {"a": 8}, (Annotated("[1]", (16, 8), (("a",), ())),), "h100", 1.0, 1, 1.0
     )
     jitted = gshard.jit(lambda x: x + 1, annotations=layout, devices=8)
     with pytest.raises(ValueError, match=r"argument \[1\], which <lambda> was not given"):
@@ -204,6 +208,7 @@ def test_the_best_of_all_layouts_of_a_product(batch, features, hidden, devices):
                 product, in_shardings=shardings, devices=devices, hardware="h100"
             ).lower(*args)
             best = min(best, lowered.forecast().step_seconds)
+    assert layout.bound <= best
     assert layout.seconds <= 1.01 * best
 
 
@@ -219,3 +224,53 @@ def test_an_annotation_in_the_program_is_kept():
     assert any(np.isinf(c).any() for c in model.problem.costs)
     layout = gshard.auto(data_parallel, *args, devices=8, hardware="h100")
     assert layout.lowered.collectives  # gradients of the weights are summed, if nothing else
+
+
+def test_tensors_inside_are_annotated_by_line(tmp_path):
+    """Two products on one line, the second by number; the annotation holds after a file."""
+
+    def products(x, first, second):
+        return x @ first @ second
+
+    args = tuple(random_array(s) for s in ((64, 32), (32, 32), (32, 32)))
+    lowered = gshard.jit(products, devices=8).lower(*args)
+    assert not lowered.collectives
+    flat = Subject.of(products, args, 8).flat
+    (place, _), (again, number) = places(flat).values()
+    assert place == again
+    assert number == 1
+    assert place.source.startswith("test_auto.py:")
+    inside = AnnotatedInside(place, (1,), ((), ("a",)))
+    layout = gshard.Layout({"a": 8}, (), "h100", 1.0, 1, 1.0, inside=(inside,))
+    layout.save(tmp_path / "layout.json")
+    layout = gshard.Layout.load(tmp_path / "layout.json")
+    jitted = gshard.jit(products, annotations=layout)
+    assert [s.tiles for s in jitted.lower(*args).flat_shardings[1]] == [(1, 8)]
+    np.testing.assert_allclose(jitted(*args), products(*args), rtol=1e-4, atol=1e-4)
+    with pytest.raises(
+        ValueError, match=r"made at test_auto\.py:\d+ dot_general 64x32, which this"
+    ):
+        gshard.jit(lambda x: x + 1, annotations=layout).lower(args[0])
+
+
+def test_a_state_keeps_its_sharding():
+    """Without annotations of results the second step would begin with a reshard."""
+    layout = gshard.auto(step, *_arguments(16, 1024, 4096), devices=8, hardware="h100")
+    given, made = layout.lowered.flat_shardings
+    assert [s.tiles for s in given[:2]] == [s.tiles for s in made]
+    assert any(max(s.tiles) > 1 for s in made)
+
+
+def test_what_each_annotation_saves_is_what_a_step_takes_without_it():
+    args = _arguments(8192)
+    layout = gshard.auto(step, *args, devices=8, hardware="h100")
+    for annotation in layout.annotations:
+        own = (annotation.shape, annotation.dims)
+        rest = tuple(a for a in layout.annotations if (a.shape, a.dims) != own)
+        without = dataclasses.replace(layout, annotations=rest, results=())
+        lowered = gshard.jit(step, annotations=without, devices=8, hardware="h100").lower(*args)
+        more = lowered.forecast().step_seconds - layout.seconds
+        assert annotation.saves == pytest.approx(more)
+    assert "saves" in str(layout)
+    assert "the runner-up" in layout.explain()
+    assert "links: " in layout.explain()

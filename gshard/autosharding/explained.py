@@ -1,0 +1,123 @@
+"""A layout in words: what it is, what else was considered, and what its time goes to."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from gshard.forecast.report import Forecast, duration, size
+
+_MOST = 5  # rows of each list
+
+
+@dataclasses.dataclass(frozen=True)
+class Considered:
+    """A layout that was lowered, and the forecast of its program."""
+
+    name: str
+    seconds: float
+    memory_bytes: int
+    fits: bool
+    communication_seconds: float
+    sent_bytes: int
+
+    @staticmethod
+    def of(name: str, forecast: Forecast, limit: int) -> Considered:
+        """What is kept of a forecast."""
+        collectives = [o for o in forecast.operators if o.collective]
+        return Considered(
+            name,
+            forecast.step_seconds,
+            forecast.memory_bytes,
+            forecast.memory_bytes <= limit,
+            float(sum(o.total_seconds for o in collectives)),
+            sum(o.sent * o.count for o in collectives),
+        )
+
+
+def summary(layout: Any) -> str:
+    """The mesh, the figures, and the annotations with what each saves."""
+    mesh = " x ".join(f"{name}={n}" for name, n in layout.mesh.items())
+    lines = [
+        f"mesh {mesh} on {layout.devices} x {layout.hardware}",
+        f"forecast: {duration(layout.seconds)} a step, {size(layout.memory_bytes)} on each device",
+        f"no layout takes less than {duration(layout.bound)} (gap {100 * layout.gap:.1f}%)",
+    ]
+    lines += [_line(a) for a in (*layout.annotations, *layout.inside)] or ["  no annotations"]
+    if layout.results:
+        lines.append(f"  {len(layout.results)} results are sharded like the arguments they replace")
+    return "\n".join(lines)
+
+
+def _line(annotation: Any) -> str:
+    saves = f", saves {duration(annotation.saves)}" if annotation.saves > 0 else ""
+    return f"  {annotation}{saves}"
+
+
+def explained(layout: Any) -> str:
+    """The summary, what was considered, why the runner-up lost, and what binds."""
+    lines = [summary(layout)]
+    if layout.considered:
+        lines += ["considered:", *_considered(layout), *_runner_up(layout)]
+    if layout.lowered is not None:
+        forecast = layout.lowered.forecast(layout.keywords["hardware"])
+        lines += ["what binds:", *_binding(layout, forecast)]
+    return "\n".join(lines)
+
+
+def _considered(layout: Any) -> list[str]:
+    ordered = sorted(layout.considered, key=lambda c: c.seconds)
+    lines = []
+    for each in ordered[:_MOST]:
+        against = each.seconds / layout.seconds - 1
+        fits = "" if each.fits else ", too much memory"
+        lines.append(
+            f"  {each.name}: {duration(each.seconds)} ({100 * against:+.1f}%), "
+            f"{size(each.memory_bytes)}{fits}"
+        )
+    more = len(ordered) - _MOST
+    return lines + ([f"  and {more} more, all slower"] if more > 0 else [])
+
+
+def _runner_up(layout: Any) -> list[str]:
+    """Why the best of the layouts that are not this one lost."""
+    own = [c for c in layout.considered if c.seconds == layout.seconds]
+    others = [c for c in layout.considered if c.seconds > layout.seconds and c.fits]
+    if not own or not others:
+        return []
+    chosen, other = own[0], min(others, key=lambda c: c.seconds)
+    sends = other.communication_seconds - chosen.communication_seconds
+    works = (other.seconds - other.communication_seconds) - (
+        chosen.seconds - chosen.communication_seconds
+    )
+
+    def more(seconds: float) -> str:
+        return f"{duration(abs(seconds))} {'more' if seconds > 0 else 'less'}"
+
+    return [
+        f"the runner-up, {other.name}, takes {more(other.seconds - chosen.seconds)}: "
+        f"{more(sends)} for communication, {more(works)} for work"
+    ]
+
+
+def _binding(layout: Any, forecast: Forecast) -> list[str]:
+    lines = []
+    collectives = sorted(
+        (o for o in forecast.operators if o.collective), key=lambda o: -o.total_seconds
+    )
+    for each in collectives[:_MOST]:
+        if each.total_seconds > 0.01 * layout.seconds:
+            lines.append(
+                f"  links: {each.collective} at {each.source}, {duration(each.total_seconds)}"
+            )
+    faster = [c for c in layout.considered if not c.fits and c.seconds < layout.seconds]
+    if faster:
+        best = min(faster, key=lambda c: c.seconds)
+        lines.append(
+            f"  memory: {best.name} would take {duration(best.seconds)}, but holds "
+            f"{size(best.memory_bytes - layout.limit)} too much"
+        )
+    where = forecast.memory.where
+    at = f" at {where}" if where else ""
+    lines.append(f"  memory: the peak is {size(layout.memory_bytes)}{at}")
+    return lines

@@ -1,0 +1,62 @@
+"""What of its communication an operator pays for itself, and what others pay with it.
+
+A value that several operators need in one form is moved once, and partial sums that are added are
+summed once. Which operators will agree is not known before the layout is: the optimistic share is
+the least that each may pay, the likely one assumes that products agree.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from jax.extend.core import Literal
+from jax.extend.core import primitives as p
+
+from gshard.propagation.flow import Edge, Flow
+
+
+class Sharing:
+    """The shares of all operators of a program."""
+
+    def __init__(self, flow: Flow, optimistic: bool) -> None:
+        self.flow, self.optimistic = flow, optimistic
+        self.source: dict[Any, Any] = {}  # of what is transposed
+        self.uses: Counter[Any] = Counter()
+        for edge in flow.edges:
+            operands = [a for a in edge.atoms[0] if not isinstance(a, Literal)]
+            if edge.eqn is not None and edge.eqn.primitive is p.transpose_p and operands:
+                self.source[edge.eqn.outvars[0]] = self._source(operands[0])
+            for atom in operands:
+                if optimistic or edge.level > 0:
+                    self.uses[self._source(atom)] += 1
+        self.smaller: dict[Any, float] = {}  # what is left of a sum that waits
+        for edge in reversed(flow.edges) if optimistic else ():
+            for atom in edge.atoms[0]:
+                if not isinstance(atom, Literal) and atom in flow.shares and edge.atoms[1]:
+                    self._postponed(atom, edge.atoms[1][0])
+
+    def of(self, edge: Edge) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The part of each operand's move, and of each result's sum, that an operator pays."""
+        operands = tuple(
+            1.0 if isinstance(a, Literal) else self._move(edge, a) for a in edge.atoms[0]
+        )
+        results = tuple(
+            self.flow.shares.get(a, 1.0) * self.smaller.get(a, 1.0) for a in edge.atoms[1]
+        )
+        return operands, results
+
+    def _source(self, var: Any) -> Any:
+        return self.source.get(var, var)
+
+    def _move(self, edge: Edge, var: Any) -> float:
+        if isinstance(var, Literal):
+            return 1.0
+        narrow = self.flow.narrow.get(var, 1.0)
+        shared = self.optimistic or edge.level > 0
+        return narrow / max(self.uses[self._source(var)], 1) if shared else narrow
+
+    def _postponed(self, var: Any, result: Any) -> None:
+        size, after = (max(v.aval.size, 1) for v in (var, result))
+        left = min(1.0, after / size) * self.smaller.get(result, 1.0)
+        self.smaller[var] = min(left, self.smaller.get(var, 1.0))

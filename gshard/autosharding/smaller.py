@@ -1,0 +1,82 @@
+"""Layouts with fewer annotations: what propagation finds by itself, or nearly, is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gshard.autosharding.annotated import Annotated, AnnotatedInside
+from gshard.autosharding.candidates import Candidates
+from gshard.autosharding.layout import Layout
+
+# By how much a layout may be slower than the best one to have fewer annotations.
+TOLERANCE = 0.01
+
+Group = tuple[Annotated | AnnotatedInside, ...]  # annotations that are alike, as of equal layers
+
+
+def smaller(
+    best: Layout, most: float, candidates: Candidates, more_time: Callable[[], bool]
+) -> Layout:
+    """The layout with as few annotations as keep it at `most` seconds, and what each saves.
+
+    Halves of the annotations inside the program are left out first, then halves of the halves.
+    Where none is needed, those of arguments are tried, one group after the other; else arguments
+    say best what the layout is.
+    """
+    search = _Search(best, most, candidates, more_time)
+    search.without(_groups(best.inside))
+    for group in [] if search.best.inside else _groups(best.annotations):
+        search.without([group])
+    return dataclasses.replace(search.best, considered=tuple(candidates.considered))
+
+
+@dataclasses.dataclass
+class _Search:
+    best: Layout
+    most: float
+    candidates: Candidates
+    more_time: Callable[[], bool]
+
+    def without(self, groups: Sequence[Group]) -> None:
+        """Leave out as many of these as one can."""
+        if not groups or not self.more_time():
+            return
+        left_out = {a for group in groups for a in group}
+        best = self.best
+        tried = self.candidates.priced(
+            tuple(best.mesh.values()),
+            tuple(a for a in best.annotations if a not in left_out),
+            tuple(a for a in best.inside if a not in left_out),
+        )
+        if tried.seconds <= self.most and tried.memory_bytes <= self.candidates.limit:
+            self.best = tried
+        elif len(groups) == 1:
+            self._saves(groups[0], max(0.0, tried.seconds - best.seconds))
+        else:
+            middle = len(groups) // 2
+            self.without(groups[:middle])
+            self.without(groups[middle:])
+
+    def _saves(self, group: Group, seconds: float) -> None:
+        """Note what a group saves."""
+
+        def noted(annotations: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(
+                dataclasses.replace(a, saves=seconds) if a in group else a for a in annotations
+            )
+
+        best = self.best
+        self.best = dataclasses.replace(
+            best, annotations=noted(best.annotations), inside=noted(best.inside)
+        )
+
+
+def _groups(annotations: Sequence[Annotated | AnnotatedInside]) -> list[Group]:
+    """Annotations of equal tensors together: those of one shape, split alike."""
+    groups: dict[Any, list[Annotated | AnnotatedInside]] = {}
+    for annotation in annotations:
+        where = annotation.place.source if isinstance(annotation, AnnotatedInside) else ""
+        groups.setdefault((where, annotation.shape, annotation.dims), []).append(annotation)
+    return [tuple(group) for group in groups.values()]

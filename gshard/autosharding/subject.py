@@ -1,0 +1,100 @@
+"""The program that a layout is chosen for: traced, flat, and its arguments by their paths."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from gshard import _jax
+from gshard.annotate import tracing_for
+from gshard.autosharding.annotated import path_name, result_name
+from gshard.capture.flatten import inline
+from gshard.capture.placement import device_order
+from gshard.simplify import PASSES, simplify
+
+# Arrays that an argument has at least to be taken for a state: what returns a single array of the
+# shape of an argument may be anything.
+_STATE = 2
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Subject:
+    """A function and its arguments, and the program that they make.
+
+    `returned` are pairs of a result and an argument of the program, by number: the result is the
+    argument of the next step. `states` has the paths of the same pairs.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    devices: int
+    flat: ClosedJaxpr
+    paths: list[tuple[str, tuple[int, ...]]]  # of the arrays among the arguments, with shapes
+    closed_over: int  # arrays that the function closes over: the first arguments of the program
+    returned: list[tuple[int, int]]
+    states: list[tuple[str, str]]
+
+    @staticmethod
+    def of(fn: Callable[..., Any], args: tuple[Any, ...], devices: int) -> Subject:
+        """Trace the function."""
+        given, tree = jax.tree_util.tree_flatten_with_path((args, {}))
+        leaves = [leaf for _, leaf in given]
+        arrays = [i for i, leaf in enumerate(leaves) if _jax.is_array_like(leaf)]
+
+        def of_arrays(*values: Any) -> Any:
+            filled = list(leaves)
+            for i, value in zip(arrays, values, strict=True):
+                filled[i] = value
+            positional, _ = tree.unflatten(filled)
+            return arrays_of(fn(*positional))
+
+        order = device_order(devices)
+        structs = [_jax.struct_of(leaves[i]) for i in arrays]
+        with tracing_for(order):
+            traced = jax.jit(of_arrays).trace(*structs)
+        flat = inline(traced.jaxpr, order)
+        for normal_form in PASSES if devices > 1 else ():
+            flat = simplify(flat, normal_form)
+        paths = [(path_name(given[i][0]), tuple(np.shape(leaves[i]))) for i in arrays]
+        first = len(flat.jaxpr.invars) - len(arrays)
+        pairs = _returned(arrays_of(args), traced.out_info)
+        results = jax.tree_util.tree_flatten_with_path(traced.out_info)[0]
+        states = [(result_name(results[r][0]), paths[a][0]) for r, a in pairs]
+        returned = [(result, argument + first) for result, argument in pairs]
+        return Subject(fn, args, devices, flat, paths, first, returned, states)
+
+
+def arrays_of(tree: Any) -> Any:
+    """A tree without its leaves that are not arrays."""
+    return jax.tree.map(lambda leaf: leaf if _jax.is_array_like(leaf) else None, tree)
+
+
+def _returned(arguments: Sequence[Any], results: Any) -> list[tuple[int, int]]:
+    """Results that look like whole arguments, such as a state: pairs of numbers of leaves."""
+    parts = results if isinstance(results, (tuple, list)) else (results,)
+    pairs: list[tuple[int, int]] = []
+    at_result = 0
+    taken: set[int] = set()
+    for part in parts:
+        at_argument = 0
+        for number, argument in enumerate(arguments):
+            count = len(jax.tree.leaves(argument))
+            if number not in taken and count >= _STATE and _alike(argument, part):
+                pairs += [(at_result + i, at_argument + i) for i in range(count)]
+                taken.add(number)
+                break
+            at_argument += count
+        at_result += len(jax.tree.leaves(part))
+    return pairs
+
+
+def _alike(one: Any, two: Any) -> bool:
+    if jax.tree.structure(one) != jax.tree.structure(two):
+        return False
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)
+    return all(np.shape(a) == b.shape and a.dtype == b.dtype for a, b in pairs)

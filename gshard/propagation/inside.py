@@ -1,0 +1,88 @@
+"""Annotations of tensors inside a program, from outside: by the line that makes them.
+
+A program is traced anew in every process, and its variables have no names. A tensor is named by
+what is the same in each trace: the line of the user's code, the operator, the pass (a line has
+operators in the backward pass too), the shape, and the number among those that have all of this in
+common, such as the layers of a Python loop.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from gshard.graph.regions import loop_bodies
+from gshard.graph.source import source_of
+from gshard.tensors.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where tensors are made: all first results of such operators."""
+
+    source: str  # the name of the file, and the line
+    operator: str
+    backward: bool
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        when = ", backward" if self.backward else ""
+        return f"{self.source} {self.operator} {'x'.join(map(str, self.shape))}{when}"
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A sharding for the tensors of a place: all, or those with these numbers."""
+
+    place: Place
+    numbers: tuple[int, ...] | None
+    sharding: Sharding
+
+
+def places(closed: ClosedJaxpr) -> dict[Any, tuple[Place, int]]:
+    """The place of every tensor that an operator makes, and its number there."""
+    found: dict[Any, tuple[Place, int]] = {}
+    counts: dict[Place, int] = {}
+    for eqn in _equations(closed.jaxpr):
+        var = eqn.outvars[0] if eqn.outvars else None
+        shape = getattr(getattr(var, "aval", None), "shape", ())
+        if shape:
+            backward = "transpose(" in str(eqn.source_info.name_stack)
+            source = os.path.basename(source_of(eqn))
+            place = Place(source, eqn.primitive.name, backward, tuple(shape))
+            counts[place] = counts.get(place, -1) + 1
+            found[var] = (place, counts[place])
+    return found
+
+
+def resolved(closed: ClosedJaxpr, wanted: Sequence[Inside]) -> Mapping[Any, Sharding]:
+    """The tensors of a program that are annotated so; a place that it does not have is an error."""
+    if not wanted:
+        return {}
+    by_place: dict[Place, list[Any]] = {}
+    for var, (place, _) in places(closed).items():
+        by_place.setdefault(place, []).append(var)
+    found = {}
+    for inside in wanted:
+        made = by_place.get(inside.place, [])
+        numbers = range(len(made)) if inside.numbers is None else inside.numbers
+        if not made or max(numbers, default=0) >= len(made):
+            raise ValueError(
+                f"the layout annotates a tensor made at {inside.place}, which this program does "
+                "not have: it is the layout of another program, or its lines have changed"
+            )
+        found.update({made[number]: inside.sharding for number in numbers})
+    return found
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        bodies = loop_bodies(eqn)
+        if not bodies:
+            yield eqn
+        for body in bodies:
+            yield from _equations(body.jaxpr)

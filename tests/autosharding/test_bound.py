@@ -1,0 +1,104 @@
+"""`layout.bound` is below the forecast of every layout; the layout found is the best there is."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gshard
+from benchmarks import auto_cases
+from gshard.autosharding.auto import _Chooser, distinct_meshes
+from gshard.autosharding.candidates import Candidates
+from gshard.autosharding.specs import sharding_of, specs_of
+from gshard.autosharding.subject import Subject
+from gshard.forecast.hardware import hardware
+
+MACHINE = hardware("h100")
+
+
+def struct(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def bound_of(fn, args, devices=8):
+    subject = Subject.of(fn, args, devices)
+    candidates = Candidates(subject, MACHINE, MACHINE.memory, {})
+    chooser = _Chooser(subject, candidates, MACHINE, MACHINE.memory, 60.0)
+    return chooser._bound(distinct_meshes(MACHINE, devices), 60.0)
+
+
+STEPS = {
+    "relu": lambda x, w: jax.nn.relu(x) @ w,
+    "normalized": lambda x, w: (x / (1.0 + jnp.sum(x**2, -1, keepdims=True))) @ w,
+    "softmax": lambda x, w: jax.nn.softmax(x @ w),
+    "residual": lambda x, w: x + jnp.tanh(x @ w @ w.T),
+    "centred": lambda x, w: (x - jnp.mean(x, 0)) @ w,
+}
+
+
+@st.composite
+def programs(draw):
+    """Two operators on a matrix, forwards or with the gradient for their weights."""
+    names = [draw(st.sampled_from(sorted(STEPS))) for _ in range(2)]
+    rows = draw(st.sampled_from([6, 512, 16_384]))
+    sizes = [draw(st.sampled_from([64, 96, 1024])) for _ in range(3)]
+    shapes = [(rows, sizes[0]), (sizes[0], sizes[1])]
+    width = sizes[0] if names[0] == "residual" else sizes[1]
+    shapes.append((width, sizes[2]))
+
+    def forward(x, first, second):
+        return STEPS[names[1]](STEPS[names[0]](x, first), second)
+
+    def gradient(x, first, second):
+        return jax.grad(lambda w: jnp.sum(forward(x, *w) ** 2))((first, second))
+
+    fn = gradient if draw(st.booleans()) else forward
+    return f"{names} {shapes}", fn, tuple(struct(*s) for s in shapes)
+
+
+def _check(program, devices):
+    """Every layout of the arguments, lowered: none below the bound, none 1% better."""
+    name, fn, args = program
+    layout = gshard.auto(fn, *args, devices=devices, hardware="h100")
+    best = jnp.inf
+    for mesh in distinct_meshes(MACHINE, devices):
+        for specs in itertools.product(*(specs_of(a.shape, mesh) for a in args)):
+            shardings = tuple(
+                sharding_of(s, 2, mesh) if any(d >= 0 for d in s) else None for s in specs
+            )
+            jitted = gshard.jit(fn, in_shardings=shardings, devices=devices, hardware="h100")
+            best = min(best, jitted.lower(*args).forecast().step_seconds)
+    assert layout.bound <= best, name
+    assert layout.bound <= layout.seconds, name
+    assert layout.seconds <= 1.01 * best, name
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(programs(), st.sampled_from([2, 3, 4]))
+def test_the_best_of_all_layouts_of_many_programs(program, devices):
+    _check(program, devices)
+
+
+@pytest.mark.parametrize("make", [auto_cases.mlp, auto_cases.dlrm, auto_cases.haiku])
+def test_no_expert_is_below_the_bound(make):
+    _check_experts(make(False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", auto_cases.CASES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("small", [True, False])
+def test_no_expert_of_the_table_is_below_the_bound(make, small):
+    _check_experts(make(small))
+
+
+def _check_experts(case):
+    """A program of the table (`python -m benchmarks.auto`), annotated by hand."""
+    bound = bound_of(case.fn, case.arguments)
+    assert bound > 0
+    for name, expert in case.experts.items():
+        lowered = gshard.jit(expert, devices=8, hardware="h100").lower(*case.arguments)
+        assert bound <= lowered.forecast().step_seconds, name
