@@ -8,12 +8,14 @@ than descriptors: one too many ends the one that has let the server wait for lon
 from __future__ import annotations
 
 import asyncio
+import itertools
 import resource
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 SECONDS = 10.0  # from a connection's begin, or its last answer, to the head of its next request
 _MOST = 1000
+_turns = itertools.count()
 
 
 def most_connections() -> int:
@@ -26,7 +28,7 @@ class Connection(H11Protocol):
     """A connection whose client has to send something, or take what was sent to it."""
 
     _timer: asyncio.TimerHandle | None = None
-    _since = 0.0
+    _turn = 0  # loops that tell the time by the millisecond would have ties
 
     @property
     def _waits(self) -> bool:
@@ -41,7 +43,7 @@ class Connection(H11Protocol):
         there = [c for c in self.connections if not c.transport.is_closing()]
         if len(there) > most_connections():
             waiting = [c for c in there if isinstance(c, Connection) and c._waits]
-            min(waiting, key=lambda connection: connection._since).transport.abort()
+            min(waiting, key=lambda connection: connection._turn).transport.abort()
 
     def handle_events(self) -> None:
         """Take what has arrived."""
@@ -72,7 +74,7 @@ class Connection(H11Protocol):
 
     def _wait(self) -> None:
         self._end_timer()
-        self._since = self.loop.time()
+        self._turn = next(_turns)
         # Not `close`, which waits until the client has taken everything.
         self._timer = self.loop.call_later(SECONDS, self.transport.abort)
 

@@ -97,7 +97,6 @@ def until_few(server, count):
         time.sleep(0.02)
 
 
-@pytest.mark.slow  # where the machine is loaded the newcomer is not answered: not understood yet
 def test_a_slow_one_is_ended_for_a_newcomer(server, monkeypatch):
     monkeypatch.setattr(connections, "SECONDS", 1e6)
     monkeypatch.setattr(connections, "most_connections", lambda: 4)
