@@ -310,7 +310,7 @@ def test_pickled_functions():
     assert again.__doc__ == jitted.__doc__ == "Twice the rows."
 
 
-@shows("compiled programs, called with arrays that lie elsewhere")
+@shows("compiled programs, called with arrays under other shardings")
 def test_compiled_with_other_shardings():
     x, w = jnp.asarray(random_array((16, 4))), jnp.ones((4, 3))
     lowered = gshard.jit(lambda x, w: gshard.split(x, 0, 8) @ w, donate_argnums=0).lower(x, w)

@@ -1,7 +1,7 @@
 """`python -m tools.jit_table`: docs/reference/jit.md, from the tests that show each row.
 
 A test marked with `tests.shows.shows` shows that something works as it does with `jax.jit`. What
-is refused, or differs, is said here. `--update` writes the page; a test fails while it is stale.
+differs is listed here. `--update` writes the page; a test fails while it is stale.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _DIFFERS = {
     "results that are not arrays": "come out as the function returned them",
     "sizes that do not divide": "`in_shardings` and arguments may split any size; `jax.jit` "
     "refuses. Such results are `gshard.UnevenArray`s",
-    "arguments that lie whole on all devices": "may be cut at the border, which sends nothing, "
-    "where the program does not cost more so; `jax.jit` takes them whole",
-    "arguments on one device": "say nothing about where the program runs: it runs on all devices, "
-    "on those of the mesh that is set or that arguments lie on, or on `devices=`",
+    "replicated arguments": "may be split by the program, which sends nothing, if that is not more "
+    "expensive; `jax.jit` keeps them replicated",
+    "arguments on one device": "do not determine where the program runs: it runs on `devices=`, on "
+    "the mesh that is set or that other arguments have, or on all devices",
     "references": "`lower` and `compile` are those of the function of their values",
     "inside of another trace": "a function of `gshard.jit` is its annotated program. Under "
     "`gshard.jit` the annotations stay; under `jax.jit` and the transformations they become "
     "sharding constraints for XLA",
-    "`jax.export`": "arguments and results that do not divide cross whole",
+    "`jax.export`": "arguments and results that do not divide are replicated",
     "`serialize_executable`": "refuses programs that close over arrays or whose arguments or "
     "results do not divide",
 }

@@ -24,9 +24,9 @@ Made by `python -m tools.library_table --update`, which runs `tests/libraries`.
 Each program is a library's own, unmodified, with `gshard.jit` for `jax.jit` and its batch, chains,
 observations or right-hand sides split over 8 devices; `strict=True`, so that every primitive in it
 has a rule. All values that it returns are compared with those of `jax.jit`, to the tolerance given.
-The sums are AllReduces of gradients, statistics, losses and flags (does any member go on?): how
-many stand in the program, and the bytes of the largest. Everything else that moves is listed with
-its reason: gathers would be. A Pallas attention kernel is in `tests/rules/test_pallas.py`.
+The sums are AllReduces of gradients, statistics, losses and flags (does any member continue?): how
+many the program has, and the bytes of the largest. Everything else that is sent is listed with its
+reason: gathers would be. A Pallas attention kernel is in `tests/rules/test_pallas.py`.
 
 | program | values | within | sums | largest | gathered, or moved otherwise |
 |---|---:|---:|---:|---:|---|

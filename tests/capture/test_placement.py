@@ -23,7 +23,7 @@ def mesh_of(shape=(2, 4), order=None, types=AUTO) -> Mesh:
     return Mesh(devices.reshape(shape), ("data", "model"), types)
 
 
-@shows("arguments that lie sharded")
+@shows("sharded arguments")
 @pytest.mark.parametrize("order", [None, [3, 1, 0, 2, 7, 5, 6, 4]])
 def test_arguments_that_lie_sharded_are_annotated(order):
     named = NamedSharding(mesh_of(order=order), P("data", "model"))
