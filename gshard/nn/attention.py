@@ -1,7 +1,7 @@
-"""Multi-head attention, with key and value sizes of their own.
+"""Multi-head attention, with separate key and value sizes.
 
-Keys and values may be made apart from attending to them, so that one set of weights serves training
-and decoding: training attends to what it just made, decoding to what its cache holds.
+Keys and values may be computed separately from attention, so that one set of weights serves
+training and decoding: decoding attends to its cache.
 Dims: B sequences, T queries, L keys, M model dim, N heads, D key dim, U value dim.
 """
 
@@ -37,7 +37,7 @@ class KeysValues(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Keys and values of decoding, heads before positions: as the products with them read it."""
+    """The cache of keys and values in decoding, heads before positions, as products read them."""
 
     keys: Array  # [B, N, L, D]
     values: Array  # [B, N, L, U]
@@ -92,8 +92,8 @@ class Attention(eqx.Module):
     ) -> Array:
         """Attend from `x_BTM` to `memory` where a query may see it, with dropout on the weights.
 
-        `memory` is keys and values, or what to make them of: None is `x_BTM` itself.
-        A query that may see nothing (padding) gets an even mixture, never a NaN.
+        `memory` is keys and values, or the input to compute them from; None is `x_BTM` itself.
+        A query that attends to nothing (padding) gets a uniform mixture, never a NaN.
         """
         if kind == "flash" and isinstance(visible, Segments):
             arrays = self._joint(x_BTM, memory, products)
@@ -142,7 +142,7 @@ class Attention(eqx.Module):
         key: Array | None,
         strategy: Strategy,
     ) -> Array:
-        """By the kernel, which each device runs on its own rows: no partitioner looks into it."""
+        """By the kernel, which each device runs on its own rows in a manual region."""
         rate, seed = (0.0, jnp.zeros(2, jnp.uint32)) if key is None else (rate, seed_of(key))
         B, _, _, N, _ = arrays[0].shape
         own = tuple(strategy.own_groups(x) for x in arrays)
@@ -170,7 +170,7 @@ def _heads(x_BTM: Array, w_MND: Array, products: Products) -> Array:
 
 
 def _in_eight_bits(x: Array, w: Array, summed: int) -> Array:
-    """The product over the last dims of `x` and the first of `w`, so many of each."""
+    """The product that contracts the last dims of `x` with the first of `w`."""
     kept, others = x.shape[:-summed], w.shape[summed:]
     K = math.prod(w.shape[:summed])
     y_1RN = float8.product(x.reshape(1, -1, K), w.reshape(1, K, -1).astype(x.dtype))

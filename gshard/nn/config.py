@@ -1,4 +1,4 @@
-"""What a model is asked to be, and the sentence pairs that it reads."""
+"""The configuration of a model, and batches of sentence pairs."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class TransformerConfig:
     from which `gshard.nn.remat` chooses.
 
     `experts_in` says which stacks have experts; the paper's have them in both. In a decoder without
-    them, where all languages are one, the layers in their place are as wide as those that a token
-    would visit. `expert_dropout` is that between the two products of an expert. `shared_hidden_dim`
-    is the size of a feed-forward network beside the experts that every token passes; 0, as in the
-    paper, is none.
+    them, the layers that replace them are as wide as the experts that a token would visit.
+    `expert_dropout` is that between the two products of an expert. `shared_hidden_dim` is the size
+    of a feed-forward network beside the experts that every token passes; 0, as in the paper, is
+    none.
 
     `products`: in which numbers the experts, the feed-forward layers and attention's projections
     are multiplied: in `dtype`, or in eight bits (`gshard.nn.float8`), which is faster on GPUs that
     have matrix units for them (Hopper and later), and slower elsewhere. The router, the softmax,
-    normalization, embeddings and logits stay as they are.
+    normalization, embeddings and logits are not affected.
 
     The last four say how the same model is computed, not what it is; `tuned` sets them for GPUs.
     `stacked` keeps the weights of all layers in one array and runs them under `lax.scan`, so that
     the program is as long for 36 layers as for 2; without it every layer has arrays of its own,
-    which no loop has to copy in and out. `attention`: by einsums, or by the kernel of
-    `gshard.nn.flash`. `random` is where dropout's numbers come from. `loss_chunks`: into how many
-    pieces the logits are cut, which are then never whole.
+    which no loop copies. `attention`: by einsums, or by the kernel of
+    `gshard.nn.flash`. `random` is where dropout's numbers come from. `loss_chunks`: in how many
+    slices the logits are computed, which are then never all in memory.
     """
 
     source_vocab: int

@@ -1,6 +1,6 @@
 """A float32 product with bfloat16 activations, made of bfloat16 products.
 
-The router's logits are float32: which expert a token goes to must not hang on rounding. A float32
+The router's logits are float32: the choice of an expert must not depend on rounding. A float32
 matrix product runs at a fifteenth of the speed of a bfloat16 one. But the activations are bfloat16
 already, and a float32 weight is the sum of three bfloat16 numbers of 8 bits each: three products
 with float32 sums are the float32 product, and one matrix product does all three.
@@ -14,7 +14,7 @@ from jax import Array
 
 
 def parts(x: Array) -> Array:
-    """Float32 as the sum of three bfloat16 numbers, which stand in a new dim before the last."""
+    """Float32 as the sum of three bfloat16 numbers, in a new dim before the last."""
     found = []
     for _ in range(3):
         # Not a conversion there and back: XLA may leave that out, as it only loses precision.

@@ -2,9 +2,9 @@
 
 Tokens go from their group to their experts and back. There are two ways to move them, with the
 same result: the paper's one-hot einsums, and gathers by index. Both leave tokens [E, G, C, M] split
-by expert and results [G, E, C, M] split by group, so that the two changes between these are the
-layer's two AllToAlls. By index is the default: it was the faster one wherever it was measured,
-on CPU and on an H200, and more so the larger a group is (the einsums do S * E * C * M
+by expert and results [G, E, C, M] split by group, so that the two reshards between these are the
+layer's two AllToAlls. By index is the default: it was faster wherever it was measured, on CPU and
+on an H200, and more so the larger a group is (the einsums do S * E * C * M
 multiplications per group to move 2 * S * M numbers). On one device, where nothing has to be split,
 `flat` gathers from all groups at once (`gshard.nn.flat`), and moves nothing between the gathers and
 the experts' products.
@@ -36,7 +36,7 @@ Drop = Callable[[Array], Array]
 
 
 class Experts(eqx.Module):
-    """E feed-forward networks side by side: FFN_e(x) = wo_e . relu(wi_e . x)."""
+    """E feed-forward networks: FFN_e(x) = wo_e . relu(wi_e . x)."""
 
     wi: Array
     wo: Array
@@ -48,9 +48,9 @@ class Experts(eqx.Module):
 
     @jax.named_scope("experts")
     def __call__(self, x_EGCM: Array, drop: Drop = lambda h: h) -> Array:
-        """Every expert on its own tokens; the results stand group first.
+        """Every expert on its own tokens; the results are group-major.
 
-        `drop` is the dropout of what stands between an expert's two products.
+        `drop` is the dropout between an expert's two products.
         """
         dtype = x_EGCM.dtype
         h_EGCH = drop(relu(jnp.einsum("EGCM,EMH->EGCH", x_EGCM, self.wi.astype(dtype))))
@@ -66,14 +66,14 @@ class Experts(eqx.Module):
 
     @jax.named_scope("experts")
     def in_place(self, x_ECM: Array, drop: Drop = lambda h: h) -> Array:
-        """Every expert on its own tokens; results stand where the tokens stood."""
+        """Every expert on its own tokens; results have the order of the tokens."""
         dtype = x_ECM.dtype
         h_ECH = drop(relu(jnp.einsum("ECM,EMH->ECH", x_ECM, self.wi.astype(dtype))))
         return jnp.einsum("ECH,EHM->ECM", h_ECH, self.wo.astype(dtype))
 
     @jax.named_scope("experts")
     def in_blocks(self, x_NCM: Array, expert_N: Array) -> Array:
-        """Each block of tokens by the expert of its number; E is none, and gives zeros."""
+        """Each block of tokens by its expert; the number E means none, and gives zeros."""
         if self.by_kernel(x_NCM):
             h_NCH = grouped_product(x_NCM, self.wi, expert_N, True)
             return grouped_product(h_NCH, self.wo, expert_N, False)
@@ -181,7 +181,7 @@ class MoE(eqx.Module):
         def drop(h: Array) -> Array:
             return dropout(h, self.dropout, drop_key, self.random)
 
-        # With a slot for every token in every expert, other ways compute nearly all for nothing.
+        # With a slot for every token in every expert, other ways would waste nearly all their work.
         if strategy.devices == 1 and (dropless or self.dispatch == "flat"):
             if dropless:
                 y_GSM = flat_dropless(self.experts, routing, x_GSM, E)
@@ -202,7 +202,7 @@ class MoE(eqx.Module):
         return functools.partial(self.experts.in_place, drop=drop)
 
     def _group_first(self, x_EGCM: Array, drop: Drop, drop_key: Array | None) -> Array:
-        """The experts on tokens of several groups; the results stand group first."""
+        """The experts on tokens of several groups; the results are group-major."""
         if self.products == "dtype":
             return self.experts(x_EGCM, drop)
         E, G, C, M = x_EGCM.shape
@@ -282,11 +282,11 @@ def _tables(routing: Routing, E: int, C: int) -> tuple[Array, Array]:
 def _lookup(strategy: Strategy, rows_GRM: Array, index_GX: Array, back_GKR: Array) -> Array:
     """Rows by index within each group; an index past the end gives zeros.
 
-    The paper's example of partitioning by hand: the index never leaves a group, so each device
-    looks up in its own groups, which a partitioner could not know.
+    The paper's example of manual partitioning: indices stay within a group, so each device looks up
+    in its own groups, which a partitioner cannot know.
 
-    `back_GKR` has the K places where each row went: with it the derivative looks up too, where
-    the one of a plain gather would scatter and add.
+    `back_GKR` has the K positions of each row: with it the derivative is a gather too, instead of a
+    scatter-add.
     """
     found_GXM = jax.vmap(lambda rows, index: rows.at[index].get(mode="fill", fill_value=0))(
         strategy.own_groups(rows_GRM), strategy.own_groups(index_GX)

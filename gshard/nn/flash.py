@@ -1,17 +1,17 @@
 """Attention without its scores in memory: a kernel for packed sentences, with dropout.
 
-Scores between all tokens of a row are made, used and dropped block by block (FlashAttention), and
-made again in the backward pass. Blocks in which no query may see a key are not made at all: with
-several sentences in a row these are most of them. Dropout's bits are hashed from the place of each
-score, so that forward and backward draw the same ones.
+Scores between all tokens of a row are computed and consumed block by block (FlashAttention), and
+recomputed in the backward pass. Blocks in which no query attends to a key are skipped: with several
+sentences in a row these are most of them. Dropout's bits are hashed from the index of each score,
+so that forward and backward passes draw the same ones.
 
-Queries, keys and values may lie in arrays together: what one product made of one input, of which
-one product each then takes the gradients of the input and of the weights. The kernels read their
-parts where they lie and write the gradients in the same way; nothing is cut out or put together.
+Queries, keys and values may be parts of one array: the result of one product, whose gradients are
+then one product each. The kernels read their parts in place and write the gradients in the same
+way, without slicing or concatenation.
 
 The kernels are written in Pallas for Triton. `reference` computes the same from the same bits in
-plain JAX: it is the kernels' oracle in the tests, and takes their place where there is no GPU.
-A query that may see nothing gets zeros. Dims as in `gshard.nn.attention`; P parts of an array.
+plain JAX: it is the kernels' oracle in the tests, and their replacement without a GPU. A query that
+attends to no key gets zeros. Dims as in `gshard.nn.attention`; P parts of an array.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def joint_attention(
 ) -> Array:
     """The same where queries, keys and values are the parts of arrays, in this order.
 
-    An array of three parts, or one of queries and one of keys and values: any cut of the three.
+    An array of three parts, or one of queries and one of keys and values: any grouping of the
+    three.
     """
     q, k, v = _parts(arrays_BTPND)
     T, L = q.array.shape[1], k.array.shape[1]
@@ -83,7 +84,7 @@ def joint_attention(
 
 
 class Part(NamedTuple):
-    """Queries, keys or values: the array that they lie in, and their number along its dim P."""
+    """Queries, keys or values: the array that contains them, and their index along its dim P."""
 
     place: int  # of the array, among all of them
     array: Array
@@ -109,7 +110,7 @@ def _parts(arrays: tuple[Array, ...]) -> tuple[Part, Part, Part]:
 def reference(
     q_BTND: Array, k_BLND: Array, v_BLNU: Array, segments: Segments, rate: float, seed: Array
 ) -> Array:
-    """The same by einsums, which hold all scores."""
+    """The same by einsums, with all scores in memory."""
     mask_BNTL = segments.mask()[:, None]
     scores_BNTL = jnp.einsum("BTND,BLND->BNTL", q_BTND, k_BLND, preferred_element_type=jnp.float32)
     scores_BNTL = scores_BNTL * q_BTND.shape[-1] ** -0.5
@@ -122,7 +123,7 @@ def reference(
 
 
 def seed_from_row(seed: Array, row: Array, heads: int) -> Array:
-    """The seed with which a part of a batch that begins at `row` draws what the whole would."""
+    """The seed with which rows from `row` on draw the same bits as in the full batch."""
     return jnp.stack([seed[0] + row.astype(jnp.uint32) * np.uint32(heads * ROWS), seed[1]])
 
 
@@ -135,13 +136,13 @@ def _reference_keep(shape: tuple[int, ...], rate: float, seed: Array) -> Array:
 
 
 def _fits(x: Array) -> bool:
-    """Whether a block's rows are such as the hardware's products take."""
+    """Whether the hardware supports products of blocks with this many rows."""
     dim = x.shape[-1]
     return 16 <= dim <= 256 and dim & (dim - 1) == 0
 
 
 def _block(length: int) -> int:
-    """The largest block that cuts a row without a rest; the largest of all if there is none."""
+    """The largest block that divides a row; the largest of all if none does."""
     return next((size for size in (64, 32, 16) if length % size == 0), 64)
 
 
@@ -153,7 +154,7 @@ def _padded(x: Array, block: int) -> Array:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _spans(q_BT: Array, k_BL: Array, settings: Settings) -> tuple[Array, Array]:
-    """For each block of queries the blocks of keys, from first to last, in which it sees any.
+    """For each block of queries the range of blocks of keys that it attends to.
 
     And the same for each block of keys; [B, blocks, 2], the end exclusive.
     """
@@ -224,8 +225,8 @@ def _outputs(
 def _backward(settings: Settings, kept_: Any, grad: Array) -> tuple[Any, ...]:
     """Gradients in arrays like those given.
 
-    One that has queries and keys is begun by the kernel of the queries' gradients, which leaves the
-    other parts unwritten, and finished by the other.
+    An array with queries and keys is first written by the kernel of the queries' gradients, which
+    leaves the other parts, and then by the other kernel.
     """
     arrays, q_BT, k_BL, spans, seed, out, log_z = kept_
     q, k, _ = _parts(arrays)
@@ -281,7 +282,7 @@ class Seen(NamedTuple):
     part: int | None = None
 
     def spec(self, own: str, block: int) -> pl.BlockSpec:
-        """What the program of block i of dim `own`, head n and row b sees of it."""
+        """The block of it for the program of block i of dim `own`, head n and row b."""
 
         def size(dim: str, whole: int) -> int | None:
             if dim in "BNX" or (dim == "P" and self.part is not None):
@@ -299,7 +300,7 @@ class Seen(NamedTuple):
 def _given(
     arrays: tuple[Array, ...], q_BT: Array, k_BL: Array, span: Array, seed: Array
 ) -> list[Seen]:
-    """What all kernels are given first: an array once for each of its parts."""
+    """The first operands of all kernels: an array once for each of its parts."""
     q, k, v = _parts(arrays)
     return [
         Seen("BTPND", q.array, q.number),
@@ -345,7 +346,7 @@ _WORK = {"flash_forward": (2, 4), "flash_query_grads": (3, 6), "flash_key_grads"
 
 
 def _cost(name: str, given: list[Seen]) -> pl.CostEstimate:
-    """What a kernel costs if every query sees every key: what it leaves out, only data know."""
+    """The cost of a kernel if every query attends to every key; skipped blocks depend on data."""
     (B, T, _, N, D), L = given[0].array.shape, given[1].array.shape[1]
     products, arrays = _WORK[name]
     itemsize = given[0].array.dtype.itemsize

@@ -1,7 +1,7 @@
 """Tokens to experts and back on one device: gathers at the edges of the experts' products.
 
-On one device the groups need not stay apart: a slot of an expert looks its token up among all
-tokens, and a token its slots among all slots, so that nothing is transposed. Forward and backward,
+On one device groups need not be separate: a slot of an expert looks up its token among all tokens,
+and a token its slots among all slots, so that nothing is transposed. Forward and backward,
 each move is one gather; where a row is weighted or summed on its way, that is done in the same
 pass. Dims: R tokens of all groups, K choices, X slots of all experts, each expert's side by side.
 """
@@ -31,11 +31,11 @@ class AnyExperts(Protocol):
         """Each block of tokens by the expert of its number; E is none, and gives zeros."""
 
     def by_kernel(self, x: Array) -> bool:
-        """Whether blocks are taken all at once, and are no slower than experts side by side."""
+        """Whether all blocks are computed by one kernel, no slower than a batched product."""
 
 
 class Places(NamedTuple):
-    """Where everything lies, both ways round; what has no place has one past the end."""
+    """The maps between choices and slots; what is unassigned has an index past the end."""
 
     slot: Array  # [K, R], the slot of each choice
     token: Array  # [X], the token in each slot
@@ -54,13 +54,12 @@ def flat_groups(run: RunExperts, routing: Routing, x_GSM: Array, E: int, C: int)
 
 
 def flat_dropless(experts: AnyExperts, routing: Routing, x_GSM: Array, E: int) -> Array:
-    """The experts on all tokens with room for all: the result does not depend on how.
+    """The experts on all tokens, none dropped: the result is independent of the method.
 
-    Where there is a kernel for it, each expert's tokens go through it in whole blocks. Elsewhere
-    all experts get the room that the fullest one needs, which is known only when the tokens are
-    there: a few times its even share is often enough, and if not, the tokens take a way with more
-    room. Where sentences of one language crowd a few of many experts, they go through these in
-    blocks, one after another.
+    If there is a kernel, each expert's tokens are computed in entire blocks. Otherwise all experts
+    get the capacity that the fullest one needs, which depends on data: a few times its balanced
+    share is often enough, and if not, a branch with a larger capacity runs. If a few of many
+    experts get most tokens, they are computed in blocks, one after another.
     """
     G, S, M = x_GSM.shape
     K, R = len(routing.expert), G * S
@@ -81,8 +80,8 @@ def flat_dropless(experts: AnyExperts, routing: Routing, x_GSM: Array, E: int) -
     return jax.lax.switch(way, ways).reshape(G, S, M)
 
 
-_SHARES = (2, 4, 8)  # how many times its even share of the tokens an expert has room for
-_BLOCK = 32  # rows that go through one expert together, one block after another
+_SHARES = (2, 4, 8)  # capacity of an expert, in multiples of its balanced share
+_BLOCK = 32  # rows of a block
 
 
 def in_blocks(experts: AnyExperts, x_RM: Array, weight_KR: Array, queue: Queue, rows: int) -> Array:
@@ -107,11 +106,11 @@ def _round_up(rows: int) -> int:
 
 
 class Queue(NamedTuple):
-    """The choices lined up before each expert, without end."""
+    """The queue of choices at each expert, without a capacity."""
 
     expert: Array  # [K, R]
     kept: Array  # [K, R]
-    place: Array  # [K, R], how many stand before
+    place: Array  # [K, R], position in the queue
     load: Array  # [E]
 
     @staticmethod

@@ -1,15 +1,15 @@
 """Products in eight bits, forward and backward, between bfloat16 (or float32) tensors.
 
 Activations and weights are rounded to e4m3, gradients to e5m2, each tensor times a scale, which is
-one number, or one for each expert. Sums are float32. Eight bits never leave the functions here:
-what autodiff sees are the operands and results in their own dtype.
+one number, or one for each expert. Sums are float32. Eight-bit values stay inside the functions
+here: autodiff sees operands and results in their own dtype.
 
 A scale is a power of two, so that it adds no rounding, and comes from the root mean square of
 some rows. It need not be exact: the numbers are floating-point, and with the bulk near 1 the
 largest that e4m3 has is 448 times that (57,344 in e5m2), its smallest a 512th. A maximum over all
-numbers would cost a pass over each tensor. What is larger still is rounded to the largest.
+numbers would cost a pass over each tensor. Larger numbers saturate.
 
-Products run on the matrix units of GPUs that have such (Hopper and later). Elsewhere the same
+Products run on the matrix units of GPUs that support them (Hopper and later). Elsewhere the same
 rounded operands are multiplied in float32. Dims: E experts (or 1), R rows, K summed, N the others.
 """
 
@@ -27,7 +27,7 @@ from gshard.nn.kernels.float8 import E4M3, E5M2, both_ways, gated, rounded
 
 Products = Literal["dtype", "float8"]
 
-_EVERY = 64  # of so many rows one is looked at for a scale
+_EVERY = 64  # one of this many rows is sampled for a scale
 
 
 class Eight(NamedTuple):
@@ -72,16 +72,16 @@ product.defvjp(_product_forward, _product_backward)
 
 @jax.custom_vjp
 def feed_forward(x_ERM: Array, wi_EMH: Array, wo_EHM: Array) -> Array:
-    """wo . relu(wi . x), all of it in eight bits: what is between the products exists in no other.
+    """wo . relu(wi . x) in eight bits, the hidden units included.
 
-    Its way back needs the rounded hidden units only, of which zeros say where relu cut.
+    Its backward pass only needs the rounded hidden units, whose zeros mark where relu is flat.
     """
     return _feed_forward(x_ERM, wi_EMH, wo_EHM)[0]
 
 
 @jax.jit
 def _feed_forward(x_ERM: Array, wi_EMH: Array, wo_EHM: Array) -> tuple[Array, Any]:
-    # With this scale of their product the hidden units are near 1, and written in eight bits.
+    # With this scale the hidden units are near 1, and are written in eight bits.
     M = x_ERM.shape[-1]
     spread = _rms(x_ERM) * _rms_of_each(wi_EMH)
     hidden_scale = _power_of_two(1.0 / (spread * math.sqrt(M)))
@@ -125,7 +125,7 @@ def _relu(x: Array) -> Array:
 
 
 def _balanced(x_ERK: Array, w_EKN: Array, together: Array | float) -> tuple[Eight, Eight]:
-    """Both in e4m3, with scales whose product is `together`, a power of two, alike in size."""
+    """Both in e4m3, with similar scales whose product is `together`, a power of two."""
     x_rms, w_rms_E = _rms(x_ERK), _rms_of_each(w_EKN)
     x_scale_E = _power_of_two(jnp.sqrt(together * w_rms_E / x_rms))
     return Eight.of(x_ERK, x_scale_E, E4M3), Eight.of(w_EKN, together / x_scale_E, E4M3)
@@ -136,12 +136,12 @@ def _gradient_scale(grads_ERN: Array) -> Array:
 
 
 def _unscaled(y_ERN: Array, scale_E: Array) -> Array:
-    """Without the scale that its operands had; exact, in whatever dtype."""
+    """Divided by the scale of its operands, which is exact in any dtype."""
     return y_ERN * (1.0 / scale_E).astype(y_ERN.dtype)[:, None, None]
 
 
 def _rms(x_ERC: Array) -> Array:
-    """The root mean square, by some of the rows; of all experts, since one may have no tokens."""
+    """The root mean square of a sample of rows, over all experts, as one may have no tokens."""
     E, R, C = x_ERC.shape
     every = math.gcd(R, _EVERY)
     some = x_ERC.reshape(E, R // every, every, C)[:, :, 0].astype(jnp.float32)
@@ -149,7 +149,7 @@ def _rms(x_ERC: Array) -> Array:
 
 
 def _rms_of_each(w_EKN: Array) -> Array:
-    """The root mean square of each expert's weight, by some of its rows."""
+    """The root mean square of each expert's weight, of a sample of its rows."""
     E, K, N = w_EKN.shape
     every = math.gcd(K, _EVERY)
     some = w_EKN.reshape(E, K // every, every, N)[:, :, 0].astype(jnp.float32)

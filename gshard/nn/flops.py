@@ -1,4 +1,4 @@
-"""The arithmetic that a token needs: what a share of peak performance is measured by."""
+"""The arithmetic per token, by which the share of peak performance is measured."""
 
 from __future__ import annotations
 

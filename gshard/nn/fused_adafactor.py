@@ -11,12 +11,12 @@ takes three passes over the gradient and two over the weight:
    (mean over the columns of g^2 / c_j) / r_i;
 3. the update, which is rounded at random where weights are bfloat16.
 
-Second moments are always float32: a moving average with a decay of 0.99 stands still in bfloat16.
+Second moments are always float32: in bfloat16 a moving average with a decay of 0.99 would not
+change.
 
-A model whose layers are written out has hundreds of small weights of few shapes. To update each by
-itself takes a dozen kernels, which for a GPU are more to start than to run. So weights of one shape
-are stacked for the sums, which are then made for all of them at once, and their moments are kept
-that way.
+A model with unstacked layers has hundreds of small weights of few shapes. Updating each separately
+takes a dozen kernels, dominated by launch overhead. So weights of one shape are stacked for the
+sums, and their moments are kept stacked.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from gshard.nn.strategy import names_along, stacked_dims
 
 _EPSILON = 1e-30  # added to squared gradients
 _MIN_SIZE = 1e-3  # of a weight, which an update is relative to
-_STACKED = 1 << 23  # numbers in a weight, up to which a copy costs less than kernels of its own
+_STACKED = 1 << 23  # up to this many numbers, a copy of a weight is cheaper than separate kernels
 
 
 class FusedOptimizer(NamedTuple):
-    """An optimizer that changes the weights by itself.
+    """An optimizer that applies its updates itself.
 
     `apply(grads, state, params, seed)` gives the params, the state and the length of all gradients.
     """
@@ -76,14 +76,14 @@ class FusedState(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """How fast a step learns, and how much the moments keep of what they were."""
+    """The learning rate of a step, and the decay of the moments."""
 
     rate: Array
     decay: Array
 
 
 class Alike(NamedTuple):
-    """Weights of one shape: their places among all, and how many dims of each count matrices."""
+    """Weights of one shape: their indices, and how many leading dims of each stack matrices."""
 
     places: tuple[int, ...]
     stacked: int
@@ -119,7 +119,7 @@ def fused_adafactor(settings: Settings) -> FusedOptimizer:
         seeds = _unstack(seed + numbers[:, None])
         before, shared, total = iter(state.shared), [], jnp.zeros(())
         pace = Pace(settings.schedule(state.steps), settings.decay(state.steps))
-        pace = jax.lax.optimization_barrier(pace)  # or XLA computes it anew for each weight
+        pace = jax.lax.optimization_barrier(pace)  # otherwise XLA recomputes it for each weight
         how = (settings.clipping, settings.min_dim_to_factor)
         for alike in _alike(params):
             some = (tuple(all_[n] for n in alike.places) for all_ in (grad_leaves, leaves, seeds))
@@ -139,7 +139,7 @@ def fused_adafactor(settings: Settings) -> FusedOptimizer:
 
 
 def _alike(params: Any) -> list[Alike]:
-    """The weights by shape. Large ones, and experts, which may be split by expert, stay apart."""
+    """The weights by shape. Large ones, and experts, which may be split, are not stacked."""
     found = collections.defaultdict(list)
     for place, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(params)[0]):
         alone = leaf.size > _STACKED or "experts" in names_along(path)
@@ -163,9 +163,9 @@ def _apply(
     params: tuple[Array, ...],
     seeds: tuple[Array, ...],
 ) -> tuple[list[Array], Moments, Array]:
-    """Weights of one shape, whose first `stacked` dims count matrices, and the sum of squares.
+    """Update weights of one shape, whose first `stacked` dims stack matrices; the sum of squares.
 
-    Under `jax.jit` so that it is traced once for all weights that are alike but stay apart.
+    Under `jax.jit`, so that it is traced once for all unstacked weights of one shape.
     """
     decay = pace.decay
     g, p = (_together(some).astype(jnp.float32) for some in (grads, params))
@@ -186,7 +186,7 @@ def _apply(
     rate = pace.rate * jnp.maximum(size, _MIN_SIZE)
     rate = rate / jnp.maximum(1.0, jnp.sqrt(length) / clipping)
     firsts, seconds = (_unstack(x) for x in (rate * scales[0], scales[1]))
-    # Each from its own arrays: what was stacked is read by the sums alone.
+    # Each from its own arrays: only the sums read the stack.
     updated = [_move(*given) for given in zip(params, grads, firsts, seconds, seeds, strict=True)]
     return updated, moments, total
 
@@ -204,7 +204,7 @@ def _move(param: Array, grad: Array, first: Array, second: Array, seed: Array) -
 
 
 def _together(arrays: tuple[Array, ...]) -> Array:
-    """Stacked, in one copy that every sum reads, not anew inside of each."""
+    """Stacked, in one copy that every sum reads, instead of one in each."""
     if len(arrays) == 1:
         return arrays[0][None]
     return jax.lax.optimization_barrier(jnp.stack(arrays))
@@ -223,7 +223,7 @@ def _factor(
     column_dim: int,
     own_dims: tuple[int, ...],
 ) -> tuple[tuple[Array, Array], Array, Moments, Array]:
-    """What scales the gradients, their mean square then, the new moments, the sum of `g` squared.
+    """The gradients' factors, their scaled mean square, the new moments, and the sum of squares.
 
     `v_row` is the mean over `row_dim` and `v_col` that over `column_dim`. Whichever of the two is
     the last in memory comes second: two means in one pass are cheaper along memory than across.

@@ -24,9 +24,8 @@ class GatingConfig:
     `RouterMetrics.aux_loss`: the paper's own form needs a k that is E * E times larger.
     `second_expert` says when the second choice is taken: with probability 2 * g2 (`random`, the
     paper's), always (`all`), or drawn from the gates without the first one (`sampling`).
-    `output_masking` is the share of the experts' results that training leaves out, each choice of
-    each token by itself, so that no token comes to depend on its expert alone (NLLB's "expert
-    output masking"; the paper has none).
+    `output_masking` is the share of the experts' results that training masks, independently for
+    each choice of each token (NLLB's "expert output masking"; the paper has none).
     """
 
     top_k: Literal[1, 2] = 2
@@ -70,14 +69,14 @@ class Routing(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """What one MoE layer did: where each token went, and the sums over all of them."""
+    """The result of one MoE layer's router: the routing of each token, and metrics."""
 
     routing: Routing
     metrics: RouterMetrics
 
 
 class RouterMetrics(NamedTuple):
-    """What one MoE layer did with the tokens of a step; padding is never counted.
+    """The metrics of one MoE layer for the tokens of a step, without padding.
 
     `aux_loss` is E * sum_e (c_e / S) * m_e, averaged over the groups: a balanced router gives 1.
     The paper's l_aux = (1/E) sum_e (c_e / S) * m_e is this divided by E * E. c_e counts first
@@ -87,8 +86,8 @@ class RouterMetrics(NamedTuple):
     aux_loss: Array
     z_loss: Array
     overflow_first: Array  # share of first choices that found their expert full
-    overflow_second: Array  # the same of second choices, of those that asked for a slot
-    tokens_0: Array  # share of tokens with no expert: only the residual passes them on
+    overflow_second: Array  # the same for second choices that asked for a slot
+    tokens_0: Array  # share of tokens with no expert: only the residual connection
     tokens_1: Array
     tokens_2: Array
     load: Array  # share of all taken slots that each expert has; sums to 1
@@ -156,7 +155,7 @@ def route(
 
 
 def _masked(routing: Routing, rate: float, key: Array | None) -> Routing:
-    """Leave a share of the experts' results out, and weigh the rest up; slots stay taken."""
+    """Mask a share of the experts' results, and rescale the rest; slots stay taken."""
     if key is None or rate == 0.0:
         return routing
     keep_KGS = jax.random.bernoulli(jax.random.fold_in(key, 2), 1.0 - rate, routing.weight.shape)
@@ -164,7 +163,7 @@ def _masked(routing: Routing, rate: float, key: Array | None) -> Routing:
 
 
 class Queue(NamedTuple):
-    """What the tokens of a choice did at each expert, [G, E]."""
+    """The counts of one choice at each expert, [G, E]."""
 
     wanted: Array  # how many came
     taken: Array  # how many slots are taken then, those of an earlier choice included
@@ -173,8 +172,8 @@ class Queue(NamedTuple):
 def _queue(wanted_GSE: Array, capacity: int, taken_GE: Array) -> tuple[Array, Array, Queue]:
     """Line up the tokens before each expert, behind the slots already taken.
 
-    Returns each token's slot, whether that is within capacity, and the counts, which stand at the
-    end of the cumulative sum: to count once more would take longer than all the rest.
+    Returns each token's slot, whether that is within capacity, and the counts, which are the last
+    row of the cumulative sum: counting again would take longer than everything else.
     """
     until_GSE = jnp.cumsum(wanted_GSE, axis=1)
     place_GSE = until_GSE - wanted_GSE + taken_GE[:, None, :]

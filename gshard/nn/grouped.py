@@ -1,9 +1,9 @@
-"""A product whose weight changes from block to block: experts with any number of tokens each.
+"""A grouped product: each block of rows is multiplied by the weight of its expert.
 
-Without a capacity an expert may have any number of tokens. Sorted by expert, and each expert's
-padded to whole blocks, they take little more room than they are. A block is multiplied by the
-weight of its own expert, which the kernel looks up as it goes: weights that no token needs are not
-read. Written in Pallas for Triton; `reference` is its oracle, and computes its gradients.
+Without a capacity an expert may have any number of tokens. They are sorted by expert, and each
+expert's are padded to entire blocks, which adds few rows. The kernel looks up the weight of each
+block's expert: weights that no token needs are not read. Written in Pallas for Triton; `reference`
+is its oracle, and computes its gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROWS = 64  # of a block: the least that Hopper's matrix units take at full speed
 
 
 class Tiles(NamedTuple):
-    """How the kernel cuts a weight, and what it is run with."""
+    """The tiles of a weight, and the launch parameters."""
 
     columns: int = 128
     depth: int = 64
@@ -65,7 +65,7 @@ def grouped_product(
     """The same by the kernel."""
     (N, C, M), (E, _, H) = x_NCM.shape, w_EMH.shape
     columns, depth = min(tiles.columns, H), min(tiles.depth, M)
-    # Triton wants both ends of a loop of one kind: read, as here, or written down.
+    # Triton needs both bounds of a loop to be run-time values, as here, or both constants.
     end_N = jnp.where(expert_N < E, M // depth, 0)
     span_N2 = jnp.stack([jnp.zeros_like(end_N), end_N], axis=1).astype(jnp.int32)
 

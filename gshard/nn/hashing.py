@@ -1,9 +1,9 @@
-"""Random bits by hashing each element's own index: cheap, fused into what uses them, never stored.
+"""Random bits by hashing each element's index: cheap, fused into their consumer, never stored.
 
 Dropout and stochastic rounding need many independent bits of no cryptographic worth. A generator
 such as Threefry spends some 70 instructions on a word and is drawn once more, or kept, for the
-backward pass; two multiplications of the element's index serve as well, and are done again where
-the bits are needed again. The numbers do not depend on how an array is split over devices.
+backward pass; two multiplications of the element's index are as good, and are recomputed where the
+bits are needed again. The numbers do not depend on how an array is split over devices.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from jax import Array
 from jax.extend.random import define_prng_impl
 
 Random = Literal["threefry", "hash"]
-GOLDEN = 0x9E3779B9  # the golden ratio of 2^32: its multiples lie far apart
+GOLDEN = 0x9E3779B9  # the golden ratio of 2^32: its multiples are far apart
 
 
 def seed_of(key: Array) -> Array:
-    """The two words that stand for a key."""
+    """A key as a seed of two words."""
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
 def hash_key(key: Array) -> Array:
-    """A key of the generator below that stands for `key`: `jax.random` takes it like any other.
+    """A key of the generator below, derived from `key`: `jax.random` accepts it like any other.
 
-    Each layer splits keys for its dropouts, each of them some hundred instructions of Threefry, of
-    which a quarter of a training step's program would consist; here it takes a dozen.
+    Each layer splits keys for its dropouts, each with some hundred instructions of Threefry, a
+    quarter of a training step's program; here it takes a dozen.
     """
     return jax.random.wrap_key_data(seed_of(key), impl=_HASH)
 
 
 @functools.partial(jax.jit, static_argnums=1)  # traced once for each shape
 def hashed_bits(seed: Array, shape: tuple[int, ...]) -> Array:
-    """32 bits for each element of `shape`, from its place in the array and the seed."""
+    """32 bits for each element of `shape`, from its index and the seed."""
     index, stride = jnp.uint32(0), 1
     for dim in reversed(range(len(shape))):
         if shape[dim] != 1:
@@ -89,10 +89,10 @@ hash_dropout.defvjp(_dropout_forward, _dropout_backward)
 
 
 def round_stochastically(x: Array, seed: Array) -> Array:
-    """Float32 to bfloat16, up or down with the odds that make it right on average.
+    """Float32 to bfloat16 by stochastic rounding, which is unbiased.
 
-    The 16 bits that bfloat16 leaves off are added to 16 random ones: what carries over rounds up.
-    An update far smaller than a weight's last bit is then not lost, but made now and then.
+    The 16 low bits that bfloat16 drops are added to 16 random ones: a carry rounds up. An update
+    far smaller than a weight's last bit is then applied with a small probability instead of lost.
     """
     noise = hashed_bits(seed, x.shape) >> 16
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
@@ -120,7 +120,7 @@ def _random_bits(key: Array, width: int, shape: tuple[int, ...]) -> Array:
     return (hashed_bits(key, shape) >> (32 - width)).astype(f"uint{width}")
 
 
-# Added to a key, so that what it is split into and folded with is not what it draws.
+# Added to a key, so that its splits and folds differ from its draws.
 _SPLITTING, _FOLDING = np.uint32(0xD1B54A32), np.uint32(0x8CB92BA7)
 _HASH = define_prng_impl(
     key_shape=(2,),

@@ -20,7 +20,7 @@ from gshard.nn.strategy import Strategy
 
 def init_weight(key: Array, shape: tuple[int, ...], fan_in: int, dtype: str) -> Array:
     """A weight drawn from a truncated normal with standard deviation fan_in^-0.5."""
-    scale = fan_in**-0.5 / 0.87962566  # the deviation that truncating at 2 leaves
+    scale = fan_in**-0.5 / 0.87962566  # the standard deviation after truncation at 2
     drawn = jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
     return (scale * drawn).astype(dtype)
 
@@ -52,7 +52,7 @@ def _relu_forward(x: Array) -> tuple[Array, Array]:
 
 
 def _relu_backward(y: Array, grad: Array) -> tuple[Array]:
-    # Not y > 0: XLA would turn that into x > 0, and keep x as well, which is larger than anything.
+    # Not y > 0: XLA would turn that into x > 0 and keep x as well, the largest activation.
     return (jnp.where(y != 0, grad, jnp.zeros_like(grad)),)
 
 
@@ -92,7 +92,7 @@ class LayerNorm(eqx.Module):
 
 
 class FeedForward(eqx.Module):
-    """wo . relu(wi . x): the position-wise layer that an expert has the shape of."""
+    """wo . relu(wi . x): the position-wise layer, of an expert's shape."""
 
     wi: Array
     wo: Array

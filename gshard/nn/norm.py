@@ -1,10 +1,10 @@
-"""Layer normalization whose way back is one pass over memory.
+"""Layer normalization whose backward pass is one pass over memory.
 
-In a layer `x + f(norm(x))` the gradient of `x` is that of the sum, and what comes back through the
-normalization. XLA makes it in several passes, one of them in float32 for the gradient of the scale.
+In a layer `x + f(norm(x))` the gradient of `x` is that of the sum plus that of the normalization.
+XLA computes it in several passes, one of them in float32 for the gradient of the scale.
 The kernel here reads `x` and both gradients once, and writes the gradient of `x` and some partial
-sums for scale and bias. It is written in Pallas for Triton; `normalize` is its oracle, and what is
-used where there is no GPU. On several devices each runs the kernel on its own rows, in a manual
+sums for scale and bias. It is written in Pallas for Triton; `normalize` is its oracle, and its
+replacement without a GPU. On several devices each runs the kernel on its own rows, in a manual
 region. Dims: R rows, M numbers in each.
 """
 
@@ -27,9 +27,9 @@ _EPSILON = 1e-6
 
 
 class Cut(NamedTuple):
-    """How the kernel cuts its work, and what it is run with."""
+    """The blocks of the kernel, and its launch parameters."""
 
-    numbers: int = 2048  # in the rows that a program has at a time
+    numbers: int = 2048  # in the rows that a program handles at a time
     programs: int = 1024  # at most
     warps: int = 2
     interpret: bool = False
@@ -48,7 +48,7 @@ def normalize(x: Array, scale: Array, bias: Array) -> Array:
 
 
 def fits(x: Array, devices: int = 1) -> bool:
-    """Whether the kernel can be used: on GPUs, with rows that many programs of each can share."""
+    """Whether the kernel can be used: on GPUs, with rows that divide among its programs."""
     M = x.shape[-1]
     power_of_two = M & (M - 1) == 0
     return (
@@ -81,7 +81,7 @@ def _backward(
     x, scale = kept
     own_x, grad, beside = (strategy.own_groups(a) for a in (x, *grads))
     made, scale_PM, bias_PM = _gradients(own_x, grad, beside, scale, cut)
-    # Each device has sums of its own rows: what is left of a sum over all is an AllReduce.
+    # Each device has sums of its own rows, which an AllReduce completes.
     programs = strategy.devices * len(scale_PM)
     sums = (strategy.all_groups(part, programs) for part in (scale_PM, bias_PM))
     summed = (jnp.sum(part, axis=0).astype(scale.dtype) for part in sums)
@@ -120,7 +120,7 @@ def _kernel(
     x_ref: Any, grad_ref: Any, beside_ref: Any, scale_ref: Any, made_ref: Any, scale_sum_ref: Any,
     bias_sum_ref: Any, *, rows: int,
 ) -> None:  # fmt: skip
-    """Some rows after another; sums over rows wait until the end, which needs no exchange."""
+    """Rows in order; sums over rows are accumulated and written at the end."""
     M = x_ref.shape[-1]
     scale = scale_ref[...].astype(jnp.float32)[None, :]
 

@@ -1,9 +1,9 @@
 """The paper's optimizer: Adafactor as its appendix sets it, and Adam as the alternative.
 
-The weights of all layers stand stacked in one array, and an MoE layer's experts in another dim of
-it. Adafactor's row and column factors, its clipping and its parameter scale belong to one matrix,
-not to such a stack, so the transformation is mapped over the stacked dims. It also means that an
-expert's update needs nothing from another expert: split by expert, it communicates nothing.
+The weights of all layers are stacked in one array, and an MoE layer's experts in another dim of it.
+Adafactor's row and column factors, its clipping and its parameter scale belong to one matrix, not
+to such a stack, so the transformation is mapped over the stacked dims. It also makes the updates of
+experts independent: split by expert, they need no communication.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def adam(
 
 
 def per_matrix(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Run `inner` on every weight by itself, mapped over the dims that stack layers and experts.
+    """Run `inner` on every weight separately, mapped over the dims that stack layers and experts.
 
-    Weights of one shape share a traced update: to trace one for each took as long as the rest.
+    Weights of one shape share a traced update: tracing one each would double the tracing time.
     """
 
     @functools.cache

@@ -74,7 +74,7 @@ class Layer(eqx.Module):
         """One layer; with a `cache` it attends to that, after writing its own part at `index`."""
         c = self.config
         keys = split_key(key, 6)
-        products = c.products if cache is None else "dtype"  # decoding waits for weights alone
+        products = c.products if cache is None else "dtype"  # decoding is bound by reading weights
 
         def attend(attention: Attention, x: Array, memory: Any, visible: Any, key: Any) -> Array:
             rate, random, kind = c.attention_dropout, c.random, c.attention
@@ -142,7 +142,7 @@ class Pair(eqx.Module):
         *,
         dropless: bool = False,
     ) -> tuple[Array, PairCache | None, Routed | None]:
-        """Both layers, and what the one with experts did; `dropless` gives each token its own."""
+        """Both layers, and the report of the one with experts; `dropless` drops no token."""
         keys = split_key(key, 2)
         first, second = cache if cache is not None else (None, None)
         rest = (strategy,)

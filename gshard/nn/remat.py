@@ -1,8 +1,8 @@
-"""How much memory a training step needs on a device, and rematerialization chosen to fit it.
+"""The memory of a training step on a device, and rematerialization chosen to fit it.
 
-What the backward pass keeps is not guessed from formulas: the forward pass is traced, without
-running, and the arrays that its derivative holds on to are counted. Every one of them has the
-tokens in some dim, as groups or as slots of experts, so a device has its share of each.
+The residuals of the backward pass are counted by tracing the forward pass, without running it.
+Every one of them has the tokens in some dim, as groups or as slots of experts, so a device has its
+share of each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StepMemory:
 
     @property
     def total(self) -> int:
-        """All of them together; the estimate knows nothing of temporary buffers."""
+        """The sum; temporary buffers are not counted."""
         return self.weights + self.kept + self.working
 
 
@@ -44,8 +44,8 @@ def step_memory(
     """The memory of a training step under `remat`; arrays may be given by their shapes alone.
 
     Weights of experts and their state are split over `strategy.expert` x `strategy.tensor`
-    devices, all others are counted whole (or by `tensor`, and their gradients and state by all
-    devices under `split_update`, which this leaves out: it is an upper bound there).
+    devices; all others are counted as replicated (or split by `tensor`). Under `split_update` their
+    gradients and state are smaller: there the result is an upper bound.
     """
     spread = strategy.devices
     weights = sum(

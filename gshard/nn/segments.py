@@ -1,4 +1,4 @@
-"""Who may see whom in rows of packed sentences. Dims: B rows, T queries, L keys."""
+"""Attention masks of packed sentences. Dims: B rows, T queries, L keys."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jax import Array
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Segments:
-    """Who may see whom, in fewer numbers than a mask: tokens of the same segment.
+    """A compact attention mask: tokens attend to tokens of the same segment.
 
-    Segment 0 is padding, which nobody sees; packed sequences carry 1, 2, ...; with `causal` nobody
-    sees a token that comes later.
+    Segment 0 is padding, to which nothing attends; packed sequences have 1, 2, ...; with `causal`,
+    tokens attend only to earlier ones and themselves.
     """
 
     queries: Array  # [B, T]
@@ -23,14 +23,14 @@ class Segments:
     causal: bool = field(default=False, metadata={"static": True})
 
     def mask(self) -> Array:
-        """True at [B, T, L] where a query may see a key."""
+        """True at [B, T, L] where a query attends to a key."""
         return segment_mask(self.queries, self.keys, causal=self.causal)
 
 
 def segment_mask(queries_BT: Array, keys_BL: Array, *, causal: bool = False) -> Array:
-    """Who may see whom: tokens of the same segment, and with `causal` none that come later.
+    """The mask: tokens attend to the same segment, and with `causal` not to later tokens.
 
-    Segment 0 is padding, which nobody sees; packed sequences carry 1, 2, ...
+    Segment 0 is padding, to which nothing attends; packed sequences have 1, 2, ...
     """
     mask_BTL = (queries_BT[:, :, None] == keys_BL[:, None, :]) & (keys_BL > 0)[:, None, :]
     if causal:

@@ -78,8 +78,8 @@ def train_step(
     def objective(model: Transformer) -> tuple[Array, StepMetrics]:
         return loss(model, batch, key, strategy, label_smoothing, remat)
 
-    # JAX differentiates under an empty mesh where there is none: with it from the start what is
-    # under `jax.jit` is traced once, not once forward and once for the way back.
+    # JAX differentiates under an empty mesh if there is none: with it from the start, functions
+    # under `jax.jit` are traced once, and not again for the backward pass.
     with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
         grads, metrics = jax.grad(objective, has_aux=True)(model)
     with jax.named_scope("update"):
@@ -123,7 +123,7 @@ def loss(
 ) -> tuple[Array, StepMetrics]:
     """L = l_nll + k * l_aux (+ k_z * l_z), the routers' losses summed over the MoE layers.
 
-    Summed, not averaged: how hard each router is pushed then does not depend on the depth.
+    Summed, not averaged, so that the weight of each router's loss is independent of the depth.
     """
     x_BTM, routers = model.hidden(batch, key, strategy, remat)
     with jax.named_scope("loss"):
@@ -138,7 +138,7 @@ def _loss(
     strategy: Strategy,
     label_smoothing: float,
 ) -> tuple[Array, StepMetrics]:
-    """The same from the decoder's last hidden values and what the routers measured."""
+    """The same from the decoder's last hidden values and the routers' metrics."""
     real_BT = batch.target_segments > 0
     tokens = jnp.sum(real_BT).astype(jnp.float32)
     if model.config.loss_chunks > 1:

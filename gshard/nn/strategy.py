@@ -1,8 +1,7 @@
-"""How the model is spread over devices: every annotation that `gshard.nn` makes, in one place.
+"""How the model is sharded: every annotation of `gshard.nn`, in one place.
 
-The paper's strategy (section 3.2) is three words: groups split, experts split, the rest
-replicated. Everything else is inferred. Another strategy is another `Strategy`, and no line of the
-model changes.
+The paper's strategy (section 3.2): groups split, experts split, the gate replicated; everything
+else is inferred. Another strategy is another `Strategy`; the model does not change.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from jax import Array
 from gshard.annotate import replicate, shard, split
 from gshard.manual import auto_to_manual_spmd_partition, manual_to_auto_spmd_partition
 
-# The dim of a single layer's weight that `tensor` cuts: the hidden dim, or the heads.
+# The dim of a single layer's weight that `tensor` splits: the hidden dim, or the heads.
 _TENSOR_DIM: dict[tuple[str, ...], int] = {
     ("experts", "wi"): 2,
     ("experts", "wo"): 1,
@@ -40,12 +39,13 @@ class Strategy:
     """The devices as an `expert` x `tensor` grid, and the annotations that follow from it.
 
     - `Strategy(D)` is the paper's: D groups of tokens, experts over D devices.
-    - `Strategy(D // t, t)` also cuts the hidden dim of each feed-forward layer and expert, and the
+    - `Strategy(D // t, t)` also splits the hidden dim of each feed-forward layer and expert, and
+    the
       heads of each attention, t ways.
     - `split_update=True` is weight-update sharding: weights that are replicated keep their
-      gradients and optimizer state cut over all devices, and are gathered after the update.
+      gradients and optimizer state split over all devices, and are gathered after the update.
 
-    One device annotates nothing: the model is plain JAX.
+    On one device there are no annotations: the model is plain JAX.
     """
 
     expert: int = 1
@@ -62,11 +62,11 @@ class Strategy:
         return x if self.devices == 1 else split(x, 0, self.devices)
 
     def own_groups(self, x: Array) -> Array:
-        """The groups of this device alone: what follows is partitioned by hand (section 3.2)."""
+        """The groups of this device: enters a manual region (section 3.2)."""
         return x if self.devices == 1 else auto_to_manual_spmd_partition(self.groups(x))
 
     def all_groups(self, x: Array, count: int) -> Array:
-        """The tensor of `count` groups of which `x` has those of this device: by gshard again."""
+        """The tensor of `count` groups, `x` being those of this device: leaves the region."""
         if self.devices == 1:
             return x
         split_groups = np.arange(self.devices).reshape(-1, *[1] * (x.ndim - 1))
@@ -77,15 +77,14 @@ class Strategy:
         return self._grid(x, dim, None)
 
     def replicated(self, x: Array) -> Array:
-        """Keep `x` whole on every device."""
+        """Replicate `x`."""
         return x if self.devices == 1 else replicate(x)
 
     def weights(self, tree: Any, stacked: int = 0) -> Any:
         """Annotate the weights in `tree`: experts split, the gate replicated, the rest inferred.
 
-        `stacked` is 1 for whole models, where the weights of all layers may stand together, with
-        the layers in dim 0.
-        Also right for the optimizer state of those weights, which lies at the same paths.
+        `stacked` is 1 for entire models, in which the weights of all layers may be stacked along
+        dim 0. It also applies to the optimizer state of those weights, which has the same paths.
         """
         if self.devices == 1:
             return tree
@@ -94,13 +93,13 @@ class Strategy:
         )
 
     def update(self, tree: Any) -> Any:
-        """With `split_update`, cut gradients or optimizer state of replicated weights in pieces."""
+        """With `split_update`, split the gradients or optimizer state of replicated weights."""
         if self.devices == 1 or not self.split_update:
             return self.weights(tree, stacked=1)
         return jax.tree_util.tree_map_with_path(lambda path, leaf: self._update(path, leaf), tree)
 
     def updated(self, tree: Any) -> Any:
-        """The annotations of the weights after an update: as before it."""
+        """The annotations of the weights after an update, the same as before it."""
         if self.devices == 1 or not self.split_update:
             return self.weights(tree, stacked=1)
         return jax.tree_util.tree_map_with_path(
@@ -132,7 +131,7 @@ class Strategy:
         return split(leaf, int(np.argmax(leaf.shape)), self.devices)
 
     def _grid(self, x: Array, expert_dim: int | None, tensor_dim: int | None) -> Array:
-        """Cut `expert_dim` over the rows of the device grid and `tensor_dim` over its columns."""
+        """Split `expert_dim` over the rows of the device grid and `tensor_dim` over its columns."""
         if self.devices == 1:
             return x
         if self.tensor == 1:

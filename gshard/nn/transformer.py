@@ -2,8 +2,8 @@
 
 Layers come in pairs, a dense one and one with experts, and a stack of pairs runs under `lax.scan`:
 the program is as long for 36 layers as for 2. `config.stacked=False` writes the pairs out instead.
-Normalization stands before each sublayer, so that the residual path is untouched from input to
-output and deep stacks train.
+Normalization is before each sublayer (pre-LN), so that the residual path is the identity from input
+to output and deep stacks train.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Caches = PairCache | tuple[PairCache, ...]
 
 
 class Transformer(eqx.Module):
-    """The whole model, its two stacks of pairs as `config.stacked` says."""
+    """The entire model: two stacks of pairs."""
 
     source: Embedding
     target: Embedding
@@ -82,15 +82,15 @@ class Transformer(eqx.Module):
         *,
         dropless: bool = False,
     ) -> tuple[Array, ModelMetrics]:
-        """What the logits are made from, and the routers' metrics."""
+        """The decoder's last hidden values, and the routers' metrics."""
         x_BTM, encoder, decoder = self._run(batch, key, Settings(strategy, remat, dropless))
         return x_BTM, ModelMetrics(encoder, decoder)
 
     def routings(self, batch: Batch, strategy: Strategy = ONE_DEVICE) -> ModelRoutings:
         """Which experts each token of the sentence pairs goes to when nothing is dropped.
 
-        A token's experts then depend on its own sentence alone, and are those that decoding gave
-        it, if the pairs are what it found.
+        A token's experts then depend on its own sentence alone, and are those of decoding, if the
+        pairs are its results.
         """
         settings = Settings(strategy, dropless=True, report=lambda routed: routed.routing)
         _, encoder, decoder = self._run(batch, None, settings)
@@ -109,8 +109,8 @@ class Transformer(eqx.Module):
     ) -> tuple[Array, RouterMetrics | None]:
         """What the decoder attends to.
 
-        With `dropless` it depends on nothing but the sentence: no other one in the batch, nor the
-        length of its padding, takes or gives a slot.
+        With `dropless` it depends on the sentence alone, not on the rest of the batch or on
+        padding.
         """
         settings = Settings(strategy, remat, dropless)
         return self._encode(source_BL, segments_BL, positions_BL, key, settings)
@@ -143,7 +143,7 @@ class Transformer(eqx.Module):
         source_mask_BL: Array,
         strategy: Strategy = ONE_DEVICE,
     ) -> tuple[Array, Caches]:
-        """The logits after `tokens_BK`, K at once, which stand at `index` onwards of the cache.
+        """The logits after `tokens_BK`, K at once, which are at `index` and later in the cache.
 
         `mask_BKL` says which of the cache's positions each token may see, itself included. For
         flat beam search all hypotheses share one buffer, K is the beam, and the mask is the
@@ -167,7 +167,7 @@ class Transformer(eqx.Module):
         return self.target.logits(self.decoder_norm(x_BKM)), cache
 
     def _run(self, batch: Batch, key: Array | None, settings: Settings) -> tuple[Array, Any, Any]:
-        """Both stacks on given pairs: what the logits are made from, and the routers' reports."""
+        """Both stacks on given pairs: the last hidden values, and the routers' reports."""
         keys = self._keys(key, 3)
         memory_BLM, encoder = self._encode(*batch[:3], keys[0], settings)
         x_BTM = self.target(batch.inputs, batch.target_positions, self.config.dtype)
@@ -262,7 +262,7 @@ def _over_pairs(body: Callable[..., Any], carry: Any, stack: Pairs, *each: Any) 
 
 
 class Settings(NamedTuple):
-    """How a stack runs, and what is kept of each router: its metrics, or where tokens went."""
+    """How a stack runs, and what it returns for each router: metrics or routings."""
 
     strategy: Strategy = ONE_DEVICE
     remat: Remat | None = None

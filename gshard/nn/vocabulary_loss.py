@@ -1,10 +1,10 @@
-"""The loss of the output projection, which never holds the logits of the whole batch.
+"""The loss of the output projection, without the logits of the entire batch in memory.
 
 With a vocabulary of 32,000 the float32 logits are as large as all weights of some models. Here
-they are made for a slice of every sequence at a time, and what the backward pass needs, the
-gradients of the activations and of the table, is made from them before they are let go: nothing is
-computed twice. That works because the loss is a sum over tokens, each with a known weight: the
-gradient that arrives later is one number.
+they are computed for a slice of every sequence at a time, and what the backward pass needs, the
+gradients of the activations and of the table, is computed from them at once: nothing is computed
+twice. That works because the loss is a sum over tokens with known weights: its cotangent is a
+scalar.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def weighted_nll(
 ) -> Array:
     """The sum of `weights_BT` * -log p(label); the logits are `x_BTM` times the table.
 
-    Exists in at most `chunks` pieces, as many as divide the length of a sequence. With `kernels`
-    each device of that strategy runs a kernel on the logits of its own sequences, where it can.
+    The logits are computed in at most `chunks` slices, as many as divide the length of a sequence.
+    With `kernels`, each device of that strategy runs a kernel on the logits of its own sequences,
+    if supported.
     """
 
     def body(total: Array, chunk: tuple[Array, ...]) -> tuple[Array, None]:

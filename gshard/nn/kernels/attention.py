@@ -1,8 +1,8 @@
 """The kernels of attention without its scores in memory, in Pallas for Triton.
 
-A program has a block of queries (or, for the gradients of keys and values, of keys) of one head of
-one row, and goes through the other side block by block. Which blocks it sees of which arrays is the
-caller's: `gshard.nn.flash`.
+A program handles a block of queries (or, for the gradients of keys and values, of keys) of one head
+of one row, and loops over the other side block by block. The caller, `gshard.nn.flash`, decides
+which blocks of which arrays it gets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from gshard.nn.hashing import hashed_row_bits, kept
 
-NEVER = -1e30  # a score that may not be seen; finite, so that differences are never NaN
+NEVER = -1e30  # a masked score; finite, so that differences are never NaN
 ROWS = 1 << 13  # queries of a head, for numbering rows; more of them share bits, which is harmless
 _LOG2_E = math.log2(math.e)
 
@@ -34,7 +34,7 @@ class Blocks(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What a kernel knows when it is compiled."""
+    """The static settings of a kernel."""
 
     rate: float
     causal: bool
@@ -43,7 +43,7 @@ class Settings(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A block of scores: whose they are, which dim counts queries, and where it begins."""
+    """A block of scores: its head, the dim of queries, and its offsets."""
 
     head: Any  # counted over all rows of the batch
     shape: tuple[int, int]
@@ -65,7 +65,7 @@ class Tile(NamedTuple):
 
 
 def _visible(tile: Tile, q_seg: Array, k_seg: Array, causal: bool) -> Array:
-    """Which of a tile's scores count."""
+    """The mask of a tile's scores."""
     q_seg, k_seg = (
         jnp.expand_dims(x, dim) for x, dim in ((q_seg, 1 - tile.query_dim), (k_seg, tile.query_dim))
     )
@@ -74,7 +74,7 @@ def _visible(tile: Tile, q_seg: Array, k_seg: Array, causal: bool) -> Array:
 
 
 def _keep(tile: Tile, seed_ref: Any, rate: float) -> Array | None:
-    """Which of a tile's scores dropout lets through: the bits of `reference`."""
+    """The dropout mask of a tile's scores, with the bits of `reference`."""
     if rate == 0.0:
         return None
     rows = (tile.head * ROWS + tile.queries()).astype(jnp.uint32)
@@ -127,7 +127,7 @@ def _score_grads(
     scores: Array, mask: Array, keep: Array | None, prob_grads: Array, log_z: Array, delta: Array,
     rate: float,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The probabilities as dropout left them, and the gradients of the scores.
+    """The probabilities after dropout, and the gradients of the scores.
 
     `scores` and `log_z` are logarithms to the base of 2.
     """

@@ -2,10 +2,10 @@
 
 On Hopper a product of eight-bit matrices reads both with the summed dim innermost. An operand is
 summed over one dim in the forward product and over the other in that of a gradient, so it is
-needed both ways. XLA writes them in two passes. A kernel reads a block, rounds it, and writes it as
-it is and transposed; another does the same for the gradient of relu. Written in Pallas for Triton;
-`reference` and `gated_reference` are their oracles, and what is used elsewhere. They do not ask for
-their place in the grid, so gshard cuts that between devices.
+needed both ways. XLA writes them in two passes. A kernel reads a block, rounds it, and writes it
+both plain and transposed; another does the same for the gradient of relu. Written in Pallas for
+Triton; `reference` and `gated_reference` are their oracles, and their replacements elsewhere. They
+do not use their program id, so gshard can split the grid over devices.
 Dims: E experts (or 1), R rows, C columns.
 """
 
@@ -26,7 +26,7 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 class Block(NamedTuple):
-    """How a kernel cuts an array, and what it is run with."""
+    """The blocks of a kernel, and its launch parameters."""
 
     rows: int = 64
     columns: int = 128
@@ -38,7 +38,7 @@ BLOCK = Block()
 
 
 def fits(x_ERC: Array) -> bool:
-    """Whether the kernels can be used: on GPUs, on dims that are whole blocks on every device."""
+    """Whether the kernels can be used: on GPUs, on dims that divide into blocks on every device."""
     _, R, C = x_ERC.shape
     rows = R % (BLOCK.rows * devices_of_trace()) == 0
     return target_platform() == "gpu" and rows and C % BLOCK.columns == 0
@@ -55,7 +55,7 @@ def gated(grads_ERC: Array, units_ERC: Array) -> tuple[Array, Array, Array]:
 
 
 def rounded(x: Array, dtype: Any) -> Array:
-    """`x` to the nearest number of `dtype`; what is too large, to the largest."""
+    """`x` rounded to `dtype`, saturating."""
     largest = float(jnp.finfo(dtype).max)
     return jnp.clip(x.astype(jnp.float32), -largest, largest).astype(dtype)
 

@@ -1,9 +1,9 @@
-"""What the loss of a slice of the logits needs of them, in one pass over memory.
+"""The loss and gradient of a slice of the logits, in one pass over memory.
 
 XLA reads float32 logits three times, for their maximum, for the sum of their exponentials and for
-their gradient. Here a program has a whole row of them in registers, which it reads once and writes
-the gradient of. Written in Pallas for Triton; `reference` is its oracle, and what is used where
-there is no GPU. Dims: R tokens, V vocabulary.
+their gradient. Here a program has an entire row in registers, reads it once and writes its
+gradient. Written in Pallas for Triton; `reference` is its oracle, and its replacement without a
+GPU. Dims: R tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _kernel(
     powers = [jnp.exp2(x * _LOG2_E - top * _LOG2_E) for x in logits]
     total = functools.reduce(jnp.add, [jnp.sum(x) for x in powers])
     log_z_ref[...] = jnp.broadcast_to(top + jnp.log(total), (1,))
-    # As few instructions for each logit as can be: a program waits for them while it reads nothing.
+    # As few instructions per logit as possible: a program does not read memory meanwhile.
     label, weight = label_ref[0], weight_ref[0]
     slope, even = weight / total, label_smoothing / V * weight
     own = (1.0 - label_smoothing) * weight
@@ -103,6 +103,6 @@ def _kernel(
 
 
 def _parts(V: int) -> list[pl.Slice]:
-    """A row in parts whose sizes are powers of 2, which are all that Triton has."""
+    """A row in parts whose sizes are powers of 2, as Triton requires."""
     sizes = [1 << bit for bit in range(V.bit_length()) if V >> bit & 1][::-1]
     return [pl.ds(sum(sizes[:n]), size) for n, size in enumerate(sizes)]
