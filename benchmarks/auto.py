@@ -2,7 +2,7 @@
 
     python -m benchmarks.auto                 forecasts of the large programs on 8 H100s
     python -m benchmarks.auto --measure       and values and step times of small ones, on 8 CPUs
-    python -m benchmarks.auto --only resnet   cases whose name contains this
+    python -m benchmarks.auto --only resnet,moe   some of them
     python -m benchmarks.auto --out docs/results/auto.md
 
 Each program gets no annotations, and is chosen a layout for; the same program with the annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import statistics
 import sys
 import time
@@ -33,31 +34,33 @@ RUNS = 15
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """One line of the table: times in seconds, bytes that a device sends."""
 
     name: str
     expert: str
     expert_seconds: float
     expert_bytes: int
-    layout: gshard.Layout
+    seconds: float
+    sent: int
+    bound: float
+    mesh: str
+    annotated: str
     found_in: float
-    measured: str = ""
+    values: str = ""
+    step: float = 0.0
 
     @property
     def ratio(self) -> float:
         """Our forecast over the best expert's."""
-        return self.layout.seconds / self.expert_seconds
+        return self.seconds / self.expert_seconds
 
-    def markdown(self) -> str:
+    def markdown(self, timed: bool) -> str:
         """The row."""
-        layout = self.layout
-        mesh = " x ".join(map(str, layout.mesh.values()))
-        sent = _sent(layout.lowered)
-        annotated = f"{len(layout.annotations)} + {len(layout.inside)}"
+        measured = f" {self.values} | {self.step:.2f} |" if timed else ""
         return (
-            f"| {self.name} | {self.expert} | {_ms(self.expert_seconds)} | {_ms(layout.seconds)} | "
-            f"{self.ratio:.3f} | {sent / max(self.expert_bytes, 1):.2f} | {_ms(layout.bound)} | "
-            f"{mesh} | {annotated} | {self.found_in:.0f} |" + self.measured
+            f"| {self.name} | {self.expert} | {_ms(self.expert_seconds)} | {_ms(self.seconds)} | "
+            f"{self.ratio:.3f} | {self.sent / max(self.expert_bytes, 1):.2f} | {_ms(self.bound)} | "
+            f"{self.mesh} | {self.annotated} | {self.found_in:.0f} |{measured}"
         )
 
 
@@ -86,11 +89,21 @@ def row(case: Case, hardware: str, seconds: float) -> Row:
         case.fn, *case.arguments, devices=D, hardware=hardware, memory=limit, seconds=seconds
     )
     took = time.monotonic() - began
-    sent = _sent(lowered[best])
-    return Row(case.name, best, fitting[best].step_seconds, sent, layout, took)
+    return Row(
+        case.name,
+        best,
+        fitting[best].step_seconds,
+        _sent(lowered[best]),
+        layout.seconds,
+        _sent(layout.lowered),
+        layout.bound,
+        " x ".join(map(str, layout.mesh.values())),
+        f"{len(layout.annotations)} + {len(layout.inside)}",
+        took,
+    )
 
 
-def measured(case: Case, expert: str, seconds: float) -> str:
+def measured(case: Case, expert: str, seconds: float) -> dict[str, Any]:
     """Whether the values are those of the program, and the median step times of both layouts."""
     layout = gshard.auto(case.fn, *case.arguments, devices=D, hardware="cpu", seconds=seconds)
     arguments = jax.tree.map(_drawn, case.arguments)
@@ -111,7 +124,7 @@ def measured(case: Case, expert: str, seconds: float) -> str:
             jax.block_until_ready(program(*own))
             times.append(time.perf_counter() - began)
     ours, theirs = map(statistics.median, taken)
-    return f" {'equal' if equal else 'DIFFERENT'} | {ours / theirs:.2f} |"
+    return {"values": "equal" if equal else "DIFFERENT", "step": ours / theirs}
 
 
 def _drawn(struct: Any) -> Any:
@@ -150,7 +163,7 @@ def table(rows: list[Row], timed: bool, hardware: str) -> str:
         "",
         head,
         rule,
-        *(r.markdown() for r in rows),
+        *(r.markdown(timed) for r in rows),
         "",
         f"{better} of {len(rows)} are faster than the best expert; the largest ratio is "
         f"{worst:.3f}.",
@@ -165,22 +178,27 @@ def table(rows: list[Row], timed: bool, hardware: str) -> str:
 def main() -> None:
     jax.config.update("jax_num_cpu_devices", D)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="cases whose function contains this")
+    parser.add_argument("--only", default="", help="parts of names of cases, with commas between")
     parser.add_argument("--hardware", default="h100")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each layout")
     parser.add_argument("--measure", action="store_true", help="values and step times too")
+    parser.add_argument("--keep", type=Path, help="rows found before, and where to keep new ones")
     parser.add_argument("--out", type=Path, help="write the table here")
     options = parser.parse_args()
-    rows = []
+    known = json.loads(options.keep.read_text()) if options.keep and options.keep.exists() else {}
     for make in CASES:
-        if options.only not in make.__name__:
+        wanted = any(part in make.__name__ for part in options.only.split(","))
+        if not wanted or make.__name__ in known:
             continue
         found = row(make(False), options.hardware, options.seconds)
         if options.measure:
-            more = measured(make(True), found.expert, options.seconds)
-            found = dataclasses.replace(found, measured=more)
-        print(found.markdown(), file=sys.stderr, flush=True)
-        rows.append(found)
+            more = measured(make(True), found.expert, options.seconds / 4)
+            found = dataclasses.replace(found, **more)
+        print(found.markdown(options.measure), file=sys.stderr, flush=True)
+        known[make.__name__] = dataclasses.asdict(found)
+        if options.keep:
+            options.keep.write_text(json.dumps(known, indent=1))
+    rows = [Row(**known[make.__name__]) for make in CASES if make.__name__ in known]
     page = table(rows, options.measure, options.hardware)
     print(page)
     if options.out:

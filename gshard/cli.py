@@ -21,6 +21,7 @@ except ImportError:
 
 import gshard
 from gshard.commands import (
+    auto,
     data,
     evaluate,
     explain,
@@ -64,6 +65,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Partition annotated JAX programs, and train multilingual translation with them.",
 )
+app.command(rich_help_panel=_PROGRAMS)(auto.auto)
 app.command(rich_help_panel=_PROGRAMS)(explain.explain)
 app.command(rich_help_panel=_PROGRAMS)(forecast.forecast)
 app.command(rich_help_panel=_PROGRAMS)(interval.interval)

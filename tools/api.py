@@ -86,8 +86,8 @@ def _rows(module: Any) -> Iterator[str]:
 
 def _commands() -> Iterator[str]:
     yield "## The command `gshard`\n"
-    yield "`explain`, `forecast` and `interval` need the extra `cli`, all others the extra `mt`."
-    yield "`--help` after any of them lists its options.\n"
+    yield "`auto`, `explain`, `forecast` and `interval` need the extra `cli`, all others the extra"
+    yield "`mt`. `--help` after any of them lists its options.\n"
     yield "| command | what it does |\n|---|---|"
     for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
         for sub, each in getattr(command, "commands", {"": command}).items():

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gshard.commands.functions import imported, shape_of
 from gshard.commands.options import Hardware, Json, Page
-from gshard.errors import UserError, nearest
+from gshard.errors import UserError
 
 if TYPE_CHECKING:
     from gshard.explanation import Explanation
-
-_DTYPES = {
-    **{f"f{n}": f"float{n}" for n in (16, 32, 64)},
-    **{f"i{n}": f"int{n}" for n in (8, 16, 32, 64)},
-    **{f"u{n}": f"uint{n}" for n in (8, 16, 32, 64)},
-    "bf16": "bfloat16",
-    "bool": "bool",
-    "c64": "complex64",
-}
 
 
 def explain(
@@ -45,8 +37,8 @@ def explain(
     import gshard
 
     try:
-        arguments = [_shape(s) for s in shapes]
-        jitted = gshard.jit(_imported(function), devices=devices, hardware=hardware)
+        arguments = [shape_of(s) for s in shapes]
+        jitted = gshard.jit(imported(function), devices=devices, hardware=hardware)
         lowered = jitted.lower(*arguments)
         explanation = lowered.explain(seconds=seconds)
         if as_json:
@@ -79,34 +71,3 @@ def _show(explanation: Explanation) -> None:
         task = bar.add_task("trying other annotations", total=None)
         explanation.search(lambda done, total: bar.update(task, completed=done, total=total))
     print("\n".join(["", *fix_lines(explanation)]))
-
-
-def _imported(name: str) -> Any:
-    import importlib
-    import sys
-
-    module, _, function = name.partition(":")
-    if not function:
-        raise ValueError(f"{name!r} is not the name of a function; write module:function")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name!r} cannot be imported: {error}") from None
-
-
-def _shape(text: str) -> Any:
-    import re
-
-    import jax
-
-    match = re.fullmatch(r"([a-z]+\d*)\[([\d,\s]*)\]", text)
-    if match is None:
-        raise ValueError(f"{text!r} is not a shape; write a dtype and sizes, as in f32[8,256,128]")
-    if match[1] not in _DTYPES:
-        raise ValueError(
-            f"the dtype of {text!r} is {match[1]!r}; allowed are {', '.join(_DTYPES)}"
-            f"{nearest(match[1], _DTYPES)}"
-        )
-    sizes = [int(n) for n in match[2].split(",") if n.strip()]
-    return jax.ShapeDtypeStruct(tuple(sizes), _DTYPES[match[1]])

@@ -1,0 +1,62 @@
+"""`gshard auto`: a mesh and annotations for a function, chosen by gshard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gshard.commands.functions import imported, shape_of
+from gshard.commands.options import Hardware, Json
+from gshard.errors import UserError
+
+
+def auto(
+    function: Annotated[str, typer.Argument(help="module:function")],
+    shapes: Annotated[
+        list[str] | None, typer.Argument(help="its arguments, as in f32[8,256,128]")
+    ] = None,
+    arguments: Annotated[
+        str | None,
+        typer.Option(help="module:function that returns the arguments, where they are trees"),
+    ] = None,
+    devices: Annotated[int, typer.Option(help="how many devices", min=1)] = 8,
+    hardware: Hardware = None,
+    memory: Annotated[
+        str | None, typer.Option(help="bytes on each device, as in '16 GB' [the hardware's]")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option("--budget", help="seconds to search, about [60]", min=0.0)
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="what else was considered, and what binds")
+    ] = False,
+    as_json: Json = False,
+    out: Annotated[Path | None, typer.Option(help="a file for the layout")] = None,
+) -> None:
+    """Choose a mesh and annotations for a function; no accelerator needed."""
+    import gshard
+    from gshard.autosharding.files import as_text
+
+    if bool(shapes) == (arguments is not None):
+        raise UserError("give the shapes of the arguments, or --arguments module:function")
+    try:
+        given = imported(arguments)() if arguments else [shape_of(s) for s in shapes or ()]
+        given = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+        layout = gshard.auto(
+            imported(function),
+            *given,
+            devices=devices,
+            hardware=hardware,
+            memory=memory,
+            seconds=60.0 if seconds is None else seconds,
+        )
+    except (ValueError, TypeError) as error:
+        raise UserError(str(error)) from None
+    if out is not None:
+        layout.save(out)
+    if as_json:
+        print(as_text(layout), end="")
+    else:
+        print(layout.explain() if explain else layout)

@@ -1,0 +1,79 @@
+"""`gshard auto`: a layout from the command line, by shapes or by a function that returns them."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import gshard
+from gshard.cli import app, main
+
+PROGRAM = """
+import jax
+import jax.numpy as jnp
+
+def layer(x, w):
+    return jnp.tanh(x @ w)
+
+def step(weights, x):
+    loss = lambda w: jnp.mean((x @ w["a"] @ w["b"]) ** 2)
+    return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+def arguments():
+    weight = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    return {"a": weight, "b": weight}, jax.ShapeDtypeStruct((65536, 256), jnp.float32)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "program_of_a_user.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_layout_by_shapes(folder):
+    words = ["auto", "program_of_a_user:layer", "f32[65536,256]", "f32[256,256]"]
+    shown = CliRunner().invoke(app, [*words, "--hardware", "h100", "--explain"]).output
+    assert shown.startswith("mesh a=8 on 8 x h100\nforecast: ")
+    assert "[0]: (a, -) of 65536x256, saves " in shown
+    assert "considered:" in shown
+
+
+def test_a_layout_of_trees_is_kept(folder):
+    words = ["auto", "program_of_a_user:step", "--arguments", "program_of_a_user:arguments"]
+    words += ["--hardware", "h100", "--out", "layout.json", "--json"]
+    shown = CliRunner().invoke(app, words).output
+    assert (folder / "layout.json").read_text() == shown
+    assert json.loads(shown)["mesh"] == {"a": 8}
+    layout = gshard.Layout.load("layout.json")
+    assert any(a.path == "[1]" for a in layout.annotations)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["x:y"], "give the shapes of the arguments, or --arguments module:function"),
+        (["layer", "f32[8]"], "'layer' is not the name of a function; write module:function"),
+        (["program_of_a_user:layer", "f32"], "'f32' is not a shape; write a dtype and sizes"),
+        (
+            ["program_of_a_user:layer", "f32[8,8]", "f32[8,8]", "--hardware", "h1000"],
+            "hardware is 'h1000'",
+        ),
+        (
+            ["program_of_a_user:layer", "f32[8,8]", "f32[8,8]", "--memory", "2 apples"],
+            "memory is '2 apples'; allowed are bytes, or text such as '16 GB'",
+        ),
+        (
+            ["program_of_a_user:layer", "f32[512,8]", "f32[8,8]", "--memory", "1 B"],
+            "no layout was found that holds at most 1 B on each of 8 devices; the smallest",
+        ),
+    ],
+)
+def test_errors_are_one_line(folder, capsys, words, message):
+    with pytest.raises(SystemExit) as ended:
+        main(["auto", *words])
+    assert ended.value.code == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
