@@ -30,7 +30,13 @@ from gshard.forecast.hardware import hardware as hardware_of
 from gshard.moving.costs import MEMORY_LIMIT
 from gshard.partners import advising, watched
 from gshard.pipeline import lower
-from gshard.runtime.options import JitKeywords, Keywords, Options, checked_devices
+from gshard.runtime.options import (
+    JitKeywords,
+    Keywords,
+    Options,
+    check_partitioner,
+    checked_devices,
+)
 from gshard.runtime.stages import Lowered
 from gshard.runtime.xla import lower_with_xla
 from gshard.tensors.sharding import Sharding
@@ -74,6 +80,7 @@ def jit(
     strict: bool = False,
     hardware: str | Path | Hardware | None = None,
     annotations: Any = None,
+    reproducible: bool = False,
 ) -> Any:
     """Like `jax.jit`, for a function whose tensors are annotated with `split` and the like.
 
@@ -90,13 +97,13 @@ def jit(
     `in_shardings` and `out_shardings` are trees of `NamedSharding`, `PartitionSpec` or
     `gshard.Sharding`, or prefixes of such trees; None leaves the choice to gshard. `annotations` is
     a `gshard.Layout`, whose annotations are applied to arguments, results and tensors inside.
+    `reproducible` results have the same bits on any devices (docs/howto/reproducible.md).
     """
-    if partitioner not in ("gshard", "xla"):
-        raise ValueError(f"partitioner is {partitioner!r}; allowed are 'gshard' and 'xla'")
+    check_partitioner(partitioner, reproducible)
     named = None if hardware is None else hardware_of(hardware)
-    chosen = checked_devices(devices, device)
     inside = annotations.inside_shardings if annotations else ()
-    options = Options(chosen, backend, partitioner, memory_limit, strict, named, inside)
+    how = (partitioner, memory_limit, strict, named, inside, reproducible)
+    options = Options(checked_devices(devices, device), backend, *how)
     of_jax: dict[str, Any] = {
         "static_argnums": static_argnums,
         "static_argnames": static_argnames,

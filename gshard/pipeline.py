@@ -24,11 +24,13 @@ from gshard.propagation.inside import resolved
 from gshard.propagation.propagate import Propagated, propagate
 from gshard.rewrites.exchange_by_expert import exchange_by_expert
 from gshard.rewrites.ring_attention import ring_attention
+from gshard.rules.fixed_order import pinning
 from gshard.runtime.arrange import Arrangement, arrange
 from gshard.runtime.options import Options
 from gshard.runtime.program import Program, Settings, finish
 from gshard.simplify import PASSES as NORMAL_FORMS
 from gshard.simplify import simplify
+from gshard.simplify.fixed_order import fix_order
 from gshard.tensors.sharding import Sharding
 
 Rewrite = Callable[[ClosedJaxpr, Mapping[Any, Sharding], int], ClosedJaxpr]
@@ -58,9 +60,15 @@ def lower(
     history = History()
     flat = original = inline(traced.jaxpr, order)  # calls inlined, logical shapes
     history.add("flatten", flat.jaxpr)
-    for normal_form in NORMAL_FORMS if order.count > 1 else ():  # of no use on one device
+    reproducible = options.reproducible
+    # One device gains nothing by normal forms, but its bits have to be those of many.
+    for normal_form in NORMAL_FORMS if order.count > 1 or reproducible else ():
         flat = simplify(flat, normal_form)
         history.add(normal_form.__name__, flat.jaxpr)
+    if reproducible:
+        flat = fix_order(flat)
+        settings = settings.with_option("xla_allow_excess_precision", False)
+        history.add("fix_order", flat.jaxpr)
     fixed = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
     inside = resolved(flat, options.inside)
     # All that is needed of `traced` from here on.
@@ -73,7 +81,7 @@ def lower(
         with planning_for(machine):
             found = propagate(flat, order.count, fixed, limit, inside)  # a sharding for every value
             history.add("propagate", flat.jaxpr, _sharding_note(found))
-            for title, (rewrite, remark) in REWRITES.items():
+            for title, (rewrite, remark) in ({} if reproducible else REWRITES).items():
                 rewritten = rewrite(flat, found.shardings, limit)
                 if rewritten is not flat:  # these were of the program before the rewrite
                     flat = rewritten
@@ -82,6 +90,7 @@ def lower(
                 history.add(title, flat.jaxpr, _sharding_note(found), remark)
             seen = Seen()
             local = partition(flat.jaxpr, found, limit, options.strict, seen)
+            local = pinning(local) if reproducible else local
             # Plan, and improve the plan.
             return arrange(local, flat, found, closed_over, order, mesh, types, history, seen)
 

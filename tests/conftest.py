@@ -37,7 +37,10 @@ SHARING = {"mt/training": "training"}  # folders in which all files share what i
 HERE = Path(__file__).parent
 # Training of thousands of steps, what is compared with XLA's own plan of memory, and functions that
 # round otherwise when they are not optimized.
-OPTIMIZED = {"test_languages.py", "test_memory.py", "test_resnet.py", "test_pointwise.py"}
+OPTIMIZED = {
+    "test_languages.py", "test_memory.py", "test_resnet.py", "test_pointwise.py",
+    "test_fixed_order.py",
+}  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

@@ -19,10 +19,11 @@ from jax import lax
 from gshard.graph.reason import Reason
 from gshard.moving import collectives, reshard
 from gshard.moving.costs import LATENCIES, machine
+from gshard.moving.fixed_tree import tree_all_reduce, tree_all_reduce_bytes, tree_reduce_scatter
 from gshard.moving.nodes import Node, communicate
 from gshard.moving.ordered import sortable
 from gshard.moving.plan import reshard_cost
-from gshard.moving.sent import gathered, retile_elements, scattered, sent_bytes
+from gshard.moving.sent import exchanged, gathered, retile_elements, scattered, sent_bytes
 from gshard.tensors.devices import Groups, Place, groups_by
 from gshard.tensors.factors import Dim, Factor, Factors
 from gshard.tensors.sharding import Sharding, Split, compatible
@@ -32,7 +33,7 @@ from gshard.tensors.tile import Tile, itemsize_of
 def identity(kind: str, dtype: Any) -> jax.Array:
     """The identity of a reduction."""
     dtype = jnp.dtype(dtype)
-    if kind in ("sum", "or", "xor"):
+    if kind in ("sum", "tree", "or", "xor"):
         return jnp.zeros((), dtype)
     if kind == "prod":
         return jnp.ones((), dtype)
@@ -103,7 +104,7 @@ class Reduce(Node):
         key, order, size = _parts(self.sharding, self.splits)
         if self.scatter:
             tile = Tile(array, self.sharding, self.shape)
-            return _scattered(place, tile, self.scatter, key, size, self.reason).array
+            return _scattered(place, tile, self.scatter, self).array
         groups = groups_by(key, order)
         if self.splits[0].idle and self.sharding.is_replicated:
             # Devices without a part get the result too; they and copies of a part contribute
@@ -138,7 +139,8 @@ def reduce_bytes(
         rows = -(-shape[dim] // scatter.result.tiles[dim])
         sent = retile_elements(here, local, dim, rows * parts, shape) * itemsize
         padded = nbytes // local[dim] * rows * parts
-        sent += scattered(padded, parts, devices // parts, devices)
+        moved = exchanged if kind == "tree" else scattered
+        sent += moved(padded, parts, devices // parts, devices)
         if parts < size:
             sent += sent_bytes("all_reduce", padded // parts, size // parts)
         return sent
@@ -147,6 +149,8 @@ def reduce_bytes(
         size = devices
     else:
         groups = len(reducing_groups(here, splits))
+    if kind == "tree":
+        return tree_all_reduce_bytes(math.prod(local), itemsize, size, groups, devices)
     if kind in ("prod", "xor") or (kind in ("and", "or") and jnp.dtype(dtype) != jnp.bool_):
         return gathered(nbytes, size, groups, devices)
     pairs = kind in ("max", "min") and jnp.issubdtype(dtype, jnp.complexfloating)
@@ -174,10 +178,10 @@ def combine(
     return Tile(communicate(node, tile.array, place), node.target, tile.shape)
 
 
-def _scattered(
-    place: Place, tile: Tile, scatter: _Scatter, key: np.ndarray, size: int, left_by: Reason
-) -> Tile:
+def _scattered(place: Place, tile: Tile, scatter: _Scatter, node: Reduce) -> Tile:
     """Partial sums scattered; then reduced among the members with the same part."""
+    key, _, size = _parts(node.sharding, node.splits)
+    left_by = node.reason
     result, dim, parts = scatter.result, scatter.dim, scatter.parts
     rows = -(-tile.shape[dim] // result.tiles[dim])
     padded = reshard.retiled(place, tile, dim, rows * parts, Reason("result", left_by.operator))
@@ -187,7 +191,8 @@ def _scattered(
     for group in groups_by(same, np.arange(len(same))):
         turn[list(group)] = np.arange(len(group))
     within = groups_by(key * size + turn, result.tile_index)
-    x = collectives.reduce_scatter(place, padded.array, dim, within, reason)
+    summed = tree_reduce_scatter if node.kind == "tree" else collectives.reduce_scatter
+    x = summed(place, padded.array, dim, within, reason)
     if parts < size:
         across = groups_by(same, turn)
         reason = left_by.then(f"partial sums over {size // parts} groups of devices")
@@ -272,7 +277,7 @@ def combine_cost(
     return local * factor + machine().latency + reshard_cost(here, target, aval.shape, aval.dtype)
 
 
-_NATIVE = ("sum", "max", "min", "and", "or")
+_NATIVE = ("sum", "tree", "max", "min", "and", "or")
 
 
 @functools.lru_cache(maxsize=16384)
@@ -311,11 +316,22 @@ def _worth_scattering(
     If members share a part it takes two collectives. A small sum, for which the second would cost
     more even in a full combination (`LATENCIES`) than it saves in bytes, is all-reduced.
     """
-    scatter = _scatter(here, tuple(reduced.values()), target) if kind == "sum" else None
+    if kind not in ("sum", "tree"):
+        return None
+    scatter = _scatter(here, tuple(reduced.values()), target)
+    if scatter and kind == "tree" and not _ordered(here, tuple(reduced.values()), scatter):
+        return None  # groups of members would add other subtrees
     if scatter and scatter.parts < math.prod(s.tiles for s in reduced.values()):
         saved = nbytes * (scatter.parts - 1) / scatter.parts
         return scatter if saved > machine().latency / LATENCIES else None
     return scatter
+
+
+def _ordered(here: Sharding, reduced: tuple[Split, ...], scatter: _Scatter) -> bool:
+    """Whether members hold all parts of the result in the order of their subtrees."""
+    key, order, size = _parts(here, reduced)
+    tiles = scatter.result.tile_index
+    return scatter.parts == size and groups_by(key, order) == groups_by(key, tiles)
 
 
 @functools.lru_cache(maxsize=16384)
@@ -347,6 +363,8 @@ def _all_reduce(place: Place, x: jax.Array, groups: Groups, kind: str, reason: R
             op = "min" if kind == "and" else "max"
             return collectives.all_reduce(place, small, groups, op, reason).astype(jnp.bool_)
         return _gather_and_reduce(place, x, groups, kind, reason)
+    if kind == "tree":
+        return tree_all_reduce(place, x, groups, reason)
     if kind in ("prod", "xor"):
         return _gather_and_reduce(place, x, groups, kind, reason)
     if kind in ("max", "min"):

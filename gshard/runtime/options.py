@@ -35,6 +35,7 @@ class JitKeywords(TypedDict, total=False):
     strict: bool
     hardware: str | Path | Hardware | None
     annotations: Any
+    reproducible: bool
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Options:
     strict: bool
     hardware: Hardware | None = None  # to plan for; None: what JAX reports
     inside: tuple[Inside, ...] = ()  # annotations of tensors that the function makes
+    reproducible: bool = False
 
     def target(self, devices: tuple[jax.Device, ...] | int) -> str | None:
         """The platform that a program for `devices` is traced for; None: JAX's default."""
@@ -84,6 +86,14 @@ class Keywords:
         """The same for a function of flat arrays."""
         kept = {k: self.of_jax[k] for k in ("keep_unused", "inline", "compiler_options")}
         return Keywords({**kept, "donate_argnums": donated})
+
+
+def check_partitioner(partitioner: str, reproducible: bool) -> None:
+    """Refuse a partitioner that there is not, or that cannot do what is asked of it."""
+    if partitioner not in ("gshard", "xla"):
+        raise ValueError(f"partitioner is {partitioner!r}; allowed are 'gshard' and 'xla'")
+    if reproducible and partitioner == "xla":
+        raise ValueError("reproducible=True orders sums in gshard's plans; partitioner is 'xla'")
 
 
 def checked_devices(devices: Any, device: jax.Device | None) -> tuple[jax.Device, ...] | int | None:

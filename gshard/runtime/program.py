@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -175,6 +175,10 @@ class Settings:
     donated: tuple[int, ...]
     keep_unused: bool
     compiler_options: tuple[tuple[str, Any], ...]
+
+    def with_option(self, name: str, value: Any) -> Settings:
+        """The same with one more option for the compiler."""
+        return replace(self, compiler_options=(*self.compiler_options, (name, value)))
 
 
 def finish(
