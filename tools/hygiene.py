@@ -1,7 +1,8 @@
 """`python -m tools.hygiene FILE ...`: what no file of the repository should have in it.
 
-Whitespace at the end of a line, a missing newline at the end of the file, marks of a conflict, and
-files of more than half a megabyte. Without arguments: every file that git knows.
+Whitespace at the end of a line, a missing newline at the end of the file, marks of a conflict,
+files of more than half a megabyte, and phrases that readers do not understand (`tools.words`).
+Without arguments: every file that git knows.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+from tools import words
 
 MOST_BYTES = 500_000
 CONFLICT = re.compile(r"^(<{7}|>{7})( |$)", re.MULTILINE)
@@ -32,6 +35,8 @@ def problems(path: Path) -> list[str]:
         found.append("whitespace at the end of a line")
     if CONFLICT.search(text):
         found.append("marks of a conflict")
+    if words.is_read(path):
+        found += words.phrases(path)
     return found
 
 

@@ -30,7 +30,7 @@ class Sharing:
             for atom in operands:
                 if optimistic or edge.level > 0:
                     self.uses[self._source(atom)] += 1
-        self.smaller: dict[Any, float] = {}  # what is left of a sum that waits
+        self.smaller: dict[Any, float] = {}  # share of an unreduced value that is reduced
         for edge in reversed(flow.edges) if optimistic else ():
             for atom in edge.atoms[0]:
                 if not isinstance(atom, Literal) and atom in flow.shares and edge.atoms[1]:

@@ -40,7 +40,7 @@ class Subject:
 
     @functools.cached_property
     def values(self) -> list[Collective]:
-        """What moves, value by value: those that travel together too."""
+        """What is sent, value by value: combined ones separately."""
         return [v for c in self.collectives for v in c.members or (c,)]
 
     @property

@@ -356,9 +356,9 @@ def _sliced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
 def as_unreduced(
     place: Place, tile: Tile, sharding: Sharding, partial: tuple[Split, ...]
 ) -> Tile | None:
-    """A value as a partial sum whose tiles lie like `sharding`; nothing is sent for it.
+    """A value as an unreduced one with this sharding, without communication.
 
-    Every part of it comes from one of the devices that are to sum, and the others hold zeros. None
+    Every part of it comes from one of the devices of the reduction, and the others have zeros. None
     if they do not have all parts between them.
     """
     here = tile.sharding

@@ -52,7 +52,7 @@ def _catalogs(files: Files, reading: Reading, report: Report) -> Iterator[Raw]:
         stem, _, suffix = path.rpartition(".")
         if suffix not in ("mo", "gmo", "po", "qm") or "/help/" in path:
             continue
-        # A catalog often lies there in both forms. The compiled one has no fuzzy entries, the
+        # Catalogs often come in both forms. The compiled one has no fuzzy entries, the
         # source alone has comments.
         if suffix == "po" and not reading.english_from_comment and f"{stem}.mo" in files:
             continue
