@@ -12,6 +12,8 @@ from gshard import extend, forecast, manual
 from gshard.annotate import replicate, shard, split
 from gshard.autosharding.auto import auto
 from gshard.autosharding.layout import Layout
+from gshard.check import check
+from gshard.checking.report import Difference, Report
 from gshard.jit import Jitted, jit
 from gshard.manual import (
     auto_to_manual_spmd_partition,
@@ -36,11 +38,13 @@ except _metadata.PackageNotFoundError:  # imported from a source tree, not insta
 __all__ = [
     "Collective",
     "Compiled",
+    "Difference",
     "Factors",
     "Jitted",
     "Layout",
     "Lowered",
     "Replay",
+    "Report",
     "Rule",
     "Sharding",
     "Tile",
@@ -48,6 +52,7 @@ __all__ = [
     "__version__",
     "auto",
     "auto_to_manual_spmd_partition",
+    "check",
     "extend",
     "forecast",
     "jit",

@@ -18,6 +18,8 @@ from jax.extend.core import Jaxpr
 
 from gshard import _jax
 from gshard.capture.calls import Trees
+from gshard.checking.audit import check_program
+from gshard.checking.report import Report
 from gshard.explanation import Explanation
 from gshard.forecast import Forecast, Hardware, forecast
 from gshard.forecast.collective import Topology
@@ -95,6 +97,14 @@ class Lowered(Stage):
         self._check_per_device()
         arrays = self.arrays(args, kwargs)
         return Replay(self._program.emitted, arrays, device, until, self.trees.like_results)
+
+    def check(self, *args: Any, **kwargs: Any) -> Report:
+        """Whether every value of the program is what its operator gives unpartitioned.
+
+        The program is replayed on these arguments, on the host. See `gshard.check`.
+        """
+        self._check_per_device()
+        return check_program(self._program.emitted, self.arrays(args, kwargs))
 
     @property
     def in_shardings(self) -> Any:

@@ -1,0 +1,1 @@
+"""Checks: partitioned and unpartitioned, value by value."""

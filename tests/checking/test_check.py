@@ -1,0 +1,273 @@
+"""`gshard.check` passes right programs in every type, and names the line of what is wrong."""
+
+import dataclasses
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import gshard
+from benchmarks.recipes import recipes
+from examples.recipes.transformer import Size
+from gshard.moving import collectives, reshard
+from gshard.moving.halo import Halo
+from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.tile import Tile
+from tests.oracle import random_array
+from tests.programs.test_random_programs import program, random_programs
+
+emission = importlib.import_module("gshard.emission.emit")  # the package's `emit` is a function
+D = 8
+
+
+def line_of(fn, offset):
+    return f"tests/checking/test_check.py:{fn.__code__.co_firstlineno + offset}"
+
+
+# --------------------------------------------------------------- right programs
+
+
+def model(x, w, v):
+    x, w = gshard.split(x, 0, D), gshard.split(w, 1, D)
+    hidden = jnp.tanh(x @ w)
+    rolled = jnp.roll(hidden @ v, 1, axis=0)
+    last, _ = lax.scan(
+        lambda c, r: (jnp.tanh(c + r @ v.T[:, :4]), c), jnp.zeros(4, x.dtype), rolled
+    )
+    return jnp.sum(jax.nn.log_softmax(rolled)) + jnp.sum(last)
+
+
+MODEL = (13, 6), (6, 20), (20, 5)
+
+
+def test_a_model():
+    args = [random_array(shape, jnp.bfloat16, seed) for seed, shape in enumerate(MODEL)]
+    report = gshard.check(model, *args, devices=D)
+    assert report.ok, report
+    assert report.compared > 100
+    assert report.first is None
+    assert report.not_compared == {"rewritten as a part of other operators": 2}  # the roll's slices
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_its_gradient(dtype):
+    args = [random_array(shape, dtype, seed) for seed, shape in enumerate(MODEL)]
+    report = gshard.check(jax.grad(model, argnums=(1, 2)), *args, devices=D)
+    assert report.ok, report
+    assert set(report.not_compared) == {"rewritten as a part of other operators"}
+
+
+def test_sums_of_16_bits_across_devices():
+    """Partial sums are rounded to 16 bits: far from the exact sum, and still right."""
+
+    def fn(x, w):
+        return gshard.split(x, 1, D) @ w
+
+    x, w = random_array((4, 4096), jnp.bfloat16), random_array((4096, 4), jnp.bfloat16, 1)
+    report = gshard.check(fn, x, w, devices=D)
+    assert report.ok, report
+    assert report.table[0].operator == "dot_general"
+    assert report.table[0].worst > 0
+
+
+def check_random(case, dtype):
+    devices, shapes, inputs, steps = case
+
+    def mark(x, assignment):
+        return x if assignment is None else gshard.shard(x, assignment)
+
+    fn = program(steps, inputs, mark)
+    both = lambda *xs: (fn(*xs), jax.grad(lambda *a: fn(*a)[1], argnums=(0, 1))(*xs))  # noqa: E731
+    args = [random_array(s, dtype, seed=i) for i, s in enumerate(shapes)]
+    report = gshard.check(both, *args, devices=devices)
+    assert report.ok, report
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(random_programs(), st.sampled_from([jnp.float32, jnp.bfloat16]))
+def test_random_programs(case, dtype):
+    check_random(case, dtype)
+
+
+TINY = Size(L=2, B=64, S=8, M=32, F=64, V=72)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [r.name for r in recipes(TINY)])
+def test_recipes(name):
+    (recipe,) = [r for r in recipes(TINY) if r.name == name]
+    rng = np.random.default_rng(0)
+
+    def draw(x):
+        if np.issubdtype(x.dtype, np.integer):
+            return rng.integers(0, TINY.V, x.shape).astype(x.dtype)
+        return (rng.normal(size=x.shape) / 8).astype(x.dtype)
+
+    report = gshard.check(recipe.step, *jax.tree.map(draw, recipe.arguments), devices=D)
+    assert report.ok, report
+
+
+# --------------------------------------------------------------- planted faults
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """A change of the partitioner; code that emission has made before is forgotten."""
+
+    def change(*args):
+        monkeypatch.setattr(*args)
+        emission._expansion.cache_clear()
+
+    yield change
+    monkeypatch.undo()
+    emission._expansion.cache_clear()
+
+
+def first_of(fn, *args):
+    report = gshard.check(fn, *args, devices=D)
+    assert not report.ok
+    return report.first
+
+
+def test_a_halo_that_is_one_row_short(plant):
+    def fn(x, w):
+        x = gshard.split(x, 1, D) * 2
+        y = lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+        return jnp.tanh(y)
+
+    args = random_array((2, 24, 3)), random_array((3, 3, 4), seed=1)
+    assert gshard.check(lambda *a: fn(*a), *args, devices=D).ok
+    run = Halo.run
+
+    def short(self, place, array):
+        window = run(self, place, array)
+        return window.at[(slice(None),) * self.dim + (-1,)].set(0)
+
+    plant(Halo, "run", short)
+    found = first_of(fn, *args)
+    assert (found.operator, found.source) == ("conv_general_dilated", line_of(fn, 2))
+    assert found.index[1] % 3 == 2  # the last row of a tile
+    assert abs(found.got - found.expected) > found.bound
+
+
+def test_a_sum_left_out(plant):
+    def fn(x, w):
+        y = jnp.sin(gshard.split(x, 1, D))
+        z = y @ w
+        return jnp.tanh(z)
+
+    args = random_array((4, 32)), random_array((32, 5), seed=1)
+    assert gshard.check(lambda *a: fn(*a), *args, devices=D).ok
+    plant(collectives, "all_reduce", lambda place, x, *_: x)
+    found = first_of(fn, *args)
+    assert (found.operator, found.source) == ("dot_general", line_of(fn, 2))
+
+
+def test_a_wrong_group_of_devices(plant):
+    def fn(x):
+        y = jnp.cos(gshard.split(x, 0, D))
+        z = gshard.replicate(y)
+        return z * 2
+
+    args = (random_array((16, 3)),)
+    assert gshard.check(lambda x: fn(x), *args, devices=D).ok
+    plant(collectives, "_index_groups", lambda *_, **__: [list(range(D))[::-1]])
+    found = first_of(fn, *args)
+    assert (found.operator, found.source) == ("reshard of cos", line_of(fn, 2))
+
+
+def test_a_mask_left_out(plant):
+    def fn(x):
+        y = jnp.exp(gshard.split(x, 0, D))
+        return jnp.sum(y, axis=0)
+
+    assert gshard.check(lambda x: fn(x), random_array((13, 3)), devices=D).ok
+    plant(Tile, "masked", lambda self, *_: self)
+    found = first_of(fn, random_array((13, 3)))
+    assert (found.operator, found.source) == ("reduce_sum", line_of(fn, 2))
+
+
+def test_a_reshard_to_the_wrong_tile(plant):
+    def fn(x, w):
+        y = gshard.replicate(jnp.sort(gshard.replicate(x), axis=0))
+        return gshard.split(y, 0, D) @ w
+
+    args = random_array((16, 3)), random_array((3, 5), seed=1)
+    assert gshard.check(lambda *a: fn(*a), *args, devices=D).ok
+    right = reshard._slice
+
+    def wrong(place, tile, target, reason):
+        splits = tuple(s and Split.of(np.roll(s.coords, 1)) for s in target.splits)
+        made = right(place, tile, Sharding(splits, target.num_devices), reason)
+        return dataclasses.replace(made, sharding=target)
+
+    plant(reshard, "_RUN", {**reshard._RUN, "slice": wrong})
+    found = first_of(fn, *args)
+    assert found.source == line_of(fn, 2)
+    assert "split dim 0 by 8" in found.sharding
+
+
+def test_one_fault_is_found_once(plant):
+    """What follows from a wrong value is right: it is compared on that value."""
+
+    def fn(x, w):
+        z = gshard.split(x, 1, D) @ w
+        return jnp.tanh(z) * 2 + jnp.sort(z, axis=0)
+
+    plant(collectives, "all_reduce", lambda place, x, *_: x)
+    report = gshard.check(fn, random_array((4, 32)), random_array((32, 5), seed=1), devices=D)
+    assert {d.operator for d in report.differences} == {"dot_general"}
+
+
+def test_a_fault_in_a_run_of_a_loop(plant):
+    def fn(x, w):
+        def step(carry, row):
+            return jnp.tanh(carry + gshard.split(row, 0, D) @ w), None
+
+        return lax.scan(step, jnp.zeros(5), x)[0]
+
+    plant(collectives, "all_reduce", lambda place, x, *_: x)
+    found = first_of(fn, random_array((3, 16)), random_array((16, 5), seed=1))
+    assert (found.operator, found.runs) == ("dot_general", (0,))
+
+
+# --------------------------------------------------------------- what people see
+
+
+def test_reports_are_shown(plant):
+    def fn(x, w):
+        return gshard.split(x, 1, D) @ w
+
+    args = random_array((4, 32)), random_array((32, 5), seed=1)
+    report = gshard.check(fn, *args, devices=D)
+    assert str(report).startswith("ok: ")
+    assert "dot_general" in report._repr_html_()
+    plant(collectives, "all_reduce", lambda place, x, *_: x)
+    report = gshard.check(lambda *a: fn(*a), *args, devices=D)
+    assert "The first:" in str(report)
+    assert "rounding explains" in str(report.first)
+
+
+def test_manual_regions_are_counted():
+    def fn(x):
+        inside = gshard.auto_to_manual_spmd_partition(gshard.split(x, 0, D))
+        whole = np.arange(D).reshape(D, 1)
+        return gshard.manual_to_auto_spmd_partition(inside * 2, whole) + 1
+
+    report = gshard.check(fn, random_array((16, 3)), devices=D)
+    assert report.ok
+    assert report.not_compared["in a manual region, where every device has a value of its own"] == 3
+
+
+def test_a_jitted_function_has_its_keywords_already():
+    step = gshard.jit(lambda x: gshard.split(x, 0, D) + 1, devices=D)
+    assert gshard.check(step, random_array((16, 3))).ok
+    with pytest.raises(TypeError, match=r"given a function of gshard.jit and the keywords devices"):
+        gshard.check(step, random_array((16, 3)), devices=4)
