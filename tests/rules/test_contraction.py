@@ -10,12 +10,14 @@ import gshard
 from tests.oracle import (
     DEVICE_COUNTS,
     SIZES,
+    assert_same,
     assignments,
     check,
     check_grad,
     even_split,
     kinds,
     random_array,
+    run,
     sent,
 )
 
@@ -87,3 +89,14 @@ def test_what_was_gathered_transposed_is_not_gathered_again():
     low = check(fn, x, inputs=[rows], rtol=1e-4, atol=1e-3)
     assert kinds(low) == {"all_gather": 1}
     assert sent(low) == x.nbytes * 7 // 8
+
+
+def test_the_padding_of_what_goes_round_a_ring_is_masked():
+    """Rows that do not divide: the last tile of the visitor has garbage behind them."""
+    a, b = random_array((16, 13)), random_array((13, 24))
+    step = gshard.jit(
+        lambda a, b: gshard.split(gshard.split(a, 0, 8) @ gshard.split(b, 0, 8), 0, 8),
+        memory_limit=64,
+    )
+    assert_same(run(step, a, b), a @ b)
+    assert kinds(step.lower(a, b)) == {"collective_permute": 7}

@@ -158,3 +158,12 @@ def test_optimizers_and_serialization(uneven, tmp_path):
         saver.save(tmp_path / "saved", {"w": uneven})
         saver.wait_until_finished()
         np.testing.assert_array_equal(saver.restore(tmp_path / "saved")["w"], WANTED)
+
+
+def test_an_array_in_other_tiles_is_brought_into_those_of_the_program(uneven):
+    """Stacks of the same shape, of which the devices hold other tiles."""
+    turned = np.arange(8)[::-1, None]
+    program = gshard.jit(lambda y: gshard.shard(y, turned) + 1)
+    compiled = program.lower(jax.ShapeDtypeStruct(X.shape, X.dtype)).compile()
+    np.testing.assert_array_equal(compiled(uneven), WANTED + 1)
+    np.testing.assert_array_equal(compiled(compiled(uneven)), WANTED + 1 + 1)

@@ -28,6 +28,9 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="forget the results of these mutants")
     parser.add_argument("--record", action="store_true", help="record anew what tests execute")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants")
+    parser.add_argument(
+        "--confirm", action="store_true", help="run the tests that killed without any mutation, too"
+    )
     parser.add_argument("--list", action="store_true", help="print the mutations and their results")
     parser.add_argument("--report", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     options = parser.parse_args()
@@ -72,6 +75,8 @@ def _run(options: argparse.Namespace, chosen: list[mutations.Mutation]) -> None:
         runner = running.Runner(ROOT, folder, recorded, jobs, options.seconds, say)
         warm.apart(lambda: runner.in_place(left()))
         runner.imported(left())
+        if options.confirm:
+            warm.apart(lambda: print(*runner.confirm(chosen), sep="\n"))
     except KeyboardInterrupt:
         say("interrupted; the next run goes on from here")
         os._exit(130)

@@ -28,6 +28,7 @@ class Runner:
     ):
         self._root, self._folder, self._recorded = root, folder, recorded
         self._jobs, self._seconds, self._say = jobs, seconds, say
+        self._children = folder / "children"
 
     def in_place(self, mutations: Sequence[Mutation]) -> None:
         """Those that can be put into functions, in forks of a process with all tests collected."""
@@ -48,6 +49,30 @@ class Runner:
     def imported(self, mutations: Sequence[Mutation]) -> None:
         """Those that change what a module does when it is imported: each process imports anew."""
         self._keep(((m, self._importing(m)) for m in mutations), len(mutations))
+
+    def confirm(self, mutations: Sequence[Mutation]) -> list[str]:
+        """The tests that fail without a mutation, too; what they killed has no result any more."""
+        known = results(self._folder)
+        mine = [known[m.key] for m in mutations if m.key in known]
+        killers = {r["by"] for r in mine if r["by"] not in ("", "import")}
+        wrong: list[str] = []
+
+        def run_all(session: Session) -> None:
+            def work(file: str) -> Work:
+                own = sorted(k for k in killers if k.split("::")[0] == file)
+                return lambda out: _append(out, {"failed": session.run(own, out)})
+
+            files = sorted({killer.split("::")[0] for killer in killers} - STARTING)
+            found = Children(self._jobs, 600).map(((f, work(f)) for f in files), self._children)
+            for file, lines, _, _ in found:
+                failed = [line["failed"] for line in lines if line.get("failed")]
+                wrong.extend(failed)
+                self._say(f"{file}: {failed[0] if failed else 'all pass'} without a mutation")
+
+        if killers:
+            collect(sorted({killer.split("::")[0] for killer in killers} - STARTING), run_all)
+        forget(self._folder, [m for m in mutations if known.get(m.key, {}).get("by") in wrong])
+        return wrong
 
     def _child(self, session: Session, mutation: Mutation, found: Sequence[Any]) -> Work:
         def child(out: Path) -> None:
@@ -86,7 +111,7 @@ class Runner:
     ) -> None:
         children = Children(self._jobs, self._seconds + _LONGER)
         killed = survived = 0
-        for mutation, lines, how, used in children.map(work, self._folder / "children"):
+        for mutation, lines, how, used in children.map(work, self._children):
             result = _result(mutation, lines, how, used)
             if in_place and result["how"] == "survived" and self._more_tests(mutation):
                 continue
