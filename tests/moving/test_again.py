@@ -67,6 +67,16 @@ def test_a_row_that_is_repeated_is_gathered_once():
     assert sent(low) == 64 * 4 * 7 // 8
 
 
+def test_three_dims_are_exchanged_narrow_and_then_transposed():
+    def fn(q):
+        return jnp.transpose(q.astype(jnp.float32), (1, 2, 0))
+
+    splits = {"inputs": [even_split(3, 0, 8)], "outputs": [even_split(3, 0, 8)]}
+    low = check(fn, random_array((8, 16, 32), jnp.int8), exact=True, **splits)
+    assert kinds(low) == {"all_to_all": 1}
+    assert sent(low) == 8 * 16 * 32 // 8 * 7 // 8
+
+
 def test_scales_of_blocks_of_rows():
     """A scale for every 8 rows: the weights are reshaped on the way."""
 

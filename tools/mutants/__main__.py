@@ -13,7 +13,7 @@ import random
 import sys
 from pathlib import Path
 
-from tools.mutants import mutations, report, running, touched, warm
+from tools.mutants import mutations, naming, report, running, touched, warm
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "results" / "mutants.md"
@@ -31,6 +31,9 @@ def main() -> None:
     parser.add_argument(
         "--confirm", action="store_true", help="run the tests that killed without any mutation, too"
     )
+    parser.add_argument(
+        "--check", action="store_true", help="see whether gshard.check names the line of each"
+    )
     parser.add_argument("--list", action="store_true", help="print the mutations and their results")
     parser.add_argument("--report", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     options = parser.parse_args()
@@ -45,6 +48,9 @@ def main() -> None:
     chosen = [m for m in chosen if m.name not in old]
     if options.list:
         print(report.listed(chosen, running.results(options.folder)))
+    elif options.check:
+        warm.warm_up(ROOT)
+        naming.run(ROOT, options.folder, chosen, options.jobs, lambda text: print(text, flush=True))
     elif not options.report:
         _run(options, chosen)
     if options.report:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.mutants import naming
 from tools.mutants.mutations import KINDS, Mutation
 from tools.mutants.running import results
 
@@ -86,7 +87,23 @@ def page(mutations: Sequence[Mutation], folder: Path) -> str:
         for m in ran
         if not m.equivalent and found[m.key]["how"] == "survived"
     ] or ["none."]
+    lines += ["", "## Named by `gshard.check`", "", *textwrap.wrap(_named(ran, folder), 100)]
     return "\n".join(lines) + "\n"
+
+
+def _named(mutations: Sequence[Mutation], folder: Path) -> str:
+    """Of the mutants that change values of small programs, those whose line a check names."""
+    found = naming.results(folder)
+    tried = [found[m.key] for m in mutations if m.key in found]
+    if not tried:
+        return "Not measured yet: `python -m tools.mutants --check` does."
+    shown = [line for line in tried if line["shown"]]
+    named = sum(bool(line["named"]) for line in shown)
+    return (
+        f"{len(shown)} of {len(tried)} mutants change values in one of the small programs of "
+        f"`tools/mutants/programs.py` (`python -m tools.mutants --check`). Of these `gshard.check` "
+        f"names the line of {named}, {100 * named / max(len(shown), 1):.1f}%."
+    )
 
 
 def _table(title: str, rows: Sequence[tuple[str, Sequence[Mutation]]], found: Results) -> list[str]:
