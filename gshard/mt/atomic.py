@@ -1,8 +1,8 @@
-"""Files and folders that are whole or absent: written beside their place, then renamed.
+"""Atomic files and folders: written under a temporary name, then renamed.
 
 A gathering may be killed at any moment or fill the disk; what a later run finds under its final
-name is complete, and everything under a temporary name is rubbish to be swept. What is read may
-have been damaged, or put there by somebody else: only regular files are read and replaced.
+name is complete, and everything under a temporary name can be deleted. What is read may have been
+damaged or replaced: only regular files are read and replaced.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def put_folder(part: Path, path: Path) -> None:
 def open_in_place(path: Path) -> IO[bytes]:
     """A file that is changed where it is, made if it is absent; unbuffered.
 
-    A link is refused: whoever put it there chose another file to be written to.
+    A link is rejected: it could make another file be written to.
     """
     with contextlib.suppress(FileNotFoundError):
         refuse_special(path)  # before a device is opened

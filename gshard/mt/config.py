@@ -71,7 +71,7 @@ class DeviceConfig:
     """How the model is spread over devices."""
 
     count: int = 0  # 0: every accelerator, or 8 virtual devices on a machine without
-    tensor: int = 1  # how many ways the hidden dims and heads are cut
+    tensor: int = 1  # how many ways the hidden dims and heads are split
     split_update: bool = False  # optimizer state of replicated weights in pieces
 
 

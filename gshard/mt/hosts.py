@@ -1,7 +1,7 @@
 """JAX made ready for a run: which devices, how many, and the other hosts.
 
 Without an accelerator the CPU poses as several devices, so that a laptop runs the same partitioned
-program as a cluster. That has to be said before JAX is first used.
+program as a cluster. That has to be configured before JAX is first used.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ def start(
 
 
 def _connect(hosts: Hosts) -> None:
-    """Meet the other processes at the coordinator, which listens where it was told and only there.
+    """Connect to the other processes through the coordinator, which listens on its address only.
 
     JAX ends a process that has lost another, from C++ and without an exception. Where a parent
-    watches, it notices sooner and can say who it was; JAX is then told to be patient.
+    watches, it notices sooner and can name the process; JAX then gets a long timeout.
     """
     # Its handler would swallow SIGTERM, at which a training saves and stops.
     jax.config.update("jax_enable_preemption_service", False)
@@ -166,7 +166,7 @@ def _refuse_to_listen_elsewhere(address: str) -> None:
 
 
 def _until_it_listens(address: str) -> None:
-    """Until there is somebody at an address: JAX, refused once, asks again after a second only."""
+    """Wait until an address accepts connections: JAX, once refused, retries only after a second."""
     host, _, port = address.rpartition(":")
     until = time.monotonic() + _ASKING
     while time.monotonic() < until:

@@ -1,9 +1,9 @@
-"""One process at a time in a folder or file; a second one is told who is there.
+"""One process at a time in a folder or file; the error of a second one names the first.
 
 The operating system releases a lock when its process ends, however it ends, so that nothing has to
-be cleaned up after a crash. A lock belongs to a file and not to its name: whoever removes `.lock`
-and makes another one would hold a second lock on the same folder. So the folder itself is locked
-too, and where a file system cannot do that, as NFS, the holder looks after its file.
+be cleaned up after a crash. A lock belongs to a file and not to its name: removing `.lock`
+and creating another one would give a second lock on the same folder. So the folder itself is locked
+too, and where a file system does not support that, as NFS, the holder checks its file.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Held:
 
 @contextlib.contextmanager
 def locked(folder: Path, doing: str = "trained in") -> Iterator[Held]:
-    """Hold `folder`, which is made if it is not there; an error if somebody else holds it."""
+    """Lock `folder`, which is created if missing; an error if another process has it."""
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:

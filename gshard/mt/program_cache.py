@@ -1,8 +1,9 @@
-"""JAX's cache of compiled programs, whose entries are checked before anything is made of them.
+"""JAX's cache of compiled programs, with entries that are verified before they are loaded.
 
-JAX hands what it finds in a file to XLA, which takes it for native code: a flipped bit, or the half
-of a file that a killed process left, can crash the process. Here every entry begins with a checksum
-of its key and contents. One that does not match is removed, and its program is compiled anew.
+JAX passes the contents of a file to XLA, which loads them as native code: a flipped bit, or a file
+that a killed process left incomplete, can crash the process. Here every entry begins with a
+checksum of its key and contents. One that does not match is removed, and its program is compiled
+again.
 """
 
 from __future__ import annotations

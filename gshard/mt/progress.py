@@ -37,5 +37,5 @@ class Silent:
     """Shows nothing; what is used where no progress is given."""
 
     def stage(self, name: str, total: int) -> Step:
-        """Begin a stage that nobody watches."""
+        """Begin a stage without a display."""
         return lambda note="", count=1: None

@@ -50,7 +50,7 @@ class Run:
                 lines = "\n  ".join(different)
                 raise UserError(
                     f"{folder} holds a run with other settings:\n  {lines}\n"
-                    f"`gshard train {folder}` goes on with it; another --out starts a new one"
+                    f"`gshard train {folder}` continues it; another --out starts a new one"
                 )
         elif folder.is_dir() and any(not p.name.startswith(LOCK) for p in folder.iterdir()):
             raise UserError(f"{folder} holds something else; name a new folder for the run")

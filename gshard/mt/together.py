@@ -46,7 +46,7 @@ class Together:
 
     @contextlib.contextmanager
     def leading(self) -> Iterator[Together]:
-        """While the block runs the others follow; then they are told that it is over."""
+        """While the block runs the others follow; at its end they are notified."""
         self._reporter.tell(WAITING)
         self._leads = jax.process_count() > 1
         try:
@@ -127,7 +127,7 @@ def _key(number: int) -> str:
 
 
 def _listen(key: str) -> bytes:
-    """What stands under a key, as soon as it does; an error when process 0 is gone."""
+    """The value of a key, as soon as it is set; an error when process 0 is gone."""
     while True:
         try:
             return bytes(_jax.coordination().blocking_key_value_get_bytes(key, _LISTEN))

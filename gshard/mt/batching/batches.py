@@ -266,7 +266,7 @@ class BatchIterator(Iterator[Arrays]):
         atexit.register(_close, weakref.ref(self))  # workers ignore what Python sends them then
 
     def __next__(self) -> Arrays:
-        # Copies, since what comes from a worker lies in memory that is shared with it.
+        # Copies, since a worker's results are in memory that is shared with it.
         batch = {name: np.array(array) for name, array in next(self._iterator).items()}
         self.step += 1
         for name in ("source_segments", "target_segments"):
@@ -280,7 +280,7 @@ class BatchIterator(Iterator[Arrays]):
         return 1 - self.tokens / self.slots if self.slots else 0.0
 
     def get_state(self) -> dict[str, int]:
-        """What `set_state` needs to go on with the next batch: the step, and the counts so far."""
+        """What `set_state` needs to resume with the next batch: the step, and the counts so far."""
         return {"step": self.step, "slots": self.slots, "tokens": self.tokens}
 
     def set_state(self, state: Mapping[str, int]) -> None:

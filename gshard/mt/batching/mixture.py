@@ -1,7 +1,7 @@
 """The endless stream of examples: all tasks mixed at a temperature, each shuffled again and again.
 
-Random access throughout: which example stands at position i is found without walking there, which
-is what makes a batch a function of its step.
+Random access throughout: the example at position i is found without iterating to it, which makes a
+batch a function of its step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def load_grain() -> ModuleType:
     from absl import flags
 
     if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # Grain's workers read absl's flags, which nobody parsed here
+        flags.FLAGS.mark_as_parsed()  # Grain's workers read absl's flags, which are not parsed here
     return grain
 
 
@@ -64,7 +64,7 @@ class Schedule:
 
 
 class Stream:
-    """Examples of several groups, mixed by weight, each group shuffled anew every time round."""
+    """Examples of several groups, mixed by weight, each group reshuffled in every epoch."""
 
     def __init__(self, groups: Sequence[Group], seed: int):
         self._tasks = np.array([task for task, _, _ in groups])

@@ -2,7 +2,7 @@
 
 They are trained on temperature-sampled text, so that small languages get pieces of their own, and
 fall back to bytes, so that no character is ever unknown. For many-to-many translation a tag such
-as `<2de>` stands before the source and names the language to translate into; tags are control
+as `<2de>` is prepended to the source and names the language to translate into; tags are control
 symbols, which no text can spell.
 """
 
@@ -116,7 +116,7 @@ class Tokenizer:
 
     @property
     def digest(self) -> str:
-        """Names this tokenizer: equal digests cut every text alike."""
+        """Identifies this tokenizer: equal digests tokenize every text alike."""
         text = b"".join(hashlib.sha256(model).digest() for model in self._models)
         return hashlib.sha256(text + self.config.directions.encode()).hexdigest()
 
@@ -170,11 +170,11 @@ class Tokenizer:
         return [str(piece) for piece in self._source.encode(text, out_type=str)]
 
     def spell_source(self, ids: Sequence[int]) -> list[str]:
-        """The piece, tag or symbol that each source id stands for."""
+        """The piece, tag or symbol of each source id."""
         return [str(self._source.id_to_piece(int(i))) for i in ids]
 
     def spell_target(self, ids: Sequence[int]) -> list[str]:
-        """The piece or symbol that each target id stands for."""
+        """The piece or symbol of each target id."""
         return [str(self._target.id_to_piece(int(i))) for i in ids]
 
 

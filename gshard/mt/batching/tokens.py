@@ -1,7 +1,7 @@
 """A corpus as token ids, in arrays that are mapped into memory: made once, then read at once.
 
 With every length known beforehand, batches can be planned before any is read, and no sentence is
-cut into pieces while the device waits. A host touches only the pages of the sentences it needs.
+tokenized while the device waits. A host touches only the pages of the sentences it needs.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def open_tokens(
                 _encode(corpus, tokenizer, task, split, place, wanted)
             try:
                 opened.append(open_task(place, task))
-            except (ValueError, OSError, EOFError):  # cut short, say
+            except (ValueError, OSError, EOFError):  # truncated, for example
                 _encode(corpus, tokenizer, task, split, place, wanted)
                 opened.append(open_task(place, task))
             if step:
@@ -97,7 +97,7 @@ def open_tokens(
 def in_memory(
     tokenizer: Tokenizer, task: Task, sources: Sequence[str], targets: Sequence[str]
 ) -> TaskTokens:
-    """Sentence pairs of a task as ids that lie in no file: for a few sentences, and one process."""
+    """Sentence pairs of a task as ids in memory: for a few sentences, and one process."""
     sides = []
     for sequences in (
         tokenizer.encode_source(sources, task.target),

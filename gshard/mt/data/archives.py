@@ -1,6 +1,6 @@
 """The files of some folders as one flat list of paths, with archives and compression seen through.
 
-Readers then need not care whether a catalog lies in a folder, in a Firefox language pack or in a
+Readers then need not care whether a catalog is in a folder, in a Firefox language pack or in a
 bzip2 file: `app.zip/de/messages.mo` is a path like any other.
 """
 

@@ -1,7 +1,7 @@
-"""From a raw message to clean sentence pairs: unwrap, normalise, cut, and ask the filters.
+"""From a raw message to clean sentence pairs: unwrap, normalise, split and filter.
 
-A message of a program is no sentence yet: a context may stand before it, an underscore marks its
-accelerator key, tags and entities are in it, and several paragraphs may be one message.
+A message of a program is not yet a sentence: it may have a context as a prefix, an underscore that
+marks its accelerator key, tags and entities, and several paragraphs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The same gathering on a Ray cluster: Ray Data deals out the units and the languages.
 
-What is done to each is what one machine does, in the same functions, which know nothing of Ray: so
-the corpus is the same, bit for bit. Its folder lies where all nodes see it.
+Each is processed by the same functions as on one machine, which do not depend on Ray, so the corpus
+is the same, bit for bit. Its folder must be on a file system that all nodes share.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def without_duplicates(
 ) -> Iterator[Row]:
     """Rows without repeated pairs, and with at most four translations of the same English.
 
-    Rows with a given split are kept unless they are repeated to the letter: that file is somebody's
-    decision. `rows` are read twice, and `scratch` is a folder for what waits meanwhile.
+    Rows with a given split are kept unless they are repeated exactly: the user chose that split.
+    `rows` are read twice, and `scratch` is a folder for temporary files.
     """
     waiting: Spool[_Marks | None] = Spool(scratch)
     for row in rows:

@@ -52,7 +52,7 @@ _CODE = re.compile(
     re.I,
 )
 _USAGE = re.compile(r"^\s*usage:", re.I)
-# A missing cross-reference or image: a space stands before the stop, or brackets are empty.
+# A missing cross-reference or image: a space before the full stop, or empty brackets.
 _GAP = re.compile(r"(?<=[^\W\d_]) (?:[.,;](?=\s|$)|\(\s*\))")
 _GAP_OTHER = re.compile(r"(?<=[^\W\d_]) [.,](?=\s|$)")
 _FUNCTION_WORDS = re.compile(

@@ -1,7 +1,7 @@
 """Which script a language is written in: the cheapest test of whether a string is in it at all.
 
-A catalog labelled Georgian is full of English where nobody translated; there the script alone
-tells. Languages absent from `languages.toml` are written in Latin letters.
+A catalog labelled Georgian is full of English where it is untranslated; the script detects that.
+Languages absent from `languages.toml` are written in Latin letters.
 """
 
 from __future__ import annotations

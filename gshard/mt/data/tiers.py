@@ -49,7 +49,7 @@ FORMATS = (
 class Reading:
     """How to turn files into pairs: a format, and which files of which language belong together.
 
-    `files` is a path pattern with `{language}` where the language stands; the file of the language
+    `files` is a path pattern with `{language}` in place of the language; the file of the language
     named by `english` is the English side of all files that otherwise have the same path, `{any}`
     aside. A path begins with the name of its package.
     """

@@ -43,12 +43,12 @@ class Fetched:
 
 
 class BrokenPackageError(Exception):
-    """A download or an archive that cannot be used; the gathering goes on without it."""
+    """A download or an archive that cannot be used; gathering continues without it."""
 
 
 @contextlib.contextmanager
 def reading() -> Iterator[None]:
-    """Around the reading of an archive: whatever its damage raises, the gathering goes on."""
+    """A context for reading an archive: any error of its damage lets gathering continue."""
     try:
         yield
     except BrokenPackageError:

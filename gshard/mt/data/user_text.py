@@ -53,7 +53,7 @@ class Own:
 
 @dataclass(frozen=True)
 class OwnPair:
-    """A pair of the user's text, as it stands there."""
+    """A pair of the user's text, unchanged."""
 
     raw: readers.Raw
     origin: str
@@ -163,7 +163,7 @@ def _read_moses(own: Own, report: readers.Report) -> Iterator[OwnPair]:
         if mine is None or theirs is None:
             short = own.paths[0 if mine is None else 1]
             raise UserError(
-                f"{short} ends after line {number - 1}, and the other side goes on: the files are "
+                f"{short} ends after line {number - 1}, and the other does not: the files are "
                 "not aligned"
             )
         yield OwnPair(readers.Raw(language, theirs, mine, "sentence"), own.name, own.split)

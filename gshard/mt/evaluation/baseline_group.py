@@ -1,8 +1,8 @@
 """Many small models trained at once, each on its own text: one program, mapped over the models.
 
 A bilingual model is too small to fill a device by itself. Here the weights, the optimizer's state
-and the batches of N equal models stand stacked, and the training step of one is mapped over dim 0.
-Split over devices along that dim it communicates nothing. Every few steps each model's loss on
+and the batches of N equal models are stacked, and the training step of one is mapped over dim 0.
+Split over devices along that dim, it needs no communication. Every few steps each model's loss on
 dev text is measured; its best weights are kept, and it stops when they have stayed the best.
 """
 
@@ -149,7 +149,7 @@ class BaselineGroup:
         """Train every model on its own `batches` until it stops getting better, or its limit.
 
         `dev` has batches of each model's dev text. `on_dev` is called with the step and the state
-        after every measurement; a training that is given such a `state` goes on from there.
+        after every measurement; a training that is given such a `state` resumes from it.
         """
         keys_N = stacked_keys(seeds)
         if state is None:

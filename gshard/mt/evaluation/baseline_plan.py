@@ -183,7 +183,7 @@ def room_for(
     optimizer = jax.eval_shape(training.optimizer(1).init, model)
     source, target = (jax.ShapeDtypeStruct((baseline.rows, n), np.int32) for n in lengths)
     batch = Batch(source, source, source, target, target, target, target)  # type: ignore[arg-type]
-    # The best weights stand beside the newest; the rest is for what XLA needs in between.
+    # The best weights are kept beside the newest; the rest is for XLA's temporaries.
     one = 1.5 * step_memory(model, optimizer, batch).total + 4 * sum(
         leaf.size for leaf in jax.tree.leaves(model)
     )

@@ -123,7 +123,7 @@ def _train_group(
             write_tree(place, state)
             saved = time.monotonic()
 
-    # Processes map the tokens' files themselves: what was set aside lies in none.
+    # Processes map the tokens' files themselves; held-out text is in none of them.
     in_files = all(baseline.train.place.name for baseline in group)
     workers = config.workers if in_files else 0
     state = programs.train(batches, dev, seeds, limits, state, on_dev, workers)

@@ -105,7 +105,7 @@ class _Found(NamedTuple):
 
 
 def confidence(run: Run, model: Transformer, config: EvaluateConfig) -> Confidence:
-    """Translate held-out text that need not be cut, and look at it from both sides."""
+    """Translate held-out text that needs no truncation, and compare both directions."""
     found = list(_translated(run, model, config))
     sources = [each.source for each in found]
     wanted, spoken = [each.wanted for each in found], [each.output.tokens for each in found]

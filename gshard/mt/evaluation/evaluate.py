@@ -59,7 +59,7 @@ class EvaluateConfig:
     untrained: bool = False  # measure fresh weights too
     examples: int = 3  # of each task, to read
     rows: int = 0  # sentences searched at a time; 0 is 32 on a CPU and 128 elsewhere
-    longest: int = 0  # source tokens of a sentence that is not cut; 0 is those of a training row
+    longest: int = 0  # longest source sentence that is not truncated, in tokens; 0: a training row
     shortest: int = 16  # source tokens of the smallest program, of twice that the next, ...
 
     def __post_init__(self) -> None:
@@ -176,7 +176,7 @@ def _copied(held: HeldOut) -> Scores:
 
 
 def signatures(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """The signatures that most tasks have; a task with another cut states its own."""
+    """The signatures that most tasks have; a task with another tokenizer states its own."""
     found = {}
     for metric in ("bleu", "spbleu", "chrf"):
         key = f"{metric}_signature"

@@ -1,10 +1,10 @@
 """How good translations are: sacreBLEU's BLEU and chrF++, by task and averaged by resource.
 
-BLEU means nothing without the way its words were cut. Each score therefore goes with sacreBLEU's
-signature, and the cut goes by the target language: Chinese, Japanese and Korean have no spaces
-between (or too much within) what BLEU counts as words. spBLEU cuts every language by the pieces of
-FLORES-200's vocabulary. sacreBLEU fetches that file when it is first used; here nothing is fetched
-behind anybody's back, and spBLEU is given where the file is (`SPBLEU_MODEL`).
+BLEU depends on tokenization. Each score therefore comes with sacreBLEU's signature, and the
+tokenizer depends on the target language: Chinese, Japanese and Korean have no spaces between (or
+too much within) what BLEU counts as words. spBLEU tokenizes every language by FLORES-200's
+vocabulary. sacreBLEU downloads that file on first use; here nothing is downloaded implicitly, and
+spBLEU is computed only if the file is given (`SPBLEU_MODEL`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def sentence_chrf(translation: str, reference: str) -> float:
 def cut_of(target: str) -> str:
     """The name of sacreBLEU's tokenizer for a target language; only those that are installed.
 
-    Without MeCab, Japanese and Korean are cut into characters, and the signature says so.
+    Without MeCab, Japanese and Korean are split into characters, as the signature shows.
     """
     base = target.replace("_", "-").split("-")[0]
     for cut in _CUTS.get(base, (_USUAL_CUT,)):

@@ -1,4 +1,4 @@
-"""Translations on disk as they come: an interrupted evaluation goes on and repeats nothing.
+"""Translations on disk as they arrive: an interrupted evaluation resumes without repeating any.
 
 The translations by one system under one setting are one folder of `RUN/translations`. Its file is
 only ever added to, a few hundred sentences at a time, and a line that a crash left unfinished is
@@ -42,8 +42,8 @@ class AnyTranslator(Protocol):
 class Store:
     """The translations of one system under one setting.
 
-    `note` names the system: if the folder was made by another one (the run was trained anew),
-    what it holds is thrown away.
+    `note` names the system: if the folder was made by another one (the run was trained again), its
+    contents are deleted.
     """
 
     def __init__(self, folder: Path, note: dict[str, Any]):
@@ -94,7 +94,7 @@ def _check(row: Sequence[Any]) -> int:
 
 
 def _parsed(line: bytes) -> tuple[str, str, Translation] | None:
-    """A line of the file; None if it is cut or damaged. Those of earlier versions have no check."""
+    """A line of the file; None if truncated or damaged. Lines of earlier versions have no check."""
     try:
         target, source, text, score, *check = json.loads(line)
         if not line.endswith(b"\n") or check not in ([], [_check([target, source, text, score])]):

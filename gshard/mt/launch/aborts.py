@@ -23,7 +23,7 @@ from typing import Any
 
 _LOOK = 0.2  # seconds between two looks at the file
 _HELD = 10.0  # seconds that words of the coordination service are held back, for `abort` to come
-_LARGE = 1 << 24  # bytes after which the file begins anew
+_LARGE = 1 << 24  # bytes after which the file is restarted
 _OURS = re.compile(rb"^[EF]\d{4} .*(coordination_service\w*\.cc|client\.h):\d+\]", re.MULTILINE)
 
 _kept: list[Any] = []  # what C has pointers to
@@ -66,7 +66,7 @@ class _Errors:
             self._rest = self._rest[ready:]
 
     def keep_passing_on(self) -> None:
-        """For ever; meant for a thread."""
+        """Runs forever, in a thread."""
         while True:
             time.sleep(_LOOK)
             self.pass_on()

@@ -87,7 +87,7 @@ class Company:
     def sentence(self, gone: Sequence[int]) -> str:
         """That a process is gone, which is one of these."""
         some = "is gone" if len(gone) == 1 else "do not answer, and one of them at least is gone"
-        return f"{self._called(gone)} {some}; this process cannot go on alone"
+        return f"{self._called(gone)} {some}; this process cannot continue alone"
 
     def part(self, words: str) -> None:
         """This process ends with an error, which the others hear of."""

@@ -29,7 +29,7 @@ class Hosts:
     coordinator: str = ""  # host:port of process 0
     count: int = 1
     index: int = 0
-    launcher: str = ""  # who told
+    launcher: str = ""  # the source of the information
 
     def checked(self) -> Hosts:
         """These, or an error if they make no sense."""
@@ -45,7 +45,7 @@ class Hosts:
 
 
 def _is_address(text: str) -> bool:
-    """Whether this is HOST:PORT; the colons of an IPv6 host stand in brackets."""
+    """Whether this is HOST:PORT; an IPv6 host is in brackets."""
     match = re.fullmatch(r"(?:[^\s:\[\]]+|\[[\da-fA-F:.]+\]):(\d{1,5})", text)
     return match is not None and 0 < int(match[1]) < 1 << 16
 

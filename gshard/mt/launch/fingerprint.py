@@ -1,7 +1,7 @@
 """What a process runs: versions, source files, switches of JAX and settings.
 
-Processes that trace different programs hang in their first collective, or train a model that
-nobody has asked for. They compare this before they begin (`company`).
+Processes that trace different programs hang in their first collective, or train a wrong model. They
+compare this before they begin (`company`).
 """
 
 from __future__ import annotations

@@ -55,6 +55,6 @@ class Keeper:
 
     def _tell(self, text: str) -> None:
         assert self._shell.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # somebody killed the shell; it is closed
+        with contextlib.suppress(OSError, ValueError):  # the shell was killed; it is closed
             self._shell.stdin.write(text.encode())
             self._shell.stdin.flush()

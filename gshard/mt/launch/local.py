@@ -138,7 +138,7 @@ def member(address: str, count: int, index: int) -> dict[str, str]:
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on at this moment."""
+    """A port that is free at this moment."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

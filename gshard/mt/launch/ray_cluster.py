@@ -63,7 +63,7 @@ class Agent:
 
 
 class RayChild:
-    """A process on another node, as its actor last told of it."""
+    """A process on another node, as its actor last reported it."""
 
     def __init__(self, actor: Any):
         self._actor, self.begun = actor, time.monotonic()

@@ -1,9 +1,9 @@
-"""What a process is doing, in a small file of its own, for a parent outside of it to read.
+"""The status of a process, in a small file that its parent reads.
 
 A thread writes it every second, so that a process that is stopped falls silent, while one that
-waits for the others does not. The file is for this machine only and lies where the parent says.
-Times are those of the monotonic clock, which all processes of a machine share and nobody sets. The
-parent makes the file, and it is written in place: on a full disk nothing else can be.
+waits for the others does not. The file is for this machine only, at a path that the parent chooses.
+Times are those of the monotonic clock, which all processes of a machine share. The parent creates
+the file, and it is written in place, which works on a full disk.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Status:
 
 
 class Reporter:
-    """Writes this process's status; does nothing where nobody has asked for it."""
+    """Writes this process's status; does nothing without a parent that asked for it."""
 
     def __init__(self, path: str | os.PathLike[str] | None = None):
         self._path = Path(path) if path else None
@@ -54,7 +54,7 @@ class Reporter:
 
     @property
     def doing(self) -> str:
-        """What the process was last said to do."""
+        """The last reported activity."""
         return self._now.doing
 
     def tell(self, doing: str, step: int | None = None) -> None:

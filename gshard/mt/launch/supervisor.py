@@ -2,9 +2,9 @@
 
 In JAX a process that has lost another hangs, or is ended by C++ code after a while; nothing inside
 it can be relied on. So the parent decides, from outside: a process that has ended, that is silent
-or that makes no step for many times the usual is named, all are ended, and all are started again.
-Training goes on from the newest whole checkpoint by itself. What fails again and again without a
-new step in between is given up.
+or that makes no step for many times the usual time is named, all are ended, and all are started
+again. Training resumes from the newest complete checkpoint. After repeated failures without a new
+step in between, the parent gives up.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Patience:
     silent: float = 10.0  # without a sign of life
     busy: float = 60.0  # the same while it compiles, which leaves other threads little room
     lagging: float = 4.0  # the same, worth a word
-    starting: float = 600.0  # until the first step, or for the first save: nobody knows how long
+    starting: float = 600.0  # until the first step, or for the first save: of unknown duration
     longest: float = 3.0  # for what has been done before, as a multiple of the longest time
     usual_steps: float = 20.0  # without a step, as a multiple of the usual one
     least: float = 15.0  # but never less than this
@@ -103,9 +103,9 @@ class Failure:
 
 
 class Supervisor:
-    """Runs `command` as several processes until it succeeds; `note` is told what happens.
+    """Runs `command` as several processes until it succeeds; `note` is called with what happens.
 
-    What is started again is the command `again`, if that is another.
+    Restarts use the command `again`, if given.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Supervisor:
                 self._failed = time.monotonic()
                 if failures < self._patience.failures:
                     after = f"{time.monotonic() - began:.0f} s after the start"
-                    self._note(f"{ended} ({after}); all go on from what is saved")
+                    self._note(f"{ended} ({after}); all continue from the last checkpoint")
                 elif count > self._least:
                     failures = 0
                     self._leave_out(self._count - count + 1)
@@ -219,7 +219,7 @@ class Supervisor:
             return None
         room, before = self._machines.capacity(self._count), self._room_then
         self._room_then = room
-        # Those that are left out are tried again when there is somebody new, and not before.
+        # Those that are left out are retried when a new process appears, and not before.
         if room <= count or (self._left_out and room <= before):
             return None
         self._left_out = 0
@@ -285,7 +285,7 @@ class Supervisor:
                 self._paces = [*self._paces[-49:], (now - since) / (newest - step)]
             self._moved, self._best = (newest, now), max(self._best, newest)
             return None
-        # Whoever waits for others is in a step; somebody else is the cause, or who is behind.
+        # A process that waits for others is in a step; the cause is another one, or the one behind.
         others = {i: s for i, s in states.items() if s.doing != "training"}
         index, state = min((others or states).items(), key=lambda i: (i[1].step, i[1].since))
         waited, limit = now - max(since, state.since), self._limit(state.doing, bool(newest))

@@ -63,7 +63,7 @@ def make_release(
 def verify(run: Run) -> int:
     """The number of weights of a release whose files are those that were released; else an error.
 
-    An error too for a release of an earlier version, of which that cannot be told.
+    An error too for a release of an earlier version, which has no checksums.
     """
     if not is_release(run):
         raise UserError(f"{run.folder} is no release; `gshard release {run.folder} --out NEW`")

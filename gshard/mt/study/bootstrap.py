@@ -38,7 +38,7 @@ class Difference:
     """How much better the first system is, over all languages."""
 
     mean: float
-    low: float  # of the interval that 95% of the resamples lie in
+    low: float  # of the interval that contains 95% of the resamples
     high: float
     p: float  # share of resamples in which the first system is not better
     languages: int

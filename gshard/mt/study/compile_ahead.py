@@ -40,7 +40,7 @@ _SMALL = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # beside each other and the
 def compile_ahead(
     plan: Plan, names: Sequence[str], processes: int, note: Callable[[str], None]
 ) -> None:
-    """Compile for the prepared runs `names`, or "baselines"; a failure is only told."""
+    """Compile for the prepared runs `names`, or "baselines"; a failure is only reported."""
     began = time.monotonic()
 
     def compiled(name: str) -> str:

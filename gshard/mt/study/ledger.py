@@ -1,8 +1,8 @@
-"""How far a study is, told by the folders of its runs: nothing else is remembered.
+"""The progress of a study, read from the folders of its runs: there is no other record.
 
 A stage that ended leaves a small file in the run's folder (`trained.json`, `translated.json`,
-`evaluation.json`), so that a study goes on after any interruption, on another machine too, to which
-only these and the translations have to be copied to be scored there.
+`evaluation.json`), so that a study can be resumed after any interruption, also on another machine,
+to which only these and the translations have to be copied for scoring.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def lines(plan: Plan) -> list[str]:
         first = following[0]
         stages = {"trained": "to be translated with", "translated": "to be scored"}
         what = stages.get(first.stage, "to be trained")
-        found.append(f"next: {first.name}, {what} (`gshard study {plan.path}` goes on)")
+        found.append(f"next: {first.name}, {what} (`gshard study {plan.path}` continues)")
     elif baselines_stage(plan) not in (None, "scored"):
-        found.append(f"next: the baselines (`gshard study {plan.path}` goes on)")
+        found.append(f"next: the baselines (`gshard study {plan.path}` continues)")
     return found

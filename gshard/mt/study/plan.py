@@ -1,7 +1,7 @@
 """A study as it is written down: a TOML file with its runs, their baselines and how to measure.
 
     corpus = "m4"                        # a gathered corpus; paths are seen from the plan
-    folder = "runs"                      # where the runs go; beside the plan, if not said
+    folder = "runs"                      # where the runs go; beside the plan by default
     preset = "small"
 
     [settings.model]                     # of every run, as `gshard train` takes them
@@ -189,16 +189,14 @@ def assignments(table: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def _check_order(plan: Plan, run: PlannedRun) -> None:
-    """That a run waits only for earlier ones, and goes on only from one with its own settings."""
+    """Check that a run depends on earlier ones only, and continues one with its settings."""
     names = [each.name for each in plan.runs]
     for other in filter(None, (run.seconds_of, run.goes_on_from)):
         if names.index(plan.run(other).name) >= names.index(run.name):
             raise UserError(f"{plan.path}: {run.name!r} needs {other!r}, which comes after it")
     if run.goes_on_from and (different := conflicts(plan.run(run.goes_on_from).config, run.config)):
         lines = "; ".join(different)
-        raise UserError(
-            f"{plan.path}: {run.name!r} cannot go on from {run.goes_on_from!r}: {lines}"
-        )
+        raise UserError(f"{plan.path}: {run.name!r} cannot continue {run.goes_on_from!r}: {lines}")
 
 
 def _evaluate(table: Mapping[str, Any], path: Path) -> EvaluateConfig:

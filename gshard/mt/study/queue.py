@@ -1,8 +1,8 @@
-"""A study worked through: run by run, stage by stage, what is done already left alone.
+"""The execution of a study: run by run, stage by stage, without repeating what is done.
 
 Runs are trained and translated with in the order of the plan, then the baselines; scores come last,
-since they need no accelerator. Whatever ends this (a signal, the time given, a crash), the same
-call goes on: a training from its newest checkpoint, translations from the last whole chunk.
+since they need no accelerator. Whatever ends this (a signal, the time budget, a crash), the same
+call resumes: a training from its newest checkpoint, translations from the last complete chunk.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def work(plan: Plan, wanted: Wanted, shown: Shown) -> bool:
         compile_ahead(plan, _to_compile(plan, wanted), wanted.processes, shown.note)
     for run in runs:
         if not _on_accelerator(plan, run, wanted, shown, end):
-            shown.note(f"stopped at {run.name}; the same command goes on")
+            shown.note(f"stopped at {run.name}; the same command continues")
             return False
     if plan.baselines and wanted.has(BASELINES):
         if time.monotonic() > end:

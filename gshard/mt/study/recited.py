@@ -1,8 +1,8 @@
-"""Whether a model translates or recites: outputs that stand word for word in its training text.
+"""Whether a model translates or recites: outputs that are verbatim in its training text.
 
 Where no held-out sentence is in the training text, an output that is one is not its reference,
-however fluent. The lengths of the outputs beside those of the references go with it: what was
-learnt by heart is mostly short.
+however fluent. The lengths of outputs and references are compared as well: memorized outputs are
+mostly short.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def configured(plan: Plan, planned: PlannedRun) -> RunConfig:
 def _copy_training(old: Path, new: Path) -> None:
     """Begin where another run ended: its checkpoints, which are never changed, are linked."""
     if not (old / TRAINED).is_file():
-        raise UserError(f"{old} is not trained yet, and {new.name} goes on from it")
+        raise UserError(f"{old} is not trained yet, and {new.name} continues it")
     shutil.copy2(old / METRICS, new / METRICS)
     part = new / f".{FOLDER}"
     shutil.rmtree(part, ignore_errors=True)

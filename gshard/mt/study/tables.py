@@ -29,7 +29,7 @@ def all_tables(results: Mapping[str, Any]) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown; all columns but the first stand right."""
+    """Markdown; all columns but the first are right-aligned."""
     lines = ["| " + " | ".join(heads) + " |"]
     lines.append("|" + "|".join(["---"] + ["---:"] * (len(heads) - 1)) + "|")
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])

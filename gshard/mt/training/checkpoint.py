@@ -165,7 +165,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Finish writing and let go."""
-        with contextlib.suppress(Exception):  # told by `wait`, or does not matter any more
+        with contextlib.suppress(Exception):  # reported by `wait`, or irrelevant by now
             self._manager.close()
 
     def restore_newest(
@@ -250,7 +250,7 @@ class Checkpoints:
             self.took = time.monotonic() - self._began
 
     def _check(self, step: int, wanted: dict[str, Any]) -> None:
-        """That the checkpoint is of such a model: names and shapes are told without its arrays."""
+        """Check that the checkpoint is of such a model, by names and shapes, without its arrays."""
         for item, tree in wanted.items():
             try:
                 saved = dict(self._manager.item_metadata(step)[item].tree)

@@ -1,8 +1,7 @@
 """What the losses of a run depend on, bound into its checkpoints.
 
-A checkpoint goes on only with the settings, the vocabularies and the text that it was made with.
-Whoever edited a file between two stretches of training would otherwise get other losses without a
-word.
+A checkpoint can only be resumed with the settings, the vocabularies and the text that it was made
+with. Otherwise, editing a file between two trainings would silently change the losses.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def other_model(note: dict[str, Any], run: Run) -> list[str]:
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What changed since a checkpoint was made, a line each."""
     before, after = saved["settings"], now["settings"]
-    # A setting that an older release did not have stands for what it did.
+    # A setting that an older release did not have gets the value of its behaviour.
     lines = [
         f"{name} was {before[name]} and is now {after[name]}"
         for name in sorted(before.keys() & after.keys())

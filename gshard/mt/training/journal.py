@@ -1,8 +1,8 @@
 """What a run writes down as it goes: JSON lines for programs, and TensorBoard files for people.
 
-A run that died may have logged steps that its last checkpoint does not have; they are cut off when
-it goes on, so that the file always tells of one uninterrupted training. Writing never ends or holds
-up a training: what a full disk refuses is kept and written when there is room again.
+A run that died may have logged steps that its last checkpoint does not have; they are removed when
+it resumes, so that the file always describes one uninterrupted training. Writing never ends or
+delays a training: what cannot be written to a full disk is kept and written later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WAITING = 100_000  # lines kept while they cannot be written; then the oldest a
 
 
 class Journal:
-    """The records of a run from `step` on; `note` is told when they cannot be written."""
+    """The records of a run from `step` on; `note` is called when they cannot be written."""
 
     def __init__(self, run: Run, step: int, note: Callable[[str], None] = print):
         self._path: Path = run.folder / METRICS
@@ -53,7 +53,7 @@ class Journal:
             self._curves.write(kind, record)
         except OSError as error:
             if not self._failed:
-                self._note(f"the figures cannot be written ({error.strerror}); training goes on")
+                self._note(f"the figures cannot be written ({error.strerror}); training continues")
             self._failed = True
         else:
             if self._failed:
@@ -83,7 +83,7 @@ class Journal:
 class _Curves:
     """TensorBoard's event files, written at once: no thread that could die or be waited for.
 
-    After a failure the next record begins a new file, since readers stop where a record is cut.
+    After a failure the next record begins a new file, since readers stop at a truncated record.
     """
 
     def __init__(self, folder: Path, first_step: int):

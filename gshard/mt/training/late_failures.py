@@ -12,10 +12,10 @@ _UNHEARD = ("exception was never retrieved", "was destroyed but it is pending") 
 
 
 def leave_out() -> None:
-    """Writes that end after their save has failed, and was told of, say nothing more.
+    """Silence writes that end after their save has failed and was reported.
 
     TensorStore and asyncio would show a traceback for each of them, thousands when the disk is
-    full, since the loop that they want to tell is closed.
+    full, since their event loop is closed.
     """
     sys.unraisablehook = functools.partial(_hook, sys.unraisablehook)
     logging.getLogger("asyncio").addFilter(_is_heard)

@@ -53,17 +53,17 @@ def train(
     reporter: Reporter | None = None,
     intruder: Callable[[], str] = lambda: "",
 ) -> Outcome:
-    """Train until the configured step; a run with checkpoints goes on from the newest.
+    """Train until the configured step; a run with checkpoints resumes from the newest.
 
-    With `back_to` it goes on from the checkpoint of that step, and later ones are removed.
-    `reporter` tells whoever watches what this process does. `intruder` is asked before each save
-    for a sentence about another process that trains in the same folder; training then ends.
+    With `back_to` it resumes from the checkpoint of that step, and later ones are removed.
+    `reporter` reports what this process does. `intruder` is called before each save; if it returns
+    a message about another process that trains in the same folder, training ends.
     """
     reporter = reporter or Reporter()
     reporter.tell("preparing")
     if is_release(run):
         raise UserError(
-            f"{run.folder} is a release, and has nothing to go on training from; another --out "
+            f"{run.folder} is a release, from which training cannot resume; another --out "
             "starts a new run"
         )
     _prepare(run, progress)
@@ -229,7 +229,7 @@ class _Loop:
 
     def _tell_unsaved(self, error: SaveError) -> None:
         if not self.unsaved:
-            self.progress.note(f"{error}; training goes on, and saving is tried again")
+            self.progress.note(f"{error}; training continues, and saving is retried")
         self.unsaved = True
 
     def _begin(self, back_to: int | None) -> tuple[RunState, int, dict[str, int]]:

@@ -148,7 +148,7 @@ class Programs:
         shapes, batch = _shapes_of(arrays), self.batch(arrays)
         if shapes not in self._compiled:  # of another bucket
             self.compile(arrays)
-        if self._placed_key is None:  # hosts talk about where a key lies: once is enough
+        if self._placed_key is None:  # hosts exchange the sharding of a key: once is enough
             placed = self._compiled[shapes].place(state, batch, self._key)
             state, batch, self._placed_key = placed
         return self._compiled[shapes](state, batch, self._placed_key)

@@ -1,7 +1,7 @@
-"""What a release has to be before its weights are used: the files that were released, and sound.
+"""Checks of a release before its weights are used: unchanged files, and valid contents.
 
-Checksums tell damage and edits. They are not signatures: whoever changes a release can write them
-anew, so names, shapes and values are looked at too.
+Checksums detect damage and edits. They are not signatures: whoever changes a release can update
+them, so names, shapes and values are checked too.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def test_who_is_gone_is_read_from_jax(text, gone):
         ),
         (
             "Either the leader task was preempted/died",
-            "process 0 is gone; this process cannot go on alone",
+            "process 0 is gone; this process cannot continue alone",
         ),
         ("Check failed: a == b", None),
     ],

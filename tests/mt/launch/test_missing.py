@@ -98,7 +98,7 @@ def test_who_is_killed_is_named_by_the_others(tmp_path, what, victim):
     until(lambda: all((tmp_path / f"met-{i}").exists() for i in range(3)))
     processes[victim].kill()
     name = f"process {victim} ({processes[victim].pid} on {socket.gethostname()})"
-    want = f"gshard: {name} is gone; this process cannot go on alone"
+    want = f"gshard: {name} is gone; this process cannot continue alone"
     for process in processes:
         if process is not processes[victim]:
             assert ended(process) == (75, [want])

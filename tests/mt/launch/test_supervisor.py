@@ -82,7 +82,7 @@ def test_nothing_happens(supervised):
 def test_who_fails_is_named_and_all_are_started_again(supervised, tmp_path, fault, said):
     status, notes = supervised(fault)
     assert status == 0
-    (note,) = [note for note in notes if "go on from" in note]
+    (note,) = [note for note in notes if "continue from" in note]
     assert note.startswith("process 1 (")
     assert socket.gethostname() in note
     assert said.split("{}")[0] in note

@@ -180,7 +180,7 @@ def test_what_is_missing_is_said(tmp_path, corpus):
     plan = planned(tmp_path, corpus)
     with pytest.raises(UserError, match="plans no run 'dens'; did you mean 'dense'"):
         work(plan, Wanted(only=("dens",)), shown()[0])
-    with pytest.raises(UserError, match="dense is not trained yet, and longer goes on from it"):
+    with pytest.raises(UserError, match="dense is not trained yet, and longer continues it"):
         work(plan, Wanted(only=("longer",)), shown()[0])
     stages.prepare(plan, plan.run("dense"))
     with pytest.raises(UserError, match="has not been translated with yet"):

@@ -62,7 +62,7 @@ def test_a_full_disk_holds_nothing_up_and_loses_nothing(run, tmp_path, monkeypat
     disk.room = 7  # half a line
     for step in range(2, 50):  # more than any queue holds
         written.write("train", step, nll=2.0)
-    assert notes == ["the figures cannot be written (No space left on device); training goes on"]
+    assert notes == ["the figures cannot be written (No space left on device); training continues"]
     disk.room = 100_000
     written.write("train", 50, nll=2.0)
     written.close()

@@ -23,7 +23,7 @@ from gshard.mt.data.tiers import Reading
 class Raw(NamedTuple):
     """A pair as a reader finds it, before any cleaning.
 
-    `kind` says what may stand in it: "message" (accelerators of any style, markup), "menu" (`&`
+    `kind` says what it may contain: "message" (accelerators of any style, markup), "menu" (`&`
     accelerators), "keyed" (markup only) or "document" (plain text, perhaps with gaps), and
     "sentence" (a user's own text).
     """
@@ -114,7 +114,7 @@ def _aligned(files: Files, reading: Reading, report: Report) -> Iterator[Raw]:
             report(path, str(error) or type(error).__name__)
             return None
 
-    # Language after language, since each lies in a package or archive of its own.
+    # Language after language, since each is in a package or archive of its own.
     english = {group: parsed(path) for group, path in paths.get(reading.english, {}).items()}
     for locale, groups in paths.items():
         language = language_of(locale)

@@ -2,7 +2,7 @@
 
 Help pages and manuals hold the longest sentences of all sources. They have no keys (LibreOffice's
 have: an id for each paragraph), but a translation made from a template keeps every element, so
-the sequence of block elements is the alignment; where it differs, the pair of documents is cut at
+the sequence of block elements is the alignment; where it differs, the pair of documents is split at
 its headings and only the equal sections count.
 """
 

@@ -80,7 +80,7 @@ def read_mo(data: bytes) -> Iterator[Pair]:
         english, text = _decode(key, charset), _decode(value, charset)
         if not english or not text:
             continue
-        english = english.rsplit("\x04", 1)[-1]  # a context stands before it
+        english = english.rsplit("\x04", 1)[-1]  # prefixed by a context
         singular, nul, plural = english.partition("\0")
         forms = text.split("\0")
         if not nul:
