@@ -1,5 +1,6 @@
 """What users see of gshard besides results: types, representations, tracebacks."""
 
+import html
 import re
 import subprocess
 import sys
@@ -11,7 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
+from gshard.autosharding.annotated import Annotated
+from gshard.autosharding.layout import Layout
 from gshard.forecast import hardware
+from gshard.forecast.report import by_function
 from gshard.nn import segment_mask
 
 PACKAGE = Path(gshard.__file__).parent
@@ -145,3 +149,37 @@ def test_lines_are_named_from_the_working_folder(tmp_path, monkeypatch):
         assert f'"{shown}"' in lowered.page("h100")
         with pytest.raises(ValueError, match=f"^{re.escape(shown)}: split"):
             gshard.jit(namespace["f"], devices=2).lower(SHAPES[0])
+
+
+def rows_of(shown):
+    """The cells of the table in a piece of HTML, row by row."""
+    text = shown[shown.index("<tbody>") :]
+    rows = re.findall(r"<tr>(.*?)</tr>", text)
+    return [[html.unescape(c) for c in re.findall(r"<td[^>]*>(.*?)</td>", row)] for row in rows]
+
+
+def test_notebooks_show_tables():
+    lowered = gshard.jit(lambda x: jnp.sum(gshard.split(x, 0, 8)), devices=8).lower(SHAPES[0])
+    collectives = lowered.collectives
+    shown = rows_of(collectives._repr_html_())
+    assert len(shown) == 1
+    assert [(r[0], r[1], r[4]) for r in shown] == [
+        (c.kind, f"{c.bytes:,}", c.source) for c in collectives
+    ]
+    assert repr(collectives) == "\n".join(map(str, collectives))
+    forecast = lowered.forecast("h100")
+    assert [r[0] for r in rows_of(forecast._repr_html_())] == list(forecast.by(by_function))
+    uneven = gshard.jit(lambda x: gshard.split(x, 0, 8))(jnp.ones((9, 4)))
+    ((shape, local, dtype, sharding, _),) = rows_of(uneven._repr_html_())
+    assert (shape, local, dtype) == ("9 x 4", "2 x 4", "float32")
+    assert sharding == str(uneven.tiling)
+
+
+def test_a_layout_is_one_line_in_a_terminal_and_a_table_in_a_notebook():
+    annotated = Annotated("[0]['<w>']", (8, 16), (("a",), ()))
+    layout = Layout({"a": 8}, (annotated,), "h100", 1e-3, 10**6, 1e-3)
+    assert repr(layout) == (
+        "<gshard.Layout: mesh a=8 on 8 x h100, forecast: 1 ms a step, 1 MB on each device>"
+    )
+    assert rows_of(layout._repr_html_()) == [["[0]['<w>']", "8x16", "a", "-"]]
+    assert "<w>" not in layout._repr_html_()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 from typing import Any
 
 from gshard.forecast.report import Forecast, duration, size
+from gshard.pages.notebook import table
 
 _MOST = 5  # rows of each list
 
@@ -47,6 +49,23 @@ def summary(layout: Any) -> str:
     if layout.results:
         lines.append(f"  {len(layout.results)} results are sharded like the arguments they replace")
     return "\n".join(lines)
+
+
+def as_table(layout: Any) -> str:
+    """The same for notebooks: the figures, and a table of the annotations of arguments."""
+    rank = max((len(a.dims) for a in layout.annotations), default=0)
+    rows = [
+        (
+            a.path,
+            "x".join(map(str, a.shape)),
+            *("+".join(axes) or "-" for axes in a.dims),
+            *[""] * (rank - len(a.dims)),
+        )
+        for a in layout.annotations
+    ]
+    said = "<br>".join(map(html.escape, summary(layout).splitlines()[:3]))
+    heads = ("argument", "shape", *(f"dim {d}" for d in range(rank)))
+    return f"<p>{said}</p>" + (table(heads, rows) if rows else "")
 
 
 def _line(annotation: Any) -> str:

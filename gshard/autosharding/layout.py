@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import html
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from gshard.autosharding.annotated import (
     result_name,
     spec_of,
 )
-from gshard.autosharding.explained import Considered, explained, summary
+from gshard.autosharding.explained import Considered, as_table, explained, summary
 from gshard.autosharding.files import as_text, read
 from gshard.autosharding.specs import sharding_of
 from gshard.jit import Jitted, jit
@@ -40,7 +39,7 @@ class ForJax(NamedTuple):
     out_shardings: Any
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Layout:
     """A mesh and annotations that were chosen for a program, and what they were chosen by.
 
@@ -158,8 +157,11 @@ class Layout:
         """What was considered, why the others lost, and what the time and the memory go to."""
         return explained(self)
 
+    def __repr__(self) -> str:
+        return f"<gshard.Layout: {', '.join(summary(self).splitlines()[:2])}>"
+
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return as_table(self)
 
 
 def _check(said: Mapping[str, Annotated], given: Mapping[str, Any], fn: Any) -> None:

@@ -55,4 +55,4 @@ def interval(
         print("\n".join(failures.table(run, hosts)))
     if plots is not None:
         title = f"{model}, hosts that fail every {host_days:g} days"
-        typer.echo(str(failures.plot(run, hosts, plots / "failures.png", title)), err=True)
+        typer.echo(str(failures.plot(run, hosts, plots / "failures.svg", title)), err=True)

@@ -76,7 +76,7 @@ Runs = Annotated[
     typer.Argument(help="folders of runs, shown together", autocompletion=complete_runs),
 ]
 Page = Annotated[Path | None, typer.Option(help="an HTML file of the explained program")]
-Plots = Annotated[Path | None, typer.Option(help="a folder for plots, as PNG files")]
+Plots = Annotated[Path | None, typer.Option(help="a folder for plots")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
 Checkpoint = Annotated[str, typer.Option(help="best, last, or a step")]
 Beam = Annotated[int, typer.Option(help="hypotheses kept while searching; 1 is greedy", min=1)]

@@ -18,7 +18,7 @@ from gshard.forecast import Forecast
 from gshard.forecast.report import by_function, duration, size
 from gshard.forecast.time import Timed
 from gshard.graph.source import source_of
-from gshard.pages import area, bars, checked, lines, render, style
+from gshard.pages import Chart, area, bars, checked, lines, render, style
 from gshard.tensors.sharding import Sharding
 
 _HERE = Path(__file__).parent
@@ -203,22 +203,27 @@ def _rows(
 
 def _memory(forecast: Forecast) -> dict[str, Any]:
     memory = forecast.memory
-    held = memory.peak - memory.temporary
-    unit, scale = _unit(memory.peak, (("GB", 1e9), ("MB", 1e6), ("KB", 1e3), ("B", 1.0)))
-    along = [(held + b) / scale for b in memory.along]
-    limit = forecast.hardware.memory / scale
-    near_limit = limit if along and limit < 2 * max(along) else 0.0
     title = f"memory on a device, operator by operator, up to {size(memory.peak)}"
-    chart = area(title, along, f"{unit} on a device", "operators", near_limit)
     room = "fits in" if forecast.fits else "does NOT fit in"
     return {
-        "memory_chart": chart.html("memory-chart"),
+        "memory_chart": memory_chart(forecast, title).html("memory-chart"),
         "memory_about": f"{size(memory.peak)} at {memory.where or 'the start'}, {room} "
         f"{size(forecast.hardware.memory)}; {size(memory.arguments)} of it are arguments",
         "held": [
             {"size": size(h.bytes), "shape": h.shape, "source": h.source} for h in memory.held[:8]
         ],
     }
+
+
+def memory_chart(forecast: Forecast, title: str) -> Chart:
+    """Live memory at every operator; a rule shows what the device has, where that is near."""
+    memory = forecast.memory
+    held = memory.peak - memory.temporary
+    unit, scale = _unit(memory.peak, (("GB", 1e9), ("MB", 1e6), ("KB", 1e3), ("B", 1.0)))
+    along = [(held + b) / scale for b in memory.along]
+    limit = forecast.hardware.memory / scale
+    near_limit = limit if along and limit < 2 * max(along) else 0.0
+    return area(title, along, f"{unit} on a device", "operators", near_limit)
 
 
 def _times(forecast: Forecast, growth: Mapping[int, Forecast] | None) -> dict[str, Any]:
@@ -238,12 +243,12 @@ def _times(forecast: Forecast, growth: Mapping[int, Forecast] | None) -> dict[st
     return found
 
 
-def growth_chart(growth: Mapping[int, Forecast]) -> Any:
+def growth_chart(growth: Mapping[int, Forecast], title: str = "step time against devices") -> Chart:
     """The time of a step against the number of devices."""
     slowest = max(f.step_seconds for f in growth.values())
     unit, scale = _unit(slowest, (("seconds", 1.0), ("ms", 1e-3), ("us", 1e-6)))
     points = [(n, f.step_seconds / scale) for n, f in growth.items()]
-    return lines("step time against devices", {"step": points}, "devices", unit, powers_of_two=True)
+    return lines(title, {"step": points}, "devices", unit, powers_of_two=True)
 
 
 def _unit(value: float, units: tuple[tuple[str, float], ...]) -> tuple[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from gshard.forecast.collective import Topology
 from gshard.forecast.hardware import Hardware, hardware, present
 from gshard.forecast.memory import Memory, memory_of
 from gshard.forecast.time import Timed, timed
+from gshard.pages.notebook import table as notebook_table
 
 GENERIC = "generic accelerators"  # what plans are made for if the devices are CPUs
 OUTSIDE = "outside the program"  # the part of a step that feeds it and fetches its results
@@ -136,6 +138,20 @@ class Forecast:
                 ],
             },
         }
+
+    def _repr_html_(self) -> str:
+        parts = self.by(by_function)
+        rows = [
+            (name, duration(p.seconds), duration(p.roofline_seconds), size(p.sent), p.bound)
+            for name, p in list(parts.items())[:20]
+        ]
+        if len(parts) > len(rows):
+            rest = sum(p.seconds for p in list(parts.values())[20:])
+            rows.append((f"{len(parts) - 20} more", duration(rest), "", "", ""))
+        said = "<br>".join(map(html.escape, summary(self)))
+        return f"<p>{said}</p>" + notebook_table(
+            ("part", "time", "at the roofline", "sent", "waits for"), rows
+        )
 
     def __str__(self) -> str:
         return "\n".join([*summary(self), "", *table(self.by(by_function))])

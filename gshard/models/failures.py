@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard.models.family import Plan
+from gshard.pages import lines
 
 DAY = 86400.0
 
@@ -101,32 +102,16 @@ def spoken(seconds: float) -> str:
 
 def plot(run: Run, hosts: Sequence[int], path: Path, title: str) -> Path:
     """Time lost against the interval, a curve for each number of hosts, its best point marked."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     intervals = [10.0 * 1.15**n for n in range(70)]
+    curves, best = {}, []
     for count in hosts:
         each = replace(run, hosts=count)
-        (line,) = axes.plot(
-            [t / 60 for t in intervals],
-            [100 * each.lost(t) for t in intervals],
-            label=f"{count:,} hosts",
-        )
-        best = each.best_interval()
-        axes.plot(best / 60, 100 * each.lost(best), "o", color=line.get_color())
-    axes.set(
-        xscale="log",
-        yscale="log",
-        ylim=(None, 100),
-        xlabel="minutes of steps between two saves",
-        ylabel="% of the time lost",
-        title=title,
+        name = f"{count:,} hosts"
+        lost = [(t / 60, 100 * each.lost(t)) for t in intervals]
+        curves[name] = [(minutes, share) for minutes, share in lost if share <= 100]
+        chosen = each.best_interval()
+        best.append((name, chosen / 60, 100 * each.lost(chosen)))
+    chart = lines(
+        title, curves, "minutes between two saves", "% of the time lost", log=True, marks=best
     )
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
+    return chart.save(path)

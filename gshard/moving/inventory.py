@@ -17,8 +17,10 @@ from gshard.graph.reason import Reason
 from gshard.graph.regions import runs_of
 from gshard.graph.source import is_unlikely, reason_of, source_of
 from gshard.moving.sent import sent_bytes
+from gshard.pages.notebook import table
 from gshard.tensors.tile import byte_size
 
+_SHOWN = 20  # collectives that a terminal shows
 COLLECTIVES = {
     "psum": "all_reduce",
     "psum_invariant": "all_reduce",
@@ -74,6 +76,24 @@ class Collective:
             f"{self.kind:<18} {self.bytes:>12,} B{times}  {self.dtype} over {self.group_size} "
             f"devices  {self.source}{more}  {self.reason}"
         )
+
+
+class Collectives(list[Collective]):
+    """The collectives of a program: a list that notebooks show as a table."""
+
+    def __repr__(self) -> str:
+        shown = [str(c) for c in self[:_SHOWN]]
+        more = [f"and {len(self) - _SHOWN} more"] if len(self) > _SHOWN else []
+        return "\n".join([*shown, *more]) or "no collectives"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (c.kind, f"{c.bytes:,}", f"{c.count:,}", f"{c.group_size:,}", c.source, c.reason)
+            for c in self
+        ]
+        total = sum(c.total_bytes for c in self)
+        caption = f"{total:,} bytes sent by each device"
+        return table(("collective", "bytes", "runs", "devices", "line", "because"), rows, caption)
 
 
 def collectives_of(jaxpr: Jaxpr, num_devices: int) -> list[Collective]:

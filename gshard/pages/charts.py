@@ -20,6 +20,8 @@ from gshard.pages.template import EXTRA, markup
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is asked for there
 _WIDTHS = {"wide": 860, "narrow": 350}
 _FONT = "system-ui, -apple-system, Segoe UI, Roboto, Noto Sans, DejaVu Sans, sans-serif"
+_HEIGHT = 230  # of lines
+_ALL = {"tickCount": 100, "format": ".12~g"}  # a logarithmic axis leaves labels out otherwise
 _LETTER = 6.6  # pixels of a letter, about
 _CONFIG = {
     "font": _FONT,
@@ -84,7 +86,13 @@ def area(title: str, values: Sequence[float], unit: str, x: str, limit: float = 
         },
         {
             "data": {"values": [{"x": peak + 0.5, "y": values[peak] if values else 0}]},
-            "mark": {"type": "point", "filled": True, "color": "var(--s1)", "size": 60},
+            "mark": {
+                "type": "point",
+                "filled": True,
+                "color": "var(--s1)",
+                "size": 60,
+                "opacity": 1,
+            },
         },
     ]
     if limit:
@@ -141,28 +149,30 @@ def lines(
     y: str,
     powers_of_two: bool = False,
     log: bool = False,
+    marks: Sequence[tuple[str, float, float]] = (),
 ) -> Chart:
-    """Lines with points, each with its name at its end; `log` for the values, `x` may be too."""
+    """Lines, each with its name at its end: over powers of two, or on two logarithmic axes.
+
+    Points are marked at `marks` of a series, or else all of them.
+    """
     values = [{"x": a, "y": b, "name": n} for n, points in series.items() for a, b in points]
-    across: dict[str, Any] = {"nice": False, "zero": False}
-    ticks: dict[str, Any] = {}
+    shown = [{"x": a, "y": b, "name": n} for n, a, b in marks] or values
+    ends = _apart([(name, *points[-1]) for name, points in series.items() if points], values, log)
+    across: dict[str, Any] = {"nice": False, "zero": False, "type": "log" if log else "linear"}
+    ticks: dict[str, Any] = {"values": _decades([v["x"] for v in values])} if log else {}
     if powers_of_two:
         across |= {"type": "log", "base": 2}
-        ticks = {
-            "values": sorted({a for points in series.values() for a, _ in points}),
-            "labelFlush": False,
-            "labelOverlap": "greedy",
-        }
-    ends = [
-        {"x": points[-1][0], "y": points[-1][1], "name": name}
-        for name, points in series.items()
-        if points
-    ]
+        ticks = {"values": sorted({v["x"] for v in values})}
+    if ticks:
+        ticks |= {"labelFlush": False, "labelOverlap": "parity", **_ALL}
     up = {"type": "log", "nice": False} if log else {"zero": True}
-    rows = {"values": _decades([b for points in series.values() for _, b in points])} if log else {}
-    colour = {**_colour(list(series), "name"), "legend": None}
+    rows = {"values": _decades([v["y"] for v in values]), **_ALL} if log else {}
     layer: list[dict[str, Any]] = [
-        {"mark": {"type": "line", "strokeWidth": 2, "point": {"filled": True, "size": 36}}},
+        {"mark": {"type": "line", "strokeWidth": 2}},
+        {
+            "mark": {"type": "point", "filled": True, "size": 36, "opacity": 1},
+            "data": {"values": shown},
+        },
     ]
     if len(series) > 1:
         mark = {"type": "text", "align": "left", "dx": 8, "fontWeight": 600}
@@ -171,17 +181,32 @@ def lines(
     spec = {
         "data": {"values": values},
         "encoding": {
-            "x": _axis("x", x, across, ticks | {"format": "~d"}),
-            "y": _axis("y", y, up, {"format": "~g", **rows}),
-            "color": colour,
+            "x": _axis("x", x, across, ticks),
+            "y": _axis("y", y, up, rows),
+            "color": {**_colour(list(series), "name"), "legend": None},
         },
         "layer": layer,
     }
     right = 16 + round(_LETTER * 1.15 * max(map(len, series))) if len(series) > 1 else 16
-    return _chart(title, spec, height=230, left=56, right=right)
+    return _chart(title, spec, _HEIGHT, left=56, right=right)
 
 
-def _decades(values: Sequence[float]) -> list[float]:
+def _apart(
+    ends: Sequence[tuple[str, float, float]], values: Sequence[Mapping[str, Any]], log: bool
+) -> list[dict[str, Any]]:
+    """The names at the ends of lines, those that would overlap moved upwards."""
+    curve, back = (math.log, math.exp) if log else (float, float)
+    known = [curve(v["y"]) for v in values]
+    low, high = (min(known) if log else 0.0), max(known)
+    line = 14 / _HEIGHT * (high - low)  # the height of a name
+    found, floor = [], -math.inf
+    for name, x, y in sorted(ends, key=lambda end: end[2]):
+        floor = max(curve(y), floor + line)
+        found.append({"x": x, "y": back(floor), "name": name})
+    return found
+
+
+def _decades(values: Sequence[Any]) -> list[float]:
     """1, 2 and 5 times the powers of ten within the values; 1 alone where that is enough."""
     low, high = min(values, default=1.0), max(values, default=1.0)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)

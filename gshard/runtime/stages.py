@@ -63,9 +63,9 @@ class Lowered(Stage):
         return explain.count_equations(self.jaxpr)
 
     @functools.cached_property
-    def collectives(self) -> list[explain.Collective]:
+    def collectives(self) -> explain.Collectives:
         """The collectives, each with its bytes, its reason and the line that causes it."""
-        return self._program.collectives()
+        return explain.Collectives(self._program.collectives())
 
     @property
     def conflicts(self) -> tuple[Any, ...]:

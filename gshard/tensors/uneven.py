@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gshard._jax import register_array_type
 from gshard.graph.source import here
+from gshard.pages.notebook import table
 from gshard.tensors import keys, padding
 from gshard.tensors.sharding import Sharding
 
@@ -220,6 +221,15 @@ class UnevenArray(jax.Array):
         prefix = "UnevenArray("
         shown = np.array2string(np.asarray(self), prefix=prefix, separator=", ")
         return f"{prefix}{shown}, dtype={self.dtype}, {self.tiling})"
+
+    def _repr_html_(self) -> str:
+        """What it is and how it is split, without its values: for notebooks."""
+        local = self.tiling.local_shape(self._shape)
+        held = math.prod(local) * self.dtype.itemsize
+        sizes = (" x ".join(map(str, shape)) for shape in (self._shape, local))
+        row = (*sizes, str(self.dtype), str(self.tiling), f"{held:,} of {self.nbytes:,}")
+        heads = ("shape", "on each device, padded", "dtype", "sharding", "bytes on each device")
+        return table(heads, [row], "gshard.UnevenArray")
 
     def __str__(self) -> str:
         return str(np.asarray(self)) if self.is_fully_addressable else repr(self)

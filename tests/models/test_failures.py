@@ -54,6 +54,6 @@ def test_table_and_plot(tmp_path):
     rows = table(RUN, [1, 64])
     assert len(rows) == 3
     assert f"{RUN.lost(600.0):.2%}" in rows[2]
-    plot(RUN, [1, 64], tmp_path / "lost.png", "made up")
-    assert (tmp_path / "lost.png").stat().st_size > 5000
+    plot(RUN, [1, 64], tmp_path / "lost.svg", "made up")
+    assert (tmp_path / "lost.svg").stat().st_size > 5000
     assert [spoken(x) for x in (5.0, 600.0, 3 * DAY)] == ["5.0 s", "10.0 min", "3.0 days"]
