@@ -67,7 +67,7 @@ def _turned(ops: list[Op]) -> set[Any]:
         elif op.name == "transpose" and op.reads and op.reads[0] in made:
             if not _is_swap(op, made[op.reads[0]]):
                 turned.update(op.writes)
-        elif op.joins and not op.reduces and op.name != "transpose":
+        elif op.writes and op.joins and not op.reduces and op.name != "transpose":
             same = [v for v in op.reads if elements(v) == elements(op.writes[0])]
             if any(v in turned for v in same):
                 turned.update(op.writes)

@@ -274,3 +274,16 @@ def test_what_each_annotation_saves_is_what_a_step_takes_without_it():
     assert "saves" in str(layout)
     assert "the runner-up" in layout.explain()
     assert "links: " in layout.explain()
+
+
+def test_a_program_with_effects():
+    """What prints is an operator without results."""
+
+    def printing(x, w):
+        y = x @ w
+        jax.debug.print("mean {}", jnp.mean(y))
+        return y
+
+    args = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((65536, 256), (256, 256)))
+    layout = gshard.auto(printing, *args, devices=8, hardware="h100")
+    assert [a.path for a in layout.annotations] == ["[0]"]
