@@ -145,9 +145,17 @@ def scanned(small: bool) -> Case:
     def data(params, batch):
         return transformer.sgd(params, gshard.split(batch, 0, D))
 
+    def split(params):  # the first dim of a stack is the loop's
+        layers = jax.tree.map(lambda w: gshard.split(w, 1, D), params["layers"])
+        return fsdp.split_all(params | {"layers": []}) | {"layers": layers}
+
+    def sharded(params, batch):
+        params, value = data(split(params), batch)
+        return split(params), value
+
     arguments = transformer.stacked(params), batch
     name = "Transformer, 65,536 tokens, scan"
-    return Case(name, transformer.sgd, arguments, {"data parallel": data})
+    return Case(name, transformer.sgd, arguments, {"data parallel": data, "FSDP": sharded})
 
 
 def tight(small: bool) -> Case:
@@ -214,7 +222,12 @@ def u_net(small: bool) -> Case:
     """A U-Net on images, forwards."""
     (recipe,) = unet.recipes(transformer.SMALL if small else transformer.LARGE)
     bare = without_annotations(recipe.step)
-    return Case("U-Net, forwards", bare, recipe.arguments, {"rows by 8": recipe.step})
+
+    def by_batch(kernels, images):
+        return bare(kernels, gshard.split(images, 0, D))
+
+    found = {"rows by 8": recipe.step, "batch by 8": by_batch}
+    return Case("U-Net, 8 images, forwards", bare, recipe.arguments, found)
 
 
 def dlrm(small: bool) -> Case:
