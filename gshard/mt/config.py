@@ -87,6 +87,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     devices: DeviceConfig = field(default_factory=DeviceConfig)
+    reproducible: bool = False  # the same bits on any number of devices
 
     def __post_init__(self) -> None:
         for name, value, _ in settings(self):
@@ -120,7 +121,7 @@ _LIMITS = (
 _BOUNDS = {name: (least, most) for least, most, names in _LIMITS for name in names.split()}
 
 # What may change when a run is resumed: nothing that the losses depend on. (Another number of
-# devices adds in another order, and the last bits of a sum differ.)
+# devices adds in another order, unless the run is `reproducible`: the last bits of a sum differ.)
 CHANGEABLE = (
     "name",
     "data.corpus",

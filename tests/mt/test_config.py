@@ -23,6 +23,7 @@ from gshard.mt.presets import PRESETS, preset
         ("model.gating.second_expert=sampling", "sampling"),
         ("optimizer.learning_rate=1e-3", 1e-3),
         ("devices.split_update=true", True),
+        ("reproducible=true", True),
         ("vocabulary.languages=de,fr", ("de", "fr")),
         ("batch.buckets=0.5,1", (0.5, 1.0)),
         ("data.corpus=a=b", "a=b"),

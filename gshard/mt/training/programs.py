@@ -110,11 +110,10 @@ class Programs:
             kept = guard.choose(good, learned, state.train)._replace(step=learned.step)
             return RunState(kept, judged), Figures(metrics, judged.skipped, judged.in_a_row)
 
-        self._first = gshard.jit(first, devices=self.devices)
-        self._step = gshard.jit(step, devices=self.devices, donate_argnums=0)
-        self._dev = gshard.jit(
-            functools.partial(eval_step, strategy=strategy), devices=self.devices
-        )
+        jit = functools.partial(gshard.jit, devices=self.devices, reproducible=config.reproducible)
+        self._first = jit(first)
+        self._step = jit(step, donate_argnums=0)
+        self._dev = jit(functools.partial(eval_step, strategy=strategy))
         self._compiled: dict[Any, Any] = {}  # steps, by the shapes of a batch
         self._placed_key: Any = None
         self._finite = gshard.jit(all_finite, devices=self.devices)
