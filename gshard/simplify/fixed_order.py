@@ -72,18 +72,18 @@ mlir.register_lowering(
 
 # Rounded by no more than one operation of IEEE 754, or not at all: nothing to fix.
 _EXACT = frozenset((
-    "abs", "add", "add_any", "add_jaxvals", "and", "annotate", "argmax", "argmin", "argsort",
+    "abs", "add", "add_any", "add_jaxvals", "and", "annotate", "argmax", "argmin",
     "bitcast_convert_type", "broadcast_in_dim", "ceil", "clamp", "complex", "concatenate",
-    "concatenate_slices", "conj", "convert_element_type", "copy", "copy_p", "create_token",
-    "cummax", "cummin", "debug_callback", "device_put", "dynamic_slice", "dynamic_update_slice",
-    "empty", "empty2", "expand_dims", "floor", "gather", "imag", "io_callback", "iota",
+    "concatenate_slices", "conj", "convert_element_type", "copy", "create_token", "cummax",
+    "cummin", "custom_lin", "debug_callback", "debug_print", "device_put", "dynamic_slice",
+    "dynamic_update_slice", "empty2", "floor", "gather", "imag", "io_callback", "iota",
     "is_finite", "leaf_dot", "max", "min", "name", "neg", "nextafter", "optimization_barrier",
     "pad", "pin", "pure_callback", "random_bits", "random_clone", "random_fold_in",
     "random_gamma", "random_seed", "random_split", "random_unwrap", "random_wrap", "real",
-    "reduce_max", "reduce_min", "reduce_precision", "rem", "reshape", "rev", "round", "scatter",
-    "scatter_in_order", "scatter_max", "scatter_min", "select_n", "sharding_constraint", "sign",
-    "slice", "sort", "split", "squeeze", "stack", "stop_gradient", "sub", "top_k", "transpose",
-    "tree_sum",
+    "reduce_max", "reduce_min", "reduce_precision", "reduce_window_max", "reduce_window_min",
+    "rem", "reshape", "rev", "round", "scatter", "scatter-max", "scatter-min", "scatter_in_order",
+    "select_n", "sharding_constraint", "sign", "slice", "sort", "split", "squeeze", "stack",
+    "stop_gradient", "sub", "tile", "top_k", "transpose", "tree_sum", "unstack",
 ))  # fmt: skip
 
 # Rounded, and possibly made of products: pinned.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import gshard
+from gshard.simplify import fixed_functions, fixed_order
 from tests.oracle import annotated, assert_same, assignments, even_split, random_array, run, sent
 
 COUNTS = (1, 2, 3, 4, 6, 8)
@@ -186,6 +190,38 @@ def test_a_training_step_has_the_same_bits_on_any_devices():
 
 
 # ---------------------------------------------------------------- refusals
+
+REFUSED = {
+    "all_gather", "all_gather_invariant", "all_to_all", "approx_top_k", "auto_to_manual",
+    "cholesky_update", "conv_general_dilated", "custom_partitioning", "ffi_call", "fft", "geqp3",
+    "grouped_dot", "lower_named_axes", "manual_collective", "manual_to_auto", "ormqr",
+    "pallas_call", "pbroadcast", "pmax", "pmin", "ppermute", "psum", "psum_invariant", "put_rows",
+    "ragged_all_to_all", "ragged_dot_general", "reduce", "reduce_scatter", "reduce_window",
+    "reduce_window_sum", "rng_uniform", "over_groups", "scatter_mul", "select_and_gather_add",
+    "select_and_scatter", "select_and_scatter_add", "symmetric_product", "take_rows",
+    "triangular_solve", "tridiagonal_solve", "visits",
+}  # fmt: skip
+
+
+def test_every_operator_of_floats_has_an_order_or_is_refused():
+    known = fixed_order._EXACT | fixed_order._ROUNDED | set(fixed_functions.FUNCTIONS)
+    known |= {primitive.name for primitive in fixed_order._REWRITES}
+    known |= {
+        "addupdate", "call", "closed_call", "composite", "cond", "custom_jvp_call",
+        "custom_vjp_call", "custom_vmap_call", "get", "jit", "linear_solve", "remat", "scan",
+        "scatter_add", "scatter_max", "scatter_min", "shard_map", "swap", "while",
+    }  # fmt: skip
+    of_integers = {
+        "after_all", "axis_index", "clz", "eq", "eq_to", "ge", "gt", "iota_2x32_shape", "le",
+        "le_to", "lt", "lt_to", "lu_pivots_to_permutation", "ne", "not", "or", "partition_id",
+        "platform_index", "population_count", "reduce_and", "reduce_or", "reduce_xor",
+        "rng_bit_generator", "row_of_device", "shift_left", "shift_right_arithmetic",
+        "shift_right_logical", "threefry2x32", "xor",
+    }  # fmt: skip
+    page = Path(__file__).parents[2] / "docs/reference/operators.md"  # which follows the rules
+    names = set(re.findall(r"^\| [`*]([\w-]+)[`*] \|", page.read_text(), re.MULTILINE))
+    assert len(names) > 150
+    assert names - known - of_integers <= REFUSED
 
 
 def test_what_has_no_order_is_refused_with_its_line():
