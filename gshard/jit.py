@@ -23,12 +23,12 @@ from gshard.capture.calls import (
     with_static_results,
 )
 from gshard.capture.flatten import mesh_in
+from gshard.capture.partners import advising, watched
 from gshard.capture.placement import DeviceOrder, device_order, mesh_of, with_shardings
 from gshard.forecast import Hardware
 from gshard.forecast.hardware import accelerator
 from gshard.forecast.hardware import hardware as hardware_of
 from gshard.moving.costs import MEMORY_LIMIT
-from gshard.partners import advising, watched
 from gshard.pipeline import lower
 from gshard.runtime.options import (
     JitKeywords,

@@ -68,3 +68,9 @@ def test_files_are_small():
 
 def test_functions_are_small():
     assert not structure.long_functions(ROOT)
+
+
+def test_at_most_eight_files_at_the_top():
+    """The public face; everything else is in the package of its stage."""
+    files = {path.name for path in (ROOT / "gshard").glob("*.py")} - {"__init__.py", "_jax.py"}
+    assert len(files) <= 8, sorted(files)

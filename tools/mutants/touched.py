@@ -19,7 +19,7 @@ from tools.mutants.warm import Children, Session, Work, collect
 # What is no part of the partitioner.
 _APART = (
     *("nn", "mt", "forecast", "explanation", "autosharding", "models", "commands", "contrib"),
-    *("cli.py", "partners.py", "extend.py"),
+    *("cli.py", "extend.py"),
 )
 _FOLDERS = (
     *("capture", "emission", "graph", "improve", "moving", "operators", "planning"),
