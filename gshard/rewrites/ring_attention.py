@@ -20,6 +20,7 @@ from gshard.operators.ring_pass import KEYS, QUERIES, RingPass, Softmax, Sum, ri
 from gshard.rewrites.masked_blocks import hidden
 from gshard.rewrites.scores import Exit, Finder, Region
 from gshard.rewrites.softmax_delta import factor_out_delta
+from gshard.rewrites.softmax_form import in_one_form
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import byte_size
 
@@ -46,6 +47,11 @@ def _rewritten(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding], limit: int) -> J
         region = Finder(graph).region(seed, *found[:2])
         if region is None or not region.exits:
             continue
+        known = [e.out for e in _softmax(region, graph) or ()]
+        if form := in_one_form(graph, region, known):
+            graph = Graph(in_order(live(form, jaxpr.outvars)), jaxpr.outvars)
+            region = Finder(graph).region(seed, *found[:2])
+            assert region
         if not found[3] and _softmax(region, graph) is None:
             continue  # an ordinary product with a large result
         done |= {e for e in eqns if set(region.dims).intersection(e.outvars)}
