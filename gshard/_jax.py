@@ -376,12 +376,7 @@ def register_array_type(
     _core.pytype_aval_mappings[cls] = aval
     _dtypes.register_canonicalize_value_handler(cls, None)
 
-    def shard(
-        values: Sequence[Any],
-        shardings: Sequence[Any],
-        layouts: Sequence[Any],
-        copies: Sequence[Any],
-    ) -> Any:
+    def shard(values: Sequence[Any], shardings: Sequence[Any], layouts: Any, copies: Any) -> Any:
         wanted = [named(s) if isinstance(s, sharding) else s for s in shardings]
         return _pxla.shard_args(wanted, layouts, copies, [array(v) for v in values])
 

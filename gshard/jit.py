@@ -29,7 +29,6 @@ from gshard.forecast import Hardware
 from gshard.forecast.hardware import accelerator
 from gshard.forecast.hardware import hardware as hardware_of
 from gshard.moving.costs import MEMORY_LIMIT
-from gshard.pipeline import lower
 from gshard.runtime.options import (
     JitKeywords,
     Keywords,
@@ -37,6 +36,7 @@ from gshard.runtime.options import (
     check_partitioner,
     checked_devices,
 )
+from gshard.runtime.pipeline import lower
 from gshard.runtime.stages import Lowered
 from gshard.runtime.xla import lower_with_xla
 from gshard.tensors.sharding import Sharding

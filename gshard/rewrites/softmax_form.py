@@ -51,9 +51,12 @@ def in_one_form(graph: Graph, region: Region, known: Collection[Any]) -> list[Ja
     for exit in region.exits:
         eqn = graph.makers[exit.out]
         scores = eqn.invars[exit.number]
-        by_rows = eqn.primitive is p.dot_general_p or len(eqn.params["axes"]) == 1
-        if exit.over != KEYS or not by_rows:
-            continue
+        if eqn.primitive is p.dot_general_p:
+            gone = eqn.params["dimension_numbers"][0][exit.number]
+        else:
+            gone = eqn.params["axes"]
+        if exit.over != KEYS or tuple(map(int, gone)) != (region.dims[scores][1],):
+            continue  # not one sum for each query
         if eqn.primitive is p.reduce_max_p:
             tops[exit.out] = reader.shifted(scores)
         elif eqn.primitive is not p.reduce_min_p and (found := reader.weights(scores)):
@@ -190,9 +193,8 @@ class _Writer:
 
         def scale(total: jax.Array, top: jax.Array, *values: jax.Array) -> jax.Array:
             read = self.reader(values)
-            shift = lax.select(
-                lax.eq(top, lax.full_like(top, -jnp.inf)), lax.full_like(top, 0), top
-            )
+            nothing = lax.eq(top, lax.full_like(top, -jnp.inf))  # the query sees no key
+            shift = lax.select(nothing, lax.full_like(top, 0), top)
             for row in found.added:
                 shift = shift - read(row) if row.inverse else shift + read(row)
             factor = lax.exp(shift)

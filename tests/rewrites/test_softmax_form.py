@@ -117,3 +117,15 @@ def test_weights_that_are_no_exponential_are_left_alone():
 
     args = tensors()
     assert_same(run(jitted(fn), *args), jax.jit(fn)(*args), rtol=1e-4, atol=1e-4)
+
+
+def test_heads_that_are_summed_with_the_keys_are_left_alone():
+    """Their weights have no factor in common."""
+
+    def fn(q, k, v):
+        logits = jnp.einsum("bqnh,bknh->bnqk", q, k)
+        return jnp.einsum("bnqk,bknh->bqh", with_logsumexp(logits), v)
+
+    args, close = tensors(), {"rtol": 1e-4, "atol": 1e-4}
+    step = gshard.jit(annotated(fn, [BY_POSITION] * 3, []), memory_limit=LITTLE)
+    assert_same(run(step, *args, **close), jax.jit(fn)(*args), **close)
