@@ -51,9 +51,7 @@ random_clone_p = _random.random_clone_p
 random_unwrap_p = _prng.random_unwrap_p
 random_wrap_p = _prng.random_wrap_p
 
-# The parameter of the primitive `composite` that holds its body.
-COMPOSITE_BODY = "call_jaxpr" if jax.__version_info__ >= (0, 11, 2) else "jaxpr"
-
+COMPOSITE_BODY = "call_jaxpr" if jax.__version_info__ >= (0, 11, 2) else "jaxpr"  # of composite_p
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -245,9 +243,8 @@ def is_tracer(value: Any) -> bool:
 
 
 def variable_of(value: Any) -> Any:
-    """The variable of a program being traced that a tracer stands for; None for anything else."""
-    found = getattr(value, "val", None) if is_tracer(value) else None
-    return found if isinstance(found, Var) else None
+    """The variable (or literal) that a tracer stands for; None for what is no tracer."""
+    return getattr(value, "val", None) if is_tracer(value) else None
 
 
 def is_array_like(value: Any) -> bool:

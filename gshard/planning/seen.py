@@ -53,12 +53,13 @@ class Seen:
         """Note that a tensor was brought under another sharding."""
         if after.array is before.array:
             return
-        for held in tuple(self.held.get(_jax.variable_of(before.array), ())):
+        var = _jax.variable_of(before.array)
+        for held in tuple(self.held.get(var, ())) if isinstance(var, _jax.Var) else ():
             self._add(held.value, after, reason)
 
     def _add(self, value: Any, tile: Tile, moved: str) -> None:
         var = _jax.variable_of(tile.array)
-        if var is not None:
+        if isinstance(var, _jax.Var):
             held = Held(value, tile.sharding, tuple(tile.shape), tile.partial, moved)
             known = self.held.setdefault(var, [])
             if held not in known:
