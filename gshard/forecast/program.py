@@ -107,7 +107,7 @@ def body_of(jaxpr: Jaxpr, style: str) -> Body:
         stored.update(map(body.stands_for, read_by_reductions(ops, makers)))
     if style == "tpu":
         _join_products(ops, readers, leaving, stored, body)
-    ends = stored - _made_again(ops, stored, body) if style == "cpu" else stored
+    ends = stored - _recomputed(ops, stored, body) if style == "cpu" else stored
     for op in ops:
         if op.writes and op.writes[0] in alias:
             continue
@@ -208,7 +208,7 @@ def _stored(
     return stored
 
 
-def _made_again(ops: Sequence[Op], stored: set[Any], body: Body) -> set[Any]:
+def _recomputed(ops: Sequence[Op], stored: set[Any], body: Body) -> set[Any]:
     """Stored values that XLA for CPUs recomputes in fusions: the cheap ones."""
     dear: set[Any] = set()
     cheap: set[Any] = set()

@@ -21,7 +21,7 @@ from jax import lax
 
 from gshard.graph.reason import Reason
 from gshard.moving.collectives import collective_permute
-from gshard.moving.rounds import in_rounds
+from gshard.moving.permute_rounds import in_rounds
 from gshard.tensors import padding
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding, Split

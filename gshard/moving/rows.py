@@ -23,7 +23,7 @@ from gshard.moving import collectives
 from gshard.moving.costs import MAX_ROUNDS
 from gshard.moving.nodes import Node, communicate
 from gshard.moving.offsets import rows_at, rows_put
-from gshard.moving.rounds import in_rounds, is_remote
+from gshard.moving.permute_rounds import in_rounds, is_remote
 from gshard.moving.sent import scattered
 from gshard.tensors import padding
 from gshard.tensors.devices import Place

@@ -2,10 +2,10 @@
 
 `ragged_dot` multiplies rows, sorted by group, with a matrix per group. If the groups are split over
 devices, `rewrites.exchange_by_expert` keeps the rows between two exchanges sharded like the groups.
-Such a tensor has `parts.tiles * room` rows, split evenly: tile c has the rows of its groups in
+Such a tensor has `parts.tiles * capacity` rows, split evenly: tile c has the rows of its groups in
 order, then garbage. The number of rows is only known at run time.
 
-If the groups of a device have more rows than its capacity (`room`), no row is dropped: all devices
+If the groups of a device have more rows than its `capacity`, no row is dropped: all devices
 then hold equal shares of the sorted rows, and the matrices pass around a ring instead.
 """
 
@@ -22,11 +22,11 @@ from jax.extend.core import Primitive
 
 from gshard.tensors.sharding import Split
 
-ROOM = 2  # capacity of a device, in multiples of its share of the rows
+CAPACITY = 2  # capacity of a device, in multiples of its share of the rows
 
 
 @dataclass(frozen=True)
-class Groups:
+class ExpertGroups:
     """`rows` sorted rows in `count` groups, which are split by `split`; the rows by `parts`.
 
     `parts` divides a tile of `split` into equal parts, among the devices with copies of it.
@@ -43,18 +43,18 @@ class Groups:
         return -(-self.rows // self.parts.tiles)
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """The capacity of a device, in rows."""
-        return min(self.rows, ROOM * self.share)
+        return min(self.rows, CAPACITY * self.share)
 
     @property
     def held(self) -> int:
         """Rows of an expert-major tensor: those of all devices, garbage included."""
-        return self.parts.tiles * self.room
+        return self.parts.tiles * self.capacity
 
     @property
     def per_tile(self) -> int:
-        """Groups per tile; the last tile may have fewer."""
+        """ExpertGroups per tile; the last tile may have fewer."""
         return -(-self.count // self.split.tiles)
 
 
@@ -63,16 +63,16 @@ class Bounds:
     """Where groups and devices begin and end in the sorted rows, at run time.
 
     `first[g]` is the first row of group g, and `first[count]` the end of the last; device-tile c
-    holds rows `starts[c]` to `starts[c + 1]`. `crowded` is true on overflow, when the rows are in
+    holds rows `starts[c]` to `starts[c + 1]`. `overflow` is true on overflow, when the rows are in
     equal shares.
     """
 
     first: jax.Array
     starts: jax.Array
-    crowded: jax.Array
+    overflow: jax.Array
 
 
-def bounds(groups: Groups, sizes: jax.Array) -> Bounds:
+def bounds(groups: ExpertGroups, sizes: jax.Array) -> Bounds:
     """The bounds for these sizes of the groups."""
     rows, tiles = groups.rows, groups.split.tiles
     copies = groups.parts.tiles // tiles
@@ -84,13 +84,13 @@ def bounds(groups: Groups, sizes: jax.Array) -> Bounds:
     starts = jnp.minimum(borders[:, None] + part[:, None] * jnp.arange(copies), ends[:, None])
     starts = jnp.append(starts.reshape(-1), rows)
     equal = jnp.minimum(jnp.arange(groups.parts.tiles + 1, dtype=jnp.int32) * groups.share, rows)
-    crowded = jnp.max(jnp.diff(starts)) > groups.room
-    return Bounds(first, jnp.where(crowded, equal, starts), crowded)
+    overflow = jnp.max(jnp.diff(starts)) > groups.capacity
+    return Bounds(first, jnp.where(overflow, equal, starts), overflow)
 
 
 # Rows of a tensor, taken by index: `source` and `target` say whether the tensor and the result are
-# expert-major (`Groups`) or token-major (None). Operands: the tensor, the groups' sizes, and the
-# indices; without them, row i of the result is row i of the tensor.
+# expert-major (`ExpertGroups`) or token-major (None). Operands: the tensor, the groups' sizes, and
+# the indices; without them, row i of the result is row i of the tensor.
 take_rows_p = Primitive("take_rows")
 
 # A tensor into which rows are written or added by index: `source` is the order of the rows,
@@ -101,7 +101,7 @@ put_rows_p = Primitive("put_rows")
 grouped_dot_p = Primitive("grouped_dot")
 
 
-def rows_of(groups: Groups | None, usual: int) -> int:
+def rows_of(groups: ExpertGroups | None, usual: int) -> int:
     """The number of rows of an expert-major or token-major tensor."""
     return groups.held if groups else usual
 
@@ -118,7 +118,7 @@ def _put_rows(x: Any, sizes: Any, rows: Any, indices: Any, **_: Any) -> Any:
 
 
 @grouped_dot_p.def_abstract_eval
-def _grouped_dot(lhs: Any, rhs: Any, sizes: Any, groups: Groups, **params: Any) -> Any:
+def _grouped_dot(lhs: Any, rhs: Any, sizes: Any, groups: ExpertGroups, **params: Any) -> Any:
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (lhs, rhs, sizes)]
     made = jax.eval_shape(lambda *operands: lax.ragged_dot_general(*operands, **params), *structs)
     return ShapedArray(made.shape, made.dtype)

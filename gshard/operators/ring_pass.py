@@ -64,7 +64,7 @@ class RingPass:
     """One pass of the keys around the ring: `body` computes scores, `sums` reduce them.
 
     `names` are those of the dims of all variables, of which `whole` cannot be split; queries and
-    keys are split by `split`. `hides` is their mask, if there is one.
+    keys are split by `split`. `mask` is their mask, if there is one.
     """
 
     body: Jaxpr
@@ -75,13 +75,13 @@ class RingPass:
     queries: str
     keys: str
     split: Split
-    hides: BlockMask | None
+    mask: BlockMask | None
 
 
-ring_pass_p = Primitive("visits")  # operands: those of the body; results: those of the sums
+ring_pass_p = Primitive("ring_pass")  # operands: those of the body; results: those of the sums
 ring_pass_p.multiple_results = True
 
 
 @ring_pass_p.def_abstract_eval
-def _visits(*operands: Any, visits: RingPass) -> list[Any]:
-    return [s.eqn.outvars[0].aval for s in visits.sums]
+def _types(*operands: Any, ring: RingPass) -> list[Any]:
+    return [s.eqn.outvars[0].aval for s in ring.sums]

@@ -22,8 +22,8 @@ from gshard.annotate import annotate_p
 from gshard.graph.reason import Reason
 from gshard.graph.source import on_behalf_of
 from gshard.moving import reshard
-from gshard.moving.again import REARRANGING, Made, resharded_again
 from gshard.moving.partial import combine_sums
+from gshard.moving.recompute import REARRANGING, Made, reshard_by_recomputing
 from gshard.operators import unreduced
 from gshard.operators.choose import in_place_again, partition_by_factors
 from gshard.operators.rule import Shares, equation_key
@@ -70,7 +70,7 @@ def _is_index_math(eqn: JaxprEqn) -> bool:
     return by_element or eqn.primitive is p.iota_p
 
 
-def _can_be_made_again(eqn: JaxprEqn, tiles: Sequence[Tile]) -> bool:
+def _can_be_recomputed(eqn: JaxprEqn, tiles: Sequence[Tile]) -> bool:
     """Whether an operator may be recomputed after its operands are moved."""
     if eqn.primitive is annotate_p or any(t.partial or t.sharding.manual for t in tiles):
         return False
@@ -144,19 +144,19 @@ class Planner:
         if tile.sharding == target and tile.is_standard:
             return tile
         found = self.available.under(tile, target)
-        if found is None and (found := self.made_again(tile, target, reason)):
+        if found is None and (found := self.recomputed(tile, target, reason)):
             self.available.add(tile, found)
         if found is None and target.is_replicated:
-            found = self.made_whole(tile)
+            found = self.recomputed_replicated(tile)
         if found is None:
             found = reshard.reshard(self.place, tile, target, reason)
             self.available.add(tile, found)
         self.seen.moved(tile, found, str(reason))
         return found
 
-    def made_again(self, tile: Tile, target: Sharding, reason: Reason) -> Tile | None:
+    def recomputed(self, tile: Tile, target: Sharding, reason: Reason) -> Tile | None:
         """`tile` under another sharding, if it is cheaper to move its operands and recompute it."""
-        return resharded_again(
+        return reshard_by_recomputing(
             self.place,
             tile,
             target,
@@ -164,7 +164,7 @@ class Planner:
             lambda operand, wanted: self.available.under(operand, wanted) is not None,
         )
 
-    def made_whole(self, tile: Tile, depth: int = 50) -> Tile | None:
+    def recomputed_replicated(self, tile: Tile, depth: int = 50) -> Tile | None:
         """A replicated integer tensor, recomputed if that sends nothing; else None.
 
         Indices are often iotas, or computed from values that were replicated, as a sort's results.
@@ -181,7 +181,7 @@ class Planner:
         eqn, tiles = maker
         ready: list[Tile] = []
         for operand in tiles:
-            made = self.made_whole(operand, depth - 1)
+            made = self.recomputed_replicated(operand, depth - 1)
             if made is None:
                 return None
             ready.append(made)
@@ -228,7 +228,7 @@ class Planner:
         found = self.kinds.get(eqn)
         return equation_key(eqn) if found is None else found
 
-    def again(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> list[Tile] | None:
+    def repeated(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> list[Tile] | None:
         """The results of an equation equal to an earlier one that needed no communication."""
         kind = self.kinds.get(eqn)
         if kind is None or eqn.primitive in VIEWS:  # of which more is to be remembered
@@ -242,7 +242,7 @@ class Planner:
         leaving: Mapping[int, float] = NOTHING,
     ) -> list[Tile]:
         """The results of a body; its constants are replicated."""
-        return self.run(closed.jaxpr, [*map(self.whole, closed.consts), *tiles], leaving)
+        return self.run(closed.jaxpr, [*map(self.constant, closed.consts), *tiles], leaving)
 
     def run(
         self,
@@ -276,7 +276,7 @@ class Planner:
             context = current_context()
             for eqn in jaxpr.eqns:
                 operands = [read(a) for a in eqn.invars]
-                results = self.again(eqn, operands) if eqn.ctx is context else None
+                results = self.repeated(eqn, operands) if eqn.ctx is context else None
                 if results is None:
                     with on_behalf_of(eqn):
                         results = self.equation(eqn, operands)
@@ -285,7 +285,7 @@ class Planner:
                 self.seen.made(made)
                 if _is_index_math(eqn) and eqn.primitive is not annotate_p:
                     self.available.add_maker(results[0], eqn, operands)
-                if _can_be_made_again(eqn, (*operands, *results)):
+                if _can_be_recomputed(eqn, (*operands, *results)):
                     self.place.made[Identity(results[0].array)] = Made(
                         results[0], eqn, tuple(operands)
                     )
@@ -329,10 +329,10 @@ class Planner:
         """A literal of the program; equal ones are made once."""
         key = (atom.aval, type(atom.val), np.asarray(atom.val).tobytes())
         if key not in self.literals:
-            self.literals[key] = self.whole(atom.val)
+            self.literals[key] = self.constant(atom.val)
         return self.literals[key]
 
-    def whole(self, value: Any) -> Tile:
+    def constant(self, value: Any) -> Tile:
         """A replicated constant."""
         array = value if isinstance(value, jax.Array) else jnp.asarray(value)
         return Tile(

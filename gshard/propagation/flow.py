@@ -39,7 +39,7 @@ _BACKWARDS = 2  # the last of the passes
 
 Node = tuple[Any, int]  # a variable and one of its dims
 Tensor = tuple[Any, tuple[Dim, ...], int]  # a variable, the factors of its dims, and its bytes
-Groups = Mapping[Any, Sequence[int]]  # for every variable, the groups that its dims belong to
+DimGroups = Mapping[Any, Sequence[int]]  # for every variable, the groups that its dims belong to
 
 
 @dataclass(eq=False)
@@ -216,7 +216,7 @@ class Flow:
     # ------------------------------------------------------------ the flow
 
     def spread(
-        self, groups: Groups, first: Sequence[tuple[int, Split]] = (), sealed: bool = False
+        self, groups: DimGroups, first: Sequence[tuple[int, Split]] = (), sealed: bool = False
     ) -> Spread:
         """Spread the given splits: those of the groups `first` in order, then all.
 
@@ -232,7 +232,7 @@ class Flow:
 class Spread:
     """The state of the analysis; passes are numbered in the order of `propagate`'s rules."""
 
-    def __init__(self, flow: Flow, groups: Groups, sealed: bool):
+    def __init__(self, flow: Flow, groups: DimGroups, sealed: bool):
         self.flow = flow
         self.groups = groups
         self.sealed = sealed

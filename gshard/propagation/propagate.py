@@ -37,7 +37,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from gshard.graph.source import source_of
 from gshard.moving.costs import MACHINE, MEMORY_LIMIT, Machine, machine, planning_for
 from gshard.propagation.estimate import Estimator
-from gshard.propagation.flow import Flow, Groups, Spread
+from gshard.propagation.flow import DimGroups, Flow, Spread
 from gshard.tensors.sharding import Sharding, Split, fitting_part
 
 _NONE = -1  # the group of dims that no annotation mentions
@@ -176,7 +176,7 @@ def _cheapest(flow: Flow, estimator: Estimator, dims: _Dims, spread: Spread) -> 
 class _Dims:
     """The groups of all dims, and the splits that annotations give to dims of a group."""
 
-    of: Groups
+    of: DimGroups
     candidates: dict[Candidate, tuple[Any, int]]  # and the first tensor that has such a split
 
     def told(self, flow: Flow, candidate: Candidate) -> str:
@@ -291,7 +291,7 @@ def _rankings(
     return rankings, costs
 
 
-def _flooded(flow: Flow, groups: Groups, atom: Any, order: Sequence[Candidate]) -> Sharding:
+def _flooded(flow: Flow, groups: DimGroups, atom: Any, order: Sequence[Candidate]) -> Sharding:
     """A tensor's sharding if splits, in order, reached all dims of their groups."""
     splits = list(flow.given[atom])
     for group, split in order:

@@ -1,7 +1,7 @@
 """The bytes that elementwise values have to move, given their narrower operands.
 
-Such a value can be recomputed after a move of its operands (`moving.again`), so moving it costs as
-much as moving those: a quarter for 8-bit weights that become float32, next to nothing for a
+Such a value can be recomputed after a move of its operands (`moving.recompute`), so moving it costs
+as much as moving those: a quarter for 8-bit weights that become float32, next to nothing for a
 broadcast row.
 """
 

@@ -21,7 +21,7 @@ from jax.lax import GatherScatterMode
 from gshard._jax import Var
 from gshard.annotate import Annotation, annotate_p
 from gshard.graph import Graph, live, map_bodies
-from gshard.operators.ragged_rows import Groups, grouped_dot_p, put_rows_p, take_rows_p
+from gshard.operators.ragged_rows import ExpertGroups, grouped_dot_p, put_rows_p, take_rows_p
 from gshard.operators.rule import RULES, factors_of
 from gshard.rules.by_rows import is_ragged, multiplies_rows, puts_rows, sums_rows, takes_rows
 from gshard.rules.pointwise import same_dims
@@ -47,9 +47,9 @@ def _rewritten(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding]) -> Jaxpr:
     return jaxpr.replace(eqns=eqns) if changed else jaxpr
 
 
-def _groups(eqns: Sequence[JaxprEqn], shardings: Mapping[Any, Sharding]) -> dict[Any, Groups]:
+def _groups(eqns: Sequence[JaxprEqn], shardings: Mapping[Any, Sharding]) -> dict[Any, ExpertGroups]:
     """The groups that are split, by the variable of their sizes."""
-    found: dict[Any, Groups] = {}
+    found: dict[Any, ExpertGroups] = {}
     for eqn in eqns:
         if not multiplies_rows(eqn) or shardings[eqn.invars[1]].manual:
             continue
@@ -58,7 +58,7 @@ def _groups(eqns: Sequence[JaxprEqn], shardings: Mapping[Any, Sharding]) -> dict
         split, rows = shardings[rhs].splits[dim], lhs.aval.shape[0]
         if split and not split.idle and rows:
             parts = _with_copies(shardings[rhs], split)
-            found.setdefault(sizes, Groups(split, parts, rows, rhs.aval.shape[dim]))
+            found.setdefault(sizes, ExpertGroups(split, parts, rows, rhs.aval.shape[dim]))
     return found
 
 
@@ -79,7 +79,7 @@ class _Region:
     def __init__(
         self,
         sizes: Any,
-        groups: Groups,
+        groups: ExpertGroups,
         eqns: Sequence[JaxprEqn],
         results: Sequence[Any],
         shardings: Mapping[Any, Sharding],

@@ -14,7 +14,7 @@ from gshard.operators.ring_pass import BlockMask
 from gshard.rewrites.scores import Exit, Region
 
 
-def hidden(
+def block_mask(
     region: Region,
     exits: Sequence[Exit],
     online: Sequence[Exit] | None,

@@ -17,7 +17,7 @@ from jax.extend.core import primitives as p
 
 from gshard.graph import Graph, in_order, inputs_of, live, map_bodies, needed_for, upstream
 from gshard.operators.ring_pass import KEYS, QUERIES, RingPass, Softmax, Sum, ring_pass_p
-from gshard.rewrites.masked_blocks import hidden
+from gshard.rewrites.masked_blocks import block_mask
 from gshard.rewrites.scores import Exit, Finder, Region
 from gshard.rewrites.softmax_delta import factor_out_delta
 from gshard.rewrites.softmax_form import in_one_form
@@ -170,16 +170,16 @@ def _round(
         for e in exits
     )
     softmax = _as_softmax(exits, online, wanted) if online else None
-    visits = RingPass(
+    ring = RingPass(
         jaxpr, sums, softmax, region.names, frozenset(region.whole),
         region.name_of(QUERIES), region.name_of(KEYS), split,
-        hidden(region, exits, online, jaxpr, graph),
+        block_mask(region, exits, online, jaxpr, graph),
     )  # fmt: skip
     return seed.replace(
         invars=[region.sources.get(v, v) for v in inputs],
         outvars=[e.out for e in exits],
         primitive=ring_pass_p,
-        params={"visits": visits},
+        params={"ring": ring},
         effects=set(),
     )
 

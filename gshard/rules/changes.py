@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 from gshard.graph.reason import Reason
-from gshard.moving.again import fetch
 from gshard.moving.halo import plan_fetch, window
+from gshard.moving.recompute import fetch
 from gshard.moving.rows import Runs, align, collect, plan_rows
 from gshard.operators.rule import Context
 from gshard.tensors.devices import Place

@@ -111,11 +111,11 @@ def _in_a_loop(
     if write_dim is not None:
         local[write_dim] = rows * split.tiles
 
-    def meet(number: jax.Array | int, visitor: jax.Array, total: jax.Array) -> jax.Array:
+    def multiply(number: jax.Array | int, passing: jax.Array, total: jax.Array) -> jax.Array:
         partner = other
         if slice_dim is not None:
             partner = lax.dynamic_slice_in_dim(other, number * rows, rows, slice_dim)
-        (part,) = bind(eqn, [visitor, partner] if which == 0 else [partner, visitor])
+        (part,) = bind(eqn, [passing, partner] if which == 0 else [partner, passing])
         if write_dim is None:
             return total + part
         return lax.dynamic_update_slice_in_dim(total, part, number * rows, write_dim)
@@ -124,13 +124,13 @@ def _in_a_loop(
     first = place.coord(split)
 
     def step(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        visitor, total = carry
-        total = meet((first + i) % split.tiles, visitor, total)
-        return collectives.collective_permute(place, visitor, ring, reason), total
+        passing, total = carry
+        total = multiply((first + i) % split.tiles, passing, total)
+        return collectives.collective_permute(place, passing, ring, reason), total
 
     total = jnp.zeros(local, eqn.outvars[0].aval.dtype)
-    visitor, total = lax.fori_loop(0, split.tiles - 1, step, (moving.array, total))
-    total = meet((first + split.tiles - 1) % split.tiles, visitor, total)
+    passing, total = lax.fori_loop(0, split.tiles - 1, step, (moving.array, total))
+    total = multiply((first + split.tiles - 1) % split.tiles, passing, total)
     if write_dim is not None:
         total = lax.slice(total, [0] * total.ndim, out_sharding.local_shape(shape))
     reduced = {f: s for f, s in chosen.items() if s and f in factors.reduced}

@@ -23,9 +23,9 @@ from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
-from gshard.moving.again import fetch
 from gshard.moving.halo import plan_fetch, shifted_pairs
 from gshard.moving.plan import reshard_cost
+from gshard.moving.recompute import fetch
 from gshard.moving.rows import groups_along
 from gshard.operators.rule import Context, Doc, Rule, linear_in, register
 from gshard.rules.changes import Change

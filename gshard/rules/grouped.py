@@ -25,7 +25,7 @@ from gshard.moving.plan import reshard_cost
 from gshard.operators.choose import Assignment, choose, shard_dims
 from gshard.operators.ragged_rows import (
     Bounds,
-    Groups,
+    ExpertGroups,
     bounds,
     grouped_dot_p,
     put_rows_p,
@@ -39,7 +39,7 @@ from gshard.tensors.sharding import Sharding, Split, compatible
 from gshard.tensors.tile import Identity, Tile, byte_size
 
 _ROUNDS = "repeated for overflow, if the numbers are unbalanced"
-_CROWDED = "if a device has more rows than its capacity"
+_OVERFLOW = "if a device has more rows than its capacity"
 
 
 # ---------------------------------------------------------------- rows that travel
@@ -64,7 +64,7 @@ def _take(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     """Rows by index, exchanged between devices."""
     x, shape, dtype = tiles[0], tuple(eqn.outvars[0].aval.shape), tiles[0].array.dtype
     source, target, fill = (eqn.params[k] for k in ("source", "target", "fill"))
-    groups: Groups = source or target
+    groups: ExpertGroups = source or target
     limits = _limits(ctx, groups, tiles[1])
     there = _lying(groups, targets[0], targets[0], bool(target))
     local = there.local_shape(shape)
@@ -109,7 +109,7 @@ def _taken_here(
 def _put(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
     """Rows written to a tensor by index, or added to it."""
     source, target, adds, clip = (eqn.params[k] for k in ("source", "target", "adds", "clip"))
-    groups: Groups = source or target
+    groups: ExpertGroups = source or target
     limits = _limits(ctx, groups, tiles[1])
     wanted = _whole(ctx, tiles[3]).reshape(-1)
     count = target.rows if target else tiles[0].shape[0]
@@ -136,7 +136,7 @@ def _put(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 
 
 def _added_here(
-    ctx: Context, groups: Groups, limits: Bounds, x: Tile, rows: Tile, wanted: jax.Array,
+    ctx: Context, groups: ExpertGroups, limits: Bounds, x: Tile, rows: Tile, wanted: jax.Array,
     inside: jax.Array, target: Sharding,
 ) -> Tile:  # fmt: skip
     """Rows added to a tensor with fewer rows than are sent: every device sums its own first."""
@@ -155,7 +155,7 @@ def _added_here(
 
 def _sent(
     ctx: Context,
-    groups: Groups,
+    groups: ExpertGroups,
     x: Tile,
     transfers: RowTransfers,
     into: Tile,
@@ -173,7 +173,7 @@ def _sent(
     return replace(into, array=array)
 
 
-def _lying(groups: Groups, rows: Sharding, others: Sharding, by_groups: bool) -> Sharding:
+def _lying(groups: ExpertGroups, rows: Sharding, others: Sharding, by_groups: bool) -> Sharding:
     """A sharding whose rows are split over the devices of the groups, like `rows` if possible.
 
     Dims of a row are split as in `others`, if compatible.
@@ -197,7 +197,11 @@ def _numbers(split: Split, parts: Split) -> np.ndarray | None:
 
 
 def _places(
-    groups: Groups, limits: Bounds, tile: Tile, by_groups: Groups | None, rows: jax.Array
+    groups: ExpertGroups,
+    limits: Bounds,
+    tile: Tile,
+    by_groups: ExpertGroups | None,
+    rows: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Where rows of a tensor are: the number of the part, and the row there."""
     if by_groups:
@@ -208,7 +212,7 @@ def _places(
     return jnp.asarray(numbers)[rows // size], rows % size
 
 
-def _limits(ctx: Context, groups: Groups, sizes: Tile) -> Bounds:
+def _limits(ctx: Context, groups: ExpertGroups, sizes: Tile) -> Bounds:
     """The bounds of groups and devices, computed once for the same sizes."""
     whole = _whole(ctx, sizes)
     key = (groups, Identity(whole))
@@ -234,7 +238,7 @@ def _grouped_dot(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     """Each device multiplies its rows with its own groups' matrices, or sums its groups' rows."""
-    groups: Groups = eqn.params["groups"]
+    groups: ExpertGroups = eqn.params["groups"]
     factors, (lhs, rhs, sizes) = grouped_factors(eqn), tiles
     chosen = _chosen(eqn, factors, tiles, targets)
     limits = _limits(ctx, groups, sizes)
@@ -286,7 +290,7 @@ class _Local:
     """
 
     eqn: JaxprEqn
-    groups: Groups
+    groups: ExpertGroups
     limits: Bounds
     own: jax.Array | int
     first: jax.Array | int
@@ -310,13 +314,13 @@ def _rows_times_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, dim: int
     tiles = dot.groups.split.tiles
     pairs = ring_of(rhs.sharding, dim)
     reason = Reason(
-        "step", "ragged_dot", f"matrices of {dot.groups.count} groups in a ring, {_CROWDED}"
+        "step", "ragged_dot", f"matrices of {dot.groups.count} groups in a ring, {_OVERFLOW}"
     )
 
     def apart() -> jax.Array:
         return dot.product(lhs.array, rhs.array, dot.sizes(dot.first)[0])
 
-    def meet(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def multiply(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         visitor, total = carry
         sizes, begin = dot.sizes((dot.first + i) % tiles)
         part = jnp.roll(dot.product(jnp.roll(lhs.array, -begin, 0), visitor, sizes), begin, 0)
@@ -327,9 +331,9 @@ def _rows_times_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, dim: int
     def around() -> jax.Array:
         total = jnp.zeros_like(jax.eval_shape(apart))
         with unlikely():
-            return lax.fori_loop(0, tiles, meet, (rhs.array, total))[1]
+            return lax.fori_loop(0, tiles, multiply, (rhs.array, total))[1]
 
-    return lax.cond(~dot.limits.crowded, apart, around)
+    return lax.cond(~dot.limits.overflow, apart, around)
 
 
 def _sums_of_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, here: Sharding) -> jax.Array:
@@ -337,7 +341,7 @@ def _sums_of_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, here: Shard
     tiles = dot.groups.split.tiles
     pairs = ring_of(here, 0)
     reason = Reason(
-        "step", "ragged_dot", f"sums over {dot.groups.count} groups in a ring, {_CROWDED}"
+        "step", "ragged_dot", f"sums over {dot.groups.count} groups in a ring, {_OVERFLOW}"
     )
 
     def apart() -> jax.Array:
@@ -348,17 +352,17 @@ def _sums_of_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, here: Shard
         first, second = (jnp.roll(t.array, -begin, 0) for t in (lhs, rhs))
         return dot.product(first, second, sizes)
 
-    def meet(i: jax.Array, total: jax.Array) -> jax.Array:
+    def multiply(i: jax.Array, total: jax.Array) -> jax.Array:
         total = total + part((dot.first + 1 + i) % tiles)
         return collectives.collective_permute(ctx.place, total, pairs, reason)
 
     def around() -> jax.Array:
         total = jnp.zeros_like(jax.eval_shape(apart))
         with unlikely():
-            total = lax.fori_loop(0, tiles - 1, meet, total)
+            total = lax.fori_loop(0, tiles - 1, multiply, total)
         return total + part(dot.first)
 
-    return lax.cond(~dot.limits.crowded, apart, around)
+    return lax.cond(~dot.limits.overflow, apart, around)
 
 
 register(

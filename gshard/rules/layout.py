@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
-from gshard.moving.again import fetch
+from gshard.moving.recompute import fetch
 from gshard.operators.choose import choose, local_dims, run, shard_dims
 from gshard.operators.rule import Context, Doc, Rule, linear_in, linear_in_all, register
 from gshard.tensors.factors import Factors, Shape

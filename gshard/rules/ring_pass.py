@@ -34,18 +34,18 @@ from gshard.tensors.tile import Identity, Tile
 Chosen = dict[str, Split]
 
 
-def visits_factors(eqn: JaxprEqn) -> Factors:
+def ring_pass_factors(eqn: JaxprEqn) -> Factors:
     """Every dim is named; contracted dims have to be whole, but for queries and keys."""
-    visits: RingPass = eqn.params["visits"]
+    ring: RingPass = eqn.params["ring"]
 
     def dims(atom: Any) -> list[str | None]:
-        return [None if n in visits.whole else n for n in visits.names[atom]]
+        return [None if n in ring.whole else n for n in ring.names[atom]]
 
-    return Factors.of(eqn, [dims(a) for a in visits.body.invars], [dims(v) for v in _outs(visits)])
+    return Factors.of(eqn, [dims(a) for a in ring.body.invars], [dims(v) for v in _outs(ring)])
 
 
-def _outs(visits: RingPass) -> list[Any]:
-    return [s.eqn.outvars[0] for s in visits.sums]
+def _outs(ring: RingPass) -> list[Any]:
+    return [s.eqn.outvars[0] for s in ring.sums]
 
 
 @dataclass(frozen=True)
@@ -71,49 +71,49 @@ class _Round:
 
     def __init__(self, ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]):
         self.ctx, self.eqn = ctx, eqn
-        self.visits: RingPass = eqn.params["visits"]
+        self.ring: RingPass = eqn.params["ring"]
         self.devices = targets[0].num_devices
-        self.blocks = self.visits.split.tiles
+        self.blocks = self.ring.split.tiles
         self.chosen = self.choose(tiles, targets)
         self.tiles = [
-            ctx.reshard(tile, self.lies(var), Reason("operand", "attention in a ring"))
-            for tile, var in zip(tiles, self.visits.body.invars, strict=True)
+            ctx.reshard(tile, self.sharding_of(var), Reason("operand", "attention in a ring"))
+            for tile, var in zip(tiles, self.ring.body.invars, strict=True)
         ]
-        keys = self.visits.keys
-        names = [self.visits.names[v] for v in self.visits.body.invars]
-        self.visiting = [keys in n and self.visits.queries not in n for n in names]
+        keys = self.ring.keys
+        names = [self.ring.names[v] for v in self.ring.body.invars]
+        self.visiting = [keys in n and self.ring.queries not in n for n in names]
 
     # ------------------------------------------------------------ how tensors lie
 
     def choose(self, tiles: list[Tile], targets: list[Sharding]) -> Chosen:
         """Splits of the dims: of queries and keys as they have to be, of others as they are."""
-        visits = self.visits
-        chosen: Chosen = {visits.queries: visits.split, visits.keys: visits.split}
-        tensors = [*zip(visits.body.invars, tiles, strict=True)]
+        ring = self.ring
+        chosen: Chosen = {ring.queries: ring.split, ring.keys: ring.split}
+        tensors = [*zip(ring.body.invars, tiles, strict=True)]
         shardings = [(v, t.sharding) for v, t in tensors]
-        shardings += [*zip(_outs(visits), targets, strict=True)]
+        shardings += [*zip(_outs(ring), targets, strict=True)]
         for var, sharding in shardings:
-            for name, split in zip(visits.names[var], sharding.splits, strict=True):
-                if not split or name in visits.whole or name in chosen:
+            for name, split in zip(ring.names[var], sharding.splits, strict=True):
+                if not split or name in ring.whole or name in chosen:
                     continue
-                others = [s for n, s in chosen.items() if n not in (visits.keys,)]
+                others = [s for n, s in chosen.items() if n not in (ring.keys,)]
                 if compatible((*others, split)):
                     chosen[name] = split
         return chosen
 
-    def lies(self, var: Any) -> Sharding:
+    def sharding_of(self, var: Any) -> Sharding:
         """The sharding of a tensor on the devices; one with queries and keys has all keys."""
-        names = self.visits.names[var]
-        both = self.visits.queries in names and self.visits.keys in names
-        splits = [None if both and n == self.visits.keys else self.chosen.get(n) for n in names]
+        names = self.ring.names[var]
+        both = self.ring.queries in names and self.ring.keys in names
+        splits = [None if both and n == self.ring.keys else self.chosen.get(n) for n in names]
         return Sharding(tuple(splits), self.devices)
 
-    def lies_in_block(self, var: Any) -> Sharding:
+    def sharding_in_block(self, var: Any) -> Sharding:
         """The sharding of a tensor on the grid of devices and blocks."""
-        count, keys = self.blocks, self.visits.keys
+        count, keys = self.blocks, self.ring.keys
         cut = Split.of(np.tile(np.arange(count), self.devices))
         splits = []
-        for name in self.visits.names[var]:
+        for name in self.ring.names[var]:
             split = self.chosen.get(name)
             lifted = split and Split.of(np.repeat(split.coords, count))
             splits.append(cut if name == keys else lifted)
@@ -121,11 +121,11 @@ class _Round:
 
     def part(self, number: int, array: jax.Array, place: _Block) -> Tile:
         """A block's part of an operand."""
-        var = self.visits.body.invars[number]
-        here, shape = self.lies_in_block(var), tuple(var.aval.shape)
-        names = self.visits.names[var]
-        if self.visits.keys in names and not self.visiting[number]:
-            dim = names.index(self.visits.keys)
+        var = self.ring.body.invars[number]
+        here, shape = self.sharding_in_block(var), tuple(var.aval.shape)
+        names = self.ring.names[var]
+        if self.ring.keys in names and not self.visiting[number]:
+            dim = names.index(self.ring.keys)
             size = here.local_shape(shape)[dim]
             array = padding.pad_end(array, dim, size * self.blocks)
             array = lax.dynamic_slice_in_dim(array, place.number * size, size, dim)
@@ -133,31 +133,33 @@ class _Round:
 
     # ------------------------------------------------------------ one block
 
-    def meet(self, number: jax.Array, arrays: Sequence[jax.Array], state: list[Any]) -> list[Any]:
+    def add_block(
+        self, number: jax.Array, arrays: Sequence[jax.Array], state: list[Any]
+    ) -> list[Any]:
         """The state after one more block of keys."""
-        visits, hides = self.visits, self.visits.hides
+        ring, block_mask = self.ring, self.ring.mask
         place = self.block(self.ctx.place, number)
         parts = [self.part(n, a, place) for n, a in enumerate(arrays)]
 
         def computed(state: list[Any]) -> list[Any]:
             inside = self.block(place.outer, number)
-            scores = self.partitioner(inside, visits.body).run(visits.body, parts)
-            values = dict(zip(visits.body.invars, parts, strict=True))
+            scores = self.partitioner(inside, ring.body).run(ring.body, parts)
+            values = dict(zip(ring.body.invars, parts, strict=True))
             return self.added(list(state), scores, values, inside)
 
         def left_out(state: list[Any]) -> list[Any]:
-            if not visits.softmax:
+            if not ring.softmax:
                 return state
-            return self.added_alike(list(state), parts, self.block(place.outer, number))
+            return self.add_uniform_block(list(state), parts, self.block(place.outer, number))
 
-        if hides is None:
+        if block_mask is None:
             return computed(state)
-        (mask,) = self.partitioner(place, hides.body).run(hides.body, parts)
-        mask = replace(mask, array=mask.array if hides.seen else ~mask.array)
+        (mask,) = self.partitioner(place, block_mask.body).run(block_mask.body, parts)
+        mask = replace(mask, array=mask.array if block_mask.seen else ~mask.array)
         needed = jnp.any(mask.masked(place, False).array)
-        if hides.shift is not None:
-            shift = parts[visits.body.invars.index(hides.shift)].masked(place, jnp.inf).array
-            needed |= ~jnp.all(jnp.exp(jnp.asarray(hides.fill, shift.dtype) - shift) == 0)
+        if block_mask.shift is not None:
+            shift = parts[ring.body.invars.index(block_mask.shift)].masked(place, jnp.inf).array
+            needed |= ~jnp.all(jnp.exp(jnp.asarray(block_mask.fill, shift.dtype) - shift) == 0)
         return lax.cond(needed, computed, left_out, state)
 
     def block(self, outer: Place, number: jax.Array) -> _Block:
@@ -169,57 +171,55 @@ class _Round:
     def partitioner(self, place: _Block, body: Jaxpr) -> Context:
         """What runs a body on a block."""
         variables = [v for e in body.eqns for v in e.outvars] + body.invars
-        return self.ctx.on(place, {v: self.lies_in_block(v) for v in variables})
+        return self.ctx.on(place, {v: self.sharding_in_block(v) for v in variables})
 
     def added(
         self, state: list[Any], scores: list[Tile], values: dict[Any, Tile], place: _Block
     ) -> list[Any]:
         """The state with a block's scores."""
-        softmax = self.visits.softmax
+        softmax = self.ring.softmax
         online = set()
         if softmax:
-            top = self.visits.sums[softmax.maximum]
+            top = self.ring.sums[softmax.maximum]
             logits = scores[softmax.logits]
             highest = self.summed(top, logits, values, place)
             logits = logits.masked(place, identity("max", logits.array.dtype))
             online = self.online(state, highest, logits, values, place)
-        for n, s in enumerate(self.visits.sums):
+        for n, s in enumerate(self.ring.sums):
             if n not in online:
                 part = self.summed(s, scores[s.scores], values, place)
                 state[n] = _joined(s, state[n], part)
         return state
 
-    def added_alike(self, state: list[Any], parts: list[Tile], place: _Block) -> list[Any]:
+    def add_uniform_block(self, state: list[Any], parts: list[Tile], place: _Block) -> list[Any]:
         """The state with a block whose logits are all equal: as if it had one key, repeated.
 
         A query without any visible key weighs all values equally.
         """
-        visits, softmax, hides = self.visits, self.visits.softmax, self.visits.hides
+        ring, softmax, block_mask = self.ring, self.ring.softmax, self.ring.mask
         assert softmax
-        assert hides
-        var = visits.sums[softmax.maximum].eqn.invars[0]
-        names, here = visits.names[var], self.lies_in_block(var)
+        assert block_mask
+        var = ring.sums[softmax.maximum].eqn.invars[0]
+        names, here = ring.names[var], self.sharding_in_block(var)
         size = here.local_shape(var.aval.shape)
-        begin = place.number * size[names.index(visits.keys)]
-        length = var.aval.shape[names.index(visits.keys)]
-        keys = jnp.clip(length - begin, 0, size[names.index(visits.keys)])
-        one = [1 if n == visits.keys else m for n, m in zip(names, size, strict=True)]
+        begin = place.number * size[names.index(ring.keys)]
+        length = var.aval.shape[names.index(ring.keys)]
+        keys = jnp.clip(length - begin, 0, size[names.index(ring.keys)])
+        one = [1 if n == ring.keys else m for n, m in zip(names, size, strict=True)]
         whole = Tile(jnp.zeros(size, var.aval.dtype), here, tuple(var.aval.shape))
         logits = _one_key(
-            jnp.full(one, hides.fill, var.aval.dtype), whole, names.index(visits.keys)
+            jnp.full(one, block_mask.fill, var.aval.dtype), whole, names.index(ring.keys)
         )
 
         def summed(tile: Tile, dims: tuple[str, ...]) -> Tile:
-            if visits.keys not in dims or visits.queries in dims:
+            if ring.keys not in dims or ring.queries in dims:
                 return tile
-            dim = dims.index(visits.keys)
+            dim = dims.index(ring.keys)
             total = jnp.sum(tile.masked(place, 0, [dim]).array, dim, keepdims=True)
             return _one_key(total, tile, dim)
 
-        values = {
-            v: summed(t, visits.names[v]) for v, t in zip(visits.body.invars, parts, strict=True)
-        }
-        highest = jnp.max(logits.array, names.index(visits.keys))
+        values = {v: summed(t, ring.names[v]) for v, t in zip(ring.body.invars, parts, strict=True)}
+        highest = jnp.max(logits.array, names.index(ring.keys))
         self.online(state, highest, logits, values, place, keys)
         return state
 
@@ -228,7 +228,7 @@ class _Round:
     ) -> jax.Array:
         """The sum of one block's scores."""
         kind = {p.reduce_max_p: "max", p.reduce_min_p: "min"}.get(s.eqn.primitive, "sum")
-        along = {self.visits.keys, self.visits.queries}
+        along = {self.ring.keys, self.ring.queries}
         operands = []
         for n, atom in enumerate(s.eqn.invars):
             tile = scores if n == s.number else values.get(atom)
@@ -239,7 +239,7 @@ class _Round:
                 gone = s.eqn.params["dimension_numbers"][0][n]
             else:
                 gone = s.eqn.params["axes"]
-            dims = [int(d) for d in gone if self.visits.names[atom][d] in along]
+            dims = [int(d) for d in gone if self.ring.names[atom][d] in along]
             neutral = identity(kind, tile.array.dtype)
             operands.append(tile.masked(place, neutral, dims).array)
         changed = {"preferred_element_type": wide} if wide is not None else {}
@@ -259,24 +259,24 @@ class _Round:
 
         Each of the logits counts `times` times.
         """
-        softmax, sums = self.visits.softmax, self.visits.sums
+        softmax, sums = self.ring.softmax, self.ring.sums
         assert softmax
         top = sums[softmax.maximum]
-        names = self.visits.names[top.eqn.outvars[0]]
+        names = self.ring.names[top.eqn.outvars[0]]
         before = state[softmax.maximum]
         highest = lax.max(before, highest)
         shift = jnp.where(jnp.isneginf(highest), 0, highest)
-        own = self.visits.names[top.eqn.invars[0]]
+        own = self.ring.names[top.eqn.invars[0]]
         powers = jnp.exp(logits.array - _along(shift, names, own, logits.array.shape))
         less = jnp.exp(before - shift)
-        part = times * jnp.sum(powers, own.index(self.visits.keys))
+        part = times * jnp.sum(powers, own.index(self.ring.keys))
         state[softmax.maximum] = highest
         state[softmax.total] = state[softmax.total] * less + part
         for n, _ in softmax.weighted:
             s = sums[n]
             weights = powers.astype(s.eqn.invars[s.number].aval.dtype)
             part = self.summed(s, replace(logits, array=weights), values, place, state[n].dtype)
-            outs = self.visits.names[s.eqn.outvars[0]]
+            outs = self.ring.names[s.eqn.outvars[0]]
             state[n] = state[n] * _along(less, names, outs, part.shape) + part
         return {softmax.maximum, softmax.total, *(n for n, _ in softmax.weighted)}
 
@@ -285,33 +285,33 @@ class _Round:
     def start(self) -> list[jax.Array]:
         """The initial state; sums over queries have one block of the result."""
         state = []
-        online = self.visits.softmax
+        online = self.ring.softmax
         wide = {n for n, _ in online.weighted} if online else set()
-        for n, s in enumerate(self.visits.sums):
+        for n, s in enumerate(self.ring.sums):
             var = s.eqn.outvars[0]
             kind = {p.reduce_max_p: "max", p.reduce_min_p: "min"}.get(s.eqn.primitive, "sum")
-            local = self.lies(var).local_shape(var.aval.shape)
+            local = self.sharding_of(var).local_shape(var.aval.shape)
             dtype = jnp.promote_types(var.aval.dtype, jnp.float32) if n in wide else var.aval.dtype
             state.append(jnp.full(local, identity(kind, dtype)))
         return state
 
     def run(self) -> list[Tile]:
         """All blocks, each passed on while the next arrives."""
-        place, split, tiles = self.ctx.place, self.visits.split, self.tiles
+        place, split, tiles = self.ctx.place, self.ring.split, self.tiles
         first = place.coord(split)
-        mine = [self.visits.names[v] for v in self.visits.body.invars]
+        mine = [self.ring.names[v] for v in self.ring.body.invars]
         pairs = [
-            ring_of(t.sharding, n.index(self.visits.keys)) if v else []
+            ring_of(t.sharding, n.index(self.ring.keys)) if v else []
             for t, n, v in zip(tiles, mine, self.visiting, strict=True)
         ]
         number: dict[Any, int] = {}  # a value that is read as two operands is sent once
         ways = zip(tiles, pairs, strict=True)
         of = [number.setdefault((Identity(t.array), str(way)), len(number)) for t, way in ways]
         each = [of.index(n) for n in number.values()]
-        carried = [s.over != KEYS for s in self.visits.sums]
+        carried = [s.over != KEYS for s in self.ring.sums]
         back = [
-            ring_of(self.lies(v), self.visits.names[v].index(self.visits.keys)) if c else []
-            for v, c in zip(_outs(self.visits), carried, strict=True)
+            ring_of(self.sharding_of(v), self.ring.names[v].index(self.ring.keys)) if c else []
+            for v, c in zip(_outs(self.ring), carried, strict=True)
         ]
         why = f"keys of {self.blocks} devices exceed the memory limit"
         reason = Reason("step", "attention in a ring", why)
@@ -324,28 +324,28 @@ class _Round:
 
         def step(i: jax.Array, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
             arrays, state = carry
-            state = self.meet((first + i) % self.blocks, [arrays[n] for n in of], state)
+            state = self.add_block((first + i) % self.blocks, [arrays[n] for n in of], state)
             return passed(arrays, [pairs[n] for n in each]), passed(state, back)
 
         carry = ([tiles[n].array for n in each], self.start())
         arrays, state = lax.fori_loop(0, self.blocks - 1, step, carry)
         last = jnp.asarray((first + self.blocks - 1) % self.blocks)
-        state = self.meet(last, [arrays[n] for n in of], state)
+        state = self.add_block(last, [arrays[n] for n in of], state)
         state = self.finished(passed(state, back))
         return [
-            Tile(a, self.lies(v), tuple(v.aval.shape))
-            for a, v in zip(state, _outs(self.visits), strict=True)
+            Tile(a, self.sharding_of(v), tuple(v.aval.shape))
+            for a, v in zip(state, _outs(self.ring), strict=True)
         ]
 
     def finished(self, state: list[jax.Array]) -> list[jax.Array]:
         """The results; weights are divided by their sum at the end."""
-        softmax, sums = self.visits.softmax, self.visits.sums
+        softmax, sums = self.ring.softmax, self.ring.sums
         if softmax is None:
             return state
-        names = self.visits.names[sums[softmax.total].eqn.outvars[0]]
+        names = self.ring.names[sums[softmax.total].eqn.outvars[0]]
         for n, divided in softmax.weighted:
             var = sums[n].eqn.outvars[0]
-            total = _along(state[softmax.total], names, self.visits.names[var], state[n].shape)
+            total = _along(state[softmax.total], names, self.ring.names[var], state[n].shape)
             state[n] = (state[n] / total if divided else state[n]).astype(var.aval.dtype)
         return state
 
@@ -379,7 +379,7 @@ def _visits(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardi
 
 register(
     Rule(
-        visits_factors,
+        ring_pass_factors,
         partition=_visits,
         doc=Doc(free="batch dims, heads", gather="keys: a ring of CollectivePermutes"),
     ),

@@ -31,8 +31,8 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
-from gshard.moving.again import fetch
 from gshard.moving.halo import window
+from gshard.moving.recompute import fetch
 from gshard.operators.choose import choose, run
 from gshard.operators.rule import Context, Doc, Rule, register
 from gshard.tensors.devices import Place

@@ -66,7 +66,7 @@ class Place:
     axes: tuple[str, ...]
     num_devices: int
     known: dict[Any, Any] = field(default_factory=dict, compare=False)
-    made: dict[Any, Any] = field(default_factory=dict, compare=False)  # `moving.again.Made`
+    made: dict[Any, Any] = field(default_factory=dict, compare=False)  # `moving.recompute.Made`
 
     def inner(self) -> Place:
         """The same devices for the body of a loop or branch, which may not leak values out."""

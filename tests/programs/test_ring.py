@@ -178,7 +178,7 @@ def test_blocks_that_a_mask_hides_are_not_computed(layer, backwards, monkeypatch
     added = ring_pass._Round.added
 
     def counted(self, *args):
-        jax.debug.callback(lambda: runs.append(self.visits.softmax is not None))
+        jax.debug.callback(lambda: runs.append(self.ring.softmax is not None))
         return added(self, *args)
 
     monkeypatch.setattr(ring_pass._Round, "added", counted)

@@ -78,7 +78,7 @@ class Made:
 # ---------------------------------------------------------------- reshards
 
 
-def resharded_again(
+def reshard_by_recomputing(
     place: Place,
     tile: Tile,
     target: Sharding,
@@ -93,7 +93,7 @@ def resharded_again(
     if made is None or not tile.is_standard:
         return None
     direct = reshard_cost(tile.sharding, target, tile.shape, tile.array.dtype)
-    if _cost_again(place, made, target, known, direct, DEPTH) >= direct:
+    if _recompute_cost(place, made, target, known, direct, DEPTH) >= direct:
         return None
     wanted = _operands_under(made, target) or []
     moved = [reshard(t, s).array for t, s in zip(made.operands, wanted, strict=True)]
@@ -110,7 +110,7 @@ def _operands_under(made: Made, target: Sharding) -> list[Sharding] | None:
     return [target.project(named) for named in dims]
 
 
-def _cost_again(
+def _recompute_cost(
     place: Place,
     made: Made,
     target: Sharding,
@@ -131,7 +131,7 @@ def _cost_again(
         cost = reshard_cost(tile.sharding, sharding, tile.shape, tile.array.dtype)
         inner = place.made.get(Identity(tile.array))
         if inner is not None:
-            cost = min(cost, _cost_again(place, inner, sharding, known, cost, depth - 1))
+            cost = min(cost, _recompute_cost(place, inner, sharding, known, cost, depth - 1))
         total += cost
     return total
 
@@ -193,7 +193,7 @@ def _cheapest(place: Place, rows: Rows, depth: int) -> _Way:
     if needed is None or total >= direct:
         return direct, directly
 
-    def again(reason: Reason) -> jax.Array:
+    def recompute(reason: Reason) -> jax.Array:
         local, width = list(tile.array.shape), rows.width
         step = _rows_for_one(made, dim)
         if step > 1:  # rows of the result per row of the operand, possibly more than needed
@@ -207,7 +207,7 @@ def _cheapest(place: Place, rows: Rows, depth: int) -> _Way:
         first = (rows.starts % step)[np.maximum(split.coords, 0)]
         return halo.window(place, x, dim, first, rows.width) if width > rows.width else x
 
-    return total, again
+    return total, recompute
 
 
 def _sent(rows: Rows) -> float:
