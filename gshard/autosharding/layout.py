@@ -77,6 +77,18 @@ class Layout:
         return max(0.0, self.seconds - self.bound) / max(self.seconds, 1e-30)
 
     @property
+    def frontier(self) -> tuple[Considered, ...]:
+        """Of the layouts considered those that no other beats in both memory and time.
+
+        The one with the least memory comes first; each further one is faster.
+        """
+        found: list[Considered] = []
+        for each in sorted(self.considered, key=lambda c: (c.memory_bytes, c.seconds)):
+            if not found or each.seconds < found[-1].seconds:
+                found.append(each)
+        return tuple(found)
+
+    @property
     def inside_shardings(self) -> tuple[Inside, ...]:
         """The annotations of tensors inside the program, as `gshard.jit` reads them."""
         return tuple(Inside(a.place, a.numbers, self._sharding(a)) for a in self.inside)

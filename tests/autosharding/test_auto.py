@@ -102,6 +102,15 @@ def test_less_memory_costs_time_until_nothing_fits():
     tight = gshard.auto(apply, *args, devices=8, hardware="h100", memory=limit)
     assert tight.memory_bytes <= limit
     assert tight.seconds > free.seconds
+    for smaller, larger in itertools.pairwise(tight.frontier):
+        assert smaller.memory_bytes < larger.memory_bytes
+        assert smaller.seconds > larger.seconds
+    assert not any(
+        c.seconds < f.seconds and c.memory_bytes < f.memory_bytes
+        for c in tight.considered
+        for f in tight.frontier
+    )
+    assert len(tight.frontier) > 1
     with pytest.raises(ValueError, match=r"at most 1 MB .* too much; its peak is at .*test_auto"):
         gshard.auto(apply, *args, devices=8, hardware="h100", memory="1 MB")
 
