@@ -90,7 +90,7 @@ class _Builder:
         self.combined = Rates(hardware, mesh, combined=True)
         self.moves = self.combined if optimistic else self.alone
         self.weights = {getattr(v.aval, "shape", ()) for v in flat.jaxpr.invars}
-        self.touched = Touched(flat.jaxpr, hardware.compiler)
+        self.touched = Touched(flat.jaxpr, hardware.compiler, optimistic)
         self.sharing = Sharing(flow, optimistic)
         self.bandwidth = hardware.memory_bandwidth * hardware.reached.memory
         self.costs: list[Floats] = []

@@ -34,7 +34,8 @@ class Touches:
 class Touched:
     """The touches of every equation, and of tensors that loops copy."""
 
-    def __init__(self, jaxpr: Jaxpr, style: str) -> None:
+    def __init__(self, jaxpr: Jaxpr, style: str, optimistic: bool = False) -> None:
+        self.optimistic = optimistic
         self.starts = 0  # how many operators a device starts
         self.stored: set[Any] = set()  # what is written to memory
         self.copied: dict[Any, float] = defaultdict(float)  # times that a tensor is copied
@@ -81,7 +82,9 @@ class Touched:
             return
         written = sum(map(size_of, operator.writes))
         updates = root.name in _UPDATES
-        for number, var in enumerate(operator.reads):
+        # A reduction whose rows are split may be fused with who reads it: it reads nothing then.
+        reads = () if self.optimistic and root.reduces else operator.reads
+        for number, var in enumerate(reads):
             share = 1.0
             if names & _LOOKUPS:
                 share = min(1.0, 2 * written / max(size_of(var), 1))
