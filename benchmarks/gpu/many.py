@@ -172,10 +172,19 @@ def forecast(case: dict[str, Any]) -> dict[str, Any]:
     low, _ = lowered({**case, "partitioner": "gshard"}, case["devices"], "h200")
     found = low.forecast("h200")
     links = sum(t.total_seconds for t in found.operators if t.collective)
+    alone = found.step_seconds - links
+    tokens = case["tokens"] * case["devices"]
+    flops = step_flops(config_of(case), tokens, tokens) / case["devices"]
+    sent = {c.kind: 0 for c in low.collectives}
+    for collective in low.collectives:
+        sent[collective.kind] += collective.total_bytes
     return {
-        "forecast_ms": 1e3 * (found.step_seconds - links),
+        "forecast_ms": 1e3 * alone,
         "forecast_links_ms": 1e3 * links,
         "forecast_gb": found.memory_bytes / 1e9,
+        "forecast_share": flops / alone / PEAK,
+        "forecast_sent_gb": sum(sent.values()) / 1e9,
+        "forecast_all_to_all_gb": sent.get("all_to_all", 0) / 1e9,
         "forecast_text": text_hash(low),
         "forecast_jax": jax.__version__,
     }

@@ -58,12 +58,58 @@ def test_a_row_runs_and_is_forecast(products):
     assert case["all_to_all_gb"] > 0
     case.update(many.forecast(case))
     assert case["forecast_ms"] > 0
+    assert case["forecast_all_to_all_gb"] == pytest.approx(case["all_to_all_gb"])
     case["peak_gb"] = 1.0  # CPUs do not count it
     assert many_gpus.show([case]).count("\n| moe_128e_12l") == 2
 
 
+@pytest.mark.slow
+def test_a_row_of_xla_s_partitioner_runs():
+    more = {"dims": TINY, "length": 32, "steps": 1, "partitioner": "xla"}
+    found = many.measure(many_gpus.row("moe_128e_12l", 8, 8, 256, **more))
+    assert found["sent_gb"] >= found["exposed_gb"] > 0
+    assert "text" not in found  # there is no program of ours to compare
+
+
 def test_rows_are_of_the_paper_s_models_and_a_failure_is_a_line():
-    models = {case["model"] for case in many_gpus.CASES["models"]}
+    cases = [case for name in ("large", "models") for case in many_gpus.CASES[name]]
+    models = {case["model"] for case in cases if case["experts"] == experts_of(case["model"])}
     assert len(models) == 6
     failed = {**many_gpus.CASES["xla"][0], "error": "Traceback\nNotImplementedError: why"}
     assert "NotImplementedError: why" in many_gpus.show([failed])
+
+
+def experts_of(model):
+    return many.FAMILY[model].config.experts
+
+
+FORECAST = {
+    "forecast_ms": 190.0,
+    "forecast_share": 0.5,
+    "forecast_links_ms": 80.0,
+    "forecast_sent_gb": 5.37,
+    "forecast_all_to_all_gb": 4.0,
+    "forecast_gb": 44.0,
+}
+
+
+def test_a_row_that_was_only_forecast_is_in_a_table_of_its_own():
+    forecast, failed = many_gpus.CASES["large"][0] | FORECAST, many_gpus.CASES["large"][1]
+    tables = many_gpus.show([forecast, failed | {"error": "longer than 110 s"}]).split("\n\n")
+    assert ["ms, forecast" in table for table in tables] == [False, True]
+    assert "5.37" not in tables[0]
+    assert "5.37" in tables[1]
+
+
+def test_measurements_are_added_row_by_row():
+    case, other = many_gpus.CASES["grow"][0], many_gpus.CASES["grow"][1]
+    measured, failed = {"ms": 2.0}, {"error": "out of memory"}
+    old = [case | {"ms": 1.0, "text": "old"} | FORECAST, other | {"ms": 3.0}]
+    assert many_gpus.merged(old, [case | measured, other | failed]) == [
+        case | measured | FORECAST,  # nothing of the old measurement remains
+        other | {"ms": 3.0},
+    ]
+    assert many_gpus.merged([case | failed], [case | measured]) == [case | measured]
+    assert many_gpus.merged([case | FORECAST], [case | failed]) == [case | FORECAST | failed]
+    eight_bits = case | {"products": "float8"}
+    assert len(many_gpus.merged(old, [eight_bits | measured])) == 3
