@@ -5,6 +5,7 @@ Everything in it is read from the run: its settings, what it logged, its scores,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from gshard.mt.evaluation.evaluate import EVALUATION, read_results
 from gshard.mt.run import Run
 
 CARD = "README.md"
+_SHOWN = 5  # languages with an example
 
 
 def card(run: Run, step: int, weights: int, size: int, precision: str) -> str:
@@ -25,6 +27,7 @@ def card(run: Run, step: int, weights: int, size: int, precision: str) -> str:
         "## Text\n\n" + "\n".join(_text(run)),
         "## Training\n\n" + "\n".join(_training(run, step)),
         "## Scores\n\n" + "\n".join(_scores(run, step)),
+        *_examples(run, step),
         "## Limits\n\n" + _LIMITS,
     ]
     return "\n\n".join(sections) + "\n"
@@ -101,3 +104,34 @@ def _scores(run: Run, step: int) -> Iterator[str]:
     for name, task in found["tasks"].items():
         yield f"| {name} | {task['train_pairs']:,} | {task['bleu']:.1f} | {task['chrf']:.1f} |"
     yield "\n" + ", ".join(f"`{signature}`" for signature in found["signatures"].values())
+
+
+def _examples(run: Run, step: int) -> Iterator[str]:
+    """A section of test sentences that nobody chose; none if these weights were not evaluated."""
+    found = read_results(run.folder / EVALUATION)
+    if found is None or found["checkpoint"] != step or not found.get("examples"):
+        return
+    first: dict[str, Mapping[str, Any]] = {}
+    for example in found["examples"]:
+        first.setdefault(example["task"], example)
+    ranked = sorted(first, key=lambda task: (-found["tasks"][task]["train_pairs"], task))
+    last = len(ranked) - 1
+    places = sorted({i * last // (_SHOWN - 1) for i in range(_SHOWN)})
+    lines = [
+        "## Examples",
+        "Nobody chose these: languages evenly spaced from the one with the most training text to "
+        "the one with the least, of each the test sentence whose hash comes first.",
+    ]
+    for task in (ranked[place] for place in places):
+        parts = ((name, first[task][name]) for name in ("source", "reference", "translation"))
+        lines.append(
+            "\n".join([f"{task}:\n", *(f"- {name}: {_plain(text)}" for name, text in parts)])
+        )
+    yield "\n\n".join(lines)
+
+
+def _plain(text: str) -> str:
+    """Text of a corpus as code, which Markdown leaves alone."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * (longest + 1)
+    return f"{fence} {' '.join(text.split())} {fence}" if text.strip() else "(nothing)"

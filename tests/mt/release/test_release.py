@@ -134,6 +134,34 @@ def test_the_card_says_what_the_model_is(run, tmp_path):
     assert "not evaluated" in (tmp_path / "five" / "README.md").read_text()
 
 
+def test_the_card_has_examples_that_nobody_chose(run, tmp_path):
+    tasks = {f"l{i}-en": {"train_pairs": 100 - i, "bleu": 1.0, "chrf": 2.0} for i in range(9)}
+    examples = [
+        {"task": task, "source": f"{word} `of` {task}", "reference": "*r*", "translation": ""}
+        for word in ("first", "second")
+        for task in tasks
+    ]
+    evaluation = {
+        "version": 1,
+        "checkpoint": 10,
+        "beam": 4,
+        "split": "test",
+        "signatures": {},
+        "averages": {},
+        "tasks": dict(reversed(tasks.items())),
+        "examples": list(reversed(examples[:9])) + examples[9:],
+    }
+    (run.folder / "evaluation.json").write_text(json.dumps(evaluation))
+    make_release(run, tmp_path / "ten", "10")
+    _, _, section = (tmp_path / "ten" / "README.md").read_text().partition("## Examples")
+    section, _, _ = section.partition("## ")
+    shown = [line for line in section.splitlines() if line.startswith("- source")]
+    assert shown == [f"- source: `` first `of` l{i}-en ``" for i in (0, 2, 4, 6, 8)]
+    assert section.count("- reference: ` *r* `\n- translation: (nothing)") == 5
+    make_release(run, tmp_path / "five", "5")
+    assert "## Examples" not in (tmp_path / "five" / "README.md").read_text()
+
+
 def test_mistakes_are_told(run, tmp_path):
     made = make_release(run, tmp_path / "out")
     with pytest.raises(UserError, match="exists already"):
