@@ -37,7 +37,8 @@ class OptimizerConfig:
     The rate rises over `rise` steps to `learning_rate` / sqrt(`warmup`) and falls with the square
     root of the step after `warmup`. Adafactor's rate is relative to the size of each weight. The
     paper's setting is 1.0 with a warmup of 10,000. With `end`, over the last `fall` steps before
-    step `end` the rate is drawn down to 0 in a line, which a short run gains much by.
+    step `end` the rate is drawn down to 0 in a line, which a short run gains much by. Both may be
+    changed when a run is resumed, as long as the rate has not begun to fall.
     `fused` computes Adafactor in fewer passes.
     """
 
@@ -48,6 +49,10 @@ class OptimizerConfig:
     fall: int = 0
     end: int = 0  # the step at which the rate is 0; never, if 0
     fused: bool = False
+
+    def begins_to_fall(self) -> float:
+        """The step up to which the rate is the same whatever `fall` and `end` are."""
+        return self.end - self.fall if self.fall else _INFINITE
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,8 @@ CHANGEABLE = (
     "train.keep",
     "train.patience",
 )
+# These may change too, before the learning rate begins to fall.
+_FALL = ("optimizer.fall", "optimizer.end")
 # Known only when the vocabularies are there.
 _FILLED_IN = ("model.source_vocab", "model.target_vocab")
 
@@ -281,11 +288,19 @@ def read(path: Path) -> RunConfig:
         raise UserError(f"{path} holds no configuration: {error}") from None
 
 
-def conflicts(saved: RunConfig, wanted: RunConfig) -> list[str]:
-    """Settings that differ and that a resumed run may not change, a line each."""
+def conflicts(saved: RunConfig, wanted: RunConfig, done: int) -> list[str]:
+    """Settings that differ and that a run of `done` steps may not change, a line each."""
     before = {name: value for name, value, _ in settings(saved)}
+    changeable = CHANGEABLE + fall_if_changeable(saved.optimizer, wanted.optimizer, done)
     return [
         f"{name} was {before[name]} and is now {value}"
         for name, value, _ in settings(wanted)
-        if before[name] != value and not name.startswith(CHANGEABLE)
+        if before[name] != value and not name.startswith(changeable)
     ]
+
+
+def fall_if_changeable(
+    saved: OptimizerConfig, wanted: OptimizerConfig, done: int
+) -> tuple[str, ...]:
+    """The settings of the learning rate's fall, if none of `done` steps depends on them."""
+    return _FALL if done <= min(saved.begins_to_fall(), wanted.begins_to_fall()) else ()

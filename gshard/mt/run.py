@@ -46,7 +46,7 @@ class Run:
         """
         folder = Path(folder)
         if (folder / CONFIG).is_file():
-            if different := conflicts(read(folder / CONFIG), config):
+            if different := conflicts(read(folder / CONFIG), config, _done(folder)):
                 lines = "\n  ".join(different)
                 raise UserError(
                     f"{folder} holds a run with other settings:\n  {lines}\n"
@@ -107,6 +107,11 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """What was logged."""
         return read_metrics(self.folder)
+
+
+def _done(folder: Path) -> int:
+    """The most steps that the run in a folder has logged, saved or not."""
+    return max((int(record["step"]) for record in read_metrics(folder)), default=0)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -107,11 +107,23 @@ def test_unknown_names_are_refused_with_the_nearest(tmp_path):
 def test_what_a_resumed_run_may_not_change():
     config = preset("tiny")
     allowed = ["train.steps=7", "devices.count=4", "train.keep=9", "data.corpus=elsewhere"]
-    assert configs.conflicts(config, configs.override(config, allowed)) == []
+    assert configs.conflicts(config, configs.override(config, allowed), 5) == []
     other = configs.override(config, ["batch.seed=1", "model.experts=16"])
-    assert configs.conflicts(config, other) == [
+    assert configs.conflicts(config, other, 0) == [
         "model.experts was 8 and is now 16",
         "batch.seed was 0 and is now 1",
+    ]
+
+
+def test_a_fall_of_the_learning_rate_may_be_decided_late():
+    config = preset("tiny")
+    falling = configs.override(config, ["optimizer.fall=40", "optimizer.end=100"])
+    assert configs.conflicts(config, falling, 60) == []
+    assert configs.conflicts(falling, config, 60) == []
+    was, now = config.optimizer, falling.optimizer
+    assert configs.conflicts(config, falling, 61) == [
+        f"optimizer.fall was {was.fall} and is now {now.fall}",
+        f"optimizer.end was {was.end} and is now {now.end}",
     ]
 
 

@@ -18,7 +18,8 @@
     steps = 2000                         # or tokens, or seconds, or seconds_of = another run
     settings.model.experts = 0
 
-A run may begin where another one ended (`goes_on_from`), which must differ in its length alone.
+A run may begin where another one ended (`goes_on_from`), which must differ in its length alone, or
+in a fall of the learning rate that had not begun.
 """
 
 from __future__ import annotations
@@ -194,7 +195,11 @@ def _check_order(plan: Plan, run: PlannedRun) -> None:
     for other in filter(None, (run.seconds_of, run.goes_on_from)):
         if names.index(plan.run(other).name) >= names.index(run.name):
             raise UserError(f"{plan.path}: {run.name!r} needs {other!r}, which comes after it")
-    if run.goes_on_from and (different := conflicts(plan.run(run.goes_on_from).config, run.config)):
+    if not run.goes_on_from:
+        return
+    before = plan.run(run.goes_on_from)
+    # Of a run that a clock ends, the checkpoint will tell its steps; it is checked as well.
+    if different := conflicts(before.config, run.config, before.steps):
         lines = "; ".join(different)
         raise UserError(f"{plan.path}: {run.name!r} cannot continue {run.goes_on_from!r}: {lines}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gshard.mt.config import CHANGEABLE, settings
+from gshard.mt.config import CHANGEABLE, OptimizerConfig, fall_if_changeable, settings
 from gshard.mt.run import Run
 
 _CHECKED_BY_CONTENT = ("data.",)  # where text and vocabularies are does not matter
@@ -47,17 +47,18 @@ def other_model(note: dict[str, Any], run: Run) -> list[str]:
         "vocabulary": run.tokenizer.digest,
         "text": saved["text"],  # which translating does not depend on
     }
-    return differences(saved, dict(json.loads(json.dumps(now))))
+    return differences(saved, dict(json.loads(json.dumps(now))), note["step"])
 
 
-def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What changed since a checkpoint was made, a line each."""
+def differences(saved: dict[str, Any], now: dict[str, Any], done: int) -> list[str]:
+    """What changed since the checkpoint of step `done`, a line each."""
     before, after = saved["settings"], now["settings"]
+    changeable = fall_if_changeable(_rate(before), _rate(after), done)
     # A setting that an older release did not have gets the value of its behaviour.
     lines = [
         f"{name} was {before[name]} and is now {after[name]}"
         for name in sorted(before.keys() & after.keys())
-        if before[name] != after[name]
+        if before[name] != after[name] and name not in changeable
     ]
     if saved["vocabulary"] != now["vocabulary"]:
         lines.append("the vocabularies are others")
@@ -66,3 +67,8 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     if changed:
         lines.append(f"the corpus has other text of {', '.join(changed)}")
     return lines
+
+
+def _rate(saved: dict[str, Any]) -> OptimizerConfig:
+    """How the learning rate falls, of settings as a checkpoint has them."""
+    return OptimizerConfig(fall=saved.get("optimizer.fall", 0), end=saved.get("optimizer.end", 0))

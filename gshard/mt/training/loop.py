@@ -114,7 +114,7 @@ def _prepare(run: Run, progress: TrainingProgress) -> None:
 def _refuse_changes(run: Run, checkpoints: Checkpoints) -> None:
     """An error if something that the losses depend on is not as it was at the last checkpoint."""
     note = checkpoints.newest_note()
-    if note and (changed := differences(note["identity"], identity(run))):
+    if note and (changed := differences(note["identity"], identity(run), note["step"])):
         lines = "\n  ".join(changed)
         raise UserError(
             f"{run.folder} is not as it was at step {note['step']}:\n  {lines}\n"

@@ -126,6 +126,14 @@ def test_a_run_goes_on_only_from_an_earlier_one_with_its_settings(tmp_path):
         read_plan(write(tmp_path, "[[runs]]".join([head, dense, moe, other])))
 
 
+def test_a_run_may_go_on_with_a_fall_that_begins_where_the_other_ended(tmp_path):
+    fall = "settings.optimizer = { fall = 10, end = 40 }\n"
+    longer = read_plan(write(tmp_path, PLAN + fall)).run("longer")
+    assert (longer.config.optimizer.fall, longer.config.optimizer.end) == (10, 40)
+    with pytest.raises(UserError, match=r"optimizer.fall was 0 and is now 11"):
+        read_plan(write(tmp_path, PLAN + fall.replace("fall = 10", "fall = 11")))
+
+
 def test_tables_become_the_settings_of_the_command_line():
     table = {"model": {"experts": 4, "gating": {"top_k": 1}}, "x": True, "y": ["a", "b"]}
     assert assignments(table) == ["model.experts=4", "model.gating.top_k=1", "x=true", "y=a,b"]

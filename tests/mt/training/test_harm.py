@@ -17,6 +17,7 @@ from gshard.mt.errors import UserError
 from gshard.mt.run import Run
 from gshard.mt.training import loop
 from gshard.mt.training.checkpoint import Checkpoints, SaveError
+from gshard.mt.training.identity import differences, identity
 from gshard.mt.training.loading import load_model
 from gshard.mt.training.loop import train
 from gshard.mt.training.programs import Programs
@@ -64,6 +65,20 @@ def test_an_edited_setting_is_found(half):
     path.write_text(json.dumps(edited))
     with pytest.raises(UserError, match=r"optimizer.learning_rate was 0.5 and is now 0.25"):
         train(again(half), Notes())
+
+
+def test_an_edited_fall_is_found_if_it_had_begun(half):
+    def edited(**fall):
+        path = half.folder / "config.json"
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps({**config, "optimizer": {**config["optimizer"], **fall}}))
+        return again(half)
+
+    note = Checkpoints(half.folder).newest_note()
+    assert note["step"] == 12
+    assert differences(note["identity"], identity(edited(fall=2, end=14)), 12) == []
+    with pytest.raises(UserError, match=r"optimizer.fall was 0 and is now 3"):
+        train(edited(fall=3, end=14), Notes())
 
 
 def test_another_vocabulary_is_found(half, tokenizer):

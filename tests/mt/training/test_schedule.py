@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gshard.mt.config import OptimizerConfig
+from gshard.mt.config import OptimizerConfig, fall_if_changeable
 from gshard.mt.errors import UserError
 from gshard.mt.training.programs import schedule
 
@@ -24,3 +26,20 @@ def test_the_rate_rises_falls_with_the_root_and_then_in_a_line_to_zero():
 def test_a_fall_needs_an_end_that_it_fits_before():
     with pytest.raises(UserError, match=r"optimizer\.fall is 10 and optimizer\.end 5"):
         schedule(OptimizerConfig(fall=10, end=5))
+
+
+@st.composite
+def falls(draw):
+    """No fall at all, or one that fits before its end."""
+    end = draw(st.integers(0, 40))
+    return OptimizerConfig(warmup=8, rise=4, fall=draw(st.integers(0, end)), end=end)
+
+
+@given(falls(), falls(), st.integers(0, 40))
+def test_a_fall_may_be_changed_only_while_no_step_depends_on_it(saved, wanted, done):
+    before, after = (np.asarray(schedule(config)(np.arange(done))) for config in (saved, wanted))
+    if fall_if_changeable(saved, wanted, done):
+        np.testing.assert_array_equal(before, after)
+    elif saved.begins_to_fall() != wanted.begins_to_fall() and done > 1:
+        first = int(min(saved.begins_to_fall(), wanted.begins_to_fall())) + 1
+        assert done <= first or before[first] != after[first]
