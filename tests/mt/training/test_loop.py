@@ -67,6 +67,27 @@ def test_a_run_that_stopped_goes_on_bit_for_bit(whole, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
+def test_a_fall_that_is_decided_late_is_as_one_that_was_planned(whole, tmp_path):
+    def falling(config):
+        return dataclasses.replace(
+            config, optimizer=dataclasses.replace(config.optimizer, fall=4, end=12)
+        )
+
+    first = copied(whole, tmp_path / "late", steps=8)
+    planned = Run.create(tmp_path / "planned", falling(with_train(first.config, steps=12)))
+    train(planned, Notes())
+    train(first, Notes())
+    late = Run.create(first.folder, planned.config)
+    train(late, Notes())
+    assert losses(late) == losses(planned)
+    assert losses(late) != losses(whole)
+    for a, b in zip(weights(late), weights(planned), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(UserError, match=r"optimizer.fall was 4 and is now 0"):
+        Run.create(late.folder, first.config)
+
+
 def slowly(**devices):
     return pytest.param(devices, marks=pytest.mark.slow, id=str(devices))
 
