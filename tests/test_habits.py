@@ -268,7 +268,7 @@ def test_references_from_outside():
         results = [fn(jnp.arange(13.0), y=i) for i in range(3)]
         other = jax.new_ref(jnp.ones(2))
         both(other)
-        with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=r"give it once|twice"):
+        with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=r"pass it once|twice"):
             both(counter)
         nested = jax.jit(lambda x: fn(x)["sum"] + 1)(jnp.ones(13))
         return results, nested, [ref[...] for ref in (counter, total, other)]
