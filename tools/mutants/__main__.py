@@ -22,7 +22,12 @@ PAGE = ROOT / "docs" / "results" / "mutants.md"
 def main() -> None:
     """Record, run the mutants, and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="mutations whose name or file has this text")
+    parser.add_argument(
+        "--only", default="", help="mutations with one of these texts, a,b, in name or file"
+    )
+    parser.add_argument(
+        "--tests", nargs="*", default=[], help="files of tests, in place of those that are recorded"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--seconds", type=float, default=60, help="processor time for a mutant")
     parser.add_argument("--again", action="store_true", help="forget the results of these mutants")
@@ -39,7 +44,8 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     known = mutations.load()
-    chosen = [m for m in known if options.only in m.name or options.only in m.file]
+    texts = options.only.split(",")
+    chosen = [m for m in known if any(text in m.name or text in m.file for text in texts)]
     if not chosen:
         sys.exit(f"gshard: no mutation has {options.only!r} in its name or file")
     old = {m.name for m in mutations.stale(known, ROOT)}
@@ -76,9 +82,11 @@ def _run(options: argparse.Namespace, chosen: list[mutations.Mutation]) -> None:
         return [m for m in chosen if m.key not in known]
 
     try:
-        warm.apart(lambda: touched.record(ROOT, folder, jobs, say))
-        recorded = touched.Recorded(folder)
-        runner = running.Runner(ROOT, folder, recorded, jobs, options.seconds, say)
+        recorded = None
+        if not options.tests:
+            warm.apart(lambda: touched.record(ROOT, folder, jobs, say))
+            recorded = touched.Recorded(folder)
+        runner = running.Runner(ROOT, folder, recorded, jobs, options.seconds, say, options.tests)
         warm.apart(lambda: runner.in_place(left()))
         runner.imported(left())
         if options.confirm:

@@ -20,22 +20,23 @@ Say = Callable[[str], None]
 def run(root: Path, folder: Path, mutations: Sequence[Mutation], jobs: int, say: Say) -> None:
     """For every mutant: the programs that it makes wrong, and those whose line is named."""
     import gshard
-    from tools.mutants.programs import PROGRAMS  # gshard is imported in a process of its own
+    from tools.mutants.programs import about  # gshard is imported in this process from here on
 
     assert hasattr(gshard, "check"), "this gshard has no check"
     functions, done = functions_of(root), results(folder)
 
-    def work(found: Sequence[Any]) -> Work:
+    def work(mutation: Mutation, found: Sequence[Any]) -> Work:
         def child(out: Path) -> None:
             import jax
 
             jax.config.update("jax_num_cpu_devices", 8)
             jax.config.update("jax_disable_most_optimizations", True)
-            wanted = {p.name: _result(jax.jit(p.function), p.arguments) for p in PROGRAMS}
+            programs = about(mutation.file)
+            wanted = {p.name: _result(jax.jit(p.function), p.arguments) for p in programs}
             for function, code in found:
                 function.__code__ = code
             shown = 0
-            for program in PROGRAMS:
+            for program in programs:
                 if shown < _SHOWN and _is_wrong(program, wanted[program.name]):
                     shown += 1
                     line = {"program": program.name, "named": _is_named(program)}
@@ -45,7 +46,7 @@ def run(root: Path, folder: Path, mutations: Sequence[Mutation], jobs: int, say:
         return child
 
     todo = [m for m in mutations if m.key not in done]
-    jobs_of = ((m, work(found)) for m in todo if (found := swaps(m, root, functions)))
+    jobs_of = ((m, work(m, found)) for m in todo if (found := swaps(m, root, functions)))
     for mutation, lines, _, used in Children(jobs, _SECONDS).map(jobs_of, folder / "children"):
         named = [line["program"] for line in lines if line["named"]]
         shown = [line["program"] for line in lines]

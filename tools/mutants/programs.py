@@ -291,3 +291,29 @@ def _added(x: Any, a: Any, b: Any) -> Any:
     x = split(x * 2, 1, 8)
     y = x @ a + (x + 1) @ b  # here
     return jnp.tanh(y)
+
+
+# The programs that execute what a file of rules says; other files may show in any.
+ABOUT = {
+    "changes": ("_cut", "_thinned", "_row", "_padded", "_reversed", "_repeated"),
+    "concatenate": ("_joined", "_rolled"),
+    "contraction": ("_in_a_ring", "_product"),
+    "control": ("_in_a_loop", "_accumulated"),
+    "cumulative": ("_scanned",),
+    "dynamic_slice": ("_window_at", "_written_at"),
+    "indexing": ("_looked_up", "_added_at"),
+    "layout": ("_mixed", "_counted"),
+    "reduction": ("_sum", "_prod", "_max", "_min_of_integers", "_all", "_argmax"),
+    "scatter": ("_added_at",),
+    "slicing": ("_cut", "_thinned", "_row"),
+    "sort": ("_sorted", "_best"),
+    "window": ("_convolution", "_dilated"),
+    "window_reduce": ("_pooled",),
+}
+
+
+def about(file: str) -> list[Program]:
+    """The programs in which a mutant of a file may show."""
+    stem = file.rpartition("/")[2].removesuffix(".py")
+    names = ABOUT.get(stem) if file.startswith("gshard/rules/") else None
+    return [program for program in PROGRAMS if names is None or program.name in names]

@@ -24,11 +24,19 @@ class Runner:
     """Runs mutants, and keeps every result as soon as it is there."""
 
     def __init__(
-        self, root: Path, folder: Path, recorded: Recorded, jobs: int, seconds: float, say: Say
+        self,
+        root: Path,
+        folder: Path,
+        recorded: Recorded | None,
+        jobs: int,
+        seconds: float,
+        say: Say,
+        tests: Sequence[str] = (),
     ):
         self._root, self._folder, self._recorded = root, folder, recorded
         self._jobs, self._seconds, self._say = jobs, seconds, say
         self._children = folder / "children"
+        self._tests = list(tests)  # in place of those that are recorded
 
     def in_place(self, mutations: Sequence[Mutation]) -> None:
         """Those that can be put into functions, in forks of a process with all tests collected."""
@@ -42,7 +50,8 @@ class Runner:
             )
             self._keep(work, len(mutations), in_place=True)
 
-        wanted = {test.file for m in mutations for test in self._recorded.ranked(m)} - STARTING
+        wanted = {name.split("::")[0] for m in mutations for name in self._names(m)} - STARTING
+        wanted = set(self._tests) or wanted
         if wanted and not collect(sorted(wanted), run_all):
             raise SystemExit("gshard: the tests cannot be collected")
 
@@ -88,8 +97,8 @@ class Runner:
             text = mutation.applied(path.read_text())
             assert text is not None
             load(self._root, {mutation.file: compile(text, str(path), "exec", dont_inherit=True)})
-            tests = self._recorded.ranked(mutation)
-            files = list(dict.fromkeys(test.file for test in tests))
+            files = list(dict.fromkeys(name.split("::")[0] for name in self._names(mutation)))
+            files = self._tests or files
             files.sort(key=lambda file: file not in STARTING)  # the others have been run, mostly
             if not collect(files[:_FILES], lambda session: self._test(session, mutation, out)):
                 _append(out, {"failed": "import"})
@@ -97,14 +106,18 @@ class Runner:
         return child
 
     def _test(self, session: Session, mutation: Mutation, out: Path) -> None:
-        tests = [test.name for test in self._recorded.ranked(mutation)]
+        tests = list(session.items) if self._tests else self._names(mutation)
         until = time.process_time() + self._seconds
         if failed := session.run(tests, out, until=until):
             _append(out, {"failed": failed})
 
     def _more_tests(self, mutation: Mutation) -> bool:
         """Whether there are tests that can be run by `imported` alone."""
-        return any(test.file in STARTING for test in self._recorded.ranked(mutation))
+        return any(name.split("::")[0] in STARTING for name in self._names(mutation))
+
+    def _names(self, mutation: Mutation) -> list[str]:
+        """The recorded tests that execute what a mutation changes, the best first."""
+        return [test.name for test in self._recorded.ranked(mutation)] if self._recorded else []
 
     def _keep(
         self, work: Iterable[tuple[Mutation, Work]], total: int, in_place: bool = False
