@@ -58,7 +58,7 @@ def page(mutations: Sequence[Mutation], folder: Path) -> str:
         "",
         *textwrap.wrap(_ABOUT, 100),
         "",
-        *textwrap.wrap(summary(ran, found) + ".", 100),
+        *textwrap.wrap(f"Of {len(mutations)} these were run: {summary(ran, found)}.", 100),
         "",
         *_table("mistake", [(KINDS[k], [m for m in ran if m.kind == k]) for k in KINDS], found),
         "",
@@ -81,13 +81,19 @@ def page(mutations: Sequence[Mutation], folder: Path) -> str:
         for m in ran
         if m.equivalent and found[m.key]["how"] == "survived"
     ] or ["none."]
-    lines += ["", "## Survived", "", "Mistakes that no quick test notices yet:", ""]
+    lines += [
+        "",
+        "## Survived",
+        "",
+        "Mistakes that no quick test noticed within the processor time that a mutant has:",
+        "",
+    ]
     lines += [
         f"- `{m.name}` in `{m.file}` ({KINDS[m.kind]})"
         for m in ran
         if not m.equivalent and found[m.key]["how"] == "survived"
     ] or ["none."]
-    lines += ["", "## Named by `gshard.check`", "", *textwrap.wrap(_named(ran, folder), 100)]
+    lines += ["", "## Named by `gshard.check`", "", *textwrap.wrap(_named(mutations, folder), 100)]
     return "\n".join(lines) + "\n"
 
 
@@ -100,9 +106,9 @@ def _named(mutations: Sequence[Mutation], folder: Path) -> str:
     shown = [line for line in tried if line["shown"]]
     named = sum(bool(line["named"]) for line in shown)
     return (
-        f"{len(shown)} of {len(tried)} mutants change values in one of the small programs of "
-        f"`tools/mutants/programs.py` (`python -m tools.mutants --check`). Of these `gshard.check` "
-        f"names the line of {named}, {100 * named / max(len(shown), 1):.1f}%."
+        f"Of {len(shown)} mutants that change values in one of the small programs of "
+        f"`tools/mutants/programs.py`, `gshard.check` names the line of {named}, "
+        f"{100 * named / max(len(shown), 1):.1f}% (`python -m tools.mutants --check`)."
     )
 
 
