@@ -53,6 +53,7 @@ def test_every_name_has_a_signature_errors_and_an_example(name):
     tree = ast.parse("".join(code for kind, code in examples if kind == "python"))
     used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
     objects = {"Jitted", "Lowered", "Compiled", "Collective", "Sharding", "UnevenArray"}
+    objects |= {"Difference", "Replay", "Report"}
     assert name.rpartition(".")[2] in used or name in objects
 
 
