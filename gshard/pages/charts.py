@@ -66,7 +66,8 @@ class Chart:
         spec["padding"] = {**spec["padding"], "top": spec["padding"]["top"] + 34}
         inside = f"<style>{tokens} svg {{ background: var(--ground) }}</style>"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_drawn(spec).replace(">", f">{inside}", 1), encoding="utf-8")
+        drawn = _drawn(spec).replace(">", f">{inside}", 1)
+        path.write_text(drawn + "\n", encoding="utf-8")
         return path
 
 

@@ -131,10 +131,12 @@ def quality(runs: Sequence[Run], order: Sequence[Task]) -> list[dict[str, Any]]:
 
 
 def _smooth(column: Sequence[float | None], order: Sequence[Task]) -> list[float | None]:
-    """The centred mean of each direction by itself."""
+    """The centred mean of each direction by itself; none where a mean of ten would be flat."""
     smooth: list[float | None] = [None] * len(column)
     for direction in (True, False):
         places = [n for n, task in enumerate(order) if task.into_english == direction]
+        if len(places) < measures.LEAST:
+            continue
         means = measures.centred_mean([column[place] for place in places])
         for place, value in zip(places, means, strict=True):
             smooth[place] = _rounded(value)

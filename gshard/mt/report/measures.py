@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from gshard.mt.report.gathered import Baselines, Record, Run, Task
 
 WINDOW = 10  # languages, as in the paper's figure
+LEAST = 2 * WINDOW  # languages from which on a mean over a window says something
 _STEPS = (5.0, 2.0, 1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
 
 

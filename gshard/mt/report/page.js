@@ -118,17 +118,24 @@ function drawQuality() {
     const series = [];
     for (const run of data.quality) {
       const kind = kindOf(run.run), name = data.runs[run.run];
-      series.push({ kind, faint: true, only: true, says: name, points: points(run[measure]) });
-      series.push({ kind, name, says: `${name}, smoothed`,
-        points: points(run[`${measure}_smooth`]) });
+      const smooth = points(run[`${measure}_smooth`]), few = smooth.every(([, b]) => b === null);
+      series.push({ kind, name: few ? name : undefined, faint: !few, only: true, dots: few ? 4 : 0,
+        says: name, points: points(run[measure]) });
+      if (!few) series.push({ kind, name, says: `${name}, smoothed`, points: smooth });
     }
     if (measure === "bleu") {
       const from = (name) => data.quality.find((run) => run[name].some((value) => value !== null));
       const copy = from("copy"), base = from("baseline");
-      if (base) series.push({ kind: "s6", dashed: true, name: "baselines",
-        says: "baselines, smoothed", points: points(base.baseline_smooth) });
-      if (copy) series.push({ kind: "none", dashed: true, name: "copy of source",
-        says: "copy, smoothed", points: points(copy.copy_smooth) });
+      const line = (run, name) => {
+        const smooth = points(run[`${name}_smooth`]);
+        return smooth.every(([, b]) => b === null) ? [points(run[name]), ""] : [smooth, ", smoothed"];
+      };
+      for (const [run, kind, field, name] of [[base, "s6", "baseline", "baselines"],
+        [copy, "none", "copy", "copy of source"]]) {
+        if (!run) continue;
+        const [shown, how] = line(run, field);
+        series.push({ kind, dashed: true, name, says: `${name}${how}`, points: shown });
+      }
     }
     const name = measure === "delta" ? "ΔBLEU over the bilingual baselines" : "BLEU";
     return {

@@ -41,6 +41,14 @@ def render(runs: Sequence[Run], now: float | None = None) -> str:
     if not _scored(runs):  # "quality" says so, once
         need_scores = ("languages", "experts", "translations")
         sections = [each for each in sections if each[0] not in need_scores]
+    empty = [each for each in sections if _is_empty(each[2])]
+    if len(sections) > len(empty) > 0:
+        sections = [each for each in sections if each not in empty]
+        folded = "".join(f"<h3>{title}</h3>{inner}" for _, title, inner in empty)
+        titles = ", ".join(title.lower() for _, title, _ in empty)
+        summary = f"<summary>Nothing is recorded for: {titles}</summary>"
+        inner = f'<details id="empty">{summary}{folded}</details>'
+        sections.append(("missing", "Not in this report", inner))
     script = "\n".join(_file(name) for name in SCRIPTS)
     script = f'"use strict";\n(() => {{\n{script}}})();'
     checksum = base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode()
@@ -98,7 +106,10 @@ def _tiles(runs: Sequence[Run]) -> str:
         count = len(best.evaluation.tasks)
         into = all(task.into_english for task in best.evaluation.tasks.values())
         what = f"{count} languages into English" if into else f"{count} directions"
-        found.append((fixed(bleu), f"BLEU, mean of {what}", note))
+        copied = measures.average(best, "all", "copy_bleu")
+        beside = "" if copied is None else f"copying the source gets {fixed(copied)}"
+        detail = "; ".join(filter(None, (beside, note)))
+        found.append((fixed(bleu), f"BLEU, mean of {what}", detail))
         delta = measures.mean_gain(best, measures.baselines_of(best, runs)[0])
         if delta is not None:
             found.append((signed(delta), "BLEU over bilingual baselines", ""))
@@ -155,6 +166,13 @@ def _command(name: str, run: Run, *options: str) -> str:
     return f"<code>{safe(shlex.join(['gshard', name, str(run.folder), *options]))}</code>"
 
 
+def _is_empty(inner: str) -> bool:
+    """Whether a section only says that there is nothing to show."""
+    return (
+        inner.startswith('<p class="note">') and inner.count("<") <= inner.count("<code>") * 2 + 2
+    )
+
+
 def _scored(runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if run.evaluation and run.evaluation.tasks]
 
@@ -193,10 +211,12 @@ def _quality(runs: Sequence[Run]) -> str:
         f"{', '.join(names)} {'are' if names[1:] else 'is'} compared with the baselines of {other}"
         for other, names in borrowers.items()
     ]
-    caption = (
-        f"Lines: mean over a centred window of {measures.WINDOW} languages (the language, five "
-        "before and four after; fewer at the ends). Faint points: each language by itself."
-    )
+    caption = "Points: each language by itself."
+    if len(measures.resource_order(runs)) >= measures.LEAST:
+        caption = (
+            f"Lines: mean over a centred window of {measures.WINDOW} languages (the language, "
+            "five before and four after; fewer at the ends). Faint points: each by itself."
+        )
     caption += f" {'; '.join(lent)}: the training text is the same." if lent else ""
     return "\n".join(parts) + (
         '<div class="controls" id="quality-controls"></div><figure>'

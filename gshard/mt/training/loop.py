@@ -302,6 +302,7 @@ class _Loop:
             "z_loss": float(metrics.z_loss) if routers else None,
             "grad_norm": float(metrics.grad_norm),
             "tokens": int(self.tokens),
+            "devices": len(self.programs.devices),
             "tokens_per_second": tokens / self.pace,
             "share_of_matmul": flops / self.pace / self.matmul,
             "overflow": float(np.concatenate(overflow).mean()) if routers else None,

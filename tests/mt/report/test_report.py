@@ -331,3 +331,40 @@ def test_it_imports_nothing_heavy(runs):
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.fixture
+def small(runs, tmp_path):
+    """A run of five languages on 8 devices, without experts and without examples."""
+    value = read(runs[0], "evaluation.json")
+    kept = [f"{name}-en" for name in LANGUAGES[:5]]
+    value["tasks"] = {name: value["tasks"][name] | {"bleu": 0.3, "copy_bleu": 3.1} for name in kept}
+    for name in ("averages", "experts", "examples"):
+        value.pop(name, None)
+    made_up_runs.write(tmp_path / "small" / "evaluation.json", value)
+    lines = [{**line, "devices": 8} for line in made_up_runs.metrics(400, 2.0, 0, 1)]
+    made_up_runs.write_metrics(tmp_path / "small", lines)
+    return write_report([tmp_path / "small"])[0]
+
+
+def test_five_languages_have_points_and_no_mean_over_ten(small):
+    page = Page(small)
+    (series,) = page.numbers["quality"]
+    assert series["bleu"] == [0.3] * 5
+    assert series["bleu_smooth"] == [None] * 5
+    assert "mean over a centred window" not in page.text
+
+
+def test_a_score_stands_beside_what_copying_gets_and_devices_are_shown(small):
+    page = Page(small)
+    assert "copying the source gets 3.1" in page.text
+    assert page.column("models-table", "Devices") == {"small": 8}
+
+
+def test_what_is_empty_is_folded(small):
+    text = small.read_text(encoding="utf-8")
+    folded = re.search(r'<details id="empty">.*?</details>', text, re.DOTALL)[0]
+    assert "experts, translations" in folded
+    assert '<section id="experts"' not in text
+    assert '<a href="#experts">' not in text
+    assert '<section id="training"' in text
