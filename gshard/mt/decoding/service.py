@@ -53,6 +53,7 @@ class About:
 
     name: str
     step: int
+    sources: tuple[str, ...]
     targets: tuple[str, ...]
     target: str  # the usual one
     experts: int
@@ -95,11 +96,13 @@ class Service:
         self._changed = threading.Condition()
         self._ready_at: float | None = None  # when the programs of the start were compiled
         tokenizer, dims = translator.tokenizer, translator.model_config
+        sources = tuple(sorted({task.source for task in tokenizer.tasks}))
         targets = tuple(sorted({task.target for task in tokenizer.tasks}))
         usual = "en" if "en" in targets else targets[0]
         self.about = About(
             name,
             step,
+            sources,
             targets,
             usual,
             dims.experts,

@@ -17,6 +17,7 @@ import time
 import urllib.parse
 from concurrent.futures import Future
 from importlib import resources
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -163,6 +164,7 @@ def test_the_page_and_the_model(server):
     reply, data = ask(server, "GET", "/model")
     about = json.loads(data)
     assert about["targets"] == ["de", "en", "fr", "ru"]
+    assert about["sources"] == ["de", "en", "fr", "ru"]
     assert (about["name"], about["step"], about["experts"]) == ("tried", 7, 8)
 
 
@@ -307,6 +309,10 @@ def test_a_browser_shows_the_translation_and_the_experts(server):
     assert shown(dom, "name") == "tried"
     assert shown(dom, "translation") == answer["translation"]
     assert shown(dom, "into") == "German"
+    assert "From English, French, German, Russian; into" in shown(dom, "languages")
+    assert f"{server.address}translate" in shown(dom, "api")
+    assert dom.count('<button type="button" lang=') == 4  # an example for each language
+    assert re.search(r'data-health="(ready|warming up)"', dom)
     assert dom.count('<li><span class="text"') == 3
     (part,) = answer["parts"]
     assert len(re.findall('class="token[ "]', dom)) == len(part["source"]) + len(part["output"])
@@ -323,7 +329,8 @@ class Malicious:
     """A model whose every word is markup."""
 
     bad = "</script><img src=x onerror=\"alert('owned')\"><script>alert('owned')</script>&lt;b&gt;"
-    about = About(bad, 1, ("en", bad), "en", 2, 2, 2, 10)
+    about = About(bad, 1, ("de", bad), ("en", bad), "en", 2, 2, 2, 10)
+    health: ClassVar = {"status": "ready", "compiling": 0, "waiting": 0}
 
     def submit(self, request):
         answer = Future()
