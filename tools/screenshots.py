@@ -1,6 +1,8 @@
 """`python -m tools.screenshots`: pictures of gshard's pages for the README and the docs.
 
-They are made by Chromium, from the paper's MoE layer on 8 virtual devices.
+They are made by Chromium: the explain page of the paper's MoE layer on 8 virtual devices, the
+report of the runs that its tests make up, and the page of `gshard serve` with a small model of
+random weights.
 """
 
 from __future__ import annotations
@@ -9,45 +11,81 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
 ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "_static"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
-def explain_page() -> str:
+def explain(picture: Path) -> None:
     """The explanation of the paper's MoE layer."""
     import gshard
     from examples.moe_layer import moe_layer
 
     shapes = ((8, 256, 64), (64, 8), (8, 64, 256), (8, 256, 64))
     arguments = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
-    return gshard.jit(moe_layer, devices=8).lower(*arguments).page()
+    lowered = gshard.jit(moe_layer, devices=8, hardware="h100").lower(*arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "page.html"
+        page.write_text(lowered.explain(seconds=float("inf")).page(), encoding="utf-8")
+        photograph(page.as_uri(), picture)
 
 
-def photograph(text: str, picture: Path, size: tuple[int, int] = (1200, 760)) -> None:
+def report(picture: Path) -> None:
+    """The report of made-up runs."""
+    from gshard.mt.report import write_report
+    from tests.mt.report import made_up_runs
+
+    with tempfile.TemporaryDirectory() as folder:
+        runs = made_up_runs.make(Path(folder))
+        page, _ = write_report(runs[:2], Path(folder) / "report.html")
+        photograph(page.as_uri(), picture, (1200, 1000))
+
+
+def serve(picture: Path) -> None:
+    """The page of a server whose model has random weights."""
+    from gshard.mt.decoding.serve import Server
+    from gshard.mt.decoding.service import Service
+    from gshard.mt.decoding.translator import TranslateConfig, Translator
+    from tests.mt.conftest import made_corpus, made_tokenizer
+    from tests.mt.runs import random_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = made_tokenizer(made_corpus(Path(folder)))
+    config = TranslateConfig(beam=3, nbest=3, rows=1, longest=24, most=10)
+    translator = Translator(random_model(tokenizer), tokenizer, config=config)
+    service = Service(translator, "a model of random weights", 0)
+    service.warm_up()
+    server = Server(service, 0)
+    threading.Thread(target=server.run, daemon=True).start()
+    photograph(server.address, picture, (1200, 640))
+    server.stop()
+
+
+def photograph(address: str, picture: Path, size: tuple[int, int] = (1200, 860)) -> None:
     """Save what a browser shows of a page."""
     browser = next(filter(None, map(shutil.which, NAMES)), None)
     if browser is None:
         sys.exit(f"no browser: none of {', '.join(NAMES)} is installed")
     with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "page.html"
-        page.write_text(text, encoding="utf-8")
-        flags = [
-            "--headless",
-            "--no-sandbox",
-            "--hide-scrollbars",
-            f"--user-data-dir={folder}/profile",
-        ]
-        shown = [f"--window-size={size[0]},{size[1]}", f"--screenshot={picture}", page.as_uri()]
-        subprocess.run([browser, *flags, *shown], check=True, capture_output=True, timeout=100)
+        flags = ["--headless", "--no-sandbox", "--hide-scrollbars", f"--user-data-dir={folder}"]
+        flags += [f"--window-size={size[0]},{size[1]}", "--virtual-time-budget=3000"]
+        command = [browser, *flags, f"--screenshot={picture}", address]
+        subprocess.run(command, check=True, capture_output=True, timeout=100)
+
+
+PAGES: dict[str, Callable[[Path], None]] = {"explain": explain, "report": report, "serve": serve}
 
 
 def main() -> None:
-    """Make all pictures again."""
-    photograph(explain_page(), ROOT / "docs" / "_static" / "explain.png")
+    """Make all pictures again, or those that are named."""
+    for name in sys.argv[1:] or PAGES:
+        PAGES[name](FOLDER / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,11 @@ def _own_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
+    return made_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def made_corpus(folder):
+    """A corpus of made-up sentences in `folder`."""
     lines = []
     for language, count in COUNTS.items():
         for n in range(count):
@@ -38,6 +42,11 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tokenizer(corpus):
+    return made_tokenizer(corpus)
+
+
+def made_tokenizer(corpus):
+    """A small vocabulary for all its languages, both ways."""
     return train_tokenizer(corpus, VocabularyConfig(700, 600, directions="both"))
 
 
