@@ -197,9 +197,9 @@ REFUSED = {
     "grouped_dot", "lower_named_axes", "manual_collective", "manual_to_auto", "ormqr",
     "pallas_call", "pbroadcast", "pmax", "pmin", "ppermute", "psum", "psum_invariant", "put_rows",
     "ragged_all_to_all", "ragged_dot_general", "reduce", "reduce_scatter", "reduce_window",
-    "reduce_window_sum", "rng_uniform", "over_groups", "scatter_mul", "select_and_gather_add",
-    "select_and_scatter", "select_and_scatter_add", "symmetric_product", "take_rows",
-    "triangular_solve", "tridiagonal_solve", "visits",
+    "reduce_window_sum", "ring_pass", "rng_uniform", "over_groups", "scatter_mul",
+    "select_and_gather_add", "select_and_scatter", "select_and_scatter_add", "symmetric_product",
+    "take_rows", "triangular_solve", "tridiagonal_solve", "visits",
 }  # fmt: skip
 
 
