@@ -18,6 +18,7 @@ class Cost:
     name: str
     values: tuple[Collective, ...]  # what is sent, value by value, the largest first
     seconds: float
+    runs: int  # of the collectives that send them, which may send others too
 
     @property
     def sent(self) -> int:
@@ -37,7 +38,11 @@ class Cost:
 
 def by_line(subject: Subject, forecast: Forecast) -> list[Cost]:
     """The lines that send something, the one that takes the most time first."""
-    return _summed(subject.values, lambda c: c.source, _seconds_by_line(subject, forecast))
+    runs: dict[str, int] = {}
+    for c in subject.collectives:
+        for line in {value.source for value in c.members or (c,)}:
+            runs[line] = runs.get(line, 0) + c.count
+    return _summed(subject.values, lambda c: c.source, _seconds_by_line(subject, forecast), runs)
 
 
 def by_kind(subject: Subject, forecast: Forecast) -> list[Cost]:
@@ -46,19 +51,29 @@ def by_kind(subject: Subject, forecast: Forecast) -> list[Cost]:
     for t in forecast.operators:
         if t.collective:
             seconds[t.collective] = seconds.get(t.collective, 0.0) + float(t.total_seconds)
-    return _summed(subject.collectives, lambda c: c.kind, seconds)
+    runs = {
+        kind: sum(c.count for c in subject.collectives if c.kind == kind)
+        for kind in {c.kind for c in subject.collectives}
+    }
+    return _summed(subject.collectives, lambda c: c.kind, seconds, runs)
 
 
 def _summed(
     collectives: Sequence[Collective],
     key: Callable[[Collective], str],
     seconds: dict[str, float],
+    runs: dict[str, int],
 ) -> list[Cost]:
     groups: dict[str, list[Collective]] = {}
     for c in collectives:
         groups.setdefault(key(c), []).append(c)
     found = [
-        Cost(name, tuple(sorted(members, key=lambda c: -c.total_bytes)), seconds.get(name, 0.0))
+        Cost(
+            name,
+            tuple(sorted(members, key=lambda c: -c.total_bytes)),
+            seconds.get(name, 0.0),
+            runs[name],
+        )
         for name, members in groups.items()
     ]
     return sorted(found, key=lambda cost: (-cost.seconds, -cost.sent))
@@ -96,9 +111,9 @@ def headline(forecast: Forecast, lines: Sequence[Cost]) -> str:
     if not lines:
         return "Nothing is sent: every device works on what it has."
     worst = lines[0]
-    what = f"one {worst.kinds}" if worst.count == 1 else f"{worst.count:,} x {worst.kinds}"
+    what = f"one {worst.kinds}" if worst.runs == 1 else f"{worst.runs:,} x {worst.kinds}"
     if ", " in worst.kinds:
-        what = f"{worst.count:,} collectives ({worst.kinds})"
+        what = f"{worst.runs:,} collectives ({worst.kinds})"
     share = worst.seconds / (forecast.step_seconds or 1.0)
     part = f"{share:.0%}" if share >= 0.01 else "less than 1%"
     return f"{size(worst.sent)} in {what} at {worst.name} take {part} of the step."

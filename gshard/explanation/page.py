@@ -82,7 +82,7 @@ def _card(explanation: Explanation, cost: Cost) -> dict[str, Any]:
         "code": _code(cost.name),
         "sent": size(cost.sent),
         "seconds": duration(cost.seconds),
-        "kinds": cost.kinds + (f" x {cost.count:,}" if cost.count > 1 else ""),
+        "kinds": cost.kinds + (f" x {cost.runs:,}" if cost.runs > 1 else ""),
         "share": f"{share:.1%}",
         "percent": round(100 * min(share, 1.0), 1),
         "why": explanation.why(cost),

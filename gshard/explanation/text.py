@@ -55,7 +55,7 @@ def _totals(costs: Sequence[Cost], kinds: bool = False) -> Iterator[str]:
     for cost in costs[:_LINES]:
         more = f"  {cost.kinds}" if kinds else ""
         yield (
-            f"  {size(cost.sent):>9}  x {cost.count:<5}  {duration(cost.seconds):>9}  "
+            f"  {size(cost.sent):>9}  x {cost.runs:<5}  {duration(cost.seconds):>9}  "
             f"{cost.name}{more}"
         )
     if len(costs) > _LINES:

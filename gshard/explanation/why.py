@@ -72,8 +72,9 @@ class Why:
 
     def _operators(self, collective: Collective) -> list[JaxprEqn]:
         here = self._at.get(collective.source, [])
+        asked = [e for e in reversed(here) if e.primitive is annotate_p]  # the last one decides
         named = [e for e in here if e.primitive.name == collective.why.operator]
-        return named or [e for e in here if e.primitive is annotate_p] or here
+        return asked or here if set(named) <= set(asked) else named
 
     def _origins(self, collective: Collective) -> Iterator[Origin]:
         seen = set()

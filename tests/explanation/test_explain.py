@@ -133,6 +133,21 @@ def test_counts_agree_where_values_are_combined():
     assert "1 collective, for 2 values" in explanation.about
     assert sum(cost.count for cost in explanation.lines) == 2
     assert sum(cost.count for cost in explanation.kinds) == 1
+    assert [cost.runs for cost in (*explanation.lines, *explanation.kinds)] == [1, 1, 1]
+    assert "in one all_reduce at" in explanation.sentence
+
+
+def test_two_annotations_on_one_line_are_told_apart():
+    def fn(x):
+        return gshard.replicate(gshard.split(x, 0, 4))
+
+    lowered = gshard.jit(fn, devices=4).lower(jax.ShapeDtypeStruct((8, 8), jnp.float32))
+    explanation = lowered.explain("h100", seconds=0)
+    assert "; replicate(" in explanation.why(explanation.lines[0])
+
+
+def test_times_of_lines_are_those_of_the_collectives():
+    explanation = layer(replicated).explain("h100", seconds=0)
     total = sum(cost.seconds for cost in explanation.kinds)
     assert sum(cost.seconds for cost in explanation.lines) == pytest.approx(total)
 
