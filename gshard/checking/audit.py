@@ -315,6 +315,7 @@ def evaluate(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
             return jax.jit(lambda *xs: list(bind(eqn, xs)))(*values)
 
 
+@np.errstate(all="ignore")  # infinities and NaNs of the program are compared like other values
 def check_program(emitted: Emitted, arguments: Sequence[Any]) -> Report:
     """Replay a program on these flat arguments, and compare every value of the user's."""
     machine = Lockstep(emitted.sizes)

@@ -132,7 +132,7 @@ class Lockstep:
             return [_on([jnp.asarray(n, jnp.int32) for n in numbers], active)]
         if primitive.name in NAMES:
             self._check_together(eqn, active)
-            with eqn.ctx.manager:
+            with eqn.ctx.manager, np.errstate(all="ignore"):
                 return run_collective(eqn, operands, self.sizes)
         return self._local(eqn, operands, active)
 

@@ -255,6 +255,16 @@ def test_reports_are_shown(plant):
     assert "rounding explains" in str(report.first)
 
 
+def test_infinities_of_the_program_are_values_like_others():
+    def fn(x, w):
+        return gshard.split(x, 1, D) @ w
+
+    x = random_array((4, 16))
+    x[1, 3], x[2, 5], x[2, 9] = np.inf, np.inf, -np.inf  # an infinity, and a NaN of two
+    report = gshard.check(fn, x, np.ones((16, 2), np.float32), devices=D)
+    assert report.ok, report
+
+
 def test_manual_regions_are_counted():
     def fn(x):
         inside = gshard.auto_to_manual_spmd_partition(gshard.split(x, 0, D))
