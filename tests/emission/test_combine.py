@@ -64,7 +64,7 @@ def test_what_travels_together_is_explained_line_by_line():
     assert (gather.kind, gather.values) == ("all_gather", 2)
     assert "1 more lines" in str(gather)
     assert [c.bytes for c in gather.members] == [7 * 5 * 4, 7 * 2 * 5 * 4]
-    text = low.explain("h200", try_fixes=False)
+    text = str(low.explain("h200", seconds=0))
     for c in gather.members:
         assert c.source.split("/")[-1] in text
     assert low.forecast("h200").step_seconds > 0

@@ -85,7 +85,9 @@ class Server:
 
 
 def _application(service: Service, token: str) -> Starlette:
-    page = resources.files("gshard.mt.decoding").joinpath("serve.html").read_bytes()
+    files = resources.files("gshard.mt.decoding")
+    html, script = (files.joinpath(f"serve.{kind}").read_text("utf-8") for kind in ("html", "js"))
+    page = html.replace("/* serve.js */", script)
 
     async def show(request: Request) -> Response:
         return Response(page, media_type="text/html")
@@ -116,7 +118,7 @@ def _application(service: Service, token: str) -> Starlette:
             Route(f"/{token}/model", model),
             Route(f"/{token}/translate", translate, methods=["POST"]),
         ],
-        middleware=[Middleware(_Guard, policy=_policy(page.decode()))],
+        middleware=[Middleware(_Guard, policy=_policy(page))],
         exception_handlers={
             RefusedError: _refused,
             HTTPException: _not_found,

@@ -19,7 +19,7 @@ from tests.mt.processes import PATIENCE
 class Service:
     """There is no model behind it."""
 
-    about = About("made up", 1, ("en",), "en", 2, 2, 2, 10)
+    about = About("made up", 1, ("de",), ("en",), "en", 2, 2, 2, 10)
     health = {"waiting": 0}  # noqa: RUF012
 
 
