@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import gshard
-from tests.oracle import random_array
+from tests.oracle import random_array, run
 from tests.shows import shows
 
 X = random_array((16, 4))
@@ -52,8 +52,8 @@ def test_methods():
         def static(self, x):
             return gshard.split(x, 0, 8) * self.scale
 
-    np.testing.assert_array_equal(Model(3).static(X), X * 3)
-    np.testing.assert_array_equal(Model(4).static(X), X * 4)
+    np.testing.assert_array_equal(run(Model(3).static, X), X * 3)
+    np.testing.assert_array_equal(run(Model(4).static, X), X * 4)
 
 
 @shows("unhashable static arguments are refused")
@@ -93,10 +93,10 @@ def test_unused_arguments():
 @shows("compiler_options", "inline", "backend", "device")
 def test_other_keywords():
     options = {"xla_cpu_enable_fast_math": True}
-    np.testing.assert_array_equal(gshard.jit(double, compiler_options=options)(X), X * 2)
+    np.testing.assert_array_equal(run(gshard.jit(double, compiler_options=options), X), X * 2)
     compiled = gshard.jit(double).lower(X).compile(compiler_options=options)
     np.testing.assert_array_equal(compiled(X), X * 2)
-    np.testing.assert_array_equal(gshard.jit(double, inline=True, backend="cpu")(X), X * 2)
+    np.testing.assert_array_equal(run(gshard.jit(double, inline=True, backend="cpu"), X), X * 2)
     y = gshard.jit(lambda x: x * 2, device=jax.devices()[3])(X)
     assert y.devices() == {jax.devices()[3]}
     with pytest.raises(ValueError, match="both given"):
@@ -295,7 +295,7 @@ def test_random_keys():
     key = jax.random.key(0)
     step = gshard.jit(lambda k: gshard.split(jax.random.normal(k, (16, 4)), 0, 8))
     for _ in range(3):
-        np.testing.assert_allclose(step(key), jax.random.normal(key, (16, 4)), rtol=1e-6)
+        np.testing.assert_allclose(run(step, key), jax.random.normal(key, (16, 4)), rtol=1e-6)
     keys = gshard.jit(lambda k: gshard.split(jax.random.split(k, 8), 0, 8))(key)
     again = gshard.jit(lambda k: k)(keys)
     np.testing.assert_array_equal(

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 import gshard
 from gshard.capture.placement import DeviceOrder
-from tests.oracle import random_array, sent
+from tests.oracle import random_array, run, sent
 from tests.shows import shows
 
 P = jax.P
@@ -29,7 +29,7 @@ def test_arguments_that_lie_sharded_are_annotated(order):
     named = NamedSharding(mesh_of(order=order), P("data", "model"))
     x = jax.device_put(random_array((16, 8)), named)
     step = gshard.jit(lambda x: jnp.sin(x))
-    y = step(x)
+    y = run(step, x)
     assert y.sharding == named, "not on the user's mesh under the user's names"
     assert str(step.lower(x).in_shardings[0]).startswith("split dim 0 by 2 x dim 1 by 4")
     assert step.lower(x).collectives == []
@@ -64,7 +64,7 @@ def test_a_named_sharding_read_and_said_again_is_the_same(drawn):
             start = int(split.coords[number]) * local[dim] if split else 0
             assert (cut.start or 0) == start
     x = jax.device_put(random_array(shape), named)
-    y = gshard.jit(lambda x: x * 2)(x)
+    y = run(gshard.jit(lambda x: x * 2), x)
     assert y.sharding.is_equivalent_to(named, 3)
     np.testing.assert_array_equal(y, np.asarray(x) * 2)
 
@@ -89,7 +89,7 @@ def test_in_and_out_shardings():
     rows, both = NamedSharding(mesh, P("data")), NamedSharding(mesh, P("data", "model"))
     step = gshard.jit(jnp.matmul, in_shardings=(rows, None), out_shardings=both)
     x, w = random_array((16, 8)), random_array((8, 8))
-    y = step(x, w)
+    y = run(step, x, w)
     assert y.sharding == both
     np.testing.assert_allclose(y, x @ w, rtol=1e-5, atol=1e-6)
     assert str(step.lower(x, w).in_shardings[0]) == "split dim 0 by 2, 4 copies"
@@ -105,7 +105,7 @@ def test_shardings_that_do_not_divide():
     """Where `jax.jit` refuses."""
     rows = NamedSharding(mesh_of(), P(("data", "model")))
     x = random_array((13, 3))
-    y = gshard.jit(lambda x: x * 2, in_shardings=rows, out_shardings=rows)(x)
+    y = run(gshard.jit(lambda x: x * 2, in_shardings=rows, out_shardings=rows), x)
     assert isinstance(y, gshard.UnevenArray)
     np.testing.assert_array_equal(np.asarray(y), x * 2)
 
@@ -121,7 +121,7 @@ def test_constraints_are_annotations():
         return x @ w
 
     step = gshard.jit(fn)
-    y = step(x, w)
+    y = run(step, x, w)
     assert y.sharding == NamedSharding(mesh, P("data", "model"))
     np.testing.assert_allclose(y, x @ w, rtol=1e-5, atol=1e-6)
     assert step.lower(x, w).collectives == []
@@ -130,7 +130,7 @@ def test_constraints_are_annotations():
         rows = NamedSharding(mesh, P("data"))
         return lax.fori_loop(0, 3, lambda _, c: lax.with_sharding_constraint(c * 2, rows), x)
 
-    np.testing.assert_array_equal(gshard.jit(in_a_loop)(x), x * 8)
+    np.testing.assert_array_equal(run(gshard.jit(in_a_loop), x), x * 8)
     assert gshard.jit(in_a_loop)(x).sharding.spec == P("data")
 
 
@@ -168,7 +168,7 @@ def test_explicit_axes():
             z = jax.sharding.reshard(y, P("data", None))
             return y, lax.scan(lambda c, _: (jnp.sin(c), None), z, None, length=2)[0]
 
-        got, wanted = gshard.jit(fn)(x, w), jax.jit(fn)(x, w)
+        got, wanted = run(gshard.jit(fn), x, w), jax.jit(fn)(x, w)
         for a, b in zip(got, wanted, strict=True):
             assert jax.typeof(a) == jax.typeof(b)
             np.testing.assert_allclose(a, b, rtol=1e-5)
@@ -181,7 +181,7 @@ def test_logical_constraints_of_flax():
     x = random_array((16, 8))
     with jax.set_mesh(mesh_of()), nn.logical_axis_rules(rules):
         step = gshard.jit(lambda x: nn.with_logical_constraint(x * 2, ("batch", "embed")))
-        y = step(x)
+        y = run(step, x)
     assert y.sharding.spec == P("data", "model")
     np.testing.assert_array_equal(y, x * 2)
 
