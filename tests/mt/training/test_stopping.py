@@ -13,10 +13,14 @@ from gshard.mt.training.stopping import Stop, Wishes
 
 @pytest.fixture(autouse=True)
 def heard():
-    """What `nohup` ignores is heard here."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    """What `nohup`, or a shell in the background, ignores is heard here."""
+    before = {
+        signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+    }
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
