@@ -97,7 +97,8 @@ def lower(
     def variant(changed: ClosedJaxpr) -> Plan:
         return planned(changed, History()).plan
 
-    with planning_for(machine):  # emit, and combine small collectives
+    # Emit, and combine small collectives. The user's mesh, if one is set, is not the program's.
+    with _jax.without_mesh(), planning_for(machine):
         return finish(planned(flat, history), name, settings, history, variant, original, names)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import gshard
 from gshard.emission import combine as combinations
 from gshard.moving import costs
-from tests.oracle import check, even_split, kinds, random_array, sent
+from tests.oracle import assert_same, check, even_split, kinds, random_array, run, sent
 
 ROWS, COLUMNS = even_split(2, 0, 8), even_split(2, 1, 8)
 
@@ -340,3 +340,23 @@ def test_any_program_has_the_same_values_without_rings(fn):
         patch.setattr(combinations, "_has_rings", lambda mesh: True)
         low = check(fn, random_array((8, 8)), random_array((8, 8)), rtol=1e-3, atol=1e-3)
     assert not {"all_reduce", "all_gather", "reduce_scatter"} & kinds(low).keys()
+
+
+def test_under_a_mesh_of_the_user():
+    """The mesh that is set is another one than the program's, which has axes of its own."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:6]).reshape(2, 3), ("a", "b"))
+    x, w, v = random_array((12, 5)), random_array((5, 3), seed=1), random_array((5, 4), seed=2)
+
+    def loss(weights, x):
+        w, v = weights
+        return jnp.sum(jnp.tanh(x @ w)) + jnp.sum(jnp.sin(x @ v))
+
+    def sharded(weights, x):
+        return loss(weights, jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec("a")))
+
+    wanted = jax.jit(jax.grad(loss))((w, v), x)
+    with jax.set_mesh(mesh):
+        step = gshard.jit(jax.grad(sharded))
+        got, low = run(step, (w, v), x), step.lower((w, v), x)
+    assert_same(got, wanted, rtol=1e-4, atol=1e-4)
+    assert [(c.kind, c.values) for c in low.collectives] == [("all_reduce", 2)]
