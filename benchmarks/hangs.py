@@ -80,7 +80,7 @@ COLLECTIVES = 8  # that one call of `step` enters
 
 
 class Worker:
-    """A process: does what it is told through a pipe."""
+    """A process that runs the commands it receives through a pipe."""
 
     def __init__(
         self, index: int, count: int, address: str, folder: Path, words: int, answers: int
@@ -117,6 +117,7 @@ class Worker:
             if not planted[0].endswith("inside"):
                 enter(recorder, *where)
 
+        # The hang is planted in the class: programs hold their recorders already.
         recording.Recorder.enter = entered  # type: ignore[method-assign]
 
     def run(self) -> None:

@@ -166,12 +166,12 @@ def measured(case: Case, steps: int, usual: bool) -> dict[str, Any]:
     except ValueError as error:
         if "fixed order" not in str(error):
             raise
-        return {"said": "refused: " + str(error).split(": ", 1)[-1].split(" has no")[0]}
+        return {"bits": "refused: " + str(error).split(": ", 1)[-1].split(" has no")[0]}
     found: dict[str, Any] = {"bytes": sum(c.total_bytes for c in lowered.collectives)}
     bits, found["time"] = trained(lowered.compile(), case.arguments, steps)
     one = gshard.jit(case.alone, devices=here[:1], reproducible=True).lower(*case.arguments)
     wanted, _ = trained(one.compile(), case.arguments, steps)
-    found["said"] = "equal" if bits == wanted else "DIFFERENT"
+    found["bits"] = "equal" if bits == wanted else "DIFFERENT"
     if usual:
         plain = gshard.jit(case.step, devices=here).lower(*case.arguments)
         found["usual bytes"] = sum(c.total_bytes for c in plain.collectives)
@@ -182,7 +182,7 @@ def measured(case: Case, steps: int, usual: bool) -> dict[str, Any]:
 
 def row(case: Case, dtype: str, found: dict[str, Any]) -> str:
     """A line of the table."""
-    cells = [case.name, dtype, str(case.devices), found["said"]]
+    cells = [case.name, dtype, str(case.devices), found["bits"]]
     if "usual bytes" in found:
         more = found["bytes"] / found["usual bytes"] if found["usual bytes"] else 1.0
         slower = found["time"] / found["usual time"]
@@ -217,7 +217,7 @@ def main() -> None:
                 try:
                     found = measured(case, options.steps, not options.no_usual and devices > 1)
                 except Exception as error:  # a recipe for another number of devices
-                    found = {"said": f"not for {devices} devices: {type(error).__name__}"}
+                    found = {"bits": f"not for {devices} devices: {type(error).__name__}"}
                 lines.append(row(case, dtype, found))
                 print(lines[-1], flush=True)
     if options.out:

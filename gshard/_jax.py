@@ -243,7 +243,7 @@ def is_tracer(value: Any) -> bool:
 
 
 def variable_of(value: Any) -> Any:
-    """The variable (or literal) that a tracer stands for; None for what is no tracer."""
+    """The variable (or literal) that a tracer represents; None for what is no tracer."""
     return getattr(value, "val", None) if is_tracer(value) else None
 
 

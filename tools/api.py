@@ -89,6 +89,7 @@ def _commands() -> Iterator[str]:
     yield "`auto`, `explain`, `forecast` and `interval` need the extra `cli`, all others the extra"
     yield "`mt`. `--help` after any of them lists its options.\n"
     yield "| command | what it does |\n|---|---|"
+    # Typer says that it returns a command; of an app with several it is a group.
     for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
         for sub, each in getattr(command, "commands", {"": command}).items():
             yield f"| `gshard {name}{' ' if sub else ''}{sub}` | {each.help.splitlines()[0]} |"

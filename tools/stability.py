@@ -29,6 +29,7 @@ def names(module: str) -> list[str]:
 def commands() -> list[str]:
     """All subcommands of `gshard`, those of groups with their group."""
     found = []
+    # Typer says that it returns a command; of an app with several it is a group.
     for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
         inner = getattr(command, "commands", None)
         found += [f"{name} {sub}" for sub in inner] if inner else [name]

@@ -181,7 +181,7 @@ class _Chooser:
         with a single annotation, as far as time allows.
 
         The model may misjudge them. What is not a state is taken for the batch. Single annotations
-        begin with the arguments of the most bytes; propagation makes whole layouts of them.
+        begin with the arguments of the most bytes; propagation completes them to layouts.
         """
         until = time.monotonic() + min(_SIMPLE * self.seconds, self.left)
         count = self.subject.devices

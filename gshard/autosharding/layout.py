@@ -127,7 +127,10 @@ class Layout:
             raise ValueError(
                 "a layout that was loaded has no function: use gshard.jit(fn, annotations=layout)"
             )
-        return jit(self.function, annotations=self, **{**self.keywords, **keywords})  # type: ignore[no-any-return]
+        made: Jitted[..., Any] = jit(
+            self.function, annotations=self, **{**self.keywords, **keywords}
+        )
+        return made
 
     def to_jax(self) -> ForJax:
         """The mesh, on this machine's first devices, and shardings for plain `jax.jit`.

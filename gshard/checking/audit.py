@@ -25,13 +25,12 @@ from gshard.checking.links import Links, constants
 from gshard.checking.report import Difference, Report
 from gshard.checking.scope import Scope, Seen
 from gshard.checking.shadow import Gap, Shadow, compare, shadow_of
-from gshard.graph.evaluate import bind
 from gshard.graph.regions import bodies, loop_bodies
 from gshard.graph.source import source_of
 from gshard.manual import to_auto_p, to_manual_p
 from gshard.planning.seen import Held
 from gshard.replaying.emitted import Emitted
-from gshard.replaying.lockstep import Event, Lockstep, Path, Value, host
+from gshard.replaying.lockstep import Event, Lockstep, Path, Value, on_host
 from gshard.replaying.tiles import plain
 
 MANUAL = "in a manual region, where every device has a value of its own"
@@ -308,11 +307,7 @@ def evaluate(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     """The results of an equation on one device."""
     if eqn.primitive is annotate_p:
         return list(values)
-    with eqn.ctx.manager, jax.default_device(host()):
-        try:
-            return bind(eqn, values)
-        except NotImplementedError:
-            return jax.jit(lambda *xs: list(bind(eqn, xs)))(*values)
+    return on_host(eqn, values, {})
 
 
 @np.errstate(all="ignore")  # infinities and NaNs of the program are compared like other values

@@ -17,7 +17,7 @@ class Difference:
     """A value of the partitioned program that rounding does not explain.
 
     `what` is "result" for the value that the operator itself left, else the reason of the reshard
-    that brought it elsewhere. `index` is the place in the whole array of the element that differs
+    that brought it elsewhere. `index` is the index in the global array of the element that differs
     most, `got` what `device` has there, `expected` what the operator gives on one device, and
     `bound` how far apart they may be. `runs` are the numbers of the runs of the loops around it.
     """

@@ -61,8 +61,10 @@ class Finite:
         for device, tile in enumerate(value):
             array = None if tile is None else plain(tile)
             place = None if array is None else place_of(held, device, array.shape)
-            known = array is not None and place is not None
-            found.append(_kinds(real(array, place)) if known else _NONE)  # type: ignore[arg-type]
+            if array is None or place is None:
+                found.append(_NONE)
+            else:
+                found.append(_kinds(real(array, place)))
         return found
 
     def _operands(self, event: Event) -> list[Kinds]:

@@ -59,13 +59,26 @@ class Event:
 Run = Generator[Event, None, list[Value]]
 
 
+def on_host(
+    eqn: JaxprEqn, values: Sequence[Any], compiled: dict[JaxprEqn, Callable[..., Any]]
+) -> Sequence[Any]:
+    """The results of an equation on one CPU device; `compiled` keeps what had to be compiled."""
+    with eqn.ctx.manager, jax.default_device(host()):
+        if eqn not in compiled:
+            try:
+                return bind(eqn, values)
+            except NotImplementedError:  # JAX runs this primitive in compiled programs alone
+                compiled[eqn] = jax.jit(lambda *xs: list(bind(eqn, xs)))
+        return compiled[eqn](*values)
+
+
 class Lockstep:
     """Runs programs for all devices of a mesh with axes of these `sizes`."""
 
     def __init__(self, sizes: Mapping[str, int]):
         self.sizes = dict(sizes)
         self.count = int(np.prod(list(self.sizes.values())))
-        self._lowered: dict[int, tuple[JaxprEqn, Callable[..., Any]]] = {}
+        self._compiled: dict[JaxprEqn, Callable[..., Any]] = {}
         self._last: dict[int, tuple[Jaxpr, dict[Any, int]]] = {}
 
     def run(
@@ -165,13 +178,7 @@ class Lockstep:
     def _evaluate(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         if eqn.primitive is lookup_p:
             return [jnp.asarray(eqn.params["table"].rows[int(values[0])])]
-        with eqn.ctx.manager, jax.default_device(host()):
-            if id(eqn) not in self._lowered:
-                try:
-                    return bind(eqn, values)
-                except NotImplementedError:  # a primitive that only compilers know
-                    self._lowered[id(eqn)] = eqn, jax.jit(lambda *xs: list(bind(eqn, xs)))
-            return self._lowered[id(eqn)][1](*values)
+        return on_host(eqn, values, self._compiled)
 
     def _scan(
         self, eqn: JaxprEqn, operands: list[Value], active: Sequence[bool], path: Path
