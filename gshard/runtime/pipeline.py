@@ -78,7 +78,7 @@ def lower(
     limit = options.memory_limit
 
     def planned(flat: ClosedJaxpr, history: History) -> Arrangement:
-        with planning_for(machine):
+        with _jax.without_mesh(), planning_for(machine):
             found = propagate(flat, order.count, fixed, limit, inside)  # a sharding for every value
             history.add("propagate", flat.jaxpr, _sharding_note(found))
             for title, (rewrite, remark) in ({} if reproducible else REWRITES).items():
