@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gshard.models.family import Plan, plan
+from gshard.models.family import Deployment, plan
 from gshard.nn import FAMILY
 
 DEVICES = (8, 32, 128, 512, 2048)
@@ -49,7 +49,7 @@ def by_devices(devices: int) -> tuple[float, int]:
         devices=devices,
         batch_tokens=1024 * devices,
     )
-    chosen = Plan(model, 2048 * devices)
+    chosen = Deployment(model, 2048 * devices)
     lowered, seconds = spent(lambda: chosen.lowered("tpu-v3"))
     return seconds, lowered.num_equations
 

@@ -19,7 +19,7 @@ from gshard.errors import UserError
 
 if TYPE_CHECKING:
     from gshard.forecast import Forecast, Hardware
-    from gshard.models.family import Plan
+    from gshard.models.family import Deployment
 
 
 def forecast(
@@ -77,7 +77,7 @@ def forecast(
         _draw(chosen, found, plots, page)
 
 
-def _draw(chosen: Plan, found: Forecast, plots: Path | None, page: Path | None) -> None:
+def _draw(chosen: Deployment, found: Forecast, plots: Path | None, page: Path | None) -> None:
     """Plots and the page, with forecasts for fewer devices beside them."""
     growth = _by_devices(chosen, found.hardware)
     model = chosen.model.name
@@ -92,7 +92,7 @@ def _draw(chosen: Plan, found: Forecast, plots: Path | None, page: Path | None) 
         page.write_text(shown, encoding="utf-8")
 
 
-def _by_devices(chosen: Plan, hardware: Hardware) -> dict[int, Forecast]:
+def _by_devices(chosen: Deployment, hardware: Hardware) -> dict[int, Forecast]:
     """The same on fewer devices, with as many tokens on each."""
     from gshard.models.family import plan
 
@@ -108,7 +108,7 @@ def _by_devices(chosen: Plan, hardware: Hardware) -> dict[int, Forecast]:
 
 def _forecast(
     model: str, hardware: str, devices: int | None, tokens: int | None, remat: str | None, how: str
-) -> tuple[Plan, Forecast]:
+) -> tuple[Deployment, Forecast]:
     """With rematerialization as requested, else as in the paper, else as needed to fit."""
     from gshard.models.family import plan
 

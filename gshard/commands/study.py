@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from gshard.mt.study.plan import Plan
+    from gshard.mt.study.plan import Study
 
 PlanFile = Annotated[Path, typer.Argument(help="the plan, a TOML file")]
 Status = Annotated[bool, typer.Option("--status", help="only show what is done and what is next")]
@@ -49,7 +49,7 @@ def study(
         _report(opened, out)
 
 
-def _work(plan: Plan, only: str, until: str, seconds: float, processes: int) -> None:
+def _work(plan: Study, only: str, until: str, seconds: float, processes: int) -> None:
     from gshard.commands import show
     from gshard.commands.display import TrainDisplay
     from gshard.mt import hosts
@@ -83,7 +83,7 @@ def _work(plan: Plan, only: str, until: str, seconds: float, processes: int) -> 
         raise typer.Exit(0 if seconds < float("inf") else 130)
 
 
-def _show(plan: Plan) -> None:
+def _show(plan: Study) -> None:
     from gshard.commands.show import console
     from gshard.mt.study.overview import lines, overview_table
 
@@ -92,7 +92,7 @@ def _show(plan: Plan) -> None:
         console.print(line, markup=False, soft_wrap=True, highlight=False)
 
 
-def _report(plan: Plan, out: Path | None) -> None:
+def _report(plan: Study, out: Path | None) -> None:
     from gshard.commands.show import console
     from gshard.mt.study.results import write_results
 

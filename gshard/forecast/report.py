@@ -93,14 +93,14 @@ class Forecast:
         links = sum(t.total_seconds for t in self.operators if t.collective)
         return float(min(links, self.step_seconds - links))
 
-    def by(self, key: Callable[[Timed], str]) -> dict[str, Part]:
+    def by(self, key: Callable[[Timed], str]) -> dict[str, Total]:
         """Seconds, bytes sent, arithmetic and memory traffic summed by a key, slowest first."""
         found: dict[str, list[Timed]] = {}
         for operator in self.operators:
             found.setdefault(key(operator), []).append(operator)
-        parts = {name: Part.of(members) for name, members in found.items()}
+        parts = {name: Total.of(members) for name, members in found.items()}
         if outside := self.hardware.reached.step_seconds:
-            parts[OUTSIDE] = Part(outside, 0.0, 0, 0.0, "the host")
+            parts[OUTSIDE] = Total(outside, 0.0, 0, 0.0, "the host")
         return dict(sorted(parts.items(), key=lambda item: -item[1].seconds))
 
     def as_dict(self, part: Callable[[Timed], str] | None = None) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class Forecast:
 
 
 @dataclass(frozen=True)
-class Part:
+class Total:
     """The sum of some operators."""
 
     seconds: float
@@ -168,12 +168,12 @@ class Part:
     bound: str
 
     @staticmethod
-    def of(operators: Sequence[Timed]) -> Part:
+    def of(operators: Sequence[Timed]) -> Total:
         """The sum of operators; `bound` is the resource that limits most of the time."""
         bounds: dict[str, float] = {}
         for t in operators:
             bounds[t.bound] = bounds.get(t.bound, 0.0) + t.total_seconds
-        return Part(
+        return Total(
             float(sum(t.total_seconds for t in operators)),
             float(sum(t.roofline_seconds * t.count for t in operators)),
             sum(t.sent * t.count for t in operators),
@@ -228,7 +228,7 @@ def summary(f: Forecast) -> list[str]:
     ]
 
 
-def table(parts: dict[str, Part], rows: int = 20) -> list[str]:
+def table(parts: dict[str, Total], rows: int = 20) -> list[str]:
     """The slowest parts, a line each."""
     width = max(map(len, parts), default=4)
     lines = [f"{'part':<{width}}  {'time':>9}  {'roofline':>9}  {'sent':>9}  waits for"]

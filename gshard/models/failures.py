@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gshard.models.family import Plan
+from gshard.models.family import Deployment
 from gshard.pages import lines
 
 DAY = 86400.0
@@ -60,7 +60,7 @@ class Run:
         return math.exp(found.x)
 
 
-def save_seconds(chosen: Plan, state_bytes: int, per_host: int, disk_rate: float) -> float:
+def save_seconds(chosen: Deployment, state_bytes: int, per_host: int, disk_rate: float) -> float:
     """The time to write a host's part of the weights and the optimizer's state."""
     return state_bytes * min(per_host, chosen.devices) / disk_rate
 

@@ -40,7 +40,7 @@ PARTS = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class Deployment:
     """A member of the family on some devices."""
 
     model: Model
@@ -82,7 +82,7 @@ class Plan:
         return self.lowered(hardware).forecast(hardware, topology)
 
 
-def memory_parts(chosen: Plan, found: Forecast) -> dict[str, int]:
+def memory_parts(chosen: Deployment, found: Forecast) -> dict[str, int]:
     """The peak by what it is for: gradients are what has a weight's shape and is no argument."""
     (state, *_), _ = jax.tree.flatten(
         chosen.lowered(found.hardware).in_shardings, lambda x: hasattr(x, "model")
@@ -111,7 +111,7 @@ def plan(
     batch_tokens: int | None = None,
     remat: str | None = None,
     dispatch: str = "einsum",
-) -> Plan:
+) -> Deployment:
     """A member on its own devices and batch, or on others.
 
     Rematerialization and dispatch are the paper's by default: models of 36 layers and more do not
@@ -140,7 +140,7 @@ def plan(
         raise ValueError(f"remat is {remat!r}; allowed are 'none' and 'layer'")
     changed = member.replace(groups=groups, dispatch=dispatch, remat=remat)
     model = replace(changed, devices=count, batch_tokens=each)
-    return Plan(model, tokens)
+    return Deployment(model, tokens)
 
 
 def check_devices(member: Model, devices: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gshard.forecast import Forecast, Hardware, hardware
-from gshard.models.family import Plan, check_devices, check_tokens, plan
+from gshard.models.family import Deployment, check_devices, check_tokens, plan
 from gshard.nn import FAMILY
 
 
@@ -15,7 +15,7 @@ from gshard.nn import FAMILY
 class Fitting:
     """A plan that fits, and its forecast."""
 
-    plan: Plan
+    plan: Deployment
     forecast: Forecast
 
     @property

@@ -42,7 +42,7 @@ class _Shift:
 
 
 @dataclass(frozen=True)
-class Plan:
+class HaloTransfer:
     """The cheapest way to fetch: `sent` is how many rows a device sends."""
 
     kind: str  # "shifts", "align" or "gather"
@@ -161,23 +161,23 @@ def plan_fetch(
     width: int,
     only: tuple[int, int] | None = None,
     rows: int | None = None,
-) -> Plan:
+) -> HaloTransfer:
     """The plan of `fetch` for even tiles, of `rows` rows if given."""
     rows = rows or -(-size // tiles)
     held = Runs.even(tiles, rows, size).only(only)
     return plan_halo(held, rows, np.asarray(starts, np.int64), width)
 
 
-def plan_halo(held: Runs, rows: int, starts: np.ndarray, width: int) -> Plan:
+def plan_halo(held: Runs, rows: int, starts: np.ndarray, width: int) -> HaloTransfer:
     """The way that sends the fewest rows."""
     shifts = _shifts(held, rows, starts, width)
-    options = [Plan("gather", rows * (len(starts) - 1))]
+    options = [HaloTransfer("gather", rows * (len(starts) - 1))]
     routed = plan_rows(held, starts, width)
     if routed:
-        options.insert(0, Plan("align", routed.sent, routed.steps))
+        options.insert(0, HaloTransfer("align", routed.sent, routed.steps))
     if len(shifts) <= MAX_SHIFTS:
         widths = [s.keep - s.skip for s in shifts if s.by]
-        options.insert(0, Plan("shifts", sum(widths), len(widths), shifts))
+        options.insert(0, HaloTransfer("shifts", sum(widths), len(widths), shifts))
     return min(options, key=lambda o: o.sent)
 
 

@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Step:
+class Hop:
     """One move to `target`; `bytes` is what a device sends for it."""
 
     kind: str  # "slice", "permute", "exchange", "gather", "route"
@@ -53,13 +53,13 @@ def reshard_cost(
 
 def plan_reshard(
     source: Sharding, target: Sharding, shape: Sequence[int], dtype: Any
-) -> tuple[Step, ...]:
+) -> tuple[Hop, ...]:
     """The cheapest steps from `source` to `target`."""
     return _plan(source, target, tuple(shape), itemsize_of(dtype))
 
 
 @functools.lru_cache(maxsize=16384)
-def _plan(source: Sharding, target: Sharding, shape: Shape, itemsize: int) -> tuple[Step, ...]:
+def _plan(source: Sharding, target: Sharding, shape: Shape, itemsize: int) -> tuple[Hop, ...]:
     least = _missing(source, target, shape) * itemsize
     direct = [(step,) for step in _direct(source, target, shape, itemsize)]
     for steps in direct:
@@ -70,23 +70,23 @@ def _plan(source: Sharding, target: Sharding, shape: Shape, itemsize: int) -> tu
     return min(exact, key=lambda steps: sum(s.bytes for s in steps))
 
 
-def _sent(source: Sharding, steps: Sequence[Step], shape: Shape, itemsize: int) -> tuple[Step, ...]:
+def _sent(source: Sharding, steps: Sequence[Hop], shape: Shape, itemsize: int) -> tuple[Hop, ...]:
     """The steps with the bytes that they really send, with uneven tiles evened out."""
     found = []
     for step in steps:
         sent = step_bytes(step.kind, source, step.target, shape, itemsize)
-        found.append(Step(step.kind, step.target, sent))
+        found.append(Hop(step.kind, step.target, sent))
         source = step.target
     return tuple(found)
 
 
-def _search(source: Sharding, target: Sharding, shape: Shape, itemsize: int) -> tuple[Step, ...]:
+def _search(source: Sharding, target: Sharding, shape: Shape, itemsize: int) -> tuple[Hop, ...]:
     """A* from `source`; after a limit of shardings, the best path so far."""
     counter = itertools.count()  # ties are broken by age, so that the plan is deterministic
-    queue: list[tuple[float, int, float, Sharding, tuple[Step, ...]]]
+    queue: list[tuple[float, int, float, Sharding, tuple[Hop, ...]]]
     queue = [(0.0, next(counter), 0.0, source, ())]
     best: dict[Sharding, float] = {source: 0.0}
-    arrived: tuple[Step, ...] = ()
+    arrived: tuple[Hop, ...] = ()
     visited: set[Sharding] = set()
     while queue and len(visited) < MAX_STATES:
         _, _, spent, here, path = heapq.heappop(queue)
@@ -142,7 +142,7 @@ def _rows(split: Split | None, n: int, num_devices: int) -> tuple[np.ndarray, np
     return low, np.where(split.coords < 0, low, np.minimum(low + rows, n))
 
 
-def _through_whole(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Step]:
+def _through_whole(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Hop]:
     """The fallback for unrelated tilings: gather everything, then slice."""
     if here.idle:
         step = _spread(here, shape, itemsize)
@@ -152,29 +152,29 @@ def _through_whole(here: Sharding, target: Sharding, shape: Shape, itemsize: int
         if split:
             local = math.prod(here.local_shape(shape)) * itemsize
             here = here.replace(dim, None)
-            yield Step("gather", here, local * (split.tiles - 1))
-    yield Step("slice", target, 0)
+            yield Hop("gather", here, local * (split.tiles - 1))
+    yield Hop("slice", target, 0)
 
 
-def _direct(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Step]:
+def _direct(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Hop]:
     """The steps that lead directly to `target`."""
     local = math.prod(here.local_shape(shape)) * itemsize
     if here.idle or target.idle:
         return
     if here.tiles == target.tiles:
-        yield Step("permute", target, local)
+        yield Hop("permute", target, local)
     kept = kept_tiles(here, target)
     if kept == here.tiles:
-        yield Step("slice", target, 0)
+        yield Hop("slice", target, 0)
     gathered = [d for d, (a, b) in enumerate(zip(here.tiles, kept, strict=True)) if a > b]
     if kept == target.tiles and len(gathered) == 1:
-        yield Step("gather", target, local * (here.tiles[gathered[0]] // kept[gathered[0]] - 1))
+        yield Hop("gather", target, local * (here.tiles[gathered[0]] // kept[gathered[0]] - 1))
     if can_exchange(here, target):
         size = group_size(here, target)
-        yield Step("exchange", target, exchange_bytes(here, target, shape, itemsize, size))
+        yield Hop("exchange", target, exchange_bytes(here, target, shape, itemsize, size))
 
 
-def _steps(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Step]:
+def _steps(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Hop]:
     """The steps from `here` that can be on a good path to `target`."""
     local = math.prod(here.local_shape(shape)) * itemsize
     if here.idle or target.idle:
@@ -182,25 +182,25 @@ def _steps(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Ite
         if here.idle != target.idle:
             return
     if here.idle and here.tiles == target.tiles:
-        yield Step("permute", target, local)
+        yield Hop("permute", target, local)
     yield from _direct(here, target, shape, itemsize)
     for between in _predecessors(target):
         if between.tiles == here.tiles and between != here:
-            yield Step("permute", between, local)
+            yield Hop("permute", between, local)
     alike = _cut_alike(here, target)
     if alike:
-        yield Step("slice", alike, 0)
+        yield Hop("slice", alike, 0)
     for dim, split in enumerate(here.splits):
         for finer in _finer(split, target, dim):
             new = here.replace(dim, finer)
             if finer is not split and compatible(new.splits):
-                yield Step("slice", new, 0)
+                yield Hop("slice", new, 0)
         if not split:
             continue
         for keep in divisors(split.tiles)[:-1]:
             gathered = here.replace(dim, split.major(keep))
             if not (here.idle and gathered.is_replicated):
-                yield Step("gather", gathered, local * (split.tiles // keep - 1))
+                yield Hop("gather", gathered, local * (split.tiles // keep - 1))
             for other in range(here.rank):
                 if other == dim:
                     continue
@@ -211,17 +211,17 @@ def _steps(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Ite
                     if compatible(new.splits) and can_exchange(here, new):
                         size = split.tiles // keep
                         sent = exchange_bytes(here, new, shape, itemsize, size)
-                        yield Step("exchange", new, sent)
+                        yield Hop("exchange", new, sent)
     if _misaligned(here, target):
         routed = _routed(here, target, shape, itemsize)
         if routed:
             yield routed
 
 
-def _idle_steps(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Step]:
+def _idle_steps(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Hop]:
     """Steps for tilings with idle devices: slice where everything is held, else send."""
     if here.is_replicated:
-        yield Step("slice", target, 0)
+        yield Hop("slice", target, 0)
         return
     routed = _routed(here, target, shape, itemsize)
     if routed:
@@ -229,21 +229,21 @@ def _idle_steps(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -
     yield _spread(here, shape, itemsize)
 
 
-def _spread(here: Sharding, shape: Shape, itemsize: int) -> Step:
+def _spread(here: Sharding, shape: Shape, itemsize: int) -> Hop:
     """A replicated copy for all devices of what some devices hold."""
     whole = Sharding.replicated(here.rank, here.num_devices)
     if mostly_held(here):
         tile = math.prod(here.local_shape(shape))
-        return Step("spread", whole, tile * (here.num_devices - 1) * itemsize)
-    return Step("spread", whole, 2 * math.prod(shape) * itemsize)
+        return Hop("spread", whole, tile * (here.num_devices - 1) * itemsize)
+    return Hop("spread", whole, 2 * math.prod(shape) * itemsize)
 
 
-def _routed(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Step | None:
+def _routed(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Hop | None:
     rounds = plan_boxes(here, here.local_shape(shape), target, target.local_shape(shape), shape)
     if len(rounds) > MAX_ROUNDS + 1:
         return None
     sent = sum(r.sent for r in rounds) * itemsize
-    return Step("route", target, sent + STEP_COST * len(rounds))
+    return Hop("route", target, sent + STEP_COST * len(rounds))
 
 
 def _misaligned(here: Sharding, target: Sharding) -> bool:

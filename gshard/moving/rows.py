@@ -81,7 +81,7 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RowTransfer:
     """The cheapest way to align: `sent` is how many rows a device sends."""
 
     kind: str  # "rounds" or "scatter"
@@ -92,15 +92,15 @@ class Plan:
 
 def plan_rows(
     held: Runs, starts: np.ndarray, width: int, moves: Sequence[Move] | None = None
-) -> Plan | None:
+) -> RowTransfer | None:
     """How to send the rows `starts[c]` to `starts[c] + width` to every tile c, in a few steps."""
     options = []
     rounds = _rounds(held, starts, width, moves or [everything(held)])
     if rounds is not None:
         boxes = [_box(r) for r in rounds if is_remote(r[0])]
-        options.append(Plan("rounds", sum(boxes), len(boxes), rounds))
+        options.append(RowTransfer("rounds", sum(boxes), len(boxes), rounds))
     if (np.diff(starts) == width).all():
-        options.append(Plan("scatter", width * (len(starts) - 1)))
+        options.append(RowTransfer("scatter", width * (len(starts) - 1)))
     return min(options, key=lambda o: o.sent, default=None)
 
 

@@ -33,7 +33,7 @@ from gshard.nn.kernels.attention import (
     NEVER,
     ROWS,
     Blocks,
-    Settings,
+    KernelSettings,
     forward_kernel,
     key_kernel,
     query_kernel,
@@ -78,12 +78,12 @@ def joint_attention(
         blocks = Blocks(own, min(own, 32))
     arrays = tuple(_padded(x, blocks.own) for x in arrays_BTPND)
     q_BT, k_BL = (_padded(x, blocks.own) for x in (segments.queries, segments.keys))
-    settings = Settings(rate, segments.causal, q.array.shape[-1] ** -0.5, blocks)
+    settings = KernelSettings(rate, segments.causal, q.array.shape[-1] ** -0.5, blocks)
     spans = _spans(q_BT, k_BL, settings)
     return _attend(arrays, q_BT, k_BL, spans, seed, settings)[:, :T]
 
 
-class Part(NamedTuple):
+class AttentionInput(NamedTuple):
     """Queries, keys or values: the array that contains them, and their index along its dim P."""
 
     place: int  # of the array, among all of them
@@ -95,8 +95,10 @@ class Part(NamedTuple):
         return self.array[:, :, self.number]
 
 
-def _parts(arrays: tuple[Array, ...]) -> tuple[Part, Part, Part]:
-    parts = [Part(i, x, number) for i, x in enumerate(arrays) for number in range(x.shape[2])]
+def _parts(arrays: tuple[Array, ...]) -> tuple[AttentionInput, AttentionInput, AttentionInput]:
+    parts = [
+        AttentionInput(i, x, number) for i, x in enumerate(arrays) for number in range(x.shape[2])
+    ]
     if len(parts) != 3:
         shapes = ", ".join(str(x.shape) for x in arrays)
         raise ValueError(
@@ -153,7 +155,7 @@ def _padded(x: Array, block: int) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _spans(q_BT: Array, k_BL: Array, settings: Settings) -> tuple[Array, Array]:
+def _spans(q_BT: Array, k_BL: Array, settings: KernelSettings) -> tuple[Array, Array]:
     """For each block of queries the range of blocks of keys that it attends to.
 
     And the same for each block of keys; [B, blocks, 2], the end exclusive.
@@ -180,7 +182,7 @@ def _attend(
     k_BL: Array,
     spans: tuple[Array, Array],
     seed: Array,
-    settings: Settings,
+    settings: KernelSettings,
 ) -> Array:
     return _forward(arrays, q_BT, k_BL, spans, seed, settings)[0]
 
@@ -191,7 +193,7 @@ def _forward(
     k_BL: Array,
     spans: tuple[Array, Array],
     seed: Array,
-    settings: Settings,
+    settings: KernelSettings,
 ) -> tuple[Array, Any]:
     out, log_z = _outputs(arrays, q_BT, k_BL, spans[0], seed, settings)
     return out, (arrays, q_BT, k_BL, spans, seed, out, log_z)
@@ -205,7 +207,7 @@ def _outputs(
     k_BL: Array,
     span: Array,
     seed: Array,
-    settings: Settings,
+    settings: KernelSettings,
 ) -> tuple[Array, Array]:
     q, _, v = (part.array for part in _parts(arrays))
     B, T, _, N, _ = q.shape
@@ -222,7 +224,7 @@ def _outputs(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _backward(settings: Settings, kept_: Any, grad: Array) -> tuple[Any, ...]:
+def _backward(settings: KernelSettings, kept_: Any, grad: Array) -> tuple[Any, ...]:
     """Gradients in arrays like those given.
 
     An array with queries and keys is first written by the kernel of the queries' gradients, which
@@ -315,7 +317,7 @@ def _given(
 
 def _call(
     kernel: Any,
-    settings: Settings,
+    settings: KernelSettings,
     own: str,
     given: list[Seen],
     made: list[Seen],

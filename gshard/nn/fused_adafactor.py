@@ -50,7 +50,7 @@ class FusedOptimizer(NamedTuple):
     apply: Callable[[Any, Any, Any, Array], tuple[Any, Any, Array]]
 
 
-class Settings(NamedTuple):
+class AdafactorSettings(NamedTuple):
     """Adafactor's, with the schedules as functions of the number of steps done."""
 
     schedule: optax.Schedule
@@ -90,7 +90,7 @@ class Alike(NamedTuple):
     shared: bool
 
 
-def fused_adafactor(settings: Settings) -> FusedOptimizer:
+def fused_adafactor(settings: AdafactorSettings) -> FusedOptimizer:
     """The optimizer that computes what `adafactor()` does with the same settings."""
 
     def init(params: Any) -> FusedState:

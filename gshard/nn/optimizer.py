@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from gshard.nn.fused_adafactor import FusedOptimizer, Settings, fused_adafactor
+from gshard.nn.fused_adafactor import AdafactorSettings, FusedOptimizer, fused_adafactor
 from gshard.nn.strategy import stacked_dims
 
 
@@ -58,7 +58,9 @@ def adafactor(
         return jnp.minimum(1.0 - t ** (-exponent), decay_cap)
 
     if fused:
-        settings = Settings(schedule, lambda t: capped(t, decay), clipping, min_dim_to_factor)
+        settings = AdafactorSettings(
+            schedule, lambda t: capped(t, decay), clipping, min_dim_to_factor
+        )
         return fused_adafactor(settings)
     return per_matrix(
         optax.chain(

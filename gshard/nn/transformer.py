@@ -83,7 +83,7 @@ class Transformer(eqx.Module):
         dropless: bool = False,
     ) -> tuple[Array, ModelMetrics]:
         """The decoder's last hidden values, and the routers' metrics."""
-        x_BTM, encoder, decoder = self._run(batch, key, Settings(strategy, remat, dropless))
+        x_BTM, encoder, decoder = self._run(batch, key, StackSettings(strategy, remat, dropless))
         return x_BTM, ModelMetrics(encoder, decoder)
 
     def routings(self, batch: Batch, strategy: Strategy = ONE_DEVICE) -> ModelRoutings:
@@ -92,7 +92,7 @@ class Transformer(eqx.Module):
         A token's experts then depend on its own sentence alone, and are those of decoding, if the
         pairs are its results.
         """
-        settings = Settings(strategy, dropless=True, report=lambda routed: routed.routing)
+        settings = StackSettings(strategy, dropless=True, report=lambda routed: routed.routing)
         _, encoder, decoder = self._run(batch, None, settings)
         return ModelRoutings(encoder, decoder)
 
@@ -112,7 +112,7 @@ class Transformer(eqx.Module):
         With `dropless` it depends on the sentence alone, not on the rest of the batch or on
         padding.
         """
-        settings = Settings(strategy, remat, dropless)
+        settings = StackSettings(strategy, remat, dropless)
         return self._encode(source_BL, segments_BL, positions_BL, key, settings)
 
     def start_decoding(self, memory_BLM: Array, length: int) -> Caches:
@@ -166,7 +166,9 @@ class Transformer(eqx.Module):
         x_BKM, cache = _over_pairs(body, x_BKM, self.decoder, cache)
         return self.target.logits(self.decoder_norm(x_BKM)), cache
 
-    def _run(self, batch: Batch, key: Array | None, settings: Settings) -> tuple[Array, Any, Any]:
+    def _run(
+        self, batch: Batch, key: Array | None, settings: StackSettings
+    ) -> tuple[Array, Any, Any]:
         """Both stacks on given pairs: the last hidden values, and the routers' reports."""
         keys = self._keys(key, 3)
         memory_BLM, encoder = self._encode(*batch[:3], keys[0], settings)
@@ -183,7 +185,7 @@ class Transformer(eqx.Module):
         segments_BL: Array,
         positions_BL: Array,
         key: Array | None,
-        settings: Settings,
+        settings: StackSettings,
     ) -> tuple[Array, Any]:
         keys = self._keys(key, 2)
         x_BLM = self.source(source_BL, positions_BL, self.config.dtype)
@@ -207,7 +209,7 @@ class Transformer(eqx.Module):
         masks: Masks,
         memory_BLM: Array | None,
         key: Array | None,
-        settings: Settings,
+        settings: StackSettings,
     ) -> tuple[Array, Any]:
         """Run a stack of pairs; the reports come back with the MoE layers in dim 0."""
         strategy = settings.strategy
@@ -261,7 +263,7 @@ def _over_pairs(body: Callable[..., Any], carry: Any, stack: Pairs, *each: Any) 
     return carry, tuple(results)
 
 
-class Settings(NamedTuple):
+class StackSettings(NamedTuple):
     """How a stack runs, and what it returns for each router: metrics or routings."""
 
     strategy: Strategy = ONE_DEVICE

@@ -55,7 +55,7 @@ def concatenate_factors(eqn: JaxprEqn) -> Factors:
 
 
 @dataclass(frozen=True)
-class Part:
+class OperandRows:
     """Rows `start` to `limit` of operand number `operand`, which become the rows from `at` on."""
 
     operand: int
@@ -70,7 +70,7 @@ class Part:
 
 
 def concatenate(
-    ctx: Context, tiles: list[Tile], parts: list[Part], dim: int, target: Sharding, name: str
+    ctx: Context, tiles: list[Tile], parts: list[OperandRows], dim: int, target: Sharding, name: str
 ) -> Tile:
     """The parts concatenated along `dim`.
 
@@ -84,7 +84,7 @@ def concatenate(
         return Tile(
             jnp.zeros(target.local_shape(shape), tiles[0].array.dtype), target, tuple(shape)
         )
-    used: dict[int, list[Part]] = {}
+    used: dict[int, list[OperandRows]] = {}
     for part in parts:
         used.setdefault(part.operand, []).append(part)
     way = _cheapest(tiles, used, dim, shape, target)
@@ -132,7 +132,7 @@ class _Way:
 
 def _cheapest(
     tiles: list[Tile],
-    used: Mapping[int, list[Part]],
+    used: Mapping[int, list[OperandRows]],
     dim: int,
     shape: list[int],
     target: Sharding,
@@ -153,7 +153,7 @@ def _cheapest(
 
 def _plan(
     tiles: list[Tile],
-    used: Mapping[int, list[Part]],
+    used: Mapping[int, list[OperandRows]],
     dim: int,
     shape: list[int],
     target: Sharding,
@@ -189,7 +189,7 @@ def _moved(
     return reshard_cost(source, target, shape, dtype), sent, len(steps)
 
 
-def _rows_sent(size: int, parts: list[Part], tiles: int, rows: int) -> tuple[int, int]:
+def _rows_sent(size: int, parts: list[OperandRows], tiles: int, rows: int) -> tuple[int, int]:
     """The rows that a device sends of one operand, and in how many steps."""
     starts = np.arange(tiles) * rows
     if len(parts) == 1:
@@ -204,8 +204,14 @@ def _rows_sent(size: int, parts: list[Part], tiles: int, rows: int) -> tuple[int
 
 
 def _fetched(
-    place: Place, tile: Tile, parts: list[Part], dim: int, split: Split, rows: int, reason: Reason
-) -> Iterator[tuple[jax.Array, list[Part]]]:
+    place: Place,
+    tile: Tile,
+    parts: list[OperandRows],
+    dim: int,
+    split: Split,
+    rows: int,
+    reason: Reason,
+) -> Iterator[tuple[jax.Array, list[OperandRows]]]:
     """The rows of the result's tile that come from one operand, and the parts that they are."""
     starts = np.arange(split.tiles) * rows
     if tile.sharding.splits[dim] is split and len(parts) > 1:
@@ -217,14 +223,14 @@ def _fetched(
         yield rows_of(place, tile, dim, split, starts - by, rows, reason, (first, end)), [part]
 
 
-def _in_single_tiles(tile: Tile, parts: list[Part], dim: int, rows: int) -> bool:
+def _in_single_tiles(tile: Tile, parts: list[OperandRows], dim: int, rows: int) -> bool:
     """Whether all devices have an operand, and each of its parts goes into one tile."""
     ends = [(q.at, q.at + q.limit - q.start - 1) for q in parts]
     return tile.sharding.splits[dim] is None and all(a // rows == b // rows for a, b in ends)
 
 
 def _written(
-    place: Place, below: jax.Array, source: jax.Array, part: Part, dim: int, split: Split
+    place: Place, below: jax.Array, source: jax.Array, part: OperandRows, dim: int, split: Split
 ) -> jax.Array:
     """`below` with a part of `source` in the rows of the one tile that it goes into."""
     rows, count = below.shape[dim], part.limit - part.start
@@ -236,7 +242,12 @@ def _written(
 
 
 def _over(
-    place: Place, below: jax.Array, above: jax.Array, parts: list[Part], dim: int, split: Split
+    place: Place,
+    below: jax.Array,
+    above: jax.Array,
+    parts: list[OperandRows],
+    dim: int,
+    split: Split,
 ) -> jax.Array:
     """`above` in the rows that the parts become, `below` in all others."""
     rows = below.shape[dim]
@@ -255,7 +266,7 @@ def _concatenate(
     dim, parts, at = eqn.params["dimension"], [], 0
     windows = eqn.params.get("windows") or [(i, 0, t.shape[dim]) for i, t in enumerate(tiles)]
     for operand, start, limit in windows:
-        parts.append(Part(operand, start, limit, at))
+        parts.append(OperandRows(operand, start, limit, at))
         at += limit - start
     return [concatenate(ctx, tiles, parts, dim, targets[0], "concatenate")]
 

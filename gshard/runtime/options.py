@@ -12,7 +12,7 @@ import numpy as np
 
 from gshard.forecast import Hardware
 from gshard.propagation.inside import Inside
-from gshard.runtime.program import Settings
+from gshard.runtime.program import XlaSettings
 
 
 class JitKeywords(TypedDict, total=False):
@@ -77,10 +77,10 @@ class Keywords:
         donated = (known.donate_argnums, known.donate_argnames)
         return tree, tuple(self.shardings), donated, self.settings(())
 
-    def settings(self, donated: tuple[int, ...]) -> Settings:
+    def settings(self, donated: tuple[int, ...]) -> XlaSettings:
         """The settings for XLA, for a call that donates the flat arguments `donated`."""
         options = self.of_jax["compiler_options"] or {}
-        return Settings(donated, self.of_jax["keep_unused"], tuple(sorted(options.items())))
+        return XlaSettings(donated, self.of_jax["keep_unused"], tuple(sorted(options.items())))
 
     def of_arrays(self, donated: tuple[int, ...]) -> Keywords:
         """The same for a function of flat arrays."""

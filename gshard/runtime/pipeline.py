@@ -27,7 +27,7 @@ from gshard.rewrites.ring_attention import ring_attention
 from gshard.rules.fixed_order import pinning
 from gshard.runtime.arrange import Arrangement, arrange
 from gshard.runtime.options import Options
-from gshard.runtime.program import Program, Settings, finish
+from gshard.runtime.program import Program, XlaSettings, finish
 from gshard.simplify import PASSES as NORMAL_FORMS
 from gshard.simplify import simplify
 from gshard.simplify.fixed_order import fix_order
@@ -53,7 +53,7 @@ def lower(
     given: Sequence[Sharding | None],
     order: DeviceOrder,
     mesh: Mesh | None,
-    settings: Settings,
+    settings: XlaSettings,
     options: Options,
 ) -> Program:
     """One traced function, whose arguments have the shardings `given`, as a per-device program."""

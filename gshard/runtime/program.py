@@ -169,14 +169,14 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Settings:
+class XlaSettings:
     """The keywords with which the program is passed to `jax.jit`."""
 
     donated: tuple[int, ...]
     keep_unused: bool
     compiler_options: tuple[tuple[str, Any], ...]
 
-    def with_option(self, name: str, value: Any) -> Settings:
+    def with_option(self, name: str, value: Any) -> XlaSettings:
         """The same with one more option for the compiler."""
         return replace(self, compiler_options=(*self.compiler_options, (name, value)))
 
@@ -184,7 +184,7 @@ class Settings:
 def finish(
     arranged: Arrangement,
     name: str,
-    settings: Settings,
+    settings: XlaSettings,
     history: History,
     variant: Callable[[ClosedJaxpr], Plan],
     original: ClosedJaxpr,
@@ -214,7 +214,7 @@ def _traced(
     program: ClosedJaxpr,
     name: str,
     arranged: Arrangement,
-    settings: Settings,
+    settings: XlaSettings,
 ) -> jax.stages.Traced:
     """A program for global arrays, traced under the name of the user's function."""
 

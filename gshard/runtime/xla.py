@@ -27,7 +27,7 @@ from gshard.propagation.propagate import propagate
 from gshard.runtime.arrange import check_results
 from gshard.runtime.hlo import collectives_of_hlo
 from gshard.runtime.ports import in_place, ports
-from gshard.runtime.program import Settings
+from gshard.runtime.program import XlaSettings
 from gshard.runtime.xla_manual import Stacks, rebuilt
 from gshard.tensors.meshes import make_mesh, partition_spec
 from gshard.tensors.sharding import Sharding
@@ -39,7 +39,7 @@ def lower_with_xla(
     given: Sequence[Sharding | None],
     order: DeviceOrder,
     mesh: Mesh | None,
-    settings: Settings,
+    settings: XlaSettings,
     options: Any,
 ) -> XlaProgram:
     """Annotations become constraints for XLA; arguments have the shardings of gshard's plan."""

@@ -37,7 +37,7 @@ _ROWS = 64
 
 
 @dataclass(frozen=True)
-class Part:
+class LengthClass:
     """The outputs for references of a class of length."""
 
     name: str
@@ -57,7 +57,7 @@ class Confidence:
     output_nll: float
     preferred: float  # share of references that would have won the search, had it met them
     search_error: float  # largest difference between a search's score and the forward pass's
-    parts: tuple[Part, ...]
+    parts: tuple[LengthClass, ...]
 
 
 @functools.partial(jax.jit, static_argnames="dropless")
@@ -150,14 +150,14 @@ def _length(texts: Sequence[str], references: Sequence[str]) -> float:
     return words[0] / max(words[1], 1)
 
 
-def _parts(texts: Sequence[str], references: Sequence[str]) -> Iterator[Part]:
+def _parts(texts: Sequence[str], references: Sequence[str]) -> Iterator[LengthClass]:
     sizes = np.array([len(reference.split()) for reference in references])
     for first, end in zip(WORDS, (*WORDS[1:], 10**9), strict=True):
         mine = np.flatnonzero((sizes >= first) & (sizes < end)).tolist()
         if len(mine):
             said, wanted = ([side[i] for i in mine] for side in (texts, references))
             name = f"{first} to {end - 1} words" if end < 10**9 else f"{first} words and more"
-            yield Part(name, len(mine), score(said, wanted).chrf, _length(said, wanted))
+            yield LengthClass(name, len(mine), score(said, wanted).chrf, _length(said, wanted))
 
 
 def tables(found: Sequence[Confidence]) -> str:

@@ -27,7 +27,7 @@ from gshard.mt.evaluation.baselines import groups_of
 from gshard.mt.evaluation.evaluate import EvaluateConfig, search_of
 from gshard.mt.evaluation.heldout import tasks_of
 from gshard.mt.run import Run
-from gshard.mt.study.plan import Plan, read_plan
+from gshard.mt.study.plan import Study, read_plan
 from gshard.mt.training.programs import Programs
 from gshard.nn.config import Batch, TransformerConfig
 from gshard.nn.transformer import Transformer
@@ -38,7 +38,7 @@ _SMALL = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # beside each other and the
 
 
 def compile_ahead(
-    plan: Plan, names: Sequence[str], processes: int, note: Callable[[str], None]
+    plan: Study, names: Sequence[str], processes: int, note: Callable[[str], None]
 ) -> None:
     """Compile for the prepared runs `names`, or "baselines"; a failure is only reported."""
     began = time.monotonic()
@@ -73,7 +73,7 @@ def compile_run(run: Run, evaluate: EvaluateConfig) -> int:
     return programs.compile_all(blank_batch(run)) + _compile_search(run, run.model_config, evaluate)
 
 
-def compile_baselines(run: Run, plan: Plan, which: int) -> int:
+def compile_baselines(run: Run, plan: Study, which: int) -> int:
     """Compile what the groups of a study's baselines are trained by, group number `which` alone."""
     assert plan.baselines
     config, devices = plan.baselines.config, hosts.chosen(DeviceConfig())

@@ -17,7 +17,7 @@ from gshard.mt.evaluation.baselines import BASELINES
 from gshard.mt.evaluation.evaluate import EVALUATION
 from gshard.mt.report import measures
 from gshard.mt.study.ledger import TRAINED, read_json
-from gshard.mt.study.plan import Plan
+from gshard.mt.study.plan import Study
 
 METRICS = ("bleu", "chrf")
 GROUPS = ("all", "high", "mid", "low")
@@ -52,7 +52,7 @@ class Model:
         return measures.mean(task[metric] for task in members)
 
 
-def models(plan: Plan) -> list[Model]:
+def models(plan: Study) -> list[Model]:
     """The runs that are scored, in the order of the plan."""
     found = []
     for run in plan.runs:
@@ -94,7 +94,7 @@ def _curves(place: Path) -> tuple[Any, Any]:
     return found[0], found[1]
 
 
-def baselines(plan: Plan) -> dict[str, Mapping[str, Any]]:
+def baselines(plan: Study) -> dict[str, Mapping[str, Any]]:
     """The scores of the bilingual models, by task; {} if there are none."""
     if plan.baselines is None:
         return {}

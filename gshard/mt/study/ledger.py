@@ -15,7 +15,7 @@ from gshard.mt import atomic
 from gshard.mt.evaluation.baselines import BASELINES
 from gshard.mt.evaluation.evaluate import EVALUATION
 from gshard.mt.run import read_metrics
-from gshard.mt.study.plan import Plan, PlannedRun
+from gshard.mt.study.plan import PlannedRun, Study
 
 Stage = Literal["waiting", "begun", "trained", "translated", "scored"]
 STAGES: tuple[Stage, ...] = ("waiting", "begun", "trained", "translated", "scored")
@@ -51,7 +51,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def entry(plan: Plan, run: PlannedRun) -> Entry:
+def entry(plan: Study, run: PlannedRun) -> Entry:
     """How far a run is."""
     place = plan.place(run.name)
     trained, translated = read_json(place / TRAINED), read_json(place / TRANSLATED)
@@ -90,7 +90,7 @@ def length_of(run: PlannedRun) -> str:
     return f"{run.tokens:,} tokens" if run.tokens else f"{run.steps:,} steps"
 
 
-def baselines_stage(plan: Plan) -> Stage | None:
+def baselines_stage(plan: Study) -> Stage | None:
     """How far the baselines are; None if none are planned."""
     if plan.baselines is None:
         return None

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gshard.mt.study.ledger import baselines_stage, entry
-from gshard.mt.study.plan import Plan
+from gshard.mt.study.plan import Study
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
-def overview_table(plan: Plan) -> Table:
+def overview_table(plan: Study) -> Table:
     """A row for each run, in the order of the plan."""
     from rich import box
     from rich.table import Table
@@ -40,7 +40,7 @@ def overview_table(plan: Plan) -> Table:
     return table
 
 
-def lines(plan: Plan) -> list[str]:
+def lines(plan: Study) -> list[str]:
     """What is done, and what comes next."""
     entries = [entry(plan, run) for run in plan.runs]
     done = sum(each.stage == "scored" for each in entries)

@@ -64,7 +64,7 @@ class PlannedBaselines:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Study:
     """All of a study."""
 
     path: Path
@@ -87,7 +87,7 @@ class Plan:
         return self.folder / name
 
 
-def read_plan(path: str | Path) -> Plan:
+def read_plan(path: str | Path) -> Study:
     """The plan in a file; an error names what is wrong in it and where."""
     path = Path(path)
     try:
@@ -99,7 +99,7 @@ def read_plan(path: str | Path) -> Plan:
     known = ("corpus", "folder", "preset", "settings", "evaluate", "baselines", "compare", "runs")
     _refuse_unknown(found, known, path, "")
     runs = tuple(_runs(found, path))
-    plan = Plan(
+    plan = Study(
         path=path,
         folder=path.parent / _text(found, "folder", path, path.stem),
         runs=runs,
@@ -189,7 +189,7 @@ def assignments(table: Mapping[str, Any], prefix: str = "") -> list[str]:
     return found
 
 
-def _check_order(plan: Plan, run: PlannedRun) -> None:
+def _check_order(plan: Study, run: PlannedRun) -> None:
     """Check that a run depends on earlier ones only, and continues one with its settings."""
     names = [each.name for each in plan.runs]
     for other in filter(None, (run.seconds_of, run.goes_on_from)):

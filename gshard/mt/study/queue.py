@@ -30,7 +30,7 @@ from gshard.mt.study.ledger import (
     baselines_stage,
     entry,
 )
-from gshard.mt.study.plan import Plan, PlannedRun
+from gshard.mt.study.plan import PlannedRun, Study
 from gshard.nn.transformer import Transformer
 
 
@@ -61,7 +61,7 @@ class Wanted:
         return STAGES.index(stage) <= STAGES.index(self.until)
 
 
-def work(plan: Plan, wanted: Wanted, shown: Shown) -> bool:
+def work(plan: Study, wanted: Wanted, shown: Shown) -> bool:
     """Do what is wanted and not done; whether all of it is done now."""
     end = time.monotonic() + wanted.seconds
     runs = [run for run in plan.runs if wanted.has(run.name)]
@@ -83,7 +83,7 @@ def work(plan: Plan, wanted: Wanted, shown: Shown) -> bool:
     return True
 
 
-def _to_compile(plan: Plan, wanted: Wanted) -> list[str]:
+def _to_compile(plan: Study, wanted: Wanted) -> list[str]:
     """The runs with programs that no other has, and the groups of baselines, by name."""
     names, known = [], []
     for run in plan.runs:
@@ -98,7 +98,7 @@ def _to_compile(plan: Plan, wanted: Wanted) -> list[str]:
     return names
 
 
-def _on_accelerator(plan: Plan, run: PlannedRun, wanted: Wanted, shown: Shown, end: float) -> bool:
+def _on_accelerator(plan: Study, run: PlannedRun, wanted: Wanted, shown: Shown, end: float) -> bool:
     """Train and translate; False if the time is over before that is done."""
     if not entry(plan, run).reached("trained"):
         left = end - time.monotonic()
@@ -123,7 +123,7 @@ def _on_accelerator(plan: Plan, run: PlannedRun, wanted: Wanted, shown: Shown, e
     return True
 
 
-def _baselines(plan: Plan, wanted: Wanted, shown: Shown) -> None:
+def _baselines(plan: Study, wanted: Wanted, shown: Shown) -> None:
     stage = baselines_stage(plan)
     assert plan.baselines
     assert stage
@@ -142,14 +142,14 @@ def _baselines(plan: Plan, wanted: Wanted, shown: Shown) -> None:
     shown.note(f"baselines: {took['seconds']} s")
 
 
-def _opener(run: Run, plan: Plan) -> Callable[[Transformer], AnyTranslator]:
+def _opener(run: Run, plan: Study) -> Callable[[Transformer], AnyTranslator]:
     """Translators for baselines, which compile each program once for all models of a shape."""
     strategy, programs = hosts.strategy(DeviceConfig()), dict[Any, Any]()
     search = search_of(run, plan.evaluate)
     return lambda model: Translator(model, run.tokenizer, strategy, search, programs)
 
 
-def _scores(plan: Plan, runs: Sequence[PlannedRun], shown: Shown) -> None:
+def _scores(plan: Study, runs: Sequence[PlannedRun], shown: Shown) -> None:
     for run in runs:
         found = entry(plan, run)
         if found.stage == "translated":

@@ -25,14 +25,14 @@ from gshard.mt.study.bootstrap import METRICS, Pair, paired_bootstrap
 from gshard.mt.study.expert_use import layers_of
 from gshard.mt.study.figures import GROUPS, Model
 from gshard.mt.study.ledger import TRANSLATED, entry, read_json
-from gshard.mt.study.plan import Plan
+from gshard.mt.study.plan import Study
 from gshard.mt.study.recited import recited, training_targets
 
 RESULTS, TABLES = "study.json", "tables.md"
 _RESAMPLES = 1000
 
 
-def write_results(plan: Plan, out: Path) -> list[Path]:
+def write_results(plan: Study, out: Path) -> list[Path]:
     """Write what is known of a study into `out`; the files that were written."""
     found = figures.models(plan)
     if not found:
@@ -124,7 +124,7 @@ def _languages(
     return rows
 
 
-def _experts(plan: Plan, found: Sequence[Model]) -> dict[str, list[dict[str, Any]]]:
+def _experts(plan: Study, found: Sequence[Model]) -> dict[str, list[dict[str, Any]]]:
     """How each mixture's layers use their experts."""
     uses = {}
     for model in found:
@@ -134,7 +134,7 @@ def _experts(plan: Plan, found: Sequence[Model]) -> dict[str, list[dict[str, Any
     return uses
 
 
-def _recited(plan: Plan, found: Sequence[Model], before: Mapping[str, Any]) -> dict[str, Any]:
+def _recited(plan: Study, found: Sequence[Model], before: Mapping[str, Any]) -> dict[str, Any]:
     """How much of each model's output is its training text; known ones are not counted again."""
     digests = {
         model.name: str((read_json(plan.place(model.name) / TRANSLATED) or {}).get("digest"))
@@ -155,7 +155,7 @@ def _recited(plan: Plan, found: Sequence[Model], before: Mapping[str, Any]) -> d
     return {model.name: {**known[model.name], "label": model.label} for model in found}
 
 
-def _examples(plan: Plan, found: Sequence[Model]) -> list[dict[str, Any]]:
+def _examples(plan: Study, found: Sequence[Model]) -> list[dict[str, Any]]:
     """To read: the first sentence by its hash of the largest, the middle and the least language."""
     order = figures.by_resource(found[0].scores)
     shown: list[dict[str, Any]] = []
@@ -172,7 +172,7 @@ def _examples(plan: Plan, found: Sequence[Model]) -> list[dict[str, Any]]:
 
 
 def comparisons(
-    plan: Plan, found: Sequence[Model], before: Mapping[str, Any]
+    plan: Study, found: Sequence[Model], before: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """The bootstraps that the plan asks for; those made before of the same weights are kept."""
     names = {model.name for model in found}
@@ -187,7 +187,7 @@ def comparisons(
     return made
 
 
-def _compared(plan: Plan, first: str, second: str, key: str) -> dict[str, Any]:
+def _compared(plan: Study, first: str, second: str, key: str) -> dict[str, Any]:
     pairs = paired_translations(plan, first, second)
     compared: dict[str, Any] = {"key": key, "first": first, "second": second, "groups": {}}
     scores = read_json(plan.place(first) / EVALUATION) or {"tasks": {}}
@@ -202,7 +202,7 @@ def _compared(plan: Plan, first: str, second: str, key: str) -> dict[str, Any]:
     return compared
 
 
-def paired_translations(plan: Plan, first: str, second: str) -> dict[str, Pair]:
+def paired_translations(plan: Study, first: str, second: str) -> dict[str, Pair]:
     """What two runs made of the same sentences, by task."""
     config = plan.evaluate
     run = Run.open(plan.place(first))

@@ -26,14 +26,14 @@ from gshard.mt.lock import locked
 from gshard.mt.progress import Progress, TrainingProgress
 from gshard.mt.run import METRICS, Run
 from gshard.mt.study.ledger import TRAINED, TRANSLATED, read_json
-from gshard.mt.study.plan import Plan, PlannedRun
+from gshard.mt.study.plan import PlannedRun, Study
 from gshard.mt.training import loop
 from gshard.mt.training.checkpoint import FOLDER
 
 _SAMPLE = 8  # batches whose tokens are counted
 
 
-def prepare(plan: Plan, planned: PlannedRun) -> Run:
+def prepare(plan: Study, planned: PlannedRun) -> Run:
     """The folder of a run: its configuration, and the vocabularies and tokens of the study."""
     place = plan.place(planned.name)
     run = Run.create(place, configured(plan, planned))
@@ -45,7 +45,7 @@ def prepare(plan: Plan, planned: PlannedRun) -> Run:
     return run
 
 
-def configured(plan: Plan, planned: PlannedRun) -> RunConfig:
+def configured(plan: Study, planned: PlannedRun) -> RunConfig:
     """The configuration of a run, with the vocabularies that all runs of the study share."""
     config = planned.config
     if config.vocabulary != plan.runs[0].config.vocabulary:
@@ -76,7 +76,7 @@ def _copy_training(old: Path, new: Path) -> None:
 
 
 def train(
-    plan: Plan, planned: PlannedRun, progress: TrainingProgress, seconds_left: float
+    plan: Study, planned: PlannedRun, progress: TrainingProgress, seconds_left: float
 ) -> loop.Outcome | None:
     """Train a run, for `seconds_left` at most; None if its length is not reached yet."""
     place = plan.place(planned.name)
@@ -115,7 +115,7 @@ def _with_length(config: RunConfig, steps: int, minutes: float) -> RunConfig:
     return dataclasses.replace(config, train=train)
 
 
-def _seconds(plan: Plan, planned: PlannedRun) -> float:
+def _seconds(plan: Study, planned: PlannedRun) -> float:
     """The seconds that end a run; 0 if steps do."""
     if not planned.seconds_of:
         return planned.seconds
@@ -135,7 +135,7 @@ def _steps(run: Run, tokens: int) -> int:
     return max(1, round(tokens * _SAMPLE / max(sum(counted), 1)))
 
 
-def translate(plan: Plan, planned: PlannedRun, progress: Progress) -> None:
+def translate(plan: Study, planned: PlannedRun, progress: Progress) -> None:
     """Translate the held-out text with the last weights, and count the loads of the experts."""
     began = time.monotonic()
     run = Run.open(plan.place(planned.name))
@@ -158,7 +158,7 @@ def translate(plan: Plan, planned: PlannedRun, progress: Progress) -> None:
     )
 
 
-def score(plan: Plan, planned: PlannedRun, progress: Progress) -> dict[str, Any]:
+def score(plan: Study, planned: PlannedRun, progress: Progress) -> dict[str, Any]:
     """The scores of what was translated, `evaluation.json`; the weights need not be there."""
     run = Run.open(plan.place(planned.name))
     run.make_vocabulary()

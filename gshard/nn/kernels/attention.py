@@ -33,7 +33,7 @@ class Blocks(NamedTuple):
     interpret: bool = False
 
 
-class Settings(NamedTuple):
+class KernelSettings(NamedTuple):
     """The static settings of a kernel."""
 
     rate: float
@@ -42,7 +42,7 @@ class Settings(NamedTuple):
     blocks: Blocks
 
 
-class Tile(NamedTuple):
+class ScoreBlock(NamedTuple):
     """A block of scores: its head, the dim of queries, and its offsets."""
 
     head: Any  # counted over all rows of the batch
@@ -64,7 +64,7 @@ class Tile(NamedTuple):
         return jax.lax.broadcasted_iota(jnp.int32, line, dim)
 
 
-def _visible(tile: Tile, q_seg: Array, k_seg: Array, causal: bool) -> Array:
+def _visible(tile: ScoreBlock, q_seg: Array, k_seg: Array, causal: bool) -> Array:
     """The mask of a tile's scores."""
     q_seg, k_seg = (
         jnp.expand_dims(x, dim) for x, dim in ((q_seg, 1 - tile.query_dim), (k_seg, tile.query_dim))
@@ -73,7 +73,7 @@ def _visible(tile: Tile, q_seg: Array, k_seg: Array, causal: bool) -> Array:
     return mask & (tile.queries() >= tile.keys()) if causal else mask
 
 
-def _keep(tile: Tile, seed_ref: Any, rate: float) -> Array | None:
+def _keep(tile: ScoreBlock, seed_ref: Any, rate: float) -> Array | None:
     """The dropout mask of a tile's scores, with the bits of `reference`."""
     if rate == 0.0:
         return None
@@ -89,7 +89,7 @@ def _head() -> Any:
 
 def forward_kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, q_seg_ref: Any, k_seg_ref: Any, span_ref: Any,
-    seed_ref: Any, out_ref: Any, log_z_ref: Any, *, settings: Settings,
+    seed_ref: Any, out_ref: Any, log_z_ref: Any, *, settings: KernelSettings,
 ) -> None:  # fmt: skip
     """Attention's output, and the logarithm of each query's sum of scores."""
     rate, causal, scale, blocks = settings
@@ -101,7 +101,7 @@ def forward_kernel(
         acc, top, total = carry
         place = pl.ds(j * K, K)
         scores = plgpu.dot(q, k_ref[place, :].T) * (scale * _LOG2_E)
-        tile = Tile(head, (Q, K), 0, q_start, j * K)
+        tile = ScoreBlock(head, (Q, K), 0, q_start, j * K)
         mask, keep = _visible(tile, q_seg, k_seg_ref[place], causal), _keep(tile, seed_ref, rate)
         new_top = jnp.maximum(top, jnp.max(jnp.where(mask, scores, NEVER), axis=1))
         probs = jnp.where(mask, jnp.exp2(scores - new_top[:, None]), 0.0)
@@ -143,7 +143,7 @@ def _score_grads(
 def query_kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, q_seg_ref: Any, k_seg_ref: Any, span_ref: Any,
     seed_ref: Any, grad_ref: Any, log_z_ref: Any, out_ref: Any, dq_ref: Any, delta_ref: Any,
-    *, settings: Settings,
+    *, settings: KernelSettings,
 ) -> None:  # fmt: skip
     """The gradients of queries, and the sum that those of keys need too."""
     rate, causal, scale, blocks = settings
@@ -156,7 +156,7 @@ def query_kernel(
     def body(j: Any, dq: Array) -> Array:
         place = pl.ds(j * K, K)
         k, v = k_ref[place, :], v_ref[place, :]
-        tile = Tile(head, (Q, K), 0, q_start, j * K)
+        tile = ScoreBlock(head, (Q, K), 0, q_start, j * K)
         mask, keep = _visible(tile, q_seg, k_seg_ref[place], causal), _keep(tile, seed_ref, rate)
         scores, prob_grads = plgpu.dot(q, k.T) * (scale * _LOG2_E), plgpu.dot(grad, v.T)
         _, ds = _score_grads(scores, mask, keep, prob_grads, log_z, delta, rate)
@@ -168,7 +168,8 @@ def query_kernel(
 
 def key_kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, q_seg_ref: Any, k_seg_ref: Any, span_ref: Any,
-    seed_ref: Any, grad_ref: Any, log_z_ref: Any, delta_ref: Any, *refs: Any, settings: Settings,
+    seed_ref: Any, grad_ref: Any, log_z_ref: Any, delta_ref: Any, *refs: Any,
+    settings: KernelSettings,
 ) -> None:  # fmt: skip
     """The gradients of keys and values, at their parts of the arrays that `refs` are blocks of.
 
@@ -183,7 +184,7 @@ def key_kernel(
         dk, dv = carry
         place = pl.ds(i * Q, Q)
         q, grad = q_ref[place, :], grad_ref[place, :]
-        tile = Tile(head, (K, Q), 1, i * Q, k_start)
+        tile = ScoreBlock(head, (K, Q), 1, i * Q, k_start)
         mask, keep = _visible(tile, q_seg_ref[place], k_seg, causal), _keep(tile, seed_ref, rate)
         log_z, delta = log_z_ref[place][None, :], delta_ref[place][None, :]
         scores, prob_grads = plgpu.dot(k, q.T) * (scale * _LOG2_E), plgpu.dot(v, grad.T)

@@ -63,7 +63,7 @@ def test_runs_of_one_depth_have_the_same_arithmetic_for_a_token(path):
         flops = zip(forward_flops(model), gates, strict=True)
         found.setdefault(layers, set()).add(tuple(flop - gate for flop, gate in flops))
     assert all(len(arithmetic) == 1 for arithmetic in found.values()), found
-    assert plan.compare
+    assert plan.compare or len(plan.runs) == 1
 
 
 def write(folder, text=PLAN):
