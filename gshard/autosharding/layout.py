@@ -46,8 +46,8 @@ class Layout:
     `annotations` are of arguments, `results` of results that are arguments of the next step,
     `inside` of tensors in between, where propagation alone would choose otherwise. `seconds` and
     `memory_bytes` are the forecast of the lowered program; `bound` is what the forecast of every
-    layout over the meshes looked at is at least. `solver_gap` is by how much the solver's answer
-    may exceed the best one of its own model, as a share.
+    layout over `meshes`, those that were looked at, is at least. `solver_gap` is by how much the
+    solver's answer may exceed the best one of its own model, as a share.
     """
 
     mesh: Mapping[str, int]
@@ -65,6 +65,7 @@ class Layout:
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     arguments: Any = dataclasses.field(default=None, compare=False, repr=False)
     limit: int = dataclasses.field(default=0, compare=False)
+    meshes: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def devices(self) -> int:
