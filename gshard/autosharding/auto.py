@@ -114,6 +114,10 @@ class _Chooser:
     began: float = dataclasses.field(default_factory=time.monotonic)
     gaps: list[float] = dataclasses.field(default_factory=list)
     looked_at: tuple[MeshShape, ...] = ()
+    reserved: float = 0.0  # seconds for the bound
+
+    def __post_init__(self) -> None:
+        self.reserved = _BOUNDING * self.seconds
 
     @property
     def left(self) -> float:
@@ -145,7 +149,8 @@ class _Chooser:
 
     def _finished(self, fitting: Sequence[Layout]) -> Layout:
         """The best of these with a bound, and without the annotations that it does not need."""
-        bound = self._bound(self.looked_at, _BOUNDING * self.seconds)
+        bound = self._bound(self.looked_at, self.reserved)
+        self.reserved = 0.0
         most = (1 + TOLERANCE) * min(a.seconds for a in fitting)
         best = smaller(_best(fitting), most, self.candidates, self._can_lower)
         gap = min(1.0, max(self.gaps, default=1.0))
@@ -209,15 +214,18 @@ class _Chooser:
         return sorted(found, key=lambda c: (c.cost, len(c.model.mesh)))
 
     def _can_lower(self) -> bool:
-        """Whether there is time to lower one more layout."""
-        return self.left > self.candidates.lowering_seconds
+        """Whether there is time to lower one more layout, and for the bound if it is missing."""
+        return self.left - self.reserved > self.candidates.lowering_seconds
 
     def _lowered(self, choices: Sequence[Choice]) -> list[Layout]:
-        """The layouts of the best meshes: of arguments alone, and with tensors inside."""
-        layouts: list[Layout] = []
+        """The layouts of the best meshes: first of arguments alone, on every mesh; then with
+        tensors inside, beginning with the mesh on which the first was best."""
+        found: list[tuple[Layout, Choice]] = []
         for choice in choices[:_LOWERED_MESHES]:
-            if not layouts or self._can_lower():
-                layouts.append(self.candidates.of_arguments(choice))
+            if not found or self._can_lower():
+                found.append((self.candidates.of_arguments(choice), choice))
+        layouts = [layout for layout, _ in found]
+        for _, choice in sorted(found, key=lambda f: f[0].seconds):
             if self._can_lower():
                 layouts.append(self.candidates.of_all(choice))
         return layouts
