@@ -22,17 +22,18 @@ import time
 from pathlib import Path
 
 from benchmarks.soak import prepare, words
-from gshard.mt.decoding.serve import HOST, Server
-from gshard.mt.decoding.service import Service
 from gshard.mt.decoding.translator import TranslateConfig, open_translator
 from gshard.mt.run import Run
+from gshard.mt.serving.server import Server
+from gshard.mt.serving.service import Service
+from gshard.mt.serving.settings import LOCAL, Settings
 
 CLIENTS = (1, 8, 64)
 
 
 def client(server: Server, texts: list[str], until: float) -> list[float]:
     """Ask for one text after the other, at least once: the seconds of each, refusals included."""
-    connection = http.client.HTTPConnection(HOST, server.port, timeout=600)
+    connection = http.client.HTTPConnection(LOCAL, server.port, timeout=600)
     path = f"/{server.token}/translate"
     took: list[float] = []
     begin = time.perf_counter()
@@ -66,7 +67,7 @@ def measure(
 
 def ready(service: Service) -> Server:
     """A server that runs, once every program is compiled."""
-    server = Server(service, 0)
+    server = Server(service, Settings(port=0))
     threading.Thread(target=server.run, daemon=True).start()
     service.warm_up()
     while service.health["status"] != "ready":

@@ -49,9 +49,10 @@ def report(picture: Path) -> None:
 
 def serve(picture: Path) -> None:
     """The page of a server whose model has random weights."""
-    from gshard.mt.decoding.serve import Server
-    from gshard.mt.decoding.service import Service
     from gshard.mt.decoding.translator import TranslateConfig, Translator
+    from gshard.mt.serving.server import Server
+    from gshard.mt.serving.service import Service
+    from gshard.mt.serving.settings import Settings
     from tests.mt.conftest import made_corpus, made_tokenizer
     from tests.mt.runs import random_model
 
@@ -61,7 +62,7 @@ def serve(picture: Path) -> None:
     translator = Translator(random_model(tokenizer), tokenizer, config=config)
     service = Service(translator, "a model of random weights", 0)
     service.warm_up()
-    server = Server(service, 0)
+    server = Server(service, Settings(port=0))
     threading.Thread(target=server.run, daemon=True).start()
     photograph(server.address, picture, (1200, 640))
     server.stop()

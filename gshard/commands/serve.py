@@ -1,17 +1,40 @@
-"""`gshard serve`: a local web page to try a model."""
+"""`gshard serve`: LibreTranslate's API, and a web page to try a model."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gshard.commands.options import Alpha, Beam, Checkpoint, Devices, Rows, Run
 
+if TYPE_CHECKING:
+    from gshard.mt.serving.settings import Settings
+    from gshard.mt.serving.workers import Served
+
 
 def serve(
     run: Run,
+    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 is all")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen on; 0 takes any free one")] = 8000,
+    keys: Annotated[
+        Path | None, typer.Option(help="TOML file of keys with limits [the page's token]")
+    ] = None,
+    is_open: Annotated[bool, typer.Option("--open", help="ask for no key")] = False,
+    req_limit: Annotated[
+        int, typer.Option(help="texts a minute of all who have no key; 0 is no limit")
+    ] = 0,
+    char_limit: Annotated[int, typer.Option(help="characters of a request")] = 5_000,
+    batch_limit: Annotated[int, typer.Option(help="texts of a request")] = 100,
+    tls_cert: Annotated[Path | None, typer.Option(help="certificate, PEM")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="its key, PEM")] = None,
+    proxies: Annotated[
+        str, typer.Option(help="addresses of proxies whose X-Forwarded headers are believed")
+    ] = "",
+    cors: Annotated[str, typer.Option(help="origin whose pages may use it, or *")] = "",
+    logs: Annotated[str, typer.Option(help="none, text or json: a line for each request")] = "none",
+    workers: Annotated[int, typer.Option(help="processes, each with a copy", min=1)] = 1,
     beam: Beam = 4,
     alternatives: Annotated[int, typer.Option(help="translations to show")] = 4,
     alpha: Alpha = 0.6,
@@ -19,29 +42,54 @@ def serve(
     rows: Rows = 32,
     devices: Devices = 0,
 ) -> None:
-    """Show a page on this machine: type a sentence, see its translation and its experts."""
-    import os
-    import sys
-
-    from gshard.commands.show import console
-    from gshard.mt.decoding.serve import Server
-    from gshard.mt.decoding.service import Service
-    from gshard.mt.decoding.translator import TranslateConfig, open_translator
+    """Serve a model: LibreTranslate's API, and a page with a translation and its experts."""
+    from gshard.mt.decoding.translator import TranslateConfig
+    from gshard.mt.errors import UserError, nearest
     from gshard.mt.run import Run as OpenedRun
+    from gshard.mt.serving.keys import read_keys
+    from gshard.mt.serving.settings import LOGS, Settings
+    from gshard.mt.serving.workers import Served
 
+    if logs not in LOGS:
+        raise UserError(f"--logs {logs!r}{nearest(logs, LOGS)}; allowed are {', '.join(LOGS)}")
+    if keys is not None and is_open:
+        raise UserError("--keys asks for keys and --open for none; give one of them")
+    if req_limit and not is_open:
+        raise UserError("--req-limit is for --open; keys have their limits in the file of --keys")
+    settings = Settings(
+        host, port, tls_cert, tls_key, read_keys(keys) if keys else (), is_open, req_limit,
+        char_limit, batch_limit, proxies, cors, next(kind for kind in LOGS if kind == logs),
+    )  # fmt: skip
     opened = OpenedRun.open(run)
     longest = max(opened.config.batch.source_length, 16)
     config = TranslateConfig(beam, min(alternatives, beam), alpha, rows, longest)
-    with console.status(f"loading {opened.name}"):
-        translator, step = open_translator(opened, checkpoint, config, devices)
-    service = Service(translator, opened.name, step)
-    server = Server(service, port)
-    service.warm_up()
-    console.print(f"{opened.name} is at {server.address} (Ctrl-C ends it)", soft_wrap=True)
-    try:
+    _run(Served(run, checkpoint, config, devices), settings, workers, opened.name)
+
+
+def _run(served: Served, settings: Settings, workers: int, name: str) -> None:
+    """Serve until Ctrl-C or SIGTERM."""
+    import contextlib
+    import os
+    import signal
+    import sys
+
+    from gshard.commands.show import console
+    from gshard.mt.serving.server import Server
+    from gshard.mt.serving.workers import Workers
+
+    server: Server | Workers
+    if workers > 1:
+        server = Workers(served, settings, workers)
+    else:
+        with console.status(f"loading {name}"):
+            service, detector = served.open()
+        server = Server(service, settings, detector)
+    console.print(f"{name} is at {server.address} (Ctrl-C ends it)", soft_wrap=True)
+    # SIGTERM ends it as Ctrl-C does: Uvicorn lets the answers finish and raises the signal again.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    with contextlib.suppress(KeyboardInterrupt):
         server.run()
-    except KeyboardInterrupt:
-        console.print("ended")
+    console.print("ended")
     # A thread may be compiling, which cannot be interrupted and would crash during a normal exit;
     # there is nothing left to save.
     sys.stdout.flush()

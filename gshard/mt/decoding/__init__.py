@@ -1,1 +1,1 @@
-"""From weights to text: beam search, lines of any length, and the local page."""
+"""From weights to text: beam search, and lines of any length."""

@@ -34,8 +34,11 @@ def cut(text: str, size: Size, longest: int) -> list[str]:
     Sentences are kept apart, since models learn from single ones, except that short ones (often
     the dot was that of an abbreviation) stay with the next. Below that the pieces are few.
     """
-    if size([text])[0] <= longest:
-        return [text]
+    return [text] if size([text])[0] <= longest else cut_sentences(text, size, longest)
+
+
+def cut_sentences(text: str, size: Size, longest: int) -> list[str]:
+    """The same at the ends of sentences, also where all of the text would fit."""
     return _at(
         text, size, longest, ((_SENTENCE, longest // 4), (_CLAUSE, longest), (_WORD, longest))
     )
@@ -50,7 +53,7 @@ def _at(
     (pattern, full), *finer = levels
     atoms = _split(text, pattern)
     if len(atoms) == 1:
-        return _at(text, size, longest, finer)
+        return [text] if size([text])[0] <= longest else _at(text, size, longest, finer)
     pieces: list[str] = []
     room = -1  # tokens that the last piece may still take
     for atom, tokens in zip(atoms, size(atoms), strict=True):

@@ -22,7 +22,7 @@ from jax import Array
 import gshard
 from gshard.mt.batching.tokenizer import END, PAD, Tokenizer
 from gshard.mt.decoding.beam import MOST_ALPHA, BeamConfig, Translations, beam_search
-from gshard.mt.decoding.segment import cut
+from gshard.mt.decoding.segment import Size, cut, cut_sentences
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.launch.environment import Hosts
 from gshard.mt.progress import Progress, Silent
@@ -166,19 +166,31 @@ class Translator:
         """The text in pieces that the model can take; most often there is one."""
         return self._cuts([text], target)[0]
 
+    def sentences(self, text: str, target: str = "en") -> list[str]:
+        """The text in sentences, short ones together; joined they are the text."""
+        return cut_sentences(well_formed(text), self._size_into(target), self._room)
+
     def _cuts(self, texts: Sequence[str], target: str) -> list[list[str]]:
         """The pieces of each text; those that fit are found together, which is far faster."""
-
-        def size(texts: Sequence[str]) -> list[int]:
-            sources = self.tokenizer.encode_source(texts, target)
-            return [len(ids) - self._overhead for ids in sources]
-
-        room = self.config.longest - self._overhead
+        size, room = self._size_into(target), self._room
         whole = [well_formed(text) for text in texts]
         return [
             [text] if tokens <= room else cut(text, size, room)
             for text, tokens in zip(whole, size(whole), strict=True)
         ]
+
+    def _size_into(self, target: str) -> Size:
+        """How many tokens each text has, without those beside it."""
+
+        def size(texts: Sequence[str]) -> list[int]:
+            sources = self.tokenizer.encode_source(texts, target)
+            return [len(ids) - self._overhead for ids in sources]
+
+        return size
+
+    @property
+    def _room(self) -> int:
+        return self.config.longest - self._overhead
 
     def compiled(
         self, name: str, fn: Callable[..., Any], *shapes: tuple[int, ...]
@@ -339,6 +351,11 @@ def _unknown(language: str, what: str, known: Sequence[str]) -> str:
     )
 
 
+def is_unspaced(language: str) -> bool:
+    """Whether sentences of a language follow each other without a space."""
+    return language.split("_")[0].split("-")[0] in _UNSPACED
+
+
 def well_formed(text: str) -> str:
     """The text with U+FFFD for halves of surrogate pairs, which no encoding can write."""
     try:
@@ -354,7 +371,7 @@ def joined(pieces: Sequence[Sequence[Hypothesis]], target: str) -> list[Hypothes
         return list(pieces[0])
     if not pieces:
         return [Hypothesis("", 0.0)]
-    space = "" if target.split("_")[0].split("-")[0] in _UNSPACED else " "
+    space = "" if is_unspaced(target) else " "
     joined = []
     for n in range(max(map(len, pieces))):
         each = [piece[min(n, len(piece) - 1)] for piece in pieces]

@@ -35,16 +35,17 @@ from gshard.mt.errors import UserError
 LONGEST = 5_000  # characters of a text
 PIECES = 100  # of a text, each as long as the model can take; rare characters need many
 WAITING = 64  # requests
-SECONDS = 60.0  # that a request may take, once the programs are compiled
+SECONDS = 60.0  # that PIECES of a request may take, once the programs are compiled
 _TURN = 4  # pieces of one request in a round, while others wait
 
 
 class RefusedError(Exception):
     """A request that is not answered, with HTTP's status for the reason."""
 
-    def __init__(self, status: int, message: str):
+    def __init__(self, status: int, message: str, retry_after: int = 0):
         super().__init__(message)
         self.status = status
+        self.retry_after = retry_after or (5 if status == 503 else 0)  # seconds
 
 
 @dataclass(frozen=True)
@@ -63,21 +64,35 @@ class About:
     longest: int = LONGEST
 
 
+Listener = Callable[[int, list[Hypothesis]], None]
+
+
 @dataclass
 class _Waiting:
-    """A request that is being answered: pieces to translate, and those that are done."""
+    """A request that is being answered: pieces to translate, and those that are done.
+
+    `listener` hears the number of each piece and its translations when it is done.
+    """
 
     target: str
     pieces: list[str]
     arrived: float
-    answer: Future[dict[str, Any]] = field(default_factory=Future)
+    shows_experts: bool = False
+    listener: Listener | None = None
+    answer: Future[Any] = field(default_factory=Future)
     found: list[tuple[list[Hypothesis], dict[str, Any]]] = field(default_factory=list)
 
     @property
     def left(self) -> list[str]:
         return self.pieces[len(self.found) :]
 
-    def settle(self, answer: dict[str, Any] | Exception) -> None:
+    def add(self, hypotheses: list[Hypothesis], shown: dict[str, Any]) -> None:
+        """One more piece is translated."""
+        self.found.append((hypotheses, shown))
+        if self.listener is not None:
+            self.listener(len(self.found) - 1, hypotheses)
+
+    def settle(self, answer: Any) -> None:
         with contextlib.suppress(InvalidStateError):  # its client has left just now
             if isinstance(answer, Exception):
                 self.answer.set_exception(answer)
@@ -127,7 +142,23 @@ class Service:
 
     def submit(self, request: Any) -> Future[dict[str, Any]]:
         """Put a request into the queue; cancelling the result takes it out again."""
-        waiting = self._checked(request)
+        return self._queue(self._checked(request))
+
+    def submit_pieces(
+        self, pieces: list[str], target: str, listener: Listener | None = None
+    ) -> Future[list[list[Hypothesis]]]:
+        """Have pieces translated that are not too long each: the n-best lists of all, in order.
+
+        The translator's thread calls `listener` for each piece as soon as it is done.
+        """
+        return self._queue(_Waiting(target, pieces, time.monotonic(), listener=listener))
+
+    @property
+    def translator(self) -> Translator:
+        """The model, for what needs no turn: cutting text."""
+        return self._translator
+
+    def _queue(self, waiting: _Waiting) -> Future[Any]:
         with self._changed:
             if len(self._requests) >= WAITING:
                 raise RefusedError(503, "too many requests wait here; try again in a moment")
@@ -166,7 +197,7 @@ class Service:
                 f"this text is too much for one request: it comes to {len(pieces):,} pieces of "
                 f"what the model can read at once, and {PIECES} are allowed",
             )
-        return _Waiting(target, pieces, time.monotonic())
+        return _Waiting(target, pieces, time.monotonic(), shows_experts=True)
 
     def _work(self) -> None:
         while True:
@@ -217,7 +248,8 @@ class Service:
             found = iter(self._translator.translate([p for _, ps in chosen for p in ps], target))
             for request, pieces in chosen:
                 mine = zip(pieces, itertools.islice(found, len(pieces)), strict=True)
-                request.found += [(h, self._shown(piece, h, target)) for piece, h in mine]
+                for piece, hypotheses in mine:
+                    request.add(hypotheses, self._shown(request, piece, hypotheses))
         except Exception as error:
             for request, _ in chosen:
                 request.settle(error)
@@ -231,11 +263,11 @@ class Service:
                     self._requests.append(request)
         return done
 
-    def _shown(self, piece: str, hypotheses: list[Hypothesis], target: str) -> dict[str, Any]:
+    def _shown(self, request: _Waiting, piece: str, hypotheses: list[Hypothesis]) -> dict[str, Any]:
         """A piece with the experts of its tokens; nothing for what translates to nothing."""
-        if not hypotheses[0].tokens:
+        if not request.shows_experts or not hypotheses[0].tokens:
             return {}
-        shown = routes(self._translator, piece, hypotheses[0], target)
+        shown = routes(self._translator, piece, hypotheses[0], request.target)
         return {"text": piece.strip(), **asdict(shown)}
 
     def _finish(self, request: _Waiting, now: float) -> bool:
@@ -245,13 +277,16 @@ class Service:
         if not request.left:
             request.settle(self._answer(request))
             return True
-        if self._ready_at is not None and now - max(request.arrived, self._ready_at) > SECONDS:
-            limit = f"this text took more than {SECONDS:.0f} s, and was given up"
+        seconds = SECONDS * -(-len(request.pieces) // PIECES)
+        if self._ready_at is not None and now - max(request.arrived, self._ready_at) > seconds:
+            limit = f"this text took more than {seconds:.0f} s, and was given up"
             request.settle(RefusedError(503, limit))
             return True
         return False
 
-    def _answer(self, request: _Waiting) -> dict[str, Any]:
+    def _answer(self, request: _Waiting) -> Any:
+        if not request.shows_experts:
+            return [hypotheses for hypotheses, _ in request.found]
         said = [hypotheses for hypotheses, _ in request.found if hypotheses[0].tokens]
         whole = joined(said, request.target)
         return {

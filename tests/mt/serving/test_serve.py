@@ -24,14 +24,15 @@ import numpy as np
 import pytest
 
 from gshard.mt.batching.tokenizer import START
-from gshard.mt.decoding.serve import HOST, Server
-from gshard.mt.decoding.service import LONGEST, About, Service
 from gshard.mt.decoding.translator import TranslateConfig, Translator
 from gshard.mt.errors import UserError
+from gshard.mt.serving.server import Server
+from gshard.mt.serving.service import LONGEST, About, Service
+from gshard.mt.serving.settings import LOCAL, Settings
 from gshard.nn import Batch
-from tests.mt.decoding.slow_translator import slow_translator, until
 from tests.mt.runs import make_run, random_model
 from tests.mt.samples import sentence
+from tests.mt.serving.slow_translator import slow_translator, until
 
 SMALL = TranslateConfig(beam=3, nbest=3, rows=1, longest=24, most=10)
 
@@ -47,7 +48,7 @@ def translator(model, tokenizer):
 
 
 def serving(service):
-    server = Server(service, port=0)
+    server = Server(service, Settings(port=0))
     threading.Thread(target=server.run, daemon=True).start()
     return server
 
@@ -62,7 +63,7 @@ def server(translator):
 def ask(server, method, path, body=None, headers=None):
     inside = path == "/health" or path.startswith("//")
     place = path if inside else f"/{server.token}{path}"
-    connection = http.client.HTTPConnection(HOST, server.port, timeout=240)
+    connection = http.client.HTTPConnection(LOCAL, server.port, timeout=240)
     with contextlib.closing(connection):
         connection.request(method, place, body, headers or {})
         with connection.getresponse() as reply:
@@ -153,7 +154,7 @@ def test_the_page_and_the_model(server):
     reply, data = ask(server, "GET", "/?q=x")
     assert reply.status == 200
     page = data.decode()
-    script = resources.files("gshard.mt.decoding").joinpath("serve.js").read_text("utf-8")
+    script = resources.files("gshard.mt.serving").joinpath("page.js").read_text("utf-8")
     assert f"<script>\n{script}" in page
     # Nothing from outside, and no way to make markup of text.
     assert not re.search(r"https?:|//\w|\bsrc\s*=|@import|url\(|<link", page)
@@ -207,7 +208,7 @@ def test_refusals_are_json(server, method, path, body, headers, status, message)
 
 def test_rubbish_on_the_wire(server):
     for rubbish in (b"\x16\x03\x01\x00\xff\xff\n\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"):
-        with socket.create_connection((HOST, server.port), timeout=30) as wire:
+        with socket.create_connection((LOCAL, server.port), timeout=30) as wire:
             wire.sendall(rubbish)
             wire.shutdown(socket.SHUT_WR)
             answer = wire.makefile("rb").read()
@@ -219,7 +220,7 @@ def test_rubbish_on_the_wire(server):
 def test_a_port_in_use(server, translator):
     for port in (server.port, 99_999):
         with pytest.raises(UserError, match=f"port {port} cannot be used"):
-            Server(Service(translator), port)
+            Server(Service(translator), Settings(port=port))
 
 
 @pytest.fixture
@@ -232,13 +233,13 @@ def test_nothing_is_translated_for_a_client_who_has_left(slow):
     server = serving(Service(slow))
     body = json.dumps({"text": sentence(1), "target": "de"}).encode()
     request = (
-        f"POST /{server.token}/translate HTTP/1.1\r\nHost: {HOST}\r\n"
+        f"POST /{server.token}/translate HTTP/1.1\r\nHost: {LOCAL}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     ).encode() + body
-    with socket.create_connection((HOST, server.port), timeout=240) as stays:
+    with socket.create_connection((LOCAL, server.port), timeout=240) as stays:
         stays.sendall(request)
         until(lambda: len(slow.batches) == 1)
-        with socket.create_connection((HOST, server.port), timeout=30) as leaves:
+        with socket.create_connection((LOCAL, server.port), timeout=30) as leaves:
             leaves.sendall(request.replace(b"river", b"xxxxx").replace(b"mountain", b"yyyyyyyy"))
             until(lambda: json.loads(ask(server, "GET", "/health")[1])["waiting"] == 2)
         time.sleep(1.0)  # the server looks now and then
@@ -252,12 +253,12 @@ def test_nothing_is_translated_for_a_client_who_has_left(slow):
 @pytest.mark.parametrize("path", ["/translate", "/nothing"])
 def test_the_body_of_a_refused_request_is_not_the_next_request(server, path):
     """A request in a request: past the check of the name, if a server were careless."""
-    inside = f"GET /{server.token}/model HTTP/1.1\r\nHost: {HOST}\r\n\r\n".encode()
+    inside = f"GET /{server.token}/model HTTP/1.1\r\nHost: {LOCAL}\r\n\r\n".encode()
     head = (
         f"POST /{server.token}{path} HTTP/1.1\r\nHost: evil.example\r\n"
         f"Content-Type: text/plain\r\nContent-Length: {len(inside)}\r\n\r\n"
     ).encode()
-    with socket.create_connection((HOST, server.port), timeout=30) as wire:
+    with socket.create_connection((LOCAL, server.port), timeout=30) as wire:
         wire.sendall(head + inside)
         wire.shutdown(socket.SHUT_WR)
         answer = wire.makefile("rb").read()
@@ -267,7 +268,7 @@ def test_the_body_of_a_refused_request_is_not_the_next_request(server, path):
 
 def test_slow_connections_take_no_threads_and_hold_nobody_up(server):
     before = threading.active_count()
-    wires = [socket.create_connection((HOST, server.port), timeout=30) for _ in range(100)]
+    wires = [socket.create_connection((LOCAL, server.port), timeout=30) for _ in range(100)]
     for wire in wires:
         wire.sendall(b"POST / HTTP/1.1\r\nHost: ")
     assert ask(server, "GET", "/model")[0].status == 200
@@ -380,17 +381,14 @@ def test_the_command(tokenizer, tmp_path):
 
     with (
         subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=quickly,
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=quickly
         ) as process,
         contextlib.ExitStack() as at_last,
     ):
         at_last.callback(process.kill)
         line = process.stdout.readline().decode()
         port, token = re.search(r"http://127.0.0.1:(\d+)/([\w-]+)/", line).groups()
-        connection = http.client.HTTPConnection(HOST, int(port), timeout=60)
+        connection = http.client.HTTPConnection(LOCAL, int(port), timeout=60)
         with contextlib.closing(connection):
             connection.request("GET", f"/{token}/model")
             about = json.loads(connection.getresponse().read())

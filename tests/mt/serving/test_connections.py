@@ -10,9 +10,10 @@ import time
 
 import pytest
 
-from gshard.mt.decoding import connections
-from gshard.mt.decoding.serve import HOST, Server
-from gshard.mt.decoding.service import About
+from gshard.mt.serving import connections
+from gshard.mt.serving.server import Server
+from gshard.mt.serving.service import About
+from gshard.mt.serving.settings import LOCAL, Settings
 from tests.mt.processes import PATIENCE
 
 
@@ -26,7 +27,7 @@ class Service:
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setattr(connections, "SECONDS", 0.5)
-    server = Server(Service(), port=0)
+    server = Server(Service(), Settings(port=0))
     thread = threading.Thread(target=server.run)
     thread.start()
     yield server
@@ -35,7 +36,7 @@ def server(monkeypatch):
 
 
 def health(port):
-    connection = http.client.HTTPConnection(HOST, port, timeout=PATIENCE)
+    connection = http.client.HTTPConnection(LOCAL, port, timeout=PATIENCE)
     with contextlib.closing(connection):
         connection.request("GET", "/health")
         return connection.getresponse().status
@@ -50,7 +51,7 @@ def ended(wire):
 
 
 def connect(server):
-    return socket.create_connection((HOST, server.port), timeout=PATIENCE)
+    return socket.create_connection((LOCAL, server.port), timeout=PATIENCE)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_who_does_not_take_the_answer_is_left(server):
     with socket.socket() as wire:
         wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         wire.settimeout(PATIENCE)
-        wire.connect((HOST, server.port))
+        wire.connect((LOCAL, server.port))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             for _ in range(2000):  # until the server stops to read, or ends it
                 wire.sendall(page)
@@ -112,9 +113,10 @@ def test_a_slow_one_is_ended_for_a_newcomer(server, monkeypatch):
 FEW = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-from gshard.mt.decoding.serve import Server
-from tests.mt.decoding.test_connections import Service
-server = Server(Service(), port=0)
+from gshard.mt.serving.server import Server
+from gshard.mt.serving.settings import Settings
+from tests.mt.serving.test_connections import Service
+server = Server(Service(), Settings(port=0))
 print(server.port, flush=True)
 server.run()
 """
@@ -131,7 +133,7 @@ def test_unfinished_headers_and_few_descriptors():
         stack.callback(process.kill)
         port = int(process.stdout.readline())
         for _ in range(300):
-            wire = stack.enter_context(socket.create_connection((HOST, port), timeout=PATIENCE))
+            wire = stack.enter_context(socket.create_connection((LOCAL, port), timeout=PATIENCE))
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 wire.sendall(b"POST / HTTP/1.1\r\nHost: ")
         assert [health(port) for _ in range(20)] == [200] * 20

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from gshard.mt.batching.tokenizer import END
-from gshard.mt.decoding import service as services
 from gshard.mt.decoding.beam import Translations
-from gshard.mt.decoding.service import RefusedError, Service
 from gshard.mt.decoding.token_experts import Routes
 from gshard.mt.decoding.translator import TranslateConfig, Translator
+from gshard.mt.serving import service as services
+from gshard.mt.serving.service import RefusedError, Service
 from gshard.nn import Strategy
-from tests.mt.decoding.slow_translator import Slow, slow_translator, until
 from tests.mt.runs import random_model
 from tests.mt.samples import sentence
+from tests.mt.serving.slow_translator import Slow, slow_translator, until
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""Translation over HTTP: LibreTranslate's routes, a page, batches, keys, metrics, workers."""

@@ -1,0 +1,279 @@
+"""LibreTranslate's routes, which its many clients already speak.
+
+`POST /translate` takes JSON or a form, one text or several, plain or HTML. With `Accept:
+text/event-stream`, and at `GET /translate/stream` for browsers' EventSource, each sentence is an
+event as soon as it is translated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from gshard.mt.decoding.detect import Detector
+from gshard.mt.decoding.translator import Hypothesis, choose_target
+from gshard.mt.errors import UserError
+from gshard.mt.serving import bodies, documents, fields
+from gshard.mt.serving.keys import Key, Keys
+from gshard.mt.serving.languages import language_name, listed
+from gshard.mt.serving.observing import Metrics, note
+from gshard.mt.serving.service import PIECES, RefusedError, Service
+from gshard.mt.serving.settings import Settings
+
+_AUTO = "auto"
+_EVENTS = "text/event-stream"
+_LEAVING = 0.2  # seconds between two looks at whether a client has left
+_BEAT = 15.0  # seconds after which a stream says that it is alive: proxies end silent ones
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request to translate, checked."""
+
+    is_batch: bool
+    documents: tuple[documents.Document, ...]
+    target: str
+    alternatives: int
+    detected: tuple[dict[str, Any], ...] | None
+
+    @property
+    def sentences(self) -> list[str]:
+        """Those of all texts, one after the other."""
+        return [sentence for document in self.documents for sentence in document.sentences]
+
+    def answer(self, found: Sequence[Sequence[Hypothesis]]) -> dict[str, Any]:
+        """In LibreTranslate's form, from the n-best lists of the sentences."""
+        found, said, others = list(found), [], []
+        for document in self.documents:
+            mine, found = found[: len(document.sentences)], found[len(document.sentences) :]
+
+            def version(n: int, document: Any = document, mine: Any = mine) -> str:
+                best = [hypotheses[min(n, len(hypotheses) - 1)].text for hypotheses in mine]
+                return str(document.joined(best, self.target))
+
+            said.append(version(0))
+            count = max((len(hypotheses) for hypotheses in mine), default=1)
+            others.append([version(n) for n in range(1, min(self.alternatives + 1, count))])
+        each: dict[str, list[Any]] = {"translatedText": said}
+        if self.alternatives:
+            each["alternatives"] = others
+        if self.detected is not None:
+            each["detectedLanguage"] = list(self.detected)
+        return each if self.is_batch else {name: values[0] for name, values in each.items()}
+
+
+class Api:
+    """The routes of one service."""
+
+    def __init__(
+        self, service: Service, settings: Settings, keys: Keys, detector: Detector | None = None
+    ):
+        self._service, self._settings, self._keys = service, settings, keys
+        self._detector = detector
+        self.metrics = Metrics(service)
+        self.routes = [
+            Route("/translate", self._translate, methods=["POST"]),
+            Route("/translate/stream", self._stream, methods=["GET"]),
+            Route("/languages", self._languages),
+            Route("/detect", self._detect, methods=["POST"]),
+            Route("/frontend/settings", self._frontend),
+            Route("/health", self._health),
+            Route("/ready", self._ready),
+            Route("/metrics", self._metrics),
+        ]
+
+    async def _translate(self, request: Request) -> Response:
+        given = await bodies.read_object(request, 16 * self._settings.characters)
+        asked = await self._asked(request, fields.read(fields.TRANSLATE, given))
+        if _EVENTS in request.headers.get("Accept", ""):
+            return self._events(asked)
+        answer = asyncio.wrap_future(self._submit(asked))
+        while not (await asyncio.wait([answer], timeout=_LEAVING))[0]:
+            if await request.is_disconnected():
+                answer.cancel()  # nobody waits for it any more
+                raise ClientDisconnect
+        return JSONResponse(asked.answer(answer.result()))
+
+    async def _stream(self, request: Request) -> Response:
+        given = fields.read(fields.STREAM, dict(request.query_params))
+        return self._events(await self._asked(request, given))
+
+    async def _asked(self, request: Request, given: dict[str, Any]) -> Asked:
+        texts = given["q"] if isinstance(given["q"], list) else [given["q"]]
+        characters = sum(map(len, texts))
+        if len(texts) > self._settings.texts:
+            raise RefusedError(
+                413, f"{len(texts):,} texts are too many; {self._settings.texts:,} are allowed"
+            )
+        self._refuse_long(characters)
+        key = self._admit(request, given["api_key"], max(1, len(texts)))
+        note(request.scope, key=key.name, texts=len(texts), characters=characters)
+        target = self._target(given["source"], given["target"])
+        note(request.scope, source=given["source"], target=target)
+        return await asyncio.to_thread(self._prepared, given, texts, target)
+
+    def _prepared(self, given: dict[str, Any], texts: list[str], target: str) -> Asked:
+        """Cut the texts, which takes a moment if they are long."""
+        read = documents.from_html if given["format"] == "html" else documents.from_text
+        translator = self._service.translator
+        cut = [read(text, lambda each: translator.sentences(each, target)) for text in texts]
+        asked = Asked(
+            isinstance(given["q"], list),
+            tuple(cut),
+            target,
+            given["alternatives"],
+            tuple(map(self._best, texts)) if given["source"] == _AUTO and self._detector else None,
+        )
+        most = max(PIECES, self._settings.characters // 10)
+        if (count := len(asked.sentences)) > most:
+            raise RefusedError(
+                413,
+                f"this text is too much for one request: it comes to {count:,} pieces of what the "
+                f"model can read at once, and {most:,} are allowed",
+            )
+        return asked
+
+    def _target(self, source: str, target: str) -> str:
+        sources = self._service.about.sources
+        if source not in (_AUTO, *sources):
+            raise RefusedError(
+                400,
+                f"{source[:40]!r} is no language that is translated from; allowed are "
+                f"{', '.join((_AUTO, *sources))}",
+            )
+        try:
+            tokenizer = self._service.translator.tokenizer
+            return choose_target(tokenizer, "" if source == _AUTO else source, target)
+        except UserError as error:
+            raise RefusedError(400, str(error)) from None
+
+    def _refuse_long(self, characters: int) -> None:
+        if characters > self._settings.characters:
+            raise RefusedError(
+                413,
+                f"{characters:,} characters are too many for one request; "
+                f"{self._settings.characters:,} are allowed",
+            )
+
+    def _admit(self, request: Request, given: str, texts: int) -> Key:
+        """The key of a request, if it may be answered now."""
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        given = given or (token.strip() if scheme.lower() == "bearer" else "")
+        given = given or request.headers.get("X-API-Key", "")
+        key = self._keys.find(given)
+        if key is None:
+            raise RefusedError(
+                403,
+                "this server has no such api_key" if given else "this server asks for an api_key",
+            )
+        if seconds := self._keys.wait(key, texts):
+            raise RefusedError(
+                429,
+                f"{key.per_minute:,} texts a minute are allowed; try again in {seconds} s",
+                retry_after=seconds,
+            )
+        return key
+
+    def _submit(self, asked: Asked, listener: Any = None) -> Future[list[list[Hypothesis]]]:
+        return self._service.submit_pieces(asked.sentences, asked.target, listener)
+
+    def _events(self, asked: Asked) -> Response:
+        """Each sentence, then the entire answer, as server-sent events."""
+        loop = asyncio.get_running_loop()
+        heard: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
+        owners = [n for n, document in enumerate(asked.documents) for _ in document.sentences]
+
+        def tell(event: str, **data: Any) -> None:
+            loop.call_soon_threadsafe(heard.put_nowait, (event, data))
+
+        def listener(n: int, hypotheses: list[Hypothesis]) -> None:
+            of = {"text": owners[n], "sentence": n, "sentences": len(owners)}
+            tell("sentence", **of, translatedText=hypotheses[0].text)
+
+        answer = self._submit(asked, listener)
+
+        def finish(done: Future[list[list[Hypothesis]]]) -> None:
+            if done.cancelled():
+                return
+            if (error := done.exception()) is None:
+                tell("done", **asked.answer(done.result()))
+            else:
+                known = isinstance(error, RefusedError)
+                tell("error", error=str(error) if known else "something went wrong")
+
+        answer.add_done_callback(finish)
+
+        async def stream() -> AsyncIterator[str]:
+            try:
+                while True:
+                    try:
+                        event, data = await asyncio.wait_for(heard.get(), _BEAT)
+                    except TimeoutError:
+                        yield ": still here\n\n"
+                        continue
+                    yield f"event: {event}\ndata: {json.dumps(data)}\n\n"
+                    if event != "sentence":
+                        return
+            finally:
+                answer.cancel()  # the client may have left
+
+        return StreamingResponse(stream(), media_type=_EVENTS, headers={"X-Accel-Buffering": "no"})
+
+    def _best(self, text: str) -> dict[str, Any]:
+        assert self._detector is not None
+        found = self._detector.detect(text, 1)
+        return found[0]._asdict() if found else {"language": "", "confidence": 0.0}
+
+    async def _languages(self, request: Request) -> Response:
+        return JSONResponse(listed(self._service.translator.tokenizer.tasks))
+
+    async def _detect(self, request: Request) -> Response:
+        given = await bodies.read_object(request, 16 * self._settings.characters)
+        asked = fields.read(fields.DETECT, given)
+        self._refuse_long(len(asked["q"]))
+        key = self._admit(request, asked["api_key"], 1)
+        note(request.scope, key=key.name)
+        if self._detector is None:
+            raise RefusedError(
+                501,
+                "this model has no detector of languages; a release that is made where the corpus "
+                "is has one",
+            )
+        return JSONResponse([found._asdict() for found in self._detector.detect(asked["q"])])
+
+    async def _frontend(self, request: Request) -> Response:
+        target = self._service.about.target
+        return JSONResponse(
+            {
+                "apiKeys": not self._keys.is_open,
+                "charLimit": self._settings.characters,
+                "filesTranslation": False,
+                "frontendTimeout": 500,
+                "keyRequired": not self._keys.is_open,
+                "language": {
+                    "source": {"code": _AUTO, "name": "Auto Detect"},
+                    "target": {"code": target, "name": language_name(target)},
+                },
+                "suggestions": False,
+                "supportedFilesFormat": [],
+            }
+        )
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse(self._service.health)
+
+    async def _ready(self, request: Request) -> Response:
+        ready = self._service.health["status"] == "ready"
+        return JSONResponse(self._service.health, 200 if ready else 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        text = await asyncio.to_thread(self.metrics.text)
+        return Response(text, media_type="text/plain; version=0.0.4")

@@ -1,0 +1,87 @@
+"""The bodies of requests: JSON and forms, within limits of size and time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
+from starlette.requests import Request
+from starlette.types import Message
+
+from gshard.mt.serving.service import RefusedError
+
+_READING = 20.0  # seconds that a request may take to arrive
+_JSON = "application/json"
+_FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
+_PARTS = 1_000  # of a form
+
+
+def kind_of(request: Request) -> str:
+    """The type of the body, as its sender says."""
+    return request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+
+
+async def read_json(request: Request, most: int) -> Any:
+    """The JSON that was sent. It must say that it is: no form on another site can."""
+    kind = kind_of(request)
+    if kind != _JSON:
+        raise RefusedError(415, f"the request is {kind or 'of no type'}, not {_JSON}")
+    return _parsed(await _body(request, most))
+
+
+async def read_object(request: Request, most: int) -> dict[str, Any]:
+    """The fields that were sent, as JSON or as a form; a field that comes twice is a list."""
+    kind = kind_of(request)
+    if kind in _FORMS:
+        return await _form(request, await _body(request, most))
+    if kind != _JSON:
+        allowed = ", ".join((_JSON, *_FORMS))
+        raise RefusedError(415, f"the request is {kind or 'of no type'}; allowed are {allowed}")
+    found = _parsed(await _body(request, most))
+    if not isinstance(found, dict):
+        raise RefusedError(400, 'the request is no JSON object such as {"q": "..."}')
+    return found
+
+
+async def _body(request: Request, most: int) -> bytes:
+    body = b""
+    try:
+        async with asyncio.timeout(_READING):
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    raise RefusedError(413, f"a request has {most:,} bytes at most")
+    except TimeoutError:
+        raise RefusedError(408, "the request did not arrive in time") from None
+    return body
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(400, f"the request is no JSON: {error}") from None
+
+
+async def _form(request: Request, body: bytes) -> dict[str, Any]:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    try:
+        form = await Request(request.scope, receive).form(max_files=0, max_fields=_PARTS)
+    except (HTTPException, MultiPartException, ValueError) as error:
+        detail = getattr(error, "detail", None) or getattr(error, "message", None) or error
+        raise RefusedError(400, f"the request is no form: {detail}") from None
+    found: dict[str, Any] = {}
+    for name, value in form.multi_items():
+        if not isinstance(value, str):
+            raise RefusedError(400, f"`{name[:40]}` is a file; only text is taken")
+        found[name] = value if name not in found else [*_listed(found[name]), value]
+    return found
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

@@ -1,0 +1,294 @@
+"""The server: LibreTranslate's routes, and a page that shows a translation with its experts.
+
+Starlette and Uvicorn do the work: connections take no threads, end by themselves, and with bodies
+that are not read. Unless told otherwise, the server listens on this machine only, answers to its
+own name only, and to those who know the token in the page's address. The page is one file without
+anything from outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import re
+import secrets
+import socket
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+from importlib import resources
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gshard.mt.decoding.detect import Detector
+from gshard.mt.errors import UserError
+from gshard.mt.serving import openapi
+from gshard.mt.serving.api import Api
+from gshard.mt.serving.bodies import read_json
+from gshard.mt.serving.connections import Connection
+from gshard.mt.serving.keys import Key, Keys
+from gshard.mt.serving.observing import Observed, log, start_logs
+from gshard.mt.serving.service import LONGEST, SECONDS, RefusedError, Service
+from gshard.mt.serving.settings import LOCAL, Settings, is_local
+
+_BACKLOG = 1024  # connections that are taken at once, before any of them is looked at
+_PAGE_BODY = 16 * LONGEST  # bytes of the page's request: every character may be an escape
+_LAST_PORT = 65_535
+_LEAVING = 0.2  # seconds between two looks at whether a client has left
+
+
+class Server:
+    """The web server of one service; port 0 takes any that is free."""
+
+    def __init__(
+        self, service: Service, settings: Settings | None = None, detector: Detector | None = None
+    ):
+        self.settings = settings or Settings()
+        self.socket = listen(self.settings)
+        self.access = Access.of(self.settings)
+        app = application(service, self.settings, self.access, detector)
+        self._server = uvicorn.Server(configured(app, self.settings))
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self.socket.getsockname()[1])
+
+    @property
+    def token(self) -> str:
+        """What the page's address has in it."""
+        return self.access.token
+
+    @property
+    def address(self) -> str:
+        """Where a browser finds the page; whoever does not know the token is sent away."""
+        return self.access.address(self.settings, self.port)
+
+    def run(self) -> None:
+        """Answer until `stop` or a signal; requests that are being answered are finished."""
+        self._server.run(sockets=[self.socket])
+
+    def stop(self) -> None:
+        """Let `run` return."""
+        self._server.should_exit = True
+
+
+@dataclass(frozen=True)
+class Access:
+    """The token of the page's address, and the keys; the same in all workers of a server."""
+
+    token: str
+    keys: Keys
+
+    @staticmethod
+    def of(settings: Settings) -> Access:
+        """New ones. Without other keys, the token is the key of the API."""
+        token = secrets.token_urlsafe(16)
+        keys = settings.keys or (() if settings.is_open else (Key("token", token),))
+        return Access(
+            "page" if settings.is_open else token,
+            Keys(keys, is_open=settings.is_open, per_minute=settings.per_minute),
+        )
+
+    def address(self, settings: Settings, port: int) -> str:
+        """That of the page."""
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        return f"{settings.scheme}://{host}:{port}/{self.token}/"
+
+
+def listen(settings: Settings) -> socket.socket:
+    """The socket of a server, bound and listening."""
+    port = settings.port
+    if not 0 <= port <= _LAST_PORT:
+        raise UserError(f"port {port} cannot be used: ports are 0 to {_LAST_PORT:,}")
+    try:
+        kind, _, _, _, address = socket.getaddrinfo(
+            settings.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(kind)
+    except (OSError, OverflowError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"--host {settings.host} --port {port} cannot be used: {why}") from None
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind(address)
+    except (OSError, OverflowError) as error:
+        made.close()
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"port {port} cannot be used: {why}; --port names another") from None
+    made.listen(_BACKLOG)
+    return made
+
+
+def configured(app: Any, settings: Settings, **more: Any) -> uvicorn.Config:
+    """Uvicorn's settings: short heads, no server header, TLS, and time to finish on SIGTERM."""
+    return uvicorn.Config(
+        app,
+        http=Connection,
+        backlog=_BACKLOG,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(SECONDS),
+        h11_max_incomplete_event_size=16_384,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+        proxy_headers=bool(settings.proxies),
+        forwarded_allow_ips=settings.proxies or None,
+        **more,
+    )
+
+
+def application(
+    service: Service, settings: Settings, access: Access, detector: Detector | None = None
+) -> Starlette:
+    """The routes of the page and of the API, behind what guards and observes them."""
+    start_logs(settings.logs)
+    api = Api(service, settings, access.keys, detector)
+    page, pages = _pages(service, access.token)
+    routes = [*api.routes, *pages, *_documents(service.about.name)]
+    known = frozenset(route.path for route in routes) - {route.path for route in pages}
+    docs = openapi.page(service.about.name)
+    cors = [Middleware(CORSMiddleware, allow_origins=[settings.cors], allow_headers=["*"])]
+    return Starlette(
+        routes=routes,
+        middleware=[
+            Middleware(Observed, metrics=api.metrics, routes=known),
+            *(cors if settings.cors else []),
+            Middleware(_Guard, policy=_policy(page + docs), checks_names=settings.checks_names),
+        ],
+        exception_handlers={
+            RefusedError: _refused,
+            HTTPException: _not_found,
+            ClientDisconnect: lambda request, error: Response(status_code=499),
+            Exception: _failed,
+        },
+    )
+
+
+def _pages(service: Service, token: str) -> tuple[str, list[Route]]:
+    """The page, and its routes."""
+    files = resources.files("gshard.mt.serving")
+    html, script = (files.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "js"))
+    page = html.replace("/* page.js */", script)
+
+    async def show(request: Request) -> Response:
+        return Response(page, media_type="text/html")
+
+    async def model(request: Request) -> Response:
+        return JSONResponse(asdict(service.about))
+
+    async def icon(request: Request) -> Response:
+        return Response(status_code=204)
+
+    async def translate(request: Request) -> Response:
+        asked = await read_json(request, _PAGE_BODY)
+        answer = asyncio.wrap_future(await asyncio.to_thread(service.submit, asked))
+        while not (await asyncio.wait([answer], timeout=_LEAVING))[0]:
+            if await request.is_disconnected():
+                answer.cancel()  # nobody waits for it any more
+                raise ClientDisconnect
+        return JSONResponse(answer.result())
+
+    return page, [
+        Route("/favicon.ico", icon),
+        Route(f"/{token}/", show),
+        Route(f"/{token}/model", model),
+        Route(f"/{token}/translate", translate, methods=["POST"]),
+    ]
+
+
+def _documents(name: str) -> list[Route]:
+    """What says how to use the API."""
+    described, page = openapi.document(name), openapi.page(name)
+
+    async def document(request: Request) -> Response:
+        return JSONResponse(described)
+
+    async def docs(request: Request) -> Response:
+        return Response(page, media_type="text/html")
+
+    return [Route("/openapi.json", document), Route("/docs", docs)]
+
+
+class _Guard:
+    """Refuses names that others could point at this machine, and adds the page's policy."""
+
+    def __init__(self, app: ASGIApp, policy: str, checks_names: bool):
+        self._app, self._checks_names = app, checks_names
+        self._headers = {
+            "Content-Security-Policy": policy,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-store",
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                added = [(k.lower().encode(), v.encode()) for k, v in self._headers.items()]
+                message = {**message, "headers": [*message["headers"], *added]}
+            await send(message)
+
+        app = self._app
+        host = Headers(scope=scope).get("Host", "")
+        name = (host.rpartition(":")[0] or host).strip("[]")
+        if self._checks_names and not is_local(name):
+            error = {"error": f"this server answers as {LOCAL} only"}
+            app = JSONResponse(error, 403, headers={"Connection": "close"})
+        with contextlib.suppress(ClientDisconnect):
+            await app(scope, receive, guarded)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedError)
+    # What is left of a body is not read, so that the connection cannot be used again.
+    headers = {"Connection": "close"}
+    if error.retry_after:
+        headers["Retry-After"] = str(error.retry_after)
+    return JSONResponse({"error": str(error)}, error.status, headers)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:100]
+    why = f"there is nothing at {path} (the page's address has a token; /docs lists the routes)"
+    if error.status_code == 405:
+        why = f"{request.method[:20]} is not what this takes"
+    headers = {**(error.headers or {}), "Connection": "close"}
+    return JSONResponse({"error": why}, error.status_code, headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    traceback.print_exception(error, file=sys.stderr)
+    log("error", kind=type(error).__name__)
+    return JSONResponse({"error": "something went wrong here; the terminal says what"}, 500)
+
+
+def _policy(page: str) -> str:
+    """A content security policy under which only the page's own script runs."""
+    sources: dict[str, list[str]] = {"script": [], "style": []}
+    for tag, found in sources.items():
+        for text in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL):
+            digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+            found.append(f"'sha256-{digest}'")
+    rules = [f"{tag}-src {' '.join(found)}" for tag, found in sources.items()]
+    return "; ".join(
+        ["default-src 'none'", "connect-src 'self'", *rules, "base-uri 'none'",
+         "form-action 'none'", "frame-ancestors 'none'"]
+    )  # fmt: skip

@@ -1,0 +1,71 @@
+"""The settings of a server, as the options of `gshard serve` give them."""
+
+from __future__ import annotations
+
+import ipaddress
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from gshard.mt.errors import UserError
+from gshard.mt.serving.keys import Key
+
+LOCAL = "127.0.0.1"
+Logs = Literal["none", "text", "json"]
+LOGS: tuple[Logs, ...] = ("none", "text", "json")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where a server listens, who may use it, and how much each may ask for.
+
+    Without keys, the random token of the page's address is the only key; `is_open` needs none.
+    `proxies` are the addresses whose X-Forwarded headers are believed; behind one, and on any other
+    address than this machine's, the name in a request's Host header is not checked.
+    """
+
+    host: str = LOCAL
+    port: int = 8000
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    keys: tuple[Key, ...] = ()
+    is_open: bool = False
+    per_minute: int = 0  # texts of everyone without a key, together; 0 is no limit
+    characters: int = 5_000  # of a request
+    texts: int = 100  # of a request
+    proxies: str = ""
+    cors: str = ""  # the origin whose pages may use it, or *
+    logs: Logs = "none"
+
+    def __post_init__(self) -> None:
+        if self.characters < 1 or self.texts < 1 or self.per_minute < 0:
+            raise UserError("--char-limit and --batch-limit are at least 1, --req-limit at least 0")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise UserError("--tls-cert and --tls-key belong together; give both or neither")
+        if self.tls_cert is not None and self.tls_key is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            try:
+                context.load_cert_chain(self.tls_cert, self.tls_key)
+            except OSError as error:  # of which ssl.SSLError is one
+                raise UserError(
+                    f"{self.tls_cert} and {self.tls_key} are no certificate and key in PEM: {error}"
+                ) from None
+
+    @property
+    def checks_names(self) -> bool:
+        """Whether a request must call the server by this machine's own name."""
+        return is_local(self.host) and not self.proxies
+
+    @property
+    def scheme(self) -> str:
+        """Of its addresses."""
+        return "https" if self.tls_cert else "http"
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine reaches a server that listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,105 @@
+"""Several processes that serve one model: each has a copy of it, and all share one socket.
+
+Uvicorn's supervisor starts them, replaces one that dies or hangs, and ends them on SIGTERM when
+their answers are sent. They share the keys' counts, and the files of Prometheus' metrics.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from uvicorn.config import STARTUP_FAILURE
+from uvicorn.supervisors import Multiprocess
+
+from gshard.mt.decoding.detect import DETECTOR, Detector
+from gshard.mt.decoding.translator import TranslateConfig, open_translator
+from gshard.mt.errors import UserError
+from gshard.mt.run import Run
+from gshard.mt.serving.server import Access, application, configured, listen
+from gshard.mt.serving.service import Service
+from gshard.mt.serving.settings import Settings
+
+_METRICS = "PROMETHEUS_MULTIPROC_DIR"
+_HUNG = 120  # seconds without a sign of life, after which a worker is replaced
+
+
+@dataclass(frozen=True)
+class Served:
+    """What to serve: the weights of a run or release, and how to search."""
+
+    run: Path
+    checkpoint: str
+    search: TranslateConfig
+    devices: int = 0
+
+    def open(self) -> tuple[Service, Detector | None]:
+        """The service, which begins to compile, and the detector of languages if there can be."""
+        run = Run.open(self.run)
+        translator, step = open_translator(run, self.checkpoint, self.search, self.devices)
+        service = Service(translator, run.name, step)
+        service.warm_up()
+        return service, detector_of(run)
+
+
+def detector_of(run: Run) -> Detector | None:
+    """The detector of a release, or one that learns from a run's corpus; None without either."""
+    if (run.folder / DETECTOR).is_file():
+        return Detector.load(run.folder / DETECTOR)
+    try:
+        return Detector.of(run.corpus, run.tokenizer.config.languages)
+    except UserError:  # the corpus is not here
+        return None
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Makes the application of one worker, in its own process."""
+
+    served: Served
+    settings: Settings
+    access: Access
+
+    def __call__(self) -> Starlette:
+        """Load the model; what cannot be loaded would fail in every worker, and ends them all."""
+        try:
+            service, detector = self.served.open()
+        except UserError as error:
+            print(f"gshard: {error}", file=sys.stderr)
+            sys.exit(STARTUP_FAILURE)
+        return application(service, self.settings, self.access, detector)
+
+
+class Workers:
+    """Several workers behind one socket; `run` returns after SIGTERM or Ctrl-C."""
+
+    def __init__(self, served: Served, settings: Settings, count: int):
+        self._settings = settings
+        self.socket = listen(settings)
+        self.access = Access.of(settings)
+        self._worker = Worker(served, settings, self.access)
+        self._count = count
+
+    @property
+    def address(self) -> str:
+        """Where a browser finds the page."""
+        return self.access.address(self._settings, self.socket.getsockname()[1])
+
+    def run(self) -> None:
+        """Serve until a signal."""
+        app: Any = self._worker
+        config = configured(
+            app,
+            self._settings,
+            factory=True,
+            workers=self._count,
+            timeout_worker_healthcheck=_HUNG,
+        )
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            os.environ[_METRICS] = folder  # of the workers, which are new processes
+            Multiprocess(config, [self.socket]).run()

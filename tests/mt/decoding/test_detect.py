@@ -1,0 +1,37 @@
+"""The detector of languages, on made-up languages and on a corpus."""
+
+import numpy as np
+
+from gshard.mt.decoding.detect import Detector, _counts, accuracy
+
+
+def test_a_corpus_of_made_up_languages(corpus, tmp_path):
+    detector = Detector.of(corpus, corpus.languages)
+    shares = accuracy(corpus, detector)
+    assert set(shares) >= {"de", "ru"}
+    assert min(shares["de"], shares["ru"]) == 1.0
+    assert detector.detect("The river saw the mountain today.")[0].language == "en"
+    detector.save(tmp_path / "d.safetensors")
+    loaded = Detector.load(tmp_path / "d.safetensors")
+    assert loaded.languages == detector.languages
+    assert accuracy(corpus, loaded) == shares
+
+
+def test_text_without_letters_has_no_language(corpus):
+    detector = Detector.of(corpus, corpus.languages)
+    for text in ("", "123", "\u200b", "👍 !", " \n"):
+        assert detector.detect(text) == []
+    assert detector.detect("\ud800 a" * 5000)
+
+
+def test_confidence_is_a_share(corpus):
+    detector = Detector.of(corpus, corpus.languages)
+    found = detector.detect("The river", 99)
+    assert 99 <= sum(each.confidence for each in found) <= 100.5
+    assert [each.confidence for each in found] == sorted(f.confidence for f in found)[::-1]
+
+
+def test_every_n_gram_is_counted():
+    counts = _counts("ab")  # with a space on both sides: 4 + 3 + 2 + 1 n-grams
+    assert counts.sum() == 10
+    assert np.array_equal(_counts("A 1 b"), _counts("a  2\nB"))
