@@ -243,11 +243,21 @@ def test_a_reference_stays_where_the_program_wants_it():
     ref, jitted = jax.new_ref(jnp.ones(16)), gshard.jit(fn)
     jitted(ref)
     assert ref.sharding.shard_shape((16,)) == (2,)
-    assert jitted.lower(ref).collectives == []
+    lowered = jitted.lower(ref)
+    assert lowered.collectives == []
+    assert [info.donated for info in jax.tree.leaves(lowered.args_info)] == [True]
     jitted(ref)
     np.testing.assert_array_equal(ref[...], np.full(16, 4.0))
     with pytest.raises(ValueError, match="one reference is passed as two arguments"):
         gshard.jit(lambda a, b: a[...] + b[...])(ref, ref)
+
+
+def test_a_reference_now_as_one_argument_and_now_as_another():
+    jitted = gshard.jit(lambda a, b: a[...] - 2 * b[...])
+    ref, x = jax.new_ref(jnp.ones(3)), jnp.arange(3.0)
+    np.testing.assert_array_equal(jitted(ref, x), 1 - 2 * x)
+    np.testing.assert_array_equal(jitted(x, ref), x - 2)
+    np.testing.assert_array_equal(ref[...], np.ones(3))
 
 
 @shows("references that a function closes over")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,20 +22,28 @@ import numpy as np
 from gshard.autosharding.annotated import Annotated, dims_of
 from gshard.autosharding.candidates import Candidates, Choice
 from gshard.autosharding.layout import Layout
-from gshard.autosharding.model import PICO, build
+from gshard.autosharding.model import build
 from gshard.autosharding.problem import NoAnswerError, Problem
 from gshard.autosharding.program import Result
 from gshard.autosharding.rates import Rates
 from gshard.autosharding.smaller import TOLERANCE, smaller
 from gshard.autosharding.solve import solve
-from gshard.autosharding.specs import MeshShape, mesh_shapes
+from gshard.autosharding.specs import MeshShape, mesh_shapes, specs_of
 from gshard.autosharding.subject import Subject
+from gshard.autosharding.tables import PICO
 from gshard.forecast.hardware import Hardware, present
 from gshard.forecast.hardware import hardware as hardware_of
 from gshard.forecast.report import size
+from gshard.propagation.flow import Flow
 
 # The meshes whose answers are lowered.
 _LOWERED_MESHES = 3
+
+# Pairs of strategies of the operators on a mesh, at most; on 2 x 2 x 2 each has up to thousands.
+_MOST_PAIRS = 10_000_000
+
+# Of the layouts that need no solver, those that are tried while there is any time.
+_SIMPLEST = 3
 
 # How often the model is asked for less memory, where the lowered program holds too much.
 _TIGHTENED = 5
@@ -104,6 +113,11 @@ class _Chooser:
     seconds: float
     began: float = dataclasses.field(default_factory=time.monotonic)
     gaps: list[float] = dataclasses.field(default_factory=list)
+    looked_at: tuple[MeshShape, ...] = ()
+    reserved: float = 0.0  # seconds for the bound
+
+    def __post_init__(self) -> None:
+        self.reserved = _BOUNDING * self.seconds
 
     @property
     def left(self) -> float:
@@ -112,21 +126,20 @@ class _Chooser:
 
     def chosen(self) -> Layout:
         """The best layout."""
-        meshes = every = distinct_meshes(self.machine, self.subject.devices)
         layouts: list[Layout] = []
         limit = float(self.limit)
+        meshes = self._meshes()
         for number in range(_TIGHTENED):
             share = _SOLVING * self.seconds
             choices = self._choices(meshes, limit, share if number == 0 else share / 4)
+            if number == 0:
+                self.looked_at = tuple(c.model.mesh for c in choices)
             layouts += self._lowered(choices)
             if number == 0:
                 layouts += self._simple()
             fitting = [a for a in layouts if a.memory_bytes <= self.limit]
             if fitting:
-                bound = self._bound(every, _BOUNDING * self.seconds)
-                most = (1 + TOLERANCE) * min(a.seconds for a in fitting)
-                best = smaller(_best(fitting), most, self.candidates, lambda: self.left > 0)
-                return dataclasses.replace(best, bound=bound, solver_gap=min(1.0, max(self.gaps)))
+                return self._finished(fitting)
             if not choices:
                 break
             # The program holds more than the model counts: ask it for less than it has found.
@@ -134,26 +147,59 @@ class _Chooser:
             meshes = [c.model.mesh for c in choices[:_LOWERED_MESHES]]
         raise self._too_large(min(layouts, key=lambda a: a.memory_bytes))
 
+    def _finished(self, fitting: Sequence[Layout]) -> Layout:
+        """The best of these with a bound, and without the annotations that it does not need."""
+        bound = self._bound(self.looked_at, self.reserved)
+        self.reserved = 0.0
+        most = (1 + TOLERANCE) * min(a.seconds for a in fitting)
+        best = smaller(_best(fitting), most, self.candidates, self._can_lower)
+        gap = min(1.0, max(self.gaps, default=1.0))
+        return dataclasses.replace(best, bound=bound, solver_gap=gap, meshes=self.looked_at)
+
+    def _meshes(self) -> list[MeshShape]:
+        """The meshes to look at: first those of few axes, then those along the nodes of the
+        hardware. Beyond the first, only those whose problems can be solved in about a minute."""
+        flow = Flow(self.subject.devices)
+        flow.add(self.subject.flat.jaxpr)
+        shapes = Counter(
+            max((a.aval.shape for side in edge.atoms for a in side), key=len, default=())
+            for edge in flow.edges
+        )
+        node = self.machine.network.devices_per_node
+
+        def pairs(mesh: MeshShape) -> int:
+            return sum(n * len(specs_of(s, mesh)) ** 2 for s, n in shapes.items())
+
+        found = distinct_meshes(self.machine, self.subject.devices)
+        found.sort(key=lambda m: (len(m), abs(math.log(m[-1] / node))))
+        return found[:1] + [m for m in found[1:] if pairs(m) <= _MOST_PAIRS]
+
     def _bound(self, meshes: Sequence[MeshShape], seconds: float) -> float:
         """Seconds that the forecast of no layout over these meshes is below."""
         until, least = time.monotonic() + seconds, math.inf
         for done, mesh in enumerate(meshes):
-            share = max((until - time.monotonic()) / (len(meshes) - done), _LEAST_SOLVING)
+            share = (until - time.monotonic()) / (len(meshes) - done)
             flat = self.subject.flat
             problem = build(flat, mesh, self.machine, self.limit, optimistic=True).problem
-            try:
-                found = solve(problem, share).bound
-            except NoAnswerError:  # arguments alone do not fit over this mesh
-                continue
-            least = min(least, max(found, _without_edges(problem)) / PICO)
+            own = _without_edges(problem)
+            if share > 0:
+                try:
+                    own = max(own, solve(problem, share).bound)
+                except NoAnswerError:  # arguments alone do not fit over this mesh
+                    continue
+            least = min(least, own / PICO)
         return least if math.isfinite(least) else 0.0
 
     def _choices(self, meshes: Sequence[MeshShape], limit: float, seconds: float) -> list[Choice]:
-        """The answer of the likely model on each mesh, the cheapest first."""
+        """The answers of the likely model on as many meshes as time allows, the cheapest first."""
         until = time.monotonic() + seconds
-        found, self.gaps = [], []
+        found: list[Choice] = []
+        self.gaps = []
         for done, mesh in enumerate(meshes):
-            share = max((until - time.monotonic()) / (len(meshes) - done), _LEAST_SOLVING)
+            share = (until - time.monotonic()) / (len(meshes) - done)
+            if share <= 0 and found:
+                break
+            share = max(share, _LEAST_SOLVING)
             model = build(self.subject.flat, mesh, self.machine, limit, self.subject.returned)
             try:
                 result = solve(model.problem, share)
@@ -167,12 +213,20 @@ class _Chooser:
                 found.append(Choice(result.cost / PICO, model, result.answer, peak))
         return sorted(found, key=lambda c: (c.cost, len(c.model.mesh)))
 
+    def _can_lower(self) -> bool:
+        """Whether there is time to lower one more layout, and for the bound if it is missing."""
+        return self.left - self.reserved > self.candidates.lowering_seconds
+
     def _lowered(self, choices: Sequence[Choice]) -> list[Layout]:
-        """The layouts of the best meshes: of arguments alone, and with tensors inside."""
-        layouts: list[Layout] = []
+        """The layouts of the best meshes: first of arguments alone, on every mesh; then with
+        tensors inside, beginning with the mesh on which the first was best."""
+        found: list[tuple[Layout, Choice]] = []
         for choice in choices[:_LOWERED_MESHES]:
-            layouts.append(self.candidates.of_arguments(choice))
-            if self.left > 0:
+            if not found or self._can_lower():
+                found.append((self.candidates.of_arguments(choice), choice))
+        layouts = [layout for layout, _ in found]
+        for _, choice in sorted(found, key=lambda f: f[0].seconds):
+            if self._can_lower():
                 layouts.append(self.candidates.of_all(choice))
         return layouts
 
@@ -202,7 +256,8 @@ class _Chooser:
                 seen.add(shape)
         layouts = []
         for number, chosen in enumerate(dict.fromkeys(tried)):
-            if number < 3 or time.monotonic() < until:
+            allowed = number < _SIMPLEST and self._can_lower()
+            if allowed or time.monotonic() + self.candidates.lowering_seconds < until:
                 layouts.append(self.candidates.priced((count,), chosen))
         return layouts
 
@@ -218,9 +273,9 @@ class _Chooser:
 
 
 def distinct_meshes(machine: Hardware, devices: int) -> list[MeshShape]:
-    """Meshes of one and two axes, of those that differ in nothing but the order of axes one."""
+    """Meshes of up to three axes, of those that differ in nothing but the order of axes one."""
     found: dict[Any, MeshShape] = {}
-    for mesh in mesh_shapes(devices):
+    for mesh in mesh_shapes(devices, 3):
         terms = Rates(machine, mesh).terms
         axes = [
             (size, *(f"{t:.6g}" for (_, at), pair in terms.items() if at == axis for t in pair))

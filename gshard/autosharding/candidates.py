@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from gshard.autosharding.model import Model
 from gshard.autosharding.specs import NONE, MeshShape, Spec, specs_of
 from gshard.autosharding.subject import Subject
 from gshard.forecast.hardware import Hardware
+from gshard.forecast.report import Forecast
 from gshard.jit import jit
 from gshard.propagation.flow import Flow
 from gshard.propagation.inside import Place, places
@@ -46,6 +48,7 @@ class Candidates:
     limit: int
     keywords: Mapping[str, Any]
     considered: list[Considered] = dataclasses.field(default_factory=list)
+    lowering_seconds: float = 0.0  # what the slowest one took
 
     def of_arguments(self, choice: Choice) -> Layout:
         """The layout that annotates arguments as an answer has them."""
@@ -111,22 +114,23 @@ class Candidates:
         layout = Layout(
             names, annotations, self.machine.name, 0.0, 0, 0.0, inside=inside, results=results
         )
-        layout = self._lowered(layout)
+        began = time.monotonic()
+        layout, forecast = self._lowered(layout)
+        self.lowering_seconds = max(self.lowering_seconds, time.monotonic() - began)
         if changing := self._changing(layout):
-            layout = self._lowered(dataclasses.replace(layout, results=(*results, *changing)))
+            layout = dataclasses.replace(layout, results=(*results, *changing))
+            layout, forecast = self._lowered(layout)
         count = len(annotations) + len(inside)
         name = f"mesh {' x '.join(map(str, mesh))}, {count} annotations"
-        assert layout.lowered is not None
-        forecast = layout.lowered.forecast(self.machine)
         self.considered.append(Considered.of(name, forecast, self.limit))
         return dataclasses.replace(layout, considered=tuple(self.considered), limit=self.limit)
 
-    def _lowered(self, layout: Layout) -> Layout:
+    def _lowered(self, layout: Layout) -> tuple[Layout, Forecast]:
         subject = self.subject
         keywords = {"hardware": self.machine, **self.keywords, "devices": subject.devices}
         lowered = jit(subject.fn, annotations=layout, **keywords).lower(*subject.args)
         forecast = lowered.forecast(self.machine)
-        return dataclasses.replace(
+        layout = dataclasses.replace(
             layout,
             seconds=forecast.step_seconds,
             memory_bytes=forecast.memory_bytes,
@@ -135,6 +139,7 @@ class Candidates:
             keywords={**keywords, "devices": self._present()},
             arguments=subject.args,
         )
+        return layout, forecast
 
     def _changing(self, layout: Layout) -> list[Annotated]:
         """Annotations for results that would not be sharded like the argument they replace."""

@@ -76,6 +76,9 @@ def _line(annotation: Any) -> str:
 def explained(layout: Any) -> str:
     """The summary, what was considered, why the runner-up lost, and what binds."""
     lines = [summary(layout)]
+    if layout.meshes:
+        looked_at = ", ".join(" x ".join(map(str, mesh)) for mesh in layout.meshes)
+        lines.append(f"meshes looked at: {looked_at}")
     if layout.considered:
         lines += ["considered:", *_considered(layout), *_runner_up(layout)]
     if layout.lowered is not None:

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from gshard.annotate import Annotation, annotate
 from gshard.autosharding.annotated import (
     Annotated,
     AnnotatedInside,
+    Dims,
     dims_on,
     path_name,
     result_name,
@@ -24,19 +25,12 @@ from gshard.autosharding.annotated import (
 )
 from gshard.autosharding.explained import Considered, as_table, explained, summary
 from gshard.autosharding.files import as_text, read
+from gshard.autosharding.for_jax import ForJax, constrained
 from gshard.autosharding.specs import sharding_of
 from gshard.jit import Jitted, jit
 from gshard.propagation.inside import Inside
 from gshard.runtime.stages import Lowered
 from gshard.tensors.sharding import Sharding
-
-
-class ForJax(NamedTuple):
-    """A layout for `jax.jit`: a mesh, and the shardings of arguments and results."""
-
-    mesh: Mesh
-    in_shardings: Any
-    out_shardings: Any
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -46,8 +40,8 @@ class Layout:
     `annotations` are of arguments, `results` of results that are arguments of the next step,
     `inside` of tensors in between, where propagation alone would choose otherwise. `seconds` and
     `memory_bytes` are the forecast of the lowered program; `bound` is what the forecast of every
-    layout over the meshes looked at is at least. `solver_gap` is by how much the solver's answer
-    may exceed the best one of its own model, as a share.
+    layout over `meshes`, those that were looked at, is at least. `solver_gap` is by how much the
+    solver's answer may exceed the best one of its own model, as a share.
     """
 
     mesh: Mapping[str, int]
@@ -65,6 +59,7 @@ class Layout:
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     arguments: Any = dataclasses.field(default=None, compare=False, repr=False)
     limit: int = dataclasses.field(default=0, compare=False)
+    meshes: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def devices(self) -> int:
@@ -136,9 +131,13 @@ class Layout:
         """The mesh, on this machine's first devices, and shardings for plain `jax.jit`.
 
         They are those of the lowered program: an argument without an annotation has what
-        propagation gave it. `jax.jit` has no annotations for tensors inside a function.
+        propagation gave it. `function` has a sharding constraint at each tensor that the layout
+        annotates inside:
+
+            jax.jit(given.function, in_shardings=given.in_shardings,
+                    out_shardings=given.out_shardings)
         """
-        if self.lowered is None:
+        if self.lowered is None or self.function is None:
             raise ValueError(
                 "a layout that was loaded has no program: give it to gshard.jit, or find it anew"
             )
@@ -148,13 +147,17 @@ class Layout:
         axes = tuple(self.mesh.values())
         mesh = Mesh(np.array(here[: self.devices]).reshape(axes), tuple(self.mesh))
 
-        def named(sharding: Sharding) -> NamedSharding:
-            dims = dims_on(sharding, self.mesh) or ()
+        def on_mesh(dims: Dims) -> NamedSharding:
             return NamedSharding(mesh, PartitionSpec(*(names or None for names in dims)))
+
+        def named(sharding: Sharding) -> NamedSharding:
+            return on_mesh(dims_on(sharding, self.mesh) or ())
 
         shardings = self.lowered.in_shardings, self.lowered.out_shardings
         arguments, results = jax.tree.map(named, shardings)
-        return ForJax(mesh, arguments, results)
+        inside = [(a.place, a.numbers, on_mesh(a.dims)) for a in self.inside]
+        function = constrained(self.function, inside, self.devices)
+        return ForJax(mesh, arguments, results, function)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, which can be read and edited."""

@@ -13,7 +13,8 @@ least that can be left of it is charged (`Sharing`), and only arguments are know
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,26 +23,19 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from gshard.autosharding.memory import Floats, Ints, Memory
 from gshard.autosharding.problem import FORBIDDEN, Problem, unite
-from gshard.autosharding.rates import Rates
 from gshard.autosharding.sharing import Sharing
-from gshard.autosharding.specs import NONE, MeshShape, Spec, local_elements, sharding_of, specs_of
-from gshard.autosharding.touched import Touched, Touches
+from gshard.autosharding.specs import MeshShape, Spec, local_elements, sharding_of, specs_of
+from gshard.autosharding.tables import PICO, Tables, name_of
+from gshard.autosharding.touched import Touched
 from gshard.forecast.hardware import Hardware
-from gshard.forecast.ops import PRODUCTS, Op
-from gshard.forecast.work import is_exact, product_flops
-from gshard.operators.rule import RULES
+from gshard.forecast.ops import PRODUCTS
 from gshard.propagation.flow import Edge, Flow
-from gshard.tensors.factors import Dim, Factors
+from gshard.tensors.factors import Factors
 from gshard.tensors.tile import byte_size
-
-# Costs are counted in picoseconds: whole numbers, so that equal sums are equal.
-PICO = 1e12
 
 # Of two layouts that take as long, the one that holds less of its arguments is better: holding one
 # counts as reading this part of it.
 _HELD = 0.01
-
-Strategy = tuple[str | None, ...]  # for each mesh axis the factor that it cuts, if any
 
 
 @dataclasses.dataclass
@@ -75,30 +69,41 @@ def build(
     `returned` are pairs of a result and an argument, by number: the result is the argument of the
     next call, and is resharded for it where the two differ.
     """
-    flow = Flow(int(np.prod(mesh)))
+    return _Builder(flat, mesh, hardware, optimistic).built(limit, returned)
+
+
+@functools.lru_cache(maxsize=4)
+def _read(
+    flat: ClosedJaxpr, devices: int, compiler: str, optimistic: bool
+) -> tuple[Flow, Touched, Sharing]:
+    """What is the same on all meshes."""
+    flow = Flow(devices)
     flow.add(flat.jaxpr)
-    return _Builder(flow, flat, mesh, hardware, optimistic).built(limit, returned)
+    return flow, Touched(flat.jaxpr, compiler, optimistic), Sharing(flow, optimistic)
 
 
 class _Builder:
-    def __init__(
-        self, flow: Flow, flat: ClosedJaxpr, mesh: MeshShape, hardware: Hardware, optimistic: bool
-    ):
-        self.flow, self.flat, self.mesh, self.hardware = flow, flat, mesh, hardware
-        self.optimistic = optimistic
-        self.alone = Rates(hardware, mesh)
-        self.combined = Rates(hardware, mesh, combined=True)
-        self.moves = self.combined if optimistic else self.alone
-        self.weights = {getattr(v.aval, "shape", ()) for v in flat.jaxpr.invars}
-        self.touched = Touched(flat.jaxpr, hardware.compiler, optimistic)
-        self.sharing = Sharing(flow, optimistic)
-        self.bandwidth = hardware.memory_bandwidth * hardware.reached.memory
+    def __init__(self, flat: ClosedJaxpr, mesh: MeshShape, hardware: Hardware, optimistic: bool):
+        self.flat, self.mesh, self.hardware, self.optimistic = flat, mesh, hardware, optimistic
+        self.tables = Tables(flat.jaxpr, mesh, hardware, optimistic)
+        self.flow, self.touched, self.sharing = _read(
+            flat, math.prod(mesh), hardware.compiler, optimistic
+        )
         self.costs: list[Floats] = []
         self.edges: list[tuple[int, int, Floats]] = []
         self.nodes: dict[Any, int] = {}  # of tensors
         self.known: dict[Any, Any] = {}  # tables of operators that are alike
         self.made: dict[Any, int] = {}
         self.used: dict[Any, int] = {}
+
+    def _kind(self, edge: Edge) -> Any:
+        """All that the costs of an operator depend on."""
+        atoms = [a for side in edge.atoms for a in side if not isinstance(a, Literal)]
+        shapes = tuple((a.aval.shape, byte_size((), a.aval.dtype)) for a in atoms)
+        # The flow keeps the factors of operators, so that their id stays theirs.
+        described = id(edge.factors) if edge.eqn is not None else _described(edge.factors)
+        touches, shares = self.touched.of(edge.eqn), self.sharing.of(edge)
+        return described, shapes, edge.runs, name_of(edge), touches, shares
 
     def built(self, limit: float, returned: Sequence[tuple[int, int]]) -> Model:
         """The finished problem."""
@@ -119,7 +124,7 @@ class _Builder:
         nodes = [self.nodes.get(var, -1) for var in arguments]
         shapes = [getattr(var.aval, "shape", ()) for var in arguments]
         reached = self.hardware.reached
-        products = sum(e.runs for e in self.flow.edges if _name(e) in PRODUCTS)
+        products = sum(e.runs for e in self.flow.edges if name_of(e) in PRODUCTS)
         starts = products if self.optimistic else self.touched.starts  # products stay apart
         constant = float(np.rint((starts * reached.operator_seconds + reached.step_seconds) * PICO))
         problem = Problem(tuple(self.costs), tuple(edges), self._memory(limit), constant)
@@ -160,7 +165,7 @@ class _Builder:
     def _copied(self, var: Any, times: float) -> None:
         """A tensor that a loop copies, or that is read by what has no operator here."""
         if var in self.nodes:
-            seconds = np.array(self._local_bytes(var)) * times / self.bandwidth
+            seconds = np.array(self._local_bytes(var)) * times / self.tables.bandwidth
             runs = self.flow.runs.get(var, 1)
             self.costs[self.nodes[var]] += np.rint(seconds * runs * PICO)
 
@@ -182,7 +187,9 @@ class _Builder:
             return
         first, second = self._node(result), self._node(argument)
         if first >= 0 and second >= 0:
-            table = self.moves.reshards(argument.aval.shape, byte_size((), argument.aval.dtype))
+            table = self.tables.moves.reshards(
+                argument.aval.shape, byte_size((), argument.aval.dtype)
+            )
             self.edges.append((first, second, np.rint(table * PICO)))
 
     def _operator(self, edge: Edge) -> None:
@@ -196,181 +203,16 @@ class _Builder:
             self.used[atom] = max(self.used.get(atom, 0), place)
         if all(node < 0 for node in nodes):
             return
-        shapes = tuple((a.aval.shape, byte_size((), a.aval.dtype)) for a in tensors)
-        touches = self.touched.of(edge.eqn)
-        shares = self.sharing.of(edge)
-        key = (id(edge.factors), shapes, edge.runs, _name(edge), touches, shares)
-        if key not in self.known:  # the factors are kept, so that their id stays theirs
-            self.known[key] = (edge.factors, *self._tables(edge, touches, shares))
-        _, costs, tables = self.known[key]
+        kind = self._kind(edge)
+        if kind not in self.known:
+            self.known[kind] = self.tables.of(edge, *kind[-2:])
+        costs, tables = self.known[kind]
         own = len(self.costs)
         self.costs.append(costs)
         for node, table in zip(nodes, tables, strict=True):
             if node >= 0 and table is not None:
                 self.edges.append((own, node, table))
 
-    def _tables(
-        self, edge: Edge, touches: Touches, shares: tuple[tuple[float, ...], tuple[float, ...]]
-    ) -> tuple[Floats, list[Floats | None]]:
-        """Costs of an operator's strategies, and a table for each of its tensors."""
-        strategies = self._strategies(edge)
-        costs = np.array([self._work(edge, s, touches) for s in strategies])
-        tables: list[Floats | None] = []
-        for side, atoms in enumerate(edge.atoms):
-            described = (edge.factors.operands, edge.factors.results)[side]
-            for atom, dims, share in zip(atoms, described, shares[side], strict=True):
-                if isinstance(atom, Literal):
-                    continue
-                shape = getattr(atom.aval, "shape", ())
-                if not shape:
-                    tables.append(None)
-                    if side:
-                        costs += [share * self._scalar_sum(edge, s, atom) for s in strategies]
-                elif side:
-                    tables.append(self._into_result(edge, strategies, atom, dims, share))
-                else:
-                    tables.append(self._into_operand(edge, strategies, atom, dims, share))
-        return np.rint(costs * edge.runs * PICO), tables
 
-    def _strategies(self, edge: Edge) -> list[Strategy]:
-        """Mesh axes given to factors, where every tensor can express it."""
-        factors = edge.factors
-        named = dict.fromkeys(
-            f for t in (*factors.operands, *factors.results) for d in t for f in d
-        )
-        whole = () if self._may_split_all(edge) else factors.whole
-        free = [f for f in named if f not in whole and self._is_major(factors, f)]
-        found = []
-        for choice in itertools.product((None, *free), repeat=len(self.mesh)):
-            tiles: dict[str, int] = {}
-            for factor, size in zip(choice, self.mesh, strict=True):
-                if factor is not None:
-                    tiles[factor] = tiles.get(factor, 1) * size
-            if all(factors.sizes[f] >= n for f, n in tiles.items()) and _apart(factors, tiles):
-                found.append(choice)
-        return found
-
-    def _may_split_all(self, edge: Edge) -> bool:
-        """Whether a rule of its own may partition an operator along dims that factors keep."""
-        rule = None if edge.eqn is None else RULES.get(edge.eqn.primitive)
-        return self.optimistic and rule is not None and rule.partition is not None
-
-    def _is_major(self, factors: Factors, factor: str) -> bool:
-        """Whether a factor comes first in every dim that has it, but for factors of size 1."""
-        for tensor in (*factors.operands, *factors.results):
-            for dim in tensor:
-                if factor in dim and any(factors.sizes[f] > 1 for f in dim[: dim.index(factor)]):
-                    return False
-        return True
-
-    def _work(self, edge: Edge, strategy: Strategy, touches: Touches) -> float:
-        """Seconds of the operator itself, on its part of the work: arithmetic or memory."""
-        if edge.eqn is None:
-            return 0.0
-        memory = 0.0 if touches.covered else self._touched(edge, strategy, touches)
-        if _name(edge) not in PRODUCTS:
-            return memory
-        parts = float(
-            np.prod([n for f, n in zip(strategy, self.mesh, strict=True) if f is not None])
-        )
-        op = Op(edge.eqn, (), (), joins=False)
-        rate = self.hardware.rate(edge.eqn.invars[0].aval.dtype, is_exact(op))
-        seconds = product_flops(op) / (rate * self.hardware.reached.products) / parts
-        return max(seconds, memory)
-
-    def _touched(self, edge: Edge, strategy: Strategy, touches: Touches) -> float:
-        """Seconds to read and write the memory that the operator touches."""
-        total = 0.0
-        for atoms, described, parts in zip(
-            edge.atoms,
-            (edge.factors.operands, edge.factors.results),
-            (touches.reads, touches.writes),
-            strict=True,
-        ):
-            for number, share in parts:
-                shape, dtype = atoms[number].aval.shape, atoms[number].aval.dtype
-                spec = self._spec(strategy, described[number])
-                total += share * local_elements(shape, spec, self.mesh) * byte_size((), dtype)
-        return total / self.bandwidth
-
-    def _spec(self, strategy: Strategy, dims: Sequence[Dim]) -> Spec:
-        """How a tensor is cut where the factors are."""
-        return tuple(
-            next((d for d, names in enumerate(dims) if f is not None and f in names), NONE)
-            for f in strategy
-        )
-
-    def _partial(self, edge: Edge, strategy: Strategy) -> list[int]:
-        """The mesh axes over which results are partial."""
-        return [axis for axis, f in enumerate(strategy) if f in edge.factors.reduced]
-
-    def _into_operand(
-        self,
-        edge: Edge,
-        strategies: Sequence[Strategy],
-        atom: Any,
-        dims: Sequence[Dim],
-        share: float,
-    ) -> Floats:
-        shape, itemsize = atom.aval.shape, byte_size((), atom.aval.dtype)
-        specs = specs_of(shape, self.mesh)
-        position = {spec: i for i, spec in enumerate(specs)}
-        moved = np.rint(self.moves.reshards(shape, itemsize) * (share * edge.runs * PICO))
-        rows = []
-        for strategy in strategies:
-            at = position.get(self._spec(strategy, dims))
-            rows.append(np.full(len(specs), FORBIDDEN) if at is None else moved[:, at])
-        return np.array(rows)
-
-    def _into_result(
-        self,
-        edge: Edge,
-        strategies: Sequence[Strategy],
-        atom: Any,
-        dims: Sequence[Dim],
-        share: float,
-    ) -> Floats:
-        shape, itemsize = atom.aval.shape, byte_size((), atom.aval.dtype)
-        specs = specs_of(shape, self.mesh)
-        table = np.full((len(strategies), len(specs)), FORBIDDEN)
-        for i, strategy in enumerate(strategies):
-            made, partial = self._spec(strategy, dims), self._partial(edge, strategy)
-            for j, spec in enumerate(specs):
-                if all(
-                    a == b or axis in partial
-                    for axis, (a, b) in enumerate(zip(made, spec, strict=True))
-                ):
-                    seconds = self._summed(shape, itemsize, made, spec, partial)
-                    table[i, j] = np.rint(seconds * share * edge.runs * PICO)
-        return table
-
-    def _summed(
-        self, shape: tuple[int, ...], itemsize: int, made: Spec, spec: Spec, partial: list[int]
-    ) -> float:
-        """Seconds to add partial results up, first where the sum is cut on the way."""
-        now, total, sums = made, 0.0, self._sums(shape)
-        for axis in sorted(partial, key=lambda axis: spec[axis] == NONE):
-            size = local_elements(shape, now, self.mesh) * itemsize
-            kind = "all_reduce" if spec[axis] == NONE else "reduce_scatter"
-            total += sums.seconds(kind, axis, size)
-            now = (*now[:axis], spec[axis], *now[axis + 1 :])
-        return total
-
-    def _scalar_sum(self, edge: Edge, strategy: Strategy, atom: Any) -> float:
-        size = byte_size((), atom.aval.dtype)
-        partial, sums = self._partial(edge, strategy), self._sums(())
-        return sum(sums.seconds("all_reduce", axis, size) for axis in partial)
-
-    def _sums(self, shape: tuple[int, ...]) -> Rates:
-        """What sums take: those of gradients wait for nothing, so that they can be combined."""
-        return self.combined if self.optimistic or shape in self.weights else self.alone
-
-
-def _name(edge: Edge) -> str:
-    return "" if edge.eqn is None else edge.eqn.primitive.name
-
-
-def _apart(factors: Factors, tiles: dict[str, int]) -> bool:
-    """Whether no dim has two of the factors that are split."""
-    tensors = (*factors.operands, *factors.results)
-    return all(sum(f in tiles for f in dim) <= 1 for tensor in tensors for dim in tensor)
+def _described(factors: Factors) -> Any:
+    return factors.operands, factors.results, tuple(factors.sizes.items())

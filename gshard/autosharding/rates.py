@@ -7,8 +7,8 @@ import math
 
 import numpy as np
 
-from gshard.autosharding.memory import Floats
-from gshard.autosharding.specs import NONE, MeshShape, Spec, local_elements, specs_of
+from gshard.autosharding.memory import Floats, Ints
+from gshard.autosharding.specs import NONE, MeshShape, specs_of
 from gshard.forecast.collective import collective_terms, reach
 from gshard.forecast.hardware import Hardware
 from gshard.moving.costs import LATENCIES
@@ -49,27 +49,33 @@ class Rates:
 
     @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
     def reshards(self, shape: tuple[int, ...], itemsize: int) -> Floats:
-        """Seconds from each spec of a tensor to each other one."""
-        specs = specs_of(shape, self.mesh)
-        table = np.zeros((len(specs), len(specs)))
-        for i, source in enumerate(specs):
-            for j, target in enumerate(specs):
-                if i != j:
-                    table[i, j] = self._reshard(shape, itemsize, source, target)
-        return table
+        """Seconds from each spec of a tensor to each other one.
 
-    def _reshard(self, shape: tuple[int, ...], itemsize: int, source: Spec, target: Spec) -> float:
-        """Cut first, which sends nothing; then move axes between dims; then gather."""
-        now = tuple(t if s == NONE else s for s, t in zip(source, target, strict=True))
-        total = 0.0
-        for axis, (s, t) in enumerate(zip(source, target, strict=True)):
-            if NONE not in (s, t) and s != t:
-                size = local_elements(shape, now, self.mesh) * itemsize
-                total += self.seconds("all_to_all", axis, size)
-                now = (*now[:axis], t, *now[axis + 1 :])
-        for axis, (s, t) in enumerate(zip(source, target, strict=True)):
-            if s != NONE and t == NONE:
-                size = local_elements(shape, now, self.mesh) * itemsize
-                total += self.seconds("all_gather", axis, size)
-                now = (*now[:axis], NONE, *now[axis + 1 :])
+        Cut first, which sends nothing; then move axes between dims; then gather.
+        """
+        specs = np.array(specs_of(shape, self.mesh)).reshape(-1, len(self.mesh))
+        source, target = np.broadcast_arrays(specs[:, None], specs[None])
+        now = np.where(source == NONE, target, source)
+        total = np.zeros(now.shape[:2])
+        for kind in ("all_to_all", "all_gather"):
+            for axis in range(len(self.mesh)):
+                s, t = source[..., axis], target[..., axis]
+                moves = (s != NONE) & (s != t) & ((t == NONE) == (kind == "all_gather"))
+                sizes = self._local_elements(shape, now) * itemsize
+                total += np.where(moves, self._all_seconds(kind, axis, sizes), 0.0)
+                now[..., axis] = np.where(moves, t, now[..., axis])
+        return total
+
+    def _all_seconds(self, kind: str, axis: int, sizes: Floats) -> Floats:
+        """`seconds` of many collectives at once."""
+        latency, per_byte = self.terms[kind, axis]
+        part = np.minimum(1.0, sizes / self.most) if self.combined else 1.0
+        return np.where(self.mesh[axis] == 1, 0.0, latency * part + per_byte * sizes)
+
+    def _local_elements(self, shape: tuple[int, ...], specs: Ints) -> Floats:
+        """The elements of a tile under each of many specs, padding included."""
+        total = np.ones(specs.shape[:-1])
+        for dim, length in enumerate(shape):
+            tiles = np.where(specs == dim, self.mesh, 1).prod(-1)
+            total *= -(-length // tiles)
         return total

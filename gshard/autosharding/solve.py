@@ -9,8 +9,11 @@ from gshard.autosharding.problem import Problem
 from gshard.autosharding.program import Progress, Result, solve_exactly
 from gshard.autosharding.search import search
 
-# Pairs of strategies up to which HiGHS gets the whole problem at once.
-LARGEST_EXACT = 100_000
+# Pairs of strategies up to which HiGHS gets the whole problem at once. Beyond the first number it
+# may find nothing in time: then there is a search for the rest of it.
+_SURELY_EXACT = 100_000
+_LARGEST_EXACT = 300_000
+_EXACT_SHARE = 0.6  # of the time
 
 
 def solve(problem: Problem, seconds: float = 60.0, progress: Progress | None = None) -> Result:
@@ -33,9 +36,19 @@ def solve(problem: Problem, seconds: float = 60.0, progress: Progress | None = N
         if progress is not None:
             progress(translated(result))
 
-    left = max(until - time.monotonic(), 0.1)
-    method = solve_exactly if smaller.problem.pairs <= LARGEST_EXACT else search
-    result = translated(method(smaller.problem, left, progress=report))
+    result = translated(_solved(smaller.problem, max(until - time.monotonic(), 0.1), report))
     if progress is not None:
         progress(result)
     return result
+
+
+def _solved(problem: Problem, seconds: float, report: Progress) -> Result:
+    """The answer of a presolved problem."""
+    if problem.pairs <= _SURELY_EXACT:
+        return solve_exactly(problem, seconds, progress=report)
+    until = time.monotonic() + seconds
+    if problem.pairs <= _LARGEST_EXACT:
+        result = solve_exactly(problem, _EXACT_SHARE * seconds, progress=report)
+        if result.answer is not None:
+            return result
+    return search(problem, max(until - time.monotonic(), 0.1), report)

@@ -59,12 +59,13 @@ const choosable = (row, act) => {
   row.addEventListener("click", act);
   row.addEventListener("keydown", (event) => {
     if (event.key === "Enter" || event.key === " ") { event.preventDefault(); act(); }
-    const step = { ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling" }[event.key];
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (!step) return;
     event.preventDefault();
-    let next = row[step];
-    while (next && next.tabIndex !== 0) next = next[step];
-    next?.focus();
+    const list = row.closest("#ops, .lines, #grids, tbody");
+    const rows = [...list.querySelectorAll("[tabindex='0'], summary")].filter((each) =>
+      each.checkVisibility());
+    rows[rows.indexOf(row) + step]?.focus();
   });
 };
 document.querySelectorAll(".src.runs").forEach((row) =>
@@ -155,23 +156,48 @@ whenOpened("program", () => {
     choosable(row, () => { chooseLine(op.line, false); row.classList.add("chosen"); });
     return row;
   };
+  /* A loop folds; folded or not, its head says what all of it takes and sends. */
+  const loopOf = (name, depth) => {
+    const head = made("summary", { style: `padding-left:${depth}em` }, name);
+    const fold = made("details", { class: "loop" }, head);
+    fold.open = operators.length <= 300;  // a large program is easier to survey folded
+    fold.ops = [];
+    fold.sum = () => {
+      const sent = add(fold.ops, "sent");
+      const about = `${fold.ops.length} operators, ${time(add(fold.ops, "seconds"))}`;
+      head.append(made("span", { class: "quiet" }, `${about}${sent ? `, ${size(sent)} sent` : ""}`));
+    };
+    return fold;
+  };
+  const foldAll = (open) => get("ops").querySelectorAll("details").forEach((fold) => {
+    fold.open = open;
+  });
+  get("fold").onclick = () => foldAll(false);
+  get("unfold").onclick = () => foldAll(true);
+  for (const id of ["fold", "unfold"]) get(id).hidden = !operators.some((op) => op.loops);
   const draw = () => {
     const wanted = get("op-find").value.toLowerCase(), order = get("op-order").value;
     const shown = operators.filter((op) => (!get("only").checked || op.kind)
       && `${op.name} ${op.kind} ${op.line} ${op.shape} ${op.layer}`.toLowerCase().includes(wanted));
     if (order) shown.sort((a, b) => b[order] - a[order]);
-    const rows = [];
-    let open = [];
+    const top = document.createDocumentFragment();
+    let open = [], folds = [top];
     for (const op of shown) {
       const loops = order || !op.loops ? [] : op.loops.split(" > ");
       let same = 0;
       while (same < open.length && open[same] === loops[same]) same++;
-      loops.slice(same).forEach((name, n) => rows.push(made("div",
-        { class: "loop", style: `padding-left:${same + n + 1}em` }, `${name}:`)));
+      folds = folds.slice(0, same + 1);
+      for (const name of loops.slice(same)) {
+        const fold = loopOf(name, folds.length);
+        folds.at(-1).append(fold);
+        folds.push(fold);
+      }
       open = loops;
-      rows.push(rowOf(op, loops.length));
+      for (const fold of folds.slice(1)) fold.ops.push(op);
+      folds.at(-1).append(rowOf(op, loops.length));
     }
-    get("ops").replaceChildren(...rows);
+    top.querySelectorAll("details").forEach((fold) => fold.sum());
+    get("ops").replaceChildren(top);
     get("op-found").textContent = `${shown.length} of ${operators.length}`;
   };
   for (const id of ["op-order", "op-find", "only"]) get(id).addEventListener("input", draw);

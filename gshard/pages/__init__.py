@@ -4,7 +4,19 @@ Jinja2 fills templates in. Vega-Lite (`vl-convert-python`) draws charts, as SVG 
 made: so pages stay small, ask for nothing from elsewhere, and the same charts are files of plots.
 """
 
-from gshard.pages.charts import Chart, area, bars, lines
+from gshard.pages.charts import Chart, area, bars
+from gshard.pages.curves import Axis, Series, curves, lines
 from gshard.pages.template import checked, render, style
 
-__all__ = ["Chart", "area", "bars", "checked", "lines", "render", "style"]
+__all__ = [
+    "Axis",
+    "Chart",
+    "Series",
+    "area",
+    "bars",
+    "checked",
+    "curves",
+    "lines",
+    "render",
+    "style",
+]

@@ -12,8 +12,11 @@ function made(name, attributes, ...children) {
 /* Show the tip near a place on the screen, on the side where there is room. */
 function showTip(x, y, title, rows) {
   tip.replaceChildren(made("b", {}, title));
-  for (const [name, value] of rows)
-    tip.append(made("div", {}, made("span", {}, name), made("span", {}, value)));
+  for (const [name, value, colour] of rows) {
+    const left = made("span", {}, name);
+    if (colour) left.prepend(made("i", { class: "key", style: `--c:${colour}` }));
+    tip.append(made("div", {}, left, made("span", {}, value)));
+  }
   tip.hidden = false;
   const wide = document.documentElement.clientWidth;
   const left = x + 14 + tip.offsetWidth > wide ? x - 14 - tip.offsetWidth : x + 14;
@@ -22,6 +25,13 @@ function showTip(x, y, title, rows) {
 }
 
 const hideTip = () => { tip.hidden = true; };
+
+/* Where a value of the x axis is between the left and the right end of a chart: 0 to 1. */
+function along(box, x) {
+  const curve = box.dataset.log === "1" ? Math.log : (value) => value;
+  const [low, high] = [box.dataset.low, box.dataset.high].map((end) => curve(+end));
+  return (curve(x) - low) / (high - low);
+}
 
 /* Points of a chart, from left to right: {at: 0 to 1, title, rows, choose}. A click chooses one. */
 function follow(box, points) {
@@ -41,7 +51,7 @@ function follow(box, points) {
     const { left, width, top } = frame(), point = points[now], x = left + point.at * width;
     rule.hidden = false;
     rule.style.left = `${x - box.getBoundingClientRect().left}px`;
-    showTip(x, top + 40, point.title, point.rows);
+    showTip(x, top + 40, point.title, point.rows.call?.() ?? point.rows);
   };
   const clear = () => { hideTip(); rule.hidden = true; };
   const nearest = (event) => {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +18,12 @@ from typing import Any
 from gshard.pages.template import EXTRA, markup
 
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is asked for there
-_WIDTHS = {"wide": 860, "narrow": 350}
+WIDTHS = {"wide": 860, "narrow": 350, "small": 300}
 _FONT = "system-ui, -apple-system, Segoe UI, Roboto, Noto Sans, DejaVu Sans, sans-serif"
-_HEIGHT = 230  # of lines
-_ALL = {"tickCount": 100, "format": ".12~g"}  # a logarithmic axis leaves labels out otherwise
-_LETTER = 6.6  # pixels of a letter, about
+LETTER = 6.6  # pixels of a letter, about
 _CONFIG = {
     "font": _FONT,
+    "aria": False,  # the chart as one has a label; marks do not need any
     "view": {"stroke": None},
     "axis": {
         "labelColor": "var(--quiet)",
@@ -48,6 +47,8 @@ class Chart:
 
     title: str
     specs: Mapping[str, dict[str, Any]]
+    across: tuple[float, float, bool] | None = None  # ends of the x axis, and whether it is a log
+    legend: Sequence[tuple[str, str]] = ()  # names and colours, where there is no room for names
 
     def html(self, name: str = "") -> Any:
         """For a template: all widths, of which a page shows the one that fits."""
@@ -56,8 +57,17 @@ class Chart:
             f'data-right="{spec["padding"]["right"]}">{_drawn(spec)}</div>'
             for width, spec in self.specs.items()
         )
-        shown = markup('<div class="chart" id="{}" role="img" tabindex="0" aria-label="{}">')
-        return shown.format(name, self.title) + markup(f"{drawn}</div>")
+        low, high, log = self.across or ("", "", False)
+        shown = markup(
+            '<div class="chart" id="{}" role="img" tabindex="0" aria-label="{}" '
+            'data-low="{}" data-high="{}" data-log="{}">'
+        )
+        shown = shown.format(name, self.title, low, high, int(log)) + markup(drawn)
+        if self.legend:
+            key = markup('<span><i class="key" style="--c:{}"></i>{}</span>')
+            keys = markup("").join(key.format(colour, name) for name, colour in self.legend)
+            shown += markup('<div class="legend">') + keys + markup("</div>")
+        return shown + markup("</div>")
 
     def save(self, path: Path) -> Path:
         """As a file, which follows the reader's theme too."""
@@ -104,7 +114,7 @@ def area(title: str, values: Sequence[float], unit: str, x: str, limit: float = 
         "y": _axis("y", unit, {"zero": True}),
     }
     spec = {"data": {"values": step}, "encoding": encoding, "layer": marks}
-    return _chart(title, spec, height=190, left=56, right=12)
+    return draw(title, spec, height=190, left=56, right=12)
 
 
 def bars(title: str, rows: Mapping[str, Sequence[tuple[str, float, str]]]) -> Chart:
@@ -137,82 +147,10 @@ def bars(title: str, rows: Mapping[str, Sequence[tuple[str, float, str]]]) -> Ch
             },
         ],
     }
-    left = 14 + round(_LETTER * max(map(len, rows), default=4))
+    left = 14 + round(LETTER * max(map(len, rows), default=4))
     height = len(rows) * (14 + 15 * len(series)) + 10
     top_room = 34 if len(series) > 1 else 8
-    return _chart(title, spec, height, min(left, 240), 8, top=top_room, bottom=6)
-
-
-def lines(
-    title: str,
-    series: Mapping[str, Sequence[tuple[float, float]]],
-    x: str,
-    y: str,
-    powers_of_two: bool = False,
-    log: bool = False,
-    marks: Sequence[tuple[str, float, float]] = (),
-) -> Chart:
-    """Lines, each with its name at its end: over powers of two, or on two logarithmic axes.
-
-    Points are marked at `marks` of a series, or else all of them.
-    """
-    values = [{"x": a, "y": b, "name": n} for n, points in series.items() for a, b in points]
-    shown = [{"x": a, "y": b, "name": n} for n, a, b in marks] or values
-    ends = _apart([(name, *points[-1]) for name, points in series.items() if points], values, log)
-    across: dict[str, Any] = {"nice": False, "zero": False, "type": "log" if log else "linear"}
-    ticks: dict[str, Any] = {"values": _decades([v["x"] for v in values])} if log else {}
-    if powers_of_two:
-        across |= {"type": "log", "base": 2}
-        ticks = {"values": sorted({v["x"] for v in values})}
-    if ticks:
-        ticks |= {"labelFlush": False, "labelOverlap": "parity", **_ALL}
-    up = {"type": "log", "nice": False} if log else {"zero": True}
-    rows = {"values": _decades([v["y"] for v in values]), **_ALL} if log else {}
-    layer: list[dict[str, Any]] = [
-        {"mark": {"type": "line", "strokeWidth": 2}},
-        {
-            "mark": {"type": "point", "filled": True, "size": 36, "opacity": 1},
-            "data": {"values": shown},
-        },
-    ]
-    if len(series) > 1:
-        mark = {"type": "text", "align": "left", "dx": 8, "fontWeight": 600}
-        label = {"mark": mark, "data": {"values": ends}, "encoding": {"text": {"field": "name"}}}
-        layer.append(label)
-    spec = {
-        "data": {"values": values},
-        "encoding": {
-            "x": _axis("x", x, across, ticks),
-            "y": _axis("y", y, up, rows),
-            "color": {**_colour(list(series), "name"), "legend": None},
-        },
-        "layer": layer,
-    }
-    right = 16 + round(_LETTER * 1.15 * max(map(len, series))) if len(series) > 1 else 16
-    return _chart(title, spec, _HEIGHT, left=56, right=right)
-
-
-def _apart(
-    ends: Sequence[tuple[str, float, float]], values: Sequence[Mapping[str, Any]], log: bool
-) -> list[dict[str, Any]]:
-    """The names at the ends of lines, those that would overlap moved upwards."""
-    curve, back = (math.log, math.exp) if log else (float, float)
-    known = [curve(v["y"]) for v in values]
-    low, high = (min(known) if log else 0.0), max(known)
-    line = 14 / _HEIGHT * (high - low)  # the height of a name
-    found, floor = [], -math.inf
-    for name, x, y in sorted(ends, key=lambda end: end[2]):
-        floor = max(curve(y), floor + line)
-        found.append({"x": x, "y": back(floor), "name": name})
-    return found
-
-
-def _decades(values: Sequence[Any]) -> list[float]:
-    """1, 2 and 5 times the powers of ten within the values; 1 alone where that is enough."""
-    low, high = min(values, default=1.0), max(values, default=1.0)
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1,) if high > 3000 * low else (1, 2, 5)
-    return [s * 10.0**p for p in powers for s in steps if low <= s * 10.0**p <= high]
+    return draw(title, spec, height, min(left, 240), 8, top=top_room, bottom=6)
 
 
 def _colour(series: Sequence[str], field: str = "series") -> dict[str, Any]:
@@ -235,7 +173,7 @@ def _title(text: str) -> dict[str, Any]:
     return {"text": text, "anchor": "start", "frame": "bounds", "offset": 22, **style}
 
 
-def _chart(
+def draw(
     title: str,
     spec: dict[str, Any],
     height: int,
@@ -243,26 +181,29 @@ def _chart(
     right: int,
     top: int = 26,
     bottom: int = 40,
+    widths: Sequence[str] = ("wide", "narrow"),
+    **more: Any,
 ) -> Chart:
-    lefts = {name: min(left, width * 2 // 5) for name, width in _WIDTHS.items()}
-    specs = {
-        name: {
+    """The chart of a Vega-Lite spec, in several widths, with room around it for axes and names."""
+    specs = {}
+    for name in widths:
+        room = {"left": min(left, WIDTHS[name] * 2 // 5), "right": right}
+        specs[name] = {
             "$schema": _SCHEMA,
             "background": None,
             "autosize": {"type": "none"},
-            "padding": {"left": lefts[name], "right": right, "top": top, "bottom": bottom},
-            "width": width - lefts[name] - right,
+            "padding": {**room, "top": top, "bottom": bottom},
+            "width": WIDTHS[name] - sum(room.values()),
             "height": height,
-            "config": {**_CONFIG, "axisYBand": {"labelLimit": lefts[name] - 12}},
+            "config": {**_CONFIG, "axisYBand": {"labelLimit": room["left"] - 12}},
             **spec,
         }
-        for name, width in _WIDTHS.items()
-    }
-    return Chart(title, specs)
+    return Chart(title, specs, **more)
 
 
 def _drawn(spec: dict[str, Any]) -> str:
-    return _svg(json.dumps(spec))
+    text = json.dumps(spec, ensure_ascii=False)
+    return _svg(text.encode("utf-8", "replace").decode())  # half a surrogate pair becomes "?"
 
 
 @functools.lru_cache(maxsize=64)
@@ -271,4 +212,5 @@ def _svg(spec: str) -> str:
         import vl_convert
     except ImportError as error:
         raise ModuleNotFoundError(EXTRA, name=error.name) from None
-    return vl_convert.vegalite_to_svg(spec, vl_version="6.4")
+    drawn = vl_convert.vegalite_to_svg(spec, vl_version="6.4")
+    return re.sub(r"(\.\d\d)\d{3,}", r"\1", drawn)  # hundredths of a pixel are enough

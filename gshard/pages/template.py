@@ -7,10 +7,12 @@ import functools
 import hashlib
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).parent
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # no text of a page has them
 EXTRA = "pages and plots need more packages: pip install 'gshard[plots]'"
 
 
@@ -76,6 +78,7 @@ def _environment(folder: Path) -> Any:
         loader=jinja2.FileSystemLoader([folder, _HERE]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
+        finalize=lambda value: _CONTROL.sub("\ufffd", value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )

@@ -165,6 +165,33 @@ def test_sums_agree_with_the_forecast_and_can_be_searched_and_sorted(path, expla
     assert {c.name for c in explanation.kinds} <= set(said["kinds"])
 
 
+def test_a_loop_folds_and_says_what_it_takes(path, explanation, tmp_path):
+    said = act(
+        path,
+        tmp_path,
+        """
+        one("#program").open = true;
+        one("#program").dispatchEvent(new Event("toggle"));
+        const seen = () => all("#ops .op").filter((row) => row.checkVisibility());
+        const before = seen().length, inside = all("#ops .loop .op").length;
+        one("#fold").click();
+        const folded = seen().length, head = one("#ops .loop summary").textContent;
+        seen()[0].focus();
+        for (let n = 0; n < before; n++) document.activeElement.dispatchEvent(
+          new KeyboardEvent("keydown", { key: "ArrowDown", bubbles: true }));
+        const stopped = document.activeElement.tagName;
+        one("#unfold").click();
+        return { before, inside, folded, head, stopped, after: seen().length };
+        """,
+    )
+    loop = [t for t in explanation.forecast.operators if t.loops]
+    assert said["inside"] == len(loop) > 0
+    assert said["folded"] == said["before"] - said["inside"]
+    assert said["after"] == said["before"] == len(explanation.forecast.operators)
+    assert f"{len(loop)} operators" in said["head"]
+    assert said["stopped"] == "SUMMARY"  # arrows reach the loop, which Enter unfolds
+
+
 def test_the_program_nests_loops_and_filters(path, explanation, tmp_path):
     said = act(
         path,

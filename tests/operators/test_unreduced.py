@@ -66,6 +66,15 @@ def test_what_a_partial_sum_passes_through(then):
     assert kinds(low) == {"all_reduce": 1}
 
 
+def test_a_sum_over_a_split_dim_of_a_partial_sum():
+    """It may wait no longer: the devices that have other rows are not those that it waits for."""
+    args = random_array((6, 16)), random_array((16, 5), seed=1)
+    low = lowered(
+        lambda a, b: jnp.tanh(jnp.sum(a @ b, 0)), *args, inputs=[MESH, np.arange(4).reshape(4, 1)]
+    )
+    assert kinds(low).keys() == {"all_reduce"}
+
+
 @pytest.mark.parametrize(
     "last", [lambda x: x[:, -1], lambda x: jax.lax.dynamic_index_in_dim(x, 3, 1, keepdims=False)]
 )

@@ -140,3 +140,14 @@ def test_tokens_along_both_axes_of_a_mesh_meet_experts_along_one():
     low = check(fn, *args, rtol=1e-4, atol=1e-4)
     assert kinds(low) == {"all_to_all": 2}
     assert sent(low) == 2 * (2 * 8 * 2 * 64 * 4) * 3 // 4
+
+
+def test_a_constant_of_a_loop_is_gathered_for_it_within_the_memory_limit_only():
+    def fn(w, x):
+        w = gshard.split(w, 0, 8)
+        return jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), x[0], x)[0]
+
+    args = random_array((64, 64)), random_array((12, 16, 64))
+    assert kinds(gshard.jit(fn).lower(*args)) == {"all_gather": 1}
+    lean = gshard.jit(fn, memory_limit=1024).lower(*args)
+    assert kinds(lean) == {"reduce_scatter": 12}

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,3 +101,11 @@ def test_the_padding_of_what_goes_round_a_ring_is_masked():
     )
     assert_same(run(step, a, b), a @ b)
     assert kinds(step.lower(a, b)) == {"collective_permute": 7}
+
+
+def test_the_matrices_of_a_grouped_product_on_some_devices_only():
+    """Rows are not sent to the devices that have their group's matrix where some have none."""
+    args = random_array((12, 8)), random_array((3, 8, 8), seed=1), np.array([3, 5, 4], np.int32)
+    low = check(jax.lax.ragged_dot, *args, devices=4, inputs=[None, even_split(3, 0, 3)])
+    assert set(kinds(low)) <= {"all_gather", "all_reduce", "collective_permute"}
+    assert sent(low) > 0

@@ -1,6 +1,7 @@
 """Reshape between any splits: factors are free, uneven and mixed dims pass elements by permutes."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -107,3 +108,22 @@ def test_copies_and_precision_are_free():
     x, s = random_array((13, 4)), [even_split(2, 0, 8)]
     for fn in (jnp.copy, lambda x: lax.reduce_precision(x, 5, 10)):
         assert kinds(check(fn, x, exact=True, inputs=s)) == {}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((6, 4, 15, 4), (8, 3, 10, 6)),  # two groups of dims that mix
+        ((6, 4, 15, 1), (8, 3, 3, 5)),  # beside one whose tiles become uneven
+    ],
+)
+def test_dims_that_mix_beside_others_that_are_split(before, after):
+    lowered = check(
+        lambda x: x.reshape(after),
+        random_array(before),
+        exact=True,
+        inputs=[np.arange(4).reshape(2, 1, 2, 1)],
+        outputs=[np.arange(4).reshape(2, 1, 2, 1)],
+        devices=4,
+    )
+    assert kinds(lowered).keys() == {"collective_permute"}, lowered.collectives

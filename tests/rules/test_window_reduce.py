@@ -8,7 +8,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from tests.oracle import DEVICE_COUNTS, assignments, check, even_split, kinds, random_array
+from tests.oracle import (
+    DEVICE_COUNTS,
+    assignments,
+    check,
+    even_split,
+    kinds,
+    random_array,
+    sent,
+)
 from tests.rules.test_window import SIZES, gathers, gradient, halo_only
 
 
@@ -131,3 +139,18 @@ def test_windows_of_complex_numbers(op, window):
         return lax.reduce_window(x, init, op, (window, 1), (1, 1), "VALID")
 
     check(pool, x, inputs=[even_split(2, 0, 8)], exact=True)
+
+
+def test_rows_beyond_the_end_take_no_part_in_any_computation():
+    """It has no identity: windows at both ends, and the padding of uneven tiles, are left out."""
+    x = random_array((2, 3, 13))
+    lowered = check(pool(1.0, lax.mul, 3, 1, (1, 2)), x, inputs=[even_split(3, 2, 8)])
+    assert halo_only(lowered) > 0
+
+
+def test_windows_over_most_rows_gather_them():
+    """A gather sends each row once; halos, or rows for each device by itself, are more."""
+    x = random_array((1, 2, 24))
+    lowered = check(pool(1.0, lax.mul, 17), x, inputs=[even_split(3, 2, 8)])
+    assert kinds(lowered) == {"all_gather": 1}
+    assert sent(lowered) == 2 * 21 * 4

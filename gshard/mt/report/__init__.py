@@ -1,8 +1,8 @@
 """`gshard report`: one HTML page that shows what runs learned, from their folders alone.
 
-`gathered` reads the folders, `measures` does the arithmetic, `charts` and `tables` are the two ways
-of showing it, and `page` puts them together with `page.css`, `chart.js`, `heat.js` and
-`page.js`.
+`gathered` reads the folders, `measures` does the arithmetic, `charts` and `tables` say what is
+shown, `drawn` draws the charts, and `page` fills in the templates. Style, charts and templates are
+those of `gshard.pages`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A table as HTML: typed cells, and the exact number behind every rounded one.
+"""Tables as data: typed cells, and the exact number behind every rounded one.
 
-The exact numbers are for sorting, and for whoever wants to read the page by machine.
+The exact numbers are for sorting, and for whoever wants to read the page by machine. `table.html`
+makes HTML of them.
 """
 
 from __future__ import annotations
@@ -9,18 +10,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gshard.mt.report.gathered import Run
-from gshard.mt.report.wording import fixed, safe, signed
+from gshard.mt.report.wording import fixed, signed
 
-COLOURS = 12  # of runs, in page.css; page.js counts them too
+COLOURS = 12  # of runs, in tokens.css
+
+
+def colour(place: int) -> str:
+    """The colour of a run in charts and tables."""
+    return f"var(--s{place % COLOURS})"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What a cell shows, as safe HTML, and the exact number or text behind it."""
+    """What a cell shows, and the exact number or text behind it."""
 
-    html: str
+    text: str
     value: float | str | None = None
     kind: str = ""  # a class of the style sheet
+    colour: str = ""  # of a dot before the text
+    detail: str = ""  # smaller, after the text
+    language: str = ""  # a code that the script completes with the language's name
+    mark: str = ""  # an abbreviation before the text, and what it means
+    hint: str = ""
 
 
 @dataclass(frozen=True)
@@ -29,64 +40,37 @@ class Column:
 
     title: str
     hint: str = ""
-    text: bool = False  # text stands left and sorts by letters
+    text: bool = False  # text is aligned left and sorts by letters
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; the first cell of a row is its head. Rows in `breaks` have a line above them."""
+
+    name: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    caption: str
+    sortable: bool = False
+    breaks: Sequence[int] = ()
 
 
 def figure(value: float | None, written: Callable[[float | None], str] = fixed) -> Cell:
     """A number."""
-    return Cell(safe(written(value)), value, "none" if value is None else "")
+    return Cell(written(value), value, "none" if value is None else "")
 
 
 def words(text: str, kind: str = "") -> Cell:
     """Plain text."""
-    return Cell(safe(text), text, kind)
+    return Cell(text, text, kind)
 
 
 def change(value: float | None) -> Cell:
     """A difference, coloured by its sign and with the sign written."""
     kind = "none" if value is None else "gain" if value > 0 else "loss" if value < 0 else ""
-    return Cell(safe(signed(value)), value, kind)
+    return Cell(signed(value), value, kind)
 
 
 def run_name(run: Run, runs: Sequence[Run]) -> Cell:
     """The name of a run beside its colour in the charts."""
-    place = runs.index(run)
-    return Cell(f'<i class="key s{place % COLOURS}"></i>{safe(run.name)}', run.name)
-
-
-def table(
-    name: str,
-    columns: Sequence[Column],
-    rows: Sequence[Sequence[Cell]],
-    caption: str,
-    sortable: bool = False,
-    breaks: Sequence[int] = (),
-) -> str:
-    """An HTML table; the first cell of a row is its head. A rule stands above rows in `breaks`."""
-    heads = []
-    for column in columns:
-        side = ' class="text"' if column.text else ""
-        hint = f' title="{safe(column.hint)}"' if column.hint else ""
-        title = safe(column.title)
-        inner = f'<button type="button"{hint}>{title}</button>' if sortable else title
-        heads.append(f'<th scope="col"{side}{"" if sortable else hint}>{inner}</th>')
-    lines = []
-    for place, row in enumerate(rows):
-        cells: list[str] = []
-        for column, cell in zip(columns, row, strict=True):
-            kinds = " ".join(filter(None, ("text" if column.text else "", cell.kind)))
-            attributes = f' class="{kinds}"' if kinds else ""
-            if cell.value is not None:
-                attributes += f' data-value="{safe(cell.value)}"'
-            tag = "td" if cells else "th"
-            scope = "" if cells else ' scope="row"'
-            cells.append(f"<{tag}{scope}{attributes}>{cell.html}</{tag}>")
-        rule = ' class="break"' if place in breaks else ""
-        lines.append(f"<tr{rule}>{''.join(cells)}</tr>")
-    kind = ' class="sortable"' if sortable else ""
-    return (
-        f'<div class="wide" tabindex="0" role="region" aria-label="{safe(caption)}">'
-        f'<table id="{safe(name)}"{kind}><caption>{safe(caption)}</caption>'
-        f"<thead><tr>{''.join(heads)}</tr></thead>\n<tbody>\n{chr(10).join(lines)}\n</tbody>"
-        "</table></div>"
-    )
+    return Cell(run.name, run.name, colour=colour(runs.index(run)))

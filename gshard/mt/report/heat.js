@@ -1,14 +1,11 @@
-/* The heat map of experts: languages across, most training text first; experts down. */
+/* The experts' shares as a table of coloured cells: languages across, experts down. */
 
-function drawHeat() {
-  const place = box("heat-chart");
+function showHeat() {
+  const place = get("heat");
   if (!place) return;
   let run = data.experts[0], side = Object.keys(run.sides)[0], layer = 0;
   let into = data.tasks.some((task) => task.into);
-  const controls = box("heat-controls"), table = box("heat-table");
-
-  /* What is shown now: tasks in order with the share of each expert. */
-  const columnsNow = () => Object.entries(run.sides[side])
+  const columns = () => Object.entries(run.sides[side])
     .filter(([n]) => !bothWays || data.tasks[n].into === into)
     .map(([n, layers]) => ({ task: data.tasks[n], shares: layers[layer] || layers[0] }));
   const expertName = (n) => (run.together === 1 ? `expert ${n + 1}`
@@ -21,97 +18,43 @@ function drawHeat() {
     all.sort((a, b) => a - b);
     return Math.max(2 * even(), all[Math.floor(0.998 * (all.length - 1))] || 0);
   };
+  const percent = (share) => `${(share / 100).toFixed(1)}%`;
 
+  let shown = [];
   const draw = () => {
-    const columns = columnsNow(), top = topOf();
-    const rows = columns[0]?.shares.length || 0, width = place.clientWidth || 640;
-    const left = 34, head = 6, cell = (width - left - 2) / Math.max(1, columns.length);
+    shown = columns();
+    const top = topOf(), rows = shown[0]?.shares.length || 0;
+    const by = Math.ceil(12 * shown.length / (place.clientWidth || 640));  // columns of a label
+    const head = made("tr", {}, made("th", { scope: "col" }), ...shown.map(({ task }, n) =>
+      made("th", { scope: "col" }, made("span", n % by ? { hidden: "" } : {}, task.language))));
+    const body = made("tbody", {});
+    for (let e = 0; e < rows; e++)
+      body.append(made("tr", {}, made("th", { scope: "row", "aria-label": expertName(e) },
+        String(e * run.together + 1)), ...shown.map(({ shares }) => made("td",
+        { style: `--v:${Math.min(100, 100 * shares[e] / top).toFixed(0)}%` }, percent(shares[e])))));
     const tall = Math.max(3, Math.min(24, Math.floor(440 / Math.max(1, rows))));
-    const height = head + rows * tall + 40;
-    const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", tabindex: 0,
-      "aria-label": `Share of the choices of each of ${run.experts} experts in MoE layer `
-        + `${layer + 1} of the ${side}, by language` });
-    const gap = cell > 5 && tall > 5 ? 0.6 : 0;
-    columns.forEach(({ shares }, n) => shares.forEach((share, e) => {
-      const heat = Math.min(100, 100 * share / top).toFixed(0);
-      shape("rect", { class: "cell", style: `--v:${heat}%`, x: (left + n * cell).toFixed(2),
-        y: head + e * tall, width: Math.max(0.5, cell - gap).toFixed(2), height: tall - gap }, svg);
-    }));
-    const every = Math.max(1, Math.ceil(14 / tall));
-    for (let e = 0; e < rows; e += every) shape("text", { x: left - 7,
-      y: head + e * tall + tall / 2 + 4, "text-anchor": "end" }, svg, e * run.together + 1);
-    const by = Math.max(1, Math.ceil(34 / cell));
-    for (let n = 0; n < columns.length; n += by) shape("text", { x: left + (n + 0.5) * cell,
-      y: head + rows * tall + 16, "text-anchor": "middle" }, svg, columns[n].task.language);
-    shape("text", { x: left + (width - left) / 2, y: height - 4, "text-anchor": "middle" }, svg,
-      "languages, most training pairs first");
-    place.replaceChildren(svg);
-    drawScale(top);
-    if (table.open) fillTable();
-    pointAt(svg, columns, { left, head, cell, tall, width, rows });
+    place.replaceChildren(made("table", { class: `heat${tall < 12 ? " dense" : ""}`,
+      style: `--tall:${tall}px;min-width:${7 * shown.length}px` }, made("thead", {}, head), body));
+    showScale(top);
+  };
+  const showScale = (top) => {
+    const at = (share, text) => made("b", { style: `left:${100 * share / top}%` }, text);
+    get("heat-scale").replaceChildren(made("i", {}), made("span", {}, at(0, "0"),
+      at(even(), `even: ${percent(even())}`), at(top, `${percent(top)} or more`)));
   };
 
-  const drawScale = (top) => {
-    const at = (share, text) => {
-      const mark = element("b", {}, text);
-      mark.style.left = `${100 * share / top}%`;
-      return mark;
-    };
-    box("heat-scale").replaceChildren(element("i", {}), element("span", {}, at(0, "0"),
-      at(even(), `even: ${forms.share(even() / 10000)}`),
-      at(top, `${forms.share(top / 10000)} or more`)));
-  };
-
-  const pointAt = (svg, columns, { left, head, cell, tall, width, rows }) => {
-    const mark = shape("rect", { class: "chosen", visibility: "hidden" }, svg);
-    let n = -1, e = 0;
-    const clear = () => { mark.setAttribute("visibility", "hidden"); hideTip(); };
-    const show = () => {
-      if (!columns[n] || e < 0 || e >= rows) return clear();
-      const share = columns[n].shares[e], x = left + n * cell, y = head + e * tall;
-      const set = { x, y, width: cell, height: tall, visibility: "visible" };
-      for (const [key, value] of Object.entries(set)) mark.setAttribute(key, value);
-      const frame = svg.getBoundingClientRect(), zoom = frame.width / width;
-      showTip(frame.left + (x + cell / 2) * zoom, frame.top + y * zoom, taskName(columns[n].task),
-        [[expertName(e), `${(share / 100).toFixed(1)}% of choices`],
-          ["against an even share", `${(share / even()).toFixed(2)} ×`]]);
-    };
-    svg.addEventListener("pointermove", (event) => {
-      const frame = svg.getBoundingClientRect(), zoom = width / frame.width;
-      n = Math.floor(((event.clientX - frame.left) * zoom - left) / cell);
-      e = Math.floor(((event.clientY - frame.top) * zoom - head) / tall);
-      show();
-    });
-    svg.addEventListener("pointerleave", clear);
-    svg.addEventListener("blur", clear);
-    svg.addEventListener("keydown", (event) => {
-      const step = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1] };
-      if (event.key === "Escape") clear();
-      if (!step[event.key]) return;
-      event.preventDefault();
-      n = Math.max(0, Math.min(columns.length - 1, n + step[event.key][0]));
-      e = Math.max(0, Math.min(rows - 1, e + step[event.key][1]));
-      show();
-    });
-  };
-
-  /* The same numbers as a table, made when it is asked for: it is large. */
-  const fillTable = () => {
-    const columns = columnsNow(), rows = columns[0]?.shares.length || 0;
-    const head = element("tr", {}, element("th", { scope: "col" }, "Language"));
-    for (let e = 0; e < rows; e++) head.append(element("th", { scope: "col" }, expertName(e)));
-    const body = element("tbody", {});
-    for (const { task, shares } of columns) {
-      const line = element("tr", {}, element("th", { scope: "row" }, taskName(task)));
-      for (const share of shares) line.append(element("td", {}, `${(share / 100).toFixed(1)}%`));
-      body.append(line);
-    }
-    table.querySelector(".wide").replaceChildren(
-      element("table", {}, element("thead", {}, head), body));
-  };
-  table.addEventListener("toggle", () => { if (table.open) fillTable(); });
+  place.addEventListener("pointermove", (event) => {
+    const cell = event.target.closest("td");
+    if (!cell) return hideTip();
+    const { task, shares } = shown[cell.cellIndex - 1], e = cell.parentElement.sectionRowIndex;
+    const box = cell.getBoundingClientRect();
+    showTip(box.right, box.top, taskName(task), [[expertName(e), `${percent(shares[e])} of choices`],
+      ["against an even share", `${(shares[e] / even()).toFixed(2)} ×`]]);
+  });
+  place.addEventListener("pointerleave", hideTip);
 
   const fillControls = () => {
+    const controls = get("heat-controls");
     controls.replaceChildren();
     choice(controls, "Model", data.experts.map((each) => [each.run, data.runs[each.run]]), run.run,
       (value) => {
@@ -133,5 +76,7 @@ function drawHeat() {
       (value) => { into = value; draw(); });
   };
   fillControls();
-  whenResized(place, draw);
+  draw();
 }
+
+showHeat();

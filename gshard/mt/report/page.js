@@ -1,8 +1,18 @@
-/* The sections of the page: what each chart shows, its switches, and the tables' sorting. */
+/* The report: what is under the pointer of a chart, its switches, sorting, search, translations. */
 
 const data = JSON.parse(document.getElementById("numbers").textContent);
-const box = (id) => document.getElementById(id);
-const kindOf = (run) => `s${run % 12}`;
+const get = (id) => document.getElementById(id);
+const colour = (run) => `var(--s${run % data.colours})`;
+
+function short(value) {
+  for (const [size, letter] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"], [1, ""]])
+    if (Math.abs(value) >= 0.9995 * size || size === 1) return +(value / size).toPrecision(3) + letter;
+}
+function duration(seconds) {
+  const units = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]];
+  const [unit, size] = units.find(([, each]) => seconds >= 2 * each) || units[3];
+  return `${+(seconds / size).toPrecision(3)} ${unit}`;
+}
 
 const languageNames = (() => {
   try { return new Intl.DisplayNames(["en"], { type: "language", fallback: "code" }); }
@@ -25,10 +35,10 @@ function taskName(task) {
 /* Buttons of which one is pressed. `options` are [value, text]; one alone needs no buttons. */
 function choice(place, title, options, chosen, act) {
   if (!place || options.length < 2) return;
-  const group = element("div", { class: "choice", role: "group", "aria-label": title },
-    element("span", {}, title));
+  const group = made("div", { class: "choice", role: "group", "aria-label": title },
+    made("span", {}, title));
   for (const [value, text] of options) {
-    const button = element("button", { type: "button", "aria-pressed": value === chosen,
+    const button = made("button", { type: "button", "aria-pressed": value === chosen,
       "data-choice": value }, text);
     button.addEventListener("click", () => {
       for (const each of group.querySelectorAll("button"))
@@ -42,130 +52,96 @@ function choice(place, title, options, chosen, act) {
 
 const directions = [[true, "into English"], [false, "from English"]];
 
-function drawCorpora() {
-  if (!box("corpora")) return;
-  const [first] = data.corpora;
-  chart(box("corpora"), () => ({
-    label: `Training pairs of ${first.pairs.length} languages, most first, on a log scale. `
-      + `${languageName(first.pairs[0][0])} has ${forms.whole(first.pairs[0][1])}, `
-      + `${languageName(first.pairs.at(-1)[0])} ${forms.whole(first.pairs.at(-1)[1])}.`,
-    x: { name: "languages, by number of training pairs", first: 1, form: "whole",
-      labels: first.pairs.map((pair) => pair[0]) },
-    y: { name: "training pairs (log scale)", log: true, form: "short" },
-    series: data.corpora.map((corpus, n) => ({
-      name: data.corpora.length > 1 ? corpus.runs.join(", ") : "",
-      says: "pairs", kind: kindOf(n), dots: 2.6,
-      points: corpus.pairs.map((pair, rank) => [rank + 1, pair[1]]),
-    })),
-    title: (rank) => data.corpora.map((corpus) => corpus.pairs[rank - 1]).filter(Boolean)
-      .map(([code, count]) => `${rank}. ${languageName(code)} (${code}): ${forms.whole(count)}`)
-      .join("; "),
-  }));
+/* Charts of one figure, of which one is shown, by the name of its variant. */
+const variants = (id) => new Map([...document.querySelectorAll(`#${id}-chart > [data-variant]`)]
+  .map((holder) => [holder.dataset.variant, holder]));
+const show = (holders, name) => {
+  for (const [key, holder] of holders) holder.hidden = key !== name;
+};
+const chartIn = (holder) => holder.querySelector(".chart");
+
+/* The point of a series that is nearest to x, if it is near enough to be meant. */
+const nearest = (points, x, most) => {
+  let best = null;
+  for (const point of points)
+    if (point[1] !== null && (!best || Math.abs(point[0] - x) < Math.abs(best[0] - x))) best = point;
+  return best && Math.abs(best[0] - x) <= most ? best : null;
+};
+
+function followCorpora() {
+  const box = get("corpora");
+  if (!box) return;
+  const ranks = Math.max(...data.corpora.map((corpus) => corpus.pairs.length));
+  follow(box, Array.from({ length: ranks }, (_, n) => ({
+    at: along(box, n + 1), title: `${n + 1}.`,
+    rows: data.corpora.filter((corpus) => corpus.pairs[n]).map((corpus, c) => {
+      const [code, count] = corpus.pairs[n];
+      return [`${languageName(code)} (${code})`, `${count.toLocaleString("en")} pairs`, colour(c)];
+    }),
+  })));
 }
 
-function drawLoss() {
-  if (!box("loss-chart")) return;
-  const clocks = { step: ["steps", "short"], tokens: ["target tokens", "short"],
-    seconds: ["time of training", "duration"] };
-  const known = Object.keys(clocks).filter((clock) =>
-    data.loss.some((run) => run.train[clock].some((value) => value !== null)
-      || run.dev[clock].some((value) => value !== null)));
-  let clock = known.includes("tokens") ? "tokens" : known[0];
-  const draw = chart(box("loss-chart"), () => {
-    const series = [], settled = [];
-    data.loss.forEach((run, n) => {
-      const { train, dev } = run, kind = kindOf(n), name = data.runs[n];
-      const points = (side, values) => values.map((value, i) => [side[clock][i], value]);
-      series.push({ kind, faint: true, mute: true, points: points(train, train.raw) });
-      series.push({ kind, name, says: `${name}, train`, points: points(train, train.smooth) });
-      series.push({ kind, name: train.smooth.length ? "" : name, silent: train.smooth.length > 0,
-        says: `${name}, dev`, dashed: true, dots: 3, points: points(dev, dev.nll) });
-      settled.push(...train.smooth.slice(Math.floor(train.smooth.length / 12)), ...dev.nll);
-    });
-    const low = settled.reduce((a, b) => Math.min(a, b), Infinity);
-    const high = settled.reduce((a, b) => Math.max(a, b), -Infinity);
-    const [name, form] = clocks[clock];
-    return {
-      label: `Cross-entropy of ${data.runs.length} run${data.runs.length > 1 ? "s" : ""} over ${name}`,
-      x: { name, form, low: 0 },
-      y: { name: "cross-entropy, nats for each token", form: "fixed",
-        low: low - (high - low) * 0.06, high: high + (high - low) * 0.03 },
-      series, title: (value) => `${forms[form](value)} ${form === "short" ? name : ""}`,
-    };
-  });
-  choice(box("loss-controls"), "Over", known.map((each) => [each, clocks[each][0]]), clock,
-    (value) => { clock = value; draw(); });
+function followLoss() {
+  const holders = variants("loss");
+  for (const [clock, holder] of holders) {
+    const box = chartIn(holder), scale = +holder.dataset.scale;
+    const series = data.loss.flatMap((run, n) => [["train", run.train, "smooth"], ["dev", run.dev, "nll"]]
+      .map(([kind, side, field]) => ({ name: `${data.runs[n]}, ${kind}`, colour: colour(n),
+        points: side[clock].map((x, i) => [x, side[field][i]]).filter((point) => point[0] !== null) })));
+    const longest = series.reduce((a, b) => (b.points.length > a.points.length ? b : a)).points;
+    const most = scale * (box.dataset.high - box.dataset.low) / 40;
+    follow(box, longest.map(([x]) => ({
+      at: along(box, x / scale),
+      title: clock === "seconds" ? duration(x) : `${short(x)} ${holder.dataset.title}`,
+      rows: () => series.flatMap((each) => {
+        const near = nearest(each.points, x, most);
+        return near ? [[each.name, near[1].toFixed(2), each.colour]] : [];
+      }),
+    })));
+  }
+  choice(get("loss-controls"), "Over", [...holders].map(([key, each]) => [key, each.dataset.title]),
+    [...holders.keys()][0], (key) => show(holders, key));
 }
 
-/* Where the groups of resource lie among tasks in order; none if they are not in order. */
-function bandsOf(tasks) {
-  const bands = [];
-  tasks.forEach((task, n) => {
-    if (bands.length && bands.at(-1)[2] === task.group) bands.at(-1)[1] = n + 0.5;
-    else bands.push([n - 0.5, n + 0.5, task.group]);
-  });
-  return bands.length <= 3 && bands.every((band) => band[2]) ? bands : [];
+function followQuality() {
+  const holders = variants("quality");
+  if (!holders.size) return;
+  const signed = (value) => `${value > 0 ? "+" : value < 0 ? "\u2212" : ""}${Math.abs(value).toFixed(1)}`;
+  for (const [key, holder] of holders) {
+    const [measure, into] = key.split(" "), box = chartIn(holder);
+    const text = measure === "delta" ? signed : (value) => value.toFixed(1);
+    const places = data.tasks.map((_, n) => n).filter((n) => data.tasks[n].into === (into === "1"));
+    follow(box, places.map((place, n) => ({
+      at: along(box, n),
+      title: `${taskName(data.tasks[place])}, ${(data.tasks[place].pairs || 0).toLocaleString("en")} pairs`,
+      rows: data.quality.flatMap((run) => [[measure, ""], [`${measure}_smooth`, ", smoothed"],
+        ...(measure === "bleu" ? [["baseline", ", baseline"], ["copy", ", copy of source"]] : [])]
+        .filter(([field]) => run[field][place] !== null).map(([field, how]) =>
+          [`${data.runs[run.run]}${how}`, text(run[field][place]), colour(run.run)])),
+    })));
+  }
+  let [measure, into] = [...holders.keys()][0].split(" ");
+  const update = () => show(holders, `${measure} ${into}`);
+  const has = (part, n) => [...new Set([...holders.keys()].map((key) => key.split(" ")[n]))]
+    .filter((value) => part[value]).map((value) => [value, part[value]]);
+  choice(get("quality-controls"), "Show", has({ delta: "ΔBLEU", bleu: "BLEU" }, 0), measure,
+    (value) => { measure = value; update(); });
+  choice(get("quality-controls"), "Direction", has({ 1: "into English", 0: "from English" }, 1), into,
+    (value) => { into = value; update(); });
 }
 
-function drawQuality() {
-  if (!box("quality-chart")) return;
-  const has = (name) => data.quality.some((run) => run[name].some((value) => value !== null));
-  let measure = has("delta") ? "delta" : "bleu", into = data.tasks.some((task) => task.into);
-  const draw = chart(box("quality-chart"), () => {
-    const places = data.tasks.map((_, n) => n).filter((n) => data.tasks[n].into === into);
-    const tasks = places.map((n) => data.tasks[n]);
-    const points = (values) => places.map((place, n) => [n, values[place]]);
-    const series = [];
-    for (const run of data.quality) {
-      const kind = kindOf(run.run), name = data.runs[run.run];
-      const smooth = points(run[`${measure}_smooth`]), few = smooth.every(([, b]) => b === null);
-      series.push({ kind, name: few ? name : undefined, faint: !few, only: true, dots: few ? 4 : 0,
-        says: name, points: points(run[measure]) });
-      if (!few) series.push({ kind, name, says: `${name}, smoothed`, points: smooth });
-    }
-    if (measure === "bleu") {
-      const from = (name) => data.quality.find((run) => run[name].some((value) => value !== null));
-      const copy = from("copy"), base = from("baseline");
-      const line = (run, name) => {
-        const smooth = points(run[`${name}_smooth`]);
-        return smooth.every(([, b]) => b === null) ? [points(run[name]), ""] : [smooth, ", smoothed"];
-      };
-      for (const [run, kind, field, name] of [[base, "s6", "baseline", "baselines"],
-        [copy, "none", "copy", "copy of source"]]) {
-        if (!run) continue;
-        const [shown, how] = line(run, field);
-        series.push({ kind, dashed: true, name, says: `${name}${how}`, points: shown });
-      }
-    }
-    const name = measure === "delta" ? "ΔBLEU over the bilingual baselines" : "BLEU";
-    return {
-      label: `${name} of ${tasks.length} languages, those with most training text first`,
-      x: { name: "languages, most training pairs first", low: -0.5, high: tasks.length - 0.5,
-        form: "whole", labels: tasks.map((task) => task.language) },
-      y: { name, form: measure === "delta" ? "signed" : "one", zero: true,
-        mark: measure === "delta" ? "bilingual baselines" : "" },
-      bands: bandsOf(tasks), series,
-      title: (n) => `${taskName(tasks[n])}, ${forms.whole(tasks[n].pairs || 0)} pairs`,
-    };
-  });
-  const controls = box("quality-controls");
-  if (has("delta")) choice(controls, "Show", [["delta", "ΔBLEU"], ["bleu", "BLEU"]], measure,
-    (value) => { measure = value; draw(); });
-  if (bothWays) choice(controls, "Direction", directions, into,
-    (value) => { into = value; draw(); });
-}
-
-function drawHealth() {
+function followHealth() {
+  const forms = { share: (value) => `${+(100 * value).toFixed(1)}%`, short, number: (value) =>
+    String(+value.toPrecision(3)), fixed: (value) => value.toFixed(2), whole: String };
   for (const each of data.health) {
-    const place = box(`health-${each.name}`);
-    if (place) chart(place, () => ({
-      small: true, height: 150, label: `${each.title} over steps: ${each.meaning}`,
-      x: { form: "short", low: 0 },
-      y: { form: each.form, log: each.name === "grad_norm", zero: each.name !== "grad_norm" },
-      series: each.series.map((run) => ({ kind: kindOf(run.run), name: data.runs[run.run],
-        points: run.points })),
-      title: (step) => `step ${forms.whole(step)}`,
-    }));
+    const box = get(`health-${each.name}`);
+    const longest = each.series.reduce((a, b) => (b.points.length > a.points.length ? b : a)).points;
+    const most = (box.dataset.high - box.dataset.low) / 40;
+    follow(box, longest.map(([step]) => ({ at: along(box, step), title: `step ${step.toLocaleString("en")}`,
+      rows: () => each.series.flatMap((run) => {
+        const near = nearest(run.points, step, most);
+        return near ? [[data.runs[run.run], forms[each.form](near[1]), colour(run.run)]] : [];
+      }) })));
   }
 }
 
@@ -174,7 +150,7 @@ function sortTables() {
   for (const span of document.querySelectorAll("[data-language]")) {
     const code = span.dataset.language, name = languageName(code);
     span.textContent = name;
-    if (!span.nextElementSibling && name !== code) span.after(" ", element("small", {}, code));
+    if (!span.nextElementSibling && name !== code) span.after(" ", made("small", {}, code));
     span.closest("th").dataset.value = name;
   }
   for (const table of document.querySelectorAll("table.sortable")) {
@@ -199,13 +175,13 @@ function sortTables() {
 }
 
 function searchTables() {
-  const search = box("language-search");
+  const search = get("language-search");
   if (!search) return;
   const panels = [...document.querySelectorAll(".panel")];
   const options = panels.map((panel) => [panel.id, panel.dataset.title]);
   const choose = (id) => { for (const panel of panels) panel.hidden = panel.id !== id; };
   choose(panels[0].id);
-  choice(box("language-controls"), "Show", options, panels[0].id, choose);
+  choice(get("language-controls"), "Show", options, panels[0].id, choose);
   search.addEventListener("input", () => {
     const wanted = search.value.trim().toLowerCase();
     let found = 0;
@@ -215,34 +191,34 @@ function searchTables() {
         if (!n && !row.hidden) found++;
       }
     });
-    box("language-found").textContent = wanted ? `${found} found` : "";
+    get("language-found").textContent = wanted ? `${found} found` : "";
   });
 }
 
 function showExamples() {
-  const place = box("example-list");
+  const place = get("example-list");
   if (!place) return;
   const tasks = new Map(data.tasks.map((task) => [task.task, task]));
   const nameOf = (task) => (tasks.has(task) ? taskName(tasks.get(task)) : task);
   const known = [...new Set(data.examples.list.map((example) => example.task))];
-  const select = box("example-task"), search = box("example-search"), more = box("example-more");
+  const select = get("example-task"), search = get("example-search"), more = get("example-more");
   for (const task of known.sort((a, b) => nameOf(a).localeCompare(nameOf(b), "en")))
-    select.append(element("option", { value: task }, nameOf(task)));
+    select.append(made("option", { value: task }, nameOf(task)));
   let shown = 10;
   const one = (example) => {
     const [source, target] = example.task.split("-");
-    const text = (kind, language, words) => element("dd", { class: kind, lang: language,
+    const text = (kind, language, words) => made("dd", { class: kind, lang: language,
       dir: "auto" }, words);
-    const item = element("dl", { class: "example", "data-task": example.task },
-      element("dt", { class: "from" }, nameOf(example.task)),
+    const item = made("dl", { class: "example", "data-task": example.task },
+      made("dt", { class: "from" }, nameOf(example.task)),
       text("source", source, example.source),
-      element("dt", {}, "reference"), text("reference", target || "en", example.reference));
+      made("dt", {}, "reference"), text("reference", target || "en", example.reference));
     for (const [run, words, score, chrf] of example.translations) {
-      const name = element("dt", {}, element("i", { class: `key ${kindOf(run)}` }), data.runs[run]);
+      const name = made("dt", {}, made("i", { class: "key", style: `--c:${colour(run)}` }), data.runs[run]);
       if (score !== null) name.title = `score ${score}`;
       const said = words.trim() ? text("translated", target || "en", words)
-        : element("dd", { class: "none" }, "(nothing)");
-      if (chrf !== null) said.append(element("small", { dir: "ltr" }, `chrF++ ${chrf.toFixed(0)}`));
+        : made("dd", { class: "none" }, "(nothing)");
+      if (chrf !== null) said.append(made("small", { dir: "ltr" }, `chrF++ ${chrf.toFixed(0)}`));
       item.append(name, said);
     }
     return item;
@@ -255,7 +231,7 @@ function showExamples() {
         .some((words) => words.toLowerCase().includes(wanted))));
     place.replaceChildren(...found.slice(0, shown).map(one));
     more.hidden = found.length <= shown;
-    box("example-found").textContent = `${found.length} of ${data.examples.list.length}`;
+    get("example-found").textContent = `${found.length} of ${data.examples.list.length}`;
   };
   select.addEventListener("change", () => { shown = 10; draw(); });
   search.addEventListener("input", () => { shown = 10; draw(); });
@@ -265,9 +241,8 @@ function showExamples() {
 
 sortTables();
 searchTables();
-drawCorpora();
-drawLoss();
-drawQuality();
-drawHeat();
-drawHealth();
+followCorpora();
+followLoss();
+followQuality();
+followHealth();
 showExamples();

@@ -1,4 +1,4 @@
-"""The tables of the page, as HTML that needs no script; the script only sorts and searches them.
+"""The tables of the page, which need no script; the script only sorts and searches them.
 
 They are the tables of the paper's section 4, and every number that a chart shows.
 """
@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from gshard.mt.report import measures
-from gshard.mt.report.cells import Cell, Column, change, figure, run_name, table, words
+from gshard.mt.report.cells import Cell, Column, Table, change, figure, run_name, words
 from gshard.mt.report.charts import HEALTH
 from gshard.mt.report.gathered import GROUPS, Baselines, Run, Task
-from gshard.mt.report.wording import MISSING, duration, fixed, safe, share, short, whole
+from gshard.mt.report.wording import MISSING, duration, fixed, share, short, whole
 
 _GROUP_NAMES = {"to-english": "into English", "from-english": "from English"}
 FEW = 100  # sentences; a BLEU of fewer says little
 
 
-def models(runs: Sequence[Run]) -> str:
+def models(runs: Sequence[Run]) -> Table:
     """The paper's table of models: what each run is, what it took and what it reached."""
     columns = [
         Column("Model", text=True),
@@ -38,7 +38,7 @@ def models(runs: Sequence[Run]) -> str:
     for run in shown:
         rows.append(_baselines(run, several=len(shown) > 1))
     breaks = (len(runs),) if shown else ()
-    return table(
+    return Table(
         "models-table", columns, rows, "Models, what they took and what they reached", breaks=breaks
     )
 
@@ -73,7 +73,7 @@ def _baselines(run: Run, several: bool) -> list[Cell]:
     weights = measures.mean(task.get("weights") for task in tasks)
     name = f"{len(tasks)} bilingual baselines" + (f" of {run.name}" if several else "")
     empty = [words("") for _ in range(3)]
-    size = Cell(safe(f"{len(tasks)} \N{MULTIPLICATION SIGN} {short(weights)}"), weights)
+    size = Cell(f"{len(tasks)} \N{MULTIPLICATION SIGN} {short(weights)}", weights)
     return [
         words(name, "quiet"),
         *empty,
@@ -95,7 +95,7 @@ def _mean_baseline(run: Run, baselines: Baselines | None, group: str) -> float |
     return measures.mean(baselines.tasks.get(name, {}).get("bleu") for name in names)
 
 
-def reached(runs: Sequence[Run]) -> str:
+def reached(runs: Sequence[Run]) -> list[Table]:
     """What it took to reach losses, as in the paper's table: tokens, and steps and time below."""
     parts = []
     for kind, smooth in (("training", True), ("dev", False)):
@@ -116,8 +116,8 @@ def reached(runs: Sequence[Run]) -> str:
             rows.append(row)
         columns = [Column("Model", text=True), *(Column(f"{loss:g}") for loss in losses)]
         caption = f"Target tokens, steps and time to a {kind} cross-entropy of"
-        parts.append(table(f"reached-{kind}", columns, rows, caption))
-    return "\n".join(parts)
+        parts.append(Table(f"reached-{kind}", columns, rows, caption))
+    return parts
 
 
 def _taken(record: dict[str, float]) -> Cell:
@@ -126,10 +126,10 @@ def _taken(record: dict[str, float]) -> Cell:
         detail += f" · {duration(record['seconds'])}"
     tokens = record.get("tokens")
     main = short(tokens) if tokens is not None else f"{whole(record['step'])} steps"
-    return Cell(f"{safe(main)}<small>{safe(detail)}</small>", tokens)
+    return Cell(main, tokens, detail=detail)
 
 
-def averages(runs: Sequence[Run]) -> str:
+def averages(runs: Sequence[Run]) -> Table:
     """Scores averaged over all tasks, and over those with much, some and little training text."""
     scored = [run for run in runs if run.evaluation]
     columns = [
@@ -170,7 +170,7 @@ def averages(runs: Sequence[Run]) -> str:
                 ]
             )
     columns, rows = _without_empty(columns, rows, keep=5)
-    return table("averages", columns, rows, "Averages by resource", breaks=breaks[1:])
+    return Table("averages", columns, rows, "Averages by resource", breaks=breaks[1:])
 
 
 def _without_empty(
@@ -183,25 +183,17 @@ def _without_empty(
     return [columns[n] for n in kept], [[row[n] for n in kept] for row in rows]
 
 
-def _language(code: str) -> str:
-    """A code that the script completes with the language's name."""
-    return f'<span data-language="{safe(code)}">{safe(code)}</span>'
-
-
 def _head(task: Task, several: bool) -> list[Cell]:
-    name = _language(task.language)
-    name += f" <small>{safe(task.name)}</small>" if several else ""
     few = task.sentences is not None and task.sentences < FEW
-    count = safe(whole(task.sentences))
-    if few:
-        hint = f"fewer than {FEW} sentences: the scores say little"
-        hint += ", and the averages leave them out" if task.few else ""
-        count = f'<abbr title="{hint}">few{"*" if task.few else ""}</abbr> {count}'
+    hint = f"fewer than {FEW} sentences: the scores say little"
+    hint += ", and the averages leave them out" if task.few else ""
+    mark = {"mark": "few*" if task.few else "few", "hint": hint} if few else {}
+    group = GROUPS.index(task.group) if task.group else None
     return [
-        Cell(name, task.name),
-        Cell(task.group or MISSING, GROUPS.index(task.group) if task.group else None, "quiet"),
+        Cell("", task.name, language=task.language, detail=task.name if several else ""),
+        Cell(task.group or MISSING, group, "quiet"),
         figure(task.train_pairs, whole),
-        Cell(count, task.sentences, "few" if few else ""),
+        Cell(whole(task.sentences), task.sentences, "few" if few else "", **mark),
     ]
 
 
@@ -215,7 +207,7 @@ _HEAD = (
 )
 
 
-def languages(run: Run, runs: Sequence[Run], order: Sequence[Task]) -> str:
+def languages(run: Run, runs: Sequence[Run], order: Sequence[Task]) -> Table:
     """Every score of a run, by language."""
     assert run.evaluation is not None
     baselines, _ = measures.baselines_of(run, runs)
@@ -246,10 +238,10 @@ def languages(run: Run, runs: Sequence[Run], order: Sequence[Task]) -> str:
         )
     columns, rows = _without_empty(columns, rows, keep=6)
     place = runs.index(run)
-    return table(f"languages-{place}", columns, rows, f"Scores of {run.name}", sortable=True)
+    return Table(f"languages-{place}", columns, rows, f"Scores of {run.name}", sortable=True)
 
 
-def comparison(runs: Sequence[Run], order: Sequence[Task]) -> str:
+def comparison(runs: Sequence[Run], order: Sequence[Task]) -> Table:
     """BLEU, and its gain over the baselines, of all evaluated runs side by side."""
     scored = [run for run in runs if run.evaluation]
     several = len({task.into_english for task in order}) > 1
@@ -263,28 +255,28 @@ def comparison(runs: Sequence[Run], order: Sequence[Task]) -> str:
         gains = [change(each.get(task.name)) for each in delta]
         rows.append([*_head(task, several), *scores, *gains])
     columns, rows = _without_empty(columns, rows, keep=4)
-    return table("languages-all", columns, rows, "BLEU of all runs", sortable=True)
+    return Table("languages-all", columns, rows, "BLEU of all runs", sortable=True)
 
 
-def corpora(found: Sequence[dict[str, Any]]) -> str:
+def corpora(found: Sequence[dict[str, Any]]) -> list[Table]:
     """Training pairs of each language, a table for each corpus."""
     columns = [Column("Language", text=True), Column("Training pairs")]
-    return "\n".join(
-        table(
+    return [
+        Table(
             f"corpus-{n}",
             columns,
             [
-                [Cell(_language(language), language), figure(pairs, whole)]
+                [Cell("", language, language=language), figure(pairs, whole)]
                 for language, pairs in corpus["pairs"]
             ],
             f"Training pairs of {', '.join(corpus['runs'])}",
             sortable=True,
         )
         for n, corpus in enumerate(found)
-    )
+    ]
 
 
-def health(runs: Sequence[Run]) -> str:
+def health(runs: Sequence[Run]) -> Table:
     """The measures of training over its last tenth, where a run has settled."""
     written = {"share": share, "short": short, "whole": whole}
     columns = [Column("Model", text=True)]
@@ -300,10 +292,10 @@ def health(runs: Sequence[Run]) -> str:
         if recent:
             rows.append(row)
     columns, rows = _without_empty(columns, rows, keep=1)
-    return table("health-table", columns, rows, "Mean over the last tenth of the training")
+    return Table("health-table", columns, rows, "Mean over the last tenth of the training")
 
 
-def dev_losses(runs: Sequence[Run]) -> str:
+def dev_losses(runs: Sequence[Run]) -> Table | None:
     """The dev losses in numbers, for those who do not see the curves."""
     rows = []
     for run in runs:
@@ -321,4 +313,4 @@ def dev_losses(runs: Sequence[Run]) -> str:
             )
     columns = [Column("Model", text=True), Column("Step"), Column("Tokens"), Column("Time")]
     columns += [Column("Dev cross-entropy")]
-    return table("dev-losses", columns, rows, "Dev cross-entropy") if rows else ""
+    return Table("dev-losses", columns, rows, "Dev cross-entropy") if rows else None

@@ -1,28 +1,10 @@
-"""Numbers and text as the page writes them, and text made safe to stand in HTML."""
+"""Numbers and text as the page writes them."""
 
 from __future__ import annotations
 
-import html
-import json
-import re
 import time
-from typing import Any
 
 MISSING = "\N{EN DASH}"
-_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-
-
-def safe(text: object) -> str:
-    """Any text as HTML shows it: no markup, no control characters."""
-    return html.escape(_CONTROL.sub("\ufffd", str(text)), quote=True)
-
-
-def safe_json(value: Any) -> str:
-    """JSON that can stand inside a script element: nothing in it can end the element."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    for unsafe in "<>&\u2028\u2029":
-        text = text.replace(unsafe, f"\\u{ord(unsafe):04x}")
-    return text
 
 
 def cut(text: str, most: int) -> str:

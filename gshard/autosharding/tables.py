@@ -1,0 +1,213 @@
+"""The tables of an operator: its strategies, what each takes, and what its tensors have to move.
+
+A strategy gives mesh axes to factors. For each tensor of the operator, a table has one row per
+strategy and one column per spec of the tensor: the seconds that resharding the operand, or adding
+up the partial sums of the result, takes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Jaxpr, Literal
+
+from gshard.autosharding.memory import Floats
+from gshard.autosharding.problem import FORBIDDEN
+from gshard.autosharding.rates import Rates
+from gshard.autosharding.specs import NONE, MeshShape, Spec, local_elements, specs_of
+from gshard.autosharding.touched import Touches
+from gshard.forecast.hardware import Hardware
+from gshard.forecast.ops import PRODUCTS, Op
+from gshard.forecast.work import is_exact, product_flops
+from gshard.operators.rule import RULES
+from gshard.propagation.flow import Edge
+from gshard.tensors.factors import Dim, Factors
+from gshard.tensors.tile import byte_size
+
+# Costs are counted in picoseconds: whole numbers, so that equal sums are equal.
+PICO = 1e12
+
+Strategy = tuple[str | None, ...]  # for each mesh axis the factor that it cuts, if any
+Shares = tuple[tuple[float, ...], tuple[float, ...]]  # of operands' moves, and of results' sums
+
+
+class Tables:
+    """Makes the tables of operators on one mesh."""
+
+    def __init__(self, jaxpr: Jaxpr, mesh: MeshShape, hardware: Hardware, optimistic: bool) -> None:
+        self.mesh, self.hardware, self.optimistic = mesh, hardware, optimistic
+        self.alone = Rates(hardware, mesh)
+        self.combined = Rates(hardware, mesh, combined=True)
+        self.moves = self.combined if optimistic else self.alone
+        self.weights = {getattr(v.aval, "shape", ()) for v in jaxpr.invars}
+        self.bandwidth = hardware.memory_bandwidth * hardware.reached.memory
+
+    def of(
+        self, edge: Edge, touches: Touches, shares: Shares
+    ) -> tuple[Floats, list[Floats | None]]:
+        """Costs of an operator's strategies, and a table for each of its tensors."""
+        strategies = self._strategies(edge)
+        costs = np.array([self._work(edge, s, touches) for s in strategies])
+        tables: list[Floats | None] = []
+        for side, atoms in enumerate(edge.atoms):
+            described = (edge.factors.operands, edge.factors.results)[side]
+            for atom, dims, share in zip(atoms, described, shares[side], strict=True):
+                if isinstance(atom, Literal):
+                    continue
+                shape = getattr(atom.aval, "shape", ())
+                if not shape:
+                    tables.append(None)
+                    if side:
+                        costs += [share * self._scalar_sum(edge, s, atom) for s in strategies]
+                elif side:
+                    tables.append(self._into_result(edge, strategies, atom, dims, share))
+                else:
+                    tables.append(self._into_operand(edge, strategies, atom, dims, share))
+        return np.rint(costs * edge.runs * PICO), tables
+
+    def _strategies(self, edge: Edge) -> list[Strategy]:
+        """Mesh axes given to factors, where every tensor can express it."""
+        factors = edge.factors
+        named = dict.fromkeys(
+            f for t in (*factors.operands, *factors.results) for d in t for f in d
+        )
+        whole = () if self._may_split_all(edge) else factors.whole
+        free = [f for f in named if f not in whole and self._is_major(factors, f)]
+        found = []
+        for choice in itertools.product((None, *free), repeat=len(self.mesh)):
+            tiles: dict[str, int] = {}
+            for factor, size in zip(choice, self.mesh, strict=True):
+                if factor is not None:
+                    tiles[factor] = tiles.get(factor, 1) * size
+            if all(factors.sizes[f] >= n for f, n in tiles.items()) and _apart(factors, tiles):
+                found.append(choice)
+        return found
+
+    def _may_split_all(self, edge: Edge) -> bool:
+        """Whether a rule of its own may partition an operator along dims that factors keep."""
+        rule = None if edge.eqn is None else RULES.get(edge.eqn.primitive)
+        return self.optimistic and rule is not None and rule.partition is not None
+
+    def _is_major(self, factors: Factors, factor: str) -> bool:
+        """Whether a factor comes first in every dim that has it, but for factors of size 1."""
+        for tensor in (*factors.operands, *factors.results):
+            for dim in tensor:
+                if factor in dim and any(factors.sizes[f] > 1 for f in dim[: dim.index(factor)]):
+                    return False
+        return True
+
+    def _work(self, edge: Edge, strategy: Strategy, touches: Touches) -> float:
+        """Seconds of the operator itself, on its part of the work: arithmetic or memory."""
+        if edge.eqn is None:
+            return 0.0
+        memory = 0.0 if touches.covered else self._touched(edge, strategy, touches)
+        if name_of(edge) not in PRODUCTS:
+            return memory
+        parts = float(
+            np.prod([n for f, n in zip(strategy, self.mesh, strict=True) if f is not None])
+        )
+        op = Op(edge.eqn, (), (), joins=False)
+        rate = self.hardware.rate(edge.eqn.invars[0].aval.dtype, is_exact(op))
+        seconds = product_flops(op) / (rate * self.hardware.reached.products) / parts
+        return max(seconds, memory)
+
+    def _touched(self, edge: Edge, strategy: Strategy, touches: Touches) -> float:
+        """Seconds to read and write the memory that the operator touches."""
+        total = 0.0
+        for atoms, described, parts in zip(
+            edge.atoms,
+            (edge.factors.operands, edge.factors.results),
+            (touches.reads, touches.writes),
+            strict=True,
+        ):
+            for number, share in parts:
+                shape, dtype = atoms[number].aval.shape, atoms[number].aval.dtype
+                spec = self._spec(strategy, described[number])
+                total += share * local_elements(shape, spec, self.mesh) * byte_size((), dtype)
+        return total / self.bandwidth
+
+    def _spec(self, strategy: Strategy, dims: Sequence[Dim]) -> Spec:
+        """How a tensor is cut where the factors are."""
+        return tuple(
+            next((d for d, names in enumerate(dims) if f is not None and f in names), NONE)
+            for f in strategy
+        )
+
+    def _partial(self, edge: Edge, strategy: Strategy) -> list[int]:
+        """The mesh axes over which results are partial."""
+        return [axis for axis, f in enumerate(strategy) if f in edge.factors.reduced]
+
+    def _into_operand(
+        self,
+        edge: Edge,
+        strategies: Sequence[Strategy],
+        atom: Any,
+        dims: Sequence[Dim],
+        share: float,
+    ) -> Floats:
+        shape, itemsize = atom.aval.shape, byte_size((), atom.aval.dtype)
+        specs = specs_of(shape, self.mesh)
+        position = {spec: i for i, spec in enumerate(specs)}
+        moved = np.rint(self.moves.reshards(shape, itemsize) * (share * edge.runs * PICO))
+        rows = []
+        for strategy in strategies:
+            at = position.get(self._spec(strategy, dims))
+            rows.append(np.full(len(specs), FORBIDDEN) if at is None else moved[:, at])
+        return np.array(rows)
+
+    def _into_result(
+        self,
+        edge: Edge,
+        strategies: Sequence[Strategy],
+        atom: Any,
+        dims: Sequence[Dim],
+        share: float,
+    ) -> Floats:
+        shape, itemsize = atom.aval.shape, byte_size((), atom.aval.dtype)
+        specs = specs_of(shape, self.mesh)
+        position = {spec: i for i, spec in enumerate(specs)}
+        table = np.full((len(strategies), len(specs)), FORBIDDEN)
+        anywhere = (NONE, *range(len(shape)))
+        for i, strategy in enumerate(strategies):
+            made, partial = self._spec(strategy, dims), self._partial(edge, strategy)
+            ends = (anywhere if axis in partial else (at,) for axis, at in enumerate(made))
+            for spec in itertools.product(*ends):
+                if (j := position.get(spec)) is not None:
+                    seconds = self._summed(shape, itemsize, made, spec, partial)
+                    table[i, j] = np.rint(seconds * share * edge.runs * PICO)
+        return table
+
+    def _summed(
+        self, shape: tuple[int, ...], itemsize: int, made: Spec, spec: Spec, partial: list[int]
+    ) -> float:
+        """Seconds to add partial results up, first where the sum is cut on the way."""
+        now, total, sums = made, 0.0, self._sums(shape)
+        for axis in sorted(partial, key=lambda axis: spec[axis] == NONE):
+            size = local_elements(shape, now, self.mesh) * itemsize
+            kind = "all_reduce" if spec[axis] == NONE else "reduce_scatter"
+            total += sums.seconds(kind, axis, size)
+            now = (*now[:axis], spec[axis], *now[axis + 1 :])
+        return total
+
+    def _scalar_sum(self, edge: Edge, strategy: Strategy, atom: Any) -> float:
+        size = byte_size((), atom.aval.dtype)
+        partial, sums = self._partial(edge, strategy), self._sums(())
+        return sum(sums.seconds("all_reduce", axis, size) for axis in partial)
+
+    def _sums(self, shape: tuple[int, ...]) -> Rates:
+        """What sums take: those of gradients wait for nothing, so that they can be combined."""
+        return self.combined if self.optimistic or shape in self.weights else self.alone
+
+
+def name_of(edge: Edge) -> str:
+    """The name of an operator; none for the border of a loop."""
+    return "" if edge.eqn is None else edge.eqn.primitive.name
+
+
+def _apart(factors: Factors, tiles: dict[str, int]) -> bool:
+    """Whether no dim has two of the factors that are split."""
+    tensors = (*factors.operands, *factors.results)
+    return all(sum(f in tiles for f in dim) <= 1 for tensor in tensors for dim in tensor)
