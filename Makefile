@@ -8,7 +8,7 @@ GSHARD := $(VENV)/bin/gshard
 .PHONY: demo layer test test-all test-matrix lint format docs site clean
 
 # Real text to BLEU: gather, train 8 experts on 8 virtual devices, evaluate, translate, report.
-# Interrupted, it goes on where it stopped.
+# Interrupted, it continues where it stopped.
 demo: $(VENV)/installed
 	$(GSHARD) data gather --tier tiny --out demo/corpus
 	$(GSHARD) train tiny --corpus demo/corpus --out demo/run train.steps=800 train.minutes=4 \

@@ -73,7 +73,7 @@ def auto(
     seconds: float = 60.0,
     **keywords: Any,
 ) -> Layout:
-    """A mesh and annotations for `fn` on arguments like these (arrays or `ShapeDtypeStruct`s).
+    """A mesh and annotations for `fn` on arguments like these, arrays or abstract values.
 
     `devices` is their number, by default all that JAX has; `hardware` what they are (a name, a TOML
     file or `Hardware`), by default what JAX reports; `memory` the bytes that a step may hold on

@@ -12,7 +12,7 @@ from typing import TextIO, cast
 
 from rich.console import Console
 
-_GONE = (errno.EIO, errno.EPIPE)  # a terminal that was closed, a pipe that nobody reads
+_GONE = (errno.EIO, errno.EPIPE)  # a terminal that was closed, a pipe without a reader
 
 
 class _Screen:

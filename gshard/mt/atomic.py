@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-PREFIX = ".part-"  # of what is not whole yet
+PREFIX = ".part-"  # of what is not complete yet
 _LINK = "is a link to another file, which would be overwritten"
 
 

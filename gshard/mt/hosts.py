@@ -182,7 +182,7 @@ def is_first() -> bool:
 
 
 def wait_for_all(reason: str) -> None:
-    """Go on when all processes are here."""
+    """Return when all processes are here."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(reason)
 

@@ -49,11 +49,11 @@ class Run:
             if different := conflicts(read(folder / CONFIG), config, _done(folder)):
                 lines = "\n  ".join(different)
                 raise UserError(
-                    f"{folder} holds a run with other settings:\n  {lines}\n"
+                    f"{folder} has a run with other settings:\n  {lines}\n"
                     f"`gshard train {folder}` continues it; another --out starts a new one"
                 )
         elif folder.is_dir() and any(not p.name.startswith(LOCK) for p in folder.iterdir()):
-            raise UserError(f"{folder} holds something else; name a new folder for the run")
+            raise UserError(f"{folder} is not empty and no run; name a new folder for the run")
         atomic.write_json(folder / CONFIG, to_json(config))
         return Run(folder, config)
 

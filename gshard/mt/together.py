@@ -97,7 +97,7 @@ class Together:
 
 
 def meet(name: str) -> None:
-    """Go on when all processes are here, however long the slowest takes."""
+    """Return when all processes are here, however long the slowest takes."""
     if jax.process_count() == 1:
         return
     client = _jax.coordination()

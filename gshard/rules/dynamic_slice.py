@@ -273,7 +273,7 @@ _CUT = Doc(
     gather="others, few rows: ReduceScatter or AllReduce of the result",
 )
 _WRITTEN = Doc(
-    free="every dim, if the update is whole where it moves",
+    free="every dim, if the update is replicated along dims that it moves in",
     halo="where it moves, most rows: a tile for each bit of the largest offset in tiles",
     gather="where it moves, few rows: AllGather of the update",
 )

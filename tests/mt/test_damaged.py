@@ -136,7 +136,7 @@ def test_vocabularies_replace_vocabularies_only(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "v")
     tokenizer.save(tmp_path / "v")
     (tmp_path / "v" / "thesis.tex").write_text("years of it")
-    with pytest.raises(UserError, match="holds something else"):
+    with pytest.raises(UserError, match="has other files too"):
         tokenizer.save(tmp_path / "v")
     assert (tmp_path / "v" / "thesis.tex").exists()
 

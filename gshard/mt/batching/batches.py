@@ -284,7 +284,7 @@ class BatchIterator(Iterator[Arrays]):
         return {"step": self.step, "slots": self.slots, "tokens": self.tokens}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Go on as the iterator that `state` was taken from would have."""
+        """Continue as the iterator that `state` was taken from would have."""
         self.close()
         self.step = int(state["step"])
         self.slots, self.tokens = int(state.get("slots", 0)), int(state.get("tokens", 0))

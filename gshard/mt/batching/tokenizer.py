@@ -181,7 +181,7 @@ class Tokenizer:
 def refuse_to_replace(folder: Path) -> None:
     """An error if there is something else in `folder` than vocabularies, which are replaced."""
     if folder.exists() and (not folder.is_dir() or {p.name for p in folder.iterdir()} - {*FILES}):
-        raise UserError(f"{folder} holds something else; name a new folder for the vocabularies")
+        raise UserError(f"{folder} has other files too; name a new folder for the vocabularies")
 
 
 def train_tokenizer(corpus: Corpus, config: VocabularyConfig) -> Tokenizer:

@@ -71,8 +71,8 @@ def open_tokens(
 ) -> list[TaskTokens]:
     """The examples of `tasks` (all of the tokenizer's) as ids, encoded into `folder` when absent.
 
-    A task is one small folder, written whole; it is made again when corpus or tokenizer change,
-    and with `verify` also when a file is not as it was written.
+    A task is one small folder, written completely or not at all. It is made again when corpus or
+    tokenizer change, and with `verify` also when a file is not as it was written.
     """
     opened = []
     for task in tokenizer.tasks if tasks is None else tasks:

@@ -1,7 +1,7 @@
 """Packages onto this machine: downloaded by its own clients, unpacked into the run's folder.
 
 Nothing is installed. A package is one folder with the few files worth reading and a stamp, made
-under a temporary name and renamed: a folder that exists is whole, and gathering again skips it.
+under a temporary name and renamed: a folder that exists is complete, and gathering again skips it.
 What fails is reported and skipped, and tried again the next time.
 """
 

@@ -1,7 +1,7 @@
 """`gshard data gather` on one screen: fetch, read and clean, sort by language, split, write.
 
-Every stage leaves files that are whole and stamped, so stopping anywhere and starting again goes
-on where it was. Memory is bounded, whatever the tier: of a language, a byte for each pair.
+Every stage leaves complete, stamped files: stopped anywhere and started again, it continues.
+Memory is bounded, whatever the tier: of a language, a byte for each pair.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gshard.mt.lock import locked
 from gshard.mt.progress import Progress, Silent
 
 _BUFFERED = 1_000_000  # rows held while sorting by language
-_PART = f"{atomic.PREFIX}corpus-"  # of a corpus that is not whole yet
+_PART = f"{atomic.PREFIX}corpus-"  # of a corpus that is not complete yet
 _TOGETHER = 10_000  # rows of a language that are read together
 T = TypeVar("T")
 R = TypeVar("R")

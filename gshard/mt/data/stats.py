@@ -1,4 +1,4 @@
-"""What a corpus holds: a table by language, why text was dropped, and a picture."""
+"""What is in a corpus: a table by language, why text was dropped, and a picture."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """An archive as a folder: the few files of a package that are worth reading, and a stamp.
 
-The folder is made under a temporary name and renamed: one that exists is whole. Archives come from
-strangers: whatever is wrong with one is a `BrokenPackageError`, and nothing of it is left.
+The folder is made under a temporary name and renamed: one that exists is complete. Archives come
+from strangers: whatever is wrong with one is a `BrokenPackageError`, and nothing of it is left.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Flat beam search, the appendix's way to decode: one interleaved sequence for all hypotheses.
 
 The K hypotheses of a sentence share one buffer of K * T slots: slot t * K + k holds the token that
-hypothesis k read at step t, and the decoder's keys and values lie in the same order. Who descends
+hypothesis k read at step t, and the decoder's keys and values are in the same order. Who descends
 from whom is a 0/1 mask over the slots, which is also the mask of self-attention. When hypotheses
 branch and die only the masks are reordered; keys and values stay where they were written.
 
@@ -115,7 +115,7 @@ def beam_search(
     To be called under `jax.jit`, or under `gshard.jit` with the strategy of training: the batch is
     split over the devices, and nothing but the experts' tokens and the test for the end crosses
     between them. A sentence that is all padding costs no steps. Every token gets its experts, so
-    that a translation does not depend on the batch and the padding it stands in.
+    that a translation does not depend on the batch and the padding around it.
     """
     source_BL = strategy.groups(source_BL)
     real_BL = source_BL != PAD
@@ -179,7 +179,7 @@ def start(real_BL: Array, cache: Caches, config: BeamConfig, strategy: Strategy)
 
 
 def extend(live: Live, logits_BKV: Array, config: BeamConfig) -> tuple[Array, Live]:
-    """The score with which each hypothesis would end here, and the K best that go on."""
+    """The score with which each hypothesis would end here, and the K best that continue."""
     B, K, V = logits_BKV.shape
     scores_BKV = live.scores[:, :, None] + jax.nn.log_softmax(logits_BKV.astype(jnp.float32))
     ends_BK = scores_BKV[:, :, END]

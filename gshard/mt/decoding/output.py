@@ -1,8 +1,8 @@
-"""Where translations go: to standard output, or to a file that an interrupted command goes on with.
+"""Where translations go: to standard output, or to a file that an interrupted command continues.
 
-Lines are added to `FILE.part`, which one command at a time holds; `FILE.part.json` says how many
-lines of which text they are the translations of. At the end the first becomes FILE. The same
-command, after an interruption, goes on after what is there.
+Lines are added to `FILE.part`, which one command at a time has locked. `FILE.part.json` says which
+text is translated and how many of its lines are done. At the end `FILE.part` becomes FILE. The same
+command, after an interruption, continues after the lines that are there.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class FileOutput(Output):
         file = hold(self._part)
         if file is None:
             raise UserError(
-                f"another command writes to {path} at this moment (it holds {self._part}); wait "
-                "for it, or give another --out"
+                f"another command writes to {path} at this moment (it has locked {self._part}); "
+                "wait for it, or give another --out"
             )
         self._file = file
         try:
@@ -73,7 +73,7 @@ class FileOutput(Output):
             raise
 
     def _begun(self) -> int:
-        """The bytes that an earlier command wrote, after which this one goes on."""
+        """The bytes that an earlier command wrote, after which this one continues."""
         try:
             note = atomic.read_object(self._note)
             self.done, self._digest = int(note["done"]), str(note["text"])
@@ -139,7 +139,7 @@ class FileOutput(Output):
             self._read.update(text.encode("utf-8", "surrogatepass") + b"\n")
 
     def _refuse(self, how: str) -> None:
-        raise UserError(f"{self._part} was begun {how}; remove it to begin anew")
+        raise UserError(f"{self._part} was begun {how}; remove it to start over")
 
 
 def _bytes(lines: Iterable[str]) -> bytes:

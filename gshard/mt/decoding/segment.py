@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 Size = Callable[[Sequence[str]], list[int]]  # tokens of each text
 
-# A cut may stand at the end of each match. Every pattern looks back instead of reading on, so that
-# a million full stops take no longer than a million letters.
+# A cut may be made at the end of each match. Every pattern looks back instead of reading on: a
+# million full stops take no longer than a million letters.
 _ENDS = ".!?\u2026\u061f\u06d4\u0964\u0965\u0589\u1362"  # also those of Urdu, Hindi, Amharic ...
 _CLOSING = "\"'\u201c\u201d\u2019\u00bb)\\]"
 _WIDE_ENDS = "\u3002\uff01\uff1f\uff61"  # of Chinese and Japanese, with no space behind
@@ -66,7 +66,7 @@ def _at(
         else:
             pieces.append(atom)
             room = full - tokens
-    # Joined text is as a rule no more tokens than its parts, but no rule says so.
+    # Joined text is as a rule no more tokens than its parts, but that is not guaranteed.
     checked: list[str] = []
     for piece, tokens in zip(pieces, size(pieces), strict=True):
         checked += [piece] if tokens <= longest else _halved(piece, size, longest)

@@ -27,7 +27,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Routes:
-    """The tokens of both sides. A token of the output stands with the experts that wrote it."""
+    """The tokens of both sides. A token of the output has the experts that produced it."""
 
     source: tuple[Route, ...]
     output: tuple[Route, ...]

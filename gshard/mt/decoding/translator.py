@@ -70,7 +70,7 @@ class TranslateConfig:
         if not 0 <= self.alpha <= MOST_ALPHA:  # nor is it nan
             raise UserError(f"alpha is {self.alpha}; it is from 0 to {MOST_ALPHA:g}, usually 0.6")
         if self.rows < 1:
-            raise UserError(f"batches of {self.rows} rows hold nothing; at least 1 is needed")
+            raise UserError(f"batches of {self.rows} rows are empty; at least 1 is needed")
         if self.longest < 4 or self.most < 2 or self.shortest < 1:
             raise UserError(
                 f"longest is {self.longest}, most {self.most} and shortest {self.shortest} tokens; "

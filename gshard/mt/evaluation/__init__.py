@@ -1,1 +1,1 @@
-"""BLEU by language, and the bilingual baselines to hold it against."""
+"""BLEU by language, and the bilingual baselines to compare it with."""

@@ -1,7 +1,7 @@
-"""Whether a model is too sure of itself: how likely it holds its own outputs and the references.
+"""Whether a model is too sure of itself: the probability of its outputs and of the references.
 
-A search finds what a model holds likely. If that is worse than a reference which the model holds
-likelier, the search is at fault; if the model prefers its own bad output, the model is. Both are
+A search looks for outputs that the model finds likely. If a reference is better and the model finds
+it likelier, the search is at fault; if the model prefers its own bad output, the model is. Both are
 read here by the forward pass of training, teacher forced, which shares no code with the search.
 
 `python -m gshard.mt.evaluation.confidence RUN [RUN ...]` prints a table of runs, and scores by the

@@ -134,7 +134,7 @@ class Supervisor:
         self._lagging: set[int] = set()
 
     def run(self) -> int:
-        """The exit status of the whole: 0 when every process has done its work."""
+        """The exit status of the launch: 0 when every process has done its work."""
         failures = 0
         with self._signals(), _scratch() as scratch:
             while True:
@@ -162,7 +162,7 @@ class Supervisor:
                 elif count > self._least:
                     failures = 0
                     self._leave_out(self._count - count + 1)
-                    self._note(f"{ended}; going on with {count - 1} processes")
+                    self._note(f"{ended}; continuing with {count - 1} processes")
                 else:
                     self._note(f"{ended}; given up after {failures} failures without a new step")
                     return 1
@@ -226,7 +226,7 @@ class Supervisor:
         return f"there is room for {room} processes: all save and start again"
 
     def _leave_out(self, count: int) -> None:
-        """Go on without so many of the processes that were asked for."""
+        """Continue without so many of the processes that were asked for."""
         self._left_out, self._room_then = count, self._machines.capacity(self._count)
 
     def _failure(self, children: Sequence[Child], ended: Sequence[int | None]) -> Failure | None:

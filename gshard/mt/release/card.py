@@ -91,7 +91,7 @@ def _training(run: Run, step: int) -> Iterator[str]:
 def _scores(run: Run, step: int) -> Iterator[str]:
     found = read_results(run.folder / EVALUATION)
     if found is None or found["checkpoint"] != step:
-        yield "These weights were not evaluated (`gshard evaluate RUN` before the release does so)."
+        yield "These weights were not evaluated (run `gshard evaluate RUN` before the release)."
         return
     yield f"Beam {found['beam']}, {found['split']} sentences; means over languages:\n"
     yield "| | languages | BLEU | chrF++ |"

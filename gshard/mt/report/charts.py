@@ -25,7 +25,7 @@ HEALTH = (
     ("grad_norm", "Gradient norm", "number", "before clipping; log scale"),
     ("tokens_per_second", "Tokens per second", "short", "target tokens"),
     ("share_of_matmul", "Share of a matmul", "share", "of what a large product reaches"),
-    ("padding", "Padding", "share", "positions of a batch that hold no token"),
+    ("padding", "Padding", "share", "positions of a batch without a token"),
     ("data_wait", "Waiting for data", "share", "share of the training time"),
     ("skipped", "Skipped updates", "whole", "steps not learned from: a NaN or a spike"),
 )

@@ -123,7 +123,7 @@ def resource_order(runs: Sequence[Run]) -> list[Task]:
 def baselines_of(run: Run, runs: Sequence[Run]) -> tuple[Baselines | None, Run | None]:
     """The run's own baselines, or those of another run with the same training text.
 
-    Bilingual models are trained once for a corpus and stand beside many multilingual ones; that
+    Bilingual models are trained once for a corpus and compared with many multilingual ones; that
     two runs have the same corpus shows in the numbers of pairs of every task they share.
     """
     if run.baselines:

@@ -1,4 +1,4 @@
-"""Connections that nobody can hold open for nothing.
+"""Idle connections are closed.
 
 Uvicorn limits the time between two requests, and neither that of a request's head nor that in which
 a client takes its answer. Here a connection has as long for both. And there are fewer connections

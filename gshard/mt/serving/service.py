@@ -255,7 +255,7 @@ class Service:
                 request.settle(error)
             return [request for request, _ in chosen]
         done = [request for request in alike if self._finish(request, begin)]
-        # Who has had a turn and is not done stands behind the others.
+        # A request that had a turn and is not done queues behind the others.
         with self._changed:
             for request, pieces in chosen:
                 if pieces and request not in done and len(alike) > 1:

@@ -43,7 +43,7 @@ class Model:
 
     @property
     def tokens_per_second(self) -> float:
-        """Target tokens a second, over the whole training."""
+        """Target tokens a second, over all of the training."""
         return self.tokens / max(self.seconds, 1e-9)
 
     def mean(self, metric: str, group: str = "all") -> float | None:

@@ -1,4 +1,4 @@
-"""Checkpoints by Orbax: asynchronous, each host writing its own shards, whole or absent.
+"""Checkpoints by Orbax: asynchronous, each host writing its own shards, complete or absent.
 
 Weights and optimizer state are saved under their logical names and shapes, whatever devices held
 them, so that they can be restored on another number of devices and under other annotations. Every
@@ -87,7 +87,7 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that were saved whole, in order."""
+        """The steps whose checkpoints are complete, in order."""
         return sorted(self._manager.all_steps())
 
     def newest_whole(self) -> int:
@@ -171,7 +171,7 @@ class Checkpoints:
     def restore_newest(
         self, model: Any, optimizer: Any
     ) -> tuple[Any, Any, dict[str, Any], list[str]] | None:
-        """The newest checkpoint that is whole, as trees like those given (shapes with shardings).
+        """The newest complete checkpoint, as trees like those given (shapes with shardings).
 
         Returns the trees, the note, and a line about each newer checkpoint that is damaged.
         """
@@ -182,7 +182,7 @@ class Checkpoints:
             except DamagedError as error:
                 damaged.append(str(error))
         if damaged:
-            raise UserError("\n".join([*damaged, "no whole checkpoint is left"]))
+            raise UserError("\n".join([*damaged, "no complete checkpoint is left"]))
         return None
 
     def newest_note(self) -> dict[str, Any] | None:
@@ -295,7 +295,7 @@ class Checkpoints:
     def _save_error(self, step: int, why: str) -> SaveError:
         return SaveError(
             f"step {step} could not be saved in {self.folder}: {why}. The checkpoints before "
-            "it are whole; make room and run the same command again to continue from them"
+            "it are complete; make room and run the same command again to continue from them"
         )
 
 
@@ -332,7 +332,7 @@ class DamagedError(UserError):
 
 
 class SaveError(UserError):
-    """A checkpoint that could not be written; those before it are whole."""
+    """A checkpoint that could not be written; those before it are complete."""
 
     at_once = True  # Orbax's threads may still write, and would end in a traceback with Python
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from gshard.mt import atomic
 
 FILE = "checksums.json"
-_WRITTEN_LATER = (FILE, "commit_success.txt")  # the latter by Orbax, when a checkpoint is whole
-_STAMPED = "_CHECKPOINT_METADATA"  # gets the time at which it became whole
+_WRITTEN_LATER = (FILE, "commit_success.txt")  # the latter by Orbax, when a checkpoint is complete
+_STAMPED = "_CHECKPOINT_METADATA"  # gets the time at which it was complete
 _THREADS = 8  # hashing leaves Python's lock to others
 
 

@@ -63,7 +63,7 @@ def advice(in_a_row: int, loss: float, learning_rate: float) -> str:
     """What to say when training gives up."""
     return (
         f"the last {in_a_row} updates were left out, for losses that were not finite or far above "
-        f"the mean (now {loss:.3g}). The checkpoint before them is whole. What helps most often: a "
+        f"the mean (now {loss:.3g}). The checkpoint before them is good. What helps most often: a "
         f"lower optimizer.learning_rate (it is {learning_rate:g}) or a longer optimizer.rise; "
         "float32 instead of bfloat16 (model.dtype); or looking at the data of these steps. "
         "If the higher loss is intended, raise train.spike"

@@ -1,4 +1,4 @@
-"""The weights of a run or a release, whole or in the shards that a strategy asks for."""
+"""The weights of a run or a release, replicated or in the shards that a strategy asks for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load_model(run: Run, which: str = "best", like: Any = None) -> tuple[Transfo
     """The weights of a run and their step: "best", "last", a step, or "untrained" for fresh ones.
 
     `like` is the model as shapes with shardings (`model_like`); each host then reads only what
-    its devices hold. Without it the weights come whole to this process.
+    its devices hold. Without it this process reads all of the weights.
     """
     if which == "untrained":
         return _fresh(run, like), 0
@@ -49,7 +49,7 @@ def load_model(run: Run, which: str = "best", like: Any = None) -> tuple[Transfo
 
 
 def model_like(config: TransformerConfig, strategy: Strategy = ONE_DEVICE) -> Transformer:
-    """A model as shapes with shardings, as a strategy spreads it: experts split, the rest whole."""
+    """A model as shapes with the shardings of a strategy: experts split, the rest replicated."""
     shapes = eqx.filter_eval_shape(Transformer, config, jax.random.key(0))
     if strategy.devices > 1:
         spread = gshard.jit(
@@ -106,7 +106,9 @@ def _released(run: Run, which: str, like: Any) -> tuple[Transformer, int]:
 def _chosen(checkpoints: Checkpoints, which: str, folder: Path) -> int:
     steps = checkpoints.steps
     if not steps:
-        raise UserError(f"{folder} has no whole checkpoint yet; `gshard train {folder}` makes some")
+        raise UserError(
+            f"{folder} has no complete checkpoint yet; `gshard train {folder}` makes some"
+        )
     if which == "best":
         return checkpoints.best()
     if which == "last":

@@ -233,7 +233,7 @@ class _Loop:
         self.unsaved = True
 
     def _begin(self, back_to: int | None) -> tuple[RunState, int, dict[str, int]]:
-        """The newest whole checkpoint, or the one to go back to, or fresh weights."""
+        """The newest complete checkpoint, or the one to go back to, or fresh weights."""
         self.reporter.tell("compiling")
         compiled = self.progress.stage("compile", 1)
         like = self.programs.compile(self.batches[0])
@@ -250,11 +250,11 @@ class _Loop:
         if back_to is not None:
             self.checkpoints.forget_after(back_to)
         for line in damaged:
-            self.progress.note(f"{line}; going on from step {note['step']}")
+            self.progress.note(f"{line}; resuming at step {note['step']}")
         self.tokens, self.seconds, self.waited = (
             note[name] for name in ("tokens", "seconds", "waited")
         )
-        self.progress.note(f"going on from step {note['step']:,}")
+        self.progress.note(f"resuming at step {note['step']:,}")
         return _whole(model, rest), int(note["step"]), note["data"]
 
     def _look(

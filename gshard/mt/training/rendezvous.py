@@ -20,7 +20,7 @@ class OtherHostError(Exception):
 
 
 def wait(*, key: str, timeout_ms: int) -> None:
-    """Go on when all hosts are at the barrier `key`; an error if the save of one has failed."""
+    """Return when all hosts are at the barrier `key`; an error if the save of one has failed."""
     client = _jax.coordination()
     while client is not None:
         number = next(_rounds)

@@ -1,7 +1,7 @@
 """Weights in one file that others can read: the safetensors format.
 
-Nothing in it is executed when it is read. The library holds the header to the format: every byte
-belongs to one array, and every array has the bytes of its shape.
+Nothing in it is executed when it is read. The library checks the header against the format: every
+byte belongs to one array, and every array has the bytes of its shape.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _opened(path: Path) -> Any:
 
 
 def write_weights(path: Path, arrays: Mapping[str, Any], note: Mapping[str, str]) -> None:
-    """Write arrays of float32 or bfloat16 by name, with a note, whole or not at all."""
+    """Write arrays of float32 or bfloat16 by name, with a note, completely or not at all."""
     found = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     with atomic.new_file(path) as part:
         try:

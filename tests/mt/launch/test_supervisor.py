@@ -101,7 +101,7 @@ def test_what_fails_without_end_is_given_up(supervised, tmp_path):
 def test_one_that_does_not_come_back_is_left_out(supervised, tmp_path):
     status, notes = supervised("die-always", after=0, least=1)
     assert status == 0
-    assert "going on with 1 processes" in notes[-1]
+    assert "continuing with 1 processes" in notes[-1]
     assert (tmp_path / "tries-1").read_text() == "3"
 
 

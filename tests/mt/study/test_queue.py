@@ -120,7 +120,7 @@ def _interrupted_training(plan):
 
     again = Notes()
     assert work(plan, Wanted("trained", ("dense",)), shown(again)[0])
-    assert any(note.startswith("going on from step") for note in again.notes)
+    assert any(note.startswith("resuming at step") for note in again.notes)
     run = Run.open(plan.place("dense"))
     assert sorted(losses(run)) == [1, 2, 3, 4, 5, 6]
     trained = ledger.read_json(plan.place("dense") / ledger.TRAINED)

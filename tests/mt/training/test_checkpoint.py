@@ -99,7 +99,7 @@ def test_when_nothing_is_whole_the_error_says_so(tmp_path):
     for file in (tmp_path / "checkpoints" / "1" / "optimizer").rglob("*"):
         if file.is_file():
             file.write_bytes(b"")
-    with pytest.raises(UserError, match="no whole checkpoint is left"):
+    with pytest.raises(UserError, match="no complete checkpoint is left"):
         Checkpoints(tmp_path).restore_newest(*LIKE)
 
 

@@ -61,7 +61,7 @@ def test_a_run_that_stopped_goes_on_bit_for_bit(whole, tmp_path):
     second = Run.create(tmp_path / "run", with_train(first.config, steps=12))
     train(second, notes)
     assert "checkpoints/6 is damaged" in notes.notes[0]
-    assert notes.notes[1:] == ["going on from step 4"]
+    assert notes.notes[1:] == ["resuming at step 4"]
     assert losses(second) == losses(whole)
     for a, b in zip(weights(second), weights(whole), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -175,7 +175,7 @@ def test_other_settings_are_refused_for_a_run_that_is_there(whole):
 
 def test_a_folder_with_other_things_is_not_overwritten(whole, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="holds something else"):
+    with pytest.raises(UserError, match="is not empty and no run"):
         Run.create(tmp_path, whole.config)
 
 
