@@ -29,6 +29,7 @@ from jax._src.custom_partitioning_sharding_rule import str_to_sdy_sharding_rule
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import pxla as _pxla
 from jax._src.interpreters.partial_eval import dce_jaxpr
+from jax._src.lax.lax import _ragged_dot_general_impl as ragged_dot_dense
 from jax._src.lax.lax import optimization_barrier_p, split_p, stack_p, tile_p, unstack_p
 from jax._src.lax.slicing import scatter_sub_p
 from jax._src.lib import _jax as _jaxlib
@@ -387,8 +388,9 @@ __all__ = [
     "execute", "fun_name", "gamma_one", "iota_2x32_shape_p", "is_array_like", "is_current",
     "is_ref", "is_tracer", "is_tracing", "jit_info", "mlir", "optimization_barrier_p",
     "parse_arguments", "parse_sharding_rule", "private_primitives", "prng_impl",
-    "python_implementation", "quick_call", "quick_call_of_compiled", "quick_data", "random_clone_p",
-    "random_unwrap_p", "random_wrap_p", "ref_value", "register_array_type", "remat_p", "reshard_p",
+    "python_implementation", "quick_call", "quick_call_of_compiled", "quick_data",
+    "ragged_dot_dense", "random_clone_p", "random_unwrap_p",
+    "random_wrap_p", "ref_value", "register_array_type", "remat_p", "reshard_p",
     "scan_counts", "scatter_sub_p", "set_ref", "shape_and_dtype", "shard_map_p",
     "sharding_constraint_p", "source_info_util", "split_p", "stack_p", "struct_of", "tensor_types",
     "tile_p", "types_if_plain", "unstack_p", "variable_of", "weakref_cache", "without_mesh",

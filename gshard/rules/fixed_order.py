@@ -5,22 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from gshard.graph.reason import Reason
+from gshard.moving.halo import window
 from gshard.operators.choose import partition_by_factors
-from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.operators.rule import Context, Doc, Rule, bind_local, register
 from gshard.rules.contraction import dot_factors, dot_work
 from gshard.rules.pointwise import same_dims
 from gshard.rules.scatter import partition_scatter, scatter_factors
-from gshard.simplify.fixed_order import leaf_dot_p, pin_p, scatter_in_order_p, tree_sum_p
-from gshard.simplify.trees import neighbours
+from gshard.simplify.fixed_order import (
+    in_one_piece_p,
+    leaf_dot_p,
+    leaf_sum_p,
+    pin_p,
+    scatter_in_order_p,
+    tree_sum_p,
+)
+from gshard.simplify.trees import halved, neighbours
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors, Shape
-from gshard.tensors.sharding import Sharding
+from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
 
 OPAQUE = "opaque"  # in `Place.known`: 32 bits that are all set, which the compiler cannot know
@@ -133,13 +144,108 @@ def _tree_sum(
     return [neighbours(tiles[0].array, eqn.params["axis"], lax.add)]
 
 
+def _leaf_sum_factors(eqn: JaxprEqn) -> Factors:
+    axes = eqn.params["axes"]
+    names = [None if d in axes else f"d{d}" for d in range(len(eqn.invars[0].aval.shape))]
+    return Factors.of(eqn, [names], [[name for name in names if name]])
+
+
+def _leaf_sum(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
+) -> Sequence[jax.Array]:
+    x = tiles[0].array
+    for d in reversed(eqn.params["axes"]):
+        x = halved(x, d, lax.add)
+    return [x]
+
+
+def _batch_factors(eqn: JaxprEqn) -> Factors:
+    batch = [f"b{d}" for d in range(eqn.params["batch"])]
+
+    def names(atoms: Sequence[Any]) -> list[list[str | None]]:
+        return [[*batch, *[None] * (len(a.aval.shape) - len(batch))] for a in atoms]
+
+    return Factors.of(eqn, names(eqn.invars), names(eqn.outvars))
+
+
+def _in_one_piece(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
+) -> Sequence[jax.Array]:
+    """The operator itself; padding of batch dims is set to zero, for libraries that may hang."""
+    clean = [t.masked(ctx.place, jnp.zeros((), t.array.dtype)) for t in tiles]
+    inner = eqn.replace(primitive=eqn.params["of"], params=dict(eqn.params["params"]))
+    return bind_local(ctx, inner, clean, shapes)
+
+
 def _partition_tree(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    axis = eqn.params["axis"]
-    split, n = tiles[0].sharding.splits[axis], tiles[0].shape[axis]
-    subtrees = split is None or (n % split.tiles == 0 and not split.idle)
-    return partition_by_factors(ctx, eqn, _SUBTREES if subtrees else _WHOLE, tiles, targets)
+    (tile,), axis = tiles, eqn.params["axis"]
+    split, n = tile.sharding.splits[axis], tile.shape[axis]
+    if split is None or (n % split.tiles == 0 and not split.idle):
+        return partition_by_factors(ctx, eqn, _SUBTREES, tiles, targets)
+    others = [d for d, s in enumerate(tile.sharding.splits) if s is None and tile.shape[d] > 1]
+    if split.idle or not others or tile.partial or not tile.is_standard:
+        return partition_by_factors(ctx, eqn, _WHOLE, tiles, targets)
+    # Devices exchange what they have of the tree for parts of another dim, and complete it there.
+    parts = _own_nodes(ctx.place, tile, axis, split)
+    dim = max(others, key=lambda d: tile.shape[d])
+    exchanged = parts.sharding.replace(axis, None).replace(dim, split)
+    why = Reason("operand", eqn.primitive.name)
+    moved = ctx.reshard(parts, exchanged, why)
+    total = _completed(moved.array, axis, split.tiles, -(-n // split.tiles), n)
+    kept = tuple(s for d, s in enumerate(exchanged.splits) if d != axis)
+    shape = tuple(m for d, m in enumerate(tile.shape) if d != axis)
+    return [Tile(total, Sharding(kept, exchanged.num_devices), shape)]
+
+
+def _is_power(n: int) -> bool:
+    return n & (n - 1) == 0
+
+
+def _own_nodes(place: Place, tile: Tile, axis: int, split: Split) -> Tile:
+    """The nodes of the tree that a device has leaves of: as many on each device.
+
+    An even number of leaves that is a power of 2 is a subtree. Of another number, neighbouring
+    leaves are added where both are here. Places without a leaf have -0.0, which adds nothing to any
+    number, not even to -0.0.
+    """
+    nothing = jnp.asarray(-0.0, tile.array.dtype)
+    leaves = tile.masked(place, nothing, [axis]).array
+    count = leaves.shape[axis]
+    if _is_power(count):
+        nodes = lax.expand_dims(neighbours(leaves, axis, lax.add), [axis])
+    else:
+        pads = [(1, count % 2 + 1, 0) if d == axis else (0, 0, 0) for d in range(leaves.ndim)]
+        first = 1 - (np.maximum(split.coords, 0) * count) % 2
+        width = count + 1 + (count + 1) % 2
+        shifted = window(place, lax.pad(leaves, nothing, pads), axis, first, width)
+        nodes = _pairs(shifted, axis)
+    total = nodes.shape[axis] * split.tiles
+    shape = (*tile.shape[:axis], total, *tile.shape[axis + 1 :])
+    return Tile(nodes, tile.sharding, shape)
+
+
+def _pairs(x: jax.Array, axis: int) -> jax.Array:
+    """Each two neighbours added."""
+    shape = (*x.shape[:axis], x.shape[axis] // 2, 2, *x.shape[axis + 1 :])
+    return neighbours(lax.reshape(x, shape), axis + 1, lax.add)
+
+
+def _completed(x: jax.Array, axis: int, tiles: int, count: int, leaves: int) -> jax.Array:
+    """The tree over the nodes of all devices, each of which had `count` leaves."""
+    each = x.shape[axis] // tiles
+    size = count if _is_power(count) else 2  # leaves of a node
+    found: list[jax.Array | None] = [None] * (leaves // size)
+    for device in range(tiles):
+        for number in range(each):
+            node = device * count // size + number
+            if node < len(found):
+                at = device * each + number
+                part = lax.slice_in_dim(x, at, at + 1, axis=axis)
+                before = found[node]
+                found[node] = part if before is None else lax.add(before, part)
+    return neighbours(lax.concatenate([f for f in found if f is not None], axis), axis, lax.add)
 
 
 _SUBTREES, _WHOLE = Rule(_tree_factors, _tree_sum), Rule(_whole_factors, _tree_sum)
@@ -155,6 +261,22 @@ register(
         ),
     ),
     leaf_dot_p,
+)
+register(
+    Rule(
+        _leaf_sum_factors,
+        _leaf_sum,
+        doc=Doc(free="kept dims", gather="the summed dims of a leaf: AllGather"),
+    ),
+    leaf_sum_p,
+)
+register(
+    Rule(
+        _batch_factors,
+        _in_one_piece,
+        doc=Doc(free="batch dims, where it has them", gather="all other dims: AllGather"),
+    ),
+    in_one_piece_p,
 )
 register(
     Rule(

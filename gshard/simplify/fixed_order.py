@@ -10,11 +10,14 @@ fused multiply-add. Both are decided here, in the logical program, before anythi
 - A product or another rounded result is pinned: XLA cannot fuse it with what uses it, cannot leave
   out its rounding, and cannot compute it in advance with another library.
 
-What has no fixed order is refused, with its line.
+- Any other operator runs in one piece: split along batch dims at most (`in_one_piece`).
+
+Manual regions are refused: what they compute depends on the mesh by itself.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,13 +30,15 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
 
-from gshard._jax import Var, mlir, scatter_sub_p
+from gshard._jax import Var, mlir, private_primitives, ragged_dot_dense, scatter_sub_p
 from gshard.graph import LOOPS, map_bodies, renamed
 from gshard.graph.source import on_behalf_of, source_of
 from gshard.simplify.fixed_functions import FUNCTIONS
+from gshard.simplify.fixed_windows import MOST_SLICES, convolution, fourier, window_sum
 from gshard.simplify.trees import halved
 
-LEAVES = 8  # of a contraction: as many devices may split a contracting dim
+LEAVES = 8  # of a sum: as many devices may split it
+ROWS = 24  # of a leaf of a product, at least: shorter ones take longer to add than to multiply
 
 # The same value, as bits that the compiler knows nothing about.
 pin_p = Primitive("pin")
@@ -46,6 +51,26 @@ tree_sum_p = Primitive("tree_sum")
 @tree_sum_p.def_abstract_eval
 def _tree_sum_aval(x: Any, *, axis: int) -> ShapedArray:
     return ShapedArray((*x.shape[:axis], *x.shape[axis + 1 :]), x.dtype)
+
+
+# A sum within leaves, whose dims are not split.
+leaf_sum_p = Primitive("leaf_sum")
+
+
+@leaf_sum_p.def_abstract_eval
+def _leaf_sum_aval(x: Any, *, axes: tuple[int, ...]) -> ShapedArray:
+    return ShapedArray(tuple(n for d, n in enumerate(x.shape) if d not in axes), x.dtype)
+
+
+# An operator that is split along its first `batch` dims alone, which all its tensors have.
+in_one_piece_p = Primitive("in_one_piece")
+in_one_piece_p.multiple_results = True
+
+
+@in_one_piece_p.def_effectful_abstract_eval
+def _in_one_piece_aval(*avals: Any, of: Primitive, params: Any, batch: int) -> Any:
+    found, effects = of.abstract_eval(*avals, **dict(params))
+    return (found if of.multiple_results else [found]), effects
 
 
 # A `dot_general` whose contracting dims are not split.
@@ -70,6 +95,8 @@ mlir.register_lowering(
     scatter_in_order_p, mlir.lower_fun(p.scatter_add_p.bind, multiple_results=False)
 )
 
+(ragged_dot_general_p,) = private_primitives("lax.lax", "ragged_dot_general_p")
+
 # Rounded by no more than one operation of IEEE 754, or not at all: nothing to fix.
 _EXACT = frozenset((
     "abs", "add", "add_any", "add_jaxvals", "and", "annotate", "argmax", "argmin",
@@ -77,8 +104,9 @@ _EXACT = frozenset((
     "concatenate_slices", "conj", "convert_element_type", "copy", "create_token", "cummax",
     "cummin", "custom_lin", "debug_callback", "debug_print", "device_put", "dynamic_slice",
     "dynamic_update_slice", "empty2", "floor", "gather", "imag", "io_callback", "iota",
-    "is_finite", "leaf_dot", "max", "min", "name", "neg", "nextafter", "optimization_barrier",
-    "pad", "pin", "pure_callback", "random_bits", "random_clone", "random_fold_in",
+    "is_finite", "leaf_dot", "leaf_sum", "max", "min", "name", "neg", "nextafter",
+    "optimization_barrier", "pad", "pin", "pure_callback", "random_bits", "random_clone",
+    "random_fold_in",
     "random_gamma", "random_seed", "random_split", "random_unwrap", "random_wrap", "real",
     "reduce_max", "reduce_min", "reduce_precision", "reduce_window_max", "reduce_window_min",
     "rem", "reshape", "rev", "round", "scatter", "scatter-max", "scatter-min", "scatter_in_order",
@@ -97,6 +125,17 @@ _ROUNDED = frozenset((
 ))  # fmt: skip
 
 
+# The dims of one system, behind the batch dims.
+_CORE = {"triangular_solve": 2, "ormqr": 2, "tridiagonal_solve": 1}
+
+# In manual regions.
+MANUAL = frozenset((
+    "all_gather", "all_gather_invariant", "all_to_all", "auto_to_manual", "lower_named_axes",
+    "manual_collective", "manual_to_auto", "pbroadcast", "pmax", "pmin", "ppermute", "psum",
+    "psum_invariant", "ragged_all_to_all", "reduce_scatter", "shard_map",
+))  # fmt: skip
+
+
 def fix_order(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The program with one order for every sum.
 
@@ -109,6 +148,7 @@ def fix_order(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _fixed(closed: ClosedJaxpr) -> ClosedJaxpr:
+    _refuse_manual(closed.jaxpr)
     constants: set[Any] = set()  # the variables that are one number in all places
     eqns: list[JaxprEqn] = []
     for eqn in closed.jaxpr.eqns:
@@ -118,6 +158,19 @@ def _fixed(closed: ClosedJaxpr) -> ClosedJaxpr:
     return closed.replace(jaxpr=closed.jaxpr.replace(eqns=eqns))
 
 
+def _refuse_manual(jaxpr: Jaxpr) -> None:
+    """An error for a manual region, which is known by the operators at its borders and in it."""
+    found = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in MANUAL]
+    if found:
+        lines = [source_of(eqn) for eqn in found]
+        line = next((line for line in lines if line != "unknown"), lines[0])
+        raise ValueError(
+            f"{line}: what a manual region computes depends on its mesh, for which "
+            "reproducible=True cannot fix an order; write that part without shard_map "
+            "(docs/howto/reproducible.md)"
+        )
+
+
 def _in_order(eqn: JaxprEqn, constants: set[Any]) -> list[JaxprEqn]:
     """The equations in the place of one."""
     if eqn.primitive in LOOPS:
@@ -125,18 +178,33 @@ def _in_order(eqn: JaxprEqn, constants: set[Any]) -> list[JaxprEqn]:
     if not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
         return [eqn]
     rewrite = _REWRITES.get(eqn.primitive) or FUNCTIONS.get(eqn.primitive.name)
-    if rewrite:
+    if rewrite and not _is_simple(eqn):
         return _replaced(eqn, rewrite)
     name = eqn.primitive.name
     if name in _ROUNDED or _is_rounded(eqn, constants):
         return _pinned(eqn)
-    if name not in _EXACT:
-        raise ValueError(
-            f"{source_of(eqn)}: {name} has no fixed order of its sums yet, which "
-            "reproducible=True needs; allowed are products, reductions, scans, scatters and "
-            "operators that work element by element (docs/howto/reproducible.md)"
-        )
-    return [eqn]
+    if name in _EXACT:
+        return [eqn]
+    return _pinned(_one_piece(eqn))
+
+
+def _one_piece(eqn: JaxprEqn) -> JaxprEqn:
+    """The same operator, split along batch dims at most."""
+    core = eqn.params["fft_lengths"] if eqn.primitive is p.fft_p else ()
+    matrix = _CORE.get(eqn.primitive.name, len(core))
+    batch = len(eqn.invars[0].aval.shape) - matrix if matrix else 0
+    params = {"of": eqn.primitive, "params": tuple(eqn.params.items()), "batch": batch}
+    return eqn.replace(primitive=in_one_piece_p, params=params)
+
+
+def _is_simple(eqn: JaxprEqn) -> bool:
+    """Whether an operator is what its own rewrite is made of."""
+    if eqn.primitive is p.fft_p:
+        return len(eqn.params["fft_lengths"]) == 1
+    if eqn.primitive is p.reduce_window_sum_p:
+        large = math.prod(eqn.params["window_dimensions"]) > MOST_SLICES
+        return large or 0 in eqn.invars[0].aval.shape
+    return False
 
 
 def _is_rounded(eqn: JaxprEqn, constants: set[Any]) -> bool:
@@ -180,9 +248,11 @@ def _replaced(eqn: JaxprEqn, rewrite: Callable[..., Any]) -> list[JaxprEqn]:
     return _fixed(ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=eqn.outvars), ())).jaxpr.eqns
 
 
-def leaf_counts(sizes: Sequence[int], most: int = LEAVES) -> list[int]:
-    """How many leaves each of some dims has that are summed together, `most` in all."""
-    counts = []
+def leaf_counts(sizes: Sequence[int]) -> list[int]:
+    """How many leaves each of some contracted dims has; each leaf has `ROWS` or more."""
+    counts, most = [], LEAVES
+    while most > 1 and math.prod(sizes) < most * ROWS:
+        most //= 2
     for size in sizes:
         counts.append(math.gcd(size, most))
         most //= counts[-1]
@@ -203,7 +273,7 @@ def _dot(params: dict[str, Any], x: jax.Array, y: jax.Array) -> jax.Array:
     (left, right), (batch, right_batch) = params["dimension_numbers"]
     dtype = params["preferred_element_type"] or jnp.result_type(x, y)
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        raise ValueError("a product of complex numbers has no fixed order of its sums yet")
+        return _complex_dot(params, x, y)
     counts = leaf_counts([x.shape[d] for d in left])
     many = [i for i, count in enumerate(counts) if count > 1]
     operands, places = [], []
@@ -221,6 +291,22 @@ def _dot(params: dict[str, Any], x: jax.Array, y: jax.Array) -> jax.Array:
     return result
 
 
+def _complex_dot(params: dict[str, Any], x: jax.Array, y: jax.Array) -> jax.Array:
+    """A product of complex numbers, as four of real ones."""
+    dtype = params["preferred_element_type"] or jnp.result_type(x, y)
+    part = jnp.finfo(dtype).dtype
+    params = params | {"preferred_element_type": part}
+
+    def parts(z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if jnp.issubdtype(z.dtype, jnp.complexfloating):
+            return lax.real(z).astype(part), lax.imag(z).astype(part)
+        return z.astype(part), jnp.zeros(z.shape, part)
+
+    (a, b), (c, d) = parts(x), parts(y)
+    real = lax.sub(_dot(params, a, c), _dot(params, b, d))
+    return lax.complex(real, lax.add(_dot(params, a, d), _dot(params, b, c)))
+
+
 def _sum(params: dict[str, Any], x: jax.Array) -> jax.Array:
     """A sum over dims: within leaves first, and then their tree, dim by dim."""
     axes = sorted(params["axes"])
@@ -228,11 +314,10 @@ def _sum(params: dict[str, Any], x: jax.Array) -> jax.Array:
         return lax.broadcast(
             jnp.zeros((), x.dtype), [n for d, n in enumerate(x.shape) if d not in axes]
         )
-    counts = leaf_counts([x.shape[d] for d in axes])
+    counts = [math.gcd(x.shape[d], LEAVES) for d in axes]
     x = _cut(x, axes, counts)
     leaves = [d + i for i, d in enumerate(axes)]
-    for d in reversed(leaves):
-        x = halved(x, d + 1, lax.add)
+    x = leaf_sum_p.bind(x, axes=tuple(d + 1 for d in leaves))
     for number, count in reversed(list(enumerate(counts))):
         d = leaves[number] - number
         x = tree_sum_p.bind(x, axis=d) if count > 1 else lax.squeeze(x, [d])
@@ -264,7 +349,24 @@ def _logaddexp(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _scatter_add(params: dict[str, Any], x: Any, indices: Any, updates: Any) -> jax.Array:
-    return scatter_in_order_p.bind(x, indices, updates, **params)
+    """Updates one after the other; if there are many, in leaves, each into zeros of its own."""
+    window = params["dimension_numbers"].update_window_dims
+    rows = [d for d in range(updates.ndim) if d not in window]
+    batched = params["dimension_numbers"].operand_batching_dims
+    count = min(LEAVES, updates.size // x.size) if x.size and rows and not batched else 1
+    count = math.gcd(updates.shape[rows[0]], 1 << max(count, 1).bit_length() - 1) if rows else 1
+    if count == 1:
+        return scatter_in_order_p.bind(x, indices, updates, **params)
+    cut = [_cut(indices, [0], [count]), jnp.moveaxis(_cut(updates, [rows[0]], [count]), rows[0], 0)]
+    zeros = jnp.zeros((count, *x.shape), x.dtype)
+    scatter = functools.partial(p.scatter_add_p.bind, **params)
+    closed = jax.make_jaxpr(jax.vmap(scatter))(zeros, *cut)
+    names: dict[Any, Any] = dict(zip(closed.jaxpr.invars, [zeros, *cut], strict=True))
+    for eqn in closed.jaxpr.eqns:
+        primitive = scatter_in_order_p if eqn.primitive is p.scatter_add_p else eqn.primitive
+        operands = [a.val if isinstance(a, Literal) else names[a] for a in eqn.invars]
+        (names[eqn.outvars[0]],) = [primitive.bind(*operands, **eqn.params)]
+    return lax.add(x, tree_sum_p.bind(names[closed.jaxpr.outvars[0]], axis=0))
 
 
 def _scatter_sub(params: dict[str, Any], x: Any, indices: Any, updates: Any) -> jax.Array:
@@ -280,4 +382,8 @@ _REWRITES: dict[Primitive, Callable[..., Any]] = {
     p.cumlogsumexp_p: _cumulative(_logaddexp),
     p.scatter_add_p: _scatter_add,
     scatter_sub_p: _scatter_sub,
+    p.conv_general_dilated_p: convolution,
+    p.reduce_window_sum_p: window_sum,
+    p.fft_p: fourier,
+    ragged_dot_general_p: lambda params, *args: ragged_dot_dense(*args, **params),
 }

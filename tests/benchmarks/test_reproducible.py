@@ -12,7 +12,7 @@ from benchmarks import reproducible
 @pytest.mark.parametrize("devices", [2, 3, 8])
 def test_a_recipe_has_the_same_bits_as_on_one_device(devices, dtype):
     steps = reproducible.cases(devices, dtype, "data parallel, Adam")
-    found = [reproducible.measured(case, 3, usual=False)["said"] for case in steps]
+    found = [reproducible.measured(case, 3, usual=False)["bits"] for case in steps]
     assert found == ["equal"]
 
 
