@@ -360,3 +360,13 @@ def test_under_a_mesh_of_the_user():
         got, low = run(step, (w, v), x), step.lower((w, v), x)
     assert_same(got, wanted, rtol=1e-4, atol=1e-4)
     assert [(c.kind, c.values) for c in low.collectives] == [("all_reduce", 2)]
+
+
+def test_sums_over_rows_and_over_columns_of_a_mesh_are_apart():
+    mesh = np.arange(8).reshape(2, 4)
+    low = check(
+        lambda x, y: (jnp.tanh(x.sum(0)), jnp.tanh(y.sum(1))),
+        *(random_array((4, 4), seed=i) for i in range(2)),
+        inputs=[mesh, mesh],
+    )
+    assert operations(low, "all_reduce") == kinds(low)["all_reduce"] == 2

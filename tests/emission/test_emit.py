@@ -65,3 +65,12 @@ def test_what_is_sent_in_a_loop_stays_in_it():
 
     (scan,) = [e for e in programs(fn, jnp.ones((8, 2)))["emit"].eqns if e.primitive.name == "scan"]
     assert "ppermute" in str(scan.params["jaxpr"])
+
+
+def test_the_same_move_of_floats_and_of_integers():
+    def fn(x, i):
+        return [gshard.replicate(gshard.split(a, 0, 4)) * 2 for a in (x, i)]
+
+    emitted = programs(fn, jnp.ones((6, 2)), jnp.ones((6, 2), jnp.int32))["emit"]
+    for eqn in emitted.eqns:
+        assert len({v.aval.dtype for v in [*eqn.invars, *eqn.outvars]}) == 1, eqn

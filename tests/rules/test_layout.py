@@ -127,3 +127,15 @@ def test_dims_that_mix_beside_others_that_are_split(before, after):
         devices=4,
     )
     assert kinds(lowered).keys() == {"collective_permute"}, lowered.collectives
+
+
+def test_the_dim_that_a_bitcast_adds_is_not_split():
+    x = random_array((8, 4))
+    lowered = check(
+        lambda x: lax.bitcast_convert_type(x, jnp.uint8),
+        x,
+        exact=True,
+        inputs=[even_split(2, 0, 8)],
+        outputs=[even_split(3, 2, 4)],
+    )
+    assert sent(lowered) > 0

@@ -382,3 +382,11 @@ def test_a_window_up_to_the_last_row_of_a_replicated_operand(start):
         exact=True,
     )
     assert sent(lowered) == 0
+
+
+def test_all_copies_of_repeated_rows_arrive():
+    s = [even_split(2, 0, 8)]
+    lowered = check(
+        lambda x: jnp.tile(x, (3, 1)), random_array((13, 3)), inputs=s, outputs=s, exact=True
+    )
+    assert sent(lowered) > 0

@@ -217,3 +217,14 @@ def test_the_program_does_not_grow_with_the_devices():
         step = gshard.jit(lambda x, d=devices: lax.sort(gshard.split(x, 0, d)), devices=devices)
         sizes.add(step.lower(jax.ShapeDtypeStruct((2**20,), np.float32)).num_equations)
     assert len(sizes) == 1
+
+
+def test_the_largest_integer_is_not_behind_padding():
+    x = np.arange(101, dtype=np.int32)[::-1] % 7
+    x[[3, 50, 99]] = np.iinfo(np.int32).max
+    check(jnp.sort, x, devices=4, inputs=[even_split(1, 0, 4)], exact=True)
+
+
+def test_all_of_the_largest_k_may_be_in_one_tile():
+    x = np.array([[1, 2, 9, 8, 3, 4, 5, 6]], np.float32)
+    check(lambda x: lax.top_k(x, 2), x, devices=4, inputs=[even_split(2, 1, 4)], exact=True)

@@ -324,3 +324,9 @@ def test_any_convolution(case):
 @settings(max_examples=300)
 def test_any_convolution_at_length(case):
     check_convolution(case)
+
+
+def test_a_dilated_window_reaches_as_far_as_its_last_tap():
+    x, kernel = random_array((1, 2, 29)), random_array((2, 2, 3), seed=1)
+    lowered = check(conv(1, (2, 2), dilation=2), x, kernel, inputs=[even_split(3, 2, 8)])
+    assert halo_only(lowered) == 2 * 2 * 2 * 4

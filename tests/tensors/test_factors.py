@@ -1,13 +1,16 @@
 """Splits of a dim and of its factors: the rows that each device holds, counted one by one."""
 
+import itertools
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gshard.tensors.factors import compose, decompose
-from gshard.tensors.sharding import Split
+from gshard.tensors.factors import combining, compose, decompose
+from gshard.tensors.sharding import Split, compatible
 
 DEVICES = 24
 
@@ -78,3 +81,33 @@ def test_factors_are_composed_as_long_as_their_rows_are_one_run(case):
         ):
             wanted = Split.of(number)
     assert compose(dim, given_splits, dict(zip(dim, sizes, strict=True))) is wanted
+
+
+def test_partial_results_of_booleans_are_combined_by_or_and_and():
+    for function, wanted in [
+        (jnp.any, {"k": "or", "l": "and"}),
+        (jnp.sum, {"k": "sum", "l": "prod"}),
+    ]:
+        x = jnp.zeros(3, bool) if function is jnp.any else jnp.zeros(3)
+        eqn = jax.make_jaxpr(function)(x).eqns[-1]
+        assert combining(eqn, {"k": "sum", "l": "prod"}) == wanted
+
+
+def test_splits_are_compatible_where_every_tile_is_on_equally_many_devices():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        splits = [Split.of(rng.permutation([0, 0, 1, 1, *rng.integers(-1, 2, 2)])) for _ in "ab"]
+        if None in splits:
+            continue
+        coords = np.stack([s.coords for s in splits])
+        idle = (coords < 0).any(0)
+        counts = [
+            (np.array(pair) == coords.T).all(1).sum()
+            for pair in itertools.product(range(2), repeat=2)
+        ]
+        wanted = (coords[:, idle] < 0).all() and len(set(counts)) == 1
+        assert compatible(tuple(splits)) == wanted
+        alone = np.bincount(coords[0][coords[0] >= 0], minlength=2)
+        assert compatible((splits[0], None)) == (alone[0] == alone[1])
+    assert compatible((Split.of([0, 0, 1, 1, -1]), Split.of([0, 1, 0, 1, -1])))
+    assert not compatible((Split.of([0, 0, 1, 1, -1]), Split.of([0, 1, 0, 1, 0])))

@@ -37,7 +37,9 @@ def main() -> None:
         "--confirm", action="store_true", help="run the tests that killed without any mutation, too"
     )
     parser.add_argument(
-        "--check", action="store_true", help="see whether gshard.check names the line of each"
+        "--check",
+        action="store_true",
+        help="see whether gshard.check names the line of those that were killed",
     )
     parser.add_argument("--list", action="store_true", help="print the mutations and their results")
     parser.add_argument("--report", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
@@ -52,11 +54,14 @@ def main() -> None:
     for name in sorted(old):
         print(f"{name} does not fit its file any more", flush=True)
     chosen = [m for m in chosen if m.name not in old]
+    random.Random(0).shuffle(chosen)  # a part of a run says something about all kinds
     if options.list:
-        print(report.listed(chosen, running.results(options.folder)))
+        print(report.listed(sorted(chosen, key=known.index), running.results(options.folder)))
     elif options.check:
         warm.warm_up(ROOT)
-        naming.run(ROOT, options.folder, chosen, options.jobs, lambda text: print(text, flush=True))
+        found = running.results(options.folder)
+        killed = [m for m in chosen if found.get(m.key, {}).get("how") == "killed"]
+        naming.run(ROOT, options.folder, killed, options.jobs, lambda text: print(text, flush=True))
     elif not options.report:
         _run(options, chosen)
     if options.report:
@@ -75,7 +80,6 @@ def _run(options: argparse.Namespace, chosen: list[mutations.Mutation]) -> None:
         (folder / "touched.jsonl").unlink(missing_ok=True)
     if options.again:
         running.forget(folder, chosen)
-    random.Random(0).shuffle(chosen)  # a part of a run says something about all kinds
 
     def left() -> list[mutations.Mutation]:
         known = running.results(folder)
