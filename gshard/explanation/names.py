@@ -93,13 +93,13 @@ class Names:
         return next((letters for letters in found if len(letters) == rank), "")
 
     def _operand(self, var: Any, rank: int) -> str:
-        """The letters that einsums have for an operand, if only one of theirs can be meant."""
-        found = {
-            letters
+        """The letters that einsums have for an operand, if only one choice fits all of them."""
+        choices = [
+            set(_fitting(spec.partition("->")[0].split(","), eqn, var))
             for eqn in self._readers.get(var, ())
             for spec in einsums(eqn)
-            for letters in _fitting(spec.partition("->")[0].split(","), eqn, var)
-        }
+        ]
+        found = set.intersection(*filter(None, choices)) if any(choices) else set()
         return found.pop() if len(found) == 1 else ""
 
 

@@ -54,3 +54,12 @@ def test_dims_have_the_letters_of_an_einsum_or_of_the_name():
 def test_a_dim_without_a_letter_has_its_number():
     subject, names = named(lambda x: x * 2, (4, 8))
     assert names.dim(subject.flat.jaxpr.invars[0], 1) == "dim 1"
+
+
+def test_an_operand_of_several_einsums_has_the_letters_that_fit_all_of_them():
+    def fn(x, gate):
+        p = jnp.einsum("gsm,me->gse", x, gate)
+        return jnp.einsum("gse,gsm->egsm", p, x)  # x alone could be gse or gsm here
+
+    subject, names = named(fn, (4, 8, 16), (16, 4))
+    assert names.dims(subject.flat.jaxpr.invars[0]) == "gsm"
