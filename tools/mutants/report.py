@@ -106,7 +106,7 @@ def _named(mutations: Sequence[Mutation], folder: Path) -> str:
     shown = [line for line in tried if line["shown"]]
     named = sum(bool(line["named"]) for line in shown)
     return (
-        f"Of {len(shown)} mutants that change values in one of the small programs of "
+        f"{len(tried)} were tried. Of {len(shown)} that change values in one of the programs of "
         f"`tools/mutants/programs.py`, `gshard.check` names the line of {named}, "
         f"{100 * named / max(len(shown), 1):.1f}% (`python -m tools.mutants --check`)."
     )

@@ -15,6 +15,7 @@ from tools.mutants.touched import STARTING, Recorded
 from tools.mutants.warm import Children, Session, Work, collect
 
 _FILES = 12  # of tests that a mutant meets which is imported: to collect them takes long
+_MET = "met"  # results of mutants that have met all tests but those of `STARTING`
 Say = Callable[[str], None]
 
 _LONGER = 90  # processor seconds beyond the limit after which a test hangs
@@ -92,14 +93,17 @@ class Runner:
         return child
 
     def _importing(self, mutation: Mutation) -> Work:
+        met = results(self._folder / _MET)
+
         def child(out: Path) -> None:
             path = self._root / mutation.file
             text = mutation.applied(path.read_text())
             assert text is not None
             load(self._root, {mutation.file: compile(text, str(path), "exec", dont_inherit=True)})
             files = list(dict.fromkeys(name.split("::")[0] for name in self._names(mutation)))
+            if mutation.key in met:
+                files = [file for file in files if file in STARTING]
             files = self._tests or files
-            files.sort(key=lambda file: file not in STARTING)  # the others have been run, mostly
             if not collect(files[:_FILES], lambda session: self._test(session, mutation, out)):
                 _append(out, {"failed": "import"})
 
@@ -127,6 +131,8 @@ class Runner:
         for mutation, lines, how, used in children.map(work, self._children):
             result = _result(mutation, lines, how, used)
             if in_place and result["how"] == "survived" and self._more_tests(mutation):
+                (self._folder / _MET).mkdir(exist_ok=True)
+                _append(self._folder / _MET / "results.jsonl", result)
                 continue
             _append(self._folder / "results.jsonl", result)
             survived += result["how"] == "survived"
@@ -163,5 +169,6 @@ def results(folder: Path) -> dict[str, dict[str, Any]]:
 def forget(folder: Path, mutations: Sequence[Mutation]) -> None:
     """Drop the results of some mutations."""
     keys = {mutation.key for mutation in mutations}
+    (folder / _MET / "results.jsonl").unlink(missing_ok=True)
     kept = [line for key, line in results(folder).items() if key not in keys]
     (folder / "results.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in kept))

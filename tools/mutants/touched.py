@@ -70,8 +70,11 @@ def test_files(root: Path) -> list[str]:
 
 
 def record(root: Path, folder: Path, jobs: int, say: Callable[[str], None]) -> None:
-    """Run all tests once; a file of tests whose lines are there already is not run again."""
-    store = folder / "touched.jsonl"
+    """Run all tests once; a file of tests whose lines are there already is not run again.
+
+    All are, if one is new and the partitioner has changed: its blocks have other numbers then.
+    """
+    store, kept = folder / "touched.jsonl", folder / "sources.json"
     done = {json.loads(line)["file"] for line in _lines(store)}
     todo = [file for file in test_files(root) if file not in done]
     if not todo:
@@ -79,7 +82,10 @@ def record(root: Path, folder: Path, jobs: int, say: Callable[[str], None]) -> N
     blocks = Blocks(root, partitioner(root))
     # The tests are recorded with these lines; the files may change before the next record.
     sources = {file: (root / file).read_text() for file in blocks.codes}
-    (folder / "sources.json").write_text(json.dumps([blocks.spans, sources]))
+    if done and json.loads(kept.read_text())[1] != sources:
+        store.unlink()
+        todo = test_files(root)
+    kept.write_text(json.dumps([blocks.spans, sources]))
     load(root, blocks.codes, blocks.hit)
 
     def note() -> dict[str, Any]:
