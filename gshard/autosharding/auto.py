@@ -23,6 +23,7 @@ from gshard.autosharding.annotated import Annotated, dims_of
 from gshard.autosharding.candidates import Candidates, Choice
 from gshard.autosharding.layout import Layout
 from gshard.autosharding.model import build
+from gshard.autosharding.polishing import polished
 from gshard.autosharding.problem import NoAnswerError, Problem
 from gshard.autosharding.program import Result
 from gshard.autosharding.rates import Rates
@@ -49,12 +50,16 @@ _SIMPLEST = 3
 _TIGHTENED = 5
 _LESS = 0.85
 
-# Of the time given, the shares for layouts by the solver, for layouts that need no solver, and for
-# the bound.
+# Of the time given, the shares for layouts by the solver, for layouts that need no solver, for the
+# bound, and for changes of single arguments.
 _SOLVING = 0.3
 _SIMPLE = 0.15
 _BOUNDING = 0.2
+_POLISHING = 0.15
 _LEAST_SOLVING = 10.0  # seconds for each mesh, where the time given is too little
+
+# Share of a bound that sums of floating-point numbers may be off.
+_ROUNDING = 1e-9
 
 # Prices of the memory at the peak, each as the share of the cost that all of it costs together.
 _PRICES = (0.03, 0.1, 0.3, 1.0, 3.0)
@@ -151,6 +156,7 @@ class _Chooser:
         """The best of these with a bound, and without the annotations that it does not need."""
         bound = self._bound(self.looked_at, self.reserved)
         self.reserved = 0.0
+        fitting = [*fitting, *polished(_best(fitting), self.candidates, self._until(_POLISHING))]
         most = (1 + TOLERANCE) * min(a.seconds for a in fitting)
         best = smaller(_best(fitting), most, self.candidates, self._can_lower)
         gap = min(1.0, max(self.gaps, default=1.0))
@@ -187,7 +193,7 @@ class _Chooser:
                     own = max(own, solve(problem, share).bound)
                 except NoAnswerError:  # arguments alone do not fit over this mesh
                     continue
-            least = min(least, own / PICO)
+            least = min(least, (1 - _ROUNDING) * own / PICO)
         return least if math.isfinite(least) else 0.0
 
     def _choices(self, meshes: Sequence[MeshShape], limit: float, seconds: float) -> list[Choice]:
@@ -212,6 +218,16 @@ class _Chooser:
                 peak = float(model.problem.memory.profile(result.answer).max(initial=0.0))
                 found.append(Choice(result.cost / PICO, model, result.answer, peak))
         return sorted(found, key=lambda c: (c.cost, len(c.model.mesh)))
+
+    def _until(self, share: float) -> Callable[[], bool]:
+        """Whether there is time to lower one more layout within a share of the time."""
+        until = time.monotonic() + share * self.seconds
+        slowest = self.candidates
+
+        def more() -> bool:
+            return self._can_lower() and time.monotonic() + slowest.lowering_seconds < until
+
+        return more
 
     def _can_lower(self) -> bool:
         """Whether there is time to lower one more layout, and for the bound if it is missing."""
@@ -257,7 +273,8 @@ class _Chooser:
         layouts = []
         for number, chosen in enumerate(dict.fromkeys(tried)):
             allowed = number < _SIMPLEST and self._can_lower()
-            if allowed or time.monotonic() + self.candidates.lowering_seconds < until:
+            none_yet = number == 0 and not self.candidates.considered
+            if none_yet or allowed or time.monotonic() + self.candidates.lowering_seconds < until:
                 layouts.append(self.candidates.priced((count,), chosen))
         return layouts
 

@@ -59,7 +59,7 @@ def read(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is no layout: its format is not {_FORMAT!r}")
     given = content.get("mesh")
     mesh: dict[str, int] = given if isinstance(given, dict) else {}
-    if not mesh or not all(isinstance(n, int) and n > 0 for n in mesh.values()):
+    if not mesh or not all(_is_count(n, 1) for n in mesh.values()):
         raise ValueError(f"{path}: mesh is {given!r}; allowed are names with positive sizes")
     kinds = {"annotations": ("arguments", "argument"), "results": ("results", "result")}
     fields: dict[str, Any] = {"mesh": mesh, "hardware": str(content.get("hardware", ""))}
@@ -71,12 +71,25 @@ def read(path: str | Path) -> dict[str, Any]:
             _annotated(f"{path}: {word} {name}", name, entry, mesh)
             for name, entry in entries.items()
         )
+    listed = content.get("inside", [])
+    if not isinstance(listed, list):
+        raise ValueError(f"{path}: inside is {listed!r}; allowed is a list")
     fields["inside"] = tuple(
-        _inside(f"{path}: inside {number}", entry, mesh)
-        for number, entry in enumerate(content.get("inside", []))
+        _inside(f"{path}: inside {number}", entry, mesh) for number, entry in enumerate(listed)
     )
-    fields["memory_bytes"] = content.get("memory_bytes", 0)
-    return fields | {name: content.get(name, math.nan) for name in _FIGURES}
+    for name in ("memory_bytes", *_FIGURES):
+        fields[name] = _number(f"{path}: {name}", content.get(name, math.nan))
+    return fields
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _number(where: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{where} is {value!r}; allowed is a number")
+    return value
 
 
 def _lists(dims: Dims) -> list[list[str]]:
@@ -85,7 +98,7 @@ def _lists(dims: Dims) -> list[list[str]]:
 
 def _annotated(where: str, name: str, entry: Any, mesh: Mapping[str, int]) -> Annotated:
     shape, dims = _checked(where, entry, mesh)
-    return Annotated(name, shape, dims, entry.get("saves", 0.0))
+    return Annotated(name, shape, dims, _number(f"{where}: saves", entry.get("saves", 0.0)))
 
 
 def _inside(where: str, entry: Any, mesh: Mapping[str, int]) -> AnnotatedInside:
@@ -93,11 +106,13 @@ def _inside(where: str, entry: Any, mesh: Mapping[str, int]) -> AnnotatedInside:
     if not isinstance(entry.get("source"), str) or not isinstance(entry.get("operator"), str):
         raise ValueError(f"{where} is {entry!r}; it needs a source and an operator")
     numbers = entry.get("numbers")
-    if numbers is not None and not all(isinstance(n, int) and n >= 0 for n in numbers):
+    listed = numbers is None or isinstance(numbers, list)
+    if not listed or not all(_is_count(n, 0) for n in numbers or ()):
         raise ValueError(f"{where}: numbers are {numbers!r}; allowed are numbers from 0, or null")
     place = Place(entry["source"], entry["operator"], bool(entry.get("backward")), shape)
     counted = None if numbers is None else tuple(numbers)
-    return AnnotatedInside(place, counted, dims, entry.get("saves", 0.0))
+    saves = _number(f"{where}: saves", entry.get("saves", 0.0))
+    return AnnotatedInside(place, counted, dims, saves)
 
 
 def _checked(where: str, entry: Any, mesh: Mapping[str, int]) -> tuple[tuple[int, ...], Dims]:
@@ -105,10 +120,14 @@ def _checked(where: str, entry: Any, mesh: Mapping[str, int]) -> tuple[tuple[int
     if not isinstance(entry, dict) or not {"shape", "dims"} <= set(entry):
         raise ValueError(f"{where} is {entry!r}; allowed is an object with shape and dims")
     shape, dims = entry["shape"], entry["dims"]
+    if not isinstance(shape, list) or not all(_is_count(n, 0) for n in shape):
+        raise ValueError(f"{where}: shape is {shape!r}; allowed is a list of sizes")
     if not isinstance(dims, list) or len(dims) != len(shape):
         raise ValueError(f"{where} has {len(shape)} dims, and dims are given as {dims!r}")
+    if wrong := [axes for axes in dims if not isinstance(axes, list)]:
+        raise ValueError(f"{where}: a dim is {wrong[0]!r}; allowed is a list of mesh axes")
     used = [axis for axes in dims for axis in axes]
-    if unknown := [axis for axis in used if axis not in mesh]:
+    if unknown := [axis for axis in used if not isinstance(axis, str) or axis not in mesh]:
         raise ValueError(f"{where}: axis {unknown[0]!r} is not in the mesh; it has {list(mesh)}")
     if len(set(used)) < len(used):
         raise ValueError(f"{where}: a mesh axis cuts two dims: {dims!r}")

@@ -26,6 +26,7 @@ from gshard.autosharding.annotated import (
 from gshard.autosharding.explained import Considered, as_table, explained, summary
 from gshard.autosharding.files import as_text, read
 from gshard.autosharding.for_jax import ForJax, constrained
+from gshard.autosharding.plots import plot
 from gshard.autosharding.specs import sharding_of
 from gshard.jit import Jitted, jit
 from gshard.propagation.inside import Inside
@@ -82,6 +83,11 @@ class Layout:
             if not found or each.seconds < found[-1].seconds:
                 found.append(each)
         return tuple(found)
+
+    def plot_frontier(self, path: str | Path) -> Path:
+        """An SVG file of what less memory costs: `frontier`, the other layouts that were lowered,
+        and the memory limit. Needs the extra `plots`."""
+        return plot(self, Path(path))
 
     @property
     def inside_shardings(self) -> tuple[Inside, ...]:

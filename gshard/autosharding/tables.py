@@ -45,6 +45,10 @@ class Tables:
         self.weights = {getattr(v.aval, "shape", ()) for v in jaxpr.invars}
         self.bandwidth = hardware.memory_bandwidth * hardware.reached.memory
 
+    def whole(self, amounts: Any) -> Any:
+        """Whole numbers: of a bound they are not above the true ones."""
+        return np.floor(amounts) if self.optimistic else np.rint(amounts)
+
     def of(
         self, edge: Edge, touches: Touches, shares: Shares
     ) -> tuple[Floats, list[Floats | None]]:
@@ -66,7 +70,7 @@ class Tables:
                     tables.append(self._into_result(edge, strategies, atom, dims, share))
                 else:
                     tables.append(self._into_operand(edge, strategies, atom, dims, share))
-        return np.rint(costs * edge.runs * PICO), tables
+        return self.whole(costs * edge.runs * PICO), tables
 
     def _strategies(self, edge: Edge) -> list[Strategy]:
         """Mesh axes given to factors, where every tensor can express it."""
@@ -151,7 +155,7 @@ class Tables:
         shape, itemsize = atom.aval.shape, byte_size((), atom.aval.dtype)
         specs = specs_of(shape, self.mesh)
         position = {spec: i for i, spec in enumerate(specs)}
-        moved = np.rint(self.moves.reshards(shape, itemsize) * (share * edge.runs * PICO))
+        moved = self.whole(self.moves.reshards(shape, itemsize) * (share * edge.runs * PICO))
         rows = []
         for strategy in strategies:
             at = position.get(self._spec(strategy, dims))
@@ -177,7 +181,7 @@ class Tables:
             for spec in itertools.product(*ends):
                 if (j := position.get(spec)) is not None:
                     seconds = self._summed(shape, itemsize, made, spec, partial)
-                    table[i, j] = np.rint(seconds * share * edge.runs * PICO)
+                    table[i, j] = self.whole(seconds * share * edge.runs * PICO)
         return table
 
     def _summed(

@@ -34,6 +34,9 @@ def auto(
     ] = False,
     as_json: Json = False,
     out: Annotated[Path | None, typer.Option(help="a file for the layout")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="an SVG file for the frontier of memory and time")
+    ] = None,
 ) -> None:
     """Choose a mesh and annotations for a function; no accelerator needed."""
     import gshard
@@ -56,6 +59,8 @@ def auto(
         raise UserError(str(error)) from None
     if out is not None:
         layout.save(out)
+    if plot is not None:
+        layout.plot_frontier(plot)
     if as_json:
         print(as_text(layout), end="")
     else:

@@ -78,6 +78,7 @@ class DeviceConfig:
     count: int = 0  # 0: every accelerator, or 8 virtual devices on a machine without
     tensor: int = 1  # how many ways the hidden dims and heads are split
     split_update: bool = False  # optimizer state of replicated weights in pieces
+    layout: Literal["paper", "auto"] = "paper"  # groups and experts split, or chosen (layout.json)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from gshard.mt.launch import aborts, company, status
 from gshard.mt.launch.environment import Hosts
 from gshard.mt.launch.fingerprint import fingerprint
 from gshard.mt.program_cache import CheckedCache
-from gshard.nn.strategy import Strategy
+from gshard.nn.strategy import ONE_DEVICE, Strategy
 
 _COMING = 120  # seconds that processes wait for each other at the start
 _ASKING = 10  # of these they look for the first one themselves
@@ -194,6 +194,16 @@ def told_by_first(value: bool) -> bool:
     return bool(multihost_utils.broadcast_one_to_all(np.array(value)))
 
 
+def text_of_first(text: str) -> str:
+    """The text that the first process has, on all of them, however long."""
+    if jax.process_count() == 1:
+        return text
+    mine = np.frombuffer(text.encode(), np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.array(len(mine))))
+    padded = mine if is_first() else np.zeros(length, np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes().decode()
+
+
 def told_by_any(text: str) -> str:
     """The text of the first process that has one, on all of them; its beginning, if it is long."""
     if jax.process_count() == 1:
@@ -212,6 +222,13 @@ def chosen(config: DeviceConfig) -> list[jax.Device]:
 def strategy(config: DeviceConfig) -> Strategy:
     """How the model is spread over those devices."""
     count = len(chosen(config))
+    if config.layout == "auto":
+        if config.tensor > 1 or config.split_update:
+            raise UserError(
+                "devices.layout=auto chooses what devices.tensor and devices.split_update set; "
+                "leave those out, or use devices.layout=paper"
+            )
+        return ONE_DEVICE  # no annotations: the layout brings them
     if count % config.tensor:
         raise UserError(f"devices.tensor={config.tensor} does not divide {count} devices")
     return Strategy(count // config.tensor, config.tensor, config.split_update)

@@ -19,7 +19,7 @@ from gshard.autosharding.rates import Rates
 from gshard.autosharding.specs import mesh_shapes, sharding_of, specs_of
 from gshard.autosharding.subject import Subject
 from gshard.forecast.hardware import hardware
-from gshard.propagation.inside import places
+from gshard.propagation.inside import Place, places
 from tests.oracle import random_array
 
 
@@ -142,6 +142,49 @@ def test_files(tmp_path):
         gshard.Layout.load(path)
 
 
+def _with(content, path, value):
+    """JSON with the value at a path replaced."""
+    if not path:
+        return value
+    changed = content.copy()
+    changed[path[0]] = _with(content[path[0]], path[1:], value)
+    return changed
+
+
+def _all_paths(content, path=()):
+    yield path
+    inner = {dict: lambda: content.items(), list: lambda: enumerate(content)}
+    for key, value in inner.get(type(content), tuple)():
+        yield from _all_paths(value, (*path, key))
+
+
+def test_a_file_edited_into_nonsense_is_an_error_or_a_layout(tmp_path):
+    """Every value of a file, replaced by values of every other kind."""
+    inside = AnnotatedInside(Place("a.py:3", "dot_general", False, (8, 4)), (0, 2), (("a",), ()))
+    layout = gshard.Layout(
+        {"a": 2, "b": 4},
+        (Annotated("[0]", (8, 4), (("a",), ("b",))),),
+        "h100",
+        1.0,
+        1,
+        0.5,
+        inside=(inside,),
+        results=(Annotated("result", (8, 4), (("a",), ())),),
+    )
+    path = tmp_path / "layout.json"
+    layout.save(path)
+    content = json.loads(path.read_text())
+    for where in _all_paths(content):
+        for value in (None, True, -3, 0.5, "x", [], [3], ["a"], {}, {"a": 1}):
+            path.write_text(json.dumps(_with(content, where, value)))
+            refused = ""
+            try:
+                assert str(gshard.Layout.load(path))
+            except ValueError as error:
+                refused = str(error)
+            assert not refused or str(path) in refused, (where, value)
+
+
 def test_a_layout_of_another_program_is_refused():
     layout = gshard.Layout(
         {"a": 8}, (Annotated("[1]", (16, 8), (("a",), ())),), "h100", 1.0, 1, 1.0
@@ -165,6 +208,12 @@ def test_bad_input():
             gshard.auto(step, *args, devices=8, hardware="h100", memory=memory)
     assert bytes_of("1.5 GB") == 1_500_000_000
     assert bytes_of("2 GiB") == 2 << 30
+
+
+def test_without_time_there_is_a_layout():
+    layout = gshard.auto(step, *_arguments(8192), devices=8, hardware="h100", seconds=0.0)
+    assert layout.seconds == layout.lowered.forecast("h100").step_seconds
+    assert 0 < layout.bound <= layout.seconds
 
 
 def test_meshes():

@@ -83,6 +83,22 @@ def test_the_best_of_all_layouts_of_many_programs(program, devices):
     _check(program, devices)
 
 
+@settings(max_examples=2, deadline=None)
+@given(programs(), st.sampled_from([2, 3]))
+def test_the_best_of_all_layouts_of_a_few_programs(program, devices):
+    _check(program, devices)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_a_bound_that_the_best_layout_meets(devices):
+    """Nothing is sent and all work is split: the bound is the forecast, and not above it."""
+
+    def fn(x, first, second):
+        return STEPS["relu"](STEPS["residual"](x, first), second)
+
+    _check(("met", fn, (struct(16_384, 64), struct(64, 1024), struct(64, 64))), devices)
+
+
 @pytest.mark.parametrize("make", [auto_cases.mlp, auto_cases.dlrm])
 def test_no_expert_is_below_the_bound(make):
     _check_experts(make(False))

@@ -69,7 +69,7 @@ def compile_ahead(
 def compile_run(run: Run, evaluate: EvaluateConfig) -> int:
     """Compile the training step, its first state, its dev loss and the search; how many."""
     devices, strategy = hosts.chosen(run.config.devices), hosts.strategy(run.config.devices)
-    programs = Programs(run.config, run.model_config, devices, strategy)
+    programs = Programs(run.config, run.model_config, devices, strategy, run.folder)
     return programs.compile_all(blank_batch(run)) + _compile_search(run, run.model_config, evaluate)
 
 

@@ -81,7 +81,8 @@ def train(
         return Outcome(newest, 0, checkpoints.best(), 0.0, *spent)
     _refuse_changes(run, checkpoints)
     devices = hosts.chosen(run.config.devices)
-    programs = Programs(run.config, run.model_config, devices, hosts.strategy(run.config.devices))
+    strategy = hosts.strategy(run.config.devices)
+    programs = Programs(run.config, run.model_config, devices, strategy, run.folder)
     batches = Batches(run.tokens(), run.config.batch, programs.host, run.config.data.workers)
     dev = _dev_batches(run, programs.host)
     try:

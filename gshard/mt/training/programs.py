@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from gshard.mt.batching.packing import Arrays
 from gshard.mt.config import OptimizerConfig, RunConfig
 from gshard.mt.errors import UserError
 from gshard.mt.training import guard
+from gshard.mt.training.layouts import for_shapes, layout_of_run
 from gshard.nn.config import Batch, TransformerConfig
 from gshard.nn.optimizer import adafactor, adam, inverse_sqrt
 from gshard.nn.step import (
@@ -83,8 +85,11 @@ class Programs:
         model: TransformerConfig,
         devices: Sequence[jax.Device],
         strategy: Strategy,
+        folder: Path | None = None,
     ):
+        """`folder` is the run's, where a layout that gshard chose is kept."""
         self.devices = list(devices)
+        self._folder = folder if config.devices.layout == "auto" else None
         # With several hosts each brings its own rows, or all of them where they do not divide.
         self.host = Host(jax.process_index(), jax.process_count())
         if config.batch.rows % len(self.devices):
@@ -111,6 +116,7 @@ class Programs:
             return RunState(kept, judged), Figures(metrics, judged.skipped, judged.in_a_row)
 
         jit = functools.partial(gshard.jit, devices=self.devices, reproducible=config.reproducible)
+        self._jit, self._plain_first, self._plain_step = jit, first, step
         self._first = jit(first)
         self._step = jit(step, donate_argnums=0)
         self._dev = jit(functools.partial(eval_step, strategy=strategy))
@@ -125,10 +131,24 @@ class Programs:
 
     def compile(self, arrays: Arrays) -> RunState:
         """Make the step ready; returns the state as shapes with the shardings that it wants."""
-        lowered = self._step.lower(self._shapes, self._global(_local(arrays)), self._key)
+        arguments = self._shapes, self._global(_local(arrays)), self._key
+        lowered = self._partitioned(arguments).lower(*arguments)
         self._compiled[_shapes_of(arrays)] = lowered.compile()
         state, _, _ = lowered.in_info
         return state
+
+    def _partitioned(self, arguments: tuple[Any, ...]) -> Any:
+        """The step under the run's strategy, or under the layout in the run's folder."""
+        if self._folder is None or len(self.devices) == 1:
+            return self._step
+        count = len(self.devices)
+        layout = layout_of_run(self._folder, self._plain_step, arguments, count)
+        layout = for_shapes(layout, arguments)
+        step = self._jit(self._plain_step, donate_argnums=0, annotations=layout)
+        # The first weights are made where the step wants them.
+        state, _, _ = step.lower(*arguments).in_shardings
+        self._first = self._jit(self._plain_first, out_shardings=state)
+        return step
 
     def compile_all(self, arrays: Arrays) -> int:
         """Compile everything for JAX's cache, and hold no array; how many programs there are."""
