@@ -26,7 +26,7 @@ test: lint
 	$(RUN) -m pytest -n 2 --dist loadgroup
 
 test-all: lint
-	$(RUN) -m pip install --quiet --editable '.[dev,third-party]'
+	$(RUN) -m pip install --quiet --editable '.[dev,third-party,export]'
 	$(RUN) -m pytest -n 2 --dist loadgroup -m "slow or not slow" \
 	    --hypothesis-profile thorough
 

@@ -9,11 +9,16 @@ import typer
 
 from gshard.commands.options import Checkpoint, Run
 
+_LAYOUTS = ("gshard", "huggingface", "ctranslate2")
+
 
 def release(
     run: Run,
     out: Annotated[Path | None, typer.Option(help="the new folder of the release")] = None,
     checkpoint: Checkpoint = "best",
+    to: Annotated[
+        str, typer.Option(help="gshard, or another tool's layout: huggingface, ctranslate2")
+    ] = "gshard",
     precision: Annotated[str, typer.Option(help="bfloat16, or float32")] = "bfloat16",
     verify: Annotated[
         bool, typer.Option("--verify", help="RUN is a release: verify its checksums")
@@ -23,7 +28,7 @@ def release(
     from gshard.commands.show import console
     from gshard.mt import hosts
     from gshard.mt.errors import UserError, nearest
-    from gshard.mt.release import make
+    from gshard.mt.release import huggingface, make
     from gshard.mt.run import Run as OpenedRun
 
     chosen = next((each for each in make.PRECISIONS if each == precision), None)
@@ -37,6 +42,10 @@ def release(
         raise UserError(
             "give either --out NEW_FOLDER, to make a release, or --verify, to check one"
         )
+    if to not in _LAYOUTS:
+        raise UserError(
+            f"unknown layout {to!r}{nearest(to, _LAYOUTS)}; allowed are {', '.join(_LAYOUTS)}"
+        )
     hosts.start(1)
     if out is None:
         weights = make.verify(OpenedRun.open(run))
@@ -44,7 +53,15 @@ def release(
             f"{run}: {weights:,} weights, and every file matches its checksum", soft_wrap=True
         )
         return
-    made = make.make_release(OpenedRun.open(run), out, checkpoint, chosen)
+    opened = OpenedRun.open(run)
+    if to == "huggingface":
+        made = huggingface.export(opened, out, checkpoint)
+    elif to == "ctranslate2":
+        from gshard.mt.release import ctranslate2  # which needs its package
+
+        made = ctranslate2.export(opened, out, checkpoint)
+    else:
+        made = make.make_release(opened, out, checkpoint, chosen)
     for path in sorted(made.rglob("*")):
         if path.is_file():
             size = path.stat().st_size / 1e6

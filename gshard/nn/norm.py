@@ -23,7 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 from gshard.annotate import target_platform
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 
-_EPSILON = 1e-6
+EPSILON = 1e-6
 
 
 class Cut(NamedTuple):
@@ -44,7 +44,7 @@ def normalize(x: Array, scale: Array, bias: Array) -> Array:
     wide = x.astype(jnp.float32)
     centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
     variance = jnp.mean(centered * centered, axis=-1, keepdims=True)
-    return (centered * jax.lax.rsqrt(variance + _EPSILON) * scale + bias).astype(x.dtype)
+    return (centered * jax.lax.rsqrt(variance + EPSILON) * scale + bias).astype(x.dtype)
 
 
 def fits(x: Array, devices: int = 1) -> bool:
@@ -130,7 +130,7 @@ def _kernel(
             ref[place, :].astype(jnp.float32) for ref in (x_ref, grad_ref, beside_ref)
         )
         x = x - jnp.sum(x, axis=1, keepdims=True) / M
-        steep = jax.lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) / M + _EPSILON)
+        steep = jax.lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) / M + EPSILON)
         x, scaled = x * steep, grad * scale
         mean = jnp.sum(scaled, axis=1, keepdims=True) / M
         along = jnp.sum(scaled * x, axis=1, keepdims=True) / M

@@ -70,7 +70,7 @@ class Tokenizer:
 
     def __init__(self, source_model: bytes, target_model: bytes, config: VocabularyConfig):
         self.config = config
-        self._models = (source_model, target_model)
+        self._models: tuple[bytes, bytes] = (source_model, target_model)
         self._load()
 
     def _load(self) -> None:
@@ -113,6 +113,11 @@ class Tokenizer:
                 (part / f"{side}.model").write_bytes(model)
                 note[side] = hashlib.sha256(model).hexdigest()
             atomic.write_json(part / _NOTE, note)
+
+    @property
+    def models(self) -> tuple[bytes, bytes]:
+        """The SentencePiece models of source and target, as their library writes them."""
+        return self._models
 
     @property
     def digest(self) -> str:

@@ -18,9 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from gshard.mt.data.corpus import Corpus
+from gshard.mt.errors import UserError
+from gshard.mt.run import Run
+from gshard.mt.training.released import DETECTOR
 from gshard.mt.training.weights import Weights, write_weights
 
-DETECTOR = "detector.safetensors"
 _BUCKETS = 1 << 15
 _LENGTHS = (1, 2, 3, 4)  # characters of an n-gram
 _READ = 2_000  # characters of a text that are looked at
@@ -85,6 +87,16 @@ class Detector:
         """What `save` wrote."""
         weights = Weights(path)
         return Detector(weights.note["languages"].split(), weights["table"])
+
+
+def detector_of(run: Run) -> Detector | None:
+    """The detector of a release, or one that learns from a run's corpus; None without either."""
+    if (run.folder / DETECTOR).is_file():
+        return Detector.load(run.folder / DETECTOR)
+    try:
+        return Detector.of(run.corpus, run.tokenizer.config.languages)
+    except UserError:  # the corpus is not here
+        return None
 
 
 def _up_to(characters: int, lines: Iterable[str]) -> list[str]:

@@ -63,13 +63,14 @@ def _text(run: Run) -> Iterator[str]:
     pairs = {language: corpus.count(language) for language in languages}
     yield f"{sum(pairs.values()):,} pairs of sentences:"
     yield ", ".join(f"{language} {count:,}" for language, count in pairs.items()) + "."
-    if named := _licences(corpus.manifest):
-        yield f"\nLicences of its sources: {named}."
+    if named := licences(corpus.manifest):
+        yield f"\nLicences of its sources: {', '.join(named)}."
 
 
-def _licences(manifest: Mapping[str, Any]) -> str:
+def licences(manifest: Mapping[str, Any]) -> list[str]:
+    """Those of the sources of a corpus."""
     stated = (source.get("licence", "") for source in manifest.get("sources", []))
-    return ", ".join(sorted({licence for licence in stated if licence}))
+    return sorted({licence for licence in stated if licence})
 
 
 def _training(run: Run, step: int) -> Iterator[str]:

@@ -17,19 +17,23 @@ import numpy as np
 
 from gshard.mt import atomic
 from gshard.mt.config import DataConfig, DeviceConfig, RunConfig, to_json
+from gshard.mt.decoding.detect import detector_of
 from gshard.mt.errors import UserError
 from gshard.mt.release.card import CARD, card
+from gshard.mt.release.provenance import provenance
 from gshard.mt.run import CONFIG, Run
 from gshard.mt.training import checksums
 from gshard.mt.training.checkpoint import named
 from gshard.mt.training.loading import load_model, model_like
 from gshard.mt.training.released import (
-    VERIFIED,
+    DETECTOR,
+    MADE,
     VOCABULARY,
     has_checksums,
     is_release,
     problem,
     unverifiable,
+    verified_in,
 )
 from gshard.mt.training.weights import WEIGHTS, write_weights
 
@@ -56,7 +60,12 @@ def make_release(
         size = (part / WEIGHTS).stat().st_size
         text = card(run, step, weights, size, precision)
         (part / CARD).write_text(text, encoding="utf-8")
-        checksums.write(part, VERIFIED)
+        if detector := detector_of(run):
+            detector.save(part / DETECTOR)
+        command = f"gshard release {run.name} --out {out.name} --checkpoint {step}"
+        command += f" --precision {precision}"
+        atomic.write_json(part / MADE, provenance(run, step, command))
+        checksums.write(part, verified_in(part))
     return out
 
 

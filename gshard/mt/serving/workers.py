@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import Multiprocess
 
-from gshard.mt.decoding.detect import DETECTOR, Detector
+from gshard.mt.decoding.detect import Detector, detector_of
 from gshard.mt.decoding.translator import TranslateConfig, open_translator
 from gshard.mt.errors import UserError
 from gshard.mt.run import Run
@@ -45,16 +45,6 @@ class Served:
         service = Service(translator, run.name, step)
         service.warm_up()
         return service, detector_of(run)
-
-
-def detector_of(run: Run) -> Detector | None:
-    """The detector of a release, or one that learns from a run's corpus; None without either."""
-    if (run.folder / DETECTOR).is_file():
-        return Detector.load(run.folder / DETECTOR)
-    try:
-        return Detector.of(run.corpus, run.tokenizer.config.languages)
-    except UserError:  # the corpus is not here
-        return None
 
 
 @dataclass(frozen=True)

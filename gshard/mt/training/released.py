@@ -6,10 +6,13 @@ them, so names, shapes and values are checked too.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import FILES
 from gshard.mt.errors import UserError
 from gshard.mt.run import CONFIG, Run
@@ -19,6 +22,18 @@ from gshard.mt.training.weights import WEIGHTS, Weights
 VOCABULARY = "vocabulary"
 # What translations depend on; the card beside them may be edited.
 VERIFIED = (WEIGHTS, CONFIG, *(f"{VOCABULARY}/{name}" for name in FILES))
+DETECTOR = "detector.safetensors"  # of languages, by their n-grams
+MADE = "release.json"  # what the release was made from, for programs
+_LATER = (DETECTOR, MADE)  # which releases of earlier versions have not
+
+
+def verified_in(folder: Path) -> tuple[str, ...]:
+    """The files of a release whose checksums are written, and compared when it is loaded."""
+    listed: Mapping[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):  # which is told elsewhere
+        listed = atomic.read_object(folder / checksums.FILE)
+    later = (name for name in _LATER if name in listed or (folder / name).exists())
+    return (*VERIFIED, *later)
 
 
 def is_release(run: Run) -> bool:
@@ -33,7 +48,7 @@ def has_checksums(run: Run) -> bool:
 
 def problem(run: Run, wanted: Mapping[str, Any]) -> str:
     """What is wrong with a release of a model with the arrays `wanted`, or ""."""
-    if has_checksums(run) and (found := checksums.problem_of(run.folder, VERIFIED)):
+    if has_checksums(run) and (found := checksums.problem_of(run.folder, verified_in(run.folder))):
         return f"{run.folder} is damaged: {found}"
     path = run.folder / WEIGHTS
     try:

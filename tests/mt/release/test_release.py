@@ -12,15 +12,17 @@ import pytest
 
 from gshard import cli
 from gshard.mt.config import read
+from gshard.mt.decoding.detect import detector_of
 from gshard.mt.errors import UserError
 from gshard.mt.release.make import anywhere, make_release, verify
 from gshard.mt.run import Run
 from gshard.mt.training import checksums, loop
 from gshard.mt.training.checkpoint import named
 from gshard.mt.training.loading import load_model, model_like
-from gshard.mt.training.released import VERIFIED, problem
+from gshard.mt.training.released import VERIFIED, problem, verified_in
 from gshard.mt.training.weights import WEIGHTS, Weights, write_weights
 from tests.mt.runs import Notes, make_run
+from tests.mt.samples import sentence
 
 
 @pytest.fixture
@@ -236,7 +238,7 @@ def test_values_that_are_not_finite(run, tmp_path, value):
     name = list(arrays)[3]
     arrays[name].flat[-1] = value
     write_weights(made / WEIGHTS, arrays, weights.note)
-    checksums.write(made, VERIFIED)  # by whoever changed them
+    checksums.write(made, verified_in(made))  # by whoever changed them
     with pytest.raises(UserError, match=rf"{name} holds values that are not finite"):
         load_model(Run.open(made))
 
@@ -246,7 +248,7 @@ def test_a_step_that_is_none(run, tmp_path, step):
     made = make_release(run, tmp_path / "out")
     weights = Weights(made / WEIGHTS)
     write_weights(made / WEIGHTS, {n: weights[n] for n in weights.shapes}, {"step": step})
-    checksums.write(made, VERIFIED)
+    checksums.write(made, verified_in(made))
     with pytest.raises(UserError, match="is damaged: its step is"):
         load_model(Run.open(made))
 
@@ -285,3 +287,31 @@ def test_the_command_and_translating_with_it(run, tmp_path, capsys):
     assert WEIGHTS in said("release", run.folder, "--out", out, "--precision", "float32")
     want = said("translate", run.folder, text, "--devices", 1, "--checkpoint", "best")
     assert said("translate", out, text, "--devices", 1) == want
+
+
+def test_a_release_says_what_it_was_made_from(tokenizer, corpus, tmp_path):
+    run = make_run(tmp_path / "run", tokenizer, corpus.folder)
+    scores = {"train_pairs": 600, "bleu": 1.5, "chrf": 2.5}
+    evaluation = {"version": 1, "checkpoint": 10, "beam": 4, "split": "test", "signatures": {}}
+    evaluation |= {"averages": {}, "tasks": {"de-en": scores}, "examples": []}
+    (run.folder / "evaluation.json").write_text(json.dumps(evaluation))
+    made = make_release(run, tmp_path / "out", "10", "float32")
+    found = json.loads((made / "release.json").read_text())
+    assert found["command"] == "gshard release run --out out --checkpoint 10 --precision float32"
+    assert found["licences"] == ["the user's own"]
+    pairs = corpus.count("de")
+    assert found["directions"]["de-en"] == {"pairs": pairs, "bleu": 1.5, "chrf": 2.5}
+    assert found["directions"]["en-de"] == {"pairs": pairs, "bleu": None, "chrf": None}
+    assert detector_of(Run.open(made)).detect(sentence(1))[0].language == "en"
+    verify(Run.open(made))
+    for name in ("release.json", "detector.safetensors"):
+        whole = (made / name).read_bytes()
+        flip(made / name, -1, 0)
+        with pytest.raises(UserError, match=f"{name} is not as it was written"):
+            verify(Run.open(made))
+        (made / name).unlink()
+        with pytest.raises(UserError, match=f"{name} is missing"):
+            load_model(Run.open(made))
+        (made / name).write_bytes(whole)
+    again = make_release(Run.open(made), tmp_path / "again")
+    assert json.loads((again / "release.json").read_text())["licences"] is None

@@ -1,0 +1,248 @@
+"""A release in the layout of Hugging Face: `NllbMoe`, or `M2M100` for a model without experts.
+
+`transformers` loads it without gshard. Both classes have one table of embeddings, so the two
+vocabularies become one: the source's ids, then the target's. Its `MarianTokenizer` has two
+SentencePiece models and writes the target language as `>>de<<` before the text.
+
+How the layout is made to say what gshard's model does:
+
+- Positions begin with 0 where the padding token has the id -1, and so `config.json` says; padding
+  in batches is masked, and `generation_config.json` has an id that exists.
+- `NllbMoe` drops no token where its capacity in evaluation is that of all tokens.
+- All layers of a stack have one hidden size there: smaller ones are padded with zeros.
+- Biases, which gshard's model has not, are zero. The source's ids are suppressed in generation.
+
+What it cannot say: the epsilon of layer normalization is 1e-5 there, and 1e-6 here; logits differ
+in the sixth digit. Models of other kinds are refused, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from gshard.mt import atomic
+from gshard.mt.batching.tokenizer import END, PAD, START, UNKNOWN, Tokenizer
+from gshard.mt.errors import UserError
+from gshard.mt.release.card import CARD, card
+from gshard.mt.release.layers import inexpressible, layers_of
+from gshard.mt.run import Run
+from gshard.mt.training.loading import load_model
+from gshard.mt.training.weights import write_weights
+from gshard.nn.config import TransformerConfig
+from gshard.nn.transformer import Transformer
+
+_WEIGHTS = "model.safetensors"
+_SPECIAL = {PAD: "<target pad>", UNKNOWN: "<target unk>", START: "<target s>", END: "<target /s>"}
+_POSITIONS = 1024  # the table of positions; it grows when it has to
+
+
+def export(run: Run, out: Path, which: str = "best") -> Path:
+    """Write a run or release as a folder that `transformers` loads, in float32."""
+    if out.exists():
+        raise UserError(f"{out} exists already; a release goes to a new folder")
+    if reason := inexpressible(run.model_config):
+        raise UserError(f"{run.folder} has no form in Hugging Face's layout: {reason}")
+    model, step = load_model(run, which)
+    arrays = {name: np.asarray(array, np.float32) for name, array in renamed(model)}
+    count = sum(leaf.size for leaf in jax.tree.leaves(model))
+    with atomic.new_folder(out) as part:
+        write_weights(part / _WEIGHTS, arrays, {"format": "pt", "step": str(step)})
+        _write_tokenizer(part, run.tokenizer)
+        _write(part / "config.json", _config(run.model_config))
+        _write(part / "generation_config.json", _generation(run.model_config))
+        text = card(run, step, count, (part / _WEIGHTS).stat().st_size, "float32")
+        (part / CARD).write_text(_front_matter(run) + text + _USE, encoding="utf-8")
+    return out
+
+
+def renamed(model: Transformer) -> Iterator[tuple[str, np.ndarray]]:
+    """The weights by the layout's names and in its shapes."""
+    c = model.config
+    yield "model.shared.weight", np.concatenate([model.source.table, model.target.table])
+    hidden = _hidden_dims(c)
+    for stack, pairs, norm in (
+        ("encoder", model.encoder, model.encoder_norm),
+        ("decoder", model.decoder, model.decoder_norm),
+    ):
+        place = f"model.{stack}"
+        yield from _norm(f"{place}.layer_norm", norm)
+        for n, layer in enumerate(layers_of(pairs, c.stacked)):
+            yield from _layer(f"{place}.layers.{n}", layer, hidden[stack], c)
+
+
+def _layer(place: str, layer: Any, hidden: int, c: TransformerConfig) -> Iterator[Any]:
+    names = ("cross_attention", "ff", "ffn.") if c.experts else ("encoder_attn", "final", "")
+    cross, norm, inside = names
+    yield from _norm(f"{place}.self_attn_layer_norm", layer.self_norm)
+    yield from _attention(f"{place}.self_attn", layer.self_attention)
+    if layer.cross_attention is not None:
+        yield from _norm(f"{place}.{cross}_layer_norm", layer.cross_norm)
+        yield from _attention(f"{place}.{cross}", layer.cross_attention)
+    yield from _norm(f"{place}.{norm}_layer_norm", layer.feed_forward_norm)
+    if layer.moe is None:
+        yield from _feed_forward(f"{place}.{inside}", layer.feed_forward, hidden)
+        return
+    yield f"{place}.ffn.router.classifier.weight", np.asarray(layer.moe.gate).T
+    experts = layer.moe.experts
+    for n in range(len(experts.wi)):
+        one = jax.tree.map(lambda leaf, n=n: leaf[n], experts)
+        yield from _feed_forward(f"{place}.ffn.experts.expert_{n}.", one, hidden)
+
+
+def _norm(place: str, norm: Any) -> Iterator[tuple[str, np.ndarray]]:
+    yield f"{place}.weight", norm.scale
+    yield f"{place}.bias", norm.bias
+
+
+def _attention(place: str, attention: Any) -> Iterator[tuple[str, np.ndarray]]:
+    for name, w_MND in zip("qkv", (attention.wq, attention.wk, attention.wv), strict=True):
+        M = len(w_MND)
+        yield f"{place}.{name}_proj.weight", np.asarray(w_MND).reshape(M, -1).T
+        yield f"{place}.{name}_proj.bias", np.zeros(M)
+    M = attention.wo.shape[-1]
+    yield f"{place}.out_proj.weight", np.asarray(attention.wo).reshape(-1, M).T
+    yield f"{place}.out_proj.bias", np.zeros(M)
+
+
+def _feed_forward(place: str, layer: Any, hidden: int) -> Iterator[tuple[str, np.ndarray]]:
+    wi_MH, wo_HM = np.asarray(layer.wi), np.asarray(layer.wo)
+    more = hidden - wi_MH.shape[1]
+    yield f"{place}fc1.weight", np.pad(wi_MH, ((0, 0), (0, more))).T
+    yield f"{place}fc1.bias", np.zeros(hidden)
+    yield f"{place}fc2.weight", np.pad(wo_HM, ((0, more), (0, 0))).T
+    yield f"{place}fc2.bias", np.zeros(wo_HM.shape[1])
+
+
+def _hidden_dims(c: TransformerConfig) -> dict[str, int]:
+    """The largest hidden size of each stack's layers."""
+    sparse = c.expert_hidden_dim or c.hidden_dim
+    decoder = sparse
+    if c.experts and c.experts_in == "encoder":
+        decoder = c.gating.top_k * sparse + c.shared_hidden_dim
+    return {"encoder": max(c.hidden_dim, sparse), "decoder": max(c.hidden_dim, decoder)}
+
+
+def _config(c: TransformerConfig) -> dict[str, Any]:
+    hidden = _hidden_dims(c)
+    sizes = {
+        "architectures": ["M2M100ForConditionalGeneration"],
+        "model_type": "m2m_100",
+        "vocab_size": c.source_vocab + c.target_vocab,
+        "d_model": c.model_dim,
+        "encoder_layers": c.encoder_layers,
+        "decoder_layers": c.decoder_layers,
+        "encoder_attention_heads": c.heads,
+        "decoder_attention_heads": c.heads,
+        "encoder_ffn_dim": hidden["encoder"],
+        "decoder_ffn_dim": hidden["decoder"],
+        "max_position_embeddings": _POSITIONS,
+        "activation_function": "relu",
+        "scale_embedding": True,
+        "tie_word_embeddings": True,
+        "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.0,
+        "pad_token_id": -1,  # positions begin with 0
+        "bos_token_id": c.source_vocab + START,
+        "eos_token_id": c.source_vocab + END,
+        "decoder_start_token_id": c.source_vocab + START,
+        "torch_dtype": "float32",
+    }
+    if not c.experts:
+        return sizes
+    return sizes | {
+        "architectures": ["NllbMoeForConditionalGeneration"],
+        "model_type": "nllb-moe",
+        "num_experts": c.experts,
+        "encoder_sparse_step": 2,
+        "decoder_sparse_step": 2 if c.experts_in == "both" else 0,
+        "router_bias": False,
+        "router_dtype": "float32",
+        "second_expert_policy": "all",
+        "normalize_router_prob_before_dropping": False,
+        "moe_eval_capacity_token_fraction": 1.0,
+        "moe_token_dropout": 0.0,
+    }
+
+
+def _generation(c: TransformerConfig) -> dict[str, Any]:
+    first = c.source_vocab
+    silent = [*range(first), *(first + token for token in (PAD, UNKNOWN, START))]
+    return {
+        "bos_token_id": first + START,
+        "eos_token_id": first + END,
+        "pad_token_id": first + PAD,
+        "decoder_start_token_id": first + START,
+        "suppress_tokens": silent,
+        "num_beams": 1,
+        "max_length": 256,
+    }
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Two SentencePiece models, and the ids of their pieces in the one table."""
+    for side, model in zip(("source", "target"), tokenizer.models, strict=True):
+        (folder / f"{side}.spm").write_bytes(model)
+    size = tokenizer.source_size
+    pieces = tokenizer.spell_source(range(size))
+    ids = {_code(piece): n for n, piece in enumerate(pieces)}
+    spoken = tokenizer.spell_target(range(tokenizer.target_size))
+    target = {_SPECIAL.get(n, piece): size + n for n, piece in enumerate(spoken)}
+    special = {piece: size + n for n, piece in _SPECIAL.items()}
+    _write(folder / "vocab.json", ids | special)
+    _write(folder / "target_vocab.json", target | {"<unk>": size + UNKNOWN, "<pad>": size + PAD})
+    _write(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "MarianTokenizer",
+            "separate_vocabs": True,
+            "source_lang": "xx",
+            "target_lang": "en",
+            "unk_token": "<unk>",
+            "eos_token": "</s>",
+            "pad_token": "<pad>",
+            "additional_special_tokens": list(_SPECIAL.values()),
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": _POSITIONS,
+        },
+    )
+
+
+def _code(piece: str) -> str:
+    """A tag such as <2de> as MarianTokenizer writes it: >>de<<."""
+    return f">>{piece[2:-1]}<<" if piece.startswith("<2") and piece.endswith(">") else piece
+
+
+def _write(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def _front_matter(run: Run) -> str:
+    """What Hugging Face's pages read from a card."""
+    languages = sorted({*run.tokenizer.config.languages, "en"})
+    codes = "".join(f"- {json.dumps(code)}\n" for code in languages)
+    return f"---\nlibrary_name: transformers\npipeline_tag: translation\nlanguage:\n{codes}---\n\n"
+
+
+_USE = """
+## With transformers
+
+```python
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer  # transformers 4: 5.22 routes wrongly
+
+tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")
+model = AutoModelForSeq2SeqLM.from_pretrained("THIS_FOLDER").eval()
+texts = tokenizer(["TEXT"], return_tensors="pt", padding=True)  # with several targets: >>de<<TEXT
+print(tokenizer.batch_decode(model.generate(**texts), skip_special_tokens=True))
+```
+
+The epsilon of layer normalization is 1e-5 in this layout, where the model was trained with 1e-6.
+"""
