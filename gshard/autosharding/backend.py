@@ -105,7 +105,7 @@ class HighsBackend:
 
 
 class ScipyBackend:
-    """HiGHS as SciPy brings it: every run starts anew."""
+    """HiGHS as SciPy brings it: every run starts from nothing."""
 
     def __init__(self, costs: Floats, matrix: Matrix, right: Floats, integers: int) -> None:
         import scipy.sparse

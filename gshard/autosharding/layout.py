@@ -145,7 +145,7 @@ class Layout:
         """
         if self.lowered is None or self.function is None:
             raise ValueError(
-                "a layout that was loaded has no program: give it to gshard.jit, or find it anew"
+                "a layout that was loaded has no program: give it to gshard.jit, or search again"
             )
         here = jax.devices()
         if len(here) < self.devices:

@@ -51,7 +51,7 @@ class Origin:
 
 
 def chain(subject: Subject, var: Any, dim: int) -> list[Link]:
-    """From an annotation to `var`, of which `dim` is split; empty if nobody asked for it."""
+    """From an annotation to `var`, of which `dim` is split; empty if no annotation led to it."""
     found = origin(subject, var, dim)
     return list(found.links) if found and found.annotation else []
 

@@ -26,7 +26,7 @@ class Run:
 
     hosts: int
     host_days: float  # mean time between two failures of one host
-    save_seconds: float  # for which training stands still
+    save_seconds: float  # during which nothing is trained
     restart_seconds: float  # from the failure to the first new step
 
     @property

@@ -39,7 +39,7 @@ from gshard.tensors.tile import Tile
 
 @dataclass(frozen=True)
 class DynamicSlice(Change):
-    """`rows` rows from the run-time `start` on, which lies within the dim."""
+    """`rows` rows from the run-time `start` on, which is within the dim."""
 
     start: jax.Array
     rows: int
@@ -127,7 +127,7 @@ def _by_tiles(
     direction: int,
     reason: Reason,
 ) -> jax.Array:
-    """The tile that lies `count` tiles further on (or, in direction -1, back), at most `most`."""
+    """The tile that is `count` tiles further on (or, in direction -1, back), at most `most`."""
     for bit in range(most.bit_length()):
         pairs = shifted_pairs(sharding, dim, direction * (1 << bit))
         moved = collectives.collective_permute(place, x, pairs, reason) if pairs else x
@@ -136,7 +136,7 @@ def _by_tiles(
 
 
 def _clamped(index: Tile, size: int, rows: int) -> jax.Array:
-    """A start index, which JAX moves so that the slice lies within the dim."""
+    """A start index, which JAX moves so that the slice is within the dim."""
     most = min(size - rows, int(jnp.iinfo(index.array.dtype).max))
     return jnp.clip(index.array, 0, most).astype(jnp.int32)
 

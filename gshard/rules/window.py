@@ -63,8 +63,8 @@ def reach_of(
 ) -> Reach:
     """The rows that `per_tile` of `total` items need on each device.
 
-    Item i lies over the positions from `i * step - low` on, `extent + 1` of them, of a base in
-    which an element stands every `base` positions.
+    Item i covers the positions from `i * step - low` on, `extent + 1` of them, of a base in
+    which there is an element every `base` positions.
     """
     items = np.arange(tiles) * per_tile
     period = base // math.gcd(step, base)
