@@ -119,7 +119,7 @@ def _seconds(compiled: Any, state: Any, batch: Any, key: Any, steps: int) -> flo
 
 def _arguments(case: dict[str, Any], shapes: Any, info: Any) -> Any:
     """Weights of the usual deviations, and rows of several sentences, each device's part alone."""
-    (state, batch, _), (state_info, batch_info, _) = shapes, info
+    (state, batch, _), (state_info, batch_info, key_info) = shapes, info
     length = case.get("length", LENGTH)
     each = length // SENTENCES
     vocabulary = config_of(case).target_vocab
@@ -134,7 +134,8 @@ def _arguments(case: dict[str, Any], shapes: Any, info: Any) -> Any:
         _leaf_maker(leaf.shape, leaf.dtype, id(leaf) in weights, at.sharding)(number)
         for number, (leaf, at) in enumerate(zip(leaves, jax.tree.leaves(state_info), strict=True))
     ]
-    return tree.unflatten(filled), Batch(*made), jax.random.key(1)
+    key = jax.jit(lambda: jax.random.key(1), out_shardings=key_info.sharding)()
+    return tree.unflatten(filled), Batch(*made), key
 
 
 @functools.cache  # one program for all leaves of a shape
