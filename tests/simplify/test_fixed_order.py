@@ -282,6 +282,18 @@ def test_manual_regions_are_refused_with_their_line():
         gshard.jit(total, reproducible=True, partitioner="xla")
 
 
+def test_a_pinned_value_that_another_sharding_needs_is_moved_not_recomputed():
+    """Five rows of 13 on each of 5 devices, and an operator that wants them elsewhere."""
+
+    def fn(x):
+        pooled = lax.reduce_window(x, 0.0, lax.add, (1, 3), (1, 1), "VALID") / 3
+        return (pooled - pooled.mean(1, keepdims=True)) * lax.rsqrt(pooled.var(1, keepdims=True))
+
+    x = random_array((18, 15))
+    alone = gshard.jit(fn, devices=jax.devices()[:1], reproducible=True)(x)
+    assert_same(bits(fn, x, devices=5, inputs=[even_split(2, 1, 5)]), alone, exact=True)
+
+
 def test_a_primitive_without_an_order_of_its_own_runs_in_one_piece():
     def fn(x):
         y = jax.grad(
