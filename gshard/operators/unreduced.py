@@ -264,7 +264,7 @@ def _in_place(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None
     even = here.is_even(shape) and all(t.sharding.is_even(t.shape) for t in tiles)
     if not (by_element or even):  # padding would get between the elements
         return None
-    if any(s and not compatible((s, over)) for s in here.splits for over in part.partial):
+    if not compatible((*here.splits, *part.partial)):  # one axis for two dims of the result
         return None
     (array,) = rule.local(ctx, eqn, list(tiles), [here.local_shape(shape)])
     return Tile(array, here, shape, part.partial, part.origin)

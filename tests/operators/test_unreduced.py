@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gshard
 from tests.oracle import (
@@ -328,3 +329,28 @@ def test_a_table_that_is_also_the_head_is_gathered_once_and_its_gradient_summed_
     low = lowered(step, table, random_array((512,), np.int32) % 24)
     assert kinds(low) == {"all_gather": 1, "reduce_scatter": 1}
     assert sent(low) == 2 * table.nbytes * 7 // 8
+
+
+SPECS = [(None, None), ("u", None), (None, "u"), ("v", None), (None, "v"), ("u", "v"), ("v", "u")]
+
+
+@given(*[st.sampled_from(SPECS)] * 3)
+@example((None, "v"), ("u", "v"), (None, "v"))  # one axis for both free dims of a product
+@settings(max_examples=8)
+def test_residual_products_under_any_axes_of_a_mesh(x_spec, a_spec, b_spec):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("u", "v"))
+    args = [random_array(s, seed=i) / 8 for i, s in enumerate([(6, 16), (16, 24), (16, 24)])]
+
+    def loss(x, a, b):
+        for w in (a, b):
+            x = x + jnp.tanh(x @ w @ w.T)
+        return jnp.sum(x**2)
+
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+        for x, spec in zip(args, (x_spec, a_spec, b_spec), strict=True)
+    ]
+    grad = jax.grad(loss, argnums=(1, 2))
+    assert_same(
+        run(gshard.jit(grad), *placed, rtol=1e-4, atol=1e-4), grad(*args), rtol=1e-4, atol=1e-4
+    )
