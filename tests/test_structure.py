@@ -8,7 +8,8 @@ import pytest
 from tools import structure
 
 ROOT = Path(__file__).parents[1]
-PUBLIC = {"gshard", "gshard.errors", "gshard.nn", "gshard.recording"}  # what translation may import
+# What translation may import.
+PUBLIC = {"gshard", "gshard.errors", "gshard.nn", "gshard.pages", "gshard.recording"}
 
 
 @pytest.fixture(scope="module")

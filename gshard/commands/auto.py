@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gshard.commands.functions import imported, shape_of
-from gshard.commands.options import Hardware, Json
+from gshard.commands.options import Hardware, Json, Plots
 from gshard.errors import UserError
 
 
@@ -34,9 +34,7 @@ def auto(
     ] = False,
     as_json: Json = False,
     out: Annotated[Path | None, typer.Option(help="a file for the layout")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="an SVG file for the frontier of memory and time")
-    ] = None,
+    plots: Plots = None,
 ) -> None:
     """Choose a mesh and annotations for a function; no accelerator needed."""
     import gshard
@@ -59,8 +57,9 @@ def auto(
         raise UserError(str(error)) from None
     if out is not None:
         layout.save(out)
-    if plot is not None:
-        layout.plot_frontier(plot)
+    if plots is not None:
+        plots.mkdir(parents=True, exist_ok=True)
+        typer.echo(str(layout.plot_frontier(plots / "frontier.svg")), err=True)
     if as_json:
         print(as_text(layout), end="")
     else:

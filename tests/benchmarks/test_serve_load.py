@@ -2,12 +2,12 @@
 
 import pytest
 
-from benchmarks import serve_load
-
 
 @pytest.mark.slow
 def test_both_engines_answer_everyone(capsys):
     pytest.importorskip("ctranslate2")
+    from benchmarks import serve_load
+
     serve_load.main(["--seconds", "0.5", "--clients", "1", "8"])
     _, *rows = capsys.readouterr().out.splitlines()
     assert [row.split()[:2] for row in rows] == [

@@ -53,9 +53,9 @@ def test_a_layout_of_trees_is_kept(folder):
 def test_the_frontier_as_a_plot(folder):
     pytest.importorskip("vl_convert")
     words = ["auto", "program_of_a_user:step", "--arguments", "program_of_a_user:arguments"]
-    words += ["--hardware", "h100", "--memory", "1 GB", "--plot", "frontier.svg"]
+    words += ["--hardware", "h100", "--memory", "1 GB", "--plots", "drawn"]
     assert CliRunner().invoke(app, words).exit_code == 0
-    drawn = (folder / "frontier.svg").read_text()
+    drawn = (folder / "drawn" / "frontier.svg").read_text()
     assert drawn.startswith("<svg")
     for text in ("What less memory costs", "limit 1 GB", "ms a step", "chosen"):
         assert text in drawn

@@ -22,6 +22,8 @@ DIFFERENT = {
     "--processes": "how many to start, or how many there are",
     "--checkpoint": "the best to translate with, the newest to train on with",
     "--sentences": "to learn a vocabulary from, or to translate",
+    "--to": "a language to translate into, or the layout of a release",
+    "--workers": "processes that serve, or that read ahead",
 }
 
 WITHOUT_MT = """
