@@ -81,7 +81,7 @@ def _moved(layout, move):
     )
 
 
-@pytest.mark.parametrize("rows", [64, 16_384])
+@pytest.mark.parametrize("rows", [64, pytest.param(16_384, marks=pytest.mark.slow)])
 def test_neither_scanned_nor_unrolled_layers_miss_a_layout_of_the_other(rows):
     """The layout of a scan, given to unrolled layers, is no faster there than the one found for
     them, and the other way round."""
