@@ -4,8 +4,8 @@ import contextlib
 import http.client
 import json
 import logging
-import ssl
 import shutil
+import ssl
 import subprocess
 import threading
 import urllib.error
