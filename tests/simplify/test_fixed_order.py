@@ -220,7 +220,14 @@ CONVOLUTIONS = [
 ]
 
 
-@pytest.mark.parametrize("how", CONVOLUTIONS, ids=lambda how: " ".join(how) or "plain")
+@pytest.mark.parametrize(
+    "how",
+    [
+        # One quick one; the others take as long each.
+        pytest.param(how, id=" ".join(how) or "plain", marks=[pytest.mark.slow] * (number != 1))
+        for number, how in enumerate(CONVOLUTIONS)
+    ],
+)
 def test_a_convolution_is_itself_and_has_one_order(how):
     """The result and both gradients, near XLA's, and the same bits on any devices."""
     groups = how.get("feature_group_count", 1)
