@@ -63,8 +63,8 @@ class Engine:
         found = self._engine.translate_batch(
             sources, beam_size=config.beam, max_decoding_length=config.most, disable_unk=True
         )
-        said = (each.hypotheses[0] for each in found)
-        return [[Hypothesis("".join(pieces).replace("▁", " ").strip(), 0.0)] for pieces in said]
+        best = (each.hypotheses[0] for each in found)
+        return [[Hypothesis("".join(pieces).replace("▁", " ").strip(), 0.0)] for pieces in best]
 
 
 def client(server: Server, texts: list[str], want: dict[str, str], until: float) -> Any:
@@ -81,7 +81,7 @@ def client(server: Server, texts: list[str], want: dict[str, str], until: float)
                 "POST", "/translate", json.dumps(given), {"Content-Type": "application/json"}
             )
             reply = connection.getresponse()
-            said = json.loads(reply.read())
+            answer = json.loads(reply.read())
         except (OSError, http.client.HTTPException):
             counts["lost"] += 1
             connection.close()
@@ -91,7 +91,7 @@ def client(server: Server, texts: list[str], want: dict[str, str], until: float)
             time.sleep(0.05)
             continue
         took.append(time.perf_counter() - begin)
-        counts["wrong"] += reply.status != 200 or said["translatedText"] != want[text].strip()
+        counts["wrong"] += reply.status != 200 or answer["translatedText"] != want[text].strip()
     connection.close()
     return took, counts
 

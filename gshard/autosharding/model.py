@@ -127,7 +127,7 @@ class _Builder:
         products = sum(e.runs for e in self.flow.edges if name_of(e) in PRODUCTS)
         starts = products if self.optimistic else self.touched.starts  # products stay apart
         constant = float(
-            self.tables.whole((starts * reached.operator_seconds + reached.step_seconds) * PICO)
+            self.tables.rounded((starts * reached.operator_seconds + reached.step_seconds) * PICO)
         )
         problem = Problem(tuple(self.costs), tuple(edges), self._memory(limit), constant)
         return Model(self.mesh, problem, nodes, shapes, self.nodes)
@@ -169,7 +169,7 @@ class _Builder:
         if var in self.nodes:
             seconds = np.array(self._local_bytes(var)) * times / self.tables.bandwidth
             runs = self.flow.runs.get(var, 1)
-            self.costs[self.nodes[var]] += self.tables.whole(seconds * runs * PICO)
+            self.costs[self.nodes[var]] += self.tables.rounded(seconds * runs * PICO)
 
     def _fix(self, var: Any) -> None:
         """A tensor with an annotation keeps it, where this mesh can express it."""
@@ -192,7 +192,7 @@ class _Builder:
             table = self.tables.moves.reshards(
                 argument.aval.shape, byte_size((), argument.aval.dtype)
             )
-            self.edges.append((first, second, self.tables.whole(table * PICO)))
+            self.edges.append((first, second, self.tables.rounded(table * PICO)))
 
     def _operator(self, edge: Edge) -> None:
         place = edge.place + 1

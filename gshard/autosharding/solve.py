@@ -9,7 +9,7 @@ from gshard.autosharding.problem import Problem
 from gshard.autosharding.program import Progress, Result, solve_exactly
 from gshard.autosharding.search import search
 
-# Pairs of strategies up to which HiGHS gets the whole problem at once. Beyond the first number it
+# Pairs of strategies up to which HiGHS gets all of a problem at once. Beyond the first number it
 # may find nothing in time: then there is a search for the rest of it.
 _SURELY_EXACT = 100_000
 _LARGEST_EXACT = 300_000

@@ -27,7 +27,7 @@ from gshard.propagation.flow import Edge
 from gshard.tensors.factors import Dim, Factors
 from gshard.tensors.tile import byte_size
 
-# Costs are counted in picoseconds: whole numbers, so that equal sums are equal.
+# Costs are counted in picoseconds: integers, so that equal sums are equal.
 PICO = 1e12
 
 Strategy = tuple[str | None, ...]  # for each mesh axis the factor that it cuts, if any
@@ -45,8 +45,8 @@ class Tables:
         self.weights = {getattr(v.aval, "shape", ()) for v in jaxpr.invars}
         self.bandwidth = hardware.memory_bandwidth * hardware.reached.memory
 
-    def whole(self, amounts: Any) -> Any:
-        """Whole numbers: of a bound they are not above the true ones."""
+    def rounded(self, amounts: Any) -> Any:
+        """Integers: of a bound they are not above the true ones."""
         return np.floor(amounts) if self.optimistic else np.rint(amounts)
 
     def of(
@@ -66,11 +66,15 @@ class Tables:
                     tables.append(None)
                     if side:
                         costs += [share * self._scalar_sum(edge, s, atom) for s in strategies]
-                elif side:
-                    tables.append(self._into_result(edge, strategies, atom, dims, share))
+                    continue
+                made = [self._spec(s, dims) for s in strategies]
+                weight = share * edge.runs * PICO
+                if side:
+                    partial = [self._partial(edge, s) for s in strategies]
+                    tables.append(self._into_result(made, partial, atom, weight))
                 else:
-                    tables.append(self._into_operand(edge, strategies, atom, dims, share))
-        return self.whole(costs * edge.runs * PICO), tables
+                    tables.append(self._into_operand(made, atom, weight))
+        return self.rounded(costs * edge.runs * PICO), tables
 
     def _strategies(self, edge: Edge) -> list[Strategy]:
         """Mesh axes given to factors, where every tensor can express it."""
@@ -144,45 +148,33 @@ class Tables:
         """The mesh axes over which results are partial."""
         return [axis for axis, f in enumerate(strategy) if f in edge.factors.reduced]
 
-    def _into_operand(
-        self,
-        edge: Edge,
-        strategies: Sequence[Strategy],
-        atom: Any,
-        dims: Sequence[Dim],
-        share: float,
-    ) -> Floats:
-        shape, itemsize = atom.aval.shape, byte_size((), atom.aval.dtype)
-        specs = specs_of(shape, self.mesh)
-        position = {spec: i for i, spec in enumerate(specs)}
-        moved = self.whole(self.moves.reshards(shape, itemsize) * (share * edge.runs * PICO))
-        rows = []
-        for strategy in strategies:
-            at = position.get(self._spec(strategy, dims))
-            rows.append(np.full(len(specs), FORBIDDEN) if at is None else moved[:, at])
-        return np.array(rows)
+    def _into_operand(self, made: Sequence[Spec], atom: Any, weight: float) -> Floats:
+        """What it costs to bring a tensor from each of its specs to what a strategy reads."""
+        shape, itemsize, position = self._specs(atom)
+        moved = self.rounded(self.moves.reshards(shape, itemsize) * weight)
+        never = np.full(len(position), FORBIDDEN)
+        return np.array([moved[:, position[m]] if m in position else never for m in made])
 
     def _into_result(
-        self,
-        edge: Edge,
-        strategies: Sequence[Strategy],
-        atom: Any,
-        dims: Sequence[Dim],
-        share: float,
+        self, made: Sequence[Spec], partial: Sequence[list[int]], atom: Any, weight: float
     ) -> Floats:
-        shape, itemsize = atom.aval.shape, byte_size((), atom.aval.dtype)
-        specs = specs_of(shape, self.mesh)
-        position = {spec: i for i, spec in enumerate(specs)}
-        table = np.full((len(strategies), len(specs)), FORBIDDEN)
+        """What it costs to reduce what a strategy makes to each of a tensor's specs."""
+        shape, itemsize, position = self._specs(atom)
+        table = np.full((len(made), len(position)), FORBIDDEN)
         anywhere = (NONE, *range(len(shape)))
-        for i, strategy in enumerate(strategies):
-            made, partial = self._spec(strategy, dims), self._partial(edge, strategy)
-            ends = (anywhere if axis in partial else (at,) for axis, at in enumerate(made))
+        for i, (here, over) in enumerate(zip(made, partial, strict=True)):
+            ends = (anywhere if axis in over else (at,) for axis, at in enumerate(here))
             for spec in itertools.product(*ends):
                 if (j := position.get(spec)) is not None:
-                    seconds = self._summed(shape, itemsize, made, spec, partial)
-                    table[i, j] = self.whole(seconds * share * edge.runs * PICO)
+                    seconds = self._summed(shape, itemsize, here, spec, over)
+                    table[i, j] = self.rounded(seconds * weight)
         return table
+
+    def _specs(self, atom: Any) -> tuple[tuple[int, ...], int, dict[Spec, int]]:
+        """A tensor's shape, the size of an element, and the number of each of its specs."""
+        shape = atom.aval.shape
+        position = {spec: i for i, spec in enumerate(specs_of(shape, self.mesh))}
+        return shape, byte_size((), atom.aval.dtype), position
 
     def _summed(
         self, shape: tuple[int, ...], itemsize: int, made: Spec, spec: Spec, partial: list[int]

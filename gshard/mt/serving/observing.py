@@ -72,7 +72,7 @@ class Metrics:
         registry = self._registry
         if values.ValueClass is not values.MutexValue:  # the workers' files, in a shared folder
             registry = prometheus.CollectorRegistry()
-            multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+            multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # it has no types
         return prometheus.generate_latest(registry)
 
 
