@@ -15,7 +15,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
-from gshard import _jax
+from gshard.autosharding.subject import of_arrays
 from gshard.capture.flatten import inline
 from gshard.capture.placement import device_order
 from gshard.graph import LOOPS, map_bodies
@@ -47,18 +47,10 @@ def constrained(
 
     @functools.wraps(fn)
     def with_constraints(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        arrays = [i for i, leaf in enumerate(leaves) if _jax.is_array_like(leaf)]
-
-        def of_arrays(*values: Any) -> Any:
-            filled = list(leaves)
-            for i, value in zip(arrays, values, strict=True):
-                filled[i] = value
-            positional, named = tree.unflatten(filled)
-            return fn(*positional, **named)
-
+        run, arrays = of_arrays(fn, args, kwargs)
+        leaves = jax.tree.leaves((args, kwargs))
         given = [leaves[i] for i in arrays]
-        closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(*given)
+        closed, shapes = jax.make_jaxpr(run, return_shape=True)(*given)
         flat = inline(closed, device_order(devices))
         results = jaxpr_as_fun(_with_constraints(flat, _found(flat, constraints)))(*given)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)

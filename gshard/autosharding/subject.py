@@ -42,21 +42,13 @@ class Subject:
     @staticmethod
     def of(fn: Callable[..., Any], args: tuple[Any, ...], devices: int) -> Subject:
         """Trace the function."""
-        given, tree = jax.tree_util.tree_flatten_with_path((args, {}))
+        given = jax.tree_util.tree_flatten_with_path((args, {}))[0]
         leaves = [leaf for _, leaf in given]
-        arrays = [i for i, leaf in enumerate(leaves) if _jax.is_array_like(leaf)]
-
-        def of_arrays(*values: Any) -> Any:
-            filled = list(leaves)
-            for i, value in zip(arrays, values, strict=True):
-                filled[i] = value
-            positional, _ = tree.unflatten(filled)
-            return arrays_of(fn(*positional))
-
+        run, arrays = of_arrays(fn, args, {})
         order = device_order(devices)
         structs = [_jax.struct_of(leaves[i]) for i in arrays]
         with tracing_for(order):
-            traced = jax.jit(of_arrays).trace(*structs)
+            traced = jax.jit(lambda *values: arrays_of(run(*values))).trace(*structs)
         flat = inline(traced.jaxpr, order)
         for normal_form in PASSES if devices > 1 else ():
             flat = simplify(flat, normal_form)
@@ -67,6 +59,23 @@ class Subject:
         states = [(result_name(results[r][0]), paths[a][0]) for r, a in pairs]
         returned = [(result, argument + first) for result, argument in pairs]
         return Subject(fn, args, devices, flat, paths, first, returned, states)
+
+
+def of_arrays(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], list[int]]:
+    """`fn` as a function of the arrays among its arguments, and which leaves they are."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = [i for i, leaf in enumerate(leaves) if _jax.is_array_like(leaf)]
+
+    def run(*values: Any) -> Any:
+        filled = list(leaves)
+        for i, value in zip(arrays, values, strict=True):
+            filled[i] = value
+        positional, named = tree.unflatten(filled)
+        return fn(*positional, **named)
+
+    return run, arrays
 
 
 def arrays_of(tree: Any) -> Any:
