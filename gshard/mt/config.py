@@ -72,6 +72,15 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class DistillConfig:
+    """A teacher whose probabilities are learned from, beside the labels: a run or a release."""
+
+    teacher: str = ""  # its folder; its vocabularies are this run's too. Empty: no teacher
+    checkpoint: str = "best"  # or last, or a step
+    share: float = 0.8  # of the loss that is by the teacher's probabilities
+
+
+@dataclass(frozen=True)
 class DeviceConfig:
     """How the model is spread over devices."""
 
@@ -92,6 +101,7 @@ class RunConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     devices: DeviceConfig = field(default_factory=DeviceConfig)
     reproducible: bool = False  # the same bits on any number of devices
 
@@ -120,6 +130,7 @@ _LIMITS = (
     (0, 1e12, "model.gating.capacity_factor model.gating.eval_capacity_factor"),
     (0, 0.999, "train.label_smoothing model.input_dropout model.residual_dropout"),
     (0, 0.999, "model.attention_dropout model.expert_dropout"),
+    (0, 1, "distill.share"),
     (0, 1e6, "optimizer.learning_rate"),
     (0, 2**62, "model.remat"),  # bytes
     (0, _LARGEST, "train.seed batch.seed vocabulary.seed"),
@@ -132,6 +143,8 @@ CHANGEABLE = (
     "name",
     "data.corpus",
     "data.workers",
+    "distill.teacher",
+    "distill.checkpoint",
     "devices.",
     "train.steps",
     "train.minutes",

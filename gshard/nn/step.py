@@ -10,6 +10,7 @@ import optax
 from jax import Array
 
 from gshard.nn.config import Batch, Remat, TransformerConfig
+from gshard.nn.distillation import Lesson, lesson, teacher_nll
 from gshard.nn.fused_adafactor import FusedOptimizer
 from gshard.nn.gating import RouterMetrics
 from gshard.nn.hashing import seed_of
@@ -33,7 +34,7 @@ class TrainState(NamedTuple):
 class StepMetrics(NamedTuple):
     """What a step reports: mean losses per target token, and each router's own metrics."""
 
-    loss: Array  # what is minimized: nll + the routers' losses
+    loss: Array  # what is minimized: nll (or a mean of it and the teacher's) + the routers' losses
     nll: Array
     aux_loss: Array  # sum over the MoE layers, before the coefficient
     z_loss: Array
@@ -63,20 +64,27 @@ def train_step(
     optimizer: Optimizer,
     strategy: Strategy = ONE_DEVICE,
     label_smoothing: float = 0.0,
+    teacher: Transformer | None = None,
+    teacher_share: float = 0.0,
 ) -> tuple[TrainState, StepMetrics]:
     """One update from one batch.
 
     The key is folded with the step count: one key serves the whole training, and a run that was
-    stopped and resumed draws the same numbers.
+    stopped and resumed draws the same numbers. With a `teacher`, `teacher_share` of the loss is
+    by its probabilities in the place of the labels (`gshard.nn.distillation`).
     """
     model = strategy.weights(state.model, stacked=1)
     opt_state = strategy.update(state.opt_state)
     batch = jax.tree.map(strategy.groups, batch)
     key = jax.random.fold_in(key, state.step)
     remat = choose_remat(model, opt_state, batch, strategy)
+    taught = None
+    if teacher is not None:
+        taught = lesson(strategy.weights(teacher, stacked=1), batch, strategy)
 
     def objective(model: Transformer) -> tuple[Array, StepMetrics]:
-        return loss(model, batch, key, strategy, label_smoothing, remat)
+        settings = (label_smoothing, remat, taught, teacher_share)
+        return loss(model, batch, key, strategy, *settings)
 
     # JAX differentiates under an empty mesh if there is none: with it from the start, functions
     # under `jax.jit` are traced once, and not again for the backward pass.
@@ -120,25 +128,33 @@ def loss(
     strategy: Strategy = ONE_DEVICE,
     label_smoothing: float = 0.0,
     remat: Remat | None = None,
+    taught: Lesson | None = None,
+    teacher_share: float = 0.0,
 ) -> tuple[Array, StepMetrics]:
     """L = l_nll + k * l_aux (+ k_z * l_z), the routers' losses summed over the MoE layers.
 
     Summed, not averaged, so that the weight of each router's loss is independent of the depth.
+    With what a teacher says of the batch, `teacher_share` of l_nll is by its probabilities.
     """
     x_BTM, routers = model.hidden(batch, key, strategy, remat)
     with jax.named_scope("loss"):
-        return _loss(model, x_BTM, routers, batch, strategy, label_smoothing)
+        nll, tokens = _nll(model, x_BTM, batch, strategy, label_smoothing)
+        learned = nll
+        if taught is not None:
+            weights_BT = (batch.target_segments > 0) / jnp.maximum(tokens, 1.0)
+            chunks = model.config.loss_chunks
+            soft = teacher_nll(x_BTM, model.target.table, taught, weights_BT, chunks)
+            learned = (1.0 - teacher_share) * nll + teacher_share * soft
+        aux, z = _router_losses(routers)
+        gating = model.config.gating
+        total = learned + gating.aux_coefficient * aux + gating.z_coefficient * z
+        return total, StepMetrics(total, nll, aux, z, tokens, jnp.zeros(()), *routers)
 
 
-def _loss(
-    model: Transformer,
-    x_BTM: Array,
-    routers: ModelMetrics,
-    batch: Batch,
-    strategy: Strategy,
-    label_smoothing: float,
-) -> tuple[Array, StepMetrics]:
-    """The same from the decoder's last hidden values and the routers' metrics."""
+def _nll(
+    model: Transformer, x_BTM: Array, batch: Batch, strategy: Strategy, label_smoothing: float
+) -> tuple[Array, Array]:
+    """The mean -log p(label) from the decoder's last hidden values, and the number of tokens."""
     real_BT = batch.target_segments > 0
     tokens = jnp.sum(real_BT).astype(jnp.float32)
     if model.config.loss_chunks > 1:
@@ -146,13 +162,9 @@ def _loss(
         kernels = model.config.kernels(strategy)
         settings = (label_smoothing, model.config.loss_chunks, kernels)
         nll = weighted_nll(x_BTM, model.target.table, batch.labels, weights_BT, *settings)
-    else:
-        nll_BT = cross_entropy(model.target.logits(x_BTM), batch.labels, label_smoothing)
-        nll = jnp.sum(nll_BT * real_BT) / jnp.maximum(tokens, 1.0)
-    aux, z = _router_losses(routers)
-    gating = model.config.gating
-    total = nll + gating.aux_coefficient * aux + gating.z_coefficient * z
-    return total, StepMetrics(total, nll, aux, z, tokens, jnp.zeros(()), *routers)
+        return nll, tokens
+    nll_BT = cross_entropy(model.target.logits(x_BTM), batch.labels, label_smoothing)
+    return jnp.sum(nll_BT * real_BT) / jnp.maximum(tokens, 1.0), tokens
 
 
 def cross_entropy(logits_BTV: Array, labels_BT: Array, label_smoothing: float = 0.0) -> Array:

@@ -39,12 +39,12 @@ def weighted_nll(
 
     def body(total: Array, chunk: tuple[Array, ...]) -> tuple[Array, None]:
         x, labels, weights = chunk
-        log_z = jax.nn.logsumexp(_logits(x, table_VM), axis=-1)
+        log_z = jax.nn.logsumexp(logits_of(x, table_VM), axis=-1)
         nll = log_z - _expected_logit(x, table_VM, labels, label_smoothing)
         return total + jnp.sum(nll * weights), None
 
-    cut = (_cut(x, chunks) for x in (x_BTM, labels_BT, weights_BT))
-    return jax.lax.scan(body, jnp.zeros(()), tuple(cut))[0]
+    slices = tuple(cut(x, chunks) for x in (x_BTM, labels_BT, weights_BT))
+    return jax.lax.scan(body, jnp.zeros(()), slices)[0]
 
 
 def _forward(
@@ -59,7 +59,7 @@ def _forward(
     def body(carry: tuple[Array, Array], chunk: tuple[Array, ...]) -> tuple[Any, Array]:
         total, table_grad = carry
         x, labels, weights = chunk
-        logits = _logits(x, table_VM)
+        logits = logits_of(x, table_VM)
         log_z, grad = _log_z_and_grads(logits, labels, weights, label_smoothing, x.dtype, kernels)
         nll = log_z - _expected_logit(x, table_VM, labels, label_smoothing)
         x_grad = jnp.einsum("BTV,VM->BTM", grad, table_VM.astype(x.dtype))
@@ -68,9 +68,9 @@ def _forward(
         )
         return (total + jnp.sum(nll * weights), table_grad), x_grad
 
-    cut = tuple(_cut(x, chunks) for x in (x_BTM, labels_BT, weights_BT))
+    slices = tuple(cut(x, chunks) for x in (x_BTM, labels_BT, weights_BT))
     empty = jnp.zeros(()), jnp.zeros(table_VM.shape, jnp.float32)
-    (total, table_grad), x_grads = jax.lax.scan(body, empty, cut)
+    (total, table_grad), x_grads = jax.lax.scan(body, empty, slices)
     x_grad = jnp.moveaxis(x_grads, 0, 1).reshape(x_BTM.shape)
     return total, (x_grad, table_grad.astype(table_VM.dtype))
 
@@ -107,7 +107,8 @@ def _log_z_and_grads(
     return kernels.all_groups(shaped[0], B), kernels.all_groups(shaped[1], B)
 
 
-def _logits(x: Array, table_VM: Array) -> Array:
+def logits_of(x: Array, table_VM: Array) -> Array:
+    """The logits in float32."""
     return jnp.einsum(
         "BTM,VM->BTV", x, table_VM.astype(x.dtype), preferred_element_type=jnp.float32
     )
@@ -127,7 +128,7 @@ def _expected_logit(x: Array, table_VM: Array, labels: Array, label_smoothing: f
     return (1.0 - label_smoothing) * found + label_smoothing * even
 
 
-def _cut(x: Array, chunks: int) -> Array:
+def cut(x: Array, chunks: int) -> Array:
     """[B, T, ...] as [chunks, B, T / chunks, ...]: each slice has a part of every sequence."""
     B, T, *rest = x.shape
     count = max(n for n in range(1, chunks + 1) if T % n == 0)

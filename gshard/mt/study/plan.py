@@ -19,7 +19,8 @@
     settings.model.experts = 0
 
 A run may begin where another one ended (`goes_on_from`), which must differ in its length alone, or
-in a fall of the learning rate that had not begun.
+in a fall of the learning rate that had not begun. It may learn from another run (`teacher`), which
+has the same vocabularies as all runs of a study (`settings.distill.share`: how much).
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from gshard.mt.presets import PRESETS, preset
 
 ENDLESS = 1_000_000_000  # steps of a run that a number of seconds ends
 _LENGTHS = ("steps", "tokens", "seconds", "seconds_of")
+_OTHERS = ("name", "preset", "seed", "settings", "goes_on_from", "teacher", "label")
+_OF_A_RUN = (*_LENGTHS, *_OTHERS)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class PlannedRun:
     seconds: float = 0.0  # of training, without compiling
     seconds_of: str = ""  # as many as that run took
     goes_on_from: str = ""
+    teacher: str = ""  # the run that it is distilled from
     label: str = ""  # what figures call it
 
 
@@ -129,8 +133,7 @@ def _runs(found: Mapping[str, Any], path: Path) -> Iterator[PlannedRun]:
         if name in names:
             raise UserError(f"{path}: two runs are called {name!r}")
         names.add(name)
-        known = (*_LENGTHS, "name", "preset", "seed", "settings", "goes_on_from", "label")
-        _refuse_unknown(entry, known, path, f"run {name!r}: ")
+        _refuse_unknown(entry, _OF_A_RUN, path, f"run {name!r}: ")
         yield _run(found, entry, name, path)
 
 
@@ -162,6 +165,7 @@ def _run(found: Mapping[str, Any], entry: Mapping[str, Any], name: str, path: Pa
         name,
         config,
         goes_on_from=entry.get("goes_on_from", ""),
+        teacher=entry.get("teacher", ""),
         label=entry.get("label", name),
     )
     changes: dict[str, Any] = {length: value}
@@ -192,7 +196,7 @@ def assignments(table: Mapping[str, Any], prefix: str = "") -> list[str]:
 def _check_order(plan: Study, run: PlannedRun) -> None:
     """Check that a run depends on earlier ones only, and continues one with its settings."""
     names = [each.name for each in plan.runs]
-    for other in filter(None, (run.seconds_of, run.goes_on_from)):
+    for other in filter(None, (run.seconds_of, run.goes_on_from, run.teacher)):
         if names.index(plan.run(other).name) >= names.index(run.name):
             raise UserError(f"{plan.path}: {run.name!r} needs {other!r}, which comes after it")
     if not run.goes_on_from:

@@ -87,7 +87,8 @@ def _to_compile(plan: Study, wanted: Wanted) -> list[str]:
     """The runs with programs that no other has, and the groups of baselines, by name."""
     names, known = [], []
     for run in plan.runs:
-        programs = [run.config.model, run.config.batch, run.config.optimizer]
+        config = run.config
+        programs = [config.model, config.batch, config.optimizer, config.distill, run.teacher]
         if wanted.has(run.name) and not entry(plan, run).reached("trained"):
             if not run.goes_on_from and programs not in known:
                 names.append(stages.prepare(plan, run).name)

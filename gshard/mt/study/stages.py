@@ -61,7 +61,11 @@ def configured(plan: Study, planned: PlannedRun) -> RunConfig:
             corpus = Corpus.open(config.data.corpus)
             train_tokenizer(corpus, config.vocabulary).save(place)
     data = dataclasses.replace(config.data, vocabulary=str(place))
-    return dataclasses.replace(config, data=data)
+    distill = config.distill
+    if planned.teacher:
+        teacher = str(plan.place(planned.teacher))
+        distill = dataclasses.replace(distill, teacher=teacher, checkpoint="last")
+    return dataclasses.replace(config, data=data, distill=distill)
 
 
 def _copy_training(old: Path, new: Path) -> None:

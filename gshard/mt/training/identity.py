@@ -17,8 +17,8 @@ _CHECKED_BY_CONTENT = ("data.",)  # where text and vocabularies are does not mat
 _OF_THE_MODEL = ("model.heads", "model.gating.top_k", "model.gating.second_expert")
 
 
-def identity(run: Run) -> dict[str, Any]:
-    """The settings that matter, and checksums of the vocabularies and of each language's text."""
+def identity(run: Run, teacher: str = "") -> dict[str, Any]:
+    """The settings that matter, and checksums of vocabularies, languages' text and the teacher."""
     matters = {
         name: value
         for name, value, _ in settings(run.config)
@@ -33,7 +33,12 @@ def identity(run: Run) -> dict[str, Any]:
         }
         for language in sorted({task.foreign for task in run.tokenizer.tasks})
     }
-    found = {"settings": matters, "vocabulary": run.tokenizer.digest, "text": text}
+    found = {
+        "settings": matters,
+        "vocabulary": run.tokenizer.digest,
+        "text": text,
+        "teacher": teacher,
+    }
     return dict(json.loads(json.dumps(found)))  # as a checkpoint gives it back
 
 
@@ -45,7 +50,9 @@ def other_model(note: dict[str, Any], run: Run) -> list[str]:
     now = {
         "settings": {n: v for n, v, _ in settings(run.config) if n.startswith(_OF_THE_MODEL)},
         "vocabulary": run.tokenizer.digest,
-        "text": saved["text"],  # which translating does not depend on
+        # Which translating does not depend on:
+        "text": saved["text"],
+        "teacher": saved.get("teacher", ""),
     }
     return differences(saved, dict(json.loads(json.dumps(now))), note["step"])
 
@@ -62,6 +69,8 @@ def differences(saved: dict[str, Any], now: dict[str, Any], done: int) -> list[s
     ]
     if saved["vocabulary"] != now["vocabulary"]:
         lines.append("the vocabularies are others")
+    if saved.get("teacher", "") != now.get("teacher", ""):
+        lines.append("the teacher is another one (distill.teacher, distill.checkpoint)")
     old, new = saved["text"], now["text"]
     changed = sorted(name for name in {**old, **new} if old.get(name) != new.get(name))
     if changed:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -34,8 +33,7 @@ def load_model(run: Run, which: str = "best", like: Any = None) -> tuple[Transfo
         return _fresh(run, like), 0
     if released.is_release(run):
         return _released(run, which, like)
-    checkpoints = Checkpoints(run.folder, read_only=True)
-    step = _chosen(checkpoints, which, run.folder)
+    checkpoints, step = _chosen(run, which)
     if like is None:
         like = model_like(run.model_config)
     model, note = checkpoints.restore_model(step, like)
@@ -103,18 +101,25 @@ def _released(run: Run, which: str, like: Any) -> tuple[Transformer, int]:
     return unnamed(placed, like), step
 
 
-def _chosen(checkpoints: Checkpoints, which: str, folder: Path) -> int:
+def chosen_step(run: Run, which: str) -> int:
+    """The step of the checkpoint that "best", "last" or a number names."""
+    return _chosen(run, which)[1]
+
+
+def _chosen(run: Run, which: str) -> tuple[Checkpoints, int]:
+    folder = run.folder
+    checkpoints = Checkpoints(folder, read_only=True)
     steps = checkpoints.steps
     if not steps:
         raise UserError(
             f"{folder} has no complete checkpoint yet; `gshard train {folder}` makes some"
         )
     if which == "best":
-        return checkpoints.best()
+        return checkpoints, checkpoints.best()
     if which == "last":
-        return steps[-1]
+        return checkpoints, steps[-1]
     if which in map(str, steps):
-        return int(which)
+        return checkpoints, int(which)
     known = ("best", "last", "untrained", *map(str, steps))
     raise UserError(
         f"no checkpoint {which!r} in {folder}; there are {', '.join(known)}{nearest(which, known)}"

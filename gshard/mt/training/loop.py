@@ -30,6 +30,7 @@ from gshard.mt.training.journal import Journal
 from gshard.mt.training.programs import Figures, Programs, RunState
 from gshard.mt.training.released import is_release
 from gshard.mt.training.stopping import Stop
+from gshard.mt.training.teacher import teacher_config, teacher_identity, teacher_of
 from gshard.nn.flops import step_flops
 from gshard.nn.step import TrainState
 
@@ -82,7 +83,8 @@ def train(
     _refuse_changes(run, checkpoints)
     devices = hosts.chosen(run.config.devices)
     strategy = hosts.strategy(run.config.devices)
-    programs = Programs(run.config, run.model_config, devices, strategy, run.folder)
+    teacher = teacher_of(run, strategy)
+    programs = Programs(run.config, run.model_config, devices, strategy, run.folder, teacher)
     batches = Batches(run.tokens(), run.config.batch, programs.host, run.config.data.workers)
     dev = _dev_batches(run, programs.host)
     try:
@@ -107,15 +109,20 @@ def _prepare(run: Run, progress: TrainingProgress) -> None:
         run.tokens(step=encoded, verify=True)
         _dev_tokens(run, verify=True)
     hosts.wait_for_all("vocabulary and tokens")
-    mine = identity(run)
+    mine = _identity(run)
     texts = {f"the text of {language}": sums for language, sums in mine["text"].items()}
-    hosts.agree({**mine["settings"], "the vocabulary": mine["vocabulary"], **texts})
+    others = {"the vocabulary": mine["vocabulary"], "the teacher": mine["teacher"]}
+    hosts.agree({**mine["settings"], **others, **texts})
+
+
+def _identity(run: Run) -> dict[str, Any]:
+    return identity(run, teacher_identity(run.config.distill))
 
 
 def _refuse_changes(run: Run, checkpoints: Checkpoints) -> None:
     """An error if something that the losses depend on is not as it was at the last checkpoint."""
     note = checkpoints.newest_note()
-    if note and (changed := differences(note["identity"], identity(run), note["step"])):
+    if note and (changed := differences(note["identity"], _identity(run), note["step"])):
         lines = "\n  ".join(changed)
         raise UserError(
             f"{run.folder} is not as it was at step {note['step']}:\n  {lines}\n"
@@ -158,7 +165,7 @@ class _Loop:
         self.config = run.config.train
         self.matmul = hosts.matmul_flops(len(programs.devices), run.config.model.dtype)
         self.tokens = self.seconds = self.waited = self.pace = 0.0
-        self.identity = identity(run)
+        self.identity = _identity(run)
         self.in_a_row, self.last_loss = 0, 0.0  # updates left out lately; the newest loss
         self.unsaved = False  # a save failed and is to be tried again
         self.intruder: Callable[[], str] = lambda: ""
@@ -277,6 +284,8 @@ class _Loop:
         if step % self.config.log_every == 0 or step == self.config.steps or in_a_row:
             source = int(np.count_nonzero(arrays["source_segments"])) * self.programs.host.count
             flops = step_flops(self.run.model_config, source, tokens)
+            if taught_by := teacher_config(self.run):
+                flops += step_flops(taught_by, source, tokens) / 3  # without a backward pass
             self._log(step, figures, tokens, flops, padding)
         if in_a_row >= self.config.patience:
             rate = self.run.config.optimizer.learning_rate

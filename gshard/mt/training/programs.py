@@ -86,8 +86,12 @@ class Programs:
         devices: Sequence[jax.Device],
         strategy: Strategy,
         folder: Path | None = None,
+        teacher: Transformer | None = None,
     ):
-        """`folder` is the run's, where a layout that gshard chose is kept."""
+        """`folder` is the run's, where a layout that gshard chose is kept.
+
+        `teacher` is the model to learn from, or its shapes where nothing but compiling is done.
+        """
         self.devices = list(devices)
         self._folder = folder if config.devices.layout == "auto" else None
         # With several hosts each brings its own rows, or all of them where they do not divide.
@@ -102,7 +106,9 @@ class Programs:
             weights_key = jax.random.fold_in(key, 0)
             return RunState(init_state(model, optimizer, weights_key, strategy), guard.Guard.new())
 
-        def step(state: RunState, batch: Batch, key: Array) -> tuple[RunState, Figures]:
+        def step(
+            state: RunState, batch: Batch, key: Array, teacher: Transformer | None
+        ) -> tuple[RunState, Figures]:
             learned, metrics = train_step(
                 state.train,
                 batch,
@@ -110,6 +116,8 @@ class Programs:
                 optimizer=optimizer,
                 strategy=strategy,
                 label_smoothing=config.train.label_smoothing,
+                teacher=teacher,
+                teacher_share=config.distill.share,
             )
             judged, good = state.guard.judge(metrics.loss, metrics.grad_norm, config.train.spike)
             kept = guard.choose(good, learned, state.train)._replace(step=learned.step)
@@ -121,7 +129,7 @@ class Programs:
         self._step = jit(step, donate_argnums=0)
         self._dev = jit(functools.partial(eval_step, strategy=strategy))
         self._compiled: dict[Any, Any] = {}  # steps, by the shapes of a batch
-        self._placed_key: Any = None
+        self._teacher, self._placed_key = teacher, None
         self._finite = gshard.jit(all_finite, devices=self.devices)
         self._shapes = jax.eval_shape(functools.partial(first, strategy=ONE_DEVICE), self._key)
 
@@ -131,10 +139,10 @@ class Programs:
 
     def compile(self, arrays: Arrays) -> RunState:
         """Make the step ready; returns the state as shapes with the shardings that it wants."""
-        arguments = self._shapes, self._global(_local(arrays)), self._key
+        arguments = self._shapes, self._global(_local(arrays)), self._key, self._teacher
         lowered = self._partitioned(arguments).lower(*arguments)
         self._compiled[_shapes_of(arrays)] = lowered.compile()
-        state, _, _ = lowered.in_info
+        state, *_ = lowered.in_info
         return state
 
     def _partitioned(self, arguments: tuple[Any, ...]) -> Any:
@@ -146,7 +154,7 @@ class Programs:
         layout = for_shapes(layout, arguments)
         step = self._jit(self._plain_step, donate_argnums=0, annotations=layout)
         # The first weights are made where the step wants them.
-        state, _, _ = step.lower(*arguments).in_shardings
+        state, *_ = step.lower(*arguments).in_shardings
         self._first = self._jit(self._plain_first, out_shardings=state)
         return step
 
@@ -168,9 +176,9 @@ class Programs:
         if shapes not in self._compiled:  # of another bucket
             self.compile(arrays)
         if self._placed_key is None:  # hosts exchange the sharding of a key: once is enough
-            placed = self._compiled[shapes].place(state, batch, self._key)
-            state, batch, self._placed_key = placed
-        return self._compiled[shapes](state, batch, self._placed_key)
+            placed = self._compiled[shapes].place(state, batch, self._key, self._teacher)
+            state, batch, self._placed_key, self._teacher = placed
+        return self._compiled[shapes](state, batch, self._placed_key, self._teacher)
 
     def dev(self, model: Transformer, arrays: Arrays) -> StepMetrics:
         """The losses on a batch."""

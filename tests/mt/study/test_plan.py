@@ -43,6 +43,7 @@ settings.batch.temperature = 3.5
 name = "longer"
 seconds_of = "moe"
 goes_on_from = "dense"
+teacher = "moe"
 settings.model = { experts = 0, expert_hidden_dim = 1024 }
 """
 
@@ -83,7 +84,7 @@ def test_a_plan_says_what_each_run_is(tmp_path):
     assert (dense.config.train.steps, moe.config.train.steps) == (30, ENDLESS)
     assert (moe.config.train.seed, moe.config.batch.temperature) == (7, 3.5)
     assert [length_of(run) for run in plan.runs] == ["30 steps", "5,000 tokens", "as long as moe"]
-    assert longer.goes_on_from == "dense"
+    assert (longer.goes_on_from, longer.teacher) == ("dense", "moe")
     assert plan.evaluate.languages == ("de", "fr")
     assert plan.compare == (("moe", "dense"),)
     assert plan.baselines
@@ -102,6 +103,8 @@ def test_a_plan_says_what_each_run_is(tmp_path):
         ('name = "moe"', 'name = "a/b"', "names its folder"),
         ('seconds_of = "moe"', 'seconds_of = "mow"', "no run 'mow'; did you mean 'moe'"),
         ('of = "dense"', 'of = "other"', "no run 'other'"),
+        ('teacher = "moe"', 'teacher = "mow"', "no run 'mow'; did you mean 'moe'"),
+        ('teacher = "moe"', 'teacher = "longer"', "needs 'longer', which comes after it"),
         ("model_dim = 64", "model_dims = 64", "did you mean 'model.model_dim'"),
         ("model_dim = 64", 'model_dim = "wide"', "not a whole number"),
         ("sentences = 12", "sentence = 12", "did you mean 'sentences'"),
