@@ -52,16 +52,24 @@ def pinning(local: Local) -> Local:
     return run
 
 
-def pinned(place: Place, x: jax.Array) -> jax.Array:
-    """`x`, and nothing that a compiler could know of how it was made."""
+def pinned(place: Place, x: jax.Array, other: jax.Array | None = None) -> jax.Array:
+    """`x`, and nothing that a compiler could know of how it was made.
+
+    With another array of the same type, the result seems to depend on each element of that, too:
+    the compiler cannot know that `x` is broadcast.
+    """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return lax.complex(pinned(place, lax.real(x)), pinned(place, lax.imag(x)))
+        others = (None, None) if other is None else (lax.real(other), lax.imag(other))
+        parts = zip((lax.real(x), lax.imag(x)), others, strict=True)
+        return lax.complex(*(pinned(place, part, part_of_other) for part, part_of_other in parts))
     size = x.dtype.itemsize * 8
     unsigned = jnp.dtype(f"uint{size}")
     ones = place.known[OPAQUE].astype(unsigned)
     if size == 64:
         ones = lax.shift_left(ones, jnp.asarray(32, unsigned)) | ones
     bits = lax.bitcast_convert_type(x, unsigned) & ones
+    if other is not None:
+        bits |= lax.bitcast_convert_type(other, unsigned) & ~ones
     return lax.bitcast_convert_type(bits, x.dtype)
 
 
@@ -73,7 +81,7 @@ def _pin_factors(eqn: JaxprEqn) -> Factors:
 def _pin(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
 ) -> Sequence[jax.Array]:
-    return [pinned(ctx.place, tiles[0].array)]
+    return [pinned(ctx.place, *(tile.array for tile in tiles))]
 
 
 def _leaf_factors(eqn: JaxprEqn) -> Factors:

@@ -1,7 +1,8 @@
-"""Functions of one element whose bits depend, in XLA, on where in a loop the element is.
+"""Functions of one element whose bits depend, in XLA, on more than the element.
 
-XLA's compilers for CPUs compute a logarithm otherwise in the vector part of a loop than in the rest
-of it. Here it is made of operators that are the same in both.
+XLA's compilers for CPUs compute a logarithm differently in the vector part of a loop than in the
+rest of it, and `tan`, `atan`, `cbrt` and `erf` differently in a `while` whose values are small.
+Here they are made of operators that are the same everywhere.
 """
 
 from __future__ import annotations
@@ -58,4 +59,53 @@ def _log2(params: dict[str, Any], x: jax.Array) -> jax.Array:
     return lax.mul(_log(params, x), _full(x, 1 / math.log(2)))
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"log": _log, "log2": _log2, "logistic": _logistic}
+def _wide(function: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+    """A function of floats, computed with 32 bits or more."""
+
+    def rewrite(params: dict[str, Any], x: jax.Array) -> jax.Array:
+        if x.dtype.itemsize >= 4:
+            return function(x)
+        return lax.convert_element_type(function(x.astype(jnp.float32)), x.dtype)
+
+    return rewrite
+
+
+def _tan(x: jax.Array) -> jax.Array:
+    return lax.div(lax.sin(x), lax.cos(x))
+
+
+def _atan(x: jax.Array) -> jax.Array:
+    return lax.atan2(x, _full(x, 1.0))
+
+
+def _cbrt(x: jax.Array) -> jax.Array:
+    """A power, and one step of Newton's method: y - (y^3 - |x|) / 3y^2."""
+    size = lax.abs(x)
+    y = lax.exp(lax.mul(_log({}, size), _full(x, 1 / 3)))
+    y = lax.sub(y, lax.mul(lax.sub(y, lax.div(lax.div(size, y), y)), _full(x, 1 / 3)))
+    root = lax.select(lax.lt(x, _full(x, 0.0)), lax.neg(y), y)
+    itself = lax.bitwise_or(lax.eq(x, _full(x, 0.0)), lax.eq(size, _full(x, math.inf)))
+    return lax.select(itself, x, root)
+
+
+def _erf(x: jax.Array) -> jax.Array:
+    """1 - erfc(|x|), and a Taylor series near 0."""
+    size, square = lax.abs(x), lax.mul(x, x)
+    far = lax.mul(lax.sign(x), lax.sub(_full(x, 1.0), lax.erfc(size)))
+    last = 7 if x.dtype.itemsize == 4 else 13
+    total = _full(x, 0.0)
+    for n in reversed(range(last)):
+        term = 2 / math.sqrt(math.pi) * (-1) ** n / (math.factorial(n) * (2 * n + 1))
+        total = lax.add(lax.mul(total, square), _full(x, term))
+    return lax.select(lax.gt(size, _full(x, 0.5)), far, lax.mul(x, total))
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "log": _log,
+    "log2": _log2,
+    "logistic": _logistic,
+    "tan": _wide(_tan),
+    "atan": _wide(_atan),
+    "cbrt": _wide(_cbrt),
+    "erf": _wide(_erf),
+}

@@ -11,6 +11,7 @@ fused multiply-add. Both are decided here, in the logical program, before anythi
   out its rounding, and cannot compute it in advance with another library.
 
 - Any other operator runs in one piece: split along batch dims at most (`in_one_piece`).
+  So do `igamma` and its like, which are loops inside.
 
 Manual regions are refused: what they compute depends on the mesh by itself.
 """
@@ -40,9 +41,15 @@ from gshard.simplify.trees import halved
 LEAVES = 8  # of a sum: as many devices may split it
 ROWS = 24  # of a leaf of a product, at least: shorter ones take longer to add than to multiply
 
-# The same value, as bits that the compiler knows nothing about.
+# The same value, as bits that the compiler knows nothing about; broadcast to the shape of a second
+# operand, on which the bits seem to depend.
 pin_p = Primitive("pin")
-pin_p.def_abstract_eval(lambda x: ShapedArray(x.shape, x.dtype))
+
+
+@pin_p.def_abstract_eval
+def _pin_aval(x: Any, *others: Any) -> ShapedArray:
+    return ShapedArray(np.broadcast_shapes(x.shape, *(o.shape for o in others)), x.dtype)
+
 
 # A sum over one dim by a binary tree of neighbours; devices may hold subtrees of it.
 tree_sum_p = Primitive("tree_sum")
@@ -116,12 +123,15 @@ _EXACT = frozenset((
 
 # Rounded, and possibly made of products: pinned.
 _ROUNDED = frozenset((
-    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
-    "cbrt", "cholesky", "cos", "cosh", "digamma", "div", "eig", "eigh", "erf", "erf_inv", "erfc",
-    "exp", "exp2", "expm1", "geqrf", "hessenberg", "householder_product", "igamma",
-    "igamma_grad_a", "igammac", "integer_pow", "lgamma", "log1p", "lu", "mul", "one_minus_square",
-    "polygamma", "pow", "qr", "regularized_incomplete_beta", "rsqrt", "schur", "sin", "sinh",
-    "sqrt", "square", "svd", "tan", "tanh", "tridiagonal", "zeta",
+    "cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "integer_pow", "lu",
+    "mul", "one_minus_square", "qr", "schur", "sqrt", "square", "svd", "tridiagonal",
+))  # fmt: skip
+
+# Rounded as the library that computes them pleases: pinned before and after.
+_FUNCTIONS = frozenset((
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e", "cos",
+    "cosh", "digamma", "erf_inv", "erfc", "exp", "exp2", "expm1", "lgamma", "log1p", "pow", "rsqrt",
+    "sin", "sinh", "tan", "tanh",
 ))  # fmt: skip
 
 
@@ -180,7 +190,11 @@ def _in_order(eqn: JaxprEqn, constants: set[Any]) -> list[JaxprEqn]:
     rewrite = _REWRITES.get(eqn.primitive) or FUNCTIONS.get(eqn.primitive.name)
     if rewrite and not _is_simple(eqn):
         return _replaced(eqn, rewrite)
+    if eqn.primitive is p.div_p:
+        return _divided(eqn)
     name = eqn.primitive.name
+    if name in _FUNCTIONS:
+        return _apart(eqn)
     if name in _ROUNDED or _is_rounded(eqn, constants):
         return _pinned(eqn)
     if name in _EXACT:
@@ -204,6 +218,8 @@ def _is_simple(eqn: JaxprEqn) -> bool:
     if eqn.primitive is p.reduce_window_sum_p:
         large = math.prod(eqn.params["window_dimensions"]) > MOST_SLICES
         return large or 0 in eqn.invars[0].aval.shape
+    if eqn.primitive in (p.tan_p, p.atan_p):
+        return jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.complexfloating)
     return False
 
 
@@ -226,10 +242,44 @@ def _pinned(eqn: JaxprEqn) -> list[JaxprEqn]:
             made.append(var)
             continue
         made.append(Var(var.aval))
-        pins.append(
-            eqn.replace(invars=[made[-1]], outvars=[var], primitive=pin_p, params={}, effects=set())
-        )
+        pins.append(_pin(eqn, [made[-1]], var))
     return [eqn.replace(outvars=made), *pins]
+
+
+def _pin(eqn: JaxprEqn, operands: Sequence[Any], result: Any) -> JaxprEqn:
+    return eqn.replace(
+        invars=list(operands), outvars=[result], primitive=pin_p, params={}, effects=set()
+    )
+
+
+def _apart(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """A function whose operands are pinned, too.
+
+    Libraries that reduce take some functions of the result along, with bits of their own, if there
+    is enough to reduce.
+    """
+    pins: list[JaxprEqn] = []
+    operands: list[Any] = []
+    for atom in eqn.invars:
+        if not isinstance(atom, Literal) and jnp.issubdtype(atom.aval.dtype, jnp.inexact):
+            pins.append(_pin(eqn, [atom], Var(atom.aval)))
+            atom = pins[-1].outvars[0]
+        operands.append(atom)
+    return [*pins, *_pinned(eqn.replace(invars=operands))]
+
+
+def _divided(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """A division that stays one.
+
+    XLA multiplies by the reciprocal of a divisor that is broadcast. On a device that has one column
+    of the result nothing is broadcast, and XLA divides: other bits. Here no divisor is broadcast.
+    """
+    x, y = eqn.invars
+    if isinstance(x, Literal) or isinstance(y, Literal):
+        return _pinned(eqn)
+    shape = np.broadcast_shapes(x.aval.shape, y.aval.shape)
+    divisor = Var(ShapedArray(shape, y.aval.dtype))
+    return [_pin(eqn, [y, x], divisor), *_pinned(eqn.replace(invars=[x, divisor]))]
 
 
 def _replaced(eqn: JaxprEqn, rewrite: Callable[..., Any]) -> list[JaxprEqn]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -142,6 +143,57 @@ def test_a_logarithm_is_one_wherever_its_element_is():
     on_all(jnp.log, x)
 
 
+def test_a_division_by_a_broadcast_value_stays_a_division():
+    """XLA multiplies by its reciprocal, unless a tile has a single column."""
+    x, y = random_array((24, 8)), random_array((24, 1), seed=1)
+    for devices, dim in ((1, 0), (3, 0), (8, 1)):
+        got = bits(jnp.divide, x, y, devices=devices, inputs=[even_split(2, dim, devices), None])
+        np.testing.assert_array_equal(np.asarray(got), x / y)
+
+
+def test_a_function_of_a_large_reduction_has_the_bits_of_a_small_one():
+    """Libraries that reduce compute `exp` by themselves if there is enough to reduce."""
+    x = random_array((8, 72, 24))
+    on_all(lambda x: jnp.exp(x - x.max(-1, keepdims=True)), x)
+
+
+@pytest.mark.parametrize("name", ["tan", "atan", "cbrt", "erf"])
+def test_functions_have_the_same_bits_in_small_loops(name):
+    fn, numbers = getattr(lax, name), np.linspace(-4, 4, 97, dtype=np.float32)
+    edges = np.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 3e38, 1.1754944e-38])
+    x = np.concatenate([numbers, edges])
+
+    def both(x):
+        narrow = x.astype(jnp.bfloat16)
+        rounded = fn(narrow.astype(jnp.float32)).astype(jnp.bfloat16)
+        return fn(x), lax.map(lambda row: fn(row.reshape(1))[0], x), fn(narrow), rounded
+
+    on_one = gshard.jit(both, devices=jax.devices()[:1], reproducible=True)
+    alone, by_row, narrow, rounded = on_one(x)
+    assert_same(alone, by_row, exact=True)
+    assert_same(narrow, rounded, exact=True)
+    with np.errstate(all="ignore"):
+        wanted = getattr(scipy.special, name, None) or getattr(np, name.replace("at", "arct"))
+        wanted = wanted(x.astype(np.float64))
+    np.testing.assert_allclose(np.asarray(alone), wanted, rtol=4e-7, atol=1e-37)
+
+
+def test_attention_with_one_head_on_each_device_has_the_bits_of_all_heads_on_one():
+    x = [random_array((2, 8, 8, 6), seed=i) for i in range(4)]
+
+    def attention(q, k, v):
+        logits = jnp.einsum("bsnh,btnh->bnst", q, k) / q.shape[-1] ** 0.5
+        return jnp.einsum("bnst,btnh->bsnh", jax.nn.softmax(logits), v)
+
+    def fn(q, k, v, slope):
+        result, back = jax.vjp(attention, q, k, v)
+        return result, back(slope)
+
+    alone = gshard.jit(fn, devices=jax.devices()[:1], reproducible=True)(*x)
+    heads = [even_split(4, 2, 8)] * 4
+    assert_same(bits(fn, *x, devices=8, inputs=heads), alone, exact=True)
+
+
 @pytest.mark.parametrize(
     "fn",
     [
@@ -155,6 +207,7 @@ def test_a_logarithm_is_one_wherever_its_element_is():
         lambda x: jnp.matmul(x + 1j * x, x.T).real,
         lambda x: lax.linalg.triangular_solve(jnp.eye(3) * 3 + 1, x, lower=True),
         lambda x: lax.ragged_dot(x, x.reshape(8, 3, 3), jnp.int32([5, 0, 9, 1, 2, 3, 2, 2])),
+        pytest.param(lambda x: lax.igamma(jnp.abs(x) + 1, jnp.abs(x)), marks=pytest.mark.slow),
     ],
     ids=[
         "cumsum and prod",
@@ -167,6 +220,7 @@ def test_a_logarithm_is_one_wherever_its_element_is():
         "complex product",
         "triangular solve",
         "ragged product",
+        "a function that is a loop",
     ],
 )
 def test_operators_that_add_have_one_order(fn):
