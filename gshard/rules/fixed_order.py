@@ -24,10 +24,10 @@ from gshard.simplify.fixed_order import (
     in_one_piece_p,
     leaf_dot_p,
     leaf_sum_p,
-    pin_p,
     scatter_in_order_p,
     tree_sum_p,
 )
+from gshard.simplify.pins import pin_p
 from gshard.simplify.trees import halved, neighbours
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors, Shape

@@ -34,22 +34,13 @@ from jax.extend.core import primitives as p
 from gshard._jax import Var, mlir, private_primitives, ragged_dot_dense, scatter_sub_p
 from gshard.graph import LOOPS, map_bodies, renamed
 from gshard.graph.source import on_behalf_of, source_of
+from gshard.simplify import pins
 from gshard.simplify.fixed_functions import FUNCTIONS
 from gshard.simplify.fixed_windows import MOST_SLICES, convolution, fourier, window_sum
 from gshard.simplify.trees import halved
 
 LEAVES = 8  # of a sum: as many devices may split it
 ROWS = 24  # of a leaf of a product, at least: shorter ones take longer to add than to multiply
-
-# The same value, as bits that the compiler knows nothing about; broadcast to the shape of a second
-# operand, on which the bits seem to depend.
-pin_p = Primitive("pin")
-
-
-@pin_p.def_abstract_eval
-def _pin_aval(x: Any, *others: Any) -> ShapedArray:
-    return ShapedArray(np.broadcast_shapes(x.shape, *(o.shape for o in others)), x.dtype)
-
 
 # A sum over one dim by a binary tree of neighbours; devices may hold subtrees of it.
 tree_sum_p = Primitive("tree_sum")
@@ -121,20 +112,6 @@ _EXACT = frozenset((
     "stop_gradient", "sub", "tile", "top_k", "transpose", "tree_sum", "unstack",
 ))  # fmt: skip
 
-# Rounded, and possibly made of products: pinned.
-_ROUNDED = frozenset((
-    "cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "integer_pow", "lu",
-    "mul", "one_minus_square", "qr", "schur", "sqrt", "square", "svd", "tridiagonal",
-))  # fmt: skip
-
-# Rounded as the library that computes them pleases: pinned before and after.
-_FUNCTIONS = frozenset((
-    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e", "cos",
-    "cosh", "digamma", "erf_inv", "erfc", "exp", "exp2", "expm1", "lgamma", "log1p", "pow", "rsqrt",
-    "sin", "sinh", "tan", "tanh",
-))  # fmt: skip
-
-
 # The dims of one system, behind the batch dims.
 _CORE = {"triangular_solve": 2, "ormqr": 2, "tridiagonal_solve": 1}
 
@@ -191,15 +168,15 @@ def _in_order(eqn: JaxprEqn, constants: set[Any]) -> list[JaxprEqn]:
     if rewrite and not _is_simple(eqn):
         return _replaced(eqn, rewrite)
     if eqn.primitive is p.div_p:
-        return _divided(eqn)
+        return pins.divided(eqn)
     name = eqn.primitive.name
-    if name in _FUNCTIONS:
-        return _apart(eqn)
-    if name in _ROUNDED or _is_rounded(eqn, constants):
-        return _pinned(eqn)
+    if name in pins.FUNCTIONS:
+        return pins.apart(eqn)
+    if name in pins.ROUNDED or pins.is_rounded(eqn, constants):
+        return pins.pinned(eqn)
     if name in _EXACT:
         return [eqn]
-    return _pinned(_one_piece(eqn))
+    return pins.pinned(_one_piece(eqn))
 
 
 def _one_piece(eqn: JaxprEqn) -> JaxprEqn:
@@ -221,65 +198,6 @@ def _is_simple(eqn: JaxprEqn) -> bool:
     if eqn.primitive in (p.tan_p, p.atan_p):
         return jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.complexfloating)
     return False
-
-
-def _is_rounded(eqn: JaxprEqn, constants: set[Any]) -> bool:
-    """Whether an operator that is exact by itself has to be pinned for what it might join with."""
-    if eqn.primitive is p.convert_element_type_p:
-        old, new = (jnp.dtype(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))
-        return not jnp.issubdtype(old, jnp.inexact) or new.itemsize < old.itemsize
-    if eqn.primitive in (p.add_p, p.sub_p):  # constants would be added to each other first
-        return any(isinstance(a, Literal) or a in constants for a in eqn.invars)
-    return eqn.primitive is p.iota_p
-
-
-def _pinned(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """An equation whose float results are pinned."""
-    made: list[Any] = []
-    pins: list[JaxprEqn] = []
-    for var in eqn.outvars:
-        if not jnp.issubdtype(var.aval.dtype, jnp.inexact):
-            made.append(var)
-            continue
-        made.append(Var(var.aval))
-        pins.append(_pin(eqn, [made[-1]], var))
-    return [eqn.replace(outvars=made), *pins]
-
-
-def _pin(eqn: JaxprEqn, operands: Sequence[Any], result: Any) -> JaxprEqn:
-    return eqn.replace(
-        invars=list(operands), outvars=[result], primitive=pin_p, params={}, effects=set()
-    )
-
-
-def _apart(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """A function whose operands are pinned, too.
-
-    Libraries that reduce take some functions of the result along, with bits of their own, if there
-    is enough to reduce.
-    """
-    pins: list[JaxprEqn] = []
-    operands: list[Any] = []
-    for atom in eqn.invars:
-        if not isinstance(atom, Literal) and jnp.issubdtype(atom.aval.dtype, jnp.inexact):
-            pins.append(_pin(eqn, [atom], Var(atom.aval)))
-            atom = pins[-1].outvars[0]
-        operands.append(atom)
-    return [*pins, *_pinned(eqn.replace(invars=operands))]
-
-
-def _divided(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """A division that stays one.
-
-    XLA multiplies by the reciprocal of a divisor that is broadcast. On a device that has one column
-    of the result nothing is broadcast, and XLA divides: other bits. Here no divisor is broadcast.
-    """
-    x, y = eqn.invars
-    if isinstance(x, Literal) or isinstance(y, Literal):
-        return _pinned(eqn)
-    shape = np.broadcast_shapes(x.aval.shape, y.aval.shape)
-    divisor = Var(ShapedArray(shape, y.aval.dtype))
-    return [_pin(eqn, [y, x], divisor), *_pinned(eqn.replace(invars=[x, divisor]))]
 
 
 def _replaced(eqn: JaxprEqn, rewrite: Callable[..., Any]) -> list[JaxprEqn]:
