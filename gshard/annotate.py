@@ -34,7 +34,8 @@ class Annotation:
 
     `assignment` is None for `replicate`; otherwise a device id per tile, row-major, over `tiles`.
     `open_dims` are dims that `vmap` added, which the annotation leaves open. `sharding` is set
-    where the annotation came from a `NamedSharding` instead of tiles.
+    where the annotation came from a `NamedSharding` instead of tiles, and `axes` are then the names
+    of the mesh axes of each dim.
     """
 
     name: str
@@ -42,11 +43,17 @@ class Annotation:
     assignment: tuple[int, ...] | None
     open_dims: tuple[int, ...] = ()
     sharding: Sharding | None = None
+    axes: tuple[str, ...] = ()
 
     @staticmethod
-    def of_sharding(name: str, sharding: Sharding, open_dims: tuple[int, ...] = ()) -> Annotation:
+    def of_sharding(
+        name: str,
+        sharding: Sharding,
+        open_dims: tuple[int, ...] = (),
+        axes: tuple[str, ...] = (),
+    ) -> Annotation:
         """The annotation that asks for exactly this sharding."""
-        return Annotation(name, sharding.tiles, None, open_dims, sharding)
+        return Annotation(name, sharding.tiles, None, open_dims, sharding, axes)
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019  (small, and asked for again and again)
     def resolve(self, num_devices: int) -> Sharding:
@@ -246,6 +253,7 @@ def widen(annotation: Annotation, dim: int) -> Annotation:
         tiles=(*annotation.tiles[:dim], 1, *annotation.tiles[dim:]),
         open_dims=(dim, *(d + (d >= dim) for d in annotation.open_dims)),
         sharding=sharding,
+        axes=annotation.axes and (*annotation.axes[:dim], "", *annotation.axes[dim:]),
     )
 
 

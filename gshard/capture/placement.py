@@ -66,7 +66,7 @@ class DeviceOrder:
     def annotation(self, said: Any, rank: int, name: str) -> Annotation:
         """One of JAX's shardings as an annotation."""
         sharding, open_dims = self.sharding(said, rank)
-        return Annotation.of_sharding(name, sharding, open_dims)
+        return Annotation.of_sharding(name, sharding, open_dims, _axes_of(said, rank))
 
     def held(self, value: Any) -> Sharding | None:
         """The current sharding of an argument; None if it is on one device, or on other devices."""
@@ -107,6 +107,16 @@ def device_order(devices: tuple[jax.Device, ...] | int) -> DeviceOrder:
 @functools.lru_cache(maxsize=16384)
 def _sharding_held(said: NamedSharding, rank: int, order: DeviceOrder) -> Sharding:
     return sharding_of(said, rank, order.numbers, order.count)[0]
+
+
+def _axes_of(said: Any, rank: int) -> tuple[str, ...]:
+    """The names of the mesh axes that each dim is split over; () without a `PartitionSpec`."""
+    spec = said if isinstance(said, PartitionSpec) else getattr(said, "spec", None)
+    if spec is None:
+        return ()
+    entries = [(e,) if isinstance(e, str) else e for e in spec]
+    named = [" and ".join(e) if isinstance(e, tuple) else "" for e in entries]
+    return (*named, *[""] * (rank - len(named)))[:rank]
 
 
 def _is_single(said: Any) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from gshard.explanation.costs import Cost, by_kind, by_line, counts, headline
 from gshard.explanation.fixes import Progress, Search, search
+from gshard.explanation.local_names import LocalNames
 from gshard.explanation.names import Names
 from gshard.explanation.subject import Subject
 from gshard.explanation.why import Why
@@ -49,6 +50,11 @@ class Explanation:
     def names(self) -> Names:
         """What the code calls values and dims."""
         return Names(self.subject)
+
+    @functools.cached_property
+    def local_names(self) -> LocalNames:
+        """What the code calls the values of the per-device program."""
+        return LocalNames(self.subject)
 
     @functools.cached_property
     def _why(self) -> Why:

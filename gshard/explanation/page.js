@@ -3,7 +3,7 @@
 const data = JSON.parse(document.getElementById("numbers").textContent);
 const get = (id) => document.getElementById(id);
 const FIELDS = ["name", "kind", "seconds", "sent", "count", "group", "bound", "line", "called",
-  "layer", "reason", "shape", "loops"];
+  "layer", "reason", "shape", "value", "loops"];
 const operators = data.operators.map((row) => Object.fromEntries(FIELDS.map((name, n) =>
   [name, ["seconds", "sent", "count", "group"].includes(name) ? row[n] : data.texts[row[n]]])));
 const at = new Map();
@@ -34,7 +34,7 @@ const told = (op) => {
   const runs = op.count > 1 ? `, ${op.count.toLocaleString("en")} runs` : "";
   const sent = op.sent ? `, each device sends ${size(op.sent)} to ${op.group} devices` : "";
   const why = op.reason ? ` (because: ${op.reason})` : "";
-  return `${op.kind || op.name} ${op.shape}: ${time(op.seconds)}${runs}${sent}${why}`;
+  return `${op.kind || op.name} ${op.value} ${op.shape}: ${time(op.seconds)}${runs}${sent}${why}`;
 };
 const chooseLine = (line, scroll) => {
   const ops = (at.get(line) || []).slice().sort((a, b) => b.seconds - a.seconds);
@@ -152,7 +152,8 @@ whenOpened("program", () => {
     const row = made("div", { class: `op${op.kind ? " sends" : ""}`, role: "listitem" },
       made("span", {}, time(op.seconds)), made("span", {}, op.sent ? size(op.sent) : op.bound),
       made("span", { style: `padding-left:${depth}em` }, op.kind || op.name),
-      made("span", {}, op.shape), made("span", {}, op.line));
+      made("span", { title: op.value }, op.value), made("span", {}, op.shape),
+      made("span", {}, op.line));
     choosable(row, () => { chooseLine(op.line, false); row.classList.add("chosen"); });
     return row;
   };
@@ -178,7 +179,7 @@ whenOpened("program", () => {
   const draw = () => {
     const wanted = get("op-find").value.toLowerCase(), order = get("op-order").value;
     const shown = operators.filter((op) => (!get("only").checked || op.kind)
-      && `${op.name} ${op.kind} ${op.line} ${op.shape} ${op.layer}`.toLowerCase().includes(wanted));
+      && `${op.name} ${op.kind} ${op.line} ${op.value} ${op.shape} ${op.layer}`.toLowerCase().includes(wanted));
     if (order) shown.sort((a, b) => b[order] - a[order]);
     const top = document.createDocumentFragment();
     let open = [], folds = [top];

@@ -11,6 +11,7 @@ import numpy as np
 
 from gshard.explanation.costs import Cost, counts
 from gshard.explanation.explained import EXPLAINED, Explanation
+from gshard.explanation.local_names import LocalNames
 from gshard.explanation.names import einsums_of, shape
 from gshard.explanation.text import describe, replicated
 from gshard.explanation.why import near
@@ -46,7 +47,7 @@ def page(explanation: Explanation, growth: Mapping[int, Forecast] | None = None)
         files=_files(explanation),
         devices=subject.num_devices,
         operators=f"{len(forecast.operators):,}",
-        **_memory(forecast),
+        **_memory(explanation),
         **_times(forecast, growth),
         chains=explanation.chains,
         conflicts=[str(conflict) for conflict in subject.conflicts],
@@ -109,7 +110,8 @@ def _data(explanation: Explanation) -> dict[str, Any]:
     def number(text: str) -> int:
         return texts.setdefault(text, len(texts))
 
-    operators = [_operator(t, number) for t in forecast.operators]
+    names = explanation.local_names
+    operators = [_operator(t, names, number) for t in forecast.operators]
     held = forecast.memory.peak - forecast.memory.temporary
     places = [number(line) for line in forecast.memory.lines]
     return {
@@ -124,7 +126,7 @@ def _data(explanation: Explanation) -> dict[str, Any]:
     }
 
 
-def _operator(t: Timed, number: Any) -> list[float]:
+def _operator(t: Timed, names: LocalNames, number: Any) -> list[float]:
     """In the order of FIELDS in page.js."""
     layers = [name for name in t.scope if not einsums_of([name])]
     return [
@@ -139,7 +141,8 @@ def _operator(t: Timed, number: Any) -> list[float]:
         number(by_function(t)),
         number("/".join(layers)),
         number(t.reason),
-        number(t.shape),
+        number(names.shape(t.value) if t.value is not None else t.shape),
+        number(names.name(t.value)),
         number(" > ".join(t.loops)),
     ]
 
@@ -201,7 +204,8 @@ def _rows(
         }
 
 
-def _memory(forecast: Forecast) -> dict[str, Any]:
+def _memory(explanation: Explanation) -> dict[str, Any]:
+    forecast, names = explanation.forecast, explanation.local_names
     memory = forecast.memory
     title = f"memory on a device, operator by operator, up to {size(memory.peak)}"
     room = "fits in" if forecast.fits else "does NOT fit in"
@@ -210,7 +214,13 @@ def _memory(forecast: Forecast) -> dict[str, Any]:
         "memory_about": f"{size(memory.peak)} at {memory.where or 'the start'}, {room} "
         f"{size(forecast.hardware.memory)}; {size(memory.arguments)} of it are arguments",
         "held": [
-            {"size": size(h.bytes), "shape": h.shape, "source": h.source} for h in memory.held[:8]
+            {
+                "size": size(h.bytes),
+                "name": names.name(h.value),
+                "shape": names.shape(h.value),
+                "source": h.source,
+            }
+            for h in memory.held[:8]
         ],
     }
 
@@ -281,7 +291,7 @@ def _tensors(explanation: Explanation) -> Iterator[dict[str, Any]]:
         seen.add(key)
         yield {
             "name": name,
-            "shape": shape(var),
+            "shape": shape(var, names.dims(var)),
             "words": describe(sharding, names.dims(var)),
             "line": source,
             "cells": _cells(sharding),

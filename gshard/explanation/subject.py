@@ -44,6 +44,11 @@ class Subject:
         return [v for c in self.collectives for v in c.members or (c,)]
 
     @property
+    def argument_names(self) -> tuple[str, ...]:
+        """`names` without those that are of gshard's own wrapper."""
+        return tuple("" if name.startswith("arrays[") else name for name in self.names)
+
+    @property
     def sent(self) -> int:
         """Bytes that one device sends."""
         return sum(c.total_bytes for c in self.collectives)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -72,11 +73,11 @@ def _reasons(explanation: Explanation) -> Iterator[str]:
         yield f"  {name}: {' -> '.join(shown)}"
 
 
-def describe(sharding: Sharding, dims: str = "") -> str:
-    """A sharding in words, with letters for the dims where the code has some."""
+def describe(sharding: Sharding, dims: Sequence[str] = ()) -> str:
+    """A sharding in words, with names for the dims where the code has some."""
     parts = [
-        f"{dims[d] if dims else f'dim {d}'} by {s.tiles}"
-        for d, s in enumerate(sharding.splits)
+        f"{name or f'dim {d}'} by {s.tiles}"
+        for (d, s), name in itertools.zip_longest(enumerate(sharding.splits), dims)
         if s
     ]
     return "split: " + ", ".join(parts) if parts else "replicated"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
@@ -30,6 +30,7 @@ class Held:
     bytes: int
     shape: str
     source: str
+    value: Any = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -223,8 +224,8 @@ def _simulate(
         during = now + sum(made.values()) - reused + inner.bytes
         along.append(during)
         if during > best.bytes:
-            held = [Held(b, _short(v), _source(makers.get(v))) for v, b in live.items()]
-            held += [Held(b, _short(v), source_of(operator.root.eqn)) for v, b in made.items()]
+            held = [Held(b, _short(v), _source(makers.get(v)), v) for v, b in live.items()]
+            held += [Held(b, _short(v), source_of(operator.root.eqn), v) for v, b in made.items()]
             ranked = sorted([*held, *inner.held], key=lambda h: -h.bytes)
             where = inner.where or source_of(operator.root.eqn)
             best = _Peak(during, where, tuple(ranked))

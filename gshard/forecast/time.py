@@ -7,7 +7,8 @@ after the other: overlap of collectives with arithmetic is not counted.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
@@ -51,6 +52,7 @@ class Timed:
     reason: str = ""
     shape: str = ""  # of its first result, on one device
     loops: tuple[str, ...] = ()  # around it, the outermost first
+    value: Any = field(default=None, repr=False, compare=False)  # of the program
 
     @property
     def seconds(self) -> float:
@@ -127,7 +129,14 @@ def _timed(
         reason=str(reason_of(root.eqn)),
         shape=operator.writes[0].aval.str_short(short_dtypes=True) if operator.writes else "",
         loops=tuple(f"{e.primitive.name} x {trips(e)} at {source_of(e)}" for e in around),
+        value=_value(operator),
     )
+
+
+def _value(operator: Operator) -> Any:
+    """The first result; of a copy that a compiler adds, what is copied."""
+    values = operator.reads if operator.root.added else operator.writes
+    return values[0] if values else None
 
 
 def _product_seconds(op: Op, machine: Hardware) -> float:

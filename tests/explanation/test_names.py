@@ -46,8 +46,8 @@ def test_dims_have_the_letters_of_an_einsum_or_of_the_name():
 
     subject, names = named(fn, (4, 8, 16), (16, 32))
     x, w = subject.flat.jaxpr.invars
-    assert names.dims(x) == "GSM"
-    assert names.dims(w) == "mh"
+    assert names.dims(x) == ("G", "S", "M")
+    assert names.dims(w) == ("m", "h")
     assert names.dim(subject.annotations[0].outvars[0], 2) == "t"
 
 
@@ -62,4 +62,4 @@ def test_an_operand_of_several_einsums_has_the_letters_that_fit_all_of_them():
         return jnp.einsum("gse,gsm->egsm", p, x)  # x alone could be gse or gsm here
 
     subject, names = named(fn, (4, 8, 16), (16, 4))
-    assert names.dims(subject.flat.jaxpr.invars[0]) == "gsm"
+    assert names.dims(subject.flat.jaxpr.invars[0]) == ("g", "s", "m")

@@ -218,6 +218,30 @@ def test_the_program_nests_loops_and_filters(path, explanation, tmp_path):
     assert said["flat"] == 0  # in the order of time there is no nesting
 
 
+def test_operators_have_the_names_of_the_code_and_are_found_by_them(path, tmp_path):
+    said = act(
+        path,
+        tmp_path,
+        """
+        one("#program").open = true;
+        one("#program").dispatchEvent(new Event("toggle"));
+        const cells = (row) => [...row.children].map((cell) => cell.textContent);
+        const every = all(".op").map(cells);
+        type("#op-find", "jnp.sin");
+        const found = all(".op").map(cells);
+        all(".op")[0].click();
+        return { every, found, detail: one("#detail").innerText,
+          held: all(".held li").map((item) => item.textContent) };
+        """,
+    )
+    named = {cells[3] for cells in said["every"]}
+    assert {"w", "x @ gshard.split(w, 1, 8)"} & named
+    assert all("jnp.sin(carry)" in cells[3] for cells in said["found"])
+    assert said["found"]
+    assert "jnp.sin(carry)" in said["detail"]
+    assert any("jnp.sin(carry)" in item for item in said["held"])
+
+
 def test_memory_has_axes_and_says_what_is_under_the_pointer(path, explanation, tmp_path):
     said = act(
         path,
