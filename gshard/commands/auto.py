@@ -9,6 +9,7 @@ import typer
 
 from gshard.commands.functions import imported, shape_of
 from gshard.commands.options import Hardware, Json, Plots
+from gshard.commands.screen import working
 from gshard.errors import UserError
 
 
@@ -45,14 +46,17 @@ def auto(
     try:
         given = imported(arguments)() if arguments else [shape_of(s) for s in shapes or ()]
         given = tuple(given) if isinstance(given, (tuple, list)) else (given,)
-        layout = gshard.auto(
-            imported(function),
-            *given,
-            devices=devices,
-            hardware=hardware,
-            memory=memory,
-            seconds=60.0 if seconds is None else seconds,
-        )
+        budget = 60.0 if seconds is None else seconds
+        with working() as tell:
+            tell(f"choosing annotations for {devices} devices, about {budget:.0f} seconds")
+            layout = gshard.auto(
+                imported(function),
+                *given,
+                devices=devices,
+                hardware=hardware,
+                memory=memory,
+                seconds=budget,
+            )
     except (ValueError, TypeError) as error:
         raise UserError(str(error)) from None
     if out is not None:

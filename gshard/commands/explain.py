@@ -9,6 +9,7 @@ import typer
 
 from gshard.commands.functions import imported, shape_of
 from gshard.commands.options import Hardware, Json, Page
+from gshard.commands.screen import working
 from gshard.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ def explain(
     try:
         arguments = [shape_of(s) for s in shapes]
         jitted = gshard.jit(imported(function), devices=devices, hardware=hardware)
-        lowered = jitted.lower(*arguments)
+        with working() as tell:
+            tell(f"partitioning {function} for {devices} devices")
+            lowered = jitted.lower(*arguments)
         explanation = lowered.explain(seconds=seconds)
         if as_json:
             sent = [{**asdict(c), "reason": c.reason} for c in lowered.collectives]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,11 +16,14 @@ from gshard.commands.options import (
     Plots,
     complete_models,
 )
+from gshard.commands.screen import working
 from gshard.errors import UserError
 
 if TYPE_CHECKING:
     from gshard.forecast import Forecast, Hardware
     from gshard.models.family import Deployment
+
+Tell = Callable[[str], None]  # says what is being done
 
 
 def forecast(
@@ -57,7 +61,9 @@ def forecast(
             return
         if model is None:
             raise ValueError("name a model, or give --fit with devices, as in --fit '64 x h100'")
-        chosen, found = _forecast(model, hardware, devices, _tokens(batch_tokens), remat, dispatch)
+        tokens = _tokens(batch_tokens)
+        with working() as tell:
+            chosen, found = _forecast(tell, model, hardware, devices, tokens, remat, dispatch)
     except ValueError as error:
         raise UserError(str(error)) from None
     from gshard.forecast.report import summary, table
@@ -79,7 +85,8 @@ def forecast(
 
 def _draw(chosen: Deployment, found: Forecast, plots: Path | None, page: Path | None) -> None:
     """Plots and the page, with forecasts for fewer devices beside them."""
-    growth = _by_devices(chosen, found.hardware)
+    with working() as tell:
+        growth = _by_devices(tell, chosen, found.hardware)
     model = chosen.model.name
     if plots is not None:
         from gshard.models.plots import plot_forecast, plot_growth
@@ -92,7 +99,7 @@ def _draw(chosen: Deployment, found: Forecast, plots: Path | None, page: Path | 
         page.write_text(shown, encoding="utf-8")
 
 
-def _by_devices(chosen: Deployment, hardware: Hardware) -> dict[int, Forecast]:
+def _by_devices(tell: Tell, chosen: Deployment, hardware: Hardware) -> dict[int, Forecast]:
     """The same on fewer devices, with as many tokens on each."""
     from gshard.models.family import plan
 
@@ -101,19 +108,28 @@ def _by_devices(chosen: Deployment, hardware: Hardware) -> dict[int, Forecast]:
         tokens = chosen.batch_tokens * devices // chosen.devices
         remat, how = chosen.model.config.remat, chosen.model.config.dispatch
         if devices:
+            tell(f"partitioning {chosen.model.name} for {devices:,} devices")
             smaller = plan(chosen.model.name, devices, tokens, str(remat), how)
             found[devices] = smaller.forecast(hardware)
     return found
 
 
 def _forecast(
-    model: str, hardware: str, devices: int | None, tokens: int | None, remat: str | None, how: str
+    tell: Tell,
+    model: str,
+    hardware: str,
+    devices: int | None,
+    tokens: int | None,
+    remat: str | None,
+    how: str,
 ) -> tuple[Deployment, Forecast]:
     """With rematerialization as requested, else as in the paper, else as needed to fit."""
     from gshard.models.family import plan
 
     for setting in (remat,) if remat else (None, "layer"):
         chosen = plan(model, devices, tokens, setting, how)
+        more = ", with rematerialization" if chosen.model.config.remat == "layer" else ""
+        tell(f"partitioning {model} for {chosen.devices:,} x {hardware}{more}")
         found = chosen.forecast(hardware)
         if found.fits or remat:
             return chosen, found
@@ -152,7 +168,8 @@ def _show_fitting(text: str, as_json: bool) -> None:
     from gshard.models.fit import fitting, parse
 
     devices, machine = parse(text)
-    rows = fitting(devices, machine)
+    with working() as tell:
+        rows = fitting(devices, machine, tell)
     if as_json:
         print(json.dumps([{"model": r.plan.model.name, **r.forecast.as_dict()} for r in rows]))
         return

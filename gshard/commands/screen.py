@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import select
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TextIO, cast
 
 from rich.console import Console
+from rich.markup import escape
 
 _GONE = (errno.EIO, errno.EPIPE)  # a terminal that was closed, a pipe without a reader
 
@@ -66,3 +68,17 @@ class _Screen:
 def screen(*, stderr: bool = False, hurried: bool = False) -> Console:
     """A console on standard output or error; `hurried` for output that may be dropped."""
     return Console(file=cast(TextIO, _Screen("stderr" if stderr else "stdout", hurried)))
+
+
+@contextlib.contextmanager
+def working() -> Iterator[Callable[[str], None]]:
+    """The block gets a function that says on standard error what it does next.
+
+    A terminal shows it, moving, until the block ends; anywhere else it is a line.
+    """
+    console = screen(stderr=True)
+    if not console.is_terminal:
+        yield functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        return
+    with console.status("starting") as status:
+        yield lambda text: status.update(escape(text))

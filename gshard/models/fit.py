@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from gshard.forecast import Forecast, Hardware, hardware
@@ -32,15 +32,20 @@ def parse(text: str) -> tuple[int, Hardware]:
     return int(match[1]), hardware(match[2])
 
 
-def fitting(devices: int, machine: Hardware) -> list[Fitting]:
-    """What fits: the largest model first, then the most tokens a second."""
+def fitting(
+    devices: int, machine: Hardware, tell: Callable[[str], None] = lambda _: None
+) -> list[Fitting]:
+    """What fits: the largest model first, then the most tokens a second.
+
+    Each attempt takes as long as a lowering; `tell` is called before each.
+    """
     found = []
     for name, member in FAMILY.items():
         try:
             check_devices(member, devices)
         except ValueError:
             continue
-        found += list(_best(name, devices, machine))
+        found += list(_best(name, devices, machine, tell))
     if not found:
         raise ValueError(
             f"none of {', '.join(FAMILY)} fits on {devices} x {machine.name} with "
@@ -49,7 +54,9 @@ def fitting(devices: int, machine: Hardware) -> list[Fitting]:
     return sorted(found, key=lambda f: (-f.plan.model.weights, -f.tokens_per_second))
 
 
-def _best(name: str, devices: int, machine: Hardware) -> Iterator[Fitting]:
+def _best(
+    name: str, devices: int, machine: Hardware, tell: Callable[[str], None]
+) -> Iterator[Fitting]:
     """The largest batch that fits, without rematerialization and with it."""
     member = FAMILY[name]
     unit = 2 * member.length * devices
@@ -60,6 +67,7 @@ def _best(name: str, devices: int, machine: Hardware) -> Iterator[Fitting]:
                 check_tokens(member, devices, tokens)
             except ValueError:
                 continue
+            tell(f"partitioning {name} with {tokens:,} tokens, remat {remat}")
             chosen = plan(name, devices, tokens, remat, dispatch="index")
             forecast = chosen.forecast(machine)
             if forecast.fits:

@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_layout_by_shapes(folder):
     words = ["auto", "program_of_a_user:layer", "f32[65536,256]", "f32[256,256]"]
-    shown = CliRunner().invoke(app, [*words, "--hardware", "h100", "--explain"]).output
+    shown = CliRunner().invoke(app, [*words, "--hardware", "h100", "--explain"]).stdout
     assert shown.startswith("mesh a=8 on 8 x h100\nforecast: ")
     assert "[0]: (a, -) of 65536x256, saves " in shown
     assert "considered:" in shown
@@ -43,7 +43,7 @@ def test_a_layout_by_shapes(folder):
 def test_a_layout_of_trees_is_kept(folder):
     words = ["auto", "program_of_a_user:step", "--arguments", "program_of_a_user:arguments"]
     words += ["--hardware", "h100", "--out", "layout.json", "--json"]
-    shown = CliRunner().invoke(app, words).output
+    shown = CliRunner().invoke(app, words).stdout
     assert (folder / "layout.json").read_text() == shown
     assert json.loads(shown)["mesh"] == {"a": 8}
     layout = gshard.Layout.load("layout.json")
@@ -85,6 +85,6 @@ def test_errors_are_one_line(folder, capsys, words, message):
     with pytest.raises(SystemExit) as ended:
         main(["auto", *words])
     assert ended.value.code == 1
-    error = capsys.readouterr().err
+    *before, error = capsys.readouterr().err.splitlines()
     assert message in error
-    assert error.count("\n") == 1
+    assert all(line.startswith("choosing annotations for 8 devices") for line in before)

@@ -1,17 +1,20 @@
 """The command as a whole: its help, what the shell completes, and what it needs."""
 
+import io
 import json
 import os
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
 import gshard
 from gshard.cli import app, main
 from gshard.commands import options
+from gshard.commands.screen import working
 from gshard.forecast import hardware
 
 # An option of several commands has one default, but for these.
@@ -142,16 +145,16 @@ def test_explain_says_for_which_hardware_and_leaves_out_the_step_around_it(tmp_p
     (tmp_path / "explained_layer.py").write_text(LAYER)
     monkeypatch.chdir(tmp_path)
     words = ["explain", "explained_layer:layer", "f32[64,32]", "f32[32,16]"]
-    shown = CliRunner().invoke(app, words).output.splitlines()
+    shown = CliRunner().invoke(app, words).stdout.splitlines()
     assert shown[0] == "hardware: cpu, as JAX reports; --hardware plans and times for another"
     assert shown[1].startswith("layer on 8 x cpu, as JAX reports here: 1 collective, ")
     assert "what would remove it" in shown
     page = tmp_path / "page.html"
-    shown = CliRunner().invoke(app, [*words, "--hardware", "tpu-v3", "--page", str(page)]).output
+    shown = CliRunner().invoke(app, [*words, "--hardware", "tpu-v3", "--page", str(page)]).stdout
     assert "on 8 x tpu-v3" in shown.splitlines()[0]
     assert hardware("tpu-v3").reached.step_seconds > 0.01  # the constant that is left out
     assert "outside the program" not in page.read_text()
-    said = json.loads(CliRunner().invoke(app, [*words, "--hardware", "h100", "--json"]).output)
+    said = json.loads(CliRunner().invoke(app, [*words, "--hardware", "h100", "--json"]).stdout)
     assert said["hardware"] == said["planned_for"] == "h100"
     assert [c["source"] for c in said["collectives"]] == ["explained_layer.py:6"]
     assert said["collectives"][0]["why"]["kind"] == "operand"
@@ -186,3 +189,21 @@ def test_misspelt_names_are_one_line(words, said, capsys):
     shown = capsys.readouterr().err
     assert said in shown
     assert len(shown.splitlines()) == 1
+
+
+def test_what_takes_long_says_what_it_does_at_once(capsys):
+    """A line on standard error where there is no terminal, before the work begins."""
+    with working() as tell:
+        tell("partitioning f for [4] devices")
+        assert capsys.readouterr() == ("", "partitioning f for [4] devices\n")
+
+
+def test_a_terminal_shows_what_is_done_and_forgets_it(monkeypatch):
+    terminal = io.StringIO()
+    made = Console(file=terminal, force_terminal=True, width=80)
+    monkeypatch.setattr("gshard.commands.screen.screen", lambda **_: made)
+    with working() as tell:
+        tell("partitioning f for [4] devices")
+    shown = terminal.getvalue()
+    assert "partitioning f for [4] devices" in shown
+    assert shown.endswith("\x1b[2K")  # the line is cleared

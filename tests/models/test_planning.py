@@ -81,7 +81,7 @@ def test_a_model_that_cannot_fit_says_why(tmp_path, capsys):
 def test_the_command_prints_json_for_programs(tiny):
     done = CliRunner().invoke(app, ["forecast", "tiny", "--batch-tokens", "512", "--json"])
     assert done.exit_code == 0, done.output
-    said = json.loads(done.output)
+    said = json.loads(done.stdout)
     for key in ("steps_per_second", "step_seconds", "memory_bytes", "sent_bytes", "parts"):
         assert said[key]
 
