@@ -124,6 +124,11 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 def as_annotation(tensor: Any, device_assignment: Any) -> Annotation:
     """The annotation that `shard` makes, checked as far as the tensor alone allows."""
+    if isinstance(device_assignment, jax.sharding.Sharding | jax.sharding.PartitionSpec):
+        raise TypeError(
+            f"{here()}: shard(tensor, {device_assignment}): shard takes an array of device ids; "
+            "jax.lax.with_sharding_constraint takes JAX's shardings, and gshard.jit follows it"
+        )
     assignment = np.asarray(device_assignment)
     call = f"shard(tensor, device_assignment of shape {assignment.shape})"
     if not np.issubdtype(assignment.dtype, np.integer):

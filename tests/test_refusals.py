@@ -63,6 +63,10 @@ REFUSALS = {
     "too many partitions": (lambda x: gshard.split(x, 0, 9), "at most 8 partitions are allowed"),
     "devices that are not there": (lambda x: gshard.shard(x, [8, 9]), "numbered 0 to 7"),
     "a dim that is not there": (lambda x: gshard.split(x, 1, 8), "allowed: -1 to 0"),
+    "a sharding of JAX's": (
+        lambda x: gshard.shard(x, jax.P("x")),
+        "takes an array of device ids; jax.lax.with_sharding_constraint takes JAX's shardings",
+    ),
     "a device twice": (lambda x: gshard.shard(x, [1, 1]), "named more than once"),
 }
 
@@ -70,7 +74,7 @@ REFUSALS = {
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_refusal_says_where_and_what_to_do(name):
     fn, instead = REFUSALS[name]
-    with pytest.raises((NotImplementedError, ValueError), match=instead) as refusal:
+    with pytest.raises((NotImplementedError, TypeError, ValueError), match=instead) as refusal:
         gshard.jit(lambda x: fn(x)).lower(np.ones(8, np.float32))
     assert "test_refusals.py:" in str(refusal.value)
 

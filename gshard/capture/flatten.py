@@ -218,7 +218,7 @@ class _Builder:
             annotation = self.meant(eqn, NamedSharding(mesh, spec), len(atom.aval.shape))
             params = {**own, "annotation": annotation, "copies": "all"}
             entered += self.append(eqn, [atom], [_fresh(var)], to_manual_p, params)
-        self.axes = NamedAxes(tuple(mesh.axis_names), grid_of(mesh, self.order.numbers))
+        self.axes = NamedAxes(tuple(mesh.axis_names), grid_of(mesh, self.order.numbers_in_meshes))
         left = self.inline(getattr(body, "jaxpr", body), getattr(body, "consts", ()), entered)
         self.axes = None
         results = []

@@ -44,6 +44,18 @@ class DeviceOrder:
         found = () if isinstance(self.devices, int) else self.devices
         return {d: i for i, d in enumerate(found)}
 
+    @functools.cached_property
+    def numbers_in_meshes(self) -> Mapping[Any, int]:
+        """The number of each device that a mesh in the program may name.
+
+        With a number of abstract devices, the first so many of the machine's, where it has them: a
+        program with a mesh of its own is checked and forecast as it is.
+        """
+        if not isinstance(self.devices, int):
+            return self.numbers
+        found = jax.devices()[: self.devices]
+        return {d: i for i, d in enumerate(found)} if len(found) == self.devices else {}
+
     def sharding(self, said: Any, rank: int) -> tuple[Sharding, tuple[int, ...]]:
         """gshard's sharding for one of JAX's, and the dims that it leaves open."""
         if isinstance(said, Sharding):
@@ -55,7 +67,7 @@ class DeviceOrder:
         if isinstance(said, PartitionSpec):
             said = NamedSharding(_mesh_for(said), said)
         if isinstance(said, NamedSharding):
-            return sharding_of(said, rank, self.numbers, self.count)
+            return sharding_of(said, rank, self.numbers_in_meshes, self.count)
         if len(said.device_set) == 1:
             return Sharding.replicated(rank, self.count), tuple(range(rank))
         raise TypeError(

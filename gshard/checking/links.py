@@ -156,7 +156,7 @@ class Links:
             if a is None or b is None:
                 continue
             value, expected = plain(a.value), plain(b.value)
-            limit = sum(s.slack for s in (a, b) if s.slack is not None) or 0.0
+            limit = sum((s.slack for s in (a, b) if s.slack is not None), np.zeros(()))
             whole = Sharding.replicated(expected.ndim, self.audit.count)
             held = Held(atom, whole, expected.shape)
             gap = compare([value] * self.audit.count, held, expected, limit)

@@ -236,6 +236,22 @@ def test_a_mesh_of_some_devices():
         )(random_array((8, 3)))
 
 
+def test_a_number_of_devices_with_the_users_mesh():
+    """A number of devices is that of the mesh in the program; a mesh of others is refused."""
+    rows = NamedSharding(mesh_of(order=[3, 1, 0, 2, 7, 5, 6, 4]), P("data"))
+
+    def program(x):
+        return lax.with_sharding_constraint(x, rows).sum(0)
+
+    x = random_array((16, 8))
+    by_number = gshard.jit(program, devices=8).lower(x)
+    by_devices = gshard.jit(program, devices=jax.devices()).lower(x)
+    assert by_number.in_shardings == by_devices.in_shardings
+    assert sent(by_number) == sent(by_devices)
+    with pytest.raises(ValueError, match="8 devices that are not among the 16"):
+        gshard.jit(program, devices=16).lower(x)
+
+
 def test_a_spec_without_a_mesh():
     with pytest.raises(ValueError, match=r"jax\.set_mesh"):
         gshard.jit(lambda x: x, in_shardings=P("data"))(random_array((8,)))

@@ -54,6 +54,25 @@ def test_a_model():
     assert report.not_compared == {"rewritten as a part of other operators": 2}  # the roll's slices
 
 
+def test_gradients_of_a_recurrence_under_the_users_mesh():
+    """Carried values have bounds of their own, and the mesh is of the machine's devices."""
+    mesh = jax.make_mesh((2, 4), ("d", "m"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rows = jax.NamedSharding(mesh, jax.P(None, "d"))
+
+    def loss(w, x):
+        def run(carry, row):
+            carry = jnp.tanh(jnp.concatenate([carry, row], -1) @ w)
+            return carry, carry
+
+        x = lax.with_sharding_constraint(x, rows)
+        return (lax.scan(run, jnp.zeros((x.shape[1], w.shape[1])), x)[1] ** 2).mean()
+
+    w, x = random_array((8, 5), jnp.float32, 0), random_array((4, 6, 3), jnp.float32, 1)
+    report = gshard.check(jax.grad(loss), w, x, devices=D)
+    assert report.ok, report
+    assert report.table
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_its_gradient(dtype):
