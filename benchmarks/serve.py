@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 
 from benchmarks.soak import prepare, words
-from gshard.mt.decoding.translator import TranslateConfig, open_translator
+from gshard.mt.decoding.engines import open_translator
+from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.run import Run
 from gshard.mt.serving.server import Server
 from gshard.mt.serving.service import Service

@@ -27,7 +27,8 @@ import numpy as np
 
 from benchmarks.serve import prepared, ready
 from benchmarks.soak import prepare, words
-from gshard.mt.decoding.translator import Hypothesis, TranslateConfig, Translator
+from gshard.mt.decoding.texts import Hypothesis, TranslateConfig
+from gshard.mt.decoding.translator import Translator
 from gshard.mt.release.ctranslate2 import specification
 from gshard.mt.run import Run
 from gshard.mt.serving.server import Server

@@ -49,7 +49,8 @@ def report(picture: Path) -> None:
 
 def serve(picture: Path) -> None:
     """The page of a server whose model has random weights."""
-    from gshard.mt.decoding.translator import TranslateConfig, Translator
+    from gshard.mt.decoding.texts import TranslateConfig
+    from gshard.mt.decoding.translator import Translator
     from gshard.mt.serving.server import Server
     from gshard.mt.serving.service import Service
     from gshard.mt.serving.settings import Settings

@@ -82,6 +82,11 @@ Checkpoint = Annotated[str, typer.Option(help="best, last, or a step")]
 Beam = Annotated[int, typer.Option(help="hypotheses kept while searching; 1 is greedy", min=1)]
 Alpha = Annotated[float, typer.Option(help="length penalty: higher prefers longer translations")]
 Rows = Annotated[int, typer.Option(help="sentences translated together, at most", min=1)]
+Engine = Annotated[
+    str, typer.Option(help="what searches: auto, onnx (products of ONNX Runtime on a CPU), or xla")
+]
+Weights = Annotated[str, typer.Option(help="on a CPU: float32, or int8 [those of the release]")]
+Threads = Annotated[int, typer.Option(help="of --engine onnx; 0: one a processor", min=0)]
 Devices = Annotated[int, typer.Option(help="devices to use; 0 means all, or one CPU", min=0)]
 Languages = Annotated[str, typer.Option(help="only these languages, separated by commas [all]")]
 Least = Annotated[

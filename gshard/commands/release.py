@@ -19,7 +19,7 @@ def release(
     to: Annotated[
         str, typer.Option(help="gshard, or another tool's layout: huggingface, ctranslate2")
     ] = "gshard",
-    precision: Annotated[str, typer.Option(help="bfloat16, or float32")] = "bfloat16",
+    precision: Annotated[str, typer.Option(help="bfloat16, float32, or int8")] = "bfloat16",
     verify: Annotated[
         bool, typer.Option("--verify", help="RUN is a release: verify its checksums")
     ] = False,
@@ -33,7 +33,7 @@ def release(
 
     chosen = next((each for each in make.PRECISIONS if each == precision), None)
     if chosen is None:
-        known = " and ".join(make.PRECISIONS)
+        known = ", ".join(make.PRECISIONS)
         raise UserError(
             f"unknown precision {precision!r}{nearest(precision, make.PRECISIONS)}; "
             f"allowed are {known}"

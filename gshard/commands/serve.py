@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gshard.commands.options import Alpha, Beam, Checkpoint, Devices, Rows, Run
+from gshard.commands.options import (
+    Alpha,
+    Beam,
+    Checkpoint,
+    Devices,
+    Engine,
+    Rows,
+    Run,
+    Threads,
+    Weights,
+)
 
 if TYPE_CHECKING:
     from gshard.mt.serving.settings import Settings
@@ -41,9 +51,13 @@ def serve(
     checkpoint: Checkpoint = "best",
     rows: Rows = 32,
     devices: Devices = 0,
+    engine: Engine = "auto",
+    weights: Weights = "",
+    threads: Threads = 0,
 ) -> None:
     """Serve a model: LibreTranslate's API, and a page with a translation and its experts."""
-    from gshard.mt.decoding.translator import TranslateConfig
+    from gshard.mt.decoding.engines import engine_of
+    from gshard.mt.decoding.texts import TranslateConfig
     from gshard.mt.errors import UserError, nearest
     from gshard.mt.run import Run as OpenedRun
     from gshard.mt.serving.keys import read_keys
@@ -63,7 +77,12 @@ def serve(
     opened = OpenedRun.open(run)
     longest = max(opened.config.batch.source_length, 16)
     config = TranslateConfig(beam, min(alternatives, beam), alpha, rows, longest)
-    _run(Served(run, checkpoint, config, devices), settings, workers, opened.name)
+    _run(
+        Served(run, checkpoint, config, devices, engine_of(engine, weights, threads)),
+        settings,
+        workers,
+        opened.name,
+    )
 
 
 def _run(served: Served, settings: Settings, workers: int, name: str) -> None:

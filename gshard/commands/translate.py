@@ -13,13 +13,25 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
-from gshard.commands.options import Alpha, Beam, Checkpoint, Devices, Json, Rows, Run
+from gshard.commands.options import (
+    Alpha,
+    Beam,
+    Checkpoint,
+    Devices,
+    Engine,
+    Json,
+    Rows,
+    Run,
+    Threads,
+    Weights,
+)
 from gshard.commands.processes import Coordinator, Process, Processes, members
 
 if TYPE_CHECKING:
     from gshard.mt.decoding.lines import Lines
     from gshard.mt.decoding.output import Output
-    from gshard.mt.decoding.translator import Hypothesis, Translator
+    from gshard.mt.decoding.texts import Hypothesis, TextTranslator
+    from gshard.mt.launch.environment import Hosts
     from gshard.mt.progress import Progress, Step
 
 _CHUNK = 16  # batches that are read at a time: enough to sort sentences by length
@@ -46,13 +58,17 @@ def translate(
         Path | None, typer.Option(help="write to this file; run again to continue it")
     ] = None,
     devices: Devices = 0,
+    engine: Engine = "auto",
+    weights: Weights = "",
+    threads: Threads = 0,
     coordinator: Coordinator = "",
     processes: Processes = None,
     process: Process = None,
 ) -> None:
     """Translate lines of text from a file, or from standard input as they arrive."""
+    from gshard.mt.decoding.engines import engine_of, open_translator
     from gshard.mt.decoding.output import FileOutput, Output
-    from gshard.mt.decoding.translator import TranslateConfig, choose_target, open_translator
+    from gshard.mt.decoding.texts import TranslateConfig, choose_target
     from gshard.mt.launch.status import reporting
     from gshard.mt.run import Run as OpenedRun
     from gshard.mt.together import Together
@@ -62,24 +78,23 @@ def translate(
     config = TranslateConfig(beam, nbest, alpha, rows, max(longest, 16))
     wanted = choose_target(opened.tokenizer, source, target)
     lines = _text(file, encoding, out)
-    stream: IO[bytes] = sys.stdout.buffer
-    reader = 1  # its descriptor, which a replaced `sys.stdout` does not have
     if which.index == 0:  # the only one that reads and writes
         lines.check()
-        if which.count > 1:
-            stream = _own_output()
-            reader = stream.fileno()
+    stream, reader = _output(which)
     with reporting() as reporter:
         together = Together(reporter)
         with _status(f"loading {opened.name}"):
-            translator, step = open_translator(opened, checkpoint, config, devices, which, together)
+            given = (opened, checkpoint, config, devices, which, together)
+            translator, step = open_translator(*given, engine_of(engine, weights, threads))
         if which.index:
             for words in together.heard():
                 translator.search(*words.arrays)
             return
         with together.leading():
-            search = {"beam": beam, "nbest": nbest, "alpha": alpha, "json": as_json}
-            settings = {"run": str(run.resolve()), "step": step, "target": wanted, **search}
+            settings = {
+                "run": str(run.resolve()), "step": step, "target": wanted, "beam": beam,
+                "nbest": nbest, "alpha": alpha, "json": as_json, "weights": weights,
+            }  # fmt: skip
             output = Output(stream) if out is None else FileOutput(out, settings)
             with contextlib.closing(output):
                 together.step = output.done
@@ -98,7 +113,7 @@ def _text(file: Path | None, encoding: str, out: Path | None) -> Lines:
 
 def _translate(
     lines: Lines,
-    translator: Translator,
+    translator: TextTranslator,
     target: str,
     output: Output,
     reader: int,
@@ -129,7 +144,7 @@ def _formatted(
     as_json: bool,
 ) -> Iterator[str]:
     """The lines to write for some texts, the first of which is line `first`."""
-    from gshard.mt.decoding.translator import well_formed
+    from gshard.mt.decoding.texts import well_formed
 
     for number, (text, hypotheses) in enumerate(zip(texts, found, strict=True), first):
         if as_json:
@@ -167,11 +182,17 @@ class _UntilNobodyReads:
         return checked
 
 
-def _own_output() -> IO[bytes]:
-    """Standard output for translations alone; output of JAX's C++ code goes to standard error."""
+def _output(which: Hosts) -> tuple[IO[bytes], int]:
+    """Standard output and its descriptor, which a replaced `sys.stdout` does not have.
+
+    Among several processes it is for translations alone: output of JAX's C++ code goes to
+    standard error.
+    """
+    if which.index or which.count == 1:
+        return sys.stdout.buffer, 1
     kept = os.dup(1)
     os.dup2(2, 1)
-    return os.fdopen(kept, "wb")
+    return os.fdopen(kept, "wb"), kept
 
 
 def _status(text: str) -> contextlib.AbstractContextManager[object]:

@@ -22,12 +22,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from gshard.mt.batching.tokenizer import END, PAD, START, UNKNOWN
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Caches, Transformer
 
+AnyArray = Array | np.ndarray
 MOST_ALPHA = 10.0  # the power of a length that float32 holds, with room: more is a mistake
 
 
@@ -70,10 +72,10 @@ class Translations(NamedTuple):
     of a sentence that is all padding) has length 0 and score -inf.
     """
 
-    tokens: Array  # [B, N, T]
-    scores: Array  # [B, N], length-normalized
-    lengths: Array  # [B, N], the end counted
-    steps: Array  # how often the decoder ran
+    tokens: AnyArray  # [B, N, T]
+    scores: AnyArray  # [B, N], length-normalized
+    lengths: AnyArray  # [B, N], the end counted
+    steps: AnyArray  # how often the decoder ran
 
 
 class Live(NamedTuple):

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import jax
-import numpy as np
-from jax import Array
-
-from gshard.mt.batching.tokenizer import PAD, START
-from gshard.mt.decoding.translator import Hypothesis, Translator
-from gshard.nn.config import Batch
-from gshard.nn.gating import Routing
-from gshard.nn.transformer import ModelRoutings, Transformer
+from gshard.mt.decoding.texts import Choices, Hypothesis, TextTranslator
 
 
 @dataclass(frozen=True)
@@ -33,51 +24,24 @@ class Routes:
     output: tuple[Route, ...]
 
 
-def routes(translator: Translator, piece: str, best: Hypothesis, target: str = "en") -> Routes:
-    """The experts of a piece of text and of its translation, as the search ran them.
-
-    The model reads the pair once more with nothing dropped, which gives every token the experts
-    that it had while decoding.
-    """
-    tokenizer = translator.tokenizer
+def routes(translator: TextTranslator, piece: str, best: Hypothesis, target: str = "en") -> Routes:
+    """The experts of a piece of text and of its translation, as the search ran them."""
+    tokenizer, config = translator.tokenizer, translator.config
     (ids,) = tokenizer.encode_source([piece], target)
-    ids = ids[: translator.config.longest]
-    source, output = _arrays(translator, translator.config.shape(len(ids)))
-    tokens = best.tokens[: output.shape[1]]
-    source[0, : len(ids)] = ids
-    output[0, : len(tokens)] = tokens
-    found = routes_program(translator, source.shape[1])(source, output)
+    ids = ids[: config.longest]
+    tokens = best.tokens[: config.search(config.shape(len(ids))).max_length]
+    found = translator.routings(ids, tokens)
     return Routes(
         _routes(tokenizer.spell_source(ids), found.encoder),
         _routes(tokenizer.spell_target(tokens), found.decoder),
     )
 
 
-def routes_program(translator: Translator, length: int) -> Callable[..., ModelRoutings]:
-    """The routings of sentences of `length` source tokens and their translations."""
-    strategy = translator.strategy
+def _routes(pieces: Sequence[str], layers: Sequence[Choices]) -> tuple[Route, ...]:
+    def at(t: int) -> tuple[tuple[tuple[int, float], ...], ...]:
+        return tuple(
+            tuple(zip(each.expert[:, t].tolist(), each.weight[:, t].tolist(), strict=True))
+            for each in layers
+        )
 
-    def routings(model: Transformer, source_BL: Array, output_BT: Array) -> ModelRoutings:
-        batch = Batch.of(source_BL, output_BT, pad=PAD, start=START)
-        return model.routings(jax.tree.map(strategy.groups, batch), strategy)
-
-    return translator.compiled("routes", routings, *(a.shape for a in _arrays(translator, length)))
-
-
-def _arrays(translator: Translator, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Room for one pair, with a row for each device."""
-    most = translator.config.search(length).max_length
-    rows = translator.strategy.devices
-    return np.full((rows, length), PAD, np.int32), np.full((rows, most), PAD, np.int32)
-
-
-def _routes(pieces: Sequence[str], routing: Routing | None) -> tuple[Route, ...]:
-    if routing is None:
-        return tuple(Route(piece, ()) for piece in pieces)
-    expert_NKT, weight_NKT = (np.asarray(a)[:, :, 0] for a in (routing.expert, routing.weight))
-
-    def layers(t: int) -> tuple[tuple[tuple[int, float], ...], ...]:
-        both: Any = zip(expert_NKT[:, :, t].tolist(), weight_NKT[:, :, t].tolist(), strict=True)
-        return tuple(tuple(zip(experts, weights, strict=True)) for experts, weights in both)
-
-    return tuple(Route(piece, layers(t)) for t, piece in enumerate(pieces))
+    return tuple(Route(piece, at(t)) for t, piece in enumerate(pieces))

@@ -11,105 +11,25 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
 
 import gshard
-from gshard.mt.batching.tokenizer import END, PAD, Tokenizer
-from gshard.mt.decoding.beam import MOST_ALPHA, BeamConfig, Translations, beam_search
-from gshard.mt.decoding.segment import Size, cut, cut_sentences
-from gshard.mt.errors import UserError, nearest
-from gshard.mt.launch.environment import Hosts
-from gshard.mt.progress import Progress, Silent
+from gshard.mt.batching.tokenizer import PAD, START, Tokenizer
+from gshard.mt.decoding.beam import Translations, beam_search
+from gshard.mt.decoding.texts import Choices, Routings, TextTranslator, TranslateConfig
 from gshard.mt.together import Together
+from gshard.nn.config import Batch
+from gshard.nn.gating import Routing
 from gshard.nn.strategy import ONE_DEVICE, Strategy
-from gshard.nn.transformer import Transformer
-
-if TYPE_CHECKING:
-    from gshard.mt.run import Run
-
-MOST = 1 << 16  # hypotheses of a sentence, sentences in a batch: more than any device holds
-_UNSPACED = ("zh", "ja", "yue", "wuu", "th", "lo", "km", "my", "bo", "dz")
+from gshard.nn.transformer import ModelRoutings, Transformer
 
 
-@dataclass(frozen=True)
-class TranslateConfig:
-    """How to search, and the shapes to search in.
-
-    A batch has `rows` sentences of `shortest`, twice that, ... up to `longest` source tokens;
-    longer text is cut.
-    A translation has at most twice the tokens of its source's shape and 16, within `most`.
-    """
-
-    beam: int = 4
-    nbest: int = 1
-    alpha: float = 0.6
-    rows: int = 32
-    longest: int = 128
-    most: int = 256
-    shortest: int = 16  # of the programs
-
-    def __post_init__(self) -> None:
-        if self.beam < 1:
-            raise UserError(f"a beam of {self.beam} keeps nothing; 1 is greedy search")
-        if max(self.beam, self.rows) > MOST:
-            raise UserError(
-                f"a beam of {self.beam:,} in batches of {self.rows:,} rows; of each, {MOST:,} is "
-                "the most"
-            )
-        if not 1 <= self.nbest <= self.beam:
-            raise UserError(
-                f"the {self.nbest} best of a beam of {self.beam} cannot be given; "
-                "nbest is from 1 to beam"
-            )
-        if not 0 <= self.alpha <= MOST_ALPHA:  # nor is it nan
-            raise UserError(f"alpha is {self.alpha}; it is from 0 to {MOST_ALPHA:g}, usually 0.6")
-        if self.rows < 1:
-            raise UserError(f"batches of {self.rows} rows are empty; at least 1 is needed")
-        if self.longest < 4 or self.most < 2 or self.shortest < 1:
-            raise UserError(
-                f"longest is {self.longest}, most {self.most} and shortest {self.shortest} tokens; "
-                "4, 2 and 1 are the least"
-            )
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """The source lengths of the programs: doubled up to the longest."""
-        doubled = (self.shortest << n for n in range(self.longest.bit_length()))
-        return (*(length for length in doubled if length < self.longest), self.longest)
-
-    def shape(self, tokens: int) -> int:
-        """The source length of the program for a sentence of so many tokens."""
-        return next(length for length in self.lengths if tokens <= length)
-
-    def search(self, length: int) -> BeamConfig:
-        """How sentences of the program of that source length are searched."""
-        most = min(2 * length + 16, self.most)
-        return BeamConfig(self.beam, self.nbest, most, self.alpha)
-
-
-class Hypothesis(NamedTuple):
-    """A translation, its length-normalized log-probability, and its tokens with their end."""
-
-    text: str
-    score: float
-    tokens: tuple[int, ...] = ()
-
-
-class _Job(NamedTuple):
-    """One piece of text to translate, its source tokens, and the program's source length."""
-
-    piece: str
-    ids: list[int]
-    length: int
-
-
-class Translator:
+class Translator(TextTranslator):
     """A model ready to translate; the first batch of each shape waits for its compilation.
 
     Translators that are given one dict of `programs` compile each program once for all of them,
@@ -128,69 +48,17 @@ class Translator:
         together: Together | None = None,
         name: str = "",
     ):
-        self.tokenizer = tokenizer
+        count = sum(leaf.size for leaf in jax.tree.leaves(model))
+        super().__init__(tokenizer, config, model.config, count, together, name)
         self.strategy = strategy
-        self.config = config
-        self.model_config = model.config
-        self.weights = sum(leaf.size for leaf in jax.tree.leaves(model))
         self._model = model
         self._devices = list((devices or jax.devices())[: strategy.devices])
-        self._together, self._name = together or Together(), name
         # One process writes down what all have found.
         self._told_to_all = len({device.process_index for device in self._devices}) > 1
         self._programs: dict[Any, Any] = {} if programs is None else programs
         self._with_weights: dict[Any, Callable[..., Any]] = {}
         self._in_work: dict[Any, threading.Lock] = {}  # programs, by the same keys
         self._placing = threading.Lock()
-        self.missed: set[tuple[int, int]] = set()  # rows and length of what would have fitted
-
-    def translate(
-        self, texts: Sequence[str], target: str = "en", progress: Progress | None = None
-    ) -> list[list[Hypothesis]]:
-        """For each text, in order, its best translations, the best one first.
-
-        Blank text becomes one empty translation. Pieces of text that was too long are translated
-        apart and joined, best with best; the score is then their mean.
-        """
-        cuts = self._cuts(texts, target)
-        distinct = list(dict.fromkeys(piece for pieces in cuts for piece in pieces))
-        jobs = self._jobs(distinct, target)
-        found: dict[str, list[Hypothesis]] = {}
-        step = (progress or Silent()).stage("translate", len(jobs))
-        for batch in self._batches(jobs):
-            found.update(zip((job.piece for job in batch), self._search(batch), strict=True))
-            step(count=len(batch))
-        return [joined([found[p] for p in pieces if p in found], target) for pieces in cuts]
-
-    def pieces(self, text: str, target: str = "en") -> list[str]:
-        """The text in pieces that the model can take; most often there is one."""
-        return self._cuts([text], target)[0]
-
-    def sentences(self, text: str, target: str = "en") -> list[str]:
-        """The text in sentences, short ones together; joined they are the text."""
-        return cut_sentences(well_formed(text), self._size_into(target), self._room)
-
-    def _cuts(self, texts: Sequence[str], target: str) -> list[list[str]]:
-        """The pieces of each text; those that fit are found together, which is far faster."""
-        size, room = self._size_into(target), self._room
-        whole = [well_formed(text) for text in texts]
-        return [
-            [text] if tokens <= room else cut(text, size, room)
-            for text, tokens in zip(whole, size(whole), strict=True)
-        ]
-
-    def _size_into(self, target: str) -> Size:
-        """How many tokens each text has, without those beside it."""
-
-        def size(texts: Sequence[str]) -> list[int]:
-            sources = self.tokenizer.encode_source(texts, target)
-            return [len(ids) - self._overhead for ids in sources]
-
-        return size
-
-    @property
-    def _room(self) -> int:
-        return self.config.longest - self._overhead
 
     def compiled(
         self, name: str, fn: Callable[..., Any], *shapes: tuple[int, ...]
@@ -215,6 +83,45 @@ class Translator:
         """Beam search of `rows` sentences of `length` tokens."""
         return self.compiled("search", self._search_of(length), (rows, length))
 
+    def routings(self, source: Sequence[int], output: Sequence[int]) -> Routings:
+        """The experts of every token of a sentence and of its translation, as the search ran them.
+
+        The model reads the pair once more with nothing dropped, which gives every token the
+        experts that it had while decoding.
+        """
+        given, wanted = self._pair(self.config.shape(len(source)))
+        given[0, : len(source)] = source
+        wanted[0, : len(output)] = output
+        found = self.routes_program(given.shape[1])(given, wanted)
+        return Routings(
+            _choices(found.encoder, len(source)),
+            _choices(found.decoder, len(output)),
+        )
+
+    def routes_program(self, length: int) -> Callable[..., ModelRoutings]:
+        """The routings of sentences of `length` source tokens and their translations."""
+        strategy = self.strategy
+
+        def routings(model: Transformer, source_BL: Array, output_BT: Array) -> ModelRoutings:
+            batch = Batch.of(source_BL, output_BT, pad=PAD, start=START)
+            return model.routings(jax.tree.map(strategy.groups, batch), strategy)
+
+        return self.compiled("routes", routings, *(a.shape for a in self._pair(length)))
+
+    def _pair(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Room for one pair, with a row for each device."""
+        most, rows = self.config.search(length).max_length, self.strategy.devices
+        return np.full((rows, length), PAD, np.int32), np.full((rows, most), PAD, np.int32)
+
+    def to_compile(self) -> list[Callable[[], Any]]:
+        """What compiles the programs that a server needs first; for short sentences first."""
+        found: list[Callable[[], Any]] = []
+        for length in self.config.lengths:
+            for rows in sorted({self.strategy.devices, self.full_rows}):
+                found.append(functools.partial(self.search_program, rows, length))
+            found.append(functools.partial(self.routes_program, length))
+        return found
+
     def lower_search(self, rows: int, length: int) -> Any:
         """The same program, for a model that may be shapes alone: to be compiled for a cache."""
         jitted = gshard.jit(self._search_of(length), devices=self._devices)
@@ -229,46 +136,9 @@ class Translator:
 
         return search
 
-    @property
-    def _overhead(self) -> int:
-        """Tokens beside those of the text: the end, and a tag if the model has several targets."""
-        return 1 if self.tokenizer.config.directions == "to-english" else 2
-
-    def _jobs(self, pieces: Sequence[str], target: str) -> list[_Job]:
-        """What there is to translate; of blank text nothing."""
-        longest, jobs = self.config.longest, []
-        for piece, ids in zip(pieces, self.tokenizer.encode_source(pieces, target), strict=True):
-            if len(ids) > longest:  # a single character that the longest program cannot hold
-                ids = [*ids[: longest - 1], END]
-            if len(ids) > self._overhead:
-                jobs.append(_Job(piece, ids, self.config.shape(len(ids))))
-        return jobs
-
-    def _batches(self, jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
-        """Batches of one shape, with sentences of like length together: they end together."""
-        for length in self.config.lengths:
-            alike = sorted((j for j in jobs if j.length == length), key=lambda j: len(j.ids))
-            for i in range(0, len(alike), self.config.rows):
-                yield alike[i : i + self.config.rows]
-
     def search(self, source: np.ndarray) -> Translations:
         """The n-best lists of a batch of tokens, on the host; all processes have to call this."""
         return jax.tree.map(np.asarray, self.search_program(*source.shape)(source))
-
-    def _search(self, batch: Sequence[_Job]) -> Iterator[list[Hypothesis]]:
-        """The n-best lists of a batch."""
-        length = batch[0].length
-        source = np.full((self._rows(len(batch), length), length), PAD, np.int32)
-        for row, job in enumerate(batch):
-            source[row, : len(job.ids)] = job.ids
-        with self._together.running("search", self._name, source):
-            found = self.search(source)
-        for row in range(len(batch)):
-            places = [n for n in range(self.config.nbest) if found.lengths[row, n]]
-            tokens = [tuple(found.tokens[row, n, : found.lengths[row, n]].tolist()) for n in places]
-            texts = self.tokenizer.decode_target(tokens)
-            scores = [float(found.scores[row, n]) for n in places]
-            yield [Hypothesis(*each) for each in zip(texts, scores, tokens, strict=True)]
 
     def _rows(self, count: int, length: int) -> int:
         """The rows of the batch for so many sentences: those of the smallest program that is there.
@@ -298,84 +168,9 @@ class Translator:
         return -(-self.config.rows // devices) * devices
 
 
-def open_translator(
-    run: Run,
-    which: str = "best",
-    config: TranslateConfig = TranslateConfig(),  # noqa: B008  (frozen)
-    devices: int = 0,
-    members: Hosts = Hosts(),  # noqa: B008  (frozen)
-    together: Together | None = None,
-) -> tuple[Translator, int]:
-    """The translator of a run on so many devices (0: all), and the step of its weights."""
-    from gshard.mt import hosts
-    from gshard.mt.config import DeviceConfig
-    from gshard.mt.training.loading import load_model, model_like
-
-    settings = {"--devices": devices, "--checkpoint": which, **asdict(config), **run.of_model}
-    # More virtual devices would share the same cores.
-    hosts.start(devices, members, virtual=members.count, settings=settings)
-    hosts.cache_programs()
-    strategy = hosts.strategy(DeviceConfig(devices))
-    model, step = load_model(run, which, model_like(run.model_config, strategy))
-    return Translator(model, run.tokenizer, strategy, config, together=together), step
-
-
-def choose_target(tokenizer: Tokenizer, source: str = "", target: str = "") -> str:
-    """The language to translate into, which must be one that the model has learned.
-
-    Into English the source need not be named, since the model sees text only; if it is, it must
-    be known too. Without a target it is English, or the only one there is.
-    """
-    sources = sorted({task.source for task in tokenizer.tasks})
-    targets = sorted({task.target for task in tokenizer.tasks})
-    if source and source not in (*sources, *targets):
-        raise UserError(_unknown(source, "translated from", sources))
-    if not target:
-        target = "en" if "en" in targets and source != "en" else ""
-        if not target and len(targets) > 1:
-            raise UserError(
-                f"which language to translate into? --to is one of {', '.join(targets)}"
-            )
-        target = target or targets[0]
-    if target not in targets:
-        raise UserError(_unknown(target, "translated into", targets))
-    if source == target:
-        raise UserError(f"the text is in {source!r} and is to be translated into {target!r}")
-    return target
-
-
-def _unknown(language: str, what: str, known: Sequence[str]) -> str:
-    return (
-        f"this model has not learned {language!r}{nearest(language, known)}; "
-        f"what can be {what}: {', '.join(known)}"
-    )
-
-
-def is_unspaced(language: str) -> bool:
-    """Whether sentences of a language follow each other without a space."""
-    return language.split("_")[0].split("-")[0] in _UNSPACED
-
-
-def well_formed(text: str) -> str:
-    """The text with U+FFFD for halves of surrogate pairs, which no encoding can write."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
-def joined(pieces: Sequence[Sequence[Hypothesis]], target: str) -> list[Hypothesis]:
-    """The n-best list of a text from those of its pieces."""
-    if len(pieces) == 1:
-        return list(pieces[0])
-    if not pieces:
-        return [Hypothesis("", 0.0)]
-    space = "" if is_unspaced(target) else " "
-    joined = []
-    for n in range(max(map(len, pieces))):
-        each = [piece[min(n, len(piece) - 1)] for piece in pieces]
-        text = space.join(stripped for h in each if (stripped := h.text.strip()))
-        score = sum(h.score for h in each) / len(each)
-        joined.append(Hypothesis(text, score, tuple(t for h in each for t in h.tokens)))
-    return joined
+def _choices(routing: Routing | None, tokens: int) -> list[Choices]:
+    """The choices of the first sentence's tokens, layer by layer."""
+    if routing is None:
+        return []
+    both = (np.asarray(a)[:, :, 0, :tokens] for a in (routing.expert, routing.weight))
+    return [Choices(expert, weight) for expert, weight in zip(*both, strict=True)]

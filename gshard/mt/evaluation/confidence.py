@@ -23,7 +23,8 @@ from jax import Array
 
 from gshard.mt.batching.tokenizer import PAD, START
 from gshard.mt.decoding.beam import BeamConfig
-from gshard.mt.decoding.translator import Hypothesis, Translator
+from gshard.mt.decoding.texts import Hypothesis
+from gshard.mt.decoding.translator import Translator
 from gshard.mt.evaluation.evaluate import EvaluateConfig, search_of
 from gshard.mt.evaluation.heldout import held_out, tasks_of
 from gshard.mt.evaluation.scores import Scores, score

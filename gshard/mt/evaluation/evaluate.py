@@ -38,7 +38,7 @@ from gshard.mt.evaluation.store import (
 from gshard.mt.progress import Progress, Silent
 
 if TYPE_CHECKING:
-    from gshard.mt.decoding.translator import TranslateConfig
+    from gshard.mt.decoding.texts import TranslateConfig
     from gshard.mt.run import Run
     from gshard.nn.transformer import Transformer
 
@@ -211,7 +211,7 @@ def search_of(run: Run, config: EvaluateConfig) -> TranslateConfig:
     """How the run and its baselines are searched; nothing longer than what they have seen."""
     import jax
 
-    from gshard.mt.decoding.translator import TranslateConfig
+    from gshard.mt.decoding.texts import TranslateConfig
 
     rows = config.rows or (32 if jax.default_backend() == "cpu" else 128)
     longest = config.longest or max(run.config.batch.source_length, 16)

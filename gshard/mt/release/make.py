@@ -1,8 +1,8 @@
 """A release from a run: what translating needs, and nothing that only training does.
 
 It is a run's folder too: `gshard translate`, `serve` and `evaluate` take it as they take a run.
-The weights are rounded to bfloat16, which halves the file; of each file that translations depend on
-there is a checksum. How the model was computed in training
+The weights are rounded to bfloat16, which halves the file, or to 8 bits, which halves it again; of
+each file that translations depend on there is a checksum. How the model was computed in training
 (kernels for one GPU, say) is left behind: a release runs anywhere.
 """
 
@@ -25,6 +25,7 @@ from gshard.mt.run import CONFIG, Run
 from gshard.mt.training import checksums
 from gshard.mt.training.checkpoint import named
 from gshard.mt.training.loading import load_model, model_like
+from gshard.mt.training.quantized import Quantized, quantize, summed_axes
 from gshard.mt.training.released import (
     DETECTOR,
     MADE,
@@ -37,8 +38,8 @@ from gshard.mt.training.released import (
 )
 from gshard.mt.training.weights import WEIGHTS, write_weights
 
-Precision = Literal["bfloat16", "float32"]
-PRECISIONS: tuple[Precision, ...] = ("bfloat16", "float32")
+Precision = Literal["bfloat16", "float32", "int8"]
+PRECISIONS: tuple[Precision, ...] = ("bfloat16", "float32", "int8")
 
 
 def make_release(
@@ -48,10 +49,12 @@ def make_release(
     if out.exists():
         raise UserError(f"{out} exists already; a release goes to a new folder")
     model, step = load_model(run, which)
-    arrays = {name: np.asarray(leaf).astype(precision) for name, leaf in named(model).items()}
-    for name, array in arrays.items():
-        if not np.isfinite(array).all():
+    arrays = {}
+    for name, leaf in named(model).items():
+        array = np.asarray(leaf)
+        if not np.isfinite(array.astype(np.float32)).all():
             raise UserError(f"{run.folder}: {name} of step {step} holds values that are not finite")
+        arrays[name] = _rounded(name, array, precision)
     with atomic.new_folder(out) as part:
         run.tokenizer.save(part / VOCABULARY)
         write_weights(part / WEIGHTS, arrays, {"step": str(step), "run": run.name})
@@ -67,6 +70,14 @@ def make_release(
         atomic.write_json(part / MADE, provenance(run, step, command))
         checksums.write(part, verified_in(part))
     return out
+
+
+def _rounded(name: str, array: np.ndarray, precision: Precision) -> np.ndarray | Quantized:
+    """A weight as it is written; what has no form in 8 bits is small and stays in float32."""
+    if precision != "int8":
+        return array.astype(precision)
+    axes = summed_axes(name)
+    return quantize(array, axes) if axes else array.astype("float32")
 
 
 def verify(run: Run) -> int:

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from gshard.mt.decoding.detect import Detector
-from gshard.mt.decoding.translator import Hypothesis, choose_target
+from gshard.mt.decoding.texts import Hypothesis, choose_target
 from gshard.mt.errors import UserError
 from gshard.mt.serving import bodies, documents, fields
 from gshard.mt.serving.keys import Key, Keys

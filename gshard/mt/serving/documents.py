@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from html.parser import HTMLParser
 from typing import NamedTuple
 
-from gshard.mt.decoding.translator import is_unspaced
+from gshard.mt.decoding.texts import is_unspaced
 
 Cut = Callable[[str], list[str]]  # a paragraph in sentences; joined they are the paragraph
 

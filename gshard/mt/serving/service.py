@@ -22,14 +22,8 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gshard.mt.decoding.token_experts import routes, routes_program
-from gshard.mt.decoding.translator import (
-    Hypothesis,
-    Translator,
-    choose_target,
-    joined,
-    well_formed,
-)
+from gshard.mt.decoding.texts import Hypothesis, TextTranslator, choose_target, joined, well_formed
+from gshard.mt.decoding.token_experts import routes
 from gshard.mt.errors import UserError
 
 LONGEST = 5_000  # characters of a text
@@ -103,7 +97,7 @@ class _Waiting:
 class Service:
     """The answers, apart from how they travel."""
 
-    def __init__(self, translator: Translator, name: str = "model", step: int = 0):
+    def __init__(self, translator: TextTranslator, name: str = "model", step: int = 0):
         self._translator = translator
         self._requests: deque[_Waiting] = deque()
         self._to_compile: deque[Callable[[], Any]] = deque()
@@ -154,7 +148,7 @@ class Service:
         return self._queue(_Waiting(target, pieces, time.monotonic(), listener=listener))
 
     @property
-    def translator(self) -> Translator:
+    def translator(self) -> TextTranslator:
         """The model, for what needs no turn: cutting text."""
         return self._translator
 
@@ -168,11 +162,7 @@ class Service:
 
     def warm_up(self) -> None:
         """Have programs compiled beside the work, from now on; for short sentences first."""
-        translator = self._translator
-        for length in translator.config.lengths:
-            for rows in sorted({translator.strategy.devices, translator.full_rows}):
-                self._to_compile.append(functools.partial(translator.search_program, rows, length))
-            self._to_compile.append(functools.partial(routes_program, translator, length))
+        self._to_compile.extend(self._translator.to_compile())
         threading.Thread(target=self._compile, name="compiler", daemon=True).start()
 
     def _checked(self, request: Any) -> _Waiting:

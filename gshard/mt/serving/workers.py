@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import Multiprocess
 
 from gshard.mt.decoding.detect import Detector, detector_of
-from gshard.mt.decoding.translator import TranslateConfig, open_translator
+from gshard.mt.decoding.engines import EngineConfig, open_translator
+from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.errors import UserError
 from gshard.mt.run import Run
 from gshard.mt.serving.server import Access, application, configured, listen
@@ -37,11 +38,14 @@ class Served:
     checkpoint: str
     search: TranslateConfig
     devices: int = 0
+    engine: EngineConfig = field(default_factory=EngineConfig)
 
     def open(self) -> tuple[Service, Detector | None]:
         """The service, which begins to compile, and the detector of languages if there can be."""
         run = Run.open(self.run)
-        translator, step = open_translator(run, self.checkpoint, self.search, self.devices)
+        translator, step = open_translator(
+            run, self.checkpoint, self.search, self.devices, engine=self.engine
+        )
         service = Service(translator, run.name, step)
         service.warm_up()
         return service, detector_of(run)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Any
 
 import equinox as eqx
@@ -11,7 +10,6 @@ import jax
 import numpy as np
 
 import gshard
-from gshard.mt import hosts
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.run import Run
 from gshard.mt.training import released
@@ -77,17 +75,8 @@ def _released(run: Run, which: str, like: Any) -> tuple[Transformer, int]:
     """The weights of a release, which has those of one step, in the model's dtypes."""
     like = like or model_like(run.model_config)
     wanted = named(like)
-    problem = released.problem(run, wanted) if hosts.is_first() else ""
-    if why := hosts.told_by_any(problem):
-        raise UserError(why)
-    if hosts.is_first() and not released.has_checksums(run):
-        print(f"gshard: {released.unverifiable(run)}", file=sys.stderr)
+    step = released.opened(run, which, wanted)
     weights = Weights(run.folder / WEIGHTS)
-    step = int(weights.note.get("step", "0"))
-    if which not in ("best", "last", str(step)):
-        raise UserError(
-            f"no checkpoint {which!r} in {run.folder}: it is the release of step {step}"
-        )
 
     def part(name: str, where: Any) -> np.ndarray:
         return weights.part(name, where).astype(wanted[name].dtype)

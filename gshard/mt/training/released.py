@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gshard.mt import atomic
+from gshard.mt import atomic, hosts
 from gshard.mt.batching.tokenizer import FILES
 from gshard.mt.errors import UserError
 from gshard.mt.run import CONFIG, Run
@@ -61,6 +62,20 @@ def problem(run: Run, wanted: Mapping[str, Any]) -> str:
         return f"{path} is damaged: {name} holds values that are not finite"
     step = weights.note.get("step", "0")
     return "" if re.fullmatch("[0-9]{1,18}", step) else f"{path} is damaged: its step is {step!r}"
+
+
+def opened(run: Run, which: str, wanted: Mapping[str, Any]) -> int:
+    """The step of a release that is intact and has the arrays `wanted`; else an error."""
+    if why := hosts.told_by_any(problem(run, wanted) if hosts.is_first() else ""):
+        raise UserError(why)
+    if hosts.is_first() and not has_checksums(run):
+        print(f"gshard: {unverifiable(run)}", file=sys.stderr)
+    step = int(Weights(run.folder / WEIGHTS).note.get("step", "0"))
+    if which not in ("best", "last", str(step)):
+        raise UserError(
+            f"no checkpoint {which!r} in {run.folder}: it is the release of step {step}"
+        )
+    return step
 
 
 def unverifiable(run: Run) -> str:

@@ -18,13 +18,18 @@ from safetensors.numpy import save_file
 
 from gshard.mt import atomic
 from gshard.mt.errors import UserError
+from gshard.mt.training.quantized import Quantized
 
 WEIGHTS = "weights.safetensors"
-_DTYPES = {"F32": "float32", "BF16": "bfloat16"}
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "I8": "int8"}
+_SCALE = ".scale_of_8_bits"  # what an array's integers are multiplied by, under its name and this
 
 
 class Weights:
-    """The arrays of a file by name, read when they are asked for, and its note."""
+    """The arrays of a file by name, read when they are asked for, and its note.
+
+    An array in 8 bits is read as the numbers that it stands for; `stored` gives the integers.
+    """
 
     def __init__(self, path: Path):
         try:
@@ -40,20 +45,47 @@ class Weights:
             if array.get_dtype() not in _DTYPES:
                 kinds = " or ".join(_DTYPES)
                 raise UserError(f"{path}: {name} holds {array.get_dtype()}, and not {kinds}")
-        self.shapes = {name: tuple(array.get_shape()) for name, array in arrays.items()}
+            if (array.get_dtype() == "I8") != (f"{name}{_SCALE}" in arrays):
+                raise UserError(f"{path}: {name} and its scale do not belong together")
+        shapes = {name: tuple(array.get_shape()) for name, array in arrays.items()}
+        self.shapes = {name: s for name, s in shapes.items() if not name.endswith(_SCALE)}
+        self._scales = {name: shapes[name + _SCALE] for name in shapes if name + _SCALE in shapes}
+        for name, scale in self._scales.items():
+            if not _broadcasts(scale, self.shapes[name]):
+                raise UserError(f"{path}: {name} and its scale are not of one shape")
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._file.get_tensor(name)
+        found = self.stored(name)
+        return found.dequantized() if isinstance(found, Quantized) else found
+
+    def stored(self, name: str) -> np.ndarray | Quantized:
+        """An array as it is in the file."""
+        values = self._file.get_tensor(name)
+        if name not in self._scales:
+            return values
+        return Quantized(values, self._file.get_tensor(name + _SCALE))
 
     def part(self, name: str, where: tuple[slice, ...]) -> np.ndarray:
         """A part of an array, as much of the file as that is."""
         if not where or 0 in self.shapes[name]:
             return self[name][where]
-        return self._file.get_slice(name)[where]
+        values = self._file.get_slice(name)[where]
+        if name not in self._scales:
+            return values
+        shared = zip(where, self._scales[name], strict=False)
+        along = tuple(slice(None) if size == 1 else part for part, size in shared)
+        return Quantized(values, self._file.get_tensor(name + _SCALE)[along]).dequantized()
 
     def not_finite(self) -> str:
         """The name of the first array with a value that is no number, or ""."""
         return next((name for name in self.shapes if not np.isfinite(self[name]).all()), "")
+
+
+def _broadcasts(scale: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a scale has the dims of an array, or 1."""
+    return len(scale) == len(shape) and all(
+        one in (1, size) for one, size in zip(scale, shape, strict=True)
+    )
 
 
 def _opened(path: Path) -> Any:
@@ -62,8 +94,16 @@ def _opened(path: Path) -> Any:
 
 
 def write_weights(path: Path, arrays: Mapping[str, Any], note: Mapping[str, str]) -> None:
-    """Write arrays of float32 or bfloat16 by name, with a note, completely or not at all."""
-    found = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    """Write arrays by name, with a note, completely or not at all.
+
+    They are of float32 or bfloat16, or `Quantized`.
+    """
+    found = {}
+    for name, array in arrays.items():
+        if isinstance(array, Quantized):
+            found[name + _SCALE] = np.ascontiguousarray(array.scale)
+            array = array.values
+        found[name] = np.asarray(array, order="C")
     with atomic.new_file(path) as part:
         try:
             save_file(found, part, metadata=dict(note))

@@ -8,7 +8,8 @@ import pytest
 from gshard.mt.batching.batches import BatchConfig
 from gshard.mt.batching.tokenizer import END, START
 from gshard.mt.config import RunConfig
-from gshard.mt.decoding.translator import TranslateConfig, Translator
+from gshard.mt.decoding.texts import TranslateConfig
+from gshard.mt.decoding.translator import Translator
 from gshard.mt.errors import UserError
 from gshard.mt.release.huggingface import export
 from gshard.mt.run import Run

@@ -3,7 +3,8 @@
 import threading
 import time
 
-from gshard.mt.decoding.translator import TranslateConfig, Translator
+from gshard.mt.decoding.texts import TranslateConfig
+from gshard.mt.decoding.translator import Translator
 
 
 class Slow:

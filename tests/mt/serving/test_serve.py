@@ -24,7 +24,8 @@ import numpy as np
 import pytest
 
 from gshard.mt.batching.tokenizer import START
-from gshard.mt.decoding.translator import TranslateConfig, Translator
+from gshard.mt.decoding.texts import TranslateConfig
+from gshard.mt.decoding.translator import Translator
 from gshard.mt.errors import UserError
 from gshard.mt.serving.server import Server
 from gshard.mt.serving.service import LONGEST, About, Service

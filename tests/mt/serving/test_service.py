@@ -7,8 +7,9 @@ import pytest
 
 from gshard.mt.batching.tokenizer import END
 from gshard.mt.decoding.beam import Translations
+from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.decoding.token_experts import Routes
-from gshard.mt.decoding.translator import TranslateConfig, Translator
+from gshard.mt.decoding.translator import Translator
 from gshard.mt.serving import service as services
 from gshard.mt.serving.service import RefusedError, Service
 from gshard.nn import Strategy

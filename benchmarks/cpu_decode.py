@@ -1,0 +1,235 @@
+"""Beam search on a CPU beside CTranslate2, in one run: target tokens a second, and memory.
+
+    python -m benchmarks.cpu_decode
+    python -m benchmarks.cpu_decode --threads 1 --sentences 16 --rounds 1
+
+6 + 6 layers of 512/2048, vocabularies of 32,000 and 16,000, a beam of 4, random weights: every
+search goes on to the last of `--steps` steps, in which the best hypothesis of each sentence gets
+its tokens. Each engine has a process of its own for each number of threads; the engines take turns
+for `--rounds` rounds, and the fastest search counts. `of CT2` is the share of CTranslate2's rate in
+the same numbers (float32 or 8 bits), `of dense` that of the same engine without experts. `XLA` is
+the compiled search, which `gshard translate` uses on accelerators. Memory is the process's peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ENGINES = {
+    "CTranslate2 float32": {"engine": "ctranslate2"},
+    "CTranslate2 int8": {"engine": "ctranslate2", "int8": True},
+    "gshard float32": {"engine": "host"},
+    "gshard int8": {"engine": "host", "int8": True},
+    "gshard 32 experts float32": {"engine": "host", "experts": 32},
+    "gshard 32 experts int8": {"engine": "host", "int8": True, "experts": 32},
+    "XLA float32": {"engine": "xla"},
+}
+LENGTH = 24  # source tokens of a sentence
+BEAM = 4
+Search = Callable[[np.ndarray], int]  # sentences to target tokens
+
+
+def dims(experts: int = 0) -> Any:
+    """The model of the comparison."""
+    from gshard.nn.config import TransformerConfig
+
+    return TransformerConfig(
+        source_vocab=32_000,
+        target_vocab=16_000,
+        encoder_layers=6,
+        decoder_layers=6,
+        model_dim=512,
+        hidden_dim=2048,
+        heads=8,
+        key_dim=64,
+        value_dim=64,
+        experts=experts,
+    )
+
+
+def random_weights(config: Any) -> dict[str, np.ndarray]:
+    """Weights by name, of about the size that they have before training."""
+    from gshard.mt.training.checkpoint import named
+    from gshard.mt.training.loading import model_like
+
+    rng = np.random.default_rng(0)
+    found = {}
+    for name, leaf in named(model_like(config)).items():
+        if name.endswith("scale"):
+            found[name] = np.ones(leaf.shape, np.float32)
+        elif name.endswith("bias"):
+            found[name] = np.zeros(leaf.shape, np.float32)
+        else:
+            drawn = rng.standard_normal(leaf.shape, np.float32)
+            drawn *= np.float32((2048 if name.endswith("wo") else 512) ** -0.5)
+            found[name] = drawn
+    return found
+
+
+def host_engine(config: Any, steps: int, int8: bool, threads: int) -> Search:
+    """gshard's search for CPUs."""
+    from gshard.mt.decoding.beam import BeamConfig
+    from gshard.mt.decoding.host import products
+    from gshard.mt.decoding.host.model import HostModel
+    from gshard.mt.decoding.host.search import host_search
+    from gshard.mt.training.quantized import quantize, summed_axes
+
+    products.use_threads(threads)
+    weights = random_weights(config)
+    quantized = {}
+    for name in list(weights) if int8 else []:
+        if axes := summed_axes(name):
+            quantized[name] = quantize(weights.pop(name), axes)
+    model = HostModel(config, lambda name: quantized[name] if name in quantized else weights[name])
+    search = BeamConfig(beam=BEAM, max_length=steps)
+    return lambda source: int(host_search(model, source, search).lengths.sum())
+
+
+def xla_engine(config: Any, steps: int) -> Search:
+    """gshard's search as one compiled program."""
+    import jax
+
+    from gshard.mt.decoding.beam import BeamConfig, beam_search
+    from gshard.mt.training.checkpoint import unnamed
+    from gshard.mt.training.loading import model_like
+
+    model = jax.device_put(unnamed(random_weights(config), model_like(config)))
+    search = BeamConfig(beam=BEAM, max_length=steps)
+    run = jax.jit(lambda model, source: beam_search(model, source, search).lengths)
+    return lambda source: int(np.asarray(run(model, source)).sum())
+
+
+def ctranslate2_engine(config: Any, steps: int, int8: bool, threads: int) -> Search:
+    """CTranslate2 with the same weights."""
+    import ctranslate2
+
+    from gshard.mt.release.ctranslate2 import specification
+    from gshard.mt.training.checkpoint import unnamed
+    from gshard.mt.training.loading import model_like
+
+    spec = specification(unnamed(random_weights(config), model_like(config)))
+    source_pieces = ["<unk>", "<s>", "</s>", *map(str, range(3, config.source_vocab))]
+    spec.register_source_vocabulary(source_pieces)
+    spec.register_target_vocabulary(source_pieces[: config.target_vocab])
+    spec.validate()
+    spec.optimize(quantization="int8" if int8 else None)
+    with tempfile.TemporaryDirectory() as folder:
+        spec.save(folder)
+        translator = ctranslate2.Translator(
+            folder,
+            compute_type="int8" if int8 else "float32",
+            intra_threads=threads,
+            inter_threads=1,
+        )
+
+    def search(source: np.ndarray) -> int:
+        sentences = [[str(token) for token in row] for row in source]
+        found = translator.translate_batch(
+            sentences,
+            beam_size=BEAM,
+            max_decoding_length=steps,
+            min_decoding_length=steps,
+            disable_unk=True,
+        )
+        return sum(len(each.hypotheses[0]) for each in found)
+
+    return search
+
+
+def measure(given: dict[str, Any]) -> dict[str, Any]:
+    """Of one engine: for each number of sentences its best rate; and the peak of memory."""
+    config, steps = dims(given.get("experts", 0)), given["steps"]
+    int8, threads = given.get("int8", False), given["threads"]
+    if given["engine"] == "host":
+        search = host_engine(config, steps, int8, threads)
+    elif given["engine"] == "xla":
+        search = xla_engine(config, steps)
+    else:
+        search = ctranslate2_engine(config, steps, int8, threads)
+    rng = np.random.default_rng(1)
+    rates = {}
+    for sentences in given["sentences"]:
+        source = rng.integers(4, config.source_vocab, (sentences, LENGTH)).astype(np.int32)
+        search(source)
+        best = 0.0
+        for _ in range(3 if sentences == 1 else 1):
+            begin = time.perf_counter()
+            tokens = search(source)
+            best = max(best, tokens / (time.perf_counter() - begin))
+        rates[str(sentences)] = best
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"rates": rates, "megabytes": peak}
+
+
+def in_own_process(given: dict[str, Any]) -> dict[str, Any]:
+    """`measure` in a new process that has as many processors as threads."""
+    threads = given["threads"]
+    variables = {"OPENBLAS_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
+    processors = sorted(os.sched_getaffinity(0))[:threads]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.cpu_decode", "--measure", json.dumps(given)],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        check=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, processors),
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def table(threads: int, found: dict[str, dict[str, Any]], sentences: list[int]) -> None:
+    """Print the rows of one number of threads."""
+    print(f"\n{threads} thread{'s' * (threads > 1)}: target tokens a second")
+    heads = [f"{f'{count} sentences':>14} {'of CT2':>7} {'of dense':>8}" for count in sentences]
+    print(f"{'':26}" + " ".join(heads) + f" {'memory':>9}")
+    for name, row in found.items():
+        numbers = "int8" if "int8" in name else "float32"
+        cells = []
+        for count in map(str, sentences):
+            rate = row["rates"][count]
+            peer = found.get(f"CTranslate2 {numbers}")
+            dense = found.get(f"gshard {numbers}") if "experts" in name else None
+            shares = [f"{rate / o['rates'][count]:.2f}" if o else "" for o in (peer, dense)]
+            cells.append(f"{rate:14.1f} {shares[0]:>7} {shares[1]:>8}")
+        print(f"{name:26}" + " ".join(cells) + f" {row['megabytes']:6.0f} MB", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print a table for each number of threads."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    options.add_argument("--sentences", type=int, nargs="+", default=[1, 16, 64])
+    options.add_argument("--steps", type=int, default=32)
+    options.add_argument("--rounds", type=int, default=2)
+    options.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
+    options.add_argument("--measure", help=argparse.SUPPRESS)
+    given = options.parse_args(arguments)
+    if given.measure:
+        print(json.dumps(measure(json.loads(given.measure))))
+        return
+    for threads in given.threads:
+        found: dict[str, dict[str, Any]] = {}
+        for _ in range(given.rounds):
+            for name in given.engines:
+                asked = {"threads": threads, "steps": given.steps, "sentences": given.sentences}
+                row = in_own_process({**ENGINES[name], **asked})
+                best = found.setdefault(name, row)
+                for count, rate in row["rates"].items():
+                    best["rates"][count] = max(best["rates"][count], rate)
+        table(threads, found, given.sentences)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    main()

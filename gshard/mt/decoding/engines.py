@@ -1,0 +1,144 @@
+"""Which engine searches: the compiled program of XLA, or ONNX Runtime's products on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
+
+import jax
+import numpy as np
+
+from gshard.mt import hosts
+from gshard.mt.config import DeviceConfig
+from gshard.mt.decoding.texts import TextTranslator, TranslateConfig
+from gshard.mt.errors import UserError, nearest
+from gshard.mt.launch.environment import Hosts
+from gshard.mt.together import Together
+from gshard.mt.training import released
+from gshard.mt.training.checkpoint import named
+from gshard.mt.training.loading import load_model, model_like
+from gshard.mt.training.quantized import Quantized, quantize, summed_axes
+from gshard.mt.training.weights import WEIGHTS, Weights
+
+if TYPE_CHECKING:
+    from gshard.mt.decoding.host.model import Load
+    from gshard.mt.run import Run
+
+Engine = Literal["auto", "onnx", "xla"]
+ENGINES: tuple[Engine, ...] = ("auto", "onnx", "xla")
+Numbers = Literal["", "float32", "int8"]
+NUMBERS: tuple[Numbers, ...] = ("", "float32", "int8")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What searches: `auto` takes ONNX Runtime on one CPU if it is installed, and XLA elsewhere.
+
+    `numbers` are those of ONNX Runtime's weights, "" those that a release has; `threads` are its
+    threads, 0 one for each processor.
+    """
+
+    engine: Engine = "auto"
+    numbers: Numbers = ""
+    threads: int = 0
+
+
+def engine_of(engine: str, numbers: str, threads: int) -> EngineConfig:
+    """The configuration of options; an error that names what is allowed."""
+    known = next((each for each in ENGINES if each == engine), None)
+    if known is None:
+        raise UserError(
+            f"unknown --engine {engine!r}{nearest(engine, ENGINES)}; allowed are "
+            f"{', '.join(ENGINES)}"
+        )
+    kind = next((each for each in NUMBERS if each == numbers), None)
+    if kind is None:
+        allowed = NUMBERS[1:]
+        raise UserError(
+            f"unknown --weights {numbers!r}{nearest(numbers, allowed)}; allowed are "
+            f"{', '.join(allowed)}"
+        )
+    return EngineConfig(known, kind, threads)
+
+
+def open_translator(
+    run: Run,
+    which: str = "best",
+    config: TranslateConfig = TranslateConfig(),  # noqa: B008  (frozen)
+    devices: int = 0,
+    members: Hosts = Hosts(),  # noqa: B008  (frozen)
+    together: Together | None = None,
+    engine: EngineConfig = EngineConfig(),  # noqa: B008  (frozen)
+) -> tuple[TextTranslator, int]:
+    """The translator of a run on so many devices (0: all), and the step of its weights."""
+    settings = {"--devices": devices, "--checkpoint": which, **asdict(config), **run.of_model}
+    # More virtual devices would share the same cores.
+    hosts.start(devices, members, virtual=members.count, settings=settings)
+    if _on_host(engine, devices, members):
+        return _host_translator(run, which, config, together, engine)
+    from gshard.mt.decoding.translator import Translator
+
+    hosts.cache_programs()
+    strategy = hosts.strategy(DeviceConfig(devices))
+    model, step = load_model(run, which, model_like(run.model_config, strategy))
+    return Translator(model, run.tokenizer, strategy, config, together=together), step
+
+
+def _on_host(config: EngineConfig, devices: int, members: Hosts) -> bool:
+    """Whether ONNX Runtime searches."""
+    engine = config.engine
+    missing = [name for name in ("onnx", "onnxruntime") if not importlib.util.find_spec(name)]
+    reasons = (
+        (bool(missing), f"{' and '.join(missing)} is not installed (the extra `mt` has it)"),
+        (members.count > 1, f"it is for one process, and there are {members.count}"),
+        (devices > 1, f"it is for one device, and --devices is {devices}"),
+    )
+    why = next((reason for holds, reason in reasons if holds), "")
+    if engine == "onnx" and why:
+        raise UserError(f"--engine onnx cannot be used: {why}")
+    on_host = not why and engine != "xla" and (engine == "onnx" or jax.default_backend() == "cpu")
+    if config.numbers and not on_host:
+        why = why or f"--engine is {engine} on {jax.default_backend()}"
+        raise UserError(f"--weights {config.numbers} is for ONNX Runtime on a CPU: {why}")
+    return on_host
+
+
+def _host_translator(
+    run: Run,
+    which: str,
+    config: TranslateConfig,
+    together: Together | None,
+    engine: EngineConfig,
+) -> tuple[TextTranslator, int]:
+    from gshard.mt.decoding.host.model import HostModel
+    from gshard.mt.decoding.host.products import use_threads
+    from gshard.mt.decoding.host.translator import HostTranslator
+
+    use_threads(engine.threads)
+    load, weights, step = _weights(run, which)
+    numbers = engine.numbers
+
+    def converted(name: str) -> np.ndarray | Quantized:
+        found, axes = load(name), summed_axes(name)
+        if numbers == "int8" and axes and not isinstance(found, Quantized):
+            return quantize(found, axes)
+        if numbers == "float32" and isinstance(found, Quantized):
+            return found.dequantized()
+        return found if isinstance(found, Quantized) else found.astype(np.float32)
+
+    model = HostModel(run.model_config, converted, weights)
+    return HostTranslator(model, run.tokenizer, config, together), step
+
+
+def _weights(run: Run, which: str) -> tuple[Load, int, int]:
+    """The weights by name as they are stored, how many there are, and their step."""
+    if not released.is_release(run) or which == "untrained":
+        model, step = load_model(run, which)
+        arrays = named(model)
+        count = sum(leaf.size for leaf in arrays.values())
+        return lambda name: np.asarray(arrays[name]), count, step
+    like = named(model_like(run.model_config))
+    step = released.opened(run, which, like)
+    weights = Weights(run.folder / WEIGHTS)
+    return weights.stored, sum(leaf.size for leaf in like.values()), step

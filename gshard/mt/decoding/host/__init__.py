@@ -1,0 +1,7 @@
+"""Decoding on a CPU without compiling: ONNX Runtime's matrix products, and NumPy around them.
+
+XLA's products on CPUs read and rearrange a weight each time; ONNX Runtime arranges each weight once
+and is faster the fewer rows there are, and has products in 8 bits on every processor. `model` is
+the Transformer of `gshard.nn` for decoding, `search` the flat beam search of
+`gshard.mt.decoding.beam`; both are tested against those.
+"""

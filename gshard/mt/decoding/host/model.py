@@ -1,0 +1,220 @@
+"""The Transformer of `gshard.nn` for decoding on a CPU: equal logits, nothing compiled.
+
+Dims: B sentences, L source tokens, K hypotheses, R rows, M model dim, V vocabulary, C candidates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from gshard.mt.batching.tokenizer import END, PAD, START
+from gshard.mt.decoding.host.layers import Cache, Layer, attend, side_by_side
+from gshard.mt.decoding.host.products import Graph, Output, Session, Weight
+from gshard.mt.decoding.texts import Choices, Routings
+from gshard.mt.training.quantized import Quantized
+from gshard.nn.config import TransformerConfig
+
+HIDDEN = np.float32(-1e9)  # the score of what a query may not see
+Load = Callable[[str], Weight]  # a weight by its name in the model
+
+
+class Candidates(NamedTuple):
+    """The best continuations of each hypothesis, and the log-probability of ending."""
+
+    tokens: np.ndarray  # [B, K, C]
+    scores: np.ndarray  # [B, K, C], log-probabilities
+    end: np.ndarray  # [B, K]
+
+
+@dataclass
+class Decoding:
+    """What decoding carries from step to step: for each layer its own cache, and the source's."""
+
+    own: list[Cache]
+    cross: list[Cache]
+    source_hidden: np.ndarray  # [B, 1, L]
+
+    def keep(self, rows: np.ndarray) -> None:
+        """Only these sentences."""
+        for cache in (*self.own, *self.cross):
+            cache.keep(rows)
+        self.source_hidden = self.source_hidden[rows]
+
+
+class HostModel:
+    """The weights of a model, arranged for products on a CPU; `load` gives each by its name."""
+
+    def __init__(self, config: TransformerConfig, load: Load, weights: int = 0):
+        self.config = c = config
+        self.weights = weights  # how many there are
+        self._source, self._target = (_Embedding(load(f"{s}.table"), c) for s in SIDES)
+        self._encoder = list(_layers(load, c, "encoder", c.encoder_layers))
+        self._decoder = list(_layers(load, c, "decoder", c.decoder_layers))
+        self._memory = _memory(load, c)
+        self._outputs: dict[int, Session] = {}
+        self._logits = (load("decoder_norm.scale"), load("decoder_norm.bias"), load("target.table"))
+
+    def start(self, source_BL: np.ndarray, length: int) -> Decoding:
+        """Read sentences, none of them empty; there is room for `length` target positions."""
+        c = self.config
+        B, L = source_BL.shape
+        real_BL = source_BL != PAD
+        hidden_B1L = np.where(real_BL, np.float32(0), HIDDEN)[:, None]
+        # Products and experts get real tokens only; attention has a place for each.
+        real_X = np.flatnonzero(real_BL)
+        x_XM = self._source(source_BL.reshape(-1)[real_X], real_X % L)
+
+        def spread(x_XY: np.ndarray) -> np.ndarray:
+            all_RY = np.zeros((B * L, x_XY.shape[1]), np.float32)
+            all_RY[real_X] = x_XY
+            return all_RY.reshape(B, L, -1)
+
+        for layer in self._encoder:
+            q, k, v = map(spread, layer.own(x_XM))
+            cache = Cache.empty(B, L, c)
+            cache.write(k, v)
+            x_XM = layer.finish(x_XM, attend(q, cache, hidden_B1L)[real_X])
+        cross = []
+        joint = self._memory(x_XM)
+        for n in range(c.decoder_layers):
+            cache = Cache.empty(B, L, c)
+            cache.write(*map(spread, joint[2 * n : 2 * n + 2]))
+            cross.append(cache)
+        own = [Cache.empty(B, length, c) for _ in range(c.decoder_layers)]
+        return Decoding(own, cross, hidden_B1L)
+
+    def step(
+        self, state: Decoding, tokens_BK: np.ndarray, position: int, hidden_BKL: np.ndarray, C: int
+    ) -> Candidates:
+        """Append the tokens to the caches, and give the C best that may follow each.
+
+        `hidden_BKL` is 0 or `HIDDEN` for each position of the cache, the new ones included.
+        """
+        B, K = tokens_BK.shape
+        x_RM = self._decode(state, tokens_BK, np.full(B * K, position), hidden_BKL)
+        scores, tokens, end = self._output(C)(x_RM)
+        return Candidates(tokens.reshape(B, K, C), scores.reshape(B, K, C), end.reshape(B, K))
+
+    def routings(self, source_L: np.ndarray, output_T: np.ndarray) -> Routings:
+        """The experts of every token of a sentence and of its translation, read once more.
+
+        Each position of the target reads the token before it, as while decoding.
+        """
+        T = len(output_T)
+        inputs_1T = np.concatenate([[START], output_T[:-1]])[None]
+        hidden_1TT = np.where(np.tri(T, dtype=bool), np.float32(0), HIDDEN)[None]
+        with self._recording() as (encoder, decoder):
+            state = self.start(source_L[None], T)
+            self._decode(state, inputs_1T, np.arange(T), hidden_1TT)
+        return Routings(encoder, decoder)
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[tuple[list[Choices], list[Choices]]]:
+        """The choices of the MoE layers of both stacks while this is open."""
+        found: tuple[list[Choices], list[Choices]] = ([], [])
+        for stack, into in zip((self._encoder, self._decoder), found, strict=True):
+            for layer in stack:
+                layer.record(into.append)
+        try:
+            yield found
+        finally:
+            for layer in (*self._encoder, *self._decoder):
+                layer.record(None)
+
+    def _decode(
+        self,
+        state: Decoding,
+        tokens_BK: np.ndarray,
+        positions_R: np.ndarray,
+        hidden_BKL: np.ndarray,
+    ) -> np.ndarray:
+        """The decoder's last rows."""
+        B, K = tokens_BK.shape
+        x_RM = self._target(tokens_BK.reshape(-1), positions_R)
+        for layer, own, cross in zip(self._decoder, state.own, state.cross, strict=True):
+            q, k, v = (y.reshape(B, K, -1) for y in layer.own(x_RM))
+            own.write(k, v)
+            x_RM, q_RX = layer.queries(x_RM, attend(q, own, hidden_BKL))
+            out_RX = attend(q_RX.reshape(B, K, -1), cross, state.source_hidden)
+            x_RM = layer.finish(x_RM, out_RX)
+        return x_RM
+
+    def _output(self, C: int) -> Session:
+        """From the last rows to the C best tokens: logits never leave the graph."""
+        if C not in self._outputs:
+            scale, bias, table = self._logits
+            graph = Graph()
+            x = graph.norm(graph.input("x"), scale, bias)
+            if isinstance(table, Quantized):
+                weight: Weight = Quantized(table.values.T, table.scale.T)
+            else:
+                weight = table.T
+            scores = graph.add("LogSoftmax", graph.product(x, weight), axis=-1)
+            count = graph.constant(np.array([C]))
+            best, tokens = graph.add("TopK", scores, count, outputs=2)
+            end = graph.add("Gather", scores, graph.constant(np.array([END])), axis=1)
+            self._outputs[C] = graph.compile(best, Output(tokens, "int64"), end)
+        return self._outputs[C]
+
+
+SIDES = ("source", "target")
+
+
+class _Embedding:
+    """The vectors of tokens, with their positions."""
+
+    def __init__(self, table: Weight, c: TransformerConfig):
+        self._table, self._dim = table, c.model_dim
+        self._scale = np.float32(c.model_dim**0.5)
+        self._positions = np.zeros((0, c.model_dim), np.float32)
+
+    def __call__(self, tokens_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
+        if positions_R.max(initial=0) >= len(self._positions):
+            self._positions = sinusoids(2 * int(positions_R.max()) + 64, self._dim)
+        if isinstance(self._table, Quantized):
+            x_RM = self._table.values[tokens_R] * self._table.scale[tokens_R]
+        else:
+            x_RM = self._table[tokens_R].astype(np.float32)
+        return x_RM * self._scale + self._positions[positions_R]
+
+
+def sinusoids(count: int, dim: int) -> np.ndarray:
+    """The table of `gshard.nn.layers.sinusoids`."""
+    half = dim // 2
+    rates_H = 10000.0 ** (-np.arange(half) / max(half - 1, 1))
+    angles = np.arange(count, dtype=np.float32)[:, None] * rates_H.astype(np.float32)
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
+
+
+def _layers(load: Load, c: TransformerConfig, side: str, count: int) -> Iterator[Layer]:
+    for n in range(count):
+        sparse = bool(n % 2 and c.experts and (side == "encoder" or c.experts_in == "both"))
+        yield Layer(in_layer(load, c, side, n), c, cross=side == "decoder", sparse=sparse)
+
+
+def in_layer(load: Load, c: TransformerConfig, side: str, n: int) -> Load:
+    """The weights of layer `n` by their names within it."""
+    kind = "sparse" if n % 2 else "dense"
+
+    def weight(name: str) -> Weight:
+        if c.stacked:
+            return load(f"{side}.{kind}.{name}")[n // 2]
+        return load(f"{side}.{n // 2}.{kind}.{name}")
+
+    return weight
+
+
+def _memory(load: Load, c: TransformerConfig) -> Session:
+    """From the encoder's last rows to the keys and values of every decoder layer."""
+    graph = Graph()
+    x = graph.norm(graph.input("x"), load("encoder_norm.scale"), load("encoder_norm.bias"))
+    outputs = []
+    for n in range(c.decoder_layers):
+        weights = in_layer(load, c, "decoder", n)
+        outputs += [graph.product(x, side_by_side(weights, c, "cross", (w,))) for w in ("wk", "wv")]
+    return graph.compile(*outputs)

@@ -1,0 +1,301 @@
+"""From texts to batches of tokens and back, whatever searches the batches.
+
+Texts are cut to what the model can take, and sorted by length into batches. What a text becomes
+does not depend on the texts beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gshard.mt.batching.tokenizer import END, PAD, Tokenizer
+from gshard.mt.decoding.beam import MOST_ALPHA, BeamConfig, Translations
+from gshard.mt.decoding.segment import Size, cut, cut_sentences
+from gshard.mt.errors import UserError, nearest
+from gshard.mt.progress import Progress, Silent
+from gshard.mt.together import Together
+from gshard.nn.config import TransformerConfig
+
+MOST = 1 << 16  # hypotheses of a sentence, sentences in a batch: more than any device holds
+_UNSPACED = ("zh", "ja", "yue", "wuu", "th", "lo", "km", "my", "bo", "dz")
+
+
+@dataclass(frozen=True)
+class TranslateConfig:
+    """How to search, and the shapes to search in.
+
+    A batch has `rows` sentences of `shortest`, twice that, ... up to `longest` source tokens;
+    longer text is cut.
+    A translation has at most twice the tokens of its source's shape and 16, within `most`.
+    """
+
+    beam: int = 4
+    nbest: int = 1
+    alpha: float = 0.6
+    rows: int = 32
+    longest: int = 128
+    most: int = 256
+    shortest: int = 16  # of the programs
+
+    def __post_init__(self) -> None:
+        if self.beam < 1:
+            raise UserError(f"a beam of {self.beam} keeps nothing; 1 is greedy search")
+        if max(self.beam, self.rows) > MOST:
+            raise UserError(
+                f"a beam of {self.beam:,} in batches of {self.rows:,} rows; of each, {MOST:,} is "
+                "the most"
+            )
+        if not 1 <= self.nbest <= self.beam:
+            raise UserError(
+                f"the {self.nbest} best of a beam of {self.beam} cannot be given; "
+                "nbest is from 1 to beam"
+            )
+        if not 0 <= self.alpha <= MOST_ALPHA:  # nor is it nan
+            raise UserError(f"alpha is {self.alpha}; it is from 0 to {MOST_ALPHA:g}, usually 0.6")
+        if self.rows < 1:
+            raise UserError(f"batches of {self.rows} rows are empty; at least 1 is needed")
+        if self.longest < 4 or self.most < 2 or self.shortest < 1:
+            raise UserError(
+                f"longest is {self.longest}, most {self.most} and shortest {self.shortest} tokens; "
+                "4, 2 and 1 are the least"
+            )
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The source lengths of the programs: doubled up to the longest."""
+        doubled = (self.shortest << n for n in range(self.longest.bit_length()))
+        return (*(length for length in doubled if length < self.longest), self.longest)
+
+    def shape(self, tokens: int) -> int:
+        """The source length of the program for a sentence of so many tokens."""
+        return next(length for length in self.lengths if tokens <= length)
+
+    def search(self, length: int) -> BeamConfig:
+        """How sentences of the program of that source length are searched."""
+        most = min(2 * length + 16, self.most)
+        return BeamConfig(self.beam, self.nbest, most, self.alpha)
+
+
+class Hypothesis(NamedTuple):
+    """A translation, its length-normalized log-probability, and its tokens with their end."""
+
+    text: str
+    score: float
+    tokens: tuple[int, ...] = ()
+
+
+class _Job(NamedTuple):
+    """One piece of text to translate, its source tokens, and the program's source length."""
+
+    piece: str
+    ids: list[int]
+    length: int
+
+
+class Choices(NamedTuple):
+    """The experts of each token at one MoE layer and their weights, the first choice first."""
+
+    expert: np.ndarray  # [choices, tokens]
+    weight: np.ndarray
+
+
+class Routings(NamedTuple):
+    """For each MoE layer of both stacks the choices of its tokens; of a dense stack none."""
+
+    encoder: list[Choices]
+    decoder: list[Choices]
+
+
+class TextTranslator:
+    """Texts in, n-best lists out; `search` is what a subclass brings."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        config: TranslateConfig,
+        model_config: TransformerConfig,
+        weights: int,
+        together: Together | None = None,
+        name: str = "",
+    ):
+        self.tokenizer = tokenizer
+        self.config = config
+        self.model_config = model_config
+        self.weights = weights
+        self._together, self._name = together or Together(), name
+        self.missed: set[tuple[int, int]] = set()  # rows and length of what would have fitted
+
+    def search(self, source: np.ndarray) -> Translations:
+        """The n-best lists of a batch of tokens, padded at the end."""
+        raise NotImplementedError
+
+    def routings(self, source: Sequence[int], output: Sequence[int]) -> Routings:
+        """The experts of every token of a sentence and of its translation."""
+        raise NotImplementedError
+
+    def search_program(self, rows: int, length: int) -> Callable[..., Translations]:
+        """The search of `rows` sentences of `length` tokens, compiled where it has to be."""
+        return self.search
+
+    def to_compile(self) -> list[Callable[[], Any]]:
+        """What has to run once before a server is ready."""
+        return []
+
+    @property
+    def full_rows(self) -> int:
+        """Sentences in a full batch."""
+        return self.config.rows
+
+    def _rows(self, count: int, length: int) -> int:
+        """The rows of the batch for so many sentences, at least as many."""
+        return count
+
+    def translate(
+        self, texts: Sequence[str], target: str = "en", progress: Progress | None = None
+    ) -> list[list[Hypothesis]]:
+        """For each text, in order, its best translations, the best one first.
+
+        Blank text becomes one empty translation. Pieces of text that was too long are translated
+        apart and joined, best with best; the score is then their mean.
+        """
+        cuts = self._cuts(texts, target)
+        distinct = list(dict.fromkeys(piece for pieces in cuts for piece in pieces))
+        jobs = self._jobs(distinct, target)
+        found: dict[str, list[Hypothesis]] = {}
+        step = (progress or Silent()).stage("translate", len(jobs))
+        for batch in self._batches(jobs):
+            found.update(zip((job.piece for job in batch), self._search(batch), strict=True))
+            step(count=len(batch))
+        return [joined([found[p] for p in pieces if p in found], target) for pieces in cuts]
+
+    def pieces(self, text: str, target: str = "en") -> list[str]:
+        """The text in pieces that the model can take; most often there is one."""
+        return self._cuts([text], target)[0]
+
+    def sentences(self, text: str, target: str = "en") -> list[str]:
+        """The text in sentences, short ones together; joined they are the text."""
+        return cut_sentences(well_formed(text), self._size_into(target), self._room)
+
+    def _cuts(self, texts: Sequence[str], target: str) -> list[list[str]]:
+        """The pieces of each text; those that fit are found together, which is far faster."""
+        size, room = self._size_into(target), self._room
+        whole = [well_formed(text) for text in texts]
+        return [
+            [text] if tokens <= room else cut(text, size, room)
+            for text, tokens in zip(whole, size(whole), strict=True)
+        ]
+
+    def _size_into(self, target: str) -> Size:
+        """How many tokens each text has, without those beside it."""
+
+        def size(texts: Sequence[str]) -> list[int]:
+            sources = self.tokenizer.encode_source(texts, target)
+            return [len(ids) - self._overhead for ids in sources]
+
+        return size
+
+    @property
+    def _room(self) -> int:
+        return self.config.longest - self._overhead
+
+    @property
+    def _overhead(self) -> int:
+        """Tokens beside those of the text: the end, and a tag if the model has several targets."""
+        return 1 if self.tokenizer.config.directions == "to-english" else 2
+
+    def _jobs(self, pieces: Sequence[str], target: str) -> list[_Job]:
+        """What there is to translate; of blank text nothing."""
+        longest, jobs = self.config.longest, []
+        for piece, ids in zip(pieces, self.tokenizer.encode_source(pieces, target), strict=True):
+            if len(ids) > longest:  # a single character that the longest program cannot hold
+                ids = [*ids[: longest - 1], END]
+            if len(ids) > self._overhead:
+                jobs.append(_Job(piece, ids, self.config.shape(len(ids))))
+        return jobs
+
+    def _batches(self, jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+        """Batches of one shape, with sentences of like length together: they end together."""
+        for length in self.config.lengths:
+            alike = sorted((j for j in jobs if j.length == length), key=lambda j: len(j.ids))
+            for i in range(0, len(alike), self.config.rows):
+                yield alike[i : i + self.config.rows]
+
+    def _search(self, batch: Sequence[_Job]) -> Iterator[list[Hypothesis]]:
+        """The n-best lists of a batch."""
+        length = batch[0].length
+        source = np.full((self._rows(len(batch), length), length), PAD, np.int32)
+        for row, job in enumerate(batch):
+            source[row, : len(job.ids)] = job.ids
+        with self._together.running("search", self._name, source):
+            found = self.search(source)
+        for row in range(len(batch)):
+            places = [n for n in range(self.config.nbest) if found.lengths[row, n]]
+            tokens = [tuple(found.tokens[row, n, : found.lengths[row, n]].tolist()) for n in places]
+            texts = self.tokenizer.decode_target(tokens)
+            scores = [float(found.scores[row, n]) for n in places]
+            yield [Hypothesis(*each) for each in zip(texts, scores, tokens, strict=True)]
+
+
+def choose_target(tokenizer: Tokenizer, source: str = "", target: str = "") -> str:
+    """The language to translate into, which must be one that the model has learned.
+
+    Into English the source need not be named, since the model sees text only; if it is, it must
+    be known too. Without a target it is English, or the only one there is.
+    """
+    sources = sorted({task.source for task in tokenizer.tasks})
+    targets = sorted({task.target for task in tokenizer.tasks})
+    if source and source not in (*sources, *targets):
+        raise UserError(_unknown(source, "translated from", sources))
+    if not target:
+        target = "en" if "en" in targets and source != "en" else ""
+        if not target and len(targets) > 1:
+            raise UserError(
+                f"which language to translate into? --to is one of {', '.join(targets)}"
+            )
+        target = target or targets[0]
+    if target not in targets:
+        raise UserError(_unknown(target, "translated into", targets))
+    if source == target:
+        raise UserError(f"the text is in {source!r} and is to be translated into {target!r}")
+    return target
+
+
+def _unknown(language: str, what: str, known: Sequence[str]) -> str:
+    return (
+        f"this model has not learned {language!r}{nearest(language, known)}; "
+        f"what can be {what}: {', '.join(known)}"
+    )
+
+
+def is_unspaced(language: str) -> bool:
+    """Whether sentences of a language follow each other without a space."""
+    return language.split("_")[0].split("-")[0] in _UNSPACED
+
+
+def well_formed(text: str) -> str:
+    """The text with U+FFFD for halves of surrogate pairs, which no encoding can write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def joined(pieces: Sequence[Sequence[Hypothesis]], target: str) -> list[Hypothesis]:
+    """The n-best list of a text from those of its pieces."""
+    if len(pieces) == 1:
+        return list(pieces[0])
+    if not pieces:
+        return [Hypothesis("", 0.0)]
+    space = "" if is_unspaced(target) else " "
+    joined = []
+    for n in range(max(map(len, pieces))):
+        each = [piece[min(n, len(piece) - 1)] for piece in pieces]
+        text = space.join(stripped for h in each if (stripped := h.text.strip()))
+        score = sum(h.score for h in each) / len(each)
+        joined.append(Hypothesis(text, score, tuple(t for h in each for t in h.tokens)))
+    return joined
