@@ -321,3 +321,34 @@ def test_a_trace_holds_the_whole_step(lowered):
     assert len(slices) == len(forecast.operators)
     assert sum(e["dur"] for e in slices) == pytest.approx(1e6 * forecast.step_seconds)
     assert {e["tid"] for e in slices} == {1, 2}
+
+
+@pytest.mark.slow
+def test_the_page_of_600_billion_weights_opens_folded_and_can_be_searched(tmp_path):
+    """1,730 operators: the page is small, and loops are folded so that it can be surveyed."""
+    from gshard.models.family import plan
+
+    lowered = plan("moe_2048e_36l").lowered("tpu-v3")
+    page = tmp_path / "page.html"
+    page.write_text(lowered.page("tpu-v3"), encoding="utf-8")
+    operators = len(lowered.forecast("tpu-v3").operators)
+    assert len(page.read_text(encoding="utf-8")) < 1_000_000
+    said = act(
+        page,
+        tmp_path,
+        """
+        one("#program").open = true;
+        one("#program").dispatchEvent(new Event("toggle"));
+        const seen = () => all("#ops .op").filter((row) => row.checkVisibility()).length;
+        const every = all("#ops .op").length, folded = seen();
+        one("#unfold").click();
+        const unfolded = seen();
+        type("#op-find", "wi_EMH");
+        return { every, folded, unfolded, found: seen(),
+          unnamed: all("#ops .op").filter((row) => !row.children[3].textContent).length };
+        """,
+    )
+    assert said["every"] == said["unfolded"] == operators > 1000
+    assert said["folded"] < operators / 3
+    assert 0 < said["found"] < operators / 10
+    assert said["unnamed"] == 0
