@@ -25,13 +25,15 @@ def auto(
     devices: Annotated[int, typer.Option(help="how many devices", min=1)] = 8,
     hardware: Hardware = None,
     memory: Annotated[
-        str | None, typer.Option(help="bytes on each device, as in '16 GB' [the hardware's]")
+        str | None,
+        typer.Option(help="bytes on each device, as in '16 GB'", show_default="the hardware's"),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option("--budget", help="seconds to search, about [60]", min=0.0)
+        float | None,
+        typer.Option("--budget", help="seconds to search, roughly", show_default="60", min=0.0),
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="what else was considered, and what binds")
+        bool, typer.Option("--explain", help="show what else was considered, and which limits bind")
     ] = False,
     as_json: Json = False,
     out: Annotated[Path | None, typer.Option(help="a file for the layout")] = None,

@@ -52,7 +52,7 @@ def gather(
     ] = None,
     jobs: Annotated[int, typer.Option(help="processes; 0 means one per core")] = 0,
     ray: Annotated[
-        bool, typer.Option("--ray", help="on a Ray cluster; implied by RAY_ADDRESS")
+        bool, typer.Option("--ray", help="gather on a Ray cluster; implied by RAY_ADDRESS")
     ] = False,
 ) -> None:
     """Gather a corpus: download, read, clean, split and write. Run it again to continue."""
@@ -131,7 +131,8 @@ def stats(
 def vocabulary(
     corpus: CorpusFolder = Path("corpus"),
     out: Annotated[
-        Path | None, typer.Option(help="folder of the vocabularies [CORPUS/vocabulary]")
+        Path | None,
+        typer.Option(help="folder of the vocabularies", show_default="CORPUS/vocabulary"),
     ] = None,
     source_size: Annotated[int, typer.Option(help="pieces of the source vocabulary")] = 16_000,
     target_size: Annotated[int, typer.Option(help="pieces of the target vocabulary")] = 8_000,
@@ -139,11 +140,11 @@ def vocabulary(
         str, typer.Option(help="to-english, from-english or both")
     ] = "to-english",
     temperature: Annotated[
-        float, typer.Option(help="1 samples by data, inf every language alike")
+        float, typer.Option(help="1 samples in proportion to the data, inf all languages equally")
     ] = 5.0,
     sentences: Annotated[int, typer.Option(help="sentences to train on, at most")] = 1_000_000,
     languages: Languages = "",
-    seed: Annotated[int, typer.Option(help="of the sample")] = 0,
+    seed: Annotated[int, typer.Option(help="random seed of the sample")] = 0,
 ) -> None:
     """Train the SentencePiece vocabularies on a temperature sample of the corpus."""
     from gshard.commands.show import console
@@ -169,7 +170,8 @@ def vocabulary(
 def batches(
     corpus: CorpusFolder = Path("corpus"),
     vocabulary: Annotated[
-        Path | None, typer.Option(help="folder of the vocabularies [CORPUS/vocabulary]")
+        Path | None,
+        typer.Option(help="folder of the vocabularies", show_default="CORPUS/vocabulary"),
     ] = None,
     steps: Annotated[int, typer.Option(help="batches to make")] = 200,
     rows: Annotated[int, typer.Option(help="rows of a batch")] = 32,
@@ -177,7 +179,7 @@ def batches(
     target_length: Annotated[int, typer.Option(help="target tokens in a row")] = 36,
     mode: Annotated[str, typer.Option(help="pack or bucket")] = "pack",
     temperature: Annotated[
-        float, typer.Option(help="1 samples by data, inf every language alike")
+        float, typer.Option(help="1 samples in proportion to the data, inf all languages equally")
     ] = 5.0,
     workers: Annotated[int, typer.Option(help="processes that read ahead; 0 uses threads")] = 0,
 ) -> None:

@@ -40,18 +40,22 @@ def evaluate(
     run: RunFolder,
     split: Annotated[str, typer.Option(help="test, dev or train")] = "test",
     languages: Languages = "",
-    sentences: Annotated[int, typer.Option(help="of each language, at most; 0 means all")] = 0,
+    sentences: Annotated[
+        int, typer.Option(help="sentences of each language, at most; 0 means all")
+    ] = 0,
     beam: Beam = 4,
     alpha: Alpha = 0.6,
     checkpoint: Checkpoint = "best",
     untrained: Annotated[
-        bool, typer.Option("--untrained", help="measure the run's initial weights too")
+        bool, typer.Option("--untrained", help="score the run's initial weights too")
     ] = False,
     baselines: Annotated[
-        bool, typer.Option("--baselines", help="train and measure a bilingual model of each task")
+        bool, typer.Option("--baselines", help="train and score a bilingual model for each task")
     ] = False,
-    baseline_steps: Annotated[int, typer.Option(help="of training each of them, at most")] = 4_000,
-    examples: Annotated[int, typer.Option(help="of each task, to read in the report")] = 3,
+    baseline_steps: Annotated[
+        int, typer.Option(help="training steps of each bilingual model, at most")
+    ] = 4_000,
+    examples: Annotated[int, typer.Option(help="examples of each task for the report")] = 3,
     devices: Devices = 0,
     as_json: Json = False,
     coordinator: Coordinator = "",

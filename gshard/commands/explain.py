@@ -25,7 +25,12 @@ def explain(
     page: Page = None,
     seconds: Annotated[
         float | None,
-        typer.Option("--budget", help="seconds to try other annotations [10; 0 if large]", min=0.0),
+        typer.Option(
+            "--budget",
+            help="seconds to try other annotations",
+            show_default="10; 0 if large",
+            min=0.0,
+        ),
     ] = None,
     dump: Annotated[
         Path | None, typer.Option(help="a folder for the program after every stage of lowering")

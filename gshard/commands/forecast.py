@@ -34,11 +34,16 @@ def forecast(
     hardware: HardwareOfPaper = "tpu-v3",
     devices: DevicesOfPaper = None,
     batch_tokens: Annotated[
-        str | None, typer.Option(help="source and target tokens together, as in 4M [the paper's]")
+        str | None,
+        typer.Option(
+            help="source and target tokens together, as in 4M", show_default="the paper's"
+        ),
     ] = None,
     remat: Annotated[
         str | None,
-        typer.Option(help="none or layer [as the paper: layer from 36 layers on, or to fit]"),
+        typer.Option(
+            help="none or layer", show_default="as the paper: layer from 36 layers on, or to fit"
+        ),
     ] = None,
     dispatch: Annotated[str, typer.Option(help="einsum, as in the paper, or index")] = "einsum",
     fit: Annotated[

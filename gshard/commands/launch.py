@@ -15,7 +15,7 @@ SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
 def launch(
     command: Annotated[
-        list[str], typer.Argument(help="train, translate or evaluate, and the rest")
+        list[str], typer.Argument(help="train, translate or evaluate, with its arguments")
     ],
     processes: Annotated[
         int, typer.Option("-n", "--processes", help="how many processes", min=1, max=1024)

@@ -63,12 +63,13 @@ HardwareOfPaper = Annotated[
 Hardware = Annotated[
     str | None,
     typer.Option(
-        help="a name or a TOML file, to plan and time for [what JAX reports]",
+        help="a name or a TOML file, to plan and time for",
+        show_default="what JAX reports",
         autocompletion=complete_hardware,
     ),
 ]
 DevicesOfPaper = Annotated[
-    int | None, typer.Option(help="how many devices [as many as the paper's]", min=1)
+    int | None, typer.Option(help="how many devices", show_default="as many as the paper's", min=1)
 ]
 Run = Annotated[Path, typer.Argument(help="folder of a training run", autocompletion=complete_runs)]
 Runs = Annotated[
@@ -88,8 +89,14 @@ Engine = Annotated[
 Weights = Annotated[str, typer.Option(help="on a CPU: float32, or int8 [those of the release]")]
 Threads = Annotated[int, typer.Option(help="of --engine onnx; 0: one a processor", min=0)]
 Devices = Annotated[int, typer.Option(help="devices to use; 0 means all, or one CPU", min=0)]
-Languages = Annotated[str, typer.Option(help="only these languages, separated by commas [all]")]
+Languages = Annotated[
+    str, typer.Option(help="only these languages, separated by commas", show_default="all")
+]
 Least = Annotated[
     int,
-    typer.Option(help="continue with at least this many processes if some are lost [all]", min=0),
+    typer.Option(
+        help="continue with at least this many processes if some are lost",
+        show_default="all",
+        min=0,
+    ),
 ]

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 Coordinator = Annotated[str, typer.Option(help="HOST:PORT of process 0, on every host")]
 Processes = Annotated[
-    int | None, typer.Option(help="number of processes [from the environment, or 1]")
+    int | None, typer.Option(help="number of processes", show_default="from the environment, or 1")
 ]
 Process = Annotated[
-    int | None, typer.Option(help="number of this process, from 0 [from the environment, or 0]")
+    int | None,
+    typer.Option(help="number of this process, from 0", show_default="from the environment, or 0"),
 ]
 
 

@@ -13,7 +13,8 @@ from gshard.commands.options import Runs
 def report(
     runs: Runs,
     out: Annotated[
-        Path | None, typer.Option(help="the page [RUN/report.html; report.html for several]")
+        Path | None,
+        typer.Option(help="the page", show_default="RUN/report.html; report.html for several"),
     ] = None,
 ) -> None:
     """Write one self-contained page: quality, losses, data, experts and translations of runs."""

@@ -29,22 +29,25 @@ def serve(
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 is all")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen on; 0 takes any free one")] = 8000,
     keys: Annotated[
-        Path | None, typer.Option(help="TOML file of keys with limits [the page's token]")
+        Path | None,
+        typer.Option(help="TOML file of keys with limits", show_default="the page's token"),
     ] = None,
     is_open: Annotated[bool, typer.Option("--open", help="ask for no key")] = False,
     req_limit: Annotated[
-        int, typer.Option(help="texts a minute of all who have no key; 0 is no limit")
+        int, typer.Option(help="texts a minute for all clients without a key; 0 is no limit")
     ] = 0,
-    char_limit: Annotated[int, typer.Option(help="characters of a request")] = 5_000,
-    batch_limit: Annotated[int, typer.Option(help="texts of a request")] = 100,
+    char_limit: Annotated[int, typer.Option(help="characters in one request, at most")] = 5_000,
+    batch_limit: Annotated[int, typer.Option(help="texts in one request, at most")] = 100,
     tls_cert: Annotated[Path | None, typer.Option(help="certificate, PEM")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="its key, PEM")] = None,
     proxies: Annotated[
-        str, typer.Option(help="addresses of proxies whose X-Forwarded headers are believed")
+        str, typer.Option(help="addresses of proxies whose X-Forwarded headers are trusted")
     ] = "",
-    cors: Annotated[str, typer.Option(help="origin whose pages may use it, or *")] = "",
+    cors: Annotated[str, typer.Option(help="origin whose pages may use the API, or *")] = "",
     logs: Annotated[str, typer.Option(help="none, text or json: a line for each request")] = "none",
-    workers: Annotated[int, typer.Option(help="processes, each with a copy", min=1)] = 1,
+    workers: Annotated[
+        int, typer.Option(help="processes, each with a copy of the model", min=1)
+    ] = 1,
     beam: Beam = 4,
     alternatives: Annotated[int, typer.Option(help="translations to show")] = 4,
     alpha: Alpha = 0.6,

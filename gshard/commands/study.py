@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 PlanFile = Annotated[Path, typer.Argument(help="the plan, a TOML file")]
 Status = Annotated[bool, typer.Option("--status", help="only show what is done and what is next")]
 Report = Annotated[bool, typer.Option("--report", help="only write the report of what is scored")]
-Only = Annotated[str, typer.Option(help="names of runs, or `baselines`, separated by commas [all]")]
+Only = Annotated[
+    str, typer.Option(help="names of runs, or `baselines`, separated by commas", show_default="all")
+]
 Until = Annotated[str, typer.Option(help="trained, translated or scored: the last stage to do")]
 Minutes = Annotated[
     float,
@@ -24,7 +26,9 @@ Minutes = Annotated[
 Ahead = Annotated[
     int, typer.Option(help="processes that compile the programs of all runs beforehand", min=0)
 ]
-Out = Annotated[Path | None, typer.Option(help="folder of the report [FOLDER/report]")]
+Out = Annotated[
+    Path | None, typer.Option(help="folder of the report", show_default="FOLDER/report")
+]
 
 
 def study(

@@ -27,15 +27,18 @@ What = Annotated[
     ),
 ]
 Settings = Annotated[
-    list[str] | None, typer.Argument(help="name=value settings, as model.experts=16")
+    list[str] | None, typer.Argument(help="settings as name=value, like model.experts=16")
 ]
-Out = Annotated[Path | None, typer.Option(help="folder of the run [runs/NAME]")]
-CorpusFolder = Annotated[Path | None, typer.Option(help="folder of a gathered corpus [corpus]")]
+Out = Annotated[Path | None, typer.Option(help="folder of the run", show_default="runs/NAME")]
+CorpusFolder = Annotated[
+    Path | None, typer.Option(help="folder of a gathered corpus", show_default="corpus")
+]
 OnRay = Annotated[
     bool, typer.Option("--ray", help="train on the nodes of a Ray cluster, supervised from here")
 ]
 Nodes = Annotated[
-    int, typer.Option("--hosts", help="with --ray: how many nodes [all there are]", min=0)
+    int,
+    typer.Option("--hosts", help="with --ray: how many nodes", show_default="all there are", min=0),
 ]
 BackTo = Annotated[
     int | None, typer.Option("--checkpoint", help="go back to the checkpoint of this step")

@@ -43,17 +43,22 @@ _CONTROLS = dict.fromkeys((*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029), " 
 def translate(
     run: Run,
     file: Annotated[
-        Path | None, typer.Argument(help="text, a sentence a line [standard input]")
+        Path | None,
+        typer.Argument(help="text, one sentence per line", show_default="standard input"),
     ] = None,
-    source: Annotated[str, typer.Option("--from", help="language of the text; only checked")] = "",
-    target: Annotated[str, typer.Option("--to", help="language to translate into [en]")] = "",
+    source: Annotated[
+        str, typer.Option("--from", help="language of the text, checked against those of the model")
+    ] = "",
+    target: Annotated[
+        str, typer.Option("--to", help="language to translate into", show_default="en")
+    ] = "",
     beam: Beam = 4,
     nbest: Annotated[int, typer.Option(help="translations of each line, the best first")] = 1,
     alpha: Alpha = 0.6,
     as_json: Json = False,
     checkpoint: Checkpoint = "best",
     rows: Rows = 32,
-    encoding: Annotated[str, typer.Option(help="of the text that is read")] = "utf-8",
+    encoding: Annotated[str, typer.Option(help="encoding of the input text")] = "utf-8",
     out: Annotated[
         Path | None, typer.Option(help="write to this file; run again to continue it")
     ] = None,

@@ -158,10 +158,10 @@ whenOpened("program", () => {
     return row;
   };
   /* A loop folds; folded or not, its head says what all of it takes and sends. */
-  const loopOf = (name, depth) => {
+  const loopOf = (name, depth, open) => {
     const head = made("summary", { style: `padding-left:${depth}em` }, name);
     const fold = made("details", { class: "loop" }, head);
-    fold.open = operators.length <= 300;  // a large program is easier to survey folded
+    fold.open = open;
     fold.ops = [];
     fold.sum = () => {
       const sent = add(fold.ops, "sent");
@@ -182,6 +182,7 @@ whenOpened("program", () => {
       && `${op.name} ${op.kind} ${op.line} ${op.value} ${op.shape} ${op.layer}`.toLowerCase().includes(wanted));
     if (order) shown.sort((a, b) => b[order] - a[order]);
     const top = document.createDocumentFragment();
+    const unfolded = shown.length <= 300;  // more are easier to survey folded
     let open = [], folds = [top];
     for (const op of shown) {
       const loops = order || !op.loops ? [] : op.loops.split(" > ");
@@ -189,7 +190,7 @@ whenOpened("program", () => {
       while (same < open.length && open[same] === loops[same]) same++;
       folds = folds.slice(0, same + 1);
       for (const name of loops.slice(same)) {
-        const fold = loopOf(name, folds.length);
+        const fold = loopOf(name, folds.length, unfolded);
         folds.at(-1).append(fold);
         folds.push(fold);
       }

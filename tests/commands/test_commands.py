@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -207,3 +208,13 @@ def test_a_terminal_shows_what_is_done_and_forgets_it(monkeypatch):
     shown = terminal.getvalue()
     assert "partitioning f for [4] devices" in shown
     assert shown.endswith("\x1b[2K")  # the line is cleared
+
+
+def test_help_shows_every_word_of_an_options_description():
+    """Rich takes words in square brackets for markup and leaves them out."""
+    for name, command in leaves(get_command(app)):
+        for param in command.params:
+            text = param.help or ""
+            assert Text.from_markup(text).plain == text, (name, param.name)
+    shown = CliRunner().invoke(app, ["forecast", "-h"], env={"COLUMNS": "200"}).output
+    assert "the paper's" in shown
