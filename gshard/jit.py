@@ -81,6 +81,7 @@ def jit(
     hardware: str | Path | Hardware | None = None,
     annotations: Any = None,
     reproducible: bool = False,
+    overlap: bool | None = None,
 ) -> Any:
     """Like `jax.jit`, for a function whose tensors are annotated with `split` and the like.
 
@@ -98,22 +99,19 @@ def jit(
     `gshard.Sharding`, or prefixes of such trees; None leaves the choice to gshard. `annotations` is
     a `gshard.Layout`, whose annotations are applied to arguments, results and tensors inside.
     `reproducible` results have the same bits on any devices (docs/howto/reproducible.md).
+
+    On GPUs, tensors are sent in pieces where that is faster: one is sent while another is
+    multiplied. `overlap=False` never does that, and `overlap=True` does it wherever it is possible.
     """
-    check_partitioner(partitioner, reproducible)
+    check_partitioner(partitioner, reproducible, overlap)
     named = None if hardware is None else hardware_of(hardware)
     inside = annotations.inside_shardings if annotations else ()
-    how = (partitioner, memory_limit, strict, named, inside, reproducible)
+    how = (partitioner, memory_limit, strict, named, inside, reproducible, overlap)
     options = Options(checked_devices(devices, device), backend, *how)
-    of_jax: dict[str, Any] = {
-        "static_argnums": static_argnums,
-        "static_argnames": static_argnames,
-        "donate_argnums": donate_argnums,
-        "donate_argnames": donate_argnames,
-        "keep_unused": keep_unused,
-        "inline": inline,
-        "compiler_options": compiler_options,
-    }
-    keywords = Keywords(of_jax, in_shardings, out_shardings)
+    static = {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    donated = {"donate_argnums": donate_argnums, "donate_argnames": donate_argnames}
+    xla = {"keep_unused": keep_unused, "inline": inline, "compiler_options": compiler_options}
+    keywords = Keywords({**static, **donated, **xla}, in_shardings, out_shardings)
 
     def jitted(fun: Callable[..., Any]) -> Any:
         return Jitted(keywords, options, annotations.annotated(fun) if annotations else fun)

@@ -61,7 +61,12 @@ def lowered(case: dict[str, Any], devices: Any, hardware: str | None = None) -> 
 
     partitioner = case.get("partitioner", "gshard")
     run = gshard.jit(
-        step, donate_argnums=0, devices=devices, hardware=hardware, partitioner=partitioner
+        step,
+        donate_argnums=0,
+        devices=devices,
+        hardware=hardware,
+        partitioner=partitioner,
+        overlap=case.get("overlap"),
     )
     return run.lower(state, batch, key), (state, batch, key)
 

@@ -15,6 +15,8 @@ from gshard.runtime.hlo import collectives_of_hlo
 _PRODUCT = re.compile(r'custom_call_target="[^"]*(?:cublas|cudnn)|__triton_gemm| dot\(|name=flash_')
 _START = re.compile(r"%?(\S+) = .*?\b(?:all|reduce|collective)-[a-z-]+-start\(")
 _DONE = re.compile(r"\b(?:all|reduce|collective)-[a-z-]+-done\((?:[^%)]*)%?([^),\s]+)")
+_COMPUTATION = re.compile(r"^\s*(?:ENTRY )?%?(\S+) \(.*\{$")
+_CALLS = re.compile(r"\bfusion\(.*\bcalls=%?([^,\s]+)")
 _KERNEL = re.compile(r'custom_call_target="[^"]*(?:triton|mosaic)[^"]*"', re.IGNORECASE)
 
 
@@ -31,17 +33,30 @@ def scheduled(text: str, devices: int) -> list[Scheduled]:
     """The collectives of a scheduled program in its order; loops count once."""
     found: list[Scheduled] = []
     running: dict[str, int] = {}  # by the name of its start: its place in `found`
+    fused = _fused_products(text)
     for line in text.splitlines():
         if done := _DONE.search(line):
             running.pop(done[1], None)
             continue
-        if _PRODUCT.search(line):
+        called = _CALLS.search(line)
+        if _PRODUCT.search(line) or (called and called[1] in fused):
             for place in running.values():
                 found[place] = Scheduled(found[place].kind, found[place].bytes, True)
         for collective in collectives_of_hlo(line, devices):
             if started := _START.search(line):
                 running[started[1]] = len(found)
             found.append(Scheduled(collective.kind, collective.bytes, False))
+    return found
+
+
+def _fused_products(text: str) -> set[str]:
+    """The computations with a product: a fusion that reads or writes slices in place has one."""
+    found, name = set(), ""
+    for line in text.splitlines():
+        if begin := _COMPUTATION.match(line):
+            name = begin[1]
+        elif _PRODUCT.search(line):
+            found.add(name)
     return found
 
 

@@ -137,7 +137,7 @@ def _may_move(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name not in _COMBINED or not size_of(eqn.outvars[0]):
         return False
     reason = reason_of(eqn)
-    return reason != NO_REASON and not reason.is_asked
+    return reason != NO_REASON and not reason.is_asked and reason.pieces == 1
 
 
 def _size(eqn: JaxprEqn) -> int:

@@ -85,7 +85,15 @@ class Hardware:
             flops_per_byte=self.rate("bfloat16") * self.reached.products / sent,
             memory_per_byte=self.memory_bandwidth * self.reached.memory / sent,
             calls_to_compare=self.compiler == "cpu",
+            overlaps=self.compiler == "gpu",
         )
+
+    def machine_for(self, devices: int) -> Machine:
+        """The cost model of programs for so many devices, which may be in several nodes."""
+        net = self.network
+        if net.kind == "torus" or devices <= net.devices_per_node:
+            return self.machine
+        return replace(self.machine, distance=net.inside_bandwidth / net.outside_bandwidth)
 
     def topology(self, devices: int) -> Torus | Switch:
         """How this many devices are connected."""

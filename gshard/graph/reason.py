@@ -14,13 +14,15 @@ class Reason:
 
     `kind` is "operand", "result" or the like of an `operator`; "asked" for what the user wrote in a
     manual region; "step" for what an operator sends as a part of its own work. Where several values
-    share a collective, `values` is their number.
+    share a collective, `values` is their number; where one value is moved in pieces, `pieces` is
+    the number of these.
     """
 
     kind: str
     operator: str = ""
     detail: str = ""
     values: int = 1
+    pieces: int = 1
 
     @property
     def is_asked(self) -> bool:
@@ -38,11 +40,13 @@ class Reason:
         elif self.is_asked:
             subject = f"asked for in {self.operator}"
         text = ": ".join(part for part in (subject, self.detail) if part)
+        text = f"{text}, one of {self.pieces} pieces" if self.pieces > 1 else text
         return f"{self.values} values combined: {text}" if self.values > 1 else text
 
     def encoded(self) -> str:
         """As a name scope, which equations keep and profilers show."""
-        return "|".join([_TAG, self.kind, self.operator, str(self.values), self.detail])
+        counts = f"{self.values},{self.pieces}"
+        return "|".join([_TAG, self.kind, self.operator, counts, self.detail])
 
     @staticmethod
     def decoded(scope: str) -> Reason | None:
@@ -50,8 +54,9 @@ class Reason:
         tag, *parts = scope.split("|", 4)
         if tag != _TAG or len(parts) != 4:
             return None
-        kind, operator, values, detail = parts
-        return Reason(kind, operator, detail, int(values))
+        kind, operator, counts, detail = parts
+        values, pieces = counts.split(",")
+        return Reason(kind, operator, detail, int(values), int(pieces))
 
 
 NO_REASON = Reason("")

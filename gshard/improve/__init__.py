@@ -1,4 +1,4 @@
-"""Passes over a plan that send less or use fewer collectives, and leave values unchanged."""
+"""Passes over a plan that send less, use fewer collectives or hide them; values are unchanged."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from collections.abc import Callable
 from jax.extend.core import Jaxpr
 
 from gshard.improve.drop_unused import drop_unused
+from gshard.improve.overlap import overlap, overlap_all
 from gshard.improve.share import share
 
 Pass = Callable[[Jaxpr], Jaxpr]
 
-PASSES: tuple[Pass, ...] = (share, drop_unused)
+
+def passes(overlapping: bool | None) -> tuple[Pass, ...]:
+    """The passes in their order; `overlapping` forces or forbids communication in pieces."""
+    if overlapping is None:
+        return (share, overlap, drop_unused)
+    return (share, overlap_all, drop_unused) if overlapping else (share, drop_unused)

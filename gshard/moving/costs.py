@@ -20,6 +20,8 @@ class Machine:
     flops_per_byte: float = 512  # operations per byte sent
     memory_per_byte: float = 16  # bytes of memory traffic per byte sent
     calls_to_compare: bool = False  # in sorts, one call per comparison, except for integers
+    overlaps: bool = False  # collectives run beside products
+    distance: float = 1.0  # how many times as long a transfer among all devices takes
 
     def __hash__(self) -> int:
         return hash(self.latency)  # part of the key of every plan; there are few of them

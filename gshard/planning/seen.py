@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from gshard import _jax
 from gshard.graph import bodies
@@ -77,11 +77,13 @@ class Seen:
 def replaced(before: Jaxpr, after: Jaxpr) -> dict[Any, Any]:
     """The variables in whose place a pass over a plan put others: equations that read these now.
 
-    An equation is the same one before and after if its results are.
+    An equation is the same one before and after if its results and its operator are, and its
+    operands have the same shapes.
     """
     found: dict[Any, Any] = {}
     kept = {eqn.outvars[0]: eqn for eqn in after.eqns if eqn.outvars}
-    pairs = [(e, kept[e.outvars[0]]) for e in before.eqns if e.outvars and e.outvars[0] in kept]
+    both_have = [e for e in before.eqns if e.outvars and e.outvars[0] in kept]
+    pairs = [(e, kept[e.outvars[0]]) for e in both_have if _alike(e, kept[e.outvars[0]])]
     reads = [(old.invars, new.invars) for old, new in pairs if old is not new]
     for old, new in [*reads, (before.outvars, after.outvars)]:
         if len(old) == len(new):
@@ -92,3 +94,8 @@ def replaced(before: Jaxpr, after: Jaxpr) -> dict[Any, Any]:
             for inner, other in zip(bodies(eqn), bodies(same), strict=False):
                 found |= replaced(inner, other)
     return found
+
+
+def _alike(old: JaxprEqn, new: JaxprEqn) -> bool:
+    shapes = [[a.aval.shape for a in e.invars if hasattr(a.aval, "shape")] for e in (old, new)]
+    return old.primitive is new.primitive and shapes[0] == shapes[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from gshard import _jax
 from gshard.capture.placement import DeviceOrder
 from gshard.graph import bodies
 from gshard.graph.history import History
-from gshard.improve import PASSES
+from gshard.improve import Pass
 from gshard.planning.plan import Plan, plan_note
 from gshard.planning.seen import Seen, replaced
 from gshard.propagation.propagate import Propagated
@@ -49,6 +49,15 @@ class Arrangement:
     plan: Plan
     seen: Seen
 
+    def improved(self, passes: Sequence[Pass], history: History) -> Arrangement:
+        """The same with a plan that passes have improved, one after the other."""
+        planned = self.plan.jaxpr
+        for improvement in passes:
+            before, planned = planned, improvement(planned)
+            self.seen.same |= replaced(before, planned)
+            history.add(improvement.__name__, planned, plan_note)
+        return replace(self, plan=Plan(planned, self.plan.num_devices))
+
 
 def arrange(
     local: Local,
@@ -61,7 +70,7 @@ def arrange(
     history: History,
     seen: Seen,
 ) -> Arrangement:
-    """The improved plan of `local` as a function of global arrays, with results of `types`."""
+    """The plan of `local` as a function of global arrays, with results of `types`."""
     jaxpr, count, shardings = flat.jaxpr, order.count, found.shardings
     entering = (*jaxpr.constvars, *jaxpr.invars)
     inputs = [shardings[v] for v in entering]
@@ -103,10 +112,6 @@ def arrange(
     (mapping,) = [eqn for eqn in mapped.jaxpr.eqns if eqn.primitive is _jax.shard_map_p]
     (planned,) = bodies(mapping)
     history.add("plan", planned, plan_note)
-    for improvement in PASSES:
-        before, planned = planned, improvement(planned)
-        seen.same |= replaced(before, planned)
-        history.add(improvement.__name__, planned, plan_note)
     return Arrangement(
         flat, found, mesh, consts, into, out_of, tuple(structs), mapped, Plan(planned, count), seen
     )

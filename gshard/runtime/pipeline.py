@@ -16,6 +16,7 @@ from gshard import _jax
 from gshard.capture.flatten import inline
 from gshard.capture.placement import DeviceOrder
 from gshard.graph.history import History
+from gshard.improve import passes
 from gshard.moving.costs import MACHINE, planning_for
 from gshard.planning.plan import Plan
 from gshard.planning.planner import partition
@@ -74,7 +75,8 @@ def lower(
     # All that is needed of `traced` from here on.
     name, closed_over, types = traced.fun_name, _jax.closed_over(traced), traced.jaxpr.out_avals
     names = _argument_names(traced, len(flat.jaxpr.invars))
-    machine = options.hardware.machine if options.hardware else MACHINE
+    machine = options.hardware.machine_for(order.count) if options.hardware else MACHINE
+    improvements = passes(False if reproducible else options.overlap)
     limit = options.memory_limit
 
     def planned(flat: ClosedJaxpr, history: History) -> Arrangement:
@@ -92,7 +94,8 @@ def lower(
             local = partition(flat.jaxpr, found, limit, options.strict, seen)
             local = pinning(local) if reproducible else local
             # Plan, and improve the plan.
-            return arrange(local, flat, found, closed_over, order, mesh, types, history, seen)
+            built = arrange(local, flat, found, closed_over, order, mesh, types, history, seen)
+            return built.improved(improvements, history)
 
     def variant(changed: ClosedJaxpr) -> Plan:
         return planned(changed, History()).plan

@@ -34,6 +34,26 @@ def test_a_collective_is_hidden_if_a_product_runs_beside_it():
     assert kernels(TEXT) == 1
 
 
+FUSED = """HloModule m, is_scheduled=true
+
+%address (p0: bf16[8,64]) -> bf16[2,64] {
+  %s = bf16[2,64]{1,0} slice(%p0), slice={[0:2], [0:64]}
+  ROOT %y = bf16[2,64]{1,0} custom-call(%s, %s), custom_call_target="__cublas$gemm"
+}
+
+ENTRY %main (p: bf16[8,64]) -> bf16[8,64] {
+  %s.1 = ((bf16[8,64]{1,0}), bf16[8,64]{1,0}) all-to-all-start(%p), replica_groups={{0,1,2,3}}
+  %f = bf16[2,64]{1,0} fusion(%p), kind=kCustom, calls=%address, backend_config={}
+  %d.1 = bf16[8,64]{1,0} all-to-all-done(%s.1), metadata={op_name="x"}
+}
+"""
+
+
+def test_a_product_of_slices_is_one_too():
+    """XLA wraps a product whose operands are slices in a fusion, which reads them in place."""
+    assert [c.hidden for c in scheduled(FUSED, 8)] == [True]
+
+
 TINY = {
     "model_dim": 64,
     "hidden_dim": 64,

@@ -1,0 +1,122 @@
+"""What it gains to run chains in pieces: the transfers that products then hide, less the overhead.
+
+Times are in bytes that could be sent meanwhile, as everywhere in plans (`moving/costs.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Literal
+
+from gshard.forecast.ops import size_of
+from gshard.graph import Graph
+from gshard.graph.beside import Dependence, beside
+from gshard.improve.chains import Chain, is_light, is_product, is_sending
+from gshard.improve.cuts import Cut
+from gshard.moving.costs import machine
+from gshard.moving.nodes import node_of
+
+_TILE = 128  # rows and columns that matrix units take at once: smaller products lose their rate
+
+
+def transfer(eqn: JaxprEqn) -> float:
+    """The time of a node, without its latency."""
+    node = node_of(eqn)
+    assert node is not None
+    aval: Any = eqn.invars[0].aval
+    return float(node.sent(tuple(aval.shape), aval.dtype)) * machine().distance
+
+
+def multiplication(eqn: JaxprEqn, cut: Cut | None = None, count: int = 1) -> float:
+    """The time of a product, or of one of `count` pieces of it.
+
+    It is limited by arithmetic, in which small dims count as a tile, or by memory.
+    """
+    shape = eqn.outvars[0].aval.shape
+    shape = cut.shape(shape, count) if cut else shape
+    summed, batch = 1, 0
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), (kept, _) = eqn.params["dimension_numbers"]
+        summed, batch = math.prod(eqn.invars[0].aval.shape[d] for d in contracted), len(kept)
+        first = eqn.invars[0].aval.ndim - len(contracted)
+        sides = [math.prod(shape[batch:first]), math.prod(shape[first:])]
+    else:
+        summed, sides = eqn.invars[0].aval.shape[-1], [math.prod(shape[:-1]), shape[-1]]
+    rows = math.prod(-(-n // _TILE) * _TILE for n in sides)
+    work = 2.0 * math.prod(shape[:batch]) * rows * summed
+    touched = sum(map(size_of, (*eqn.invars, *eqn.outvars))) / count
+    speeds = machine()
+    return max(work / speeds.flops_per_byte, touched / speeds.memory_per_byte)
+
+
+def exposed(order: Dependence) -> dict[JaxprEqn, float]:
+    """Of each node's time what no product of the program hides as it is."""
+    sends = {eqn: transfer(eqn) for eqn in order.marked if is_sending(eqn)}
+    products = {eqn: multiplication(eqn) for eqn in order.marked if is_product(eqn)}
+    hidden = beside(order, sends, products)
+    return {eqn: time - sum(part for _, part in hidden[eqn]) for eqn, time in sends.items()}
+
+
+def gain(
+    graph: Graph, chains: Sequence[Chain], waits: Mapping[JaxprEqn, float], latency: float
+) -> float:
+    """The time that these chains save together; `waits` is `exposed` of the program."""
+    total = 0.0
+    for chain in chains:
+        sums = sum(waits[eqn] for eqn in chain.nodes)
+        sums += sum(multiplication(eqn) for eqn in chain.products)
+        starts = latency * (len(chain.nodes) + len(chain.products) / 2)
+        total += sums - _in_pieces(chain, waits) - (chain.count - 1) * starts
+    return total - copies(graph, chains) / machine().memory_per_byte
+
+
+def _in_pieces(chain: Chain, waits: Mapping[JaxprEqn, float]) -> float:
+    """The time of a chain in pieces: transfers and products each one after the other."""
+    done: dict[tuple[Any, int], float] = {}
+    busy = {True: 0.0, False: 0.0}  # until when the links, and the matrix units
+    early = chain.leading
+    late = [eqn for eqn in chain.members if eqn not in early]
+    for eqn, number in [(e, i) for part in (early, late) for i in range(chain.count) for e in part]:
+        ready = max((done.get((a, number), 0.0) for a in map(_key, eqn.invars)), default=0.0)
+        end = ready
+        if is_sending(eqn) or is_product(eqn):
+            sends = is_sending(eqn)
+            cut = chain.members[eqn].results[0]
+            time = waits[eqn] / chain.count if sends else multiplication(eqn, cut, chain.count)
+            end = busy[sends] = max(ready, busy[sends]) + time
+        done.update(((_key(v), number), end) for v in eqn.outvars)
+    return max(done.values())
+
+
+def _key(atom: Any) -> int:
+    return id(atom)  # literals cannot be hashed
+
+
+def copies(graph: Graph, chains: Sequence[Chain]) -> float:
+    """Bytes read and written to cut what enters chains and to join what leaves them."""
+    total = 0.0
+    pieces = {(v, c.cuts[v], c.count) for c in chains for v in c.cuts}
+    members = {eqn for c in chains for eqn in c.members}
+    for chain in chains:
+        for eqn, atom, cut in {(id(a), c): (e, a, c) for e, a, c in chain.given()}.values():
+            maker = graph.maker(atom)
+            fused = maker is not None and is_light(maker)
+            inside = cut.blocks == 1 and math.prod(atom.aval.shape[: cut.dim]) == 1
+            free = fused or is_light(eqn) or (inside and is_product(eqn))
+            if not free and (atom, cut, chain.count) not in pieces:
+                total += 2 * size_of(atom)
+        for var in chain.leaving(graph):
+            outside = [u for u in graph.users(var) if u not in members]
+            made = is_product(graph.makers[var])
+            read = any(not is_light(u) or (made and _ends_product(u)) for u in outside)
+            if read or var in graph.results:
+                total += 2 * size_of(var)
+    return total
+
+
+def _ends_product(eqn: JaxprEqn) -> bool:
+    """Whether it is a relu: computed by the product before it, which then writes all at once."""
+    return eqn.primitive.name == "max" and isinstance(eqn.invars[1], Literal)
