@@ -114,6 +114,15 @@ def test_a_program_is_lowered_once():
     assert traced == [(8, 2), (9, 2)]
 
 
+def test_a_function_is_lowered_anew_for_arguments_that_are_sharded_otherwise():
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    step = gshard.jit(lambda x: x * 2)
+    for spec in (("i",), (None, "i"), ()):
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        x = jax.device_put(random_array((8, 16)), sharding)
+        assert step(x).sharding.is_equivalent_to(sharding, 2)
+
+
 def test_equal_shardings_are_one():
     """Also those that come from another process."""
     sharding = gshard.Sharding.of_assignment(np.arange(8).reshape(4, 2)[::-1], 8)

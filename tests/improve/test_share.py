@@ -39,3 +39,17 @@ def test_values_and_collectives():
         fn, x.astype(np.float32), k.astype(np.float32), inputs=[even_split(3, 2, 8)], rtol=1e-4
     )
     assert kinds(lowered) == {"collective_permute": 2}
+
+
+def test_windows_that_are_asked_for_twice_in_a_loop():
+    def image(x, k):
+        def step(x, _):
+            x = gshard.split(x, 2, 8)
+            both = jax.lax.conv(x, k, (1,), "SAME") + jax.lax.conv(x, 2 * k, (1,), "SAME")
+            return both, None
+
+        return jax.lax.scan(step, x, None, length=3)[0]
+
+    found = stages(image, jnp.ones((1, 4, 32)), jnp.ones((4, 4, 3)))
+    (body,) = [eqn.params["jaxpr"].jaxpr for eqn in found["share"].eqns if "jaxpr" in eqn.params]
+    assert nodes(body).count("halo") == 1

@@ -11,10 +11,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 import gshard
 from gshard.graph.reason import Reason
+from gshard.moving import reshard
 from gshard.moving.plan import plan_reshard
 from gshard.moving.reshard import Reshard
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Tile
 from tests.oracle import DEVICE_COUNTS, assignments, check, even_split, kinds, random_array, sent
 
 SIZES = (0, 1, 2, 3, 5, 8, 12, 13, 16)
@@ -201,3 +203,34 @@ def test_moves_where_jax_counts_in_64_bits():
             lowered = check(lambda x: x * 2, x, inputs=[even_split(2, 0, 8)], outputs=wanted)
             assert lowered.collectives
         check(lambda x: x * 2, x, inputs=[even_split(2, 0, 5)], outputs=[even_split(2, 0, 1)])
+
+
+@pytest.mark.parametrize(
+    ("shape", "devices", "source", "target", "fewest"),
+    [
+        ((1, 16), 4, [[0], [1]], [[0, 2, 1, 3]], 32),  # not a gather and a slice
+        ((8, 2, 3), 8, [[[1, 0, 2, 7, 5, 3, 6, 4]]], [[[d] for d in range(8)]], 140),  # two steps
+        ((16, 8, 5), 6, [[[0, 1]]], [[[2, 4, 1], [3, 0, 5]]], 512),  # straight to where it belongs
+        ((3, 12), 8, [[0, 1, 6], [2, 3, 5]], [[0], [1], [2]], 128),  # two devices have nothing
+    ],
+)
+def test_the_fewest_bytes_of_some_plans(shape, devices, source, target, fewest):
+    before, after = (Sharding.of_assignment(np.array(a), devices) for a in (source, target))
+    assert sum(step.bytes for step in plan_reshard(before, after, shape, np.float32)) == fewest
+    assert_arrives(shape, before, after)
+
+
+def test_a_tile_that_is_too_large_is_evened_out(monkeypatch):
+    """Even if its sharding is the target already; and rows that shift are counted."""
+    rows = Sharding.of_assignment(np.arange(4)[:, None], 4)
+    place, why, shape = Place(("d",), 4), Reason("step", "test"), (10, 2)
+    large = Tile(np.zeros((4, 2), np.float32), rows, shape)  # 3 rows are the standard
+    monkeypatch.setattr(
+        reshard, "communicate", lambda node, x, _: np.zeros(node.result(x.shape), x.dtype)
+    )
+    evened = reshard.reshard(place, large, rows, why)
+    assert evened.is_standard
+    assert reshard.reshard(place, evened, rows, why) is evened
+    node = Reshard(why, rows, rows, shape)
+    assert node.sent((3, 2), np.float32) == 0
+    assert node.sent((4, 2), np.float32) > 0

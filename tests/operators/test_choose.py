@@ -1,12 +1,30 @@
 """The choice of a split for every factor."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 
 import gshard
+from gshard.moving.costs import MACHINE, planning_for
 from gshard.operators import choose
+from gshard.operators.rule import RULES, Shares
 from gshard.planning import planner as partition
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Tile
 from tests.oracle import check, even_split, random_array
+
+ROWS, COLUMNS = (Sharding.of_assignment(even_split(2, d, 8), 8) for d in (0, 1))
+WHOLE = Sharding.replicated(2, 8)
+X = np.zeros((8, 8), np.float32)
+
+
+def equation(fn, *args):
+    (eqn,) = jax.make_jaxpr(fn)(*args).jaxpr.eqns
+    return eqn
 
 
 def test_a_split_that_a_dim_cannot_express_is_not_taken_as_agreed():
@@ -43,3 +61,71 @@ def test_layers_that_are_alike_are_written_down_at_once(monkeypatch):
     monkeypatch.setattr(partition, "in_place_again", lambda *_: None)
     assert lowered(12).as_text() == quick
     assert len(chosen) > 2 * of_many
+
+
+@pytest.fixture
+def forgotten(monkeypatch):
+    """No choice of another test is remembered."""
+    for cache in ("_in_place", "_cheapest_before"):
+        monkeypatch.setattr(choose, cache, {})
+
+
+def test_a_choice_is_made_anew_for_all_that_it_depends_on(forgotten, monkeypatch):
+    calls = []
+    made = choose.choose
+    monkeypatch.setattr(choose, "choose", lambda *a, **k: calls.append(a) or made(*a, **k))
+    eqn = equation(jnp.add, X, X)
+    rule = RULES[eqn.primitive]
+
+    def layout(shardings=(ROWS, COLUMNS), target=ROWS, shares=None, machine=MACHINE):
+        ctx = SimpleNamespace(kind=lambda _: 1, shares=lambda *_: shares)
+        tiles = [Tile(X[: 8 // s.tiles[0], : 8 // s.tiles[1]], s, X.shape) for s in shardings]
+        with planning_for(machine):
+            return choose.cheapest(ctx, eqn, rule, tiles, [target])
+
+    one = layout()
+    assert layout() == one
+    assert len(calls) == 1
+    layout(shardings=(ROWS, WHOLE))
+    assert layout(target=COLUMNS) != one
+    layout(shares=Shares(0.5, (1.0, 1.0), (1.0, 1.0), (frozenset(), frozenset())))
+    layout(machine=replace(MACHINE, latency=MACHINE.latency * 2))
+    assert len(calls) == 5
+
+
+def test_what_needed_no_communication_needs_it_with_unreduced_operands(forgotten):
+    eqn = equation(jnp.sin, X)
+    tile = Tile(X[:1], ROWS, X.shape)
+    ctx = SimpleNamespace(kind=lambda _: 1, shares=lambda *_: None)
+    layout = choose.cheapest(ctx, eqn, RULES[eqn.primitive], [tile], [ROWS])
+    assert layout.in_place
+    unreduced = replace(tile, partial=(COLUMNS.splits[1],))
+    assert choose.in_place_again(eqn, 1, [unreduced], [ROWS]) is None
+
+
+def test_kept_factors_stay_split_where_a_gather_is_cheaper():
+    eqn = equation(jnp.sin, X)
+    factors = RULES[eqn.primitive].factors(eqn)
+    (row, _) = (dim[0] for dim in factors.results[0])
+
+    def fewest(eqn, factors, chosen, *_):
+        return sum(split is not None for split in chosen.values())
+
+    free = choose.choose(eqn, factors, [ROWS], [WHOLE], cost=fewest)
+    kept = choose.choose(eqn, factors, [ROWS], [WHOLE], {row}, cost=fewest)
+    assert free[row] is None
+    assert kept[row] is ROWS.splits[0]
+
+
+def test_local_work_is_what_a_device_touches_or_multiplies():
+    """Bytes of all operands and results; two operations for each term of a product."""
+    machine = replace(MACHINE, memory_per_byte=4.0, flops_per_byte=2.0)
+    with planning_for(machine):
+        for fn, operands, whole in ((jnp.sin, 1, 2 * 64 * 4 / 4), (jnp.dot, 2, 2 * 8**3 / 2)):
+            eqn = equation(fn, *[X] * operands)
+            factors = RULES[eqn.primitive].factors(eqn)
+            split = dict.fromkeys(factors.sizes) | {
+                dim[0]: ROWS.splits[0] for dim in factors.results[0][:1]
+            }
+            assert choose.local_work(eqn, factors, {}) == whole
+            assert choose.local_work(eqn, factors, split) == whole / 8

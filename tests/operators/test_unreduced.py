@@ -38,6 +38,18 @@ def test_two_products_are_summed_once():
     assert sent(low) == 2 * 5 * 7 * 4 * 7 // 8
 
 
+def test_an_operator_that_was_in_place_before_knows_an_unreduced_operand():
+    shapes = [(5, 7), (5, 7), (5, 7), (5, 32), (32, 7), (5, 16), (16, 7)]
+    args = [random_array(s, seed=i) for i, s in enumerate(shapes)]
+
+    def fn(a, b, c, w, x, y, z):
+        return -a, -b, -c, jnp.tanh(-(w @ x) + -(y @ z))
+
+    whole = [np.zeros((1, 1), int)] * 3
+    low = lowered(fn, *args, inputs=[*whole, COLUMNS, ROWS, COLUMNS, ROWS])
+    assert kinds(low) == {"all_reduce": 1}
+
+
 @pytest.mark.parametrize(
     "then",
     [

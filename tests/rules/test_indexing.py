@@ -302,3 +302,42 @@ def test_random_keys():
         devices=4,
         inputs=[even_split(1, 0, 4)],
     )
+
+
+@pytest.mark.parametrize("outputs", [None, even_split(3, 1, 4), even_split(3, 0, 4)])
+def test_windows_across_the_borders_of_tiles(outputs):
+    """Their starts are clamped so that they end within the tensor, wherever its rows are."""
+    x, starts = random_array((16, 3)), np.int32([0, 3, 7, 14, 40, -5, 11, 12])
+
+    def fn(x, starts):
+        return jax.vmap(lambda i: lax.dynamic_slice_in_dim(x, i, 4))(starts)
+
+    check(
+        fn, x, starts, devices=4, inputs=[even_split(2, 0, 4), None], outputs=[outputs], exact=True
+    )
+
+
+def test_rows_without_updates_keep_the_sign_of_zero():
+    """A sum of updates is 0.0 there, and -0.0 + 0.0 is 0.0."""
+    x, where, updates = -np.zeros((6, 2), np.float32), np.int32([1, 1, 4, 1] * 2), np.ones((8, 2))
+
+    def fn(x, where, updates):
+        return x.at[where].add(updates.astype(np.float32))
+
+    by_rows = [np.zeros((1, 1), int), even_split(1, 0, 8), even_split(2, 0, 8)]
+    got = gshard.jit(annotated(fn, by_rows, [np.zeros((1, 1), int)]))(x, where, updates)
+    np.testing.assert_array_equal(np.signbit(got), np.signbit(jax.jit(fn)(x, where, updates)))
+
+
+@pytest.mark.parametrize("rows", [8, 5])
+def test_what_is_said_of_indices_is_not_said_of_their_padding(rows):
+    x, where = random_array((16, 2)), np.arange(rows, dtype=np.int32)
+
+    def fn(x, where):
+        return x.at[where].get(indices_are_sorted=True)
+
+    inputs = [np.zeros((1, 1), int), even_split(1, 0, 4)]
+    step = gshard.jit(annotated(fn, inputs, [even_split(2, 0, 4)]), devices=4)
+    eqns = step.lower(x, where)._program.jaxpr.eqns
+    (found,) = [eqn for eqn in eqns if eqn.primitive is lax.gather_p]
+    assert found.params["indices_are_sorted"] is (rows == 8)

@@ -139,3 +139,15 @@ def test_the_dim_that_a_bitcast_adds_is_not_split():
         outputs=[even_split(3, 2, 4)],
     )
     assert sent(lowered) > 0
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_the_bytes_of_a_number_are_not_split(dim):
+    x = random_array((8, 4, 4), jnp.uint8)
+
+    def fn(x):
+        wide = lax.bitcast_convert_type(x, jnp.uint32)
+        return wide, lax.bitcast_convert_type(wide + 1, jnp.uint8)
+
+    where = even_split(3, dim, 4)
+    check(fn, x, devices=4, inputs=[where], outputs=[None, where], exact=True)

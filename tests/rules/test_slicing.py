@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
+from gshard.rules import slicing
+from gshard.tensors.sharding import Sharding
 from tests.oracle import (
     DEVICE_COUNTS,
     SIZES,
@@ -390,3 +392,9 @@ def test_all_copies_of_repeated_rows_arrive():
         lambda x: jnp.tile(x, (3, 1)), random_array((13, 3)), inputs=s, outputs=s, exact=True
     )
     assert sent(lowered) > 0
+
+
+def test_dims_that_shrink_where_they_are_change_first():
+    source = Sharding.of_assignment(even_split(3, 1, 4), 4)
+    changes = dict.fromkeys((1, 2, 0))
+    assert slicing._order(changes, (8, 8, 8), (4, 4, 2), source) == [2, 0, 1]

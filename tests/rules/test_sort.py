@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import gshard
+from gshard.moving import columnsort
 from gshard.rules import sort
 from tests.oracle import (
     DEVICE_COUNTS,
@@ -228,3 +229,18 @@ def test_the_largest_integer_is_not_behind_padding():
 def test_all_of_the_largest_k_may_be_in_one_tile():
     x = np.array([[1, 2, 9, 8, 3, 4, 5, 6]], np.float32)
     check(lambda x: lax.top_k(x, 2), x, devices=4, inputs=[even_split(2, 1, 4)], exact=True)
+
+
+def test_padding_is_behind_the_largest_numbers():
+    """71 of 72 rows in 4 columns; the largest integer is one that padding may have, too."""
+    x = np.random.default_rng(0).integers(-9, 10, 71).astype(np.int32)
+    x[::7] = np.iinfo(np.int32).max
+    check(jnp.sort, x, devices=4, inputs=[even_split(1, 0, 4)], exact=True)
+    check(lambda x: -jnp.sort(-x), x, devices=4, inputs=[even_split(1, 0, 4)], exact=True)
+
+
+def test_columns_that_are_too_short_are_not_sorted_by_columns():
+    assert columnsort.rows_needed(18, 4) == 20
+    assert columnsort.rows_needed(16, 4) is None
+    assert columnsort.rows_needed(97, 8) == 104
+    assert columnsort.rows_needed(90, 8) is None

@@ -2,11 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gshard.simplify.permutations import fold_permutation_checks
 from tests.simplify.texts import after, primitives
 
-KEYS, ROWS = jnp.zeros(6), jnp.zeros((6, 2))
+KEYS, ROWS = np.zeros(6, np.float32), np.zeros((6, 2), np.float32)
 
 
 def gradient_of_an_update(order_of):

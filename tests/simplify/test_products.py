@@ -1,11 +1,12 @@
 """A transposed product is one product; program in, program out."""
 
 import jax.numpy as jnp
+import numpy as np
 
 from gshard.simplify.products import transpose_products
 from tests.simplify.texts import after, dedent
 
-A, B = jnp.zeros((4, 3)), jnp.zeros((4, 5))
+A, B = np.zeros((4, 3), np.float32), np.zeros((4, 5), np.float32)
 
 
 def test_a_transposed_product():

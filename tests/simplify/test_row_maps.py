@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gshard.simplify.row_maps import compose_row_maps
 from tests.simplify.texts import after, dedent
 
-X = jnp.zeros((8, 2))
+X = np.zeros((8, 2), np.float32)
 
 
 def composed(fn, *arguments):
@@ -83,6 +83,31 @@ def test_an_update_in_a_loop_at_an_index_that_jax_hoisted():
 @pytest.mark.parametrize("update", [jnp.sin, lambda x: x * 2])
 def test_an_update_that_is_computed_from_what_is_there_stays(update):
     assert "scatter" in composed(lambda x: x.at[3].apply(update), X)
+
+
+def test_rows_that_are_cut_off_behind_are_not_there_any_more():
+    def fn(x):
+        cut = jax.lax.pad(x, 0.0, ((1, -2, 0), (0, 0, 0)))
+        return jnp.concatenate([cut, x[:1]])
+
+    assert "concatenate_slices[windows=((0, 0, 1), (1, 0, 6), (1, 0, 1))]" in composed(fn, X)
+
+
+def test_every_other_row_is_not_a_run_of_rows():
+    assert "strides=(2, 1)" in composed(lambda x: jnp.concatenate([x[::2], x[:4]]), X)
+
+
+def padded(x, low, high, value=0.0):
+    return jax.lax.pad(x, value, ((low, high, 0), (0, 0, 0)))
+
+
+def test_rows_that_are_padded_with_something_are_not_those_of_a_sum():
+    assert " add " in composed(lambda x: padded(x[:4], 0, 4, 1.0) + padded(x[4:], 4, 0, 2.0), X)
+
+
+def test_a_sum_that_leaves_rows_zero_stays():
+    assert " add " in composed(lambda x: padded(x[:3], 0, 5) + padded(x[3:6], 3, 2), X)
+    assert " add " not in composed(lambda x: padded(x[:3], 0, 5) + padded(x[3:], 3, 0), X)
 
 
 OPERATIONS = {

@@ -33,10 +33,7 @@ _FILES = (
 )
 # They start JAX's devices when they are imported, after which no fork is safe.
 STARTING = {
-    "tests/simplify/test_row_maps.py",
-    "tests/simplify/test_products.py",
     "tests/rules/test_harness.py",
-    "tests/simplify/test_permutations.py",
 }
 _LONGEST = 180.0  # processor seconds for a file of tests
 
