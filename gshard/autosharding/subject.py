@@ -15,6 +15,8 @@ from gshard.annotate import tracing_for
 from gshard.autosharding.annotated import path_name, result_name
 from gshard.capture.flatten import inline
 from gshard.capture.placement import device_order
+from gshard.graph.regions import bodies, walk
+from gshard.graph.source import source_of
 from gshard.simplify import PASSES, simplify
 
 # Arrays that an argument has at least to be taken for a state: what returns a single array of the
@@ -50,6 +52,7 @@ class Subject:
         with tracing_for(order):
             traced = jax.jit(lambda *values: arrays_of(run(*values))).trace(*structs)
         flat = inline(traced.jaxpr, order)
+        _check_effects(flat)
         for normal_form in PASSES if devices > 1 else ():
             flat = simplify(flat, normal_form)
         paths = [(path_name(given[i][0]), tuple(np.shape(leaves[i]))) for i in arrays]
@@ -59,6 +62,18 @@ class Subject:
         states = [(result_name(results[r][0]), paths[a][0]) for r, a in pairs]
         returned = [(result, argument + first) for result, argument in pairs]
         return Subject(fn, args, devices, flat, paths, first, returned, states)
+
+
+def _check_effects(flat: ClosedJaxpr) -> None:
+    """Refuse what has effects: it runs on one device, for a time that no forecast knows."""
+    for eqn in walk(flat.jaxpr):
+        found = _jax.visible_effects(eqn.effects)
+        if found and not bodies(eqn):  # a loop has the effects of its body
+            raise ValueError(
+                f"{source_of(eqn)}: {eqn.primitive.name!r} has an effect ({', '.join(found)}), and "
+                "gshard.auto takes functions without effects only. Choose a layout for the "
+                "function without it; gshard.jit(fn, annotations=layout) runs effects"
+            )
 
 
 def of_arrays(
