@@ -98,12 +98,6 @@ def allowed_in_branches(found: Any) -> bool:
     return not _effects.control_flow_allowed_effects.filter_not_in(found)
 
 
-def visible_effects(found: Any) -> list[str]:
-    """The kinds of the effects that show outside a program: not the mesh axes in scope."""
-    kinds = {type(e).__name__ for e in found if not isinstance(e, _core.NamedAxisEffect)}
-    return sorted(kind.removesuffix("Effect") for kind in kinds)
-
-
 def discharge_refs(closed: Any) -> Any:
     """The program with its internal references (`jax.new_ref`) discharged into values."""
     if not any(isinstance(e, _core.InternalMutableArrayEffect) for e in closed.effects):

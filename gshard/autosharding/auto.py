@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,8 +20,9 @@ import numpy as np
 
 from gshard.autosharding.annotated import Annotated, dims_of
 from gshard.autosharding.candidates import Candidates, Choice
+from gshard.autosharding.clock import Clock
 from gshard.autosharding.layout import Layout
-from gshard.autosharding.model import build
+from gshard.autosharding.model import Model, build
 from gshard.autosharding.polishing import polished
 from gshard.autosharding.problem import NoAnswerError, Problem
 from gshard.autosharding.program import Result
@@ -50,12 +50,20 @@ _SIMPLEST = 3
 _TIGHTENED = 5
 _LESS = 0.85
 
-# Of the time given, the shares for layouts by the solver, for layouts that need no solver, for the
+# Of the time given, the work that is counted: a machine may be slower by the rest of it, or busy.
+_COUNTED = 0.75
+
+# Seconds of work for each node of a model, and how often it is built: copies count from the second
+# time on.
+_PER_NODE, _PAIRINGS = 1e-4, 2
+
+# Of this work, the shares for layouts by the solver, for layouts that need no solver, for the
 # bound, and for changes of single arguments.
 _SOLVING = 0.3
 _SIMPLE = 0.15
 _BOUNDING = 0.2
 _POLISHING = 0.15
+_LOWERING = 0.5  # of wall time that no further mesh is solved in
 _LEAST_SOLVING = 10.0  # seconds for each mesh, where the time given is too little
 
 # Share of a bound that sums of floating-point numbers may be off.
@@ -83,7 +91,8 @@ def auto(
     `devices` is their number, by default all that JAX has; `hardware` what they are (a name, a TOML
     file or `Hardware`), by default what JAX reports; `memory` the bytes that a step may hold on
     each ("16 GB"), by default the hardware's. Annotations that `fn` has are kept. It takes about
-    `seconds` at most. Other keywords are those of `gshard.jit`.
+    `seconds` at most: the work is counted, so that the layout is the same whether the machine is
+    free or somewhat busy. Other keywords are those of `gshard.jit`.
     """
     count = jax.device_count() if devices is None else devices
     if not isinstance(count, int) or count < 1:
@@ -91,8 +100,9 @@ def auto(
     machine = present() if hardware is None else hardware_of(hardware)
     limit = machine.memory if memory is None else bytes_of(memory)
     subject = Subject.of(fn, args, count)
-    candidates = Candidates(subject, machine, limit, keywords)
-    return _Chooser(subject, candidates, machine, limit, seconds).chosen()
+    clock = Clock(seconds, _COUNTED * seconds)
+    candidates = Candidates(subject, machine, limit, keywords, clock)
+    return _Chooser(subject, candidates, machine, limit, clock).chosen()
 
 
 def bytes_of(memory: str | int) -> int:
@@ -115,19 +125,14 @@ class _Chooser:
     candidates: Candidates
     machine: Hardware
     limit: int
-    seconds: float
-    began: float = dataclasses.field(default_factory=time.monotonic)
+    clock: Clock
     gaps: list[float] = dataclasses.field(default_factory=list)
     looked_at: tuple[MeshShape, ...] = ()
     reserved: float = 0.0  # seconds for the bound
 
     def __post_init__(self) -> None:
+        self.seconds, self.wall = self.clock.left, self.clock.wall_left
         self.reserved = _BOUNDING * self.seconds
-
-    @property
-    def left(self) -> float:
-        """Seconds that are left."""
-        return self.began + self.seconds - time.monotonic()
 
     def chosen(self) -> Layout:
         """The best layout."""
@@ -138,7 +143,7 @@ class _Chooser:
             share = _SOLVING * self.seconds
             choices = self._choices(meshes, limit, share if number == 0 else share / 4)
             if number == 0:
-                self.looked_at = tuple(c.model.mesh for c in choices)
+                self.looked_at = tuple(c.model.mesh for c in choices) or tuple(meshes[:1])
             layouts += self._lowered(choices)
             if number == 0:
                 layouts += self._simple()
@@ -182,15 +187,15 @@ class _Chooser:
 
     def _bound(self, meshes: Sequence[MeshShape], seconds: float) -> float:
         """Seconds that the forecast of no layout over these meshes is below."""
-        until, least = time.monotonic() + seconds, math.inf
+        until, least = self.clock.now() + seconds, math.inf
         for done, mesh in enumerate(meshes):
-            share = (until - time.monotonic()) / (len(meshes) - done)
+            share = (until - self.clock.now()) / (len(meshes) - done)
             flat = self.subject.flat
             problem = build(flat, mesh, self.machine, self.limit, optimistic=True).problem
             own = _without_edges(problem)
             if share > 0:
                 try:
-                    own = max(own, solve(problem, share).bound)
+                    own = max(own, solve(problem, share, clock=self.clock).bound)
                 except NoAnswerError:  # arguments alone do not fit over this mesh
                     continue
             least = min(least, (1 - _ROUNDING) * own / PICO)
@@ -198,52 +203,76 @@ class _Chooser:
 
     def _choices(self, meshes: Sequence[MeshShape], limit: float, seconds: float) -> list[Choice]:
         """The answers of the likely model on as many meshes as time allows, the cheapest first."""
-        until = time.monotonic() + seconds
+        until = self.clock.now() + seconds
         found: list[Choice] = []
         self.gaps = []
         for done, mesh in enumerate(meshes):
-            share = (until - time.monotonic()) / (len(meshes) - done)
-            if share <= 0 and found:
+            share = (until - self.clock.now()) / (len(meshes) - done)
+            if found and (share <= 0 or self.clock.wall_left < _LOWERING * self.wall):
                 break
-            share = max(share, _LEAST_SOLVING)
-            model = build(self.subject.flat, mesh, self.machine, limit, self.subject.returned)
-            try:
-                result = solve(model.problem, share)
-            except NoAnswerError:
-                result = Result(None, np.inf, -np.inf)
-            if result.answer is None:
-                result = _with_priced_memory(model.problem, share)
-            if result.answer is not None:
-                self.gaps.append(result.gap)
-                peak = float(model.problem.memory.profile(result.answer).max(initial=0.0))
-                found.append(Choice(result.cost / PICO, model, result.answer, peak))
+            choice = self._choice(mesh, limit, max(share, _LEAST_SOLVING), needed=not found)
+            if choice is not None:
+                found.append(choice)
         return sorted(found, key=lambda c: (c.cost, len(c.model.mesh)))
+
+    def _choice(self, mesh: MeshShape, limit: float, seconds: float, needed: bool) -> Choice | None:
+        """The answer of the likely model on a mesh; copies count where they break the limit."""
+        paired: set[Any] = set()
+        best: tuple[Model, Result] | None = None
+        for number in range(_PAIRINGS):
+            flat, returned, how = self.subject.flat, self.subject.returned, self.candidates.keywords
+            donated = bool(how.get("donate_argnums") or how.get("donate_argnames"))
+            model = build(flat, mesh, self.machine, limit, returned, paired=paired, donated=donated)
+            self.clock.charge(_PER_NODE * len(model.problem.costs))
+            result = self._solved(model, seconds / (1 + number), needed and not number)
+            if result.answer is None:
+                break
+            best = model, result
+            if not model.uncounted(result.answer):
+                break
+            paired = set(model.forms)
+        if best is None or best[1].answer is None:
+            return None
+        model, result = best
+        self.gaps.append(result.gap)
+        peak = float(model.problem.memory.profile(best[1].answer).max(initial=0.0))
+        return Choice(result.cost / PICO, model, best[1].answer, peak)
+
+    def _solved(self, model: Model, seconds: float, needed: bool) -> Result:
+        """The answer of a model; where none fits and one is needed, one that holds little."""
+        result, fits = Result(None, np.inf, -np.inf), True
+        try:
+            result = solve(model.problem, seconds, clock=self.clock)
+        except NoAnswerError:
+            fits = False
+        if result.answer is None and (needed or not fits):
+            result = _with_priced_memory(model.problem, seconds, self.clock)
+        return result
 
     def _until(self, share: float) -> Callable[[], bool]:
         """Whether there is time to lower one more layout within a share of the time."""
-        until = time.monotonic() + share * self.seconds
-        slowest = self.candidates
+        until = self.clock.now() + share * self.seconds
 
         def more() -> bool:
-            return self._can_lower() and time.monotonic() + slowest.lowering_seconds < until
+            return self._can_lower() and self.clock.now() + self.candidates.lowering_work < until
 
         return more
 
     def _can_lower(self) -> bool:
         """Whether there is time to lower one more layout, and for the bound if it is missing."""
-        return self.left - self.reserved > self.candidates.lowering_seconds
+        in_time = self.clock.wall_left > self.candidates.lowering_seconds
+        return in_time and self.clock.left - self.reserved > self.candidates.lowering_work
 
     def _lowered(self, choices: Sequence[Choice]) -> list[Layout]:
-        """The layouts of the best meshes: first of arguments alone, on every mesh; then with
-        tensors inside, beginning with the mesh on which the first was best."""
-        found: list[tuple[Layout, Choice]] = []
+        """The layouts of the best meshes: all of their answers, then what arguments alone make."""
+        layouts: list[Layout] = []
         for choice in choices[:_LOWERED_MESHES]:
-            if not found or self._can_lower():
-                found.append((self.candidates.of_arguments(choice), choice))
-        layouts = [layout for layout, _ in found]
-        for _, choice in sorted(found, key=lambda f: f[0].seconds):
-            if self._can_lower():
+            fits = any(layout.memory_bytes <= self.limit for layout in layouts)
+            if not fits or self._can_lower():
                 layouts.append(self.candidates.of_all(choice))
+        for choice in choices[:_LOWERED_MESHES]:
+            if self._can_lower():
+                layouts.append(self.candidates.of_arguments(choice))
         return layouts
 
     def _simple(self) -> list[Layout]:
@@ -253,7 +282,7 @@ class _Chooser:
         The model may misjudge them. What is not a state is taken for the batch. Single annotations
         begin with the arguments of the most bytes; propagation completes them to layouts.
         """
-        until = time.monotonic() + min(_SIMPLE * self.seconds, self.left)
+        more = self._until(_SIMPLE)
         count = self.subject.devices
         states = {argument for _, argument in self.subject.states}
         paths = self.subject.paths
@@ -274,7 +303,7 @@ class _Chooser:
         for number, chosen in enumerate(dict.fromkeys(tried)):
             allowed = number < _SIMPLEST and self._can_lower()
             none_yet = number == 0 and not self.candidates.considered
-            if none_yet or allowed or time.monotonic() + self.candidates.lowering_seconds < until:
+            if none_yet or allowed or more():
                 layouts.append(self.candidates.priced((count,), chosen))
         return layouts
 
@@ -317,7 +346,7 @@ def _without_edges(problem: Problem) -> float:
     return problem.constant + sum(float(c.min(initial=math.inf)) for c in problem.costs)
 
 
-def _with_priced_memory(problem: Problem, seconds: float) -> Result:
+def _with_priced_memory(problem: Problem, seconds: float, clock: Clock) -> Result:
     """An answer that holds little at the peak, where none within the limit was found.
 
     A price for each byte that is held at the peak takes the place of the limit; it rises until the
@@ -326,7 +355,7 @@ def _with_priced_memory(problem: Problem, seconds: float) -> Result:
     memory = problem.memory
     free = dataclasses.replace(memory, limit=np.full_like(memory.limit, np.inf))
     priced = dataclasses.replace(problem, memory=free)
-    best = solve(priced, seconds / (len(_PRICES) + 1)).answer
+    best = solve(priced, seconds / (len(_PRICES) + 1), clock=clock).answer
     for price in _PRICES if best is not None else ():
         assert best is not None
         profile = memory.profile(best)
@@ -338,7 +367,7 @@ def _with_priced_memory(problem: Problem, seconds: float) -> Result:
             usage = memory.usage[first : memory.first[holding + 1]]
             costs[node] = costs[node] + np.rint(per_byte * usage)
         priced = dataclasses.replace(priced, costs=tuple(costs))
-        best = solve(priced, seconds / (len(_PRICES) + 1)).answer
+        best = solve(priced, seconds / (len(_PRICES) + 1), clock=clock).answer
         if best is None or problem.excess(best) <= 0:
             break
     cost = np.inf if best is None else problem.cost(best)

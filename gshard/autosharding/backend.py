@@ -8,7 +8,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from gshard.autosharding.clock import Clock
 from gshard.autosharding.memory import Floats, Ints
+
+# Seconds of work of an iteration of the simplex method: for itself, and for each entry of the
+# matrix. The number of iterations that a node of the search tree takes, roughly.
+_PER_ITERATION, _PER_ENTRY = 5e-5, 1e-9
+_LEAST_ITERATIONS, _ITERATIONS_OF_NODE = 100, 100
+_INTEGRAL = 8  # times the work, for iterations of an integral program
+_MOST = 2**31 - 1
 
 Matrix = tuple[Ints, Ints, Floats]
 
@@ -28,7 +36,14 @@ class Backend(Protocol):
     def add_row(self, columns: Ints, values: Floats, upper: float) -> None:
         """Add a row: the sum is at most `upper`."""
 
-    def run(self, integral: bool, seconds: float, tolerance: float, start: Floats | None) -> Solved:
+    def run(
+        self,
+        integral: bool,
+        seconds: float,
+        tolerance: float,
+        start: Floats | None,
+        clock: Clock,
+    ) -> Solved:
         """Solve, with the first columns integral or not."""
 
 
@@ -68,7 +83,14 @@ class HighsBackend:
         """Add a row: the sum is at most `upper`."""
         self.highs.addRow(-np.inf, upper, len(columns), columns.astype(np.int32), values)
 
-    def run(self, integral: bool, seconds: float, tolerance: float, start: Floats | None) -> Solved:
+    def run(
+        self,
+        integral: bool,
+        seconds: float,
+        tolerance: float,
+        start: Floats | None,
+        clock: Clock,
+    ) -> Solved:
         """Solve, with the first columns integral or not."""
         import highspy
 
@@ -79,14 +101,15 @@ class HighsBackend:
             )
             self.integral = True
         self.highs.setOptionValue("mip_rel_gap", tolerance)
-        # HiGHS counts the time of all runs of a model together.
-        self.highs.setOptionValue("time_limit", self.highs.getRunTime() + seconds)
+        self._limit(seconds, clock)
         if start is not None:
             solution = highspy.HighsSolution()
             solution.col_value = list(start)
             self.highs.setSolution(solution)
         self.highs.run()
         status, info = self.highs.getModelStatus(), self.highs.getInfo()
+        iterations = max(info.simplex_iteration_count, _LEAST_ITERATIONS)
+        clock.charge(self._per_iteration * iterations * (_INTEGRAL if integral else 1))
         if status in (
             highspy.HighsModelStatus.kInfeasible,
             highspy.HighsModelStatus.kUnboundedOrInfeasible,
@@ -100,12 +123,28 @@ class HighsBackend:
         found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         return Solved(self._values() if found else None, float(info.mip_dual_bound))
 
+    @property
+    def _per_iteration(self) -> float:
+        """Seconds of work of an iteration."""
+        return _PER_ITERATION + _PER_ENTRY * float(self.highs.getNumNz())
+
+    def _limit(self, seconds: float, clock: Clock) -> None:
+        """Limit the next run, by iterations and nodes where work is counted."""
+        wall = seconds
+        if clock.counted is not None:
+            wall = max(clock.wall_left, 0.0) / 2
+            most = max(1, min(int(seconds / self._per_iteration), _MOST))
+            self.highs.setOptionValue("simplex_iteration_limit", most)
+            self.highs.setOptionValue("mip_max_nodes", max(1, most // _ITERATIONS_OF_NODE))
+        # HiGHS counts the time of all runs of a model together.
+        self.highs.setOptionValue("time_limit", self.highs.getRunTime() + wall)
+
     def _values(self) -> Floats:
         return np.array(self.highs.getSolution().col_value)
 
 
 class ScipyBackend:
-    """HiGHS as SciPy brings it: every run starts from nothing."""
+    """HiGHS as SciPy brings it: every run starts from nothing, and only wall time ends it."""
 
     def __init__(self, costs: Floats, matrix: Matrix, right: Floats, integers: int) -> None:
         import scipy.sparse
@@ -125,7 +164,14 @@ class ScipyBackend:
         )
         self.added.append((row, upper))
 
-    def run(self, integral: bool, seconds: float, tolerance: float, start: Floats | None) -> Solved:
+    def run(
+        self,
+        integral: bool,
+        seconds: float,
+        tolerance: float,
+        start: Floats | None,
+        clock: Clock,
+    ) -> Solved:
         """Solve, with the first columns integral or not."""
         import scipy.optimize
 
@@ -141,8 +187,9 @@ class ScipyBackend:
             integrality=kinds,
             bounds=scipy.optimize.Bounds(0.0, 1.0),
             constraints=constraints,
-            options={"time_limit": seconds, "mip_rel_gap": tolerance},
+            options={"time_limit": min(seconds, clock.wall_left), "mip_rel_gap": tolerance},
         )
+        clock.charge(seconds if found.status == 1 else 0.0)
         if found.status == 2:
             return Solved(None, -np.inf, infeasible=True)
         bound = found.mip_dual_bound if integral else found.fun if found.status == 0 else None

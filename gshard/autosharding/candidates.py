@@ -9,19 +9,32 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax.extend.core import Literal
 
+from gshard import _jax
 from gshard.autosharding.annotated import AXES, Annotated, AnnotatedInside, dims_of, dims_on
+from gshard.autosharding.clock import Clock
 from gshard.autosharding.explained import Considered
 from gshard.autosharding.layout import Layout
 from gshard.autosharding.memory import Ints
 from gshard.autosharding.model import Model
-from gshard.autosharding.specs import NONE, MeshShape, Spec, specs_of
+from gshard.autosharding.specs import NONE, MeshShape, Spec, sharding_of, specs_of
 from gshard.autosharding.subject import Subject
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.report import Forecast
+from gshard.graph.regions import loop_bodies, walk
 from gshard.jit import jit
-from gshard.propagation.flow import Flow
+from gshard.moving.costs import planning_for
+from gshard.propagation.flow import Edge, Flow
 from gshard.propagation.inside import Place, places
+from gshard.propagation.propagate import propagate
+from gshard.tensors.sharding import Sharding
+
+# Seconds of work for each equation, to lower a program and to propagate in it.
+_LOWERING, _PROPAGATING = 1e-3, 2e-4
+
+# How often propagation is asked what it makes of the annotations so far.
+_ROUNDS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +51,10 @@ class Choice:
         node = self.model.nodes.get(var, -1)
         return None if node < 0 else specs_of(var.aval.shape, self.model.mesh)[self.answer[node]]
 
+    def sharding(self, var: Any) -> Sharding:
+        """The sharding of a tensor that is no scalar."""
+        return sharding_of(self.spec(var) or (), len(var.aval.shape), self.model.mesh)
+
 
 @dataclasses.dataclass
 class Candidates:
@@ -47,33 +64,76 @@ class Candidates:
     machine: Hardware
     limit: int
     keywords: Mapping[str, Any]
+    clock: Clock
     considered: list[Considered] = dataclasses.field(default_factory=list)
-    lowering_seconds: float = 0.0  # what the slowest one took
+    lowering_seconds: float = 0.0  # of wall time that the slowest one took
 
     def of_arguments(self, choice: Choice) -> Layout:
         """The layout that annotates arguments as an answer has them."""
         return self.priced(choice.model.mesh, self._arguments(choice))
 
     def of_all(self, choice: Choice) -> Layout:
-        """The layout that also annotates the results of all operators that are not pointwise."""
-        return self.priced(choice.model.mesh, self._arguments(choice), self._inside(choice))
+        """The layout of which propagation makes all of an answer.
 
-    def _arguments(self, choice: Choice) -> tuple[Annotated, ...]:
-        specs = choice.model.specs(choice.answer)[self.subject.closed_over :]
+        What it would shard otherwise by itself is annotated too: arguments that stay replicated,
+        results of operators that are not pointwise, and of pointwise ones that move an operand or
+        read the results of loops.
+        """
+        fixed, jaxpr = self._split_arguments(choice), self.subject.flat.jaxpr
+        wanted = {var: choice.sharding(var) for var in self._deciding(choice)}
+        for _ in range(_ROUNDS):
+            self.clock.charge(_PROPAGATING * self.equations)
+            found = self._propagated(fixed)
+            missed = {v: s for v, s in wanted.items() if v not in fixed and found.get(v) != s}
+            for result, argument in self.subject.returned:
+                var = jaxpr.invars[argument]
+                if var in wanted and found.get(jaxpr.outvars[result], wanted[var]) != wanted[var]:
+                    missed[var] = wanted[var]
+            if not missed:
+                break
+            fixed |= missed
+        arguments = self._arguments(choice, fixed)
+        return self.priced(choice.model.mesh, arguments, self._inside(choice, fixed))
+
+    def _split_arguments(self, choice: Choice) -> dict[Any, Sharding]:
+        """The arguments that an answer splits, and results that replace them."""
+        jaxpr = self.subject.flat.jaxpr
+        found = {
+            var: choice.sharding(var)
+            for var in jaxpr.invars
+            if any(at != NONE for at in choice.spec(var) or ())
+        }
+        for result, argument in self.subject.returned:
+            var = jaxpr.invars[argument]
+            if var in found and not isinstance(jaxpr.outvars[result], Literal):
+                found[jaxpr.outvars[result]] = found[var]
+        return found
+
+    def _propagated(self, fixed: Mapping[Any, Sharding]) -> Mapping[Any, Sharding]:
+        """What propagation makes of some annotations."""
+        with _jax.without_mesh(), planning_for(self.machine.machine):
+            found = propagate(self.subject.flat, self.subject.devices, inside=fixed)
+        return found.shardings
+
+    def _arguments(
+        self, choice: Choice, annotated: Mapping[Any, Any] | None = None
+    ) -> tuple[Annotated, ...]:
+        """The arguments that are split, or those among the annotated tensors."""
+        chosen = self._split_arguments(choice) if annotated is None else annotated
+        given = self.subject.flat.jaxpr.invars[self.subject.closed_over :]
         return tuple(
-            Annotated(path, shape, dims_of(spec, len(shape)))
-            for (path, shape), spec in zip(self.subject.paths, specs, strict=True)
-            if spec is not None and any(at != NONE for at in spec)
+            Annotated(path, shape, dims_of(choice.spec(var) or (), len(shape)))
+            for (path, shape), var in zip(self.subject.paths, given, strict=True)
+            if shape and var in chosen
         )
 
-    def _inside(self, choice: Choice) -> tuple[AnnotatedInside, ...]:
+    def _inside(self, choice: Choice, annotated: Mapping[Any, Any]) -> tuple[AnnotatedInside, ...]:
         by_place: dict[Place, list[Spec]] = {}
         for var, (place, _) in self._places.items():
             spec = choice.spec(var)
             by_place.setdefault(place, []).append(() if spec is None else spec)
-        decisive = {self._places[v][0] for v in self._decisive if v in self._places}
         found = []
-        for place in decisive:
+        for place in {self._places[v][0] for v in annotated if v in self._places}:
             specs = by_place[place]
             for spec in dict.fromkeys(specs):
                 numbers = tuple(n for n, s in enumerate(specs) if s == spec)
@@ -82,16 +142,35 @@ class Candidates:
                 found.append(AnnotatedInside(place, None if every else numbers, dims))
         return tuple(sorted(found, key=str))
 
+    def _deciding(self, choice: Choice) -> list[Any]:
+        """The tensors that decide how all are sharded."""
+        made = [
+            result
+            for edge in self._operators
+            if (result := edge.atoms[1][0]) in self._places and choice.spec(result) is not None
+            if edge.level or self._reads_loop(edge) or _moves(edge, choice)
+        ]
+        arguments = [v for v in self.subject.flat.jaxpr.invars if choice.spec(v) is not None]
+        return arguments + made
+
     @functools.cached_property
     def _places(self) -> dict[Any, tuple[Place, int]]:
         return places(self.subject.flat)
 
     @functools.cached_property
-    def _decisive(self) -> list[Any]:
-        """The results of operators that do not leave elements where they are."""
+    def _operators(self) -> list[Edge]:
         flow = Flow(self.subject.devices)
         flow.add(self.subject.flat.jaxpr)
-        return [e.atoms[1][0] for e in flow.edges if e.eqn is not None and e.level and e.atoms[1]]
+        return [e for e in flow.edges if e.eqn is not None and e.atoms[1]]
+
+    @functools.cached_property
+    def _of_loops(self) -> set[Any]:
+        loops = (eqn for eqn in walk(self.subject.flat.jaxpr) if loop_bodies(eqn))
+        return {var for eqn in loops for var in eqn.outvars}
+
+    def _reads_loop(self, edge: Edge) -> bool:
+        """Whether an operator reads the result of a loop, which cannot be annotated itself."""
+        return not self._of_loops.isdisjoint(a for a in edge.atoms[0] if not isinstance(a, Literal))
 
     def priced(
         self,
@@ -114,9 +193,7 @@ class Candidates:
         layout = Layout(
             names, annotations, self.machine.name, 0.0, 0, 0.0, inside=inside, results=results
         )
-        began = time.monotonic()
         layout, forecast = self._lowered(layout)
-        self.lowering_seconds = max(self.lowering_seconds, time.monotonic() - began)
         if changing := self._changing(layout):
             layout = dataclasses.replace(layout, results=(*results, *changing))
             layout, forecast = self._lowered(layout)
@@ -125,11 +202,23 @@ class Candidates:
         self.considered.append(Considered.of(name, forecast, self.limit))
         return dataclasses.replace(layout, considered=tuple(self.considered), limit=self.limit)
 
+    @functools.cached_property
+    def equations(self) -> int:
+        """The equations of the program, loops counted once."""
+        return sum(1 for _ in walk(self.subject.flat.jaxpr))
+
+    @property
+    def lowering_work(self) -> float:
+        """Seconds of work to lower a layout."""
+        return _LOWERING * self.equations
+
     def _lowered(self, layout: Layout) -> tuple[Layout, Forecast]:
-        subject = self.subject
+        subject, began = self.subject, time.monotonic()
         keywords = {"hardware": self.machine, **self.keywords, "devices": subject.devices}
         lowered = jit(subject.fn, annotations=layout, **keywords).lower(*subject.args)
         forecast = lowered.forecast(self.machine)
+        self.clock.charge(self.lowering_work)
+        self.lowering_seconds = max(self.lowering_seconds, time.monotonic() - began)
         layout = dataclasses.replace(
             layout,
             seconds=forecast.step_seconds,
@@ -163,3 +252,15 @@ class Candidates:
         here = jax.devices()
         count = self.subject.devices
         return here[:count] if len(here) >= count else count
+
+
+def _moves(edge: Edge, choice: Choice) -> bool:
+    """Whether an answer sends an operand of a pointwise operator elsewhere."""
+    (result, *_), (made, *_) = edge.atoms[1], edge.factors.results
+    to = choice.spec(result)
+    for atom, dims in zip(edge.atoms[0], edge.factors.operands, strict=True):
+        here = None if isinstance(atom, Literal) or to is None else choice.spec(atom)
+        for own, at in zip(here or (), to or (), strict=False):
+            if own != NONE and (at == NONE or not set(dims[own]) & set(made[at])):
+                return True
+    return False

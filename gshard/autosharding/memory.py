@@ -30,12 +30,14 @@ class Memory:
     limit: Floats
 
     @staticmethod
-    def of(holdings: Iterable[tuple[int, int, int, Sequence[float]]], limit: Floats) -> Memory:
+    def of(
+        holdings: Iterable[tuple[int, int, int, Sequence[float] | Floats]], limit: Floats
+    ) -> Memory:
         """Memory from tuples (node, start, stop, bytes by strategy)."""
         rows = [h for h in holdings if h[1] < h[2]]
         node, start, stop = (np.array([h[i] for h in rows], dtype=np.int64) for i in range(3))
         sizes = [len(h[3]) for h in rows]
-        flat = np.array([u for h in rows for u in h[3]], dtype=np.float64)
+        flat = np.concatenate([np.asarray(h[3], dtype=np.float64) for h in rows] or [np.zeros(0)])
         return Memory(node, start, stop, _offsets(np.array(sizes, dtype=np.int64)), flat, limit)
 
     @property

@@ -15,12 +15,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
+from gshard.autosharding import borders
+from gshard.autosharding.forms import Form, Forms, reads_form
 from gshard.autosharding.memory import Floats, Ints, Memory
 from gshard.autosharding.problem import FORBIDDEN, Problem, unite
 from gshard.autosharding.sharing import Sharing
@@ -30,7 +32,6 @@ from gshard.autosharding.touched import Touched
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.ops import PRODUCTS
 from gshard.propagation.flow import Edge, Flow
-from gshard.tensors.factors import Factors
 from gshard.tensors.tile import byte_size
 
 # Of two layouts that take as long, the one that holds less of its arguments is better: holding one
@@ -47,6 +48,20 @@ class Model:
     arguments: list[int]  # the nodes of the arguments; -1 for scalars
     shapes: list[tuple[int, ...]]
     nodes: dict[Any, int]  # the nodes of all tensors
+    forms: Mapping[Any, Form]  # those in which operators read tensors
+    sizes: Callable[[Any], Floats]  # the bytes of a tensor by spec
+
+    def uncounted(self, answer: Ints) -> set[Any]:
+        """Tensors whose copies break the memory limit of an answer, and are not counted in it."""
+        memory = self.problem.memory
+        free = memory.limit - memory.profile(answer)
+        copies = []
+        for var, form in self.forms.items():
+            own, read = answer[self.nodes[var]], form.read[answer[form.node]]
+            if not form.paired and own != read:
+                copies.append((var, form, self.sizes(var)[read]))
+                free[form.first : form.last + 1] -= copies[-1][2]
+        return {v for v, form, _ in copies if (free[form.first : form.last + 1] < 0).any()}
 
     def specs(self, answer: Ints) -> list[Spec | None]:
         """The specs of the arguments that an answer chooses."""
@@ -63,13 +78,18 @@ def build(
     limit: float,
     returned: Sequence[tuple[int, int]] = (),
     optimistic: bool = False,
+    paired: Collection[Any] = (),
+    donated: bool = False,
 ) -> Model:
     """The problem of a program on one mesh, with so many bytes on each device.
 
     `returned` are pairs of a result and an argument, by number: the result is the argument of the
-    next call, and is resharded for it where the two differ.
+    next call, and is resharded for it where the two differ, and takes its place if it is `donated`.
+    `paired` are tensors whose copies count in the limit.
     """
-    return _Builder(flat, mesh, hardware, optimistic).built(limit, returned)
+    builder = _Builder(flat, mesh, hardware, limit, optimistic)
+    builder.forms.paired = paired
+    return builder.built(returned, donated)
 
 
 @functools.lru_cache(maxsize=4)
@@ -83,16 +103,28 @@ def _read(
 
 
 class _Builder:
-    def __init__(self, flat: ClosedJaxpr, mesh: MeshShape, hardware: Hardware, optimistic: bool):
-        self.flat, self.mesh, self.hardware, self.optimistic = flat, mesh, hardware, optimistic
+    def __init__(
+        self,
+        flat: ClosedJaxpr,
+        mesh: MeshShape,
+        hardware: Hardware,
+        limit: float,
+        optimistic: bool,
+    ) -> None:
+        self.flat, self.mesh, self.hardware = flat, mesh, hardware
+        self.limit, self.optimistic = limit, optimistic
         self.tables = Tables(flat.jaxpr, mesh, hardware, optimistic)
         self.flow, self.touched, self.sharing = _read(
             flat, math.prod(mesh), hardware.compiler, optimistic
         )
+        self.forms = Forms(self.flow, mesh, limit)
+        self.inner_results = borders.leaving(flat)
         self.costs: list[Floats] = []
         self.edges: list[tuple[int, int, Floats]] = []
         self.nodes: dict[Any, int] = {}  # of tensors
         self.known: dict[Any, Any] = {}  # tables of operators that are alike
+        self.donated: set[Any] = set()  # results in the place of arguments
+        self.waiting: list[tuple[int, int, Floats]] = []  # partial sums, by operator and place
         self.made: dict[Any, int] = {}
         self.used: dict[Any, int] = {}
 
@@ -100,12 +132,11 @@ class _Builder:
         """All that the costs of an operator depend on."""
         atoms = [a for side in edge.atoms for a in side if not isinstance(a, Literal)]
         shapes = tuple((a.aval.shape, byte_size((), a.aval.dtype)) for a in atoms)
-        # The flow keeps the factors of operators, so that their id stays theirs.
-        described = id(edge.factors) if edge.eqn is not None else _described(edge.factors)
         touches, shares = self.touched.of(edge.eqn), self.sharing.of(edge)
-        return described, shapes, edge.runs, name_of(edge), touches, shares
+        # The flow keeps the factors of operators, so that their id stays theirs.
+        return id(edge.factors), shapes, edge.runs, name_of(edge), touches, shares
 
-    def built(self, limit: float, returned: Sequence[tuple[int, int]]) -> Model:
+    def built(self, returned: Sequence[tuple[int, int]], donated: bool) -> Model:
         """The finished problem."""
         arguments = list(self.flat.jaxpr.invars)
         for var in arguments:
@@ -113,11 +144,16 @@ class _Builder:
             if self._node(var) >= 0 and not self.optimistic:
                 self._copied(var, _HELD)
         for edge in self.flow.edges:
-            self._operator(edge)
+            if edge.eqn is None:
+                self._border(edge)
+            else:
+                self._operator(edge)
         for var, times in self.touched.copied.items():
             self._copied(var, times)
         for var in self.flow.said:
             self._fix(var)
+        if donated and not self.optimistic:
+            self.donated = {self.flat.jaxpr.outvars[r] for r, _ in returned} - set(arguments)
         for result, argument in () if self.optimistic else returned:
             self._tie(self.flat.jaxpr.outvars[result], arguments[argument])
         edges = unite(self.edges, self.costs)
@@ -129,30 +165,38 @@ class _Builder:
         constant = float(
             self.tables.rounded((starts * reached.operator_seconds + reached.step_seconds) * PICO)
         )
-        problem = Problem(tuple(self.costs), tuple(edges), self._memory(limit), constant)
-        return Model(self.mesh, problem, nodes, shapes, self.nodes)
+        problem = Problem(tuple(self.costs), tuple(edges), self._memory(), constant)
+        forms = self.forms.found
+        return Model(self.mesh, problem, nodes, shapes, self.nodes, forms, self._local_bytes)
 
-    def _memory(self, limit: float) -> Memory:
-        """What is held: arguments and results for the whole step, other values while in use."""
+    def _memory(self) -> Memory:
+        """What is held: arguments and results for the whole step, other values while in use; and
+        of what moves the other end too, copies while they are read and sums until they are taken.
+        """
         last = len(self.flow.edges) + 1
         leaving = {v for v in self.flat.jaxpr.outvars if not isinstance(v, Literal)}
         arguments = set(self.flat.jaxpr.invars)
-        holdings = []
+        slack = 1.0 if self.optimistic else self.hardware.reached.slack  # of temporaries
+        holdings: list[tuple[int, int, int, Floats]] = []
         for var, node in self.nodes.items():
-            start, stop = self.made.get(var, 0), self.used.get(var, 0) + 1
-            if var in leaving or var in arguments:
-                stop = last + 1
-            elif self.optimistic or var not in self.touched.stored:
-                continue
-            if self.optimistic and var not in arguments:
-                continue
-            usage = [float(b) for b in self._local_bytes(var)]
-            holdings.append((node, start, min(stop, last + 1), usage))
-        return Memory.of(holdings, np.full(last + 1, float(limit)))
+            sizes = self._local_bytes(var)
+            if var in arguments or (var in leaving and not self.optimistic):
+                if var not in self.donated:
+                    holdings.append((node, 0, last + 1, sizes))
+            elif not self.optimistic and var in self.touched.stored:
+                start, stop = self.made.get(var, 0), self.used.get(var, 0) + 1
+                holdings.append((node, start, min(stop, last + 1), slack * sizes))
+        for var, form in self.forms.found.items():
+            if form.paired:
+                held = slack * form.held(self._local_bytes(var))
+                holdings.append((form.node, form.first, form.last + 1, held))
+        holdings += [(node, place, place + 1, slack * held) for node, place, held in self.waiting]
+        return Memory.of(holdings, np.full(last + 1, float(self.limit)))
 
-    def _local_bytes(self, var: Any) -> list[int]:
+    def _local_bytes(self, var: Any) -> Floats:
         shape, size = var.aval.shape, byte_size((), var.aval.dtype)
-        return [local_elements(shape, s, self.mesh) * size for s in specs_of(shape, self.mesh)]
+        specs = specs_of(shape, self.mesh)
+        return np.array([float(local_elements(shape, s, self.mesh) * size) for s in specs])
 
     def _node(self, var: Any) -> int:
         """The node of a tensor; -1 for scalars, which have no dims to split."""
@@ -167,7 +211,7 @@ class _Builder:
     def _copied(self, var: Any, times: float) -> None:
         """A tensor that a loop copies, or that is read by what has no operator here."""
         if var in self.nodes:
-            seconds = np.array(self._local_bytes(var)) * times / self.tables.bandwidth
+            seconds = self._local_bytes(var) * times / self.tables.bandwidth
             runs = self.flow.runs.get(var, 1)
             self.costs[self.nodes[var]] += self.tables.rounded(seconds * runs * PICO)
 
@@ -194,6 +238,22 @@ class _Builder:
             )
             self.edges.append((first, second, self.tables.rounded(table * PICO)))
 
+    def _border(self, edge: Edge) -> None:
+        """The two ends of a value at the border of a loop; what a scan stacks is held from its
+        start."""
+        source, target = borders.ends(edge, self.inner_results)
+        place = edge.place + 1
+        self.made.setdefault(target, self.made.get(source, place))
+        for var in (source, target):
+            self.used[var] = max(self.used.get(var, 0), place)
+        first, second = self._node(source), self._node(target)
+        if first >= 0 and second >= 0 and first != second:
+            outer = edge.atoms[0][0]
+            moved = self.tables.moves.reshards(outer.aval.shape, byte_size((), outer.aval.dtype))
+            moved = self.tables.rounded(moved * self.sharing.move(source) * edge.runs * PICO)
+            table = borders.table(edge, source, self.mesh, moved, self.optimistic)
+            self.edges.append((first, second, table))
+
     def _operator(self, edge: Edge) -> None:
         place = edge.place + 1
         operands, results = edge.atoms
@@ -208,13 +268,34 @@ class _Builder:
         kind = self._kind(edge)
         if kind not in self.known:
             self.known[kind] = self.tables.of(edge, *kind[-2:])
-        costs, tables = self.known[kind]
+        costs, tables, waiting = self.known[kind]
         own = len(self.costs)
         self.costs.append(costs)
-        for node, table in zip(nodes, tables, strict=True):
+        if self.forms.is_large(waiting.max()) and not self.optimistic:
+            self.waiting.append((own, place, waiting))
+        for number, (node, table) in enumerate(zip(nodes, tables, strict=True)):
             if node >= 0 and table is not None:
-                self.edges.append((own, node, table))
+                read = number < len(tensors) - len(results) and reads_form(edge)
+                self.edges.append((own, *self._read(tensors[number], table, place, read)))
 
+    def _read(self, var: Any, table: Floats, place: int, moved: bool) -> tuple[int, Floats]:
+        """The node of what an operator reads or makes, and its table for it."""
+        form = self.forms.of(var, place) if moved and not self.optimistic else None
+        if form is None:
+            return self.nodes[var], table
+        if form.node < 0:
+            form.node = len(self.costs)
+            self._add_form(var, form)
+        return form.node, form.table(table)
 
-def _described(factors: Factors) -> Any:
-    return factors.operands, factors.results, tuple(factors.sizes.items())
+    def _add_form(self, var: Any, form: Form) -> None:
+        """The node of a form, and its edge to the tensor."""
+        shape = var.aval.shape
+        table = self.tables.moves.reshards(shape, byte_size((), var.aval.dtype))
+        weight = self.flow.narrow.get(var, 1.0) * self.flow.runs.get(var, 1) * PICO
+        table = self.tables.rounded(table * weight)
+        self.costs.append(np.zeros(len(form.read)))
+        if form.paired:
+            taken = np.arange(len(table))[:, None] == form.own
+            table = np.where(taken, table[form.own, form.read], FORBIDDEN)
+        self.edges.append((self.nodes[var], form.node, table))

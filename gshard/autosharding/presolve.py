@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from gshard.autosharding.memory import Ints
 from gshard.autosharding.merging import merge
-from gshard.autosharding.problem import Problem
+from gshard.autosharding.problem import NoAnswerError, Problem
 from gshard.autosharding.reducing import drop_dominated, drop_oversized, eliminate
 
 
@@ -34,6 +35,8 @@ def presolve(problem: Problem) -> Presolved:
         size = len(problem.costs), problem.strategies, len(problem.edges)
         for step in (merge, drop_oversized, drop_dominated, eliminate):
             problem, back = step(problem)
+            if not math.isfinite(problem.constant):
+                raise NoAnswerError("the costs forbid every combination of strategies")
             problem = dataclasses.replace(problem, memory=problem.memory.tightened())
             steps.append(back)
     return Presolved(problem, tuple(steps))

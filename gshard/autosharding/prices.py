@@ -7,13 +7,15 @@ fall where it does not (a subgradient step).
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
+from gshard.autosharding.clock import Clock
 from gshard.autosharding.memory import Floats, Ints
 from gshard.autosharding.messages import Messages
 from gshard.autosharding.problem import Problem
+
+# Seconds of work of a sweep.
+_PER_EDGE, _PER_PAIR = 6e-5, 6e-9
 
 
 class Prices:
@@ -44,16 +46,21 @@ class Prices:
         pieces = np.split(of_strategy, self.first[1:-1])
         return [c + p for c, p in zip(self.problem.costs, pieces, strict=True)]
 
-    def ascend(self, seconds: float, steps: int, sweeps: int = 2) -> None:
+    def ascend(
+        self, seconds: float, steps: int, sweeps: int = 2, clock: Clock | None = None
+    ) -> None:
         """Improve the bound, and the margins with it."""
-        until = time.monotonic() + seconds
+        clock = Clock(seconds) if clock is None else clock
+        until = clock.now() + seconds
+        work = _PER_EDGE * len(self.problem.edges) + _PER_PAIR * self.problem.pairs
         for _ in range(steps):
-            if time.monotonic() > until or self.step < 1e-5:
+            if clock.now() > until or self.step < 1e-5:
                 break
             costs = self.costs()
             for _ in range(sweeps):
                 self.messages.sweep(costs)
             self._move(costs)
+            clock.charge((sweeps + 1) * work)
 
     def _move(self, costs: list[Floats]) -> None:
         """Step towards a bound that is higher by the share `step`; from the best prices anew, with

@@ -8,12 +8,12 @@ Rows of the memory limit are added at the times where the last answer exceeds it
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 
 import numpy as np
 
 from gshard.autosharding.backend import Backend, open_backend
+from gshard.autosharding.clock import Clock
 from gshard.autosharding.memory import Floats, Ints
 from gshard.autosharding.problem import NoAnswerError, Problem
 
@@ -139,6 +139,7 @@ def solve_exactly(
     start: Ints | None = None,
     progress: Progress | None = None,
     tolerance: float = 1e-9,
+    clock: Clock | None = None,
 ) -> Result:
     """The best answer, proven up to `tolerance`, or the best one known when time runs out.
 
@@ -148,17 +149,20 @@ def solve_exactly(
         if (problem.memory.limit < 0).any():
             raise NoAnswerError("the memory limit is below what every answer needs")
         return Result(np.zeros(0, dtype=np.int64), problem.constant, problem.constant)
-    until = time.monotonic() + seconds
+    clock = Clock(seconds) if clock is None else clock
+    until = clock.now() + seconds
     program = Program(problem)
     best = Result(start, np.inf if start is None else problem.cost(start), -np.inf)
     for integral in (False, True):
-        while (left := until - time.monotonic()) > 0:
+        while (left := until - clock.now()) > 0:
             given = None if best.answer is None or not integral else program.start(best.answer)
-            solved = program.backend.run(integral, left, tolerance, given)
+            solved = program.backend.run(integral, left, tolerance, given, clock)
             if solved.infeasible:
                 raise NoAnswerError("no combination of strategies fits into memory")
             bound = max(best.bound, solved.bound + problem.constant)
             best = dataclasses.replace(best, bound=min(bound, best.cost))
+            if solved.values is None and not integral:
+                return best  # no time for the relaxation, so none for more
             if solved.values is None:
                 break
             answer = program.answer(solved.values)

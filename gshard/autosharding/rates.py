@@ -7,11 +7,14 @@ import math
 
 import numpy as np
 
-from gshard.autosharding.memory import Floats, Ints
+from gshard.autosharding.memory import Bools, Floats, Ints
 from gshard.autosharding.specs import NONE, MeshShape, specs_of
 from gshard.forecast.collective import collective_terms, reach
 from gshard.forecast.hardware import Hardware
 from gshard.moving.costs import LATENCIES
+
+# What gathering tiles of unequal sizes takes: in two steps, with rows evened out in between.
+_UNEVEN = 2.0
 
 _SAMPLE = 1 << 24  # bytes by which the rate of an axis is measured
 
@@ -62,7 +65,10 @@ class Rates:
                 s, t = source[..., axis], target[..., axis]
                 moves = (s != NONE) & (s != t) & ((t == NONE) == (kind == "all_gather"))
                 sizes = self._local_elements(shape, now) * itemsize
-                total += np.where(moves, self._all_seconds(kind, axis, sizes), 0.0)
+                seconds = self._all_seconds(kind, axis, sizes)
+                if kind == "all_gather" and not self.combined:
+                    seconds = np.where(self._uneven(shape, now), _UNEVEN * seconds, seconds)
+                total += np.where(moves, seconds, 0.0)
                 now[..., axis] = np.where(moves, t, now[..., axis])
         return total
 
@@ -71,6 +77,13 @@ class Rates:
         latency, per_byte = self.terms[kind, axis]
         part = np.minimum(1.0, sizes / self.most) if self.combined else 1.0
         return np.where(self.mesh[axis] == 1, 0.0, latency * part + per_byte * sizes)
+
+    def _uneven(self, shape: tuple[int, ...], specs: Ints) -> Bools:
+        """Whether a dim does not divide into tiles, under each of many specs."""
+        found = np.zeros(specs.shape[:-1], dtype=bool)
+        for dim, length in enumerate(shape):
+            found |= length % np.where(specs == dim, self.mesh, 1).prod(-1) != 0
+        return found
 
     def _local_elements(self, shape: tuple[int, ...], specs: Ints) -> Floats:
         """The elements of a tile under each of many specs, padding included."""

@@ -2,7 +2,7 @@
 
 A value that several operators need in one form is moved once, and partial sums that are added are
 summed once. Which operators will agree is not known before the layout is: the optimistic share is
-the least that each may pay, the likely one assumes that products agree.
+the least that each may pay. The likely model has a node for the form (`forms`), which pays once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class Sharing:
             if edge.eqn is not None and edge.eqn.primitive is p.transpose_p and operands:
                 self.source[edge.eqn.outvars[0]] = self._source(operands[0])
             for atom in operands:
-                if optimistic or edge.level > 0:
-                    self.uses[self._source(atom)] += 1
+                self.uses[self._source(atom)] += 1
         self.smaller: dict[Any, float] = {}  # share of an unreduced value that is reduced
         for edge in reversed(flow.edges) if optimistic else ():
             for atom in edge.atoms[0]:
@@ -38,9 +37,7 @@ class Sharing:
 
     def of(self, edge: Edge) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The part of each operand's move, and of each result's sum, that an operator pays."""
-        operands = tuple(
-            1.0 if isinstance(a, Literal) else self._move(edge, a) for a in edge.atoms[0]
-        )
+        operands = tuple(1.0 if isinstance(a, Literal) else self.move(a) for a in edge.atoms[0])
         results = tuple(
             self.flow.shares.get(a, 1.0) * self.smaller.get(a, 1.0) for a in edge.atoms[1]
         )
@@ -49,12 +46,10 @@ class Sharing:
     def _source(self, var: Any) -> Any:
         return self.source.get(var, var)
 
-    def _move(self, edge: Edge, var: Any) -> float:
-        if isinstance(var, Literal):
-            return 1.0
+    def move(self, var: Any) -> float:
+        """The part of the move of a value that one who reads it pays."""
         narrow = self.flow.narrow.get(var, 1.0)
-        shared = self.optimistic or edge.level > 0
-        return narrow / max(self.uses[self._source(var)], 1) if shared else narrow
+        return narrow / max(self.uses[self._source(var)], 1) if self.optimistic else narrow
 
     def _postponed(self, var: Any, result: Any) -> None:
         size, after = (max(v.aval.size, 1) for v in (var, result))

@@ -51,10 +51,12 @@ class Tables:
 
     def of(
         self, edge: Edge, touches: Touches, shares: Shares
-    ) -> tuple[Floats, list[Floats | None]]:
-        """Costs of an operator's strategies, and a table for each of its tensors."""
+    ) -> tuple[Floats, list[Floats | None], Floats]:
+        """Costs of an operator's strategies, a table for each of its tensors, and the bytes of
+        partial sums before they are added up."""
         strategies = self._strategies(edge)
         costs = np.array([self._work(edge, s, touches) for s in strategies])
+        waiting = np.zeros(len(strategies))
         tables: list[Floats | None] = []
         for side, atoms in enumerate(edge.atoms):
             described = (edge.factors.operands, edge.factors.results)[side]
@@ -72,9 +74,14 @@ class Tables:
                 if side:
                     partial = [self._partial(edge, s) for s in strategies]
                     tables.append(self._into_result(made, partial, atom, weight))
+                    size = byte_size((), atom.aval.dtype)
+                    waiting += [
+                        size * local_elements(shape, m, self.mesh) * bool(over)
+                        for m, over in zip(made, partial, strict=True)
+                    ]
                 else:
                     tables.append(self._into_operand(made, atom, weight))
-        return self.rounded(costs * edge.runs * PICO), tables
+        return self.rounded(costs * edge.runs * PICO), tables, waiting
 
     def _strategies(self, edge: Edge) -> list[Strategy]:
         """Mesh axes given to factors, where every tensor can express it."""

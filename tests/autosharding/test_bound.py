@@ -12,6 +12,7 @@ import gshard
 from benchmarks import auto_cases
 from gshard.autosharding.auto import _Chooser, distinct_meshes
 from gshard.autosharding.candidates import Candidates
+from gshard.autosharding.clock import Clock
 from gshard.autosharding.specs import sharding_of, specs_of
 from gshard.autosharding.subject import Subject
 from gshard.forecast.hardware import hardware
@@ -25,8 +26,9 @@ def struct(*shape):
 
 def bound_of(fn, args, devices=8):
     subject = Subject.of(fn, args, devices)
-    candidates = Candidates(subject, MACHINE, MACHINE.memory, {})
-    chooser = _Chooser(subject, candidates, MACHINE, MACHINE.memory, 60.0)
+    clock = Clock(600.0, 60.0)
+    candidates = Candidates(subject, MACHINE, MACHINE.memory, {}, clock)
+    chooser = _Chooser(subject, candidates, MACHINE, MACHINE.memory, clock)
     return chooser._bound(distinct_meshes(MACHINE, devices), 60.0)
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
 from gshard.autosharding import backend, contest
+from gshard.autosharding.clock import Clock
 from gshard.autosharding.memory import Memory
 from gshard.autosharding.merging import merge
 from gshard.autosharding.messages import Messages
@@ -145,3 +147,25 @@ def test_three_nodes_that_want_to_differ_and_no_memory():
     problem = Problem((np.zeros(2),) * 3, edges, Memory.of([], np.zeros(0)))
     result = solve_exactly(problem, 20.0)
     assert (result.cost, result.bound) == (5.0, 5.0)
+
+
+def test_counted_work_does_not_depend_on_the_clock(monkeypatch):
+    """A machine that is five times as slow gives the same answer, and has done the same work."""
+    rng = np.random.default_rng(0)
+    pairs = [(i, j) for i in range(40) for j in range(i + 1, min(i + 3, 40))]
+    edges = tuple(Edge(i, j, rng.integers(0, 1000, (6, 6)).astype(float)) for i, j in pairs)
+    costs = tuple(rng.integers(0, 100, 6).astype(float) for _ in range(40))
+    holdings = [(i, i, i + 6, rng.integers(0, 50, 6).astype(float)) for i in range(40)]
+    problem = Problem(costs, edges, Memory.of(holdings, np.full(46, 120.0)))
+    found = []
+    real = time.monotonic
+    for speed in (1.0, 0.2):
+        monkeypatch.setattr("gshard.autosharding.clock.time.monotonic", lambda s=speed: real() / s)
+        clock = Clock(1e4, 0.05)
+        found.append((search(problem, 0.05, clock=clock), clock.done))
+        monkeypatch.undo()
+    (one, work), (two, again) = found
+    np.testing.assert_array_equal(one.answer, two.answer)
+    assert one.bound == two.bound
+    assert work == again > 0.05
+    assert one.gap > 0  # it was the work that ended it

@@ -22,7 +22,7 @@ def product():
     flow.add(jaxpr)
     (edge,) = [e for e in flow.edges if e.eqn is not None]
     tables = Tables(jaxpr, (8,), hardware("h100"), optimistic=False)
-    _, found = tables.of(edge, Touches(), ((1.0, 1.0), (1.0,)))
+    _, found, _ = tables.of(edge, Touches(), ((1.0, 1.0), (1.0,)))
     row = {factor: i for i, (factor,) in enumerate(tables._strategies(edge))}
     (contracted,) = edge.factors.reduced
     return tables, found, row[contracted], row[None]

@@ -1,0 +1,92 @@
+"""Memory over time: both ends of a reshard count, and no layout exceeds its limit."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import gshard
+from gshard.autosharding.candidates import Candidates, Choice
+from gshard.autosharding.clock import Clock
+from gshard.autosharding.model import build
+from gshard.autosharding.solve import solve
+from gshard.autosharding.subject import Subject
+from gshard.forecast.hardware import hardware
+
+MACHINE = hardware("h100")
+MB = 10**6
+
+
+def struct(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def gradients(weights, x):
+    def loss(weights):
+        y = x
+        for weight in weights:
+            y = jnp.tanh(y @ weight)
+        return jnp.sum(y**2)
+
+    return jax.grad(loss)(weights)
+
+
+ARGUMENTS = [struct(4096, 4096)] * 6, struct(8192, 4096)
+
+
+def _layout(subject, limit, copies):
+    """The best answer of the model on 8 devices in a row, with copies counted or not."""
+    model = build(subject.flat, (8,), MACHINE, limit)
+    answer = solve(model.problem).answer
+    if copies:
+        assert model.uncounted(answer)
+        model = build(subject.flat, (8,), MACHINE, limit, paired=set(model.forms))
+        answer = solve(model.problem).answer
+        assert not model.uncounted(answer)
+    peak = model.problem.memory.profile(answer).max()
+    assert peak <= limit
+    candidates = Candidates(subject, MACHINE, int(limit), {}, Clock(600.0))
+    return candidates.of_all(Choice(0.0, model, answer, peak)), peak
+
+
+@pytest.mark.parametrize("limit", [600 * MB, pytest.param(550 * MB, marks=pytest.mark.slow)])
+def test_gathered_copies_count(limit):
+    """Weights that are split and gathered for both passes are held twice in between."""
+    subject = Subject.of(gradients, ARGUMENTS, 8)
+    ignoring, _ = _layout(subject, limit, copies=False)
+    assert ignoring.memory_bytes > limit
+    counting, peak = _layout(subject, limit, copies=True)
+    assert counting.memory_bytes <= limit
+    assert counting.memory_bytes == pytest.approx(peak, rel=1e-3)
+
+
+def test_partial_sums_count():
+    """A product over a split dim makes all of its result on every device before it is summed."""
+
+    def product(x, w):
+        return x @ w
+
+    arguments = struct(4096, 65_536), struct(65_536, 4096)
+    flat = Subject.of(product, arguments, 8).flat
+    least = 4096 * 65_536 * 4 * 2 / 8 + 4096 * 4096 * 4 / 8  # all split over the long dim
+    partial = 4096 * 4096 * 4 * MACHINE.reached.slack
+    model = build(flat, (8,), MACHINE, 1.01 * (least + partial))
+    inner = solve(model.problem)
+    assert model.specs(inner.answer) == [(1,), (0,)]
+    tight = solve(build(flat, (8,), MACHINE, least + 0.9 * partial).problem)
+    assert tight.cost > inner.cost
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        (700 * MB, 6.0),
+        pytest.param(480 * MB, 60.0, marks=pytest.mark.slow),
+        pytest.param(550 * MB, 60.0, marks=pytest.mark.slow),
+    ],
+)
+def test_no_layout_exceeds_its_limit(limit, seconds):
+    layout = gshard.auto(
+        gradients, *ARGUMENTS, devices=8, hardware="h100", memory=limit, seconds=seconds
+    )
+    assert layout.memory_bytes <= limit
+    assert layout.memory_bytes == layout.lowered.forecast("h100").memory_bytes
