@@ -214,7 +214,9 @@ class Candidates:
 
     def _lowered(self, layout: Layout) -> tuple[Layout, Forecast]:
         subject, began = self.subject, time.monotonic()
-        keywords = {"hardware": self.machine, **self.keywords, "devices": subject.devices}
+        # The forecast does not count overlap, so that pieces for it would only seem to cost.
+        keywords = {"hardware": self.machine, "overlap": False, **self.keywords}
+        keywords["devices"] = subject.devices
         lowered = jit(subject.fn, annotations=layout, **keywords).lower(*subject.args)
         forecast = lowered.forecast(self.machine)
         self.clock.charge(self.lowering_work)

@@ -44,7 +44,7 @@ def _arguments(batch, features=256, hidden=1024):
 
 
 def _seconds(annotate, args, devices=8):
-    program = gshard.jit(annotate, devices=devices, hardware="h100").lower(*args)
+    program = gshard.jit(annotate, devices=devices, hardware="h100", overlap=False).lower(*args)
     return program.forecast().step_seconds
 
 
@@ -265,7 +265,7 @@ def test_the_best_of_all_layouts_of_a_product(batch, features, hidden, devices):
                 sharding_of(s, 2, mesh) if any(d >= 0 for d in s) else None for s in pair
             )
             lowered = gshard.jit(
-                product, in_shardings=shardings, devices=devices, hardware="h100"
+                product, in_shardings=shardings, devices=devices, hardware="h100", overlap=False
             ).lower(*args)
             best = min(best, lowered.forecast().step_seconds)
     assert layout.bound <= best
@@ -328,7 +328,9 @@ def test_what_each_annotation_saves_is_what_a_step_takes_without_it():
         own = (annotation.shape, annotation.dims)
         rest = tuple(a for a in layout.annotations if (a.shape, a.dims) != own)
         without = dataclasses.replace(layout, annotations=rest, results=())
-        lowered = gshard.jit(step, annotations=without, devices=8, hardware="h100").lower(*args)
+        lowered = gshard.jit(
+            step, annotations=without, devices=8, hardware="h100", overlap=False
+        ).lower(*args)
         more = lowered.forecast().step_seconds - layout.seconds
         assert annotation.saves == pytest.approx(more)
     assert "saves" in str(layout)
