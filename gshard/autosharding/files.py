@@ -56,7 +56,7 @@ def read(path: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ValueError(f"{path} is no layout: its format is not {_FORMAT!r}")
+        raise ValueError(f"{path} is not a layout: its format is not {_FORMAT!r}")
     given = content.get("mesh")
     mesh: dict[str, int] = given if isinstance(given, dict) else {}
     if not mesh or not all(_is_count(n, 1) for n in mesh.values()):
@@ -130,5 +130,5 @@ def _checked(where: str, entry: Any, mesh: Mapping[str, int]) -> tuple[tuple[int
     if unknown := [axis for axis in used if not isinstance(axis, str) or axis not in mesh]:
         raise ValueError(f"{where}: axis {unknown[0]!r} is not in the mesh; it has {list(mesh)}")
     if len(set(used)) < len(used):
-        raise ValueError(f"{where}: a mesh axis cuts two dims: {dims!r}")
+        raise ValueError(f"{where}: a mesh axis splits two dims: {dims!r}")
     return tuple(shape), tuple(tuple(axes) for axes in dims)

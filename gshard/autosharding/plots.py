@@ -14,7 +14,7 @@ _CHOSEN, _FRONTIER, _OTHERS = "chosen", "the least time for the memory", "other 
 def plot(layout: Any, path: Path) -> Path:
     """Milliseconds of a step against gigabytes on each device, of all layouts that were lowered."""
     if not layout.considered:
-        raise ValueError("a layout that was loaded has no frontier: find it anew with gshard.auto")
+        raise ValueError("a layout that was loaded has no frontier: search again with gshard.auto")
     frontier = [(c.memory_bytes / _GB, 1e3 * c.seconds) for c in layout.frontier]
     every = {(c.memory_bytes / _GB, 1e3 * c.seconds) for c in layout.considered}
     others = sorted(every - set(frontier))

@@ -132,7 +132,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def refuse_special(path: Path) -> None:
     """An OSError for a pipe or a device, which may never end, and for a folder."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.ENXIO, "is no regular file", str(path))
+        raise OSError(errno.ENXIO, "is not a regular file", str(path))
 
 
 def printable(text: str) -> str:

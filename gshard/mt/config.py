@@ -112,7 +112,7 @@ class RunConfig:
             least, most = _BOUNDS.get(name, (-_LARGEST, _LARGEST))
             if not least <= value <= most:  # nan too
                 end = "" if most == _INFINITE else f" and at most {most:,}"
-                raise ValueError(f"{name} is {value:,}; it is at least {least:,}{end}")
+                raise ValueError(f"{name} is {value:,}; it must be at least {least:,}{end}")
 
 
 _INFINITE = float("inf")
@@ -176,7 +176,7 @@ def override(config: RunConfig, assignments: Sequence[str]) -> RunConfig:
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals:
-            raise UserError(f"{assignment!r} is no setting: settings are written name=value")
+            raise UserError(f"{assignment!r} is not a setting: settings are written name=value")
         if name not in known:
             raise UserError(
                 f"no setting {name!r}{nearest(name, known)} "
@@ -299,7 +299,7 @@ def read(path: Path) -> RunConfig:
     except FileNotFoundError:
         raise UserError(f"no configuration at {path}") from None
     except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
-        raise UserError(f"{path} holds no configuration: {error}") from None
+        raise UserError(f"{path} does not contain a configuration: {error}") from None
 
 
 def conflicts(saved: RunConfig, wanted: RunConfig, done: int) -> list[str]:

@@ -78,7 +78,7 @@ def start(
         there = jax.device_count()
     except RuntimeError as error:  # JAX_PLATFORMS, or a driver
         first = (str(error).splitlines() or [""])[0]
-        raise UserError(f"JAX does not come up: {first[:300]}") from None
+        raise UserError(f"JAX could not be initialized: {first[:300]}") from None
     if devices > there:
         raise UserError(
             f"{devices} devices asked for, but there are {there} ({jax.devices()[0].device_kind})"

@@ -53,7 +53,7 @@ class Run:
                     f"`gshard train {folder}` continues it; another --out starts a new one"
                 )
         elif folder.is_dir() and any(not p.name.startswith(LOCK) for p in folder.iterdir()):
-            raise UserError(f"{folder} is not empty and no run; name a new folder for the run")
+            raise UserError(f"{folder} is not empty and not a run; name a new folder for the run")
         atomic.write_json(folder / CONFIG, to_json(config))
         return Run(folder, config)
 

@@ -129,11 +129,11 @@ def test_files(tmp_path):
     said = json.loads(path.read_text())
     (name, entry), *_ = said["arguments"].items()
     for change, message in (
-        ({"format": "other"}, "is no layout"),
+        ({"format": "other"}, "is not a layout"),
         ({"mesh": {"a": "many"}}, "positive sizes"),
         ({"arguments": {name: 3}}, "shape and dims"),
         ({"arguments": {name: {**entry, "dims": [["z"], []]}}}, "'z' is not in the mesh"),
-        ({"arguments": {name: {**entry, "dims": [["a"], ["a"]]}}}, "cuts two dims"),
+        ({"arguments": {name: {**entry, "dims": [["a"], ["a"]]}}}, "splits two dims"),
         ({"arguments": {name: {**entry, "dims": [["a"]]}}}, "has 2 dims"),
     ):
         path.write_text(json.dumps({**said, **change}))

@@ -54,14 +54,14 @@ def test_an_override_has_the_type_of_its_setting(assignment, value):
         ("batch.mode=packed", "did you mean 'pack'"),
         ("model.source_vocab=7", "no setting"),  # the vocabularies say how many
         ("steps", "name=value"),
-        ("train.save_every=0", "train.save_every is 0; it is at least 1"),
-        ("train.steps=-1", "train.steps is -1; it is at least 1"),
-        ("model.heads=0", "model.heads is 0; it is at least 1"),
-        ("model.experts=-1", "model.experts is -1; it is at least 0"),
+        ("train.save_every=0", "train.save_every is 0; it must be at least 1"),
+        ("train.steps=-1", "train.steps is -1; it must be at least 1"),
+        ("model.heads=0", "model.heads is 0; it must be at least 1"),
+        ("model.experts=-1", "model.experts is -1; it must be at least 0"),
         ("model.input_dropout=1", "at least 0 and at most 0.999"),
-        ("optimizer.learning_rate=nan", "learning_rate is nan; it is at least 0"),
+        ("optimizer.learning_rate=nan", "learning_rate is nan; it must be at least 0"),
         ("train.seed=99999999999999999999", "at most 2,147,483,647"),
-        ("devices.tensor=0", "devices.tensor is 0; it is at least 1"),
+        ("devices.tensor=0", "devices.tensor is 0; it must be at least 1"),
     ],
 )
 def test_a_wrong_setting_is_an_error_that_helps(assignment, said):
@@ -100,7 +100,7 @@ def test_unknown_names_are_refused_with_the_nearest(tmp_path):
         configs.from_json(tree)
     bad = tmp_path / "config.json"
     bad.write_text("{")
-    with pytest.raises(UserError, match="holds no configuration"):
+    with pytest.raises(UserError, match="does not contain a configuration"):
         configs.read(bad)
 
 
@@ -145,7 +145,7 @@ def test_the_dense_preset_does_the_arithmetic_of_the_sparse_one():
         ("data.corpus", 5, "data.corpus is 5, which is not text"),
         ("vocabulary.languages", "de", "vocabulary.languages is 'de', which is not a list"),
         ("model.gating", [], r"model.gating is \[\], and not a table of settings"),
-        ("train.keep", 0, "train.keep is 0; it is at least 1"),
+        ("train.keep", 0, "train.keep is 0; it must be at least 1"),
         ("optimizer.name", "sgd", "optimizer.name is 'sgd', which is not adafactor, adam"),
     ],
 )

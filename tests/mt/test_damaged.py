@@ -40,13 +40,13 @@ def test_pipes_and_devices_are_neither_read_nor_replaced(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for special in (pipe, Path("/dev/null"), tmp_path):
-        with pytest.raises(OSError, match="is no regular file"):
+        with pytest.raises(OSError, match="is not a regular file"):
             atomic.read_text(special)
-        with pytest.raises(OSError, match="is no regular file"):
+        with pytest.raises(OSError, match="is not a regular file"):
             atomic.checksum(special)
-        with pytest.raises(OSError, match="is no regular file"), atomic.new_file(special):
+        with pytest.raises(OSError, match="is not a regular file"), atomic.new_file(special):
             pass
-        with pytest.raises(OSError, match="is no regular file"):
+        with pytest.raises(OSError, match="is not a regular file"):
             FileOutput(special, {})
     assert pipe.is_fifo()
     assert Path("/dev/null").is_char_device()
@@ -70,7 +70,7 @@ def test_the_command_says_it_in_a_sentence(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["study", str(tmp_path / "plan.toml")])
     assert ended.value.code == 1
-    assert "plan.toml: is no regular file" in capsys.readouterr().err
+    assert "plan.toml: is not a regular file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_vocabularies_replace_vocabularies_only(tokenizer, tmp_path):
         ("source = [5]", "wrong type"),
         ('test_share = "much"', "test_share is 'much', and not a number"),
         ("dev_share = true", "dev_share is True"),
-        ('test_share = 0.1 "\udcff"', "no text in UTF-8"),
+        ('test_share = 0.1 "\udcff"', "not text in UTF-8"),
     ],
 )
 def test_a_tier_of_wrong_types(tmp_path, text, said):

@@ -59,7 +59,9 @@ class BatchConfig:
                 f"mode {self.mode!r} is none of {', '.join(MODES)}{nearest(self.mode, MODES)}"
             )
         if min(self.rows, self.source_length, self.target_length) < 1:
-            raise UserError("a batch needs rows, and its rows need room")
+            raise UserError(
+                "a batch needs at least one row, and a row at least one token of each side"
+            )
         if not 0 < self.short_weight <= 1:
             raise UserError(f"short_weight {self.short_weight} is not in (0, 1]")
         if not self.buckets or max(self.buckets) != 1 or min(self.buckets) <= 0:

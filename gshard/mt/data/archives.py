@@ -83,7 +83,7 @@ def _not_a_file(place: Path) -> str:
         mode = place.stat().st_mode
     except OSError as error:
         return error.strerror or str(error)  # a link that leads nowhere, say
-    return "" if stat.S_ISREG(mode) else "it is no regular file"
+    return "" if stat.S_ISREG(mode) else "it is not a regular file"
 
 
 def _files(root: Path) -> Iterator[Path]:

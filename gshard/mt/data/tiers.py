@@ -160,7 +160,7 @@ def load(name: str, inside: tuple[str, ...] = ()) -> Tier:
         try:
             return parse(atomic.read_text(path), path.stem, (*inside, name))
         except UnicodeDecodeError as error:
-            raise UserError(f"{name} is no text in UTF-8: {error}") from None
+            raise UserError(f"{name} is not text in UTF-8: {error}") from None
     if name not in shipped():
         raise UserError(
             f"no tier {name!r}{nearest(name, shipped())} "
@@ -235,7 +235,7 @@ def _source(entry: dict[str, Any], tier: str) -> Source:
 def _spelling(text: str, pattern: re.Pattern[str], where: str) -> None:
     """Refuse what is no name: a client would take it for an option, a path or an address."""
     if not pattern.fullmatch(str(text)):
-        raise UserError(f"{where} {text!r} is not spelt as one")
+        raise UserError(f"{where} {text!r} is not a valid name")
 
 
 def _check(entry: dict[str, Any], known: set[str], where: str) -> None:

@@ -78,7 +78,7 @@ def parse_own(kind: str, argument: str, clean: bool = True) -> Own:
         if path.is_dir() != (kind == "catalogs"):
             raise UserError(f"--{kind}: {path} is {'a' if path.is_dir() else 'no'} folder")
         if not path.is_dir() and not path.is_file():
-            raise UserError(f"--{kind}: {path} is no regular file")
+            raise UserError(f"--{kind}: {path} is not a regular file")
         if path.is_file() and not path.stat().st_size:
             raise UserError(f"--{kind}: {path} is empty")
     if kind == "moses" and language_of(_moses_language(paths[0])) is None:
@@ -139,7 +139,7 @@ def _language(name: str, where: str) -> str:
     # Most files are long runs of one language, and language_of remembers its answers.
     language = language_of(name)
     if language is None:
-        raise UserError(f"{where}: {name!r} is no language to translate from")
+        raise UserError(f"{where}: {name!r} is not a language to translate from")
     return language
 
 
@@ -175,7 +175,7 @@ def _read_parquet(own: Own, report: readers.Report) -> Iterator[OwnPair]:
     try:
         file = pq.ParquetFile(path)
     except pa.ArrowInvalid as error:
-        raise UserError(f"{path} is no Parquet file: {error}") from None
+        raise UserError(f"{path} is not a Parquet file: {error}") from None
     names = file.schema_arrow.names
     for name in ("language", "source", "english"):
         if name not in names:

@@ -56,7 +56,7 @@ class BeamConfig:
         if self.max_length < 1:
             raise ValueError(f"max_length is {self.max_length}; the end alone takes 1")
         if not 0 <= self.alpha <= MOST_ALPHA:  # nor is it nan
-            raise ValueError(f"alpha is {self.alpha}; it is from 0 to {MOST_ALPHA}")
+            raise ValueError(f"alpha is {self.alpha}; it must be from 0 to {MOST_ALPHA}")
         if END in self.banned:
             raise ValueError(f"token {END} ends a sentence and cannot be banned")
 

@@ -43,7 +43,7 @@ class TranslateConfig:
 
     def __post_init__(self) -> None:
         if self.beam < 1:
-            raise UserError(f"a beam of {self.beam} keeps nothing; 1 is greedy search")
+            raise UserError(f"a beam of {self.beam} is too small; 1 is greedy search")
         if max(self.beam, self.rows) > MOST:
             raise UserError(
                 f"a beam of {self.beam:,} in batches of {self.rows:,} rows; of each, {MOST:,} is "
@@ -55,7 +55,9 @@ class TranslateConfig:
                 "nbest is from 1 to beam"
             )
         if not 0 <= self.alpha <= MOST_ALPHA:  # nor is it nan
-            raise UserError(f"alpha is {self.alpha}; it is from 0 to {MOST_ALPHA:g}, usually 0.6")
+            raise UserError(
+                f"alpha is {self.alpha}; it must be from 0 to {MOST_ALPHA:g}, usually 0.6"
+            )
         if self.rows < 1:
             raise UserError(f"batches of {self.rows} rows are empty; at least 1 is needed")
         if self.longest < 4 or self.most < 2 or self.shortest < 1:

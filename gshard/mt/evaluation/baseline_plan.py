@@ -93,9 +93,9 @@ class BaselineConfig:
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise UserError(f"{self.steps} steps of training a baseline are none; 4000 is usual")
+            raise UserError(f"{self.steps} training steps of a baseline are too few; 4000 is usual")
         if self.models < 1:
-            raise UserError(f"{self.models} models side by side train nothing")
+            raise UserError(f"{self.models} models side by side are too few; at least 1 is needed")
 
 
 def of_steps(steps: int, fall: float = 0.0) -> BaselineConfig:

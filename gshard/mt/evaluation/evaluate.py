@@ -65,10 +65,10 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         # The search refuses the same, but only when there is something to translate.
         if not 1 <= self.beam <= 1 << 16:
-            raise UserError(f"a beam of {self.beam} keeps nothing, or too much; 1 is greedy search")
+            raise UserError(f"a beam of {self.beam} is out of range; 1 is greedy search")
         if not 0 <= self.alpha <= 10:  # nor is it nan
             raise UserError(
-                f"alpha is {self.alpha}; it is from 0, which favours short sentences, to 10"
+                f"alpha is {self.alpha}; it must be from 0, which favours short sentences, to 10"
             )
         if self.examples < 0:
             raise UserError(f"{self.examples} examples cannot be shown")

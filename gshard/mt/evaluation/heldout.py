@@ -50,7 +50,7 @@ def held_out(
     if split not in SPLITS:
         raise UserError(f"no split {split!r}{nearest(split, SPLITS)}")
     if most < 0:
-        raise UserError(f"{most} sentences of each language cannot be had; 0 is all")
+        raise UserError(f"{most} sentences of each language are not possible; 0 means all")
     found = []
     for task in sorted(tasks, key=lambda task: (-corpus.count(task.foreign), str(task))):
         if not corpus.count(task.foreign, split):

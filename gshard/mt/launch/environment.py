@@ -37,7 +37,9 @@ class Hosts:
         if self.count > MOST:
             raise UserError(f"{who}{self.count:,} processes; {MOST:,} are the most")
         if self.count < 1 or not 0 <= self.index < self.count:
-            raise UserError(f"{who}process {self.index} of {self.count} cannot be; {_OVERRIDE}")
+            raise UserError(
+                f"{who}process {self.index} of {self.count} does not exist; {_OVERRIDE}"
+            )
         if self.count > 1 and not _is_address(self.coordinator):
             had = f"{self.coordinator!r} is no" if self.coordinator else "they need a"
             raise UserError(f"{who}{self.count} processes: {had} HOST:PORT of process 0")

@@ -34,9 +34,9 @@ def export(run: Run, out: Path, which: str = "best") -> Path:
     if out.exists():
         raise UserError(f"{out} exists already; a release goes to a new folder")
     if run.model_config.experts:
-        raise UserError(f"{run.folder} has experts, which CTranslate2 has no form for")
+        raise UserError(f"{run.folder} has experts, which CTranslate2 does not support")
     if reason := inexpressible(run.model_config):
-        raise UserError(f"{run.folder} has no form in CTranslate2: {reason}")
+        raise UserError(f"{run.folder} cannot be expressed in CTranslate2: {reason}")
     model, step = load_model(run, which)
     spec = specification(model)
     tokenizer = run.tokenizer

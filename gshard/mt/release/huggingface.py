@@ -47,7 +47,7 @@ def export(run: Run, out: Path, which: str = "best") -> Path:
     if out.exists():
         raise UserError(f"{out} exists already; a release goes to a new folder")
     if reason := inexpressible(run.model_config):
-        raise UserError(f"{run.folder} has no form in Hugging Face's layout: {reason}")
+        raise UserError(f"{run.folder} cannot be expressed in Hugging Face's layout: {reason}")
     model, step = load_model(run, which)
     arrays = {name: np.asarray(array, np.float32) for name, array in renamed(model)}
     count = sum(leaf.size for leaf in jax.tree.leaves(model))

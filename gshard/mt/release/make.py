@@ -86,7 +86,7 @@ def verify(run: Run) -> int:
     An error too for a release of an earlier version, which has no checksums.
     """
     if not is_release(run):
-        raise UserError(f"{run.folder} is no release; `gshard release {run.folder} --out NEW`")
+        raise UserError(f"{run.folder} is not a release; `gshard release {run.folder} --out NEW`")
     wanted = named(model_like(run.model_config))
     if why := problem(run, wanted) or ("" if has_checksums(run) else unverifiable(run)):
         raise UserError(why)

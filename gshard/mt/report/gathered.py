@@ -121,7 +121,7 @@ def gather(folders: Sequence[str | Path]) -> list[Run]:
                 f"there is no run at {folder}: a run is a folder that gshard train makes"
             )
         if not any((path / name).exists() for name in FILES):
-            raise UserError(f"{folder} is no run: it has none of {', '.join(FILES)}")
+            raise UserError(f"{folder} is not a run: it has none of {', '.join(FILES)}")
         if path.resolve() not in [known.resolve() for known in paths]:
             paths.append(path)
     return [_read_run(path, name) for path, name in zip(paths, _names(paths), strict=True)]

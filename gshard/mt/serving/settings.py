@@ -49,7 +49,8 @@ class Settings:
                 context.load_cert_chain(self.tls_cert, self.tls_key)
             except OSError as error:  # of which ssl.SSLError is one
                 raise UserError(
-                    f"{self.tls_cert} and {self.tls_key} are no certificate and key in PEM: {error}"
+                    f"{self.tls_cert} and {self.tls_key} are not a certificate and a key in PEM: "
+                    f"{error}"
                 ) from None
 
     @property

@@ -99,7 +99,7 @@ def read_plan(path: str | Path) -> Study:
     except FileNotFoundError:
         raise UserError(f"no plan at {path}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is no TOML: {error}") from None
+        raise UserError(f"{path} is not TOML: {error}") from None
     known = ("corpus", "folder", "preset", "settings", "evaluate", "baselines", "compare", "runs")
     _refuse_unknown(found, known, path, "")
     runs = tuple(_runs(found, path))

@@ -39,7 +39,7 @@ def load_model(run: Run, which: str = "best", like: Any = None) -> tuple[Transfo
         lines = "\n  ".join(changed)
         raise UserError(
             f"{run.folder} is not as it was at step {step}:\n  {lines}\n"
-            "its translations would be others; bring that back"
+            "its translations would differ; restore what changed"
         )
     return model, step
 

@@ -126,7 +126,7 @@ def _refuse_changes(run: Run, checkpoints: Checkpoints) -> None:
         lines = "\n  ".join(changed)
         raise UserError(
             f"{run.folder} is not as it was at step {note['step']}:\n  {lines}\n"
-            "its losses would be others; bring that back, or start a new run"
+            "its losses would differ; restore what changed, or start a new run"
         )
 
 

@@ -123,7 +123,7 @@ def test_a_pipe_is_not_waited_for(capsys, tmp_path):
     os.mkfifo(tmp_path / "pipe.tsv")
     options = ("--tsv", tmp_path / "pipe.tsv", "--out", tmp_path / "corpus")
     status, _, err = run(capsys, "data", "gather", *options)
-    assert (status, "pipe.tsv is no regular file" in err) == (1, True)
+    assert (status, "pipe.tsv is not a regular file" in err) == (1, True)
 
 
 def test_a_folder_that_cannot_be_made_is_a_sentence(capsys, tmp_path, tsv):

@@ -243,7 +243,7 @@ def test_what_is_no_name_of_a_package_is_refused(client, package):
         packages = ["{package}"]
         read = [{{format = "catalogs"}}]
     """
-    with pytest.raises(UserError, match="is not spelt as one"):
+    with pytest.raises(UserError, match="is not a valid name"):
         tiers.parse(text, "mine")
     if client == "pip":
         option = text.replace(package, "app") + 'arguments = ["--index-url"]'

@@ -203,8 +203,8 @@ GOOD = f"de\t{translated(1)}\t{sentence(1)}\n".encode()
     [
         (GOOD + "de\tÜber\tAbout\n".encode("latin-1"), "line 2: not UTF-8"),
         (GOOD + b"de\tnur eine Seite\n", "line 2: 2 columns"),
-        (GOOD + b"en\tOpen\tOpen\n", "line 2: 'en' is no language"),
-        (GOOD + b"klingonese\tOpen\tOpen\n", "'klingonese' is no language"),
+        (GOOD + b"en\tOpen\tOpen\n", "line 2: 'en' is not a language"),
+        (GOOD + b"klingonese\tOpen\tOpen\n", "'klingonese' is not a language"),
         (b"language\tsource\tenglish\n", "has no pairs"),
         (b"de\tgleich\tgleich\n", "no pair survived the cleaning"),
     ],

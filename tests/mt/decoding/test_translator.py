@@ -151,7 +151,7 @@ def test_impossible_settings():
         ({"beam": 0}, "beam of 0"),
         ({"beam": 2, "nbest": 3}, "3 best"),
         ({"alpha": float("nan")}, "alpha"),
-        ({"alpha": 1e308}, r"alpha is 1e\+308; it is from 0 to 10"),
+        ({"alpha": 1e308}, r"alpha is 1e\+308; it must be from 0 to 10"),
         ({"beam": 10**20}, "the most"),
         ({"rows": 10**20}, "the most"),
         ({"rows": 0}, "0 rows"),

@@ -127,14 +127,14 @@ def test_what_each_launcher_says(environment, expected):
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({**PLAIN, "GSHARD_PROCESS": "2"}, "GSHARD_*: process 2 of 2 cannot be"),
+        ({**PLAIN, "GSHARD_PROCESS": "2"}, "GSHARD_*: process 2 of 2 does not exist"),
         ({**PLAIN, "GSHARD_PROCESS": "one"}, "GSHARD_PROCESS is 'one', and not a whole number"),
         ({**PLAIN, "GSHARD_COORDINATOR": "host"}, "'host' is no HOST:PORT"),
         ({"GSHARD_PROCESSES": "2"}, "GSHARD_PROCESS is not set"),
         ({"GSHARD_PROCESSES": "2", "GSHARD_PROCESS": "0"}, "2 processes: they need a HOST:PORT"),
         ({"JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID is not set"),
         ({**SLURM, "SLURM_PROCID": "-1"}, "Slurm: SLURM_PROCID is '-1'"),
-        ({**SLURM, "SLURM_PROCID": "4"}, "Slurm: process 4 of 4 cannot be"),
+        ({**SLURM, "SLURM_PROCID": "4"}, "Slurm: process 4 of 4 does not exist"),
         ({**SLURM, **OPEN_MPI_4}, "Slurm says 2 of 4, Open MPI says 5 of 8"),
         ({**OPEN_MPI_5, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "does not say on which host"),
         ({"JOB_COMPLETION_INDEX": "2"}, "set PROCESSES_IN_JOB in the job's file"),
@@ -174,7 +174,7 @@ def test_the_command_line_decides(monkeypatch):
     assert members("", 1, None) == Hosts()  # whatever is found, this one works alone
     with pytest.raises(UserError, match="which process is this"):
         members("", None, 1)
-    with pytest.raises(UserError, match="process 3 of 1 cannot be"):
+    with pytest.raises(UserError, match="process 3 of 1 does not exist"):
         members("", 1, 3)
     for name in OPEN_MPI_4:
         monkeypatch.delenv(name)

@@ -172,4 +172,6 @@ def test_a_platform_that_is_not_there_is_a_line(tmp_path):
     )
     status, (said,) = ended(process)
     assert status == 1
-    assert said.startswith("gshard: JAX does not come up: Unable to initialize backend 'nonsense'")
+    assert said.startswith(
+        "gshard: JAX could not be initialized: Unable to initialize backend 'nonsense'"
+    )

@@ -258,7 +258,7 @@ def test_verifying_by_the_command(run, tmp_path, capsys):
     (made / "README.md").write_text("edited")  # which may be
     for arguments, code, said in (
         ((made, "--verify"), None, "every file matches its checksum"),
-        ((run.folder, "--verify"), 1, "is no release"),
+        ((run.folder, "--verify"), 1, "is not a release"),
         ((run.folder,), 1, "either --out"),
         ((made, "--verify", "--out", tmp_path / "x"), 1, "either --out"),
     ):

@@ -310,7 +310,7 @@ def test_the_command(capsys, tmp_path, runs, monkeypatch):
     (tmp_path / "file").write_text("")
     for arguments, message in (
         (["nowhere"], "there is no run at nowhere"),
-        (["empty"], "empty is no run"),
+        (["empty"], "empty is not a run"),
         ([runs[0], "--out", tmp_path / "file" / "a.html"], "cannot write"),
     ):
         code, _, errors = run(*arguments)
