@@ -8,7 +8,9 @@ search goes on to the last of `--steps` steps, in which the best hypothesis of e
 its tokens. Each engine has a process of its own for each number of threads; the engines take turns
 for `--rounds` rounds, and the fastest search counts. `of CT2` is the share of CTranslate2's rate in
 the same numbers (float32 or 8 bits), `of dense` that of the same engine without experts. `XLA` is
-the compiled search, which `gshard translate` uses on accelerators. Memory is the process's peak.
+the compiled search, which `gshard translate` uses on accelerators. Memory is the process's peak,
+that of loading included. `--clock processor` divides by processor time for each thread, which
+other work on the machine affects less.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ ENGINES = {
 }
 LENGTH = 24  # source tokens of a sentence
 BEAM = 4
+CLOCKS = ("wall", "processor")
 Search = Callable[[np.ndarray], int]  # sentences to target tokens
 
 
@@ -61,8 +63,8 @@ def dims(experts: int = 0) -> Any:
 
 def random_weights(config: Any) -> dict[str, np.ndarray]:
     """Weights by name, of about the size that they have before training."""
-    from gshard.mt.training.checkpoint import named
     from gshard.mt.training.loading import model_like
+    from gshard.mt.training.names import named
 
     rng = np.random.default_rng(0)
     found = {}
@@ -102,8 +104,8 @@ def xla_engine(config: Any, steps: int) -> Search:
     import jax
 
     from gshard.mt.decoding.beam import BeamConfig, beam_search
-    from gshard.mt.training.checkpoint import unnamed
     from gshard.mt.training.loading import model_like
+    from gshard.mt.training.names import unnamed
 
     model = jax.device_put(unnamed(random_weights(config), model_like(config)))
     search = BeamConfig(beam=BEAM, max_length=steps)
@@ -116,8 +118,8 @@ def ctranslate2_engine(config: Any, steps: int, int8: bool, threads: int) -> Sea
     import ctranslate2
 
     from gshard.mt.release.ctranslate2 import specification
-    from gshard.mt.training.checkpoint import unnamed
     from gshard.mt.training.loading import model_like
+    from gshard.mt.training.names import unnamed
 
     spec = specification(unnamed(random_weights(config), model_like(config)))
     source_pieces = ["<unk>", "<s>", "</s>", *map(str, range(3, config.source_vocab))]
@@ -163,11 +165,13 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
     for sentences in given["sentences"]:
         source = rng.integers(4, config.source_vocab, (sentences, LENGTH)).astype(np.int32)
         search(source)
-        best = 0.0
+        best = dict.fromkeys(CLOCKS, 0.0)
         for _ in range(3 if sentences == 1 else 1):
-            begin = time.perf_counter()
+            begin = time.perf_counter(), time.process_time() / threads
             tokens = search(source)
-            best = max(best, tokens / (time.perf_counter() - begin))
+            ends = time.perf_counter(), time.process_time() / threads
+            for clock, first, last in zip(CLOCKS, begin, ends, strict=True):
+                best[clock] = max(best[clock], tokens / (last - first))
         rates[str(sentences)] = best
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {"rates": rates, "megabytes": peak}
@@ -188,19 +192,20 @@ def in_own_process(given: dict[str, Any]) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def table(threads: int, found: dict[str, dict[str, Any]], sentences: list[int]) -> None:
+def table(threads: int, found: dict[str, dict[str, Any]], sentences: list[int], clock: str) -> None:
     """Print the rows of one number of threads."""
-    print(f"\n{threads} thread{'s' * (threads > 1)}: target tokens a second")
+    seconds = "a second" if clock == "wall" else "a second of processor time"
+    print(f"\n{threads} thread{'s' * (threads > 1)}: target tokens {seconds}")
     heads = [f"{f'{count} sentences':>14} {'of CT2':>7} {'of dense':>8}" for count in sentences]
     print(f"{'':26}" + " ".join(heads) + f" {'memory':>9}")
     for name, row in found.items():
         numbers = "int8" if "int8" in name else "float32"
         cells = []
         for count in map(str, sentences):
-            rate = row["rates"][count]
+            rate = row["rates"][count][clock]
             peer = found.get(f"CTranslate2 {numbers}")
             dense = found.get(f"gshard {numbers}") if "experts" in name else None
-            shares = [f"{rate / o['rates'][count]:.2f}" if o else "" for o in (peer, dense)]
+            shares = [f"{rate / o['rates'][count][clock]:.2f}" if o else "" for o in (peer, dense)]
             cells.append(f"{rate:14.1f} {shares[0]:>7} {shares[1]:>8}")
         print(f"{name:26}" + " ".join(cells) + f" {row['megabytes']:6.0f} MB", flush=True)
 
@@ -213,6 +218,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--steps", type=int, default=32)
     options.add_argument("--rounds", type=int, default=2)
     options.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
+    options.add_argument("--clock", nargs="+", default=["wall"], choices=CLOCKS)
     options.add_argument("--measure", help=argparse.SUPPRESS)
     given = options.parse_args(arguments)
     if given.measure:
@@ -225,11 +231,12 @@ def main(arguments: list[str] | None = None) -> None:
                 asked = {"threads": threads, "steps": given.steps, "sentences": given.sentences}
                 row = in_own_process({**ENGINES[name], **asked})
                 best = found.setdefault(name, row)
-                for count, rate in row["rates"].items():
-                    best["rates"][count] = max(best["rates"][count], rate)
-        table(threads, found, given.sentences)
+                for count, rates in row["rates"].items():
+                    for clock, rate in rates.items():
+                        best["rates"][count][clock] = max(best["rates"][count][clock], rate)
+        for clock in given.clock:
+            table(threads, found, given.sentences, clock)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
     main()

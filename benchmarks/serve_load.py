@@ -1,12 +1,15 @@
 """Load on `gshard serve` beside CTranslate2 of the same dims: rate, latency, checked answers.
 
     python -m benchmarks.serve_load --seconds 60
+    python -m benchmarks.serve_load --minutes 60        only gshard: is its memory flat?
 
 1, 8, 64 and 256 clients ask for one sentence after the other. Both engines have the same weights (a
 dense model that has learned nothing), the same greedy search and the same HTTP server and batches,
 so that what differs is the engine. Each answer is compared with the engine's own translation of
 that sentence: `wrong` counts answers that are another's, `lost` requests without an answer. A
-refusal (503) is retried and counted.
+refusal (503) is retried and counted. With `--minutes`, 8 clients ask for so long, the process's
+memory is printed each minute, and an exit status of 1 tells that the second half of the time ended
+with over 2% more than it began with, or that an answer was lost or another's.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import concurrent.futures
 import dataclasses
 import http.client
 import json
+import resource
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -27,13 +32,16 @@ import numpy as np
 
 from benchmarks.serve import prepared, ready
 from benchmarks.soak import prepare, words
-from gshard.mt.decoding.texts import Hypothesis, TranslateConfig
-from gshard.mt.decoding.translator import Translator
+from gshard.mt.decoding.host.model import HostModel
+from gshard.mt.decoding.host.products import use_threads
+from gshard.mt.decoding.host.translator import HostTranslator
+from gshard.mt.decoding.texts import Hypothesis, TextTranslator, TranslateConfig
 from gshard.mt.release.ctranslate2 import specification
 from gshard.mt.run import Run
 from gshard.mt.serving.server import Server
 from gshard.mt.serving.service import Service
 from gshard.mt.serving.settings import LOCAL
+from gshard.mt.training.names import named
 from gshard.nn.transformer import Transformer
 
 CLIENTS = (1, 8, 64, 256)
@@ -42,7 +50,7 @@ CLIENTS = (1, 8, 64, 256)
 class Engine:
     """A translator whose batches CTranslate2 searches."""
 
-    def __init__(self, translator: Translator, model: Transformer, folder: Path, threads: int):
+    def __init__(self, translator: TextTranslator, model: Transformer, folder: Path, threads: int):
         import ctranslate2
 
         spec, tokenizer = specification(model), translator.tokenizer
@@ -128,12 +136,42 @@ def measured(name: str, translator: Any, texts: list[str], clients: Any, seconds
     server.stop()
 
 
+def memory() -> float:
+    """Megabytes that this process has in memory, on Linux."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 1e6
+
+
+def long_load(translator: Any, texts: list[str], minutes: float, every: float = 60.0) -> int:
+    """Print the process's memory while clients ask: the exit status."""
+    want = {t: h[0].text for t, h in zip(texts, translator.translate(texts), strict=True)}
+    service = Service(translator, "gshard")
+    server = ready(service)
+    print(f"{'minutes':>8} {'sentences':>10} {'memory':>10} {'lost':>7} {'wrong':>7}", flush=True)
+    total, counts, sizes = 0, collections.Counter(), []
+    begin = time.perf_counter()
+    while (passed := time.perf_counter() - begin) < 60 * minutes:
+        _, took, wrong = load(server, texts, want, 8, min(every, 60 * minutes - passed))
+        total, counts = total + len(took), counts + wrong
+        sizes.append(memory())
+        print(
+            f"{(time.perf_counter() - begin) / 60:8.1f} {total:10,} {sizes[-1]:7.1f} MB "
+            f"{counts['lost']:7} {counts['wrong']:7}",
+            flush=True,
+        )
+    server.stop()
+    grown = sizes[-1] / sizes[len(sizes) // 2] - 1
+    print(f"memory in the second half of the time: {100 * grown:+.2f}%")
+    return int(grown > 0.02 or counts["lost"] + counts["wrong"] > 0)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Print the table."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--seconds", type=float, default=60.0)
     options.add_argument("--clients", type=int, nargs="+", default=CLIENTS)
-    options.add_argument("--threads", type=int, default=2, help="of CTranslate2")
+    options.add_argument("--threads", type=int, default=2, help="of each engine")
+    options.add_argument("--minutes", type=float, default=0.0, help="watch the memory so long")
     given = options.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -144,8 +182,12 @@ def main(arguments: list[str] | None = None) -> None:
         dims = dataclasses.replace(dims, experts=0, key_dim=head_dim, value_dim=head_dim)
         model = Transformer(dims, jax.random.key(0))
         config = TranslateConfig(beam=1, rows=32, longest=32, most=32)
-        translator = Translator(model, run.tokenizer, config=config)
+        use_threads(given.threads)
+        arrays = {name: np.asarray(leaf) for name, leaf in named(model).items()}
+        translator = HostTranslator(HostModel(dims, arrays.__getitem__), run.tokenizer, config)
         texts = [words(n, "de") for n in range(100)]
+        if given.minutes:
+            sys.exit(long_load(translator, texts, given.minutes))
         head = f"{'engine':12} {'clients':>7} {'sentences/s':>11} {'median':>8} {'p99':>8}"
         print(f"{head} {'lost':>7} {'wrong':>7} {'refused':>7}", flush=True)
         measured("gshard", translator, texts, given.clients, given.seconds)

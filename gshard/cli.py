@@ -26,6 +26,7 @@ from gshard.commands import (
     evaluate,
     explain,
     forecast,
+    importing,
     interval,
     launch,
     release,
@@ -80,6 +81,7 @@ for _command in (
     release.release,
 ):
     app.command(rich_help_panel=_TRANSLATION)(_command)
+app.command("import", rich_help_panel=_TRANSLATION)(importing.import_)
 app.command(rich_help_panel=_TRANSLATION, context_settings=launch.SETTINGS)(launch.launch)
 
 

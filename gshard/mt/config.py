@@ -125,7 +125,7 @@ _LIMITS = (
     (1, _LARGEST, "model.loss_chunks model.gating.min_capacity"),
     (0, _INFINITE, "train.minutes train.spike batch.temperature vocabulary.temperature"),
     (0, _LARGEST, "train.dev_batches optimizer.rise optimizer.fall optimizer.end devices.count"),
-    (0, _LARGEST, "data.workers model.experts model.shared_hidden_dim"),
+    (0, _LARGEST, "data.workers model.experts model.shared_hidden_dim model.first_position"),
     (0, _LARGEST, "model.encoder_layers model.decoder_layers"),
     (0, 1e12, "model.gating.capacity_factor model.gating.eval_capacity_factor"),
     (0, 0.999, "train.label_smoothing model.input_dropout model.residual_dropout"),

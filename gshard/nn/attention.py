@@ -20,7 +20,7 @@ from gshard.nn import float8
 from gshard.nn.flash import joint_attention, seed_from_row
 from gshard.nn.float8 import Products
 from gshard.nn.hashing import Random, seed_of
-from gshard.nn.layers import dropout, init_weight
+from gshard.nn.layers import biased, dropout, init_weight
 from gshard.nn.segments import Segments, segment_mask
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 
@@ -62,11 +62,28 @@ class Attention(eqx.Module):
     wk: Array
     wv: Array
     wo: Array
+    bq: Array | None
+    bk: Array | None
+    bv: Array | None
+    bo: Array | None
 
     def __init__(
-        self, model_dim: int, heads: int, key_dim: int, value_dim: int, dtype: str, key: Array
+        self,
+        model_dim: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: str,
+        key: Array,
+        *,
+        biases: bool = False,
     ):
+        def bias(*shape: int) -> Array | None:
+            return jnp.zeros(shape, dtype) if biases else None
+
         keys = jax.random.split(key, 4)
+        self.bq, self.bk = bias(heads, key_dim), bias(heads, key_dim)
+        self.bv, self.bo = bias(heads, value_dim), bias(model_dim)
         self.wq = init_weight(keys[0], (model_dim, heads, key_dim), model_dim, dtype)
         self.wk = init_weight(keys[1], (model_dim, heads, key_dim), model_dim, dtype)
         self.wv = init_weight(keys[2], (model_dim, heads, value_dim), model_dim, dtype)
@@ -74,7 +91,10 @@ class Attention(eqx.Module):
 
     def keys_values(self, x_BLM: Array, products: Products = "dtype") -> KeysValues:
         """The keys and values of `x_BLM`."""
-        return KeysValues(_heads(x_BLM, self.wk, products), _heads(x_BLM, self.wv, products))
+        return KeysValues(
+            biased(_heads(x_BLM, self.wk, products), self.bk),
+            biased(_heads(x_BLM, self.wv, products), self.bv),
+        )
 
     # Traced once for all layers of a shape.
     @functools.partial(jax.jit, static_argnames=("rate", "random", "kind", "strategy", "products"))
@@ -95,7 +115,7 @@ class Attention(eqx.Module):
         `memory` is keys and values, or the input to compute them from; None is `x_BTM` itself.
         A query that attends to nothing (padding) gets a uniform mixture, never a NaN.
         """
-        if kind == "flash" and isinstance(visible, Segments):
+        if kind == "flash" and isinstance(visible, Segments) and self.bq is None:
             arrays = self._joint(x_BTM, memory, products)
             return self._project(self._flash(arrays, visible, rate, key, strategy), products)
         if not isinstance(memory, KeysValues):
@@ -153,13 +173,14 @@ class Attention(eqx.Module):
         return strategy.all_groups(out, B)
 
     def _queries(self, x_BTM: Array, products: Products) -> Array:
-        q_BTND = _heads(x_BTM, self.wq, products)
+        q_BTND = biased(_heads(x_BTM, self.wq, products), self.bq)
         return q_BTND * jnp.asarray(q_BTND.shape[-1] ** -0.5, x_BTM.dtype)
 
     def _project(self, out_BTNU: Array, products: Products = "dtype") -> Array:
         if products == "float8":
             return _in_eight_bits(out_BTNU, self.wo, 2)
-        return jnp.einsum("BTNU,NUM->BTM", out_BTNU, self.wo.astype(out_BTNU.dtype))
+        y_BTM = jnp.einsum("BTNU,NUM->BTM", out_BTNU, self.wo.astype(out_BTNU.dtype))
+        return biased(y_BTM, self.bo)
 
 
 def _heads(x_BTM: Array, w_MND: Array, products: Products) -> Array:

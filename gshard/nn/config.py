@@ -34,6 +34,10 @@ class TransformerConfig:
     of a feed-forward network beside the experts that every token passes; 0, as in the paper, is
     none.
 
+    `biases`, `first_position` and `experts_every` are for models of others (`gshard import`):
+    biases in every product but the router's, the number of the first position, and how many layers
+    come to one with experts, which is the last of them.
+
     `products`: in which numbers the experts, the feed-forward layers and attention's projections
     are multiplied: in `dtype`, or in eight bits (`gshard.nn.float8`), which is faster on GPUs that
     have matrix units for them (Hopper and later), and slower elsewhere. The router, the softmax,
@@ -67,6 +71,9 @@ class TransformerConfig:
     attention_dropout: float = 0.1
     expert_dropout: float = 0.0
     shared_hidden_dim: int = 0
+    biases: bool = False
+    first_position: int = 0
+    experts_every: int = 2
     dtype: Literal["float32", "bfloat16"] = "float32"
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
     products: Products = "dtype"
@@ -82,6 +89,15 @@ class TransformerConfig:
                 "layers come in pairs, a dense one and one with experts, but there are "
                 f"{self.encoder_layers} encoder and {self.decoder_layers} decoder layers"
             )
+        if self.experts_every < 2 or self.experts_every % 2:
+            raise ValueError(f"experts_every is {self.experts_every}; it is even and at least 2")
+        if self.experts_every > 2 and self.stacked:
+            raise ValueError(
+                f"experts_every is {self.experts_every}; it is at most 2 with stacked=True, which "
+                "needs pairs of one kind"
+            )
+        if self.biases and self.products != "dtype":
+            raise ValueError(f"biases are for products='dtype', and it is {self.products!r}")
 
     def tuned(self) -> TransformerConfig:
         """The same model, computed in the ways that are fastest on GPUs."""

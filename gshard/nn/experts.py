@@ -28,7 +28,7 @@ from gshard.nn.float8 import Products
 from gshard.nn.gating import PAPER_GATING, GatingConfig, Routed, RouterMetrics, Routing, route
 from gshard.nn.grouped import fits, grouped_product
 from gshard.nn.hashing import Random
-from gshard.nn.layers import dropout, init_weight, relu, split_key
+from gshard.nn.layers import biased, dropout, init_weight, relu, split_key
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 
 Dispatch = Literal["einsum", "index", "flat"]
@@ -40,9 +40,22 @@ class Experts(eqx.Module):
 
     wi: Array
     wo: Array
+    bi: Array | None  # [E, H]
+    bo: Array | None  # [E, M]
 
-    def __init__(self, experts: int, model_dim: int, hidden_dim: int, dtype: str, key: Array):
+    def __init__(
+        self,
+        experts: int,
+        model_dim: int,
+        hidden_dim: int,
+        dtype: str,
+        key: Array,
+        *,
+        biases: bool = False,
+    ):
         key_in, key_out = jax.random.split(key)
+        self.bi = jnp.zeros((experts, hidden_dim), dtype) if biases else None
+        self.bo = jnp.zeros((experts, model_dim), dtype) if biases else None
         self.wi = init_weight(key_in, (experts, model_dim, hidden_dim), model_dim, dtype)
         self.wo = init_weight(key_out, (experts, hidden_dim, model_dim), hidden_dim, dtype)
 
@@ -53,8 +66,10 @@ class Experts(eqx.Module):
         `drop` is the dropout between an expert's two products.
         """
         dtype = x_EGCM.dtype
-        h_EGCH = drop(relu(jnp.einsum("EGCM,EMH->EGCH", x_EGCM, self.wi.astype(dtype))))
-        return jnp.einsum("EGCH,EHM->GECM", h_EGCH, self.wo.astype(dtype))
+        h_EGCH = jnp.einsum("EGCM,EMH->EGCH", x_EGCM, self.wi.astype(dtype))
+        h_EGCH = drop(relu(biased(h_EGCH, _along(self.bi, 1, 2))))
+        y_GECM = jnp.einsum("EGCH,EHM->GECM", h_EGCH, self.wo.astype(dtype))
+        return biased(y_GECM, _along(self.bo, 0, 2))
 
     @jax.named_scope("experts")
     def in_eight_bits(self, x_ECM: Array, drop: Drop | None = None) -> Array:
@@ -68,8 +83,9 @@ class Experts(eqx.Module):
     def in_place(self, x_ECM: Array, drop: Drop = lambda h: h) -> Array:
         """Every expert on its own tokens; results have the order of the tokens."""
         dtype = x_ECM.dtype
-        h_ECH = drop(relu(jnp.einsum("ECM,EMH->ECH", x_ECM, self.wi.astype(dtype))))
-        return jnp.einsum("ECH,EHM->ECM", h_ECH, self.wo.astype(dtype))
+        h_ECH = jnp.einsum("ECM,EMH->ECH", x_ECM, self.wi.astype(dtype))
+        h_ECH = drop(relu(biased(h_ECH, _along(self.bi, 1))))
+        return biased(jnp.einsum("ECH,EHM->ECM", h_ECH, self.wo.astype(dtype)), _along(self.bo, 1))
 
     @jax.named_scope("experts")
     def in_blocks(self, x_NCM: Array, expert_N: Array) -> Array:
@@ -89,14 +105,19 @@ class Experts(eqx.Module):
 
     def by_kernel(self, x: Array) -> bool:
         """Whether `in_blocks` takes all blocks at once, without weights that no block needs."""
-        return fits(x, self.wi, self.wo)
+        return self.bi is None and fits(x, self.wi, self.wo)
 
     def _one(self, x_CM: Array, expert: Array) -> Array:
-        wi_MH, wo_HM = (
-            jax.lax.dynamic_index_in_dim(w, expert, keepdims=False).astype(x_CM.dtype)
-            for w in (self.wi, self.wo)
+        one = jax.tree.map(
+            lambda w: jax.lax.dynamic_index_in_dim(w, expert, keepdims=False).astype(x_CM.dtype),
+            self,
         )
-        return relu(x_CM @ wi_MH) @ wo_HM
+        return biased(relu(biased(x_CM @ one.wi, one.bi)) @ one.wo, one.bo)
+
+
+def _along(bias_EM: Array | None, *dims: int) -> Array | None:
+    """A bias of each expert, with dims of size 1 where its tokens are."""
+    return None if bias_EM is None else jnp.expand_dims(bias_EM, dims)
 
 
 class MoE(eqx.Module):
@@ -124,10 +145,12 @@ class MoE(eqx.Module):
         dropout: float = 0.0,
         random: Random = "threefry",
         products: Products = "dtype",
+        *,
+        biases: bool = False,
     ):
         key_gate, key_experts = jax.random.split(key)
         self.gate = init_weight(key_gate, (model_dim, experts), model_dim, "float32")
-        self.experts = Experts(experts, model_dim, hidden_dim, dtype, key_experts)
+        self.experts = Experts(experts, model_dim, hidden_dim, dtype, key_experts, biases=biases)
         self.config = config
         self.groups = groups
         self.dispatch = dispatch

@@ -59,6 +59,11 @@ def _relu_backward(y: Array, grad: Array) -> tuple[Array]:
 relu.defvjp(_relu_forward, _relu_backward)
 
 
+def biased(x: Array, bias: Array | None) -> Array:
+    """The sum with a bias, if there is one."""
+    return x if bias is None else x + bias.astype(x.dtype)
+
+
 def sinusoids(positions_BL: Array, model_dim: int) -> Array:
     """The sines and cosines of "Attention is all you need": position information, no weights."""
     half = model_dim // 2
@@ -96,9 +101,15 @@ class FeedForward(eqx.Module):
 
     wi: Array
     wo: Array
+    bi: Array | None
+    bo: Array | None
 
-    def __init__(self, model_dim: int, hidden_dim: int, dtype: str, key: Array):
+    def __init__(
+        self, model_dim: int, hidden_dim: int, dtype: str, key: Array, *, biases: bool = False
+    ):
         key_in, key_out = jax.random.split(key)
+        self.bi = jnp.zeros((hidden_dim,), dtype) if biases else None
+        self.bo = jnp.zeros((model_dim,), dtype) if biases else None
         self.wi = init_weight(key_in, (model_dim, hidden_dim), model_dim, dtype)
         self.wo = init_weight(key_out, (hidden_dim, model_dim), hidden_dim, dtype)
 
@@ -108,8 +119,9 @@ class FeedForward(eqx.Module):
             rows_1RM = x_BLM.reshape(1, -1, x_BLM.shape[-1])
             wi_1MH, wo_1HM = (w.astype(x_BLM.dtype)[None] for w in (self.wi, self.wo))
             return float8.feed_forward(rows_1RM, wi_1MH, wo_1HM).reshape(x_BLM.shape)
-        h_BLH = relu(jnp.einsum("BLM,MH->BLH", x_BLM, self.wi.astype(x_BLM.dtype)))
-        return jnp.einsum("BLH,HM->BLM", h_BLH, self.wo.astype(x_BLM.dtype))
+        h_BLH = jnp.einsum("BLM,MH->BLH", x_BLM, self.wi.astype(x_BLM.dtype))
+        h_BLH = relu(biased(h_BLH, self.bi))
+        return biased(jnp.einsum("BLH,HM->BLM", h_BLH, self.wo.astype(x_BLM.dtype)), self.bo)
 
 
 class Embedding(eqx.Module):

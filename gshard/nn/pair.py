@@ -45,19 +45,21 @@ class Layer(eqx.Module):
             hidden, sparse = c.gating.top_k * hidden + c.shared_hidden_dim, False
         self.config = config
         self.self_norm = LayerNorm(c.model_dim, dtype)
-        self.self_attention = Attention(*attention, keys[0])
+        self.self_attention = Attention(*attention, keys[0], biases=c.biases)
         self.cross_norm = LayerNorm(c.model_dim, dtype) if cross else None
-        self.cross_attention = Attention(*attention, keys[1]) if cross else None
+        self.cross_attention = Attention(*attention, keys[1], biases=c.biases) if cross else None
         self.feed_forward_norm = LayerNorm(c.model_dim, dtype)
         self.feed_forward, self.moe = None, None
         if sparse and c.experts:
             settings = (c.gating, c.groups, c.dispatch, c.expert_dropout, c.random, c.products)
-            self.moe = MoE(c.experts, c.model_dim, hidden, dtype, keys[2], *settings)
+            self.moe = MoE(
+                c.experts, c.model_dim, hidden, dtype, keys[2], *settings, biases=c.biases
+            )
             hidden, key = c.shared_hidden_dim, jax.random.fold_in(keys[2], 1)
         else:
             key = keys[2]
         if hidden:
-            self.feed_forward = FeedForward(c.model_dim, hidden, dtype, key)
+            self.feed_forward = FeedForward(c.model_dim, hidden, dtype, key, biases=c.biases)
 
     def __call__(
         self,
@@ -125,10 +127,10 @@ class Pair(eqx.Module):
     dense: Layer
     sparse: Layer
 
-    def __init__(self, config: TransformerConfig, key: Array, *, cross: bool):
+    def __init__(self, config: TransformerConfig, key: Array, *, cross: bool, sparse: bool = True):
         key_dense, key_sparse = jax.random.split(key)
         self.dense = Layer(config, key_dense, sparse=False, cross=cross)
-        self.sparse = Layer(config, key_sparse, sparse=True, cross=cross)
+        self.sparse = Layer(config, key_sparse, sparse=sparse, cross=cross)
 
     def __call__(
         self,

@@ -47,7 +47,10 @@ class Transformer(eqx.Module):
             keys = jax.random.split(key, pairs)
             if c.stacked:
                 return eqx.filter_vmap(lambda k: Pair(c, k, cross=cross))(keys)
-            return tuple(Pair(c, k, cross=cross) for k in keys)
+            every = c.experts_every // 2  # pairs
+            return tuple(
+                Pair(c, k, cross=cross, sparse=n % every == every - 1) for n, k in enumerate(keys)
+            )
 
         self.config = config
         self.source = Embedding(c.source_vocab, c.model_dim, c.weight_dtype, keys[0])
@@ -149,7 +152,7 @@ class Transformer(eqx.Module):
         flat beam search all hypotheses share one buffer, K is the beam, and the mask is the
         ancestry. Nothing is dropped: every token gets its experts.
         """
-        x_BKM = self.target(tokens_BK, positions_BK, self.config.dtype)
+        x_BKM = self.target(tokens_BK, self._positions(positions_BK), self.config.dtype)
         source_mask_BKL = jnp.broadcast_to(
             source_mask_BL[:, None, :].astype(bool), (*tokens_BK.shape, source_mask_BL.shape[1])
         )
@@ -172,7 +175,8 @@ class Transformer(eqx.Module):
         """Both stacks on given pairs: the last hidden values, and the routers' reports."""
         keys = self._keys(key, 3)
         memory_BLM, encoder = self._encode(*batch[:3], keys[0], settings)
-        x_BTM = self.target(batch.inputs, batch.target_positions, self.config.dtype)
+        positions_BT = self._positions(batch.target_positions)
+        x_BTM = self.target(batch.inputs, positions_BT, self.config.dtype)
         x_BTM = self._input_dropout(x_BTM, keys[1])
         target, source = batch.target_segments, batch.source_segments
         masks = Masks(target > 0, Segments(target, target, causal=True), Segments(target, source))
@@ -188,11 +192,15 @@ class Transformer(eqx.Module):
         settings: StackSettings,
     ) -> tuple[Array, Any]:
         keys = self._keys(key, 2)
-        x_BLM = self.source(source_BL, positions_BL, self.config.dtype)
+        x_BLM = self.source(source_BL, self._positions(positions_BL), self.config.dtype)
         x_BLM = self._input_dropout(x_BLM, keys[0])
         masks = Masks(segments_BL > 0, Segments(segments_BL, segments_BL))
         x_BLM, report = self._stack(self.encoder, x_BLM, masks, None, keys[1], settings)
         return self.encoder_norm(x_BLM), report
+
+    def _positions(self, positions: Array) -> Array:
+        first = self.config.first_position
+        return positions + first if first else positions
 
     def _keys(self, key: Array | None, count: int) -> list[Array | None]:
         if key is not None and self.config.random == "hash":
@@ -241,7 +249,8 @@ class Transformer(eqx.Module):
         x_BTM, reports = _over_pairs(
             run, x_BTM, stack, [None] * len(stack) if keys is None else keys
         )
-        return x_BTM, jax.tree.map(lambda *each: jnp.stack(each), *reports)
+        reports = [report for report in reports if report is not None]
+        return x_BTM, jax.tree.map(lambda *each: jnp.stack(each), *reports) if reports else None
 
 
 def _count(stack: Pairs) -> int:

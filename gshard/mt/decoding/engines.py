@@ -16,8 +16,8 @@ from gshard.mt.errors import UserError, nearest
 from gshard.mt.launch.environment import Hosts
 from gshard.mt.together import Together
 from gshard.mt.training import released
-from gshard.mt.training.checkpoint import named
 from gshard.mt.training.loading import load_model, model_like
+from gshard.mt.training.names import named
 from gshard.mt.training.quantized import Quantized, quantize, summed_axes
 from gshard.mt.training.weights import WEIGHTS, Weights
 

@@ -48,7 +48,7 @@ from gshard.mt.evaluation.store import (
     translate_all,
 )
 from gshard.mt.progress import Progress, Silent, Step
-from gshard.mt.training.checkpoint import named, unnamed
+from gshard.mt.training.names import named, unnamed
 from gshard.nn.transformer import Transformer
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from gshard.mt.release.card import CARD, card
 from gshard.mt.release.provenance import provenance
 from gshard.mt.run import CONFIG, Run
 from gshard.mt.training import checksums
-from gshard.mt.training.checkpoint import named
 from gshard.mt.training.loading import load_model, model_like
+from gshard.mt.training.names import named
 from gshard.mt.training.quantized import Quantized, quantize, summed_axes
 from gshard.mt.training.released import (
     DETECTOR,

@@ -21,10 +21,10 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from gshard import UnevenArray
 from gshard.mt import atomic, hosts
 from gshard.mt.errors import UserError
 from gshard.mt.training import checksums, rendezvous
+from gshard.mt.training.names import named, unnamed
 
 FOLDER = "checkpoints"
 _ITEMS = ("model", "optimizer", "note")
@@ -335,26 +335,3 @@ class SaveError(UserError):
     """A checkpoint that could not be written; those before it are complete."""
 
     at_once = True  # Orbax's threads may still write, and would end in a traceback with Python
-
-
-def named(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their paths, as `encoder.dense.self_norm.scale`.
-
-    An array that does not divide over its devices is saved by its logical value.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda leaf: isinstance(leaf, UnevenArray)
-    )
-    return {
-        _name(path): leaf.logical() if isinstance(leaf, UnevenArray) else leaf
-        for path, leaf in leaves
-    }
-
-
-def unnamed(leaves: dict[str, Any], like: Any) -> Any:
-    """The tree `like`, with the leaves that `named` gave."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: leaves[_name(path)], like)
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".") or "value"

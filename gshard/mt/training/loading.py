@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
@@ -13,12 +13,15 @@ import gshard
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.run import Run
 from gshard.mt.training import released
-from gshard.mt.training.checkpoint import Checkpoints, named, unnamed
 from gshard.mt.training.identity import other_model
+from gshard.mt.training.names import named, unnamed
 from gshard.mt.training.weights import WEIGHTS, Weights
 from gshard.nn.config import TransformerConfig
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Transformer
+
+if TYPE_CHECKING:
+    from gshard.mt.training.checkpoint import Checkpoints
 
 
 def load_model(run: Run, which: str = "best", like: Any = None) -> tuple[Transformer, int]:
@@ -96,6 +99,8 @@ def chosen_step(run: Run, which: str) -> int:
 
 
 def _chosen(run: Run, which: str) -> tuple[Checkpoints, int]:
+    from gshard.mt.training.checkpoint import Checkpoints  # Orbax, which releases do without
+
     folder = run.folder
     checkpoints = Checkpoints(folder, read_only=True)
     steps = checkpoints.steps

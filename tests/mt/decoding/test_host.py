@@ -20,7 +20,7 @@ from gshard.mt.decoding.token_experts import routes
 from gshard.mt.errors import UserError
 from gshard.mt.release.make import make_release, verify
 from gshard.mt.run import Run
-from gshard.mt.training.checkpoint import named
+from gshard.mt.training.names import named
 from gshard.mt.training.quantized import Quantized, quantize, summed_axes
 from gshard.nn.gating import GatingConfig, route
 from tests.mt.decoding.test_beam import ending

@@ -17,8 +17,8 @@ from gshard.mt.errors import UserError
 from gshard.mt.release.make import anywhere, make_release, verify
 from gshard.mt.run import Run
 from gshard.mt.training import checksums, loop
-from gshard.mt.training.checkpoint import named
 from gshard.mt.training.loading import load_model, model_like
+from gshard.mt.training.names import named
 from gshard.mt.training.released import VERIFIED, problem, verified_in
 from gshard.mt.training.weights import WEIGHTS, Weights, write_weights
 from tests.mt.runs import Notes, make_run

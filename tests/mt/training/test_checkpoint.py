@@ -12,7 +12,8 @@ import pytest
 import gshard
 from gshard.mt.errors import UserError
 from gshard.mt.training import checksums
-from gshard.mt.training.checkpoint import Checkpoints, SaveError, named
+from gshard.mt.training.checkpoint import Checkpoints, SaveError
+from gshard.mt.training.names import named
 from gshard.tensors.uneven import UnevenArray
 
 

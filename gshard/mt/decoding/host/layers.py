@@ -137,11 +137,12 @@ class Experts:
             rows = graph.quantized(h)
             outputs = [Output(rows.values, "uint8"), Output(rows.scale)]
         if c.shared_hidden_dim:
-            x = graph.add("Add", x, _two_products(graph, h, weights, "feed_forward"))
+            x = graph.add("Add", x, _two_products(graph, h, weights, c))
         self._before = graph.compile(x, logits, *outputs)
         self._top_k = c.gating.top_k
-        wi, wo = (weights(f"moe.experts.{leaf}") for leaf in ("wi", "wo"))
-        self._each = [_expert(wi[n], wo[n]) for n in range(c.experts)]
+        leaves = ("wi", "wo", "bi", "bo") if c.biases else ("wi", "wo")
+        found = [weights(f"moe.experts.{leaf}") for leaf in leaves]
+        self._each = [_expert(*(leaf[n] for leaf in found)) for n in range(c.experts)]
 
     def __call__(self, x_RM: np.ndarray, out_RX: np.ndarray) -> np.ndarray:
         """The rows after the last attention and the experts."""
@@ -189,62 +190,84 @@ def _projections(
     """The normalized rows times the weights of queries, keys and values side by side."""
     graph = Graph()
     h = _norm(graph, graph.input("x"), weights, kind)
-    return graph.compile(graph.product(h, side_by_side(weights, c, kind, names)))
+    return graph.compile(graph.product(h, *side_by_side(weights, c, kind, names)))
 
 
 def side_by_side(
     weights: Weights, c: TransformerConfig, kind: str, names: tuple[str, ...]
-) -> Weight:
-    """Weights of projections as one, [M, outputs]; queries are scaled."""
+) -> tuple[Weight, Weight | None]:
+    """Weights of projections as one, [M, outputs], and their bias; queries are scaled."""
     found = [weights(f"{kind}_attention.{name}").reshape(c.model_dim, -1) for name in names]
     scales = [np.float32(c.key_dim**-0.5 if name == "wq" else 1) for name in names]
     both = list(zip(found, scales, strict=True))
+    bias = None
+    if c.biases:
+        flat = (floats(weights(f"{kind}_attention.b{name[1:]}")).reshape(-1) for name in names)
+        bias = np.concatenate([b * by for b, by in zip(flat, scales, strict=True)])
     quantized = [Quantized(w.values, w.scale * by) for w, by in both if isinstance(w, Quantized)]
     if not quantized:
-        return np.concatenate([floats(w) * by for w, by in both], axis=1)
-    return Quantized(
+        return np.concatenate([floats(w) * by for w, by in both], axis=1), bias
+    joint = Quantized(
         np.concatenate([w.values for w in quantized], axis=1),
         np.concatenate([w.scale for w in quantized], axis=1),
     )
+    return joint, bias
+
+
+def _bias(weights: Weights, c: TransformerConfig, name: str) -> Weight | None:
+    return weights(name) if c.biases else None
+
+
+def _added(graph: Graph, weights: Weights, c: TransformerConfig, kind: str) -> str:
+    """The rows after an attention."""
+    x, out = graph.input("x"), graph.input("out")
+    wo = weights(f"{kind}_attention.wo").reshape(-1, c.model_dim)
+    return graph.add("Add", x, graph.product(out, wo, _bias(weights, c, f"{kind}_attention.bo")))
 
 
 def _residual(graph: Graph, weights: Weights, c: TransformerConfig, kind: str) -> tuple[str, str]:
     """The rows after an attention, and these normalized for the feed-forward layer."""
-    x, out = graph.input("x"), graph.input("out")
-    wo = weights(f"{kind}_attention.wo").reshape(-1, c.model_dim)
-    x = graph.add("Add", x, graph.product(out, wo))
+    x = _added(graph, weights, c, kind)
     return x, _norm(graph, x, weights, "feed_forward")
 
 
 def _after(weights: Weights, c: TransformerConfig, kind: str, following: str) -> Session:
     """From the result of one attention to the queries of the next."""
     graph = Graph()
-    x, out = graph.input("x"), graph.input("out")
-    wo = weights(f"{kind}_attention.wo").reshape(-1, c.model_dim)
-    x = graph.add("Add", x, graph.product(out, wo))
+    x = _added(graph, weights, c, kind)
     h = _norm(graph, x, weights, following)
-    return graph.compile(x, graph.product(h, side_by_side(weights, c, following, ("wq",))))
+    return graph.compile(x, graph.product(h, *side_by_side(weights, c, following, ("wq",))))
 
 
 def _feed_forward(weights: Weights, c: TransformerConfig, last: str) -> Session:
     graph = Graph()
     x, h = _residual(graph, weights, c, last)
-    return graph.compile(graph.add("Add", x, _two_products(graph, h, weights, "feed_forward")))
+    return graph.compile(graph.add("Add", x, _two_products(graph, h, weights, c)))
 
 
-def _two_products(graph: Graph, h: str, weights: Weights, name: str) -> str:
-    return _through(graph, h, weights(f"{name}.wi"), weights(f"{name}.wo"))
+def _two_products(graph: Graph, h: str, weights: Weights, c: TransformerConfig) -> str:
+    given = (weights("feed_forward.wi"), weights("feed_forward.wo"))
+    biases = (_bias(weights, c, f"feed_forward.{leaf}") for leaf in ("bi", "bo"))
+    return _through(graph, h, *given, *biases)
 
 
-def _through(graph: Graph, h: str | Rows, wi: Weight, wo: Weight) -> str:
-    inner = graph.add("Relu", graph.product(h, wi))
+def _through(
+    graph: Graph,
+    h: str | Rows,
+    wi: Weight,
+    wo: Weight,
+    bi: Weight | None = None,
+    bo: Weight | None = None,
+) -> str:
+    inner = graph.add("Relu", graph.product(h, wi, bi))
     quantized = isinstance(wo, Quantized)
-    return graph.product(graph.quantized(inner, positive=True) if quantized else inner, wo)
+    return graph.product(graph.quantized(inner, positive=True) if quantized else inner, wo, bo)
 
 
-def _expert(wi: Weight, wo: Weight) -> Session:
+def _expert(wi: Weight, *others: Weight) -> Session:
+    """An expert by itself, from its weights and biases."""
     graph = Graph()
     if isinstance(wi, Quantized):
         rows = Rows(graph.input("h", "uint8"), graph.input("scale"), ZERO)
-        return graph.compile(_through(graph, rows, wi, wo))
-    return graph.compile(_through(graph, graph.input("h"), wi, wo))
+        return graph.compile(_through(graph, rows, wi, *others))
+    return graph.compile(_through(graph, graph.input("h"), wi, *others))

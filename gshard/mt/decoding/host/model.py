@@ -169,11 +169,12 @@ class _Embedding:
     """The vectors of tokens, with their positions."""
 
     def __init__(self, table: Weight, c: TransformerConfig):
-        self._table, self._dim = table, c.model_dim
+        self._table, self._dim, self._first = table, c.model_dim, c.first_position
         self._scale = np.float32(c.model_dim**0.5)
         self._positions = np.zeros((0, c.model_dim), np.float32)
 
     def __call__(self, tokens_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
+        positions_R = positions_R + self._first
         if positions_R.max(initial=0) >= len(self._positions):
             self._positions = sinusoids(2 * int(positions_R.max()) + 64, self._dim)
         if isinstance(self._table, Quantized):
@@ -193,7 +194,8 @@ def sinusoids(count: int, dim: int) -> np.ndarray:
 
 def _layers(load: Load, c: TransformerConfig, side: str, count: int) -> Iterator[Layer]:
     for n in range(count):
-        sparse = bool(n % 2 and c.experts and (side == "encoder" or c.experts_in == "both"))
+        placed = (n + 1) % c.experts_every == 0
+        sparse = bool(placed and c.experts and (side == "encoder" or c.experts_in == "both"))
         yield Layer(in_layer(load, c, side, n), c, cross=side == "decoder", sparse=sparse)
 
 
@@ -216,5 +218,6 @@ def _memory(load: Load, c: TransformerConfig) -> Session:
     outputs = []
     for n in range(c.decoder_layers):
         weights = in_layer(load, c, "decoder", n)
-        outputs += [graph.product(x, side_by_side(weights, c, "cross", (w,))) for w in ("wk", "wv")]
+        both = (side_by_side(weights, c, "cross", (name,)) for name in ("wk", "wv"))
+        outputs += [graph.product(x, *given) for given in both]
     return graph.compile(*outputs)

@@ -93,8 +93,10 @@ class Graph:
         both = (self.constant(floats(each)) for each in (scale, bias))
         return self.add("LayerNormalization", x, *both, epsilon=EPSILON)
 
-    def product(self, x: str | Rows, weight: Weight) -> str:
+    def product(self, x: str | Rows, weight: Weight, bias: Weight | None = None) -> str:
         """The rows of `x` times a weight; rows that several products share may come quantized."""
+        if bias is not None:
+            return self.add("Add", self.product(x, weight), self.constant(floats(bias)))
         if not isinstance(weight, Quantized):
             assert isinstance(x, str)
             return self.add("MatMul", x, self.constant(floats(weight)))
