@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 _SCORES = ("bleu", "spbleu", "chrf", "copy_bleu", "untrained_bleu")
 
 
+_Baselines = Annotated[
+    bool, typer.Option("--baselines", help="train and score a bilingual model for each task")
+]
+_Steps = Annotated[int, typer.Option(help="training steps of each bilingual model, at most")]
+
+
 def evaluate(
     run: RunFolder,
     split: Annotated[str, typer.Option(help="test, dev or train")] = "test",
@@ -49,12 +55,8 @@ def evaluate(
     untrained: Annotated[
         bool, typer.Option("--untrained", help="score the run's initial weights too")
     ] = False,
-    baselines: Annotated[
-        bool, typer.Option("--baselines", help="train and score a bilingual model for each task")
-    ] = False,
-    baseline_steps: Annotated[
-        int, typer.Option(help="training steps of each bilingual model, at most")
-    ] = 4_000,
+    baselines: _Baselines = False,
+    baseline_steps: _Steps = 4_000,
     examples: Annotated[int, typer.Option(help="examples of each task for the report")] = 3,
     devices: Devices = 0,
     as_json: Json = False,

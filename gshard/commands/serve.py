@@ -24,14 +24,17 @@ if TYPE_CHECKING:
     from gshard.mt.serving.workers import Served
 
 
+_Keys = Annotated[
+    Path | None,
+    typer.Option(help="TOML file of keys with limits", show_default="the page's token"),
+]
+
+
 def serve(
     run: Run,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 is all")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen on; 0 takes any free one")] = 8000,
-    keys: Annotated[
-        Path | None,
-        typer.Option(help="TOML file of keys with limits", show_default="the page's token"),
-    ] = None,
+    keys: _Keys = None,
     is_open: Annotated[bool, typer.Option("--open", help="ask for no key")] = False,
     req_limit: Annotated[
         int, typer.Option(help="texts a minute for all clients without a key; 0 is no limit")

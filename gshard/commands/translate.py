@@ -40,18 +40,20 @@ _CHARACTERS = 2_000_000  # upper bound
 _CONTROLS = dict.fromkeys((*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029), " ")
 
 
+_Source = Annotated[
+    str, typer.Option("--from", help="language of the text, checked against those of the model")
+]
+_Target = Annotated[str, typer.Option("--to", help="language to translate into", show_default="en")]
+
+
 def translate(
     run: Run,
     file: Annotated[
         Path | None,
         typer.Argument(help="text, one sentence per line", show_default="standard input"),
     ] = None,
-    source: Annotated[
-        str, typer.Option("--from", help="language of the text, checked against those of the model")
-    ] = "",
-    target: Annotated[
-        str, typer.Option("--to", help="language to translate into", show_default="en")
-    ] = "",
+    source: _Source = "",
+    target: _Target = "",
     beam: Beam = 4,
     nbest: Annotated[int, typer.Option(help="translations of each line, the best first")] = 1,
     alpha: Alpha = 0.6,
