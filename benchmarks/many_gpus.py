@@ -31,8 +31,13 @@ def row(model: str, devices: int, experts: int, tokens: int, **more: Any) -> dic
 
 
 SMALL = "moe_128e_12l"
+HIDING = "--xla_gpu_enable_latency_hiding_scheduler=true"  # off by default in XLA
 DEEP = 300  # seconds for a row of 36 layers, which needs more than 110 (docs/results/many-gpus.md)
 CASES: dict[str, list[dict[str, Any]]] = {
+    "overlap": [  # "grow" has the row with the defaults
+        row(SMALL, 8, 128, 65_536, overlap=False),
+        row(SMALL, 8, 128, 65_536, scheduler="latency hiding", flags=f"{CUBLAS} {ALONE} {HIDING}"),
+    ],
     "grow": [
         row(SMALL, 1, 16, 65_536),
         row(SMALL, 8, 128, 65_536),
@@ -43,21 +48,25 @@ CASES: dict[str, list[dict[str, Any]]] = {
         row("moe_2048e_12l", 2048, 2048, 32_768),
         row("moe_2048e_36l", 2048, 2048, 16_384, limit=DEEP),
     ],
-    "models": [  # the paper's others; those of 2048 experts are above
-        row("moe_512e_36l", 512, 512, 16_384, limit=DEEP),
+    "shallow": [  # the paper's others; those of 2048 experts are above
         row("moe_512e_12l", 512, 512, 32_768),
-        row("moe_128e_36l", 128, 128, 16_384, limit=DEEP),
         row("moe_128e_12l", 128, 128, 32_768),
+    ],
+    "deep": [
+        row("moe_512e_36l", 512, 512, 16_384, limit=DEEP),
+        row("moe_128e_36l", 128, 128, 16_384, limit=DEEP),
     ],
     "xla": [
         row(SMALL, 8, 128, 65_536, partitioner="xla"),
         row(SMALL, 64, 512, 65_536, partitioner="xla"),
     ],
     "float8": [row(SMALL, 8, 128, 65_536, products="float8")],
+    "exchange": [row(SMALL, 8, 128, 65_536, exchange="float8")],
 }
 
 
 _CASE = ("model", "devices", "experts", "tokens", "partitioner", "products")
+_CASE += ("overlap", "scheduler", "exchange")
 _SENT = ("sent_gb", "exposed_gb", "all_to_all_gb", "all_to_all_exposed_gb")
 
 
@@ -109,7 +118,7 @@ def _forecast_alone(results: list[dict[str, Any]]) -> Iterator[str]:
         yield _line((*_about(case), *time, links, *sent, f"{case['forecast_gb']:.1f}"))
 
 
-_ABOUT = ("model", "devices", "experts", "tokens a device", "partitioner", "products")
+_ABOUT = ("model", "devices", "experts", "tokens a device", "partitioner", "products", "settings")
 
 
 def _about(case: dict[str, Any]) -> tuple[Any, ...]:
@@ -121,7 +130,18 @@ def _about(case: dict[str, Any]) -> tuple[Any, ...]:
         f"{case['tokens']:,}",
         case.get("partitioner", "gshard"),
         "bfloat16" if products == "dtype" else products,
+        ", ".join(_settings(case)),
     )
+
+
+def _settings(case: dict[str, Any]) -> Iterator[str]:
+    """What differs from the defaults."""
+    if case.get("overlap") is False:
+        yield "no overlap"
+    if "scheduler" in case:
+        yield f"{case['scheduler']} scheduler"
+    if case.get("exchange", "dtype") != "dtype":
+        yield f"{case['exchange']} exchange"
 
 
 def _error(case: dict[str, Any], measured: str, forecast: str) -> str:
@@ -130,7 +150,7 @@ def _error(case: dict[str, Any], measured: str, forecast: str) -> str:
 
 def _head(names: Any, numbers: int) -> Iterator[str]:
     yield _line(names)
-    words = ["---", "---:", "---:", "---:", "---", "---"]
+    words = ["---", "---:", "---:", "---:", "---", "---", "---"]
     yield _line([*words, *["---:"] * numbers])
 
 

@@ -5,7 +5,7 @@
     python -m benchmarks.speed_gpu --only text curve --text sample.npz
     python -m benchmarks.speed_gpu --show results.json      tables and plots of an earlier run
 
-`text`, `curve` and `curve8` read real text, from a sample that `benchmarks.gpu.text` makes.
+`text` and the rows of `curve` read real text, from a sample that `benchmarks.gpu.text` makes.
 Every case runs in a process of its own with a time limit: one that fails is a line in the table.
 """
 
@@ -90,6 +90,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
         | {"module": "curve", "steps": 600, "limit": 300, "seeds": 3}
         | {"ways": ["bfloat16, rounded at random", "bfloat16, rounded at random, float8 products"]},
     ],
+    "curve_exchange": [
+        train("curve", 32, 16_384, lengths=(128, 80), dims=BASE, config={"stacked": True})
+        | {"module": "curve", "steps": 600, "limit": 300, "seeds": 1}
+        | {"ways": ["bfloat16, rounded at random", "bfloat16, rounded at random, float8 exchange"]},
+    ],
     "compile": [
         train(name, 128, 131_072, cache=cache) | {"module": "compiling"}
         for name, cache in (("first", "empty"), ("again", "kept"))
@@ -99,7 +104,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
 }
 
-WITHOUT_TEXT = [name for name in CASES if name not in ("text", "curve", "curve8")]
+WITHOUT_TEXT = [name for name in CASES if "curve" not in name and name != "text"]
 
 
 def run_case(case: dict[str, Any], out: Path) -> dict[str, Any]:

@@ -37,6 +37,11 @@ WAYS: dict[str, dict[str, Any]] = {
         "fused": True,
         "config": {"products": "float8"},
     },
+    "bfloat16, rounded at random, float8 exchange": {
+        "weights": "bfloat16",
+        "fused": True,
+        "config": {"exchange": "float8"},
+    },
 }
 
 

@@ -41,6 +41,7 @@ def config_of(case: dict[str, Any]) -> Any:
         dtype="bfloat16",
         weight_dtype="bfloat16",
         products=case.get("products", "dtype"),
+        exchange=case.get("exchange", "dtype"),
         **case.get("dims", {}),
     )
     return config.tuned()

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from gshard.nn.attention import AttentionKind
+from gshard.nn.exchange import Exchange
 from gshard.nn.experts import Dispatch
 from gshard.nn.float8 import Products
 from gshard.nn.gating import PAPER_GATING, GatingConfig
@@ -41,7 +42,9 @@ class TransformerConfig:
     `products`: in which numbers the experts, the feed-forward layers and attention's projections
     are multiplied: in `dtype`, or in eight bits (`gshard.nn.float8`), which is faster on GPUs that
     have matrix units for them (Hopper and later), and slower elsewhere. The router, the softmax,
-    normalization, embeddings and logits are not affected.
+    normalization, embeddings and logits are not affected. `exchange`: in which numbers tokens are
+    sent to their experts and back (`gshard.nn.exchange`); in eight bits that is half the bytes of
+    bfloat16.
 
     The last four say how the same model is computed, not what it is; `tuned` sets them for GPUs.
     `stacked` keeps the weights of all layers in one array and runs them under `lax.scan`, so that
@@ -77,6 +80,7 @@ class TransformerConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
     products: Products = "dtype"
+    exchange: Exchange = "dtype"
     remat: Remat | int = "none"
     stacked: bool = True
     attention: AttentionKind = "plain"

@@ -23,6 +23,7 @@ from jax import Array
 
 from gshard.nn import float8
 from gshard.nn.exact import float32_logits
+from gshard.nn.exchange import Annotate, Exchange, exchanged
 from gshard.nn.flat import flat_dropless, flat_groups
 from gshard.nn.float8 import Products
 from gshard.nn.gating import PAPER_GATING, GatingConfig, Routed, RouterMetrics, Routing, route
@@ -33,6 +34,10 @@ from gshard.nn.strategy import ONE_DEVICE, Strategy
 
 Dispatch = Literal["einsum", "index", "flat"]
 Drop = Callable[[Array], Array]
+
+
+def _same(x: Array) -> Array:
+    return x
 
 
 class Experts(eqx.Module):
@@ -131,6 +136,7 @@ class MoE(eqx.Module):
     dropout: float = eqx.field(static=True)
     random: Random = eqx.field(static=True)
     products: Products = eqx.field(static=True)
+    exchange: Exchange = eqx.field(static=True)
 
     def __init__(
         self,
@@ -145,6 +151,7 @@ class MoE(eqx.Module):
         dropout: float = 0.0,
         random: Random = "threefry",
         products: Products = "dtype",
+        exchange: Exchange = "dtype",
         *,
         biases: bool = False,
     ):
@@ -154,7 +161,8 @@ class MoE(eqx.Module):
         self.config = config
         self.groups = groups
         self.dispatch = dispatch
-        self.dropout, self.random, self.products = dropout, random, products
+        self.dropout, self.random = dropout, random
+        self.products, self.exchange = products, exchange
 
     def __call__(
         self,
@@ -209,13 +217,31 @@ class MoE(eqx.Module):
             if dropless:
                 y_GSM = flat_dropless(self.experts, routing, x_GSM, E)
             else:
-                y_GSM = flat_groups(self._experts_by(drop, drop_key), routing, x_GSM, E, C)
+                by_expert = self._experts_by(drop, drop_key)
+
+                def experts(x_ECM: Array) -> Array:
+                    return self._exchanged(by_expert(self._exchanged(x_ECM)))
+
+                y_GSM = flat_groups(experts, routing, x_GSM, E, C)
             return y_GSM.reshape(B, L, M), Routed(routing, metrics)
 
         dispatch, combine = DISPATCHES[self.dispatch]
-        x_EGCM = strategy.experts(dispatch(strategy, routing, x_GSM, E, C))
-        y_GECM = strategy.groups(self._group_first(x_EGCM, drop, drop_key))
+
+        def by_group(x_EGCM: Array) -> Array:
+            return strategy.groups(x_EGCM.swapaxes(0, 1)).swapaxes(0, 1)
+
+        def by_expert_second(y_GECM: Array) -> Array:
+            return strategy.experts(y_GECM, 1)
+
+        x_EGCM = dispatch(strategy, routing, x_GSM, E, C)
+        x_EGCM = strategy.experts(self._exchanged(x_EGCM, by_group, strategy.experts))
+        y_GECM = self._group_first(x_EGCM, drop, drop_key)
+        y_GECM = strategy.groups(self._exchanged(y_GECM, by_expert_second, strategy.groups))
         return combine(strategy, routing, y_GECM).reshape(B, L, M), Routed(routing, metrics)
+
+    def _exchanged(self, x: Array, here: Annotate = _same, there: Annotate = _same) -> Array:
+        """What is sent from one sharding to another."""
+        return x if self.exchange == "dtype" else exchanged(here, there, x)
 
     def _experts_by(self, drop: Drop, drop_key: Array | None) -> Drop:
         """How the experts run on their own tokens, [E, C, M]."""

@@ -84,10 +84,10 @@ def _feed_forward(x_ERM: Array, wi_EMH: Array, wo_EHM: Array) -> tuple[Array, An
     # With this scale the hidden units are near 1, and are written in eight bits.
     M = x_ERM.shape[-1]
     spread = _rms(x_ERM) * _rms_of_each(wi_EMH)
-    hidden_scale = _power_of_two(1.0 / (spread * math.sqrt(M)))
+    hidden_scale = power_of_two(1.0 / (spread * math.sqrt(M)))
     x, wi = _balanced(x_ERM, wi_EMH, hidden_scale)
     h_ERH = _relu(_dot(x.straight, wi.turned, E4M3))
-    wo = Eight.of(wo_EHM, _power_of_two(1.0 / (_rms_of_each(wo_EHM) * math.sqrt(M))), E4M3)
+    wo = Eight.of(wo_EHM, power_of_two(1.0 / (_rms_of_each(wo_EHM) * math.sqrt(M))), E4M3)
     y_ERM = _unscaled(_dot(h_ERH, wo.turned, x_ERM.dtype), hidden_scale * wo.scale)
     kept = (x.turned, x.scale), (wi.straight, wi.scale), (h_ERH, hidden_scale)
     return y_ERM, (*kept, (wo.straight, wo.scale))
@@ -127,12 +127,12 @@ def _relu(x: Array) -> Array:
 def _balanced(x_ERK: Array, w_EKN: Array, together: Array | float) -> tuple[Eight, Eight]:
     """Both in e4m3, with similar scales whose product is `together`, a power of two."""
     x_rms, w_rms_E = _rms(x_ERK), _rms_of_each(w_EKN)
-    x_scale_E = _power_of_two(jnp.sqrt(together * w_rms_E / x_rms))
+    x_scale_E = power_of_two(jnp.sqrt(together * w_rms_E / x_rms))
     return Eight.of(x_ERK, x_scale_E, E4M3), Eight.of(w_EKN, together / x_scale_E, E4M3)
 
 
 def _gradient_scale(grads_ERN: Array) -> Array:
-    return jnp.broadcast_to(_power_of_two(1.0 / _rms(grads_ERN)), (len(grads_ERN),))
+    return jnp.broadcast_to(power_of_two(1.0 / _rms(grads_ERN)), (len(grads_ERN),))
 
 
 def _unscaled(y_ERN: Array, scale_E: Array) -> Array:
@@ -156,7 +156,7 @@ def _rms_of_each(w_EKN: Array) -> Array:
     return jnp.sqrt(jnp.mean(jnp.square(some), axis=(1, 2)))
 
 
-def _power_of_two(x: Array) -> Array:
+def power_of_two(x: Array) -> Array:
     """The largest power of two up to `x`; 1 for what has none, as where a tensor is all zeros."""
     exponent = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7F800000)
     found = lax.bitcast_convert_type(exponent, jnp.float32)

@@ -92,7 +92,7 @@ def test_a_row_of_xla_s_partitioner_runs():
 
 
 def test_rows_are_of_the_paper_s_models_and_a_failure_is_a_line():
-    cases = [case for name in ("large", "models") for case in many_gpus.CASES[name]]
+    cases = [case for name in ("large", "shallow", "deep") for case in many_gpus.CASES[name]]
     models = {case["model"] for case in cases if case["experts"] == experts_of(case["model"])}
     assert len(models) == 6
     failed = {**many_gpus.CASES["xla"][0], "error": "Traceback\nNotImplementedError: why"}
