@@ -51,10 +51,11 @@ class Layer(eqx.Module):
         self.feed_forward_norm = LayerNorm(c.model_dim, dtype)
         self.feed_forward, self.moe = None, None
         if sparse and c.experts:
-            settings = (c.gating, c.groups, c.dispatch, c.expert_dropout, c.random)
-            numbers = (c.products, c.exchange)
-            dims = (c.experts, c.model_dim, hidden)
-            self.moe = MoE(*dims, dtype, keys[2], *settings, *numbers, biases=c.biases)
+            how = (c.dispatch, c.expert_dropout, c.random, c.products, c.exchange)
+            settings = (c.gating, c.groups, *how)
+            self.moe = MoE(
+                c.experts, c.model_dim, hidden, dtype, keys[2], *settings, biases=c.biases
+            )
             hidden, key = c.shared_hidden_dim, jax.random.fold_in(keys[2], 1)
         else:
             key = keys[2]
