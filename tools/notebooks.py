@@ -6,6 +6,8 @@ Each runs in a folder of its own. With `--update` what its cells print is writte
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,10 @@ NOTEBOOKS = sorted((ROOT / "docs" / "tutorial").glob("*.ipynb"))
 def executed(path: Path, folder: str) -> Any:
     """The notebook with what its cells print, run in `folder`."""
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=900, resources={"metadata": {"path": folder}}).execute()
+    client = NotebookClient(notebook, timeout=900, resources={"metadata": {"path": folder}})
+    # Cells call `gshard`, which need not be on the path of whoever calls this interpreter.
+    scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    client.execute(env={**os.environ, "PATH": scripts})
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # when it ran
         if cell.cell_type == "code":

@@ -58,6 +58,7 @@ def test_gradients_in_slices_are_those_of_all_logits_at_once():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_student_that_is_its_teacher_has_nothing_to_learn():
     """The cross entropy with one's own distribution is stationary."""
     model = models.model(models.config(experts=0))

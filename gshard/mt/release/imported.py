@@ -6,9 +6,9 @@ has an epsilon of 1e-6 here and of 1e-5 there; logits differ in the sixth digit.
 dropped, as there with a capacity of all tokens. What has no form here is refused by name.
 
 Both have one table for source and target. The layout that `gshard release --to huggingface` writes
-has two vocabularies in it, which are taken apart again, and becomes a release that translates.
-Another checkpoint becomes weights and settings for Python (`load_import`): its text is made by a
-tokenizer that gshard does not read.
+has two vocabularies in it, which are taken apart again. An import is weights and settings for
+Python (`load_import`): the tokenizer of a checkpoint is not read, and `gshard translate` cannot use
+it.
 """
 
 from __future__ import annotations

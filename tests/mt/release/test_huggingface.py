@@ -106,6 +106,7 @@ def same(ours, tokens, said):
     return count
 
 
+@pytest.mark.slow
 def test_the_same_greedy_translations_of_a_few(tokenizer, tmp_path):
     run = made(tmp_path / "run", tokenizer, **KINDS["sparse"])
     folder = export(run, tmp_path / "out")

@@ -23,7 +23,9 @@ def test_what_is_missing_or_damaged_is_named(runs, page):
     assert "dense is compared with the baselines of moe-16" in text
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
+)
 def test_no_file_can_break_it(runs, tmp_path, seed):
     """Cut, swap and replace parts of every file at random: a page comes out, or a UserError."""
     draw = random.Random(seed)
