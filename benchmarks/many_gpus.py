@@ -34,9 +34,18 @@ SMALL = "moe_128e_12l"
 HIDING = "--xla_gpu_enable_latency_hiding_scheduler=true"  # off by default in XLA
 DEEP = 300  # seconds for a row of 36 layers, which needs more than 110 (docs/results/many-gpus.md)
 CASES: dict[str, list[dict[str, Any]]] = {
-    "overlap": [  # "grow" has the row with the defaults
-        row(SMALL, 8, 128, 65_536, overlap=False),
-        row(SMALL, 8, 128, 65_536, scheduler="latency hiding", flags=f"{CUBLAS} {ALONE} {HIDING}"),
+    "overlap": [  # "grow" has the rows without
+        row(SMALL, 8, 128, 65_536, overlap="auto"),
+        row(
+            SMALL,
+            8,
+            128,
+            65_536,
+            overlap="auto",
+            scheduler="latency hiding",
+            flags=f"{CUBLAS} {ALONE} {HIDING}",
+        ),
+        row(SMALL, 64, 512, 65_536, overlap="auto"),
     ],
     "grow": [
         row(SMALL, 1, 16, 65_536),
@@ -136,8 +145,8 @@ def _about(case: dict[str, Any]) -> tuple[Any, ...]:
 
 def _settings(case: dict[str, Any]) -> Iterator[str]:
     """What differs from the defaults."""
-    if case.get("overlap") is False:
-        yield "no overlap"
+    if case.get("overlap"):
+        yield "overlap"
     if "scheduler" in case:
         yield f"{case['scheduler']} scheduler"
     if case.get("exchange", "dtype") != "dtype":

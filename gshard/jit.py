@@ -28,6 +28,7 @@ from gshard.capture.placement import DeviceOrder, device_order, mesh_of, with_sh
 from gshard.forecast import Hardware
 from gshard.forecast.hardware import accelerator
 from gshard.forecast.hardware import hardware as hardware_of
+from gshard.improve import Overlap
 from gshard.moving.costs import MEMORY_LIMIT
 from gshard.runtime.options import (
     JitKeywords,
@@ -81,7 +82,7 @@ def jit(
     hardware: str | Path | Hardware | None = None,
     annotations: Any = None,
     reproducible: bool = False,
-    overlap: bool | None = None,
+    overlap: Overlap = False,
 ) -> Any:
     """Like `jax.jit`, for a function whose tensors are annotated with `split` and the like.
 
@@ -100,8 +101,9 @@ def jit(
     a `gshard.Layout`, whose annotations are applied to arguments, results and tensors inside.
     `reproducible` results have the same bits on any devices (docs/howto/reproducible.md).
 
-    On GPUs, tensors are sent in pieces where that is faster: one is sent while another is
-    multiplied. `overlap=False` never does that, and `overlap=True` does it wherever it is possible.
+    `overlap="auto"` sends tensors in pieces, so that one is sent while another is multiplied, where
+    the costs of the hardware say that this is faster; `overlap=True` does it wherever it is
+    possible. On GPUs, smaller products can cost as much as it saves: measure it.
     """
     check_partitioner(partitioner, reproducible, overlap)
     named = None if hardware is None else hardware_of(hardware)

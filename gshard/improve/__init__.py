@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from jax.extend.core import Jaxpr
 
@@ -11,10 +12,11 @@ from gshard.improve.overlap import overlap, overlap_all
 from gshard.improve.share import share
 
 Pass = Callable[[Jaxpr], Jaxpr]
+Overlap = bool | Literal["auto"]  # everywhere, nowhere, or where costs say that it is faster
 
 
-def passes(overlapping: bool | None) -> tuple[Pass, ...]:
-    """The passes in their order; `overlapping` forces or forbids communication in pieces."""
-    if overlapping is None:
+def passes(overlapping: Overlap) -> tuple[Pass, ...]:
+    """The passes in their order; `overlapping`: communication in pieces everywhere or nowhere."""
+    if overlapping == "auto":
         return (share, overlap, drop_unused)
     return (share, overlap_all, drop_unused) if overlapping else (share, drop_unused)

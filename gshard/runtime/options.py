@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from gshard.forecast import Hardware
+from gshard.improve import Overlap
 from gshard.propagation.inside import Inside
 from gshard.runtime.program import XlaSettings
 
@@ -36,7 +37,7 @@ class JitKeywords(TypedDict, total=False):
     hardware: str | Path | Hardware | None
     annotations: Any
     reproducible: bool
-    overlap: bool | None
+    overlap: Overlap
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Options:
     hardware: Hardware | None = None  # to plan for; None: what JAX reports
     inside: tuple[Inside, ...] = ()  # annotations of tensors that the function makes
     reproducible: bool = False
-    overlap: bool | None = None  # communication in pieces: always, never, or where that is faster
+    overlap: Overlap = False  # communication in pieces: always, never, or where that is faster
 
     def target(self, devices: tuple[jax.Device, ...] | int) -> str | None:
         """The platform that a program for `devices` is traced for; None: JAX's default."""
@@ -90,7 +91,7 @@ class Keywords:
         return Keywords({**kept, "donate_argnums": donated})
 
 
-def check_partitioner(partitioner: str, reproducible: bool, overlap: bool | None) -> None:
+def check_partitioner(partitioner: str, reproducible: bool, overlap: Overlap) -> None:
     """Refuse a partitioner that there is not, or that cannot do what is asked of it."""
     if partitioner not in ("gshard", "xla"):
         raise ValueError(f"partitioner is {partitioner!r}; allowed are 'gshard' and 'xla'")
@@ -98,7 +99,8 @@ def check_partitioner(partitioner: str, reproducible: bool, overlap: bool | None
         raise ValueError("reproducible=True orders sums in gshard's plans; partitioner is 'xla'")
     if overlap and (reproducible or partitioner == "xla"):
         other = "reproducible=True" if reproducible else "partitioner='xla'"
-        raise ValueError(f"overlap=True changes gshard's plans, which {other} does not allow")
+        what = f"overlap={overlap!r} changes gshard's plans"
+        raise ValueError(f"{what}, which {other} does not allow")
 
 
 def checked_devices(devices: Any, device: jax.Device | None) -> tuple[jax.Device, ...] | int | None:

@@ -1,5 +1,7 @@
 """Communication in pieces beside products: plan in, plan out; values, bytes and pieces."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,19 +134,20 @@ def lowered(fn, shapes, **how):
 
 def test_chosen_by_the_hardware():
     """In pieces on GPUs where that is faster: the paper's layer, and not one of small dims."""
-    found = {name: lowered(experts, LARGE, hardware=name) for name in ("h200", "cpu")}
+    auto = functools.partial(lowered, overlap="auto")
+    found = {name: auto(experts, LARGE, hardware=name) for name in ("h200", "cpu")}
     assert kinds(found["h200"]) == {"all_to_all": 8}
     assert kinds(found["cpu"]) == {"all_to_all": 2}
     assert sent(found["h200"]) == sent(found["cpu"])
-    assert kinds(lowered(experts, EXPERTS, hardware="h200")) == {"all_to_all": 2}
-    assert kinds(lowered(experts, LARGE, hardware="h200", overlap=False)) == {"all_to_all": 2}
-    assert kinds(lowered(experts, LARGE)) == {"all_to_all": 2}  # a generic accelerator
+    assert kinds(auto(experts, EXPERTS, hardware="h200")) == {"all_to_all": 2}
+    assert kinds(lowered(experts, LARGE, hardware="h200")) == {"all_to_all": 2}
+    assert kinds(auto(experts, LARGE)) == {"all_to_all": 2}  # a generic accelerator
 
 
 def test_nothing_to_hide_behind():
     """Few columns: the products take less time than it would take to start more of them."""
     thin = (128, 256, 32, 1024), (128, 1024, 8), (128, 8, 1024)
-    found = lowered(experts, thin, hardware="h200")
+    found = lowered(experts, thin, hardware="h200", overlap="auto")
     assert all(c.why.pieces == 1 for c in found.collectives)
 
 
@@ -167,7 +170,8 @@ def test_weights_gathered_ahead():
         jax.ShapeDtypeStruct((65536, 4096), jnp.bfloat16),
         [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)] * 3,
     )
-    step = gshard.jit(lambda x, ws: layers(gshard.split(x, 0, 8), ws), devices=8, hardware="h200")
+    how = {"devices": 8, "hardware": "h200", "overlap": "auto"}
+    step = gshard.jit(lambda x, ws: layers(gshard.split(x, 0, 8), ws), **how)
     found = step.lower(*shapes)
     gathers = [c for c in found.collectives if c.kind == "all_gather"]
     assert [c.why.pieces for c in gathers[-2:]] == [1, 1]

@@ -374,7 +374,7 @@ def test_translators_share_programs_and_not_weights(small, tokenizer, corpus):
 
 
 def test_settings_that_make_no_sense():
-    with pytest.raises(UserError, match="0 steps"):
+    with pytest.raises(UserError, match="0 training steps"):
         BaselineConfig(steps=0)
     with pytest.raises(UserError, match="0 models"):
         BaselineConfig(models=0)

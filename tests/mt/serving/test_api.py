@@ -291,7 +291,7 @@ def test_tls(service, tmp_path):
             assert reply.status == 200
     with pytest.raises(UserError, match="belong together"):
         Settings(tls_cert=cert)
-    with pytest.raises(UserError, match="no certificate and key in PEM"):
+    with pytest.raises(UserError, match="are not a certificate and a key in PEM"):
         Settings(tls_cert=key, tls_key=cert)
 
 

@@ -175,7 +175,7 @@ def test_other_settings_are_refused_for_a_run_that_is_there(whole):
 
 def test_a_folder_with_other_things_is_not_overwritten(whole, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="is not empty and no run"):
+    with pytest.raises(UserError, match="is not empty and not a run"):
         Run.create(tmp_path, whole.config)
 
 
