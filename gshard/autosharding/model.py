@@ -170,7 +170,7 @@ class _Builder:
         return Model(self.mesh, problem, nodes, shapes, self.nodes, forms, self._local_bytes)
 
     def _memory(self) -> Memory:
-        """What is held: arguments and results for the whole step, other values while in use; and
+        """What is held: arguments and results for the entire step, other values while in use; and
         of what moves the other end too, copies while they are read and sums until they are taken.
         """
         last = len(self.flow.edges) + 1

@@ -56,45 +56,45 @@ class DeviceOrder:
         found = jax.devices()[: self.devices]
         return {d: i for i, d in enumerate(found)} if len(found) == self.devices else {}
 
-    def sharding(self, said: Any, rank: int) -> tuple[Sharding, tuple[int, ...]]:
+    def sharding(self, given: Any, rank: int) -> tuple[Sharding, tuple[int, ...]]:
         """gshard's sharding for one of JAX's, and the dims that it leaves open."""
-        if isinstance(said, Sharding):
-            if said.num_devices != self.count:
+        if isinstance(given, Sharding):
+            if given.num_devices != self.count:
                 raise ValueError(
-                    f"the sharding {said} is for {said.num_devices} devices, not for {self.count}"
+                    f"the sharding {given} is for {given.num_devices} devices, not for {self.count}"
                 )
-            return said, ()
-        if isinstance(said, PartitionSpec):
-            said = NamedSharding(_mesh_for(said), said)
-        if isinstance(said, NamedSharding):
-            return sharding_of(said, rank, self.numbers_in_meshes, self.count)
-        if len(said.device_set) == 1:
+            return given, ()
+        if isinstance(given, PartitionSpec):
+            given = NamedSharding(_mesh_for(given), given)
+        if isinstance(given, NamedSharding):
+            return sharding_of(given, rank, self.numbers_in_meshes, self.count)
+        if len(given.device_set) == 1:
             return Sharding.replicated(rank, self.count), tuple(range(rank))
         raise TypeError(
-            f"{type(said).__name__} is not a sharding that gshard can read; it reads a "
+            f"{type(given).__name__} is not a sharding that gshard can read; it reads a "
             "NamedSharding, a PartitionSpec under jax.set_mesh, and gshard.Sharding"
         )
 
-    def annotation(self, said: Any, rank: int, name: str) -> Annotation:
+    def annotation(self, given: Any, rank: int, name: str) -> Annotation:
         """One of JAX's shardings as an annotation."""
-        sharding, open_dims = self.sharding(said, rank)
-        return Annotation.of_sharding(name, sharding, open_dims, _axes_of(said, rank))
+        sharding, open_dims = self.sharding(given, rank)
+        return Annotation.of_sharding(name, sharding, open_dims, _axes_of(given, rank))
 
     def held(self, value: Any) -> Sharding | None:
         """The current sharding of an argument; None if it is on one device, or on other devices."""
         if isinstance(value, UnevenArray):
             return self._renumbered(value.tiling, value.mesh.devices.ravel())
-        said = getattr(value, "sharding", None)
-        if not isinstance(said, jax.sharding.Sharding) or _is_single(said):
+        given = getattr(value, "sharding", None)
+        if not isinstance(given, jax.sharding.Sharding) or _is_single(given):
             return None
         rank = len(value.shape)
-        if isinstance(said, NamedSharding):
-            if not isinstance(said.mesh, Mesh):
-                return sharding_of(said, rank, self.numbers, self.count)[0]
-            if any(d not in self.numbers for d in said.mesh.devices.flat):
+        if isinstance(given, NamedSharding):
+            if not isinstance(given.mesh, Mesh):
+                return sharding_of(given, rank, self.numbers, self.count)[0]
+            if any(d not in self.numbers for d in given.mesh.devices.flat):
                 return None
-            return _sharding_held(said, rank, self)
-        slices = said.devices_indices_map(tuple(value.shape))
+            return _sharding_held(given, rank, self)
+        slices = given.devices_indices_map(tuple(value.shape))
         return sharding_of_slices(slices, rank, self.numbers, self.count)
 
     def _renumbered(self, tiling: Sharding, devices: Sequence[jax.Device]) -> Sharding | None:
@@ -117,13 +117,13 @@ def device_order(devices: tuple[jax.Device, ...] | int) -> DeviceOrder:
 
 
 @functools.lru_cache(maxsize=16384)
-def _sharding_held(said: NamedSharding, rank: int, order: DeviceOrder) -> Sharding:
-    return sharding_of(said, rank, order.numbers, order.count)[0]
+def _sharding_held(given: NamedSharding, rank: int, order: DeviceOrder) -> Sharding:
+    return sharding_of(given, rank, order.numbers, order.count)[0]
 
 
-def _axes_of(said: Any, rank: int) -> tuple[str, ...]:
+def _axes_of(given: Any, rank: int) -> tuple[str, ...]:
     """The names of the mesh axes that each dim is split over; () without a `PartitionSpec`."""
-    spec = said if isinstance(said, PartitionSpec) else getattr(said, "spec", None)
+    spec = given if isinstance(given, PartitionSpec) else getattr(given, "spec", None)
     if spec is None:
         return ()
     entries = [(e,) if isinstance(e, str) else e for e in spec]
@@ -131,8 +131,8 @@ def _axes_of(said: Any, rank: int) -> tuple[str, ...]:
     return (*named, *[""] * (rank - len(named)))[:rank]
 
 
-def _is_single(said: Any) -> bool:
-    return (said.mesh.size if isinstance(said, NamedSharding) else len(said.device_set)) == 1
+def _is_single(given: Any) -> bool:
+    return (given.mesh.size if isinstance(given, NamedSharding) else len(given.device_set)) == 1
 
 
 def _mesh_for(spec: PartitionSpec) -> Mesh:
@@ -159,12 +159,12 @@ def with_shardings(fun: Callable[..., Any], arguments: Any, results: Any) -> Cal
     return annotated
 
 
-def _annotated(values: Any, said: Any, name: str) -> Any:
+def _annotated(values: Any, given: Any, name: str) -> Any:
     order = reading_devices()
-    if said is None or order is None:  # no annotation, or no reader of annotations
+    if given is None or order is None:  # no annotation, or no reader of annotations
         return values
     try:
-        each = jax.tree.broadcast(said, values, is_leaf=_is_sharding)
+        each = jax.tree.broadcast(given, values, is_leaf=_is_sharding)
     except ValueError as error:
         raise ValueError(f"{name} does not match the values it is for: {error}") from None
 
@@ -188,10 +188,10 @@ def mesh_of(values: Iterable[Any]) -> Mesh | None:
         return mesh
     best: Mesh | None = None
     for value in values:
-        said = value if isinstance(value, NamedSharding) else getattr(value, "sharding", None)
-        if not isinstance(said, NamedSharding) or isinstance(value, UnevenArray):
+        given = value if isinstance(value, NamedSharding) else getattr(value, "sharding", None)
+        if not isinstance(given, NamedSharding) or isinstance(value, UnevenArray):
             continue
-        mesh = said.mesh
+        mesh = given.mesh
         if isinstance(mesh, Mesh) and not is_own(mesh):
             best = mesh if best is None or mesh.size > best.size else best
     return best if best is not None and best.size > 1 else None

@@ -147,8 +147,8 @@ def _place(eqn: JaxprEqn) -> _Place | None:
         return None
     path, *ends = span
     start, end = (ends[0], ends[1]), (ends[2], ends[3])
-    for whole, line, name in _targets("".join(linecache.getlines(path))).get(span[1], ()):
-        if whole[:2] <= start and end <= whole[2:]:
+    for extent, line, name in _targets("".join(linecache.getlines(path))).get(span[1], ()):
+        if extent[:2] <= start and end <= extent[2:]:
             return _Place((path, line, name), start, end)
     return None
 
@@ -177,8 +177,8 @@ def _pairs(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     """The expressions of a statement, each with the one name that it is assigned to."""
     if isinstance(node, ast.AugAssign | ast.AnnAssign | ast.NamedExpr):
         if node.value is not None and isinstance(node.target, ast.Name):
-            whole = node if isinstance(node, ast.AugAssign) else node.value
-            yield whole, node.target.id
+            expression = node if isinstance(node, ast.AugAssign) else node.value
+            yield expression, node.target.id
     elif isinstance(node, ast.Assign) and len(node.targets) == 1:
         yield from _assignments(node.targets[0], node.value)
 

@@ -6,6 +6,7 @@ does not depend on the texts beside it.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -112,8 +113,8 @@ class Routings(NamedTuple):
     decoder: list[Choices]
 
 
-class TextTranslator:
-    """Texts in, n-best lists out; `search` is what a subclass brings."""
+class TextTranslator(abc.ABC):
+    """Texts in, n-best lists out; an engine defines `search` and `routings`."""
 
     def __init__(
         self,
@@ -131,13 +132,13 @@ class TextTranslator:
         self._together, self._name = together or Together(), name
         self.missed: set[tuple[int, int]] = set()  # rows and length of what would have fitted
 
+    @abc.abstractmethod
     def search(self, source: np.ndarray) -> Translations:
         """The n-best lists of a batch of tokens, padded at the end."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def routings(self, source: Sequence[int], output: Sequence[int]) -> Routings:
         """The experts of every token of a sentence and of its translation."""
-        raise NotImplementedError
 
     def search_program(self, rows: int, length: int) -> Callable[..., Translations]:
         """The search of `rows` sentences of `length` tokens, compiled where it has to be."""
