@@ -79,6 +79,10 @@ def test_the_share_mixes_labels_and_teacher():
     totals = [float(loss(model, batch, taught=taught, teacher_share=s)[0]) for s in (0, 0.25, 1)]
     assert totals[1] == pytest.approx(0.75 * totals[0] + 0.25 * totals[2], rel=1e-5)
     assert totals[0] == pytest.approx(float(loss(model, batch)[0]), rel=1e-6)
+    real = batch.target_segments > 0
+    (mine, _), (its, _) = model(batch), teacher(batch)
+    cross = -jnp.sum(jax.nn.softmax(its) * jax.nn.log_softmax(mine), axis=-1)
+    assert totals[2] == pytest.approx(float(jnp.sum(cross * real) / real.sum()), rel=1e-5)
 
 
 @pytest.mark.slow
