@@ -21,6 +21,10 @@ def test_no_import_climbs_back(arrows):
     assert not structure.climbing(arrows)
 
 
+def test_no_files_import_each_other_in_a_circle():
+    assert not structure.climbing(structure.imports(ROOT))
+
+
 def test_an_arrow_on_a_circle_climbs_back():
     """The check can fail: the circle that once was between rules, combine and strategy."""
     once = {"combine": {"rules"}, "rules": {"strategy"}, "strategy": {"combine"}, "jit": {"rules"}}

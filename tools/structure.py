@@ -30,16 +30,21 @@ def part(module: str) -> str:
     return ".".join(names[: 2 if names[:1] == ["mt"] else 1])
 
 
-def arrows(root: Path) -> Arrows:
-    """Each part with the parts that it imports; the public face, `gshard` itself, is left out."""
+def imports(root: Path) -> Arrows:
+    """Each module with the modules that it imports, at its top or inside functions."""
     sys.path.insert(0, str(root))
     try:
         graph = grimp.build_graph("gshard", cache_dir=None)
     finally:
         sys.path.remove(str(root))
-    found: Arrows = {part(module): set() for module in graph.modules}
-    for module in graph.modules:
-        imported = graph.find_modules_directly_imported_by(module)
+    return {m: set(graph.find_modules_directly_imported_by(m)) for m in sorted(graph.modules)}
+
+
+def arrows(root: Path) -> Arrows:
+    """Each part with the parts that it imports; the public face, `gshard` itself, is left out."""
+    modules = imports(root)
+    found: Arrows = {part(module): set() for module in modules}
+    for module, imported in modules.items():
         found[part(module)] |= {part(other) for other in imported}
     for face in ("", "mt"):
         found.pop(face, None)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gshard.explanation.costs import Cost, counts
-from gshard.explanation.explained import EXPLAINED, Explanation
+from gshard.explanation.findings import EXPLAINED, Findings
 from gshard.explanation.local_names import LocalNames
 from gshard.explanation.names import einsums_of, shape
 from gshard.explanation.text import describe, replicated
@@ -29,36 +29,36 @@ _VALUES = 36  # tensors shown
 _CELLS = 64  # tiles shown along each dim of a grid
 
 
-def page(explanation: Explanation, growth: Mapping[int, Forecast] | None = None) -> str:
+def page(findings: Findings, growth: Mapping[int, Forecast] | None = None) -> str:
     """The page; `growth` are forecasts of the same on other numbers of devices, for a plot."""
-    forecast, subject = explanation.forecast, explanation.subject
-    costly = [_card(explanation, cost) for cost in explanation.lines[:3]]
+    forecast, subject = findings.forecast, findings.subject
+    costly = [_card(findings, cost) for cost in findings.lines[:3]]
     return render(
         _HERE,
         "page.html",
         ("chart.js", "page.js"),
-        title=f"{explanation.name} on {explanation.hardware}",
+        title=f"{findings.name} on {findings.hardware}",
         style=style(_HERE.parent / "pages", "tokens.css", "page.css") + style(_HERE, "page.css"),
-        data=checked(_data(explanation)),
-        about=f"{explanation.name} on {explanation.hardware}",
-        sentence=explanation.sentence,
-        facts=_facts(explanation),
+        data=checked(_data(findings)),
+        about=f"{findings.name} on {findings.hardware}",
+        sentence=findings.sentence,
+        facts=_facts(findings),
         costly=costly,
-        files=_files(explanation),
+        files=_files(findings),
         devices=subject.num_devices,
         operators=f"{len(forecast.operators):,}",
-        **_memory(explanation),
+        **_memory(findings),
         **_times(forecast, growth),
-        chains=explanation.chains,
+        chains=findings.chains,
         conflicts=[str(conflict) for conflict in subject.conflicts],
-        replicated=[(what, size(held)) for what, held in replicated(explanation)],
+        replicated=[(what, size(held)) for what, held in replicated(findings)],
         foot=_foot(forecast),
     )
 
 
-def _facts(explanation: Explanation) -> list[tuple[str, str]]:
-    forecast, subject = explanation.forecast, explanation.subject
-    took = sum(cost.seconds for cost in explanation.kinds)
+def _facts(findings: Findings) -> list[tuple[str, str]]:
+    forecast, subject = findings.forecast, findings.subject
+    took = sum(cost.seconds for cost in findings.kinds)
     share = took / (forecast.step_seconds or 1.0)
     return [
         (size(subject.sent), "sent by each device"),
@@ -68,10 +68,10 @@ def _facts(explanation: Explanation) -> list[tuple[str, str]]:
     ]
 
 
-def _card(explanation: Explanation, cost: Cost) -> dict[str, Any]:
-    found = explanation.search()
+def _card(findings: Findings, cost: Cost) -> dict[str, Any]:
+    found = findings.search()
     fix = found.for_line(cost.name, cost.sent)
-    share = cost.seconds / (explanation.forecast.step_seconds or 1.0)
+    share = cost.seconds / (findings.forecast.step_seconds or 1.0)
     remark = f"None of {found.tried:,} changes of one annotation sends less here."
     if found.tried < found.candidates:
         remark = (
@@ -86,7 +86,7 @@ def _card(explanation: Explanation, cost: Cost) -> dict[str, Any]:
         "kinds": cost.kinds + (f" x {cost.runs:,}" if cost.runs > 1 else ""),
         "share": f"{share:.1%}",
         "percent": round(100 * min(share, 1.0), 1),
-        "why": explanation.why(cost),
+        "why": findings.why(cost),
         "remark": remark,
         "fix": fix
         and {
@@ -102,27 +102,27 @@ def _code(source: str) -> str:
     return linecache.getline(name, int(line)).strip() if line.isdigit() else ""
 
 
-def _data(explanation: Explanation) -> dict[str, Any]:
+def _data(findings: Findings) -> dict[str, Any]:
     """What the page's script needs; texts that repeat are numbers of a list."""
-    forecast = explanation.forecast
+    forecast = findings.forecast
     texts: dict[str, int] = {}
 
     def number(text: str) -> int:
         return texts.setdefault(text, len(texts))
 
-    names = explanation.local_names
+    names = findings.local_names
     operators = [_operator(t, names, number) for t in forecast.operators]
     held = forecast.memory.peak - forecast.memory.temporary
     places = [number(line) for line in forecast.memory.lines]
     return {
-        "devices": explanation.subject.num_devices,
+        "devices": findings.subject.num_devices,
         "seconds": forecast.step_seconds,
         "operators": operators,
         "memory": [held + b for b in forecast.memory.along],
         "memory_lines": places,
         "texts": list(texts),
-        "why": {cost.name: explanation.why(cost) for cost in explanation.lines[:EXPLAINED]},
-        "tensors": list(_tensors(explanation)),
+        "why": {cost.name: findings.why(cost) for cost in findings.lines[:EXPLAINED]},
+        "tensors": list(_tensors(findings)),
     }
 
 
@@ -147,16 +147,16 @@ def _operator(t: Timed, names: LocalNames, number: Any) -> list[float]:
     ]
 
 
-def _files(explanation: Explanation) -> list[dict[str, Any]]:
+def _files(findings: Findings) -> list[dict[str, Any]]:
     """The lines of the user's files that do something, and those around them."""
     spent: dict[str, list[float]] = {}
-    for t in explanation.forecast.operators:
+    for t in findings.forecast.operators:
         here = spent.setdefault(t.source, [0.0, 0])
         here[0] += float(t.total_seconds)
         here[1] += t.sent * t.count
-    for cost in explanation.lines:  # values that are combined: each at its own line
+    for cost in findings.lines:  # values that are combined: each at its own line
         spent.setdefault(cost.name, [cost.seconds, 0])[1] = cost.sent
-    for eqn in explanation.subject.annotations:
+    for eqn in findings.subject.annotations:
         spent.setdefault(source_of(eqn), [0.0, 0])
     wanted: dict[str, set[int]] = {}
     for source in spent:
@@ -204,8 +204,8 @@ def _rows(
         }
 
 
-def _memory(explanation: Explanation) -> dict[str, Any]:
-    forecast, names = explanation.forecast, explanation.local_names
+def _memory(findings: Findings) -> dict[str, Any]:
+    forecast, names = findings.forecast, findings.local_names
     memory = forecast.memory
     title = f"memory on a device, operator by operator, up to {size(memory.peak)}"
     room = "fits in" if forecast.fits else "does NOT fit in"
@@ -274,9 +274,9 @@ def _foot(forecast: Forecast) -> str:
     )
 
 
-def _tensors(explanation: Explanation) -> Iterator[dict[str, Any]]:
+def _tensors(findings: Findings) -> Iterator[dict[str, Any]]:
     """The annotated values and the largest arguments, each with its tiles."""
-    subject, names = explanation.subject, explanation.names
+    subject, names = findings.subject, findings.names
     values: dict[Any, str] = {e.outvars[0]: source_of(e) for e in subject.annotations}
     arguments = sorted(subject.flat.jaxpr.invars, key=lambda v: -np.prod(v.aval.shape))
     for var in arguments[:_VALUES]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gshard.explanation.costs import Cost
-from gshard.explanation.explained import EXPLAINED, Explanation
+from gshard.explanation.findings import EXPLAINED, Findings
 from gshard.explanation.names import shape
 from gshard.explanation.subject import Subject
 from gshard.forecast.report import duration, size
@@ -20,27 +20,27 @@ _LINES = 12  # of each list: the largest first
 _LARGE = 0.02  # a replicated value is named if it takes this share of the arguments
 
 
-def text(explanation: Explanation) -> list[str]:
+def text(findings: Findings) -> list[str]:
     """All but the changes of annotations, which take time to try."""
-    subject = explanation.subject
-    lines = [explanation.about, explanation.sentence]
-    if explanation.lines:
-        lines += ["", "by kind", *_totals(explanation.kinds)]
-        lines += ["", "by line", *_totals(explanation.lines, kinds=True)]
-        lines += ["", "why", *_reasons(explanation)]
+    subject = findings.subject
+    lines = [findings.about, findings.sentence]
+    if findings.lines:
+        lines += ["", "by kind", *_totals(findings.kinds)]
+        lines += ["", "by line", *_totals(findings.lines, kinds=True)]
+        lines += ["", "why", *_reasons(findings)]
     if subject.conflicts:
         lines += ["", "splits that wanted the same tensors"]
         lines += [f"  {conflict}" for conflict in subject.conflicts]
-    found = replicated(explanation)
+    found = replicated(findings)
     if found:
         lines += ["", "large values that are replicated"]
         lines += [f"  {size(held):>9}  {what}" for what, held in found]
     return lines
 
 
-def fix_lines(explanation: Explanation) -> list[str]:
+def fix_lines(findings: Findings) -> list[str]:
     """The changes of one annotation that send less, each tried."""
-    found = explanation.search()
+    found = findings.search()
     lines = ["what would remove it", *(f"  {fix}" for fix in found.fixes[:3])]
     if found.tried < found.candidates:
         left = found.candidates - found.tried
@@ -63,12 +63,12 @@ def _totals(costs: Sequence[Cost], kinds: bool = False) -> Iterator[str]:
         yield f"  and {len(costs) - _LINES} more"
 
 
-def _reasons(explanation: Explanation) -> Iterator[str]:
+def _reasons(findings: Findings) -> Iterator[str]:
     """For the costliest lines: which splits meet there, and who asked for them."""
-    for cost in explanation.lines[:EXPLAINED]:
+    for cost in findings.lines[:EXPLAINED]:
         yield f"  {cost.name}: {cost.values[0].kind} of {size(cost.values[0].total_bytes)}"
-        yield f"    {explanation.why(cost)}"
-    for name, links in explanation.chains.items():
+        yield f"    {findings.why(cost)}"
+    for name, links in findings.chains.items():
         shown = links if len(links) <= 5 else [*links[:2], "...", *links[-2:]]
         yield f"  {name}: {' -> '.join(shown)}"
 
@@ -83,9 +83,9 @@ def describe(sharding: Sharding, dims: Sequence[str] = ()) -> str:
     return "split: " + ", ".join(parts) if parts else "replicated"
 
 
-def replicated(explanation: Explanation) -> list[tuple[str, int]]:
+def replicated(findings: Findings) -> list[tuple[str, int]]:
     """Large arguments and results of operators that every device has all of, and their bytes."""
-    subject = explanation.subject
+    subject = findings.subject
     if subject.num_devices == 1:
         return []
     total = sum(_local_bytes(subject, v) for v in subject.flat.jaxpr.invars) or 1
@@ -97,7 +97,7 @@ def replicated(explanation: Explanation) -> list[tuple[str, int]]:
         if sharding is not None and sharding.is_replicated and not sharding.manual:
             here = _local_bytes(subject, var)
             if here >= max(_LARGE * total, 2**16):
-                name = explanation.names.name(var)
+                name = findings.names.name(var)
                 what = f"{name} {shape(var)}".lstrip() + f"  {where}"
                 found[what] = max(here, found.get(what, 0))
     return sorted(found.items(), key=lambda item: -item[1])[:_LINES]

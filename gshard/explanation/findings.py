@@ -1,0 +1,119 @@
+"""What a program sends, why, and which annotation to change: as data, which text and page show."""
+
+from __future__ import annotations
+
+import functools
+
+from gshard.explanation.costs import Cost, by_kind, by_line, counts, headline
+from gshard.explanation.fixes import Progress, Search, search
+from gshard.explanation.local_names import LocalNames
+from gshard.explanation.names import Names
+from gshard.explanation.subject import Subject
+from gshard.explanation.why import Why
+from gshard.forecast import Forecast
+from gshard.forecast.report import duration, size
+
+EXPLAINED = 6  # lines that are explained, the costliest first
+QUICK = 1500  # equations up to which changes of annotations are tried without being asked
+
+
+class Findings:
+    """What is known about a program's communication.
+
+    `seconds` is the budget of the search for better annotations, which begins when its results
+    are first asked for; 0 leaves it out.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        forecast: Forecast,
+        name: str,
+        seconds: float | None = None,
+        is_default: bool = False,
+    ):
+        quick = len(subject.equations) <= QUICK
+        self.subject, self.forecast, self.name = subject, forecast, name
+        self.is_default = is_default  # whether the hardware is what JAX reports
+        self._seconds = (10.0 if quick else 0.0) if seconds is None else seconds
+        self._search: Search | None = None
+
+    @functools.cached_property
+    def names(self) -> Names:
+        """What the code calls values and dims."""
+        return Names(self.subject)
+
+    @functools.cached_property
+    def local_names(self) -> LocalNames:
+        """What the code calls the values of the per-device program."""
+        return LocalNames(self.subject)
+
+    @functools.cached_property
+    def _why(self) -> Why:
+        return Why(self.subject, self.names)
+
+    @functools.cached_property
+    def lines(self) -> list[Cost]:
+        """The lines that send something, the one that takes the most time first."""
+        return by_line(self.subject, self.forecast)
+
+    @functools.cached_property
+    def kinds(self) -> list[Cost]:
+        """The same by kind of collective."""
+        return by_kind(self.subject, self.forecast)
+
+    @functools.cached_property
+    def sentence(self) -> str:
+        """What the costliest line sends, and its share of the step."""
+        return headline(self.forecast, self.lines)
+
+    @property
+    def hardware(self) -> str:
+        """Whose times these are."""
+        where = f"{self.forecast.devices} x {self.forecast.hardware.name}"
+        return f"{where}, as JAX reports here" if self.is_default else where
+
+    @property
+    def about(self) -> str:
+        """What is sent in all, and whose times these are."""
+        took = sum(cost.seconds for cost in self.kinds)
+        return (
+            f"{self.name} on {self.hardware}: {counts(self.subject)}, "
+            f"{size(self.subject.sent)} sent by each device in {duration(took)}"
+        )
+
+    def why(self, cost: Cost) -> str:
+        """Why a line sends its largest value, in one sentence."""
+        return self._why.sentence(cost.values[0])
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether changes of annotations have been tried, or are not to be."""
+        return self._search is not None or self._seconds == 0
+
+    def search(self, progress: Progress | None = None) -> Search:
+        """Changes of one annotation, each tried: once, within the budget of seconds."""
+        if self._search is None:
+            origins = [
+                o.source
+                for cost in self.lines[:EXPLAINED]
+                for o in self._why.origins(cost.values[0])
+            ]
+            worst = [cost.name for cost in self.lines]
+            first = list(dict.fromkeys([*origins, *worst]))
+            if self.subject.sent and self._seconds:
+                self._search = search(self.subject, self._seconds, first, progress)
+            else:
+                self._search = Search(candidates=len(self.subject.annotations))
+        return self._search
+
+    @property
+    def chains(self) -> dict[str, list[str]]:
+        """How splits come to the costliest lines, each way once: from an annotation on."""
+        found: dict[str, list[str]] = {}
+        for cost in self.lines[:EXPLAINED]:
+            for o in self._why.origins(cost.values[0]):
+                key = f"{self.names.value(o.var)} by {self.names.dim(o.var, o.dim)}"
+                if len(o.links) > 2 and key not in found:
+                    found[key] = [str(link) for link in o.links]
+        return found
