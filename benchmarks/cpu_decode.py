@@ -82,7 +82,7 @@ def random_weights(config: Any) -> dict[str, np.ndarray]:
 
 def host_engine(config: Any, steps: int, int8: bool, threads: int) -> Search:
     """gshard's search for CPUs."""
-    from gshard.mt.decoding.beam import BeamConfig
+    from gshard.mt.decoding.beam_config import BeamConfig
     from gshard.mt.decoding.host import products
     from gshard.mt.decoding.host.model import HostModel
     from gshard.mt.decoding.host.search import host_search
@@ -103,7 +103,8 @@ def xla_engine(config: Any, steps: int) -> Search:
     """gshard's search as one compiled program."""
     import jax
 
-    from gshard.mt.decoding.beam import BeamConfig, beam_search
+    from gshard.mt.decoding.beam import beam_search
+    from gshard.mt.decoding.beam_config import BeamConfig
     from gshard.mt.training.loading import model_like
     from gshard.mt.training.names import unnamed
 

@@ -6,29 +6,33 @@ operators), `gshard.contrib` (Equinox and Flax NNX) and `gshard.nn` (models), an
 `gshard`. Every other module is private and may change from one release to the next.
 """
 
+import typing as _typing
 from importlib import metadata as _metadata
 
-from gshard import extend, forecast, manual
-from gshard.annotate import replicate, shard, split
-from gshard.autosharding.auto import auto
-from gshard.autosharding.layout import Layout
-from gshard.check import check
-from gshard.checking.report import Difference, Report
-from gshard.jit import Jitted, jit
-from gshard.manual import (
-    auto_to_manual_spmd_partition,
-    manual_to_auto_spmd_partition,
-    partition_id,
-)
-from gshard.moving.inventory import Collective
-from gshard.operators.register import register_rule
-from gshard.operators.rule import Rule
-from gshard.replaying.replay import Replay
-from gshard.runtime.stages import Compiled, Lowered
-from gshard.tensors.factors import Factors
-from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile
-from gshard.tensors.uneven import UnevenArray
+from gshard import _lazy
+
+if _typing.TYPE_CHECKING:
+    from gshard import extend, forecast, manual
+    from gshard.annotate import replicate, shard, split
+    from gshard.autosharding.auto import auto
+    from gshard.autosharding.layout import Layout
+    from gshard.check import check
+    from gshard.checking.report import Difference, Report
+    from gshard.jit import Jitted, jit
+    from gshard.manual import (
+        auto_to_manual_spmd_partition,
+        manual_to_auto_spmd_partition,
+        partition_id,
+    )
+    from gshard.moving.inventory import Collective
+    from gshard.operators.register import register_rule
+    from gshard.operators.rule import Rule
+    from gshard.replaying.replay import Replay
+    from gshard.runtime.stages import Compiled, Lowered
+    from gshard.tensors.factors import Factors
+    from gshard.tensors.sharding import Sharding
+    from gshard.tensors.tile import Tile
+    from gshard.tensors.uneven import UnevenArray
 
 try:
     __version__ = _metadata.version("gshard")
@@ -64,6 +68,31 @@ __all__ = [
     "shard",
     "split",
 ]
+
+_lazy.attach(
+    "gshard",
+    {
+        "gshard": "extend forecast manual",
+        "gshard.annotate": "replicate shard split",
+        "gshard.autosharding.auto": "auto",
+        "gshard.autosharding.layout": "Layout",
+        "gshard.check": "check",
+        "gshard.checking.report": "Difference Report",
+        "gshard.jit": "Jitted jit",
+        "gshard.manual": (
+            "auto_to_manual_spmd_partition manual_to_auto_spmd_partition partition_id"
+        ),
+        "gshard.moving.inventory": "Collective",
+        "gshard.operators.register": "register_rule",
+        "gshard.operators.rule": "Rule",
+        "gshard.replaying.replay": "Replay",
+        "gshard.runtime.stages": "Compiled Lowered",
+        "gshard.tensors.factors": "Factors",
+        "gshard.tensors.sharding": "Sharding",
+        "gshard.tensors.tile": "Tile",
+        "gshard.tensors.uneven": "UnevenArray",
+    },
+)
 
 
 def __dir__() -> list[str]:

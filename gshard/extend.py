@@ -7,6 +7,7 @@ operands and results correspond, `local` computes the results of one device from
 gshard/rules are examples.
 """
 
+import gshard.rules  # noqa: F401  (before a user's, which replace them)
 from gshard.graph.reason import Reason
 from gshard.operators.register import register_rule
 from gshard.operators.rule import (

@@ -36,7 +36,7 @@ def test_an_arrow_on_a_circle_climbs_back():
 
 
 def test_models_know_only_annotations_and_manual_regions(arrows):
-    assert arrows["nn"] <= {"annotate", "manual"}
+    assert arrows["nn"] <= {"annotate", "manual", "_lazy"}
 
 
 def test_translation_knows_the_public_face():
@@ -77,5 +77,5 @@ def test_functions_are_small():
 
 def test_at_most_eight_files_at_the_top():
     """The public face; everything else is in the package of its stage."""
-    files = {path.name for path in (ROOT / "gshard").glob("*.py")} - {"__init__.py", "_jax.py"}
+    files = {path.name for path in (ROOT / "gshard").glob("[!_]*.py")}
     assert len(files) <= 8, sorted(files)

@@ -14,7 +14,8 @@ import numpy as np
 from benchmarks.gpu.fresh import fresh_model
 from benchmarks.gpu.kernels import profile
 from benchmarks.gpu.timing import peak_gb
-from gshard.mt.decoding.beam import BeamConfig, beam_search
+from gshard.mt.decoding.beam import beam_search
+from gshard.mt.decoding.beam_config import BeamConfig
 from gshard.nn.family import FAMILY
 
 

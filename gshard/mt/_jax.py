@@ -1,23 +1,32 @@
-"""What translation takes from JAX's private modules, all of it about a run's processes."""
+"""What translation takes from JAX's private modules, all of it about a run's processes.
+
+They are imported when they are needed: a translation on a CPU runs without JAX.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
-from jax._src import compilation_cache as _compilation_cache
-from jax._src import compiler as _compiler
-from jax._src import distributed as _distributed
+
+def process_count() -> int:
+    """The processes of this program; where JAX was never imported, it is one."""
+    return sys.modules["jax"].process_count() if "jax" in sys.modules else 1
 
 
 def coordination() -> Any:
     """How the processes of a program reach each other beside collectives; None for one alone."""
-    return _distributed.global_state.client
+    from jax._src import distributed
+
+    return distributed.global_state.client
 
 
 def wrap_program_cache(wrap: Callable[[Any], Any]) -> None:
     """Let `wrap` have the cache of compiled programs whenever JAX opens one."""
-    made = _compilation_cache.LRUCache
+    from jax._src import compilation_cache
+
+    made = compilation_cache.LRUCache
     if getattr(made, "wrapped_by", None) is wrap:
         return
 
@@ -25,8 +34,8 @@ def wrap_program_cache(wrap: Callable[[Any], Any]) -> None:
         return wrap(made(*args, **kwargs))
 
     wrapped.wrapped_by = wrap  # type: ignore[attr-defined]
-    _compilation_cache.LRUCache = wrapped
-    _compilation_cache.reset_cache()  # it may be open already
+    compilation_cache.LRUCache = wrapped
+    compilation_cache.reset_cache()  # it may be open already
 
 
 def cache_in_every_process() -> None:
@@ -35,7 +44,9 @@ def cache_in_every_process() -> None:
     On CPUs the keys of the cache name the process. What the others compile is never found under
     the first one's keys, and would be compiled again at every start.
     """
-    write, state = _compiler._cache_write, _distributed.global_state
+    from jax._src import compiler, distributed
+
+    write, state = compiler._cache_write, distributed.global_state
 
     def written(*args: Any, **kwargs: Any) -> None:
         process, state.process_id = state.process_id, 0
@@ -45,4 +56,4 @@ def cache_in_every_process() -> None:
             state.process_id = process
 
     if write.__name__ != written.__name__:
-        _compiler._cache_write = written
+        compiler._cache_write = written

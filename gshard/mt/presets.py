@@ -15,7 +15,7 @@ from gshard.mt.config import OptimizerConfig, RunConfig, TrainConfig
 from gshard.mt.errors import UserError, nearest
 from gshard.nn.config import TransformerConfig
 from gshard.nn.family import FAMILY, Model
-from gshard.nn.gating import GatingConfig
+from gshard.nn.settings import GatingConfig
 
 
 def _model(

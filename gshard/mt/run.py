@@ -7,17 +7,19 @@ import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import Tokenizer, train_tokenizer
 from gshard.mt.batching.tokens import TaskTokens, open_tokens
 from gshard.mt.config import RunConfig, conflicts, read, settings, to_json
-from gshard.mt.data.corpus import Corpus
 from gshard.mt.errors import UserError
 from gshard.mt.lock import LOCK
 from gshard.mt.progress import Step
 from gshard.nn.config import TransformerConfig
+
+if TYPE_CHECKING:
+    from gshard.mt.data.corpus import Corpus
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
@@ -65,6 +67,8 @@ class Run:
     @functools.cached_property
     def corpus(self) -> Corpus:
         """The corpus that it learns from."""
+        from gshard.mt.data.corpus import Corpus  # PyArrow, which translation does without
+
         return Corpus.open(self.config.data.corpus)
 
     @functools.cached_property

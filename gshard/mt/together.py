@@ -15,7 +15,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from gshard.mt import _jax
@@ -48,7 +47,7 @@ class Together:
     def leading(self) -> Iterator[Together]:
         """While the block runs the others follow; at its end they are notified."""
         self._reporter.tell(WAITING)
-        self._leads = jax.process_count() > 1
+        self._leads = _jax.process_count() > 1
         try:
             yield self
         finally:
@@ -98,8 +97,10 @@ class Together:
 
 def meet(name: str) -> None:
     """Return when all processes are here, however long the slowest takes."""
-    if jax.process_count() == 1:
+    if _jax.process_count() == 1:
         return
+    import jax
+
     client = _jax.coordination()
     client.key_value_set_bytes(f"gshard/{name}/{jax.process_index()}", b"")
     for process in range(jax.process_count()):
@@ -128,6 +129,8 @@ def _key(number: int) -> str:
 
 def _listen(key: str) -> bytes:
     """The value of a key, as soon as it is set; an error when process 0 is gone."""
+    import jax
+
     while True:
         try:
             return bytes(_jax.coordination().blocking_key_value_get_bytes(key, _LISTEN))

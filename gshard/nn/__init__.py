@@ -1,25 +1,31 @@
 """The Mixture-of-Experts Transformer of the paper's sections 2 and 3.1."""
 
-from gshard.nn.attention import Attention, KeysValues, segment_mask
-from gshard.nn.config import Batch, TransformerConfig
-from gshard.nn.experts import Experts, MoE
-from gshard.nn.family import FAMILY, Model
-from gshard.nn.gating import GatingConfig, Routed, RouterMetrics, Routing, route
-from gshard.nn.layers import Embedding, FeedForward, LayerNorm
-from gshard.nn.optimizer import adafactor, adam, inverse_sqrt, per_matrix
-from gshard.nn.pair import PairCache
-from gshard.nn.remat import StepMemory, choose_remat, step_memory
-from gshard.nn.step import (
-    StepMetrics,
-    TrainState,
-    cross_entropy,
-    eval_step,
-    init_state,
-    loss,
-    train_step,
-)
-from gshard.nn.strategy import Strategy
-from gshard.nn.transformer import ModelMetrics, ModelRoutings, Transformer
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from gshard import _lazy
+
+if _TYPE_CHECKING:
+    from gshard.nn.attention import Attention, KeysValues, segment_mask
+    from gshard.nn.config import Batch, TransformerConfig
+    from gshard.nn.experts import Experts, MoE
+    from gshard.nn.family import FAMILY, Model
+    from gshard.nn.gating import Routed, RouterMetrics, Routing, route
+    from gshard.nn.layers import Embedding, FeedForward, LayerNorm
+    from gshard.nn.optimizer import adafactor, adam, inverse_sqrt, per_matrix
+    from gshard.nn.pair import PairCache
+    from gshard.nn.remat import StepMemory, choose_remat, step_memory
+    from gshard.nn.settings import GatingConfig
+    from gshard.nn.step import (
+        StepMetrics,
+        TrainState,
+        cross_entropy,
+        eval_step,
+        init_state,
+        loss,
+        train_step,
+    )
+    from gshard.nn.strategy import Strategy
+    from gshard.nn.transformer import ModelMetrics, ModelRoutings, Transformer
 
 __all__ = [
     "FAMILY",
@@ -59,3 +65,28 @@ __all__ = [
     "step_memory",
     "train_step",
 ]
+
+_lazy.attach(
+    "gshard.nn",
+    {
+        "gshard.nn.attention": "Attention KeysValues segment_mask",
+        "gshard.nn.config": "Batch TransformerConfig",
+        "gshard.nn.experts": "Experts MoE",
+        "gshard.nn.family": "FAMILY Model",
+        "gshard.nn.gating": "Routed RouterMetrics Routing route",
+        "gshard.nn.layers": "Embedding FeedForward LayerNorm",
+        "gshard.nn.optimizer": "adafactor adam inverse_sqrt per_matrix",
+        "gshard.nn.pair": "PairCache",
+        "gshard.nn.remat": "StepMemory choose_remat step_memory",
+        "gshard.nn.step": (
+            "StepMetrics TrainState cross_entropy eval_step init_state loss train_step"
+        ),
+        "gshard.nn.settings": "GatingConfig",
+        "gshard.nn.strategy": "Strategy",
+        "gshard.nn.transformer": "ModelMetrics ModelRoutings Transformer",
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

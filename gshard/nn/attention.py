@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -18,13 +18,11 @@ from jax import Array
 
 from gshard.nn import float8
 from gshard.nn.flash import joint_attention, seed_from_row
-from gshard.nn.float8 import Products
-from gshard.nn.hashing import Random, seed_of
+from gshard.nn.hashing import seed_of
 from gshard.nn.layers import biased, dropout, init_weight
 from gshard.nn.segments import Segments, segment_mask
+from gshard.nn.settings import AttentionKind, Products, Random
 from gshard.nn.strategy import ONE_DEVICE, Strategy
-
-AttentionKind = Literal["plain", "flash"]
 
 __all__ = ["Attention", "AttentionKind", "Buffers", "KeysValues", "Segments", "segment_mask"]
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import jax.numpy as jnp
-from jax import Array
+from gshard.nn.settings import (
+    PAPER_GATING,
+    AttentionKind,
+    Dispatch,
+    Exchange,
+    GatingConfig,
+    Products,
+    Random,
+)
 
-from gshard.nn.attention import AttentionKind
-from gshard.nn.exchange import Exchange
-from gshard.nn.experts import Dispatch
-from gshard.nn.float8 import Products
-from gshard.nn.gating import PAPER_GATING, GatingConfig
-from gshard.nn.hashing import Random
-from gshard.nn.strategy import Strategy
+if TYPE_CHECKING:
+    from jax import Array
+
+    from gshard.nn.strategy import Strategy
 
 Remat = Literal["none", "layer"]
 Stacks = Literal["both", "encoder"]
@@ -132,6 +136,8 @@ class Batch(NamedTuple):
     @staticmethod
     def of(source: Array, target: Array, *, pad: int = 0, start: int = 0) -> Batch:
         """One sentence pair per row, padded at the end with `pad`; inputs begin with `start`."""
+        import jax.numpy as jnp
+
         positions = [jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape) for x in (source, target)]
         shifted = jnp.pad(target[:, :-1], ((0, 0), (1, 0)), constant_values=start)
         return Batch(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ from jax import Array, lax
 from gshard.nn.float8 import power_of_two
 from gshard.nn.kernels.float8 import E4M3, E5M2, rounded
 
-Exchange = Literal["dtype", "float8"]
 Annotate = Callable[[Array], Array]
 
 _SAMPLE = 64  # one of this many numbers of the last dims is sampled for a scale

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal
 
 import equinox as eqx
 import jax
@@ -23,16 +22,21 @@ from jax import Array
 
 from gshard.nn import float8
 from gshard.nn.exact import float32_logits
-from gshard.nn.exchange import Annotate, Exchange, exchanged
+from gshard.nn.exchange import Annotate, exchanged
 from gshard.nn.flat import flat_dropless, flat_groups
-from gshard.nn.float8 import Products
-from gshard.nn.gating import PAPER_GATING, GatingConfig, Routed, RouterMetrics, Routing, route
+from gshard.nn.gating import Routed, RouterMetrics, Routing, route
 from gshard.nn.grouped import fits, grouped_product
-from gshard.nn.hashing import Random
 from gshard.nn.layers import biased, dropout, init_weight, relu, split_key
+from gshard.nn.settings import (
+    PAPER_GATING,
+    Dispatch,
+    Exchange,
+    GatingConfig,
+    Products,
+    Random,
+)
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 
-Dispatch = Literal["einsum", "index", "flat"]
 Drop = Callable[[Array], Array]
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard.nn.config import Batch, TransformerConfig
-from gshard.nn.gating import GatingConfig
+from gshard.nn.settings import GatingConfig
 from gshard.nn.strategy import Strategy
 from gshard.nn.transformer import Transformer
 

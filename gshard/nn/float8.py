@@ -16,7 +16,7 @@ rounded operands are multiplied in float32. Dims: E experts (or 1), R rows, K su
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,6 @@ from jax import Array, lax
 
 from gshard.annotate import target_platform
 from gshard.nn.kernels.float8 import E4M3, E5M2, both_ways, gated, rounded
-
-Products = Literal["dtype", "float8"]
 
 _EVERY = 64  # one of this many rows is sampled for a scale
 

@@ -9,7 +9,6 @@ bits are needed again. The numbers do not depend on how an array is split over d
 from __future__ import annotations
 
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ import numpy as np
 from jax import Array
 from jax.extend.random import define_prng_impl
 
-Random = Literal["threefry", "hash"]
 GOLDEN = 0x9E3779B9  # the golden ratio of 2^32: its multiples are far apart
 
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from gshard.nn import float8
-from gshard.nn.float8 import Products
-from gshard.nn.hashing import Random, hash_dropout, seed_of
+from gshard.nn.hashing import hash_dropout, seed_of
 from gshard.nn.norm import fits, normalize, normalize_beside
+from gshard.nn.settings import Products, Random
 from gshard.nn.strategy import Strategy
 
 

@@ -21,9 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from gshard.annotate import target_platform
+from gshard.nn.settings import EPSILON
 from gshard.nn.strategy import ONE_DEVICE, Strategy
-
-EPSILON = 1e-6
 
 
 class Cut(NamedTuple):

@@ -6,8 +6,9 @@ import pytest
 
 from gshard.nn.attention import Segments
 from gshard.nn.experts import DISPATCHES, MoE
-from gshard.nn.gating import GatingConfig, route
+from gshard.nn.gating import route
 from gshard.nn.pair import Layer, Masks
+from gshard.nn.settings import GatingConfig
 from gshard.nn.strategy import Strategy
 from tests.nn import models
 

@@ -22,10 +22,11 @@ from gshard.nn import (
 from gshard.nn.exact import float32_logits, parts
 from gshard.nn.experts import MoE
 from gshard.nn.flat import flat_dropless
-from gshard.nn.gating import GatingConfig, Routing, route
+from gshard.nn.gating import Routing, route
 from gshard.nn.grouped import Tiles, grouped_product, reference
 from gshard.nn.hashing import hash_dropout, hashed_bits, round_stochastically, seed_of
 from gshard.nn.layers import relu
+from gshard.nn.settings import GatingConfig
 from gshard.nn.vocabulary_loss import weighted_nll
 from tests.nn import models
 from tests.oracle import kinds

@@ -13,14 +13,17 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import sentencepiece
 
 from gshard.mt import atomic
 from gshard.mt.batching.sampling import temperature_shares
-from gshard.mt.data.corpus import Corpus
 from gshard.mt.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from gshard.mt.data.corpus import Corpus
 
 PAD, UNKNOWN, START, END = range(4)  # the same in both vocabularies
 DIRECTIONS = ("to-english", "from-english", "both")

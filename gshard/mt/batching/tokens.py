@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import Task, Tokenizer
-from gshard.mt.data.corpus import Corpus
 from gshard.mt.errors import UserError
 from gshard.mt.progress import Step
+
+if TYPE_CHECKING:
+    from gshard.mt.data.corpus import Corpus
 
 _NOTE = "tokens.json"
 _CHUNK = 50_000  # sentences encoded at a time

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import math
+import os
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
-import jax
 import numpy as np
 
-from gshard.mt import hosts
 from gshard.mt.config import DeviceConfig
 from gshard.mt.decoding.texts import TextTranslator, TranslateConfig
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.launch.environment import Hosts
 from gshard.mt.together import Together
 from gshard.mt.training import released
-from gshard.mt.training.loading import load_model, model_like
-from gshard.mt.training.names import named
 from gshard.mt.training.quantized import Quantized, quantize, summed_axes
 from gshard.mt.training.weights import WEIGHTS, Weights
 
@@ -72,36 +71,52 @@ def open_translator(
     engine: EngineConfig = EngineConfig(),  # noqa: B008  (frozen)
 ) -> tuple[TextTranslator, int]:
     """The translator of a run on so many devices (0: all), and the step of its weights."""
+    why = _not_on_host(devices, members)
+    if engine.engine == "onnx" and why:
+        raise UserError(f"--engine onnx cannot be used: {why}")
+    if engine.engine == "onnx" or (engine.engine == "auto" and not why and only_cpus()):
+        return _host_translator(run, which, config, together, engine)
+
+    import jax
+
+    from gshard.mt import hosts
+    from gshard.mt.decoding.translator import Translator
+    from gshard.mt.training.loading import load_model, model_like
+
     settings = {"--devices": devices, "--checkpoint": which, **asdict(config), **run.of_model}
     # More virtual devices would share the same cores.
     hosts.start(devices, members, virtual=members.count, settings=settings)
-    if _on_host(engine, devices, members):
+    if engine.engine == "auto" and not why and jax.default_backend() == "cpu":
         return _host_translator(run, which, config, together, engine)
-    from gshard.mt.decoding.translator import Translator
-
+    if engine.numbers:
+        why = why or f"--engine is {engine.engine} on {jax.default_backend()}"
+        raise UserError(f"--weights {engine.numbers} is for ONNX Runtime on a CPU: {why}")
     hosts.cache_programs()
     strategy = hosts.strategy(DeviceConfig(devices))
     model, step = load_model(run, which, model_like(run.model_config, strategy))
     return Translator(model, run.tokenizer, strategy, config, together=together), step
 
 
-def _on_host(config: EngineConfig, devices: int, members: Hosts) -> bool:
-    """Whether ONNX Runtime searches."""
-    engine = config.engine
+def _not_on_host(devices: int, members: Hosts) -> str:
+    """Why ONNX Runtime cannot search, or ""."""
     missing = [name for name in ("onnx", "onnxruntime") if not importlib.util.find_spec(name)]
     reasons = (
         (bool(missing), f"{' and '.join(missing)} is not installed (the extra `mt` has it)"),
         (members.count > 1, f"it is for one process, and there are {members.count}"),
         (devices > 1, f"it is for one device, and --devices is {devices}"),
     )
-    why = next((reason for holds, reason in reasons if holds), "")
-    if engine == "onnx" and why:
-        raise UserError(f"--engine onnx cannot be used: {why}")
-    on_host = not why and engine != "xla" and (engine == "onnx" or jax.default_backend() == "cpu")
-    if config.numbers and not on_host:
-        why = why or f"--engine is {engine} on {jax.default_backend()}"
-        raise UserError(f"--weights {config.numbers} is for ONNX Runtime on a CPU: {why}")
-    return on_host
+    return next((reason for holds, reason in reasons if holds), "")
+
+
+def only_cpus() -> bool:
+    """Whether it is certain, without importing JAX, that it would find nothing but CPUs."""
+    if platforms := os.environ.get("JAX_PLATFORMS"):
+        return platforms == "cpu"
+    return not (
+        any(name in os.environ for name in ("PJRT_NAMES_AND_LIBRARY_PATHS", "TPU_LIBRARY_PATH"))
+        or any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
+        or importlib.metadata.entry_points(group="jax_plugins")
+    )
 
 
 def _host_translator(
@@ -134,11 +149,13 @@ def _host_translator(
 def _weights(run: Run, which: str) -> tuple[Load, int, int]:
     """The weights by name as they are stored, how many there are, and their step."""
     if not released.is_release(run) or which == "untrained":
+        from gshard.mt.training.loading import load_model
+        from gshard.mt.training.names import named
+
         model, step = load_model(run, which)
         arrays = named(model)
         count = sum(leaf.size for leaf in arrays.values())
         return lambda name: np.asarray(arrays[name]), count, step
-    like = named(model_like(run.model_config))
-    step = released.opened(run, which, like)
+    step = released.opened(run, which)
     weights = Weights(run.folder / WEIGHTS)
-    return weights.stored, sum(leaf.size for leaf in like.values()), step
+    return weights.stored, sum(map(math.prod, weights.shapes.values())), step

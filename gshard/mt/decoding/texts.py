@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gshard.mt.batching.tokenizer import END, PAD, Tokenizer
-from gshard.mt.decoding.beam import MOST_ALPHA, BeamConfig, Translations
+from gshard.mt.decoding.beam_config import MOST_ALPHA, BeamConfig, Translations
 from gshard.mt.decoding.segment import Size, cut, cut_sentences
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.progress import Progress, Silent

@@ -20,7 +20,8 @@ from jax import Array
 
 import gshard
 from gshard.mt.batching.tokenizer import PAD, START, Tokenizer
-from gshard.mt.decoding.beam import Translations, beam_search
+from gshard.mt.decoding.beam import beam_search
+from gshard.mt.decoding.beam_config import Translations
 from gshard.mt.decoding.texts import Choices, Routings, TextTranslator, TranslateConfig
 from gshard.mt.together import Together
 from gshard.nn.config import Batch

@@ -23,7 +23,7 @@ from gshard.mt.release.layers import inexpressible, layers_of
 from gshard.mt.run import Run
 from gshard.mt.training.loading import load_model
 from gshard.nn.layers import sinusoids
-from gshard.nn.norm import EPSILON
+from gshard.nn.settings import EPSILON
 from gshard.nn.transformer import Transformer
 
 _POSITIONS = 2048

@@ -30,7 +30,7 @@ from gshard.mt.errors import UserError
 from gshard.mt.training.names import named, unnamed
 from gshard.mt.training.weights import WEIGHTS, Weights, write_weights
 from gshard.nn.config import TransformerConfig
-from gshard.nn.gating import GatingConfig
+from gshard.nn.settings import GatingConfig
 from gshard.nn.transformer import Transformer
 
 MODEL = "model.json"  # the settings of an imported model

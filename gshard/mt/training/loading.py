@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 
 import gshard
+from gshard.mt import hosts
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.run import Run
 from gshard.mt.training import released
@@ -78,7 +80,7 @@ def _released(run: Run, which: str, like: Any) -> tuple[Transformer, int]:
     """The weights of a release, which has those of one step, in the model's dtypes."""
     like = like or model_like(run.model_config)
     wanted = named(like)
-    step = released.opened(run, which, wanted)
+    step = _opened(run, which)
     weights = Weights(run.folder / WEIGHTS)
 
     def part(name: str, where: Any) -> np.ndarray:
@@ -91,6 +93,16 @@ def _released(run: Run, which: str, like: Any) -> tuple[Transformer, int]:
         for name, leaf in wanted.items()
     }
     return unnamed(placed, like), step
+
+
+def _opened(run: Run, which: str) -> int:
+    """The step of a release that the first of all processes has found intact."""
+    first = hosts.is_first()
+    if why := hosts.told_by_any(released.problem(run) if first else ""):
+        raise UserError(why)
+    if first and not released.has_checksums(run):
+        print(f"gshard: {released.unverifiable(run)}", file=sys.stderr)
+    return released.step_of(run, which)
 
 
 def chosen_step(run: Run, which: str) -> int:

@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gshard.mt import atomic, hosts
+from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import FILES
 from gshard.mt.errors import UserError
 from gshard.mt.run import CONFIG, Run
 from gshard.mt.training import checksums
 from gshard.mt.training.weights import WEIGHTS, Weights
+from gshard.nn.shapes import weight_shapes
 
 VOCABULARY = "vocabulary"
 # What translations depend on; the card beside them may be edited.
@@ -47,8 +48,8 @@ def has_checksums(run: Run) -> bool:
     return (run.folder / checksums.FILE).exists()
 
 
-def problem(run: Run, wanted: Mapping[str, Any]) -> str:
-    """What is wrong with a release of a model with the arrays `wanted`, or ""."""
+def problem(run: Run) -> str:
+    """What is wrong with a release of the model that its configuration describes, or ""."""
     if has_checksums(run) and (found := checksums.problem_of(run.folder, verified_in(run.folder))):
         return f"{run.folder} is damaged: {found}"
     path = run.folder / WEIGHTS
@@ -56,7 +57,7 @@ def problem(run: Run, wanted: Mapping[str, Any]) -> str:
         weights = Weights(path)
     except UserError as error:
         return str(error)
-    if weights.shapes != {name: tuple(leaf.shape) for name, leaf in wanted.items()}:
+    if weights.shapes != weight_shapes(run.model_config):
         return f"{path} holds the weights of another model than {run.folder} describes"
     if name := weights.not_finite():
         return f"{path} is damaged: {name} holds values that are not finite"
@@ -64,12 +65,17 @@ def problem(run: Run, wanted: Mapping[str, Any]) -> str:
     return "" if re.fullmatch("[0-9]{1,18}", step) else f"{path} is damaged: its step is {step!r}"
 
 
-def opened(run: Run, which: str, wanted: Mapping[str, Any]) -> int:
-    """The step of a release that is intact and has the arrays `wanted`; else an error."""
-    if why := hosts.told_by_any(problem(run, wanted) if hosts.is_first() else ""):
+def opened(run: Run, which: str) -> int:
+    """The step of a release that is intact; else an error."""
+    if why := problem(run):
         raise UserError(why)
-    if hosts.is_first() and not has_checksums(run):
+    if not has_checksums(run):
         print(f"gshard: {unverifiable(run)}", file=sys.stderr)
+    return step_of(run, which)
+
+
+def step_of(run: Run, which: str) -> int:
+    """The step of a release; an error if `which` names another."""
     step = int(Weights(run.folder / WEIGHTS).note.get("step", "0"))
     if which not in ("best", "last", str(step)):
         raise UserError(

@@ -13,7 +13,8 @@ from jax.extend.core import jaxprs_in_params
 
 import gshard
 from gshard.mt.batching.tokenizer import END, PAD, START
-from gshard.mt.decoding.beam import BeamConfig, beam_search
+from gshard.mt.decoding.beam import beam_search
+from gshard.mt.decoding.beam_config import BeamConfig
 from gshard.mt.evaluation.confidence import forced
 from gshard.nn import Batch, Strategy
 from tests.nn import models

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gshard.mt.batching.tokenizer import PAD
-from gshard.mt.decoding.beam import BeamConfig, beam_search
+from gshard.mt.decoding.beam import beam_search
+from gshard.mt.decoding.beam_config import BeamConfig
 from gshard.mt.decoding.engines import EngineConfig, engine_of, open_translator
 from gshard.mt.decoding.host.layers import chosen
 from gshard.mt.decoding.host.model import HostModel
@@ -22,7 +23,8 @@ from gshard.mt.release.make import make_release, verify
 from gshard.mt.run import Run
 from gshard.mt.training.names import named
 from gshard.mt.training.quantized import Quantized, quantize, summed_axes
-from gshard.nn.gating import GatingConfig, route
+from gshard.nn.gating import route
+from gshard.nn.settings import GatingConfig
 from tests.mt.decoding.test_beam import ending
 from tests.mt.runs import make_run
 from tests.nn import models

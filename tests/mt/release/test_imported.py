@@ -8,7 +8,8 @@ import pytest
 
 from gshard import cli
 from gshard.mt.batching.tokenizer import PAD
-from gshard.mt.decoding.beam import BeamConfig, beam_search
+from gshard.mt.decoding.beam import beam_search
+from gshard.mt.decoding.beam_config import BeamConfig
 from gshard.mt.decoding.host.model import HostModel
 from gshard.mt.decoding.host.search import host_search
 from gshard.mt.errors import UserError

@@ -18,7 +18,7 @@ import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
 from gshard.mt.training.quantized import Quantized
-from gshard.nn.norm import EPSILON
+from gshard.nn.settings import EPSILON
 
 Weight = np.ndarray | Quantized
 Dtype = Literal["float32", "int64", "uint8"]

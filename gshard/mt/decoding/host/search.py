@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from gshard.mt.batching.tokenizer import END, PAD, START
-from gshard.mt.decoding.beam import BeamConfig, Translations
+from gshard.mt.decoding.beam_config import BeamConfig, Translations
 from gshard.mt.decoding.host.model import HIDDEN, Candidates, HostModel
 
 _LEAVE = 0.75  # the batch is made smaller when at most this share of it is left

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gshard.mt.batching.tokenizer import END, Tokenizer
-from gshard.mt.decoding.beam import Translations
+from gshard.mt.decoding.beam_config import Translations
 from gshard.mt.decoding.host.model import HostModel
 from gshard.mt.decoding.host.search import host_search
 from gshard.mt.decoding.texts import Routings, TextTranslator, TranslateConfig
