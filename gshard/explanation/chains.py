@@ -13,7 +13,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from gshard.annotate import annotate_p
-from gshard.explanation.names import shape
+from gshard.explanation.names import annotated_call, shape
 from gshard.explanation.subject import Subject
 from gshard.graph.source import source_of
 from gshard.tensors.factors import decompose
@@ -73,11 +73,12 @@ def origin(subject: Subject, var: Any, dim: int) -> Origin | None:
         for eqn, other, place in _neighbours(subject, here, at):
             if (other, place) not in seen:
                 seen.add((other, place))
-                queue.append((other, place, (_link(eqn, here), *way)))
+                link = _link(eqn, here)
+                queue.append((other, place, way if link == (*way, None)[0] else (link, *way)))
     return arrived
 
 
-def _neighbours(subject: Subject, var: Any, dim: int) -> list[tuple[JaxprEqn | None, Any, int]]:
+def _neighbours(subject: Subject, var: Any, dim: int) -> list[tuple[JaxprEqn, Any, int]]:
     sharding = subject.sharding(var)
     split = sharding.splits[dim] if sharding else None
     if split is None:
@@ -99,12 +100,11 @@ def _neighbours(subject: Subject, var: Any, dim: int) -> list[tuple[JaxprEqn | N
                     if other and parts & set(
                         decompose(other, names[place], edge.factors.sizes).items()
                     ):
-                        found.append((edge.eqn, atom, place))
+                        eqn = edge.eqn or subject.loops.get(atom) or subject.loops[var]
+                        found.append((eqn, atom, place))
     return found
 
 
-def _link(eqn: JaxprEqn | None, var: Any) -> Link:
-    if eqn is None:
-        return Link("loop", "unknown", shape(var))
-    name = str(eqn.params["annotation"]) if eqn.primitive is annotate_p else eqn.primitive.name
+def _link(eqn: JaxprEqn, var: Any) -> Link:
+    name = annotated_call(eqn) if eqn.primitive is annotate_p else eqn.primitive.name
     return Link(name, source_of(eqn), shape(var))

@@ -38,11 +38,15 @@ class Cost:
 
 def by_line(subject: Subject, forecast: Forecast) -> list[Cost]:
     """The lines that send something, the one that takes the most time first."""
+    seconds: dict[str, float] = {}
+    for t in forecast.values:
+        if t.collective:
+            seconds[t.source] = seconds.get(t.source, 0.0) + float(t.total_seconds)
     runs: dict[str, int] = {}
     for c in subject.collectives:
         for line in {value.source for value in c.members or (c,)}:
             runs[line] = runs.get(line, 0) + c.count
-    return _summed(subject.values, lambda c: c.source, _seconds_by_line(subject, forecast), runs)
+    return _summed(subject.values, lambda c: c.source, seconds, runs)
 
 
 def by_kind(subject: Subject, forecast: Forecast) -> list[Cost]:
@@ -77,23 +81,6 @@ def _summed(
         for name, members in groups.items()
     ]
     return sorted(found, key=lambda cost: (-cost.seconds, -cost.sent))
-
-
-def _seconds_by_line(subject: Subject, forecast: Forecast) -> dict[str, float]:
-    """The time of the collectives; values that are combined share theirs by their bytes."""
-    found: dict[str, float] = {}
-    shared = {(c.source, c.reason): c for c in subject.collectives if c.members}
-    for t in forecast.operators:
-        if t.collective:
-            whole = shared.get((t.source, t.reason))
-            parts = {t.source: 1.0}
-            if whole and whole.bytes:
-                parts = {}
-                for c in whole.members:
-                    parts[c.source] = parts.get(c.source, 0.0) + c.bytes / whole.bytes
-            for line, part in parts.items():
-                found[line] = found.get(line, 0.0) + part * float(t.total_seconds)
-    return found
 
 
 def counts(subject: Subject) -> str:

@@ -15,9 +15,9 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Literal
 
 from gshard.annotate import annotate_p
-from gshard.explanation.statements import Body, argument_of_call, target
+from gshard.explanation.statements import Body, argument_of_call, expression_of_call, target
 from gshard.explanation.subject import Subject
-from gshard.graph.source import scopes_of
+from gshard.graph.source import scopes_of, span_of
 
 _EINSUM = re.compile(r"[A-Za-z]*(,[A-Za-z]*)*->[A-Za-z]*")
 
@@ -54,8 +54,10 @@ class Names:
         return annotated or self._assigned.get(var, "")
 
     def value(self, var: Any) -> str:
-        """The name of a value, else its shape."""
-        return self.name(var) or shape(var)
+        """The name of a value, or the expression that is annotated, else its shape."""
+        eqn = self._makers.get(var)
+        text = expression_of_call(eqn) if eqn is not None and eqn.primitive is annotate_p else ""
+        return self.name(var) or text or shape(var)
 
     def dim(self, var: Any, dim: int) -> str:
         """The name of a dim, else its number."""
@@ -64,11 +66,22 @@ class Names:
     def dims(self, var: Any) -> tuple[str, ...]:
         """A name for each dim of a value; "" where the code gives none."""
         rank = len(var.aval.shape)
-        letters = letters_of_name(self.name(var), rank) or self._letters(var, rank)
         maker = self._makers.get(var)
+        letters = letters_of_name(self.name(var), rank) or self._letters(var, rank)
+        twin = self._twin(maker) if maker is not None else var
+        if not letters and twin is not var and twin.aval.shape == var.aval.shape:
+            return self.dims(twin)
         if not letters and maker is not None and maker.primitive is annotate_p:
             return maker.params["annotation"].axes or ("",) * rank
         return tuple(letters) or ("",) * rank
+
+    def _twin(self, maker: JaxprEqn) -> Any:
+        """The result of the first annotation of a call: differentiation repeats annotations."""
+        return self._first_of_call.get(span_of(maker), maker.outvars[0])
+
+    @functools.cached_property
+    def _first_of_call(self) -> dict[Any, Any]:
+        return {span_of(e): e.outvars[0] for e in reversed(self._subject.annotations)}
 
     def _letters(self, var: Any, rank: int) -> str:
         """The letters of an einsum that makes or reads a value."""
@@ -128,6 +141,11 @@ def einsums_of(scopes: Iterable[str]) -> list[str]:
 def annotated_name(eqn: JaxprEqn) -> str:
     """What the code calls the tensor that it annotates: the call's argument, or its result."""
     return argument_of_call(eqn) or target(eqn)
+
+
+def annotated_call(eqn: JaxprEqn) -> str:
+    """An annotation as the code spells it, with the name of its tensor."""
+    return str(eqn.params["annotation"]).replace("tensor", annotated_name(eqn) or "tensor")
 
 
 def shape(value: Any, dims: Sequence[str] = ()) -> str:

@@ -2,12 +2,17 @@
 
 const data = JSON.parse(document.getElementById("numbers").textContent);
 const get = (id) => document.getElementById(id);
-const FIELDS = ["name", "kind", "seconds", "sent", "count", "group", "bound", "line", "called",
-  "layer", "reason", "shape", "value", "loops"];
-const operators = data.operators.map((row) => Object.fromEntries(FIELDS.map((name, n) =>
-  [name, ["seconds", "sent", "count", "group"].includes(name) ? row[n] : data.texts[row[n]]])));
+const FIELDS = ["seconds", "sent", "line", "called", "layer", "reason", "name", "kind", "count",
+  "group", "bound", "shape", "value", "loops"];
+const NUMBERS = ["seconds", "sent", "count", "group"];
+const read = (row) => Object.fromEntries(row.map((cell, n) =>
+  [FIELDS[n], NUMBERS.includes(FIELDS[n]) ? cell : data.texts[cell]]));
+const operators = data.operators.map(read);
+/* A collective that combines values counts at the line and in the layer of each of them. */
+const values = operators.flatMap((op, n) =>
+  (data.members[n] || [[]]).map((member) => ({ ...op, ...read(member), operator: n })));
 const at = new Map();
-operators.forEach((op) => at.set(op.line, [...(at.get(op.line) || []), op]));
+values.forEach((value) => at.set(value.line, [...(at.get(value.line) || []), value]));
 
 const size = (n) => {
   for (const unit of ["B", "KB", "MB", "GB"]) {
@@ -112,17 +117,17 @@ whenOpened("sums", () => {
   const keys = { line: "line", called: "function", layer: "layer (named_scope)", kind: "collective",
     bound: "what it waits for" };
   for (const [key, name] of Object.entries(keys))
-    if (operators.some((op) => op[key])) get("sum-by").append(made("option", { value: key }, name));
+    if (values.some((op) => op[key])) get("sum-by").append(made("option", { value: key }, name));
   let order = "seconds";
   const draw = () => {
     const key = get("sum-by").value, wanted = get("sum-find").value.toLowerCase();
     const groups = new Map();
-    for (const op of operators) {
+    for (const op of values) {
       if (get("sum-sent").checked && !op.sent) continue;
       groups.set(op[key], [...(groups.get(op[key]) || []), op]);
     }
     const rows = [...groups].map(([name, ops]) => ({ name: name || "none", seconds: add(ops, "seconds"),
-      sent: add(ops, "sent"), count: ops.length }))
+      sent: add(ops, "sent"), count: new Set(ops.map((op) => op.operator)).size }))
       .filter((row) => row.name.toLowerCase().includes(wanted));
     rows.sort((a, b) => order === "name" ? a.name.localeCompare(b.name) : b[order] - a[order]);
     const head = made("tr", {});
@@ -141,7 +146,8 @@ whenOpened("sums", () => {
       if (key === "line") choosable(made_row, () => chooseLine(row.name, true));
       return made_row;
     }));
-    get("sum-found").textContent = `${rows.length} rows, ${size(add(rows, "sent"))} sent in all`;
+    get("sum-found").textContent =
+      `${rows.length} rows, ${time(add(rows, "seconds"))}, ${size(add(rows, "sent"))} sent in all`;
   };
   for (const id of ["sum-by", "sum-find", "sum-sent"]) get(id).addEventListener("input", draw);
   draw();

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ _AROUND = 6  # lines of source shown before and after one that does something
 _OPEN = 2  # files whose source is unfolded
 _VALUES = 36  # tensors shown
 _CELLS = 64  # tiles shown along each dim of a grid
+
+Number = Callable[[str], int]  # of a text in the list of texts
 
 
 def page(findings: Findings, growth: Mapping[int, Forecast] | None = None) -> str:
@@ -118,6 +120,11 @@ def _data(findings: Findings) -> dict[str, Any]:
         "devices": findings.subject.num_devices,
         "seconds": forecast.step_seconds,
         "operators": operators,
+        "members": {
+            n: [_member(member, number) for member in t.members]
+            for n, t in enumerate(forecast.operators)
+            if t.members
+        },
         "memory": [held + b for b in forecast.memory.along],
         "memory_lines": places,
         "texts": list(texts),
@@ -126,36 +133,41 @@ def _data(findings: Findings) -> dict[str, Any]:
     }
 
 
-def _operator(t: Timed, names: LocalNames, number: Any) -> list[float]:
+def _operator(t: Timed, names: LocalNames, number: Number) -> list[float]:
     """In the order of FIELDS in page.js."""
-    layers = [name for name in t.scope if not einsums_of([name])]
     return [
+        *_member(t, number),
         number(t.name),
         number(t.collective),
-        float(f"{t.total_seconds:.4g}"),
-        t.sent * t.count,
         t.count,
         t.group_size,
         number(t.bound),
-        number(t.source),
-        number(by_function(t)),
-        number("/".join(layers)),
-        number(t.reason),
         number(names.shape(t.value) if t.value is not None else t.shape),
         number(names.name(t.value)),
         number(" > ".join(t.loops)),
     ]
 
 
+def _member(t: Timed, number: Number) -> list[float]:
+    """What values of a combined collective have of their own: the first of FIELDS in page.js."""
+    layers = [name for name in t.scope if not einsums_of([name])]
+    return [
+        float(f"{t.total_seconds:.4g}"),
+        t.sent * t.count,
+        number(t.source),
+        number(by_function(t)),
+        number("/".join(layers)),
+        number(t.reason),
+    ]
+
+
 def _files(findings: Findings) -> list[dict[str, Any]]:
     """The lines of the user's files that do something, and those around them."""
     spent: dict[str, list[float]] = {}
-    for t in findings.forecast.operators:
+    for t in findings.forecast.values:
         here = spent.setdefault(t.source, [0.0, 0])
         here[0] += float(t.total_seconds)
         here[1] += t.sent * t.count
-    for cost in findings.lines:  # values that are combined: each at its own line
-        spent.setdefault(cost.name, [cost.seconds, 0])[1] = cost.sent
     for eqn in findings.subject.annotations:
         spent.setdefault(source_of(eqn), [0.0, 0])
     wanted: dict[str, set[int]] = {}

@@ -117,21 +117,34 @@ def expression(eqn: JaxprEqn) -> str:
         return ""
     lines[-1] = lines[-1].encode()[:end].decode(errors="replace")  # columns count bytes
     lines[0] = lines[0].encode()[start:].decode(errors="replace")
-    text = re.sub(r"\s+", " ", "".join(lines)).strip()
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    return _shortened(re.sub(r"\s+", " ", "".join(lines)).strip())
 
 
 def argument_of_call(eqn: JaxprEqn) -> str:
     """The first argument of the call that an equation comes from, if that is a name."""
+    first = _argument(eqn)
+    is_name = isinstance(first, ast.Name | ast.Attribute | ast.Subscript)
+    return ast.unparse(first) if first is not None and is_name else ""
+
+
+def expression_of_call(eqn: JaxprEqn) -> str:
+    """The text of the first argument of the call that an equation comes from, shortened."""
+    first = _argument(eqn)
+    return _shortened(ast.unparse(first)) if first is not None else ""
+
+
+def _argument(eqn: JaxprEqn) -> ast.expr | None:
     span = span_of(eqn)
     if span is None:
-        return ""
+        return None
     for node in _parsed("".join(linecache.getlines(span[0]))):
         if isinstance(node, ast.Call) and _span(node) == span[1:] and node.args:
-            first = node.args[0]
-            if isinstance(first, ast.Name | ast.Attribute | ast.Subscript):
-                return ast.unparse(first)
-    return ""
+            return node.args[0]
+    return None
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def target(eqn: JaxprEqn) -> str:

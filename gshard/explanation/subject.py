@@ -10,6 +10,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from gshard.annotate import annotate_p
+from gshard.graph import bodies
 from gshard.graph.regions import walk
 from gshard.moving.inventory import Collective, collectives_of
 from gshard.planning.plan import Plan
@@ -69,6 +70,17 @@ class Subject:
         flow = Flow(self.num_devices)
         flow.add(self.flat.jaxpr)
         return flow
+
+    @functools.cached_property
+    def loops(self) -> dict[Any, JaxprEqn]:
+        """The loop or branch whose bodies take or return a value."""
+        return {
+            atom: eqn
+            for eqn in self.equations
+            for body in bodies(eqn)
+            for atom in (*body.invars, *body.outvars)
+            if not isinstance(atom, Literal)
+        }
 
     @functools.cached_property
     def annotations(self) -> list[JaxprEqn]:

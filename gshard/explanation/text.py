@@ -11,7 +11,7 @@ from gshard.explanation.costs import Cost
 from gshard.explanation.findings import EXPLAINED, Findings
 from gshard.explanation.names import shape
 from gshard.explanation.subject import Subject
-from gshard.forecast.report import duration, size
+from gshard.forecast.report import counted, duration, size
 from gshard.graph.source import source_of
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import byte_size
@@ -43,10 +43,8 @@ def fix_lines(findings: Findings) -> list[str]:
     found = findings.search()
     lines = ["what would remove it", *(f"  {fix}" for fix in found.fixes[:3])]
     if found.tried < found.candidates:
-        left = found.candidates - found.tried
-        lines.append(
-            f"  {left:,} changes are not tried: explain(seconds=...) or --budget give time"
-        )
+        left = counted(found.candidates - found.tried, "change")
+        lines.append(f"  {left} not tried yet: explain(seconds=...) or --budget give time")
     if not found.fixes and found.tried:
         lines.append(f"  none of the {found.tried:,} changes of one annotation sends less")
     return lines

@@ -9,14 +9,14 @@ from jax.extend.core import JaxprEqn
 
 from gshard.annotate import annotate_p
 from gshard.explanation.chains import Origin, origin
-from gshard.explanation.names import Names, annotated_name, einsums
+from gshard.explanation.names import Names, annotated_call, einsums
 from gshard.explanation.subject import Subject
 from gshard.graph.source import source_of
 from gshard.moving.inventory import Collective
 
 _NEEDS = {
     "all_gather": "needs all of it on every device",
-    "all_reduce": "runs over a split dim, and the devices add up their parts",
+    "all_reduce": "runs over a split dim, and the devices combine their parts",
     "reduce_scatter": "runs over a split dim, and the devices add up their parts",
     "collective_permute": "needs rows that neighbouring devices hold",
     "all_to_all": "has to move the split to another dim",
@@ -25,7 +25,14 @@ _OF_SEVERAL = {
     "all_gather": "cannot keep both, and needs all of one of them",
     "all_to_all": "has to turn one into the other",
 }
-_WORDS = {"dot_general": "product", "reduce_sum": "sum", "reduce_max": "maximum"}
+_WORDS = {
+    "dot_general": "product",
+    "conv_general_dilated": "convolution",
+    "concatenate_slices": "concatenation",
+    "reduce_sum": "sum",
+    "reduce_max": "maximum",
+    "reduce_min": "minimum",
+}
 
 
 class Why:
@@ -65,7 +72,7 @@ class Why:
 
     def _operator(self, eqn: JaxprEqn, here: str) -> str:
         if eqn.primitive is annotate_p:
-            return f"{called(eqn)} at {near(here, here)}"
+            return f"{annotated_call(eqn)} at {near(here, here)}"
         spec = einsums(eqn)
         name = f"einsum {spec[0]}" if spec else _WORDS.get(eqn.primitive.name, eqn.primitive.name)
         return f"the {name} at {near(here, here)}"
@@ -92,11 +99,6 @@ class Why:
             found = origin(self._subject, atom, dim) if split else None
             if found:
                 yield found
-
-
-def called(eqn: JaxprEqn) -> str:
-    """An annotation as the code spells it, with the name of its tensor."""
-    return str(eqn.params["annotation"]).replace("tensor", annotated_name(eqn) or "tensor")
 
 
 def near(source: str, here: str) -> str:

@@ -149,6 +149,7 @@ def _reduced_together(operators: list[Operator]) -> list[Operator]:
             if first is not operator:
                 first.reads += operator.reads
                 first.writes += operator.writes
+                first.members += operator.members
             waits = waits | {first}
         for var in operator.writes:
             behind[var] = waits
@@ -301,7 +302,10 @@ def trips(eqn: JaxprEqn) -> int:
 
 
 def walk(jaxpr: Jaxpr, style: str) -> Iterator[tuple[Operator, int, tuple[JaxprEqn, ...]]]:
-    """Every operator with its number of runs and its enclosing loops, bodies before their loop."""
+    """Every operator with its number of runs and its enclosing loops, bodies before their loop.
+
+    All branches of a conditional are counted, as in the list of collectives.
+    """
     yield from _walk(jaxpr, style, 1, ())
 
 
@@ -312,8 +316,6 @@ def _walk(
         eqn = operator.root.eqn
         if operator.root.name in LOOPS:
             inner = bodies_of(eqn)
-            if operator.root.name == "cond":
-                inner = inner[-1:]
             for body in inner:
                 yield from _walk(body, style, times * trips(eqn), (*around, eqn))
             if operator.root.name == "scan" and style == "gpu":

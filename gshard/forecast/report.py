@@ -93,10 +93,15 @@ class Forecast:
         links = sum(t.total_seconds for t in self.operators if t.collective)
         return float(min(links, self.step_seconds - links))
 
+    @functools.cached_property
+    def values(self) -> tuple[Timed, ...]:
+        """The operators; for a collective that combines values, the share of each value."""
+        return tuple(value for t in self.operators for value in t.members or (t,))
+
     def by(self, key: Callable[[Timed], str]) -> dict[str, Total]:
         """Seconds, bytes sent, arithmetic and memory traffic summed by a key, slowest first."""
         found: dict[str, list[Timed]] = {}
-        for operator in self.operators:
+        for operator in self.values:
             found.setdefault(key(operator), []).append(operator)
         parts = {name: Total.of(members) for name, members in found.items()}
         if outside := self.hardware.reached.step_seconds:

@@ -6,8 +6,8 @@ after the other: overlap of collectives with arithmetic is not counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from gshard.forecast.collective import Groups, Topology, collective_terms, reach
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.kernels import KERNEL, kernel_work
-from gshard.forecast.ops import Op, size_of
+from gshard.forecast.ops import Op, bodies_of, size_of
 from gshard.forecast.program import Operator, trips, walk
 from gshard.forecast.work import (
     is_exact,
@@ -25,7 +25,7 @@ from gshard.forecast.work import (
     vector_flops,
 )
 from gshard.graph.source import reason_of, scopes_of, site_of, source_of
-from gshard.moving.inventory import COLLECTIVES
+from gshard.moving.inventory import COLLECTIVES, combined_values, moved_operands, shares
 from gshard.moving.sent import sent_bytes
 
 
@@ -53,6 +53,8 @@ class Timed:
     shape: str = ""  # of its first result, on one device
     loops: tuple[str, ...] = ()  # around it, the outermost first
     value: Any = field(default=None, repr=False, compare=False)  # of the program
+    # Of a collective that combines values: the share of each, at its own line and scope.
+    members: tuple[Timed, ...] = field(default=(), repr=False)
 
     @property
     def seconds(self) -> float:
@@ -75,8 +77,11 @@ class Timed:
 
 def timed(jaxpr: Jaxpr, machine: Hardware, topology: Topology) -> list[Timed]:
     """Every operator of a per-device program, in its order."""
+    combined = dict(_combined(jaxpr))
     return [
-        _timed(operator, count, around, machine, topology)
+        _shared(
+            _timed(operator, count, around, machine, topology), operator, around, topology, combined
+        )
         for operator, count, around in walk(jaxpr, machine.compiler)
     ]
 
@@ -94,8 +99,8 @@ def _timed(
     flops, arithmetic, links, peak, sent, members = 0.0, 0.0, 0.0, 0.0, 0, 1
     kind = COLLECTIVES.get(root.name, "")
     if kind:
-        for var in root.eqn.invars:
-            (busy, wait), bytes_sent, groups = collective_cost(root.eqn, size_of(var), topology)
+        for eqn, var in ((op.eqn, v) for op in operator.members for v in moved_operands(op.eqn)):
+            (busy, wait), bytes_sent, groups = collective_cost(eqn, size_of(var), topology)
             links += busy / reached.links + wait + reached.skew_seconds * reach(topology, groups)
             members = len(groups[0]) if groups else topology.devices
             peak += busy
@@ -113,7 +118,7 @@ def _timed(
         name=root.name + (f" and {others} more" if others else ""),
         source=source,
         function=function,
-        scope=tuple(name for eqn in (*around, site) for name in scopes_of(eqn)),
+        scope=_scope(around, site),
         phase=phase_of((*around, root.eqn)),
         count=count,
         flops=flops,
@@ -131,6 +136,55 @@ def _timed(
         loops=tuple(f"{e.primitive.name} x {trips(e)} at {source_of(e)}" for e in around),
         value=_value(operator),
     )
+
+
+def _combined(jaxpr: Jaxpr) -> Iterator[tuple[JaxprEqn, list[JaxprEqn]]]:
+    """The collectives that combine values, each with these, in a program and its bodies."""
+    for eqn in jaxpr.eqns:
+        if values := combined_values(jaxpr, eqn):
+            yield eqn, values
+        for body in bodies_of(eqn):
+            yield from _combined(body)
+
+
+def _shared(
+    whole: Timed,
+    operator: Operator,
+    around: tuple[JaxprEqn, ...],
+    topology: Topology,
+    combined: Mapping[JaxprEqn, list[JaxprEqn]],
+) -> Timed:
+    """A collective with the share of each value that it combines, by their sizes."""
+    members: list[Timed] = []
+    for eqn in (op.eqn for op in operator.members if whole.collective):
+        values = combined.get(eqn, [eqn])
+        sent = sum(collective_cost(eqn, size_of(v), topology)[1] for v in moved_operands(eqn))
+        for value, share in zip(values, shares(sent, values), strict=True):
+            members.append(_share(whole, value, share, around))
+    return replace(whole, members=tuple(members)) if len(members) > 1 else whole
+
+
+def _share(whole: Timed, eqn: JaxprEqn, sent: int, around: tuple[JaxprEqn, ...]) -> Timed:
+    part = sent / (whole.sent or 1)
+    source, function = site_of(eqn)
+    return replace(
+        whole,
+        source=source,
+        function=function,
+        scope=_scope(around, eqn),
+        phase=phase_of((*around, eqn)),
+        bytes=part * whole.bytes,
+        sent=sent,
+        memory_seconds=part * whole.memory_seconds,
+        link_seconds=part * whole.link_seconds,
+        start_seconds=part * whole.start_seconds,
+        roofline_seconds=part * whole.roofline_seconds,
+        reason=str(reason_of(eqn)),
+    )
+
+
+def _scope(around: tuple[JaxprEqn, ...], eqn: JaxprEqn) -> tuple[str, ...]:
+    return tuple(name for each in (*around, eqn) for name in scopes_of(each))
 
 
 def _value(operator: Operator) -> Any:

@@ -78,7 +78,7 @@ def layer_times(forecasts: dict[int, Forecast]) -> dict[int, dict[str, float]]:
     found = {}
     for experts, forecast in forecasts.items():
         parts = dict.fromkeys(PARTS[:5], 0.0)
-        for operator in forecast.operators:
+        for operator in forecast.values:
             if operator.phase == "forward" and part_of(operator) in parts:
                 parts[part_of(operator)] += float(operator.total_seconds)
         found[experts] = parts

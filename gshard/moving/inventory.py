@@ -5,8 +5,9 @@ It is read from the per-device program itself: what is listed is what runs.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,8 +71,8 @@ class Collective:
 
     def __str__(self) -> str:
         times = f" x {self.count}" if self.count != 1 else ""
-        lines = dict.fromkeys(c.source for c in self.members)
-        more = f" and {len(lines) - 1} more lines" if len(lines) > 1 else ""
+        others = len({c.source for c in self.members}) - 1
+        more = f" and {others} more line{'s' * (others > 1)}" if others > 0 else ""
         return (
             f"{self.kind:<18} {self.bytes:>12,} B{times}  {self.dtype} over {self.group_size} "
             f"devices  {self.source}{more}  {self.reason}"
@@ -120,7 +121,7 @@ def collective_note(eqn: JaxprEqn) -> str:
 def _walk(jaxpr: Jaxpr, num_devices: int, count: int) -> Iterator[Collective]:
     for eqn in jaxpr.eqns:
         for found in collectives_in(eqn, num_devices, count):
-            yield replace(found, members=_members(jaxpr, eqn, found))
+            yield replace(found, members=_members(found, combined_values(jaxpr, eqn)))
         runs = 0 if is_unlikely(eqn) else count * runs_of(eqn)
         for inner in bodies(eqn):
             yield from _walk(inner, num_devices, runs)
@@ -133,22 +134,30 @@ def collectives_in(eqn: JaxprEqn, num_devices: int, count: int) -> Iterator[Coll
             yield _collective(eqn, var.aval, num_devices, count)
 
 
-def _members(jaxpr: Jaxpr, eqn: JaxprEqn, whole: Collective) -> tuple[Collective, ...]:
-    """The combined values: each has a slice of the result, with its own line."""
-    if whole.why.values == 1:
-        return ()
+def combined_values(jaxpr: Jaxpr, eqn: JaxprEqn) -> list[JaxprEqn]:
+    """The values that a collective of `jaxpr` combines: the slices of its result.
+
+    Each has the line, the name scopes and the reason of its value. Empty for a single value.
+    """
+    if eqn.primitive.name not in COLLECTIVES or reason_of(eqn).values == 1:
+        return []
     (result,) = eqn.outvars
     views = {result, *(e.outvars[0] for e in jaxpr.eqns if result in e.invars)}
-    parts = [e for e in jaxpr.eqns if e.primitive.name == "slice" and e.invars[0] in views]
-    total = math.prod(result.aval.shape)
+    return [e for e in jaxpr.eqns if e.primitive.name == "slice" and e.invars[0] in views]
+
+
+def shares(total: int, values: Sequence[JaxprEqn]) -> list[int]:
+    """`total` distributed over combined values by their sizes, without a remainder."""
+    ends = list(itertools.accumulate(math.prod(e.outvars[0].aval.shape) for e in values))
+    rounded = [total * end // ends[-1] for end in ends]
+    return [end - start for start, end in itertools.pairwise([0, *rounded])]
+
+
+def _members(whole: Collective, values: Sequence[JaxprEqn]) -> tuple[Collective, ...]:
+    sent = shares(whole.bytes, values) if values else []
     return tuple(
-        replace(
-            whole,
-            bytes=whole.bytes * math.prod(e.outvars[0].aval.shape) // total,
-            source=source_of(e),
-            why=reason_of(e),
-        )
-        for e in parts
+        replace(whole, bytes=share, source=source_of(e), why=reason_of(e))
+        for e, share in zip(values, sent, strict=True)
     )
 
 

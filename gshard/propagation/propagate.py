@@ -62,7 +62,7 @@ class Conflict:
 
     def __str__(self) -> str:
         return (
-            f"{self.kept} goes before {self.lost}: "
+            f"{self.kept} takes precedence over {self.lost}: "
             f"{self.cost:,.0f} bytes, instead of {self.instead:,.0f}"
         )
 

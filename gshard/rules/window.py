@@ -190,7 +190,7 @@ def conv_local(
             taps = (rhs.shape[r] - 1) * dilation
             reach = reach_of(split.tiles, local[o], aval.shape[o], stride, taps, *where)
             unaligned.append((o, reach, split))
-        why = Reason("step", "", f"rows under the windows of dim {l}")
+        why = Reason("step", eqn.primitive.name, f"rows under the windows of dim {l}")
         lhs = bring(place, lhs, l, reach.starts, reach.rows, 0, why)
         padding[i] = reach.padding
     out = eqn.primitive.bind(lhs.array, kernel, **(params | {"padding": tuple(padding)}))

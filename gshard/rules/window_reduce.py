@@ -159,7 +159,7 @@ def _bring_all(
     padding = list(eqn.params["padding"])
     for dim, reach, _ in reaches:
         padding[dim] = reach.padding
-        reason = Reason("step", "", f"rows under the windows of dim {dim}")
+        reason = _why(eqn, dim)
         tiles = [
             bring(ctx.place, t, dim, reach.starts, reach.rows, fill, reason)
             for t, fill in zip(tiles, fills, strict=True)
@@ -203,7 +203,7 @@ def _reduce_parts(
     choices: list[list[tuple[int, int, int, np.ndarray | None]]] = []
     for dim, reach, split in halos:
         if dim not in parts:
-            tile = bring(place, tile, dim, reach.starts, reach.rows, neutral, _why(dim))
+            tile = bring(place, tile, dim, reach.starts, reach.rows, neutral, _why(eqn, dim))
             padding[dim] = reach.padding
             continue
         dilation, low = params["window_dilation"][dim], padding[dim][0]
@@ -212,7 +212,7 @@ def _reduce_parts(
         starts = (number * each + np.minimum(number, more)) * dilation - low
         results = (shape[dim] - 1) * params["window_strides"][dim] + 1
         rows = results + max(0, each - (more == 0)) * dilation
-        tile = bring(place, tile, dim, starts, rows, neutral, _why(dim))
+        tile = bring(place, tile, dim, starts, rows, neutral, _why(eqn, dim))
         options: list[tuple[int, int, int, np.ndarray | None]] = []
         if each:
             options.append((dim, each, 0, None))
@@ -237,8 +237,8 @@ def _reduce_parts(
     return _own(ctx, total, [h for h in halos if h[0] not in parts], local)
 
 
-def _why(dim: int) -> Reason:
-    return Reason("step", "", f"rows under the windows of dim {dim}")
+def _why(eqn: JaxprEqn, dim: int) -> Reason:
+    return Reason("step", eqn.primitive.name, f"rows under the windows of dim {dim}")
 
 
 # ---------------------------------------------------------------- select_and_scatter
@@ -284,8 +284,8 @@ def scatter_local(
         first = np.where(used, first, NOTHING)
         above = np.where(used, first * stride - low, NOTHING)
         rows = (count - 1) * stride + size
-        source = bring(place, source, dim, first, count, 0, _why(dim))
-        operand = bring(place, operand, dim, above, rows, fill, _why(dim))
+        source = bring(place, source, dim, first, count, 0, _why(eqn, dim))
+        operand = bring(place, operand, dim, above, rows, fill, _why(eqn, dim))
         padding[dim] = (0, 0)
         own.append((dim, np.where(used, begin - above, -local[dim]), split))  # or all padding
     pair = (source, operand) if not rest else (operand, source)

@@ -62,7 +62,7 @@ def test_what_travels_together_is_explained_line_by_line():
     low = check(fn, *args, inputs=[ROWS, ROWS])
     (gather,) = low.collectives
     assert (gather.kind, gather.values) == ("all_gather", 2)
-    assert "1 more lines" in str(gather)
+    assert "and 1 more line  " in str(gather)
     assert [c.bytes for c in gather.members] == [7 * 5 * 4, 7 * 2 * 5 * 4]
     text = str(low.explain("h200", seconds=0))
     for c in gather.members:
