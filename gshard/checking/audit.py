@@ -28,7 +28,7 @@ from gshard.checking.shadow import Gap, Shadow, compare, shadow_of
 from gshard.graph.regions import bodies, loop_bodies
 from gshard.graph.source import source_of
 from gshard.manual import to_auto_p, to_manual_p
-from gshard.planning.seen import Held
+from gshard.moving.seen import Held
 from gshard.replaying.emitted import Emitted
 from gshard.replaying.lockstep import Event, Lockstep, Path, Value, on_host
 from gshard.replaying.tiles import plain

@@ -21,7 +21,7 @@ from gshard.checking.report import Report
 from gshard.checking.scope import Scope, Seen
 from gshard.checking.shadow import Gap, Shadow, compare
 from gshard.graph.source import source_of
-from gshard.planning.seen import Held
+from gshard.moving.seen import Held
 from gshard.replaying.lockstep import Path
 from gshard.replaying.tiles import plain
 from gshard.tensors.keys import is_key

@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
 from gshard.checking.shadow import Shadow
-from gshard.planning.seen import Held
+from gshard.moving.seen import Held
 from gshard.replaying.lockstep import Path, Value
 
 Seen = tuple[Held, Value, str]  # how devices hold a value, their tiles, and the line they are at

@@ -7,9 +7,10 @@ itself or in a tuple.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from jax.extend.core import primitives as p
 
 from gshard._jax import COMPOSITE_BODY, private_primitives, remat_p, scan_counts
@@ -28,7 +29,7 @@ CALLS = {
 }
 LOOPS = (p.scan_p, p.while_p, p.cond_p)  # their bodies are partitioned like any program
 
-Link = tuple[Any, Any, int]  # two atoms with the same dims; the first has `int` more leading dims
+Link = tuple[Any, Any, int]  # two variables with the same dims; the first has `int` more, leading
 
 
 def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -80,51 +81,79 @@ def runs_of(eqn: JaxprEqn) -> int:
     return eqn.params["length"] if eqn.primitive is p.scan_p else 1
 
 
-def links(eqn: JaxprEqn) -> Iterator[Link]:
-    """Pairs of variables outside and inside a loop or branch that are the same value."""
-    params = eqn.params
-    if eqn.primitive is p.scan_p:
-        yield from _scan_links(eqn)
-    elif eqn.primitive is p.while_p:
-        cond, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
-        n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-        carried = eqn.invars[n_cond + n_body :]
-        yield from _alike(eqn.invars[:n_cond], cond.invars)
-        yield from _alike(eqn.invars[n_cond : n_cond + n_body], body.invars)
-        yield from _alike(body.invars[n_body:], body.outvars)
-        yield from _alike(carried, body.invars[n_body:])
-        yield from _alike(body.invars[n_body:], eqn.outvars)
-        yield from _alike(body.invars[n_body:], cond.invars[n_cond:])
-    elif eqn.primitive is p.cond_p:
-        for branch in params["branches"]:
-            yield from _alike(eqn.invars[1:], branch.jaxpr.invars)
-            yield from _alike(eqn.outvars, branch.jaxpr.outvars)
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A loop or branch, read once: what it runs, and how its variables relate inside and outside.
+
+    `links` are pairs of variables outside and inside that are the same value. `invariants` are the
+    arguments of the bodies that every run has alike. The first `consts` operands of a scan are
+    constants, the next `carry` are carried.
+    """
+
+    eqn: JaxprEqn
+    bodies: tuple[ClosedJaxpr, ...]
+    runs: int
+    links: tuple[Link, ...]
+    invariants: tuple[Any, ...] = ()
+    consts: int = 0
+    carry: int = 0
+
+    @staticmethod
+    def of(eqn: JaxprEqn) -> Loop | None:
+        """The loop or branch that an equation is, if it is one."""
+        if eqn.primitive is p.scan_p:
+            return _scan(eqn)
+        if eqn.primitive is p.while_p:
+            return _while(eqn)
+        return _cond(eqn) if eqn.primitive is p.cond_p else None
 
 
-def invariants(eqn: JaxprEqn) -> set[Any]:
-    """The loop-invariant arguments of a loop's bodies."""
-    params = eqn.params
-    if eqn.primitive is p.scan_p:
-        return set(params["jaxpr"].jaxpr.invars[: scan_counts(params)[0]])
-    if eqn.primitive is p.while_p:
-        return {
-            *params["cond_jaxpr"].jaxpr.invars[: params["cond_nconsts"]],
-            *params["body_jaxpr"].jaxpr.invars[: params["body_nconsts"]],
-        }
-    return set()
-
-
-def _scan_links(eqn: JaxprEqn) -> Iterator[Link]:
-    body = eqn.params["jaxpr"].jaxpr
-    consts, carry = scan_counts(eqn.params)
+def _scan(eqn: JaxprEqn) -> Loop:
+    closed = eqn.params["jaxpr"]
+    body, (consts, carry) = closed.jaxpr, scan_counts(eqn.params)
     inside = body.invars[consts : consts + carry]
-    yield from _alike(inside, body.outvars)
-    yield from _alike(eqn.invars[: consts + carry], body.invars)
-    yield from _alike(inside, eqn.outvars)
-    yield from _alike(eqn.invars[consts + carry :], body.invars[consts + carry :], 1)
-    yield from _alike(eqn.outvars[carry:], body.outvars[carry:], 1)
+    links = (
+        *_alike(inside, body.outvars),
+        *_alike(eqn.invars[: consts + carry], body.invars),
+        *_alike(inside, eqn.outvars),
+        *_alike(eqn.invars[consts + carry :], body.invars[consts + carry :], 1),
+        *_alike(eqn.outvars[carry:], body.outvars[carry:], 1),
+    )
+    invariants = tuple(body.invars[:consts])
+    return Loop(eqn, (closed,), eqn.params["length"], links, invariants, consts, carry)
+
+
+def _while(eqn: JaxprEqn) -> Loop:
+    params = eqn.params
+    cond, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    links = (
+        *_alike(eqn.invars[:n_cond], cond.invars),
+        *_alike(eqn.invars[n_cond : n_cond + n_body], body.invars),
+        *_alike(body.invars[n_body:], body.outvars),
+        *_alike(eqn.invars[n_cond + n_body :], body.invars[n_body:]),
+        *_alike(body.invars[n_body:], eqn.outvars),
+        *_alike(body.invars[n_body:], cond.invars[n_cond:]),
+    )
+    invariants = (*cond.invars[:n_cond], *body.invars[:n_body])
+    return Loop(eqn, (params["cond_jaxpr"], params["body_jaxpr"]), 1, links, invariants)
+
+
+def _cond(eqn: JaxprEqn) -> Loop:
+    branches = tuple(eqn.params["branches"])
+    links = [
+        link
+        for branch in branches
+        for link in (
+            *_alike(eqn.invars[1:], branch.jaxpr.invars),
+            *_alike(eqn.outvars, branch.jaxpr.outvars),
+        )
+    ]
+    return Loop(eqn, branches, 1, tuple(links))
 
 
 def _alike(outside: Any, inside: Any, more: int = 0) -> Iterator[Link]:
+    """Pairs of variables; those of a literal have nothing to tell."""
     for a, b in zip(outside, inside, strict=False):
-        yield a, b, more
+        if not isinstance(a, Literal) and not isinstance(b, Literal):
+            yield a, b, more

@@ -21,12 +21,11 @@ from jax.extend.core import primitives as p
 from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.moving import halo
-from gshard.moving.costs import STEP_COST, machine
-from gshard.moving.plan import reshard_cost
+from gshard.moving.costs import STEP_COST
 from gshard.moving.rows import Runs
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Identity, Tile, itemsize_of
+from gshard.tensors.tile import Identity, Tile
 
 DEPTH = 8  # largest number of operators in a chain that is recomputed
 
@@ -64,6 +63,15 @@ class Made:
             for t in self.operands
         ]
 
+    def operands_under(self, target: Sharding) -> list[Sharding] | None:
+        """The shardings of the operands for which the result has `target`."""
+        if target.is_replicated:  # any operator on replicated values
+            return [Sharding.replicated(t.sharding.rank, target.num_devices) for t in self.operands]
+        dims = self.dims()
+        if dims is None or target.manual:
+            return None
+        return [target.project(named) for named in dims]
+
     def run(self, arrays: Sequence[jax.Array], local: Sequence[int]) -> jax.Array:
         """The operator on local arrays, with a result of the shape `local`."""
         primitive, params = self.eqn.primitive, self.eqn.params
@@ -73,71 +81,6 @@ class Made:
             return lax.reshape(arrays[0], local)
         (result,) = bind(self.eqn, list(arrays))
         return result
-
-
-# ---------------------------------------------------------------- reshards
-
-
-def reshard_by_recomputing(
-    place: Place,
-    tile: Tile,
-    target: Sharding,
-    reshard: Callable[[Tile, Sharding], Tile],
-    known: Callable[[Tile, Sharding], bool],
-) -> Tile | None:
-    """`tile` under `target`, recomputed from resharded operands; None if moving it is cheaper.
-
-    `reshard` moves an operand, and `known` gives the available shardings of a value.
-    """
-    made = place.made.get(Identity(tile.array))
-    if made is None or not tile.is_standard:
-        return None
-    direct = reshard_cost(tile.sharding, target, tile.shape, tile.array.dtype)
-    if _recompute_cost(place, made, target, known, direct, DEPTH) >= direct:
-        return None
-    wanted = _operands_under(made, target) or []
-    moved = [reshard(t, s).array for t, s in zip(made.operands, wanted, strict=True)]
-    return Tile(made.run(moved, target.local_shape(tile.shape)), target, tile.shape)
-
-
-def _operands_under(made: Made, target: Sharding) -> list[Sharding] | None:
-    """The shardings of the operands for which the result has `target`."""
-    if target.is_replicated:  # any operator on a replicated value
-        return [Sharding.replicated(t.sharding.rank, target.num_devices) for t in made.operands]
-    dims = made.dims()
-    if dims is None or target.manual:
-        return None
-    return [target.project(named) for named in dims]
-
-
-def _recompute_cost(
-    place: Place,
-    made: Made,
-    target: Sharding,
-    known: Callable[[Tile, Sharding], bool],
-    limit: float,
-    depth: int,
-) -> float:
-    """The cost of recomputing a value under `target`, or `limit` if it is higher."""
-    wanted = _operands_under(made, target)
-    if wanted is None or not depth:
-        return limit
-    total = _bytes(target.local_shape(made.result.shape), made.result) / machine().memory_per_byte
-    for tile, sharding in zip(made.operands, wanted, strict=True):
-        if total >= limit:
-            return limit
-        if tile.sharding == sharding or known(tile, sharding):
-            continue
-        cost = reshard_cost(tile.sharding, sharding, tile.shape, tile.array.dtype)
-        inner = place.made.get(Identity(tile.array))
-        if inner is not None:
-            cost = min(cost, _recompute_cost(place, inner, sharding, known, cost, depth - 1))
-        total += cost
-    return total
-
-
-def _bytes(shape: Sequence[int], like: Tile) -> int:
-    return math.prod(shape) * itemsize_of(like.array.dtype)
 
 
 # ---------------------------------------------------------------- rows at the borders of tiles
@@ -217,7 +160,7 @@ def _sent(rows: Rows) -> float:
         return 0.0
     held = Runs.of(tile, dim).only(rows.only)
     plan = halo.plan_halo(held, tile.array.shape[dim], rows.starts, rows.width)
-    row = _bytes([n for d, n in enumerate(tile.array.shape) if d != dim], tile)
+    row = tile.nbytes // max(tile.array.shape[dim], 1)
     return plan.sent * row + STEP_COST * plan.steps if plan.sent else 0.0
 
 

@@ -27,7 +27,7 @@ class Shares:
 
     `of_sum` is its part of the cost of reducing its result, where partial sums are added first.
     `uses` is for each operand the part of a reshard that this use pays, `narrow` the part of its
-    bytes that have to move (see `widening`), and `moved` the shardings under which it is already
+    bytes that have to move (see `uses`), and `moved` the shardings under which it is already
     available, which cost nothing.
     """
 
@@ -47,7 +47,7 @@ class Context(Protocol):
     place: Place
     memory_limit: int
     values: dict[Any, Tile]  # of the variables of the last program or body
-    waiting: dict[Any, float]  # the variables whose sum may wait, and the share to pay for it
+    unreduced: Mapping[Any, float]  # variables that may stay so; share of the reduction to pay
 
     def reshard(self, tile: Tile, target: Sharding, reason: Reason) -> Tile:
         """`tile` under another sharding; a repeated request moves nothing."""
@@ -84,7 +84,7 @@ class Context(Protocol):
     ) -> list[Tile]:
         """Partition the body of a loop or branch, called with `tiles`.
 
-        The results with the numbers in `leaving` may be partial sums (see `unreduced.waiting`).
+        The results with the numbers in `leaving` may be partial sums (`uses`).
         """
         ...
 

@@ -11,200 +11,27 @@ lead to carried values that stay unreduced. It is never done in a narrower type 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard._jax import scan_counts, scatter_sub_p, stack_p
+from gshard._jax import stack_p
 from gshard.graph.reason import Reason
 from gshard.moving.partial import reducing_key
 from gshard.operators.choose import shard_dims
 from gshard.operators.rule import RULES, Context
-from gshard.simplify.row_maps import concatenate_slices_p
+from gshard.operators.uses import ADDED, JOINED, SCATTERED, linear_groups
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factor, decompose
 from gshard.tensors.sharding import Sharding, Split, compatible
 from gshard.tensors.tile import Tile
 
-_ADDED = (p.add_p, p.add_jaxvals_p, p.sub_p)
 _SLICED = (p.slice_p, p.dynamic_slice_p)
-_SCATTERED = (p.scatter_add_p, scatter_sub_p)  # onto their first operand
-_JOINED = (p.concatenate_p, concatenate_slices_p, stack_p)
-
-_SUMMING = (p.dot_general_p, p.conv_general_dilated_p, p.reduce_sum_p, *_SCATTERED)
-
-
-def waiting(
-    jaxpr: Jaxpr, leaving: Mapping[int, float], shardings: Mapping[Any, Sharding] | None = None
-) -> dict[Any, float]:
-    """The variables whose sum may wait, and what share of it is to be paid for each.
-
-    Two that are added pay half each. The results with the numbers in `leaving` may leave their sum
-    to others, and pay the share that is given there. A sum waits only where that saves something:
-    what a device has left of a scattered one is less to scale and to transpose. Shares are the same
-    whatever the `shardings`; before those are known, the others that may wait are left out.
-    """
-    uses: dict[Any, int] = {}
-    for atom in [*(a for eqn in jaxpr.eqns for a in eqn.invars), *jaxpr.outvars]:
-        if not isinstance(atom, Literal):
-            uses[atom] = uses.get(atom, 0) + 1
-    sums = _sums(jaxpr)
-    found: dict[Any, float] = {}
-    ends: set[Any] = set()  # what is added, in the end, to a result that leaves
-    saving: set[Any] = set()  # of which less, or fewer, or otherwise split ones are summed later
-    for number, share in leaving.items():
-        var = jaxpr.outvars[number]
-        if not isinstance(var, Literal) and uses[var] == 1:
-            found[var] = share
-            ends.add(var)
-            saving.add(var)
-    for eqn in reversed(jaxpr.eqns):
-        able = [
-            a
-            for number, a in enumerate(eqn.invars)
-            if not isinstance(a, Literal) and uses[a] == 1 and _passes(eqn, number, ends)
-        ]
-        if eqn.primitive in _JOINED and not sums.issuperset(eqn.invars):
-            able = []  # other values would be summed too, which are as large as they are
-        for atom in able:
-            share = found.get(eqn.outvars[0], 1.0)
-            both = _adds_sums(eqn, sums.intersection(able))
-            less = eqn.outvars[0].aval.size < atom.aval.size
-            other = shardings and _otherwise_split(eqn, shardings[atom], shardings[eqn.outvars[0]])
-            one = eqn.primitive in _JOINED and len(able) > 1
-            if not (both or less or other or one or eqn.outvars[0] in saving):
-                continue
-            saving.add(atom)
-            found[atom] = share / 2 if both else share
-            if eqn.outvars[0] in ends:
-                ends.add(atom)
-    once = {number for number, share in leaving.items() if share < 1}
-    for var in _leading_to(jaxpr, once) if once else ():
-        found.setdefault(var, max(leaving.values()))
-    return found
-
-
-def _leading_to(jaxpr: Jaxpr, results: Collection[int]) -> set[Any]:
-    """The variables whose uses are all linear and lead to these results, and nowhere else."""
-    outside = {
-        a
-        for number, a in enumerate(jaxpr.outvars)
-        if number not in results and not isinstance(a, Literal)
-    }
-    for eqn in reversed(jaxpr.eqns):
-        for number, atom in enumerate(eqn.invars):
-            if isinstance(atom, Literal):
-                continue
-            if not _passes(eqn, number, eqn.outvars) or not outside.isdisjoint(eqn.outvars):
-                outside.add(atom)
-    known = {*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
-    return known - outside
-
-
-def linear_carries(eqn: JaxprEqn) -> set[int]:
-    """The carried values of a loop whose uses are all linear and lead to such values again."""
-    body = eqn.params["jaxpr"].jaxpr
-    consts, carry = scan_counts(eqn.params)
-    found = {i for i in range(carry) if not isinstance(body.outvars[i], Literal)}
-    sums = _sums(body)
-    while True:
-        leading = _leading_to(body, found)
-        kept = {i for i in found if body.invars[consts + i] in leading}
-        if kept == found:
-            return {i for i in kept if body.outvars[i] in sums}
-        found = kept
-
-
-def _adds_sums(eqn: JaxprEqn, waiting: Collection[Any]) -> bool:
-    """Whether an operator makes one sum of two, of which those that are operands can wait."""
-    return len(waiting) == 2 if eqn.primitive in _ADDED else eqn.primitive in _SCATTERED
-
-
-def _otherwise_split(eqn: JaxprEqn, here: Sharding, there: Sharding) -> bool:
-    """Whether a device has a larger part of one than of the other, or other rows of it."""
-    joined = eqn.params.get("dimension") if eqn.primitive in _JOINED else None
-    moves = joined is not None and there.splits[joined] is not None
-    return moves or math.prod(here.tiles) != math.prod(there.tiles)
-
-
-def _sums(jaxpr: Jaxpr) -> set[Any]:
-    """The variables that may be unreduced: made by summing, or from such."""
-    found: set[Any] = set()
-    for eqn in jaxpr.eqns:
-        linear = [eqn.invars[n] for group in _groups(eqn) for n in group]
-        from_sum = any(not isinstance(a, Literal) and a in found for a in linear)
-        if eqn.primitive in _SUMMING or from_sum:
-            found.update(eqn.outvars)
-    return found
-
-
-def _groups(eqn: JaxprEqn) -> Sequence[Sequence[int]]:
-    """The operands that an operator is linear in, those of a group jointly."""
-    rule = RULES.get(eqn.primitive)
-    return rule.linear(eqn) if rule and rule.linear else ()
-
-
-def _passes(eqn: JaxprEqn, number: int, ends: Collection[Any]) -> bool:
-    """Whether an operator can run on its operand `number` unreduced."""
-    if not any(number in group for group in _groups(eqn)):
-        return False
-    if eqn.primitive is p.convert_element_type_p:
-        # To sum wider numbers sends more: only a loop makes up for it, by summing once.
-        old, new = (jnp.dtype(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))
-        floats = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
-        return (old == new or eqn.outvars[0] in ends) and floats and _holds(new, old)
-    if eqn.primitive is p.broadcast_in_dim_p:
-        return eqn.invars[0].aval.size == eqn.outvars[0].aval.size
-    return True
-
-
-def _holds(wide: Any, narrow: Any) -> bool:
-    """Whether floats of one type are all floats of the other (which JAX does not say of 8 bits)."""
-    one, other = jnp.finfo(wide), jnp.finfo(narrow)
-    return one.nmant >= other.nmant and one.maxexp >= other.maxexp
-
-
-def accumulators(eqn: JaxprEqn) -> dict[int, list[Any]]:
-    """The carried values of a loop to which its body only ever adds, and what it adds to each."""
-    body = eqn.params["jaxpr"].jaxpr
-    consts, carry = scan_counts(eqn.params)
-    users: dict[Any, list[JaxprEqn | None]] = {}
-    for e in [*body.eqns, None]:
-        for a in e.invars if e else body.outvars:
-            if not isinstance(a, Literal):
-                users.setdefault(a, []).append(e)
-    found = {}
-    for i, (var, end) in enumerate(zip(body.invars[consts:], body.outvars[:carry], strict=False)):
-        added: list[Any] = []
-        while var is not end:
-            (user, *more) = users.get(var, [None])
-            if more or user is None or user.primitive not in _ADDED:
-                break
-            left, right = user.invars
-            if right is var and user.primitive is p.sub_p:
-                break
-            added.append(right if left is var else left)
-            (var,) = user.outvars
-        if added and var is end and len(users[end]) == 1:
-            found[i] = added
-    return found
-
-
-def leaving(eqn: JaxprEqn, shares: Mapping[Any, float]) -> dict[int, float]:
-    """The results that may leave the body of a loop as partial sums, and the share of each to pay.
-
-    Those to which its runs add, once for all of them; and stacks of sums that pay a share outside.
-    """
-    _, carry = scan_counts(eqn.params)
-    stacks = ((i, shares.get(v, 1.0)) for i, v in enumerate(eqn.outvars) if i >= carry)
-    once = dict.fromkeys(accumulators(eqn), 1 / max(eqn.params["length"], 1))
-    return once | {i: share for i, share in stacks if share < 1}
 
 
 def left_unreduced(tile: Tile, splits: Sequence[Split]) -> Tile | None:
@@ -218,20 +45,20 @@ def left_unreduced(tile: Tile, splits: Sequence[Split]) -> Tile | None:
 def on_unreduced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
     """The result of an operator on unreduced operands, itself unreduced; None if it needs sums."""
     here = {number for number, tile in enumerate(tiles) if tile.partial}
-    group = next((g for g in _groups(eqn) if here.issubset(g)), None)
+    group = next((g for g in linear_groups(eqn) if here.issubset(g)), None)
     if group is None:
         return None
     if eqn.primitive in _SLICED:
         return _sliced(ctx, eqn, tiles)
-    if eqn.primitive in _JOINED:
+    if eqn.primitive in JOINED:
         return _joined(ctx, eqn, tiles)
-    if eqn.primitive in _SCATTERED:
+    if eqn.primitive in SCATTERED:
         return _scattered(ctx, eqn, tiles)
     if len(group) > 1:
         (part, *_) = [t for t in tiles if t.partial]
         if part.shape != tuple(eqn.outvars[0].aval.shape):
             return None
-        if eqn.primitive in _ADDED:
+        if eqn.primitive in ADDED:
             tiles = [_grown(tile, part) for tile in tiles]
         alike = _alike(ctx, [tiles[n] for n in group])
         if alike is None:
@@ -246,7 +73,7 @@ def _in_place(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None
     rule, (part, *_) = RULES[eqn.primitive], [t for t in tiles if t.partial]
     factors, shape = rule.factors(eqn), tuple(eqn.outvars[0].aval.shape)
     (result,) = factors.results
-    operands = (result, result) if eqn.primitive in _ADDED else factors.operands
+    operands = (result, result) if eqn.primitive in ADDED else factors.operands
     chosen: dict[Factor, Split] = {}
     for dims, tile in zip(operands, tiles, strict=True):
         for dim, split in zip(dims, tile.sharding.splits, strict=True):

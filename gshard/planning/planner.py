@@ -6,7 +6,6 @@ program. Each operator's rule is ordinary `lax` code.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -21,16 +20,15 @@ from gshard._jax import current_context, without_mesh
 from gshard.annotate import annotate_p
 from gshard.graph.reason import Reason
 from gshard.graph.source import on_behalf_of
-from gshard.moving import reshard
-from gshard.moving.partial import combine_sums
-from gshard.moving.recompute import REARRANGING, Made, reshard_by_recomputing
+from gshard.moving.available import VIEWS, Mover
+from gshard.moving.recompute import REARRANGING, Made
+from gshard.moving.reshard import retile
+from gshard.moving.seen import Seen
 from gshard.operators import unreduced
 from gshard.operators.choose import in_place_again, partition_by_factors
 from gshard.operators.rule import Shares, equation_key
-from gshard.planning.available import VIEWS, Available
-from gshard.planning.seen import Seen
+from gshard.operators.uses import NOTHING, Uses
 from gshard.propagation.propagate import Propagated
-from gshard.propagation.widening import narrow_parts
 from gshard.rules import RULES
 from gshard.rules.manual import CROSSING_MANUAL, check_manual, run_manually
 from gshard.rules.pointwise import same_dims
@@ -57,9 +55,6 @@ def partition(
     return local
 
 
-NOTHING: Mapping[int, Any] = MappingProxyType({})
-
-
 def _is_index_math(eqn: JaxprEqn) -> bool:
     """Whether an equation computes integers or masks elementwise."""
     dtype = getattr(eqn.outvars[0].aval, "dtype", None) if len(eqn.outvars) == 1 else None
@@ -77,15 +72,6 @@ def _can_be_recomputed(eqn: JaxprEqn, tiles: Sequence[Tile]) -> bool:
     rule = RULES.get(eqn.primitive)
     by_element = rule is not None and rule.factors is same_dims and not rule.partition
     return by_element or eqn.primitive in REARRANGING
-
-
-def _sliced(jaxpr: Jaxpr) -> dict[Any, list[JaxprEqn]]:
-    """The slices of each variable."""
-    found: dict[Any, list[JaxprEqn]] = {}
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is p.slice_p and not isinstance(eqn.invars[0], Literal):
-            found.setdefault(eqn.invars[0], []).append(eqn)
-    return found
 
 
 class Planner:
@@ -106,14 +92,12 @@ class Planner:
         self.seen = Seen() if seen is None else seen
         self.memory_limit = memory_limit
         self.strict = strict  # whether a primitive without a rule is an error
-        self.available = Available()
-        self.products: Mapping[Any, int] = {}  # how many products contract a variable's dims alike
-        self.narrow: Mapping[Any, float] = {}  # the parts of values that have to move for them
-        self.sliced: Mapping[Any, list[JaxprEqn]] = {}  # the slices of each variable
-        self.over: dict[Any, float] = {}  # what they cost together
+        self.mover = Mover(place, self.seen, self.rerun)
+        self.uses: Uses  # of the values of the program or body that runs
+        self.unreduced: Mapping[Any, float] = NOTHING
+        self.over: dict[Any, float] = {}  # the cost of all slices of a variable
         self.literals: dict[Any, Tile] = {}
         self.values: dict[Any, Tile] = {}  # of all variables, once they are known
-        self.waiting: dict[Any, float] = {}  # may stay unreduced; share of the cost
 
     def inner(self) -> Planner:
         """A planner for a body: it may use values available outside; what it adds stays inside."""
@@ -125,7 +109,7 @@ class Planner:
             self.kinds,
             self.seen,
         )
-        inner.available = self.available.inner()
+        inner.mover.available = self.mover.available.inner()
         return inner
 
     def on(self, place: Place, shardings: Mapping[Any, Sharding]) -> Planner:
@@ -138,79 +122,35 @@ class Planner:
 
     def reshard(self, tile: Tile, target: Sharding, reason: Reason) -> Tile:
         """`tile` under another sharding; a repeated request moves nothing."""
-        if tile.partial:
-            sums, tile = tile, combine_sums(self.place, tile, target, reason.operator)
-            self.seen.moved(sums, tile, f"reduction, {reason}")
-        if tile.sharding == target and tile.is_standard:
-            return tile
-        found = self.available.under(tile, target)
-        if found is None and (found := self.recomputed(tile, target, reason)):
-            self.available.add(tile, found)
-        if found is None and target.is_replicated:
-            found = self.recomputed_replicated(tile)
-        if found is None:
-            found = reshard.reshard(self.place, tile, target, reason)
-            self.available.add(tile, found)
-        self.seen.moved(tile, found, str(reason))
-        return found
+        return self.mover.reshard(tile, target, reason)
 
-    def recomputed(self, tile: Tile, target: Sharding, reason: Reason) -> Tile | None:
-        """`tile` under another sharding, if it is cheaper to move its operands and recompute it."""
-        return reshard_by_recomputing(
-            self.place,
-            tile,
-            target,
-            lambda operand, wanted: self.reshard(operand, wanted, reason),
-            lambda operand, wanted: self.available.under(operand, wanted) is not None,
-        )
-
-    def recomputed_replicated(self, tile: Tile, depth: int = 50) -> Tile | None:
-        """A replicated integer tensor, recomputed if that sends nothing; else None.
-
-        Indices are often iotas, or computed from values that were replicated, as a sort's results.
-        """
-        whole = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
-        if tile.sharding.is_replicated:
-            return tile
-        found = self.available.moved_to(tile, whole)
-        if found is not None:
-            return found
-        maker = self.available.maker(tile)
-        if maker is None or not depth:
-            return None
-        eqn, tiles = maker
-        ready: list[Tile] = []
-        for operand in tiles:
-            made = self.recomputed_replicated(operand, depth - 1)
-            if made is None:
-                return None
-            ready.append(made)
+    def rerun(self, eqn: JaxprEqn, tiles: list[Tile], target: Sharding) -> Tile:
+        """An operator once more, with a result that has the sharding `target`."""
         with on_behalf_of(eqn):
-            (made,) = partition_by_factors(self, eqn, RULES[eqn.primitive], ready, [whole])
-        self.available.add_made(tile, made)
+            (made,) = partition_by_factors(self, eqn, RULES[eqn.primitive], tiles, [target])
         return made
 
     def retile(self, tile: Tile, dim: int, size: int, reason: Reason) -> Tile:
         """`tile` with tiles of `size` rows along `dim`, which may differ from the sharding's."""
-        return reshard.retile(self.place, tile, dim, size, reason)
+        return retile(self.place, tile, dim, size, reason)
 
     def waits(
         self, var: Any, tile: Tile, reduced: Mapping[Factor, Split], kinds: Mapping[Factor, str]
     ) -> Tile | None:
         """`tile` as a partial sum over the `reduced` splits, if the sum of `var` may wait."""
-        if not reduced or var not in self.waiting or {kinds[f] for f in reduced} != {"sum"}:
+        if not reduced or var not in self.unreduced or {kinds[f] for f in reduced} != {"sum"}:
             return None
         return unreduced.left_unreduced(tile, tuple(reduced.values()))
 
     def shares(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Shares | None:
         """What an operator shares with others, if anything."""
-        of_sum = min([self.waiting[v] for v in eqn.outvars if v in self.waiting], default=1.0)
-        forms = [self.available.forms_of(t) for t in tiles]
+        of_sum = min([self.unreduced[v] for v in eqn.outvars if v in self.unreduced], default=1.0)
+        forms = [self.mover.available.forms_of(t) for t in tiles]
         variables = [None if isinstance(a, Literal) else a for a in eqn.invars]
-        narrow, uses = tuple([self.narrow.get(v, 1.0) for v in variables]), (1.0,) * len(tiles)
+        narrow, uses = tuple([self.uses.narrow.get(v, 1.0) for v in variables]), (1.0,) * len(tiles)
         if eqn.primitive is p.dot_general_p:
             contracted = zip(variables, eqn.params["dimension_numbers"][0], strict=True)
-            uses = tuple([1 / self.products.get(dims, 1) for dims in contracted])
+            uses = tuple([1 / self.uses.products.get(dims, 1) for dims in contracted])
         if of_sum == 1 and not any(forms) and {*uses, *narrow} <= {1.0}:
             return None
         return Shares(of_sum, uses, narrow, tuple(forms))
@@ -220,7 +160,7 @@ class Planner:
         if isinstance(var, Literal):
             return 0.0
         if (var, alike) not in self.over:
-            self.over[var, alike] = sum(map(cost, self.sliced.get(var, ())))
+            self.over[var, alike] = sum(map(cost, self.uses.slices.get(var, ())))
         return self.over[var, alike]
 
     def kind(self, eqn: JaxprEqn) -> int | None:
@@ -252,19 +192,11 @@ class Planner:
     ) -> list[Tile]:
         """The results of a program, given tiles for its constants and its arguments.
 
-        The results with the numbers in `leaving` may be partial sums (see `unreduced.waiting`).
+        The results with the numbers in `leaving` may be partial sums (`uses`).
         """
-        self.waiting = unreduced.waiting(jaxpr, leaving, self.shardings)
-        self.narrow = narrow_parts(jaxpr)
-        self.sliced = _sliced(jaxpr)
+        self.uses = Uses(jaxpr, leaving, self.shardings)
+        self.unreduced = self.uses.unreduced
         self.over = {}
-        self.products = Counter(
-            (a, eqn.params["dimension_numbers"][0][side])
-            for eqn in jaxpr.eqns
-            if eqn.primitive is p.dot_general_p
-            for side, a in enumerate(eqn.invars)
-            if not isinstance(a, Literal)
-        )
         env: dict[Any, Tile] = dict(zip((*jaxpr.constvars, *jaxpr.invars), tiles, strict=True))
         self.values = env
         self.seen.made(env)
@@ -284,7 +216,7 @@ class Planner:
                 env.update(made)
                 self.seen.made(made)
                 if _is_index_math(eqn) and eqn.primitive is not annotate_p:
-                    self.available.add_maker(results[0], eqn, operands)
+                    self.mover.available.add_maker(results[0], eqn, operands)
                 if _can_be_recomputed(eqn, (*operands, *results)):
                     self.place.made[Identity(results[0].array)] = Made(
                         results[0], eqn, tuple(operands)
@@ -296,7 +228,7 @@ class Planner:
         targets = [self.shardings[v] for v in eqn.outvars]
         if any(t.partial for t in tiles):
             part = unreduced.on_unreduced(self, eqn, tiles)
-            if part and part.partial and eqn.outvars[0] in self.waiting:
+            if part and part.partial and eqn.outvars[0] in self.unreduced:
                 return [part]
             if part:
                 return [self.reshard(part, targets[0], Reason("result", eqn.primitive.name))]
@@ -318,11 +250,11 @@ class Planner:
             if result.sharding is target and result.is_standard and not result.partial:
                 continue
             check_manual(eqn, result, target)
-            if not result.partial or eqn.outvars[number] not in self.waiting:
+            if not result.partial or eqn.outvars[number] not in self.unreduced:
                 reason = Reason("result", eqn.primitive.name)
                 results[number] = self.reshard(result, target, reason)
         if eqn.primitive in VIEWS:
-            self.available.add_view(eqn, results[0], tiles[0])
+            self.mover.available.add_view(eqn, results[0], tiles[0])
         return results
 
     def literal(self, atom: Literal) -> Tile:

@@ -16,16 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
-from jax.extend.core import primitives as p
 
 from gshard.annotate import annotate_p
-from gshard.graph.regions import invariants, links, loop_bodies, runs_of
+from gshard.graph.regions import Loop
 from gshard.graph.source import source_of
 from gshard.manual import to_auto_p
 from gshard.moving.costs import MEMORY_LIMIT
 from gshard.operators.rule import equation_key, factors_of
-from gshard.operators.unreduced import leaving, waiting
-from gshard.propagation.widening import narrow_parts
+from gshard.operators.uses import NOTHING, Uses, leaving
 from gshard.rules import RULES
 from gshard.rules.manual import MAKES_MANUAL
 from gshard.tensors.factors import Dim, Factor, Factors, compose, decompose
@@ -85,10 +83,11 @@ class Flow:
 
     # ------------------------------------------------------------ the program
 
-    def add(self, jaxpr: Jaxpr, runs: int = 1, sums: Mapping[int, float] | None = None) -> None:
+    def add(self, jaxpr: Jaxpr, runs: int = 1, sums: Mapping[int, float] = NOTHING) -> None:
         """Add a program that runs `runs` times; some results may leave it unreduced (`sums`)."""
-        self.shares |= waiting(jaxpr, sums or {})
-        self.narrow |= narrow_parts(jaxpr)
+        uses = Uses(jaxpr, sums)
+        self.shares |= uses.unreduced
+        self.narrow |= uses.narrow
         for var in [*jaxpr.constvars, *jaxpr.invars]:
             self.declare(var, runs)
         for eqn in jaxpr.eqns:
@@ -96,8 +95,8 @@ class Flow:
                 self.declare(var, runs)
             if eqn.primitive is annotate_p:
                 self.annotate(eqn)
-            if loop_bodies(eqn):
-                self.add_bodies(eqn, runs)
+            if loop := Loop.of(eqn):
+                self.add_bodies(loop, runs)
             elif eqn.primitive is to_auto_p:
                 self.annotate(eqn)
             elif self.is_manual(eqn):
@@ -109,37 +108,30 @@ class Flow:
                 factors, atoms = factors_of(rule, eqn, kind), (eqn.invars, eqn.outvars)
                 self.connect(Edge(factors, atoms, rule.level, eqn, runs, kind))
 
-    def add_bodies(self, eqn: JaxprEqn, runs: int) -> None:
+    def add_bodies(self, loop: Loop, runs: int) -> None:
         """Add the bodies of a loop or branch, and their links to the outside."""
-        joined = [
-            (a, b, more)
-            for a, b, more in links(eqn)
-            if not isinstance(a, Literal) and not isinstance(b, Literal)
-        ]
-        is_scan = eqn.primitive is p.scan_p
-        inside = runs * runs_of(eqn)
-        sums = leaving(eqn, self.shares) if is_scan else None
+        sums = leaving(loop, self.shares)
         before = -1
         while before != len(self.manual):  # a carried value may turn out to be manual at the end
             before, edges = len(self.manual), len(self.edges)
-            for a, b, _ in joined:
+            for a, b, _ in loop.links:
                 if a in self.manual or b in self.manual:
                     self.manual |= {a, b}
-            for body in loop_bodies(eqn):
-                self.add(body.jaxpr, inside, sums)
+            for body in loop.bodies:
+                self.add(body.jaxpr, runs * loop.runs, sums)
             if before != len(self.manual):
                 self.forget(edges)
-        fixed = self.same_in_every_run(eqn)
+        fixed = self.same_in_every_run(loop)
         if sum(byte_size(v.aval.shape, v.aval.dtype) for v in fixed) <= self.memory_limit:
             self.constants.update(dict.fromkeys(fixed))
-        for a, b, more in joined:
+        for a, b, more in loop.links:
             if a not in self.manual:
                 self.link(a, b, more)
 
-    def same_in_every_run(self, eqn: JaxprEqn) -> list[Any]:
+    def same_in_every_run(self, loop: Loop) -> list[Any]:
         """The loop invariants: a loop's constants, and what is computed elementwise from them."""
-        found = {v: None for v in invariants(eqn) if v not in self.manual}
-        for inner in [e for body in loop_bodies(eqn) for e in body.jaxpr.eqns] if found else []:
+        found = {v: None for v in loop.invariants if v not in self.manual}
+        for inner in [e for body in loop.bodies for e in body.jaxpr.eqns] if found else []:
             made_of = [a for a in inner.invars if not isinstance(a, Literal)]
             if made_of and all(a in found for a in made_of) and self.is_pointwise(inner):
                 found.update(dict.fromkeys(inner.outvars))

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr
 
-from gshard.planning.seen import Held, Seen
+from gshard.moving.seen import Held, Seen
 from gshard.replaying.lockstep import Value
 from gshard.replaying.tiles import assembled, cut, logical
 from gshard.tensors.sharding import Sharding

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from gshard.planning.seen import Held
+from gshard.moving.seen import Held
 from gshard.replaying.collectives import NAMES
 from gshard.replaying.lockstep import Event
 from gshard.replaying.tiles import place_of, plain, real

@@ -11,7 +11,7 @@ from jax.extend.core import Literal
 from gshard.graph.reason import NO_REASON
 from gshard.graph.regions import walk
 from gshard.graph.source import reason_of, source_of
-from gshard.planning.seen import Held
+from gshard.moving.seen import Held
 from gshard.replaying.collectives import NAMES, exchanged
 from gshard.replaying.emitted import Emitted
 from gshard.replaying.finite import Finite

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard.moving.partial import reducing_groups
-from gshard.planning.seen import Held
+from gshard.moving.seen import Held
 from gshard.tensors.keys import is_key
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.uneven import UnevenArray, stack

@@ -17,18 +17,20 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard._jax import private_primitives, scan_counts
+from gshard._jax import private_primitives
 from gshard.graph.reason import Reason
+from gshard.graph.regions import Loop
 from gshard.moving.nodes import planned_bytes
 from gshard.operators.rule import Context, Doc, Rule, register
-from gshard.operators.unreduced import accumulators, as_unreduced, leaving, linear_carries
+from gshard.operators.unreduced import as_unreduced
+from gshard.operators.uses import accumulators, leaving, linear_carries
 from gshard.tensors.factors import no_factors
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile, byte_size
 
 
 @dataclass(frozen=True)
-class _Loop:
+class _TiledScan:
     """A scan on tiles: its body, constants, carries and scanned inputs."""
 
     closed: ClosedJaxpr
@@ -56,16 +58,17 @@ class _Loop:
 
 
 def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
-    params = eqn.params
-    closed, body = params["jaxpr"], params["jaxpr"].jaxpr
-    n_consts, n_carry = scan_counts(params)
+    params, scan = eqn.params, Loop.of(eqn)
+    assert scan is not None
+    (closed,), n_carry, first_xs = scan.bodies, scan.carry, scan.consts + scan.carry
+    body = closed.jaxpr
     ready = [
-        ctx.reshard(t, w if i < n_consts + n_carry else _stacked(w), Reason("operand", "scan"))
+        ctx.reshard(t, w if i < first_xs else _stacked(w), Reason("operand", "scan"))
         for i, (t, w) in enumerate(zip(tiles, map(ctx.sharding, body.invars), strict=True))
     ]
-    first_xs = n_consts + n_carry
-    loop = _Loop(closed, ready[:n_consts], ready[n_consts:first_xs], ready[first_xs:])
-    loop, sums = _accumulating(ctx, eqn, loop)
+    carry = ready[scan.consts : first_xs]
+    loop = _TiledScan(closed, ready[: scan.consts], carry, ready[first_xs:])
+    loop, sums = _accumulating(ctx, scan, loop)
     made: list[Tile] = []
 
     def step(
@@ -110,7 +113,9 @@ def _summed_if_large(ctx: Context, tile: Tile, var: Any, length: int) -> Tile:
     return ctx.reshard(tile, ctx.sharding(var), Reason("result", "scan"))
 
 
-def _accumulating(ctx: Context, eqn: JaxprEqn, loop: _Loop) -> tuple[_Loop, dict[int, float]]:
+def _accumulating(
+    ctx: Context, scan: Loop, loop: _TiledScan
+) -> tuple[_TiledScan, dict[int, float]]:
     """The loop with unreduced carried values, where its body adds to them or is linear in them.
 
     And the results of the body that may be unreduced. Stacks of results may be anyway, where that
@@ -119,8 +124,8 @@ def _accumulating(ctx: Context, eqn: JaxprEqn, loop: _Loop) -> tuple[_Loop, dict
     How the body makes them is known when it has been planned, so it is, once for nothing. Unreduced
     values take as much memory as those in the body do, which is within the memory limit.
     """
-    added, sums = accumulators(eqn), leaving(eqn, ctx.waiting) | _split_stacks(ctx, eqn)
-    linear = linear_carries(eqn)
+    added, sums = accumulators(scan), {**leaving(scan, ctx.unreduced), **_split_stacks(ctx, scan)}
+    linear = linear_carries(scan)
     if not added and not linear:
         return loop, sums
     trial = _Trial(ctx, loop, sums)
@@ -134,7 +139,7 @@ def _accumulating(ctx: Context, eqn: JaxprEqn, loop: _Loop) -> tuple[_Loop, dict
         if start := _unreduced_start(ctx, carry[i], part):
             carry[i], kept[i] = start, sums[i]
     accumulated = replace(loop, carry=carry)
-    share = 1 / max(eqn.params["length"], 1)
+    share = 1 / max(scan.runs, 1)
     rest = dict.fromkeys(linear - kept.keys(), share)
     if rest and (found := _linear(ctx, accumulated, kept, rest)):
         return found
@@ -161,7 +166,7 @@ def _unreduced_start(ctx: Context, carried: Tile, like: Tile) -> Tile | None:
 class _Trial:
     """The body of a loop, planned for nothing: its values, its results and what it sends."""
 
-    def __init__(self, ctx: Context, loop: _Loop, sums: Mapping[int, float]):
+    def __init__(self, ctx: Context, loop: _TiledScan, sums: Mapping[int, float]):
         self.inner = ctx.inner()
         self.results: list[Tile] = []
 
@@ -174,8 +179,8 @@ class _Trial:
 
 
 def _linear(
-    ctx: Context, loop: _Loop, sums: Mapping[int, float], linear: Mapping[int, float]
-) -> tuple[_Loop, dict[int, float]] | None:
+    ctx: Context, loop: _TiledScan, sums: Mapping[int, float], linear: Mapping[int, float]
+) -> tuple[_TiledScan, dict[int, float]] | None:
     """The loop with those `linear` carried values unreduced that its body leaves so, if it pays.
 
     The body sends less then, and each of them is reduced once, after the loop.
@@ -207,14 +212,15 @@ def _is_like(one: Tile, other: Tile) -> bool:
     return (one.sharding, one.partial) == (other.sharding, other.partial)
 
 
-def _split_stacks(ctx: Context, eqn: JaxprEqn) -> dict[int, float]:
+def _split_stacks(ctx: Context, scan: Loop) -> dict[int, float]:
     """The results whose stacks are split along the loop: one ReduceScatter sums all of a stack."""
-    _, carry = scan_counts(eqn.params)
-    body = eqn.params["jaxpr"].jaxpr
+    body = scan.bodies[0].jaxpr
     return {
         i: 1.0
-        for i, v in enumerate(eqn.outvars)
-        if i >= carry and ctx.sharding(v).splits[0] and not isinstance(body.outvars[i], Literal)
+        for i, v in enumerate(scan.eqn.outvars)
+        if i >= scan.carry
+        and ctx.sharding(v).splits[0]
+        and not isinstance(body.outvars[i], Literal)
     }
 
 

@@ -17,8 +17,8 @@ from gshard.capture.placement import DeviceOrder
 from gshard.graph import bodies
 from gshard.graph.history import History
 from gshard.improve import Pass
+from gshard.moving.seen import Seen, replaced
 from gshard.planning.plan import Plan, plan_note
-from gshard.planning.seen import Seen, replaced
 from gshard.propagation.propagate import Propagated
 from gshard.runtime.ports import Port, labelled, ports
 from gshard.tensors.devices import Place

@@ -18,9 +18,9 @@ from gshard.capture.placement import DeviceOrder
 from gshard.graph.history import History
 from gshard.improve import passes
 from gshard.moving.costs import MACHINE, planning_for
+from gshard.moving.seen import Seen
 from gshard.planning.plan import Plan
 from gshard.planning.planner import partition
-from gshard.planning.seen import Seen
 from gshard.propagation.inside import resolved
 from gshard.propagation.propagate import Propagated, propagate
 from gshard.rewrites.exchange_by_expert import exchange_by_expert

@@ -6,7 +6,7 @@ import numpy as np
 from jax.extend.core import primitives as p
 
 from gshard.graph import Graph, bodies, in_order, inputs_of, live, map_bodies, needed_for, upstream
-from gshard.graph.regions import invariants, links, walk
+from gshard.graph.regions import Loop, walk
 from gshard.graph.text import program_text
 
 
@@ -66,8 +66,12 @@ def test_regions():
     jaxpr = traced(fn, 2.0, jnp.zeros(3))
     (scan,) = [e for e in jaxpr.eqns if e.primitive is p.scan_p]
     (body,) = bodies(scan)
-    assert invariants(scan) == {body.invars[0]}
-    assert (jaxpr.invars[0], body.invars[0], 0) in list(links(scan))
+    loop = Loop.of(scan)
+    assert (loop.runs, loop.consts, loop.carry) == (3, 1, 1)
+    assert loop.invariants == (body.invars[0],)
+    assert (jaxpr.invars[0], body.invars[0], 0) in loop.links
+    assert (jaxpr.invars[1], body.invars[2], 1) in loop.links
+    assert Loop.of(body.eqns[0]) is None
     assert p.cos_p in {e.primitive for e in walk(jaxpr)}
     assert map_bodies(scan, lambda closed: closed) is scan
     without = map_bodies(scan, lambda c: c.replace(jaxpr=c.jaxpr.replace(eqns=[])))

@@ -7,7 +7,9 @@ import pytest
 from jax import lax
 
 import gshard.rules  # noqa: F401 (registers what operators are linear in)
-from gshard.operators.unreduced import accumulators, left_unreduced, waiting
+from gshard.graph.regions import Loop
+from gshard.operators.unreduced import left_unreduced
+from gshard.operators.uses import Uses, accumulators
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 from tests.oracle import even_split
@@ -26,7 +28,7 @@ def traced(fn, *args):
 
 def test_two_sums_that_are_added_pay_half_each():
     jaxpr = traced(lambda x, w: x @ w + (2 * x) @ w, X, W)
-    found = waiting(jaxpr, {})
+    found = Uses(jaxpr).unreduced
     assert [found[v] for v in made_by(jaxpr, "dot_general")] == [0.5, 0.5]
 
 
@@ -37,7 +39,7 @@ def test_a_sum_that_is_used_twice_does_not_wait():
 
     jaxpr = traced(fn, X, W)
     twice, _ = made_by(jaxpr, "dot_general")
-    assert twice not in waiting(jaxpr, {})
+    assert twice not in Uses(jaxpr).unreduced
 
 
 @pytest.mark.parametrize(("made", "kept", "waits"), [
@@ -49,7 +51,7 @@ def test_no_sum_is_accumulated_in_a_type_that_does_not_hold_it(made, kept, waits
     x, w, total = X.astype(made), W.astype(made), jnp.zeros((4, 3), kept)
     jaxpr = traced(lambda total, x, w: total + (x @ w).astype(kept), total, x, w)
     (product,) = made_by(jaxpr, "dot_general")
-    assert (product in waiting(jaxpr, {0: 0.5})) is waits
+    assert (product in Uses(jaxpr, {0: 0.5}).unreduced) is waits
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ def test_no_sum_is_accumulated_in_a_type_that_does_not_hold_it(made, kept, waits
 def test_a_carried_value_accumulates_if_it_is_only_added_to(step, adds):
     jaxpr = traced(lambda xs: lax.scan(step, jnp.zeros(3), xs), np.zeros((5, 3), np.float32))
     (scan,) = [eqn for eqn in jaxpr.eqns if eqn.primitive is lax.scan_p]
-    assert (0 in accumulators(scan)) is adds
+    assert (0 in accumulators(Loop.of(scan))) is adds
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64, np.int32, np.bool_])

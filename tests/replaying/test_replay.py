@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import gshard
-from gshard.planning.seen import Held
+from gshard.moving.seen import Held
 from gshard.replaying.collectives import run_collective
 from gshard.replaying.lockstep import DivergedError, Lockstep
 from gshard.replaying.tiles import assembled, cut, place_of, real

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gshard.planning.available import Available, View
+from gshard.moving.available import Available, View
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Identity, Tile
 from tests.oracle import even_split
