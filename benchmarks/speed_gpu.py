@@ -69,9 +69,13 @@ CASES: dict[str, list[dict[str, Any]]] = {
         train("the peer's batch, heads of 128", 32, 16_384),
     ],
     "decode": [
-        {"module": module, "experts": 32, "sentences": sentences}
-        for sentences in (64, 256)
-        for module in ("decode", "peer")
+        {"experts": 32, "sentences": sentences, **way}
+        for sentences in (1, 64, 256)
+        for way in (
+            {"module": "decode"},
+            {"module": "decode", "name": "int8 weights", "int8": True},
+            {"module": "peer"},
+        )
     ],
     "text": [
         text("real text into English", LONG, SHORT, dims=BASE),

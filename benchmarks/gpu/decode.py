@@ -16,6 +16,7 @@ from benchmarks.gpu.kernels import profile
 from benchmarks.gpu.timing import peak_gb
 from gshard.mt.decoding.beam import beam_search
 from gshard.mt.decoding.beam_config import BeamConfig
+from gshard.mt.training.loading import in_int8
 from gshard.nn.family import FAMILY
 
 
@@ -31,6 +32,8 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("tuned", True):
         config = config.tuned()
     model = fresh_model(config)
+    if case.get("int8"):
+        model = in_int8(model)
     rng = np.random.default_rng(0)
     source = jnp.asarray(rng.integers(4, 32_000, (case["sentences"], 32)), jnp.int32)
     search = BeamConfig(beam=4, nbest=1, max_length=case.get("steps", 64), alpha=1.0)
@@ -51,6 +54,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         "ms_a_step": 1e3 * seconds / steps,
         "sentences_per_s": case["sentences"] / seconds,
         "compile_s": compiling,
+        "weights_gb": sum(leaf.nbytes for leaf in jax.tree.leaves(model)) / 1e9,
         "peak_gb": peak_gb(),
     }
     if case.get("profile"):

@@ -87,7 +87,7 @@ Engine = Annotated[
     str, typer.Option(help="what searches: auto, onnx (products of ONNX Runtime on a CPU), or xla")
 ]
 Weights = Annotated[
-    str, typer.Option(help="weights on a CPU: float32 or int8", show_default="as released")
+    str, typer.Option(help="numbers of the weights: float32 or int8", show_default="as released")
 ]
 Threads = Annotated[int, typer.Option(help="of --engine onnx; 0: one a processor", min=0)]
 Devices = Annotated[int, typer.Option(help="devices to use; 0 means all, or one CPU", min=0)]

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from gshard.nn import float8
+from gshard.nn import float8, int8
 from gshard.nn.flash import joint_attention, seed_from_row
 from gshard.nn.hashing import seed_of
 from gshard.nn.layers import biased, dropout, init_weight
@@ -138,10 +138,10 @@ class Attention(eqx.Module):
         """
 
         def product(x_BTM: Array, *weights: Array) -> Array:
-            w_MPND = jnp.stack(weights, axis=1)
+            w_MPND = jnp.stack([w.astype(x_BTM.dtype) for w in weights], axis=1)
             if products == "float8":
                 return _in_eight_bits(x_BTM, w_MPND, 1)
-            return jnp.einsum("BTM,MPND->BTPND", x_BTM, w_MPND.astype(x_BTM.dtype))
+            return jnp.einsum("BTM,MPND->BTPND", x_BTM, w_MPND)
 
         if isinstance(memory, KeysValues):
             return product(x_BTM, self.wq), *(jnp.expand_dims(x, 2) for x in memory)
@@ -177,7 +177,7 @@ class Attention(eqx.Module):
     def _project(self, out_BTNU: Array, products: Products = "dtype") -> Array:
         if products == "float8":
             return _in_eight_bits(out_BTNU, self.wo, 2)
-        y_BTM = jnp.einsum("BTNU,NUM->BTM", out_BTNU, self.wo.astype(out_BTNU.dtype))
+        y_BTM = int8.product("BTNU,NUM->BTM", out_BTNU, self.wo)
         return biased(y_BTM, self.bo)
 
 
@@ -185,7 +185,7 @@ def _heads(x_BTM: Array, w_MND: Array, products: Products) -> Array:
     """Queries, keys or values."""
     if products == "float8":
         return _in_eight_bits(x_BTM, w_MND, 1)
-    return jnp.einsum("BTM,MND->BTND", x_BTM, w_MND.astype(x_BTM.dtype))
+    return int8.product("BTM,MND->BTND", x_BTM, w_MND)
 
 
 def _in_eight_bits(x: Array, w: Array, summed: int) -> Array:

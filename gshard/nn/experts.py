@@ -26,6 +26,7 @@ from gshard.nn.exchange import Annotate, exchanged
 from gshard.nn.flat import flat_dropless, flat_groups
 from gshard.nn.gating import Routed, RouterMetrics, Routing, route
 from gshard.nn.grouped import fits, grouped_product
+from gshard.nn.int8 import product
 from gshard.nn.layers import biased, dropout, init_weight, relu, split_key
 from gshard.nn.settings import (
     PAPER_GATING,
@@ -74,10 +75,9 @@ class Experts(eqx.Module):
 
         `drop` is the dropout between an expert's two products.
         """
-        dtype = x_EGCM.dtype
-        h_EGCH = jnp.einsum("EGCM,EMH->EGCH", x_EGCM, self.wi.astype(dtype))
+        h_EGCH = product("EGCM,EMH->EGCH", x_EGCM, self.wi)
         h_EGCH = drop(relu(biased(h_EGCH, _along(self.bi, 1, 2))))
-        y_GECM = jnp.einsum("EGCH,EHM->GECM", h_EGCH, self.wo.astype(dtype))
+        y_GECM = product("EGCH,EHM->GECM", h_EGCH, self.wo)
         return biased(y_GECM, _along(self.bo, 0, 2))
 
     @jax.named_scope("experts")
@@ -91,10 +91,9 @@ class Experts(eqx.Module):
     @jax.named_scope("experts")
     def in_place(self, x_ECM: Array, drop: Drop = lambda h: h) -> Array:
         """Every expert on its own tokens; results have the order of the tokens."""
-        dtype = x_ECM.dtype
-        h_ECH = jnp.einsum("ECM,EMH->ECH", x_ECM, self.wi.astype(dtype))
+        h_ECH = product("ECM,EMH->ECH", x_ECM, self.wi)
         h_ECH = drop(relu(biased(h_ECH, _along(self.bi, 1))))
-        return biased(jnp.einsum("ECH,EHM->ECM", h_ECH, self.wo.astype(dtype)), _along(self.bo, 1))
+        return biased(product("ECH,EHM->ECM", h_ECH, self.wo), _along(self.bo, 1))
 
     @jax.named_scope("experts")
     def in_blocks(self, x_NCM: Array, expert_N: Array) -> Array:
@@ -117,11 +116,9 @@ class Experts(eqx.Module):
         return self.bi is None and fits(x, self.wi, self.wo)
 
     def _one(self, x_CM: Array, expert: Array) -> Array:
-        one = jax.tree.map(
-            lambda w: jax.lax.dynamic_index_in_dim(w, expert, keepdims=False).astype(x_CM.dtype),
-            self,
-        )
-        return biased(relu(biased(x_CM @ one.wi, one.bi)) @ one.wo, one.bo)
+        one = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, expert, keepdims=False), self)
+        h_CH = relu(biased(product("CM,MH->CH", x_CM, one.wi), one.bi))
+        return biased(product("CH,HM->CM", h_CH, one.wo), one.bo)
 
 
 def _along(bias_EM: Array | None, *dims: int) -> Array | None:

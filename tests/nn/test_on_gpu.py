@@ -10,6 +10,7 @@ from gshard.nn.flash import flash_attention, joint_attention
 from gshard.nn.flash import reference as plain_attention
 from gshard.nn.grouped import fits, grouped_product
 from gshard.nn.grouped import reference as plain_product
+from gshard.nn.int8 import Int8
 from gshard.nn.kernels.float8 import E4M3, E5M2, by_kernel, gated_by_kernel, gated_reference
 from gshard.nn.kernels.float8 import reference as plain_eight
 from gshard.nn.kernels.vocabulary import fits as loss_fits
@@ -67,6 +68,18 @@ def test_grouped_products(relu):
         lambda x, w: plain_product(x, w, expert, relu),
         x,
         w,
+    )
+
+
+@pytest.mark.parametrize("relu", [False, True])
+def test_grouped_products_with_weights_in_8_bits(relu):
+    expert = jnp.array([0, 2, 2, 4, 4], jnp.int32)
+    x, w = draw(5, 64, 128), Int8.of(draw(4, 128, 256), (-2,))
+    assert fits(x, w)
+    same(
+        lambda x: grouped_product(x, w, expert, relu),
+        lambda x: plain_product(x, w, expert, relu),
+        x,
     )
 
 

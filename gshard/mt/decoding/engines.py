@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -34,8 +34,8 @@ NUMBERS: tuple[Numbers, ...] = ("", "float32", "int8")
 class EngineConfig:
     """What searches: `auto` takes ONNX Runtime on one CPU if it is installed, and XLA elsewhere.
 
-    `numbers` are those of ONNX Runtime's weights, "" those that a release has; `threads` are its
-    threads, 0 one for each processor.
+    `numbers` are those of the weights, "" those that a run or release has: float32 is for ONNX
+    Runtime alone. `threads` are its threads, 0 one for each processor.
     """
 
     engine: Engine = "auto"
@@ -71,29 +71,70 @@ def open_translator(
     engine: EngineConfig = EngineConfig(),  # noqa: B008  (frozen)
 ) -> tuple[TextTranslator, int]:
     """The translator of a run on so many devices (0: all), and the step of its weights."""
+    if on_host(engine, devices, members):
+        return _host_translator(run, which, config, together, engine)
+
+    from gshard.mt import hosts
+
+    settings = {
+        "--devices": devices, "--checkpoint": which, "--weights": engine.numbers,
+        **asdict(config), **run.of_model,
+    }  # fmt: skip
+    # More virtual devices would share the same cores.
+    hosts.start(devices, members, virtual=members.count, settings=settings)
+    if on_host(engine, devices, members, started=True):
+        return _host_translator(run, which, config, together, engine)
+    hosts.cache_programs()
+    return _compiled_translator(run, which, config, devices, together, engine)
+
+
+def on_host(
+    engine: EngineConfig,
+    devices: int = 0,
+    members: Hosts = Hosts(),  # noqa: B008  (frozen)
+    *,
+    started: bool = False,
+) -> bool:
+    """Whether ONNX Runtime searches: where `started`, JAX may be asked what it runs on."""
     why = _not_on_host(devices, members)
     if engine.engine == "onnx" and why:
         raise UserError(f"--engine onnx cannot be used: {why}")
-    if engine.engine == "onnx" or (engine.engine == "auto" and not why and only_cpus()):
-        return _host_translator(run, which, config, together, engine)
+    if engine.engine != "auto" or why:
+        return engine.engine == "onnx"
+    if not started:
+        return only_cpus()
+    import jax
 
+    return jax.default_backend() == "cpu"
+
+
+def _compiled_translator(
+    run: Run,
+    which: str,
+    config: TranslateConfig,
+    devices: int,
+    together: Together | None,
+    engine: EngineConfig,
+) -> tuple[TextTranslator, int]:
     import jax
 
     from gshard.mt import hosts
     from gshard.mt.decoding.translator import Translator
-    from gshard.mt.training.loading import load_model, model_like
+    from gshard.mt.training.loading import in_int8, load_model, model_like
 
-    settings = {"--devices": devices, "--checkpoint": which, **asdict(config), **run.of_model}
-    # More virtual devices would share the same cores.
-    hosts.start(devices, members, virtual=members.count, settings=settings)
-    if engine.engine == "auto" and not why and jax.default_backend() == "cpu":
-        return _host_translator(run, which, config, together, engine)
+    strategy, dims = hosts.strategy(DeviceConfig(devices)), run.model_config
+    if engine.numbers == "float32":
+        raise UserError("--weights float32 is for --engine onnx; --engine xla has int8")
+    if engine.numbers and strategy.devices > 1:
+        raise UserError(
+            f"--weights {engine.numbers} is for one device, and there are {strategy.devices}; "
+            "--devices 1 takes one"
+        )
+    if engine.numbers and jax.default_backend() != "cpu":
+        dims = replace(dims, dtype="bfloat16")  # which matrix units take, beside 8 bits
+    model, step = load_model(run, which, model_like(dims, strategy))
     if engine.numbers:
-        why = why or f"--engine is {engine.engine} on {jax.default_backend()}"
-        raise UserError(f"--weights {engine.numbers} is for ONNX Runtime on a CPU: {why}")
-    hosts.cache_programs()
-    strategy = hosts.strategy(DeviceConfig(devices))
-    model, step = load_model(run, which, model_like(run.model_config, strategy))
+        model = in_int8(model)
     return Translator(model, run.tokenizer, strategy, config, together=together), step
 
 

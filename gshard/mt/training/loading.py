@@ -17,8 +17,10 @@ from gshard.mt.run import Run
 from gshard.mt.training import released
 from gshard.mt.training.identity import other_model
 from gshard.mt.training.names import named, unnamed
+from gshard.mt.training.quantized import summed_axes
 from gshard.mt.training.weights import WEIGHTS, Weights
 from gshard.nn.config import TransformerConfig
+from gshard.nn.int8 import Int8
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Transformer
 
@@ -47,6 +49,15 @@ def load_model(run: Run, which: str = "best", like: Any = None) -> tuple[Transfo
             "its translations would differ; restore what changed"
         )
     return model, step
+
+
+def in_int8(model: Transformer) -> Transformer:
+    """The model for decoding with its weights in 8 bits, those of experts too."""
+    rounded = {}
+    for name, leaf in named(model).items():
+        axes = summed_axes(name)
+        rounded[name] = leaf if axes is None else Int8.of(leaf, axes)
+    return unnamed(rounded, model)
 
 
 def model_like(config: TransformerConfig, strategy: Strategy = ONE_DEVICE) -> Transformer:

@@ -161,19 +161,27 @@ def test_a_release_in_8_bits_is_small_and_translates(run, tmp_path):
     np.testing.assert_allclose(*zip(*scores, strict=True), rtol=0.15)
 
 
-def translated(folder, *engines):
+def translated(folder, *engines, devices=0):
     for engine in engines:
-        translator, _ = open_translator(Run.open(folder), config=SEARCH, engine=engine)
+        run = Run.open(folder)
+        translator, _ = open_translator(run, config=SEARCH, devices=devices, engine=engine)
         yield translator.translate(TEXTS, "de")
 
 
 @pytest.mark.slow
 def test_xla_reads_a_release_in_8_bits(run, tmp_path):
     folder = make_release(run, tmp_path / "small", precision="int8")
-    floats, compiled = translated(folder, EngineConfig(numbers="float32"), EngineConfig("xla"))
-    for mine, other in zip(floats, compiled, strict=True):  # the same rounded weights
-        assert [h.text for h in mine] == [h.text for h in other]
-        np.testing.assert_allclose([h.score for h in mine], [h.score for h in other], rtol=1e-3)
+    floats, compiled, int8 = translated(
+        folder,
+        EngineConfig(numbers="float32"),
+        EngineConfig("xla"),
+        EngineConfig("xla", "int8"),
+        devices=1,
+    )
+    for mine, *others in zip(floats, compiled, int8, strict=True):  # the same rounded weights
+        for other in others:
+            assert [h.text for h in mine] == [h.text for h in other]
+            np.testing.assert_allclose([h.score for h in mine], [h.score for h in other], rtol=1e-3)
 
 
 @pytest.mark.slow
@@ -200,8 +208,10 @@ def test_errors_name_what_is_allowed(run):
         engine_of("auto", "int4", 0)
     with pytest.raises(UserError, match="one device, and --devices is 2"):
         open_translator(run, devices=2, engine=EngineConfig("onnx"))
-    with pytest.raises(UserError, match="--weights int8 is for ONNX Runtime"):
+    with pytest.raises(UserError, match="int8 is for one device, and there are 8; --devices 1"):
         open_translator(run, engine=EngineConfig("xla", "int8"))
+    with pytest.raises(UserError, match="float32 is for --engine onnx; --engine xla has int8"):
+        open_translator(run, devices=1, engine=EngineConfig("xla", "float32"))
 
 
 def test_a_scale_that_does_not_belong_is_refused(run, tmp_path):
