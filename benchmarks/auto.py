@@ -83,7 +83,7 @@ def row(case: Case, hardware: str, seconds: float) -> Row:
     if case.memory_of:
         limit = int(1.02 * forecasts[case.memory_of].memory_bytes)
     fitting = {n: f for n, f in forecasts.items() if limit is None or f.memory_bytes <= limit}
-    best = min(fitting, key=lambda n: fitting[n].step_seconds)
+    best = min(fitting, key=lambda n: fitting[n].serial_seconds)
     began = time.monotonic()
     layout = gshard.auto(
         case.fn, *case.arguments, devices=D, hardware=hardware, memory=limit, seconds=seconds
@@ -92,7 +92,7 @@ def row(case: Case, hardware: str, seconds: float) -> Row:
     return Row(
         case.name,
         best,
-        fitting[best].step_seconds,
+        fitting[best].serial_seconds,
         _sent(lowered[best]),
         layout.seconds,
         _sent(layout.lowered),

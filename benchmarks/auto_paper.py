@@ -95,7 +95,7 @@ def row(devices: int, hardware: str, seconds: float) -> Row:
     jitted = gshard.jit(
         annotated, devices=devices, donate_argnums=0, hardware=hardware, overlap=False
     )
-    paper = jitted.lower(*arguments).forecast().step_seconds
+    paper = jitted.lower(*arguments).forecast().serial_seconds
     return Row(devices, name, layout, paper, wall, processor)
 
 

@@ -104,7 +104,7 @@ def _measured(results: list[dict[str, Any]]) -> Iterator[str]:
 
 def _compared(results: list[dict[str, Any]]) -> Iterator[str]:
     columns = ("ms", "forecast", "error", "GB of memory", "forecast", "error", "GB sent")
-    columns += ("forecast", "program")
+    columns += ("forecast", "AllToAll exposed", "forecast", "program")
     yield from _head((*_ABOUT, *columns), len(columns))
     for case in results:
         compared = case["jax"] == case["forecast_jax"] and "text" in case
@@ -112,6 +112,8 @@ def _compared(results: list[dict[str, Any]]) -> Iterator[str]:
         time = (f"{case['ms']:.0f}", f"{case['forecast_ms']:.0f}", _error(case, "ms", "ms"))
         memory = (f"{case['peak_gb']:.1f}", f"{case['forecast_gb']:.1f}")
         sent = (f"{case['sent_gb']:.2f}", f"{case['forecast_sent_gb']:.2f}")
+        hidden = "all_to_all_exposed_gb"
+        sent += (f"{case[hidden]:.2f}", f"{case[f'forecast_{hidden}']:.2f}")
         error = _error(case, "peak_gb", "gb")
         yield _line((*_about(case), *time, *memory, error, *sent, same if compared else ""))
 

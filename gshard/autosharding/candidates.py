@@ -214,7 +214,7 @@ class Candidates:
 
     def _lowered(self, layout: Layout) -> tuple[Layout, Forecast]:
         subject, began = self.subject, time.monotonic()
-        # The forecast does not count overlap, so that pieces for it would only seem to cost.
+        # The model adds up the times of operators: neither it nor the forecast counts overlap here.
         keywords = {"hardware": self.machine, "overlap": False, **self.keywords}
         keywords["devices"] = subject.devices
         lowered = jit(subject.fn, annotations=layout, **keywords).lower(*subject.args)
@@ -223,7 +223,7 @@ class Candidates:
         self.lowering_seconds = max(self.lowering_seconds, time.monotonic() - began)
         layout = dataclasses.replace(
             layout,
-            seconds=forecast.step_seconds,
+            seconds=forecast.serial_seconds,
             memory_bytes=forecast.memory_bytes,
             lowered=lowered,
             function=subject.fn,

@@ -26,14 +26,13 @@ class Considered:
     @staticmethod
     def of(name: str, forecast: Forecast, limit: int) -> Considered:
         """What is kept of a forecast."""
-        collectives = [o for o in forecast.operators if o.collective]
         return Considered(
             name,
-            forecast.step_seconds,
+            forecast.serial_seconds,
             forecast.memory_bytes,
             forecast.memory_bytes <= limit,
-            float(sum(o.total_seconds for o in collectives)),
-            sum(o.sent * o.count for o in collectives),
+            forecast.exposed_seconds + forecast.hidden_seconds,
+            forecast.sent_bytes,
         )
 
 

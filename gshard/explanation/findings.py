@@ -76,11 +76,12 @@ class Findings:
     @property
     def about(self) -> str:
         """What is sent in all, and whose times these are."""
-        took = sum(cost.seconds for cost in self.kinds)
+        hidden = self.forecast.hidden_seconds
+        took = self.forecast.exposed_seconds + hidden
         return (
             f"{self.name} on {self.hardware}: {counts(self.subject)}, "
             f"{size(self.subject.sent)} sent by each device in {duration(took)}"
-        )
+        ) + (f", {duration(hidden)} of it beside other work" if hidden else "")
 
     def why(self, cost: Cost) -> str:
         """Why a line sends its largest value, in one sentence."""

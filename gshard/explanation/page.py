@@ -60,12 +60,13 @@ def page(findings: Findings, growth: Mapping[int, Forecast] | None = None) -> st
 
 def _facts(findings: Findings) -> list[tuple[str, str]]:
     forecast, subject = findings.forecast, findings.subject
-    took = sum(cost.seconds for cost in findings.kinds)
+    took, hidden = forecast.exposed_seconds, forecast.hidden_seconds
     share = took / (forecast.step_seconds or 1.0)
+    beside = f"; {duration(hidden)} more beside other work" if hidden else ""
     return [
         (size(subject.sent), "sent by each device"),
-        (counts(subject), f"{duration(took)}, {share:.0%} of the step"),
-        (duration(forecast.step_seconds), "a step, without overlap"),
+        (counts(subject), f"{duration(took)}, {share:.0%} of the step{beside}"),
+        (duration(forecast.step_seconds), "a step"),
         (size(forecast.memory_bytes), f"at the peak, of {size(forecast.hardware.memory)}"),
     ]
 

@@ -2,7 +2,7 @@
 
 A reduction along the last dim is fused with its row-wise consumers into one kernel, as in a softmax
 or a norm: the row stays on chip. That needs rows that are contiguous in memory. A matrix product
-computes the relu that follows it in its epilogue.
+computes the relu that follows it in its epilogue, and reads a contiguous slice where it is.
 
 A product writes its dims in the order (batch, free dims of either operand); a transpose of that is
 only a layout, which pointwise operators pass on. A loop that stacks such values stacks them in that
@@ -85,6 +85,24 @@ def _is_swap(transpose: Op, product: Op) -> bool:
     batch, first = len(kept), len(product.eqn.invars[0].aval.shape) - len(summed)
     dims = list(range(len(order)))
     return order in (dims, [*dims[:batch], *dims[first:], *dims[batch:first]])
+
+
+def is_window(op: Op, readers: dict[Any, list[Op]]) -> bool:
+    """Whether it is a slice without gaps that only products read."""
+    if op.name != "slice" or len(op.reads) != 1 or set(op.eqn.params["strides"] or (1,)) != {1}:
+        return False
+    source, taken = op.reads[0].aval.shape, op.writes[0].aval.shape
+    cut = [d for d, (a, b) in enumerate(zip(source, taken, strict=True)) if a != b]
+    contiguous = not cut or all(n == 1 for n in taken[: cut[-1]])
+    return contiguous and _only_products(op.writes[0], readers)
+
+
+def _only_products(var: Any, readers: dict[Any, list[Op]]) -> bool:
+    """Whether products, and nothing else, read a value, through views of it."""
+    return bool(readers[var]) and all(
+        _only_products(u.writes[0], readers) if u.name in ALIASES else u.name in PRODUCTS
+        for u in readers[var]
+    )
 
 
 def ends_product(op: Op, makers: dict[Any, Op], readers: dict[Any, list[Op]]) -> bool:

@@ -74,6 +74,11 @@ class Hardware:
         return self.flops.get("vector", self.flops.get("float32_exact", self.flops["float32"]))
 
     @property
+    def overlaps(self) -> bool:
+        """Whether its compiler schedules collectives beside products that do not need them."""
+        return self.compiler == "gpu"
+
+    @property
     def machine(self) -> Machine:
         """The partitioner's cost model: each speed relative to that of the links."""
         net = self.network
@@ -85,7 +90,7 @@ class Hardware:
             flops_per_byte=self.rate("bfloat16") * self.reached.products / sent,
             memory_per_byte=self.memory_bandwidth * self.reached.memory / sent,
             calls_to_compare=self.compiler == "cpu",
-            overlaps=self.compiler == "gpu",
+            overlaps=self.overlaps,
         )
 
     def machine_for(self, devices: int) -> Machine:

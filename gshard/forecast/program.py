@@ -21,7 +21,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from gshard._jax import scan_counts
 from gshard.forecast.cpu import as_on_cpus, read_by_reductions
-from gshard.forecast.gpu import as_on_gpus, ends_product
+from gshard.forecast.gpu import as_on_gpus, ends_product, is_window
 from gshard.forecast.ops import (
     ALIASES,
     LOOPS,
@@ -55,8 +55,9 @@ class Operator:
 
     @property
     def bytes(self) -> int:
-        """What it reads and writes, each stored value once."""
-        return sum(map(size_of, self.reads)) + sum(map(size_of, self.writes))
+        """What it reads and writes, each stored value once; of a view only what it shows."""
+        reads = dict.fromkeys(self.root.reads) if len(self.members) == 1 else self.reads
+        return sum(map(size_of, reads)) + sum(map(size_of, self.writes))
 
 
 @dataclass
@@ -93,6 +94,7 @@ def body_of(jaxpr: Jaxpr, style: str) -> Body:
     folded = {v for op in ops if _is_folded(op, makers, readers) for v in op.writes}
     if style == "gpu":
         folded |= {v for op in ops if ends_product(op, makers, readers) for v in op.writes}
+        folded |= {v for op in ops if is_window(op, readers) for v in op.writes}
     alias = {
         new: old
         for op in ops

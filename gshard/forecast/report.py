@@ -63,7 +63,7 @@ class Forecast:
 
     @functools.cached_property
     def step_seconds(self) -> float:
-        """One run of the program, with the overhead of a step."""
+        """One run of the program, with the overhead of a step; hidden communication is free."""
         spent = sum(t.total_seconds for t in self.operators)
         return float(spent) + self.hardware.reached.step_seconds
 
@@ -89,9 +89,18 @@ class Forecast:
 
     @property
     def hidden_seconds(self) -> float:
-        """The communication time that overlap could hide at most; `step_seconds` assumes none."""
-        links = sum(t.total_seconds for t in self.operators if t.collective)
-        return float(min(links, self.step_seconds - links))
+        """The time of communication beside other operators; GPUs alone have any."""
+        return float(sum(t.hidden_seconds * t.count for t in self.operators))
+
+    @property
+    def exposed_seconds(self) -> float:
+        """The time of communication that nothing hides; it is part of `step_seconds`."""
+        return float(sum(t.total_seconds for t in self.operators if t.collective))
+
+    @property
+    def serial_seconds(self) -> float:
+        """One run of the program, if nothing were hidden."""
+        return self.step_seconds + self.hidden_seconds
 
     @functools.cached_property
     def values(self) -> tuple[Timed, ...]:
@@ -119,6 +128,8 @@ class Forecast:
             "planned_for": self.planned_for or self.hardware.name,
             "steps_per_second": self.steps_per_second,
             "step_seconds": self.step_seconds,
+            "exposed_seconds": self.exposed_seconds,
+            "hidden_seconds": self.hidden_seconds,
             "memory_bytes": self.memory_bytes,
             "sent_bytes": self.sent_bytes,
             "fits": self.fits,
@@ -224,13 +235,26 @@ def summary(f: Forecast) -> list[str]:
     return [
         f"{f.devices} x {f.hardware.name}, {f.topology.name}",
         *([planned] if f.planned_for else []),
-        f"  step    {duration(f.step_seconds)}, {f.steps_per_second:.3g} steps a second, without "
-        f"overlap; overlap could hide up to {duration(f.hidden_seconds)} of communication",
+        f"  step    {duration(f.step_seconds)}, {f.steps_per_second:.3g} steps a second",
+        f"  links   {links(f)}",
         f"  memory  {size(f.memory_bytes)} on each device, {room} {size(f.hardware.memory)}: "
         f"{size(memory.arguments)} arguments, {size(memory.results - memory.donated)} results "
         f"besides, {size(memory.temporary)} temporary at {memory.where}",
         f"  sent    {size(f.sent_bytes)} by each device",
     ]
+
+
+def links(f: Forecast) -> str:
+    """How long communication takes, and how much of it products hide."""
+    spent = f.exposed_seconds + f.hidden_seconds
+    if not spent:
+        return "no communication"
+    if not f.hardware.overlaps:
+        return f"{duration(spent)} of communication, none of it beside other work"
+    return (
+        f"{duration(spent)} of communication: {duration(f.hidden_seconds)} beside other work, "
+        f"{duration(f.exposed_seconds)} exposed"
+    )
 
 
 def table(parts: dict[str, Total], rows: int = 20) -> list[str]:

@@ -1,7 +1,7 @@
 """The time of a step: the sum of a roofline for every operator.
 
 An operator takes as long as its slowest resource: arithmetic, memory or links. Operators run one
-after the other: overlap of collectives with arithmetic is not counted.
+after the other, except that GPUs run collectives beside products that do not need them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from gshard.forecast.work import (
     product_flops,
     vector_flops,
 )
+from gshard.graph.schedule import overlapped
 from gshard.graph.source import reason_of, scopes_of, site_of, source_of
 from gshard.moving.inventory import COLLECTIVES, combined_values, moved_operands, shares
 from gshard.moving.sent import sent_bytes
@@ -55,12 +56,19 @@ class Timed:
     value: Any = field(default=None, repr=False, compare=False)  # of the program
     # Of a collective that combines values: the share of each, at its own line and scope.
     members: tuple[Timed, ...] = field(default=(), repr=False)
+    hidden_seconds: float = 0.0  # of a collective: while other operators run
+    overlapped_with: tuple[str, ...] = ()  # the lines of the products among these
+
+    @property
+    def alone_seconds(self) -> float:
+        """One run of it, if nothing else runs beside it."""
+        slowest = max(self.arithmetic_seconds, self.memory_seconds, self.link_seconds)
+        return slowest + self.start_seconds
 
     @property
     def seconds(self) -> float:
-        """One run of it."""
-        slowest = max(self.arithmetic_seconds, self.memory_seconds, self.link_seconds)
-        return slowest + self.start_seconds
+        """One run of it, without what is hidden."""
+        return self.alone_seconds - self.hidden_seconds
 
     @property
     def total_seconds(self) -> float:
@@ -77,13 +85,32 @@ class Timed:
 
 def timed(jaxpr: Jaxpr, machine: Hardware, topology: Topology) -> list[Timed]:
     """Every operator of a per-device program, in its order."""
+    found: list[Timed] = []
+    bodies: dict[tuple[JaxprEqn, ...], dict[int, Operator]] = {}
+    for operator, count, around in walk(jaxpr, machine.compiler):
+        bodies.setdefault(around, {})[len(found)] = operator
+        found.append(_timed(operator, count, around, machine, topology))
     combined = dict(_combined(jaxpr))
-    return [
-        _shared(
-            _timed(operator, count, around, machine, topology), operator, around, topology, combined
+    for around, body in bodies.items():
+        if machine.overlaps:
+            _overlap(found, body)
+        for number, operator in body.items():
+            found[number] = _shared(found[number], operator, around, topology, combined)
+    return found
+
+
+def _overlap(found: list[Timed], body: Mapping[int, Operator]) -> None:
+    """Note of the collectives of one body, by their numbers, which products run beside them."""
+    steps = [(i, operator.reads, operator.writes) for i, operator in body.items()]
+    sends = {i: found[i].alone_seconds for i in body if found[i].collective}
+    works = {i: found[i].alone_seconds for i in body if i not in sends}
+    products = {i for i, operator in body.items() if any(map(multiplies, operator.members))}
+    for i, sent in overlapped(steps, sends, works, products).items() if sends else ():
+        found[i] = replace(
+            found[i],
+            hidden_seconds=sends[i] - sent.exposed,
+            overlapped_with=tuple(dict.fromkeys(found[product].source for product in sent.beside)),
         )
-        for operator, count, around in walk(jaxpr, machine.compiler)
-    ]
 
 
 def _timed(
@@ -178,6 +205,7 @@ def _share(whole: Timed, eqn: JaxprEqn, sent: int, around: tuple[JaxprEqn, ...])
         memory_seconds=part * whole.memory_seconds,
         link_seconds=part * whole.link_seconds,
         start_seconds=part * whole.start_seconds,
+        hidden_seconds=part * whole.hidden_seconds,
         roofline_seconds=part * whole.roofline_seconds,
         reason=str(reason_of(eqn)),
     )

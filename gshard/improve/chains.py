@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from gshard.forecast.ops import PRODUCTS
 from gshard.graph import Graph
-from gshard.graph.beside import Dependence
+from gshard.graph.schedule import Dependence
 from gshard.improve.cuts import Cut, Cuts, cuts_of
 from gshard.moving.nodes import node_of
 from gshard.operators.rule import RULES
@@ -86,7 +86,7 @@ def is_sending(eqn: JaxprEqn) -> bool:
 class Chains:
     """All chains of a program that can run in `count` pieces, by the equation that begins them."""
 
-    def __init__(self, graph: Graph, order: Dependence, count: int):
+    def __init__(self, graph: Graph, order: Dependence[JaxprEqn], count: int):
         self.graph = graph
         self.order = order
         self.count = count

@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from gshard.forecast.ops import size_of
 from gshard.graph import Graph
-from gshard.graph.beside import Dependence, beside
+from gshard.graph.schedule import Step, overlapped
 from gshard.improve.chains import Chain, is_light, is_product, is_sending
 from gshard.improve.cuts import Cut
 from gshard.moving.costs import machine
@@ -52,12 +52,12 @@ def multiplication(eqn: JaxprEqn, cut: Cut | None = None, count: int = 1) -> flo
     return max(work / speeds.flops_per_byte, touched / speeds.memory_per_byte)
 
 
-def exposed(order: Dependence) -> dict[JaxprEqn, float]:
+def exposed(steps: Sequence[Step[JaxprEqn]]) -> dict[JaxprEqn, float]:
     """Of each node's time what no product of the program hides as it is."""
-    sends = {eqn: transfer(eqn) for eqn in order.marked if is_sending(eqn)}
-    products = {eqn: multiplication(eqn) for eqn in order.marked if is_product(eqn)}
-    hidden = beside(order, sends, products)
-    return {eqn: time - sum(part for _, part in hidden[eqn]) for eqn, time in sends.items()}
+    sends = {eqn: transfer(eqn) for eqn, _, _ in steps if is_sending(eqn)}
+    products = {eqn: multiplication(eqn) for eqn, _, _ in steps if is_product(eqn)}
+    found = overlapped(steps, sends, products, products.keys())
+    return {eqn: sent.exposed for eqn, sent in found.items()}
 
 
 def gain(

@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from gshard._jax import Var
 from gshard.graph import LOOPS, Graph, in_order, map_bodies, renamed
-from gshard.graph.beside import Dependence
+from gshard.graph.schedule import Dependence
 from gshard.improve.chains import Chain, Chains, is_product, is_sending
 from gshard.improve.cuts import Cut, on_pieces
 from gshard.improve.gain import exposed, gain
@@ -58,8 +58,9 @@ def _overlapped(plan: Jaxpr, always: bool) -> Jaxpr:
 
 def _chosen(graph: Graph, always: bool) -> list[Chain]:
     """Chains without common members, those that gain most first."""
-    order = Dependence(graph.eqns, [e for e in graph.eqns if is_product(e) or is_sending(e)])
-    waits = exposed(order)
+    marked = [e for e in graph.eqns if is_product(e) or is_sending(e)]
+    steps = [(e, e.invars, e.outvars) for e in graph.eqns]
+    order, waits = Dependence(steps, marked), exposed(steps)
     latency = 0.0 if always else machine().latency  # small tensors are cut like large ones
     ranked = []
     for count in _COUNTS:
@@ -79,7 +80,7 @@ def _chosen(graph: Graph, always: bool) -> list[Chain]:
     return chosen
 
 
-def _worthwhile(order: Dependence, waits: Mapping[JaxprEqn, float]) -> list[JaxprEqn]:
+def _worthwhile(order: Dependence[JaxprEqn], waits: Mapping[JaxprEqn, float]) -> list[JaxprEqn]:
     """Nodes that nothing hides and that take longer than to start them, and products before them.
 
     These are where chains begin.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ class Collective:
     depends on data, it is 0 for what balanced data do not need (rows by index, experts without a
     capacity), else 1. `source` is the user's operation, `why` the reason for the collective. If
     several values are combined, `members` has one entry each, with its own bytes, line and reason.
+    `overlapped_with` are the lines of the products that hide it, on hardware that overlaps.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class Collective:
     source: str
     why: Reason
     members: tuple[Collective, ...] = ()
+    overlapped_with: tuple[str, ...] = ()
 
     @property
     def reason(self) -> str:
@@ -73,9 +75,10 @@ class Collective:
         times = f" x {self.count}" if self.count != 1 else ""
         others = len({c.source for c in self.members}) - 1
         more = f" and {others} more line{'s' * (others > 1)}" if others > 0 else ""
+        beside = f"  beside {', '.join(self.overlapped_with)}" if self.overlapped_with else ""
         return (
             f"{self.kind:<18} {self.bytes:>12,} B{times}  {self.dtype} over {self.group_size} "
-            f"devices  {self.source}{more}  {self.reason}"
+            f"devices  {self.source}{more}  {self.reason}{beside}"
         )
 
 
@@ -97,9 +100,14 @@ class Collectives(list[Collective]):
         return table(("collective", "bytes", "runs", "devices", "line", "because"), rows, caption)
 
 
-def collectives_of(jaxpr: Jaxpr, num_devices: int) -> list[Collective]:
-    """The collectives of a per-device program, in its order."""
-    return list(_walk(jaxpr, num_devices, 1))
+Beside = Mapping[Any, tuple[str, ...]]  # by a collective's first result: lines of products
+
+
+def collectives_of(
+    jaxpr: Jaxpr, num_devices: int, beside: Beside | None = None
+) -> list[Collective]:
+    """The collectives of a per-device program, in its order; `beside` has what hides them."""
+    return list(_walk(jaxpr, num_devices, 1, beside or {}))
 
 
 def count_equations(jaxpr: Jaxpr) -> int:
@@ -118,13 +126,15 @@ def collective_note(eqn: JaxprEqn) -> str:
     return f"{source_of(eqn)}: {reason_of(eqn)}" if is_collective else ""
 
 
-def _walk(jaxpr: Jaxpr, num_devices: int, count: int) -> Iterator[Collective]:
+def _walk(jaxpr: Jaxpr, num_devices: int, count: int, beside: Beside) -> Iterator[Collective]:
     for eqn in jaxpr.eqns:
         for found in collectives_in(eqn, num_devices, count):
-            yield replace(found, members=_members(found, combined_values(jaxpr, eqn)))
+            members = _members(found, combined_values(jaxpr, eqn))
+            hidden = beside.get(eqn.outvars[0], ())
+            yield replace(found, members=members, overlapped_with=hidden)
         runs = 0 if is_unlikely(eqn) else count * runs_of(eqn)
         for inner in bodies(eqn):
-            yield from _walk(inner, num_devices, runs)
+            yield from _walk(inner, num_devices, runs, beside)
 
 
 def collectives_in(eqn: JaxprEqn, num_devices: int, count: int) -> Iterator[Collective]:

@@ -66,8 +66,8 @@ class Partitioned(Protocol):
     def fits(self, given: Sequence[Sharding | None]) -> bool:
         """Whether arguments with these shardings need no resharding."""
 
-    def collectives(self) -> list[explain.Collective]:
-        """The collectives, with their bytes and the line that causes each."""
+    def collectives(self, beside: explain.Beside) -> list[explain.Collective]:
+        """The collectives, with their bytes, the line that causes each and what hides it."""
 
     def text(self) -> str:
         """The program, readable."""

@@ -110,9 +110,9 @@ class Program:
         ports = self.into[len(self.into) - len(given) :]
         return all(s is None or s == p.sharding for s, p in zip(given, ports, strict=True))
 
-    def collectives(self) -> list[explain.Collective]:
+    def collectives(self, beside: explain.Beside) -> list[explain.Collective]:
         """The collectives, with their bytes and lines, read from the program itself."""
-        return explain.collectives_of(self.jaxpr, self.mesh.size)
+        return explain.collectives_of(self.jaxpr, self.mesh.size, beside)
 
     def text(self) -> str:
         """The per-device program, readable."""

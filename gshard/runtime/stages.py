@@ -24,6 +24,7 @@ from gshard.explanation import Explanation
 from gshard.forecast import Forecast, Hardware, forecast
 from gshard.forecast.collective import Topology
 from gshard.forecast.report import GENERIC, counted, size
+from gshard.forecast.time import timed
 from gshard.moving import inventory as explain
 from gshard.moving.costs import MACHINE
 from gshard.planning.plan import Plan
@@ -64,8 +65,17 @@ class Lowered(Stage):
 
     @functools.cached_property
     def collectives(self) -> explain.Collectives:
-        """The collectives, each with its bytes, its reason and the line that causes it."""
-        return explain.Collectives(self._program.collectives())
+        """The collectives, each with its bytes, its reason and the line that causes it.
+
+        On hardware that overlaps communication also with the products that hide it.
+        """
+        hardware = self._planned_for
+        beside: dict[Any, tuple[str, ...]] = {}
+        if self._program.per_device and hardware is not None and hardware.overlaps:
+            topology = hardware.topology(self._program.num_devices)
+            operators = timed(self.jaxpr, hardware, topology)
+            beside = {t.value: t.overlapped_with for t in operators if t.overlapped_with}
+        return explain.Collectives(self._program.collectives(beside))
 
     @property
     def conflicts(self) -> tuple[Any, ...]:

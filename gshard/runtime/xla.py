@@ -22,7 +22,7 @@ from gshard.capture.placement import DeviceOrder
 from gshard.graph.evaluate import bind, evaluate
 from gshard.graph.regions import loop_bodies
 from gshard.graph.source import on_behalf_of
-from gshard.moving.inventory import Collective
+from gshard.moving.inventory import Beside, Collective
 from gshard.propagation.propagate import propagate
 from gshard.runtime.arrange import check_results
 from gshard.runtime.hlo import collectives_of_hlo
@@ -119,7 +119,7 @@ class XlaProgram:
         own = given[len(given) - len(self.inputs) :]
         return all(g is None or g == s for g, s in zip(own, self.inputs, strict=True))
 
-    def collectives(self) -> list[Collective]:
+    def collectives(self, beside: Beside) -> list[Collective]:
         """The collectives of XLA's compiled program."""
         return list(collectives_of_hlo(self._compiled.as_text() or "", self.num_devices))
 

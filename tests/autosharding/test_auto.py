@@ -45,7 +45,7 @@ def _arguments(batch, features=256, hidden=1024):
 
 def _seconds(annotate, args, devices=8):
     program = gshard.jit(annotate, devices=devices, hardware="h100", overlap=False).lower(*args)
-    return program.forecast().step_seconds
+    return program.forecast().serial_seconds
 
 
 def data_parallel(weights, x, y):
@@ -62,7 +62,7 @@ def test_large_batches_are_data_parallel_and_small_ones_tensor_parallel(batch, e
     args = _arguments(batch)
     layout = gshard.auto(step, *args, devices=8, hardware="h100")
     assert layout.seconds <= 1.02 * _seconds(expert, args)
-    assert layout.seconds == layout.lowered.forecast("h100").step_seconds
+    assert layout.seconds == layout.lowered.forecast("h100").serial_seconds
     assert layout.memory_bytes == layout.lowered.forecast("h100").memory_bytes
     if expert is data_parallel:
         assert any(a.path == "[1]" and a.dims[0] for a in layout.annotations)
@@ -214,7 +214,7 @@ def test_bad_input():
 
 def test_without_time_there_is_a_layout():
     layout = gshard.auto(step, *_arguments(8192), devices=8, hardware="h100", seconds=0.0)
-    assert layout.seconds == layout.lowered.forecast("h100").step_seconds
+    assert layout.seconds == layout.lowered.forecast("h100").serial_seconds
     assert 0 < layout.bound <= layout.seconds
 
 
@@ -267,7 +267,7 @@ def test_the_best_of_all_layouts_of_a_product(batch, features, hidden, devices):
             lowered = gshard.jit(
                 product, in_shardings=shardings, devices=devices, hardware="h100", overlap=False
             ).lower(*args)
-            best = min(best, lowered.forecast().step_seconds)
+            best = min(best, lowered.forecast().serial_seconds)
     assert layout.bound <= best
     assert layout.seconds <= 1.01 * best
 
@@ -331,7 +331,7 @@ def test_what_each_annotation_saves_is_what_a_step_takes_without_it():
         lowered = gshard.jit(
             step, annotations=without, devices=8, hardware="h100", overlap=False
         ).lower(*args)
-        more = lowered.forecast().step_seconds - layout.seconds
+        more = lowered.forecast().serial_seconds - layout.seconds
         assert annotation.saves == pytest.approx(more)
     assert "saves" in str(layout)
     assert "the runner-up" in layout.explain()
