@@ -71,6 +71,27 @@ def as_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
     lines[:] = made
 
 
+OUTSIDE = re.compile(r"\b(?:python -m (benchmarks|tools)\b|(examples|studies)/)")
+
+
+def needs_checkout(text: str) -> str:
+    """The folders beside the package that a page names, as a note for readers who have a wheel."""
+    found = sorted({name for match in OUTSIDE.findall(text) for name in match if name})
+    if not found or "checkout" in text:
+        return ""
+    names = " and ".join(f"`{name}`" for name in found)
+    return f"{names}: in a checkout of the repository; not a part of the wheel."
+
+
+def add_note(app: Any, docname: str, source: list[str]) -> None:
+    """Under the title of a page in Markdown: what on it needs a checkout."""
+    title, _, rest = source[0].partition("\n")
+    note = needs_checkout(source[0])
+    if note and title.startswith("# "):
+        source[0] = f"{title}\n\n:::{{note}}\n{note}\n:::\n{rest}"
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.connect("source-read", add_note)
     app.connect("autodoc-process-docstring", as_rst, priority=100)  # before napoleon's

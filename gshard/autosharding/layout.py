@@ -40,9 +40,9 @@ class Layout:
 
     `annotations` are of arguments, `results` of results that are arguments of the next step,
     `inside` of tensors in between, where propagation alone would choose otherwise. `seconds` and
-    `memory_bytes` are the forecast of the lowered program; `bound` is what the forecast of every
-    layout over `meshes`, those that were looked at, is at least. `solver_gap` is by how much the
-    solver's answer may exceed the best one of its own model, as a share.
+    `memory_bytes` are the forecast of the lowered program; `bound` is a lower bound of the
+    forecasts of all layouts over `meshes`, the meshes that were searched. `solver_gap` is the
+    relative gap of the solver: how far its answer may be above the optimum of its own model.
     """
 
     mesh: Mapping[str, int]
@@ -69,12 +69,12 @@ class Layout:
 
     @property
     def gap(self) -> float:
-        """By how much the forecast may exceed that of the best layout, as a share of it."""
+        """How far the forecast may be above that of the best layout, as a share of it."""
         return max(0.0, self.seconds - self.bound) / max(self.seconds, 1e-30)
 
     @property
     def frontier(self) -> tuple[Considered, ...]:
-        """Of the layouts considered those that no other beats in both memory and time.
+        """The layouts considered that no other one beats in both memory and time.
 
         The one with the least memory comes first; each further one is faster.
         """
@@ -171,7 +171,7 @@ class Layout:
 
     @staticmethod
     def load(path: str | Path) -> Layout:
-        """Read what `save` wrote; a file edited into nonsense is an error that says where."""
+        """Read what `save` wrote; a file with invalid values is an error that says where."""
         return Layout(**read(path))
 
     def __str__(self) -> str:

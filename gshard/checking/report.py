@@ -16,10 +16,10 @@ _SHOWN = 12  # rows of a table
 class Difference:
     """A value of the partitioned program that rounding does not explain.
 
-    `what` is "result" for the value that the operator itself left, else the reason of the reshard
-    that brought it elsewhere. `index` is the index in the global array of the element that differs
-    most, `got` what `device` has there, `expected` what the operator gives on one device, and
-    `bound` how far apart they may be. `runs` are the numbers of the runs of the loops around it.
+    `what` is "result" for the operator's own result, else the reason of the reshard that moved it.
+    `index` is the index in the global array of the element that differs most, `got` what `device`
+    has there, `expected` what the operator gives on one device, and `bound` how far apart they may
+    be. `runs` are the iteration numbers of the loops around it.
     """
 
     operator: str
@@ -65,8 +65,9 @@ class Line:
 class Report:
     """Whether every value of a program is what its operator gives unpartitioned.
 
-    `differences` are in the order in which devices compute; each is of operands as the devices
-    have them, so that one fault is found once. `not_compared` counts values by why they are not.
+    `differences` are in the order in which devices compute. Each operator is compared on the
+    operands that the devices have, so that one fault is reported once. `not_compared` counts the
+    values that were not compared, by reason.
     """
 
     name: str

@@ -39,10 +39,11 @@ COLLECTIVES = {
 class Collective:
     """One communication of the program.
 
-    `bytes` is what one device sends in one execution; `count` how often it runs. Where that
-    depends on data, it is 0 for what balanced data do not need (rows by index, experts without a
-    capacity), else 1. `source` is the user's operation, `why` the reason for the collective. If
-    several values are combined, `members` has one entry each, with its own bytes, line and reason.
+    `bytes` is what one device sends in one execution; `count` how often it runs. Where data decide
+    that, `count` is 1, and 0 for a fallback that balanced data do not take (rows by index, experts
+    without a capacity). All branches of a conditional are counted. `source` is the user's
+    operation, `why` the reason for the collective. If several values are combined, `members` has
+    one entry each, with its own bytes, line and reason.
     `overlapped_with` are the lines of the products that hide it, on hardware that overlaps.
     """
 

@@ -143,11 +143,11 @@ class Rule:
 
     `local` computes the results from tiles whose dims are split like their factors. `partition`
     replaces that where it is not enough: it gets the operands under their current shardings and the
-    wanted shardings of the results, and may return others. `level` orders propagation:
-    0 before 1. `work` counts the floating-point operations on factors of given local sizes, for
-    operators that compute for longer than they read and write memory. `linear` gives the operands
-    that the operator is linear in: it can run on unreduced ones, and its result is unreduced then.
-    `doc` is the operator's row in docs/reference/operators.md.
+    wanted shardings of the results, and may return others. `level` orders propagation: 0 before 1.
+    `work` counts the floating-point operations on factors of given local sizes, for operators that
+    compute for longer than they read and write memory. `linear` gives the operands that the
+    operator is linear in: it can run on unreduced ones, and its result is then unreduced too. `doc`
+    is the operator's row in docs/reference/operators.md.
     """
 
     factors: Callable[[JaxprEqn], Factors]

@@ -28,8 +28,8 @@ class Replay(Iterator[Step]):
 
     Iteration ends at the end of the program, or after the step that `until` asks for: at a source
     line ("model.py:12"), at the first step on any device that makes a NaN or an infinity ("nan"),
-    or at the first step that a function says yes to. `last` is the newest step, `results` are the
-    program's results once it has ended.
+    or at the first step for which a function returns true. `last` is the newest step, `results` are
+    the program's results once it has ended.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Replay(Iterator[Step]):
         raise StopIteration
 
     def run(self) -> Step | None:
-        """Run on, to where `until` says or to the end; the step found, or None at the end."""
+        """Continue to the step that `until` asks for, which is returned, or to the end: None."""
         for _ in self:
             pass
         return self.last if self.results is None else None

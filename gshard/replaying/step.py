@@ -86,7 +86,7 @@ class Origin:
 class Step:
     """One equation, as one `device` runs it.
 
-    `runs` are the numbers of the runs of the loops around it. `sent` and `received` have what a
+    `runs` are the iteration numbers of the loops around it. `sent` and `received` have what a
     collective exchanges with which other device.
     """
 

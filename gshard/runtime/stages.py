@@ -185,8 +185,8 @@ class Lowered(Stage):
     ) -> Explanation:
         """What is sent, how long it takes, because of which line, and which annotation to change.
 
-        For the last, changes of one annotation are tried, `seconds` long: by default 10, or 0 where
-        a program is large, since each takes as long as a lowering.
+        To find the last, changes of one annotation at a time are tried for up to `seconds`: by
+        default 10, or 0 for a large program, since each takes as long as a lowering.
         """
         self._check_per_device()
         default = hardware is None and self._planned_for is None

@@ -26,7 +26,7 @@ class Factors:
     `reduced` factors occur in operands only; the value says how partial results are combined: sum,
     max, min, prod, and, or, xor. `priority` factors are propagated first (the batch dims of a
     contraction). `whole` factors cannot be split. `resized` factors have another size in each
-    tensor; they pass a split on to a dim that has a row for every tile.
+    tensor; a split propagates through them to a dim that has at least a row for each tile.
     """
 
     operands: tuple[tuple[Dim, ...], ...]

@@ -23,9 +23,10 @@ class Tile:
 
     Along a split dim tile c starts at row c * array.shape[dim]. That size is the sharding's
     `ceil(size / tiles)`, except temporarily: a reshard or a reshape may leave larger tiles for
-    `reshard.retile` to even out. The tile of a `partial` sum is the sum of what the devices hold
-    that differ in their parts of these splits (see `unreduced`); `origin` is the operator that
-    left it, for the reason of the collective that will sum it.
+    `reshard.retile` to even out. With `partial` splits the tensor is unreduced:
+    its value is the sum over the devices that differ in their parts of these splits (see
+    `unreduced`). `origin` is the operator that made it, for the reason of the collective that sums
+    it.
     """
 
     array: jax.Array

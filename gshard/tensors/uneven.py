@@ -168,11 +168,11 @@ class UnevenArray(jax.Array):
         self.stack.copy_to_host_async()
 
     def delete(self) -> None:
-        """Give its memory back."""
+        """Free its memory."""
         self.stack.delete()
 
     def is_deleted(self) -> bool:
-        """Whether its memory was given back, as by donation."""
+        """Whether its memory was freed, as by donation."""
         return self.stack.is_deleted()
 
     def copy(self) -> UnevenArray:

@@ -20,7 +20,7 @@ def all_tables(results: Mapping[str, Any]) -> str:
         ("By resource", resources(results)),
         ("What a training cross-entropy costs", efficiency(results)),
         ("Paired bootstrap over languages and sentences", comparisons(results)),
-        ("Translated or recited", recited(results)),
+        ("Translated or memorised", recited(results)),
         ("What the experts learnt", experts(results)),
         ("Examples", examples(results)),
         ("Languages", languages(results)),
