@@ -28,7 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -161,6 +161,8 @@ def application(
     start_logs(settings.logs)
     api = Api(service, settings, access.keys, detector)
     page, pages = _pages(service, access.token)
+    if settings.is_open:
+        pages.append(_to_page(access.token))
     routes = [*api.routes, *pages, *_documents(service.about.name)]
     known = frozenset(route.path for route in routes) - {route.path for route in pages}
     docs = openapi.page(service.about.name)
@@ -211,6 +213,15 @@ def _pages(service: Service, token: str) -> tuple[str, list[Route]]:
         Route(f"/{token}/model", model),
         Route(f"/{token}/translate", translate, methods=["POST"]),
     ]
+
+
+def _to_page(token: str) -> Route:
+    """The server's bare address leads to the page, where no key is asked for."""
+
+    async def lead(request: Request) -> Response:
+        return RedirectResponse(f"{token}/")
+
+    return Route("/", lead)
 
 
 def _documents(name: str) -> list[Route]:

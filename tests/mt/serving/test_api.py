@@ -245,6 +245,16 @@ def test_ready_when_the_programs_are_compiled(translator):
         until(lambda: ask(server, "/ready")[0] == 200)
 
 
+def test_the_bare_address_leads_to_the_page_only_where_no_key_is_asked_for(service):
+    with serving(service, OPEN) as server:
+        reply = urllib.request.urlopen(f"http://{LOCAL}:{server.port}", timeout=60)
+        assert reply.url == server.address
+        assert '<a href="/docs">the API</a>' in reply.read().decode()
+        reply.close()
+    with serving(service, Settings(port=0)) as server:
+        assert ask(server, "/")[0] == 404
+
+
 def test_logs_have_no_text(service, capfd):
     with serving(service, Settings(port=0, is_open=True, logs="json")) as server:
         ask(server, "/translate", {**GOOD, "q": "a private matter"})
