@@ -15,8 +15,10 @@ from gshard.commands.options import (
     Beam,
     Checkpoint,
     Devices,
+    Engine,
     Json,
     Languages,
+    Threads,
 )
 from gshard.commands.options import Run as RunFolder
 from gshard.commands.processes import Coordinator, Process, Processes, members
@@ -25,8 +27,9 @@ if TYPE_CHECKING:
     import jax
     from rich.table import Table
 
+    from gshard.mt.decoding.engines import EngineConfig
     from gshard.mt.evaluation.baseline_plan import BaselineConfig
-    from gshard.mt.evaluation.evaluate import EvaluateConfig
+    from gshard.mt.evaluation.evaluate import EvaluateConfig, System
     from gshard.mt.evaluation.store import AnyTranslator
     from gshard.mt.progress import Progress
     from gshard.mt.run import Run
@@ -38,6 +41,10 @@ _SCORES = ("bleu", "spbleu", "chrf", "copy_bleu", "untrained_bleu")
 
 _Baselines = Annotated[
     bool, typer.Option("--baselines", help="train and score a bilingual model for each task")
+]
+_Weights = Annotated[
+    str,
+    typer.Option(help="score them in these numbers too: int8 or float32", show_default="as saved"),
 ]
 _Steps = Annotated[int, typer.Option(help="training steps of each bilingual model, at most")]
 
@@ -59,6 +66,9 @@ def evaluate(
     baseline_steps: _Steps = 4_000,
     examples: Annotated[int, typer.Option(help="examples of each task for the report")] = 3,
     devices: Devices = 0,
+    engine: Engine = "auto",
+    weights: _Weights = "",
+    threads: Threads = 0,
     as_json: Json = False,
     coordinator: Coordinator = "",
     processes: Processes = None,
@@ -67,6 +77,7 @@ def evaluate(
     """Score a run with BLEU and chrF++. Safe to interrupt; run it again to continue."""
     from gshard.commands import show
     from gshard.mt import hosts
+    from gshard.mt.decoding.engines import engine_of
     from gshard.mt.evaluation import evaluate as work
     from gshard.mt.evaluation.heldout import held_out, tasks_of
     from gshard.mt.launch.status import reporting
@@ -76,6 +87,7 @@ def evaluate(
 
     opened, chosen = Run.open(run), _listed(languages)
     search = (beam, alpha, checkpoint)
+    using = engine_of(engine, weights, threads)
     config = work.EvaluateConfig(split, chosen, sentences, *search, untrained, examples)
     # Report misspelt names before the weights are read.
     held_out(opened.corpus, tasks_of(opened.tokenizer, chosen), split, 1)
@@ -91,7 +103,7 @@ def evaluate(
                 _help(opened, config, steps, devices, together)
                 return
             with nullcontext(Silent()) if as_json else show.bars() as bars:
-                result, measured = _measure(opened, config, steps, devices, together, bars)
+                result, measured = _measure(opened, config, steps, devices, together, bars, using)
     except KeyboardInterrupt:
         show.console.print("interrupted; run the same command again to continue")
         raise typer.Exit(130) from None
@@ -120,17 +132,29 @@ def _show(result: Mapping[str, Any], measured: Mapping[str, Any] | None) -> None
 
 
 def _measure(
-    run: Run, config: EvaluateConfig, steps: int, devices: int, together: Together, bars: Progress
+    run: Run,
+    config: EvaluateConfig,
+    steps: int,
+    devices: int,
+    together: Together,
+    bars: Progress,
+    engine: EngineConfig,
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The results of the run, and of its baselines where they get `steps`."""
     from gshard.mt.evaluation.baselines import evaluate_baselines
     from gshard.mt.evaluation.evaluate import evaluate as measure
-    from gshard.mt.evaluation.systems import system_of
+    from gshard.mt.evaluation.systems import rounded_system, system_of
+
+    usual = replace(engine, numbers="")
+
+    def system(which: str) -> System:
+        return system_of(run, which, config, devices, together, usual)
+
+    def rounded(system: System) -> System:
+        return rounded_system(run, system, config, devices, engine)
 
     with together.leading():
-        result = measure(
-            run, config, lambda which: system_of(run, which, config, devices, together), bars
-        )
+        result = measure(run, config, system, bars, rounded if engine.numbers else None)
     if not steps:
         return result, None
     arguments = _train_baselines(run, config, steps, devices, together, bars)
@@ -281,6 +305,14 @@ def notes(
     for signature in sorted({task["bleu_signature"] for task in tasks.values()} - {usual["bleu"]}):
         which = [name for name, task in tasks.items() if task["bleu_signature"] == signature]
         lines.append(f"BLEU of {', '.join(which)}: {signature}")
+    if numbers := result.get("rounded"):
+        mean = result["averages"]["all"]
+        pairs = (("BLEU", "bleu"), ("chrF++", "chrf"))
+        scores = (
+            f"{title} {mean[f'rounded_{key}']:.2f} ({mean[f'rounded_{key}'] - mean[key]:+.2f})"
+            for title, key in pairs
+        )
+        lines.append(f"weights in {numbers}: {', '.join(scores)} on average over tasks")
     if few := sum(bool(task.get("few")) for task in tasks.values()):
         left_out = result["averages"]["all"]["few"]
         how = (

@@ -87,6 +87,7 @@ class System:
     weights: int
     translator: Callable[[], AnyTranslator]
     loads: Callable[[Sequence[HeldOut], Progress], Mapping[str, Any]] | None = None
+    numbers: str = ""  # those that its weights were rounded to
 
 
 def evaluate(
@@ -94,8 +95,12 @@ def evaluate(
     config: EvaluateConfig,
     open_system: Callable[[str], System],
     progress: Progress | None = None,
+    open_rounded: Callable[[System], System] | None = None,
 ) -> dict[str, Any]:
-    """Measure the run and write `evaluation.json`; stored translations are used again."""
+    """Measure the run and write `evaluation.json`; stored translations are used again.
+
+    `open_rounded` makes the same system with its weights rounded, to measure that too.
+    """
     began = time.monotonic()
     progress = progress or Silent()
     tasks = tasks_of(run.tokenizer, config.languages)
@@ -108,6 +113,13 @@ def evaluate(
             run.folder, open_system("untrained"), config, sets, progress, "untrained"
         )
 
+    rounded: dict[str, list[Translation]] = {}
+    numbers = ""
+    if open_rounded is not None:
+        other = open_rounded(system)
+        numbers = other.numbers
+        _, rounded = translations(run.folder, other, config, sets, progress, numbers)
+
     groups = resource_groups(run.corpus, run.tokenizer.config.languages)
     step = progress.stage("score", len(sets))
     measured: dict[str, dict[str, Any]] = {}
@@ -115,7 +127,7 @@ def evaluate(
         name = str(held.task)
         measured[name] = {
             "group": groups[held.task.foreign],
-            **task_scores(held, found[name], fresh.get(name)),
+            **task_scores(held, found[name], fresh.get(name), rounded.get(name)),
         }
         step(name)
     loads = loads_of(store.folder, system, sets, progress)
@@ -132,6 +144,7 @@ def evaluate(
         "signatures": signatures(measured),
         "tasks": measured,
         "averages": averages(measured),
+        **({"rounded": numbers} if numbers else {}),
         "examples": [e for held in sets for e in examples(held, found, config.examples)],
     }
     if loads:
@@ -141,7 +154,10 @@ def evaluate(
 
 
 def task_scores(
-    held: HeldOut, found: Sequence[Translation], untrained: Sequence[Translation] | None = None
+    held: HeldOut,
+    found: Sequence[Translation],
+    untrained: Sequence[Translation] | None = None,
+    rounded: Sequence[Translation] | None = None,
 ) -> dict[str, Any]:
     """The scores of one task, and those of copying its source."""
     target = held.task.target
@@ -163,9 +179,10 @@ def task_scores(
         measured |= {"spbleu": scores.spbleu, "spbleu_signature": scores.spbleu_signature}
     if len(held) < FEW:
         measured["few"] = True
-    if untrained is not None:
-        scores = score([s.text for s in untrained], held.references, target)
-        measured |= {"untrained_bleu": scores.bleu, "untrained_chrf": scores.chrf}
+    for name, other in (("untrained", untrained), ("rounded", rounded)):
+        if other is not None:
+            scores = score([s.text for s in other], held.references, target)
+            measured |= {f"{name}_bleu": scores.bleu, f"{name}_chrf": scores.chrf}
     return measured
 
 
@@ -262,7 +279,8 @@ def translations(
     stage: str = "translate",
 ) -> tuple[Store, dict[str, list[Translation]]]:
     """What a system makes of every set, and where that is kept."""
-    place = folder_of(folder, f"step-{system.step}", config.split, config.beam, config.alpha)
+    name = "-".join(filter(None, (f"step-{system.step}", system.numbers)))
+    place = folder_of(folder, name, config.split, config.beam, config.alpha)
     store = Store(place, {"weights": system.digest})
     return store, translate_all(store, sets, system.translator, progress, stage, config.rows)
 

@@ -31,7 +31,11 @@ _USUAL_CUT = "13a"
 _PIECES = "flores200"
 SPBLEU_MODEL = Path(SACREBLEU_DIR, "models", Path(SPM_MODELS[_PIECES]["url"]).name)
 # In the averages of tasks; a key that a task lacks is left out of them.
-_AVERAGED = ("bleu", "spbleu", "chrf", "copy_bleu", "copy_chrf", "untrained_bleu", "untrained_chrf")
+_AVERAGED = (
+    *("bleu", "spbleu", "chrf"),
+    *(f"{system}_bleu" for system in ("copy", "untrained", "rounded")),
+    *(f"{system}_chrf" for system in ("copy", "untrained", "rounded")),
+)
 
 
 @dataclass(frozen=True)

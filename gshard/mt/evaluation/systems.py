@@ -7,6 +7,7 @@ runs (`follow`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +15,9 @@ import numpy as np
 
 from gshard.mt import hosts
 from gshard.mt.config import DeviceConfig
+from gshard.mt.decoding.engines import EngineConfig, on_host, open_translator
 from gshard.mt.decoding.translator import Translator
+from gshard.mt.errors import UserError
 from gshard.mt.evaluation.evaluate import (
     EvaluateConfig,
     System,
@@ -24,6 +27,8 @@ from gshard.mt.evaluation.evaluate import (
 )
 from gshard.mt.evaluation.expert_loads import expert_loads, routing
 from gshard.mt.evaluation.heldout import HeldOut
+from gshard.mt.evaluation.store import AnyTranslator
+from gshard.mt.launch.environment import Hosts
 from gshard.mt.progress import Progress
 from gshard.mt.run import Run
 from gshard.mt.together import Together
@@ -63,6 +68,7 @@ def system_of(
     config: EvaluateConfig,
     devices: int = 0,
     together: Together | None = None,
+    engine: EngineConfig = EngineConfig("xla"),  # noqa: B008  (frozen)
 ) -> System:
     """A checkpoint of the run as a system on so many devices (0: all); it is read once, here."""
     together = together or Together()
@@ -81,7 +87,35 @@ def system_of(
 
     digest, weights = digest_of(model, run.tokenizer.digest), weights_of(model)
     counted = loads if model.config.experts else None
-    return System(loaded.step, digest, weights, lambda: loaded.translator, counted)
+
+    def translator() -> AnyTranslator:
+        if not on_host(engine, devices, Hosts(count=jax.process_count()), started=True):
+            return loaded.translator
+        return open_translator(run, which, search_of(run, config), devices, engine=engine)[0]
+
+    return System(loaded.step, digest, weights, translator, counted)
+
+
+def rounded_system(
+    run: Run, system: System, config: EvaluateConfig, devices: int, engine: EngineConfig
+) -> System:
+    """The same checkpoint with its weights in the numbers of `engine`, by one process."""
+    if jax.process_count() > 1:
+        raise UserError(
+            f"--weights {engine.numbers} is for one process, and there are {jax.process_count()}"
+        )
+
+    def translator() -> AnyTranslator:
+        which, search = config.checkpoint, search_of(run, config)
+        return open_translator(run, which, search, devices, engine=engine)[0]
+
+    return replace(
+        system,
+        digest=f"{system.digest}-{engine.numbers}",
+        translator=translator,
+        loads=None,
+        numbers=engine.numbers,
+    )
 
 
 def follow(run: Run, config: EvaluateConfig, devices: int, together: Together) -> None:

@@ -106,6 +106,31 @@ def test_the_scores_in_the_file_are_those_of_the_sentences(run, corpus):
     assert found["sentences"] == corpus.count("ru", "test")
 
 
+def test_rounded_weights_are_measured_beside_the_usual(run, references):
+    """On the same sentences, kept by themselves, and with the difference in a sentence."""
+    perfect = Fake(lambda text, target: references[text, target])
+    worse = Fake(lambda text, target: references[text, target][1:])
+
+    def rounded(usual):
+        assert usual.digest == "a"
+        return replace(usual, digest="a-int8", translator=lambda: worse, numbers="int8")
+
+    found = evaluate(run, EvaluateConfig(), lambda which: system(perfect), None, rounded)
+    mean = found["averages"]["all"]
+    assert mean["chrf"] == pytest.approx(100)
+    assert mean["chrf"] - mean["rounded_chrf"] > 1
+    assert found["rounded"] == "int8"
+    assert any(
+        line.startswith("weights in int8: BLEU ") and f"({mean['rounded_chrf'] - 100:+.2f})" in line
+        for line in notes(found, None, {})
+    )
+    folders = sorted(path.name for path in (run.folder / "translations").iterdir())
+    assert folders == ["step-7-int8-test-beam-4-alpha-0.6", "step-7-test-beam-4-alpha-0.6"]
+    again = evaluate(run, EvaluateConfig(), lambda which: system(Fake(None)))
+    assert "rounded" not in again
+    assert again["averages"]["all"]["chrf"] == mean["chrf"]
+
+
 def test_all_tasks_into_one_language_go_together(run):
     class Calls(Fake):
         calls = 0
