@@ -22,18 +22,17 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from gshard.annotate import annotate_p
 from gshard.checking.bounds import bound, roundoff, spread
 from gshard.checking.links import Links, constants
+from gshard.checking.manual import expected_in_region, is_manual
 from gshard.checking.report import Difference, Report
 from gshard.checking.scope import Scope, Seen
-from gshard.checking.shadow import Gap, Shadow, compare, shadow_of
+from gshard.checking.shadow import Gap, Known, Parts, Shadow, compare, gap_to, taken
 from gshard.graph.regions import bodies, loop_bodies
 from gshard.graph.source import source_of
-from gshard.manual import to_auto_p, to_manual_p
 from gshard.moving.seen import Held
 from gshard.replaying.emitted import Emitted
 from gshard.replaying.lockstep import Event, Lockstep, Path, Value, on_host
 from gshard.replaying.tiles import plain
 
-MANUAL = "in a manual region, where every device has a value of its own"
 REWRITTEN = "rewritten as a part of other operators"
 UNUSED = "not computed by any device"
 UNKNOWN = "of operands that are not known"
@@ -126,10 +125,9 @@ class Audit:
         """What a body begins with: known when it is there; links compare it with its origin."""
         held, value, _ = seen
         var = held.value
-        if held.sharding.manual:
-            scope.shadows[var] = None
+        scope.shadows[var] = made = taken(value, held, var.aval)
+        if isinstance(made, Parts):
             return
-        scope.shadows[var] = made = shadow_of(value, held, var.aval)
         gap = compare(value, held, plain(made.value), 0.0)  # copies are alike
         self.judge(scope, var, held, gap, "argument", follows=bool(self.report.differences))
 
@@ -137,16 +135,18 @@ class Audit:
         """A value that is known, under another sharding: a reduction rounds, nothing else does."""
         held, value, source = seen
         before = scope.shadows[held.value]
-        if before is None or held.sharding.manual:
+        if before is None or held.sharding.manual != isinstance(before, Parts):
             return
-        wanted = plain(before.value)
-        limit: Any = 0.0 if before.slack is None else before.slack
-        if before.summands is not None:  # a reduction, or another form of the same sum
-            limit = limit + 4 * (self.count + 1) * roundoff(wanted.dtype) * before.summands
-        gap = compare(value, held, wanted, limit)
+        if isinstance(before, Shadow) and before.summands is not None:
+            # A reduction, or another form of the same sum.
+            rounding = 4 * (self.count + 1) * roundoff(before.value.dtype) * before.summands
+            before = Shadow(
+                before.value, rounding + (0.0 if before.slack is None else before.slack)
+            )
+        gap = gap_to(value, held, before)
         follows = held.value in scope.wrong
         self.judge(scope, held.value, held, gap, held.moved or "result", source, follows)
-        scope.shadows[held.value] = shadow_of(value, held, held.value.aval)
+        scope.shadows[held.value] = taken(value, held, held.value.aval)
 
     def finish(self, results: Sequence[Value]) -> None:
         """The program has ended: check what is left, and its results."""
@@ -160,8 +160,7 @@ class Audit:
             known = top.read(atom)
             if known is not None:
                 held = Held(atom, *crossing)
-                limit = 0.0 if known.slack is None else known.slack
-                gap = compare(value, held, plain(known.value), limit)
+                gap = gap_to(value, held, known)
                 self.judge(top, atom, held, gap, "end", follows=bool(self.report.differences))
 
     # ------------------------------------------------------------ equations of the user's program
@@ -177,7 +176,7 @@ class Audit:
             self._check(scope, eqn)
             scope.forget(eqn.invars)
 
-    def _read(self, scope: Scope, atom: Any) -> Shadow | None:
+    def _read(self, scope: Scope, atom: Any) -> Known | None:
         """The value of an operand; an argument that a body does not hold itself, from outside."""
         if isinstance(atom, Literal) or atom in scope.shadows or atom not in scope.arguments:
             return scope.read(atom)
@@ -193,12 +192,22 @@ class Audit:
         operands = [self._read(scope, a) for a in eqn.invars]
         if loop_bodies(eqn) and self.links.check_loop(scope, eqn, operands, found):
             return
-        manual = any(h.sharding.manual for seen in found.values() for h, *_ in seen)
-        if manual or None in operands or eqn.effects:
-            for var in eqn.outvars:
-                self.trust(scope, var, found[var], _why(eqn, manual))
-            return
         known = [o for o in operands if o is not None]
+        region = is_manual(eqn, known)
+        if len(known) < len(operands) or eqn.effects or (region and loop_bodies(eqn)):
+            for var in eqn.outvars:
+                self.trust(scope, var, found[var], EFFECTS if eqn.effects else UNKNOWN)
+            return
+        if region:
+            results = expected_in_region(eqn, known, self.count, self._expected)
+        else:
+            results = list(self._expected(eqn, [o for o in known if isinstance(o, Shadow)]))
+        follows = any(not isinstance(a, Literal) and a in scope.wrong for a in eqn.invars)
+        for var, result in zip(eqn.outvars, results, strict=True):
+            self.settle(scope, var, found[var], result, follows)
+
+    def _expected(self, eqn: JaxprEqn, known: Sequence[Shadow]) -> list[Shadow]:
+        """The results of an equation on one device, with what rounding allows as their slack."""
         values = [o.value for o in known]
         results = [x if _is_key(x) else np.asarray(x) for x in evaluate(eqn, values)]
         limits: list[Any] = [bound(eqn, values, plain(r), self.count)[1] for r in results]
@@ -206,37 +215,33 @@ class Audit:
             shown = [plain(r) for r in results]
             moved = spread(eqn, values, [o.slack for o in known], shown, evaluate)
             limits = [a + b for a, b in zip(limits, moved, strict=True)]
-        for var, result, limit in zip(eqn.outvars, results, limits, strict=True):
-            follows = any(not isinstance(a, Literal) and a in scope.wrong for a in eqn.invars)
-            self.settle(scope, var, found[var], result, limit, follows)
+        slacks = [np.broadcast_to(x, plain(r).shape) for x, r in zip(limits, results, strict=True)]
+        return [Shadow(r, s if s.any() else None) for r, s in zip(results, slacks, strict=True)]
 
     def settle(
         self,
         scope: Scope,
         var: Any,
         found: Sequence[Seen],
-        expected: Any,
-        limit: Any,
+        expected: Known,
         follows: bool = False,
     ) -> None:
         """Compare what devices have of a value with what it should be, and take it to be that."""
         if not found:
             self.report.not_compared[UNUSED if var in self.planned else REWRITTEN] += 1
-            slack = np.broadcast_to(np.asarray(limit, np.float64), plain(expected).shape)
-            scope.shadows[var] = Shadow(expected, slack if np.any(slack) else None)
+            scope.shadows[var] = expected
             return
         (held, value, source), *more = found
-        gap = compare(value, held, plain(expected), limit)
+        gap = gap_to(value, held, expected)
         self.judge(scope, var, held, gap, held.moved or "result", source, follows)
-        scope.shadows[var] = shadow_of(value, held, var.aval)
+        scope.shadows[var] = taken(value, held, var.aval)
         for seen in more:
             self._again(scope, seen)
 
     def trust(self, scope: Scope, var: Any, found: Sequence[Seen], why: str) -> None:
         """Take a value as the devices have it, without a comparison."""
         self.report.not_compared[why] += 1
-        known = bool(found) and not found[0][0].sharding.manual
-        scope.shadows[var] = shadow_of(found[0][1], found[0][0], var.aval) if known else None
+        scope.shadows[var] = taken(found[0][1], found[0][0], var.aval) if found else None
 
     def judge(
         self,
@@ -290,13 +295,6 @@ def _depths(jaxpr: Jaxpr, depth: int) -> dict[Any, int]:
         for body in bodies(eqn):
             found |= _depths(body, inside)
     return found
-
-
-def _why(eqn: JaxprEqn, manual: bool) -> str:
-    """Why the results of an equation are not compared."""
-    if manual or eqn.primitive in (to_manual_p, to_auto_p):
-        return MANUAL
-    return EFFECTS if eqn.effects else UNKNOWN
 
 
 def _is_key(value: Any) -> bool:

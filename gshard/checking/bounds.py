@@ -20,7 +20,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn
+from jax.extend.core import primitives as p
 
 from gshard.graph.evaluate import bind
 from gshard.replaying.tiles import plain, wide
@@ -47,6 +49,7 @@ _COMPOSED = (
     "custom_partitioning", "pure_callback", "io_callback", "reduce", "reduce_window", "custom_root",
     "regularized_incomplete_beta", "igamma", "igammac", "random_gamma", "bessel_i0e", "bessel_i1e",
 )  # fmt: skip
+_OF_SCATTER = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
 ULPS, ULPS_16, ULPS_COMPOSED = 32, 4, 4096
 
 
@@ -156,8 +159,8 @@ def in_float64(eqn: JaxprEqn, operands: Sequence[Any]) -> np.ndarray:
         changed: dict[str, Any] = {}
         if eqn.params.get("preferred_element_type") is not None:
             changed["preferred_element_type"] = np.result_type(*(v.dtype for v in values))
-        if "update_jaxpr" in eqn.params:  # of a scatter: how two numbers are added, by its name
-            changed["update_jaxpr"] = None
+        if eqn.primitive is p.scatter_add_p:  # its parameter has the sum of two numbers, in float32
+            return np.asarray(lax.scatter_add(*values, **{k: eqn.params[k] for k in _OF_SCATTER}))
         return np.asarray(bind(eqn, values, **changed)[0])
 
 

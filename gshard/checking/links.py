@@ -19,7 +19,16 @@ from jax.extend.core import primitives as p
 from gshard._jax import scan_counts
 from gshard.checking.report import Report
 from gshard.checking.scope import Scope, Seen
-from gshard.checking.shadow import Gap, Shadow, compare
+from gshard.checking.shadow import (
+    Gap,
+    Known,
+    Parts,
+    Shadow,
+    compare,
+    gap_of_parts,
+    merged,
+    of_device,
+)
 from gshard.graph.source import source_of
 from gshard.moving.seen import Held
 from gshard.replaying.lockstep import Path
@@ -27,7 +36,7 @@ from gshard.replaying.tiles import plain
 from gshard.tensors.keys import is_key
 from gshard.tensors.sharding import Sharding
 
-Shadows = Sequence[Shadow | None]
+Shadows = Sequence[Known | None]
 
 
 class Auditor(Protocol):
@@ -45,8 +54,7 @@ class Auditor(Protocol):
         scope: Scope,
         var: Any,
         found: Sequence[Seen],
-        expected: Any,
-        limit: Any,
+        expected: Known,
         follows: bool = False,
     ) -> None:
         """Compare a value with what it should be."""
@@ -72,10 +80,10 @@ class _Runs:
     """What is kept of the runs of a loop: the first arguments, the last results, and the rows."""
 
     count: int = 0
-    first: list[Shadow | None] = field(default_factory=list)
-    last: list[Shadow | None] = field(default_factory=list)
-    rows_in: dict[int, list[Shadow | None]] = field(default_factory=dict)
-    rows_out: dict[int, list[Shadow | None]] = field(default_factory=dict)
+    first: list[Known | None] = field(default_factory=list)
+    last: list[Known | None] = field(default_factory=list)
+    rows_in: dict[int, list[Known | None]] = field(default_factory=dict)
+    rows_out: dict[int, list[Known | None]] = field(default_factory=dict)
 
 
 class Links:
@@ -104,12 +112,14 @@ class Links:
             consts = eqn.params["body_nconsts"]
         else:
             consts = len(begun)
-        if runs.count:
+        if eqn.primitive is p.cond_p and runs.count:  # devices took different branches
+            runs.first = list(map(merged, begun, runs.first))
+        elif runs.count:
             variables = scope.jaxpr.invars[consts:]
             self._same(scope, variables, begun[consts:], runs.last, f"carried into run {number}")
         else:
             runs.first = begun
-        runs.last = results
+        runs.last = list(map(merged, results, runs.last)) if runs.last else results
         runs.count += 1
 
     def check_loop(
@@ -119,7 +129,7 @@ class Links:
         runs = self.runs.pop((eqn, scope.path), None)
         if runs is None:
             return False
-        expected: list[Shadow | None]
+        expected: list[Known | None]
         if eqn.primitive is p.scan_p:
             consts, carried = scan_counts(eqn.params)
             self._same(scope, eqn.invars, runs.first, operands[: consts + carried], "operand")
@@ -133,17 +143,16 @@ class Links:
                 variables = eqn.invars[eqn.params["cond_nconsts"] :]
                 self._same(scope, variables, runs.first, into, "operand")
             after = list(into[eqn.params["body_nconsts"] :])
-            expected = runs.last if runs.count else after
+            expected = list(map(merged, runs.last, after)) if runs.count else after
         else:
             self._same(scope, eqn.invars[1:], runs.first, operands[1:], "operand")
             expected = runs.last
-        for var, shadow in zip(eqn.outvars, expected, strict=True):
-            if shadow is None:
+        for var, known in zip(eqn.outvars, expected, strict=True):
+            if known is None:
                 self.audit.trust(scope, var, found[var], "of a loop with values that are not known")
             else:
-                limit = 0.0 if shadow.slack is None else shadow.slack
                 follows = bool(self.audit.report.differences)
-                self.audit.settle(scope, var, found[var], shadow.value, limit, follows)
+                self.audit.settle(scope, var, found[var], known, follows)
         return True
 
     def _same(
@@ -155,11 +164,14 @@ class Links:
         for atom, a, b in zip(atoms, got, wanted, strict=False):
             if a is None or b is None:
                 continue
-            value, expected = plain(a.value), plain(b.value)
-            limit = sum((s.slack for s in (a, b) if s.slack is not None), np.zeros(()))
-            whole = Sharding.replicated(expected.ndim, self.audit.count)
-            held = Held(atom, whole, expected.shape)
-            gap = compare([value] * self.audit.count, held, expected, limit)
+            shape = tuple(atom.aval.shape)
+            held = Held(atom, Sharding.replicated(len(shape), self.audit.count), shape)
+            if isinstance(a, Parts) or isinstance(b, Parts):
+                gap = gap_of_parts(a, b, self.audit.count)
+            else:
+                limit = sum((s.slack for s in (a, b) if s.slack is not None), np.zeros(()))
+                tiles = [plain(a.value)] * self.audit.count
+                gap = compare(tiles, held, plain(b.value), limit)
             follows = bool(self.audit.report.differences)
             self.audit.judge(scope, atom, held, gap, what, source, follows)
 
@@ -176,20 +188,31 @@ def constants(eqn: JaxprEqn, body: Jaxpr) -> list[tuple[Any, Any]]:
     return list(zip(body.invars, eqn.invars[1:], strict=True))
 
 
-def _stacked(rows: Mapping[int, Shadows], count: int) -> list[Shadow | None]:
+def _stacked(rows: Mapping[int, Shadows], count: int) -> list[Known | None]:
     """The rows of all runs, as one value each."""
-    found: list[Shadow | None] = []
-    for column in range(count):
-        parts = [rows[number][column] for number in sorted(rows)]
-        known = [x for x in parts if x is not None]
-        if len(known) < len(parts):
-            found.append(None)
-            continue
-        join = jax.numpy.stack if is_key(known[0].value) else np.stack
-        slacks = [x.slack for x in known]
-        slack = None
-        if any(s is not None for s in slacks):
-            shape = np.shape(plain(known[0].value))
-            slack = np.stack([np.zeros(shape) if s is None else s for s in slacks])
-        found.append(Shadow(join([x.value for x in known]), slack))
-    return found
+    columns = [[rows[number][column] for number in sorted(rows)] for column in range(count)]
+    return list(map(_stack, columns))
+
+
+def _stack(rows: Shadows) -> Known | None:
+    known = [x for x in rows if x is not None]
+    if len(known) < len(rows):
+        return None
+    parts = [x for x in known if isinstance(x, Parts)]
+    if parts:
+        devices = range(len(parts[0].of))
+        return Parts(tuple(_stack_of([of_device(x, d) for x in known]) for d in devices))
+    return _stack_of([of_device(x, 0) for x in known])
+
+
+def _stack_of(rows: Sequence[Shadow | None]) -> Shadow | None:
+    known = [x for x in rows if x is not None]
+    if not known or len(known) < len(rows):
+        return None
+    join = jax.numpy.stack if is_key(known[0].value) else np.stack
+    slacks = [x.slack for x in known]
+    slack = None
+    if any(s is not None for s in slacks):
+        shape = np.shape(plain(known[0].value))
+        slack = np.stack([np.zeros(shape) if s is None else s for s in slacks])
+    return Shadow(join([x.value for x in known]), slack)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-from gshard.checking.shadow import Shadow
+from gshard.checking.shadow import Known, Shadow
 from gshard.moving.seen import Held
 from gshard.replaying.lockstep import Path, Value
 
@@ -27,7 +27,7 @@ class Scope:
         self.observable = observable
         self.arguments = {*jaxpr.constvars, *jaxpr.invars}
         self.pending: dict[Any, list[Seen]] = {}
-        self.shadows: dict[Any, Shadow | None] = {}
+        self.shadows: dict[Any, Known | None] = {}
         self.wrong: set[Any] = set()  # variables whose values differ
         self.uses: dict[Any, int] = {}
         for eqn in jaxpr.eqns:
@@ -38,7 +38,7 @@ class Scope:
             if not isinstance(atom, Literal):
                 self.uses[atom] = self.uses.get(atom, 0) + 1
 
-    def read(self, atom: Any) -> Shadow | None:
+    def read(self, atom: Any) -> Known | None:
         """The value of an operand; None if it is not known."""
         if isinstance(atom, Literal):
             return Shadow(np.asarray(atom.val, atom.aval.dtype))

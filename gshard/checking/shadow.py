@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from gshard.checking.bounds import is_inexact, magnitude, roundoff
 from gshard.moving.seen import Held
 from gshard.replaying.tiles import assembled, place_of, plain, real, summed, wide
 from gshard.tensors.keys import is_key_type
+from gshard.tensors.sharding import Sharding
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +27,29 @@ class Shadow:
     value: Any
     slack: np.ndarray | None = None
     summands: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """A value of a manual region: what each device has; None for a device that does not run."""
+
+    of: tuple[Shadow | None, ...]
+
+
+Known = Shadow | Parts
+
+
+def of_device(known: Known, device: int) -> Shadow | None:
+    """What one device has of a value in a manual region; tensors from outside are replicated."""
+    return known.of[device] if isinstance(known, Parts) else known
+
+
+def merged(new: Known | None, old: Known | None) -> Known | None:
+    """The new value; of a manual region, the old one on devices that have no new one."""
+    if not isinstance(new, Parts) or old is None:
+        return new
+    both = ((part, of_device(old, d)) for d, part in enumerate(new.of))
+    return Parts(tuple(b if a is None else a for a, b in both))
 
 
 @dataclass(frozen=True)
@@ -53,6 +77,37 @@ def shadow_of(tiles: Sequence[Any], held: Held, aval: Any) -> Shadow:
     return Shadow(value, slack, assembled(sizes, held))
 
 
+def taken(tiles: Sequence[Any], held: Held, aval: Any) -> Known:
+    """A value as the devices have it."""
+    if held.sharding.manual:
+        return Parts(tuple(None if tile is None else Shadow(tile) for tile in tiles))
+    return shadow_of(tiles, held, aval)
+
+
+def gap_to(tiles: Sequence[Any], held: Held, expected: Known) -> Gap:
+    """What devices have of a value, beside what it should be, within its slack."""
+    if held.sharding.manual or isinstance(expected, Parts):
+        own = Parts(tuple(None if tile is None else Shadow(tile) for tile in tiles))
+        return gap_of_parts(own, expected, len(tiles))
+    slack = 0.0 if expected.slack is None else expected.slack
+    return compare(tiles, held, plain(expected.value), slack)
+
+
+def gap_of_parts(got: Known, wanted: Known, count: int) -> Gap:
+    """Two values of a manual region, device by device; only devices that have both count."""
+    gaps = []
+    for device in range(count):
+        a, b = of_device(got, device), of_device(wanted, device)
+        if a is None or b is None:
+            continue
+        expected = plain(b.value)
+        slack = sum((s.slack for s in (a, b) if s.slack is not None), np.zeros(()))
+        whole = Held(None, Sharding.replicated(expected.ndim, 1), expected.shape)
+        gaps.append(replace(compare([a.value], whole, expected, slack), device=device))
+    worst = max(gaps, key=lambda gap: gap.worst, default=Gap(0.0))
+    return replace(worst, elements=sum(gap.elements for gap in gaps))
+
+
 def compare(
     tiles: Sequence[Any], held: Held, expected: np.ndarray, bound: np.ndarray | float
 ) -> Gap:
@@ -78,9 +133,7 @@ def compare(
             starts = [s.start for s in place] + [0] * (len(at) - len(place))
             index = tuple(int(a + b) for a, b in zip(at, starts, strict=True))
             worst = Gap(float(units.max()), 0, device, index, got[at], wanted[at], float(limit[at]))
-    return Gap(
-        worst.worst, count, worst.device, worst.index, worst.got, worst.expected, worst.bound
-    )
+    return replace(worst, elements=count)
 
 
 def _of_summands(

@@ -98,6 +98,15 @@ class Loop:
     consts: int = 0
     carry: int = 0
 
+    @property
+    def decided_by(self) -> Any | None:
+        """The variable that says which branch is taken, or whether a loop runs again."""
+        if self.eqn.primitive is p.scan_p:
+            return None
+        is_while = self.eqn.primitive is p.while_p
+        decides = self.bodies[0].jaxpr.outvars[0] if is_while else self.eqn.invars[0]
+        return None if isinstance(decides, Literal) else decides
+
     @staticmethod
     def of(eqn: JaxprEqn) -> Loop | None:
         """The loop or branch that an equation is, if it is one."""

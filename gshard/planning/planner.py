@@ -30,7 +30,7 @@ from gshard.operators.rule import Shares, equation_key
 from gshard.operators.uses import NOTHING, Uses
 from gshard.propagation.propagate import Propagated
 from gshard.rules import RULES
-from gshard.rules.manual import CROSSING_MANUAL, check_manual, run_manually
+from gshard.rules.manual import CROSSING_MANUAL, check_manual, own, run_manually
 from gshard.rules.pointwise import same_dims
 from gshard.rules.unknown import unknown_rule
 from gshard.tensors.devices import Place
@@ -121,7 +121,13 @@ class Planner:
         return self.shardings[var]
 
     def reshard(self, tile: Tile, target: Sharding, reason: Reason) -> Tile:
-        """`tile` under another sharding; a repeated request moves nothing."""
+        """`tile` under another sharding; a repeated request moves nothing.
+
+        What enters a manual region like this, as the first value of a loop, is replicated.
+        """
+        if target.manual and not tile.sharding.manual:
+            whole = Sharding.replicated(target.rank, target.num_devices)
+            return own(self, self.mover.reshard(tile, whole, reason).array)
         return self.mover.reshard(tile, target, reason)
 
     def rerun(self, eqn: JaxprEqn, tiles: list[Tile], target: Sharding) -> Tile:

@@ -119,6 +119,8 @@ class Flow:
                     self.manual |= {a, b}
             for body in loop.bodies:
                 self.add(body.jaxpr, runs * loop.runs, sums)
+            if loop.decided_by in self.manual:  # each device takes a branch, or ends, by itself
+                self.manual.update(loop.eqn.outvars)
             if before != len(self.manual):
                 self.forget(edges)
         fixed = self.same_in_every_run(loop)

@@ -30,7 +30,7 @@ CROSSING_MANUAL = (to_auto_p, collective_p, over_groups_p, p.scan_p, p.while_p, 
 def run_manually(ctx: Context, eqn: JaxprEqn, tiles: list[Tile]) -> list[Tile]:
     """An operator inside of a manual region: the primitive itself, on what each device has."""
     ready = [whole_in_region(ctx, eqn, tile) for tile in tiles]
-    return [_own(ctx, a) for a in bind_local(ctx, eqn, ready, [])]
+    return [own(ctx, a) for a in bind_local(ctx, eqn, ready, [])]
 
 
 def whole_in_region(ctx: Context, eqn: JaxprEqn, tile: Tile) -> Tile:
@@ -42,8 +42,8 @@ def whole_in_region(ctx: Context, eqn: JaxprEqn, tile: Tile) -> Tile:
 
 
 def check_manual(eqn: JaxprEqn, tile: Tile, target: Sharding) -> None:
-    """Reject an operator that mixes manual and automatic values."""
-    if tile.sharding.manual != target.manual:
+    """Reject a value of a manual region that is used as an automatic one."""
+    if tile.sharding.manual and not target.manual:
         raise ValueError(
             f"{source_of(eqn)}: {eqn.primitive.name} mixes a value of a manual region with "
             "one that is partitioned automatically; convert it with "
@@ -51,7 +51,8 @@ def check_manual(eqn: JaxprEqn, tile: Tile, target: Sharding) -> None:
         )
 
 
-def _own(ctx: Context, array: jax.Array) -> Tile:
+def own(ctx: Context, array: jax.Array) -> Tile:
+    """What this device has, as a value of a manual region."""
     sharding = Sharding((None,) * array.ndim, ctx.place.num_devices, manual=True)
     return Tile(array, sharding, array.shape)
 
@@ -71,7 +72,7 @@ def _to_manual(
     if eqn.params["copies"] == "first" and sharding.replicas > 1:
         mine = ctx.place.lookup(_first_copies(sharding))
         array = jnp.where(mine == 1, array, jnp.zeros_like(array))
-    return [_own(ctx, array)]
+    return [own(ctx, array)]
 
 
 def _to_auto(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
@@ -91,14 +92,14 @@ def _collective(
     kind, dim, groups = (eqn.params[k] for k in ("kind", "dim", "groups"))
     reason = Reason("asked", "a manual region")
     if kind == "all_reduce":
-        return [_own(ctx, collectives.all_reduce(place, x, groups, "sum", reason))]
+        return [own(ctx, collectives.all_reduce(place, x, groups, "sum", reason))]
     if kind == "all_gather":
-        return [_own(ctx, collectives.all_gather(place, x, dim, groups, reason))]
+        return [own(ctx, collectives.all_gather(place, x, dim, groups, reason))]
     if kind == "reduce_scatter":
-        return [_own(ctx, collectives.reduce_scatter(place, x, dim, groups, reason))]
+        return [own(ctx, collectives.reduce_scatter(place, x, dim, groups, reason))]
     if kind == "all_to_all":
-        return [_own(ctx, collectives.all_to_all(place, x, groups, reason))]
-    return [_own(ctx, collectives.collective_permute(place, x, groups, reason))]
+        return [own(ctx, collectives.all_to_all(place, x, groups, reason))]
+    return [own(ctx, collectives.collective_permute(place, x, groups, reason))]
 
 
 def _over_groups(
@@ -116,19 +117,19 @@ def _over_groups(
         params |= {name: ctx.place.axes, "axis_index_groups": None if alone else groups}
     with because(Reason("asked", "jax.shard_map")):
         out = primitive.bind(*arrays, **params)
-    return [_own(ctx, a) for a in (out if primitive.multiple_results else [out])]
+    return [own(ctx, a) for a in (out if primitive.multiple_results else [out])]
 
 
 def _row_of_device(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    return [_own(ctx, jnp.asarray(ctx.place.lookup(np.array(eqn.params["table"])), jnp.int32))]
+    return [own(ctx, jnp.asarray(ctx.place.lookup(np.array(eqn.params["table"])), jnp.int32))]
 
 
 def _partition_id(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    return [_own(ctx, ctx.place.device_id().astype(jnp.int32))]
+    return [own(ctx, ctx.place.device_id().astype(jnp.int32))]
 
 
 register(

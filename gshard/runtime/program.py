@@ -87,16 +87,28 @@ class Program:
     @property
     def jaxpr(self) -> Jaxpr:
         """The per-device program."""
-        (eqn,) = [e for e in self.traced.jaxpr.eqns if e.primitive.name == "shard_map"]
-        inner = eqn.params["jaxpr"]
+        inner = self._mapped.params["jaxpr"]
         return getattr(inner, "jaxpr", inner)
+
+    @property
+    def _mapped(self) -> JaxprEqn:
+        """The equation whose body is the per-device program."""
+        (eqn,) = [e for e in self.traced.jaxpr.eqns if e.primitive.name == "shard_map"]
+        return eqn
 
     @functools.cached_property
     def emitted(self) -> Emitted:
-        """What is replayed: the program between its ports."""
+        """What is replayed: the program between its ports.
+
+        Constants that emission made, which JAX passes before the arguments, are its own again.
+        """
+        values = dict(zip(self.traced.jaxpr.jaxpr.constvars, self.traced.jaxpr.consts, strict=True))
+        made = [values[v] for v in self._mapped.invars if v in values]
+        variables = self.jaxpr.invars
+        body = self.jaxpr.replace(constvars=variables[: len(made)], invars=variables[len(made) :])
         return Emitted(
             self.traced.fun_name,
-            ClosedJaxpr(self.jaxpr, ()),
+            ClosedJaxpr(body, made),
             dict(self.mesh.shape),
             [(p.sharding, p.shape) for p in self.into],
             [(p.sharding, p.shape) for p in self.out_of],
