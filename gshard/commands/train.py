@@ -15,6 +15,7 @@ from gshard.commands.processes import Coordinator, Process, Processes, members
 
 if TYPE_CHECKING:
     from gshard.mt.config import RunConfig
+    from gshard.mt.progress import TrainingProgress
     from gshard.mt.run import Run
     from gshard.mt.training.loop import Outcome
 
@@ -43,6 +44,15 @@ Nodes = Annotated[
 BackTo = Annotated[
     int | None, typer.Option("--checkpoint", help="go back to the checkpoint of this step")
 ]
+Checked = Annotated[
+    int | None,
+    typer.Option(
+        "--check",
+        help="compare this step, value by value, with the unpartitioned program, and stop",
+        metavar="STEP",
+        min=1,
+    ),
+]
 ListSettings = Annotated[
     bool, typer.Option("--settings", help="list all settings with their values, and exit")
 ]
@@ -61,6 +71,7 @@ def train(
     least: Least = 0,
     languages: Languages = "",
     back_to: BackTo = None,
+    checked: Checked = None,
     list_settings: ListSettings = False,
 ) -> None:
     """Train a model. Ctrl-C saves it; run the same command again to continue."""
@@ -97,12 +108,23 @@ def train(
             hosts.wait_for_all("the run's folder")
             run = Run.open(folder)
             with TrainDisplay() as display:
+                if checked is not None:
+                    raise typer.Exit(_check(run, checked, display))
                 late_failures.leave_out()
                 intruder = held.intruder if held else lambda: ""
                 outcome = loop.train(run, display, back_to, reporter, intruder)
     _summarize(run, outcome)
     if outcome.signal:
         raise typer.Exit(128 + outcome.signal)
+
+
+def _check(run: Run, step: int, progress: TrainingProgress) -> int:
+    """Check one step of a run, and print what was found; the exit status."""
+    from gshard.mt.training.checked import check_step
+
+    report = check_step(run, step, progress)
+    progress.note(str(report))
+    return 0 if report.ok else 1
 
 
 def _compared(config: RunConfig, back_to: int | None) -> dict[str, object]:

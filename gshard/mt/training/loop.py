@@ -27,12 +27,11 @@ from gshard.mt.training import guard
 from gshard.mt.training.checkpoint import Checkpoints, SaveError
 from gshard.mt.training.identity import differences, identity
 from gshard.mt.training.journal import Journal
-from gshard.mt.training.programs import Figures, Programs, RunState
+from gshard.mt.training.programs import Figures, Programs, RunState, joined, parts
 from gshard.mt.training.released import is_release
 from gshard.mt.training.stopping import Stop
 from gshard.mt.training.teacher import teacher_config, teacher_identity, teacher_of
 from gshard.nn.flops import step_flops
-from gshard.nn.step import TrainState
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def train(
             f"{run.folder} is a release, from which training cannot resume; another --out "
             "starts a new run"
         )
-    _prepare(run, progress)
+    prepare(run, progress)
     checkpoints = Checkpoints(run.folder, run.config.train.keep)
     if back_to is not None and back_to not in checkpoints.steps:
         there = ", ".join(map(str, checkpoints.steps)) or "none"
@@ -95,7 +94,7 @@ def train(
         checkpoints.close()
 
 
-def _prepare(run: Run, progress: TrainingProgress) -> None:
+def prepare(run: Run, progress: TrainingProgress) -> None:
     """Vocabularies and encoded text, made by one process while the others wait.
 
     Then all compare: hosts need not share a file system, nor have equal files under one name.
@@ -247,7 +246,7 @@ class _Loop:
         like = self.programs.compile(self.batches[0])
         compiled(f"{len(self.programs.devices)} devices")
         self.reporter.tell("restoring")
-        model, rest = _parts(like)
+        model, rest = parts(like)
         if back_to is not None:
             model, rest, note = self.checkpoints.restore(back_to, model, rest)
             damaged: list[str] = []
@@ -263,7 +262,7 @@ class _Loop:
             note[name] for name in ("tokens", "seconds", "waited")
         )
         self.progress.note(f"resuming at step {note['step']:,}")
-        return _whole(model, rest), int(note["step"]), note["data"]
+        return joined(model, rest), int(note["step"]), note["data"]
 
     def _look(
         self,
@@ -350,7 +349,7 @@ class _Loop:
                 "dev", step, nll=nll, tokens=int(self.tokens), seconds=self.seconds
             )
             self.progress.update(record, self.config.steps, 0.0)
-        model, rest = _parts(state)
+        model, rest = parts(state)
         note = {
             "step": step,
             "tokens": self.tokens,
@@ -388,13 +387,3 @@ class _Loop:
         tokens = np.array([float(metrics.tokens) for metrics in found])
         nlls = np.array([float(metrics.nll) for metrics in found])
         return float((tokens * nlls).sum() / max(tokens.sum(), 1.0))
-
-
-def _parts(state: RunState) -> tuple[Any, Any]:
-    """The weights, and everything else that a checkpoint holds."""
-    rest = {"opt_state": state.train.opt_state, "step": state.train.step, "guard": state.guard}
-    return state.train.model, rest
-
-
-def _whole(model: Any, rest: dict[str, Any]) -> RunState:
-    return RunState(TrainState(model, rest["opt_state"], rest["step"]), rest["guard"])

@@ -180,6 +180,11 @@ class Programs:
             state, batch, self._placed_key, self._teacher = placed
         return self._compiled[shapes](state, batch, self._placed_key, self._teacher)
 
+    def check(self, state: RunState, arrays: Arrays) -> gshard.Report:
+        """One update, value by value, beside the unpartitioned program; `state` stays as it is."""
+        arguments = state, self.batch(arrays), self._key, self._teacher
+        return gshard.check(self._partitioned(arguments), *arguments)
+
     def dev(self, model: Transformer, arrays: Arrays) -> StepMetrics:
         """The losses on a batch."""
         return self._dev(model, self.batch(arrays))
@@ -203,6 +208,17 @@ class Programs:
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((len(x) * count, *x.shape[1:]), x.dtype), batch
         )
+
+
+def parts(state: RunState) -> tuple[Any, Any]:
+    """The weights, and everything else that a checkpoint holds."""
+    rest = {"opt_state": state.train.opt_state, "step": state.train.step, "guard": state.guard}
+    return state.train.model, rest
+
+
+def joined(model: Any, rest: dict[str, Any]) -> RunState:
+    """The state of a checkpoint."""
+    return RunState(TrainState(model, rest["opt_state"], rest["step"]), rest["guard"])
 
 
 def all_finite(tree: Any) -> Array:

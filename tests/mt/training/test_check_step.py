@@ -1,0 +1,37 @@
+"""`gshard train --check STEP`: a step of a real run, value by value."""
+
+import dataclasses
+
+import pytest
+
+from gshard.mt.errors import UserError
+from gshard.mt.run import Run
+from gshard.mt.training.checked import check_step
+from tests.mt.runs import Notes, run_config, with_devices
+
+
+@pytest.mark.slow
+def test_a_step_after_a_checkpoint(whole):
+    """Step 6, trained on from the checkpoint of step 4; nothing of the run is changed."""
+    before = sorted(p.name for p in (whole.folder / "checkpoints").iterdir())
+    report = check_step(whole, 6, Notes())
+    assert report.ok, report
+    assert report.compared > 1000
+    assert sorted(p.name for p in (whole.folder / "checkpoints").iterdir()) == before
+
+
+@pytest.mark.slow
+def test_the_first_step(corpus, tmp_path):
+    """A run without a checkpoint, on two devices."""
+    config = with_devices(run_config(corpus), count=2)
+    small = {"experts": 2, "groups": 2}
+    model = dataclasses.replace(config.model, **small)
+    run = Run.create(tmp_path / "run", dataclasses.replace(config, model=model))
+    report = check_step(run, 1, Notes())
+    assert report.ok, report
+    assert report.compared > 300
+
+
+def test_a_step_that_the_run_does_not_have(whole):
+    with pytest.raises(UserError, match="--check 13: the run has 12 steps"):
+        check_step(whole, 13, Notes())
