@@ -4,7 +4,7 @@
 
 prints the seconds of this process for the 1-trillion-weight step and the 600-billion-weight one
 (partitioned, forecast, explained, the page), then time and program size for 8 to 2048 devices;
-with a FOLDER also as a plot. Seconds are of the processor, so that other programs do not count.
+with a FOLDER also as plots. Seconds are of the processor, so that other programs do not count.
 """
 
 from __future__ import annotations
@@ -68,19 +68,21 @@ def main() -> None:
         plot(rows, Path(sys.argv[1]))
 
 
-def plot(rows: dict[int, tuple[float, int]], folder: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+def plot(rows: dict[int, tuple[float, int]], folder: Path) -> list[Path]:
+    from gshard.pages import lines
 
     folder.mkdir(parents=True, exist_ok=True)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
-    left.plot(list(rows), [seconds for seconds, _ in rows.values()], marker="o")
-    left.set(xscale="log", ylim=(0, None), xlabel="devices", ylabel="seconds to partition")
-    right.plot(list(rows), [count for _, count in rows.values()], marker="o")
-    right.set(xscale="log", ylim=(0, None), xlabel="devices", ylabel="equations")
-    figure.savefig(folder / "flat_in_devices.png", dpi=110)
+    titles = {"seconds to partition": "flat_in_devices.svg", "equations": "flat_equations.svg"}
+    return [
+        lines(
+            "a training step of 12 layers",
+            {"step": [(devices, row[n]) for devices, row in rows.items()]},
+            "devices",
+            unit,
+            powers_of_two=True,
+        ).save(folder / name)
+        for n, (unit, name) in enumerate(titles.items())
+    ]
 
 
 if __name__ == "__main__":

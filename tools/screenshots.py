@@ -1,19 +1,21 @@
 """`python -m tools.screenshots`: pictures of gshard's pages for the README and the docs.
 
 They are made by Chromium: the explain page of the paper's MoE layer on 8 virtual devices, the
-report of the runs that its tests make up, and the page of `gshard serve` with a small model of
-random weights.
+report of the runs that its tests make up, and the pages of `gshard serve`, to translate and of its
+API, with a small model of random weights.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urljoin
 
 import jax
 
@@ -49,6 +51,19 @@ def report(picture: Path) -> None:
 
 def serve(picture: Path) -> None:
     """The page of a server whose model has random weights."""
+    with served() as address:
+        photograph(address, picture, (1200, 640))
+
+
+def api(picture: Path) -> None:
+    """What the server says of its API."""
+    with served() as address:
+        photograph(urljoin(address, "/docs"), picture, (1200, 640))
+
+
+@contextlib.contextmanager
+def served() -> Iterator[str]:
+    """The address of the page of a server whose model has random weights."""
     from gshard.mt.decoding.texts import TranslateConfig
     from gshard.mt.decoding.translator import Translator
     from gshard.mt.serving.server import Server
@@ -65,7 +80,7 @@ def serve(picture: Path) -> None:
     service.warm_up()
     server = Server(service, Settings(port=0))
     threading.Thread(target=server.run, daemon=True).start()
-    photograph(server.address, picture, (1200, 640))
+    yield server.address
     server.stop()
 
 
@@ -81,7 +96,12 @@ def photograph(address: str, picture: Path, size: tuple[int, int] = (1200, 860))
         subprocess.run(command, check=True, capture_output=True, timeout=100)
 
 
-PAGES: dict[str, Callable[[Path], None]] = {"explain": explain, "report": report, "serve": serve}
+PAGES: dict[str, Callable[[Path], None]] = {
+    "explain": explain,
+    "report": report,
+    "serve": serve,
+    "api": api,
+}
 
 
 def main() -> None:
