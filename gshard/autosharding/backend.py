@@ -100,6 +100,9 @@ class HighsBackend:
                 self.integers, np.arange(self.integers, dtype=np.int32), kinds
             )
             self.integral = True
+        if integral:
+            # HiGHS would complete the relaxation's solution by a search that no time limit ends.
+            self.highs.clearSolver()
         self.highs.setOptionValue("mip_rel_gap", tolerance)
         self._limit(seconds, clock)
         if start is not None:
