@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -51,6 +51,18 @@ class AnnotatedInside:
     def __str__(self) -> str:
         some = "" if self.numbers is None else f" number {', '.join(map(str, self.numbers))}"
         return f"{self.place}{some}: {shown(self.dims)}"
+
+
+Group = tuple[Annotated | AnnotatedInside, ...]  # annotations that are alike, as of equal layers
+
+
+def groups(annotations: Iterable[Annotated | AnnotatedInside]) -> list[Group]:
+    """Annotations of equal tensors together: those of one shape, split alike."""
+    found: dict[Any, list[Annotated | AnnotatedInside]] = {}
+    for annotation in annotations:
+        where = annotation.place.source if isinstance(annotation, AnnotatedInside) else ""
+        found.setdefault((where, annotation.shape, annotation.dims), []).append(annotation)
+    return [tuple(group) for group in found.values()]
 
 
 def path_name(path: Any) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import html
 from typing import Any
 
+from gshard.autosharding.annotated import Group, groups
 from gshard.forecast.report import Forecast, duration, size
 from gshard.pages.notebook import table
 
@@ -37,14 +38,16 @@ class Considered:
 
 
 def summary(layout: Any) -> str:
-    """The mesh, the figures, and the annotations with what each saves."""
+    """The mesh, the figures, and the annotations with what each saves: those of tensors of one
+    shape that are sharded alike in one line, as of equal layers."""
     mesh = " x ".join(f"{name}={n}" for name, n in layout.mesh.items())
     lines = [
         f"mesh {mesh} on {layout.devices} x {layout.hardware}",
         f"forecast: {duration(layout.seconds)} a step, {size(layout.memory_bytes)} on each device",
         f"no layout takes less than {duration(layout.bound)} (gap {100 * layout.gap:.1f}%)",
     ]
-    lines += [_line(a) for a in (*layout.annotations, *layout.inside)] or ["  no annotations"]
+    found = [*groups(layout.annotations), *groups(layout.inside)]
+    lines += [_line(group) for group in found] or ["  no annotations"]
     if layout.results:
         lines.append(f"  {len(layout.results)} results are sharded like the arguments they replace")
     return "\n".join(lines)
@@ -67,9 +70,12 @@ def as_table(layout: Any) -> str:
     return f"<p>{said}</p>" + (table(heads, rows) if rows else "")
 
 
-def _line(annotation: Any) -> str:
-    saves = f", saves {duration(annotation.saves)}" if annotation.saves > 0 else ""
-    return f"  {annotation}{saves}"
+def _line(group: Group) -> str:
+    """One line for annotations that are alike."""
+    first = group[0]
+    more = f", and {len(group) - 1} more like it" if len(group) > 1 else ""
+    saves = f", saves {duration(first.saves)}" if first.saves > 0 else ""
+    return f"  {first}{more}{saves}"
 
 
 def explained(layout: Any) -> str:

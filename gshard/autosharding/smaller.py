@@ -6,14 +6,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gshard.autosharding.annotated import Annotated, AnnotatedInside
+from gshard.autosharding.annotated import Group, groups
 from gshard.autosharding.candidates import Candidates
 from gshard.autosharding.layout import Layout
 
 # By how much a layout may be slower than the best one to have fewer annotations.
 TOLERANCE = 0.01
-
-Group = tuple[Annotated | AnnotatedInside, ...]  # annotations that are alike, as of equal layers
 
 
 def smaller(
@@ -26,8 +24,8 @@ def smaller(
     say best what the layout is.
     """
     search = _Search(best, most, candidates, more_time)
-    search.without(_groups(best.inside))
-    for group in [] if search.best.inside else _groups(best.annotations):
+    search.without(groups(best.inside))
+    for group in [] if search.best.inside else groups(best.annotations):
         search.without([group])
     return dataclasses.replace(search.best, considered=tuple(candidates.considered))
 
@@ -39,11 +37,11 @@ class _Search:
     candidates: Candidates
     more_time: Callable[[], bool]
 
-    def without(self, groups: Sequence[Group]) -> None:
+    def without(self, chosen: Sequence[Group]) -> None:
         """Leave out as many of these as one can."""
-        if not groups or not self.more_time():
+        if not chosen or not self.more_time():
             return
-        left_out = {a for group in groups for a in group}
+        left_out = {a for group in chosen for a in group}
         best = self.best
         tried = self.candidates.priced(
             tuple(best.mesh.values()),
@@ -52,12 +50,12 @@ class _Search:
         )
         if tried.seconds <= self.most and tried.memory_bytes <= self.candidates.limit:
             self.best = tried
-        elif len(groups) == 1:
-            self._saves(groups[0], max(0.0, tried.seconds - best.seconds))
+        elif len(chosen) == 1:
+            self._saves(chosen[0], max(0.0, tried.seconds - best.seconds))
         else:
-            middle = len(groups) // 2
-            self.without(groups[:middle])
-            self.without(groups[middle:])
+            middle = len(chosen) // 2
+            self.without(chosen[:middle])
+            self.without(chosen[middle:])
 
     def _saves(self, group: Group, seconds: float) -> None:
         """Note what a group saves."""
@@ -71,12 +69,3 @@ class _Search:
         self.best = dataclasses.replace(
             best, annotations=noted(best.annotations), inside=noted(best.inside)
         )
-
-
-def _groups(annotations: Sequence[Annotated | AnnotatedInside]) -> list[Group]:
-    """Annotations of equal tensors together: those of one shape, split alike."""
-    groups: dict[Any, list[Annotated | AnnotatedInside]] = {}
-    for annotation in annotations:
-        where = annotation.place.source if isinstance(annotation, AnnotatedInside) else ""
-        groups.setdefault((where, annotation.shape, annotation.dims), []).append(annotation)
-    return [tuple(group) for group in groups.values()]
