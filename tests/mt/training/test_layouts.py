@@ -1,16 +1,22 @@
 """`devices.layout=auto`: chosen once, kept with the run, the same when it is resumed."""
 
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from gshard.mt import hosts
 from gshard.mt.errors import UserError
+from gshard.mt.launch.local import free_port, member
 from gshard.mt.run import Run
 from gshard.mt.training import layouts, loop
 from tests.mt.runs import losses, run_config, with_devices, with_train
 from tests.mt.training.test_loop import Notes
+
+PATIENCE = 1800  # seconds: machines that run tests are busy
 
 
 def _train(run):
@@ -35,6 +41,55 @@ def test_a_run_keeps_its_layout(corpus, tmp_path, monkeypatch):
     _train(Run.create(chosen.folder, with_train(chosen.config, steps=6)))
     assert (chosen.folder / layouts.LAYOUT).read_text() == kept
     assert max(losses(Run.open(chosen.folder))) == 6
+
+
+# A host with a folder of its own: the layout it gets, and what it computes with it.
+WORKER = """
+import os, sys
+from pathlib import Path
+import jax, numpy as np
+import jax.numpy as jnp
+import gshard
+from gshard.mt import hosts
+from gshard.mt.launch.environment import Hosts
+from gshard.mt.training import layouts
+
+me = int(os.environ["GSHARD_PROCESS"])
+hosts.start(4, Hosts(os.environ["GSHARD_COORDINATOR"], 2, me))
+if me:  # the others choose nothing
+    layouts.gshard = type("Imported", (), {"Layout": gshard.Layout})
+
+
+def step(state, x):
+    return {"w": state["w"] - 0.125 * jnp.tanh(x @ state["w"]).T @ x}, jnp.sum(x)
+
+
+arguments = {"w": jnp.ones((48, 48))}, jnp.ones((4096, 48))
+layout = layouts.layout_of_run(Path(sys.argv[1], str(me)), step, arguments, 4)
+(state, total) = gshard.jit(step, annotations=layout, devices=jax.devices())(*arguments)
+mean = jax.jit(jnp.mean, out_shardings=None)(state["w"])
+print(f"{float(mean):.1f} {float(total):.1f}")
+"""
+
+
+@pytest.mark.slow
+def test_hosts_with_folders_of_their_own_get_the_same_layout(tmp_path):
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    processes = []
+    for host in range(2):
+        (tmp_path / str(host)).mkdir()
+        environment = {**os.environ, **member(address, 2, host)}
+        command = [sys.executable, "-c", WORKER, str(tmp_path)]
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        )
+    printed = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    kept = [(tmp_path / str(host) / layouts.LAYOUT).read_text() for host in range(2)]
+    assert kept[0] == kept[1]
+    assert np.prod(list(json.loads(kept[0])["mesh"].values())) == 4
+    mean, total = 1 - 0.125 * 4096, 4096 * 48  # tanh(48) is 1
+    assert [text.splitlines()[-1] for text in printed] == [f"{mean:.1f} {total:.1f}"] * 2
 
 
 def _layout(devices):
