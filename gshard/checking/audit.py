@@ -271,10 +271,9 @@ class Audit:
         if follows:
             self.report.not_compared[FOLLOWS] += 1
             return
-        unreduced = "unreduced, " if held.partial else ""
         self.report.differences.append(
             Difference(
-                name, source, what, f"{unreduced}{held.sharding}", tuple(var.aval.shape),
+                name, source, what, str(held.sharding), tuple(var.aval.shape),
                 str(var.aval.dtype), tuple(n for _, n in scope.path), gap.device, gap.index,
                 gap.got, gap.expected, gap.bound, gap.elements,
             )

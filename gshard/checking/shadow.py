@@ -70,7 +70,7 @@ def shadow_of(tiles: Sequence[Any], held: Held, aval: Any) -> Shadow:
     value: Any = assembled(tiles, held)
     if is_key_type(aval.dtype):
         value = jax.random.wrap_key_data(value, impl=aval.dtype._impl.name)
-    if not held.partial or not is_inexact(value.dtype):
+    if not held.sharding.unreduced or not is_inexact(value.dtype):
         return Shadow(value)
     sizes = [None if t is None else magnitude(plain(t)) for t in tiles]
     slack = 2 * roundoff(value.dtype) * magnitude(value)  # the sum is rounded once
@@ -121,7 +121,7 @@ def compare(
     for device, tile in known.items():
         place = place_of(held, device, tile.shape)
         key = (id(tiles[device]), int(held.sharding.tile_index[device]))
-        if place is None or (key in seen and not held.partial):
+        if place is None or (key in seen and not held.sharding.unreduced):
             continue
         seen.add(key)
         got, wanted = real(tile, place), expected[place]
@@ -140,7 +140,7 @@ def _of_summands(
     tiles: Sequence[Any], held: Held, known: dict[int, np.ndarray]
 ) -> dict[int, np.ndarray]:
     """What rounding of the summands of a partial sum allows; 0 for other values."""
-    if not held.partial or not is_inexact(plain(tiles[next(iter(known))]).dtype):
+    if not held.sharding.unreduced or not is_inexact(plain(tiles[next(iter(known))]).dtype):
         return {d: np.zeros(tile.shape) for d, tile in known.items()}
     arrays = [None if t is None else magnitude(plain(t)) for t in tiles]
     u = roundoff(plain(tiles[next(iter(known))]).dtype)

@@ -175,7 +175,7 @@ def _ends(node: Node) -> tuple[Sharding, Sharding, Shape] | None:
     if isinstance(node, Reshard):
         return node.source, node.target, node.shape
     if isinstance(node, Reduce) and node.kind == "sum":
-        return node.sharding, node.target, node.shape
+        return node.sharding.reduced, node.target, node.shape
     return None
 
 

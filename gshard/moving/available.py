@@ -18,7 +18,7 @@ from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
 from gshard.moving.costs import machine
-from gshard.moving.partial import combine_sums
+from gshard.moving.partial import combine
 from gshard.moving.plan import reshard_cost
 from gshard.moving.recompute import DEPTH, Made
 from gshard.moving.reshard import reshard
@@ -131,8 +131,8 @@ class Mover:
 
     def reshard(self, tile: Tile, target: Sharding, reason: Reason) -> Tile:
         """`tile` under another sharding."""
-        if tile.partial:
-            sums, tile = tile, combine_sums(self.place, tile, target, reason.operator)
+        if tile.is_unreduced:
+            sums, tile = tile, combine(self.place, tile, "sum", target, reason.operator)
             self.seen.moved(sums, tile, f"reduction, {reason}")
         if tile.sharding == target and tile.is_standard:
             return tile

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
@@ -25,8 +24,8 @@ from gshard.moving.ordered import sortable
 from gshard.moving.plan import reshard_cost
 from gshard.moving.sent import exchanged, gathered, retile_elements, scattered, sent_bytes
 from gshard.tensors.devices import Groups, Place, groups_by
-from gshard.tensors.factors import Dim, Factor, Factors
-from gshard.tensors.sharding import Sharding, Split, compatible
+from gshard.tensors.factors import Dim, Factors
+from gshard.tensors.sharding import Sharding, compatible
 from gshard.tensors.tile import Tile, itemsize_of
 
 
@@ -72,22 +71,21 @@ class _Scatter:
 
 @dataclass(frozen=True)
 class Reduce(Node):
-    """Partial results over some `splits` combined by `kind`, and scattered by `scatter` if given.
+    """A value that is unreduced, reduced by `kind`, and scattered by `scatter` if given.
 
-    `reason` names the operator that left them.
+    `reason` names the operator that left it unreduced.
     """
 
     name: ClassVar[str] = "reduce"
     sharding: Sharding
     shape: tuple[int, ...]
-    splits: tuple[Split, ...]
     kind: str
     scatter: _Scatter | None
 
     @property
     def target(self) -> Sharding:
         """The sharding of the result."""
-        return self.scatter.result if self.scatter else self.sharding
+        return self.scatter.result if self.scatter else self.sharding.reduced
 
     def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
         """The tile, or the part of it that is scattered to a device."""
@@ -95,18 +93,16 @@ class Reduce(Node):
 
     def sent(self, local: tuple[int, ...], dtype: Any) -> int:
         """What the collectives send; see `reduce_bytes`."""
-        return reduce_bytes(
-            self.sharding, self.shape, self.splits, self.kind, self.scatter, local, dtype
-        )
+        return reduce_bytes(self.sharding, self.shape, self.kind, self.scatter, local, dtype)
 
     def run(self, place: Place, array: jax.Array) -> jax.Array:
         """An AllReduce, or a ReduceScatter."""
-        key, order, size = _parts(self.sharding, self.splits)
+        key, order, size = _parts(self.sharding)
         if self.scatter:
-            tile = Tile(array, self.sharding, self.shape)
+            tile = Tile(array, self.sharding.reduced, self.shape)
             return _scattered(place, tile, self.scatter, self).array
         groups = groups_by(key, order)
-        if self.splits[0].idle and self.sharding.is_replicated:
+        if _has_idle_copies(self.sharding):
             # Devices without a part get the result too; they and copies of a part contribute
             # identities.
             part = place.lookup((key == 0).astype(np.int32))
@@ -116,7 +112,7 @@ class Reduce(Node):
         return _all_reduce(place, array, groups, self.kind, reason)
 
     def __str__(self) -> str:
-        over = math.prod(s.tiles for s in self.splits)
+        over = math.prod(s.tiles for s in self.sharding.unreduced)
         result = f" -> {self.target}" if self.scatter else ""
         return f"{self.kind} over {over}{result}"
 
@@ -124,14 +120,13 @@ class Reduce(Node):
 def reduce_bytes(
     here: Sharding,
     shape: tuple[int, ...],
-    splits: tuple[Split, ...],
     kind: str,
     scatter: _Scatter | None,
     local: tuple[int, ...],
     dtype: Any,
 ) -> int:
-    """Bytes that a device sends to combine partial results."""
-    size, devices = math.prod(s.tiles for s in splits), here.num_devices
+    """Bytes that a device sends to reduce a value that is unreduced `here`."""
+    size, devices = math.prod(s.tiles for s in here.unreduced), here.num_devices
     itemsize = itemsize_of(dtype)
     nbytes = math.prod(local) * itemsize
     if scatter:
@@ -145,10 +140,10 @@ def reduce_bytes(
             sent += sent_bytes("all_reduce", padded // parts, size // parts)
         return sent
     groups = 1
-    if splits[0].idle and here.is_replicated:
+    if _has_idle_copies(here):
         size = devices
     else:
-        groups = len(reducing_groups(here, splits))
+        groups = len(reducing_groups(here))
     if kind == "tree":
         return tree_all_reduce_bytes(math.prod(local), itemsize, size, groups, devices)
     if kind in ("prod", "xor") or (kind in ("and", "or") and jnp.dtype(dtype) != jnp.bool_):
@@ -158,29 +153,28 @@ def reduce_bytes(
     return halves * sent_bytes("all_reduce", nbytes // halves, size)
 
 
-def combine(
-    place: Place,
-    tile: Tile,
-    reduced: Mapping[Factor, Split],
-    kinds: Mapping[Factor, str],
-    target: Sharding,
-    name: str,
-) -> Tile:
-    """`tile`, unreduced over some splits, reduced or scattered towards `target`: a node."""
-    if not reduced or 0 in tile.shape:
-        return tile
-    (kind,) = {kinds[f] for f in reduced}
-    splits = tuple(reduced.values())
-    idle = splits[0].idle and tile.sharding.is_replicated
-    scatter = _worth_scattering(tile.sharding, reduced, kind, target, tile.nbytes)
-    scatter = None if idle else scatter
-    node = Reduce(Reason("step", name), tile.sharding, tile.shape, splits, kind, scatter)
+def combine(place: Place, tile: Tile, kind: str, target: Sharding, name: str = "") -> Tile:
+    """`tile`, reduced by `kind` or scattered towards `target` if it is unreduced: a node.
+
+    The reason is the operator that left it so, or the one of this `name`, which needs it.
+    """
+    here = tile.sharding
+    if not here.unreduced or 0 in tile.shape:
+        return Tile(tile.array, here.reduced, tile.shape)
+    scatter = _worth_scattering(here, kind, target, tile.nbytes)
+    scatter = None if _has_idle_copies(here) else scatter
+    node = Reduce(Reason("step", tile.origin or name), here, tile.shape, kind, scatter)
     return Tile(communicate(node, tile.array, place), node.target, tile.shape)
+
+
+def _has_idle_copies(here: Sharding) -> bool:
+    """Whether devices without a part of a value that nothing else splits get its reduction too."""
+    return here.unreduced[0].idle and here.reduced.is_replicated
 
 
 def _scattered(place: Place, tile: Tile, scatter: _Scatter, node: Reduce) -> Tile:
     """Partial sums scattered; then reduced among the members with the same part."""
-    key, _, size = _parts(node.sharding, node.splits)
+    key, _, size = _parts(node.sharding)
     left_by = node.reason
     result, dim, parts = scatter.result, scatter.dim, scatter.parts
     rows = -(-tile.shape[dim] // result.tiles[dim])
@@ -200,29 +194,20 @@ def _scattered(place: Place, tile: Tile, scatter: _Scatter, node: Reduce) -> Til
     return reshard.standardized(place, Tile(x, result, tile.shape), reason)
 
 
-def combine_sums(place: Place, tile: Tile, target: Sharding, name: str) -> Tile:
-    """An unreduced value, combined towards `target`; `name` is the operator that needs it."""
-    name = tile.origin or name
-    splits = {str(number): split for number, split in enumerate(tile.partial)}
-    done = replace(tile, partial=(), origin="")
-    return combine(place, done, splits, dict.fromkeys(splits, "sum"), target, name)
-
-
-def combine_disjoint(
-    place: Place, tile: Tile, reduced: Mapping[Factor, Split], target: Sharding, name: str
-) -> Tile:
+def combine_disjoint(place: Place, tile: Tile, target: Sharding) -> Tile:
     """`combine` for values that one device has and the others have zeros for: bit-exact.
 
     It sums integers: sums of floats lose the sign of zero, and some flush denormals.
     """
     x, shape = tile.array, tile.shape
-    if not reduced:
+    unreduced = tile.sharding.unreduced
+    if not unreduced:
         return tile
 
     def like(array: jax.Array, shape: tuple[int, ...]) -> Tile:
         more = len(shape) - len(tile.shape)
-        here, there = tile.sharding.extended(more), target.extended(more)
-        return combine_disjoint(place, Tile(array, here, shape), reduced, there, name)
+        here = tile.sharding.extended(more).unreduced_over(unreduced)
+        return combine_disjoint(place, Tile(array, here, shape, tile.origin), target.extended(more))
 
     def back(done: Tile, array: jax.Array) -> Tile:
         return Tile(array, done.sharding.project(range(len(shape))), shape)
@@ -243,7 +228,7 @@ def combine_disjoint(
             lax.bitcast_convert_type(x, jnp.dtype(f"uint{itemsize_of(x.dtype) * 8}")), shape
         )
         return back(done, lax.bitcast_convert_type(done.array, x.dtype))
-    return combine(place, tile, reduced, dict.fromkeys(reduced, "sum"), target, name)
+    return combine(place, tile, "sum", target)
 
 
 def _in_pairs(dtype: Any, tile: Tile, target: Sharding) -> bool:
@@ -254,52 +239,46 @@ def _in_pairs(dtype: Any, tile: Tile, target: Sharding) -> bool:
     return all(tile.shape[-1] % (2 * t) == 0 for t in tiles)
 
 
-def combine_cost(
-    here: Sharding,
-    reduced: Mapping[Factor, Split],
-    kinds: Mapping[Factor, str],
-    target: Sharding,
-    aval: Any,
-) -> float:
-    """Bytes to reduce a partial result and reshard it to `target`."""
-    if not reduced:
+def combine_cost(here: Sharding, kind: str, target: Sharding, aval: Any) -> float:
+    """Bytes to reduce a value by `kind`, if it is unreduced, and to reshard it to `target`."""
+    if not here.unreduced:
         return reshard_cost(here, target, aval.shape, aval.dtype)
-    (kind,) = {kinds[f] for f in reduced}
-    size = math.prod(s.tiles for s in reduced.values())
+    size = math.prod(s.tiles for s in here.unreduced)
     local = math.prod(here.local_shape(aval.shape)) * itemsize_of(aval.dtype)
-    scatter = _worth_scattering(here, reduced, kind, target, local)
+    scatter = _worth_scattering(here, kind, target, local)
     if scatter:
         rest = reshard_cost(scatter.result, target, aval.shape, aval.dtype)
         k, across = scatter.parts, size // scatter.parts
         latency = machine().latency * (1 + (across > 1))
         return local * ((k - 1) / k + 2 / k * (across - 1) / across) + latency + rest
     factor = 2 * (size - 1) / size if kind in _NATIVE else size - 1
-    return local * factor + machine().latency + reshard_cost(here, target, aval.shape, aval.dtype)
+    rest = reshard_cost(here.reduced, target, aval.shape, aval.dtype)
+    return local * factor + machine().latency + rest
 
 
 _NATIVE = ("sum", "tree", "max", "min", "and", "or")
 
 
 @functools.lru_cache(maxsize=16384)
-def _parts(here: Sharding, reduced: tuple[Split, ...]) -> tuple[np.ndarray, np.ndarray, int]:
+def _parts(here: Sharding) -> tuple[np.ndarray, np.ndarray, int]:
     """The devices that combine: those with the same tile of the result and all parts of it."""
-    parts = Sharding(reduced, here.num_devices)
-    both = Sharding((*here.splits, *reduced), here.num_devices)
+    parts = Sharding(here.unreduced, here.num_devices)
+    both = Sharding((*here.splits, *here.unreduced), here.num_devices)
     copy = np.zeros(here.num_devices, np.int64)
     copy[both.devices.reshape(-1, both.replicas)] = np.arange(both.replicas)
     key = np.where(parts.tile_index < 0, -1, here.tile_index * both.replicas + copy)
     return key, parts.tile_index, math.prod(parts.tiles)
 
 
-def reducing_key(here: Sharding, reduced: tuple[Split, ...]) -> np.ndarray:
-    """For every device the number of the group that its partial result belongs to."""
-    key, _, _ = _parts(here, reduced)
+def reducing_key(here: Sharding) -> np.ndarray:
+    """For every device the number of the group that its part of an unreduced value belongs to."""
+    key, _, _ = _parts(here)
     return key
 
 
-def reducing_groups(here: Sharding, reduced: tuple[Split, ...]) -> Groups:
-    """The devices whose partial results belong together."""
-    key, order, _ = _parts(here, reduced)
+def reducing_groups(here: Sharding) -> Groups:
+    """The devices whose parts of an unreduced value belong together."""
+    key, order, _ = _parts(here)
     return groups_by(key, order)
 
 
@@ -308,9 +287,7 @@ def copies_groups(sharding: Sharding) -> list[list[int]]:
     return sharding.devices.reshape(-1, sharding.replicas).tolist()
 
 
-def _worth_scattering(
-    here: Sharding, reduced: Mapping[Factor, Split], kind: str, target: Sharding, nbytes: int
-) -> _Scatter | None:
+def _worth_scattering(here: Sharding, kind: str, target: Sharding, nbytes: int) -> _Scatter | None:
     """How a sum of `nbytes` is scattered, if that is better than an AllReduce and a slice.
 
     If members share a part it takes two collectives. A small sum, for which the second would cost
@@ -318,26 +295,26 @@ def _worth_scattering(
     """
     if kind not in ("sum", "tree"):
         return None
-    scatter = _scatter(here, tuple(reduced.values()), target)
-    if scatter and kind == "tree" and not _ordered(here, tuple(reduced.values()), scatter):
+    scatter = _scatter(here, target)
+    if scatter and kind == "tree" and not _ordered(here, scatter):
         return None  # groups of members would add other subtrees
-    if scatter and scatter.parts < math.prod(s.tiles for s in reduced.values()):
+    if scatter and scatter.parts < math.prod(s.tiles for s in here.unreduced):
         saved = nbytes * (scatter.parts - 1) / scatter.parts
         return scatter if saved > machine().latency / LATENCIES else None
     return scatter
 
 
-def _ordered(here: Sharding, reduced: tuple[Split, ...], scatter: _Scatter) -> bool:
+def _ordered(here: Sharding, scatter: _Scatter) -> bool:
     """Whether members hold all parts of the result in the order of their subtrees."""
-    key, order, size = _parts(here, reduced)
+    key, order, size = _parts(here)
     tiles = scatter.result.tile_index
     return scatter.parts == size and groups_by(key, order) == groups_by(key, tiles)
 
 
 @functools.lru_cache(maxsize=16384)
-def _scatter(here: Sharding, reduced: tuple[Split, ...], target: Sharding) -> _Scatter | None:
+def _scatter(here: Sharding, target: Sharding) -> _Scatter | None:
     """A sharding towards `target` in which members of a reducing group hold different parts."""
-    key, order, size = _parts(here, reduced)
+    key, order, size = _parts(here)
     if (order < 0).any():
         return None
     for parts in (k for k in range(size, 1, -1) if size % k == 0):

@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from gshard import _jax
 from gshard.graph import bodies
-from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
 
@@ -23,14 +23,12 @@ class Held:
     """How the devices hold a value of the user's program: tiles of an array of logical `shape`.
 
     `value` is the value's variable in the flat program. `moved` is the reason of the reshard that
-    brought it there; empty for the tiles that its own operator left. Of a `partial` sum, devices
-    that differ in their parts of these splits hold summands.
+    brought it there; empty for the tiles that its own operator left.
     """
 
     value: Any
     sharding: Sharding
     shape: tuple[int, ...]
-    partial: tuple[Split, ...] = ()
     moved: str = ""
 
 
@@ -60,7 +58,7 @@ class Seen:
     def _add(self, value: Any, tile: Tile, moved: str) -> None:
         var = _jax.variable_of(tile.array)
         if isinstance(var, _jax.Var):
-            held = Held(value, tile.sharding, tuple(tile.shape), tile.partial, moved)
+            held = Held(value, tile.sharding, tuple(tile.shape), moved)
             known = self.held.setdefault(var, [])
             if held not in known:
                 known.append(held)

@@ -43,9 +43,8 @@ class Layout:
 
     factors: Factors
     chosen: Assignment
-    reduced: Mapping[Factor, Split]  # what leaves partial results
     operands: tuple[tuple[Sharding, tuple[int, ...]], ...]  # sharding and local shape
-    results: tuple[tuple[Sharding, tuple[int, ...]], ...]
+    results: tuple[tuple[Sharding, tuple[int, ...]], ...]  # unreduced if reduced factors are split
     in_place: bool = False  # no communication: operands and results already have these shardings
     types: dict[Any, Any] = field(default_factory=dict)  # of local results, by those of operands
 
@@ -53,18 +52,20 @@ class Layout:
     def of(eqn: JaxprEqn, factors: Factors, chosen: Assignment, num_devices: int) -> Layout:
         """The layout of `eqn` with its factors split as `chosen`."""
 
-        def lie(tensors: Sequence[Sequence[Dim]], atoms: Sequence[Any]) -> tuple[Any, ...]:
-            return tuple(
+        operands, results = (
+            tuple(
                 (
-                    shard_dims(dims, chosen, factors, num_devices),
+                    shard(dims, chosen, factors, num_devices),
                     local_dims(dims, chosen, factors, atom.aval.shape),
                 )
                 for dims, atom in zip(tensors, atoms, strict=True)
             )
-
-        reduced = {f: s for f, s in chosen.items() if s and f in factors.reduced}
-        operands, results = lie(factors.operands, eqn.invars), lie(factors.results, eqn.outvars)
-        return Layout(factors, chosen, reduced, operands, results)
+            for shard, tensors, atoms in (
+                (shard_dims, factors.operands, eqn.invars),
+                (shard_result, factors.results, eqn.outvars),
+            )
+        )
+        return Layout(factors, chosen, operands, results)
 
     def between(
         self, eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding]
@@ -72,8 +73,7 @@ class Layout:
         """This layout between these shardings of operands and wanted shardings of results."""
         atoms, given = (*eqn.invars, *eqn.outvars), (*shardings, *targets)
         usual = tuple((s, s.local_shape(a.aval.shape)) for s, a in zip(given, atoms, strict=True))
-        alike = usual == self.operands + self.results
-        return replace(self, in_place=alike and not self.reduced)
+        return replace(self, in_place=usual == self.operands + self.results)
 
 
 def partition_by_factors(
@@ -132,7 +132,7 @@ def in_place_again(
     """
     rule, layout = _in_place.get((kind, *[t.sharding for t in tiles], *targets), (None, None))
     # The user may have registered another rule meanwhile.
-    if layout is None or rule is not RULES.get(eqn.primitive) or any(t.partial for t in tiles):
+    if layout is None or rule is not RULES.get(eqn.primitive):
         return None
     values = [t.array for t in tiles]
     types = layout.types.get(_types(values))
@@ -190,17 +190,14 @@ def run_as(
                 tile = ctx.retile(tile, dim, size, Reason("operand", name))
         ready.append(mask_for(ctx.place, tile, dims, factors) if factors.reduced else tile)
     arrays = rule.local(ctx, eqn, ready, [local for _, local in layout.results])
+    kind = factors.reduction(layout.chosen)
     results = []
     for var, (here, _), array, target in zip(
         eqn.outvars, layout.results, arrays, targets, strict=True
     ):
-        tile = Tile(array, here, tuple(var.aval.shape))
-        reduced = layout.reduced
-        waiting = ctx.waits(var, tile, reduced, factors.reduced)
-        if waiting:
-            results.append(replace(waiting, origin=name))
-        else:
-            results.append(combine(ctx.place, tile, reduced, factors.reduced, target, name))
+        tile = Tile(array, here, tuple(var.aval.shape), name)
+        stays = ctx.stays_unreduced(var, tile, kind)
+        results.append(tile if stays else combine(ctx.place, tile, kind, target))
     return results
 
 
@@ -209,6 +206,15 @@ def shard_dims(
 ) -> Sharding:
     """The sharding of a tensor with these dims if the factors are split as `chosen`."""
     return Sharding(tuple(compose(d, chosen, factors.sizes) for d in dims), num_devices)
+
+
+def shard_result(
+    dims: Sequence[Dim], chosen: Assignment, factors: Factors, num_devices: int
+) -> Sharding:
+    """The sharding of a result, before it is reduced over factors that occur in operands only."""
+    here = shard_dims(dims, chosen, factors, num_devices)
+    splits = [s for f, s in chosen.items() if s and f in factors.reduced]
+    return here.unreduced_over(splits) if splits else here
 
 
 def local_dims(
@@ -317,11 +323,11 @@ def default_cost(
         part = shares.narrow[number] if shares else 1.0
         cost = reshard_cost(sharding, wanted, atom.aval.shape, atom.aval.dtype, part)
         total += cost * shares.of_move(number, wanted) if shares and cost else cost
-    reduced = {f: s for f, s in chosen.items() if s and f in factors.reduced}
+    kind = factors.reduction(chosen)
     for var, dims, target in zip(eqn.outvars, factors.results, targets, strict=True):
-        here = shard_dims(dims, chosen, factors, num_devices)
-        cost = combine_cost(here, reduced, factors.reduced, target, var.aval)
-        total += cost * shares.of_sum if shares and reduced else cost
+        here = shard_result(dims, chosen, factors, num_devices)
+        cost = combine_cost(here, kind, target, var.aval)
+        total += cost * shares.of_sum if shares and here.unreduced else cost
     return total
 
 

@@ -17,7 +17,7 @@ from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factor, Factors, Shape
-from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
 
@@ -25,7 +25,7 @@ from gshard.tensors.tile import Tile
 class Shares:
     """The costs that an operator shares with others.
 
-    `of_sum` is its part of the cost of reducing its result, where partial sums are added first.
+    `of_sum` is its part of the cost of reducing its result, where unreduced values are added first.
     `uses` is for each operand the part of a reshard that this use pays, `narrow` the part of its
     bytes that have to move (see `uses`), and `moved` the shardings under which it is already
     available, which cost nothing.
@@ -57,10 +57,8 @@ class Context(Protocol):
         """`tile` with tiles of `size` rows along `dim`, which may differ from the sharding's."""
         ...
 
-    def waits(
-        self, var: Any, tile: Tile, reduced: Mapping[Factor, Split], kinds: Mapping[Factor, str]
-    ) -> Tile | None:
-        """`tile` as a partial sum over the `reduced` splits, if the sum of `var` may wait."""
+    def stays_unreduced(self, var: Any, tile: Tile, kind: str) -> bool:
+        """Whether `tile`, a value of `var` that is to be reduced by `kind`, is reduced later."""
         ...
 
     def shares(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Shares | None:
@@ -84,7 +82,7 @@ class Context(Protocol):
     ) -> list[Tile]:
         """Partition the body of a loop or branch, called with `tiles`.
 
-        The results with the numbers in `leaving` may be partial sums (`uses`).
+        The results with the numbers in `leaving` may be unreduced (`uses`).
         """
         ...
 

@@ -34,17 +34,15 @@ from gshard.tensors.tile import Tile
 _SLICED = (p.slice_p, p.dynamic_slice_p)
 
 
-def left_unreduced(tile: Tile, splits: Sequence[Split]) -> Tile | None:
-    """`tile` as a partial sum over `splits`, if it can wait: all devices have to take part."""
-    fits = not any(s.idle for s in splits) and not tile.sharding.idle
-    if not fits or not jnp.issubdtype(tile.array.dtype, jnp.inexact) or 0 in tile.shape:
-        return None
-    return replace(tile, partial=tuple(splits))
+def can_stay(tile: Tile) -> bool:
+    """Whether a sum can stay unreduced: all devices have to take part."""
+    idle = tile.sharding.idle or any(s.idle for s in tile.sharding.unreduced)
+    return not idle and jnp.issubdtype(tile.array.dtype, jnp.inexact) and 0 not in tile.shape
 
 
 def on_unreduced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
     """The result of an operator on unreduced operands, itself unreduced; None if it needs sums."""
-    here = {number for number, tile in enumerate(tiles) if tile.partial}
+    here = {number for number, tile in enumerate(tiles) if tile.is_unreduced}
     group = next((g for g in linear_groups(eqn) if here.issubset(g)), None)
     if group is None:
         return None
@@ -55,7 +53,7 @@ def on_unreduced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | N
     if eqn.primitive in SCATTERED:
         return _scattered(ctx, eqn, tiles)
     if len(group) > 1:
-        (part, *_) = [t for t in tiles if t.partial]
+        (part, *_) = [t for t in tiles if t.is_unreduced]
         if part.shape != tuple(eqn.outvars[0].aval.shape):
             return None
         if eqn.primitive in ADDED:
@@ -70,7 +68,7 @@ def on_unreduced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | N
 
 def _in_place(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
     """An operator on tiles as they are; None if some have to move or split dims are summed over."""
-    rule, (part, *_) = RULES[eqn.primitive], [t for t in tiles if t.partial]
+    rule, (part, *_) = RULES[eqn.primitive], [t for t in tiles if t.is_unreduced]
     factors, shape = rule.factors(eqn), tuple(eqn.outvars[0].aval.shape)
     (result,) = factors.results
     operands = (result, result) if eqn.primitive in ADDED else factors.operands
@@ -84,30 +82,32 @@ def _in_place(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None
         return None
     devices = part.sharding.num_devices
     for dims, tile in zip(operands, tiles, strict=True):
-        if shard_dims(dims, chosen, factors, devices) != tile.sharding or not tile.is_standard:
+        wanted = shard_dims(dims, chosen, factors, devices)
+        if wanted is not tile.sharding.reduced or not tile.is_standard:
             return None
     here = shard_dims(result, chosen, factors, devices)
     by_element = all(not dims or dims == result for dims in operands)
     even = here.is_even(shape) and all(t.sharding.is_even(t.shape) for t in tiles)
     if not (by_element or even):  # padding would get between the elements
         return None
-    if not compatible((*here.splits, *part.partial)):  # one axis for two dims of the result
+    unreduced = part.sharding.unreduced
+    if not compatible((*here.splits, *unreduced)):  # one axis for two dims of the result
         return None
     (array,) = rule.local(ctx, eqn, list(tiles), [here.local_shape(shape)])
-    return Tile(array, here, shape, part.partial, part.origin)
+    return Tile(array, here.unreduced_over(unreduced), shape, part.origin)
 
 
 def _alike(ctx: Context, tiles: Sequence[Tile]) -> list[Tile] | None:
-    """All operands as partial sums over the same devices; None where that is not free.
+    """All operands unreduced over the same devices; None where that is not free.
 
-    What is not a partial sum counts once: one device of those that sum has it, the others zeros.
+    A reduced value counts once: one device of those that sum has it, the others zeros.
     """
-    (part, *_) = [t for t in tiles if t.partial]
+    (part, *_) = [t for t in tiles if t.is_unreduced]
     found = []
     for tile in tiles:
-        if not tile.partial and len(tile.shape) == len(part.shape):
-            tile = as_unreduced(ctx.place, tile, part.sharding, part.partial) or tile
-        if (tile.sharding, tile.partial) != (part.sharding, part.partial) or not tile.is_standard:
+        if not tile.is_unreduced and len(tile.shape) == len(part.shape):
+            tile = as_unreduced(ctx.place, tile, part.sharding) or tile
+        if tile.sharding is not part.sharding or not tile.is_standard:
             return None
         found.append(tile)
     return found if len({t.array.dtype for t in found}) == 1 else None
@@ -117,7 +117,7 @@ def _grown(tile: Tile, like: Tile) -> Tile:
     """`tile` with the rows of `like` in the dims in which it has one for all of them."""
     shape = tile.shape or (1,) * len(like.shape)
     grown = [n == 1 and m != 1 for n, m in zip(shape, like.shape, strict=True)]
-    if tile.partial or not any(grown):
+    if tile.is_unreduced or not any(grown):
         return tile
     own = tile.sharding.splits or (None,) * len(shape)
     given = zip(own, like.sharding.splits, grown, strict=True)
@@ -132,7 +132,7 @@ def _grown(tile: Tile, like: Tile) -> Tile:
 
 def _joined(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
     """A concatenation along a dim that is not split, or a stack."""
-    if not all(t.partial for t in tiles):
+    if not all(t.is_unreduced for t in tiles):
         return None
     parts, stacked = _alike(ctx, tiles), eqn.primitive is stack_p
     dim = eqn.params["axis" if stacked else "dimension"]
@@ -145,14 +145,14 @@ def _joined(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
     if stacked:
         splits.insert(dim, None)
     sharding = replace(parts[0].sharding, splits=tuple(splits))
-    shape, (origin, *_) = eqn.outvars[0].aval.shape, [t.origin for t in tiles if t.partial]
-    return Tile(lax.concatenate(arrays, dim), sharding, tuple(shape), parts[0].partial, origin)
+    shape = tuple(eqn.outvars[0].aval.shape)
+    return Tile(lax.concatenate(arrays, dim), sharding, shape, tiles[0].origin)
 
 
 def _scattered(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
-    """Updates added to a partial sum, by the operator's own rule."""
+    """Updates added to an unreduced value, by the operator's own rule."""
     partition = RULES[eqn.primitive].partition
-    if partition is None or any(t.partial for t in tiles[1:]):
+    if partition is None or any(t.is_unreduced for t in tiles[1:]):
         return None
     (done,) = partition(ctx, eqn, list(tiles), [ctx.sharding(eqn.outvars[0])])
     return done
@@ -163,7 +163,7 @@ def _sliced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
     tile, *starts = tiles
     shape = tuple(eqn.outvars[0].aval.shape)
     cut = [d for d, (n, m) in enumerate(zip(tile.shape, shape, strict=True)) if n != m]
-    if any(t.partial for t in starts) or not tile.is_standard or 0 in shape:
+    if any(t.is_unreduced for t in starts) or not tile.is_standard or 0 in shape:
         return None
     if any(tile.sharding.splits[d] for d in cut):
         return None
@@ -180,10 +180,8 @@ def _sliced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
     return replace(tile, array=array, shape=shape)
 
 
-def as_unreduced(
-    place: Place, tile: Tile, sharding: Sharding, partial: tuple[Split, ...]
-) -> Tile | None:
-    """A value as an unreduced one with this sharding, without communication.
+def as_unreduced(place: Place, tile: Tile, sharding: Sharding) -> Tile | None:
+    """A value under a sharding that is unreduced, without communication.
 
     Every part of it comes from one of the devices of the reduction, and the others have zeros. None
     if they do not have all parts between them.
@@ -193,7 +191,7 @@ def as_unreduced(
     placed = [d for d, (a, b) in pairs if a is not b]  # dims of which a device has a part only
     if here.idle or not tile.is_standard or any(sharding.splits[d] for d in placed):
         return None
-    group = reducing_key(sharding, partial)
+    group = reducing_key(sharding)
     parts, owners = np.unique(group * math.prod(here.tiles) + here.tile_index, return_index=True)
     needed = len(np.unique(group)) * math.prod(here.tiles[d] for d in placed)
     if (group < 0).any() or len(parts) != needed:
@@ -211,4 +209,4 @@ def as_unreduced(
         start = place.lookup(split.coords * rows)
         array = lax.dynamic_update_slice_in_dim(wide, array, start, dim)
         array = lax.slice_in_dim(array, 0, tile.shape[dim], axis=dim)
-    return Tile(array, sharding, tile.shape, partial, tile.origin)
+    return Tile(array, sharding, tile.shape, tile.origin)

@@ -34,9 +34,8 @@ from gshard.rules.manual import CROSSING_MANUAL, check_manual, own, run_manually
 from gshard.rules.pointwise import same_dims
 from gshard.rules.unknown import unknown_rule
 from gshard.tensors.devices import Place
-from gshard.tensors.factors import Factor
 from gshard.tensors.keys import is_key_type
-from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Identity, Tile
 
 
@@ -67,7 +66,7 @@ def _is_index_math(eqn: JaxprEqn) -> bool:
 
 def _can_be_recomputed(eqn: JaxprEqn, tiles: Sequence[Tile]) -> bool:
     """Whether an operator may be recomputed after its operands are moved."""
-    if eqn.primitive is annotate_p or any(t.partial or t.sharding.manual for t in tiles):
+    if eqn.primitive is annotate_p or any(t.is_unreduced or t.sharding.manual for t in tiles):
         return False
     rule = RULES.get(eqn.primitive)
     by_element = rule is not None and rule.factors is same_dims and not rule.partition
@@ -140,13 +139,9 @@ class Planner:
         """`tile` with tiles of `size` rows along `dim`, which may differ from the sharding's."""
         return retile(self.place, tile, dim, size, reason)
 
-    def waits(
-        self, var: Any, tile: Tile, reduced: Mapping[Factor, Split], kinds: Mapping[Factor, str]
-    ) -> Tile | None:
-        """`tile` as a partial sum over the `reduced` splits, if the sum of `var` may wait."""
-        if not reduced or var not in self.unreduced or {kinds[f] for f in reduced} != {"sum"}:
-            return None
-        return unreduced.left_unreduced(tile, tuple(reduced.values()))
+    def stays_unreduced(self, var: Any, tile: Tile, kind: str) -> bool:
+        """Whether `tile`, a value of `var` that is to be reduced by `kind`, is reduced later."""
+        return kind == "sum" and var in self.unreduced and unreduced.can_stay(tile)
 
     def shares(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Shares | None:
         """What an operator shares with others, if anything."""
@@ -198,7 +193,7 @@ class Planner:
     ) -> list[Tile]:
         """The results of a program, given tiles for its constants and its arguments.
 
-        The results with the numbers in `leaving` may be partial sums (`uses`).
+        The results with the numbers in `leaving` may be unreduced (`uses`).
         """
         self.uses = Uses(jaxpr, leaving, self.shardings)
         self.unreduced = self.uses.unreduced
@@ -232,15 +227,15 @@ class Planner:
     def equation(self, eqn: JaxprEqn, tiles: list[Tile]) -> list[Tile]:
         """The results of one equation, on tiles."""
         targets = [self.shardings[v] for v in eqn.outvars]
-        if any(t.partial for t in tiles):
+        if any(t.is_unreduced for t in tiles):
             part = unreduced.on_unreduced(self, eqn, tiles)
-            if part and part.partial and eqn.outvars[0] in self.unreduced:
+            if part and part.is_unreduced and eqn.outvars[0] in self.unreduced:
                 return [part]
             if part:
                 return [self.reshard(part, targets[0], Reason("result", eqn.primitive.name))]
             tiles = [
                 self.reshard(t, self.sharding(a), Reason("operand", eqn.primitive.name))
-                if t.partial
+                if t.is_unreduced
                 else t
                 for t, a in zip(tiles, eqn.invars, strict=True)
             ]
@@ -253,10 +248,10 @@ class Planner:
             else:
                 results = partition_by_factors(self, eqn, rule, tiles, targets)
         for number, (result, target) in enumerate(zip(results, targets, strict=True)):
-            if result.sharding is target and result.is_standard and not result.partial:
+            if result.sharding is target and result.is_standard:
                 continue
             check_manual(eqn, result, target)
-            if not result.partial or eqn.outvars[number] not in self.unreduced:
+            if not result.is_unreduced or eqn.outvars[number] not in self.unreduced:
                 reason = Reason("result", eqn.primitive.name)
                 results[number] = self.reshard(result, target, reason)
         if eqn.primitive in VIEWS:

@@ -16,7 +16,7 @@ from jax.extend.core import primitives as p
 
 from gshard.moving.partial import combine_cost
 from gshard.moving.plan import reshard_cost
-from gshard.operators.choose import choose, default_cost, local_work, shard_dims
+from gshard.operators.choose import choose, default_cost, local_work, shard_dims, shard_result
 from gshard.operators.rule import Shares
 from gshard.propagation.flow import Edge, Flow
 from gshard.tensors.sharding import Sharding
@@ -189,9 +189,9 @@ def _edge_cost(operator: Operator, shardings: list[Sharding], targets: list[Shar
         if sent := reshard_cost(shardings[i], wanted, aval.shape, aval.dtype, narrow[i]):
             moves[i] = (wanted, sent)
     own = local_work(eqn, factors, chosen)
-    reduced = {f: s for f, s in chosen.items() if s and f in factors.reduced}
+    kind = factors.reduction(chosen)
     for var, dims, target in zip(eqn.outvars, factors.results, targets, strict=True):
-        here = shard_dims(dims, chosen, factors, num_devices)
-        sent = combine_cost(here, reduced, factors.reduced, target, var.aval)
-        own += sent * share if reduced else sent
+        here = shard_result(dims, chosen, factors, num_devices)
+        sent = combine_cost(here, kind, target, var.aval)
+        own += sent * share if here.unreduced else sent
     return Cost(own, moves)

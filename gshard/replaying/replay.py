@@ -164,7 +164,8 @@ class Replay(Iterator[Step]):
         array, held = plain(value), self._held(atom)
         if held is None:
             return Piece(array)
-        return Piece(array, held.shape, place_of(held, device, array.shape), bool(held.partial))
+        place = place_of(held, device, array.shape)
+        return Piece(array, held.shape, place, bool(held.sharding.unreduced))
 
     def _held(self, atom: Any) -> Held | None:
         """What a variable holds of the user's values; values of manual regions have no place."""

@@ -69,10 +69,10 @@ def summed(tiles: Sequence[Any], held: Held) -> dict[int, np.ndarray]:
     Floats are summed in 64 bits, so that this adds no error of its own.
     """
     arrays = {d: plain(t) for d, t in enumerate(tiles) if t is not None}
-    if not held.partial:
+    if not held.sharding.unreduced:
         return arrays
     found = {}
-    for group in reducing_groups(held.sharding, held.partial):
+    for group in reducing_groups(held.sharding):
         parts = [wide(arrays[d]) for d in group]
         found[group[0]] = np.sum(parts, axis=0) if len(parts) > 1 else parts[0]
     return found

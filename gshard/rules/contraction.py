@@ -23,7 +23,7 @@ from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.partial import combine, mask_for
-from gshard.operators.choose import Assignment, Layout, cheapest, run_as, shard_dims
+from gshard.operators.choose import Assignment, Layout, cheapest, run_as, shard_dims, shard_result
 from gshard.operators.rule import Context, Doc, Rule, linear_in, register
 from gshard.tensors.factors import Factor, Factors
 from gshard.tensors.sharding import Sharding, Split
@@ -133,9 +133,9 @@ def _in_a_loop(
     total = multiply((first + split.tiles - 1) % split.tiles, passing, total)
     if write_dim is not None:
         total = lax.slice(total, [0] * total.ndim, out_sharding.local_shape(shape))
-    reduced = {f: s for f, s in chosen.items() if s and f in factors.reduced}
-    done = Tile(total, out_sharding, shape)
-    return combine(place, done, reduced, factors.reduced, target, eqn.primitive.name)
+    here = shard_result(out_dims, chosen, factors, target.num_devices)
+    done = Tile(total, here, shape, eqn.primitive.name)
+    return combine(place, done, factors.reduction(chosen), target)
 
 
 def _operands(

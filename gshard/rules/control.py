@@ -45,7 +45,7 @@ class _TiledScan:
         slices: Sequence[jax.Array],
         sums: Mapping[int, float],
     ) -> list[Tile]:
-        """The results of the body; those that are in `sums` may be partial sums."""
+        """The results of the body; those that are in `sums` may be unreduced."""
         arguments = [
             *self.consts,
             *(replace(t, array=a) for a, t in zip(carried, self.carry, strict=True)),
@@ -77,11 +77,11 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
         inner = ctx.inner()
         results = loop.run_once(inner, carried, slices, sums)
         after = [
-            r if c.partial else inner.reshard(r, c.sharding, Reason("carried value", "scan"))
+            r if c.is_unreduced else inner.reshard(r, c.sharding, Reason("carried value", "scan"))
             for r, c in zip(results[:n_carry], loop.carry, strict=True)
         ]
         for r, c in zip(after, loop.carry, strict=True):
-            assert (r.partial, r.sharding) == (c.partial, c.sharding), (r, c)
+            assert r.sharding is c.sharding, (r, c)
         made[:] = [
             _summed_if_large(inner, r, v, params["length"])
             for r, v in zip(results[n_carry:], body.outvars[n_carry:], strict=True)
@@ -104,8 +104,8 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
 
 
 def _summed_if_large(ctx: Context, tile: Tile, var: Any, length: int) -> Tile:
-    """A result of a body; as the sum, if a stack of partial sums would be beyond the limit."""
-    if not tile.partial:
+    """A result of a body; reduced, if a stack of unreduced ones would exceed the limit."""
+    if not tile.is_unreduced:
         return tile
     least = byte_size(ctx.sharding(var).local_shape(tile.shape), tile.array.dtype)
     if length * tile.nbytes <= max(ctx.memory_limit, length * least):
@@ -132,7 +132,7 @@ def _accumulating(
     carry, kept = list(loop.carry), {i: s for i, s in sums.items() if i not in added}
     for i, variables in added.items():
         parts = [trial.inner.values.get(v) for v in variables if not isinstance(v, Literal)]
-        forms = {(t.sharding, t.partial) for t in parts if t}
+        forms = {t.sharding for t in parts if t}
         if len(forms) != 1 or None in parts or len(parts) < len(variables):
             continue
         (part, *_) = [t for t in parts if t]
@@ -151,15 +151,16 @@ def _unreduced_start(ctx: Context, carried: Tile, like: Tile) -> Tile | None:
 
     Not if it is partitioned by hand, or a scalar is added, or it would exceed the memory limit.
     """
-    if not like.partial or like.sharding.manual or like.sharding.rank != len(carried.shape):
+    wanted = like.sharding
+    if not wanted.unreduced or wanted.manual or wanted.rank != len(carried.shape):
         return None
-    local = byte_size(like.sharding.local_shape(carried.shape), carried.array.dtype)
+    local = byte_size(wanted.local_shape(carried.shape), carried.array.dtype)
     if local > max(ctx.memory_limit, carried.nbytes):
         return None
-    start = as_unreduced(ctx.place, carried, like.sharding, like.partial)
+    start = as_unreduced(ctx.place, carried, wanted)
     if start is None:
-        moved = ctx.reshard(carried, like.sharding, Reason("operand", "scan"))
-        start = as_unreduced(ctx.place, moved, like.sharding, like.partial)
+        moved = ctx.reshard(carried, wanted.reduced, Reason("operand", "scan"))
+        start = as_unreduced(ctx.place, moved, wanted)
     return replace(start, origin=like.origin) if start else None
 
 
@@ -190,26 +191,22 @@ def _linear(
         trial = _Trial(ctx, replace(loop, carry=carry), {**sums, **linear})
         more = False
         for i in linear:
-            if not carry[i].partial and (
+            if not carry[i].is_unreduced and (
                 start := _unreduced_start(ctx, carry[i], trial.results[i])
             ):
                 carry[i], more = start, True
-    changed = [i for i in linear if carry[i].partial]
+    changed = [i for i in linear if carry[i].is_unreduced]
     kept = {**sums, **{i: linear[i] for i in changed}}
     if not changed:
         return None
     after = _Trial(ctx, replace(loop, carry=carry), kept)
-    if any(not _is_like(after.results[i], carry[i]) for i in changed):
+    if any(after.results[i].sharding is not carry[i].sharding for i in changed):
         return None
     before = planned_bytes(_Trial(ctx, loop, sums).jaxpr)
     last = sum(2 * carry[i].nbytes * linear[i] for i in changed)  # in every run, an AllReduce of it
     if planned_bytes(after.jaxpr) + last >= before:
         return None
     return replace(loop, carry=carry), kept
-
-
-def _is_like(one: Tile, other: Tile) -> bool:
-    return (one.sharding, one.partial) == (other.sharding, other.partial)
 
 
 def _split_stacks(ctx: Context, scan: Loop) -> dict[int, float]:

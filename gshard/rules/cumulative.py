@@ -52,7 +52,7 @@ def _cumulative(
     local = eqn.primitive.bind(tile.masked(ctx.place, nothing, [dim]).array, **eqn.params)
     end = 0 if reverse else local.shape[dim] - 1
     total = lax.slice_in_dim(local, end, end + 1, axis=dim)
-    groups = reducing_groups(wanted.replace(dim, None), (split,))
+    groups = reducing_groups(wanted.replace(dim, None).unreduced_over([split]))
     reason = Reason("step", eqn.primitive.name, f"the totals of {split.tiles} tiles")
     totals = collectives.all_gather(ctx.place, total, dim, groups, reason)
     scanned = eqn.primitive.bind(totals, **eqn.params)

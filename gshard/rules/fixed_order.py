@@ -198,7 +198,7 @@ def _partition_tree(
     if split is None or (n % split.tiles == 0 and not split.idle):
         return partition_by_factors(ctx, eqn, _SUBTREES, tiles, targets)
     others = [d for d, s in enumerate(tile.sharding.splits) if s is None and tile.shape[d] > 1]
-    if split.idle or not others or tile.partial or not tile.is_standard:
+    if split.idle or not others or tile.is_unreduced or not tile.is_standard:
         return partition_by_factors(ctx, eqn, _WHOLE, tiles, targets)
     # Devices exchange what they have of the tree for parts of another dim, and complete it there.
     parts = _own_nodes(ctx.place, tile, axis, split)

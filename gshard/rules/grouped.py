@@ -146,8 +146,9 @@ def _added_here(
     here = (row < limits.starts[number + 1]) & inside[jnp.minimum(row, wanted.size - 1)]
     at = jnp.where(here, wanted[jnp.minimum(row, wanted.size - 1)], x.shape[0])
     nothing = jnp.zeros(whole.local_shape(x.shape), rows.array.dtype)
-    part = Tile(nothing.at[at].add(rows.array, mode="drop"), whole, x.shape)
-    sums = combine(ctx.place, part, {"t": groups.parts}, {"t": "sum"}, target, "put_rows")
+    added, parts = nothing.at[at].add(rows.array, mode="drop"), whole.unreduced_over([groups.parts])
+    part = Tile(added, parts, x.shape, "put_rows")
+    sums = combine(ctx.place, part, "sum", target)
     sums = ctx.reshard(sums, target, Reason("result", "put_rows"))
     into = ctx.reshard(x, target, Reason("operand", "put_rows"))
     return replace(sums, array=into.array + sums.array)
@@ -163,7 +164,7 @@ def _sent(
 ) -> Tile:
     """`into`, with the rows of `x` that are sent there."""
     parts = groups.parts
-    between = reducing_groups(into.sharding.replace(0, None), (parts,))
+    between = reducing_groups(into.sharding.replace(0, None).unreduced_over([parts]))
     why = f"rows to and from {groups.count} groups on {parts.tiles} devices; {_ROUNDS}"
     reason = Reason("step", "", why)
     number = ctx.place.coord(parts)
@@ -253,8 +254,7 @@ def _grouped_dot(
         ready.append(mask_for(ctx.place, tile, dims, factors))
     here = shard_dims(factors.results[0], chosen, factors, targets[0].num_devices)
     shape = tuple(eqn.outvars[0].aval.shape)
-    reduced = {f: s for f in factors.reduced if (s := chosen[f])}
-    kinds = dict(factors.reduced)
+    reduced = [s for f in factors.reduced if (s := chosen[f])]
     own, first = ctx.place.coord(groups.parts), ctx.place.coord(groups.split)
     dot = _Local(eqn, groups, limits, own, first)
     if of_groups:
@@ -264,12 +264,10 @@ def _grouped_dot(
         array = _sums_of_groups(ctx, dot, ready[0], ready[1], here)
         copies = groups.parts.minor(groups.parts.tiles // groups.split.tiles)
         if copies and groups.parts is not groups.split:
-            reduced, kinds = {**reduced, "t": copies}, {**kinds, "t": "sum"}
-    done = Tile(array, here, shape)
-    waiting = ctx.waits(eqn.outvars[0], done, reduced, kinds)
-    if waiting:
-        return [replace(waiting, origin="ragged_dot")]
-    return [combine(ctx.place, done, reduced, kinds, targets[0], "ragged_dot")]
+            reduced.append(copies)
+    done = Tile(array, here.unreduced_over(reduced), shape, "ragged_dot")
+    stays = bool(reduced) and ctx.stays_unreduced(eqn.outvars[0], done, "sum")
+    return [done if stays else combine(ctx.place, done, "sum", targets[0])]
 
 
 def _chosen(

@@ -191,8 +191,9 @@ def partition_gather(
         params["indices_are_sorted"] &= not indices.padded_dims()
         return [Tile(eqn.primitive.bind(operand.array, indices.array, **params), here, shape)]
     found = _look_up(ctx, eqn, roles, chosen, operand, indices, sizes)
-    split = {f: s for f in factors.reduced if (s := chosen[f])}
-    return [combine_disjoint(ctx.place, Tile(found, here, shape), split, targets[0], "gather")]
+    split = [s for f in factors.reduced if (s := chosen[f])]
+    part = Tile(found, here.unreduced_over(split), shape, "gather")
+    return [combine_disjoint(ctx.place, part, targets[0])]
 
 
 def _within(limit: int) -> Callable[..., float]:

@@ -92,7 +92,7 @@ def _partition_custom(
     if not reduced:
         arrays = bind_local(ctx, eqn, ready, [])
     else:
-        groups = reducing_groups(here, reduced)
+        groups = reducing_groups(here.unreduced_over(reduced))
         arrays = finish(prepare(ready), groups)
         if here.is_replicated and any(s.idle for s in reduced):
             arrays = [_from_one(ctx, eqn, a, groups[0][0]) for a in arrays]

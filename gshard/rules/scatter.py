@@ -8,7 +8,7 @@ sends less. An embedding's gradient is both.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
@@ -22,7 +22,14 @@ from gshard._jax import scatter_sub_p
 from gshard.graph.reason import Reason
 from gshard.moving.partial import combine, combine_cost, identity
 from gshard.moving.plan import reshard_cost
-from gshard.operators.choose import Assignment, choose, local_dims, local_work, shard_dims
+from gshard.operators.choose import (
+    Assignment,
+    choose,
+    local_dims,
+    local_work,
+    shard_dims,
+    shard_result,
+)
 from gshard.operators.rule import Context, Doc, Rule, Shares, linear_in, register
 from gshard.operators.unreduced import as_unreduced
 from gshard.rules.indexing import (
@@ -34,9 +41,9 @@ from gshard.rules.indexing import (
     with_margins,
     without,
 )
-from gshard.tensors.factors import Factor, Factors
+from gshard.tensors.factors import Factors
 from gshard.tensors.keys import is_key_type
-from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
 _KINDS = {
@@ -81,25 +88,21 @@ def _scatter_cost(
     `shares` is the part to pay of what is shared with other operators.
     """
     num_devices, (target,) = targets[0].num_devices, targets
-    here = shard_dims(factors.results[0], chosen, factors, num_devices)
-    reduced = _reduced(factors, chosen)
+    here = shard_result(factors.results[0], chosen, factors, num_devices)
     total = local_work(eqn, factors, chosen)
-    combined = combine_cost(here, reduced, factors.reduced, target, eqn.outvars[0].aval)
-    total += combined * shares.of_sum if shares and reduced else combined
+    kind = factors.reduction(chosen)
+    combined = combine_cost(here, kind, target, eqn.outvars[0].aval)
+    total += combined * shares.of_sum if shares and kind else combined
     for n, (atom, dims, sharding) in enumerate(
         zip(eqn.invars, factors.operands, shardings, strict=True)
     ):
         if total >= limit:
             return total
-        wanted = shard_dims(dims, chosen, factors, num_devices) if n or not reduced else target
+        wanted = shard_dims(dims, chosen, factors, num_devices) if n or not kind else target
         part = shares.narrow[n] if shares else 1.0
         cost = reshard_cost(sharding, wanted, atom.aval.shape, atom.aval.dtype, part)
         total += cost * shares.of_move(n, wanted) if shares and cost else cost
     return total
-
-
-def _reduced(factors: Factors, chosen: Assignment) -> Mapping[Factor, Split]:
-    return {f: s for f in factors.reduced if (s := chosen[f])}
 
 
 def partition_scatter(
@@ -111,46 +114,44 @@ def partition_scatter(
     if 0 in tiles[2].shape:
         return tiles[:1]
     cost = functools.partial(_scatter_cost, shares=ctx.shares(eqn, tiles))
-    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets, cost=cost)
-    reduced = _reduced(factors, chosen)
+    chosen = choose(eqn, factors, [t.sharding.reduced for t in tiles], targets, cost=cost)
+    kind = factors.reduction(chosen)
     wanted = [shard_dims(dims, chosen, factors, target.num_devices) for dims in factors.operands]
     indices, updates = (
         ctx.reshard(t, sharding, Reason("operand", name))
         for t, sharding in zip(tiles[1:], wanted[1:], strict=True)
     )
-    if not reduced:
+    if not kind:
         operand = ctx.reshard(tiles[0], wanted[0], Reason("operand", name))
         return [_update(ctx, eqn, roles, chosen, operand, indices, updates)]
-    (kind,) = set(factors.reduced.values())
     neutral = identity(kind, tiles[0].array.dtype)
     local = local_dims(factors.results[0], chosen, factors, shape)
-    nothing = Tile(jnp.full(local, neutral), wanted[0], shape)
-    cut = [d for d, n in enumerate(roles.windows) if n in reduced]
+    here = shard_result(factors.results[0], chosen, factors, target.num_devices)
+    nothing = Tile(jnp.full(local, neutral), here, shape, name)
+    cut = [d for d, n in enumerate(roles.windows) if n in factors.reduced and chosen[n]]
     updates = updates.masked(ctx.place, neutral, cut)
-    waiting = ctx.waits(eqn.outvars[0], nothing, reduced, factors.reduced)
-    start = _unreduced_start(ctx, tiles[0], wanted[0], tuple(reduced.values()), bool(waiting))
+    stays = ctx.stays_unreduced(eqn.outvars[0], nothing, kind)
+    start = _unreduced_start(ctx, tiles[0], here, stays)
+    part = _update(ctx, eqn, roles, chosen, start or nothing, indices, updates)
+    part = replace(part, origin=name)
     if start:
-        done = _update(ctx, eqn, roles, chosen, start, indices, updates)
-        return [replace(done, partial=start.partial, origin=name)]
-    part = _update(ctx, eqn, roles, chosen, nothing, indices, updates)
-    part = combine(ctx.place, part, reduced, factors.reduced, target, name)
+        return [part]
+    part = combine(ctx.place, part, kind, target)
     part = ctx.reshard(part, target, Reason("result", name))
     operand = ctx.reshard(tiles[0], target, Reason("operand", name))
     return [Tile(_merge(kind, operand.array, part.array), target, shape)]
 
 
-def _unreduced_start(
-    ctx: Context, operand: Tile, sharding: Sharding, splits: tuple[Split, ...], waits: bool
-) -> Tile | None:
-    """The operand as a partial sum over `splits`, to which each device adds its own updates.
+def _unreduced_start(ctx: Context, operand: Tile, sharding: Sharding, stays: bool) -> Tile | None:
+    """The operand unreduced as `sharding` is, to which each device adds its own updates.
 
-    It is one already, or the sum of the result `waits`; None if the updates are combined first.
+    It is so already, or the result `stays` unreduced; None if the updates are combined first.
     """
-    if (operand.partial, operand.sharding) == (splits, sharding) and operand.is_standard:
+    if operand.sharding is sharding and operand.is_standard:
         return operand
-    if operand.partial or not waits:
+    if operand.is_unreduced or not stays:
         return None
-    return as_unreduced(ctx.place, operand, sharding, splits)
+    return as_unreduced(ctx.place, operand, sharding)
 
 
 def _merge(kind: str, operand: jax.Array, part: jax.Array) -> jax.Array:

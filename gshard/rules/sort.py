@@ -166,7 +166,7 @@ def _sort_columns(
     def sort(arrays: list[jax.Array]) -> list[jax.Array]:
         return list(lax.sort(arrays, dimension=0, is_stable=False, num_keys=keys))
 
-    groups = reducing_groups(here.replace(dim, None), (split,))
+    groups = reducing_groups(here.replace(dim, None).unreduced_over([split]))
     reason = Reason("step", "sort", f"columnsort over {split.tiles} tiles")
     done = columnsort(place, operands, sort, here, dim, groups, reason)
     kept = done[len(first) : len(first) + num_keys] + done[keys:]
@@ -216,7 +216,7 @@ def _top_k(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardin
         searched = tile.masked(ctx.place, identity("max", tile.array.dtype), [dim]).array
         values, indices = eqn.primitive.bind(searched, **{**eqn.params, "k": found})
         indices = indices + tile.offset(ctx.place, dim)
-        groups = reducing_groups(whole, (split,))
+        groups = reducing_groups(whole.unreduced_over([split]))
         reason = Reason("step", eqn.primitive.name, f"candidates of {split.tiles} tiles")
         values, indices = (
             collectives.all_gather(ctx.place, x, dim, groups, reason) for x in (values, indices)

@@ -69,6 +69,12 @@ class Factors:
             resized=frozenset(resized),
         )
 
+    def reduction(self, chosen: Mapping[Factor, Split | None]) -> str:
+        """How results are combined if factors are split as `chosen`; empty if they need not be."""
+        kinds = {kind for f, kind in self.reduced.items() if chosen.get(f)}
+        (kind,) = kinds or {""}
+        return kind
+
 
 def combining(eqn: JaxprEqn, reduced: Mapping[Factor, str]) -> dict[Factor, str]:
     """How partial results over `reduced` factors are combined: for booleans, a sum is an or."""

@@ -77,28 +77,36 @@ class Sharding:
     """The splits of a tensor's dims, over `num_devices` devices; None for an unsplit dim.
 
     Devices with equal coordinates in every dim hold copies of one tile (partial replication). In a
-    `manual` region every device has a value of its own, and the shape is the local one. Interned
-    like its splits: equality is identity, and derived properties are computed once.
+    `manual` region every device has a value of its own, and the shape is the local one. A value
+    that is `unreduced` over some splits is the sum (or another reduction) of what the devices hold
+    that differ in their parts of these splits. Interned like its splits: equality is identity, and
+    derived properties are computed once.
     """
 
     splits: tuple[Split | None, ...]
     num_devices: int
     manual: bool = False
+    unreduced: tuple[Split, ...] = ()
 
     def __new__(
-        cls, splits: tuple[Split | None, ...], num_devices: int, manual: bool = False
+        cls,
+        splits: tuple[Split | None, ...],
+        num_devices: int,
+        manual: bool = False,
+        unreduced: tuple[Split, ...] = (),
     ) -> Sharding:
         """The one sharding with these splits."""
-        key = (splits, num_devices, manual)
+        key = (splits, num_devices, manual, unreduced)
         found = _shardings.get(key)
         if found is None:
             found = object.__new__(cls)
-            found.__dict__.update(splits=splits, num_devices=num_devices, manual=manual)
+            found.__dict__.update(splits=splits, num_devices=num_devices)
+            found.__dict__.update(manual=manual, unreduced=unreduced)
             found = _shardings.setdefault(key, found)
         return found
 
     def __reduce__(self) -> Any:
-        return Sharding, (self.splits, self.num_devices, self.manual)
+        return Sharding, (self.splits, self.num_devices, self.manual, self.unreduced)
 
     @staticmethod
     def replicated(rank: int, num_devices: int) -> Sharding:
@@ -137,7 +145,7 @@ class Sharding:
     @property
     def is_replicated(self) -> bool:
         """Whether every device holds the entire tensor."""
-        return not any(self.splits) and not self.manual
+        return not any(self.splits) and not self.manual and not self.unreduced
 
     @functools.cached_property
     def idle(self) -> bool:
@@ -177,6 +185,15 @@ class Sharding:
         """Whether there is no padding in any tile."""
         return self.padded_shape(shape) == tuple(shape)
 
+    @functools.cached_property
+    def reduced(self) -> Sharding:
+        """This sharding once the value is reduced."""
+        return Sharding(self.splits, self.num_devices, self.manual) if self.unreduced else self
+
+    def unreduced_over(self, splits: Iterable[Split]) -> Sharding:
+        """The same tiles, of which each device has reduced only its own part of `splits`."""
+        return Sharding(self.splits, self.num_devices, self.manual, tuple(splits))
+
     def project(self, dims: Iterable[int | None]) -> Sharding:
         """The sharding of a tensor whose i-th dim is split like dim `dims[i]` (None: unsplit)."""
         splits = tuple(None if d is None else self.splits[d] for d in dims)
@@ -193,6 +210,9 @@ class Sharding:
     def __str__(self) -> str:
         if self.manual:
             return "manual"
+        if self.unreduced:
+            over = math.prod(s.tiles for s in self.unreduced)
+            return f"unreduced over {over}, {self.reduced}"
         if self.is_replicated:
             return "replicated"
         dims = " x ".join(f"dim {d} by {s.tiles}" for d, s in enumerate(self.splits) if s)

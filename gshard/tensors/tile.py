@@ -14,7 +14,7 @@ from jax import lax
 
 from gshard.tensors.devices import Place
 from gshard.tensors.keys import is_key_type
-from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -23,22 +23,24 @@ class Tile:
 
     Along a split dim tile c starts at row c * array.shape[dim]. That size is the sharding's
     `ceil(size / tiles)`, except temporarily: a reshard or a reshape may leave larger tiles for
-    `reshard.retile` to even out. With `partial` splits the tensor is unreduced:
-    its value is the sum over the devices that differ in their parts of these splits (see
-    `unreduced`). `origin` is the operator that made it, for the reason of the collective that sums
-    it.
+    `reshard.retile` to even out. `origin` is the operator that left a value unreduced, for the
+    reason of the collective that will reduce it.
     """
 
     array: jax.Array
     sharding: Sharding
     shape: tuple[int, ...]
-    partial: tuple[Split, ...] = ()
     origin: str = ""
 
     @property
     def is_standard(self) -> bool:
         """Whether the local shape is the one that the sharding prescribes."""
         return self.array.shape == self.sharding.local_shape(self.shape)
+
+    @property
+    def is_unreduced(self) -> bool:
+        """Whether the value is the sum of what devices hold."""
+        return bool(self.sharding.unreduced)
 
     @property
     def nbytes(self) -> int:

@@ -17,12 +17,10 @@ def test_copies_of_a_part_count_once_where_devices_are_idle(kind, wanted):
     """Three parts, each on two of eight devices; the last two hold nothing and get the result."""
     split = Split.of([0, 1, 2, 0, 1, 2, -1, -1])
     values = np.array([1, 2, 4, 1, 2, 4, 9, 9], np.int32)
-    whole = Sharding.replicated(1, 8)
+    parts = Sharding.replicated(1, 8).unreduced_over([split])
 
     def local(x):
-        return Reduce(Reason("step", "test"), whole, (1,), (split,), kind, None).run(
-            Place(("d",), 8), x
-        )
+        return Reduce(Reason("step", "test"), parts, (1,), kind, None).run(Place(("d",), 8), x)
 
     mesh, spec = Mesh(np.array(jax.devices()), "d"), PartitionSpec("d")
     run = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)

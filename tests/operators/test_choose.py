@@ -99,7 +99,7 @@ def test_what_needed_no_communication_needs_it_with_unreduced_operands(forgotten
     ctx = SimpleNamespace(kind=lambda _: 1, shares=lambda *_: None)
     layout = choose.cheapest(ctx, eqn, RULES[eqn.primitive], [tile], [ROWS])
     assert layout.in_place
-    unreduced = replace(tile, partial=(COLUMNS.splits[1],))
+    unreduced = replace(tile, sharding=ROWS.unreduced_over([COLUMNS.splits[1]]))
     assert choose.in_place_again(eqn, 1, [unreduced], [ROWS]) is None
 
 

@@ -8,7 +8,7 @@ from jax import lax
 
 import gshard.rules  # noqa: F401 (registers what operators are linear in)
 from gshard.graph.regions import Loop
-from gshard.operators.unreduced import left_unreduced
+from gshard.operators.unreduced import can_stay
 from gshard.operators.uses import Uses, accumulators
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
@@ -75,5 +75,5 @@ def test_floats_alone_stay_unreduced(dtype):
     """Sums of integers are exact in any order, and are those of counts and of masks."""
     whole = Sharding.replicated(1, 8)
     split = Sharding.of_assignment(even_split(1, 0, 8), 8).splits[0]
-    found = left_unreduced(Tile(np.zeros(4, dtype), whole, (4,)), [split])
-    assert (found is not None) == np.issubdtype(dtype, np.inexact)
+    found = can_stay(Tile(np.zeros(4, dtype), whole.unreduced_over([split]), (4,)))
+    assert found == np.issubdtype(dtype, np.inexact)
