@@ -13,8 +13,9 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from gshard.forecast.kernels import KERNEL
-from gshard.forecast.ops import LOOPS, PRODUCTS, bodies_of, size_of
+from gshard.forecast.ops import LOOPS, PRODUCTS, size_of
 from gshard.forecast.program import Operator, body_of, walk
+from gshard.graph.regions import bodies
 
 _LOOKUPS = {"gather", "dynamic_slice", "slice"}
 _UPDATES = {"dynamic_update_slice", "scatter", "scatter-add", "scatter_add"}
@@ -69,7 +70,7 @@ class Touched:
         self._alias.update(body.alias)
         for operator in body.operators:
             if operator.root.name in LOOPS:
-                for inner in bodies_of(operator.root.eqn):
+                for inner in bodies(operator.root.eqn):
                     self._collect(inner, style)
 
     def _add(self, operator: Operator) -> None:

@@ -27,12 +27,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import Mesh
 
 from gshard._jax import shard_map_p
-from gshard.forecast.ops import APART, LOOPS, PRODUCTS, bodies_of, size_of
+from gshard.forecast.ops import APART, LOOPS, PRODUCTS, size_of
+from gshard.graph.liveness import renamed
 from gshard.graph.reason import NO_REASON
+from gshard.graph.regions import bodies, map_bodies
 from gshard.graph.source import reason_of
 from gshard.moving.costs import EXCHANGED, LATENCIES, machine
 from gshard.moving.packed import can_be_exchanged, run_together
@@ -151,7 +153,7 @@ def _is_heavy(eqn: JaxprEqn) -> bool:
         return True
     if eqn.primitive.name in _LIGHT:  # the common case, decided quickly
         return False
-    return any(_is_heavy(e) for body in bodies_of(eqn) for e in body.eqns)
+    return any(_is_heavy(e) for body in bodies(eqn) for e in body.eqns)
 
 
 # --------------------------------------------------------------- the program with its combinations
@@ -188,7 +190,7 @@ def _all_combinations(jaxpr: Jaxpr, rings: bool) -> dict[Jaxpr, list[Combination
     found = {jaxpr: combinations}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in LOOPS:
-            for body in bodies_of(eqn):
+            for body in bodies(eqn):
                 found |= _all_combinations(body, rings)
     return found
 
@@ -228,10 +230,7 @@ def _written(
         while (
             not eqns or last not in eqns[-1].outvars
         ):  # a combination ends with the equation of its last result
-            eqn = next(left)
-            invars = [a if isinstance(a, Literal) else known.get(a, a) for a in eqn.invars]
-            outvars = [known.get(v, v) for v in eqn.outvars]
-            eqns.append(eqn.replace(invars=invars, outvars=outvars))
+            eqns.append(renamed(next(left), known))
     return found
 
 
@@ -256,15 +255,7 @@ class _Rewriting:
         """An equation; the bodies of a loop or branch are in their new order."""
         if eqn.primitive.name not in LOOPS:
             return eqn
-        return eqn.replace(params={k: self.param(v) for k, v in eqn.params.items()})
-
-    def param(self, value: Any) -> Any:
-        """A parameter of a loop or branch; programs in it are rewritten."""
-        if isinstance(value, ClosedJaxpr):
-            return value.replace(jaxpr=self.program(value.jaxpr))
-        if isinstance(value, tuple) and any(isinstance(v, ClosedJaxpr) for v in value):
-            return tuple(map(self.param, value))
-        return value
+        return map_bodies(eqn, lambda closed: closed.replace(jaxpr=self.program(closed.jaxpr)))
 
 
 class _Schedule:

@@ -17,7 +17,8 @@ from typing import Any
 from jax.extend.core import Literal
 
 from gshard._jax import scan_counts
-from gshard.forecast.ops import ALIASES, PRODUCTS, Op, Stored, bodies_of, elements, inlined
+from gshard.forecast.ops import ALIASES, PRODUCTS, Op, Stored, elements, inlined
+from gshard.graph.regions import bodies
 
 
 def as_on_gpus(ops: list[Op]) -> list[Op]:
@@ -36,7 +37,7 @@ def as_on_gpus(ops: list[Op]) -> list[Op]:
                 found.append(Op(op.eqn, (var,), (reads[number],), False, "transpose"))
         found.append(Op(op.eqn, tuple(reads), op.writes, op.joins))
         stacked = range(scan_counts(op.eqn.params)[1], len(op.writes))
-        inside = _turned_results(bodies_of(op.eqn)[0])
+        inside = _turned_results(bodies(op.eqn)[0])
         turned.update(op.writes[n] for n in stacked if n in inside)
     return found
 

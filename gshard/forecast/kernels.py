@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from gshard.forecast.ops import bodies_of, elements, size_of
+from gshard.forecast.ops import elements, size_of
+from gshard.graph.regions import bodies
 
 KERNEL = "pallas_call"
 _FREE = {"get", "swap", "broadcast_in_dim", "iota", "reshape", "transpose", "convert_element_type"}
@@ -47,7 +48,7 @@ def _counted(jaxpr: Jaxpr) -> tuple[float, Any, float]:
     """Operations of products, the dtype of their operands, and other operations, of one program."""
     products, dtype, vector = 0.0, None, 0.0
     for eqn in jaxpr.eqns:
-        inner = [_counted(body) for body in bodies_of(eqn)]
+        inner = [_counted(body) for body in bodies(eqn)]
         if inner:
             times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
             products += times * sum(p for p, _, _ in inner)

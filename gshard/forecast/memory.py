@@ -17,9 +17,10 @@ from typing import Any
 from jax.extend.core import Jaxpr, Literal
 
 from gshard._jax import scan_counts
-from gshard.forecast.ops import LOOPS, bodies_of, size_of
+from gshard.forecast.ops import LOOPS, size_of
 from gshard.forecast.order import breadth_first, depth_first
 from gshard.forecast.program import Body, Operator, body_of
+from gshard.graph.regions import bodies
 from gshard.graph.source import source_of
 
 
@@ -244,7 +245,7 @@ def _inside(operator: Operator, style: str) -> _Peak:
     if operator.root.name not in LOOPS:
         return _Peak(0, "", ())
     scan = scan_counts(operator.root.eqn.params) if operator.root.name == "scan" else None
-    peaks = [_peak(j, style, (), scan) for j in bodies_of(operator.root.eqn)]
+    peaks = [_peak(j, style, (), scan) for j in bodies(operator.root.eqn)]
     return max(peaks, key=lambda p: p.bytes)
 
 

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from gshard.graph.regions import bodies
 from gshard.moving.inventory import COLLECTIVES
 from gshard.tensors.tile import byte_size
 
@@ -58,11 +59,6 @@ def size_of(var: Any) -> int:
     return byte_size(aval.shape, aval.dtype) if hasattr(aval, "shape") else 0
 
 
-def bodies_of(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The programs inside an equation."""
-    return [getattr(j, "jaxpr", j) for j in jaxprs_in_params(eqn.params)]
-
-
 def elements(var: Any) -> int:
     """How many numbers a value has."""
     return math.prod(getattr(var.aval, "shape", ()))
@@ -80,7 +76,7 @@ def _inline(jaxpr: Jaxpr, env: dict[Any, Any], ops: list[Op]) -> list[Any]:
 
     for eqn in jaxpr.eqns:
         reads = [read(a) for a in eqn.invars]
-        inner = bodies_of(eqn) if eqn.primitive.name in CALLS else []
+        inner = bodies(eqn) if eqn.primitive.name in CALLS else []
         if len(inner) == 1 and len(inner[0].invars) == len(reads):
             # A body may be shared by several calls: each gets fresh variables.
             fresh = _Fresh(zip(inner[0].invars, reads, strict=True))

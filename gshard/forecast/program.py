@@ -28,10 +28,10 @@ from gshard.forecast.ops import (
     PRODUCTS,
     Op,
     Stored,
-    bodies_of,
     inlined,
     size_of,
 )
+from gshard.graph.regions import bodies
 from gshard.graph.source import is_unlikely
 from gshard.moving.inventory import COLLECTIVES
 
@@ -317,7 +317,7 @@ def _walk(
     for operator in body_of(jaxpr, style).operators:
         eqn = operator.root.eqn
         if operator.root.name in LOOPS:
-            inner = bodies_of(eqn)
+            inner = bodies(eqn)
             for body in inner:
                 yield from _walk(body, style, times * trips(eqn), (*around, eqn))
             if operator.root.name == "scan" and style == "gpu":

@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from gshard.forecast.collective import Groups, Topology, collective_terms, reach
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.kernels import KERNEL, kernel_work
-from gshard.forecast.ops import Op, bodies_of, size_of
+from gshard.forecast.ops import Op, size_of
 from gshard.forecast.program import Operator, trips, walk
 from gshard.forecast.work import (
     is_exact,
@@ -24,6 +24,7 @@ from gshard.forecast.work import (
     product_flops,
     vector_flops,
 )
+from gshard.graph.regions import bodies
 from gshard.graph.schedule import overlapped
 from gshard.graph.source import reason_of, scopes_of, site_of, source_of
 from gshard.moving.inventory import COLLECTIVES, combined_values, moved_operands, shares
@@ -170,7 +171,7 @@ def _combined(jaxpr: Jaxpr) -> Iterator[tuple[JaxprEqn, list[JaxprEqn]]]:
     for eqn in jaxpr.eqns:
         if values := combined_values(jaxpr, eqn):
             yield eqn, values
-        for body in bodies_of(eqn):
+        for body in bodies(eqn):
             yield from _combined(body)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from gshard.forecast.kernels import KERNEL, kernel_work
 from gshard.forecast.ops import PRODUCTS, Op
@@ -26,20 +28,47 @@ def product_dtype(op: Op) -> Any:
     return kernel_work(op.eqn).dtype or own if op.name == KERNEL else own
 
 
+@dataclass(frozen=True)
+class Product:
+    """A matrix product or convolution as products of matrices, as many as `batch`."""
+
+    batch: int
+    rows: int
+    columns: int
+    terms: int  # of the sum that an element of the result is
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions."""
+        return 2.0 * self.batch * self.rows * self.columns * self.terms
+
+    def in_tiles(self, size: int) -> Product:
+        """As matrix units compute it that take `size` rows and columns at once."""
+        rows, columns = (-(-n // size) * size for n in (self.rows, self.columns))
+        return replace(self, rows=rows, columns=columns)
+
+
+def product_of(eqn: JaxprEqn, shape: tuple[int, ...] | None = None) -> Product:
+    """The product that an equation is, or the part of it that makes a result of this shape."""
+    lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
+    out = eqn.outvars[0].aval.shape if shape is None else shape
+    if eqn.primitive.name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        kernels, columns = rhs[numbers.rhs_spec[0]], out[numbers.out_spec[1]]
+        rows, terms = math.prod(out) // max(columns, 1), math.prod(rhs) // max(kernels, 1)
+        return Product(1, rows, columns, terms)
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), (kept, _) = eqn.params["dimension_numbers"]
+        first = len(lhs) - len(contracted)  # dim of the result that is the right operand's own
+        sides = math.prod(out[len(kept) : first]), math.prod(out[first:])
+        terms = math.prod(lhs[d] for d in contracted)
+        return Product(math.prod(out[: len(kept)]), *sides, terms)
+    return Product(1, math.prod(out[:-1]), out[-1], lhs[-1])  # ragged: a row meets one matrix
+
+
 def product_flops(op: Op) -> float:
     """Multiplications and additions of a matrix product or convolution, or of those in a kernel."""
-    if op.name == KERNEL:
-        return kernel_work(op.eqn).products
-    lhs, rhs = (v.aval for v in op.eqn.invars[:2])
-    (out,) = (v.aval for v in op.eqn.outvars[:1])
-    if op.name == "conv_general_dilated":
-        numbers = op.eqn.params["dimension_numbers"]
-        out_feature = rhs.shape[numbers.rhs_spec[0]]
-        return 2.0 * math.prod(out.shape) * math.prod(rhs.shape) / max(out_feature, 1)
-    if op.name == "dot_general":
-        (contracted, _), _ = op.eqn.params["dimension_numbers"]
-        return 2.0 * math.prod(out.shape) * math.prod(lhs.shape[d] for d in contracted)
-    return 2.0 * math.prod(out.shape) * lhs.shape[-1]  # ragged: every row meets one matrix
+    return kernel_work(op.eqn).products if op.name == KERNEL else product_of(op.eqn).flops
 
 
 def is_exact(op: Op) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Literal
 
 from gshard.forecast.ops import size_of
+from gshard.forecast.work import product_of
 from gshard.graph import Graph
 from gshard.graph.schedule import Step, overlapped
 from gshard.improve.chains import Chain, is_light, is_product, is_sending
@@ -36,17 +37,7 @@ def multiplication(eqn: JaxprEqn, cut: Cut | None = None, count: int = 1) -> flo
     It is limited by arithmetic, in which small dims count as a tile, or by memory.
     """
     shape = eqn.outvars[0].aval.shape
-    shape = cut.shape(shape, count) if cut else shape
-    summed, batch = 1, 0
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), (kept, _) = eqn.params["dimension_numbers"]
-        summed, batch = math.prod(eqn.invars[0].aval.shape[d] for d in contracted), len(kept)
-        first = eqn.invars[0].aval.ndim - len(contracted)
-        sides = [math.prod(shape[batch:first]), math.prod(shape[first:])]
-    else:
-        summed, sides = eqn.invars[0].aval.shape[-1], [math.prod(shape[:-1]), shape[-1]]
-    rows = math.prod(-(-n // _TILE) * _TILE for n in sides)
-    work = 2.0 * math.prod(shape[:batch]) * rows * summed
+    work = product_of(eqn, cut.shape(shape, count) if cut else shape).in_tiles(_TILE).flops
     touched = sum(map(size_of, (*eqn.invars, *eqn.outvars))) / count
     speeds = machine()
     return max(work / speeds.flops_per_byte, touched / speeds.memory_per_byte)

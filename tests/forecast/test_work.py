@@ -1,0 +1,44 @@
+"""The arithmetic of products, beside XLA's own count of it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from gshard.forecast.ops import PRODUCTS
+from gshard.forecast.work import Product, product_of
+
+
+def zeros(*shape):
+    return jnp.zeros(shape, jnp.float32)
+
+
+def convolved(groups):
+    return lambda x, w: lax.conv_general_dilated(
+        x, w, (2, 1), "VALID", feature_group_count=groups,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("fn", "operands", "wanted"), [
+    (jnp.dot, (zeros(6, 5), zeros(5, 7)), Product(1, 6, 7, 5)),
+    (lambda x, w: jnp.einsum("gbmk,gkn->gbmn", x, w), (zeros(3, 2, 4, 5), zeros(3, 5, 7)),
+     Product(3, 8, 7, 5)),
+    (lambda x, w: jnp.einsum("klm,lkn->mn", x, w), (zeros(2, 3, 4), zeros(3, 2, 5)),
+     Product(1, 4, 5, 6)),
+    (convolved(1), (zeros(2, 9, 8, 4), zeros(3, 2, 4, 6)), Product(1, 2 * 4 * 7, 6, 24)),
+    (convolved(2), (zeros(2, 9, 8, 4), zeros(3, 2, 2, 6)), Product(1, 2 * 4 * 7, 6, 12)),
+])  # fmt: skip
+def test_a_product_has_the_operations_that_xla_counts(fn, operands, wanted):
+    (eqn,) = [e for e in jax.make_jaxpr(fn)(*operands).eqns if e.primitive.name in PRODUCTS]
+    assert product_of(eqn) == wanted
+    assert product_of(eqn).flops == jax.jit(fn).lower(*operands).compile().cost_analysis()["flops"]
+
+
+def test_a_piece_of_a_product_has_its_part_of_the_operations():
+    (eqn,) = jax.make_jaxpr(jnp.dot)(zeros(256, 5), zeros(5, 7)).eqns
+    assert product_of(eqn, (64, 7)).flops * 4 == product_of(eqn).flops
+
+
+def test_matrix_units_compute_entire_tiles():
+    assert Product(3, 130, 7, 5).in_tiles(128) == Product(3, 256, 128, 5)
