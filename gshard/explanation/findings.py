@@ -87,11 +87,6 @@ class Findings:
         """Why a line sends its largest value, in one sentence."""
         return self._why.sentence(cost.values[0])
 
-    @property
-    def is_searched(self) -> bool:
-        """Whether changes of annotations have been tried, or are not to be."""
-        return self._search is not None or self._seconds == 0
-
     def search(self, progress: Progress | None = None) -> Search:
         """Changes of one annotation, each tried: once, within the budget of seconds."""
         if self._search is None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -307,25 +308,49 @@ def default_cost(
     targets: Sequence[Sharding],
     limit: float,
     shares: Shares | None = None,
+    given: Mapping[int, Sharding] = MappingProxyType({}),
 ) -> float:
-    """The cost of resharding operands, of the local work, and of resharding results.
+    """The cost of resharding operands, of the local work, and of reducing and resharding results.
 
-    `shares` is the part to pay of what is shared with other operators.
+    `shares` is the part to pay of what is shared with other operators. `given` are shardings of
+    operands that the operator takes otherwise than its factors are split.
     """
-    num_devices = targets[0].num_devices
     total = local_work(eqn, factors, chosen)
+    for number, wanted, cost in operand_moves(eqn, factors, chosen, shardings, shares, given):
+        if total >= limit:
+            return total
+        total += cost * shares.of_move(number, wanted) if shares and cost else cost
+    return total + results_cost(eqn, factors, chosen, targets, shares)
+
+
+def operand_moves(
+    eqn: JaxprEqn,
+    factors: Factors,
+    chosen: Assignment,
+    shardings: Sequence[Sharding],
+    shares: Shares | None = None,
+    given: Mapping[int, Sharding] = MappingProxyType({}),
+) -> Iterator[tuple[int, Sharding, float]]:
+    """The number of each operand, the sharding that the operator needs it under, and the cost."""
     for number, (atom, dims, sharding) in enumerate(
         zip(eqn.invars, factors.operands, shardings, strict=True)
     ):
-        if total >= limit:
-            return total
-        wanted = shard_dims(dims, chosen, factors, num_devices)
-        part = shares.narrow[number] if shares else 1.0
-        cost = reshard_cost(sharding, wanted, atom.aval.shape, atom.aval.dtype, part)
-        total += cost * shares.of_move(number, wanted) if shares and cost else cost
-    kind = factors.reduction(chosen)
+        wanted = given.get(number) or shard_dims(dims, chosen, factors, sharding.num_devices)
+        part, aval = shares.narrow[number] if shares else 1.0, atom.aval
+        yield number, wanted, reshard_cost(sharding, wanted, aval.shape, aval.dtype, part)
+
+
+def results_cost(
+    eqn: JaxprEqn,
+    factors: Factors,
+    chosen: Assignment,
+    targets: Sequence[Sharding],
+    shares: Shares | None = None,
+) -> float:
+    """The cost of reducing results and of resharding them as wanted."""
+    total, kind = 0.0, factors.reduction(chosen)
     for var, dims, target in zip(eqn.outvars, factors.results, targets, strict=True):
-        here = shard_result(dims, chosen, factors, num_devices)
+        here = shard_result(dims, chosen, factors, target.num_devices)
         cost = combine_cost(here, kind, target, var.aval)
         total += cost * shares.of_sum if shares and here.unreduced else cost
     return total

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal
 from jax.extend.core import primitives as p
 
-from gshard.moving.partial import combine_cost
 from gshard.moving.plan import reshard_cost
-from gshard.operators.choose import choose, default_cost, local_work, shard_dims, shard_result
+from gshard.operators.choose import choose, default_cost, local_work, operand_moves, results_cost
 from gshard.operators.rule import Shares
 from gshard.propagation.flow import Edge, Flow
 from gshard.tensors.sharding import Sharding
@@ -177,21 +176,15 @@ def _edge_cost(operator: Operator, shardings: list[Sharding], targets: list[Shar
         return Cost(reshard_cost(outside, wanted, aval.shape, aval.dtype, narrow[0]), {})
     if not targets:
         return Cost(0.0, {})
-    count, num_devices = len(shardings), targets[0].num_devices
+    count = len(shardings)
     shares = Shares(share, (1.0,) * count, narrow, (frozenset(),) * count)
     shared = share < 1 or min(narrow, default=1.0) < 1
     cost = functools.partial(default_cost, shares=shares) if shared else None
     chosen = choose(eqn, factors, shardings, targets, cost=cost)
-    moves = {}
-    for i, (atom, dims) in enumerate(zip(eqn.invars, factors.operands, strict=True)):
-        wanted = shard_dims(dims, chosen, factors, num_devices)
-        aval = atom.aval
-        if sent := reshard_cost(shardings[i], wanted, aval.shape, aval.dtype, narrow[i]):
-            moves[i] = (wanted, sent)
-    own = local_work(eqn, factors, chosen)
-    kind = factors.reduction(chosen)
-    for var, dims, target in zip(eqn.outvars, factors.results, targets, strict=True):
-        here = shard_result(dims, chosen, factors, num_devices)
-        sent = combine_cost(here, kind, target, var.aval)
-        own += sent * share if here.unreduced else sent
+    moves = {
+        i: (wanted, sent)
+        for i, wanted, sent in operand_moves(eqn, factors, chosen, shardings, shares)
+        if sent
+    }
+    own = local_work(eqn, factors, chosen) + results_cost(eqn, factors, chosen, targets, shares)
     return Cost(own, moves)

@@ -20,13 +20,12 @@ from jax.lax import GatherScatterMode
 
 from gshard._jax import scatter_sub_p
 from gshard.graph.reason import Reason
-from gshard.moving.partial import combine, combine_cost, identity
-from gshard.moving.plan import reshard_cost
+from gshard.moving.partial import combine, identity
 from gshard.operators.choose import (
     Assignment,
     choose,
+    default_cost,
     local_dims,
-    local_work,
     shard_dims,
     shard_result,
 )
@@ -83,26 +82,9 @@ def _scatter_cost(
     limit: float,
     shares: Shares | None = None,
 ) -> float:
-    """Bytes that a device sends; partial results do not need the operand until they are combined.
-
-    `shares` is the part to pay of what is shared with other operators.
-    """
-    num_devices, (target,) = targets[0].num_devices, targets
-    here = shard_result(factors.results[0], chosen, factors, num_devices)
-    total = local_work(eqn, factors, chosen)
-    kind = factors.reduction(chosen)
-    combined = combine_cost(here, kind, target, eqn.outvars[0].aval)
-    total += combined * shares.of_sum if shares and kind else combined
-    for n, (atom, dims, sharding) in enumerate(
-        zip(eqn.invars, factors.operands, shardings, strict=True)
-    ):
-        if total >= limit:
-            return total
-        wanted = shard_dims(dims, chosen, factors, num_devices) if n or not kind else target
-        part = shares.narrow[n] if shares else 1.0
-        cost = reshard_cost(sharding, wanted, atom.aval.shape, atom.aval.dtype, part)
-        total += cost * shares.of_move(n, wanted) if shares and cost else cost
-    return total
+    """The cost; partial results do not need the operand until they are combined."""
+    given = {0: targets[0]} if factors.reduction(chosen) else {}
+    return default_cost(eqn, factors, chosen, shardings, targets, limit, shares, given)
 
 
 def partition_scatter(
