@@ -2,15 +2,18 @@
 
     python -m benchmarks.cpu_decode
     python -m benchmarks.cpu_decode --threads 1 --sentences 16 --rounds 1
+    python -m benchmarks.cpu_decode --rounds 1 --page docs/results/cpu.md        some 8 minutes
 
 6 + 6 layers of 512/2048, vocabularies of 32,000 and 16,000, a beam of 4, random weights: every
 search goes on to the last of `--steps` steps, in which the best hypothesis of each sentence gets
 its tokens. Each engine has a process of its own for each number of threads; the engines take turns
 for `--rounds` rounds, and the fastest search counts. `of CT2` is the share of CTranslate2's rate in
 the same numbers (float32 or 8 bits), `of dense` that of the same engine without experts. `XLA` is
-the compiled search, which `gshard translate` uses on accelerators. Memory is the process's peak,
-that of loading included. `--clock processor` divides by processor time for each thread, which
-other work on the machine affects less.
+the compiled search, which `gshard translate` uses on accelerators; `--engines` asks for it. Memory
+is the process's peak, that of loading included. `--clock processor` divides by processor time for
+each thread, which other work on the machine affects less. `--page` writes the tables of the docs
+between the marks in that file, with the first translation of a process
+(`benchmarks.first_translation`).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +44,7 @@ ENGINES = {
 LENGTH = 24  # source tokens of a sentence
 BEAM = 4
 CLOCKS = ("wall", "processor")
+TABLES = ("<!-- tables -->", "<!-- end of tables -->")
 Search = Callable[[np.ndarray], int]  # sentences to target tokens
 
 
@@ -211,6 +216,56 @@ def table(threads: int, found: dict[str, dict[str, Any]], sentences: list[int], 
         print(f"{name:26}" + " ".join(cells) + f" {row['megabytes']:6.0f} MB", flush=True)
 
 
+def markdown(threads: int, found: dict[str, dict[str, Any]], sentences: list[int]) -> str:
+    """The same table for a page, with wall time and, in brackets, processor time."""
+    heads = [f"{count} sentence{'s' * (count > 1)}" for count in sentences]
+    lines = [
+        f"{threads} thread{'s' * (threads > 1)}:",
+        "",
+        f"| | {' | '.join(f'{head} | of CT2 | of dense' for head in heads)} | memory |",
+        "|---" + "|---:" * (3 * len(sentences) + 1) + "|",
+    ]
+    for name, row in found.items():
+        numbers = "int8" if "int8" in name else "float32"
+        peer = found.get(f"CTranslate2 {numbers}")
+        dense = found.get(f"gshard {numbers}") if "experts" in name else None
+        cells = []
+        for count in map(str, sentences):
+            cells.append("{:.0f} ({:.0f})".format(*_both(row, count)))
+            cells += [
+                "{:.2f} ({:.2f})".format(
+                    *(a / b for a, b in zip(_both(row, count), _both(other, count), strict=True))
+                )
+                if other and other is not row
+                else ""
+                for other in (peer, dense)
+            ]
+        lines.append(f"| {name} | {' | '.join(cells)} | {row['megabytes']:.0f} MB |")
+    return "\n".join(lines)
+
+
+def _both(row: dict[str, Any], count: str) -> list[float]:
+    return [row["rates"][count][clock] for clock in CLOCKS]
+
+
+def first_translations() -> str:
+    """A row for each kind of weights."""
+    from benchmarks.first_translation import measured
+
+    rows = [f"| {name} | {wall:.1f} s | {used:.1f} s |" for name, wall, used in measured(3)]
+    head = ["| first translation of a process | wall | processor |", "|---|---:|---:|"]
+    return "\n".join([*head, *rows])
+
+
+def write_page(path: Path, tables: list[str], marks: tuple[str, str]) -> None:
+    """Replace what is between two marks of a page."""
+    begin, end = marks
+    before, _, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, _, after = rest.partition(end)
+    body = "\n\n".join(tables)
+    path.write_text(f"{before}{begin}\n\n{body}\n\n{end}{after}", encoding="utf-8")
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Print a table for each number of threads."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -218,13 +273,16 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--sentences", type=int, nargs="+", default=[1, 16, 64])
     options.add_argument("--steps", type=int, default=32)
     options.add_argument("--rounds", type=int, default=2)
-    options.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
+    usual = [name for name in ENGINES if not name.startswith("XLA")]
+    options.add_argument("--engines", nargs="+", default=usual, choices=list(ENGINES))
     options.add_argument("--clock", nargs="+", default=["wall"], choices=CLOCKS)
+    options.add_argument("--page", type=Path, help="write the tables into this page")
     options.add_argument("--measure", help=argparse.SUPPRESS)
     given = options.parse_args(arguments)
     if given.measure:
         print(json.dumps(measure(json.loads(given.measure))))
         return
+    tables = []
     for threads in given.threads:
         found: dict[str, dict[str, Any]] = {}
         for _ in range(given.rounds):
@@ -237,6 +295,9 @@ def main(arguments: list[str] | None = None) -> None:
                         best["rates"][count][clock] = max(best["rates"][count][clock], rate)
         for clock in given.clock:
             table(threads, found, given.sentences, clock)
+        tables.append(markdown(threads, found, given.sentences))
+    if given.page:
+        write_page(given.page, [*tables, first_translations()], TABLES)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Load on `gshard serve` beside CTranslate2 of the same dims: rate, latency, checked answers.
 
-    python -m benchmarks.serve_load --seconds 60
+    python -m benchmarks.serve_load --seconds 60 --page docs/results/cpu.md        9 minutes
     python -m benchmarks.serve_load --minutes 60        only gshard: is its memory flat?
 
 1, 8, 64 and 256 clients ask for one sentence after the other. Both engines have the same weights (a
@@ -24,12 +24,14 @@ import resource
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from benchmarks.cpu_decode import write_page
 from benchmarks.serve import prepared, ready
 from benchmarks.soak import prepare, words
 from gshard.mt.decoding.host.model import HostModel
@@ -45,6 +47,7 @@ from gshard.mt.training.names import named
 from gshard.nn.transformer import Transformer
 
 CLIENTS = (1, 8, 64, 256)
+LOAD = ("<!-- load -->", "<!-- end of load -->")
 
 
 class Engine:
@@ -119,8 +122,11 @@ def load(server: Server, texts: list[str], want: dict[str, str], clients: int, s
     return len(took) / (time.perf_counter() - begin), took, counts
 
 
-def measured(name: str, translator: Any, texts: list[str], clients: Any, seconds: float) -> None:
-    """Print the rows of one engine."""
+def measured(
+    name: str, translator: Any, texts: list[str], clients: Any, seconds: float
+) -> list[str]:
+    """Print the rows of one engine; they are returned for a page."""
+    rows = []
     want = {
         text: hypotheses[0].text
         for text, hypotheses in zip(texts, translator.translate(texts), strict=True)
@@ -133,7 +139,10 @@ def measured(name: str, translator: Any, texts: list[str], clients: Any, seconds
         p50, p99 = np.percentile(took, [50, 99])
         wrong = " ".join(f"{counts[kind]:7}" for kind in ("lost", "wrong", "refused"))
         print(f"{name:12} {count:7} {rate:11.1f} {p50:6.2f} s {p99:6.2f} s {wrong}", flush=True)
+        cells = [name, count, f"{rate:.1f}", f"{p50:.2f} s", f"{p99:.2f} s", *wrong.split()]
+        rows.append(f"| {' | '.join(map(str, cells))} |")
     server.stop()
+    return rows
 
 
 def memory() -> float:
@@ -165,6 +174,10 @@ def long_load(translator: Any, texts: list[str], minutes: float, every: float = 
     return int(grown > 0.02 or counts["lost"] + counts["wrong"] > 0)
 
 
+def _table(names: Sequence[str], rows: list[str]) -> str:
+    return "\n".join([f"| {' | '.join(names)} |", "|---" + "|---:" * (len(names) - 1) + "|", *rows])
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Print the table."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -172,6 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--clients", type=int, nargs="+", default=CLIENTS)
     options.add_argument("--threads", type=int, default=2, help="of each engine")
     options.add_argument("--minutes", type=float, default=0.0, help="watch the memory so long")
+    options.add_argument("--page", type=Path, help="write the table into this page")
     given = options.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -190,9 +204,12 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(long_load(translator, texts, given.minutes))
         head = f"{'engine':12} {'clients':>7} {'sentences/s':>11} {'median':>8} {'p99':>8}"
         print(f"{head} {'lost':>7} {'wrong':>7} {'refused':>7}", flush=True)
-        measured("gshard", translator, texts, given.clients, given.seconds)
+        rows = measured("gshard", translator, texts, given.clients, given.seconds)
         engine = Engine(translator, model, folder / "ct2", given.threads)
-        measured("ctranslate2", engine, texts, given.clients, given.seconds)
+        rows += measured("CTranslate2", engine, texts, given.clients, given.seconds)
+    if given.page:
+        names = ("engine", "clients", "sentences/s", "median", "p99", "lost", "wrong", "refused")
+        write_page(given.page, [_table(names, rows)], LOAD)
 
 
 if __name__ == "__main__":

@@ -128,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if package == "gshard":
             _break_down(error)
         extra = "plots" if package in ("jinja2", "markupsafe", "vl_convert") else "mt"
+        extra = "ray" if package == "ray" else extra
         extra = "export" if package in ("ctranslate2", "torch", "transformers") else extra
         _fail(f"this needs the package {package!r}: pip install 'gshard[{extra}]'")
     except SystemExit as error:

@@ -20,6 +20,7 @@ from gshard.commands.options import (
 )
 
 if TYPE_CHECKING:
+    from gshard.mt.serving.ray_serve import RayServer
     from gshard.mt.serving.settings import Settings
     from gshard.mt.serving.workers import Served
 
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 _Keys = Annotated[
     Path | None,
     typer.Option(help="TOML file of keys with limits", show_default="the page's token"),
+]
+
+
+_On = Annotated[
+    str, typer.Option(help="ray: --workers replicas on a Ray cluster", show_default="this machine")
 ]
 
 
@@ -51,6 +57,7 @@ def serve(
     workers: Annotated[
         int, typer.Option(help="processes, each with a copy of the model", min=1)
     ] = 1,
+    on: _On = "",
     beam: Beam = 4,
     alternatives: Annotated[int, typer.Option(help="translations to show")] = 4,
     alpha: Alpha = 0.6,
@@ -72,6 +79,8 @@ def serve(
 
     if logs not in LOGS:
         raise UserError(f"--logs {logs!r}{nearest(logs, LOGS)}; allowed are {', '.join(LOGS)}")
+    if on not in ("", "ray"):
+        raise UserError(f"--on {on!r}{nearest(on, ('ray',))}; allowed is ray")
     if keys is not None and is_open:
         raise UserError("--keys asks for keys and --open for none; give one of them")
     if req_limit and not is_open:
@@ -88,10 +97,11 @@ def serve(
         settings,
         workers,
         opened.name,
+        on,
     )
 
 
-def _run(served: Served, settings: Settings, workers: int, name: str) -> None:
+def _run(served: Served, settings: Settings, workers: int, name: str, on: str) -> None:
     """Serve until Ctrl-C or SIGTERM."""
     import contextlib
     import os
@@ -102,8 +112,13 @@ def _run(served: Served, settings: Settings, workers: int, name: str) -> None:
     from gshard.mt.serving.server import Server
     from gshard.mt.serving.workers import Workers
 
-    server: Server | Workers
-    if workers > 1:
+    server: Server | Workers | RayServer
+    if on:
+        from gshard.mt.serving.ray_serve import RayServer  # which needs its package
+
+        with console.status(f"starting {workers} replicas of {name}"):
+            server = RayServer.start(served, settings, workers)
+    elif workers > 1:
         server = Workers(served, settings, workers)
     else:
         with console.status(f"loading {name}"):

@@ -177,11 +177,14 @@ def _host_translator(
 
     def converted(name: str) -> np.ndarray | Quantized:
         found, axes = load(name), summed_axes(name)
+        some = found.scale if isinstance(found, Quantized) else found  # integers are finite
+        if not np.isfinite(some).all():
+            raise UserError(released.not_finite(run, name))
         if numbers == "int8" and axes and not isinstance(found, Quantized):
             return quantize(found, axes)
         if numbers == "float32" and isinstance(found, Quantized):
             return found.dequantized()
-        return found if isinstance(found, Quantized) else found.astype(np.float32)
+        return found if isinstance(found, Quantized) else found.astype(np.float32, copy=False)
 
     model = HostModel(run.model_config, converted, weights)
     return HostTranslator(model, run.tokenizer, config, together), step

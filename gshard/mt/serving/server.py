@@ -93,9 +93,9 @@ class Access:
     keys: Keys
 
     @staticmethod
-    def of(settings: Settings) -> Access:
-        """New ones. Without other keys, the token is the key of the API."""
-        token = secrets.token_urlsafe(16)
+    def of(settings: Settings, token: str = "") -> Access:
+        """New ones, or those of a known token. Without other keys, it is the key of the API."""
+        token = token or secrets.token_urlsafe(16)
         keys = settings.keys or (() if settings.is_open else (Key("token", token),))
         return Access(
             "page" if settings.is_open else token,
@@ -250,6 +250,10 @@ class _Guard:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # the start and the end of a server, where it tells of them
+            await self._app(scope, receive, send)
+            return
+
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 added = [(k.lower().encode(), v.encode()) for k, v in self._headers.items()]

@@ -119,7 +119,8 @@ class Service:
             dims.decoder_layers,
             translator.weights,
         )
-        threading.Thread(target=self._work, name="translator", daemon=True).start()
+        self._worker = threading.Thread(target=self._work, name="translator", daemon=True)
+        self._worker.start()
 
     @property
     def health(self) -> dict[str, Any]:
@@ -129,6 +130,11 @@ class Service:
             "compiling": len(self._to_compile),
             "waiting": len(self._requests),
         }
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are still being answered."""
+        return self._worker.is_alive()
 
     def translate(self, request: Any) -> dict[str, Any]:
         """The answer to a request; for callers that can wait."""

@@ -48,8 +48,11 @@ def has_checksums(run: Run) -> bool:
     return (run.folder / checksums.FILE).exists()
 
 
-def problem(run: Run) -> str:
-    """What is wrong with a release of the model that its configuration describes, or ""."""
+def problem(run: Run, *, values: bool = True) -> str:
+    """What is wrong with a release of the model that its configuration describes, or "".
+
+    Without `values`, whoever reads the weights has to look whether they are finite.
+    """
     if has_checksums(run) and (found := checksums.problem_of(run.folder, verified_in(run.folder))):
         return f"{run.folder} is damaged: {found}"
     path = run.folder / WEIGHTS
@@ -59,15 +62,20 @@ def problem(run: Run) -> str:
         return str(error)
     if weights.shapes != weight_shapes(run.model_config):
         return f"{path} holds the weights of another model than {run.folder} describes"
-    if name := weights.not_finite():
-        return f"{path} is damaged: {name} holds values that are not finite"
+    if values and (name := weights.not_finite()):
+        return not_finite(run, name)
     step = weights.note.get("step", "0")
     return "" if re.fullmatch("[0-9]{1,18}", step) else f"{path} is damaged: its step is {step!r}"
 
 
+def not_finite(run: Run, name: str) -> str:
+    """A sentence about a weight."""
+    return f"{run.folder / WEIGHTS} is damaged: {name} holds values that are not finite"
+
+
 def opened(run: Run, which: str) -> int:
-    """The step of a release that is intact; else an error."""
-    if why := problem(run):
+    """The step of a release that is intact, apart from the values of its weights; else an error."""
+    if why := problem(run, values=False):
         raise UserError(why)
     if not has_checksums(run):
         print(f"gshard: {unverifiable(run)}", file=sys.stderr)

@@ -13,6 +13,7 @@ import pytest
 from gshard import cli
 from gshard.mt.config import read
 from gshard.mt.decoding.detect import detector_of
+from gshard.mt.decoding.engines import EngineConfig, open_translator
 from gshard.mt.errors import UserError
 from gshard.mt.release.make import anywhere, make_release, verify
 from gshard.mt.run import Run
@@ -238,8 +239,9 @@ def test_values_that_are_not_finite(run, tmp_path, value):
     arrays[name].flat[-1] = value
     write_weights(made / WEIGHTS, arrays, weights.note)
     checksums.write(made, verified_in(made))  # by whoever changed them
-    with pytest.raises(UserError, match=rf"{name} holds values that are not finite"):
-        load_model(Run.open(made))
+    for load in (load_model, lambda run: open_translator(run, engine=EngineConfig("onnx"))):
+        with pytest.raises(UserError, match=rf"{name} holds values that are not finite"):
+            load(Run.open(made))
 
 
 @pytest.mark.parametrize("step", ["²", "x", "9" * 5000, "-1", ""])

@@ -45,7 +45,9 @@ def use_threads(count: int = 0) -> int:
 
 def floats(weight: Weight) -> np.ndarray:
     """A weight in float32."""
-    return weight.dequantized() if isinstance(weight, Quantized) else weight.astype(np.float32)
+    if isinstance(weight, Quantized):
+        return weight.dequantized()
+    return weight.astype(np.float32, copy=False)
 
 
 class Output(NamedTuple):
