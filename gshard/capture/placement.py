@@ -172,7 +172,8 @@ def _annotated(values: Any, given: Any, name: str) -> Any:
         if sharding is None:
             return tensor
         rank = np.ndim(tensor)
-        return annotate(tensor, order.annotation(sharding, rank, f"{name}: {sharding}"))
+        spec = getattr(sharding, "spec", sharding)  # without the mesh, which is long
+        return annotate(tensor, order.annotation(sharding, rank, f"{name}: {spec}"))
 
     return jax.tree.map(mark, values, each, is_leaf=lambda x: x is None)
 

@@ -13,7 +13,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from gshard.annotate import annotate_p
-from gshard.explanation.names import annotated_call, shape
+from gshard.explanation.names import annotated_call, annotation_place, shape
 from gshard.explanation.subject import Subject
 from gshard.graph.source import source_of
 from gshard.tensors.factors import decompose
@@ -29,7 +29,8 @@ class Link:
     shape: str
 
     def __str__(self) -> str:
-        return f"{self.operator} {self.shape} at {self.source}"
+        is_keyword = self.operator.startswith(f"{self.source}:")  # in_shardings: P('x')
+        return f"{self.operator} {self.shape}" + ("" if is_keyword else f" at {self.source}")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Origin:
     @property
     def source(self) -> str:
         """The line of the annotation; "" for an argument."""
-        return source_of(self.annotation) if self.annotation else ""
+        return annotation_place(self.annotation) if self.annotation else ""
 
 
 def chain(subject: Subject, var: Any, dim: int) -> list[Link]:
@@ -106,5 +107,6 @@ def _neighbours(subject: Subject, var: Any, dim: int) -> list[tuple[JaxprEqn, An
 
 
 def _link(eqn: JaxprEqn, var: Any) -> Link:
-    name = annotated_call(eqn) if eqn.primitive is annotate_p else eqn.primitive.name
-    return Link(name, source_of(eqn), shape(var))
+    if eqn.primitive is annotate_p:
+        return Link(annotated_call(eqn), annotation_place(eqn), shape(var))
+    return Link(eqn.primitive.name, source_of(eqn), shape(var))

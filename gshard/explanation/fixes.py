@@ -12,11 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from gshard.annotate import Annotation
-from gshard.explanation.names import annotated_name
+from gshard.explanation.names import annotated_name, annotation_place
 from gshard.explanation.subject import Subject
 from gshard.graph import map_bodies
 from gshard.graph.source import source_of, span_of
@@ -108,8 +109,14 @@ def _tried(subject: Subject, eqn: JaxprEqn, words: str, changed: Changes) -> Fix
     left: Counter[str] = Counter()
     for sent in plan.sends:
         left[sent.source] += sent.total_bytes
-    now, tensor = str(eqn.params["annotation"]), annotated_name(eqn) or "tensor"
-    return Fix(source_of(eqn), now, words, subject.sent, plan.bytes, tensor, left)
+    place, names = annotation_place(eqn), _arguments(subject)
+    now = str(eqn.params["annotation"]).removeprefix(f"{place}: ")
+    tensor = annotated_name(eqn) or names.get(eqn.invars[0]) or "tensor"
+    return Fix(place, now, words, subject.sent, plan.bytes, tensor, left)
+
+
+def _arguments(subject: Subject) -> dict[Any, str]:
+    return dict(zip(subject.flat.jaxpr.invars, subject.argument_names, strict=False))
 
 
 def _by_call(subject: Subject) -> list[list[JaxprEqn]]:

@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn, Literal
 from gshard.annotate import annotate_p
 from gshard.explanation.statements import Body, argument_of_call, expression_of_call, target
 from gshard.explanation.subject import Subject
-from gshard.graph.source import scopes_of, span_of
+from gshard.graph.source import scopes_of, source_of, span_of
 
 _EINSUM = re.compile(r"[A-Za-z]*(,[A-Za-z]*)*->[A-Za-z]*")
 
@@ -50,8 +50,13 @@ class Names:
         eqn = self._makers.get(var)
         if eqn is None:
             return ""
-        annotated = annotated_name(eqn) if eqn.primitive is annotate_p else ""
-        return annotated or self._assigned.get(var, "")
+        if eqn.primitive is annotate_p:
+            return annotated_name(eqn) or self._assigned.get(var, "") or self._argument(eqn)
+        return self._assigned.get(var, "")
+
+    def _argument(self, annotation: JaxprEqn) -> str:
+        """The name of an argument that is annotated by `in_shardings`, which has no line."""
+        return self._arguments.get(annotation.invars[0], "")
 
     def value(self, var: Any) -> str:
         """The name of a value, or the expression that is annotated, else its shape."""
@@ -146,6 +151,13 @@ def annotated_name(eqn: JaxprEqn) -> str:
 def annotated_call(eqn: JaxprEqn) -> str:
     """An annotation as the code spells it, with the name of its tensor."""
     return str(eqn.params["annotation"]).replace("tensor", annotated_name(eqn) or "tensor")
+
+
+def annotation_place(eqn: JaxprEqn) -> str:
+    """The line of an annotation; the keyword of `gshard.jit` that it was given by, without one."""
+    source = source_of(eqn)
+    keyword = str(eqn.params["annotation"]).partition(":")[0]
+    return keyword if source == "unknown" and keyword.endswith("_shardings") else source
 
 
 def shape(value: Any, dims: Sequence[str] = ()) -> str:

@@ -68,6 +68,8 @@ class Why:
     def _split(self, found: Origin, here: str, first: bool) -> str:
         name, dim = self._names.value(found.var), self._names.dim(found.var, found.dim)
         where = f"at {near(found.source, here)}" if found.source else "when it arrives"
+        if found.source.endswith("_shardings"):
+            where = f"({found.source})"
         return f"{name} {'is split ' if first else ''}by {dim} {where}"
 
     def _operator(self, eqn: JaxprEqn, here: str) -> str:

@@ -194,3 +194,21 @@ def test_the_other_partitioner_has_no_program_to_look_at():
     lowered = gshard.jit(lambda x: x, partitioner="xla").lower(jnp.ones(4))
     with pytest.raises(ValueError, match="omit the keyword"):
         lowered.explain()
+
+
+def test_arguments_split_by_in_shardings_have_their_names_and_the_keyword():
+    axis = jax.sharding.AxisType.Auto
+    mesh = jax.sharding.AbstractMesh((2, 3), ("x", "y"), axis_types=(axis, axis))
+    rows = jax.sharding.NamedSharding(mesh, jax.P(("x", "y")))
+
+    def total(tokens, weight):
+        return (jnp.tanh(tokens) * weight).sum(0)
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((12, 5), (5,))]
+    jitted = gshard.jit(total, devices=6, in_shardings=(rows, None))
+    explanation = jitted.lower(*shapes).explain("h100", seconds=math.inf)
+    said = str(explanation)
+    assert "tokens is split by x and y (in_shardings); the sum at line" in said
+    assert "in_shardings: no annotation in place of P(('x', 'y')" in said
+    assert "unknown" not in said
+    assert "Mesh" not in said
