@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 _SCORES = ("bleu", "spbleu", "chrf", "copy_bleu", "untrained_bleu")
 
 
+_Sentences = Annotated[int, typer.Option(help="sentences of each language, at most; 0 means all")]
+_Untrained = Annotated[
+    bool, typer.Option("--untrained", help="score the run's initial weights too")
+]
 _Baselines = Annotated[
     bool, typer.Option("--baselines", help="train and score a bilingual model for each task")
 ]
@@ -53,15 +57,11 @@ def evaluate(
     run: RunFolder,
     split: Annotated[str, typer.Option(help="test, dev or train")] = "test",
     languages: Languages = "",
-    sentences: Annotated[
-        int, typer.Option(help="sentences of each language, at most; 0 means all")
-    ] = 0,
+    sentences: _Sentences = 0,
     beam: Beam = 4,
     alpha: Alpha = 0.6,
     checkpoint: Checkpoint = "best",
-    untrained: Annotated[
-        bool, typer.Option("--untrained", help="score the run's initial weights too")
-    ] = False,
+    untrained: _Untrained = False,
     baselines: _Baselines = False,
     baseline_steps: _Steps = 4_000,
     examples: Annotated[int, typer.Option(help="examples of each task for the report")] = 3,
@@ -107,8 +107,7 @@ def evaluate(
     except KeyboardInterrupt:
         show.console.print("interrupted; run the same command again to continue")
         raise typer.Exit(130) from None
-    if measured is None:
-        measured = work.read_results(opened.folder / "baselines.json")
+    measured = measured or work.read_results(opened.folder / "baselines.json")
     if as_json:
         print(json.dumps({**result, "baselines": measured}, indent=1))
     else:

@@ -31,6 +31,10 @@ _Keys = Annotated[
 ]
 
 
+_Proxies = Annotated[
+    str, typer.Option(help="addresses of proxies whose X-Forwarded headers are trusted")
+]
+_Workers = Annotated[int, typer.Option(help="processes, each with a copy of the model", min=1)]
 _On = Annotated[
     str, typer.Option(help="ray: --workers replicas on a Ray cluster", show_default="this machine")
 ]
@@ -49,14 +53,10 @@ def serve(
     batch_limit: Annotated[int, typer.Option(help="texts in one request, at most")] = 100,
     tls_cert: Annotated[Path | None, typer.Option(help="certificate, PEM")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="its key, PEM")] = None,
-    proxies: Annotated[
-        str, typer.Option(help="addresses of proxies whose X-Forwarded headers are trusted")
-    ] = "",
+    proxies: _Proxies = "",
     cors: Annotated[str, typer.Option(help="origin whose pages may use the API, or *")] = "",
     logs: Annotated[str, typer.Option(help="none, text or json: a line for each request")] = "none",
-    workers: Annotated[
-        int, typer.Option(help="processes, each with a copy of the model", min=1)
-    ] = 1,
+    workers: _Workers = 1,
     on: _On = "",
     beam: Beam = 4,
     alternatives: Annotated[int, typer.Option(help="translations to show")] = 4,

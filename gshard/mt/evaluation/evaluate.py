@@ -114,11 +114,9 @@ def evaluate(
         )
 
     rounded: dict[str, list[Translation]] = {}
-    numbers = ""
-    if open_rounded is not None:
-        other = open_rounded(system)
-        numbers = other.numbers
-        _, rounded = translations(run.folder, other, config, sets, progress, numbers)
+    other = open_rounded(system) if open_rounded else None
+    if other is not None:
+        _, rounded = translations(run.folder, other, config, sets, progress, other.numbers)
 
     groups = resource_groups(run.corpus, run.tokenizer.config.languages)
     step = progress.stage("score", len(sets))
@@ -144,7 +142,7 @@ def evaluate(
         "signatures": signatures(measured),
         "tasks": measured,
         "averages": averages(measured),
-        **({"rounded": numbers} if numbers else {}),
+        **({"rounded": other.numbers} if other else {}),
         "examples": [e for held in sets for e in examples(held, found, config.examples)],
     }
     if loads:
