@@ -28,7 +28,8 @@ if _typing.TYPE_CHECKING:
     from gshard.operators.register import register_rule
     from gshard.operators.rule import Rule
     from gshard.replaying.replay import Replay
-    from gshard.runtime.stages import Compiled, Lowered
+    from gshard.runtime.compiled import Compiled
+    from gshard.runtime.stages import Lowered
     from gshard.tensors.factors import Factors
     from gshard.tensors.sharding import Sharding
     from gshard.tensors.tile import Tile
@@ -86,7 +87,8 @@ _lazy.attach(
         "gshard.operators.register": "register_rule",
         "gshard.operators.rule": "Rule",
         "gshard.replaying.replay": "Replay",
-        "gshard.runtime.stages": "Compiled Lowered",
+        "gshard.runtime.compiled": "Compiled",
+        "gshard.runtime.stages": "Lowered",
         "gshard.tensors.factors": "Factors",
         "gshard.tensors.sharding": "Sharding",
         "gshard.tensors.tile": "Tile",

@@ -1,0 +1,199 @@
+"""`Compiled`: an executable program, and what it has in common with `Lowered`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.experimental.layout import Format
+
+from gshard import _jax
+from gshard.capture.calls import Trees
+from gshard.forecast.report import counted
+from gshard.runtime.partitioned import Partitioned
+
+
+class Stage:
+    """The arguments and results of a program, as `jax.stages` describes them."""
+
+    trees: Trees
+    _program: Partitioned
+
+    args_info = property(lambda self: self.trees.args_info)
+    in_tree = property(lambda self: self.trees.in_tree)
+    in_avals = property(lambda self: jax.tree.map(lambda info: info._aval, self.trees.args_info))
+    donate_argnums = property(lambda self: self.trees.donated)
+    out_info = property(lambda self: self.trees.out_info)
+    out_tree = property(lambda self: self.trees.out_tree)
+
+    def _name(self) -> str:
+        devices = counted(self._program.num_devices, "device")
+        return f"{self._program.traced.fun_name} for {devices}"
+
+    def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The flat arguments of a call, which have to have the types of the program's own."""
+        leaves = jax.tree.leaves((args, kwargs))
+        arrays = [x for x in leaves if _jax.is_array_like(x)]
+        types = [_jax.shape_and_dtype(x) for x in arrays]
+        if types != self.trees.types:
+            raise TypeError(
+                "the program was compiled for arrays of the types "
+                f"{_named(self.trees.types)}, and was called with {_named(types)}"
+            )
+        return arrays
+
+
+class Compiled(Stage):
+    """An executable program: call it with arguments like those it was lowered for."""
+
+    def __init__(
+        self, program: Partitioned, trees: Trees, compiler_options: dict[str, Any] | None = None
+    ):
+        self._program = program
+        self.trees = trees
+        self._stage = program.compile(compiler_options)
+        self._consts = program.placed_consts()
+        self._crossing = _jax.quick_call_of_compiled(self._cross)
+        self._quick = _jax.quick_call_of_compiled(self._cache_miss)
+
+    def __repr__(self) -> str:
+        return f"<gshard.Compiled of {self._name()}>"
+
+    @_jax.api_boundary
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        if not self._program.wraps:
+            return self._quick(*args, **kwargs)
+        if self._program.wraps_arguments:
+            args, kwargs = tuple(self._program.put(self.arrays(args, kwargs))), {}
+        return self.trees.like_results(self._program.get(self._crossing(*args, **kwargs)))
+
+    def _cache_miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+        results, quick = self.run(self.arrays(args, kwargs))
+        return self.trees.like_results(results), quick, False
+
+    def run(self, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Place the flat arguments, execute, wrap the results; also returns JAX's fast-path data.
+
+        The fast path passes arrays on unchanged. There is one only if nothing is wrapped, and it
+        applies to the arguments' present shardings: for others, JAX calls this again.
+        """
+        placed = self._program.put(leaves)
+        results = self._program.get(_jax.execute(self._stage, [*self._consts, *placed]))
+        if self._program.wraps:
+            return results, None
+        return results, self._quick_way(leaves, placed, self.trees.out_tree, results)
+
+    def _cross(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
+        """The outputs before unwrapping, and the fast path to them."""
+        crossing = self._program.wraps_arguments  # the arguments have been placed
+        leaves = list(args) if crossing else self.arrays(args, kwargs)
+        placed = leaves if crossing else self._program.put(leaves)
+        out = _jax.execute(self._stage, [*self._consts, *placed])
+        return out, self._quick_way(leaves, placed, jax.tree.structure(out), out), False
+
+    def _quick_way(
+        self, leaves: Sequence[Any], placed: Sequence[Any], tree: Any, results: Sequence[Any]
+    ) -> Any:
+        """JAX's fast-path data for arguments like these; None if the fast path cannot be used.
+
+        It cannot if an array on several devices had to be moved: the fast path would pass it to the
+        executable without checking its sharding. JAX places all other arguments itself.
+        """
+        pairs = list(zip(leaves, placed, strict=True))
+        if any(x is not a and _on_several_devices(x) for x, a in pairs):
+            return None
+        names = [x.sharding if x is a else None for x, a in pairs]
+        return _jax.quick_data(self._stage, tree, names, self._consts, results)
+
+    def place(self, *args: Any, **kwargs: Any) -> Any:
+        """The arguments under the program's shardings: a call with these moves nothing."""
+        placed = self._program.put(self.arrays(args, kwargs))
+        return self.trees.like_arguments(self._program.shown(placed))
+
+    @property
+    def input_shardings(self) -> Any:
+        """JAX's shardings of the arguments: positional ones, and a dict of the keyword ones."""
+        structs = self._program.structs(self.trees.dtypes)
+        return jax.tree.unflatten(self.trees.in_tree, [s.sharding for s in structs])
+
+    @property
+    def output_shardings(self) -> Any:
+        """JAX's shardings of the results; one that does not divide is given as replicated."""
+        return self.trees.like_results(self._program.named_results())
+
+    @property
+    def input_formats(self) -> Any:
+        """JAX's formats of the arguments: shardings and memory layouts."""
+        crossing = _flat_formats(self._stage.input_formats)[len(self._consts) :]
+        structs = self._program.structs(self.trees.dtypes)
+        formats = [_format(c, s.ndim, s.sharding) for c, s in zip(crossing, structs, strict=True)]
+        return jax.tree.unflatten(self.trees.in_tree, formats)
+
+    @property
+    def output_formats(self) -> Any:
+        """JAX's formats of the results."""
+        crossing = _flat_formats(self._stage.output_formats)
+        ranks = [info.ndim for info in jax.tree.leaves(self.trees.out_info)]
+        formats = map(_format, crossing, ranks, self._program.named_results())
+        return self.trees.like_results(list(formats))
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it, as `jax.stages.Compiled.call` does, which takes `_params` first."""
+        first = 1 if args and args[0] is self._params else 0
+        return self(*args[first:], **kwargs)
+
+    def runtime_executable(self) -> Any:
+        """The executable of XLA's runtime."""
+        return self._stage.runtime_executable()
+
+    def as_text(self) -> str | None:
+        """XLA's optimised program."""
+        return self._stage.as_text()
+
+    def cost_analysis(self) -> Any:
+        """XLA's own estimate of the work on one device."""
+        return self._stage.cost_analysis()
+
+    def memory_analysis(self) -> Any:
+        """XLA's memory analysis for one device."""
+        return self._stage.memory_analysis()
+
+    # Read by `jax.experimental.serialize_executable`. Programs whose arguments or results are
+    # wrapped, or that close over arrays, would lose their wrapping.
+    @property
+    def _executable(self) -> Any:
+        if self._consts or self._program.wraps:
+            raise ValueError(
+                "a program that closes over arrays, or has arguments or results that do not "
+                "divide by their tiles or are on devices in an irregular order, cannot be "
+                "serialized: pass the arrays as arguments, and choose sizes that divide; "
+                "jax.export serializes it without the compiled code"
+            )
+        return self._stage._executable
+
+    @property
+    def _params(self) -> Any:
+        return self._stage._params
+
+    _no_kwargs = False
+
+
+def _on_several_devices(value: Any) -> bool:
+    return isinstance(value, jax.Array) and value.sharding.num_devices > 1
+
+
+def _flat_formats(tree: Any) -> list[Format]:
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Format))
+
+
+def _format(crossing: Format, rank: int, sharding: Any) -> Format:
+    """The format of an array that the user sees; a wrapped one has the default layout."""
+    layout = crossing.layout
+    as_it_is = layout is not None and len(layout.major_to_minor) == rank
+    return Format(layout if as_it_is else None, sharding)
+
+
+def _named(types: Sequence[tuple[Any, ...]]) -> str:
+    return "(" + ", ".join(f"{dtype}{list(shape)}" for shape, dtype in types) + ")"
