@@ -78,6 +78,10 @@ class Propagated:
     conflicts: tuple[Conflict, ...]
     kinds: Mapping[JaxprEqn, int]
 
+    def note(self, eqn: JaxprEqn) -> str:
+        """The shardings of an equation's results."""
+        return "; ".join(str(self.shardings[v]) for v in eqn.outvars if v in self.shardings)
+
 
 def propagate(
     closed: ClosedJaxpr,

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from gshard import _jax
-from gshard.capture.flatten import inline
+from gshard.capture.flatten import argument_names, inline
 from gshard.capture.placement import DeviceOrder
 from gshard.graph.history import History
 from gshard.improve import passes
@@ -22,7 +22,7 @@ from gshard.moving.seen import Seen
 from gshard.planning.plan import Plan
 from gshard.planning.planner import partition
 from gshard.propagation.inside import resolved
-from gshard.propagation.propagate import Propagated, propagate
+from gshard.propagation.propagate import propagate
 from gshard.rewrites.exchange_by_expert import exchange_by_expert
 from gshard.rewrites.ring_attention import ring_attention
 from gshard.rules.fixed_order import pinning
@@ -74,7 +74,7 @@ def lower(
     inside = resolved(flat, options.inside)
     # All that is needed of `traced` from here on.
     name, closed_over, types = traced.fun_name, _jax.closed_over(traced), traced.jaxpr.out_avals
-    names = _argument_names(traced, len(flat.jaxpr.invars))
+    names = argument_names(traced.jaxpr, len(flat.jaxpr.invars))
     machine = options.hardware.machine_for(order.count) if options.hardware else MACHINE
     improvements = passes(False if reproducible else options.overlap)
     limit = options.memory_limit
@@ -82,14 +82,14 @@ def lower(
     def planned(flat: ClosedJaxpr, history: History) -> Arrangement:
         with _jax.without_mesh(), planning_for(machine):
             found = propagate(flat, order.count, fixed, limit, inside)  # a sharding for every value
-            history.add("propagate", flat.jaxpr, _sharding_note(found))
+            history.add("propagate", flat.jaxpr, found.note)
             for title, (rewrite, remark) in ({} if reproducible else REWRITES).items():
                 rewritten = rewrite(flat, found.shardings, limit)
                 if rewritten is not flat:  # these were of the program before the rewrite
                     flat = rewritten
                     found = propagate(flat, order.count, fixed, limit, inside)
                     remark = ""
-                history.add(title, flat.jaxpr, _sharding_note(found), remark)
+                history.add(title, flat.jaxpr, found.note, remark)
             seen = Seen()
             local = partition(flat.jaxpr, found, limit, options.strict, seen)
             local = pinning(local) if reproducible else local
@@ -103,19 +103,3 @@ def lower(
     # Emit, and combine small collectives. The user's mesh, if one is set, is not the program's.
     with _jax.without_mesh(), planning_for(machine):
         return finish(planned(flat, history), name, settings, history, variant, original, names)
-
-
-def _sharding_note(found: Propagated) -> Callable[[JaxprEqn], str]:
-    """The shardings of an equation's results."""
-
-    def note(eqn: JaxprEqn) -> str:
-        return "; ".join(str(found.shardings[v]) for v in eqn.outvars if v in found.shardings)
-
-    return note
-
-
-def _argument_names(traced: jax.stages.Traced, count: int) -> tuple[str, ...]:
-    """What the user's function calls its arguments, the last `count`: "" where that is unknown."""
-    known = traced.jaxpr.jaxpr.debug_info.arg_names or ()
-    names = ["" if name is None else str(name) for name in known][-count:]
-    return ("",) * (count - len(names)) + tuple(names)
