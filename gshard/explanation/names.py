@@ -51,12 +51,23 @@ class Names:
         if eqn is None:
             return ""
         if eqn.primitive is annotate_p:
-            return annotated_name(eqn) or self._assigned.get(var, "") or self._argument(eqn)
+            own = "" if span_of(eqn) in self._mapped else annotated_name(eqn)
+            assigned = self._assigned.get(var, "")
+            return own or self._argument(eqn) or assigned or annotated_name(eqn)
         return self._assigned.get(var, "")
 
     def _argument(self, annotation: JaxprEqn) -> str:
-        """The name of an argument that is annotated by `in_shardings`, which has no line."""
+        """The name of the argument that is annotated, as by `in_shardings`, which has no line."""
         return self._arguments.get(annotation.invars[0], "")
+
+    @functools.cached_property
+    def _mapped(self) -> set[Any]:
+        """The calls that annotate several arguments, under one name: in a `jax.tree.map`."""
+        found: dict[Any, set[str]] = {}
+        for eqn in self._subject.annotations:
+            if name := self._argument(eqn):
+                found.setdefault(span_of(eqn), set()).add(name)
+        return {span for span, names in found.items() if len(names) > 1}
 
     def value(self, var: Any) -> str:
         """The name of a value, or the expression that is annotated, else its shape."""

@@ -22,7 +22,7 @@ _NEEDS = {
     "all_to_all": "has to move the split to another dim",
 }
 _OF_SEVERAL = {
-    "all_gather": "cannot keep both, and needs all of one of them",
+    "all_gather": "cannot keep them together, and needs one of them replicated",
     "all_to_all": "has to turn one into the other",
 }
 _WORDS = {

@@ -63,3 +63,15 @@ def test_an_operand_of_several_einsums_has_the_letters_that_fit_all_of_them():
 
     subject, names = named(fn, (4, 8, 16), (16, 4))
     assert names.dims(subject.flat.jaxpr.invars[0]) == ("g", "s", "m")
+
+
+def test_arguments_annotated_by_one_call_in_a_tree_map_have_their_own_names():
+    def fn(params):
+        params = jax.tree.map(lambda w: gshard.split(w, 0, 4), params)
+        return params["a"] @ params["b"].T
+
+    shape = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    subject = gshard.jit(fn, devices=4).lower({"a": shape, "b": shape})._program.subject
+    names = Names(subject)
+    found = {names.name(e.outvars[0]) for e in subject.annotations}
+    assert found == {"params['a']", "params['b']"}
