@@ -18,13 +18,17 @@ def import_(
     from gshard.commands.show import console
     from gshard.mt import hosts
     from gshard.mt.release.imported import import_model
+    from gshard.mt.run import CONFIG
 
     hosts.start(1)
     model = import_model(folder, out)
     count = sum(leaf.size for leaf in jax.tree.leaves(model))
     c = model.config
+    use = f"`gshard translate {out}` translates with it"
+    if not (out / CONFIG).is_file():
+        use = "in Python: gshard.mt.release.imported.load_import (its tokenizer is not read)"
     console.print(
         f"{out}: {count:,} weights, {c.encoder_layers} + {c.decoder_layers} layers, {c.experts} "
-        f"experts; in Python: gshard.mt.release.imported.load_import",
+        f"experts; {use}",
         soft_wrap=True,
     )

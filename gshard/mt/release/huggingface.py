@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from gshard.mt.training.weights import write_weights
 from gshard.nn.config import TransformerConfig
 from gshard.nn.transformer import Transformer
 
+VOCABULARY = "gshard_vocabulary.json"  # languages and directions, for `gshard import`
 _WEIGHTS = "model.safetensors"
 _SPECIAL = {PAD: "<target pad>", UNKNOWN: "<target unk>", START: "<target s>", END: "<target /s>"}
 _POSITIONS = 1024  # the table of positions; it grows when it has to
@@ -197,6 +199,7 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     spoken = tokenizer.spell_target(range(tokenizer.target_size))
     target = {_SPECIAL.get(n, piece): size + n for n, piece in enumerate(spoken)}
     special = {piece: size + n for n, piece in _SPECIAL.items()}
+    _write(folder / VOCABULARY, asdict(tokenizer.config))
     _write(folder / "vocab.json", ids | special)
     _write(folder / "target_vocab.json", target | {"<unk>": size + UNKNOWN, "<pad>": size + PAD})
     _write(

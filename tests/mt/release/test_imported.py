@@ -10,11 +10,20 @@ from gshard import cli
 from gshard.mt.batching.tokenizer import PAD
 from gshard.mt.decoding.beam import beam_search
 from gshard.mt.decoding.beam_config import BeamConfig
+from gshard.mt.decoding.engines import EngineConfig, open_translator
 from gshard.mt.decoding.host.model import HostModel
 from gshard.mt.decoding.host.search import host_search
+from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.errors import UserError
 from gshard.mt.release.huggingface import export
-from gshard.mt.release.imported import import_model, load_import, read_checkpoint
+from gshard.mt.release.imported import (
+    import_model,
+    load_import,
+    read_checkpoint,
+    read_tokenizer,
+)
+from gshard.mt.release.make import verify
+from gshard.mt.run import Run
 from gshard.mt.training.loading import load_model
 from gshard.mt.training.names import named
 from gshard.nn import Batch
@@ -127,6 +136,37 @@ def test_there_and_back(kind, tokenizer, tmp_path):
     batch = Batch.of(source, target, pad=-1)
     want, found = (model(batch, dropless=True)[0] for model in (ours, back))
     np.testing.assert_allclose(found, want, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_gshard_wrote_is_a_release_again(kind, tokenizer, tmp_path):
+    """Vocabularies, directions and checksums included; its translations are the same."""
+    run = made(tmp_path / "run", tokenizer, **KINDS[kind])
+    import_model(export(run, tmp_path / "theirs"), tmp_path / "back")
+    back = Run.open(tmp_path / "back")
+    assert verify(back) > 0
+    assert back.tokenizer.digest == tokenizer.digest
+    assert back.tokenizer.tasks == tokenizer.tasks
+    both = []
+    for each in (run, back):
+        config = TranslateConfig(beam=3, longest=16, most=12)
+        translator, _ = open_translator(each, config=config, engine=EngineConfig("onnx"))
+        both.append(translator.translate(["one two three", "four", "five six"], "de"))
+    for ours, theirs in zip(*both, strict=True):
+        assert ours[0].text == theirs[0].text
+        assert ours[0].score == pytest.approx(theirs[0].score, rel=1e-4)
+
+
+def test_a_damaged_vocabulary_is_named(tmp_path):
+    path = tmp_path / "gshard_vocabulary.json"
+    assert read_tokenizer(tmp_path) is None
+    path.write_text('{"languages": ["de"], "directions": "to-english"}')
+    with pytest.raises(UserError, match=r"source\.spm is missing"):
+        read_tokenizer(tmp_path)
+    path.write_text('{"languages": ["de"], "size": 3}')
+    with pytest.raises(UserError, match=r"gshard_vocabulary\.json is damaged"):
+        read_tokenizer(tmp_path)
 
 
 REFUSED = {
