@@ -341,3 +341,15 @@ def test_what_is_said_of_indices_is_not_said_of_their_padding(rows):
     eqns = step.lower(x, where)._program.jaxpr.eqns
     (found,) = [eqn for eqn in eqns if eqn.primitive is lax.gather_p]
     assert found.params["indices_are_sorted"] is (rows == 8)
+
+
+@pytest.mark.parametrize(("rows", "outputs"), [(3, ()), (16, (even_split(3, 1, 8),))])
+def test_windows_that_reach_over_tiles(rows, outputs):
+    """Every device has some rows of a window; the result may be split along them."""
+
+    def fn(x, starts):
+        return jax.vmap(lambda s: lax.dynamic_slice(x, (s, 0), (rows, 8)))(starts)
+
+    x, starts = random_array((256, 8)), np.array([0, 30, 31, 94, 250], np.int32)
+    low = check(fn, x, starts, inputs=[even_split(2, 0, 8)], outputs=outputs)
+    assert set(kinds(low)) == ({"reduce_scatter"} if outputs else {"all_reduce"})

@@ -80,6 +80,16 @@ def test_columnsort(devices, size, monkeypatch):
     assert not {"all_gather", "all_reduce"} & set(kinds(low))
 
 
+def test_padding_comes_last_in_a_columnsort(monkeypatch):
+    """Behind the largest integer, too, which garbage may be less than."""
+    monkeypatch.setattr(sort, "_cost", lambda *_: math.inf)
+    x = np.random.default_rng(0).permutation(97).astype(np.int32)
+    x[::7] = np.iinfo(np.int32).max
+    split = even_split(1, 0, 2)
+    low = check(lambda x: lax.sort(x), x, devices=2, inputs=[split], outputs=[split], exact=True)
+    assert all("columnsort" in c.reason for c in low.collectives)
+
+
 def test_columnsort_sends_three_times_the_tile():
     count, tile = 8 * 8192, 8192 * 4
     x = np.random.default_rng(0).integers(0, 50, count).astype(np.int32)

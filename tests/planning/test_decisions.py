@@ -1,0 +1,156 @@
+"""Decisions that give right values either way, asked of the functions that make them."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+
+import gshard
+from gshard.emission.combine import combinations_of
+from gshard.graph.reason import Reason
+from gshard.graph.regions import walk
+from gshard.graph.source import because
+from gshard.moving import costs
+from gshard.moving.partial import _in_pairs
+from gshard.moving.rows import Runs, plan_rows
+from gshard.rules.changes import Slice
+from gshard.rules.slicing import _candidates, _cost
+from gshard.rules.window_reduce import _in_parts
+from gshard.runtime.ports import _port, mesh_shapes, ports
+from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.tile import Tile
+from tests.oracle import check, random_array
+
+D = 8
+
+
+def by(*tiles):
+    """A sharding over 8 devices with so many tiles of each dim, the major dim first."""
+    coords = np.unravel_index(np.arange(D), (*tiles, D // math.prod(tiles)))
+    return Sharding(tuple(Split.of(c) for c in coords[:-1]), D)
+
+
+# --------------------------------------------------------------- rows of plans
+
+
+@given(
+    st.integers(2, 5), st.integers(1, 4), st.integers(1, 6), st.integers(0, 6), st.integers(0, 8)
+)
+def test_rows_are_scattered_only_where_windows_meet(tiles, rows, width, gap, first):
+    """A ReduceScatter gives device c what follows that of device c - 1, and nothing else."""
+    starts = first + np.arange(tiles) * (width + gap)
+    plan = plan_rows(Runs.even(tiles, rows, tiles * rows), starts, width)
+    assert plan is None or plan.kind != "scatter" or gap == 0
+
+
+@pytest.mark.parametrize(("size", "tiles", "fits"), [(16, 8, True), (8, 8, False), (12, 4, False)])
+def test_pairs_of_16_bits_stay_on_one_device(size, tiles, fits):
+    tile = Tile(jnp.zeros((2, size // tiles), jnp.bfloat16), by(1, tiles), (2, size))
+    assert _in_pairs(jnp.bfloat16, tile, by(1, tiles)) is fits
+    assert _in_pairs(jnp.bfloat16, tile, by(1, 1)) is fits
+    assert not _in_pairs(jnp.float32, tile, by(1, tiles))
+
+
+# --------------------------------------------------------------- what slices cost
+
+
+def test_a_slice_that_shrinks_one_dim_makes_the_other_cheaper():
+    """Dims change one after the other; rows of the second are as short as the first left them."""
+    here = by(2, 4)
+    tile = Tile(jnp.zeros((8, 16)), here, (16, 64))
+    both = {0: Slice(0, 4), 1: Slice(8, 40)}
+    shape = (4, 32)
+    shrunk = _cost(tile, both, shape, here, here, here)
+    rows = 4 * both[0].sent(16, 2) * here.local_shape((16, 64))[1]
+    columns = 4 * both[1].sent(64, 4) * here.local_shape(shape)[0]
+    assert shrunk == rows + columns
+
+
+def test_idle_devices_do_not_collect_a_slice():
+    """The result of a slice is collected by a sum over all devices, of which each has a part."""
+    idle = Sharding((Split.of([0, 1, 2, 3, 4, 5, -1, -1]), None), D)
+    whole = Sharding.replicated(2, D)
+    change = {0: Slice(2, 9)}
+    assert change[0].collectable
+    found = _candidates(idle, change, whole)
+    assert all(result.splits[0] is source.splits[0] for source, result in found)
+    found = _candidates(by(8, 1), change, whole)
+    assert any(source.splits[0] and not result.splits[0] for source, result in found)
+
+
+@pytest.mark.parametrize(("window", "in_parts"), [(7, []), (31, []), (32, [0])])
+def test_windows_are_reduced_in_parts_if_they_are_much_larger_than_the_result(window, in_parts):
+    x = jnp.zeros(window + 7)
+    pooled = jax.make_jaxpr(lambda x: lax.reduce_window(x, 0.0, lax.add, (window,), (1,), "VALID"))
+    (eqn,) = [e for e in walk(pooled(x).jaxpr) if e.primitive.name == "reduce_window_sum"]
+    assert eqn.outvars[0].aval.shape == (8,)
+    assert _in_parts(eqn) == in_parts
+
+
+# --------------------------------------------------------------- meshes, collectives, reasons
+
+
+@given(st.lists(st.sampled_from([(8,), (2,), (4,), (1,)]), min_size=1, max_size=3), st.booleans())
+def test_the_mesh_is_one_that_expresses_most_arrays(tiles, crossed):
+    shardings = [by(*t) for t in tiles]
+    if crossed:  # as on the axes of a 2 x 4 mesh, the second one major
+        shardings.append(Sharding((Split.of(np.arange(D) % 4), Split.of(np.arange(D) // 4)), D))
+        shardings.append(Sharding((Split.of(np.arange(D) % 2),), D))
+    shapes = [(16,) * s.rank for s in shardings]
+    _, found = ports(shardings, shapes, D)
+    fewest = min(
+        sum(_port(s, n, axes).stacked for s, n in zip(shardings, shapes, strict=True))
+        for axes in mesh_shapes(shardings, D)
+    )
+    assert sum(p.stacked for p in found) == fewest
+
+
+def test_a_large_collective_is_not_copied_to_be_combined():
+    largest = costs.machine().latency * costs.machine().memory_per_byte / 2
+
+    def fn(*arrays):
+        with because(Reason("result", "dot_general")):
+            return [lax.psum(x, "d") for x in arrays]
+
+    small, large = (jnp.zeros(4), jnp.zeros(int(largest) // 4 + 1))
+    arrays = [small, large, small * 2, large * 2]
+    traced = jax.make_jaxpr(fn, axis_env=[("d", D)])(*arrays)
+    (found,) = combinations_of(traced.jaxpr)
+    assert [e.outvars[0].aval.shape for e in found.members] == [(4,), (4,)]
+
+
+# --------------------------------------------------------------- loops
+
+
+def test_a_carry_that_the_body_leaves_under_another_sharding():
+    def fn(x, w):
+        w = gshard.split(w, 0, D)
+
+        def body(carry, _):
+            return w, gshard.split(carry, 1, D).sum()
+
+        return lax.scan(body, gshard.split(x, 1, D), None, length=3)
+
+    check(fn, random_array((8, 16)), random_array((8, 16), seed=1))
+
+
+def test_padded_indices_are_not_unique():
+    """The padding of indices may repeat some of them; what is promised to XLA has to hold."""
+
+    def fn(x, rows, updates):
+        rows = gshard.split(rows, 0, D)
+        return x.at[rows].add(gshard.split(updates, 0, D), unique_indices=True)
+
+    def unique(count):
+        args = jnp.zeros((64, 3)), jnp.arange(count), jnp.ones((count, 3))
+        lowered = gshard.jit(fn, devices=D).lower(*args)
+        (eqn,) = [e for e in walk(lowered.jaxpr) if e.primitive.name == "scatter-add"]
+        return eqn.params["unique_indices"]
+
+    assert unique(16)
+    assert not unique(13)
