@@ -15,9 +15,8 @@ from gshard.emission.combine import combinations_of
 from gshard.graph.reason import Reason
 from gshard.graph.regions import walk
 from gshard.graph.source import because
-from gshard.moving import costs
+from gshard.moving import costs, rows
 from gshard.moving.partial import _in_pairs
-from gshard.moving.rows import Runs, plan_rows
 from gshard.rules.changes import Slice
 from gshard.rules.slicing import _candidates, _cost
 from gshard.rules.window_reduce import _in_parts
@@ -38,14 +37,13 @@ def by(*tiles):
 # --------------------------------------------------------------- rows of plans
 
 
-@given(
-    st.integers(2, 5), st.integers(1, 4), st.integers(1, 6), st.integers(0, 6), st.integers(0, 8)
-)
-def test_rows_are_scattered_only_where_windows_meet(tiles, rows, width, gap, first):
+@pytest.mark.parametrize("gap", [0, 1, 3])
+def test_rows_are_scattered_only_where_windows_meet(monkeypatch, gap):
     """A ReduceScatter gives device c what follows that of device c - 1, and nothing else."""
-    starts = first + np.arange(tiles) * (width + gap)
-    plan = plan_rows(Runs.even(tiles, rows, tiles * rows), starts, width)
-    assert plan is None or plan.kind != "scatter" or gap == 0
+    monkeypatch.setattr(rows, "_rounds", lambda *_: None)  # too many of them
+    starts = np.arange(4) * (2 + gap)
+    plan = rows.plan_rows(rows.Runs.even(4, 3, 12), starts, 2)
+    assert (plan is None) == bool(gap)
 
 
 @pytest.mark.parametrize(("size", "tiles", "fits"), [(16, 8, True), (8, 8, False), (12, 4, False)])
@@ -66,9 +64,9 @@ def test_a_slice_that_shrinks_one_dim_makes_the_other_cheaper():
     both = {0: Slice(0, 4), 1: Slice(8, 40)}
     shape = (4, 32)
     shrunk = _cost(tile, both, shape, here, here, here)
-    rows = 4 * both[0].sent(16, 2) * here.local_shape((16, 64))[1]
-    columns = 4 * both[1].sent(64, 4) * here.local_shape(shape)[0]
-    assert shrunk == rows + columns
+    first = 4 * both[0].sent(16, 2) * here.local_shape((16, 64))[1]
+    second = 4 * both[1].sent(64, 4) * here.local_shape(shape)[0]
+    assert shrunk == first + second
 
 
 def test_idle_devices_do_not_collect_a_slice():
@@ -128,15 +126,27 @@ def test_a_large_collective_is_not_copied_to_be_combined():
 
 
 def test_a_carry_that_the_body_leaves_under_another_sharding():
-    def fn(x, w):
-        w = gshard.split(w, 0, D)
-
+    def fn(x):
         def body(carry, _):
-            return w, gshard.split(carry, 1, D).sum()
+            y = gshard.split(jnp.sin(carry), 1, D) * gshard.split(jnp.cos(carry), 1, D)
+            return gshard.split(y + 1, 0, D), y.sum()
 
         return lax.scan(body, gshard.split(x, 1, D), None, length=3)
 
-    check(fn, random_array((8, 16)), random_array((8, 16), seed=1))
+    low = check(fn, random_array((8, 16)))
+    (moved,) = [c for c in low.collectives if c.reason.startswith("carried value of scan")]
+    assert (moved.kind, moved.count) == ("all_to_all", 3)
+
+
+def test_integers_are_replicated_by_computing_them_again():
+    """They are made of others that every device has."""
+
+    def fn(x):
+        x = gshard.replicate(x)
+        part = gshard.split(gshard.split(x, 0, D) * 2 + gshard.split(jnp.arange(64), 0, D), 0, D)
+        return gshard.replicate(part), part
+
+    assert not check(fn, np.arange(64)).collectives
 
 
 def test_padded_indices_are_not_unique():

@@ -1,0 +1,152 @@
+"""Rows of a split dim where tiles of the result need them: nodes, run on all devices in Python."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from gshard.graph.reason import Reason
+from gshard.moving.halo import Halo
+from gshard.moving.rows import Align, Runs, collect, plan_rows
+from gshard.replaying.collectives import NAMES
+from gshard.replaying.lockstep import Lockstep
+from gshard.tensors.devices import Place
+from gshard.tensors.sharding import Sharding, Split
+
+WHY = Reason("operand", "a test")
+GARBAGE = -1
+
+
+def on_all(run, tiles):
+    """What `run(place, array)` gives on each device, and the bytes that one of them sends."""
+    count = len(tiles)
+    place = Place(("d",), count)
+    traced = jax.make_jaxpr(lambda x: run(place, x), axis_env=[("d", count)])(tiles[0])
+    running, sent = Lockstep({"d": count}).run(traced, [list(tiles)]), 0
+    while True:
+        try:
+            event = next(running)
+        except StopIteration as end:
+            return [np.asarray(x) for x in end.value[0]], sent
+        if event.eqn is not None and event.eqn.primitive.name == "ppermute":
+            sent += np.asarray(event.values[0][0]).nbytes
+        elif event.eqn is not None and event.eqn.primitive.name in NAMES:
+            sent = np.nan  # counted elsewhere
+
+
+def split_of(tiles):
+    return Sharding((Split.of(np.arange(tiles)), None), tiles)
+
+
+def tiles_of(held, rows, size):
+    """Local arrays with the rows 0, 1, ... of a tensor of `size` rows; padding is garbage."""
+    found = []
+    for low, high, first in zip(held.low, held.high, held.first, strict=True):
+        tile = np.full((rows, 2), GARBAGE, np.int32)
+        tile[first : first + high - low] = np.arange(low, high)[:, None] + [0, 1000]
+        found.append(jnp.asarray(tile))
+    return found
+
+
+def assert_rows(got, starts, source):
+    """Row j of window c is the logical row `source[starts[c] + j]`, where there is one."""
+    for start, window in zip(starts, got, strict=True):
+        for j, row in enumerate(window):
+            wanted = source.get(start + j)
+            if wanted is not None:
+                assert row.tolist() == [wanted, wanted + 1000]
+
+
+@st.composite
+def tilings(draw):
+    tiles, rows = draw(st.integers(2, 5)), draw(st.integers(1, 4))
+    size = draw(st.integers((tiles - 1) * rows + 1, tiles * rows))
+    shift = draw(st.integers(0, rows - 1))
+    low = np.arange(tiles) * rows - shift
+    return tiles, rows, size, Runs.clipped(low, low + rows, min(size, int(low[-1]) + rows))
+
+
+@st.composite
+def windows(draw, tiles, size):
+    width = draw(st.integers(1, 5))
+    if draw(st.booleans()):  # one behind the other, as a ReduceScatter gives them
+        return draw(st.integers(-3, 3)) + np.arange(tiles) * width, width
+    starts = draw(st.lists(st.integers(-3, size), min_size=tiles, max_size=tiles))
+    return np.array(sorted(starts)), width
+
+
+@st.composite
+def blocks(draw, size):
+    """Some blocks of rows, in another order."""
+    cuts = draw(st.lists(st.integers(0, size), max_size=3))
+    ends = sorted({0, size, *cuts})
+    order = draw(st.permutations(list(itertools.pairwise(ends))))
+    moves, at = [], 0
+    for first, end in order:
+        moves.append((first, end, at - first))
+        at += end - first
+    return tuple(moves[: draw(st.integers(1, len(moves)))])
+
+
+def check_aligned(tiles, rows, size, held, starts, width, moves):
+    listed = tuple(tuple(map(int, x)) for x in (held.low, held.high, held.first))
+    node = Align(WHY, split_of(tiles), 0, listed, tuple(map(int, starts)), width, moves)
+    array = tiles_of(held, rows, size)
+    got, sent = on_all(node.run, array)
+    there = [r for a, b in zip(held.low, held.high, strict=True) for r in range(a, b)]
+    source = {
+        r + by: r for first, end, by in moves or [(0, size, 0)] for r in there if first <= r < end
+    }
+    assert_rows(got, starts, source)
+    assert np.isnan(sent) or sent == node.sent(array[0].shape, array[0].dtype)
+
+
+@given(st.data())
+def test_rows_are_aligned(data):
+    tiles, rows, size, held = data.draw(tilings())
+    starts, width = data.draw(windows(tiles, size))
+    moves = data.draw(st.one_of(st.none(), blocks(size)))
+    assume(plan_rows(held, starts, width, moves) is not None)
+    check_aligned(tiles, rows, size, held, starts, width, moves)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "rows", "size", "starts", "width", "moves"),
+    [
+        (4, 3, 10, (0, 6, 12, 18), 6, ((3, 10, -3), (0, 3, 7))),
+        (2, 5, 6, (0, 4), 6, ((2, 6, -2), (0, 2, 4))),
+        (2, 2, 4, (0, 2), 2, ((3, 4, -3), (2, 3, -1), (0, 2, 2))),
+    ],
+)
+def test_a_message_has_rows_that_belong_elsewhere(tiles, rows, size, starts, width, moves):
+    """All messages of a round are as long as the longest: rows beyond a block are masked."""
+    held = Runs.even(tiles, rows, size)
+    check_aligned(tiles, rows, size, held, np.array(starts), width, moves)
+
+
+@given(st.data())
+def test_halos_of_a_part_of_the_rows(data):
+    """What is beyond `only` is neither sent nor looked at."""
+    tiles, rows, size, _ = data.draw(tilings())
+    starts, width = data.draw(windows(tiles, size))
+    first = data.draw(st.integers(0, size - 1))
+    only = data.draw(st.sampled_from([None, (first, data.draw(st.integers(first + 1, size)))]))
+    node = Halo(WHY, split_of(tiles), (size, 2), 0, tuple(starts.tolist()), width, only)
+    array = tiles_of(Runs.even(tiles, rows, size), rows, size)
+    got, sent = on_all(node.run, array)
+    assert_rows(got, starts, {r: r for r in range(*(only or (0, size)))})
+    assert np.isnan(sent) or sent == node.sent(array[0].shape, array[0].dtype)
+
+
+@given(tilings())
+def test_rows_are_collected(case):
+    tiles, rows, size, held = case
+    end = int(held.high.max())
+    array = tiles_of(held, rows, size)
+    got, _ = on_all(lambda p, x: collect(p, x, split_of(tiles), 0, held, end, WHY), array)
+    first = int(held.low.min())
+    assert_rows(got, [0] * tiles, {r: r for r in range(first, end)})
