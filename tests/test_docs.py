@@ -161,3 +161,26 @@ def test_the_reference_has_every_command():
 
 def subcommands(command):
     return getattr(command, "commands", {})
+
+
+def test_the_readme_is_two_screens_with_both_pictures_and_exact_claims():
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 110
+    for picture in ("docs/_static/explain.png", "docs/results/figure/longer_chrf_by_language.svg"):
+        assert f"]({picture})" in readme
+    results = re.search(r"^## Results\n(.*?)^## ", readme, re.MULTILINE | re.DOTALL)[1]
+    rows = [line for line in results.splitlines() if line.startswith("| ") and "`" in line]
+    assert len(rows) >= 3
+    assert all(re.search(r"\| `[^|]+` \|$", row) for row in rows), "a result has its command"
+    for claim in ("no silent replication", "every operator of JAX"):
+        assert claim not in readme.lower()
+
+
+def test_questions_and_terms_are_many_and_answered():
+    faq = (ROOT / "docs" / "explanation" / "faq.md").read_text()
+    questions = re.findall(r"^\*\*([^*]+\?)\*\*(?: |\n)(.+)", faq, re.MULTILINE)
+    assert len(questions) >= 25
+    assert len({question for question, _ in questions}) == len(questions)
+    glossary = (ROOT / "docs" / "explanation" / "glossary.md").read_text()
+    terms = [line.split("|")[1].strip().lower() for line in glossary.splitlines()[6:] if line]
+    assert len(terms) >= 30
