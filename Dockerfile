@@ -6,6 +6,8 @@ ARG EXTRA=mt
 WORKDIR /gshard
 COPY pyproject.toml README.md LICENSE ./
 COPY gshard gshard
+# The versions are those of pyproject.toml.
+# hadolint ignore=DL3013
 RUN pip install --no-cache-dir ".[${EXTRA}]" "${JAX}"
 ENTRYPOINT ["gshard"]
 CMD ["--help"]

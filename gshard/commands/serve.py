@@ -130,6 +130,8 @@ def _run(served: Served, settings: Settings, workers: int, name: str, on: str) -
     with contextlib.suppress(KeyboardInterrupt):
         server.run()
     console.print("ended")
+    if workers > 1 or on:
+        return
     # A thread may be compiling, which cannot be interrupted and would crash during a normal exit;
     # there is nothing left to save.
     sys.stdout.flush()

@@ -1,7 +1,7 @@
 """Who may use a server, and how often: keys with limits of texts a minute.
 
-The counts are in memory that all workers of a server share, so that a limit is one limit. Keys are
-compared by their hashes.
+Where a server has several workers, the counts are in memory that they share, so that a limit is
+one limit. Keys are compared by their hashes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import multiprocessing
+import threading
 import time
 import tomllib
 from collections.abc import Sequence
@@ -74,17 +75,29 @@ class Keys:
     """The keys that a server knows, and what each may still use in this minute.
 
     Each has a bucket that holds as many texts as its limit and fills at that rate. `is_open` lets
-    in everyone without a key, who then share one bucket of `per_minute`.
+    in everyone without a key, who then share one bucket of `per_minute`. `shared` ones may be sent
+    to processes, which then count together.
     """
 
-    def __init__(self, keys: Sequence[Key], *, is_open: bool = False, per_minute: int = 0):
+    def __init__(
+        self,
+        keys: Sequence[Key],
+        *,
+        is_open: bool = False,
+        per_minute: int = 0,
+        shared: bool = False,
+    ):
         self.is_open = is_open
         self._everyone = Key("everyone", "", per_minute)
         known = [*keys, *([self._everyone] if is_open else [])]
         self._known = {_digest(key.key): (n, key) for n, key in enumerate(known)}
         # For each the texts that are left, and when that was so.
         start = [x for key in known for x in (float(key.per_minute), time.monotonic())]
-        self._left = multiprocessing.get_context("spawn").Array("d", start)
+        self._left: Any = list(start)
+        self._lock: Any = threading.Lock()
+        if shared:
+            self._left = multiprocessing.get_context("spawn").Array("d", start)
+            self._lock = self._left.get_lock()
 
     def find(self, given: str) -> Key | None:
         """The key that was given, or None if nobody has it."""
@@ -100,7 +113,7 @@ class Keys:
             return 0
         number, _ = self._known[_digest(key.key)]
         rate = key.per_minute / 60
-        with self._left.get_lock():
+        with self._lock:
             left, since = self._left[2 * number : 2 * number + 2]
             now = time.monotonic()
             left = min(float(key.per_minute), left + rate * (now - since))

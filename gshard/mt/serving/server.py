@@ -93,13 +93,16 @@ class Access:
     keys: Keys
 
     @staticmethod
-    def of(settings: Settings, token: str = "") -> Access:
-        """New ones, or those of a known token. Without other keys, it is the key of the API."""
+    def of(settings: Settings, token: str = "", *, shared: bool = False) -> Access:
+        """New ones, or those of a known token. Without other keys, it is the key of the API.
+
+        `shared` ones are for several processes.
+        """
         token = token or secrets.token_urlsafe(16)
         keys = settings.keys or (() if settings.is_open else (Key("token", token),))
         return Access(
             "page" if settings.is_open else token,
-            Keys(keys, is_open=settings.is_open, per_minute=settings.per_minute),
+            Keys(keys, is_open=settings.is_open, per_minute=settings.per_minute, shared=shared),
         )
 
     def address(self, settings: Settings, port: int) -> str:

@@ -75,7 +75,7 @@ class Workers:
     def __init__(self, served: Served, settings: Settings, count: int):
         self._settings = settings
         self.socket = listen(settings)
-        self.access = Access.of(settings)
+        self.access = Access.of(settings, shared=True)
         self._worker = Worker(served, settings, self.access)
         self._count = count
 

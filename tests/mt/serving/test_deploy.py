@@ -1,5 +1,6 @@
 """The files under deploy/: what reads them accepts them, and their commands exist."""
 
+import os
 import re
 import shlex
 import shutil
@@ -13,6 +14,7 @@ import typer.main
 from gshard.cli import app
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
+DOCKERFILE = DEPLOY.parent / "Dockerfile"
 COMPOSE = (DEPLOY / "compose.yaml").read_text()
 UNIT = (DEPLOY / "gshard.service").read_text()
 
@@ -48,6 +50,17 @@ def test_systemd_accepts_the_unit(tmp_path):
         text=True,
     )
     assert "Restrt" in wrong.stderr  # it would have told
+
+
+def test_hadolint_accepts_the_dockerfile(tmp_path):
+    beside = Path(sys.executable).parent
+    if not (hadolint := shutil.which("hadolint", path=f"{beside}:{os.environ['PATH']}")):
+        pytest.skip("there is no hadolint here (the extra dev has it)")
+    done = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    wrong = tmp_path / "Dockerfile"
+    wrong.write_text(DOCKERFILE.read_text().replace('["gshard"]', "gshard"))
+    assert subprocess.run([hadolint, wrong], capture_output=True).returncode  # it would have told
 
 
 def test_compose_is_yaml_with_a_service():
