@@ -96,7 +96,10 @@ def _search(source: Sharding, target: Sharding, shape: Shape, itemsize: int) -> 
             continue
         visited.add(here)
         for step in _steps(here, target, shape, itemsize):
-            total = spent + step.bytes + STEP_COST * (step.kind != "slice")
+            sent = step.bytes
+            if here.idle:  # groups that omit devices may take other collectives
+                sent = step_bytes(step.kind, here, step.target, shape, itemsize)
+            total = spent + sent + STEP_COST * (step.kind != "slice")
             if total < min(best.get(step.target, math.inf), best.get(target, math.inf)):
                 best[step.target] = total
                 estimate = total + _missing(step.target, target, shape) * itemsize

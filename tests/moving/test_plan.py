@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from gshard.moving import exchange, plan
 from gshard.moving.exchange import can_exchange, exchange_groups, kept_tiles
 from gshard.moving.plan import plan_reshard
-from gshard.tensors.sharding import Sharding
+from gshard.moving.sent import step_bytes
+from gshard.tensors.sharding import Sharding, Split
 from tests.oracle import assignments
 
 MESH = np.arange(512).reshape(8, 8, 8)
@@ -84,3 +85,23 @@ def test_copies_are_cut_before_they_move(mesh):
     source, target = Sharding.of_assignment(MESH[:, :, :1], 512), Sharding.of_assignment(mesh, 512)
     steps = plan_reshard(source, target, (64, 64, 64), np.float32)
     assert sum(s.bytes for s in steps) <= 8 * 8 * 8 * 4
+
+
+@given(
+    st.sampled_from([(1, 5, 16), (4, 6, 8), (3, 7, 5)]),
+    st.tuples(st.integers(0, 2), st.permutations([0, 1, -1])),
+    st.tuples(st.integers(0, 2), st.permutations([0, 1, -1])),
+)
+def test_between_tiles_with_idle_devices_no_more_is_sent_than_rows_to_who_needs_them(
+    shape, before, after
+):
+    """An AllToAll whose groups omit a device is emitted as a dearer collective."""
+    source, target = (
+        Sharding(tuple(Split.of(coords) if d == dim else None for d in range(3)), 3)
+        for dim, coords in (before, after)
+    )
+    sent, here = 0, source
+    for step in plan_reshard(source, target, shape, np.float32):
+        sent += step_bytes(step.kind, here, step.target, shape, 4)
+        here = step.target
+    assert sent <= step_bytes("route", source, target, shape, 4)

@@ -211,7 +211,7 @@ def test_moves_where_jax_counts_in_64_bits():
         ((1, 16), 4, [[0], [1]], [[0, 2, 1, 3]], 32),  # not a gather and a slice
         ((8, 2, 3), 8, [[[1, 0, 2, 7, 5, 3, 6, 4]]], [[[d] for d in range(8)]], 140),  # two steps
         ((16, 8, 5), 6, [[[0, 1]]], [[[2, 4, 1], [3, 0, 5]]], 512),  # straight to where it belongs
-        ((3, 12), 8, [[0, 1, 6], [2, 3, 5]], [[0], [1], [2]], 128),  # two devices have nothing
+        ((3, 12), 8, [[0, 1, 6], [2, 3, 5]], [[0], [1], [2]], 32),  # two devices have nothing
     ],
 )
 def test_the_fewest_bytes_of_some_plans(shape, devices, source, target, fewest):
