@@ -101,8 +101,12 @@ def arrays_of(tree: Any) -> Any:
 
 
 def _returned(arguments: Sequence[Any], results: Any) -> list[tuple[int, int]]:
-    """Results that look like whole arguments, such as a state: pairs of numbers of leaves."""
-    parts = results if isinstance(results, (tuple, list)) else (results,)
+    """Results that look like an argument, such as a state: pairs of numbers of leaves.
+
+    All results together may be one (a state that is a list of layers), or each of them by itself.
+    """
+    together = any(_alike(argument, results) for argument in arguments)
+    parts = results if isinstance(results, (tuple, list)) and not together else (results,)
     pairs: list[tuple[int, int]] = []
     at_result = 0
     taken: set[int] = set()
