@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -81,9 +81,11 @@ class Candidates:
         """
         fixed, jaxpr = self._split_arguments(choice), self.subject.flat.jaxpr
         wanted = {var: choice.sharding(var) for var in self._deciding(choice)}
-        for _ in range(_ROUNDS):
+        for number in range(_ROUNDS + 1):
             self.clock.charge(_PROPAGATING * self.equations)
             found = self._propagated(fixed)
+            if number == _ROUNDS:
+                break
             missed = {v: s for v, s in wanted.items() if v not in fixed and found.get(v) != s}
             for result, argument in self.subject.returned:
                 var = jaxpr.invars[argument]
@@ -92,8 +94,9 @@ class Candidates:
             if not missed:
                 break
             fixed |= missed
-        arguments = self._arguments(choice, fixed)
-        return self.priced(choice.model.mesh, arguments, self._inside(choice, fixed))
+        arguments, mesh = self._arguments(choice, fixed), choice.model.mesh
+        inside, held = self._inside(choice, fixed), self._held(found, mesh)
+        return self.priced(mesh, arguments, inside, held)
 
     def _split_arguments(self, choice: Choice) -> dict[Any, Sharding]:
         """The arguments that an answer splits, and results that replace them."""
@@ -133,7 +136,9 @@ class Candidates:
             spec = choice.spec(var)
             by_place.setdefault(place, []).append(() if spec is None else spec)
         found = []
-        for place in {self._places[v][0] for v in annotated if v in self._places}:
+        states = {self.subject.flat.jaxpr.outvars[r] for r, _ in self.subject.returned}
+        made = self._places.keys() & annotated.keys() - states  # states are annotated as results
+        for place in {self._places[var][0] for var in made}:
             specs = by_place[place]
             for spec in dict.fromkeys(specs):
                 numbers = tuple(n for n, s in enumerate(specs) if s == spec)
@@ -177,26 +182,27 @@ class Candidates:
         mesh: MeshShape,
         annotations: tuple[Annotated, ...],
         inside: tuple[AnnotatedInside, ...] = (),
+        results: Mapping[str, Annotated] | None = None,
     ) -> Layout:
         """A layout with the figures of its lowered program.
 
         States keep their shardings from step to step: a result that is the argument of the next
-        step is annotated like that argument, where it is not sharded so by itself.
+        step is annotated like that argument, where it is not sharded so by itself. `results` are
+        annotations that are known to be needed for it.
         """
         names = dict(zip(AXES, mesh, strict=False))
         by_path = {a.path: a for a in annotations}
-        results = tuple(
-            dataclasses.replace(by_path[argument], path=result)
+        known = {
+            result: dataclasses.replace(by_path[argument], path=result)
             for result, argument in self.subject.states
             if argument in by_path
-        )
-        layout = Layout(
-            names, annotations, self.machine.name, 0.0, 0, 0.0, inside=inside, results=results
-        )
-        layout, forecast = self._lowered(layout)
-        if changing := self._changing(layout):
-            layout = dataclasses.replace(layout, results=(*results, *changing))
-            layout, forecast = self._lowered(layout)
+        }
+        layout = Layout(names, annotations, self.machine.name, 0.0, 0, 0.0, inside=inside)
+        needed = {**(results or {}), **known}
+        layout, forecast = self._lowered(layout, needed)
+        changing = self._changing(layout)
+        if changing.keys() - known.keys():
+            layout, forecast = self._lowered(layout, {**needed, **changing, **known})
         count = len(annotations) + len(inside)
         name = f"mesh {' x '.join(map(str, mesh))}, {count} annotations"
         self.considered.append(Considered.of(name, forecast, self.limit))
@@ -212,7 +218,8 @@ class Candidates:
         """Seconds of work to lower a layout."""
         return _LOWERING * self.equations
 
-    def _lowered(self, layout: Layout) -> tuple[Layout, Forecast]:
+    def _lowered(self, layout: Layout, results: Mapping[str, Annotated]) -> tuple[Layout, Forecast]:
+        layout = dataclasses.replace(layout, results=tuple(results.values()))
         subject, began = self.subject, time.monotonic()
         # The model adds up the times of operators: neither it nor the forecast counts overlap here.
         keywords = {"hardware": self.machine, "overlap": False, **self.keywords}
@@ -232,21 +239,33 @@ class Candidates:
         )
         return layout, forecast
 
-    def _changing(self, layout: Layout) -> list[Annotated]:
-        """Annotations for results that would not be sharded like the argument they replace."""
+    def _changing(self, layout: Layout) -> dict[str, Annotated]:
+        """Annotations for results that are not sharded like the argument they replace."""
         assert layout.lowered is not None
-        known = {a.path for a in layout.results}
-        shapes = dict(self.subject.paths)
         given, made = layout.lowered.flat_shardings
-        found = []
-        for (result, argument), (number, place) in zip(
-            self.subject.states, self.subject.returned, strict=True
-        ):
-            own, held = made[number], given[place - self.subject.closed_over]
-            if result not in known and own != held and shapes[argument]:
-                dims = dims_on(held, layout.mesh)
+        first = self.subject.closed_over
+        ends = [(made[result], given[place - first]) for result, place in self.subject.returned]
+        return self._like_arguments(ends, layout.mesh)
+
+    def _held(self, found: Mapping[Any, Sharding], mesh: MeshShape) -> dict[str, Annotated]:
+        """The same by what propagation finds, before anything is lowered."""
+        jaxpr = self.subject.flat.jaxpr
+        ends = [
+            (None if isinstance(var, Literal) else found.get(var), found.get(jaxpr.invars[place]))
+            for var, place in ((jaxpr.outvars[r], place) for r, place in self.subject.returned)
+        ]
+        return self._like_arguments(ends, dict(zip(AXES, mesh, strict=False)))
+
+    def _like_arguments(
+        self, ends: Sequence[tuple[Sharding | None, Sharding | None]], mesh: Mapping[str, int]
+    ) -> dict[str, Annotated]:
+        """Annotations, as of their arguments, for the results whose two ends differ."""
+        shapes, found = dict(self.subject.paths), {}
+        for (result, argument), (own, held) in zip(self.subject.states, ends, strict=True):
+            if own is not held and held is not None and shapes[argument]:
+                dims = dims_on(held, mesh)
                 if dims is not None:
-                    found.append(Annotated(result, shapes[argument], dims))
+                    found[result] = Annotated(result, shapes[argument], dims)
         return found
 
     def _present(self) -> Any:

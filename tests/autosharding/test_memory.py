@@ -27,7 +27,7 @@ def gradients(weights, x):
             y = jnp.tanh(y @ weight)
         return jnp.sum(y**2)
 
-    return jax.grad(loss)(weights)
+    return tuple(jax.grad(loss)(weights))  # no list like the weights, which would be their state
 
 
 ARGUMENTS = [struct(4096, 4096)] * 6, struct(8192, 4096)
