@@ -113,7 +113,8 @@ def _compared(results: list[dict[str, Any]]) -> Iterator[str]:
         memory = (f"{case['peak_gb']:.1f}", f"{case['forecast_gb']:.1f}")
         sent = (f"{case['sent_gb']:.2f}", f"{case['forecast_sent_gb']:.2f}")
         hidden = "all_to_all_exposed_gb"
-        sent += (f"{case[hidden]:.2f}", f"{case[f'forecast_{hidden}']:.2f}")
+        found = case.get(f"forecast_{hidden}")  # forecasts of earlier versions have none
+        sent += (f"{case[hidden]:.2f}", "" if found is None else f"{found:.2f}")
         error = _error(case, "peak_gb", "gb")
         yield _line((*_about(case), *time, *memory, error, *sent, same if compared else ""))
 
