@@ -58,7 +58,7 @@ class Replay(Iterator[Step]):
         self._number = 0
         self._origins: dict[Any, Origin] = {}
         self._newest: list[Step] = []
-        self._finite = Finite(self._held)
+        self._finite = Finite(self._held_or_own)
         self._running = machine.run(emitted.body, emitted.entering(arguments))
 
     def __iter__(self) -> Replay:
@@ -171,6 +171,10 @@ class Replay(Iterator[Step]):
         """What a variable holds of the user's values; values of manual regions have no place."""
         known = () if isinstance(atom, Literal) else self._emitted.held.get(atom, ())
         return next((h for h in known if not h.sharding.manual), None)
+
+    def _held_or_own(self, atom: Any) -> Held | None:
+        """The same, but all of a value of a manual region counts as the user's."""
+        return self._held(atom) or next(iter(self._emitted.held.get(atom, ())), None)
 
     # ------------------------------------------------------------ until
 

@@ -135,6 +135,21 @@ def test_random_regions(kinds, groups, dtype, gradient):
     assert report.compared > 2 * len(kinds)
 
 
+def test_until_nan_in_a_region():
+    def fn(x):
+        def body(x):
+            y = jnp.log(x - lax.axis_index("m"))
+            return jnp.where(y > 9, y, 0)
+
+        return mapped(body, P("d", "m"), out=P("d", "m"))(x)
+
+    x = np.full((4, 8), 2.5, np.float32)
+    replay = gshard.jit(fn, devices=D).lower(x).replay(x, until="nan")
+    step = replay.run()
+    assert (step.operator, step.source) == ("log", line_of(fn, 2))
+    assert step.device == 3  # the first with axis index 3
+
+
 # --------------------------------------------------------------- planted faults
 
 
