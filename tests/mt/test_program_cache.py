@@ -1,5 +1,6 @@
 """Compiled programs whose files are damaged: compiled anew, and never run."""
 
+import importlib
 import random
 
 import jax
@@ -65,7 +66,7 @@ def folder(tmp_path, monkeypatch):
         name: getattr(jax.config, name)
         for name in ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     }
-    private = _jax._compilation_cache
+    private = importlib.import_module("jax._src.compilation_cache")
     monkeypatch.setattr(private, "LRUCache", private.LRUCache)
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "programs"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
