@@ -53,7 +53,7 @@ def layer(exchange, strategy):
     return jax.value_and_grad(loss), moe
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_bytes_of_the_exchange(overlap):
     """A quarter of float32's; gradients' sums and the rest stay as they are."""
     x = random_array((16, 8, 16))
