@@ -42,7 +42,7 @@ def shaped(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 
 def filled(shapes: Shapes) -> list[jax.Array]:
-    """Random numbers, and whole numbers in their order."""
+    """Normal floats, and integers 0, 1, 2, ..."""
     return [
         jnp.arange(s.size, dtype=s.dtype).reshape(s.shape)
         if jnp.issubdtype(s.dtype, jnp.integer)

@@ -102,8 +102,8 @@ def gap_of_parts(got: Known, wanted: Known, count: int) -> Gap:
             continue
         expected = plain(b.value)
         slack = sum((s.slack for s in (a, b) if s.slack is not None), np.zeros(()))
-        whole = Held(None, Sharding.replicated(expected.ndim, 1), expected.shape)
-        gaps.append(replace(compare([a.value], whole, expected, slack), device=device))
+        single = Held(None, Sharding.replicated(expected.ndim, 1), expected.shape)
+        gaps.append(replace(compare([a.value], single, expected, slack), device=device))
     worst = max(gaps, key=lambda gap: gap.worst, default=Gap(0.0))
     return replace(worst, elements=sum(gap.elements for gap in gaps))
 

@@ -176,7 +176,7 @@ def _combined(jaxpr: Jaxpr) -> Iterator[tuple[JaxprEqn, list[JaxprEqn]]]:
 
 
 def _shared(
-    whole: Timed,
+    collective: Timed,
     operator: Operator,
     around: tuple[JaxprEqn, ...],
     topology: Topology,
@@ -184,30 +184,30 @@ def _shared(
 ) -> Timed:
     """A collective with the share of each value that it combines, by their sizes."""
     members: list[Timed] = []
-    for eqn in (op.eqn for op in operator.members if whole.collective):
+    for eqn in (op.eqn for op in operator.members if collective.collective):
         values = combined.get(eqn, [eqn])
         sent = sum(collective_cost(eqn, size_of(v), topology)[1] for v in moved_operands(eqn))
         for value, share in zip(values, shares(sent, values), strict=True):
-            members.append(_share(whole, value, share, around))
-    return replace(whole, members=tuple(members)) if len(members) > 1 else whole
+            members.append(_share(collective, value, share, around))
+    return replace(collective, members=tuple(members)) if len(members) > 1 else collective
 
 
-def _share(whole: Timed, eqn: JaxprEqn, sent: int, around: tuple[JaxprEqn, ...]) -> Timed:
-    part = sent / (whole.sent or 1)
+def _share(collective: Timed, eqn: JaxprEqn, sent: int, around: tuple[JaxprEqn, ...]) -> Timed:
+    part = sent / (collective.sent or 1)
     source, function = site_of(eqn)
     return replace(
-        whole,
+        collective,
         source=source,
         function=function,
         scope=_scope(around, eqn),
         phase=phase_of((*around, eqn)),
-        bytes=part * whole.bytes,
+        bytes=part * collective.bytes,
         sent=sent,
-        memory_seconds=part * whole.memory_seconds,
-        link_seconds=part * whole.link_seconds,
-        start_seconds=part * whole.start_seconds,
-        hidden_seconds=part * whole.hidden_seconds,
-        roofline_seconds=part * whole.roofline_seconds,
+        memory_seconds=part * collective.memory_seconds,
+        link_seconds=part * collective.link_seconds,
+        start_seconds=part * collective.start_seconds,
+        hidden_seconds=part * collective.hidden_seconds,
+        roofline_seconds=part * collective.roofline_seconds,
         reason=str(reason_of(eqn)),
     )
 

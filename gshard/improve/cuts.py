@@ -193,8 +193,9 @@ def on_pieces(eqn: JaxprEqn, cuts: Cuts, values: Sequence[Any], count: int) -> S
     tiles = [Tile(x, _ONE.extended(jnp.ndim(x)), jnp.shape(x)) for x in values]
     results = zip(eqn.outvars, cuts.results, strict=True)
     shapes = [cut.shape(v.aval.shape, count) for v, cut in results]
-    local = RULES[eqn.primitive].local  # `bind_local` or a kernel's: neither asks the planner
-    return local(None, eqn, tiles, shapes)  # type: ignore[arg-type]  # so that there is none
+    local = RULES[eqn.primitive].local
+    # `bind_local`, or a kernel's own: neither uses the planner, and none exists in this pass.
+    return local(None, eqn, tiles, shapes)  # type: ignore[arg-type]  # no planner here
 
 
 _ONE = Sharding((), 1)

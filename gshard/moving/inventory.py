@@ -164,10 +164,10 @@ def shares(total: int, values: Sequence[JaxprEqn]) -> list[int]:
     return [end - start for start, end in itertools.pairwise([0, *rounded])]
 
 
-def _members(whole: Collective, values: Sequence[JaxprEqn]) -> tuple[Collective, ...]:
-    sent = shares(whole.bytes, values) if values else []
+def _members(collective: Collective, values: Sequence[JaxprEqn]) -> tuple[Collective, ...]:
+    sent = shares(collective.bytes, values) if values else []
     return tuple(
-        replace(whole, bytes=share, source=source_of(e), why=reason_of(e))
+        replace(collective, bytes=share, source=source_of(e), why=reason_of(e))
         for e, share in zip(values, sent, strict=True)
     )
 

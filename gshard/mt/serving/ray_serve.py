@@ -69,7 +69,7 @@ def deployed(served: Served, settings: Settings, replicas: int, token: str) -> s
 def resources(served: Served) -> dict[str, float]:
     """What a replica asks of a node: processors for its threads, and a GPU if there are any."""
     found = {"num_cpus": float(served.engine.threads or 1)}
-    there: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]  # Ray's
+    there: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]  # Ray has no types for it
     if served.engine.engine != "onnx" and there.get("GPU"):
         found["num_gpus"] = float(served.devices or 1)
     return found

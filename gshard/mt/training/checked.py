@@ -5,15 +5,13 @@ from __future__ import annotations
 import jax
 
 import gshard
-from gshard.mt import hosts
 from gshard.mt.batching.batches import Batches
 from gshard.mt.errors import UserError
 from gshard.mt.progress import TrainingProgress
 from gshard.mt.run import Run
 from gshard.mt.training.checkpoint import FOLDER, Checkpoints
-from gshard.mt.training.loop import prepare
+from gshard.mt.training.loop import prepare, programs_and_batches
 from gshard.mt.training.programs import Programs, RunState, joined, parts
-from gshard.mt.training.teacher import teacher_of
 
 
 def check_step(run: Run, step: int, progress: TrainingProgress) -> gshard.Report:
@@ -27,11 +25,7 @@ def check_step(run: Run, step: int, progress: TrainingProgress) -> gshard.Report
     if jax.process_count() > 1:
         raise UserError("--check replays all devices in one process; start it without others")
     prepare(run, progress)
-    devices = hosts.chosen(run.config.devices)
-    strategy = hosts.strategy(run.config.devices)
-    teacher = teacher_of(run, strategy)
-    programs = Programs(run.config, run.model_config, devices, strategy, run.folder, teacher)
-    batches = Batches(run.tokens(), run.config.batch, programs.host, run.config.data.workers)
+    programs, batches = programs_and_batches(run)
     state, start, data = _state_before(run, step, programs, batches)
     iterator = batches.iterate(start)
     try:

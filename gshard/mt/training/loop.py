@@ -80,11 +80,7 @@ def train(
         spent = (float(note.get(name, 0.0)) for name in ("seconds", "tokens"))
         return Outcome(newest, 0, checkpoints.best(), 0.0, *spent)
     _refuse_changes(run, checkpoints)
-    devices = hosts.chosen(run.config.devices)
-    strategy = hosts.strategy(run.config.devices)
-    teacher = teacher_of(run, strategy)
-    programs = Programs(run.config, run.model_config, devices, strategy, run.folder, teacher)
-    batches = Batches(run.tokens(), run.config.batch, programs.host, run.config.data.workers)
+    programs, batches = programs_and_batches(run)
     dev = _dev_batches(run, programs.host)
     try:
         loop = _Loop(run, programs, batches, dev, checkpoints, progress, reporter)
@@ -116,6 +112,16 @@ def prepare(run: Run, progress: TrainingProgress) -> None:
 
 def _identity(run: Run) -> dict[str, Any]:
     return identity(run, teacher_identity(run.config.distill))
+
+
+def programs_and_batches(run: Run) -> tuple[Programs, Batches]:
+    """The compiled functions of a run on its devices, and this host's part of its text."""
+    devices = hosts.chosen(run.config.devices)
+    strategy = hosts.strategy(run.config.devices)
+    teacher = teacher_of(run, strategy)
+    programs = Programs(run.config, run.model_config, devices, strategy, run.folder, teacher)
+    batches = Batches(run.tokens(), run.config.batch, programs.host, run.config.data.workers)
+    return programs, batches
 
 
 def _refuse_changes(run: Run, checkpoints: Checkpoints) -> None:
