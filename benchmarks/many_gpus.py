@@ -104,7 +104,7 @@ def _measured(results: list[dict[str, Any]]) -> Iterator[str]:
 
 def _compared(results: list[dict[str, Any]]) -> Iterator[str]:
     columns = ("ms", "forecast", "error", "GB of memory", "forecast", "error", "GB sent")
-    columns += ("forecast", "AllToAll exposed", "forecast", "program")
+    columns += ("forecast", "AllToAll exposed", "forecast", "ms with links", "program")
     yield from _head((*_ABOUT, *columns), len(columns))
     for case in results:
         compared = case["jax"] == case["forecast_jax"] and "text" in case
@@ -115,6 +115,8 @@ def _compared(results: list[dict[str, Any]]) -> Iterator[str]:
         hidden = "all_to_all_exposed_gb"
         found = case.get(f"forecast_{hidden}")  # forecasts of earlier versions have none
         sent += (f"{case[hidden]:.2f}", "" if found is None else f"{found:.2f}")
+        links = case.get("forecast_exposed_ms")
+        sent += ("" if links is None else f"{case['forecast_ms'] + links:.0f}",)
         error = _error(case, "peak_gb", "gb")
         yield _line((*_about(case), *time, *memory, error, *sent, same if compared else ""))
 
