@@ -12,9 +12,9 @@ from gshard.mt.batching.tokenizer import PAD
 from gshard.mt.decoding.beam import beam_search
 from gshard.mt.decoding.beam_config import BeamConfig
 from gshard.mt.decoding.engines import EngineConfig, engine_of, open_translator
-from gshard.mt.decoding.host.layers import chosen
+from gshard.mt.decoding.host.layers import choices
 from gshard.mt.decoding.host.model import HostModel
-from gshard.mt.decoding.host.products import Graph
+from gshard.mt.decoding.host.products import Graph, Output
 from gshard.mt.decoding.host.search import host_search
 from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.decoding.token_experts import routes
@@ -96,9 +96,11 @@ def test_routers_choose_alike():
     for top_k in (1, 2):
         gating = GatingConfig(top_k=top_k)
         want = jax.jit(lambda x, gating=gating: route(x, 7, gating)[0])(logits[None])
-        found = chosen(logits, top_k)
-        np.testing.assert_array_equal(found.expert, want.expert[:, 0])
-        np.testing.assert_allclose(found.weight, want.weight[:, 0], rtol=1e-6)
+        graph = Graph()
+        expert, weight = choices(graph, graph.input("logits"), top_k)
+        expert, weight = graph.compile(Output(expert, "int64"), weight)(logits)
+        np.testing.assert_array_equal(expert.T, want.expert[:, 0])
+        np.testing.assert_allclose(weight.T, want.weight[:, 0], rtol=1e-6)
 
 
 @settings(max_examples=20, deadline=None)

@@ -132,52 +132,50 @@ class Experts:
         graph = Graph()
         x, h = _residual(graph, weights, c, last)
         logits = graph.product(h, floats(weights("moe.gate")))
+        expert, weight = choices(graph, logits, c.gating.top_k)
         outputs = [Output(h)]
         if isinstance(weights("moe.experts.wi"), Quantized):  # once for all experts
             rows = graph.quantized(h)
             outputs = [Output(rows.values, "uint8"), Output(rows.scale)]
         if c.shared_hidden_dim:
             x = graph.add("Add", x, _two_products(graph, h, weights, c))
-        self._before = graph.compile(x, logits, *outputs)
-        self._top_k = c.gating.top_k
+        self._before = graph.compile(x, Output(expert, "int64"), weight, *outputs)
         leaves = ("wi", "wo", "bi", "bo") if c.biases else ("wi", "wo")
         found = [weights(f"moe.experts.{leaf}") for leaf in leaves]
         self._each = [_expert(*(leaf[n] for leaf in found)) for n in range(c.experts)]
 
     def __call__(self, x_RM: np.ndarray, out_RX: np.ndarray) -> np.ndarray:
         """The rows after the last attention and the experts."""
-        x_RM, logits_RE, *read = self._before(x_RM, out_RX)
-        choices = chosen(logits_RE, self._top_k)
+        x_RM, expert_RC, weight_RC, *read = self._before(x_RM, out_RX)
         if self.listener is not None:
-            self.listener(choices)
-        expert_Y, weight_Y = choices.expert.reshape(-1), choices.weight.reshape(-1)
-        order_Y = np.argsort(expert_Y, kind="stable")
-        count_E = np.bincount(expert_Y)
-        end_E = np.cumsum(count_E)
+            self.listener(Choices(expert_RC.T, weight_RC.T))
+        # Y = R * C choices, in the order of their experts: each expert reads adjacent rows.
+        order_Y = np.argsort(expert_RC, axis=None, kind="stable")
+        inputs = [given[order_Y // expert_RC.shape[1]] for given in read]
+        count_E = np.bincount(expert_RC.reshape(-1))
+        end_E = np.cumsum(count_E).tolist()
+        found = []
         for expert in np.flatnonzero(count_E).tolist():
-            places = order_Y[end_E[expert] - count_E[expert] : end_E[expert]]
-            rows = places % len(x_RM)  # each at most once: a token's choices differ
-            (y_CM,) = self._each[expert](*(given[rows] for given in read))
-            y_CM *= weight_Y[places, None]
-            x_RM[rows] += y_CM
+            begin, end = end_E[expert - 1] if expert else 0, end_E[expert]
+            found += self._each[expert](*(given[begin:end] for given in inputs))
+        y_YM = np.empty((len(order_Y), x_RM.shape[1]), np.float32)
+        y_YM[order_Y] = np.concatenate(found)
+        y_RCM = y_YM.reshape(*expert_RC.shape, -1)
+        y_RCM *= weight_RC[:, :, None]
+        for choice in range(expert_RC.shape[1]):
+            x_RM += y_RCM[:, choice]
         return x_RM
 
 
-def chosen(logits_RE: np.ndarray, top_k: int) -> Choices:
-    """The experts of the rows, as `gshard.nn.gating.route` chooses them without a capacity."""
-    gates_RE = np.exp(logits_RE - logits_RE.max(axis=1, keepdims=True))
-    gates_RE /= gates_RE.sum(axis=1, keepdims=True)
-    rows_R = np.arange(len(gates_RE))
-    first_R = gates_RE.argmax(axis=1)
-    gate1_R = gates_RE[rows_R, first_R]
-    if top_k == 1:
-        return Choices(first_R[None], gate1_R[None])
-    gates_RE[rows_R, first_R] = -1
-    second_R = gates_RE.argmax(axis=1)
-    gate2_R = gates_RE[rows_R, second_R]
-    total_R = gate1_R + gate2_R + np.float32(1e-9)
-    weights = (gate1_R / total_R, gate2_R / total_R)
-    return Choices(np.stack([first_R, second_R]), np.stack(weights))
+def choices(graph: Graph, logits: str, top_k: int) -> tuple[str, str]:
+    """Each row's experts and their weights, as `gshard.nn.gating.route` without a capacity."""
+    gates = graph.add("Softmax", logits, axis=-1)
+    weight, expert = graph.add("TopK", gates, graph.constant(np.array([top_k])), outputs=2)
+    if top_k > 1:
+        total = graph.add("ReduceSum", weight, graph.constant(np.array([-1])))
+        total = graph.add("Add", total, graph.constant(np.float32(1e-9)))
+        weight = graph.add("Div", weight, total)
+    return expert, weight
 
 
 def _norm(graph: Graph, x: str, weights: Weights, name: str) -> str:
