@@ -91,7 +91,7 @@ class Hypothesis(NamedTuple):
     tokens: tuple[int, ...] = ()
 
 
-class _Job(NamedTuple):
+class Job(NamedTuple):
     """One piece of text to translate, its source tokens, and the program's source length."""
 
     piece: str
@@ -210,26 +210,26 @@ class TextTranslator(abc.ABC):
         """Tokens beside those of the text: the end, and a tag if the model has several targets."""
         return 1 if self.tokenizer.config.directions == "to-english" else 2
 
-    def _jobs(self, pieces: Sequence[str], target: str) -> list[_Job]:
+    def _jobs(self, pieces: Sequence[str], target: str) -> list[Job]:
         """What there is to translate; of blank text nothing."""
         longest, jobs = self.config.longest, []
         for piece, ids in zip(pieces, self.tokenizer.encode_source(pieces, target), strict=True):
             if len(ids) > longest:  # a single character that the longest program cannot hold
                 ids = [*ids[: longest - 1], END]
             if len(ids) > self._overhead:
-                jobs.append(_Job(piece, ids, self.config.shape(len(ids))))
+                jobs.append(Job(piece, ids, self.config.shape(len(ids))))
         return jobs
 
-    def _batches(self, jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+    def _batches(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
         """Batches of one shape, with sentences of like length together: they end together."""
         for length in self.config.lengths:
             alike = sorted((j for j in jobs if j.length == length), key=lambda j: len(j.ids))
             for i in range(0, len(alike), self.config.rows):
                 yield alike[i : i + self.config.rows]
 
-    def _search(self, batch: Sequence[_Job]) -> Iterator[list[Hypothesis]]:
+    def _search(self, batch: Sequence[Job]) -> Iterator[list[Hypothesis]]:
         """The n-best lists of a batch."""
-        length = batch[0].length
+        length = max(job.length for job in batch)
         source = np.full((self._rows(len(batch), length), length), PAD, np.int32)
         for row, job in enumerate(batch):
             source[row, : len(job.ids)] = job.ids

@@ -28,7 +28,8 @@ from gshard.mt.errors import UserError
 
 LONGEST = 5_000  # characters of a text
 PIECES = 100  # of a text, each as long as the model can take; rare characters need many
-WAITING = 64  # requests
+WAITING = 64  # requests that may always wait; more may while all of them are answered within:
+SOON = 30.0  # seconds
 SECONDS = 60.0  # that PIECES of a request may take, once the programs are compiled
 _TURN = 4  # pieces of one request in a round, while others wait
 
@@ -61,7 +62,7 @@ class About:
 Listener = Callable[[int, list[Hypothesis]], None]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Waiting:
     """A request that is being answered: pieces to translate, and those that are done.
 
@@ -103,6 +104,7 @@ class Service:
         self._to_compile: deque[Callable[[], Any]] = deque()
         self._missed: set[tuple[int, int]] = set()  # programs that were asked for since the start
         self._changed = threading.Condition()
+        self._seconds_per_piece = float("inf")  # of the last rounds
         self._ready_at: float | None = None  # when the programs of the start were compiled
         tokenizer, dims = translator.tokenizer, translator.model_config
         sources = tuple(sorted({task.source for task in tokenizer.tasks}))
@@ -160,11 +162,16 @@ class Service:
 
     def _queue(self, waiting: _Waiting) -> Future[Any]:
         with self._changed:
-            if len(self._requests) >= WAITING:
+            if len(self._requests) >= WAITING and self._seconds_waiting() > SOON:
                 raise RefusedError(503, "too many requests wait here; try again in a moment")
             self._requests.append(waiting)
             self._changed.notify_all()
         return waiting.answer
+
+    def _seconds_waiting(self) -> float:
+        """How long the pieces of all requests will take, at the rate of the last rounds."""
+        pieces = sum(len(request.pieces) - len(request.found) for request in self._requests)
+        return pieces * self._seconds_per_piece
 
     def warm_up(self) -> None:
         """Have programs compiled beside the work, from now on; for short sentences first."""
@@ -250,6 +257,7 @@ class Service:
             for request, _ in chosen:
                 request.settle(error)
             return [request for request, _ in chosen]
+        self._note_rate(time.monotonic() - begin, sum(len(pieces) for _, pieces in chosen))
         done = [request for request in alike if self._finish(request, begin)]
         # A request that had a turn and is not done queues behind the others.
         with self._changed:
@@ -258,6 +266,12 @@ class Service:
                     self._requests.remove(request)
                     self._requests.append(request)
         return done
+
+    def _note_rate(self, seconds: float, pieces: int) -> None:
+        """Average the time of a piece over some rounds: a single one may be of long pieces."""
+        if pieces:
+            this, before = seconds / pieces, self._seconds_per_piece
+            self._seconds_per_piece = this if before == float("inf") else 0.8 * before + 0.2 * this
 
     def _shown(self, request: _Waiting, piece: str, hypotheses: list[Hypothesis]) -> dict[str, Any]:
         """A piece with the experts of its tokens; nothing for what translates to nothing."""

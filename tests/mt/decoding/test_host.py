@@ -90,6 +90,21 @@ def test_equal_to_the_compiled_search_at_any_size(
     check(ending(model, strength) if strength else model, sentences(5, 6, seed), config)
 
 
+def test_sentences_of_different_largest_lengths_share_a_batch():
+    model = host_model(models.model(models.config(target_vocab=9, experts=4)))
+    source, most = sentences(5, 6, 3), np.array([7, 2, 4, 1, 7])
+    config = BeamConfig(beam=3, nbest=2, max_length=7)
+    found = host_search(model, source, config, most)
+    for n, length in enumerate(most.tolist()):
+        alone = host_search(
+            model, source[n : n + 1], dataclasses.replace(config, max_length=length)
+        )
+        np.testing.assert_array_equal(found.tokens[n, :, :length], alone.tokens[0])
+        np.testing.assert_array_equal(found.lengths[n], alone.lengths[0])
+        np.testing.assert_allclose(found.scores[n], alone.scores[0], rtol=1e-5)
+        assert (found.tokens[n, :, length:] == PAD).all()
+
+
 def test_routers_choose_alike():
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((7, 5)).astype(np.float32)

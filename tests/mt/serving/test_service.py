@@ -94,6 +94,24 @@ class Counted(Translator):
         return Translations(ends, np.zeros((rows, nbest)), np.ones((rows, nbest), int), 1)
 
 
+def test_more_may_wait_while_all_are_answered_soon(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(services, "WAITING", 1)
+    slow = Slow(Counted(model, tokenizer, config=TranslateConfig(rows=6, longest=24, most=10)))
+    service = Service(slow)
+    answers = [service.submit_pieces(["a", "b"], "de")]
+    with pytest.raises(RefusedError, match="too many requests wait"):  # no rate is known yet
+        service.submit_pieces(["c"], "de")
+    service._note_rate(4.0, 2)
+    answers += [service.submit_pieces([f"{n}"], "de") for n in range(13)]
+    assert service._seconds_waiting() == 30.0
+    answers.append(service.submit_pieces(["d"], "de"))
+    with pytest.raises(RefusedError, match="too many requests wait"):
+        service.submit_pieces(["e"], "de")
+    for _ in range(9):
+        slow.on.release()
+    assert all(answer.result(240) for answer in answers)
+
+
 def test_programs_are_as_large_as_what_waits(model, tokenizer, monkeypatch):
     monkeypatch.setattr(services, "routes", lambda *given: Routes((), ()))
     translator = Counted(model, tokenizer, config=TranslateConfig(rows=20, longest=24, most=10))

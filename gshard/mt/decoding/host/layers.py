@@ -154,7 +154,7 @@ class Experts:
         inputs = [given[order_Y // expert_RC.shape[1]] for given in read]
         count_E = np.bincount(expert_RC.reshape(-1))
         end_E = np.cumsum(count_E).tolist()
-        found = []
+        found: list[np.ndarray] = []
         for expert in np.flatnonzero(count_E).tolist():
             begin, end = end_E[expert - 1] if expert else 0, end_E[expert]
             found += self._each[expert](*(given[begin:end] for given in inputs))

@@ -7,6 +7,8 @@ written. Dims: B sentences, K beam, N best, T steps, L = K * T slots, C candidat
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from gshard.mt.batching.tokenizer import END, PAD, START
@@ -16,8 +18,17 @@ from gshard.mt.decoding.host.model import HIDDEN, Candidates, HostModel
 _LEAVE = 0.75  # the batch is made smaller when at most this share of it is left
 
 
-def host_search(model: HostModel, source_BL: np.ndarray, config: BeamConfig) -> Translations:
-    """Translate sentences of any number and length, each padded with PAD at the end."""
+def host_search(
+    model: HostModel,
+    source_BL: np.ndarray,
+    config: BeamConfig,
+    max_length_B: np.ndarray | None = None,
+) -> Translations:
+    """Translate sentences of any number and length, each padded with PAD at the end.
+
+    `max_length_B` has the largest length of each translation, where they differ; that of `config`
+    is then the largest of all.
+    """
     B, N, T = len(source_BL), config.nbest, config.max_length
     found = Translations(
         np.full((B, N, T), PAD, np.int32),
@@ -30,7 +41,8 @@ def host_search(model: HostModel, source_BL: np.ndarray, config: BeamConfig) -> 
     if not len(rows):
         return found
     source_BL = source_BL[rows, : int((source_BL != PAD).sum(axis=1).max())]
-    beams = _Beams(rows, config)
+    most_B = np.full(B, T) if max_length_B is None else max_length_B
+    beams = _Beams(rows, config, most_B[rows], model.config.target_vocab)
     decoding = model.start(source_BL, config.beam * T)
     for t in range(T):
         hidden_BKL = beams.read(t)
@@ -52,14 +64,17 @@ class _Beams:
     """The hypotheses of the sentences in the batch."""
 
     _PER_SENTENCE = (
-        "rows", "done", "tokens", "scores", "ancestry", "slots",
+        "rows", "most", "done", "tokens", "scores", "ancestry", "slots",
         "ended_scores", "ended_lengths", "ended_ancestry", "total",
     )  # fmt: skip
 
-    def __init__(self, rows: np.ndarray, config: BeamConfig):
+    def __init__(self, rows: np.ndarray, config: BeamConfig, most: np.ndarray, vocab: int):
         B, K, N, L = len(rows), config.beam, config.nbest, config.beam * config.max_length
         self.config = config
         self.rows = rows  # of the caller's batch
+        self.most = most  # tokens of a translation
+        self._silent_V = np.zeros(vocab, bool)  # what no hypothesis continues with
+        self._silent_V[[token for token in (*config.banned, END) if token < vocab]] = True
         self.done = np.zeros(B, bool)
         self.tokens = np.full((B, K), START, np.int64)
         self.scores = np.tile(np.where(np.arange(K) == 0, 0.0, -np.inf).astype(np.float32), (B, 1))
@@ -81,23 +96,24 @@ class _Beams:
         """Take the K best continuations, and enter those that end into the list."""
         config, K = self.config, self.config.beam
         B, _, C = candidates.tokens.shape
-        silent = np.isin(candidates.tokens, (*config.banned, END))
-        scores_BKC = np.where(silent, -np.inf, self.scores[:, :, None] + candidates.scores)
+        scores_BKC = self.scores[:, :, None] + candidates.scores
+        scores_BKC[self._silent_V[candidates.tokens]] = -np.inf
         scores_BX = scores_BKC.reshape(B, K * C)
         best_BK = np.argsort(-scores_BX, axis=1, kind="stable")[:, :K]
         ends_BK = self.scores + candidates.end
-        self.scores = _taken(scores_BX, best_BK).astype(np.float32)
+        self.scores = _taken(scores_BX, best_BK)
         self._collect(self._that_end(ends_BK, length), length)
         self.tokens = _taken(candidates.tokens.reshape(B, K * C), best_BK)
         self.ancestry = _taken(self.ancestry, best_BK // C)
-        bound_B = self.scores.max(axis=1) / norm(config, config.max_length)
+        bound_B = self.scores.max(axis=1) / norm(config, self.most)
         self.done |= (self.total >= K) | (bound_B <= self.ended_scores.min(axis=1))
+        self.done |= length == self.most
 
     def _that_end(self, ends_BK: np.ndarray, length: int) -> np.ndarray:
         """The scores of ends that rank among the K best of all; at the last step, of all ends."""
         rivals_BX = np.concatenate([self.scores, ends_BK], axis=1)
         better_BK = (rivals_BX[:, None, :] > ends_BK[:, :, None]).sum(axis=2)
-        may = (better_BK < self.config.beam) | (length == self.config.max_length)
+        may = (better_BK < self.config.beam) | (length == self.most[:, None])
         return np.where(may & ~self.done[:, None], ends_BK, -np.inf).astype(np.float32)
 
     def _collect(self, ends_BK: np.ndarray, length: int) -> None:
@@ -133,8 +149,8 @@ class _Beams:
             setattr(self, name, getattr(self, name)[left])
 
 
-def norm(config: BeamConfig, length: int) -> np.float32:
-    """What the score of `length` tokens is divided by, in NumPy."""
+def norm(config: BeamConfig, length: Any) -> Any:
+    """What the score of `length` tokens is divided by, in NumPy; of a number or an array."""
     return np.float32(((5.0 + length) / 6.0) ** config.alpha)
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from gshard.mt.batching.tokenizer import END, Tokenizer
+from gshard.mt.batching.tokenizer import END, PAD, Tokenizer
 from gshard.mt.decoding.beam_config import Translations
 from gshard.mt.decoding.host.model import HostModel
 from gshard.mt.decoding.host.search import host_search
-from gshard.mt.decoding.texts import Routings, TextTranslator, TranslateConfig
+from gshard.mt.decoding.texts import Job, Routings, TextTranslator, TranslateConfig
 from gshard.mt.together import Together
 
 
@@ -29,8 +29,21 @@ class HostTranslator(TextTranslator):
         self._model = model
 
     def search(self, source: np.ndarray) -> Translations:
-        """The n-best lists of a batch of tokens, padded at the end."""
-        return host_search(self._model, source, self.config.search(source.shape[1]))
+        """The n-best lists of a batch of tokens, padded at the end.
+
+        What a translation may have at most is that of its own source's shape.
+        """
+        tokens = (source != PAD).sum(axis=1).tolist()
+        each = [self.config.search(self.config.shape(count)) for count in tokens]
+        longest = max(each, key=lambda config: config.max_length)
+        most = np.array([config.max_length for config in each])
+        return host_search(self._model, source, longest, most)
+
+    def _batches(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
+        """Batches of any shapes: nothing is compiled for one, and fewer batches are faster."""
+        ordered = sorted(jobs, key=lambda job: len(job.ids))
+        for i in range(0, len(ordered), self.config.rows):
+            yield ordered[i : i + self.config.rows]
 
     def routings(self, source: Sequence[int], output: Sequence[int]) -> Routings:
         """The experts of every token of a sentence and of its translation."""
