@@ -1,152 +1,107 @@
 """The same bits on any devices: what `reproducible=True` promises, tried, and what it costs.
 
-    python -m benchmarks.reproducible                    all programs, 100 steps
-    python -m benchmarks.reproducible --steps 2 --only data --devices 1,8
-    python -m benchmarks.reproducible --out docs/results/reproducible.md
+    python -m benchmarks.reproducible rows.json                       all rows, one after the other
+    python -m benchmarks.reproducible rows.json --jobs 8 --minutes 9  8 at a time; run it again for
+                                                                      the rows that are missing
+    python -m benchmarks.reproducible rows.json --only data --devices 1,8 --steps 2
+    python -m benchmarks.reproducible rows.json --times --jobs 2      step times, too
+    python -m benchmarks.reproducible rows.json --show                the tables of docs/results
 
-For each program and each number of devices, the losses and weights after the steps are compared
-with those of one device, bit by bit. Recipes have sizes that depend on the number of devices, so
-that each is compared with itself on one device, without its annotations. Bytes are what a device
-sends in a step, and times are medians of a step, beside those of the usual program.
+For each program and each number of devices, all results of all steps are compared with those of one
+device, bit by bit. Recipes have sizes that depend on the number of devices, so that each is
+compared with itself on one device, without its annotations. Bytes are what a device sends in a
+step, times are medians of steps that alternate with those of the usual program. Every row is
+measured in a process of its own, and rows with 4 processes in 4, which send over sockets.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
-import importlib
+import json
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from threading import Lock
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 import gshard
-from benchmarks.recipes import NAMES
-from examples.recipes.transformer import Size
-from gshard.nn import Batch, Strategy, TransformerConfig, adafactor, init_state, train_step
+from benchmarks.reproducible_cases import Case, case_of, has_own_mesh, names
+from benchmarks.reproducible_table import tables
+from gshard.mt.launch.local import free_port
 
 COUNTS = (1, 2, 3, 4, 6, 8)
-SMALL = Size(L=1, B=24, S=24, M=48, N=8, F=96, V=96)
-MOE = "MoE Transformer"
-UNANNOTATED = ("split", "shard", "replicate", "mesh_split")
+PROCESSES = 4
+TYPES = ("float32", "bfloat16")
+RUNS = 15  # of each program whose times are measured
 
 
 @dataclass(frozen=True)
-class Case:
-    """A training step on some devices, its first arguments, and the same step on one device."""
+class Row:
+    """What is measured by one process, or by several together."""
 
-    name: str
+    program: str
+    type: str
     devices: int
-    step: Callable[..., Any]
-    alone: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    processes: int = 1
+    timed: bool = False
 
 
-def drawn(shape: jax.ShapeDtypeStruct, rng: np.random.Generator, dtype: Any) -> Any:
-    """An argument of a recipe; its floats have the type `dtype`."""
-    if jnp.issubdtype(shape.dtype, jnp.integer):
-        return rng.integers(0, 8, shape.shape).astype(shape.dtype)
-    kind = dtype if shape.dtype == jnp.float32 else shape.dtype
-    return np.asarray(rng.normal(size=shape.shape) / 8).astype(kind)
+def rows(only: str, types: list[str], counts: list[int], processes: bool) -> list[Row]:
+    """The rows of programs whose names contain `only`; those on one device come first."""
+    found = []
+    for devices in sorted(counts):
+        for program in (n for n in names() if only in n):
+            if devices not in (1, 8) and has_own_mesh(program):
+                continue
+            found += [Row(program, dtype, devices) for dtype in types]
+            if processes and devices == 8:
+                found += [Row(program, dtype, devices, PROCESSES) for dtype in types]
+    return found
 
 
-def without_annotations(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A step as for one device."""
-
-    def step(*args: Any) -> Any:
-        plain = {name: lambda x, *_, **__: x for name in UNANNOTATED if hasattr(gshard, name)}
-        with mock.patch.multiple(gshard, **plain):
-            return fn(*args)
-
-    return step
+# ---------------------------------------------------------------- one row
 
 
-@contextlib.contextmanager
-def recipes_for(devices: int) -> Iterator[list[ModuleType]]:
-    """The modules of all recipes, which know the number of devices as a constant."""
-    modules = [importlib.import_module(f"examples.recipes.{name}") for name in NAMES]
-    with contextlib.ExitStack() as stack:
-        for module in (m for m in modules if hasattr(m, "D")):
-            stack.enter_context(mock.patch.object(module, "D", devices))
-        yield modules
-
-
-def recipes_on(devices: int, dtype: Any, only: str) -> Iterator[Case]:
-    """The recipes for so many devices, each to be run before the next is asked for.
-
-    Those with a mesh of their own are for 8.
-    """
-    with recipes_for(devices) as modules:
-        for recipe in (r for m in modules for r in m.recipes(SMALL) if only in r.name):
-            rng = np.random.default_rng(0)
-            arguments = jax.tree.map(lambda x, rng=rng: drawn(x, rng, dtype), recipe.arguments)
-            alone = without_annotations(recipe.step)
-            yield Case(recipe.name, devices, recipe.step, alone, tuple(arguments))
-
-
-def transformer_on(devices: int, dtype: Any) -> Case:
-    """A training step of a small MoE Transformer with dropout and random routing."""
-    dims = {"model_dim": 48, "hidden_dim": 96, "heads": 4, "key_dim": 16, "value_dim": 16}
-    dropout = {"input_dropout": 0.1, "residual_dropout": 0.1}
-    config = TransformerConfig(
-        64, 64, encoder_layers=2, decoder_layers=2, experts=24, groups=24, dispatch="einsum",
-        dtype=dtype, **dims, **dropout,
-    )  # fmt: skip
-    optimizer = adafactor(0.3, warmup=1)
-    rng = np.random.default_rng(0)
-    tokens = [jnp.asarray(rng.integers(3, 64, (24, 8)), jnp.int32) for _ in range(2)]
-    state = jax.jit(lambda key: init_state(config, optimizer, key))(jax.random.key(0))
-
-    def on(strategy: Strategy) -> Callable[..., Any]:
-        def step(state: Any, source: Any, target: Any) -> Any:
-            batch = Batch.of(source, target)
-            key = jax.random.key(7)
-            return train_step(state, batch, key, optimizer=optimizer, strategy=strategy)
-
-        return step
-
-    strategy = Strategy(devices) if devices > 1 else Strategy()
-    return Case(MOE, devices, on(strategy), on(Strategy()), (state, *tokens))
-
-
-def cases(devices: int, dtype: str, only: str) -> Iterator[Case]:
-    """The programs whose names contain `only`."""
-    if only in MOE:
-        yield transformer_on(devices, dtype)
-    yield from recipes_on(devices, jnp.dtype(dtype), only)
+def bits_of(leaf: Any) -> bytes:
+    """The bits of an array, which may be spread over processes."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    leaf = leaf.logical() if hasattr(leaf, "logical") else leaf
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        if not leaf.is_fully_replicated:
+            leaf = multihost_utils.process_allgather(leaf, tiled=True)
+        else:
+            leaf = leaf.addressable_data(0)
+    return np.asarray(leaf).tobytes()
 
 
 def digest(tree: Any) -> str:
-    """The bits of all arrays in a tree."""
+    """A hash of the bits of all arrays in a tree."""
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        leaf = leaf.logical() if hasattr(leaf, "logical") else leaf
-        found.update(np.asarray(leaf).tobytes())
+        found.update(bits_of(leaf))
     return found.hexdigest()[:16]
 
 
-def trained(compiled: Any, arguments: tuple[Any, ...], steps: int) -> tuple[str, float]:
-    """The bits of all results of `steps` steps, and the median time of a step.
+def trained(compiled: Any, arguments: tuple[Any, ...], steps: int) -> str:
+    """The bits of all results of `steps` steps.
 
     A result that is like an argument takes its place in the next step.
     """
     types = [jax.tree.map(jnp.shape, a) for a in arguments]
-    bits, times = [], []
+    bits = []
     for _ in range(steps):
-        start = time.perf_counter()
-        results = jax.block_until_ready(compiled(*compiled.place(*arguments)))
-        times.append(time.perf_counter() - start)
+        results = compiled(*arguments)
         bits.append(digest(results))
         parts = list(results) if isinstance(results, tuple | list) else [results]
         following = list(arguments)
@@ -155,81 +110,173 @@ def trained(compiled: Any, arguments: tuple[Any, ...], steps: int) -> tuple[str,
             if found:
                 following[found[0]] = part
         arguments = tuple(following)
-    return hashlib.sha256("".join(bits).encode()).hexdigest()[:16], statistics.median(times)
-
-
-_alone: dict[Any, str] = {}  # the bits of programs on one device
+    return hashlib.sha256("".join(bits).encode()).hexdigest()[:16]
 
 
 def bits_alone(case: Case, steps: int) -> str:
-    """The bits of a program on one device, which is run once for equal arguments."""
-    key = (case.name, steps, digest(case.arguments))
-    if key not in _alone:
-        one = gshard.jit(case.alone, devices=jax.devices()[:1], reproducible=True)
-        _alone[key], _ = trained(one.lower(*case.arguments).compile(), case.arguments, steps)
-    return _alone[key]
+    """The bits of a program on one device."""
+    one = gshard.jit(case.alone, devices=jax.local_devices()[:1], reproducible=True)
+    return trained(one.lower(*case.arguments).compile(), case.arguments, steps)
 
 
-def measured(case: Case, steps: int, usual: bool) -> dict[str, Any]:
-    """Whether the bits are those of one device; bytes and times beside the usual program."""
+def lowered_with(case: Case, reproducible: bool) -> Any:
+    """The program of a case, reproducible or as usual."""
     here = jax.devices()[: case.devices]
-    lowered = gshard.jit(case.step, devices=here, reproducible=True).lower(*case.arguments)
-    found: dict[str, Any] = {"bytes": sum(c.total_bytes for c in lowered.collectives)}
-    bits, found["time"] = trained(lowered.compile(), case.arguments, steps)
-    found["bits"] = "equal" if bits == bits_alone(case, steps) else "DIFFERENT"
-    if usual:
-        plain = gshard.jit(case.step, devices=here).lower(*case.arguments)
-        found["usual bytes"] = sum(c.total_bytes for c in plain.collectives)
-        other, found["usual time"] = trained(plain.compile(), case.arguments, min(steps, 10))
-        found["usual"] = "equal" if other == bits_alone(case, min(steps, 10)) else "different"
-    return found
+    return gshard.jit(case.step, devices=here, reproducible=reproducible).lower(*case.arguments)
 
 
-def row(case: Case, dtype: str, found: dict[str, Any]) -> str:
-    """A line of the table."""
-    cells = [case.name, dtype, str(case.devices), found["bits"]]
-    if "usual bytes" in found:
-        more = found["bytes"] / found["usual bytes"] if found["usual bytes"] else 1.0
-        slower = found["time"] / found["usual time"]
-        cells += [found["usual"], f"{found['bytes']:,}", f"{more:.2f}", f"{slower:.2f}"]
+def sent(lowered: Any) -> int:
+    """The bytes that a device sends in a step."""
+    return sum(c.total_bytes for c in lowered.collectives)
+
+
+def compared(case: Case, steps: int, alone: dict[str, str]) -> dict[str, Any]:
+    """Whether the bits are those of one device, and the bytes beside the usual program's.
+
+    `alone` has the bits of programs on one device that are known already, by their arguments.
+    """
+    key = digest(case.arguments)
+    lowered = lowered_with(case, reproducible=True)
+    found = {"bytes": sent(lowered), "usual bytes": sent(lowered_with(case, reproducible=False))}
+    bits = trained(lowered.compile(), case.arguments, steps)
+    expected = alone.get(key) or bits_alone(case, steps)
+    equal = "equal" if bits == expected else "DIFFERENT"
+    return found | {"bits": equal, "digest": bits, "alone": expected, "arguments": key}
+
+
+def timed(case: Case) -> dict[str, Any]:
+    """The median times of a step, by the clock and of processors, beside the usual program's."""
+    compiled = [lowered_with(case, which).compile() for which in (True, False)]
+    placed = [program.place(*case.arguments) for program in compiled]
+    clock: list[list[float]] = [[], []]
+    processor: list[list[float]] = [[], []]
+    for turn in range(RUNS + 2):
+        for i, (program, arguments) in enumerate(zip(compiled, placed, strict=True)):
+            start = time.perf_counter(), time.process_time()
+            jax.block_until_ready(program(*arguments))
+            if turn > 1:
+                clock[i].append(time.perf_counter() - start[0])
+                processor[i].append(time.process_time() - start[1])
+    times, usual = map(statistics.median, clock)
+    busy, usual_busy = map(statistics.median, processor)
+    return {"time": times, "usual time": usual, "processor x usual": busy / max(usual_busy, 1e-9)}
+
+
+def run_row(row: Row, steps: int, kept: Path, member: str) -> None:
+    """Measure a row, as one of its processes, and print it."""
+    jax.config.update("jax_num_cpu_devices", row.devices // row.processes)
+    if member:
+        port, number = member.split(":")
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        address = f"127.0.0.1:{port}"
+        jax.distributed.initialize(
+            address, row.processes, int(number), heartbeat_timeout_seconds=3600
+        )
+    case = case_of(row.program, row.type, row.devices)
+    if row.timed:
+        found = timed(case)
     else:
-        cells += ["", f"{found['bytes']:,}" if "bytes" in found else "", "", ""]
-    return f"| {' | '.join(cells)} |"
+        program = {"program": row.program, "type": row.type, "steps": steps}
+        known = [r for r in kept_rows(kept) if r.items() >= program.items() and "alone" in r]
+        found = compared(case, steps, {r["arguments"]: r["alone"] for r in known})
+    if jax.process_index() == 0:
+        print(json.dumps(asdict(row) | {"steps": steps} | found))
 
 
-HEADER = (
-    "| program | type | devices | bits | bits of the usual program | bytes | x usual | time x usual"
-    " |\n|---|---|---:|---|---|---:|---:|---:|"
-)
+# ---------------------------------------------------------------- all rows
+
+
+def kept_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file, which has one in each line."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def measured_in_processes(row: Row, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """A row as its processes print it, or with the error that they end with."""
+    command = [sys.executable, "-m", "benchmarks.reproducible", str(options.rows)]
+    command += ["--row", json.dumps(asdict(row)), "--steps", str(options.steps)]
+    port = free_port("127.0.0.1")
+    members = [[f"--member={port}:{i}"] for i in range(row.processes)]
+    processes = [
+        subprocess.Popen(
+            [*command, *member], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for member in (members if row.processes > 1 else [[]])
+    ]
+    deadline = time.monotonic() + seconds
+    try:
+        texts = [p.communicate(timeout=max(deadline - time.monotonic(), 1)) for p in processes]
+        found: dict[str, Any] = json.loads(texts[0][0].splitlines()[-1])
+        return found
+    except subprocess.TimeoutExpired:
+        return asdict(row) | {"error": f"more than {seconds:.0f} s"}
+    except (IndexError, json.JSONDecodeError):
+        last = next((line for line in reversed(texts[0][1].splitlines()) if line.strip()), "")
+        return asdict(row) | {"error": last}
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Measure the rows that the file does not have yet, several at a time."""
+    wanted = rows(options.only, options.types, options.devices, processes=not options.times)
+    if options.times:
+        most = max(options.devices)
+        wanted = [replace(row, timed=True) for row in wanted if row.devices == most]
+    done = [{k: r[k] for k in asdict(wanted[0])} for r in kept_rows(options.rows)]
+    missing = [row for row in wanted if asdict(row) not in done]
+    end = time.monotonic() + 60 * options.minutes
+    lock = Lock()
+
+    def work(row: Row) -> None:
+        seconds = min(options.limit, end - time.monotonic())
+        if seconds < 5:
+            return
+        start = time.monotonic()
+        found = measured_in_processes(row, options, seconds)
+        text = found.get("error") or found.get("bits") or f"{found['time']:.4f} s a step"
+        with lock:
+            print(f"{time.monotonic() - start:5.0f} s", *asdict(row).values(), text, flush=True)
+            if "error" not in found:
+                with options.rows.open("a") as file:
+                    file.write(json.dumps(found) + "\n")
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(work, missing))
+
+
+def parsed() -> argparse.Namespace:
+    """The options of the command line."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(n) for n in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", type=Path, help="file of rows; those in it are not measured again")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--only", default="", help="programs whose name contains this")
+    parser.add_argument("--devices", type=numbers, default=list(COUNTS))
+    parser.add_argument("--types", type=lambda text: text.split(","), default=list(TYPES))
+    parser.add_argument("--times", action="store_true", help="step times on the most devices")
+    parser.add_argument("--jobs", type=int, default=1, help="rows at a time")
+    parser.add_argument("--limit", type=float, default=500, help="seconds for a row")
+    parser.add_argument("--minutes", type=float, default=1e6, help="for all rows")
+    parser.add_argument("--show", action="store_true", help="print the tables; measure nothing")
+    parser.add_argument("--row", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--member", default="", help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 def main() -> None:
-    """Print the table, and write it to a file."""
-    jax.config.update("jax_num_cpu_devices", max(COUNTS))
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--only", default="", help="programs whose name contains this")
-    parser.add_argument("--devices", default=",".join(map(str, COUNTS)))
-    parser.add_argument("--types", default="float32,bfloat16")
-    parser.add_argument("--usual", default="8", help="device counts for the usual program too")
-    parser.add_argument("--out", type=Path, help="append the table to this page")
-    options = parser.parse_args()
-    usual = [int(n) for n in options.usual.split(",") if n]
-    lines = [HEADER]
-    print(HEADER, flush=True)
-    for dtype in options.types.split(","):
-        for devices in map(int, options.devices.split(",")):
-            for case in cases(devices, dtype, options.only):
-                try:
-                    found = measured(case, options.steps, devices in usual)
-                except ValueError as error:
-                    if "devices" not in str(error):
-                        raise
-                    found = {"bits": "its mesh has 8 devices"}
-                lines.append(row(case, dtype, found))
-                print(lines[-1], flush=True)
-    if options.out:
-        options.out.write_text(options.out.read_text() + "\n".join(lines) + "\n")
+    """Measure one row or all that are missing, or print the tables."""
+    options = parsed()
+    if options.row:
+        run_row(Row(**options.row), options.steps, options.rows, options.member)
+    elif options.show:
+        print(tables(kept_rows(options.rows)))
+    else:
+        measure(options)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from gshard.moving.halo import window
 from gshard.operators.choose import partition_by_factors
 from gshard.operators.rule import Context, Doc, Rule, bind_local, register
 from gshard.rules.contraction import dot_factors, dot_work
+from gshard.rules.fixed_products import chained_product
+from gshard.rules.pinned import OPAQUE, pinned
 from gshard.rules.pointwise import same_dims
 from gshard.rules.scatter import partition_scatter, scatter_factors
 from gshard.simplify.fixed_order import (
@@ -34,11 +36,6 @@ from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
 
-OPAQUE = "opaque"  # in `Place.known`: 32 bits that are all set, which the compiler cannot know
-ROWS = 8  # products whose result has a multiple of so many rows and columns have one kernel
-CHAIN = 256  # the longest sum of products that no library cuts
-
-
 Local = Callable[[Place, Sequence[Tile]], list[Tile]]
 
 
@@ -50,27 +47,6 @@ def pinning(local: Local) -> Local:
         return local(place, tiles)
 
     return run
-
-
-def pinned(place: Place, x: jax.Array, other: jax.Array | None = None) -> jax.Array:
-    """`x`, and nothing that a compiler could know of how it was made.
-
-    With another array of the same type, the result seems to depend on each element of that, too:
-    the compiler cannot know that `x` is broadcast.
-    """
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        others = (None, None) if other is None else (lax.real(other), lax.imag(other))
-        parts = zip((lax.real(x), lax.imag(x)), others, strict=True)
-        return lax.complex(*(pinned(place, part, part_of_other) for part, part_of_other in parts))
-    size = x.dtype.itemsize * 8
-    unsigned = jnp.dtype(f"uint{size}")
-    ones = place.known[OPAQUE].astype(unsigned)
-    if size == 64:
-        ones = lax.shift_left(ones, jnp.asarray(32, unsigned)) | ones
-    bits = lax.bitcast_convert_type(x, unsigned) & ones
-    if other is not None:
-        bits |= lax.bitcast_convert_type(other, unsigned) & ~ones
-    return lax.bitcast_convert_type(bits, x.dtype)
 
 
 def _pin_factors(eqn: JaxprEqn) -> Factors:
@@ -92,11 +68,7 @@ def _leaf_factors(eqn: JaxprEqn) -> Factors:
 def _leaf_dot(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
 ) -> Sequence[jax.Array]:
-    """The product as chains of multiply-adds along the contracted rows, in the order of rows.
-
-    Libraries have other kernels for a few rows or columns, and cut long sums as their caches
-    demand: here neither happens.
-    """
+    """The product as chains of multiply-adds along the contracted rows, in the order of rows."""
     (left, right), (batch, right_batch) = eqn.params["dimension_numbers"]
     dtype = eqn.params["dtype"]
     wide = jnp.promote_types(dtype, jnp.float32)
@@ -110,32 +82,8 @@ def _leaf_dot(
         return [jnp.zeros(kept, dtype)]
     x = lax.reshape(lax.transpose(x, (*batch, *free, *left)), (b, m, k))
     y = lax.reshape(lax.transpose(y, (*right_batch, *right, *right_free)), (b, k, n))
-    zero = jnp.zeros((), wide)
-    x = lax.pad(x, zero, ((0, 0, 0), (0, -m % ROWS, 0), (0, 0, 0)))
-    y = lax.pad(y, zero, ((0, 0, 0), (0, 0, 0), (0, -n % ROWS, 0)))
-    result = lax.slice(_chains(ctx.place, x, y), (0, 0, 0), (b, m, n))
+    result = chained_product(ctx.place, x, y)
     return [lax.convert_element_type(lax.reshape(result, kept), dtype)]
-
-
-def _chains(place: Place, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Products of `CHAIN` rows at a time, added one after the other.
-
-    They are pinned, for XLA makes a multiplication of a product of one row.
-    """
-    numbers = (((2,), (1,)), ((0,), (0,)))
-    total = None
-    for start in range(0, x.shape[2], CHAIN):
-        limit = min(start + CHAIN, x.shape[2])
-        part = lax.dot_general(
-            lax.slice_in_dim(x, start, limit, axis=2),
-            lax.slice_in_dim(y, start, limit, axis=1),
-            numbers,
-            precision=lax.Precision.HIGHEST,
-        )
-        part = pinned(place, part)
-        total = part if total is None else lax.add(total, part)
-    assert total is not None
-    return total
 
 
 def _tree_factors(eqn: JaxprEqn) -> Factors:

@@ -26,9 +26,8 @@ def neighbours(x: jax.Array, axis: int, combine: Combine) -> jax.Array:
     n = x.shape[axis]
     assert n & (n - 1) == 0, n
     while x.shape[axis] > 1:
-        pairs = lax.reshape(x, (*x.shape[:axis], x.shape[axis] // 2, 2, *x.shape[axis + 1 :]))
-        sides = [lax.squeeze(_rows(pairs, i, i + 1, axis + 1), [axis + 1]) for i in (0, 1)]
-        x = combine(*sides)
+        n = x.shape[axis]
+        x = combine(*(lax.slice_in_dim(x, first, n, 2, axis) for first in (0, 1)))
     return lax.squeeze(x, [axis])
 
 

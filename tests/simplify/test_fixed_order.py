@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import gshard
+from gshard.rules import fixed_products
 from tests.oracle import annotated, assert_same, assignments, even_split, random_array, run, sent
 
 COUNTS = (1, 2, 3, 4, 6, 8)
@@ -363,3 +364,32 @@ def test_a_primitive_without_an_order_of_its_own_runs_in_one_piece():
         return y(x) + lax.reduce(x, np.float32(1), lambda a, b: a * b + a, (0,))
 
     on_all(fn, random_array((24, 3)))
+
+
+def test_a_product_without_a_library_rounds_every_operation(monkeypatch):
+    """Where kernels differ by size: a loop over the contracted rows."""
+    monkeypatch.setattr(fixed_products, "shared_multiple", lambda: 0)
+    x, y = random_array((5, 48)), random_array((48, 3), seed=1)
+
+    def chain(a, b):
+        total = np.zeros((5, 3), np.float32)
+        for i in range(a.shape[1]):
+            total = total + a[:, i : i + 1] * b[i : i + 1]
+        return total
+
+    wanted = tree([chain(a, b) for a, b in zip(leaves(x, 1, 24), leaves(y, 0, 24), strict=True)])
+    for devices in (1, 2, 3):
+        where = [even_split(2, 1, devices), even_split(2, 0, devices)]
+        got = bits(jnp.matmul, x, y, devices=devices, inputs=where)
+        np.testing.assert_array_equal(np.asarray(got), wanted)
+
+
+def test_sizes_whose_products_have_other_kernels_are_noticed(monkeypatch):
+    """A library that has another kernel below 30 rows."""
+
+    def products(pairs):
+        return [np.full((len(x), x.shape[1], y.shape[2]), x.shape[1] < 30) for x, y in pairs]
+
+    monkeypatch.setattr(fixed_products, "_products", products)
+    found = [m for m in fixed_products.MULTIPLES if fixed_products._have_one_kernel(m)]
+    assert found == [48]

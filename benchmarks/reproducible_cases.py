@@ -1,0 +1,122 @@
+"""The programs of `benchmarks.reproducible`: recipes and a small MoE Transformer, to be trained."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import gshard
+from benchmarks.recipes import NAMES
+from examples.recipes.transformer import Size
+from gshard.nn import Batch, Strategy, TransformerConfig, adafactor, init_state, train_step
+
+SMALL = Size(L=1, B=24, S=24, M=48, N=8, F=96, V=96)
+MOE = "MoE Transformer"
+UNANNOTATED = ("split", "shard", "replicate", "mesh_split")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training step on some devices, its first arguments, and the same step on one device."""
+
+    name: str
+    devices: int
+    step: Callable[..., Any]
+    alone: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+def drawn(shape: jax.ShapeDtypeStruct, rng: np.random.Generator, dtype: Any) -> Any:
+    """An argument of a recipe; its floats have the type `dtype`."""
+    if jnp.issubdtype(shape.dtype, jnp.integer):
+        return rng.integers(0, 8, shape.shape).astype(shape.dtype)
+    kind = dtype if shape.dtype == jnp.float32 else shape.dtype
+    return np.asarray(rng.normal(size=shape.shape) / 8).astype(kind)
+
+
+def without_annotations(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A step as for one device."""
+
+    def step(*args: Any) -> Any:
+        plain = {name: lambda x, *_, **__: x for name in UNANNOTATED if hasattr(gshard, name)}
+        with mock.patch.multiple(gshard, **plain):
+            return fn(*args)
+
+    return step
+
+
+def names() -> list[str]:
+    """All programs."""
+    with recipes_for(8) as modules:
+        return [MOE, *(recipe.name for m in modules for recipe in m.recipes(SMALL))]
+
+
+def has_own_mesh(name: str) -> bool:
+    """Whether a program is written for a mesh of 8 devices."""
+    with recipes_for(8) as modules:
+        return any(r.name == name for m in modules if hasattr(m, "MESH") for r in m.recipes(SMALL))
+
+
+@contextlib.contextmanager
+def recipes_for(devices: int) -> Iterator[list[ModuleType]]:
+    """The modules of all recipes, which know the number of devices as a constant."""
+    modules = [importlib.import_module(f"examples.recipes.{name}") for name in NAMES]
+    with contextlib.ExitStack() as stack:
+        for module in (m for m in modules if hasattr(m, "D")):
+            stack.enter_context(mock.patch.object(module, "D", devices))
+        yield modules
+
+
+def recipe_on(devices: int, dtype: Any, name: str) -> Case:
+    """A recipe for so many devices, whose step is traced with that number of them."""
+    with recipes_for(devices) as modules:
+        (recipe,) = (r for m in modules for r in m.recipes(SMALL) if r.name == name)
+
+    def step(*args: Any) -> Any:
+        with recipes_for(devices):
+            return recipe.step(*args)
+
+    rng = np.random.default_rng(0)
+    arguments = jax.tree.map(lambda x: drawn(x, rng, dtype), recipe.arguments)
+    return Case(name, devices, step, without_annotations(step), tuple(arguments))
+
+
+def transformer_on(devices: int, dtype: Any) -> Case:
+    """A training step of a small MoE Transformer with dropout and random routing."""
+    dims = {"model_dim": 48, "hidden_dim": 96, "heads": 4, "key_dim": 16, "value_dim": 16}
+    dropout = {"input_dropout": 0.1, "residual_dropout": 0.1}
+    config = TransformerConfig(
+        64, 64, encoder_layers=2, decoder_layers=2, experts=24, groups=24, dispatch="einsum",
+        dtype=dtype, **dims, **dropout,
+    )  # fmt: skip
+    optimizer = adafactor(0.3, warmup=1)
+    rng = np.random.default_rng(0)
+    tokens = [jnp.asarray(rng.integers(3, 64, (24, 8)), jnp.int32) for _ in range(2)]
+    state = jax.jit(lambda key: init_state(config, optimizer, key))(jax.random.key(0))
+
+    def on(strategy: Strategy) -> Callable[..., Any]:
+        def step(state: Any, source: Any, target: Any) -> Any:
+            batch = Batch.of(source, target)
+            key = jax.random.key(7)
+            return train_step(state, batch, key, optimizer=optimizer, strategy=strategy)
+
+        return step
+
+    strategy = Strategy(devices) if devices > 1 else Strategy()
+    return Case(MOE, devices, on(strategy), on(Strategy()), (state, *tokens))
+
+
+def case_of(name: str, dtype: str, devices: int) -> Case:
+    """A program for so many devices."""
+    if name == MOE:
+        return transformer_on(devices, dtype)
+    return recipe_on(devices, jnp.dtype(dtype), name)

@@ -1,0 +1,96 @@
+"""Products whose bits do not depend on how many rows and columns a device has.
+
+A product is a chain of multiply-adds along the contracted rows, in the order of rows. Libraries
+have other kernels for a few rows or columns, which add in another order. Which sizes share a kernel
+depends on the library and on the processor: it is measured, once in a process. Where no sizes do,
+the chain is written out as a loop.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gshard.rules.pinned import pinned
+from gshard.tensors.devices import Place
+
+MULTIPLES = (8, 16, 24, 48)  # of rows and columns, to which results may be padded
+CHAIN = 256  # the longest sum of products that no library cuts
+_BLOCKS = ((1, 1), (1, 2), (2, 1), (3, 1), (1, 3), (3, 5), (5, 3), (4, 4), (1, 9), (9, 1), (9, 9))
+
+
+def chained_product(place: Place, x: jax.Array, y: jax.Array) -> jax.Array:
+    """x[b, m, k] @ y[b, k, n], by chains along k."""
+    multiple = shared_multiple()
+    if not multiple:
+        return _written_out(place, x, y)
+    m, n = x.shape[1], y.shape[2]
+    zero = jnp.zeros((), x.dtype)
+    x = lax.pad(x, zero, ((0, 0, 0), (0, -m % multiple, 0), (0, 0, 0)))
+    y = lax.pad(y, zero, ((0, 0, 0), (0, 0, 0), (0, -n % multiple, 0)))
+    total = None
+    for start in range(0, x.shape[2], CHAIN):
+        limit = min(start + CHAIN, x.shape[2])
+        part = _product(
+            lax.slice_in_dim(x, start, limit, axis=2), lax.slice_in_dim(y, start, limit, axis=1)
+        )
+        part = pinned(place, part)  # XLA makes a multiplication of a product of one row
+        total = part if total is None else lax.add(total, part)
+    assert total is not None
+    return lax.slice(total, (0, 0, 0), (x.shape[0], m, n))
+
+
+def _product(x: Any, y: Any) -> jax.Array:
+    numbers = (((2,), (1,)), ((0,), (0,)))
+    return lax.dot_general(x, y, numbers, precision=lax.Precision.HIGHEST)
+
+
+def _written_out(place: Place, x: jax.Array, y: jax.Array) -> jax.Array:
+    """The chains as a loop over the contracted rows; every operation rounds by itself."""
+
+    def add(total: jax.Array, rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        column, row = rows
+        part = lax.mul(*jnp.broadcast_arrays(column[:, :, None], row[:, None, :]))
+        return lax.add(total, pinned(place, part)), None
+
+    nothing = jnp.zeros((x.shape[0], x.shape[1], y.shape[2]), x.dtype)
+    rows = lax.transpose(x, (2, 0, 1)), lax.transpose(y, (1, 0, 2))
+    return lax.scan(add, nothing, rows)[0]
+
+
+@functools.cache
+def shared_multiple() -> int:
+    """The least multiple of rows and columns at which all products share a kernel; 0: none.
+
+    On other hardware than CPUs, the smallest is assumed.
+    """
+    if jax.default_backend() != "cpu":
+        return MULTIPLES[0]
+    with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices()[0]):
+        return next((multiple for multiple in MULTIPLES if _have_one_kernel(multiple)), 0)
+
+
+def _have_one_kernel(multiple: int) -> bool:
+    """Whether products of some rows and columns have the bits of those rows of a larger product."""
+    rng = np.random.default_rng(0)
+    most = multiple * max(max(block) for block in _BLOCKS)
+    for b, k in ((1, 24), (3, 41), (1, CHAIN)):
+        x = rng.normal(size=(b, most, k)).astype(np.float32)
+        y = rng.normal(size=(b, k, most)).astype(np.float32)
+        sizes = [(multiple * rows, multiple * columns) for rows, columns in _BLOCKS]
+        pairs = [(x[:, -m:].copy(), y[:, :, -n:].copy()) for m, n in sizes]
+        *parts, whole = map(np.asarray, _products(pairs))
+        for (m, n), part in zip(sizes, parts, strict=False):
+            if part.tobytes() != whole[:, -m:, -n:].tobytes():
+                return False
+    return True
+
+
+@jax.jit
+def _products(pairs: list[tuple[Any, Any]]) -> list[jax.Array]:
+    return [_product(x, y) for x, y in pairs]
