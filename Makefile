@@ -5,6 +5,9 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 GSHARD := $(VENV)/bin/gshard
 
+# Bytecode is kept even where the environment says otherwise: dozens of tests start a Python.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo layer test test-all test-matrix lint format docs site clean
 
 # Real text to BLEU: gather, train 8 experts on 8 virtual devices, evaluate, translate, report.
