@@ -50,6 +50,9 @@ def gather(
     dev_share: Annotated[
         float | None, typer.Option(help="share of long sentences held out for dev")
     ] = None,
+    licence: Annotated[
+        str, typer.Option(help="licence of your own text, for the manifest and cards of models")
+    ] = "the user's own",
     jobs: Annotated[int, typer.Option(help="processes; 0 means one per core")] = 0,
     ray: Annotated[
         bool, typer.Option("--ray", help="gather on a Ray cluster; implied by RAY_ADDRESS")
@@ -70,7 +73,7 @@ def gather(
         usual.test if test_share is None else test_share,
         usual.dev if dev_share is None else dev_share,
     )
-    config = work.GatherConfig(out, loaded, own, shares, jobs)
+    config = work.GatherConfig(out, loaded, own, shares, jobs, licence)
     if ray or "RAY_ADDRESS" in os.environ:
         config = _on_ray(config)
     with show.bars() as bars:

@@ -52,6 +52,7 @@ class GatherConfig:
     own: tuple[Own, ...] = ()
     shares: Shares = field(default_factory=Shares)
     jobs: int = 0  # processes; 0 is one for each core
+    licence: str = "the user's own"  # of `own`
     ray: bool = False  # on the nodes of a Ray cluster
 
 
@@ -319,7 +320,7 @@ def _sources(config: GatherConfig, work: Path) -> list[dict[str, Any]]:
             {
                 "client": own.kind,
                 "name": own.name,
-                "licence": "the user's own",
+                "licence": config.licence,
                 "bytes": sum(path.stat().st_size for path in files),
                 "sha256": ", ".join(atomic.checksum(path) for path in files),
             }

@@ -94,7 +94,8 @@ def _scores(run: Run, step: int) -> Iterator[str]:
     if found is None or found["checkpoint"] != step:
         yield "These weights were not evaluated (run `gshard evaluate RUN` before the release)."
         return
-    yield f"Beam {found['beam']}, {found['split']} sentences; means over languages:\n"
+    search = f"Beam {found['beam']}, alpha {found['alpha']:g}"
+    yield f"{search}, {found['split']} sentences; means over languages:\n"
     yield "| | languages | BLEU | chrF++ |"
     yield "|---|---:|---:|---:|"
     for group, mean in found["averages"].items():

@@ -21,6 +21,7 @@ from gshard.mt.study.plan import Study
 
 METRICS = ("bleu", "chrf")
 GROUPS = ("all", "high", "mid", "low")
+DIRECTIONS = ("to-english", "from-english")
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,24 @@ class Model:
         """Target tokens a second, over all of the training."""
         return self.tokens / max(self.seconds, 1e-9)
 
-    def mean(self, metric: str, group: str = "all") -> float | None:
-        """The mean score of a group of languages."""
-        members = [task for task in self.scores.values() if group in ("all", task["group"])]
+    def mean(self, metric: str, group: str = "all", direction: str = "") -> float | None:
+        """The mean score of a group of languages, of both directions unless one is named."""
+        members = [
+            task
+            for task in self.scores.values()
+            if group in ("all", task["group"]) and direction in ("", _direction(task))
+        ]
         return measures.mean(task[metric] for task in members)
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """The directions that it was measured in: one of `DIRECTIONS`, or both."""
+        found = {_direction(task) for task in self.scores.values()}
+        return tuple(direction for direction in DIRECTIONS if direction in found)
+
+
+def _direction(task: Mapping[str, Any]) -> str:
+    return DIRECTIONS[0] if task["target"] == "en" else DIRECTIONS[1]
 
 
 def models(plan: Study) -> list[Model]:

@@ -81,6 +81,17 @@ def _summary(
             suffix = "" if group == "all" else f"_{group}"
             summary[f"{metric}{suffix}"] = model.mean(metric, group)
             summary[f"delta_{metric}{suffix}"] = figures.mean_delta(model, zero, metric, group)
+    summary["directions"] = [
+        {
+            "direction": direction,
+            **{
+                f"{metric}_{group}": model.mean(metric, group, direction)
+                for metric in figures.METRICS
+                for group in GROUPS
+            },
+        }
+        for direction in model.directions
+    ]
     return summary
 
 

@@ -18,6 +18,7 @@ def all_tables(results: Mapping[str, Any]) -> str:
         ("What was run", progress(results)),
         ("Models", models(results)),
         ("By resource", resources(results)),
+        ("By direction", directions(results)),
         ("What a training cross-entropy costs", efficiency(results)),
         ("Paired bootstrap over languages and sentences", comparisons(results)),
         ("Translated or memorised", recited(results)),
@@ -96,6 +97,20 @@ def resources(results: Mapping[str, Any]) -> str:
             row += [_number(zero[f"{metric}_{group}"]) for group in groups]
         rows.append([*row, *["0"] * 6])
     return _without_empty(heads, rows)
+
+
+def directions(results: Mapping[str, Any]) -> str:
+    """Means by direction and amount of training text, of models that translate both ways."""
+    groups = ("all", "high", "mid", "low")
+    rows = [
+        [model["label"], each["direction"]]
+        + [_number(each[f"{metric}_{group}"]) for metric in ("bleu", "chrf") for group in groups]
+        for model in results["models"]
+        if len(model.get("directions", ())) > 1
+        for each in model["directions"]
+    ]
+    heads = [f"{metric} {group}" for metric in ("BLEU", "chrF++") for group in groups]
+    return table(["model", "direction", *heads], rows) if rows else ""
 
 
 def efficiency(results: Mapping[str, Any]) -> str:

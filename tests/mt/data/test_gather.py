@@ -140,7 +140,8 @@ def tsv_of(path, languages=("de", "ru"), count=COUNT):
 
 
 def gathered(folder, kind, argument, clean=True):
-    config = GatherConfig(folder, own=(parse_own(kind, argument, clean),), shares=SHARES, jobs=1)
+    own = (parse_own(kind, argument, clean),)
+    config = GatherConfig(folder, own=own, shares=SHARES, jobs=1, licence="CC0-1.0")
     return gather(config)[0]
 
 
@@ -152,6 +153,7 @@ def test_tsv_compressed_and_with_given_splits(tmp_path):
     assert corpus.manifest["languages"]["de"].keys() == {"test"}
     assert corpus.count("de", "test") == COUNT
     assert corpus.read("de", "test")["origin"][0].as_py() == "origin"
+    assert corpus.manifest["sources"][0]["licence"] == "CC0-1.0"
 
 
 def test_moses_and_parquet_give_what_tsv_gives(tmp_path):

@@ -123,6 +123,7 @@ def test_the_card_says_what_the_model_is(run, tmp_path):
         "version": 1,
         "checkpoint": 10,
         "beam": 4,
+        "alpha": 1.4,
         "split": "test",
         "signatures": {"bleu": "SIGNATURE"},
         "averages": {"all": {"tasks": 1, "bleu": 12.34, "chrf": 45.67}},
@@ -131,7 +132,13 @@ def test_the_card_says_what_the_model_is(run, tmp_path):
     (run.folder / "evaluation.json").write_text(json.dumps(evaluation))
     make_release(run, tmp_path / "ten", "10")
     card = (tmp_path / "ten" / "README.md").read_text()
-    for part in ("8 experts", "step 10", "| de-en | 1,234 | 12.3 | 45.7 |", "SIGNATURE"):
+    for part in (
+        "8 experts",
+        "step 10",
+        "alpha 1.4",
+        "| de-en | 1,234 | 12.3 | 45.7 |",
+        "SIGNATURE",
+    ):
         assert part in card
     make_release(run, tmp_path / "five", "5")  # other weights than those of the scores
     assert "not evaluated" in (tmp_path / "five" / "README.md").read_text()
@@ -148,6 +155,7 @@ def test_the_card_has_examples_that_nobody_chose(run, tmp_path):
         "version": 1,
         "checkpoint": 10,
         "beam": 4,
+        "alpha": 1.4,
         "split": "test",
         "signatures": {},
         "averages": {},
@@ -294,7 +302,7 @@ def test_a_release_says_what_it_was_made_from(tokenizer, corpus, tmp_path):
     run = make_run(tmp_path / "run", tokenizer, corpus.folder)
     scores = {"train_pairs": 600, "bleu": 1.5, "chrf": 2.5}
     evaluation = {"version": 1, "checkpoint": 10, "beam": 4, "split": "test", "signatures": {}}
-    evaluation |= {"averages": {}, "tasks": {"de-en": scores}, "examples": []}
+    evaluation |= {"alpha": 0.6, "averages": {}, "tasks": {"de-en": scores}, "examples": []}
     (run.folder / "evaluation.json").write_text(json.dumps(evaluation))
     made = make_release(run, tmp_path / "out", "10", "float32")
     found = json.loads((made / "release.json").read_text())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gshard.mt.study import figures, tables
+from gshard.mt.study import figures, results, tables
 from gshard.mt.study.figures import Model
 from gshard.mt.study.recited import recited, training_targets
 
@@ -16,8 +16,9 @@ def model(name="a", scores=None, curve=(), seconds=60.0, experts=0):
     )
 
 
-def task(bleu, pairs, group, chrf=50.0):
-    return {"bleu": bleu, "chrf": chrf, "train_pairs": pairs, "group": group, "sentences": 9}
+def task(bleu, pairs, group, chrf=50.0, target="en"):
+    scores = {"bleu": bleu, "chrf": chrf, "train_pairs": pairs, "group": group, "sentences": 9}
+    return {**scores, "target": target}
 
 
 SCORES = {
@@ -51,6 +52,25 @@ def test_means_by_resource_and_tokens_a_second():
     assert found.mean("bleu") == 20.0
     assert found.mean("bleu", "high") == 25.0
     assert found.tokens_per_second == 100.0
+
+
+def test_a_model_of_both_directions_has_a_row_for_each():
+    back = {
+        "en-de": task(12.0, 900, "high", target="de"),
+        "en-gn": task(6.0, 10, "low", target="gn"),
+    }
+    found = model(scores={**SCORES, **back})
+    assert model(scores=SCORES).directions == ("to-english",)
+    assert found.directions == ("to-english", "from-english")
+    assert found.mean("bleu", direction="to-english") == 20.0
+    assert found.mean("bleu", "low", "from-english") == 6.0
+    summary = results._summary(found, {}, 1.0)
+    rows = tables.directions({"models": [summary]}).splitlines()
+    assert [cell.strip() for cell in rows[3].split("|")][1:-1] == [
+        *("a", "from-english", "9.0", "12.0", "", "6.0"),
+        *("50.0", "50.0", "", "50.0"),
+    ]
+    assert tables.directions({"models": [results._summary(model(scores=SCORES), {}, 1.0)]}) == ""
 
 
 CURVE = [(1000.0, 10.0, 5.0), (2000.0, 20.0, 4.0), (4000.0, 40.0, 3.0)]
