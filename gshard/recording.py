@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "GSHARD_RECORD"  # a folder; 1 for one among the temporary files
+VARIABLE = "GSHARD_RECORD"  # a folder; 1 for one among the temporary files; 0 for none
+LAUNCHED = "GSHARD_LAUNCH_RECORD"  # the same from `gshard launch`, for programs on CPUs alone
 KEPT = 256  # the newest collectives of a device
 _ROW = struct.Struct(f"=qd{KEPT}Q")  # how many, when, and which
 _COUNT, _ENTRY = struct.Struct("=qd"), struct.Struct("=Q")
@@ -36,9 +37,10 @@ _POSITION, _PROGRAMS = ".position", ".programs"
 RUNNING, STOPPED, GONE, BEHIND, ELSEWHERE = "running", "stopped", "gone", "behind", "elsewhere"
 
 
-def folder() -> Path | None:
-    """Where positions are kept; None if they are not."""
-    named = os.environ.get(VARIABLE, "")
+def folder(platform: str = "") -> Path | None:
+    """Where positions of devices of this platform are kept; None if they are not."""
+    launched = os.environ.get(LAUNCHED, "") if platform == "cpu" else ""
+    named = os.environ.get(VARIABLE, "") or launched
     if named in ("", "0"):
         return None
     return Path(tempfile.gettempdir()) / "gshard-record" if named == "1" else Path(named)
@@ -104,6 +106,12 @@ def recorder(place: Path, index: int) -> Recorder:
     return _recorder[0]
 
 
+def enter(device: int, program: int, number: int) -> None:
+    """A device of this process enters a collective."""
+    if _recorder:
+        _recorder[0].enter(device, program, number)
+
+
 def _programs(position: Path) -> Path:
     return position.with_suffix(_PROGRAMS)
 
@@ -118,15 +126,17 @@ def _remove(position: Path) -> None:
 
 @dataclass(frozen=True)
 class Site:
-    """A collective: its number in `lowered.collectives`, of which program, its kind and line."""
+    """A collective: its number in `lowered.collectives`, of which program, what it is, its line."""
 
     program: str
     number: int
     kind: str
     source: str
+    bytes: int = 0  # that a device sends
 
     def __str__(self) -> str:
-        return f"collective {self.number} of {self.program} ({self.kind}, {self.source})"
+        what = f"{self.kind} of {self.bytes:,} bytes" if self.bytes else self.kind
+        return f"collective {self.number} of {self.program} ({what}, {self.source})"
 
 
 @dataclass(frozen=True)
@@ -197,8 +207,9 @@ def _site(programs: Mapping[int, Any], entry: int) -> Site:
     program, number = entry >> 32, entry & 0xFFFFFFFF
     known = programs.get(program, {"name": "a program", "collectives": []})
     every = known["collectives"]
-    told = every[number] if number < len(every) else {"kind": "unknown", "source": "unknown"}
-    return Site(known["name"], number, told["kind"], told["source"])
+    unknown: dict[str, Any] = {"kind": "unknown", "source": "unknown"}
+    told = every[number] if number < len(every) else unknown
+    return Site(known["name"], number, told["kind"], told["source"], told.get("bytes", 0))
 
 
 @dataclass(frozen=True)
@@ -231,7 +242,8 @@ def standstill(positions: Sequence[Position]) -> Standstill | None:
 
     All processes enter the same collectives one after the other. The first one in which they differ
     says who took another way: the fewer of them, even if others failed for it. Else it is a process
-    that is gone or stopped, or has entered fewer collectives than the others.
+    that is gone or stopped (of several that are gone, the one that has entered the fewest), or has
+    entered fewer collectives than the others.
     """
     last = max((p.entered for p in positions), default=0)
     if not last:
@@ -244,7 +256,11 @@ def standstill(positions: Sequence[Position]) -> Standstill | None:
             rest = tuple(p for p, site in there if site == usual)
             return Standstill(tuple(p for p, _ in others), rest, usual, others[0][1], ELSEWHERE)
     for how in (GONE, STOPPED):
-        if culprits := [p for p in positions if p.state == how]:
+        culprits = [p for p in positions if p.state == how]
+        if len(culprits) == len(positions):  # those that failed for the first one, too
+            fewest = min(p.entered for p in culprits)
+            culprits = [p for p in culprits if p.entered == fewest]
+        if culprits:
             return _held_up(positions, culprits, how)
     return _held_up(positions, [p for p in positions if p.entered < last], BEHIND)
 

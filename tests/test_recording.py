@@ -58,6 +58,19 @@ def test_who_is_gone_or_stopped_is_named_wherever_it_is(state):
     assert found.where == sites(1)[0]
 
 
+def test_the_first_to_go_is_named_where_the_others_failed_for_it():
+    found = standstill([at(0, sites(0), GONE), at(1, sites(0, 1), GONE), at(2, sites(0, 1), GONE)])
+    assert (culprits(found), found.how) == ([0], GONE)
+    assert (found.where, found.instead) == (sites(1)[0], sites(0)[0])
+
+
+def test_an_equal_line_that_sends_other_bytes_is_another_way():
+    usual, other = (Site("step", 0, "all_reduce", "train.py:9", size) for size in (64, 32))
+    found = standstill([at(0, [usual]), at(1, [usual]), at(2, [other])])
+    assert (culprits(found), found.how) == ([2], ELSEWHERE)
+    assert "all_reduce of 32 bytes" in str(found)
+
+
 def test_nobody_is_behind_where_all_are_at_one_place():
     found = standstill([at(0, sites(0)), at(1, sites(0))])
     assert not found.culprits
@@ -147,3 +160,12 @@ def test_fifty_hangs_are_named():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "50 of 50 hangs named right" in done.stdout
+
+
+@pytest.mark.slow
+def test_hangs_of_a_training_are_named_by_its_supervisor():
+    """One that is stopped, and one that leaves a step out; then the training ends as usual."""
+    run = [sys.executable, "-m", "benchmarks.hangs_training", "--processes", "2"]
+    done = subprocess.run([*run, "--kinds", "stop,skip"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 of 2 hangs of a training named right" in done.stdout

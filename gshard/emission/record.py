@@ -2,15 +2,14 @@
 
 A mark is a call of the host. It depends on the operand of its collective and on the result of the
 collective before it, and the collective depends on the mark: collectives run one after the other in
-the order of the program, and the last mark is that of the collective that a device waits at. The
-operand passes through a selection that always takes it: no bit of it changes.
+the order of the program, and the last mark is that of the collective that a device waits at. An
+element of the operand passes through a selection that always takes it: no bit of it changes.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,27 +20,39 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import mlir
 
+from gshard import recording
 from gshard._jax import Var
+from gshard.emission import host_call
 from gshard.graph import bodies, map_bodies
 from gshard.graph.liveness import renamed
 from gshard.moving.inventory import Collective, collectives_in, collectives_of
-from gshard.recording import Recorder
 
 Sizes = tuple[tuple[str, int], ...]  # of the axes of the mesh
 
-mark_p = Primitive("mark")  # before a collective; its result is 0
-_ZERO = (np.zeros((), np.int32),)
+# Operands: device, program, number, and elements of the arrays that it waits for. Its result is the
+# number.
+mark_p = Primitive("mark")
+_TARGET, _WORDS = "gshard_mark", 3
+_NO_COLLECTIVE = 2**32 - 1  # the number before a loop, which enters no collective by itself
 
 
 @mark_p.def_abstract_eval
-def _mark_aval(device: Any, *after: Any, enter: Any) -> ShapedArray:
-    return ShapedArray((), np.dtype(np.int32))
+def _mark_aval(device: Any, program: Any, number: Any, *after: Any) -> ShapedArray:
+    return ShapedArray((), np.dtype(np.uint32))
 
 
-def _mark(ctx: Any, *operands: Any, enter: Callable[[int], None]) -> Any:
-    def called(device: np.ndarray, *after: np.ndarray) -> tuple[np.ndarray]:
-        enter(int(device))
-        return _ZERO
+def _entered(words: Sequence[int]) -> None:
+    device, program, number = words
+    if number != _NO_COLLECTIVE:
+        recording.enter(device, program, number)
+
+
+def _callback(ctx: Any, *operands: Any) -> Any:
+    """The mark where there are no host calls: on GPUs."""
+
+    def called(*words: np.ndarray) -> tuple[np.ndarray]:
+        _entered([int(word) for word in words[:_WORDS]])
+        return (np.asarray(words[_WORDS - 1]),)
 
     results, _, _ = mlir.emit_python_callback(
         ctx, called, None, operands, ctx.avals_in, ctx.avals_out,
@@ -50,37 +61,33 @@ def _mark(ctx: Any, *operands: Any, enter: Callable[[int], None]) -> Any:
     return results
 
 
-mlir.register_lowering(mark_p, _mark, cacheable=False)
+host_call.register(_TARGET, _entered, _WORDS)
+_host_call = jax.ffi.ffi_lowering(
+    _TARGET, has_side_effect=True, operand_output_aliases={_WORDS - 1: 0}
+)
+mlir.register_lowering(mark_p, _callback, cacheable=False)
+mlir.register_lowering(mark_p, _host_call, platform="cpu")
 
 
-def recorded(jaxpr: Jaxpr, sizes: Sizes, name: str, recorder: Recorder) -> Jaxpr:
+def recorded(jaxpr: Jaxpr, sizes: Sizes, name: str, recorder: recording.Recorder) -> Jaxpr:
     """A per-device program, on a mesh with axes of these sizes, with a mark at every collective."""
     count = int(np.prod([size for _, size in sizes]))
     table = [_told(c) for c in collectives_of(jaxpr, count)]
     if not table:
         return jaxpr
     key = recorder.program(name, table)
-    marking = _Marking(sizes, lambda number: functools.partial(_enter, recorder, key, number))
-    return marking.program(jaxpr)
+    return _Marking(sizes, key).program(jaxpr)
 
 
 def _told(collective: Collective) -> dict[str, Any]:
-    return {"kind": collective.kind, "source": collective.source}
-
-
-def _enter(recorder: Recorder, key: int, number: int, device: int) -> None:
-    recorder.enter(device, key, number)
-
-
-def _nothing(device: int) -> None:
-    """Before a loop, which enters no collective by itself."""
+    return {"kind": collective.kind, "bytes": collective.bytes, "source": collective.source}
 
 
 class _Marking:
     """Writes a program with its marks; numbers are those of `Lowered.collectives`."""
 
-    def __init__(self, sizes: Sizes, enter: Callable[[int], Callable[[int], None]]):
-        self._sizes, self._enter = sizes, enter
+    def __init__(self, sizes: Sizes, key: int):
+        self._sizes, self._key = sizes, key
         self._numbers = itertools.count()
         self._devices = int(np.prod([size for _, size in sizes]))
 
@@ -91,8 +98,8 @@ class _Marking:
         for eqn in jaxpr.eqns:
             moved = [next(self._numbers) for _ in collectives_in(eqn, self._devices, 1)]
             if moved or _has_collectives(eqn):
-                enter = self._enter(moved[0]) if moved else _nothing
-                eqns += self._marked(eqn, enter, before)
+                number = moved[0] if moved else _NO_COLLECTIVE
+                eqns += self._marked(eqn, number, before)
                 eqns[-1] = map_bodies(eqns[-1], self._body)
                 before = list(filter(_can_be_gated, eqn.outvars)) or before
             else:
@@ -102,18 +109,18 @@ class _Marking:
     def _body(self, body: ClosedJaxpr) -> ClosedJaxpr:
         return body.replace(jaxpr=self.program(body.jaxpr))
 
-    def _marked(
-        self, eqn: JaxprEqn, enter: Callable[[int], None], before: Sequence[Any]
-    ) -> list[JaxprEqn]:
+    def _marked(self, eqn: JaxprEqn, number: int, before: Sequence[Any]) -> list[JaxprEqn]:
         """The equation behind a mark, through which one of its operands passes."""
         gated = next((a for a in eqn.invars if _can_be_gated(a)), None)
         if gated is None:
             return [eqn]
+        here = np.uint32(number)
 
         def run(*values: jax.Array) -> jax.Array:
             device = lax.axis_index(tuple(name for name, _ in self._sizes))
-            done = mark_p.bind(device, *map(_first_element, values), enter=enter)
-            return _only_if(done == 0, values[-1])
+            words = lax.convert_element_type(device, np.uint32), np.uint32(self._key), here
+            done = mark_p.bind(*words, *map(_first_element, values))
+            return _only_if(done == here, values[-1])
 
         inputs = [*before, gated]
         types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in inputs]
@@ -127,8 +134,14 @@ class _Marking:
 
 
 def _only_if(marked: jax.Array, x: jax.Array) -> jax.Array:
-    """`x`, which the compiler cannot know; the mark has always been made."""
-    return lax.select(jnp.broadcast_to(marked, x.shape), x, lax.full_like(x, 0))
+    """`x`, whose first element waits for the mark, which has always been made.
+
+    One element is enough to keep the compiler from running the collective earlier, and it is
+    written in place: a selection of all elements would copy every array that is sent.
+    """
+    first = lax.slice(x, [0] * x.ndim, [1] * x.ndim)
+    kept = lax.select(jnp.broadcast_to(marked, first.shape), first, lax.full_like(first, 0))
+    return lax.dynamic_update_slice(x, kept, [0] * x.ndim)
 
 
 def _first_element(x: jax.Array) -> jax.Array:

@@ -208,7 +208,8 @@ def finish(
     history.add("emit", jaxpr, explain.collective_note)
     jaxpr = combined(jaxpr, mesh)
     history.add("combine", jaxpr, explain.collective_note)
-    if (place := recording.folder()) is not None and isinstance(mesh, Mesh):
+    place = recording.folder(mesh.devices.flat[0].platform) if isinstance(mesh, Mesh) else None
+    if place is not None:
         recorder = recording.recorder(place, jax.process_index())
         jaxpr = recorded(jaxpr, tuple(mesh.shape.items()), name, recorder)
     eqns = [

@@ -1,11 +1,12 @@
 """Who waits where, when processes are given up: what they kept of their positions.
 
-With GSHARD_RECORD each process keeps the collective that it is at (`gshard.recording`). Without it,
-the statuses say in which step each process is.
+Each process keeps the collective that it is at (`gshard.recording`): on CPUs unless GSHARD_RECORD
+is 0, on GPUs with GSHARD_RECORD=1. Without it, the statuses say in which step each process is.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -19,11 +20,12 @@ _FOLDER = "record"
 
 def recorded(scratch: Path) -> dict[str, str]:
     """The variables with which processes keep their positions in a new folder, if they are to."""
-    if recording.folder() is None:
+    asked = os.environ.get(recording.VARIABLE, "")
+    if asked == "0":
         return {}
     place = scratch / _FOLDER
     shutil.rmtree(place, ignore_errors=True)  # of the attempt before
-    return {recording.VARIABLE: str(place)}
+    return {recording.VARIABLE if asked else recording.LAUNCHED: str(place)}
 
 
 def held_up_by(scratch: Path) -> tuple[int, str] | None:

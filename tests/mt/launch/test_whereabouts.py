@@ -31,7 +31,7 @@ with reporting() as reporter:
 
 
 def test_processes_keep_their_positions_only_if_they_are_to(monkeypatch, tmp_path):
-    monkeypatch.delenv(recording.VARIABLE, raising=False)
+    monkeypatch.setenv(recording.VARIABLE, "0")
     assert whereabouts.recorded(tmp_path) == {}
     assert whereabouts.held_up_by(tmp_path) is None
     monkeypatch.setenv(recording.VARIABLE, "1")
@@ -44,7 +44,8 @@ def test_processes_keep_their_positions_only_if_they_are_to(monkeypatch, tmp_pat
     index, words = whereabouts.held_up_by(tmp_path)
     assert index == 1
     assert "waits at collective 2 of step (all_reduce, train.py:9)" in words
-    whereabouts.recorded(tmp_path)  # another attempt begins
+    monkeypatch.delenv(recording.VARIABLE)
+    assert whereabouts.recorded(tmp_path) == {recording.LAUNCHED: place}  # and another attempt
     assert whereabouts.held_up_by(tmp_path) is None
     assert place == str(tmp_path / "record")
 
