@@ -190,8 +190,8 @@ class _Chooser:
         until, least = self.clock.now() + seconds, math.inf
         for done, mesh in enumerate(meshes):
             share = (until - self.clock.now()) / (len(meshes) - done)
-            flat = self.subject.flat
-            problem = build(flat, mesh, self.machine, self.limit, optimistic=True).problem
+            flat, returned = self.subject.flat, self.subject.returned
+            problem = build(flat, mesh, self.machine, self.limit, returned, optimistic=True).problem
             own = _without_edges(problem)
             if share > 0:
                 try:

@@ -41,8 +41,9 @@ class Layout:
     `annotations` are of arguments, `results` of results that are arguments of the next step,
     `inside` of tensors in between, where propagation alone would choose otherwise. `seconds` and
     `memory_bytes` are the forecast of the lowered program; `bound` is a lower bound of the
-    forecasts of all layouts over `meshes`, the meshes that were searched. `solver_gap` is the
-    relative gap of the solver: how far its answer may be above the optimum of its own model.
+    forecasts of all layouts over `meshes`, the meshes that were searched, in which states keep
+    their shardings from step to step. `solver_gap` is the relative gap of the solver: how far its
+    answer may be above the optimum of its own model.
     """
 
     mesh: Mapping[str, int]

@@ -22,6 +22,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from gshard.autosharding import borders
+from gshard.autosharding.dearest import Dearest
 from gshard.autosharding.forms import Form, Forms, reads_form
 from gshard.autosharding.memory import Floats, Ints, Memory
 from gshard.autosharding.problem import FORBIDDEN, Problem, unite
@@ -99,7 +100,7 @@ def _read(
     """What is the same on all meshes."""
     flow = Flow(devices)
     flow.add(flat.jaxpr)
-    return flow, Touched(flat.jaxpr, compiler, optimistic), Sharing(flow, optimistic)
+    return flow, Touched(flat.jaxpr, compiler, devices, optimistic), Sharing(flow, optimistic)
 
 
 class _Builder:
@@ -125,6 +126,7 @@ class _Builder:
         self.known: dict[Any, Any] = {}  # tables of operators that are alike
         self.donated: set[Any] = set()  # results in the place of arguments
         self.waiting: list[tuple[int, int, Floats]] = []  # partial sums, by operator and place
+        self.dearest = Dearest()
         self.made: dict[Any, int] = {}
         self.used: dict[Any, int] = {}
 
@@ -154,8 +156,9 @@ class _Builder:
             self._fix(var)
         if donated and not self.optimistic:
             self.donated = {self.flat.jaxpr.outvars[r] for r, _ in returned} - set(arguments)
-        for result, argument in () if self.optimistic else returned:
+        for result, argument in returned:
             self._tie(self.flat.jaxpr.outvars[result], arguments[argument])
+        self.dearest.write(self.nodes, self.costs, self.edges)
         edges = unite(self.edges, self.costs)
         nodes = [self.nodes.get(var, -1) for var in arguments]
         shapes = [getattr(var.aval, "shape", ()) for var in arguments]
@@ -252,7 +255,7 @@ class _Builder:
             moved = self.tables.moves.reshards(outer.aval.shape, byte_size((), outer.aval.dtype))
             moved = self.tables.rounded(moved * self.sharing.move(source) * edge.runs * PICO)
             table = borders.table(edge, source, self.mesh, moved, self.optimistic)
-            self.edges.append((first, second, table))
+            self._add_read(source, second, table.T)
 
     def _operator(self, edge: Edge) -> None:
         place = edge.place + 1
@@ -274,19 +277,32 @@ class _Builder:
         if self.forms.is_large(waiting.max()) and not self.optimistic:
             self.waiting.append((own, place, waiting))
         for number, (node, table) in enumerate(zip(nodes, tables, strict=True)):
-            if node >= 0 and table is not None:
-                read = number < len(tensors) - len(results) and reads_form(edge)
-                self.edges.append((own, *self._read(tensors[number], table, place, read)))
+            if node < 0 or table is None:
+                continue
+            if number >= len(tensors) - len(results):
+                self.edges.append((own, node, table))
+            elif self.optimistic:
+                self._add_read(tensors[number], own, table)
+            else:
+                read = self._read(tensors[number], table, place, reads_form(edge))
+                self.edges.append((own, *read))
 
     def _read(self, var: Any, table: Floats, place: int, moved: bool) -> tuple[int, Floats]:
         """The node of what an operator reads or makes, and its table for it."""
-        form = self.forms.of(var, place) if moved and not self.optimistic else None
+        form = self.forms.of(var, place) if moved else None
         if form is None:
             return self.nodes[var], table
         if form.node < 0:
             form.node = len(self.costs)
             self._add_form(var, form)
         return form.node, form.table(table)
+
+    def _add_read(self, var: Any, reader: int, table: Floats) -> None:
+        """A node that reads a tensor: for a bound, all of them pay together what is dearest."""
+        if self.optimistic and not self.sharing.is_turned(var):
+            self.dearest.add(var, reader, table)
+        else:
+            self.edges.append((reader, self.nodes[var], table))
 
     def _add_form(self, var: Any, form: Form) -> None:
         """The node of a form, and its edge to the tensor."""

@@ -1,8 +1,9 @@
 """What of its communication an operator pays for itself, and what others pay with it.
 
 A value that several operators need in one form is moved once, and partial sums that are added are
-summed once. Which operators will agree is not known before the layout is: the optimistic share is
-the least that each may pay. The likely model has a node for the form (`forms`), which pays once.
+summed once. Which operators will agree is not known before the layout is. The likely model has a
+node for the form (`forms`), which pays once; for a bound the dearest form is paid (`dearest`), or,
+where a value is transposed and moves serve both, the least that each reader may pay.
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ class Sharing:
             operands = [a for a in edge.atoms[0] if not isinstance(a, Literal)]
             if edge.eqn is not None and edge.eqn.primitive is p.transpose_p and operands:
                 self.source[edge.eqn.outvars[0]] = self._source(operands[0])
+                continue  # who reads the result counts
+            if edge.eqn is None:  # the border of a loop, which a value crosses either way
+                operands += edge.atoms[1]
             for atom in operands:
                 self.uses[self._source(atom)] += 1
+        self.turned = set(self.source.values())
         self.smaller: dict[Any, float] = {}  # share of an unreduced value that is reduced
         for edge in reversed(flow.edges) if optimistic else ():
             for atom in edge.atoms[0]:
@@ -49,7 +54,12 @@ class Sharing:
     def move(self, var: Any) -> float:
         """The part of the move of a value that one who reads it pays."""
         narrow = self.flow.narrow.get(var, 1.0)
-        return narrow / max(self.uses[self._source(var)], 1) if self.optimistic else narrow
+        shared = self.optimistic and self.is_turned(var)
+        return narrow / max(self.uses[self._source(var)], 1) if shared else narrow
+
+    def is_turned(self, var: Any) -> bool:
+        """Whether a value is a transposed one, or is transposed: its moves serve both."""
+        return self._source(var) in self.turned
 
     def _postponed(self, var: Any, result: Any) -> None:
         size, after = (max(v.aval.size, 1) for v in (var, result))

@@ -7,13 +7,14 @@ The forecast fuses the per-device program. Here the program itself is fused, by 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from gshard.forecast.kernels import KERNEL
-from gshard.forecast.ops import LOOPS, PRODUCTS, size_of
+from gshard.forecast.ops import LOOPS, PRODUCTS, Op, size_of
 from gshard.forecast.program import Operator, body_of, walk
 from gshard.graph.regions import bodies
 
@@ -35,8 +36,8 @@ class Touches:
 class Touched:
     """The touches of every equation, and of tensors that loops copy."""
 
-    def __init__(self, jaxpr: Jaxpr, style: str, optimistic: bool = False) -> None:
-        self.optimistic = optimistic
+    def __init__(self, jaxpr: Jaxpr, style: str, devices: int, optimistic: bool = False) -> None:
+        self.devices, self.optimistic = devices, optimistic
         self.starts = 0  # how many operators a device starts
         self.stored: set[Any] = set()  # what is written to memory
         self.copied: dict[Any, float] = defaultdict(float)  # times that a tensor is copied
@@ -83,8 +84,9 @@ class Touched:
             return
         written = sum(map(size_of, operator.writes))
         updates = root.name in _UPDATES
-        # A reduction whose rows are split may be fused with who reads it: it reads nothing then.
-        reads = () if self.optimistic and root.reduces else operator.reads
+        # A reduction that is fused with who reads it reads nothing by itself.
+        fused = self.optimistic and root.reduces and _may_reduce_rows(root, self.devices)
+        reads = () if fused else operator.reads
         for number, var in enumerate(reads):
             share = 1.0
             if names & _LOOKUPS:
@@ -107,3 +109,15 @@ class Touched:
                     self._reads[id(op.eqn)][number] += share  # several fusions may share it
                     return
         self.copied[var] += share
+
+
+def _may_reduce_rows(op: Op, devices: int) -> bool:
+    """Whether its part on a device may reduce the last dim alone, and be fused with who reads it.
+
+    Of the other dims that it reduces, each device may have a single row.
+    """
+    if len(op.reads) != 1:
+        return False
+    shape, axes = op.reads[0].aval.shape, op.eqn.params.get("axes", ())
+    last = len(shape) - 1
+    return last in axes and math.prod(shape[a] for a in axes if a != last) <= devices
