@@ -19,7 +19,7 @@ from benchmarks.recipes import NAMES
 from examples.recipes.transformer import Size
 from gshard.nn import Batch, Strategy, TransformerConfig, adafactor, init_state, train_step
 
-SMALL = Size(L=1, B=24, S=24, M=48, N=8, F=96, V=96)
+SMALL = Size(L=1, B=24, S=24, M=192, N=8, F=384, V=192)  # 8 leaves in every contraction
 MOE = "MoE Transformer"
 UNANNOTATED = ("split", "shard", "replicate", "mesh_split")
 

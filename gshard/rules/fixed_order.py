@@ -27,10 +27,9 @@ from gshard.simplify.fixed_order import (
     leaf_dot_p,
     leaf_sum_p,
     scatter_in_order_p,
-    tree_sum_p,
 )
 from gshard.simplify.pins import pin_p
-from gshard.simplify.trees import halved, neighbours
+from gshard.simplify.trees import halved, neighbours, tree_sum_p
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.sharding import Sharding, Split

@@ -37,19 +37,11 @@ from gshard.graph.source import on_behalf_of, source_of
 from gshard.simplify import pins
 from gshard.simplify.fixed_functions import FUNCTIONS
 from gshard.simplify.fixed_windows import MOST_SLICES, convolution, fourier, window_sum
-from gshard.simplify.trees import halved
+from gshard.simplify.merged_trees import Merging
+from gshard.simplify.trees import halved, tree_sum_p
 
 LEAVES = 8  # of a sum: as many devices may split it
 ROWS = 24  # of a leaf of a product, at least: shorter ones take longer to add than to multiply
-
-# A sum over one dim by a binary tree of neighbours; devices may hold subtrees of it.
-tree_sum_p = Primitive("tree_sum")
-
-
-@tree_sum_p.def_abstract_eval
-def _tree_sum_aval(x: Any, *, axis: int) -> ShapedArray:
-    return ShapedArray((*x.shape[:axis], *x.shape[axis + 1 :]), x.dtype)
-
 
 # A sum within leaves, whose dims are not split.
 leaf_sum_p = Primitive("leaf_sum")
@@ -142,6 +134,7 @@ def _fixed(closed: ClosedJaxpr) -> ClosedJaxpr:
         if eqn.primitive is p.broadcast_in_dim_p and isinstance(eqn.invars[0], Literal):
             constants.add(eqn.outvars[0])
         eqns += _in_order(eqn, constants)
+    eqns = Merging(eqns, closed.jaxpr.outvars).merged()
     return closed.replace(jaxpr=closed.jaxpr.replace(eqns=eqns))
 
 
@@ -242,6 +235,8 @@ def _dot(params: dict[str, Any], x: jax.Array, y: jax.Array) -> jax.Array:
     dtype = params["preferred_element_type"] or jnp.result_type(x, y)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return _complex_dot(params, x, y)
+    # Leaves are parts of major dims (heads, not their elements), which are those that are split.
+    left, right = zip(*sorted(zip(left, right, strict=True)), strict=True) if left else ((), ())
     counts = leaf_counts([x.shape[d] for d in left])
     many = [i for i, count in enumerate(counts) if count > 1]
     operands, places = [], []

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+
+# A sum over one dim by a binary tree of neighbours; devices may hold subtrees of it.
+tree_sum_p = Primitive("tree_sum")
+
+
+@tree_sum_p.def_abstract_eval
+def _tree_sum_aval(x: Any, *, axis: int) -> ShapedArray:
+    return ShapedArray((*x.shape[:axis], *x.shape[axis + 1 :]), x.dtype)
+
 
 Combine = Callable[[jax.Array, jax.Array], jax.Array]
 

@@ -117,6 +117,30 @@ def test_subtrees_are_exchanged_in_as_many_bytes_as_an_all_reduce():
     assert sent(split) == size * 7 // 8
 
 
+@pytest.mark.parametrize("annotated_inside", [False, True])
+def test_products_that_are_added_have_one_tree_and_one_reduction(annotated_inside):
+    """Also through a residual, transposes and annotations."""
+    a, b, c, d = (random_array(s, seed=i) for i, s in enumerate([(192, 8), (192, 16)] * 2))
+    x = random_array((8, 16), seed=9)
+
+    def fn(a, b, c, d, x):
+        first = gshard.replicate(a.T @ b) if annotated_inside else a.T @ b
+        return x + first + (d.T @ c).T
+
+    parts = [
+        [product(u, v) for u, v in zip(leaves(a.T, 1), leaves(b, 0), strict=True)],
+        [product(u, v) for u, v in zip(leaves(c.T, 1), leaves(d, 0), strict=True)],
+    ]
+    wanted = x + tree([u + v for u, v in zip(*parts, strict=True)])
+    split = even_split(2, 0, 8)
+    step = gshard.jit(annotated(fn, [split] * 4), devices=8, reproducible=True).lower(a, b, c, d, x)
+    assert sent(step) == 2 * 8 * 16 * 4 * 7 // 8
+    for devices in (1, 8):
+        where = [even_split(2, 0, devices)] * 4
+        got = bits(fn, a, b, c, d, x, devices=devices, inputs=where)
+        np.testing.assert_array_equal(np.asarray(got), wanted)
+
+
 # ---------------------------------------------------------------- what else has an order
 
 
