@@ -1,4 +1,7 @@
-"""What is planned is what is sent: every node of a plan, to the byte, and in all."""
+"""What is planned is what is sent, in benchmarks and random programs.
+
+So it is in recipes, which `tests/programs/test_recipes.py` lowers.
+"""
 
 import re
 
@@ -11,49 +14,14 @@ from jax import lax
 
 import gshard
 from benchmarks.programs import programs
-from benchmarks.recipes import recipes
-from examples.recipes.transformer import SMALL
-from gshard.graph.regions import walk
-from gshard.moving.inventory import collectives_of
-from gshard.moving.nodes import node_of
-from gshard.planning.plan import node_bytes
-from gshard.tensors.devices import Place
 from tests.oracle import annotated, even_split, random_array
+from tests.planning.as_planned import assert_planned_is_sent
 from tests.programs.test_random_programs import program, random_programs
-
-
-def carried_out(node, aval, devices):
-    """What one device sends when a node is carried out."""
-
-    def run(x, number):
-        return node.run(Place(("d",), devices, {"id": number}), x)
-
-    types = (jax.ShapeDtypeStruct(aval.shape, aval.dtype), jax.ShapeDtypeStruct((), jnp.int32))
-    traced = jax.make_jaxpr(run, axis_env=[("d", devices)])(*types)
-    (result,) = traced.out_avals
-    assert result.shape == node.result(tuple(aval.shape))
-    return sum(c.total_bytes for c in collectives_of(traced.jaxpr, devices))
-
-
-def assert_planned_is_sent(lowered):
-    plan = lowered.plan
-    for eqn in walk(plan.jaxpr):
-        node = node_of(eqn)
-        if node is not None:
-            sent = carried_out(node, eqn.invars[0].aval, plan.num_devices)
-            assert node_bytes(node, eqn) == sent, (node, eqn.invars[0].aval)
-    emitted = lowered._program.history.programs["emit"]
-    assert plan.bytes == sum(c.total_bytes for c in collectives_of(emitted, plan.num_devices))
 
 
 @pytest.mark.parametrize("case", programs(), ids=lambda case: case.name)
 def test_benchmarks(case):
     assert_planned_is_sent(gshard.jit(case.fn).lower(*case.args))
-
-
-@pytest.mark.parametrize("recipe", recipes(SMALL), ids=lambda recipe: recipe.name)
-def test_recipes(recipe):
-    assert_planned_is_sent(gshard.jit(recipe.step).lower(*recipe.arguments))
 
 
 @given(random_programs())

@@ -11,6 +11,7 @@ from benchmarks.recipes import recipes
 from examples.recipes.recipe import D
 from examples.recipes.transformer import Size
 from tests.oracle import assert_same, run
+from tests.planning.as_planned import assert_planned_is_sent
 
 SIZE = Size(L=2)
 RECIPES = {recipe.name: recipe for recipe in recipes(SIZE)}
@@ -18,7 +19,8 @@ RECIPES = {recipe.name: recipe for recipe in recipes(SIZE)}
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_bytes_of_an_expert(name):
-    check_bytes(RECIPES[name])
+    """And they are those of the plan, node by node."""
+    assert_planned_is_sent(check_bytes(RECIPES[name]))
 
 
 # The machine on which most is given for fewer collectives, and recipes that once sent more there.
@@ -38,6 +40,7 @@ def check_bytes(recipe, hardware=None):
     lowered = gshard.jit(recipe.step, devices=D, hardware=hardware).lower(*recipe.arguments)
     sent = sum(c.total_bytes for c in lowered.collectives)
     assert sent <= 1.05 * recipe.expert
+    return lowered
 
 
 def test_what_a_device_does_with_a_gradient_under_fsdp():

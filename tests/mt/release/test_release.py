@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import shutil
 import struct
 
 import jax
@@ -26,9 +27,15 @@ from tests.mt.runs import Notes, make_run
 from tests.mt.samples import sentence
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, tokenizer):
+    return make_run(tmp_path_factory.mktemp("saved") / "run", tokenizer).folder
+
+
 @pytest.fixture
-def run(tmp_path, tokenizer):
-    return make_run(tmp_path / "run", tokenizer)
+def run(saved, tmp_path):
+    """A run of one's own to damage: a copy, for saving takes longer."""
+    return Run.open(shutil.copytree(saved, tmp_path / "run"))
 
 
 def test_weights_are_what_was_written_and_aligned(tmp_path):
