@@ -12,13 +12,15 @@ In a fenced block the word after the fence says what a test does with it:
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import jax
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -31,13 +33,10 @@ PAGES = [
 FENCE = re.compile(r"^```([^\s`]*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 
-RUN_BLOCKS = """
-import pathlib, sys
-namespace = {"__name__": "__main__"}
-for path in sys.argv[1:]:
-    exec(compile(pathlib.Path(path).read_text(), path, "exec"), namespace)
-    print(end="\\0", flush=True)
-"""
+# Importing JAX and gshard takes longer than most pages do: pages run in processes that are forked
+# from one which has imported both, and in which no backend of JAX was started.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["jax.numpy", "gshard.jit"])
 
 
 @dataclass(frozen=True)
@@ -88,12 +87,21 @@ def printed(found: list[Block], folder: Path) -> list[str]:
         named = re.match(r"# (\w+\.py)\n", block.code)
         paths.append(folder / (named[1] if named else f"block_{number}.py"))
         paths[-1].write_text(block.code)
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_BLOCKS, *map(str, paths)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.split("\0")[:-1]
+    process = PROCESSES.Process(target=_run, args=(paths, folder))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, (folder / "errors").read_text()[-4000:]
+    return (folder / "printed").read_text().split("\0")[:-1]
+
+
+def _run(paths: list[Path], folder: Path) -> None:
+    """Run files in order, with the names of one module; a zero is printed after each."""
+    os.chdir(folder)
+    for name, number in (("printed", 1), ("errors", 2)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
+    sys.path.insert(0, "")
+    jax.config.update("jax_platforms", "cpu")
+    namespace = {"__name__": "__main__"}
+    for path in paths:
+        exec(compile(path.read_text(), str(path), "exec"), namespace)
+        print(end="\0", flush=True)
