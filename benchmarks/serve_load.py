@@ -1,39 +1,42 @@
 """Load on `gshard serve` beside CTranslate2 of the same dims: rate, latency, checked answers.
 
-    python -m benchmarks.serve_load --seconds 60 --page docs/results/cpu.md        9 minutes
+    python -m benchmarks.serve_load --seconds 60 --page docs/results/cpu.md        10 minutes
+    python -m benchmarks.serve_load --layers 2 --model-dim 16    what a request costs by itself
     python -m benchmarks.serve_load --minutes 60        only gshard: is its memory flat?
 
-1, 8, 64 and 256 clients ask for one sentence after the other. Both engines have the same weights (a
-dense model that has learned nothing), the same greedy search and the same HTTP server and batches,
-so that what differs is the engine. Each answer is compared with the engine's own translation of
-that sentence: `wrong` counts answers that are another's, `lost` requests without an answer. A
-refusal (503) is retried and counted. With `--minutes`, 8 clients ask for so long, the process's
-memory is printed each minute, and an exit status of 1 tells that the second half of the time ended
-with over 2% more than it began with, or that an answer was lost or another's.
+1, 8, 64 and 256 clients, in a process of their own, ask for one sentence after the other. Both
+engines have the same weights (a dense model that has learned nothing), the same greedy search and
+the same HTTP server and batches, so that what differs is the engine; the table is followed by how
+many of the sentences both translate alike, and by the mean length of the translations. Each answer
+is compared with the engine's own translation of that sentence: `wrong` counts other answers, `lost`
+requests without an answer. A refusal (503) is counted and repeated when the server says. With
+`--minutes`, 8 clients ask for that long, the process's memory is printed each minute, and an exit
+status of 1 means that memory grew by over 2% in the second half of the time, or that an answer was
+lost or wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import concurrent.futures
 import dataclasses
-import http.client
 import json
 import resource
+import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from benchmarks.cpu_decode import write_page
-from benchmarks.serve import prepared, ready
+from benchmarks.cpu_decode import random_weights, write_page
+from benchmarks.serve import ready
 from benchmarks.soak import prepare, words
+from gshard.mt.batching.tokenizer import END
 from gshard.mt.decoding.host.model import HostModel
 from gshard.mt.decoding.host.products import use_threads
 from gshard.mt.decoding.host.translator import HostTranslator
@@ -42,9 +45,9 @@ from gshard.mt.release.ctranslate2 import specification
 from gshard.mt.run import Run
 from gshard.mt.serving.server import Server
 from gshard.mt.serving.service import Service
-from gshard.mt.serving.settings import LOCAL
-from gshard.mt.training.names import named
-from gshard.nn.transformer import Transformer
+from gshard.mt.training.loading import model_like
+from gshard.mt.training.names import unnamed
+from gshard.nn.config import TransformerConfig
 
 CLIENTS = (1, 8, 64, 256)
 LOAD = ("<!-- load -->", "<!-- end of load -->")
@@ -53,10 +56,13 @@ LOAD = ("<!-- load -->", "<!-- end of load -->")
 class Engine:
     """A translator whose batches CTranslate2 searches."""
 
-    def __init__(self, translator: TextTranslator, model: Transformer, folder: Path, threads: int):
+    def __init__(
+        self, translator: TextTranslator, arrays: dict[str, Any], folder: Path, threads: int
+    ):
         import ctranslate2
 
-        spec, tokenizer = specification(model), translator.tokenizer
+        dims, tokenizer = translator.model_config, translator.tokenizer
+        spec = specification(unnamed(arrays, model_like(dims)))
         spec.register_source_vocabulary(tokenizer.spell_source(range(tokenizer.source_size)))
         spec.register_target_vocabulary(tokenizer.spell_target(range(tokenizer.target_size)))
         spec.validate()
@@ -65,6 +71,7 @@ class Engine:
         spec.save(str(folder))
         self._engine = ctranslate2.Translator(str(folder), intra_threads=threads)
         self._translator = translator
+        self._ids = {p: n for n, p in enumerate(tokenizer.spell_target(range(dims.target_vocab)))}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._translator, name)
@@ -75,66 +82,39 @@ class Engine:
         found = self._engine.translate_batch(
             sources, beam_size=config.beam, max_decoding_length=config.most, disable_unk=True
         )
-        best = (each.hypotheses[0] for each in found)
-        return [[Hypothesis("".join(pieces).replace("▁", " ").strip(), 0.0)] for pieces in best]
-
-
-def client(server: Server, texts: list[str], want: dict[str, str], until: float) -> Any:
-    """Ask until the time is over: the seconds of each answer, and what went wrong."""
-    connection = http.client.HTTPConnection(LOCAL, server.port, timeout=600)
-    took, counts = [], collections.Counter()
-    for n in range(1 << 30):
-        if n and time.perf_counter() >= until:
-            break
-        text, begin = texts[n % len(texts)], time.perf_counter()
-        given = {"q": text, "source": "auto", "target": "en", "api_key": server.token}
-        try:
-            connection.request(
-                "POST", "/translate", json.dumps(given), {"Content-Type": "application/json"}
-            )
-            reply = connection.getresponse()
-            answer = json.loads(reply.read())
-        except (OSError, http.client.HTTPException):
-            counts["lost"] += 1
-            connection.close()
-            continue
-        if reply.status == 503:
-            counts["refused"] += 1
-            time.sleep(0.05)
-            continue
-        took.append(time.perf_counter() - begin)
-        counts["wrong"] += reply.status != 200 or answer["translatedText"] != want[text].strip()
-    connection.close()
-    return took, counts
+        best = (tuple(self._ids[piece] for piece in each.hypotheses[0]) for each in found)
+        tokens = [(*ids, END)[: config.most] for ids in best]
+        return [
+            [Hypothesis(text, 0.0, ids)]
+            for text, ids in zip(tokenizer.decode_target(tokens), tokens, strict=True)
+        ]
 
 
 def load(server: Server, texts: list[str], want: dict[str, str], clients: int, seconds: float):
     """Sentences a second, the seconds of each, and counts of what went wrong."""
-    begin = time.perf_counter()
-    with concurrent.futures.ThreadPoolExecutor(clients) as pool:
-        turned = (texts[n % len(texts) :] + texts[: n % len(texts)] for n in range(clients))
-        asked = [pool.submit(client, server, mine, want, begin + seconds) for mine in turned]
-        took, counts = [], collections.Counter()
-        for each in asked:
-            times, wrong = each.result()
-            took += times
-            counts += wrong
-    return len(took) / (time.perf_counter() - begin), took, counts
+    given = {"port": server.port, "token": server.token, "texts": texts, "want": want}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.load_clients"],
+        input=json.dumps({**given, "clients": clients, "seconds": seconds}),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    took = found["took"]
+    return len(took) / found["seconds"], took, collections.Counter(found["counts"])
 
 
 def measured(
-    name: str, translator: Any, texts: list[str], clients: Any, seconds: float
+    name: str, translator: Any, found: dict[str, Hypothesis], clients: Any, seconds: float
 ) -> list[str]:
-    """Print the rows of one engine; they are returned for a page."""
+    """Print the rows of one engine, whose translations are known; they are returned for a page."""
     rows = []
-    want = {
-        text: hypotheses[0].text
-        for text, hypotheses in zip(texts, translator.translate(texts), strict=True)
-    }
+    texts, want = list(found), {text: best.text.strip() for text, best in found.items()}
     service = Service(translator, name)
     server = ready(service)
     for count in clients:
-        prepared(server, service, texts, min(count, 64))
+        load(server, texts, want, min(count, 8), 0.0)  # once each, untimed
         rate, took, counts = load(server, texts, want, count, seconds)
         p50, p99 = np.percentile(took, [50, 99])
         wrong = " ".join(f"{counts[kind]:7}" for kind in ("lost", "wrong", "refused"))
@@ -145,6 +125,28 @@ def measured(
     return rows
 
 
+def translations(translator: Any, texts: list[str]) -> dict[str, Hypothesis]:
+    """The best translation of each text."""
+    return {t: found[0] for t, found in zip(texts, translator.translate(texts), strict=True)}
+
+
+def compared(mine: dict[str, Hypothesis], other: dict[str, Hypothesis]) -> str:
+    """A sentence about the work of both engines: that they do the same, or how far not.
+
+    What is cut at the largest length has an end as its last token in gshard, and in CTranslate2
+    one token more.
+    """
+    alike = sum(
+        best.tokens[:-1] == other[text].tokens[: len(best.tokens) - 1]
+        for text, best in mine.items()
+    )
+    steps = [np.mean([len(best.tokens) for best in found.values()]) for found in (mine, other)]
+    return (
+        f"{alike} of {len(mine)} sentences have the same translation in both engines; one takes "
+        f" {steps[0]:.1f} steps on average in gshard and {steps[1]:.1f} in CTranslate2."
+    )
+
+
 def memory() -> float:
     """Megabytes that this process has in memory, on Linux."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -153,7 +155,7 @@ def memory() -> float:
 
 def long_load(translator: Any, texts: list[str], minutes: float, every: float = 60.0) -> int:
     """Print the process's memory while clients ask: the exit status."""
-    want = {t: h[0].text for t, h in zip(texts, translator.translate(texts), strict=True)}
+    want = {text: best.text.strip() for text, best in translations(translator, texts).items()}
     service = Service(translator, "gshard")
     server = ready(service)
     print(f"{'minutes':>8} {'sentences':>10} {'memory':>10} {'lost':>7} {'wrong':>7}", flush=True)
@@ -174,6 +176,22 @@ def long_load(translator: Any, texts: list[str], minutes: float, every: float = 
     return int(grown > 0.02 or counts["lost"] + counts["wrong"] > 0)
 
 
+def sized(dims: TransformerConfig, layers: int, model_dim: int) -> TransformerConfig:
+    """A dense model of these sizes with the vocabularies of another."""
+    heads = max(2, model_dim // 64)
+    return dataclasses.replace(
+        dims,
+        experts=0,
+        encoder_layers=layers,
+        decoder_layers=layers,
+        model_dim=model_dim,
+        hidden_dim=4 * model_dim,
+        heads=heads,
+        key_dim=model_dim // heads,
+        value_dim=model_dim // heads,
+    )
+
+
 def _table(names: Sequence[str], rows: list[str]) -> str:
     return "\n".join([f"| {' | '.join(names)} |", "|---" + "|---:" * (len(names) - 1) + "|", *rows])
 
@@ -185,31 +203,35 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--clients", type=int, nargs="+", default=CLIENTS)
     options.add_argument("--threads", type=int, default=2, help="of each engine")
     options.add_argument("--minutes", type=float, default=0.0, help="watch the memory so long")
+    options.add_argument("--layers", type=int, default=6, help="of the encoder and of the decoder")
+    options.add_argument("--model-dim", type=int, default=512, help="the hidden dim is four times")
     options.add_argument("--page", type=Path, help="write the table into this page")
     given = options.parse_args(arguments)
+    use_threads(given.threads)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder, 1, 1)
         run = Run.open(folder / "prepared")
-        dims = run.model_config
-        head_dim = dims.model_dim // dims.heads
-        dims = dataclasses.replace(dims, experts=0, key_dim=head_dim, value_dim=head_dim)
-        model = Transformer(dims, jax.random.key(0))
+        dims = sized(run.model_config, given.layers, given.model_dim)
+        arrays = random_weights(dims)
         config = TranslateConfig(beam=1, rows=32, longest=32, most=32)
-        use_threads(given.threads)
-        arrays = {name: np.asarray(leaf) for name, leaf in named(model).items()}
         translator = HostTranslator(HostModel(dims, arrays.__getitem__), run.tokenizer, config)
         texts = [words(n, "de") for n in range(100)]
         if given.minutes:
             sys.exit(long_load(translator, texts, given.minutes))
+        engine = Engine(translator, arrays, folder / "ct2", given.threads)
+        engines = {"gshard": translator, "CTranslate2": engine}
+        found = {name: translations(each, texts) for name, each in engines.items()}
         head = f"{'engine':12} {'clients':>7} {'sentences/s':>11} {'median':>8} {'p99':>8}"
         print(f"{head} {'lost':>7} {'wrong':>7} {'refused':>7}", flush=True)
-        rows = measured("gshard", translator, texts, given.clients, given.seconds)
-        engine = Engine(translator, model, folder / "ct2", given.threads)
-        rows += measured("CTranslate2", engine, texts, given.clients, given.seconds)
+        rows = []
+        for name, each in engines.items():
+            rows += measured(name, each, found[name], given.clients, given.seconds)
+        same = compared(*found.values())
+        print(same)
     if given.page:
         names = ("engine", "clients", "sentences/s", "median", "p99", "lost", "wrong", "refused")
-        write_page(given.page, [_table(names, rows)], LOAD)
+        write_page(given.page, [_table(names, rows), textwrap.fill(same, 100)], LOAD)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,14 @@ def test_both_engines_answer_everyone(capsys):
     pytest.importorskip("ctranslate2")
     from benchmarks import serve_load
 
-    serve_load.main(["--seconds", "0.5", "--clients", "1", "8"])
-    _, *rows = capsys.readouterr().out.splitlines()
+    small = ["--layers", "2", "--model-dim", "16"]
+    serve_load.main([*small, "--seconds", "0.5", "--clients", "1", "8"])
+    _, *rows, same = capsys.readouterr().out.splitlines()
     assert [row.split()[:2] for row in rows] == [
-        [engine, count] for engine in ("gshard", "ctranslate2") for count in ("1", "8")
+        [engine, count] for engine in ("gshard", "CTranslate2") for count in ("1", "8")
     ]
     for row in rows:
         lost, wrong, _ = row.split()[-3:]
         assert (lost, wrong) == ("0", "0")
+    assert same.startswith("100 of 100 sentences")
+    assert same.count("32.0") == 2  # steps

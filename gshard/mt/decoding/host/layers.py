@@ -1,16 +1,21 @@
-"""The layers of the Transformer on a CPU: attention in NumPy, everything with weights in graphs.
+"""The layers of the Transformer on a CPU: two graphs each, with a cache in between.
 
-Dims: B sentences, K tokens of each, R = B * K rows, M model dim, N heads, D key and U value dim.
+The first graph makes queries, keys and values; keys and values are written into a cache, which a
+graph cannot do in place; the second graph does everything else.
+
+Dims: B sentences, K tokens of each, R = B * K rows, M model dim, N heads, D key and U value dim, L
+positions of a cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from gshard.mt.decoding.host.products import (
+    MICROSOFT,
     ZERO,
     Graph,
     Output,
@@ -24,100 +29,93 @@ from gshard.mt.training.quantized import Quantized
 from gshard.nn.config import TransformerConfig
 
 Weights = Callable[[str], Weight]  # by name within a layer
+HIDDEN = np.float32(-1e9)  # the score of what a query may not see
+_ROOM = 32  # positions by which a cache grows at least
 
 
 @dataclass
 class Cache:
     """Keys and values of one attention, heads before positions, as products read them.
 
-    Memory beyond `length` is allocated and not touched, so that it costs nothing.
+    Graphs read arrays without gaps: there are a few more positions than written ones, all zero,
+    which are hidden from every query.
     """
 
     keys: np.ndarray  # [B, N, L, D]
     values: np.ndarray  # [B, N, L, U]
-    length: int = 0
+    length: int = 0  # positions that are written
 
     @staticmethod
-    def empty(sentences: int, length: int, c: TransformerConfig) -> Cache:
-        """Room for `length` positions."""
+    def empty(sentences: int, c: TransformerConfig, length: int = 0) -> Cache:
+        """A cache of so many positions, which are not written."""
         shape = (sentences, c.heads, length)
         return Cache(
-            np.empty((*shape, c.key_dim), np.float32), np.empty((*shape, c.value_dim), np.float32)
+            np.zeros((*shape, c.key_dim), np.float32), np.zeros((*shape, c.value_dim), np.float32)
         )
 
     def write(self, keys_BKX: np.ndarray, values_BKX: np.ndarray) -> None:
         """Append positions."""
         end = self.length + keys_BKX.shape[1]
+        if end > self.keys.shape[2]:
+            self._grow(end)
         for into, new in ((self.keys, keys_BKX), (self.values, values_BKX)):
             N, dim = into.shape[1], into.shape[3]
-            into[:, :, self.length : end] = _heads(new, N, dim)
+            heads = new.reshape(*new.shape[:2], N, dim).swapaxes(1, 2)
+            into[:, :, self.length : end] = heads
         self.length = end
+
+    def _grow(self, least: int) -> None:
+        """Room for a quarter more, so that copying does not cost more than attention."""
+        length = -(-(least + least // 4) // _ROOM) * _ROOM
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = np.zeros((*old.shape[:2], length, old.shape[3]), np.float32)
+            new[:, :, : self.length] = old[:, :, : self.length]
+            setattr(self, name, new)
+
+    def hidden(self, hidden_BKL: np.ndarray) -> np.ndarray:
+        """What is added to the scores, [B, 1, K, L], from that of the written positions."""
+        B, K, written = hidden_BKL.shape
+        all_B1KL = np.full((B, 1, K, self.keys.shape[2]), HIDDEN)
+        all_B1KL[:, 0, :, :written] = hidden_BKL
+        return all_B1KL
 
     def keep(self, rows: np.ndarray) -> None:
         """Only these sentences."""
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = np.empty((len(rows), *old.shape[1:]), np.float32)
-            new[:, :, : self.length] = old[rows, :, : self.length]
-            setattr(self, name, new)
-
-
-def attend(q_BKX: np.ndarray, cache: Cache, hidden_BKL: np.ndarray) -> np.ndarray:
-    """Attention from scaled queries to a cache, [R, N * U]; `hidden_BKL` is added to the scores."""
-    keys, values = (x[:, :, : cache.length] for x in (cache.keys, cache.values))
-    B, N, _, D = keys.shape
-    scores_BNKL = _heads(q_BKX, N, D) @ keys.swapaxes(2, 3)
-    scores_BNKL += hidden_BKL[:, None]
-    scores_BNKL -= scores_BNKL.max(axis=3, keepdims=True)
-    np.exp(scores_BNKL, out=scores_BNKL)
-    sums_BNK1 = scores_BNKL.sum(axis=3, keepdims=True)
-    out_BNKU = scores_BNKL @ values
-    out_BNKU /= sums_BNK1
-    return out_BNKU.swapaxes(1, 2).reshape(B * q_BKX.shape[1], -1)
-
-
-def _heads(x_BKX: np.ndarray, heads: int, dim: int) -> np.ndarray:
-    return x_BKX.reshape(*x_BKX.shape[:2], heads, dim).swapaxes(1, 2)
+        self.keys, self.values = self.keys[rows], self.values[rows]
 
 
 class Layer:
-    """One layer; `cross` has weights where it belongs to the decoder."""
+    """One layer, of the encoder or of the decoder."""
 
-    def __init__(self, weights: Weights, c: TransformerConfig, *, cross: bool, sparse: bool):
-        self._ends = (c.heads * c.key_dim, 2 * c.heads * c.key_dim)  # of queries and keys
-        self._project = _projections(weights, c, "self", ("wq", "wk", "wv"))
-        self._after_self = _after(weights, c, "self", "cross") if cross else None
-        last = "cross" if cross else "self"
+    def __init__(self, weights: Weights, c: TransformerConfig, *, decoder: bool, sparse: bool):
+        self._project = _projections(weights, c)
         self._feed_forward: Session | None = None
         self._experts: Experts | None = None
         if sparse:
-            self._experts = Experts(weights, c, last)
+            self._experts = Experts(weights, c, decoder=decoder)
         else:
-            self._feed_forward = _feed_forward(weights, c, last)
+            self._feed_forward = _feed_forward(weights, c, decoder=decoder)
 
     def record(self, listener: Listener | None) -> None:
         """Have the choices of a router told to `listener`, or to nobody again."""
         if self._experts is not None:
             self._experts.listener = listener
 
-    def own(self, x_RM: np.ndarray) -> list[np.ndarray]:
+    def own(self, x_RM: np.ndarray) -> Sequence[np.ndarray]:
         """Queries, keys and values of self-attention."""
-        (joint_RX,) = self._project(x_RM)
-        first, second = self._ends
-        return [joint_RX[:, :first], joint_RX[:, first:second], joint_RX[:, second:]]
+        return self._project(x_RM)
 
-    def queries(self, x_RM: np.ndarray, out_RX: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The rows after self-attention, and the queries of cross-attention."""
-        assert self._after_self is not None
-        x_RM, q_RX = self._after_self(x_RM, out_RX)
-        return x_RM, q_RX
+    def finish(self, *inputs: np.ndarray) -> np.ndarray:
+        """The rows after the attentions and the feed-forward layer.
 
-    def finish(self, x_RM: np.ndarray, out_RX: np.ndarray) -> np.ndarray:
-        """The rows after the last attention and the feed-forward layer."""
+        The inputs are the rows, the queries, and what `_attention` reads: of the encoder's layers
+        once, and the places of the rows among the queries; of the decoder's for both attentions.
+        """
         if self._experts is not None:
-            return self._experts(x_RM, out_RX)
+            return self._experts(*inputs)
         assert self._feed_forward is not None
-        (x_RM,) = self._feed_forward(x_RM, out_RX)
+        (x_RM,) = self._feed_forward(*inputs)
         return x_RM
 
 
@@ -127,10 +125,10 @@ Listener = Callable[[Choices], None]
 class Experts:
     """A layer with experts: those that a row needs are run on their rows, and no others."""
 
-    def __init__(self, weights: Weights, c: TransformerConfig, last: str):
+    def __init__(self, weights: Weights, c: TransformerConfig, *, decoder: bool):
         self.listener: Listener | None = None
         graph = Graph()
-        x, h = _residual(graph, weights, c, last)
+        x, h = _attended(graph, weights, c, decoder=decoder)
         logits = graph.product(h, floats(weights("moe.gate")))
         expert, weight = choices(graph, logits, c.gating.top_k)
         outputs = [Output(h)]
@@ -144,20 +142,20 @@ class Experts:
         found = [weights(f"moe.experts.{leaf}") for leaf in leaves]
         self._each = [_expert(*(leaf[n] for leaf in found)) for n in range(c.experts)]
 
-    def __call__(self, x_RM: np.ndarray, out_RX: np.ndarray) -> np.ndarray:
-        """The rows after the last attention and the experts."""
-        x_RM, expert_RC, weight_RC, *read = self._before(x_RM, out_RX)
+    def __call__(self, *inputs: np.ndarray) -> np.ndarray:
+        """The rows after the attentions and the experts, from the inputs of `Layer.finish`."""
+        x_RM, expert_RC, weight_RC, *read = self._before(*inputs)
         if self.listener is not None:
             self.listener(Choices(expert_RC.T, weight_RC.T))
         # Y = R * C choices, in the order of their experts: each expert reads adjacent rows.
         order_Y = np.argsort(expert_RC, axis=None, kind="stable")
-        inputs = [given[order_Y // expert_RC.shape[1]] for given in read]
+        sorted_rows = [given[order_Y // expert_RC.shape[1]] for given in read]
         count_E = np.bincount(expert_RC.reshape(-1))
         end_E = np.cumsum(count_E).tolist()
         found: list[np.ndarray] = []
         for expert in np.flatnonzero(count_E).tolist():
             begin, end = end_E[expert - 1] if expert else 0, end_E[expert]
-            found += self._each[expert](*(given[begin:end] for given in inputs))
+            found += self._each[expert](*(given[begin:end] for given in sorted_rows))
         y_YM = np.empty((len(order_Y), x_RM.shape[1]), np.float32)
         y_YM[order_Y] = np.concatenate(found)
         y_RCM = y_YM.reshape(*expert_RC.shape, -1)
@@ -182,13 +180,13 @@ def _norm(graph: Graph, x: str, weights: Weights, name: str) -> str:
     return graph.norm(x, weights(f"{name}_norm.scale"), weights(f"{name}_norm.bias"))
 
 
-def _projections(
-    weights: Weights, c: TransformerConfig, kind: str, names: tuple[str, ...]
-) -> Session:
-    """The normalized rows times the weights of queries, keys and values side by side."""
+def _projections(weights: Weights, c: TransformerConfig) -> Session:
+    """Queries, keys and values of self-attention, from one product with the normalized rows."""
     graph = Graph()
-    h = _norm(graph, graph.input("x"), weights, kind)
-    return graph.compile(graph.product(h, *side_by_side(weights, c, kind, names)))
+    h = _norm(graph, graph.input("x"), weights, "self")
+    joint = graph.product(h, *side_by_side(weights, c, "self", ("wq", "wk", "wv")))
+    sizes = c.heads * np.array([c.key_dim, c.key_dim, c.value_dim])
+    return graph.compile(*graph.add("Split", joint, graph.constant(sizes), outputs=3, axis=1))
 
 
 def side_by_side(
@@ -216,30 +214,52 @@ def _bias(weights: Weights, c: TransformerConfig, name: str) -> Weight | None:
     return weights(name) if c.biases else None
 
 
-def _added(graph: Graph, weights: Weights, c: TransformerConfig, kind: str) -> str:
-    """The rows after an attention."""
-    x, out = graph.input("x"), graph.input("out")
+def _attended(
+    graph: Graph, weights: Weights, c: TransformerConfig, *, decoder: bool
+) -> tuple[str, str]:
+    """The rows after the attentions, and these normalized for the feed-forward layer."""
+    x = graph.input("x")
+    out = _attention(graph, graph.input("q"), c, "self")
+    if not decoder:  # where queries have places for padding, and rows have none
+        out = graph.add("Gather", out, graph.input("places", "int64", dims=1), axis=0)
+    x = _added(graph, weights, c, "self", x, out)
+    if decoder:
+        h = _norm(graph, x, weights, "cross")
+        q = graph.product(h, *side_by_side(weights, c, "cross", ("wq",)))
+        x = _added(graph, weights, c, "cross", x, _attention(graph, q, c, "cross"))
+    return x, _norm(graph, x, weights, "feed_forward")
+
+
+def _added(
+    graph: Graph, weights: Weights, c: TransformerConfig, kind: str, x: str, out: str
+) -> str:
+    """The rows after an attention whose heads have given `out`."""
     wo = weights(f"{kind}_attention.wo").reshape(-1, c.model_dim)
     return graph.add("Add", x, graph.product(out, wo, _bias(weights, c, f"{kind}_attention.bo")))
 
 
-def _residual(graph: Graph, weights: Weights, c: TransformerConfig, kind: str) -> tuple[str, str]:
-    """The rows after an attention, and these normalized for the feed-forward layer."""
-    x = _added(graph, weights, c, kind)
-    return x, _norm(graph, x, weights, "feed_forward")
+def _attention(graph: Graph, q: str, c: TransformerConfig, kind: str) -> str:
+    """Attention from the queries of B * K rows to a cache of B sentences, [R, N * U].
+
+    It reads the keys and values of a `Cache`, and what is added to the scores, [B, 1, K or 1, L].
+    """
+    keys, values, hidden = (
+        graph.input(f"{kind}_{name}", dims=4) for name in ("keys", "values", "hidden")
+    )
+    sentences = graph.add("Shape", keys, start=0, end=1)
+    split = graph.constant(np.array([-1, c.heads, c.key_dim]))
+    shape = graph.add("Concat", sentences, split, axis=0)
+    q_BNKD = graph.add("Transpose", graph.add("Reshape", q, shape), perm=[0, 2, 1, 3])
+    scores = graph.add("FusedMatMul", q_BNKD, keys, transB=1, domain=MICROSOFT)
+    shares = graph.add("Softmax", graph.add("Add", scores, hidden), axis=-1)
+    out_BNKU = graph.add("MatMul", shares, values)
+    rows = graph.constant(np.array([-1, c.heads * c.value_dim]))
+    return graph.add("Reshape", graph.add("Transpose", out_BNKU, perm=[0, 2, 1, 3]), rows)
 
 
-def _after(weights: Weights, c: TransformerConfig, kind: str, following: str) -> Session:
-    """From the result of one attention to the queries of the next."""
+def _feed_forward(weights: Weights, c: TransformerConfig, *, decoder: bool) -> Session:
     graph = Graph()
-    x = _added(graph, weights, c, kind)
-    h = _norm(graph, x, weights, following)
-    return graph.compile(x, graph.product(h, *side_by_side(weights, c, following, ("wq",))))
-
-
-def _feed_forward(weights: Weights, c: TransformerConfig, last: str) -> Session:
-    graph = Graph()
-    x, h = _residual(graph, weights, c, last)
+    x, h = _attended(graph, weights, c, decoder=decoder)
     return graph.compile(graph.add("Add", x, _two_products(graph, h, weights, c)))
 
 

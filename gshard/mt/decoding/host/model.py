@@ -13,13 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from gshard.mt.batching.tokenizer import END, PAD, START
-from gshard.mt.decoding.host.layers import Cache, Layer, attend, side_by_side
+from gshard.mt.decoding.host.layers import HIDDEN, Cache, Layer, side_by_side
 from gshard.mt.decoding.host.products import Graph, Output, Session, Weight
 from gshard.mt.decoding.texts import Choices, Routings
 from gshard.mt.training.quantized import Quantized
 from gshard.nn.config import TransformerConfig
 
-HIDDEN = np.float32(-1e9)  # the score of what a query may not see
 Load = Callable[[str], Weight]  # a weight by its name in the model
 
 
@@ -36,12 +35,12 @@ class Decoding:
     """What decoding carries from step to step: for each layer its own cache, and the source's."""
 
     own: list[Cache]
-    cross: list[Cache]
-    source_hidden: np.ndarray  # [B, 1, L]
+    source: list[Cache]
+    source_hidden: np.ndarray  # [B, 1, 1, L]
 
     def keep(self, rows: np.ndarray) -> None:
         """Only these sentences."""
-        for cache in (*self.own, *self.cross):
+        for cache in (*self.own, *self.source):
             cache.keep(rows)
         self.source_hidden = self.source_hidden[rows]
 
@@ -59,12 +58,12 @@ class HostModel:
         self._outputs: dict[int, Session] = {}
         self._logits = (load("decoder_norm.scale"), load("decoder_norm.bias"), load("target.table"))
 
-    def start(self, source_BL: np.ndarray, length: int) -> Decoding:
-        """Read sentences, none of them empty; there is room for `length` target positions."""
+    def start(self, source_BL: np.ndarray) -> Decoding:
+        """Read sentences, none of them empty."""
         c = self.config
         B, L = source_BL.shape
         real_BL = source_BL != PAD
-        hidden_B1L = np.where(real_BL, np.float32(0), HIDDEN)[:, None]
+        hidden_B11L = np.where(real_BL, np.float32(0), HIDDEN)[:, None, None]
         # Products and experts get real tokens only; attention has a place for each.
         real_X = np.flatnonzero(real_BL)
         x_XM = self._source(source_BL.reshape(-1)[real_X], real_X % L)
@@ -72,21 +71,21 @@ class HostModel:
         def spread(x_XY: np.ndarray) -> np.ndarray:
             all_RY = np.zeros((B * L, x_XY.shape[1]), np.float32)
             all_RY[real_X] = x_XY
-            return all_RY.reshape(B, L, -1)
+            return all_RY
+
+        def cached(*keys_and_values: np.ndarray) -> Cache:
+            cache = Cache.empty(B, c, L)
+            cache.write(*(spread(each).reshape(B, L, -1) for each in keys_and_values))
+            return cache
 
         for layer in self._encoder:
-            q, k, v = map(spread, layer.own(x_XM))
-            cache = Cache.empty(B, L, c)
-            cache.write(k, v)
-            x_XM = layer.finish(x_XM, attend(q, cache, hidden_B1L)[real_X])
-        cross = []
+            q, k, v = layer.own(x_XM)
+            cache = cached(k, v)
+            x_XM = layer.finish(x_XM, spread(q), cache.keys, cache.values, hidden_B11L, real_X)
         joint = self._memory(x_XM)
-        for n in range(c.decoder_layers):
-            cache = Cache.empty(B, L, c)
-            cache.write(*map(spread, joint[2 * n : 2 * n + 2]))
-            cross.append(cache)
-        own = [Cache.empty(B, length, c) for _ in range(c.decoder_layers)]
-        return Decoding(own, cross, hidden_B1L)
+        source = [cached(*both) for both in zip(joint[::2], joint[1::2], strict=True)]
+        own = [Cache.empty(B, c) for _ in range(c.decoder_layers)]
+        return Decoding(own, source, hidden_B11L)
 
     def step(
         self, state: Decoding, tokens_BK: np.ndarray, position: int, hidden_BKL: np.ndarray, C: int
@@ -109,7 +108,7 @@ class HostModel:
         inputs_1T = np.concatenate([[START], output_T[:-1]])[None]
         hidden_1TT = np.where(np.tri(T, dtype=bool), np.float32(0), HIDDEN)[None]
         with self._recording() as (encoder, decoder):
-            state = self.start(source_L[None], T)
+            state = self.start(source_L[None])
             self._decode(state, inputs_1T, np.arange(T), hidden_1TT)
         return Routings(encoder, decoder)
 
@@ -136,12 +135,14 @@ class HostModel:
         """The decoder's last rows."""
         B, K = tokens_BK.shape
         x_RM = self._target(tokens_BK.reshape(-1), positions_R)
-        for layer, own, cross in zip(self._decoder, state.own, state.cross, strict=True):
-            q, k, v = (y.reshape(B, K, -1) for y in layer.own(x_RM))
-            own.write(k, v)
-            x_RM, q_RX = layer.queries(x_RM, attend(q, own, hidden_BKL))
-            out_RX = attend(q_RX.reshape(B, K, -1), cross, state.source_hidden)
-            x_RM = layer.finish(x_RM, out_RX)
+        hidden_B1KL: np.ndarray | None = None
+        for layer, own, source in zip(self._decoder, state.own, state.source, strict=True):
+            q, k, v = layer.own(x_RM)
+            own.write(k.reshape(B, K, -1), v.reshape(B, K, -1))
+            if hidden_B1KL is None:  # equal in all layers, whose caches grow alike
+                hidden_B1KL = own.hidden(hidden_BKL)
+            seen = (own.keys, own.values, hidden_B1KL)
+            x_RM = layer.finish(x_RM, q, *seen, source.keys, source.values, state.source_hidden)
         return x_RM
 
     def _output(self, C: int) -> Session:
@@ -196,7 +197,7 @@ def _layers(load: Load, c: TransformerConfig, side: str, count: int) -> Iterator
     for n in range(count):
         placed = (n + 1) % c.experts_every == 0
         sparse = bool(placed and c.experts and (side == "encoder" or c.experts_in == "both"))
-        yield Layer(in_layer(load, c, side, n), c, cross=side == "decoder", sparse=sparse)
+        yield Layer(in_layer(load, c, side, n), c, decoder=side == "decoder", sparse=sparse)
 
 
 def in_layer(load: Load, c: TransformerConfig, side: str, n: int) -> Load:

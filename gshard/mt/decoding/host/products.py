@@ -28,8 +28,8 @@ _TYPES = {
     "int64": TensorProto.INT64,
     "uint8": TensorProto.UINT8,
 }
-_MICROSOFT = "com.microsoft"
-_OPSETS = [helper.make_opsetid("", 21), helper.make_opsetid(_MICROSOFT, 1)]
+MICROSOFT = "com.microsoft"
+_OPSETS = [helper.make_opsetid("", 21), helper.make_opsetid(MICROSOFT, 1)]
 ZERO = 128  # the unsigned number for zero
 _LEAST = 1e-30  # a row of zeros has a scale too
 _pool: list[int] = []  # the threads that all sessions of this process share, once they are there
@@ -73,9 +73,9 @@ class Graph:
         self._constants: list[Any] = []
         self._inputs: list[Any] = []
 
-    def input(self, name: str, dtype: Dtype = "float32") -> str:
-        """A matrix that the graph is called with."""
-        self._inputs.append(helper.make_tensor_value_info(name, _TYPES[dtype], [None, None]))
+    def input(self, name: str, dtype: Dtype = "float32", dims: int = 2) -> str:
+        """An array that the graph is called with, of any size in each of its dims."""
+        self._inputs.append(helper.make_tensor_value_info(name, _TYPES[dtype], [None] * dims))
         return name
 
     def constant(self, value: np.ndarray | np.generic) -> str:
@@ -112,7 +112,7 @@ class Graph:
             self.constant(weight.scale.reshape(-1)),
             self.constant(np.uint8(rows.zero)),
             self.constant(np.full(unsigned.shape[1], ZERO, np.uint8)),
-            domain=_MICROSOFT,
+            domain=MICROSOFT,
         )
         return self.add("Mul", product, rows.scale)
 
@@ -160,5 +160,5 @@ class Session:
         self._inputs = [each.name for each in self._session.get_inputs()]
 
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
-        """The outputs, for matrices of float32."""
+        """The outputs."""
         return self._session.run(None, dict(zip(self._inputs, inputs, strict=True)))

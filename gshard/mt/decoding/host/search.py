@@ -13,7 +13,8 @@ import numpy as np
 
 from gshard.mt.batching.tokenizer import END, PAD, START
 from gshard.mt.decoding.beam_config import BeamConfig, Translations
-from gshard.mt.decoding.host.model import HIDDEN, Candidates, HostModel
+from gshard.mt.decoding.host.layers import HIDDEN
+from gshard.mt.decoding.host.model import Candidates, HostModel
 
 _LEAVE = 0.75  # the batch is made smaller when at most this share of it is left
 
@@ -43,7 +44,7 @@ def host_search(
     source_BL = source_BL[rows, : int((source_BL != PAD).sum(axis=1).max())]
     most_B = np.full(B, T) if max_length_B is None else max_length_B
     beams = _Beams(rows, config, most_B[rows], model.config.target_vocab)
-    decoding = model.start(source_BL, config.beam * T)
+    decoding = model.start(source_BL)
     for t in range(T):
         hidden_BKL = beams.read(t)
         C = min(model.config.target_vocab, config.beam + len(config.banned) + 1)
