@@ -8,11 +8,10 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from gshard.graph.regions import bodies
+from gshard.graph.regions import called
 from gshard.moving.inventory import COLLECTIVES
 from gshard.tensors.tile import byte_size
 
-CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2"}
 LOOPS = {"scan", "while", "cond"}
 PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 ALIASES = {
@@ -76,11 +75,10 @@ def _inline(jaxpr: Jaxpr, env: dict[Any, Any], ops: list[Op]) -> list[Any]:
 
     for eqn in jaxpr.eqns:
         reads = [read(a) for a in eqn.invars]
-        inner = bodies(eqn) if eqn.primitive.name in CALLS else []
-        if len(inner) == 1 and len(inner[0].invars) == len(reads):
+        if (body := called(eqn)) is not None:
             # A body may be shared by several calls: each gets fresh variables.
-            fresh = _Fresh(zip(inner[0].invars, reads, strict=True))
-            results = _inline(inner[0], fresh, ops)
+            fresh = _Fresh(zip(body.jaxpr.invars, reads, strict=True))
+            results = _inline(body.jaxpr, fresh, ops)
             env.update(zip(eqn.outvars, results, strict=True))
             continue
         writes = []

@@ -37,6 +37,17 @@ def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
     return [getattr(j, "jaxpr", j) for j in jaxprs_in_params(eqn.params)]
 
 
+def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The program that a call runs on all its operands; None for any other equation.
+
+    Of the programs of a linear solve one runs, on some of the operands: it is not such a call.
+    """
+    if eqn.primitive not in CALLS or eqn.primitive is p.linear_solve_p:
+        return None
+    body = eqn.params[CALLS[eqn.primitive]]
+    return body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
+
+
 def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """All equations of a program, each before those of the programs inside it."""
     for eqn in jaxpr.eqns:

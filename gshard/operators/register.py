@@ -40,9 +40,10 @@ def register_rule(
 
     A factor that operands and results share may be split: the primitive then runs on tiles. A
     factor of operands only may be split if `reduced` says how the devices' results are combined
-    (sum, max, min, prod, and, or, xor); padding is filled with the identity of that reduction. All
-    other factors stay unsplit. `local(*tiles, **params)` replaces the primitive on tiles, if it
-    needs other parameters there.
+    (sum, max, min, prod, and, or, xor). All reduced factors have the same reduction, as a sum of
+    maxima is not the maximum of sums; padding is filled with its identity. All other factors stay
+    unsplit. `local(*tiles, **params)` replaces the primitive on tiles, if it needs other parameters
+    there.
 
     A `gshard.extend.Rule` instead of the string can do everything that gshard's own rules do.
     """
@@ -55,6 +56,12 @@ def register_rule(
         if wrong:
             raise ValueError(
                 f"register_rule: reduced={wrong}; allowed are {', '.join(map(repr, KINDS))}"
+            )
+        if len(set((reduced or {}).values())) > 1:
+            raise ValueError(
+                f"register_rule: reduced={dict(reduced or {})} has several reductions, and their "
+                "order is not known; allowed is one: name the factors of the last one alone, and "
+                "the others stay unsplit"
             )
         if isinstance(rule, str):
             parsed = parse_sharding_rule(rule, sizes or {})

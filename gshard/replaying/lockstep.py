@@ -18,23 +18,15 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard._jax import remat_p, scan_counts
+from gshard._jax import scan_counts
 from gshard.graph.evaluate import bind
+from gshard.graph.regions import LOOPS, called
 from gshard.graph.source import source_of
 from gshard.replaying.collectives import NAMES, groups_of, rank_in, run_collective
 from gshard.tensors.devices import lookup_p
 
 Value = list[Any]  # an entry for each device
 Path = tuple[tuple[JaxprEqn, int], ...]  # the loops around, and the number of the run of each
-
-_CALLS = {
-    p.jit_p: "jaxpr",
-    p.closed_call_p: "call_jaxpr",
-    p.call_p: "call_jaxpr",
-    p.custom_jvp_call_p: "call_jaxpr",
-    p.custom_vjp_call_p: "call_jaxpr",
-    remat_p: "jaxpr",
-}
 
 
 class DivergedError(RuntimeError):
@@ -106,7 +98,8 @@ class Lockstep:
             operands = [read(a) for a in eqn.invars]
             results = yield from self._equation(eqn, operands, active, path)
             env.update(zip(eqn.outvars, results, strict=True))
-            yield Event(eqn, eqn.outvars, results, operands, path, eqn.primitive in _ENTERED)
+            entered = eqn.primitive in LOOPS or called(eqn) is not None
+            yield Event(eqn, eqn.outvars, results, operands, path, entered)
             for atom in (*eqn.invars, *eqn.outvars):
                 if not isinstance(atom, Literal) and last.get(atom, -1) <= number:
                     env.pop(atom, None)
@@ -136,10 +129,8 @@ class Lockstep:
             return (yield from self._while(eqn, operands, active, path))
         if primitive is p.cond_p:
             return (yield from self._cond(eqn, operands, path))
-        if primitive in _CALLS:
-            body = eqn.params[_CALLS[primitive]]
-            closed = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
-            return (yield from self.run(closed, operands, active, path))
+        if (body := called(eqn)) is not None:
+            return (yield from self.run(body, operands, active, path))
         if primitive is p.axis_index_p:
             numbers = rank_in(eqn, self.sizes)
             return [_on([jnp.asarray(n, jnp.int32) for n in numbers], active)]
@@ -244,9 +235,6 @@ class Lockstep:
             made = yield from self.run(branches[number], args, taken, inside)
             results = [_merged(m, r) for m, r in zip(made, results, strict=True)]
         return results
-
-
-_ENTERED = {p.scan_p, p.while_p, p.cond_p, *_CALLS}
 
 
 def _on(value: Value, devices: Sequence[bool]) -> Value:

@@ -59,6 +59,14 @@ def test_a_factor_that_is_not_reduced_stays_whole():
     assert all("operand of my_matmul" in c.reason for c in low.collectives)
 
 
+def test_of_two_reductions_the_last_one_is_named():
+    primitive = new_primitive("max_of_sums", lambda x: jnp.max(jnp.sum(x, 1)))
+    gshard.register_rule(primitive, "m k ->", reduced={"m": "max"})
+    x = random_array((13, 16))
+    assert kinds(check(primitive.bind, x, inputs=[even_split(2, 0, 8)])) == {"all_reduce": 1}
+    assert kinds(check(primitive.bind, x, inputs=[even_split(2, 1, 8)])) == {"all_gather": 1}
+
+
 def test_leading_dims_and_a_rule_from_the_equation():
     """The last dim is reversed, so it stays whole; however many dims stand before it are free."""
     primitive = new_primitive("flip_last", lambda x: x[..., ::-1])
@@ -136,6 +144,7 @@ def test_the_last_rule_counts():
         ("b m k, k n b m n", {}, "no ->"),
         ("b (m k -> b", {}, "Brackets are not balanced"),
         (MATMUL, {"reduced": {"k": "mean"}}, "allowed are 'sum', 'max'"),
+        ("m k ->", {"reduced": {"k": "sum", "m": "max"}}, "has several reductions"),
         (MATMUL, {"reduced": {"n": "sum"}}, r"occur in operands only, which are here \['k'\]"),
     ],
 )
