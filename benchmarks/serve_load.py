@@ -76,7 +76,9 @@ class Engine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._translator, name)
 
-    def translate(self, texts: list[str], target: str = "en") -> list[list[Hypothesis]]:
+    def translate(
+        self, texts: list[str], target: str = "en", source: str = ""
+    ) -> list[list[Hypothesis]]:
         tokenizer, config = self._translator.tokenizer, self._translator.config
         sources = [tokenizer.spell_source(ids) for ids in tokenizer.encode_source(texts, target)]
         found = self._engine.translate_batch(

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,13 @@ def words(n: int, language: str) -> str:
     )
 
 
-def prepare(folder: Path, steps: int, devices: int) -> Path:
+def prepare(
+    folder: Path,
+    steps: int,
+    devices: int,
+    languages: Sequence[str] = ("de",),
+    changes: Sequence[str] = (),
+) -> Path:
     """A corpus, a vocabulary and a configuration, shared by both runs."""
     path = folder / "config.json"
     if path.exists():
@@ -79,7 +85,11 @@ def prepare(folder: Path, steps: int, devices: int) -> Path:
     from gshard.mt.presets import preset
     from gshard.mt.run import Run
 
-    lines = (f"de\t{words(n, 'de')}\t{words(n, 'en')}\n" for n in range(800))
+    lines = (
+        f"{language}\t{words(n, language)}\t{words(n, 'en')}\n"
+        for language in languages
+        for n in range(800)
+    )
     (folder / "text.tsv").write_text("".join(lines), encoding="utf-8")
     own = (parse_own("tsv", str(folder / "text.tsv"), clean=False),)
     gather(GatherConfig(folder / "corpus", own=own, shares=Shares(0.02, 0.02), jobs=1))
@@ -105,7 +115,7 @@ def prepare(folder: Path, steps: int, devices: int) -> Path:
         "data.corpus": folder / "corpus",
     }
     config = configs.override(
-        preset("tiny"), [f"{name}={value}" for name, value in settings.items()]
+        preset("tiny"), [*(f"{name}={value}" for name, value in settings.items()), *changes]
     )
     run = Run.create(folder / "prepared", config)
     run.make_vocabulary()

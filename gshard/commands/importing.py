@@ -26,7 +26,7 @@ def import_(
     c = model.config
     use = f"`gshard translate {out}` translates with it"
     if not (out / CONFIG).is_file():
-        use = "in Python: gshard.mt.release.imported.load_import (its tokenizer is not read)"
+        use = "in Python: gshard.mt.release.imported.load_import (it has no tokenizer)"
     console.print(
         f"{out}: {count:,} weights, {c.encoder_layers} + {c.decoder_layers} layers, {c.experts} "
         f"experts; {use}",

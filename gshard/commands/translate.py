@@ -105,7 +105,7 @@ def translate(
             output = Output(stream) if out is None else FileOutput(out, settings)
             with contextlib.closing(output):
                 together.step = output.done
-                _translate(lines, translator, wanted, output, reader, as_json)
+                _translate(lines, translator, (source, wanted), output, reader, as_json)
 
 
 def _text(file: Path | None, encoding: str, out: Path | None) -> Lines:
@@ -121,19 +121,20 @@ def _text(file: Path | None, encoding: str, out: Path | None) -> Lines:
 def _translate(
     lines: Lines,
     translator: TextTranslator,
-    target: str,
+    languages: tuple[str, str],
     output: Output,
     reader: int,
     as_json: bool,
 ) -> None:
     """Translate all lines, in chunks, until the reader of descriptor `reader` is gone."""
-    config = translator.config
+    config, (source, target) = translator.config, languages
     chunks = lines.chunks(_CHUNK * config.rows, _CHARACTERS, first=config.rows)
     try:
         for chunk in output.after_done(chunks):
             first = output.done + 1
             with _progress(first, output.done + len(chunk)) as progress:
-                found = translator.translate(chunk, target, _UntilNobodyReads(progress, reader))
+                until = _UntilNobodyReads(progress, reader)
+                found = translator.translate(chunk, target, until, source)
             output.add(chunk, _formatted(chunk, found, first, config.nbest, as_json))
         output.finish()
     except BrokenPipeError:  # the reader closed its end, as `head` does

@@ -8,9 +8,12 @@ symbols, which no text can spell.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
-from collections.abc import Iterator, Sequence
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,8 +103,11 @@ class Tokenizer:
                 models.append((folder / f"{side}.model").read_bytes())
                 if hashlib.sha256(models[-1]).hexdigest() != note[side]:
                     raise UserError(f"{folder}/{side}.model is not the file that was saved")
-            config = dict(note["config"], languages=tuple(map(str, note["config"]["languages"])))
-            return Tokenizer(models[0], models[1], VocabularyConfig(**config))
+            given = dict(note["config"], languages=tuple(map(str, note["config"]["languages"])))
+            config = VocabularyConfig(**given)
+            if "pieces" in note:
+                return SharedTokenizer(models[0], note["pieces"], note["tags"], config)
+            return Tokenizer(models[0], models[1], config)
         except FileNotFoundError as error:
             raise UserError(f"no tokenizer in {folder}: {error.filename} is missing") from None
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -111,11 +117,15 @@ class Tokenizer:
         """Write both models and a note with their checksums."""
         refuse_to_replace(Path(folder))
         with atomic.new_folder(Path(folder)) as part:
-            note: dict[str, object] = {"config": asdict(self.config)}
+            note: dict[str, object] = {"config": asdict(self.config), **self._noted()}
             for side, model in zip(("source", "target"), self._models, strict=True):
                 (part / f"{side}.model").write_bytes(model)
                 note[side] = hashlib.sha256(model).hexdigest()
             atomic.write_json(part / _NOTE, note)
+
+    def _noted(self) -> dict[str, object]:
+        """What the note has beside the settings and checksums."""
+        return {}
 
     @property
     def models(self) -> tuple[bytes, bytes]:
@@ -154,7 +164,27 @@ class Tokenizer:
             raise UserError(f"no target language {language!r}{nearest(language, known)}")
         return tag
 
-    def encode_source(self, texts: Sequence[str], target: str = "en") -> list[list[int]]:
+    @property
+    def needs_source(self) -> bool:
+        """Whether the language of a text has to be known before it is encoded."""
+        return False
+
+    @property
+    def start(self) -> int:
+        """What a decoder begins with."""
+        return START
+
+    def forced(self, target: str) -> tuple[int, ...]:
+        """The token that a decoder has to write first; none, unless the model is made so."""
+        return ()
+
+    def source_lengths(self, texts: Sequence[str]) -> list[int]:
+        """How many pieces each source sentence has, without tags and ends."""
+        return [len(ids) for ids in self._source.encode(list(texts), num_threads=_THREADS)]
+
+    def encode_source(
+        self, texts: Sequence[str], target: str = "en", source: str = ""
+    ) -> list[list[int]]:
         """The ids of source sentences with their end, after a tag unless all go to English."""
         start = [] if self.config.directions == "to-english" else [self.tag(target)]
         pieces = self._source.encode(list(texts), num_threads=_THREADS)
@@ -177,13 +207,110 @@ class Tokenizer:
         """The pieces of a source sentence, for people to look at."""
         return [str(piece) for piece in self._source.encode(text, out_type=str)]
 
-    def spell_source(self, ids: Sequence[int]) -> list[str]:
+    def spell_source(self, ids: Iterable[int]) -> list[str]:
         """The piece, tag or symbol of each source id."""
         return [str(self._source.id_to_piece(int(i))) for i in ids]
 
-    def spell_target(self, ids: Sequence[int]) -> list[str]:
+    def spell_target(self, ids: Iterable[int]) -> list[str]:
         """The piece or symbol of each target id."""
         return [str(self._target.id_to_piece(int(i))) for i in ids]
+
+
+class SharedTokenizer(Tokenizer):
+    """One vocabulary for all languages and both sides, as NLLB and M2M100 have it.
+
+    A source begins with the tag of its own language, and a translation with that of the target,
+    which the decoder is forced to write after the END that it begins with. `pieces` are the names
+    of all ids and `tags` the ids of the languages. Tags are no pieces of the SentencePiece model:
+    no text can spell one.
+    """
+
+    def __init__(
+        self, model: bytes, pieces: Sequence[str], tags: Mapping[str, int], config: VocabularyConfig
+    ):
+        self._pieces, self._tags = tuple(pieces), dict(tags)
+        super().__init__(model, model, config)
+
+    def _load(self) -> None:
+        super()._load()
+        tags = set(self._tags.values())
+        spelled = enumerate(self._pieces)
+        self._ids = {piece: i for i, piece in spelled if i > END and i not in tags}
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**super().__getstate__(), **{f"_{k}": v for k, v in self._noted().items()}}
+
+    def _noted(self) -> dict[str, object]:
+        return {"pieces": self._pieces, "tags": self._tags}
+
+    @property
+    def digest(self) -> str:
+        """Identifies this tokenizer: equal digests tokenize every text alike."""
+        text = json.dumps([self._pieces, self._tags], sort_keys=True)
+        return hashlib.sha256((super().digest + text).encode()).hexdigest()
+
+    @property
+    def source_size(self) -> int:
+        """How many ids there are."""
+        return len(self._pieces)
+
+    @property
+    def target_size(self) -> int:
+        """How many ids there are."""
+        return len(self._pieces)
+
+    @functools.cached_property
+    def tasks(self) -> tuple[Task, ...]:  # type: ignore[override]
+        """Every language into every other."""
+        return tuple(Task(*pair) for pair in itertools.permutations(self.config.languages, 2))
+
+    @property
+    def needs_source(self) -> bool:
+        """Always: a source begins with its language."""
+        return True
+
+    @property
+    def start(self) -> int:
+        """What a decoder begins with."""
+        return END
+
+    def forced(self, target: str) -> tuple[int, ...]:
+        """The tag of the target language."""
+        return (self.tag(target),)
+
+    def tag(self, language: str) -> int:
+        """The id of a language."""
+        if language not in self._tags:
+            raise UserError(f"no language {language!r}{nearest(language, self._tags)}")
+        return self._tags[language]
+
+    def encode_source(
+        self, texts: Sequence[str], target: str = "en", source: str = ""
+    ) -> list[list[int]]:
+        """The ids of sentences in the language `source`: its tag, their pieces, the end."""
+        tag = self.tag(source)
+        return [[tag, *ids] for ids in self.encode_target(texts)]
+
+    def encode_target(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of sentences, each with its end; a decoder begins with its language's tag."""
+        found = self._source.encode(list(texts), out_type=str, num_threads=_THREADS)
+        return [[*(self._ids.get(piece, UNKNOWN) for piece in each), END] for each in found]
+
+    def decode_target(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """Text of ids, each sequence up to its end, without tags and other symbols."""
+        texts = []
+        for ids in sequences:
+            spelled = self.spell_target(itertools.takewhile(lambda i: i != END, map(int, ids)))
+            texts.append(str(self._target.decode([each for each in spelled if each in self._ids])))
+        return texts
+
+    def spell_source(self, ids: Iterable[int]) -> list[str]:
+        """The piece, tag or symbol of each id."""
+        return [self._pieces[int(i)] for i in ids]
+
+    def spell_target(self, ids: Iterable[int]) -> list[str]:
+        """The piece, tag or symbol of each id."""
+        return [self._pieces[int(i)] for i in ids]
 
 
 def refuse_to_replace(folder: Path) -> None:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from gshard.mt.batching.tokenizer import END, PAD, START
+from gshard.mt.batching.tokenizer import END, PAD
 from gshard.mt.decoding.beam_config import BeamConfig, Translations
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Caches, Transformer
@@ -62,13 +62,15 @@ def beam_search(
     source_BL: Array,
     config: BeamConfig,
     strategy: Strategy = ONE_DEVICE,
+    forced: Array | None = None,
 ) -> Translations:
     """Translate sentences of any number and length, each padded with PAD at the end.
 
     To be called under `jax.jit`, or under `gshard.jit` with the strategy of training: the batch is
     split over the devices, and nothing but the experts' tokens and the test for the end crosses
     between them. A sentence that is all padding costs no steps. Every token gets its experts, so
-    that a translation does not depend on the batch and the padding around it.
+    that a translation does not depend on the batch and the padding around it. Every translation
+    begins with the token `forced`, if it is given.
     """
     source_BL = strategy.groups(source_BL)
     real_BL = source_BL != PAD
@@ -96,6 +98,10 @@ def beam_search(
             strategy,
         )
         ends_BK, extended = extend(live, logits_BKV, config)
+        if forced is not None:
+            only = live._replace(tokens=jnp.full_like(live.tokens, forced))
+            extended = jax.tree.map(lambda a, b: jnp.where(t == 0, a, b), only, extended)
+            ends_BK = jnp.where(t == 0, -jnp.inf, ends_BK)
         ends_BK = jnp.where(may_end(ends_BK, extended.scores, t + 1 == T), ends_BK, -jnp.inf)
         ends_BK = jnp.where(state.done[:, None], -jnp.inf, ends_BK)
         ended = collect(state.ended, live, ends_BK, t + 1, config)
@@ -115,7 +121,7 @@ def start(real_BL: Array, cache: Caches, config: BeamConfig, strategy: Strategy)
     return State(
         jnp.asarray(0, jnp.int32),
         Live(
-            strategy.groups(jnp.full((B, K), START, jnp.int32)),
+            strategy.groups(jnp.full((B, K), config.start, jnp.int32)),
             strategy.groups(jnp.broadcast_to(jnp.where(first_K, 0.0, -jnp.inf), (B, K))),
             strategy.groups(jnp.zeros((B, K, L), bool)),
         ),

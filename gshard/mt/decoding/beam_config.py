@@ -31,6 +31,7 @@ class BeamConfig:
     max_length: int = 128
     alpha: float = 0.6
     banned: tuple[int, ...] = (PAD, UNKNOWN, START)
+    start: int = START  # what the decoder reads first
 
     def __post_init__(self) -> None:
         if not 1 <= self.nbest <= self.beam:

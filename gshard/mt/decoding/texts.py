@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gshard.mt.batching.tokenizer import END, PAD, Tokenizer
 from gshard.mt.decoding.beam_config import MOST_ALPHA, BeamConfig, Translations
-from gshard.mt.decoding.segment import Size, cut, cut_sentences
+from gshard.mt.decoding.segment import cut, cut_sentences
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.progress import Progress, Silent
 from gshard.mt.together import Together
@@ -133,8 +133,11 @@ class TextTranslator(abc.ABC):
         self.missed: set[tuple[int, int]] = set()  # rows and length of what would have fitted
 
     @abc.abstractmethod
-    def search(self, source: np.ndarray) -> Translations:
-        """The n-best lists of a batch of tokens, padded at the end."""
+    def search(self, source: np.ndarray, forced: np.ndarray | None = None) -> Translations:
+        """The n-best lists of a batch of tokens, padded at the end.
+
+        Every translation begins with the token `forced`, if it is given.
+        """
 
     @abc.abstractmethod
     def routings(self, source: Sequence[int], output: Sequence[int]) -> Routings:
@@ -148,6 +151,10 @@ class TextTranslator(abc.ABC):
         """What has to run once before a server is ready."""
         return []
 
+    def beam(self, length: int) -> BeamConfig:
+        """How sentences of the program of that source length are searched."""
+        return replace(self.config.search(length), start=self.tokenizer.start)
+
     @property
     def full_rows(self) -> int:
         """Sentences in a full batch."""
@@ -158,48 +165,45 @@ class TextTranslator(abc.ABC):
         return count
 
     def translate(
-        self, texts: Sequence[str], target: str = "en", progress: Progress | None = None
+        self,
+        texts: Sequence[str],
+        target: str = "en",
+        progress: Progress | None = None,
+        source: str = "",
     ) -> list[list[Hypothesis]]:
         """For each text, in order, its best translations, the best one first.
 
+        Some models have to know the language of the text, `source`.
         Blank text becomes one empty translation. Pieces of text that was too long are translated
         apart and joined, best with best; the score is then their mean.
         """
-        cuts = self._cuts(texts, target)
+        cuts = self._cuts(texts)
         distinct = list(dict.fromkeys(piece for pieces in cuts for piece in pieces))
-        jobs = self._jobs(distinct, target)
+        jobs = self._jobs(distinct, target, source)
         found: dict[str, list[Hypothesis]] = {}
         step = (progress or Silent()).stage("translate", len(jobs))
         for batch in self._batches(jobs):
-            found.update(zip((job.piece for job in batch), self._search(batch), strict=True))
+            hypotheses = self._search(batch, target)
+            found.update(zip((job.piece for job in batch), hypotheses, strict=True))
             step(count=len(batch))
         return [joined([found[p] for p in pieces if p in found], target) for pieces in cuts]
 
-    def pieces(self, text: str, target: str = "en") -> list[str]:
+    def pieces(self, text: str) -> list[str]:
         """The text in pieces that the model can take; most often there is one."""
-        return self._cuts([text], target)[0]
+        return self._cuts([text])[0]
 
-    def sentences(self, text: str, target: str = "en") -> list[str]:
+    def sentences(self, text: str) -> list[str]:
         """The text in sentences, short ones together; joined they are the text."""
-        return cut_sentences(well_formed(text), self._size_into(target), self._room)
+        return cut_sentences(well_formed(text), self.tokenizer.source_lengths, self._room)
 
-    def _cuts(self, texts: Sequence[str], target: str) -> list[list[str]]:
+    def _cuts(self, texts: Sequence[str]) -> list[list[str]]:
         """The pieces of each text; those that fit are found together, which is far faster."""
-        size, room = self._size_into(target), self._room
+        size, room = self.tokenizer.source_lengths, self._room
         whole = [well_formed(text) for text in texts]
         return [
             [text] if tokens <= room else cut(text, size, room)
             for text, tokens in zip(whole, size(whole), strict=True)
         ]
-
-    def _size_into(self, target: str) -> Size:
-        """How many tokens each text has, without those beside it."""
-
-        def size(texts: Sequence[str]) -> list[int]:
-            sources = self.tokenizer.encode_source(texts, target)
-            return [len(ids) - self._overhead for ids in sources]
-
-        return size
 
     @property
     def _room(self) -> int:
@@ -210,10 +214,11 @@ class TextTranslator(abc.ABC):
         """Tokens beside those of the text: the end, and a tag if the model has several targets."""
         return 1 if self.tokenizer.config.directions == "to-english" else 2
 
-    def _jobs(self, pieces: Sequence[str], target: str) -> list[Job]:
+    def _jobs(self, pieces: Sequence[str], target: str, source: str) -> list[Job]:
         """What there is to translate; of blank text nothing."""
         longest, jobs = self.config.longest, []
-        for piece, ids in zip(pieces, self.tokenizer.encode_source(pieces, target), strict=True):
+        encoded = self.tokenizer.encode_source(pieces, target, source) if pieces else []
+        for piece, ids in zip(pieces, encoded, strict=True):
             if len(ids) > longest:  # a single character that the longest program cannot hold
                 ids = [*ids[: longest - 1], END]
             if len(ids) > self._overhead:
@@ -227,14 +232,15 @@ class TextTranslator(abc.ABC):
             for i in range(0, len(alike), self.config.rows):
                 yield alike[i : i + self.config.rows]
 
-    def _search(self, batch: Sequence[Job]) -> Iterator[list[Hypothesis]]:
+    def _search(self, batch: Sequence[Job], target: str) -> Iterator[list[Hypothesis]]:
         """The n-best lists of a batch."""
         length = max(job.length for job in batch)
         source = np.full((self._rows(len(batch), length), length), PAD, np.int32)
         for row, job in enumerate(batch):
             source[row, : len(job.ids)] = job.ids
-        with self._together.running("search", self._name, source):
-            found = self.search(source)
+        arrays = (source, *(np.array(token, np.int32) for token in self.tokenizer.forced(target)))
+        with self._together.running("search", self._name, *arrays):
+            found = self.search(*arrays)
         for row in range(len(batch)):
             places = [n for n in range(self.config.nbest) if found.lengths[row, n]]
             tokens = [tuple(found.tokens[row, n, : found.lengths[row, n]].tolist()) for n in places]
@@ -253,6 +259,11 @@ def choose_target(tokenizer: Tokenizer, source: str = "", target: str = "") -> s
     targets = sorted({task.target for task in tokenizer.tasks})
     if source and source not in (*sources, *targets):
         raise UserError(_unknown(source, "translated from", sources))
+    if not source and tokenizer.needs_source:
+        raise UserError(
+            "this model has to know the language of the text (--from, or `source`), which is one "
+            f"of {', '.join(sources)}"
+        )
     if not target:
         target = "en" if "en" in targets and source != "en" else ""
         if not target and len(targets) > 1:

@@ -24,10 +24,12 @@ class Routes:
     output: tuple[Route, ...]
 
 
-def routes(translator: TextTranslator, piece: str, best: Hypothesis, target: str = "en") -> Routes:
+def routes(
+    translator: TextTranslator, piece: str, best: Hypothesis, target: str = "en", source: str = ""
+) -> Routes:
     """The experts of a piece of text and of its translation, as the search ran them."""
     tokenizer, config = translator.tokenizer, translator.config
-    (ids,) = tokenizer.encode_source([piece], target)
+    (ids,) = tokenizer.encode_source([piece], target, source)
     ids = ids[: config.longest]
     tokens = best.tokens[: config.search(config.shape(len(ids))).max_length]
     found = translator.routings(ids, tokens)

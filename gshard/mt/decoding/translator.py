@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 import gshard
-from gshard.mt.batching.tokenizer import PAD, START, Tokenizer
+from gshard.mt.batching.tokenizer import PAD, Tokenizer
 from gshard.mt.decoding.beam import beam_search
 from gshard.mt.decoding.beam_config import Translations
 from gshard.mt.decoding.texts import Choices, Routings, TextTranslator, TranslateConfig
@@ -82,7 +82,11 @@ class Translator(TextTranslator):
 
     def search_program(self, rows: int, length: int) -> Callable[..., Translations]:
         """Beam search of `rows` sentences of `length` tokens."""
-        return self.compiled("search", self._search_of(length), (rows, length))
+        return self.compiled("search", self._search_of(length), *self._shapes(rows, length))
+
+    def _shapes(self, rows: int, length: int) -> tuple[tuple[int, ...], ...]:
+        """Those of a search's arguments: a batch, and a forced token if the model needs one."""
+        return ((rows, length), ()) if self.tokenizer.needs_source else ((rows, length),)
 
     def routings(self, source: Sequence[int], output: Sequence[int]) -> Routings:
         """The experts of every token of a sentence and of its translation, as the search ran them.
@@ -104,7 +108,7 @@ class Translator(TextTranslator):
         strategy = self.strategy
 
         def routings(model: Transformer, source_BL: Array, output_BT: Array) -> ModelRoutings:
-            batch = Batch.of(source_BL, output_BT, pad=PAD, start=START)
+            batch = Batch.of(source_BL, output_BT, pad=PAD, start=self.tokenizer.start)
             return model.routings(jax.tree.map(strategy.groups, batch), strategy)
 
         return self.compiled("routes", routings, *(a.shape for a in self._pair(length)))
@@ -126,20 +130,24 @@ class Translator(TextTranslator):
     def lower_search(self, rows: int, length: int) -> Any:
         """The same program, for a model that may be shapes alone: to be compiled for a cache."""
         jitted = gshard.jit(self._search_of(length), devices=self._devices)
-        return jitted.lower(self._model, np.zeros((rows, length), np.int32))
+        arrays = (np.zeros(shape, np.int32) for shape in self._shapes(rows, length))
+        return jitted.lower(self._model, *arrays)
 
-    def _search_of(self, length: int) -> Callable[[Transformer, Array], Translations]:
-        config, strategy = self.config.search(length), self.strategy
+    def _search_of(self, length: int) -> Callable[..., Translations]:
+        config, strategy = self.beam(length), self.strategy
 
-        def search(model: Transformer, source_BL: Array) -> Translations:
-            found = beam_search(model, source_BL, config, strategy)
+        def search(
+            model: Transformer, source_BL: Array, forced: Array | None = None
+        ) -> Translations:
+            found = beam_search(model, source_BL, config, strategy, forced)
             return jax.tree.map(strategy.replicated, found) if self._told_to_all else found
 
         return search
 
-    def search(self, source: np.ndarray) -> Translations:
+    def search(self, source: np.ndarray, forced: np.ndarray | None = None) -> Translations:
         """The n-best lists of a batch of tokens, on the host; all processes have to call this."""
-        return jax.tree.map(np.asarray, self.search_program(*source.shape)(source))
+        arrays = (source,) if forced is None else (source, forced)
+        return jax.tree.map(np.asarray, self.search_program(*source.shape)(*arrays))
 
     def _rows(self, count: int, length: int) -> int:
         """The rows of the batch for so many sentences: those of the smallest program that is there.
@@ -149,7 +157,7 @@ class Translator(TextTranslator):
         """
         small, full = self.strategy.devices, self.full_rows
         fitting = [rows for rows in self.row_counts if rows >= count]
-        there = [r for r in fitting if ("search", ((r, length),)) in self._with_weights]
+        there = [r for r in fitting if ("search", self._shapes(r, length)) in self._with_weights]
         chosen = there[0] if there else small if count <= small else full
         if chosen != fitting[0]:
             self.missed.add((fitting[0], length))

@@ -6,10 +6,11 @@ has an epsilon of 1e-6 here and of 1e-5 there; logits differ in the sixth digit.
 dropped, as there with a capacity of all tokens. What has no form here is refused by name.
 
 Both have one table for source and target. The layout that `gshard release --to huggingface` writes
-has two vocabularies in it, which are taken apart again with their tokenizers: such an import is a
-release, which `gshard translate` takes. Others are weights and settings for Python (`load_import`):
-their decoders begin with the target language and their sources with their own, which gshard's
-tokenizer and searches do not write.
+has two vocabularies in it, which are taken apart again with their tokenizers. Original checkpoints
+have one, with a tag for each language (`SharedTokenizer`): the table's first four rows, which are
+symbols, are put into gshard's order, and everything else keeps its id. With its tokenizer, an
+import is a release, which `gshard translate` and `gshard serve` take. Without, it is weights and
+settings for Python (`load_import`).
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from gshard.mt import atomic
-from gshard.mt.batching.tokenizer import START, Tokenizer, VocabularyConfig
+from gshard.mt.batching.tokenizer import START, SharedTokenizer
 from gshard.mt.config import RunConfig, to_json
 from gshard.mt.errors import UserError
-from gshard.mt.release import huggingface
+from gshard.mt.release.imported_tokenizer import read_tokenizer, symbols
 from gshard.mt.run import CONFIG
 from gshard.mt.training import checksums
 from gshard.mt.training.names import named, unnamed
@@ -61,32 +62,21 @@ def import_model(folder: Path, out: Path) -> Transformer:
     if out.exists():
         raise UserError(f"{out} exists already; an import goes to a new folder")
     model = read_checkpoint(folder)
+    tokenizer = read_tokenizer(folder, model.config.target_vocab)
+    if isinstance(tokenizer, SharedTokenizer):
+        order = np.concatenate([symbols(folder), np.arange(4, model.config.target_vocab)])
+        tables = (model.source.table[order], model.target.table[order])
+        model = eqx.tree_at(lambda m: (m.source.table, m.target.table), model, tables)
     with atomic.new_folder(out) as part:
         arrays = {name: np.asarray(leaf) for name, leaf in named(model).items()}
         write_weights(part / WEIGHTS, arrays, {"step": "0", "run": folder.name})
         atomic.write_json(part / MODEL, dataclasses.asdict(model.config))
-        if (tokenizer := read_tokenizer(folder)) is not None:
+        if tokenizer is not None:
             run = RunConfig(model.config, name=folder.name, vocabulary=tokenizer.config)
             atomic.write_json(part / CONFIG, to_json(run))
             tokenizer.save(part / VOCABULARY)
             checksums.write(part, verified_in(part))
     return model
-
-
-def read_tokenizer(folder: Path) -> Tokenizer | None:
-    """The two vocabularies of gshard's own layout; None for others."""
-    path = folder / huggingface.VOCABULARY
-    if not path.is_file():
-        return None
-    try:
-        given = atomic.read_object(path)
-        config = VocabularyConfig(**{**given, "languages": tuple(map(str, given["languages"]))})
-        models = [(folder / f"{side}.spm").read_bytes() for side in ("source", "target")]
-        return Tokenizer(models[0], models[1], config)
-    except FileNotFoundError as error:
-        raise UserError(f"{folder}: {Path(error.filename).name} is missing") from None
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise UserError(f"{path} is damaged: {error!r}") from None
 
 
 def load_import(folder: Path) -> Transformer:

@@ -40,6 +40,7 @@ class Asked:
 
     is_batch: bool
     documents: tuple[documents.Document, ...]
+    source: str  # "" where the model does not have to know it
     target: str
     alternatives: int
     detected: tuple[dict[str, Any], ...] | None
@@ -124,10 +125,11 @@ class Api:
         """Cut the texts, which takes a moment if they are long."""
         read = documents.from_html if given["format"] == "html" else documents.from_text
         translator = self._service.translator
-        cut = [read(text, lambda each: translator.sentences(each, target)) for text in texts]
+        cut = [read(text, translator.sentences) for text in texts]
         asked = Asked(
             isinstance(given["q"], list),
             tuple(cut),
+            given["source"] if translator.tokenizer.needs_source else "",
             target,
             given["alternatives"],
             tuple(map(self._best, texts)) if given["source"] == _AUTO and self._detector else None,
@@ -183,7 +185,7 @@ class Api:
         return key
 
     def _submit(self, asked: Asked, listener: Any = None) -> Future[list[list[Hypothesis]]]:
-        return self._service.submit_pieces(asked.sentences, asked.target, listener)
+        return self._service.submit_pieces(asked.sentences, asked.target, listener, asked.source)
 
     def _events(self, asked: Asked) -> Response:
         """Each sentence, then the entire answer, as server-sent events."""

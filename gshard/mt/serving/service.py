@@ -74,6 +74,7 @@ class _Waiting:
     arrived: float
     shows_experts: bool = False
     listener: Listener | None = None
+    source: str = ""  # "" where the model does not have to know it
     answer: Future[Any] = field(default_factory=Future)
     found: list[tuple[list[Hypothesis], dict[str, Any]]] = field(default_factory=list)
 
@@ -147,13 +148,14 @@ class Service:
         return self._queue(self._checked(request))
 
     def submit_pieces(
-        self, pieces: list[str], target: str, listener: Listener | None = None
+        self, pieces: list[str], target: str, listener: Listener | None = None, source: str = ""
     ) -> Future[list[list[Hypothesis]]]:
         """Have pieces translated that are not too long each: the n-best lists of all, in order.
 
         The translator's thread calls `listener` for each piece as soon as it is done.
         """
-        return self._queue(_Waiting(target, pieces, time.monotonic(), listener=listener))
+        waiting = _Waiting(target, pieces, time.monotonic(), listener=listener, source=source)
+        return self._queue(waiting)
 
     @property
     def translator(self) -> TextTranslator:
@@ -182,25 +184,26 @@ class Service:
         if not isinstance(request, dict):
             raise RefusedError(400, 'the request is no JSON object such as {"text": "..."}')
         text, target = request.get("text"), request.get("target") or self.about.target
-        if not isinstance(text, str) or not isinstance(target, str):
-            raise RefusedError(400, "`text` and `target` are strings")
+        source = request.get("source") or ""
+        if not (isinstance(text, str) and isinstance(target, str) and isinstance(source, str)):
+            raise RefusedError(400, "`text`, `target` and `source` are strings")
         if len(text) > LONGEST:
             raise RefusedError(
                 413, f"{len(text):,} characters are too many for the page; {LONGEST:,} are allowed"
             )
         try:
-            target = choose_target(self._translator.tokenizer, target=target)
+            target = choose_target(self._translator.tokenizer, source, target)
         except UserError as error:
             raise RefusedError(400, str(error)) from None
         text = " ".join(well_formed(text).split())
-        pieces = [part for part in self._translator.pieces(text, target) if part.strip()]
+        pieces = [part for part in self._translator.pieces(text) if part.strip()]
         if len(pieces) > PIECES:
             raise RefusedError(
                 413,
                 f"this text is too much for one request: it comes to {len(pieces):,} pieces of "
                 f"what the model can read at once, and {PIECES} are allowed",
             )
-        return _Waiting(target, pieces, time.monotonic(), shows_experts=True)
+        return _Waiting(target, pieces, time.monotonic(), shows_experts=True, source=source)
 
     def _work(self) -> None:
         while True:
@@ -237,8 +240,8 @@ class Service:
 
     def _round(self, everyone: list[_Waiting]) -> list[_Waiting]:
         """Translate one batch of pieces; returns the requests that are answered by it."""
-        target = everyone[0].target
-        alike = [request for request in everyone if request.target == target]
+        source, target = everyone[0].source, everyone[0].target
+        alike = [each for each in everyone if (each.source, each.target) == (source, target)]
         turn = _TURN if len(alike) > 1 else self._translator.full_rows
         chosen: list[tuple[_Waiting, list[str]]] = []
         room = self._translator.full_rows
@@ -248,7 +251,8 @@ class Service:
             room -= len(pieces)
         begin = time.monotonic()
         try:
-            found = iter(self._translator.translate([p for _, ps in chosen for p in ps], target))
+            texts = [piece for _, pieces in chosen for piece in pieces]
+            found = iter(self._translator.translate(texts, target, source=source))
             for request, pieces in chosen:
                 mine = zip(pieces, itertools.islice(found, len(pieces)), strict=True)
                 for piece, hypotheses in mine:
@@ -277,7 +281,7 @@ class Service:
         """A piece with the experts of its tokens; nothing for what translates to nothing."""
         if not request.shows_experts or not hypotheses[0].tokens:
             return {}
-        shown = routes(self._translator, piece, hypotheses[0], request.target)
+        shown = routes(self._translator, piece, hypotheses[0], request.target, request.source)
         return {"text": piece.strip(), **asdict(shown)}
 
     def _finish(self, request: _Waiting, now: float) -> bool:

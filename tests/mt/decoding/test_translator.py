@@ -136,7 +136,7 @@ def test_odd_unicode(translator):
 
 def test_long_text_is_the_translation_of_its_pieces(translator, tokenizer):
     text = "The river saw the bridge today. " * 8 + "x" * 200
-    pieces = translator.pieces(text, "de")
+    pieces = translator.pieces(text)
     assert "".join(pieces) == text
     assert max(len(ids) for ids in tokenizer.encode_source(pieces, "de")) <= SMALL.longest
     ((first, second),) = translator.translate([text], "de")

@@ -20,8 +20,8 @@ from gshard.mt.release.imported import (
     import_model,
     load_import,
     read_checkpoint,
-    read_tokenizer,
 )
+from gshard.mt.release.imported_tokenizer import read_tokenizer
 from gshard.mt.release.make import verify
 from gshard.mt.run import Run
 from gshard.mt.training.loading import load_model
@@ -160,13 +160,13 @@ def test_what_gshard_wrote_is_a_release_again(kind, tokenizer, tmp_path):
 
 def test_a_damaged_vocabulary_is_named(tmp_path):
     path = tmp_path / "gshard_vocabulary.json"
-    assert read_tokenizer(tmp_path) is None
+    assert read_tokenizer(tmp_path, 40) is None
     path.write_text('{"languages": ["de"], "directions": "to-english"}')
     with pytest.raises(UserError, match=r"source\.spm is missing"):
-        read_tokenizer(tmp_path)
+        read_tokenizer(tmp_path, 40)
     path.write_text('{"languages": ["de"], "size": 3}')
     with pytest.raises(UserError, match=r"gshard_vocabulary\.json is damaged"):
-        read_tokenizer(tmp_path)
+        read_tokenizer(tmp_path, 40)
 
 
 REFUSED = {

@@ -17,7 +17,7 @@ class Slow:
     def __getattr__(self, name):
         return getattr(self._translator, name)
 
-    def translate(self, pieces, target="en"):
+    def translate(self, pieces, target="en", source=""):
         self.batches.append(list(pieces))
         assert self.on.acquire(timeout=240)
         return self._translator.translate(pieces, target)

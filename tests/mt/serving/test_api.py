@@ -77,7 +77,7 @@ def ask(server, path, given=None, headers=None, method=None):
 
 def best(translator, text, target, read=from_text, n=0):
     """The translation of a document by the translator itself."""
-    document = read(text, lambda each: translator.sentences(each, target))
+    document = read(text, translator.sentences)
     found = translator.translate(document.sentences, target)
     return document.joined([h[min(n, len(h) - 1)].text for h in found], target)
 

@@ -99,13 +99,13 @@ class HostModel:
         scores, tokens, end = self._output(C)(x_RM)
         return Candidates(tokens.reshape(B, K, C), scores.reshape(B, K, C), end.reshape(B, K))
 
-    def routings(self, source_L: np.ndarray, output_T: np.ndarray) -> Routings:
+    def routings(self, source_L: np.ndarray, output_T: np.ndarray, start: int = START) -> Routings:
         """The experts of every token of a sentence and of its translation, read once more.
 
         Each position of the target reads the token before it, as while decoding.
         """
         T = len(output_T)
-        inputs_1T = np.concatenate([[START], output_T[:-1]])[None]
+        inputs_1T = np.concatenate([[start], output_T[:-1]])[None]
         hidden_1TT = np.where(np.tri(T, dtype=bool), np.float32(0), HIDDEN)[None]
         with self._recording() as (encoder, decoder):
             state = self.start(source_L[None])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gshard.mt.batching.tokenizer import END, PAD, START
+from gshard.mt.batching.tokenizer import END, PAD
 from gshard.mt.decoding.beam_config import BeamConfig, Translations
 from gshard.mt.decoding.host.layers import HIDDEN
 from gshard.mt.decoding.host.model import Candidates, HostModel
@@ -24,11 +24,12 @@ def host_search(
     source_BL: np.ndarray,
     config: BeamConfig,
     max_length_B: np.ndarray | None = None,
+    forced: np.ndarray | None = None,
 ) -> Translations:
     """Translate sentences of any number and length, each padded with PAD at the end.
 
     `max_length_B` has the largest length of each translation, where they differ; that of `config`
-    is then the largest of all.
+    is then the largest of all. Every translation begins with the token `forced`, if it is given.
     """
     B, N, T = len(source_BL), config.nbest, config.max_length
     found = Translations(
@@ -49,6 +50,9 @@ def host_search(
         hidden_BKL = beams.read(t)
         C = min(model.config.target_vocab, config.beam + len(config.banned) + 1)
         candidates = model.step(decoding, beams.tokens, t, hidden_BKL, C)
+        if t == 0 and forced is not None:
+            beams.tokens[:] = forced  # of the one live hypothesis, whose score stays 0
+            continue
         beams.extend(candidates, t + 1)
         left = np.flatnonzero(~beams.done)
         if not len(left) or t + 1 == T:
@@ -77,7 +81,7 @@ class _Beams:
         self._silent_V = np.zeros(vocab, bool)  # what no hypothesis continues with
         self._silent_V[[token for token in (*config.banned, END) if token < vocab]] = True
         self.done = np.zeros(B, bool)
-        self.tokens = np.full((B, K), START, np.int64)
+        self.tokens = np.full((B, K), config.start, np.int64)
         self.scores = np.tile(np.where(np.arange(K) == 0, 0.0, -np.inf).astype(np.float32), (B, 1))
         self.ancestry = np.zeros((B, K, L), bool)
         self.slots = np.full((B, L), PAD, np.int32)

@@ -28,16 +28,16 @@ class HostTranslator(TextTranslator):
         super().__init__(tokenizer, config, model.config, model.weights, together)
         self._model = model
 
-    def search(self, source: np.ndarray) -> Translations:
+    def search(self, source: np.ndarray, forced: np.ndarray | None = None) -> Translations:
         """The n-best lists of a batch of tokens, padded at the end.
 
         What a translation may have at most is that of its own source's shape.
         """
         tokens = (source != PAD).sum(axis=1).tolist()
-        each = [self.config.search(self.config.shape(count)) for count in tokens]
+        each = [self.beam(self.config.shape(count)) for count in tokens]
         longest = max(each, key=lambda config: config.max_length)
         most = np.array([config.max_length for config in each])
-        return host_search(self._model, source, longest, most)
+        return host_search(self._model, source, longest, most, forced)
 
     def _batches(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
         """Batches of any shapes: nothing is compiled for one, and fewer batches are faster."""
@@ -47,7 +47,7 @@ class HostTranslator(TextTranslator):
 
     def routings(self, source: Sequence[int], output: Sequence[int]) -> Routings:
         """The experts of every token of a sentence and of its translation."""
-        return self._model.routings(np.array(source), np.array(output))
+        return self._model.routings(np.array(source), np.array(output), self.tokenizer.start)
 
     def to_compile(self) -> list[Callable[[], Any]]:
         """One short search, which prepares the output's product."""
