@@ -3,6 +3,7 @@
     python -m benchmarks.cpu_decode
     python -m benchmarks.cpu_decode --threads 1 --sentences 16 --rounds 1
     python -m benchmarks.cpu_decode --rounds 1 --page docs/results/cpu.md        some 8 minutes
+    python -m benchmarks.cpu_decode --bytes        of weights that a step reads
 
 6 + 6 layers of 512/2048, vocabularies of 32,000 and 16,000, a beam of 4, random weights: every
 search goes on to the last of `--steps` steps, in which the best hypothesis of each sentence gets
@@ -88,9 +89,17 @@ def random_weights(config: Any) -> dict[str, np.ndarray]:
 def host_engine(config: Any, steps: int, int8: bool, threads: int) -> Search:
     """gshard's search for CPUs."""
     from gshard.mt.decoding.beam_config import BeamConfig
+    from gshard.mt.decoding.host.search import host_search
+
+    model = host_model(config, int8, threads)
+    search = BeamConfig(beam=BEAM, max_length=steps)
+    return lambda source: int(host_search(model, source, search).lengths.sum())
+
+
+def host_model(config: Any, int8: bool, threads: int) -> Any:
+    """A model of random weights, arranged for products on a CPU."""
     from gshard.mt.decoding.host import products
     from gshard.mt.decoding.host.model import HostModel
-    from gshard.mt.decoding.host.search import host_search
     from gshard.mt.training.quantized import quantize, summed_axes
 
     products.use_threads(threads)
@@ -99,9 +108,30 @@ def host_engine(config: Any, steps: int, int8: bool, threads: int) -> Search:
     for name in list(weights) if int8 else []:
         if axes := summed_axes(name):
             quantized[name] = quantize(weights.pop(name), axes)
-    model = HostModel(config, lambda name: quantized[name] if name in quantized else weights[name])
-    search = BeamConfig(beam=BEAM, max_length=steps)
-    return lambda source: int(host_search(model, source, search).lengths.sum())
+    return HostModel(config, lambda name: quantized[name] if name in quantized else weights[name])
+
+
+def step_bytes(experts: int, steps: int) -> str:
+    """How many weights a step of one sentence reads, without experts and with them."""
+    from gshard.mt.decoding.beam_config import BeamConfig
+    from gshard.mt.decoding.host.search import host_search
+
+    config = dims(experts)
+    model = host_model(config, True, 1)
+    source = np.random.default_rng(1).integers(4, config.source_vocab, (1, LENGTH))
+    with model.recording() as (_, decoder):
+        host_search(model, source, BeamConfig(beam=BEAM, max_length=steps))
+    distinct = np.mean([len(np.unique(choices.expert)) for choices in decoder])
+    layer = 2 * config.model_dim * config.hidden_dim
+    attention = 6 * config.model_dim**2  # of the source only queries and the result
+    output = config.model_dim * config.target_vocab
+    dense = config.decoder_layers * (attention + layer) + output
+    sparse = dense + config.decoder_layers // 2 * (distinct - 1) * layer
+    return (
+        f"a step of one sentence reads {dense / 1e6:.1f} million weights without experts, and "
+        f"{sparse / 1e6:.1f} million with {experts}, of which {BEAM} hypotheses need "
+        f"{distinct:.1f} in a layer: if reading were all, {dense / sparse:.2f} of dense"
+    )
 
 
 def xla_engine(config: Any, steps: int) -> Search:
@@ -277,10 +307,14 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--engines", nargs="+", default=usual, choices=list(ENGINES))
     options.add_argument("--clock", nargs="+", default=["wall"], choices=CLOCKS)
     options.add_argument("--page", type=Path, help="write the tables into this page")
+    options.add_argument("--bytes", action="store_true", help="of weights that a step reads")
     options.add_argument("--measure", help=argparse.SUPPRESS)
     given = options.parse_args(arguments)
     if given.measure:
         print(json.dumps(measure(json.loads(given.measure))))
+        return
+    if given.bytes:
+        print(step_bytes(32, given.steps))
         return
     tables = []
     for threads in given.threads:

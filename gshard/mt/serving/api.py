@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -30,7 +30,6 @@ from gshard.mt.serving.settings import Settings
 
 _AUTO = "auto"
 _EVENTS = "text/event-stream"
-_LEAVING = 0.2  # seconds between two looks at whether a client has left
 _BEAT = 15.0  # seconds after which a stream says that it is alive: proxies end silent ones
 
 
@@ -96,12 +95,8 @@ class Api:
         asked = await self._asked(request, fields.read(fields.TRANSLATE, given))
         if _EVENTS in request.headers.get("Accept", ""):
             return self._events(asked)
-        answer = asyncio.wrap_future(self._submit(asked))
-        while not (await asyncio.wait([answer], timeout=_LEAVING))[0]:
-            if await request.is_disconnected():
-                answer.cancel()  # nobody waits for it any more
-                raise ClientDisconnect
-        return JSONResponse(asked.answer(answer.result()))
+        found = await bodies.answered(request, self._submit(asked))
+        return JSONResponse(asked.answer(found))
 
     async def _stream(self, request: Request) -> Response:
         given = fields.read(fields.STREAM, dict(request.query_params))

@@ -1,22 +1,43 @@
-"""The bodies of requests: JSON and forms, within limits of size and time."""
+"""The bodies of requests, within limits of size and time, and answers to clients who may leave."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
 from gshard.mt.serving.service import RefusedError
 
+T = TypeVar("T")
 _READING = 20.0  # seconds that a request may take to arrive
 _JSON = "application/json"
 _FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
 _PARTS = 1_000  # of a form
+
+
+async def answered(request: Request, answer: Future[T]) -> T:
+    """The answer to a request whose body was read; it is cancelled if the client leaves."""
+    waiting, leaving = asyncio.wrap_future(answer), asyncio.ensure_future(_left(request))
+    either: list[asyncio.Future[Any]] = [waiting, leaving]
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            return waiting.result()
+        raise ClientDisconnect
+    finally:
+        leaving.cancel()
+        waiting.cancel()  # nobody waits for it any more
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def kind_of(request: Request) -> str:

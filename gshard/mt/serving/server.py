@@ -36,7 +36,7 @@ from gshard.mt.decoding.detect import Detector
 from gshard.mt.errors import UserError
 from gshard.mt.serving import openapi
 from gshard.mt.serving.api import Api
-from gshard.mt.serving.bodies import read_json
+from gshard.mt.serving.bodies import answered, read_json
 from gshard.mt.serving.connections import Connection
 from gshard.mt.serving.keys import Key, Keys
 from gshard.mt.serving.observing import Observed, log, start_logs
@@ -46,7 +46,6 @@ from gshard.mt.serving.settings import LOCAL, Settings, is_local
 _BACKLOG = 1024  # connections that are taken at once, before any of them is looked at
 _PAGE_BODY = 16 * LONGEST  # bytes of the page's request: every character may be an escape
 _LAST_PORT = 65_535
-_LEAVING = 0.2  # seconds between two looks at whether a client has left
 
 
 class Server:
@@ -203,12 +202,7 @@ def _pages(service: Service, token: str) -> tuple[str, list[Route]]:
 
     async def translate(request: Request) -> Response:
         asked = await read_json(request, _PAGE_BODY)
-        answer = asyncio.wrap_future(await asyncio.to_thread(service.submit, asked))
-        while not (await asyncio.wait([answer], timeout=_LEAVING))[0]:
-            if await request.is_disconnected():
-                answer.cancel()  # nobody waits for it any more
-                raise ClientDisconnect
-        return JSONResponse(answer.result())
+        return JSONResponse(await answered(request, await asyncio.to_thread(service.submit, asked)))
 
     return page, [
         Route("/favicon.ico", icon),

@@ -107,13 +107,13 @@ class HostModel:
         T = len(output_T)
         inputs_1T = np.concatenate([[start], output_T[:-1]])[None]
         hidden_1TT = np.where(np.tri(T, dtype=bool), np.float32(0), HIDDEN)[None]
-        with self._recording() as (encoder, decoder):
+        with self.recording() as (encoder, decoder):
             state = self.start(source_L[None])
             self._decode(state, inputs_1T, np.arange(T), hidden_1TT)
         return Routings(encoder, decoder)
 
     @contextlib.contextmanager
-    def _recording(self) -> Iterator[tuple[list[Choices], list[Choices]]]:
+    def recording(self) -> Iterator[tuple[list[Choices], list[Choices]]]:
         """The choices of the MoE layers of both stacks while this is open."""
         found: tuple[list[Choices], list[Choices]] = ([], [])
         for stack, into in zip((self._encoder, self._decoder), found, strict=True):
