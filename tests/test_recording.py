@@ -132,6 +132,21 @@ def test_marks_keep_every_collective_and_change_no_bit(monkeypatch, tmp_path):
     ]
 
 
+def test_a_program_with_marks_can_be_cached(monkeypatch, tmp_path):
+    """A pointer to a function of this process would make it another program in every process."""
+    monkeypatch.setenv(recording.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(recording, "_recorder", [])
+    x, devices = jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.devices()[:4]
+    texts = [
+        gshard.jit(lambda x: gshard.split(x, 0, 4).sum(0), devices=devices).lower(x)
+        .as_text("stablehlo")
+        for _ in range(2)
+    ]  # fmt: skip
+    assert "gshard_mark" in texts[0]
+    assert "python_cpu_callback" not in texts[0]
+    assert texts[0] == texts[1]
+
+
 def test_files_of_a_run_before_are_not_taken_for_processes(tmp_path):
     host = os.uname().nodename
     old = tmp_path / f"0-{host}-{2**22 + 1}.position"  # no process has this number

@@ -30,7 +30,8 @@ from gshard.graph.regions import bodies, loop_bodies
 from gshard.graph.source import source_of
 from gshard.moving.seen import Held
 from gshard.replaying.emitted import Emitted
-from gshard.replaying.lockstep import Event, Lockstep, Path, Value, on_host
+from gshard.replaying.lockstep import Event, Lockstep, Path, Value
+from gshard.replaying.on_host import OnHost
 from gshard.replaying.tiles import plain
 
 REWRITTEN = "rewritten as a part of other operators"
@@ -43,8 +44,9 @@ EFFECTS = "of operators with effects, which run once"
 class Audit:
     """Compares a program's values while it is replayed."""
 
-    def __init__(self, emitted: Emitted, report: Report):
+    def __init__(self, emitted: Emitted, report: Report, on_host: OnHost):
         self.emitted = emitted
+        self._on_host = on_host
         self.report = report
         self.count = report.devices
         self.scopes: dict[tuple[Jaxpr, Path], Scope] = {}
@@ -209,14 +211,20 @@ class Audit:
     def _expected(self, eqn: JaxprEqn, known: Sequence[Shadow]) -> list[Shadow]:
         """The results of an equation on one device, with what rounding allows as their slack."""
         values = [o.value for o in known]
-        results = [x if _is_key(x) else np.asarray(x) for x in evaluate(eqn, values)]
+        results = [x if _is_key(x) else np.asarray(x) for x in self._evaluate(eqn, values)]
         limits: list[Any] = [bound(eqn, values, plain(r), self.count)[1] for r in results]
         if any(o.slack is not None for o in known):
             shown = [plain(r) for r in results]
-            moved = spread(eqn, values, [o.slack for o in known], shown, evaluate)
+            moved = spread(eqn, values, [o.slack for o in known], shown, self._evaluate)
             limits = [a + b for a, b in zip(limits, moved, strict=True)]
         slacks = [np.broadcast_to(x, plain(r).shape) for x, r in zip(limits, results, strict=True)]
         return [Shadow(r, s if s.any() else None) for r, s in zip(results, slacks, strict=True)]
+
+    def _evaluate(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+        """The results of an equation on one device."""
+        if eqn.primitive is annotate_p:
+            return list(values)
+        return self._on_host(eqn, values)
 
     def settle(
         self,
@@ -300,19 +308,12 @@ def _is_key(value: Any) -> bool:
     return bool(jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key))
 
 
-def evaluate(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-    """The results of an equation on one device."""
-    if eqn.primitive is annotate_p:
-        return list(values)
-    return on_host(eqn, values, {})
-
-
 @np.errstate(all="ignore")  # infinities and NaNs of the program are compared like other values
 def check_program(emitted: Emitted, arguments: Sequence[Any]) -> Report:
     """Replay a program on these flat arguments, and compare every value of the user's."""
     machine = Lockstep(emitted.sizes)
     report = Report(emitted.name, machine.count)
-    audit = Audit(emitted, report)
+    audit = Audit(emitted, report, machine.on_host)
     running = machine.run(emitted.body, emitted.entering(arguments))
     while True:
         try:

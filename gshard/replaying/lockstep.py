@@ -7,22 +7,20 @@ collectives by `collectives`. Calls, loops and branches are entered.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard._jax import scan_counts
-from gshard.graph.evaluate import bind
 from gshard.graph.regions import LOOPS, called
 from gshard.graph.source import source_of
 from gshard.replaying.collectives import NAMES, groups_of, rank_in, run_collective
+from gshard.replaying.on_host import OnHost
 from gshard.tensors.devices import lookup_p
 
 Value = list[Any]  # an entry for each device
@@ -51,26 +49,13 @@ class Event:
 Run = Generator[Event, None, list[Value]]
 
 
-def on_host(
-    eqn: JaxprEqn, values: Sequence[Any], compiled: dict[JaxprEqn, Callable[..., Any]]
-) -> Sequence[Any]:
-    """The results of an equation on one CPU device; `compiled` keeps what had to be compiled."""
-    with eqn.ctx.manager, jax.default_device(host()):
-        if eqn not in compiled:
-            try:
-                return bind(eqn, values)
-            except NotImplementedError:  # JAX runs this primitive in compiled programs alone
-                compiled[eqn] = jax.jit(lambda *xs: list(bind(eqn, xs)))
-        return compiled[eqn](*values)
-
-
 class Lockstep:
     """Runs programs for all devices of a mesh with axes of these `sizes`."""
 
     def __init__(self, sizes: Mapping[str, int]):
         self.sizes = dict(sizes)
         self.count = int(np.prod(list(self.sizes.values())))
-        self._compiled: dict[JaxprEqn, Callable[..., Any]] = {}
+        self.on_host = OnHost()
         self._last: dict[int, tuple[Jaxpr, dict[Any, int]]] = {}
 
     def run(
@@ -169,7 +154,7 @@ class Lockstep:
     def _evaluate(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         if eqn.primitive is lookup_p:
             return [jnp.asarray(eqn.params["table"].rows[int(values[0])])]
-        return on_host(eqn, values, self._compiled)
+        return self.on_host(eqn, values)
 
     def _scan(
         self, eqn: JaxprEqn, operands: list[Value], active: Sequence[bool], path: Path
@@ -245,9 +230,3 @@ def _on(value: Value, devices: Sequence[bool]) -> Value:
 def _merged(new: Value, old: Value) -> Value:
     """The new value where there is one, else the old one."""
     return [o if n is None else n for n, o in zip(new, old, strict=True)]
-
-
-@functools.cache
-def host() -> jax.Device:
-    """The device that local work is done on."""
-    return jax.local_devices(backend="cpu")[0]

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import gshard
 from gshard.moving.seen import Held
+from gshard.replaying import on_host
 from gshard.replaying.collectives import run_collective
 from gshard.replaying.lockstep import DivergedError, Lockstep
 from gshard.replaying.tiles import assembled, cut, place_of, real
@@ -281,3 +282,23 @@ def test_ragged_rows_are_exchanged():
     body = jax.make_jaxpr(fn, axis_env=[("a", 2)])(*[o[0] for o in operands])
     (result,) = run_collective(body.jaxpr.eqns[0], operands, {"a": 2})
     assert [r.tolist() for r in result] == [[1, 4, 5, 0], [2, 3, 6, 0]]
+
+
+def test_few_compiled_operators_are_kept(monkeypatch):
+    """Memory does not grow with the length of a program; equal operators are compiled once."""
+
+    def long(x):
+        for n in range(1, 6):
+            x = lax.sin(lax.tanh(x)) + lax.pad(x, 0.0, ((0, 0, 0), (n, -n, 0)))
+        return x
+
+    eqns = jax.make_jaxpr(long)(ARGS[0]).jaxpr.eqns
+    made, jit = [], jax.jit
+    monkeypatch.setattr(jax, "jit", lambda fn: made.append(fn) or jit(fn))
+    monkeypatch.setattr(on_host, "KEPT", 6)
+    runner = on_host.OnHost()
+    for eqn in eqns:
+        (result,) = runner(eqn, [np.zeros(a.aval.shape, a.aval.dtype) for a in eqn.invars])
+        assert result.shape == eqn.outvars[0].aval.shape
+        assert len(runner._compiled) <= 6
+    assert (len(eqns), len(made)) == (20, 8)  # five different pads
