@@ -40,7 +40,7 @@ test-matrix: $(VENV)/installed
 lint: $(VENV)/installed
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(RUN) -m mypy
+	MYPY_NUM_WORKERS=2 $(RUN) -m mypy
 	$(VENV)/bin/lint-imports --no-cache --no-logo
 	$(RUN) -m tools.hygiene
 
