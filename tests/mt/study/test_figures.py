@@ -127,6 +127,8 @@ def test_the_training_text_is_that_of_the_target_side(corpus, tokenizer):
         ("longer", ("models", "resources", "efficiency", "comparisons", "recited")),
         ("changes", ("models", "comparisons", "recited")),
         ("distill", ("models", "resources", "comparisons")),
+        ("dropout", ("models", "comparisons", "recited")),
+        ("both", ("models", "directions")),
     ],
 )
 def test_the_page_of_the_figure_shows_the_numbers_of_its_studies(study, shown):
