@@ -20,7 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak import losses, newest_checkpoint, prepare, steps_done
+from benchmarks.small_run import prepare
+from benchmarks.soak import losses, newest_checkpoint, steps_done
 
 STEPS = 4  # to be made in each part, at least
 PATIENCE = 900.0  # seconds for any of them

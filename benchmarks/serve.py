@@ -21,7 +21,7 @@ import threading
 import time
 from pathlib import Path
 
-from benchmarks.soak import prepare, words
+from benchmarks.small_run import prepare, words
 from gshard.mt.decoding.engines import open_translator
 from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.run import Run

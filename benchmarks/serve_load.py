@@ -35,7 +35,7 @@ import numpy as np
 
 from benchmarks.cpu_decode import random_weights, write_page
 from benchmarks.serve import ready
-from benchmarks.soak import prepare, words
+from benchmarks.small_run import prepare, words
 from gshard.mt.batching.tokenizer import END
 from gshard.mt.decoding.host.model import HostModel
 from gshard.mt.decoding.host.products import use_threads

@@ -34,7 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak import prepare, words
+from benchmarks.small_run import prepare, words
 from gshard.mt.release.make import make_release
 from gshard.mt.run import Run
 

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.small_run import prepare
+
 FAULTS = ("SIGKILL", "SIGSTOP", "flipped bit", "closed port", "full disk")
-SAVE_EVERY = 3  # steps
 FILLER = "filler"  # what fills up the disk of a run
 _GET_FD = 438  # pidfd_getfd(2), on every architecture that Linux has it on
 _DISK = "64m"  # of the small disk
@@ -55,73 +56,6 @@ class Row:
     back: float | None = None
     repeated: int | None = None
     spent: dict[str, float] = field(default_factory=dict)  # on the way back, by what was done
-
-
-def words(n: int, language: str) -> str:
-    """A made-up sentence, other words in every language."""
-    draw = random.Random(f"{language} {n % 9973}")
-    letters = "aeiou" if language == "en" else "äöüyé"
-    return " ".join(
-        "".join(draw.choice("bdfgklmnprst") + draw.choice(letters) for _ in range(2))
-        for _ in range(6)
-    )
-
-
-def prepare(
-    folder: Path,
-    steps: int,
-    devices: int,
-    languages: Sequence[str] = ("de",),
-    changes: Sequence[str] = (),
-) -> Path:
-    """A corpus, a vocabulary and a configuration, shared by both runs."""
-    path = folder / "config.json"
-    if path.exists():
-        return path
-    from gshard.mt import config as configs
-    from gshard.mt.data.gather import GatherConfig, gather
-    from gshard.mt.data.splits import Shares
-    from gshard.mt.data.user_text import parse_own
-    from gshard.mt.presets import preset
-    from gshard.mt.run import Run
-
-    lines = (
-        f"{language}\t{words(n, language)}\t{words(n, 'en')}\n"
-        for language in languages
-        for n in range(800)
-    )
-    (folder / "text.tsv").write_text("".join(lines), encoding="utf-8")
-    own = (parse_own("tsv", str(folder / "text.tsv"), clean=False),)
-    gather(GatherConfig(folder / "corpus", own=own, shares=Shares(0.02, 0.02), jobs=1))
-    settings = {
-        "model.model_dim": 16,
-        "model.hidden_dim": 32,
-        "model.heads": 2,
-        "model.key_dim": 8,
-        "model.value_dim": 8,
-        "model.experts": 4,
-        "model.groups": 4,
-        "batch.source_length": 32,
-        "batch.target_length": 32,
-        "vocabulary.source_size": 400,
-        "vocabulary.target_size": 400,
-        "batch.rows": 8,
-        "train.steps": steps,
-        "train.save_every": SAVE_EVERY,
-        "train.log_every": 1,
-        "train.keep": 4,
-        "train.dev_batches": 1,
-        "devices.count": devices,
-        "data.corpus": folder / "corpus",
-    }
-    config = configs.override(
-        preset("tiny"), [*(f"{name}={value}" for name, value in settings.items()), *changes]
-    )
-    run = Run.create(folder / "prepared", config)
-    run.make_vocabulary()
-    made = f"data.vocabulary={run.folder / 'vocabulary'}"
-    path.write_text(json.dumps(configs.to_json(configs.override(config, [made]))))
-    return path
 
 
 def steps_done(run: Path) -> int:
