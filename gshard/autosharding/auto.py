@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,10 @@ _MOST_PAIRS = 10_000_000
 # Of the layouts that need no solver, those that are tried while there is any time.
 _SIMPLEST = 3
 
-# How often the model is asked for less memory, where the lowered program holds too much.
+# How often the model is asked for less memory, where the lowered program holds too much, and for
+# how much less at least.
 _TIGHTENED = 5
-_LESS = 0.85
+_LESS = 0.95
 
 # Of the time given, the work that is counted: a machine may be slower by the rest of it, or busy.
 _COUNTED = 0.75
@@ -92,7 +93,8 @@ def auto(
     file or `Hardware`), by default what JAX reports; `memory` the bytes that a step may hold on
     each ("16 GB"), by default the hardware's. Annotations that `fn` has are kept. It takes about
     `seconds` at most: the work is counted, so that the layout is the same whether the machine is
-    free or somewhat busy. Other keywords are those of `gshard.jit`.
+    free or somewhat busy; longer where nothing that fits in memory was found by then. Other
+    keywords are those of `gshard.jit`.
     """
     count = jax.device_count() if devices is None else devices
     if not isinstance(count, int) or count < 1:
@@ -137,25 +139,36 @@ class _Chooser:
     def chosen(self) -> Layout:
         """The best layout."""
         layouts: list[Layout] = []
-        limit = float(self.limit)
-        meshes = self._meshes()
+        limits = dict.fromkeys(self._meshes(), float(self.limit))
         for number in range(_TIGHTENED):
             share = _SOLVING * self.seconds
-            choices = self._choices(meshes, limit, share if number == 0 else share / 4)
+            choices = self._choices(limits, share if number == 0 else share / 4)
             if number == 0:
-                self.looked_at = tuple(c.model.mesh for c in choices) or tuple(meshes[:1])
+                self.looked_at = tuple(c.model.mesh for c in choices) or tuple(limits)[:1]
             layouts += self._lowered(choices)
             if number == 0:
-                layouts += self._simple()
+                layouts += self._simple(any(a.memory_bytes <= self.limit for a in layouts))
             fitting = [a for a in layouts if a.memory_bytes <= self.limit]
             if fitting:
                 return self._finished(fitting)
             if not choices:
                 break
-            # The program holds more than the model counts: ask it for less than it has found.
-            limit = _LESS * min(c.peak for c in choices)
-            meshes = [c.model.mesh for c in choices[:_LOWERED_MESHES]]
+            limits = self._tightened(choices[:_LOWERED_MESHES], layouts)
+            self.clock.extend(_LEAST_SOLVING * (len(limits) + 1))
         raise self._too_large(min(layouts, key=lambda a: a.memory_bytes))
+
+    def _tightened(
+        self, choices: Sequence[Choice], layouts: Sequence[Layout]
+    ) -> dict[MeshShape, float]:
+        """Limits for the model by mesh, where lowered programs hold more than the model counts:
+        less than it has found, by as much as the program holds too much."""
+        found = {}
+        for choice in choices:
+            mesh = choice.model.mesh
+            held = [a.memory_bytes for a in layouts if tuple(a.mesh.values()) == mesh]
+            too_much = self.limit / min(held, default=self.limit)
+            found[mesh] = choice.peak * min(_LESS, too_much)
+        return found
 
     def _finished(self, fitting: Sequence[Layout]) -> Layout:
         """The best of these with a bound, and without the annotations that it does not need."""
@@ -201,13 +214,13 @@ class _Chooser:
             least = min(least, (1 - _ROUNDING) * own / PICO)
         return least if math.isfinite(least) else 0.0
 
-    def _choices(self, meshes: Sequence[MeshShape], limit: float, seconds: float) -> list[Choice]:
+    def _choices(self, limits: Mapping[MeshShape, float], seconds: float) -> list[Choice]:
         """The answers of the likely model on as many meshes as time allows, the cheapest first."""
         until = self.clock.now() + seconds
         found: list[Choice] = []
         self.gaps = []
-        for done, mesh in enumerate(meshes):
-            share = (until - self.clock.now()) / (len(meshes) - done)
+        for done, (mesh, limit) in enumerate(limits.items()):
+            share = (until - self.clock.now()) / (len(limits) - done)
             if found and (share <= 0 or self.clock.wall_left < _LOWERING * self.wall):
                 break
             choice = self._choice(mesh, limit, max(share, _LEAST_SOLVING), needed=not found)
@@ -275,9 +288,10 @@ class _Chooser:
                 layouts.append(self.candidates.of_arguments(choice))
         return layouts
 
-    def _simple(self) -> list[Layout]:
+    def _simple(self, fits: bool) -> list[Layout]:
         """Layouts that need no solver: none, the batch split, states split as well, and layouts
-        with a single annotation, as far as time allows.
+        with a single annotation, as far as time allows; the first three in any case where nothing
+        `fits` yet.
 
         The model may misjudge them. What is not a state is taken for the batch. Single annotations
         begin with the arguments of the most bytes; propagation completes them to layouts.
@@ -301,9 +315,7 @@ class _Chooser:
                 seen.add(shape)
         layouts = []
         for number, chosen in enumerate(dict.fromkeys(tried)):
-            allowed = number < _SIMPLEST and self._can_lower()
-            none_yet = number == 0 and not self.candidates.considered
-            if none_yet or allowed or more():
+            if (number < _SIMPLEST and (not fits or self._can_lower())) or more():
                 layouts.append(self.candidates.priced((count,), chosen))
         return layouts
 

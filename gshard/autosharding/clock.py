@@ -39,3 +39,7 @@ class Clock:
     def charge(self, seconds: float) -> None:
         """Count work."""
         self.done += seconds
+
+    def extend(self, seconds: float) -> None:
+        """Have at least so many seconds of wall time from now on."""
+        self.wall = max(self.wall, time.monotonic() + seconds)

@@ -124,7 +124,8 @@ class _Builder:
         self.edges: list[tuple[int, int, Floats]] = []
         self.nodes: dict[Any, int] = {}  # of tensors
         self.known: dict[Any, Any] = {}  # tables of operators that are alike
-        self.donated: set[Any] = set()  # results in the place of arguments
+        self.states: dict[Any, Any] = {}  # the arguments of the next step that results are
+        self.donated = False  # whether these take the place of this step's
         self.waiting: list[tuple[int, int, Floats]] = []  # partial sums, by operator and place
         self.dearest = Dearest()
         self.made: dict[Any, int] = {}
@@ -154,8 +155,7 @@ class _Builder:
             self._copied(var, times)
         for var in self.flow.said:
             self._fix(var)
-        if donated and not self.optimistic:
-            self.donated = {self.flat.jaxpr.outvars[r] for r, _ in returned} - set(arguments)
+        self.donated = donated
         for result, argument in returned:
             self._tie(self.flat.jaxpr.outvars[result], arguments[argument])
         self.dearest.write(self.nodes, self.costs, self.edges)
@@ -183,9 +183,13 @@ class _Builder:
         holdings: list[tuple[int, int, int, Floats]] = []
         for var, node in self.nodes.items():
             sizes = self._local_bytes(var)
-            if var in arguments or (var in leaving and not self.optimistic):
-                if var not in self.donated:
-                    holdings.append((node, 0, last + 1, sizes))
+            if var in arguments:
+                holdings.append((node, 0, last + 1, sizes))
+            elif var in self.states and not self.optimistic:
+                if not self.donated:  # it is returned as its argument is sharded
+                    holdings.append((self.nodes[self.states[var]], 0, last + 1, sizes))
+            elif var in leaving and not self.optimistic:
+                holdings.append((node, 0, last + 1, sizes))
             elif not self.optimistic and var in self.touched.stored:
                 start, stop = self.made.get(var, 0), self.used.get(var, 0) + 1
                 holdings.append((node, start, min(stop, last + 1), slack * sizes))
@@ -236,6 +240,7 @@ class _Builder:
             return
         first, second = self._node(result), self._node(argument)
         if first >= 0 and second >= 0:
+            self.states[result] = argument
             table = self.tables.moves.reshards(
                 argument.aval.shape, byte_size((), argument.aval.dtype)
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,8 @@ from gshard.nn.step import (
 )
 from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Transformer
+
+T = TypeVar("T")
 
 
 class RunState(NamedTuple):
@@ -121,13 +123,17 @@ class Programs:
             )
             judged, good = state.guard.judge(metrics.loss, metrics.grad_norm, config.train.spike)
             kept = guard.choose(good, learned, state.train)._replace(step=learned.step)
-            return RunState(kept, judged), Figures(metrics, judged.skipped, judged.in_a_row)
+            figures = Figures(metrics, judged.skipped, judged.in_a_row)
+            return RunState(kept, judged), readable(figures)
+
+        def dev(model: Transformer, batch: Batch) -> StepMetrics:
+            return readable(eval_step(model, batch, strategy=strategy))
 
         jit = functools.partial(gshard.jit, devices=self.devices, reproducible=config.reproducible)
         self._jit, self._plain_first, self._plain_step = jit, first, step
         self._first = jit(first)
         self._step = jit(step, donate_argnums=0)
-        self._dev = jit(functools.partial(eval_step, strategy=strategy))
+        self._dev = jit(dev)
         self._compiled: dict[Any, Any] = {}  # steps, by the shapes of a batch
         self._teacher, self._placed_key = teacher, None
         self._finite = gshard.jit(all_finite, devices=self.devices)
@@ -208,6 +214,12 @@ class Programs:
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((len(x) * count, *x.shape[1:]), x.dtype), batch
         )
+
+
+def readable(figures: T) -> T:
+    """Figures that every host can read: whatever the layout, each has all of them."""
+    replicated: T = jax.tree.map(gshard.replicate, figures)
+    return replicated
 
 
 def parts(state: RunState) -> tuple[Any, Any]:

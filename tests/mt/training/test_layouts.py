@@ -5,14 +5,17 @@ import os
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
+import gshard
 from gshard.mt import hosts
 from gshard.mt.errors import UserError
 from gshard.mt.launch.local import free_port, member
 from gshard.mt.run import Run
 from gshard.mt.training import layouts, loop
+from gshard.mt.training.programs import readable
 from tests.mt.runs import losses, run_config, with_devices, with_train
 from tests.mt.training.test_loop import Notes
 
@@ -92,6 +95,25 @@ def test_hosts_with_folders_of_their_own_get_the_same_layout(tmp_path):
     assert [text.splitlines()[-1] for text in printed] == [f"{mean:.1f} {total:.1f}"] * 2
 
 
+@pytest.mark.slow
+def test_two_processes_train_with_the_layout_of_the_first(corpus, tmp_path):
+    """The losses are those of one process with the paper's annotations."""
+    config = run_config(corpus, steps=4, save_every=4, log_every=1)
+    paper = Run.create(tmp_path / "paper", with_devices(config, count=2))
+    _train(paper)
+    together = Run.create(tmp_path / "auto", with_devices(config, count=2, layout="auto"))
+    command = [sys.executable, "-m", "gshard.cli", "launch", "-n", "2", "train", together.folder]
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((together.folder / layouts.LAYOUT).read_text())["mesh"] == {"a": 2}
+    wanted, found = losses(paper), losses(Run.open(together.folder))
+    assert list(found) == list(wanted)
+    for step, loss in wanted.items():
+        assert found[step] == pytest.approx(loss, abs=2e-3)
+
+
 def _layout(devices):
     axis = [["a"], []]
     return {
@@ -119,6 +141,16 @@ def test_a_layout_serves_batches_of_other_shapes(tmp_path):
     assert (longer.shape, longer.dims) == ((8, 9), (("a",), ()))
     (fewer,) = layouts.for_shapes(layout, (np.zeros((4, 9)),)).annotations
     assert (fewer.shape, fewer.dims) == ((4, 9), ((), ()))
+
+
+def test_figures_are_replicated_whatever_the_layout():
+    """Each host reads them."""
+
+    def step(x):
+        return readable({"load": 2.0 * gshard.split(x, 0, 8), "loss": x.sum()})
+
+    found = gshard.jit(step, devices=8).lower(np.zeros((16, 4), np.float32)).out_shardings
+    assert [sharding.tiles for sharding in jax.tree.leaves(found)] == [(1, 1), ()]
 
 
 def test_settings_that_a_chosen_layout_replaces_are_refused(corpus):
