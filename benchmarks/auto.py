@@ -151,7 +151,7 @@ def table(rows: list[Row], timed: bool, hardware: str) -> str:
         f"8 x {hardware}. Milliseconds are the forecast of the lowered program; the ratio is ours",
         "over the best expert's, and so are the bytes that a device sends. No layout takes less",
         "than the bound. Annotated are arguments + tensors inside. The last column is how",
-        "many seconds it took to find the layout, on 2 cores that others used too.",
+        "many seconds it took to find the layout, on 2 cores.",
         *(
             [
                 "Values are those of a small version of the program on 8 virtual devices, against",
