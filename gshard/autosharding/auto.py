@@ -43,8 +43,9 @@ _LOWERED_MESHES = 3
 # Pairs of strategies of the operators on a mesh, at most; on 2 x 2 x 2 each has up to thousands.
 _MOST_PAIRS = 10_000_000
 
-# Of the layouts that need no solver, those that are tried while there is any time.
-_SIMPLEST = 3
+# Of the layouts that need no solver, those that are tried while there is any time, and those of
+# further arguments of one shape.
+_SIMPLEST, _ALIKE = 3, 8
 
 # How often the model is asked for less memory, where the lowered program holds too much, and for
 # how much less at least.
@@ -307,12 +308,13 @@ class _Chooser:
             if p in states and any(_rows(s, d, count) for d in range(len(s)))
         )
         tried = [(), batch, batch + state] if state else [(), batch]
-        seen = set()
+        seen: set[tuple[int, ...]] = set()
+        alike: list[tuple[Annotated, ...]] = []  # of another argument of the same shape
         for path, shape in sorted(paths, key=lambda p: -math.prod(p[1])):
-            if shape not in seen:
-                dims = [d for d in range(len(shape)) if _rows(shape, d, count)]
-                tried += [(_split(path, shape, d),) for d in dims]
-                seen.add(shape)
+            dims = [d for d in range(len(shape)) if _rows(shape, d, count)]
+            (alike if shape in seen else tried).extend((_split(path, shape, d),) for d in dims)
+            seen.add(shape)
+        tried += alike[:_ALIKE]
         layouts = []
         for number, chosen in enumerate(dict.fromkeys(tried)):
             if (number < _SIMPLEST and (not fits or self._can_lower())) or more():

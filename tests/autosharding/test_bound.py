@@ -103,6 +103,15 @@ def test_a_bound_that_the_best_layout_meets(devices):
     _check(("met", fn, (struct(16_384, 64), struct(64, 1024), struct(64, 64))), devices)
 
 
+def test_each_of_two_arguments_of_one_shape_is_tried():
+    """The best layout splits the second one alone."""
+
+    def fn(x, first, second):
+        return STEPS["normalized"](STEPS["normalized"](x, first), second)
+
+    _check(("alike", fn, (struct(6, 64), struct(64, 64), struct(64, 64))), 2)
+
+
 @pytest.mark.parametrize("make", [auto_cases.mlp, auto_cases.dlrm])
 def test_no_expert_is_below_the_bound(make):
     _check_experts(make(False))
