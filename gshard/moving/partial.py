@@ -25,7 +25,7 @@ from gshard.moving.plan import reshard_cost
 from gshard.moving.sent import exchanged, gathered, retile_elements, scattered, sent_bytes
 from gshard.tensors.devices import Groups, Place, groups_by
 from gshard.tensors.factors import Dim, Factors
-from gshard.tensors.sharding import Sharding, compatible
+from gshard.tensors.sharding import Sharding, Split, compatible
 from gshard.tensors.tile import Tile, itemsize_of
 
 
@@ -162,6 +162,8 @@ def combine(place: Place, tile: Tile, kind: str, target: Sharding, name: str = "
     if not here.unreduced or 0 in tile.shape:
         return Tile(tile.array, here.reduced, tile.shape)
     scatter = _worth_scattering(here, kind, target, tile.nbytes)
+    if kind == "tree":
+        scatter = _by_subtrees(here, target, tile.shape, tile.array.dtype)
     scatter = None if _has_idle_copies(here) else scatter
     node = Reduce(Reason("step", tile.origin or name), here, tile.shape, kind, scatter)
     return Tile(communicate(node, tile.array, place), node.target, tile.shape)
@@ -246,6 +248,8 @@ def combine_cost(here: Sharding, kind: str, target: Sharding, aval: Any) -> floa
     size = math.prod(s.tiles for s in here.unreduced)
     local = math.prod(here.local_shape(aval.shape)) * itemsize_of(aval.dtype)
     scatter = _worth_scattering(here, kind, target, local)
+    if kind == "tree":
+        scatter = _by_subtrees(here, target, aval.shape, aval.dtype)
     if scatter:
         rest = reshard_cost(scatter.result, target, aval.shape, aval.dtype)
         k, across = scatter.parts, size // scatter.parts
@@ -293,15 +297,35 @@ def _worth_scattering(here: Sharding, kind: str, target: Sharding, nbytes: int) 
     If members share a part it takes two collectives. A small sum, for which the second would cost
     more even in a full combination (`LATENCIES`) than it saves in bytes, is all-reduced.
     """
-    if kind not in ("sum", "tree"):
+    if kind != "sum":
         return None
     scatter = _scatter(here, target)
-    if scatter and kind == "tree" and not _ordered(here, scatter):
-        return None  # groups of members would add other subtrees
     if scatter and scatter.parts < math.prod(s.tiles for s in here.unreduced):
         saved = nbytes * (scatter.parts - 1) / scatter.parts
         return scatter if saved > machine().latency / LATENCIES else None
     return scatter
+
+
+@functools.lru_cache(maxsize=16384)
+def _by_subtrees(
+    here: Sharding, target: Sharding, shape: tuple[int, ...], dtype: Any
+) -> _Scatter | None:
+    """A scatter in the order of subtrees, if that and a reshard send less than an AllReduce."""
+    scatter = _scatter(here, target)
+    if scatter and _ordered(here, scatter):
+        return scatter
+    _, order, size = _parts(here)
+    split = None if (order < 0).any() else Split.of(order)
+    best, found = reshard_cost(here.reduced, target, shape, dtype), None
+    best += math.prod(here.local_shape(shape)) * itemsize_of(dtype) * (size - 1) / size
+    for dim, (now, wanted) in enumerate(zip(here.splits, target.splits, strict=True)):
+        if split and wanted and now is None and shape[dim] % size == 0:
+            result = here.reduced.replace(dim, split)
+            if compatible(result.splits):
+                cost = reshard_cost(result, target, shape, dtype)
+                if cost < best:
+                    best, found = cost, _Scatter(dim, result, size)
+    return found
 
 
 def _ordered(here: Sharding, scatter: _Scatter) -> bool:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from jax import lax
 
 import gshard
-from gshard.rules import fixed_products
 from tests.oracle import annotated, assert_same, assignments, even_split, random_array, run, sent
 
 COUNTS = (1, 2, 3, 4, 6, 8)
@@ -115,30 +114,6 @@ def test_subtrees_are_exchanged_in_as_many_bytes_as_an_all_reduce():
     split = lowered([even_split(2, 0, 8)])
     assert [c.kind for c in split.collectives] == ["all_to_all"]
     assert sent(split) == size * 7 // 8
-
-
-@pytest.mark.parametrize("annotated_inside", [False, True])
-def test_products_that_are_added_have_one_tree_and_one_reduction(annotated_inside):
-    """Also through a residual, transposes and annotations."""
-    a, b, c, d = (random_array(s, seed=i) for i, s in enumerate([(192, 8), (192, 16)] * 2))
-    x = random_array((8, 16), seed=9)
-
-    def fn(a, b, c, d, x):
-        first = gshard.replicate(a.T @ b) if annotated_inside else a.T @ b
-        return x + first + (d.T @ c).T
-
-    parts = [
-        [product(u, v) for u, v in zip(leaves(a.T, 1), leaves(b, 0), strict=True)],
-        [product(u, v) for u, v in zip(leaves(c.T, 1), leaves(d, 0), strict=True)],
-    ]
-    wanted = x + tree([u + v for u, v in zip(*parts, strict=True)])
-    split = even_split(2, 0, 8)
-    step = gshard.jit(annotated(fn, [split] * 4), devices=8, reproducible=True).lower(a, b, c, d, x)
-    assert sent(step) == 2 * 8 * 16 * 4 * 7 // 8
-    for devices in (1, 8):
-        where = [even_split(2, 0, devices)] * 4
-        got = bits(fn, a, b, c, d, x, devices=devices, inputs=where)
-        np.testing.assert_array_equal(np.asarray(got), wanted)
 
 
 # ---------------------------------------------------------------- what else has an order
@@ -388,32 +363,3 @@ def test_a_primitive_without_an_order_of_its_own_runs_in_one_piece():
         return y(x) + lax.reduce(x, np.float32(1), lambda a, b: a * b + a, (0,))
 
     on_all(fn, random_array((24, 3)))
-
-
-def test_a_product_without_a_library_rounds_every_operation(monkeypatch):
-    """Where kernels differ by size: a loop over the contracted rows."""
-    monkeypatch.setattr(fixed_products, "shared_multiple", lambda: 0)
-    x, y = random_array((5, 48)), random_array((48, 3), seed=1)
-
-    def chain(a, b):
-        total = np.zeros((5, 3), np.float32)
-        for i in range(a.shape[1]):
-            total = total + a[:, i : i + 1] * b[i : i + 1]
-        return total
-
-    wanted = tree([chain(a, b) for a, b in zip(leaves(x, 1, 24), leaves(y, 0, 24), strict=True)])
-    for devices in (1, 2, 3):
-        where = [even_split(2, 1, devices), even_split(2, 0, devices)]
-        got = bits(jnp.matmul, x, y, devices=devices, inputs=where)
-        np.testing.assert_array_equal(np.asarray(got), wanted)
-
-
-def test_sizes_whose_products_have_other_kernels_are_noticed(monkeypatch):
-    """A library that has another kernel below 30 rows."""
-
-    def products(pairs):
-        return [np.full((len(x), x.shape[1], y.shape[2]), x.shape[1] < 30) for x, y in pairs]
-
-    monkeypatch.setattr(fixed_products, "_products", products)
-    found = [m for m in fixed_products.MULTIPLES if fixed_products._have_one_kernel(m)]
-    assert found == [48]
