@@ -211,8 +211,8 @@ def measured_in_processes(row: Row, options: argparse.Namespace, seconds: float)
     except subprocess.TimeoutExpired:
         return asdict(row) | {"error": f"more than {seconds:.0f} s"}
     except (IndexError, json.JSONDecodeError):
-        last = next((line for line in reversed(texts[0][1].splitlines()) if line.strip()), "")
-        return asdict(row) | {"error": last}
+        errors = [line for line in texts[0][1].splitlines() if "Error: " in line]
+        return asdict(row) | {"error": errors[-1] if errors else "it ended without a row"}
     finally:
         for process in processes:
             process.kill()

@@ -87,7 +87,8 @@ def recipe_on(devices: int, dtype: Any, name: str) -> Case:
 
     rng = np.random.default_rng(0)
     arguments = jax.tree.map(lambda x: drawn(x, rng, dtype), recipe.arguments)
-    return Case(name, devices, step, without_annotations(step), tuple(arguments))
+    alone = without_annotations(step)
+    return Case(name, devices, step if devices > 1 else alone, alone, tuple(arguments))
 
 
 def transformer_on(devices: int, dtype: Any) -> Case:

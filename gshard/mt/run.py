@@ -78,9 +78,15 @@ class Run:
 
     @functools.cached_property
     def model_config(self) -> TransformerConfig:
-        """The model, with the sizes of the vocabularies."""
+        """The model, with the sizes of the vocabularies.
+
+        A reproducible run dispatches tokens by einsums: lookups are in a manual region.
+        """
+        model = self.config.model
+        if self.config.reproducible:
+            model = dataclasses.replace(model, dispatch="einsum")
         return dataclasses.replace(
-            self.config.model,
+            model,
             source_vocab=self.tokenizer.source_size,
             target_vocab=self.tokenizer.target_size,
         )

@@ -348,3 +348,11 @@ def test_a_full_disk_loses_nothing(prepared, whole, tmp_path):
 def test_settings_are_listed():
     result = subprocess.run([*GSHARD, "train", "--settings"], capture_output=True, text=True)
     assert "model.gating.top_k=2" in result.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_a_reproducible_run_has_the_same_bits_on_other_devices(prepared, tmp_path):
+    for count in (1, 4):
+        settings = [f"devices.count={count}", "reproducible=true", "train.steps=2"]
+        finish(start("train", prepared, *settings, "--out", tmp_path / f"run{count}"))
+    same_bits(Run.open(tmp_path / "run4"), Run.open(tmp_path / "run1"))
