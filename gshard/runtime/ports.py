@@ -122,9 +122,9 @@ class Port:
                     return _spread_key(value, wanted)
                 value = np.asarray(value)
         if not self.stacked:
-            return jax.device_put(value, wanted)
+            return _placed(value, wanted)
         value = value if keys.is_key(value) else np.asarray(value)
-        return jax.device_put(stack(value, self.sharding), wanted)
+        return _placed(stack(value, self.sharding), wanted)
 
     def get(self, mesh: Mesh, value: jax.Array) -> jax.Array:
         """What the user sees of an output."""
@@ -143,6 +143,17 @@ class Port:
             self.shape, wanted, tiles, dtype=value.dtype
         )
         return _weakly_typed(wanted)(made) if jax.typeof(value).weak_type else made
+
+
+def _placed(value: Any, wanted: NamedSharding) -> jax.Array:
+    """A value of this process, or the same value of all of them, as one array.
+
+    `jax.device_put` compares the values of several processes first. That is a collective of its
+    own, in which a call would wait for a missing process where no recorder sees it.
+    """
+    if isinstance(value, np.ndarray) and not wanted.is_fully_addressable:
+        return jax.make_array_from_callback(value.shape, wanted, value.__getitem__)
+    return jax.device_put(value, wanted)
 
 
 @functools.lru_cache(maxsize=256)
