@@ -224,7 +224,7 @@ def cost(seconds: float) -> tuple[float, tuple[float, float], int]:
             runs[what] = _repeated(programs, arrays)
             runs[what]()
         before = sum(p.entered for p in recording.read(Path(name)))
-        runs["recorded"]()
+        jax.block_until_ready(runs["recorded"]())
         marks = sum(p.entered for p in recording.read(Path(name))) - before
         _, processor = paired.timed(runs, seconds)
     return statistics.median(processor["plain"]), _ratio(processor), marks

@@ -36,7 +36,7 @@ import numpy as np
 from benchmarks.cpu_decode import random_weights, write_page
 from benchmarks.serve import ready
 from benchmarks.small_run import prepare, words
-from gshard.mt.batching.tokenizer import END
+from gshard.mt.batching.tokenizer import END, PAD, START
 from gshard.mt.decoding.host.model import HostModel
 from gshard.mt.decoding.host.products import use_threads
 from gshard.mt.decoding.host.translator import HostTranslator
@@ -71,6 +71,7 @@ class Engine:
         spec.save(str(folder))
         self._engine = ctranslate2.Translator(str(folder), intra_threads=threads)
         self._translator = translator
+        self._never = [[piece] for piece in tokenizer.spell_target([PAD, START])]
         self._ids = {p: n for n, p in enumerate(tokenizer.spell_target(range(dims.target_vocab)))}
 
     def __getattr__(self, name: str) -> Any:
@@ -82,7 +83,11 @@ class Engine:
         tokenizer, config = self._translator.tokenizer, self._translator.config
         sources = [tokenizer.spell_source(ids) for ids in tokenizer.encode_source(texts, target)]
         found = self._engine.translate_batch(
-            sources, beam_size=config.beam, max_decoding_length=config.most, disable_unk=True
+            sources,
+            beam_size=config.beam,
+            max_decoding_length=config.most,
+            disable_unk=True,
+            suppress_sequences=self._never,  # which gshard's search never writes either
         )
         best = (tuple(self._ids[piece] for piece in each.hypotheses[0]) for each in found)
         tokens = [(*ids, END)[: config.most] for ids in best]
@@ -194,6 +199,16 @@ def sized(dims: TransformerConfig, layers: int, model_dim: int) -> TransformerCo
     )
 
 
+def weights_that_listen(dims: TransformerConfig) -> dict[str, np.ndarray]:
+    """Random weights with which every source has a translation of its own.
+
+    With weights of the usual size all translations are one, and an answer that belongs to another
+    request could not be told from the right one: the decoder has to weigh the source more.
+    """
+    arrays = random_weights(dims)
+    return {name: 8 * a if "cross_attention.w" in name else a for name, a in arrays.items()}
+
+
 def _table(names: Sequence[str], rows: list[str]) -> str:
     return "\n".join([f"| {' | '.join(names)} |", "|---" + "|---:" * (len(names) - 1) + "|", *rows])
 
@@ -215,7 +230,7 @@ def main(arguments: list[str] | None = None) -> None:
         prepare(folder, 1, 1)
         run = Run.open(folder / "prepared")
         dims = sized(run.model_config, given.layers, given.model_dim)
-        arrays = random_weights(dims)
+        arrays = weights_that_listen(dims)
         config = TranslateConfig(beam=1, rows=32, longest=32, most=32)
         translator = HostTranslator(HostModel(dims, arrays.__getitem__), run.tokenizer, config)
         texts = [words(n, "de") for n in range(100)]
@@ -226,6 +241,8 @@ def main(arguments: list[str] | None = None) -> None:
         found = {name: translations(each, texts) for name, each in engines.items()}
         head = f"{'engine':12} {'clients':>7} {'sentences/s':>11} {'median':>8} {'p99':>8}"
         print(f"{head} {'lost':>7} {'wrong':>7} {'refused':>7}", flush=True)
+        different = len({best.text for best in found["gshard"].values()})
+        assert different >= 80, f"only {different} of {len(texts)} translations are different"
         rows = []
         for name, each in engines.items():
             rows += measured(name, each, found[name], given.clients, given.seconds)

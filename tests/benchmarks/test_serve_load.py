@@ -1,5 +1,7 @@
 """The load on a server: nothing is lost, and nobody gets another's answer."""
 
+import re
+
 import pytest
 
 
@@ -18,4 +20,5 @@ def test_both_engines_answer_everyone(capsys):
         lost, wrong, _ = row.split()[-3:]
         assert (lost, wrong) == ("0", "0")
     assert same.startswith("100 of 100 sentences")
-    assert same.count("32.0") == 2  # steps
+    ours, theirs = map(float, re.findall(r"\d+\.\d", same))  # steps of a sentence
+    assert abs(ours - theirs) < 0.5  # gshard counts no step after an end
