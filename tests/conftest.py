@@ -15,8 +15,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 # XLA's emitter of fusions makes an MLIR context and a pipeline of passes for every fusion, and a
 # small program is split into several modules: both take longer than generating its code. With the
-# older emitter and one module the programs of tests compile three times as fast. The XLA of JAX 0.11
-# still has the older emitter, but writes invalid code with it for some operators on booleans.
+# older emitter and one module the programs of tests compile three times as fast. The XLA of JAX
+# 0.11 still has the older emitter, but writes invalid code with it for some operators on booleans.
 # Processes that tests start inherit the flags.
 COMPILING = ["--xla_cpu_parallel_codegen_split_count=1"]
 if jax.__version_info__ < (0, 11):
