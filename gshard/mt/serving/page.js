@@ -35,14 +35,18 @@ function offer() {
     button.type = "button";
     button.lang = code;
     button.title = languageName(code);
-    button.addEventListener("click", () => { $("text").value = EXAMPLES[code]; translate(); });
+    button.addEventListener("click", () => {
+      $("text").value = EXAMPLES[code];
+      $("source").value = code;
+      translate();
+    });
     $("examples").append(button);
   }
   $("examples").hidden = !known.length;
   const from = about.sources.map(languageName).sort(), into = about.targets.map(languageName).sort();
   $("known").textContent = `${from.length} language${from.length === 1 ? "" : "s"} to translate from`;
   $("languages").textContent = `From ${from.join(", ")}; into ${into.join(", ")}.`;
-  const body = JSON.stringify({text: EXAMPLES[known[0]] || "…", target: about.target});
+  const body = JSON.stringify({text: EXAMPLES[known[0]] || "…", ...languages()});
   const address = location.origin + location.pathname + "translate";
   $("api").textContent = `curl ${address} -H "Content-Type: application/json" -d '${body}'`;
 }
@@ -70,14 +74,18 @@ async function start() {
   $("name").textContent = about.name;
   document.title = about.name + " – gshard";
   $("model").textContent = sizes.join(" · ");
-  for (const code of about.targets) {
-    const option = make("option", languageName(code));
-    option.value = code;
-    option.selected = code === about.target;
-    $("target").append(option);
+  for (const [id, codes] of [["source", about.sources], ["target", about.targets]]) {
+    for (const code of codes) {
+      const option = make("option", languageName(code));
+      option.value = code;
+      $(id).append(option);
+    }
   }
+  $("target").value = about.target;
   $("target").hidden = about.targets.length < 2;
+  $("source").hidden = !about.needs_source;
   const asked = new URLSearchParams(location.search);
+  if (about.sources.includes(asked.get("from"))) $("source").value = asked.get("from");
   if (about.targets.includes(asked.get("to"))) $("target").value = asked.get("to");
   showTarget();
   offer();
@@ -90,6 +98,11 @@ async function start() {
 
 function showTarget() {
   $("into").textContent = languageName($("target").value || about.target);
+}
+
+function languages() {
+  const target = $("target").value || about.target;
+  return about.needs_source ? {source: $("source").value, target} : {target};
 }
 
 let latest = 0;
@@ -109,7 +122,7 @@ async function translate() {
     const reply = await fetch("translate", {
       method: "POST",
       headers: {"Content-Type": "application/json"},
-      body: JSON.stringify({text, target: $("target").value || about.target}),
+      body: JSON.stringify({text, ...languages()}),
     });
     const answer = await reply.json();
     if (!reply.ok) throw new Error(answer.error);
@@ -259,7 +272,8 @@ function choose(expert) {
 }
 
 $("form").addEventListener("submit", (event) => { event.preventDefault(); translate(); });
-$("target").addEventListener("change", () => { showTarget(); if ($("text").value.trim()) translate(); });
+for (const id of ["source", "target"])
+  $(id).addEventListener("change", () => { showTarget(); if ($("text").value.trim()) translate(); });
 $("text").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); translate(); }
 });

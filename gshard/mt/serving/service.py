@@ -57,6 +57,7 @@ class About:
     decoder_layers: int
     weights: int
     longest: int = LONGEST
+    needs_source: bool = False  # whether a request has to name the language of its text
 
 
 Listener = Callable[[int, list[Hypothesis]], None]
@@ -121,6 +122,7 @@ class Service:
             dims.encoder_layers,
             dims.decoder_layers,
             translator.weights,
+            needs_source=tokenizer.needs_source,
         )
         self._worker = threading.Thread(target=self._work, name="translator", daemon=True)
         self._worker.start()

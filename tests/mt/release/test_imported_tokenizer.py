@@ -130,6 +130,7 @@ def test_commands_and_the_service_have_its_languages(tmp_path, capsys):
         cli.main(["translate", str(run.folder), str(text), "--to", "fr"])
     assert "has to know the language of the text" in capsys.readouterr().err
     service = Service(translator)
+    assert service.about.needs_source  # so that the page asks for it
     assert len(service.about.sources) == len(service.about.targets) == 100
     (piece,) = service.submit_pieces([sentence(1)], "fr", source="de").result()
     assert piece == translator.translate([sentence(1)], "fr", source="de")[0]
