@@ -2,8 +2,8 @@
 
 `gshard train` runs as several processes under the supervisor of `gshard launch`. In each attempt
 one process is made to hang the others: it is stopped or killed at a collective, leaves a step out,
-calls another program, gets a batch of another shape, or waits for data. The supervisor has to say
-who it was, and at which collective and line the others wait; then it starts all again, and training
+calls another program, gets a batch of another shape, or waits for data. The supervisor has to name
+it, and at which collective and line the others wait; then it starts all again, and training
 continues up to the next hang, and to the end.
 """
 
@@ -70,8 +70,9 @@ class Plant:
                 time.sleep(3600)
             return read(iterator)
 
-        Programs.step = stepped  # type: ignore[method-assign]
-        batches.BatchIterator.__next__ = waited  # type: ignore[method-assign]
+        # Planted in the classes: the training makes its own objects.
+        Programs.step = stepped  # type: ignore[method-assign]  # planted
+        batches.BatchIterator.__next__ = waited  # type: ignore[method-assign]  # planted
 
     def _planted(self) -> None:
         self._note.write_text(str(time.monotonic()))
@@ -98,7 +99,7 @@ class Plant:
                 self._planted()
                 signal.pthread_kill(threading.get_ident(), number)
 
-        recording.Recorder.enter = ended  # type: ignore[method-assign]
+        recording.Recorder.enter = ended  # type: ignore[method-assign]  # planted
 
 
 def _shorter(arrays: Any) -> Any:
@@ -139,7 +140,7 @@ def corpus(folder: Path) -> Path:
 
 @dataclasses.dataclass
 class Found:
-    """What the supervisor said of one hang."""
+    """What the supervisor printed about one hang."""
 
     kind: str
     process: int
@@ -171,24 +172,24 @@ def launched(processes: int, kinds: list[str], folder: Path) -> list[Found]:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # programs are compiled faster
     culprits = [(processes - 1) * (number % 2) for number in range(len(kinds))]
     plants = [f"{kind}:{process}" for kind, process in zip(kinds, culprits, strict=True)]
-    said: list[tuple[float, str]] = []
+    notes: list[tuple[float, str]] = []
 
     def note(text: str) -> None:
         print(f"launch: {text}", flush=True)
         if text.startswith("where they are: "):
-            said.append((time.monotonic(), text.partition(": ")[2]))
+            notes.append((time.monotonic(), text.partition(": ")[2]))
 
     steps = _SAVED * (len(kinds) + 1)
     arguments = ["train", "tiny", *SETTINGS, f"train.steps={steps}", f"devices.count={processes}"]
     arguments += ["--corpus", str(folder / "corpus"), "--out", str(folder / f"run-{processes}")]
     command = [sys.executable, "-m", "benchmarks.hangs_training", "--worker", ",".join(plants)]
     status = Supervisor(ThisMachine(), [*command, "--", *arguments], processes, note).run()
-    if status or len(said) != len(kinds):
-        sys.exit(f"the training ended with {status} after {len(said)} of {len(kinds)} hangs")
+    if status or len(notes) != len(kinds):
+        sys.exit(f"the training ended with {status} after {len(notes)} of {len(kinds)} hangs")
     begun = [float((planted / str(number)).read_text()) for number in range(len(kinds))]
     return [
         Found(kind, process, when - began, words)
-        for kind, process, (when, words), began in zip(kinds, culprits, said, begun, strict=True)
+        for kind, process, (when, words), began in zip(kinds, culprits, notes, begun, strict=True)
     ]
 
 

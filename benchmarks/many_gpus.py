@@ -34,6 +34,7 @@ SMALL = "moe_128e_12l"
 HIDING = "--xla_gpu_enable_latency_hiding_scheduler=true"  # off by default in XLA
 DEEP = 300  # seconds for a row of 36 layers, which needs more than 110 (docs/results/many-gpus.md)
 CASES: dict[str, list[dict[str, Any]]] = {
+    "pieces": [row(SMALL, 8, 128, 65_536, overlap=True)],  # every AllToAll, faster or not
     "overlap": [  # "grow" has the rows without
         row(SMALL, 8, 128, 65_536, overlap="auto"),
         row(
@@ -151,7 +152,7 @@ def _about(case: dict[str, Any]) -> tuple[Any, ...]:
 def _settings(case: dict[str, Any]) -> Iterator[str]:
     """What differs from the defaults."""
     if case.get("overlap"):
-        yield "overlap"
+        yield "overlap" if case["overlap"] == "auto" else "overlap everywhere"
     if "scheduler" in case:
         yield f"{case['scheduler']} scheduler"
     if case.get("exchange", "dtype") != "dtype":

@@ -199,11 +199,11 @@ def sized(dims: TransformerConfig, layers: int, model_dim: int) -> TransformerCo
     )
 
 
-def weights_that_listen(dims: TransformerConfig) -> dict[str, np.ndarray]:
+def distinct_weights(dims: TransformerConfig) -> dict[str, np.ndarray]:
     """Random weights with which every source has a translation of its own.
 
     With weights of the usual size all translations are one, and an answer that belongs to another
-    request could not be told from the right one: the decoder has to weigh the source more.
+    request would look like the right one: cross-attention has larger weights here.
     """
     arrays = random_weights(dims)
     return {name: 8 * a if "cross_attention.w" in name else a for name, a in arrays.items()}
@@ -230,7 +230,7 @@ def main(arguments: list[str] | None = None) -> None:
         prepare(folder, 1, 1)
         run = Run.open(folder / "prepared")
         dims = sized(run.model_config, given.layers, given.model_dim)
-        arrays = weights_that_listen(dims)
+        arrays = distinct_weights(dims)
         config = TranslateConfig(beam=1, rows=32, longest=32, most=32)
         translator = HostTranslator(HostModel(dims, arrays.__getitem__), run.tokenizer, config)
         texts = [words(n, "de") for n in range(100)]

@@ -169,6 +169,17 @@ def test_a_stopped_process_and_a_call_left_out_are_named():
 
 
 @pytest.mark.slow
+def test_a_missing_process_is_named_where_sizes_do_not_divide():
+    """Arguments are placed without a collective, in which the others would wait unseen."""
+    run = [sys.executable, "-m", "benchmarks.hangs", "--processes", "3"]
+    done = subprocess.run(
+        [*run, "--hangs", "1", "--kinds", "skip"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 of 1 hangs named right" in done.stdout
+
+
+@pytest.mark.slow
 def test_fifty_hangs_are_named():
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.hangs"], cwd=ROOT, capture_output=True, text=True
