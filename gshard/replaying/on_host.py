@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn
 
+from gshard._jax import without_mesh
 from gshard.graph.evaluate import bind
 
 KEPT = 400  # compiled operators: XLA needs 1.4 MB for each, and a training step has thousands
@@ -22,7 +23,8 @@ class OnHost:
 
     def __call__(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         """The results of an equation."""
-        with eqn.ctx.manager, jax.default_device(host()):
+        # An argument on a mesh of explicit axes leaves it in the context; here is one device.
+        with eqn.ctx.manager, without_mesh(), jax.default_device(host()):
             if eqn.effects:
                 try:
                     return bind(eqn, values)
