@@ -21,7 +21,7 @@ def share(plan: Jaxpr) -> Jaxpr:
     for eqn in plan.eqns:
         eqn = renamed(eqn, names) if names else eqn
         node = node_of(eqn)
-        if node is not None:
+        if node is not None and not node.reason.is_asked:
             (out,) = eqn.outvars
             first = made.setdefault((node.unexplained(), eqn.invars[0]), out)
             if first is not out:

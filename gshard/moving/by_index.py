@@ -17,7 +17,7 @@ from jax import lax
 
 from gshard.graph.reason import Reason
 from gshard.graph.source import unlikely
-from gshard.moving.collectives import Groups, all_to_all
+from gshard.moving.collectives import Members, all_to_all
 from gshard.tensors.devices import Place
 
 _DROPPED = 2**30  # the row of an update that is dropped
@@ -47,7 +47,7 @@ def send_rows(
     transfers: RowTransfers,
     number: jax.Array | int,
     tiles: int,
-    groups: Groups,
+    groups: Members,
     into: jax.Array,
     put: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     reason: Reason,

@@ -1,4 +1,4 @@
-"""The five communication primitives (section 3.3.1) over arbitrary groups of devices.
+"""The five communication primitives (section 3.3.1) over arbitrary groups of devices, as nodes.
 
 Groups are lists of device ids of one size, in the order in which members take part. They need not
 cover all devices: the others are in additional groups whose results are unused, because XLA needs
@@ -7,8 +7,11 @@ every device in a group of the same size.
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,102 +20,241 @@ from jax import lax
 
 from gshard.graph.reason import Reason
 from gshard.graph.source import because
-from gshard.tensors.devices import Place
+from gshard.moving.nodes import Node, communicate
+from gshard.tensors.devices import Groups, Place
 from gshard.tensors.keys import as_integers, is_key
+from gshard.tensors.tile import byte_size
 
-Groups = Sequence[Sequence[int]]
-
-
-def all_reduce(place: Place, x: jax.Array, groups: Groups, kind: str, reason: Reason) -> jax.Array:
-    """Combine the group's values by `kind`: sum, max or min. Every member gets the result."""
-    reduce = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[kind]
-    with because(reason):
-        return reduce(x, place.axes, axis_index_groups=_index_groups(place, groups, even=False))
+Members = Sequence[Sequence[int]]
 
 
-def all_gather(place: Place, x: jax.Array, dim: int, groups: Groups, reason: Reason) -> jax.Array:
+def sent_bytes(kind: str, size: int, members: int) -> int:
+    """What one of `members` devices sends, each of which has an operand of `size` bytes."""
+    if kind == "collective_permute":
+        return size
+    if kind == "all_gather":
+        return size * (members - 1)
+    times = 2 if kind == "all_reduce" else 1
+    return times * size * (members - 1) // members
+
+
+@dataclass(frozen=True)
+class CollectiveNode(Node):
+    """A node that is one collective; `groups` has every device once. Named as in XLA's programs."""
+
+    needs_device: ClassVar[bool] = False
+    groups: Groups
+
+    def sent(self, local: tuple[int, ...], dtype: Any) -> int:
+        """What a member of the largest group sends."""
+        size, members = byte_size(local, dtype), max(map(len, self.groups))
+        return sent_bytes(self.name.replace("-", "_"), size, members)
+
+    def run(self, place: Place, array: jax.Array) -> jax.Array:
+        """One call of `lax`."""
+        with because(self.reason):
+            return self.bound(array, place.axes, self.listed())
+
+    @abc.abstractmethod
+    def bound(
+        self, x: jax.Array, axes: tuple[str, ...], groups: list[list[int]] | None
+    ) -> jax.Array:
+        """The result, for groups as JAX takes them."""
+
+    def listed(self) -> list[list[int]] | None:
+        """The groups as JAX takes them: None for all devices in their order."""
+        everyone = self.groups == (tuple(range(len(self.groups[0]))),)
+        return None if everyone else [list(g) for g in self.groups]
+
+    def __str__(self) -> str:
+        return f"over {max(map(len, self.groups))}"
+
+
+@dataclass(frozen=True)
+class AllReduce(CollectiveNode):
+    """The members' values combined by `kind`: sum, max or min."""
+
+    name: ClassVar[str] = "all-reduce"
+    kind: str
+
+    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        """As large as the operand."""
+        return local
+
+    def bound(
+        self, x: jax.Array, axes: tuple[str, ...], groups: list[list[int]] | None
+    ) -> jax.Array:
+        """An AllReduce."""
+        reduce = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[self.kind]
+        return reduce(x, axes, axis_index_groups=groups)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {super().__str__()}"
+
+
+@dataclass(frozen=True)
+class _AlongDim(CollectiveNode):
+    dim: int
+
+    def __str__(self) -> str:
+        return f"dim {self.dim} {super().__str__()}"
+
+
+@dataclass(frozen=True)
+class AllGather(_AlongDim):
     """The members' tiles, concatenated along `dim` in the group's order."""
-    with because(reason):
-        if not _covers_evenly(place, groups):
-            return _gather_by_sum(place, x, dim, groups)
-        listed = _index_groups(place, groups)
-        raw, back = as_integers(x)
-        return back(lax.all_gather(raw, place.axes, axis=dim, tiled=True, axis_index_groups=listed))
+
+    name: ClassVar[str] = "all-gather"
+
+    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        """All members' rows."""
+        return (
+            *local[: self.dim],
+            local[self.dim] * len(self.groups[0]),
+            *local[self.dim + 1 :],
+        )
+
+    def bound(
+        self, x: jax.Array, axes: tuple[str, ...], groups: list[list[int]] | None
+    ) -> jax.Array:
+        """An AllGather."""
+        return lax.all_gather(x, axes, axis=self.dim, tiled=True, axis_index_groups=groups)
 
 
-def all_to_all(place: Place, x: jax.Array, groups: Groups, reason: Reason) -> jax.Array:
+@dataclass(frozen=True)
+class ReduceScatter(_AlongDim):
+    """The sum over the members, of which member j keeps the j-th part of `dim`."""
+
+    name: ClassVar[str] = "reduce-scatter"
+
+    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        """A member's rows."""
+        rows = local[self.dim] // len(self.groups[0])
+        return (*local[: self.dim], rows, *local[self.dim + 1 :])
+
+    def bound(
+        self, x: jax.Array, axes: tuple[str, ...], groups: list[list[int]] | None
+    ) -> jax.Array:
+        """A ReduceScatter."""
+        return lax.psum_scatter(
+            x, axes, scatter_dimension=self.dim, tiled=True, axis_index_groups=groups
+        )
+
+
+@dataclass(frozen=True)
+class AllToAll(CollectiveNode):
+    """Piece j of the leading dim for member j; received pieces are in member order."""
+
+    name: ClassVar[str] = "all-to-all"
+
+    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        """As many pieces as were sent."""
+        return local
+
+    def bound(
+        self, x: jax.Array, axes: tuple[str, ...], groups: list[list[int]] | None
+    ) -> jax.Array:
+        """An AllToAll."""
+        return lax.all_to_all(x, axes, 0, 0, tiled=True, axis_index_groups=groups)
+
+
+@dataclass(frozen=True)
+class CollectivePermute(Node):
+    """Sent along (source, destination) `pairs`; zeros where nothing arrives."""
+
+    name: ClassVar[str] = "collective-permute"
+    needs_device: ClassVar[bool] = False
+    pairs: tuple[tuple[int, int], ...]
+
+    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        """As large as the operand."""
+        return local
+
+    def sent(self, local: tuple[int, ...], dtype: Any) -> int:
+        """All of the operand."""
+        return byte_size(local, dtype)
+
+    def run(self, place: Place, array: jax.Array) -> jax.Array:
+        """One call of `lax`."""
+        with because(self.reason):
+            return lax.ppermute(array, place.axes, list(self.pairs))
+
+    def __str__(self) -> str:
+        return f"among {len({d for pair in self.pairs for d in pair})}"
+
+
+def all_reduce(place: Place, x: jax.Array, groups: Members, kind: str, reason: Reason) -> jax.Array:
+    """Combine the group's values by `kind`: sum, max or min. Every member gets the result."""
+    x = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x  # as `lax.psum` does
+    return communicate(AllReduce(reason, _covering(place, groups, even=False), kind), x, place)
+
+
+def all_gather(place: Place, x: jax.Array, dim: int, groups: Members, reason: Reason) -> jax.Array:
+    """The members' tiles, concatenated along `dim` in the group's order."""
+    if not _covers_evenly(place, groups):
+        return _gather_by_sum(place, x, dim, groups, reason)
+    raw, back = as_integers(x)
+    return back(communicate(AllGather(reason, _covering(place, groups), dim), raw, place))
+
+
+def all_to_all(place: Place, x: jax.Array, groups: Members, reason: Reason) -> jax.Array:
     """Send piece j of the leading dim to member j; received pieces are in member order."""
-    with because(reason):
-        if not _covers_evenly(place, groups):
-            everything = _gather_by_sum(place, x[None], 0, groups)
-            mine = place.lookup(_rank_in_group(place, groups))
-            return lax.dynamic_index_in_dim(everything, mine, axis=1, keepdims=False)
-        listed = _index_groups(place, groups)
-        raw, back = as_integers(x)
-        return back(lax.all_to_all(raw, place.axes, 0, 0, tiled=True, axis_index_groups=listed))
+    if not _covers_evenly(place, groups):
+        everything = _gather_by_sum(place, x[None], 0, groups, reason)
+        mine = place.lookup(_rank_in_group(place, groups))
+        return lax.dynamic_index_in_dim(everything, mine, axis=1, keepdims=False)
+    raw, back = as_integers(x)
+    return back(communicate(AllToAll(reason, _covering(place, groups)), raw, place))
 
 
 def reduce_scatter(
-    place: Place, x: jax.Array, dim: int, groups: Groups, reason: Reason
+    place: Place, x: jax.Array, dim: int, groups: Members, reason: Reason
 ) -> jax.Array:
     """The sum over the group; member j keeps the j-th part of `dim`."""
-    with because(reason):
-        if not _covers_evenly(place, groups):
-            size = x.shape[dim] // len(groups[0])
-            whole = lax.psum(
-                x, place.axes, axis_index_groups=_index_groups(place, groups, even=False)
-            )
-            start = place.lookup(_rank_in_group(place, groups) * size)
-            return lax.dynamic_slice_in_dim(whole, start, size, dim)
-        return lax.psum_scatter(
-            x,
-            place.axes,
-            scatter_dimension=dim,
-            tiled=True,
-            axis_index_groups=_index_groups(place, groups),
-        )
+    if not _covers_evenly(place, groups):
+        size = x.shape[dim] // len(groups[0])
+        whole = all_reduce(place, x, groups, "sum", reason)
+        start = place.lookup(_rank_in_group(place, groups) * size)
+        return lax.dynamic_slice_in_dim(whole, start, size, dim)
+    return communicate(ReduceScatter(reason, _covering(place, groups), dim), x, place)
 
 
 def collective_permute(
     place: Place, x: jax.Array, pairs: Sequence[tuple[int, int]], reason: Reason
 ) -> jax.Array:
     """Send along the (source, destination) pairs; zeros where nothing arrives."""
-    with because(reason):
-        raw, back = as_integers(x)
-        return back(lax.ppermute(raw, place.axes, list(pairs)))
+    raw, back = as_integers(x)
+    return back(communicate(CollectivePermute(reason, tuple(pairs)), raw, place))
 
 
-def _covers_evenly(place: Place, groups: Groups) -> bool:
+def _covers_evenly(place: Place, groups: Members) -> bool:
     idle = place.num_devices - sum(map(len, groups))
     return idle % len(groups[0]) == 0
 
 
-def _index_groups(place: Place, groups: Groups, even: bool = True) -> list[list[int]] | None:
-    """Groups for JAX, which must cover all devices; None for a single group in device order."""
+def _covering(place: Place, groups: Members, even: bool = True) -> Groups:
+    """The groups, and groups of the devices that are in none of them."""
     return _with_idle(tuple(map(tuple, groups)), place.num_devices, even)
 
 
 @functools.lru_cache(maxsize=256)
-def _with_idle(
-    groups: tuple[tuple[int, ...], ...], num_devices: int, even: bool
-) -> list[list[int]] | None:
-    listed = [list(g) for g in groups]
-    if listed == [list(range(num_devices))]:
-        return None
-    members = {d for g in listed for d in g}
-    idle = [d for d in range(num_devices) if d not in members]
-    size = len(listed[0]) if even else 1
-    return listed + [idle[i : i + size] for i in range(0, len(idle), size)]
+def _with_idle(groups: Groups, num_devices: int, even: bool) -> Groups:
+    members = {d for g in groups for d in g}
+    idle = tuple(d for d in range(num_devices) if d not in members)
+    size = len(groups[0]) if even else 1
+    return groups + tuple(idle[i : i + size] for i in range(0, len(idle), size))
 
 
-def _rank_in_group(place: Place, groups: Groups) -> np.ndarray:
+def _rank_in_group(place: Place, groups: Members) -> np.ndarray:
     rank = np.zeros(place.num_devices, np.int32)
     for group in groups:
         rank[list(group)] = np.arange(len(group))
     return rank
 
 
-def _gather_by_sum(place: Place, x: jax.Array, dim: int, groups: Groups) -> jax.Array:
+def _gather_by_sum(
+    place: Place, x: jax.Array, dim: int, groups: Members, reason: Reason
+) -> jax.Array:
     """An all-gather for groups that omit an odd number of devices: a sum of disjoint parts.
 
     Sums allow groups of any size. The parts are sent as integers, so that no bit changes.
@@ -122,18 +264,17 @@ def _gather_by_sum(place: Place, x: jax.Array, dim: int, groups: Groups) -> jax.
     shape[dim] *= len(groups[0])
     start = place.lookup(_rank_in_group(place, groups) * x.shape[dim])
     mine = lax.dynamic_update_slice_in_dim(jnp.zeros(shape, bits.dtype), bits, start, dim)
-    whole = lax.psum(mine, place.axes, axis_index_groups=_index_groups(place, groups, even=False))
-    return back(whole)
+    return back(all_reduce(place, mine, groups, "sum", reason))
 
 
-def merge_disjoint(place: Place, x: jax.Array, groups: Groups, reason: Reason) -> jax.Array:
+def merge_disjoint(place: Place, x: jax.Array, groups: Members, reason: Reason) -> jax.Array:
     """The members' disjoint parts of one array, merged by a sum; the others have zeros there."""
     bits, back = _as_bits(x)
     return back(all_reduce(place, bits, groups, "sum", reason))
 
 
 def scatter_disjoint(
-    place: Place, x: jax.Array, dim: int, groups: Groups, reason: Reason
+    place: Place, x: jax.Array, dim: int, groups: Members, reason: Reason
 ) -> jax.Array:
     """`merge_disjoint`, scattered: member j keeps the j-th part of `dim`."""
     bits, back = _as_bits(x)

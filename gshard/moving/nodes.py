@@ -27,6 +27,7 @@ class Node(abc.ABC):
     """A communication step: what one device sends, and its result."""
 
     name: ClassVar[str]
+    needs_device: ClassVar[bool] = True  # whether its code depends on the number of the device
     reason: Reason
 
     @abc.abstractmethod
@@ -52,7 +53,16 @@ class Node(abc.ABC):
 
 def communicate(node: Node, array: jax.Array, place: Place) -> jax.Array:
     """Add a node to the plan that is being traced; returns its result."""
-    return _primitive(type(node)).bind(array, place.device_id(), node=node)
+    if not place.planned:
+        return node.run(place, array)
+    if node.needs_device:
+        return _primitive(type(node)).bind(array, place.device_id(), node=node)
+    return add_node(node, array)
+
+
+def add_node(node: Node, array: jax.Array) -> jax.Array:
+    """`communicate` for a node that does not need the number of the device."""
+    return _primitive(type(node)).bind(array, node=node)
 
 
 def node_of(eqn: JaxprEqn) -> Node | None:
@@ -84,5 +94,5 @@ def _primitive(kind: type[Node]) -> Primitive:
     return _PRIMITIVES[kind.name]
 
 
-def _result_aval(array: Any, device: Any, *, node: Node) -> ShapedArray:
+def _result_aval(array: Any, *device: Any, node: Node) -> ShapedArray:
     return ShapedArray(node.result(array.shape), array.dtype)

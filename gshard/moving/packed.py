@@ -13,74 +13,81 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from gshard.graph.evaluate import bind
-from gshard.graph.source import because, on_behalf_of, reason_of
+from gshard.graph.source import because, on_behalf_of
 from gshard.moving import costs
+from gshard.moving.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    CollectiveNode,
+    ReduceScatter,
+)
+from gshard.moving.nodes import add_node, node_of
 
 
 def run_together(
     eqns: Sequence[JaxprEqn], values: Sequence[jax.Array], by_exchange: bool = False
 ) -> list[jax.Array]:
-    """The results of collectives that differ only in their operands and dims."""
+    """The results of nodes that are collectives and differ only in their operands and dims."""
+    nodes: list[Any] = [node_of(eqn) for eqn in eqns]
     rows = []
-    for eqn, x in zip(eqns, values, strict=True):
-        with on_behalf_of(eqn):
-            rows.append(_as_rows(eqn, x))
-    first = eqns[0]
-    scattered, gathered = (first.primitive.name == n for n in ("reduce_scatter", "all_gather"))
-    reason = replace(reason_of(first), values=len(eqns))
-    with on_behalf_of(first), because(reason):
+    for eqn, node, x in zip(eqns, nodes, values, strict=True):
+        with on_behalf_of(eqn), because(node.reason):
+            rows.append(_as_rows(node, x))
+    node = replace(nodes[0], reason=replace(nodes[0].reason, values=len(eqns)))
+    with on_behalf_of(eqns[0]), because(node.reason):
         packed = lax.concatenate(rows, rows[0].ndim - 1)
         if by_exchange:
-            whole = _exchanged(first, packed)
-        elif scattered:
-            (whole,) = bind(first, [lax.reshape(packed, (packed.size,))], scatter_dimension=0)
-        elif gathered:
-            (whole,) = bind(first, [packed], all_gather_dimension=0)
+            whole = _exchanged(node, packed)
+        elif isinstance(node, ReduceScatter):
+            whole = add_node(replace(node, dim=0), lax.reshape(packed, (packed.size,)))
+        elif isinstance(node, AllGather):
+            whole = add_node(replace(node, dim=0), packed)
             whole = lax.reshape(whole, (whole.size // packed.size, packed.size))
         else:
-            (whole,) = bind(first, [packed])
+            whole = add_node(node, packed)
     results, start = [], 0
-    for eqn, row in zip(eqns, rows, strict=True):
+    for eqn, node, row in zip(eqns, nodes, rows, strict=True):
         end = start + row.shape[-1]
-        with on_behalf_of(eqn):
-            results.append(_as_result(eqn, lax.slice_in_dim(whole, start, end, axis=-1)))
+        with on_behalf_of(eqn), because(node.reason):
+            part = lax.slice_in_dim(whole, start, end, axis=-1)
+            results.append(_as_result(eqn, node, part))
         start = end
     return results
 
 
-def can_be_exchanged(eqn: JaxprEqn) -> bool:
+def can_be_exchanged(node: CollectiveNode) -> bool:
     """Whether a collective can be made of AllToAlls: they take groups of one size."""
-    return len({len(g) for g in eqn.params.get("axis_index_groups") or [()]}) == 1
+    return len(set(map(len, node.groups))) == 1
 
 
-def _exchanged(eqn: JaxprEqn, packed: jax.Array) -> jax.Array:
-    """The collective `eqn` of all operands, made of AllToAlls; an AllReduce may be padded.
+def _exchanged(node: CollectiveNode, packed: jax.Array) -> jax.Array:
+    """The collective of all operands, made of AllToAlls; an AllReduce may be padded.
 
     In an AllReduce each member sums one part and sends the sum to all others. Few numbers are sent
     to all members in one step.
     """
-    params, name = eqn.params, eqn.primitive.name
-    axes, groups = params.get("axes", params.get("axis_name")), params.get("axis_index_groups")
+    members = len(node.groups[0])
 
     def exchange(rows: jax.Array) -> jax.Array:
-        return lax.all_to_all(rows, axes, 0, 0, tiled=True, axis_index_groups=groups)
+        return add_node(AllToAll(node.reason, node.groups), rows)
 
     def to_all(x: jax.Array) -> jax.Array:
         return exchange(lax.broadcast(x, (members,)))
 
-    members = len(groups[0]) if groups else lax.axis_size(axes)
-    if name == "all_gather":
+    if isinstance(node, AllGather):
         return to_all(packed)
-    if name == "reduce_scatter":
+    if isinstance(node, ReduceScatter):
         return _reduced(exchange(packed), lax.reduce_sum)
-    reduce = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}[name]
+    assert isinstance(node, AllReduce)
+    reduce = {"sum": lax.reduce_sum, "max": lax.reduce_max, "min": lax.reduce_min}[node.kind]
     if packed.size <= 2 or packed.nbytes * members <= costs.AT_ONCE:
         return _reduced(lax.reshape(to_all(packed), (members, packed.size)), reduce)
     parts = lax.pad(packed, packed.dtype.type(0), [(0, -packed.size % members, 0)])
@@ -96,32 +103,22 @@ def _reduced(rows: jax.Array, reduce: Callable[..., jax.Array]) -> jax.Array:
     return reduce(wide, (0,)).astype(rows.dtype)
 
 
-def _members(eqn: JaxprEqn) -> tuple[int, int]:
-    """The dim of the members' parts, and the number of members."""
-    small, large = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    dim = eqn.params.get("all_gather_dimension", eqn.params.get("scatter_dimension"))
-    if eqn.primitive.name == "reduce_scatter":
-        small, large = large, small
-    return dim, large[dim] // max(small[dim], 1)
-
-
-def _as_rows(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
+def _as_rows(node: CollectiveNode, x: jax.Array) -> jax.Array:
     """An operand flattened; for a ReduceScatter, one row per member's part of the result."""
-    if eqn.primitive.name != "reduce_scatter":
+    if not isinstance(node, ReduceScatter):
         return lax.reshape(x, (x.size,))
-    dim, members = _members(eqn)
+    dim, members = node.dim, len(node.groups[0])
     shape = (*x.shape[:dim], members, x.shape[dim] // members, *x.shape[dim + 1 :])
     return lax.reshape(_moved(lax.reshape(x, shape), dim, 0), (members, x.size // members))
 
 
-def _as_result(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
+def _as_result(eqn: JaxprEqn, node: CollectiveNode, x: jax.Array) -> jax.Array:
     """The inverse, for the result."""
     shape = eqn.outvars[0].aval.shape
-    if eqn.primitive.name != "all_gather":
+    if not isinstance(node, AllGather):
         return lax.reshape(x, shape)
-    dim, members = _members(eqn)
-    parts = lax.reshape(x, (members, *eqn.invars[0].aval.shape))
-    return lax.reshape(_moved(parts, 0, dim), shape)
+    parts = lax.reshape(x, (len(node.groups[0]), *eqn.invars[0].aval.shape))
+    return lax.reshape(_moved(parts, 0, node.dim), shape)
 
 
 def _moved(x: jax.Array, dim: int, to: int) -> jax.Array:

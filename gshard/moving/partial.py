@@ -22,7 +22,7 @@ from gshard.moving.fixed_tree import tree_all_reduce, tree_all_reduce_bytes, tre
 from gshard.moving.nodes import Node, communicate
 from gshard.moving.ordered import sortable
 from gshard.moving.plan import reshard_cost
-from gshard.moving.sent import exchanged, gathered, retile_elements, scattered, sent_bytes
+from gshard.moving.sent import exchanged, gathered, retile_elements, scattered
 from gshard.tensors.devices import Groups, Place, groups_by
 from gshard.tensors.factors import Dim, Factors
 from gshard.tensors.sharding import Sharding, Split, compatible
@@ -137,7 +137,7 @@ def reduce_bytes(
         moved = exchanged if kind == "tree" else scattered
         sent += moved(padded, parts, devices // parts, devices)
         if parts < size:
-            sent += sent_bytes("all_reduce", padded // parts, size // parts)
+            sent += collectives.sent_bytes("all_reduce", padded // parts, size // parts)
         return sent
     groups = 1
     if _has_idle_copies(here):
@@ -150,7 +150,7 @@ def reduce_bytes(
         return gathered(nbytes, size, groups, devices)
     pairs = kind in ("max", "min") and jnp.issubdtype(dtype, jnp.complexfloating)
     halves = 2 if pairs else 1
-    return halves * sent_bytes("all_reduce", nbytes // halves, size)
+    return halves * collectives.sent_bytes("all_reduce", nbytes // halves, size)
 
 
 def combine(place: Place, tile: Tile, kind: str, target: Sharding, name: str = "") -> Tile:

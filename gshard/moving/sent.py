@@ -11,20 +11,11 @@ import math
 from collections.abc import Sequence
 
 from gshard.moving.boxes import plan_boxes
+from gshard.moving.collectives import sent_bytes
 from gshard.moving.exchange import group_size, kept_tiles
 from gshard.tensors.sharding import Sharding
 
 Shape = tuple[int, ...]
-
-
-def sent_bytes(kind: str, size: int, members: int) -> int:
-    """What one of `members` devices sends, each of which has an operand of `size` bytes."""
-    if kind == "collective_permute":
-        return size
-    if kind == "all_gather":
-        return size * (members - 1)
-    times = 2 if kind == "all_reduce" else 1
-    return times * size * (members - 1) // members
 
 
 def gathered(size: int, members: int, groups: int, num_devices: int) -> int:

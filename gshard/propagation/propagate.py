@@ -119,7 +119,7 @@ def propagate(
 def _for_many_collectives(of: Machine) -> Machine:
     """The cost model for estimates that count small collectives one by one.
 
-    They will be combined (`emission.combine`), so that each has only a fraction of the latency.
+    They will be combined (`improve.combine`), so that each has only a fraction of the latency.
     """
     return replace(of, latency=min(of.latency, MACHINE.latency))
 

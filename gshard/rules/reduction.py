@@ -74,7 +74,7 @@ def _partition_custom(
     tiles: list[Tile],
     targets: list[Sharding],
     prepare: Callable[[list[Tile]], Any],
-    finish: Callable[[Any, collectives.Groups], Sequence[jax.Array]],
+    finish: Callable[[Any, collectives.Members], Sequence[jax.Array]],
 ) -> list[Tile]:
     """Choose splits as for a maximum, reduce locally with `prepare`, combine with `finish`."""
     factors = reduce_factors(eqn, "max")
@@ -125,7 +125,7 @@ def _arg_reduce(
         )
 
     def finish(
-        parts: tuple[jax.Array, jax.Array], groups: collectives.Groups
+        parts: tuple[jax.Array, jax.Array], groups: collectives.Members
     ) -> Sequence[jax.Array]:
         value, index = parts
         reason = Reason("step", eqn.primitive.name, f"winners of {len(groups[0])} devices")
@@ -172,7 +172,9 @@ def _generic_reduce(
         )
         return fold(flags, [v.array for v in values], [i.array for i in inits], dims), inits
 
-    def finish(parts: tuple[Arrays, list[Tile]], groups: collectives.Groups) -> Sequence[jax.Array]:
+    def finish(
+        parts: tuple[Arrays, list[Tile]], groups: collectives.Members
+    ) -> Sequence[jax.Array]:
         folded, inits = parts
         reason = Reason("step", eqn.primitive.name, f"partial results of {len(groups[0])} devices")
         gathered = [

@@ -14,14 +14,15 @@ from jax.sharding import AbstractMesh, Mesh
 
 from gshard import _jax, recording
 from gshard.emission import emit
-from gshard.emission.combine import combined
 from gshard.emission.record import recorded
 from gshard.explanation import Subject
 from gshard.graph import map_bodies
 from gshard.graph.evaluate import bind, evaluate
 from gshard.graph.history import History
+from gshard.improve.combine import combine
+from gshard.improve.expand import expand
 from gshard.moving import inventory as explain
-from gshard.planning.plan import Plan
+from gshard.planning.plan import Plan, plan_note
 from gshard.replaying.emitted import Emitted
 from gshard.runtime.arrange import Arrangement
 from gshard.runtime.ports import Port
@@ -202,12 +203,14 @@ def finish(
     original: ClosedJaxpr,
     names: tuple[str, ...],
 ) -> Program:
-    """Emit a plan and combine small collectives: the function that XLA compiles."""
+    """Combine the small collectives of a plan, and emit it: the function that XLA compiles."""
     mesh, mapped = arranged.mesh, arranged.mapped
-    jaxpr = emit(arranged.plan.jaxpr, dict(mesh.shape), arranged.seen.same)
+    jaxpr = expand(arranged.plan.jaxpr, dict(mesh.shape), arranged.seen.same)
+    history.add("expand", jaxpr, plan_note)
+    jaxpr = combine(jaxpr, mesh)
+    history.add("combine", jaxpr, plan_note)
+    jaxpr = emit(jaxpr, dict(mesh.shape))
     history.add("emit", jaxpr, explain.collective_note)
-    jaxpr = combined(jaxpr, mesh)
-    history.add("combine", jaxpr, explain.collective_note)
     place = recording.folder(mesh.devices.flat[0].platform) if isinstance(mesh, Mesh) else None
     if place is not None:
         recorder = recording.recorder(place, jax.process_index())

@@ -129,7 +129,7 @@ class Stacks:
         return PartitionSpec(*[None] * len(atom.aval.shape), self.mesh.axis_names)
 
     def _place(self) -> Place:
-        return Place(self.mesh.axis_names, self.mesh.size)
+        return Place(self.mesh.axis_names, self.mesh.size, planned=False)
 
     def _mapped(self, fn: Callable[..., Any], into: Sequence[Any], out_of: Any) -> Any:
         return jax.shard_map(

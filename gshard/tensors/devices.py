@@ -7,7 +7,7 @@ by the device's own number.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -67,10 +67,11 @@ class Place:
     num_devices: int
     known: dict[Any, Any] = field(default_factory=dict, compare=False)
     made: dict[Any, Any] = field(default_factory=dict, compare=False)  # `moving.recompute.Made`
+    planned: bool = True  # False: collectives are called at once, and are not nodes of a plan
 
     def inner(self) -> Place:
         """The same devices for the body of a loop or branch, which may not leak values out."""
-        return Place(self.axes, self.num_devices, dict(self.known), dict(self.made))
+        return replace(self, known=dict(self.known), made=dict(self.made))
 
     def device_id(self) -> jax.Array:
         """The id of this device, at run time."""

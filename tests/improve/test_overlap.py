@@ -40,7 +40,7 @@ def arrays(shapes):
 def programs(fn, shapes, **how):
     """The plan before the pass, and after it without what nothing reads any more."""
     found = gshard.jit(fn, **how).lower(*arrays(shapes))._program.history.programs
-    assert list(found)[-5:-2] == ["share", "overlap", "drop_unused"], list(found)
+    assert list(found)[-6:-3] == ["share", "overlap", "drop_unused"], list(found)
     return found["share"], found["drop_unused"]
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import gshard
+from gshard import manual
 from gshard.moving.nodes import node_of
 from tests.oracle import check, even_split, kinds
 
@@ -53,3 +54,14 @@ def test_windows_that_are_asked_for_twice_in_a_loop():
     found = stages(image, jnp.ones((1, 4, 32)), jnp.ones((4, 4, 3)))
     (body,) = [eqn.params["jaxpr"].jaxpr for eqn in found["share"].eqns if "jaxpr" in eqn.params]
     assert nodes(body).count("halo") == 1
+
+
+def test_collectives_of_a_manual_region_stay():
+    """The user wrote both."""
+
+    def both(x):
+        part = gshard.auto_to_manual_spmd_partition(gshard.split(x, 0, 8))
+        total = manual.all_reduce(part) * manual.all_reduce(part)
+        return gshard.manual_to_auto_spmd_partition(total, even_split(1, 0, 8))
+
+    assert nodes(stages(both, jnp.ones(16))["share"]) == ["all-reduce", "all-reduce"]

@@ -1,12 +1,17 @@
-"""What is planned is what is sent: every node of a plan, to the byte, and in all."""
+"""What is planned is what is sent: every node of a plan, to the byte, and in all.
+
+That holds for the reshards and reductions of the plan, and for the combined collectives in its
+place just before emission.
+"""
 
 import jax
 import jax.numpy as jnp
 
+from gshard.emission import emit
 from gshard.graph.regions import walk
 from gshard.moving.inventory import collectives_of
 from gshard.moving.nodes import node_of
-from gshard.planning.plan import node_bytes
+from gshard.planning.plan import Plan, node_bytes
 from gshard.tensors.devices import Place
 
 
@@ -20,16 +25,20 @@ def carried_out(node, aval, devices):
     traced = jax.make_jaxpr(run, axis_env=[("d", devices)])(*types)
     (result,) = traced.out_avals
     assert result.shape == node.result(tuple(aval.shape))
-    return sum(c.total_bytes for c in collectives_of(traced.jaxpr, devices))
+    return sum(c.total_bytes for c in collectives_of(emit(traced.jaxpr, {"d": devices}), devices))
 
 
 def assert_planned_is_sent(lowered):
     """Assert that the bytes of each node, and of all, are those of the emitted program."""
-    plan = lowered.plan
+    plan, programs = lowered.plan, lowered._program.history.programs
     for eqn in walk(plan.jaxpr):
         node = node_of(eqn)
         if node is not None:
             sent = carried_out(node, eqn.invars[0].aval, plan.num_devices)
             assert node_bytes(node, eqn) == sent, (node, eqn.invars[0].aval)
-    emitted = lowered._program.history.programs["emit"]
-    assert plan.bytes == sum(c.total_bytes for c in collectives_of(emitted, plan.num_devices))
+    assert plan.bytes == Plan(programs["expand"], plan.num_devices).bytes
+    combined = Plan(programs["combine"], plan.num_devices).sends
+    emitted = collectives_of(programs["emit"], plan.num_devices)
+    assert [(s.kind.replace("-", "_"), s.bytes, s.count, s.reason) for s in combined] == [
+        (c.kind, c.bytes, c.count, c.why) for c in emitted
+    ]

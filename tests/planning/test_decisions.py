@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from jax import lax
 
 import gshard
-from gshard.emission.combine import combinations_of
 from gshard.graph.reason import Reason
 from gshard.graph.regions import walk
-from gshard.graph.source import because
+from gshard.improve.combine import combinations_of
 from gshard.moving import costs, rows
+from gshard.moving.collectives import AllReduce
+from gshard.moving.nodes import add_node
 from gshard.moving.partial import _in_pairs
 from gshard.rules.changes import Slice
 from gshard.rules.slicing import _candidates, _cost
@@ -111,13 +112,14 @@ def test_the_mesh_is_one_that_expresses_most_arrays(tiles, crossed):
 def test_a_large_collective_is_not_copied_to_be_combined():
     largest = costs.machine().latency * costs.machine().memory_per_byte / 2
 
+    node = AllReduce(Reason("result", "dot_general"), (tuple(range(D)),), "sum")
+
     def fn(*arrays):
-        with because(Reason("result", "dot_general")):
-            return [lax.psum(x, "d") for x in arrays]
+        return [add_node(node, x) for x in arrays]
 
     small, large = (jnp.zeros(4), jnp.zeros(int(largest) // 4 + 1))
     arrays = [small, large, small * 2, large * 2]
-    traced = jax.make_jaxpr(fn, axis_env=[("d", D)])(*arrays)
+    traced = jax.make_jaxpr(fn)(*arrays)
     (found,) = combinations_of(traced.jaxpr)
     assert [e.outvars[0].aval.shape for e in found.members] == [(4,), (4,)]
 

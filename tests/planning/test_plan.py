@@ -95,12 +95,14 @@ def test_a_dump_has_a_file_for_every_stage(tmp_path):
         "07-plan",
         "08-share",
         "09-drop_unused",
-        "10-emit",
+        "10-expand",
         "11-combine",
+        "12-emit",
     ]
     composed = paths[2].read_text()
     (line,) = [line for line in composed.split("\n") if "concatenate_slices" in line]
     assert line.startswith(">")
     assert "# not applied: no ragged product" in paths[5].read_text()
     assert "align[" in paths[7].read_text()
-    assert "ppermute[" in paths[10].read_text()
+    assert "collective-permute[" in paths[10].read_text()
+    assert "ppermute[" in paths[12].read_text()

@@ -1,4 +1,4 @@
-"""The combiner of small collectives of one kind.
+"""A pass over a plan that combines small collectives of one kind.
 
 Each collective has a latency, whatever its size. Where the operands of several are ready before the
 result of the first is needed, one collective replaces them (`moving/packed.py`): 19 small gradients
@@ -12,8 +12,7 @@ are summed by one AllReduce. It must not cost more than it saves:
    the program's own order had the collective. Only elementwise work is moved.
 
 AllReduce, AllGather and ReduceScatter are combined, in the bodies of loops too. Collectives that
-the user wrote in a manual region are not changed. Equations are only reordered: only what a
-combination adds is traced.
+the user wrote in a manual region are not changed. Other equations are only reordered.
 
 Between processes on CPUs (Gloo) these three are rings, and every step wakes another process: an
 AllReduce of 8 devices takes as long as four AllToAlls, however small it is. There they are replaced
@@ -30,18 +29,17 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import Mesh
 
-from gshard._jax import shard_map_p
 from gshard.forecast.ops import APART, LOOPS, PRODUCTS, size_of
 from gshard.graph.liveness import renamed
-from gshard.graph.reason import NO_REASON
 from gshard.graph.regions import bodies, map_bodies
-from gshard.graph.source import reason_of
+from gshard.moving.collectives import AllGather, AllReduce, CollectiveNode, ReduceScatter
 from gshard.moving.costs import EXCHANGED, LATENCIES, machine
+from gshard.moving.inventory import COLLECTIVES
+from gshard.moving.nodes import node_of
 from gshard.moving.packed import can_be_exchanged, run_together
 from gshard.tensors.meshes import AnyMesh
 
-_COMBINED = {"psum", "pmax", "pmin", "all_gather", "reduce_scatter"}
-_HEAVY = APART | PRODUCTS | LOOPS | _COMBINED | {"psum_invariant", "all_to_all", "ppermute"}
+_HEAVY = APART | PRODUCTS | LOOPS | COLLECTIVES.keys()
 _LIGHT = {
     "add", "add_any", "broadcast_in_dim", "convert_element_type", "div", "exp", "integer_pow",
     "max", "mul", "neg", "reduce_sum", "reshape", "rsqrt", "select_n", "slice", "sqrt", "squeeze",
@@ -96,7 +94,7 @@ def combinations_of(jaxpr: Jaxpr) -> list[Combination]:
 
 def _alone(jaxpr: Jaxpr) -> list[Combination]:
     """Every collective that could be combined, as a combination of one, in program order."""
-    if not any(eqn.primitive.name in _COMBINED for eqn in jaxpr.eqns):
+    if not any(map(_may_move, jaxpr.eqns)):
         return []
     number = {eqn: i for i, eqn in enumerate(filter(_is_heavy, jaxpr.eqns))}
     needed = dict.fromkeys((v for eqn in jaxpr.eqns for v in eqn.outvars), len(number))
@@ -128,18 +126,17 @@ def _alone(jaxpr: Jaxpr) -> list[Combination]:
 
 
 def _key(eqn: JaxprEqn) -> Any:
-    """A key that is equal for collectives that differ only in their operands."""
-    of_operand = ("all_gather_dimension", "scatter_dimension")
-    params = tuple((k, v) for k, v in sorted(eqn.params.items()) if k not in of_operand)
-    return eqn.primitive.name, eqn.invars[0].aval.dtype, str(params)
+    """A key that is equal for collectives that differ only in their operands and dims."""
+    node: Any = node_of(eqn)
+    return node.name, node.groups, getattr(node, "kind", ""), eqn.invars[0].aval.dtype
 
 
 def _may_move(eqn: JaxprEqn) -> bool:
     """Whether an equation is a collective that the partitioner made, and not the user."""
-    if eqn.primitive.name not in _COMBINED or not size_of(eqn.outvars[0]):
+    node = node_of(eqn)
+    if not isinstance(node, (AllReduce, AllGather, ReduceScatter)) or not size_of(eqn.outvars[0]):
         return False
-    reason = reason_of(eqn)
-    return reason != NO_REASON and not reason.is_asked and reason.pieces == 1
+    return not node.reason.is_asked and node.reason.pieces == 1
 
 
 def _size(eqn: JaxprEqn) -> int:
@@ -149,7 +146,7 @@ def _size(eqn: JaxprEqn) -> int:
 
 def _is_heavy(eqn: JaxprEqn) -> bool:
     """Whether an equation is expensive, or must not be reordered."""
-    if eqn.primitive.name in _HEAVY or eqn.effects:
+    if eqn.primitive.name in _HEAVY or eqn.effects or node_of(eqn) is not None:
         return True
     if eqn.primitive.name in _LIGHT:  # the common case, decided quickly
         return False
@@ -159,14 +156,14 @@ def _is_heavy(eqn: JaxprEqn) -> bool:
 # --------------------------------------------------------------- the program with its combinations
 
 
-def combined(jaxpr: Jaxpr, mesh: AnyMesh) -> Jaxpr:
-    """A per-device program with small collectives combined; the same one if there are none."""
+def combine(plan: Jaxpr, mesh: AnyMesh) -> Jaxpr:
+    """The plan with small collectives combined; the same one if there are none."""
     rings = _has_rings(mesh)
-    found = _all_combinations(jaxpr, rings)
+    found = _all_combinations(plan, rings)
     if not any(found.values()):
-        return jaxpr
-    written = _written([b for combinations in found.values() for b in combinations], mesh, rings)
-    return _Rewriting(found, written).program(jaxpr)
+        return plan
+    written = _written([b for combinations in found.values() for b in combinations], rings)
+    return _Rewriting(found, written).program(plan)
 
 
 def _has_rings(mesh: AnyMesh) -> bool:
@@ -197,12 +194,12 @@ def _all_combinations(jaxpr: Jaxpr, rings: bool) -> dict[Jaxpr, list[Combination
 
 def _is_exchanged(combination: Combination) -> bool:
     """Whether AllToAlls are faster than a ring."""
-    return combination.size <= EXCHANGED and can_be_exchanged(combination.members[0])
+    node = node_of(combination.members[0])
+    assert isinstance(node, CollectiveNode)
+    return combination.size <= EXCHANGED and can_be_exchanged(node)
 
 
-def _written(
-    combinations: Sequence[Combination], mesh: AnyMesh, rings: bool
-) -> dict[Combination, list[JaxprEqn]]:
+def _written(combinations: Sequence[Combination], rings: bool) -> dict[Combination, list[JaxprEqn]]:
     """The equations of every combination, all traced in one go, which is faster."""
 
     def all_together(*operands: jax.Array) -> list[jax.Array]:
@@ -215,12 +212,9 @@ def _written(
         return results
 
     members = [eqn for combination in combinations for eqn in combination.members]
-    whole = jax.P()
-    traced = jax.make_jaxpr(
-        jax.shard_map(all_together, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    )(*[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (e.invars[0].aval for e in members)])
-    (mapped,) = [e for e in traced.jaxpr.eqns if e.primitive is shard_map_p]
-    body = getattr(mapped.params["jaxpr"], "jaxpr", mapped.params["jaxpr"])
+    body = jax.make_jaxpr(all_together)(
+        *[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (e.invars[0].aval for e in members)]
+    ).jaxpr
     known = dict(zip(body.invars, [e.invars[0] for e in members], strict=True))
     known |= zip(body.outvars, [e.outvars[0] for e in members], strict=True)
     found: dict[Combination, list[JaxprEqn]] = {}

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gshard
-from gshard.emission import combine as combinations
-from gshard.moving import costs
+from gshard.graph.text import program_text
+from gshard.improve import combine as combinations
 from tests.oracle import assert_same, check, even_split, kinds, random_array, run, sent
+from tests.simplify.texts import dedent
 
 ROWS, COLUMNS = even_split(2, 0, 8), even_split(2, 1, 8)
 
@@ -52,7 +53,43 @@ def test_the_gradients_of_19_weights_are_one_all_reduce():
     assert all("together" not in c.reason for c in reduce.members)
 
 
-def test_what_travels_together_is_explained_line_by_line():
+def test_two_gathers_become_one():
+    """Plan in, plan out."""
+
+    def fn(x, y):
+        return gshard.replicate(jnp.sin(gshard.split(x, 0, 4))), gshard.replicate(
+            gshard.split(y, 1, 4)
+        )
+
+    lowered = gshard.jit(fn, devices=4).lower(jnp.ones((8, 3)), jnp.ones((2, 4)))
+    found = lowered._program.history.programs
+    assert program_text(found["expand"]) == dedent("""
+        program (a:f32[2,3], b:f32[2,1])
+          c:f32[2,3] = sin a
+          d:f32[8,3] = all-gather[dim 0 over 4] c
+          e:f32[2,4] = all-gather[dim 1 over 4] b
+          return d, e
+    """)
+    assert program_text(found["combine"]) == dedent("""
+        program (a:f32[2,3], b:f32[2,1])
+          c:f32[2,3] = sin a
+          d:f32[6] = reshape[new_sizes=(6,)] c
+          e:f32[2] = reshape[new_sizes=(2,)] b
+          f:f32[8] = concatenate d e
+          g:f32[32] = all-gather[dim 0 over 4] f
+          h:f32[4,8] = reshape[new_sizes=(4, 8)] g
+          i:f32[4,6] = slice[start_indices=(0, 0) limit_indices=(4, 6) strides=(1, 1)] h
+          j:f32[4,2,3] = reshape[new_sizes=(4, 2, 3)] i
+          k:f32[8,3] = reshape[new_sizes=(8, 3)] j
+          l:f32[4,2] = slice[start_indices=(0, 6) limit_indices=(4, 8) strides=(1, 1)] h
+          m:f32[4,2,1] = reshape[new_sizes=(4, 2, 1)] l
+          n:f32[2,4,1] = transpose[permutation=(1, 0, 2)] m
+          o:f32[2,4] = reshape[new_sizes=(2, 4)] n
+          return k, o
+    """)
+
+
+def test_what_is_combined_is_explained_line_by_line():
     def fn(a, b, x):
         left = gshard.replicate(a)
         right = gshard.replicate(b)
@@ -167,7 +204,7 @@ def test_large_values_are_not_combined_and_combinations_end():
     assert max(c.values for c in many) == combinations.LATENCIES // 4
 
 
-def test_different_groups_and_types_travel_apart():
+def test_different_groups_and_types_are_not_combined():
     def fn(a, b, c):
         return [gshard.replicate(x) for x in (a, b, c)]
 
@@ -218,7 +255,7 @@ def programs(draw):
 
 @settings(max_examples=10)
 @given(programs())
-def test_any_program_has_the_same_bytes_and_values_without_bundles(fn):
+def test_any_program_has_the_same_bytes_and_values_without_combining(fn):
     args = random_array((8, 8)), random_array((8, 8))
     low = check(fn, *args, rtol=1e-3, atol=1e-3)
     together, values, bytes_sent = low.collectives, kinds(low), sent(low)
@@ -229,117 +266,6 @@ def test_any_program_has_the_same_bytes_and_values_without_bundles(fn):
     assert abs(sent(apart) - bytes_sent) <= len(apart.collectives)
     assert all(c.values == 1 for c in apart.collectives)
     assert len(together) <= len(apart.collectives)
-
-
-# ---------------------------------------------------------------- AllToAlls in place of rings
-
-
-@pytest.fixture
-def rings(monkeypatch):
-    """As if the devices were in several processes on CPUs, where collectives go round in rings.
-
-    No number of bytes is small.
-    """
-    monkeypatch.setattr(combinations, "_has_rings", lambda mesh: True)
-    monkeypatch.setattr(costs, "AT_ONCE", 0)
-
-
-def sums(x, w):
-    """An AllReduce."""
-    return gshard.split(x, 1, 8) @ gshard.split(w, 0, 8)
-
-
-def in_groups(x, w):
-    """One among the devices of each row of a mesh."""
-    ids = np.arange(8).reshape(2, 4)
-    return gshard.shard(x, ids) @ gshard.shard(w, ids.T.reshape(4, 2)[:, :1])
-
-
-def scattered(x, w):
-    """A ReduceScatter along the second dim."""
-    return gshard.split(sums(x, w), 1, 8)
-
-
-def gathered(x, w):
-    """An AllGather along the second dim."""
-    return gshard.replicate(gshard.split(x, 1, 8) * 2) + 0 * w[0, 0]
-
-
-def largest(x, w):
-    """An AllReduce that is no sum."""
-    return jnp.max(gshard.split(x, 1, 8), 1) + 0 * w[0, 0]
-
-
-def looped(x, w):
-    """An AllReduce of two numbers in each turn of a loop."""
-
-    def turn(x, _):
-        return x * 0.9, jnp.stack([jnp.sum(jnp.sin(x)), jnp.sum(x)])
-
-    return jax.lax.scan(turn, gshard.split(x, 1, 8), None, length=3)
-
-
-@pytest.mark.parametrize(
-    ("fn", "dtype"),
-    [
-        (sums, jnp.bfloat16),
-        (in_groups, np.float32),
-        (scattered, jnp.bfloat16),
-        (gathered, np.int16),
-        (largest, np.float32),
-        (looped, np.float32),
-    ],
-)
-def test_rings_are_avoided_in_as_many_bytes(fn, dtype, rings):
-    args = random_array((24, 16), dtype), random_array((16, 40), dtype)
-    low = check(fn, *args, rtol=0.05, atol=0.05)
-    assert kinds(low).keys() == {"all_to_all"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(combinations, "_has_rings", lambda mesh: False)
-        before = gshard.jit(lambda *args: fn(*args)).lower(*args)
-    assert "all_to_all" not in kinds(before)
-    assert sent(low) <= max(sent(before), 3 * 7 * 2 * 4)  # two numbers take as little as one each
-    assert {c.source for c in low.collectives} == {c.source for c in before.collectives}
-
-
-def test_bundles_avoid_rings_together(rings):
-    step, weights, x = gradients(19)
-    low = check(step, weights, x, rtol=1e-4, atol=1e-4)
-    parts, whole = low.collectives  # each device sums a part of all values, and sends it to all
-    assert (parts.kind, whole.kind) == ("all_to_all", "all_to_all")
-    assert whole.values == 19
-    assert whole.reason.startswith("19 values combined: ")
-
-
-@pytest.mark.parametrize(
-    ("fn", "at_once"),
-    [(sums, 8 * 24 * 40 * 4), (in_groups, 4 * 12 * 40 * 4), (largest, 8 * 24 * 4)],
-)
-def test_few_numbers_are_exchanged_at_once(fn, at_once, rings, monkeypatch):
-    """Up to as many bytes as a member has then; one less, and it takes two steps."""
-    args = random_array((24, 16)), random_array((16, 40))
-    for limit, steps in ((at_once, 1), (at_once - 1, 2)):
-        monkeypatch.setattr(costs, "AT_ONCE", limit)
-        low = check(lambda *args: fn(*args), *args, rtol=1e-4, atol=1e-4)
-        assert kinds(low) == {"all_to_all": steps}
-
-
-def test_groups_of_different_sizes_stay_an_all_reduce(rings):
-    def fn(x):
-        return jnp.sum(gshard.shard(x, np.arange(6).reshape(2, 3)), 1)
-
-    low = check(fn, random_array((24, 12)), rtol=1e-4, atol=1e-4)
-    assert kinds(low) == {"all_reduce": 1}  # 2 groups of 3, and 2 devices by themselves
-
-
-@pytest.mark.slow
-@settings(max_examples=20)
-@given(programs())
-def test_any_program_has_the_same_values_without_rings(fn):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(combinations, "_has_rings", lambda mesh: True)
-        low = check(fn, random_array((8, 8)), random_array((8, 8)), rtol=1e-3, atol=1e-3)
-    assert not {"all_reduce", "all_gather", "reduce_scatter"} & kinds(low).keys()
 
 
 def test_under_a_mesh_of_the_user():

@@ -1,0 +1,146 @@
+"""The code of nodes: a reshard, a reduction or a halo as local work and collectives.
+
+What several collectives do is one node while plans are made and improved. Then `expand` replaces it
+by its code, in which every collective is a node of its own: these can be combined.
+
+Equal nodes on operands of the same type are traced once, however many layers there are. A table
+lookup by the device's number happens once in a program or body.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from gshard._jax import Var, dce_jaxpr
+from gshard.graph import LOOPS, map_bodies, renamed
+from gshard.graph.reason import NO_REASON, Reason
+from gshard.graph.source import reason_of
+from gshard.moving.nodes import UNEXPLAINED, Node, node_of
+from gshard.tensors.devices import Place, lookup_p
+
+Sizes = tuple[tuple[str, int], ...]  # of the axes of the mesh
+
+
+def expand(plan: Jaxpr, sizes: Mapping[str, int], same: dict[Any, Any]) -> Jaxpr:
+    """The plan on a mesh with axes of these sizes, in which all nodes are collectives.
+
+    Variables that others replace are added to `same`.
+    """
+    expanded = with_code(plan, sizes, lambda node: node.needs_device, same)
+    if expanded is plan:
+        return plan
+    # Most nodes do not use the device's number, which they have as an operand.
+    return dce_jaxpr(expanded, [True] * len(expanded.outvars), instantiate=True)[0]
+
+
+def with_code(
+    plan: Jaxpr, sizes: Mapping[str, int], which: Callable[[Node], bool], same: dict[Any, Any]
+) -> Jaxpr:
+    """The plan with its nodes, or those `which` is true of, replaced by their code."""
+    return _program(plan, tuple(sizes.items()), which, same)
+
+
+def _program(
+    jaxpr: Jaxpr, sizes: Sizes, which: Callable[[Node], bool], same: dict[Any, Any]
+) -> Jaxpr:
+    """A program or body with the code of its nodes; the same one if it has none."""
+    eqns: list[JaxprEqn] = []
+    names: dict[Any, Any] = {}  # variables that equal others
+    rows: dict[Any, Any] = {}  # table lookups so far
+    changed = False
+    for eqn in jaxpr.eqns:
+        given, eqn = eqn, renamed(eqn, names) if names else eqn
+        node = node_of(eqn)
+        node = node if node is not None and which(node) else None
+        if eqn.primitive in LOOPS:
+            eqn = map_bodies(
+                eqn, lambda body: body.replace(jaxpr=_program(body.jaxpr, sizes, which, same))
+            )
+        changed = changed or node is not None or eqn is not given
+        for new in _inlined(eqn, node, names, sizes) if node else [eqn]:
+            new = renamed(new, names) if names else new
+            if new.primitive is lookup_p:
+                first = rows.setdefault((new.invars[0], new.params["table"]), new.outvars[0])
+                if first is not new.outvars[0]:
+                    names[new.outvars[0]] = first
+                    continue
+            eqns.append(new)
+    if not changed:
+        return jaxpr
+    same |= names
+    outvars = [a if isinstance(a, Literal) else names.get(a, a) for a in jaxpr.outvars]
+    return jaxpr.replace(eqns=eqns, outvars=outvars)
+
+
+def _inlined(eqn: JaxprEqn, node: Node, names: dict[Any, Any], sizes: Sizes) -> list[JaxprEqn]:
+    """The equations that replace a node; `names` if its result is its operand."""
+    array, *device = (a.aval for a in eqn.invars)
+    dtypes = (array.dtype, *(number.dtype for number in device))
+    found = _expansion(node.unexplained(), array.shape, dtypes, sizes)
+    local = dict(zip(found.inputs, eqn.invars, strict=True))
+    for inner in found.eqns:
+        local |= {v: Var(v.aval) for v in inner.outvars}
+    (out,) = eqn.outvars
+    if found.result in found.inputs:
+        names[out] = local[found.result]
+    else:
+        local[found.result] = out
+    return [
+        renamed(inner, local, ctx=eqn.ctx, **_explained(eqn, node, inner)) for inner in found.eqns
+    ]
+
+
+def _explained(eqn: JaxprEqn, node: Node, inner: JaxprEqn) -> dict[str, Any]:
+    """What an equation of a node's code has of the node: its source line, and its reason."""
+    info, collective = eqn.source_info, node_of(inner)
+    if collective is not None:
+        made = replace(collective, reason=_reason(node, collective.reason))
+        return {"source_info": info, "params": {**inner.params, "node": made}}
+    step = reason_of(inner)
+    if step != NO_REASON:
+        info = info.replace(name_stack=info.name_stack.extend(_reason(node, step).encoded()))
+    return {"source_info": info}
+
+
+def _reason(node: Node, step: Reason) -> Reason:
+    """The reason of a step of a node's code."""
+    why = node.reason if step.kind == UNEXPLAINED.kind else replace(node.reason, kind=step.kind)
+    return why.then(step.detail) if step.detail else why
+
+
+@dataclass(frozen=True)
+class _Expansion:
+    """The code of a node, as equations from operands to a result."""
+
+    inputs: tuple[Any, ...]  # the local array, and the number of the device if it is needed
+    eqns: tuple[JaxprEqn, ...]
+    result: Any
+
+
+@functools.lru_cache(maxsize=1024)  # by value: it serves all layers, and later programs
+def _expansion(
+    node: Node, shape: tuple[int, ...], dtypes: tuple[Any, ...], sizes: Sizes
+) -> _Expansion:
+    """The code of a node for an operand of this type."""
+    axes, count = tuple(name for name, _ in sizes), math.prod(size for _, size in sizes)
+
+    def run(x: jax.Array, *number: jax.Array) -> jax.Array:
+        return node.run(Place(axes, count, dict(zip(["id"], number, strict=False))), x)
+
+    types = [jax.ShapeDtypeStruct(s, d) for s, d in zip((shape, ()), dtypes, strict=False)]
+    traced = jax.make_jaxpr(run, axis_env=list(sizes))(*types)
+    jaxpr = traced.jaxpr
+    consts = {
+        v: Literal(np.asarray(c), v.aval)
+        for v, c in zip(jaxpr.constvars, traced.consts, strict=True)
+    }
+    (result,) = jaxpr.outvars
+    return _Expansion(tuple(jaxpr.invars), tuple(renamed(e, consts) for e in jaxpr.eqns), result)
