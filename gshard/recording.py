@@ -4,16 +4,20 @@ With the environment variable GSHARD_RECORD, every collective of a partitioned p
 by a mark, which counts in a memory-mapped file: whoever reads the file from outside sees the number
 even if the process hangs, is stopped or has been killed. A file has a row for each of the process's
 devices: how many collectives it has entered, when it entered the last one, and which the newest
-were. A second file says what the numbers mean. `python -m gshard.recording FOLDER` reads the files
-of all processes and says who waits where, and for whom.
+were. A second file says what the numbers mean, and a third one how the process ended, if it could
+say so: one that was killed could not, those that fail because it is gone can. `python -m
+gshard.recording FOLDER` reads the files of all processes and says who waits where, and for whom.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import json
+import math
 import mmap
 import os
+import signal
 import socket
 import struct
 import sys
@@ -33,8 +37,11 @@ KEPT = 256  # the newest collectives of a device
 _ROW = struct.Struct(f"=qd{KEPT}Q")  # how many, when, and which
 _COUNT, _ENTRY = struct.Struct("=qd"), struct.Struct("=Q")
 _ROWS = 64  # devices of a process, at most
-_POSITION, _PROGRAMS = ".position", ".programs"
-RUNNING, STOPPED, GONE, BEHIND, ELSEWHERE = "running", "stopped", "gone", "behind", "elsewhere"
+_POSITION, _PROGRAMS, _ENDING = ".position", ".programs", ".ending"
+RUNNING, STOPPED, GONE = "running", "stopped", "gone"  # gone: it was killed
+FAILED, ENDED = "failed", "ended"  # with an error; without one
+BEHIND, ELSEWHERE = "behind", "elsewhere"
+_BEGUN = time.time()  # noqa: TID251  (compared with the times of files)
 
 
 def folder(platform: str = "") -> Path | None:
@@ -52,8 +59,8 @@ class Recorder:
     def __init__(self, place: Path, index: int):
         place.mkdir(parents=True, exist_ok=True)
         host = socket.gethostname()
-        for old in place.glob(f"{index}-{host}-*{_POSITION}"):  # of a run before this one
-            if _state(host, _named(old)[2]) == GONE:
+        for old in place.glob(f"*-{host}-*{_POSITION}"):
+            if _is_of_a_run_before(old, index):
                 _remove(old)
         self._position = place / f"{index}-{host}-{os.getpid()}{_POSITION}"
         self._position.write_bytes(bytes(_ROW.size * _ROWS))
@@ -63,12 +70,22 @@ class Recorder:
         self._counts = [0] * _ROWS
         self._known: set[int] = set()
         self._lock = threading.Lock()
+        self._ending = self._position.with_suffix(_ENDING).open("w")
+        if not faulthandler.is_enabled():  # it may be the user's, who reads it elsewhere
+            faulthandler.enable(self._ending)  # XLA aborts a process that has lost another one
         atexit.register(self._end, os.getpid())
 
     def _end(self, process: int) -> None:
-        """The files are for those who look for a reason: a process that did its work has none."""
-        if os.getpid() == process and not hasattr(sys, "last_value"):  # no fork, no error
-            _remove(self._position)
+        """Say how the process ended; the last one to end removes the files, if none failed."""
+        if os.getpid() != process:  # a fork
+            return
+        error = getattr(sys, "last_value", None)
+        print(ENDED if error is None else f"{type(error).__name__}: {error}", file=self._ending)
+        self._ending.flush()
+        paths = list(self._position.parent.glob(f"*{_POSITION}"))
+        if all(_ending(path) == ENDED for path in paths):
+            for path in paths:
+                _remove(path)
 
     def program(self, name: str, collectives: Sequence[Mapping[str, Any]]) -> int:
         """The key of a program with these collectives, which is the same in all processes."""
@@ -116,9 +133,27 @@ def _programs(position: Path) -> Path:
     return position.with_suffix(_PROGRAMS)
 
 
+def _ending(position: Path) -> str:
+    """What a process said when it ended; nothing if it has not, or was killed."""
+    try:
+        return position.with_suffix(_ENDING).read_text(errors="replace").partition("\n")[0]
+    except OSError:
+        return ""
+
+
+def _is_of_a_run_before(position: Path, index: int) -> bool:
+    """Whether a file is of a process that is gone, and not of the run that begins."""
+    its, host, pid = _named(position)
+    try:
+        older = position.stat().st_mtime < _BEGUN
+    except OSError:  # another process of this run has removed it
+        return False
+    return (older or its == index) and _state(host, pid) == GONE
+
+
 def _remove(position: Path) -> None:
-    position.unlink(missing_ok=True)
-    _programs(position).unlink(missing_ok=True)
+    for suffix in (_POSITION, _PROGRAMS, _ENDING):
+        position.with_suffix(suffix).unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------- reading
@@ -146,10 +181,12 @@ class Position:
     process: int
     host: str
     pid: int
-    state: str  # "running", "stopped" or "gone"; of another host, "running"
+    state: str  # "running", "stopped", "gone", "failed", "ended"; of another host, never "gone"
     entered: int
     seen: float  # when the last one was entered, by the machine's monotonic clock
     newest: tuple[Site, ...]
+    failed_at: float = math.inf  # by the clock of the files
+    error: str = ""  # with which it failed
 
     def __str__(self) -> str:
         state = "" if self.state == RUNNING else f", {self.state}"
@@ -161,10 +198,14 @@ class Position:
         return self.newest[count - 1 - first] if first < count <= self.entered else None
 
 
-def read(place: Path) -> list[Position]:
-    """The positions of all processes that have files in a folder."""
-    found = [_position(path) for path in sorted(place.glob(f"*{_POSITION}"))]
-    return sorted((p for p in found if p is not None), key=lambda p: p.process)
+def read(place: Path, statuses: Mapping[int, int] | None = None) -> list[Position]:
+    """The positions of all processes that have files in a folder.
+
+    `statuses` are the exit statuses of those that have ended, as far as who started them knows: a
+    signal's number is negative.
+    """
+    every = [_position(path, statuses or {}) for path in sorted(place.glob(f"*{_POSITION}"))]
+    return sorted((p for p in every if p is not None), key=lambda p: p.process)
 
 
 def _named(path: Path) -> tuple[int, str, int]:
@@ -184,7 +225,15 @@ def _state(host: str, pid: int) -> str:
     return {"T": STOPPED, "t": STOPPED, "Z": GONE, "X": GONE}.get(letter, RUNNING)
 
 
-def _position(path: Path) -> Position | None:
+def _how_it_ended(status: int | None, ending: str) -> str | None:
+    """The state of a process that has ended with a status, or with words of its own."""
+    if status is None:
+        return None if not ending else ENDED if ending == ENDED else FAILED
+    by_another = status < 0 and status != -signal.SIGABRT  # XLA aborts those that lost another
+    return GONE if by_another and not ending else FAILED if status else ENDED
+
+
+def _position(path: Path, statuses: Mapping[int, int]) -> Position | None:
     try:
         index, host, pid = _named(path)
         raw = path.read_bytes()
@@ -194,13 +243,16 @@ def _position(path: Path) -> Position | None:
         return None
     rows = [_ROW.unpack_from(raw, start) for start in range(0, len(raw), _ROW.size)]
     used = [row for row in rows if row[0]]
-    state = _state(host, pid)
+    ending = _ending(path)
+    state = _how_it_ended(statuses.get(index), ending) or _state(host, pid)
+    error = ending if state == FAILED else ""
+    failed_at = path.with_suffix(_ENDING).stat().st_mtime if error else math.inf
     if not used:
-        return Position(index, host, pid, state, 0, 0.0, ())
+        return Position(index, host, pid, state, 0, 0.0, (), failed_at, error)
     count, seen, *ring = min(used, key=lambda row: row[0])
     newest = [ring[i % KEPT] for i in range(max(0, count - KEPT), count)]
     sites = tuple(_site(programs, entry) for entry in newest)
-    return Position(index, host, pid, state, count, seen, sites)
+    return Position(index, host, pid, state, count, seen, sites, failed_at, error)
 
 
 def _site(programs: Mapping[int, Any], entry: int) -> Site:
@@ -220,7 +272,7 @@ class Standstill:
     waiting: tuple[Position, ...]
     where: Site | None  # that the others wait at
     instead: Site | None  # that the first of the culprits entered last, or in its place
-    how: str  # "gone", "stopped", "elsewhere" or "behind"
+    how: str  # "gone", "stopped", "failed", "elsewhere" or "behind"
 
     def __str__(self) -> str:
         if not self.culprits:
@@ -229,8 +281,9 @@ class Standstill:
         if self.how == ELSEWHERE:
             return f"{waiting} entered {self.where}; {who} took another way, to {self.instead}"
         last = f"entered {self.instead} last" if self.instead else "has entered none"
-        state = "" if self.how in (GONE, STOPPED) else "is behind: it "
-        return f"{waiting} waits at {self.where}; {who} {state}{last}"
+        state = {BEHIND: "is behind: it ", FAILED: "was the first to fail: it "}.get(self.how, "")
+        errors = "".join(f"; {p.error}" for p in self.culprits if p.error)
+        return f"{waiting} waits at {self.where}; {who} {state}{last}{errors}"
 
 
 def _names(positions: Sequence[Position]) -> str:
@@ -242,8 +295,8 @@ def standstill(positions: Sequence[Position]) -> Standstill | None:
 
     All processes enter the same collectives one after the other. The first one in which they differ
     says who took another way: the fewer of them, even if others failed for it. Else it is a process
-    that is gone or stopped (of several that are gone, the one that has entered the fewest), or has
-    entered fewer collectives than the others.
+    that was killed or stopped (of several that are gone, the one that has entered the fewest), or
+    has entered fewer collectives than the others, or was the first to fail.
     """
     last = max((p.entered for p in positions), default=0)
     if not last:
@@ -262,7 +315,10 @@ def standstill(positions: Sequence[Position]) -> Standstill | None:
             culprits = [p for p in culprits if p.entered == fewest]
         if culprits:
             return _held_up(positions, culprits, how)
-    return _held_up(positions, [p for p in positions if p.entered < last], BEHIND)
+    if behind := [p for p in positions if p.entered < last]:
+        return _held_up(positions, behind, BEHIND)
+    failed = [p for p in positions if p.state == FAILED]
+    return _held_up(positions, sorted(failed, key=lambda p: p.failed_at)[:1], FAILED)
 
 
 def _held_up(positions: Sequence[Position], culprits: Sequence[Position], how: str) -> Standstill:

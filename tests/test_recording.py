@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 
 import gshard
 from gshard import recording
-from gshard.recording import BEHIND, ELSEWHERE, GONE, RUNNING, STOPPED, Position, Site, standstill
+from gshard.recording import (
+    BEHIND,
+    ELSEWHERE,
+    ENDED,
+    FAILED,
+    GONE,
+    RUNNING,
+    STOPPED,
+    Position,
+    Site,
+    standstill,
+)
 from tests.oracle import assert_same
 
 ROOT = Path(__file__).parents[1]
@@ -24,9 +35,10 @@ def sites(*numbers, program="step"):
     return [Site(program, n, "all_reduce", f"train.py:{10 + n}") for n in numbers]
 
 
-def at(process, entered, state=RUNNING):
+def at(process, entered, state=RUNNING, failed_at=np.inf, error=""):
     newest = tuple(entered[-recording.KEPT :])
-    return Position(process, "host", 100 + process, state, len(entered), 1.0, newest)
+    place = process, "host", 100 + process
+    return Position(*place, state, len(entered), 1.0, newest, failed_at, error)
 
 
 def culprits(found):
@@ -62,6 +74,69 @@ def test_the_first_to_go_is_named_where_the_others_failed_for_it():
     found = standstill([at(0, sites(0), GONE), at(1, sites(0, 1), GONE), at(2, sites(0, 1), GONE)])
     assert (culprits(found), found.how) == ([0], GONE)
     assert (found.where, found.instead) == (sites(1)[0], sites(0)[0])
+
+
+def test_who_was_killed_is_named_where_the_others_failed_at_the_same_collective():
+    here = sites(0, 1)
+    found = standstill([at(0, here, FAILED, 2.0), at(1, here, GONE), at(2, here, FAILED, 3.0)])
+    assert (culprits(found), found.how) == ([1], GONE)
+    assert found.where == found.instead == here[1]
+
+
+def test_the_first_to_fail_is_named_where_nobody_was_killed_or_is_behind():
+    here, error = sites(0, 1), "ValueError: the batch is empty"
+    positions = [at(0, here, FAILED, 3.0), at(1, here, FAILED, 2.0, error), at(2, here)]
+    found = standstill(positions)
+    assert (culprits(found), found.how) == ([1], FAILED)
+    assert str(found).endswith(
+        "process 1 (101 on host, failed) was the first to fail: it entered collective 1 of step "
+        "(all_reduce, train.py:11) last; ValueError: the batch is empty"
+    )
+    found = standstill([*positions, at(3, sites(0))])  # for which the others failed
+    assert (culprits(found), found.how) == ([3], BEHIND)
+
+
+# Five processes enter a collective, and end one after the other, each in its own way.
+ENDINGS = """
+import os, pathlib, signal, sys
+from gshard import recording
+
+for index in range(5):
+    if child := os.fork():
+        os.waitpid(child, 0)
+        continue
+    recorder = recording.Recorder(pathlib.Path(sys.argv[1]), index)
+    recorder.enter(0, recorder.program("step", [{"kind": "all_reduce", "source": "a.py:1"}]), 0)
+    if index == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if index == 1:
+        os.abort()
+    if index == 2:
+        raise ValueError("the batch is empty")
+    sys.exit()
+"""
+
+
+def test_a_process_says_how_it_ended_unless_it_was_killed(tmp_path):
+    subprocess.run([sys.executable, "-c", ENDINGS, tmp_path], cwd=ROOT, stderr=subprocess.DEVNULL)
+    every = recording.read(tmp_path)
+    assert [p.state for p in every] == [GONE, FAILED, FAILED, ENDED, ENDED]
+    assert [p.error for p in every[:3]] == [
+        *("", "Fatal Python error: Aborted", "ValueError: the batch is empty"),
+    ]
+    assert every[1].failed_at <= every[2].failed_at < every[0].failed_at
+    assert culprits(standstill(every)) == [0]
+    # Who started them may know more: the first was ended by an error, the second by a signal.
+    every = recording.read(tmp_path, {0: 3, 1: -6, 3: 0})
+    assert [p.state for p in every] == [FAILED, FAILED, FAILED, ENDED, ENDED]
+    every = recording.read(tmp_path, {0: -9, 1: -6})
+    assert culprits(standstill(every)) == [0]
+
+
+def test_nothing_is_left_of_processes_that_all_did_their_work(tmp_path):
+    script = ENDINGS.replace("range(5)", "range(3, 5)")
+    subprocess.run([sys.executable, "-c", script, tmp_path], cwd=ROOT, check=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_equal_line_that_sends_other_bytes_is_another_way():
@@ -149,8 +224,10 @@ def test_a_program_with_marks_can_be_cached(monkeypatch, tmp_path):
 
 def test_files_of_a_run_before_are_not_taken_for_processes(tmp_path):
     host = os.uname().nodename
-    old = tmp_path / f"0-{host}-{2**22 + 1}.position"  # no process has this number
-    old.write_bytes(b"")
+    for index in (0, 7):  # which the new run need not have
+        old = tmp_path / f"{index}-{host}-{2**22 + 1}.position"  # no process has this number
+        old.write_bytes(b"")
+        os.utime(old, (1.0, 1.0))
     recorder = recording.Recorder(tmp_path, 0)
     recorder.enter(3, recorder.program("step", [{"kind": "all_reduce", "source": "a.py:1"}]), 0)
     (position,) = recording.read(tmp_path)
