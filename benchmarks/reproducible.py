@@ -7,11 +7,11 @@
     python -m benchmarks.reproducible rows.json --times --jobs 2      step times, too
     python -m benchmarks.reproducible rows.json --show                the tables of docs/results
 
-For each program and each number of devices, all results of all steps are compared with those of one
-device, bit by bit. Recipes have sizes that depend on the number of devices, so that each is
-compared with itself on one device, without its annotations. Bytes are what a device sends in a
-step, times are medians of steps that alternate with those of the usual program. Every row is
-measured in a process of its own, and rows with 4 processes in 4, which send over sockets.
+A row has a hash of the bits of all results of all steps; the tables compare it with that of the
+same program on one device, without its annotations. Bytes are what a device sends in a step, times
+are medians of steps that alternate with those of the usual program. Every row is measured in a
+process of its own, and rows with 4 processes in 4, which send over sockets. The rows of a few
+programs come first, those of one device before others.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import platform
 import statistics
 import subprocess
 import sys
@@ -35,11 +36,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import gshard
-from benchmarks.reproducible_cases import Case, case_of, has_own_mesh, names
-from benchmarks.reproducible_table import tables
+from benchmarks.reproducible_cases import FIRST, MOST, Case, case_of, names, types_of
+from benchmarks.reproducible_table import tables, verdict
 from gshard.mt.launch.local import free_port
+from gshard.rules.fixed_products import shared_multiple
 
-COUNTS = (1, 2, 3, 4, 6, 8)
+COUNTS = (1, 8, 3, 6, 2, 4)  # in the order in which they are measured
 PROCESSES = 4
 TYPES = ("float32", "bfloat16")
 RUNS = 15  # of each program whose times are measured
@@ -57,15 +59,16 @@ class Row:
 
 
 def rows(only: str, types: list[str], counts: list[int], processes: bool) -> list[Row]:
-    """The rows of programs whose names contain `only`; those on one device come first."""
+    """The rows of programs whose names contain `only`, the most telling ones first."""
+    chosen = [n for n in names() if only in n]
+    places = [(devices, 1) for devices in counts]
+    places += [(MOST, PROCESSES)] if processes and MOST in counts else []
     found = []
-    for devices in sorted(counts):
-        for program in (n for n in names() if only in n):
-            if devices not in (1, 8) and has_own_mesh(program):
-                continue
-            found += [Row(program, dtype, devices) for dtype in types]
-            if processes and devices == 8:
-                found += [Row(program, dtype, devices, PROCESSES) for dtype in types]
+    for group in ([n for n in chosen if n in FIRST], [n for n in chosen if n not in FIRST]):
+        for devices, several in places:
+            for dtype in types:
+                members = [n for n in group if dtype in types_of(n)]
+                found += [Row(program, dtype, devices, several) for program in members]
     return found
 
 
@@ -113,12 +116,6 @@ def trained(compiled: Any, arguments: tuple[Any, ...], steps: int) -> str:
     return hashlib.sha256("".join(bits).encode()).hexdigest()[:16]
 
 
-def bits_alone(case: Case, steps: int) -> str:
-    """The bits of a program on one device."""
-    one = gshard.jit(case.alone, devices=jax.local_devices()[:1], reproducible=True)
-    return trained(one.lower(*case.arguments).compile(), case.arguments, steps)
-
-
 def lowered_with(case: Case, reproducible: bool) -> Any:
     """The program of a case, reproducible or as usual."""
     here = jax.devices()[: case.devices]
@@ -130,18 +127,11 @@ def sent(lowered: Any) -> int:
     return sum(c.total_bytes for c in lowered.collectives)
 
 
-def compared(case: Case, steps: int, alone: dict[str, str]) -> dict[str, Any]:
-    """Whether the bits are those of one device, and the bytes beside the usual program's.
-
-    `alone` has the bits of programs on one device that are known already, by their arguments.
-    """
-    key = digest(case.arguments)
+def bits_and_bytes(case: Case, steps: int) -> dict[str, Any]:
+    """The bits of all steps, and the bytes of a step beside the usual program's."""
     lowered = lowered_with(case, reproducible=True)
     found = {"bytes": sent(lowered), "usual bytes": sent(lowered_with(case, reproducible=False))}
-    bits = trained(lowered.compile(), case.arguments, steps)
-    expected = alone.get(key) or bits_alone(case, steps)
-    equal = "equal" if bits == expected else "DIFFERENT"
-    return found | {"bits": equal, "digest": bits, "alone": expected, "arguments": key}
+    return found | {"bits": trained(lowered.compile(), case.arguments, steps)}
 
 
 def timed(case: Case) -> dict[str, Any]:
@@ -162,7 +152,14 @@ def timed(case: Case) -> dict[str, Any]:
     return {"time": times, "usual time": usual, "processor x usual": busy / max(usual_busy, 1e-9)}
 
 
-def run_row(row: Row, steps: int, kept: Path, member: str) -> None:
+def machine() -> str:
+    """What bits depend on beside the program: processor, JAX, and the kernels of products."""
+    multiple = shared_multiple()
+    kernels = f"products padded to {multiple}" if multiple else "products written out"
+    return f"{platform.machine()}, JAX {jax.__version__}, {kernels}"
+
+
+def run_row(row: Row, steps: int, member: str) -> None:
     """Measure a row, as one of its processes, and print it."""
     jax.config.update("jax_num_cpu_devices", row.devices // row.processes)
     if member:
@@ -173,14 +170,9 @@ def run_row(row: Row, steps: int, kept: Path, member: str) -> None:
             address, row.processes, int(number), heartbeat_timeout_seconds=3600
         )
     case = case_of(row.program, row.type, row.devices)
-    if row.timed:
-        found = timed(case)
-    else:
-        program = {"program": row.program, "type": row.type, "steps": steps}
-        known = [r for r in kept_rows(kept) if r.items() >= program.items() and "alone" in r]
-        found = compared(case, steps, {r["arguments"]: r["alone"] for r in known})
+    found = timed(case) if row.timed else bits_and_bytes(case, steps)
     if jax.process_index() == 0:
-        print(json.dumps(asdict(row) | {"steps": steps} | found))
+        print(json.dumps(asdict(row) | {"steps": steps, "machine": machine()} | found))
 
 
 # ---------------------------------------------------------------- all rows
@@ -235,12 +227,12 @@ def measure(options: argparse.Namespace) -> None:
             return
         start = time.monotonic()
         found = measured_in_processes(row, options, seconds)
-        text = found.get("error") or found.get("bits") or f"{found['time']:.4f} s a step"
         with lock:
-            print(f"{time.monotonic() - start:5.0f} s", *asdict(row).values(), text, flush=True)
             if "error" not in found:
                 with options.rows.open("a") as file:
                     file.write(json.dumps(found) + "\n")
+            text = found.get("error") or verdict(found, kept_rows(options.rows))
+            print(f"{time.monotonic() - start:5.0f} s", *asdict(row).values(), text, flush=True)
 
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(work, missing))
@@ -272,9 +264,9 @@ def main() -> None:
     """Measure one row or all that are missing, or print the tables."""
     options = parsed()
     if options.row:
-        run_row(Row(**options.row), options.steps, options.rows, options.member)
+        run_row(Row(**options.row), options.steps, options.member)
     elif options.show:
-        print(tables(kept_rows(options.rows)))
+        print(tables(kept_rows(options.rows), names()))
     else:
         measure(options)
 

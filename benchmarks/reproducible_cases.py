@@ -20,18 +20,20 @@ from examples.recipes.transformer import Size
 from gshard.nn import Batch, Strategy, TransformerConfig, adafactor, init_state, train_step
 
 SMALL = Size(L=1, B=24, S=24, M=192, N=8, F=384, V=192)  # 8 leaves in every contraction
+MOST = 8  # devices
 MOE = "MoE Transformer"
+FIRST = (MOE, "data parallel, Adam", "FSDP", "tensor parallel")  # to be measured
+FLOAT32 = ("Fourier layers", "batch of Kalman filters")  # JAX has no narrower transform or solve
 UNANNOTATED = ("split", "shard", "replicate", "mesh_split")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training step on some devices, its first arguments, and the same step on one device."""
+    """A training step, annotated for some devices, and its first arguments."""
 
     name: str
     devices: int
     step: Callable[..., Any]
-    alone: Callable[..., Any]
     arguments: tuple[Any, ...]
 
 
@@ -56,29 +58,37 @@ def without_annotations(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def names() -> list[str]:
     """All programs."""
-    with recipes_for(8) as modules:
+    with recipes_for(MOST) as modules:
         return [MOE, *(recipe.name for m in modules for recipe in m.recipes(SMALL))]
 
 
-def has_own_mesh(name: str) -> bool:
-    """Whether a program is written for a mesh of 8 devices."""
-    with recipes_for(8) as modules:
-        return any(r.name == name for m in modules if hasattr(m, "MESH") for r in m.recipes(SMALL))
+def types_of(name: str) -> list[str]:
+    """The types of floats in which a program can be written."""
+    return ["float32"] if name in FLOAT32 else ["float32", "bfloat16"]
+
+
+def mesh_of(devices: int) -> np.ndarray:
+    """What is a mesh of 2 x 4 on 8 devices."""
+    rows = 2 if devices % 2 == 0 else 1
+    return np.arange(devices).reshape(rows, -1)
 
 
 @contextlib.contextmanager
 def recipes_for(devices: int) -> Iterator[list[ModuleType]]:
-    """The modules of all recipes, which know the number of devices as a constant."""
+    """The modules of all recipes, which know the devices as constants."""
     modules = [importlib.import_module(f"examples.recipes.{name}") for name in NAMES]
+    constants = {"D": devices, "MESH": mesh_of(devices)}
     with contextlib.ExitStack() as stack:
-        for module in (m for m in modules if hasattr(m, "D")):
-            stack.enter_context(mock.patch.object(module, "D", devices))
+        for module in modules:
+            known = {name: value for name, value in constants.items() if hasattr(module, name)}
+            if known:
+                stack.enter_context(mock.patch.multiple(module, **known))
         yield modules
 
 
 def recipe_on(devices: int, dtype: Any, name: str) -> Case:
-    """A recipe for so many devices, whose step is traced with that number of them."""
-    with recipes_for(devices) as modules:
+    """A recipe whose annotations are for so many devices; its sizes are those for `MOST`."""
+    with recipes_for(MOST) as modules:
         (recipe,) = (r for m in modules for r in m.recipes(SMALL) if r.name == name)
 
     def step(*args: Any) -> Any:
@@ -87,8 +97,8 @@ def recipe_on(devices: int, dtype: Any, name: str) -> Case:
 
     rng = np.random.default_rng(0)
     arguments = jax.tree.map(lambda x: drawn(x, rng, dtype), recipe.arguments)
-    alone = without_annotations(step)
-    return Case(name, devices, step if devices > 1 else alone, alone, tuple(arguments))
+    annotated = step if devices > 1 else without_annotations(step)
+    return Case(name, devices, annotated, tuple(arguments))
 
 
 def transformer_on(devices: int, dtype: Any) -> Case:
@@ -104,16 +114,14 @@ def transformer_on(devices: int, dtype: Any) -> Case:
     tokens = [jnp.asarray(rng.integers(3, 64, (24, 8)), jnp.int32) for _ in range(2)]
     state = jax.jit(lambda key: init_state(config, optimizer, key))(jax.random.key(0))
 
-    def on(strategy: Strategy) -> Callable[..., Any]:
-        def step(state: Any, source: Any, target: Any) -> Any:
-            batch = Batch.of(source, target)
-            key = jax.random.key(7)
-            return train_step(state, batch, key, optimizer=optimizer, strategy=strategy)
-
-        return step
-
     strategy = Strategy(devices) if devices > 1 else Strategy()
-    return Case(MOE, devices, on(strategy), on(Strategy()), (state, *tokens))
+
+    def step(state: Any, source: Any, target: Any) -> Any:
+        batch = Batch.of(source, target)
+        key = jax.random.key(7)
+        return train_step(state, batch, key, optimizer=optimizer, strategy=strategy)
+
+    return Case(MOE, devices, step, (state, *tokens))
 
 
 def case_of(name: str, dtype: str, devices: int) -> Case:

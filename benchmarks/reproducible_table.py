@@ -13,6 +13,17 @@ def _place(row: dict[str, Any]) -> str:
     return f"{row['processes']} processes" if row["processes"] > 1 else str(row["devices"])
 
 
+def verdict(row: dict[str, Any], rows: Rows) -> str:
+    """Whether a row has the bits of one device."""
+    if row["timed"]:
+        return f"{row['time'] / row['usual time']:.2f} x usual"
+    same = {name: row[name] for name in ("program", "type", "steps", "timed")}
+    alone = [r["bits"] for r in rows if r["devices"] == 1 and r.items() >= same.items()]
+    if row["devices"] == 1 or not alone:
+        return row["bits"][:6]
+    return "equal" if row["bits"] == alone[0] else "DIFFERENT"
+
+
 def _table(rows: Rows, cell: Callable[[dict[str, Any]], str]) -> list[str]:
     """One line for a program and a type, one column for each place."""
     places = sorted({_place(r) for r in rows}, key=lambda name: (len(name), name))
@@ -43,21 +54,22 @@ def _times(rows: Rows) -> list[str]:
     return lines
 
 
-def tables(rows: Rows) -> str:
-    """Bits, bytes and times, and how many are within the aims."""
-    compared = sorted(
-        (r for r in rows if not r["timed"]), key=lambda r: (r["program"], r["type"] != "float32")
-    )
-    timed = sorted((r for r in rows if r["timed"]), key=lambda r: (r["program"], r["type"]))
-    equal = [r for r in compared if r["bits"] == "equal"]
+def tables(rows: Rows, names: Sequence[str]) -> str:
+    """Bits, bytes and times of programs in the order of `names`; how many are within the aims."""
+    rows = sorted(rows, key=lambda r: (names.index(r["program"]), r["type"] != "float32"))
+    compared, timed = ([r for r in rows if r["timed"] == which] for which in (False, True))
+    verdicts = [verdict(r, rows) for r in compared]
+    equal, different = (verdicts.count(v) for v in ("equal", "DIFFERENT"))
     sent = [r for r in compared if r["processes"] == 1 and r["usual bytes"]]
     few = [r for r in sent if r["bytes"] <= 1.5 * r["usual bytes"]]
     fast = [r for r in timed if r["time"] <= 1.3 * r["usual time"]]
     steps = ", ".join(str(n) for n in sorted({r["steps"] for r in compared}))
     lines = [
-        f"Bits after {steps} steps: {len(equal)} of {len(compared)} rows equal.",
+        f"On {' and '.join(sorted({r['machine'] for r in rows}))}.",
         "",
-        *_table(compared, lambda r: r["bits"]),
+        f"Bits of {steps} steps: {equal} of {equal + different} rows equal those of one device.",
+        "",
+        *_table(compared, lambda r: verdict(r, rows)),
         "",
         f"Bytes beside the usual program: {len(few)} of {len(sent)} rows at most 1.5 times.",
         "",

@@ -12,7 +12,10 @@ from examples.recipes.transformer import SMALL, Size
 
 
 def step(x, *weights):
-    value, (*grads,) = jax.value_and_grad(moe_loss, argnums=(1, 2, 3))(x, *weights)
+    def loss(weights):
+        return moe_loss(x, *weights, devices=D)
+
+    value, grads = jax.value_and_grad(loss)(weights)
     return [w - 1e-3 * g for w, g in zip(weights, grads, strict=True)], value
 
 

@@ -33,9 +33,9 @@ def loss(weights, x_GSM):
 
 def step(weights, x_GSM):
     wg_ME, *experts = weights
-    by_expert = MESH[:1].reshape(4, 1, 1)  # and copies along the mesh's first axis
+    by_expert = MESH[:1].reshape(-1, 1, 1)  # and copies along the mesh's first axis
     weights = [gshard.replicate(wg_ME), *(gshard.shard(w, by_expert) for w in experts)]
-    value, grads = jax.value_and_grad(loss)(weights, gshard.split(x_GSM, 0, D))
+    value, grads = jax.value_and_grad(loss)(weights, gshard.split(x_GSM, 0, MESH.size))
     return [w - 1e-3 * g for w, g in zip(weights, grads, strict=True)], value
 
 

@@ -14,11 +14,14 @@ MESH = np.arange(8).reshape(2, 4)  # 2 groups of 4
 
 
 def split_within(params):
-    return jax.tree.map(lambda w: gshard.shard(w, MESH[:1].reshape(4, *[1] * (w.ndim - 1))), params)
+    def split(w):
+        return gshard.shard(w, MESH[:1].reshape(-1, *[1] * (w.ndim - 1)))
+
+    return jax.tree.map(split, params)
 
 
 def step(params, batch):
-    params, batch = split_within(params), gshard.split(batch, 0, 8)
+    params, batch = split_within(params), gshard.split(batch, 0, MESH.size)
     params, value = sgd(params, batch)
     return split_within(params), value
 

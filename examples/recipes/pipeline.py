@@ -15,27 +15,28 @@ from examples.recipes.transformer import SMALL, Size
 MICROBATCHES = 16
 
 
-def run(weights_DMM, x_TBM):
-    """The microbatches, T of them, through all stages."""
-    x_TBM = jnp.concatenate([x_TBM, jnp.zeros((D - 1, *x_TBM.shape[1:]))])
+def run(weights_NMM, x_TBM):
+    """The microbatches, T of them, through all N stages."""
+    stages = len(weights_NMM)
+    x_TBM = jnp.concatenate([x_TBM, jnp.zeros((stages - 1, *x_TBM.shape[1:]), x_TBM.dtype)])
 
-    def tick(state_DBM, x_BM):
-        state_DBM = jnp.roll(state_DBM, 1, 0).at[0].set(x_BM)
-        state_DBM = gshard.split(state_DBM, 0, D)
-        state_DBM = jnp.tanh(jnp.einsum("DBM,DMK->DBK", state_DBM, weights_DMM))
-        return state_DBM, state_DBM
+    def tick(state_NBM, x_BM):
+        state_NBM = jnp.roll(state_NBM, 1, 0).at[0].set(x_BM)
+        state_NBM = gshard.split(state_NBM, 0, D)
+        state_NBM = jnp.tanh(jnp.einsum("NBM,NMK->NBK", state_NBM, weights_NMM))
+        return state_NBM, state_NBM
 
-    nothing = gshard.split(jnp.zeros((D, *x_TBM.shape[1:])), 0, D)
-    _, states_TDBM = jax.lax.scan(tick, nothing, x_TBM)
-    return states_TDBM[D - 1 :]  # as soon as something has arrived at the last stage
+    nothing = gshard.split(jnp.zeros((stages, *x_TBM.shape[1:]), x_TBM.dtype), 0, D)
+    _, states_TNBM = jax.lax.scan(tick, nothing, x_TBM)
+    return states_TNBM[stages - 1 :]  # as soon as something has arrived at the last stage
 
 
 def step(weights, x, targets):
     weights = gshard.split(weights, 0, D)
 
     def loss(weights):
-        errors_TD = jnp.mean((run(weights, x) - targets[:, None]) ** 2, (2, 3))
-        return jnp.mean(errors_TD[:, -1])  # every stage has errors, the last one has the outputs
+        errors_TN = jnp.mean((run(weights, x) - targets[:, None]) ** 2, (2, 3))
+        return jnp.mean(errors_TN[:, -1])  # every stage has errors, the last one has the outputs
 
     value, grads = jax.value_and_grad(loss)(weights)
     return weights - 1e-3 * grads, value
