@@ -27,7 +27,7 @@ from gshard.autosharding.polishing import polished
 from gshard.autosharding.problem import NoAnswerError, Problem
 from gshard.autosharding.program import Result
 from gshard.autosharding.rates import Rates
-from gshard.autosharding.smaller import TOLERANCE, smaller
+from gshard.autosharding.smaller import best_of, most_seconds, smaller
 from gshard.autosharding.solve import solve
 from gshard.autosharding.specs import MeshShape, mesh_shapes, specs_of
 from gshard.autosharding.subject import Subject
@@ -175,9 +175,10 @@ class _Chooser:
         """The best of these with a bound, and without the annotations that it does not need."""
         bound = self._bound(self.looked_at, self.reserved)
         self.reserved = 0.0
-        fitting = [*fitting, *polished(_best(fitting), self.candidates, self._until(_POLISHING))]
-        most = (1 + TOLERANCE) * min(a.seconds for a in fitting)
-        best = smaller(_best(fitting), most, self.candidates, self._can_lower)
+        fitting = [*fitting, *polished(best_of(fitting), self.candidates, self._until(_POLISHING))]
+        most = most_seconds(min(a.seconds for a in fitting), bound)
+        near = [layout for layout in fitting if layout.seconds <= most]
+        best = smaller(best_of(near), most, self.candidates, self._can_lower)
         gap = min(1.0, max(self.gaps, default=1.0))
         return dataclasses.replace(best, bound=bound, solver_gap=gap, meshes=self.looked_at)
 
@@ -386,10 +387,3 @@ def _with_priced_memory(problem: Problem, seconds: float, clock: Clock) -> Resul
             break
     cost = np.inf if best is None else problem.cost(best)
     return Result(best, cost, -np.inf)
-
-
-def _best(layouts: Sequence[Layout]) -> Layout:
-    """The fastest; of nearly equal ones that with the fewest mesh axes, and none inside."""
-    least = min(layout.seconds for layout in layouts)
-    equal = [layout for layout in layouts if layout.seconds <= least * (1 + TOLERANCE / 2)]
-    return min(equal, key=lambda a: (len(a.mesh), bool(a.inside), a.seconds))

@@ -5,25 +5,32 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Literal
 
 from gshard.autosharding.memory import Floats, Ints
 from gshard.autosharding.problem import FORBIDDEN
 from gshard.autosharding.specs import NONE, MeshShape, specs_of
-from gshard.graph.regions import bodies, walk
+from gshard.graph.regions import Loop, walk
 from gshard.propagation.flow import Edge
 
 
-def leaving(flat: ClosedJaxpr) -> set[Any]:
-    """The results of all programs inside a program."""
-    inner = (body for eqn in walk(flat.jaxpr) for body in bodies(eqn))
-    return {var for body in inner for var in body.outvars if hasattr(var, "count")}
+def leaving(flat: ClosedJaxpr) -> set[tuple[Any, Any]]:
+    """The borders, by their ends, at which a value leaves a body or is carried to its next run."""
+    found = set()
+    for loop in filter(None, map(Loop.of, walk(flat.jaxpr))):
+        given = {var for body in loop.bodies for var in body.jaxpr.invars}
+        made = [v for body in loop.bodies for v in body.jaxpr.outvars]
+        carried = {var for var in made if not isinstance(var, Literal)}
+        for outer, inner, _ in loop.links:
+            if outer in loop.eqn.outvars or (outer in given and inner in carried):
+                found.add((outer, inner))
+    return found
 
 
-def ends(edge: Edge, results: set[Any]) -> tuple[Any, Any]:
+def ends(edge: Edge, outwards: set[tuple[Any, Any]]) -> tuple[Any, Any]:
     """Of a border where a value comes from, and where it goes to."""
     (outer,), (inner,) = edge.atoms
-    return (inner, outer) if inner in results else (outer, inner)
+    return (inner, outer) if (outer, inner) in outwards else (outer, inner)
 
 
 def table(edge: Edge, source: Any, mesh: MeshShape, moved: Floats, optimistic: bool) -> Floats:

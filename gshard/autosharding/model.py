@@ -26,9 +26,9 @@ from gshard.autosharding.dearest import Dearest
 from gshard.autosharding.forms import Form, Forms, reads_form
 from gshard.autosharding.memory import Floats, Ints, Memory
 from gshard.autosharding.problem import FORBIDDEN, Problem, unite
-from gshard.autosharding.sharing import Sharing
+from gshard.autosharding.sharing import Sharing, is_transpose, name_of
 from gshard.autosharding.specs import MeshShape, Spec, local_elements, sharding_of, specs_of
-from gshard.autosharding.tables import PICO, Tables, name_of
+from gshard.autosharding.tables import PICO, Tables
 from gshard.autosharding.touched import Touched
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.ops import PRODUCTS
@@ -95,12 +95,12 @@ def build(
 
 @functools.lru_cache(maxsize=4)
 def _read(
-    flat: ClosedJaxpr, devices: int, compiler: str, optimistic: bool
+    flat: ClosedJaxpr, devices: int, hardware: Hardware, optimistic: bool
 ) -> tuple[Flow, Touched, Sharing]:
     """What is the same on all meshes."""
     flow = Flow(devices)
     flow.add(flat.jaxpr)
-    return flow, Touched(flat.jaxpr, compiler, devices, optimistic), Sharing(flow, optimistic)
+    return flow, Touched(flat.jaxpr, hardware, devices, optimistic), Sharing(flow, optimistic)
 
 
 class _Builder:
@@ -115,11 +115,9 @@ class _Builder:
         self.flat, self.mesh, self.hardware = flat, mesh, hardware
         self.limit, self.optimistic = limit, optimistic
         self.tables = Tables(flat.jaxpr, mesh, hardware, optimistic)
-        self.flow, self.touched, self.sharing = _read(
-            flat, math.prod(mesh), hardware.compiler, optimistic
-        )
+        self.flow, self.touched, self.sharing = _read(flat, math.prod(mesh), hardware, optimistic)
         self.forms = Forms(self.flow, mesh, limit)
-        self.inner_results = borders.leaving(flat)
+        self.outwards = borders.leaving(flat)
         self.costs: list[Floats] = []
         self.edges: list[tuple[int, int, Floats]] = []
         self.nodes: dict[Any, int] = {}  # of tensors
@@ -241,15 +239,14 @@ class _Builder:
         first, second = self._node(result), self._node(argument)
         if first >= 0 and second >= 0:
             self.states[result] = argument
-            table = self.tables.moves.reshards(
-                argument.aval.shape, byte_size((), argument.aval.dtype)
-            )
-            self.edges.append((first, second, self.tables.rounded(table * PICO)))
+            size = byte_size((), argument.aval.dtype)
+            table = self.tables.moves().reshards(argument.aval.shape, size)
+            self._add_read(result, second, self.tables.rounded(table * PICO).T)
 
     def _border(self, edge: Edge) -> None:
         """The two ends of a value at the border of a loop; what a scan stacks is held from its
         start."""
-        source, target = borders.ends(edge, self.inner_results)
+        source, target = borders.ends(edge, self.outwards)
         place = edge.place + 1
         self.made.setdefault(target, self.made.get(source, place))
         for var in (source, target):
@@ -257,8 +254,9 @@ class _Builder:
         first, second = self._node(source), self._node(target)
         if first >= 0 and second >= 0 and first != second:
             outer = edge.atoms[0][0]
-            moved = self.tables.moves.reshards(outer.aval.shape, byte_size((), outer.aval.dtype))
-            moved = self.tables.rounded(moved * self.sharing.move(source) * edge.runs * PICO)
+            share, size = self.sharing.move(source), byte_size((), outer.aval.dtype)
+            moved = self.tables.moves(share).reshards(outer.aval.shape, size)
+            moved = self.tables.rounded(moved * share * edge.runs * PICO)
             table = borders.table(edge, source, self.mesh, moved, self.optimistic)
             self._add_read(source, second, table.T)
 
@@ -267,6 +265,7 @@ class _Builder:
         operands, results = edge.atoms
         tensors = [a for a in (*operands, *results) if not isinstance(a, Literal)]
         nodes = [self._node(a) for a in tensors]
+        read = [n for n, a in enumerate(operands) if not isinstance(a, Literal)]
         for atom in results:
             self.made.setdefault(atom, place)
         for atom in tensors:
@@ -286,11 +285,14 @@ class _Builder:
                 continue
             if number >= len(tensors) - len(results):
                 self.edges.append((own, node, table))
+            elif self.optimistic and is_transpose(edge):
+                continue  # who reads the result counts
             elif self.optimistic:
+                table = table + self._transposed(edge, read[number])
                 self._add_read(tensors[number], own, table)
             else:
-                read = self._read(tensors[number], table, place, reads_form(edge))
-                self.edges.append((own, *read))
+                end = self._read(tensors[number], table, place, reads_form(edge))
+                self.edges.append((own, *end))
 
     def _read(self, var: Any, table: Floats, place: int, moved: bool) -> tuple[int, Floats]:
         """The node of what an operator reads or makes, and its table for it."""
@@ -302,17 +304,28 @@ class _Builder:
             self._add_form(var, form)
         return form.node, form.table(table)
 
+    def _transposed(self, edge: Edge, number: int) -> Floats | float:
+        """Seconds of the copies that exchanges of an operand add, between products on GPUs."""
+        var = edge.atoms[0][number]
+        source, dims = self.sharing.source(var)
+        between = source in self.sharing.products and name_of(edge) in PRODUCTS
+        if self.hardware.compiler != "gpu" or not between:
+            return 0.0
+        return self.tables.transposed(edge, number, None if var is source else dims)
+
     def _add_read(self, var: Any, reader: int, table: Floats) -> None:
         """A node that reads a tensor: for a bound, all of them pay together what is dearest."""
-        if self.optimistic and not self.sharing.is_turned(var):
-            self.dearest.add(var, reader, table)
+        if self.optimistic:
+            source, _ = self.sharing.source(var)
+            columns = self.sharing.columns(var, self.mesh)
+            self.dearest.add(source, reader, table[:, columns])
         else:
             self.edges.append((reader, self.nodes[var], table))
 
     def _add_form(self, var: Any, form: Form) -> None:
         """The node of a form, and its edge to the tensor."""
         shape = var.aval.shape
-        table = self.tables.moves.reshards(shape, byte_size((), var.aval.dtype))
+        table = self.tables.moves().reshards(shape, byte_size((), var.aval.dtype))
         weight = self.flow.narrow.get(var, 1.0) * self.flow.runs.get(var, 1) * PICO
         table = self.tables.rounded(table * weight)
         self.costs.append(np.zeros(len(form.read)))

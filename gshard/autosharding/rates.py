@@ -23,11 +23,20 @@ class Rates:
     """Collectives along single mesh axes of a machine: latency, and seconds per byte.
 
     Small collectives may be combined into one of up to `LATENCIES` times the bytes that are sent in
-    the latency of one. Where that is assumed (`combined`), each pays its part of a latency.
+    the latency of one. Where that is assumed (`combined`), each pays its part of a latency; those
+    of more than `largest` bytes, and those that exchange, are not combined with others. One
+    collective may serve several axes.
     """
 
-    def __init__(self, hardware: Hardware, mesh: MeshShape, combined: bool = False) -> None:
+    def __init__(
+        self,
+        hardware: Hardware,
+        mesh: MeshShape,
+        combined: bool = False,
+        largest: float = math.inf,
+    ) -> None:
         self.hardware, self.mesh, self.combined = hardware, mesh, combined
+        self.largest = largest
         topology = hardware.topology(math.prod(mesh))
         ids = np.arange(math.prod(mesh)).reshape(mesh)
         self.most = LATENCIES * hardware.machine.latency  # bytes of combined collectives
@@ -46,9 +55,7 @@ class Rates:
         """A collective on an operand of `size` bytes on each device."""
         if self.mesh[axis] == 1:
             return 0.0
-        latency, per_byte = self.terms[kind, axis]
-        part = min(1.0, size / self.most) if self.combined else 1.0
-        return latency * part + per_byte * size
+        return float(self._all_seconds(kind, axis, np.array(size)))
 
     @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
     def reshards(self, shape: tuple[int, ...], itemsize: int) -> Floats:
@@ -75,7 +82,13 @@ class Rates:
     def _all_seconds(self, kind: str, axis: int, sizes: Floats) -> Floats:
         """`seconds` of many collectives at once."""
         latency, per_byte = self.terms[kind, axis]
-        part = np.minimum(1.0, sizes / self.most) if self.combined else 1.0
+        part = np.ones(sizes.shape)
+        if self.combined:
+            axes = sum(size > 1 for size in self.mesh)
+            held = sizes * self.mesh[axis] if kind == "all_gather" else sizes
+            apart = held > (0.0 if kind == "all_to_all" else self.largest)
+            apart &= math.isfinite(self.largest)
+            part = np.minimum(1.0, np.where(apart, 1 / axes, sizes / self.most))
         return np.where(self.mesh[axis] == 1, 0.0, latency * part + per_byte * sizes)
 
     def _uneven(self, shape: tuple[int, ...], specs: Ints) -> Bools:

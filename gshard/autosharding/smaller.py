@@ -14,6 +14,21 @@ from gshard.autosharding.layout import Layout
 TOLERANCE = 0.01
 
 
+def most_seconds(least: float, bound: float) -> float:
+    """The seconds that a layout with fewer annotations may take: a little more than the best one,
+    and not so much more that a small gap to the bound is lost."""
+    proven = bound / (1 - TOLERANCE)
+    most = (1 + TOLERANCE) * least
+    return min(most, proven) if proven >= least else most
+
+
+def best_of(layouts: Sequence[Layout]) -> Layout:
+    """The fastest; of nearly equal ones that with the fewest mesh axes, and none inside."""
+    least = min(layout.seconds for layout in layouts)
+    equal = [layout for layout in layouts if layout.seconds <= least * (1 + TOLERANCE / 2)]
+    return min(equal, key=lambda a: (len(a.mesh), bool(a.inside), a.seconds))
+
+
 def smaller(
     best: Layout, most: float, candidates: Candidates, more_time: Callable[[], bool]
 ) -> Layout:

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
+from gshard.autosharding.exchanges import transposes
 from gshard.autosharding.memory import Floats
 from gshard.autosharding.problem import FORBIDDEN
 from gshard.autosharding.rates import Rates
+from gshard.autosharding.sharing import name_of
 from gshard.autosharding.specs import NONE, MeshShape, Spec, local_elements, specs_of
 from gshard.autosharding.touched import Touches
 from gshard.forecast.hardware import Hardware
@@ -41,9 +43,15 @@ class Tables:
         self.mesh, self.hardware, self.optimistic = mesh, hardware, optimistic
         self.alone = Rates(hardware, mesh)
         self.combined = Rates(hardware, mesh, combined=True)
-        self.moves = self.combined if optimistic else self.alone
+        self.apart = Rates(hardware, mesh, True, hardware.machine.largest_combined)
         self.weights = {getattr(v.aval, "shape", ()) for v in jaxpr.invars}
         self.bandwidth = hardware.memory_bandwidth * hardware.reached.memory
+
+    def moves(self, share: float = 1.0) -> Rates:
+        """What moves take, of values of which this share moves: what is smaller may be combined."""
+        if not self.optimistic:
+            return self.alone
+        return self.apart if share == 1.0 else self.combined
 
     def rounded(self, amounts: Any) -> Any:
         """Integers: of a bound they are not above the true ones."""
@@ -73,14 +81,15 @@ class Tables:
                 weight = share * edge.runs * PICO
                 if side:
                     partial = [self._partial(edge, s) for s in strategies]
-                    tables.append(self._into_result(made, partial, atom, weight))
+                    rates = self._sums(shape, share)
+                    tables.append(self._into_result(made, partial, atom, rates, weight))
                     size = byte_size((), atom.aval.dtype)
                     waiting += [
                         size * local_elements(shape, m, self.mesh) * bool(over)
                         for m, over in zip(made, partial, strict=True)
                     ]
                 else:
-                    tables.append(self._into_operand(made, atom, weight))
+                    tables.append(self._into_operand(made, atom, self.moves(share), weight))
         return self.rounded(costs * edge.runs * PICO), tables, waiting
 
     def _strategies(self, edge: Edge) -> list[Strategy]:
@@ -119,8 +128,8 @@ class Tables:
         if edge.eqn is None:
             return 0.0
         memory = 0.0 if touches.covered else self._touched(edge, strategy, touches)
-        if name_of(edge) not in PRODUCTS:
-            return memory
+        if name_of(edge) not in PRODUCTS:  # either may be of another fused operator
+            return memory + self._computed(edge, strategy, touches)
         parts = float(
             np.prod([n for f, n in zip(strategy, self.mesh, strict=True) if f is not None])
         )
@@ -144,6 +153,18 @@ class Tables:
                 total += share * local_elements(shape, spec, self.mesh) * byte_size((), dtype)
         return total / self.bandwidth
 
+    def _computed(self, edge: Edge, strategy: Strategy, touches: Touches) -> float:
+        """Seconds of arithmetic: as many elements as the largest operand or result has."""
+        if not touches.operations:
+            return 0.0
+        described = (*edge.factors.operands, *edge.factors.results)
+        counts = [
+            local_elements(atom.aval.shape, self._spec(strategy, dims), self.mesh)
+            for atom, dims in zip((*edge.atoms[0], *edge.atoms[1]), described, strict=True)
+            if getattr(atom.aval, "shape", ())
+        ]
+        return max(counts, default=1) * touches.operations / self.hardware.vector_rate
+
     def _spec(self, strategy: Strategy, dims: Sequence[Dim]) -> Spec:
         """How a tensor is cut where the factors are."""
         return tuple(
@@ -155,15 +176,30 @@ class Tables:
         """The mesh axes over which results are partial."""
         return [axis for axis, f in enumerate(strategy) if f in edge.factors.reduced]
 
-    def _into_operand(self, made: Sequence[Spec], atom: Any, weight: float) -> Floats:
+    def _into_operand(self, made: Sequence[Spec], atom: Any, rates: Rates, weight: float) -> Floats:
         """What it costs to bring a tensor from each of its specs to what a strategy reads."""
         shape, itemsize, position = self._specs(atom)
-        moved = self.rounded(self.moves.reshards(shape, itemsize) * weight)
+        moved = self.rounded(rates.reshards(shape, itemsize) * weight)
         never = np.full(len(position), FORBIDDEN)
         return np.array([moved[:, position[m]] if m in position else never for m in made])
 
+    def transposed(self, edge: Edge, number: int, dims: Sequence[int] | None) -> Floats:
+        """Seconds of the copies that come with exchanges of an operand (`exchanges`)."""
+        shape, itemsize, position = self._specs(edge.atoms[0][number])
+        made = [self._spec(s, edge.factors.operands[number]) for s in self._strategies(edge)]
+        counts = np.array(
+            [[transposes(shape, dims, own, m, self.mesh) for own in position] for m in made]
+        )
+        sizes = [[local_elements(shape, own, self.mesh) for own in position]]
+        return self.rounded(2 * counts * sizes * itemsize * edge.runs / self.bandwidth * PICO)
+
     def _into_result(
-        self, made: Sequence[Spec], partial: Sequence[list[int]], atom: Any, weight: float
+        self,
+        made: Sequence[Spec],
+        partial: Sequence[list[int]],
+        atom: Any,
+        rates: Rates,
+        weight: float,
     ) -> Floats:
         """What it costs to reduce what a strategy makes to each of a tensor's specs."""
         shape, itemsize, position = self._specs(atom)
@@ -173,7 +209,7 @@ class Tables:
             ends = (anywhere if axis in over else (at,) for axis, at in enumerate(here))
             for spec in itertools.product(*ends):
                 if (j := position.get(spec)) is not None:
-                    seconds = self._summed(shape, itemsize, here, spec, over)
+                    seconds = self._summed(shape, itemsize, here, spec, over, rates)
                     table[i, j] = self.rounded(seconds * weight)
         return table
 
@@ -184,30 +220,33 @@ class Tables:
         return shape, byte_size((), atom.aval.dtype), position
 
     def _summed(
-        self, shape: tuple[int, ...], itemsize: int, made: Spec, spec: Spec, partial: list[int]
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        made: Spec,
+        spec: Spec,
+        partial: list[int],
+        rates: Rates,
     ) -> float:
         """Seconds to add partial results up, first where the sum is cut on the way."""
-        now, total, sums = made, 0.0, self._sums(shape)
+        now, total = made, 0.0
         for axis in sorted(partial, key=lambda axis: spec[axis] == NONE):
             size = local_elements(shape, now, self.mesh) * itemsize
             kind = "all_reduce" if spec[axis] == NONE else "reduce_scatter"
-            total += sums.seconds(kind, axis, size)
+            total += rates.seconds(kind, axis, size)
             now = (*now[:axis], spec[axis], *now[axis + 1 :])
         return total
 
     def _scalar_sum(self, edge: Edge, strategy: Strategy, atom: Any) -> float:
         size = byte_size((), atom.aval.dtype)
-        partial, sums = self._partial(edge, strategy), self._sums(())
-        return sum(sums.seconds("all_reduce", axis, size) for axis in partial)
+        partial, rates = self._partial(edge, strategy), self._sums((), 1.0)
+        return sum(rates.seconds("all_reduce", axis, size) for axis in partial)
 
-    def _sums(self, shape: tuple[int, ...]) -> Rates:
+    def _sums(self, shape: tuple[int, ...], share: float) -> Rates:
         """What sums take: those of gradients wait for nothing, so that they can be combined."""
-        return self.combined if self.optimistic or shape in self.weights else self.alone
-
-
-def name_of(edge: Edge) -> str:
-    """The name of an operator; none for the border of a loop."""
-    return "" if edge.eqn is None else edge.eqn.primitive.name
+        if self.optimistic:
+            return self.moves(share)
+        return self.combined if shape in self.weights else self.alone
 
 
 def _apart(factors: Factors, tiles: dict[str, int]) -> bool:

@@ -1,21 +1,23 @@
-"""The memory that each equation of a program reads and writes, once a compiler has fused it.
+"""The work of each equation of a program once a compiler has fused it: memory or arithmetic.
 
 The forecast fuses the per-device program. Here the program itself is fused, by the same rules
 (`forecast.program`): where no collective comes between two operators, the results are the same.
+For a bound it is fused as far as the part of any device may be.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import defaultdict
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from gshard.forecast.hardware import Hardware
 from gshard.forecast.kernels import KERNEL
-from gshard.forecast.ops import LOOPS, PRODUCTS, Op, size_of
+from gshard.forecast.ops import LOOPS, PRODUCTS, elements, size_of
 from gshard.forecast.program import Operator, body_of, walk
+from gshard.forecast.work import moved_bytes, operations, vector_flops
 from gshard.graph.regions import bodies
 
 _LOOKUPS = {"gather", "dynamic_slice", "slice"}
@@ -26,28 +28,34 @@ Parts = tuple[tuple[int, float], ...]  # numbers of operands or results, and the
 
 @dataclasses.dataclass(frozen=True)
 class Touches:
-    """What one equation reads and writes in one run, as shares of its operands and results."""
+    """What one equation reads and writes in one run, as shares of its operands and results, and
+    operations for each element where the arithmetic of the operator takes longer than these."""
 
     reads: Parts = ()
     writes: Parts = ()
+    operations: float = 0.0
     covered: bool = False  # fused with a matrix product, whose arithmetic may hide it
 
 
 class Touched:
     """The touches of every equation, and of tensors that loops copy."""
 
-    def __init__(self, jaxpr: Jaxpr, style: str, devices: int, optimistic: bool = False) -> None:
-        self.devices, self.optimistic = devices, optimistic
+    def __init__(
+        self, jaxpr: Jaxpr, hardware: Hardware, devices: int, optimistic: bool = False
+    ) -> None:
+        self.hardware, self.devices = hardware, devices
+        self.fused_on = devices if optimistic else 1
         self.starts = 0  # how many operators a device starts
         self.stored: set[Any] = set()  # what is written to memory
         self.copied: dict[Any, float] = defaultdict(float)  # times that a tensor is copied
         self._alias: dict[Any, Any] = {}
         self._reads: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         self._writes: dict[int, dict[int, float]] = defaultdict(dict)
+        self._operations: dict[int, float] = {}
         self._covered: set[int] = set()
-        self._collect(jaxpr, style)
+        self._collect(jaxpr)
         seen: set[Operator] = set()
-        for operator, count, _ in walk(jaxpr, style):
+        for operator, count, _ in walk(jaxpr, hardware.compiler, self.fused_on):
             self.starts += count
             self.stored.update(operator.writes)
             if operator not in seen:  # loops may share a body
@@ -58,7 +66,12 @@ class Touched:
         """The touches of an equation."""
         key = id(eqn)
         reads, writes = self._reads.get(key, {}), self._writes.get(key, {})
-        return Touches(tuple(reads.items()), tuple(writes.items()), key in self._covered)
+        return Touches(
+            tuple(reads.items()),
+            tuple(writes.items()),
+            self._operations.get(key, 0.0),
+            key in self._covered,
+        )
 
     def root(self, var: Any) -> Any:
         """The stored value that a variable is another view of."""
@@ -66,13 +79,13 @@ class Touched:
             var = self._alias[var]
         return var
 
-    def _collect(self, jaxpr: Jaxpr, style: str) -> None:
-        body = body_of(jaxpr, style)
+    def _collect(self, jaxpr: Jaxpr) -> None:
+        body = body_of(jaxpr, self.hardware.compiler, self.fused_on)
         self._alias.update(body.alias)
         for operator in body.operators:
             if operator.root.name in LOOPS:
                 for inner in bodies(operator.root.eqn):
-                    self._collect(inner, style)
+                    self._collect(inner)
 
     def _add(self, operator: Operator) -> None:
         root, names = operator.root, {op.name for op in operator.members}
@@ -82,12 +95,14 @@ class Touched:
             for var in operator.reads:
                 self.copied[var] += 2.0
             return
+        if not names & PRODUCTS and self._computes(operator):
+            for op in operator.members:  # once, even if several operators recompute it
+                count = max(map(elements, (*op.reads, *op.writes)), default=0)
+                self._operations[id(op.eqn)] = operations(op, count // self.devices)
+            return
         written = sum(map(size_of, operator.writes))
         updates = root.name in _UPDATES
-        # A reduction that is fused with who reads it reads nothing by itself.
-        fused = self.optimistic and root.reduces and _may_reduce_rows(root, self.devices)
-        reads = () if fused else operator.reads
-        for number, var in enumerate(reads):
+        for number, var in enumerate(operator.reads):
             share = 1.0
             if names & _LOOKUPS:
                 share = min(1.0, 2 * written / max(size_of(var), 1))
@@ -101,6 +116,12 @@ class Touched:
             if len(operator.members) > 1 and names & PRODUCTS:
                 self._covered.add(id(op.eqn))
 
+    def _computes(self, operator: Operator) -> bool:
+        """Whether the arithmetic of an operator takes longer than what it reads and writes."""
+        bandwidth = self.hardware.memory_bandwidth * self.hardware.reached.memory
+        arithmetic = vector_flops(operator) / self.hardware.vector_rate
+        return arithmetic > moved_bytes(operator) / bandwidth
+
     def _read(self, operator: Operator, var: Any, share: float) -> None:
         """Count a read where a member of the operator has the value as an operand."""
         for op in operator.members:
@@ -109,15 +130,3 @@ class Touched:
                     self._reads[id(op.eqn)][number] += share  # several fusions may share it
                     return
         self.copied[var] += share
-
-
-def _may_reduce_rows(op: Op, devices: int) -> bool:
-    """Whether its part on a device may reduce the last dim alone, and be fused with who reads it.
-
-    Of the other dims that it reduces, each device may have a single row.
-    """
-    if len(op.reads) != 1:
-        return False
-    shape, axes = op.reads[0].aval.shape, op.eqn.params.get("axes", ())
-    last = len(shape) - 1
-    return last in axes and math.prod(shape[a] for a in axes if a != last) <= devices

@@ -11,6 +11,7 @@ layout, but another loop reads its arguments in the default layout: between them
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -21,14 +22,17 @@ from gshard.forecast.ops import ALIASES, PRODUCTS, Op, Stored, elements, inlined
 from gshard.graph.regions import bodies
 
 
-def as_on_gpus(ops: list[Op]) -> list[Op]:
-    """The equations with row-wise reductions marked, and copies between loops of other layouts."""
+def as_on_gpus(ops: list[Op], devices: int = 1) -> list[Op]:
+    """The equations with row-wise reductions marked, and copies between loops of other layouts.
+
+    Of an unpartitioned program, those are marked that may be row-wise on each of `devices`.
+    """
     turned: set[Any] = set()
     found: list[Op] = []
-    scattered = _turned(ops)
+    scattered = _turned(ops) if devices == 1 else set()
     for op in ops:
         if op.name != "scan":
-            found.append(replace(op, by_rows=True) if _is_by_rows(op, scattered) else op)
+            found.append(replace(op, by_rows=True) if _is_by_rows(op, scattered, devices) else op)
             continue
         reads = list(op.reads)
         for number, var in enumerate(reads):
@@ -42,13 +46,17 @@ def as_on_gpus(ops: list[Op]) -> list[Op]:
     return found
 
 
-def _is_by_rows(op: Op, scattered: set[Any]) -> bool:
-    """Whether it reduces the last dim, and rows are contiguous."""
+def _is_by_rows(op: Op, scattered: set[Any], devices: int) -> bool:
+    """Whether it reduces the last dim alone, and rows are contiguous, or nothing at all.
+
+    Of the other dims that it reduces, a device has a single row if there are enough devices.
+    """
     if not op.reduces or len(op.reads) != 1 or op.reads[0] in scattered:
         return False
     shape = op.reads[0].aval.shape
-    reduced = [axis for axis in op.eqn.params.get("axes", ()) if shape[axis] > 1]
-    return len(shape) > 1 and reduced == [len(shape) - 1]
+    last = len(shape) - 1
+    rows = math.prod(shape[axis] for axis in op.eqn.params.get("axes", ()) if axis != last)
+    return last > 0 and rows <= devices
 
 
 def _turned_results(body: Any) -> set[int]:

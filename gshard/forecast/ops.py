@@ -17,6 +17,7 @@ PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_gen
 ALIASES = {
     "reshape", "squeeze", "expand_dims", "bitcast_convert_type", "copy", "stop_gradient",
     "random_wrap", "random_unwrap", "optimization_barrier", "copy_p",
+    "annotate", "pin",  # of programs before they are partitioned
 }  # fmt: skip
 APART = {
     "gather", "scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_min", "scatter_max",

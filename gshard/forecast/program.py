@@ -79,13 +79,16 @@ class Body:
 
 
 @functools.lru_cache(maxsize=512)
-def body_of(jaxpr: Jaxpr, style: str) -> Body:
-    """What a compiler makes of one body."""
+def body_of(jaxpr: Jaxpr, style: str, devices: int = 1) -> Body:
+    """What a compiler makes of one body.
+
+    Of an unpartitioned program: what it makes at most of its part on one of `devices`.
+    """
     ops, outputs = inlined(jaxpr)
     if style == "cpu":
         ops, outputs = as_on_cpus(ops, outputs)
     if style == "gpu":
-        ops = as_on_gpus(ops)
+        ops = as_on_gpus(ops, devices)
     makers = {var: op for op in ops for var in op.writes}
     readers: dict[Any, list[Op]] = defaultdict(list)
     for op in ops:
@@ -303,25 +306,27 @@ def trips(eqn: JaxprEqn) -> int:
     return eqn.params["length"] if eqn.primitive.name == "scan" else 1
 
 
-def walk(jaxpr: Jaxpr, style: str) -> Iterator[tuple[Operator, int, tuple[JaxprEqn, ...]]]:
+def walk(
+    jaxpr: Jaxpr, style: str, devices: int = 1
+) -> Iterator[tuple[Operator, int, tuple[JaxprEqn, ...]]]:
     """Every operator with its number of runs and its enclosing loops, bodies before their loop.
 
     All branches of a conditional are counted, as in the list of collectives.
     """
-    yield from _walk(jaxpr, style, 1, ())
+    yield from _walk(jaxpr, style, devices, 1, ())
 
 
 def _walk(
-    jaxpr: Jaxpr, style: str, times: int, around: tuple[JaxprEqn, ...]
+    jaxpr: Jaxpr, style: str, devices: int, times: int, around: tuple[JaxprEqn, ...]
 ) -> Iterator[tuple[Operator, int, tuple[JaxprEqn, ...]]]:
-    for operator in body_of(jaxpr, style).operators:
+    for operator in body_of(jaxpr, style, devices).operators:
         eqn = operator.root.eqn
         if operator.root.name in LOOPS:
             inner = bodies(eqn)
             for body in inner:
-                yield from _walk(body, style, times * trips(eqn), (*around, eqn))
+                yield from _walk(body, style, devices, times * trips(eqn), (*around, eqn))
             if operator.root.name == "scan" and style == "gpu":
-                for copy in _stacking(eqn, body_of(inner[0], style)):
+                for copy in _stacking(eqn, body_of(inner[0], style, devices)):
                     yield copy, times * trips(eqn), (*around, eqn)
         else:
             yield operator, times, around

@@ -14,11 +14,11 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from gshard.forecast.collective import Groups, Topology, collective_terms, reach
 from gshard.forecast.hardware import Hardware
-from gshard.forecast.kernels import KERNEL, kernel_work
 from gshard.forecast.ops import Op, size_of
 from gshard.forecast.program import Operator, trips, walk
 from gshard.forecast.work import (
     is_exact,
+    moved_bytes,
     multiplies,
     product_dtype,
     product_flops,
@@ -141,7 +141,7 @@ def _timed(
             vector / machine.vector_rate,
             sum(_product_seconds(op, machine) for op in products),
         )
-    moved, others = _moved(operator), len(operator.members) - 1
+    moved, others = moved_bytes(operator), len(operator.members) - 1
     return Timed(
         name=root.name + (f" and {others} more" if others else ""),
         source=source,
@@ -225,19 +225,6 @@ def _value(operator: Operator) -> Any:
 def _product_seconds(op: Op, machine: Hardware) -> float:
     rate = machine.rate(product_dtype(op), is_exact(op))
     return product_flops(op) / (rate * machine.reached.products)
-
-
-def _moved(operator: Operator) -> float:
-    """Bytes of memory that an operator touches; of a gather or slice, only the rows taken."""
-    written = sum(map(size_of, operator.writes))
-    names = {op.name for op in operator.members}
-    if names & {"gather", "dynamic_slice", "slice"}:
-        return written + sum(min(size_of(v), 2 * written) for v in operator.reads)
-    if operator.root.name in ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add"):
-        return 2 * sum(map(size_of, operator.reads[1:])) + 0.0
-    if operator.root.name == KERNEL:
-        return kernel_work(operator.root.eqn).bytes
-    return float(operator.bytes)
 
 
 def collective_cost(

@@ -1,4 +1,4 @@
-"""The arithmetic of an operator: operations of matrix products, and of everything else."""
+"""The work of an operator: operations of matrix products and of everything else, and bytes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
 
 from gshard.forecast.kernels import KERNEL, kernel_work
-from gshard.forecast.ops import PRODUCTS, Op
+from gshard.forecast.ops import PRODUCTS, Op, elements, size_of
 from gshard.forecast.program import Operator
 
-_THREEFRY = 120  # integer operations for the two words that threefry2x32 makes
+_THREEFRY = 120.0  # integer operations for the two words that threefry2x32 makes
 _FREE = {"broadcast_in_dim", "iota", "slice", "transpose", "pad", "rev", "convert_element_type"}
 
 
@@ -79,24 +80,37 @@ def is_exact(op: Op) -> bool:
 
 
 def vector_flops(operator: Operator) -> float:
-    """Operations outside matrix products, one for each element that an equation makes."""
+    """Operations outside matrix products."""
     total = 0.0
     for op in operator.members:
-        if op.name in PRODUCTS or op.name in _FREE:
-            continue
         if op.name == KERNEL:
             total += kernel_work(op.eqn).vector
-            continue
-        shapes = [_count(v) for v in (*op.reads, *op.writes)]
-        elements = max(shapes, default=0)
-        if op.name == "threefry2x32":
-            total += _THREEFRY * elements
-        elif op.name == "sort":
-            total += elements * max(1.0, math.log2(max(elements, 2)))
-        else:
-            total += elements
+        elif op.name not in PRODUCTS:
+            count = max(map(elements, (*op.reads, *op.writes)), default=0)
+            total += count * operations(op, count)
     return total
 
 
-def _count(var: Any) -> int:
-    return math.prod(getattr(var.aval, "shape", ()))
+def operations(op: Op, count: int) -> float:
+    """Operations for each element of an equation that is no product, the largest of whose operands
+    and results has `count` of them."""
+    if op.name in _FREE:
+        return 0.0
+    if op.name == "sort":
+        return max(1.0, math.log2(max(count, 2)))
+    if op.name == "random_bits" and op.reads[0].aval.dtype.name == "key<fry>":
+        return _THREEFRY if jax.config.jax_threefry_partitionable else _THREEFRY / 2
+    return _THREEFRY if op.name == "threefry2x32" else 1.0
+
+
+def moved_bytes(operator: Operator) -> float:
+    """Bytes of memory that an operator touches; of a gather or slice, only the rows taken."""
+    written = sum(map(size_of, operator.writes))
+    names = {op.name for op in operator.members}
+    if names & {"gather", "dynamic_slice", "slice"}:
+        return written + sum(min(size_of(v), 2 * written) for v in operator.reads)
+    if operator.root.name in ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add"):
+        return 2 * sum(map(size_of, operator.reads[1:])) + 0.0
+    if operator.root.name == KERNEL:
+        return kernel_work(operator.root.eqn).bytes
+    return float(operator.bytes)

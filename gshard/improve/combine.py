@@ -79,10 +79,9 @@ class Combination:
 def combinations_of(jaxpr: Jaxpr) -> list[Combination]:
     """The combinations of a program or body, of two or more collectives each."""
     speeds = machine()
-    largest = speeds.latency * speeds.memory_per_byte / 2  # a copy reads and writes it once
     found: list[Combination] = []
     for alone in _alone(jaxpr):
-        if alone.size <= largest:
+        if alone.size <= speeds.largest_combined:
             limit = LATENCIES * speeds.latency
             joined = next((b for b in reversed(found) if b.takes(alone, limit)), None)
             if joined:

@@ -23,6 +23,12 @@ class Machine:
     overlaps: bool = False  # collectives run beside products
     distance: float = 1.0  # how many times as long a transfer among all devices takes
 
+    @property
+    def largest_combined(self) -> float:
+        """Bytes up to which a collective is combined with others: copying them, which reads and
+        writes them once, takes no longer than the latency of a collective of its own."""
+        return self.latency * self.memory_per_byte / 2
+
     def __hash__(self) -> int:
         return hash(self.latency)  # part of the key of every plan; there are few of them
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gshard.autosharding.dearest import Dearest
 from gshard.autosharding.problem import FORBIDDEN
 from gshard.autosharding.touched import Touched
+from gshard.forecast.hardware import hardware
 
 
 @settings(max_examples=50, deadline=None)
@@ -55,6 +56,6 @@ def test_only_reductions_of_rows_may_read_nothing(axes, reads):
     jaxpr = jax.make_jaxpr(lambda x: jnp.exp(x - jnp.sum(x * x, axes, keepdims=True)))(
         jax.ShapeDtypeStruct((64, 8, 128), jnp.float32)
     ).jaxpr
-    touched = Touched(jaxpr, "gpu", 8, optimistic=True)
+    touched = Touched(jaxpr, hardware("h100"), 8, optimistic=True)
     eqn = next(e for e in jaxpr.eqns if e.primitive.name == "mul")
     assert bool(touched.of(eqn).reads) == reads

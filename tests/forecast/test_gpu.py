@@ -64,3 +64,10 @@ def test_loops_copy_what_products_read_by_slices_and_what_is_stacked_and_read():
     weight = 128 * 128 * 4
     assert copies(lambda x, w: x @ w) == [(5, 2 * weight), (5, 2 * ROWS)]
     assert copies(lambda x, w: x + w[:64]) == []
+
+
+def test_a_sum_over_a_single_row_is_fused_with_its_consumers():
+    def fn(x):
+        return jnp.exp(x) * jnp.sum(jnp.sum(x, -1, keepdims=True), 1, keepdims=True)
+
+    assert [b for *_, b in operators(fn, (64, 1, 128))] == [2 * ROWS]

@@ -1,0 +1,144 @@
+"""What a bound is made of, in programs whose annotations leave one layout: it is its forecast."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import gshard
+from gshard.autosharding import borders
+from gshard.autosharding.exchanges import transposes
+from gshard.autosharding.rates import Rates
+from gshard.autosharding.sharing import Sharing
+from gshard.autosharding.smaller import most_seconds
+from gshard.forecast.hardware import hardware
+from gshard.propagation.flow import Flow
+from tests.autosharding.test_bound import bound_of, struct
+
+MACHINE = hardware("h100")
+
+
+def forecast(fn, *args):
+    jitted = gshard.jit(fn, devices=8, hardware="h100", overlap=False)
+    return jitted.lower(*args).forecast().serial_seconds
+
+
+def dispatched(equation, shape, dim):
+    """Rows of experts, made by one product where groups are split, and read by another where
+    experts are."""
+
+    def fn(x, w, experts):
+        made = gshard.split(x, 0, 8) @ gshard.replicate(w)
+        return gshard.split(jnp.einsum(equation, made, gshard.split(experts, 0, 8)), dim, 8)
+
+    return fn, (struct(*shape), struct(shape[-1], 256), struct(16, 256, 256))
+
+
+@pytest.mark.parametrize(
+    ("equation", "shape", "dim"),
+    [
+        ("gecm,emn->gecn", (64, 16, 128, 512), 1),  # exchanged and transposed for it
+        ("gecm,emn->egcn", (64, 16, 128, 512), 0),
+        ("gcem,emn->gcen", (64, 128, 16, 512), 2),
+    ],
+)
+def test_an_exchange_between_products_and_the_copies_for_it(equation, shape, dim):
+    fn, args = dispatched(equation, shape, dim)
+    bound, seconds = bound_of(fn, args), forecast(fn, *args)
+    assert bound == pytest.approx(seconds, rel=1e-6)
+    assert bound <= seconds
+
+
+@pytest.mark.parametrize(
+    ("dims", "here", "there", "expected"),
+    [
+        (None, 0, 1, 1),  # transposed before it is sent; tiles of dim 0 arrive one after the other
+        (None, 1, 0, 1),
+        (None, 1, 2, 2),
+        ((1, 0, 2), 0, 1, 0),  # dim 1 comes first where it is written, and dim 0 where it is read
+        ((1, 0, 2), 1, 0, 1),
+        ((0, 2, 1), 1, 2, 1),
+        (None, 0, -1, 0),  # nothing is exchanged
+        (None, 1, 1, 0),
+    ],
+)
+def test_copies_of_an_exchange(dims, here, there, expected):
+    assert transposes((16, 16, 16), dims, (here,), (there,), (8,)) == expected
+
+
+def test_dims_with_one_row_need_no_copies():
+    assert transposes((8, 16, 16), None, (0,), (1,), (8,)) == 0
+    assert transposes((8, 16, 16), None, (0,), (1,), (4,)) == 1
+
+
+def test_large_collectives_pay_their_latency():
+    """As combined in lowered programs: those that take long to copy are not, nor exchanges."""
+    alone, largest = Rates(MACHINE, (8,)), MACHINE.machine.largest_combined
+    together = Rates(MACHINE, (8,), combined=True, largest=largest)
+    for kind in ("all_reduce", "reduce_scatter"):
+        assert together.seconds(kind, 0, largest + 1) == alone.seconds(kind, 0, largest + 1)
+        assert together.seconds(kind, 0, largest) < alone.seconds(kind, 0, largest)
+    gathered = largest / 8  # of the result
+    assert together.seconds("all_gather", 0, gathered + 1) == pytest.approx(
+        alone.seconds("all_gather", 0, gathered + 1)
+    )
+    assert together.seconds("all_gather", 0, gathered) < alone.seconds("all_gather", 0, gathered)
+    assert together.seconds("all_to_all", 0, 8) == alone.seconds("all_to_all", 0, 8)
+
+
+def test_arithmetic_of_random_bits_counts():
+    """A mask reads nothing and writes little: what takes time is the hashing."""
+
+    def fn(key, x):
+        return jax.random.bernoulli(key, 0.9, x.shape)
+
+    args = jax.eval_shape(lambda: jax.random.key(0)), struct(65_536, 1024)
+    best = min(forecast(lambda k, x, d=d: gshard.split(fn(k, x), d, 8), *args) for d in (0, 1))
+    written = 65_536 * 1024 / 8 / (MACHINE.memory_bandwidth * MACHINE.reached.memory)
+    assert 2 * written < 0.8 * best < bound_of(fn, args) <= best
+
+
+def test_values_flow_into_a_loop_to_its_next_run_and_out_of_it():
+    """A loop in a loop, whose results are the outer body's."""
+
+    def fn(x, ws):
+        def body(c, w):
+            return jax.lax.scan(lambda c, v: (c * v, c + v), c, w)
+
+        return jax.lax.scan(body, x, ws)
+
+    flat = jax.make_jaxpr(fn)(struct(16), struct(3, 2, 16))
+    flow = Flow(8)
+    flow.add(flat.jaxpr)
+    outwards = borders.leaving(flat)
+    found = {borders.ends(edge, outwards) for edge in flow.edges if edge.eqn is None}
+    (outer,) = flat.eqns
+    body = outer.params["jaxpr"].jaxpr
+    (inner,) = body.eqns
+    last = inner.params["jaxpr"].jaxpr
+    expected = set()
+    for loop, inside in ((outer, body), (inner, last)):
+        (first, each), (carry, slices) = loop.invars, inside.invars
+        (end, stack), (again, made) = loop.outvars, inside.outvars
+        expected |= {(first, carry), (each, slices), (again, carry), (carry, end), (made, stack)}
+    assert found == expected
+
+
+def test_transposed_values_have_the_readers_of_their_source():
+    def fn(x):
+        return jnp.transpose(jnp.transpose(x * 2, (1, 2, 0)), (2, 1, 0)) + 1
+
+    flat = jax.make_jaxpr(fn)(struct(8, 16, 24))
+    first, _, second, _ = (eqn.outvars[0] for eqn in flat.eqns)
+    flow = Flow(8)
+    flow.add(flat.jaxpr)
+    sharing = Sharing(flow, optimistic=True)
+    assert sharing.source(second) == (first, (0, 2, 1))
+    # Specs of both are: none, dim 0, dim 1, dim 2.
+    assert sharing.columns(second, (8,)).tolist() == [0, 1, 3, 2]
+    assert Sharing(flow, optimistic=False).source(second) == (second, (0, 1, 2))
+
+
+def test_fewer_annotations_keep_a_gap_that_is_small():
+    assert most_seconds(1.0, 0.5) == pytest.approx(1.01)  # the gap is large already
+    assert most_seconds(1.0, 0.995) == pytest.approx(0.995 / 0.99)
+    assert most_seconds(1.0, 1.0) == pytest.approx(1 / 0.99, rel=2e-4)
