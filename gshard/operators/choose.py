@@ -257,8 +257,9 @@ def choose(
     for dims, sharding in tensors:
         for dim, split in zip(dims, sharding.splits, strict=True):
             for factor, part in decompose(split, dim, factors.sizes).items():
-                if factor not in factors.whole and part not in options[factor]:
-                    options[factor].append(part)
+                taker = factors.taken_over(factor, part)
+                if taker and part not in options[taker]:
+                    options[taker].append(part)
     if all(len(o) <= 1 for o in options.values()):
         agreed = {f: (o[0] if o else None) for f, o in options.items()}
         if _composable(agreed, factors) and _fits(agreed, factors, tensors):

@@ -162,6 +162,7 @@ def _described(edge: Edge) -> Key:
         factors.results,
         tuple(factors.reduced.items()),
         factors.whole,
+        tuple(factors.instead.items()),
     )
 
 

@@ -330,6 +330,7 @@ class Spread:
     def favourites(self, edge: Edge, sources: Sequence[int]) -> dict[Factor, Split]:
         """The preferences themselves, from the votes of the tensors."""
         votes: dict[Factor, dict[Split, float]] = {}
+        instead: dict[Factor, dict[Split, float]] = {}  # of factors that nothing else splits
         factors = edge.factors
         for side in sources:
             for atom, names, weight in edge.sides[side]:
@@ -337,9 +338,10 @@ class Spread:
                     if split is None or not dim:
                         continue
                     for factor, part in decompose(split, dim, factors.sizes).items():
-                        if factor not in factors.whole:
-                            tally = votes.setdefault(factor, {})
+                        if taker := factors.taken_over(factor, part):
+                            tally = (votes if taker == factor else instead).setdefault(taker, {})
                             tally[part] = tally.get(part, 0) + weight
+        votes = instead | votes
         favourite = {f: max(tally, key=tally.__getitem__) for f, tally in votes.items()}
         if len(favourite) < 2:
             return favourite

@@ -60,8 +60,11 @@ def _pin(
 
 
 def _leaf_factors(eqn: JaxprEqn) -> Factors:
+    """Devices that split contracted rows exchange them for leaves, or for another batch dim."""
     factors = dot_factors(eqn)
-    return replace(factors, reduced={}, whole=frozenset(factors.reduced))
+    most = max(factors.priority, key=factors.sizes.__getitem__, default=None)
+    instead = dict.fromkeys(factors.reduced, most) if most else {}
+    return replace(factors, reduced={}, whole=frozenset(factors.reduced), instead=instead)
 
 
 def _leaf_dot(

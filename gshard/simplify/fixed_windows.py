@@ -125,7 +125,9 @@ def _product(x: jax.Array, kernel: jax.Array, whole: Sequence[bool], dtype: Any)
     pairs = [*summed, (x.ndim - 1, kernel.ndim - 1)]
     pairs.sort(key=lambda pair: -x.shape[pair[0]])  # the largest dim is the one that is split
     left, right = zip(*pairs, strict=True)
-    numbers = ((left, right), ((0,), (0,)))
+    # Leaves are parts of the first contracted dim.
+    x = lax.transpose(x, (*(d for d in range(x.ndim) if d not in left), *left))
+    numbers = ((tuple(range(x.ndim - len(left), x.ndim)), right), ((0,), (0,)))
     return lax.dot_general(x, kernel, numbers, preferred_element_type=dtype)
 
 

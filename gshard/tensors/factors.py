@@ -25,8 +25,10 @@ class Factors:
 
     `reduced` factors occur in operands only; the value says how partial results are combined: sum,
     max, min, prod, and, or, xor. `priority` factors are propagated first (the batch dims of a
-    contraction). `whole` factors cannot be split. `resized` factors have another size in each
-    tensor; a split propagates through them to a dim that has at least a row for each tile.
+    contraction). `whole` factors cannot be split; a split of one may be taken over by the factor
+    that it has in `instead`, which costs an AllToAll where a gather costs the entire operand.
+    `resized` factors have another size in each tensor; a split propagates through them to a dim
+    that has at least a row for each tile.
     """
 
     operands: tuple[tuple[Dim, ...], ...]
@@ -36,6 +38,7 @@ class Factors:
     priority: tuple[Factor, ...] = ()
     whole: frozenset[Factor] = frozenset()
     resized: frozenset[Factor] = frozenset()
+    instead: Mapping[Factor, Factor] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -68,6 +71,13 @@ class Factors:
             tuple(priority),
             resized=frozenset(resized),
         )
+
+    def taken_over(self, factor: Factor, split: Split) -> Factor | None:
+        """The factor that gets the split of a dim: itself, unless it cannot be split."""
+        if factor not in self.whole:
+            return factor
+        other = self.instead.get(factor)
+        return other if other and split.tiles <= self.sizes[other] else None
 
     def reduction(self, chosen: Mapping[Factor, Split | None]) -> str:
         """How results are combined if factors are split as `chosen`; empty if they need not be."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import gshard
 from gshard.rules import fixed_products
@@ -26,6 +28,42 @@ def test_a_sum_over_8_devices_for_a_result_in_4_parts_is_scattered_and_gathered_
     assert sent(lowered) <= size * 7 // 8 + size * 2 // 8
     got = bits(fn, x, y, devices=8, inputs=where)
     np.testing.assert_array_equal(np.asarray(got), product(np.ascontiguousarray(x.T), y))
+
+
+def test_rows_that_no_leaf_is_made_of_are_exchanged_for_leaves():
+    """As gradients under context parallelism: leaves are parts of the batch, devices split rows."""
+    x, y = random_array((8, 24, 32)), random_array((8, 24, 16), seed=1)
+
+    def fn(x, y):
+        return jnp.einsum("bsm,bsf->mf", x, y)
+
+    where = [even_split(3, 1, 8)] * 2
+    lowered = gshard.jit(annotated(fn, where), devices=8, reproducible=True).lower(x, y)
+    operands, result = (x.nbytes + y.nbytes) // 8, 32 * 16 * 4
+    assert [c.kind for c in lowered.collectives] == ["all_to_all"] * 3 + ["all_gather"]
+    assert sent(lowered) == (operands + 2 * result) * 7 // 8
+    got = bits(fn, x, y, devices=8, inputs=where)
+    wanted = product(np.ascontiguousarray(x.reshape(-1, 32).T), y.reshape(-1, 16))
+    np.testing.assert_array_equal(np.asarray(got), wanted)
+
+
+def test_the_gradient_of_a_kernel_has_leaves_along_the_largest_dim():
+    """Images are split there, and only what a usual sum sends is sent."""
+    x, kernel = random_array((2, 8, 64, 4)), random_array((3, 3, 4, 4), seed=1)
+
+    def fn(x, kernel):
+        numbers = ("NHWC", "HWIO", "NHWC")
+
+        def loss(kernel):
+            y = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+            return jnp.sum(y * y)
+
+        return jax.grad(loss)(kernel)
+
+    where = [even_split(4, 2, 8)]
+    column, parts = 2 * 8 * 4 * 4, 2 * kernel.nbytes
+    step = gshard.jit(annotated(fn, where), devices=8, reproducible=True).lower(x, kernel)
+    assert sent(step) <= 4 * column + parts
 
 
 @pytest.mark.parametrize("annotated_inside", [False, True])
