@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import gshard
 from gshard.graph.text import program_text
@@ -34,3 +35,17 @@ def test_what_is_sent_in_a_loop_stays_in_it():
 
     (scan,) = [e for e in programs(fn, jnp.ones((8, 2)))["emit"].eqns if e.primitive.name == "scan"]
     assert "ppermute" in str(scan.params["jaxpr"])
+
+
+def test_a_step_of_a_node_says_what_it_is():
+    """Before an uneven sum is scattered, its tiles are evened out: that moves a result."""
+    mesh = np.arange(8).reshape(2, 4)
+
+    def fn(x, w):
+        return gshard.split(gshard.shard(x, mesh) @ gshard.shard(w, mesh[:1].T), 0, 8)
+
+    low = gshard.jit(fn, devices=8).lower(jnp.ones((13, 16)), jnp.ones((16, 29)))
+    assert [c.reason for c in low.collectives] == [
+        "result of dot_general: even out tiles of dim 0",
+        "dot_general: partial sums over 4 devices, result split",
+    ]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gshard.moving import exchange, plan
 from gshard.moving.exchange import can_exchange, exchange_groups, kept_tiles
 from gshard.moving.plan import plan_reshard
-from gshard.moving.sent import step_bytes
+from gshard.moving.sent import gathered, step_bytes
 from gshard.tensors.sharding import Sharding, Split
 from tests.oracle import assignments
 
@@ -105,3 +105,19 @@ def test_between_tiles_with_idle_devices_no_more_is_sent_than_rows_to_who_needs_
         sent += step_bytes(step.kind, here, step.target, shape, 4)
         here = step.target
     assert sent <= step_bytes("route", source, target, shape, 4)
+
+
+def test_devices_that_are_idle_before_or_after_take_no_part_in_an_exchange():
+    """A group of three would need the fourth device, which has nothing to give."""
+    here = Sharding((Split.of([0, 1, 2, -1]), None), 4)
+    same, others = (
+        Sharding((None, Split.of(coords)), 4) for coords in ([0, 1, 2, -1], [-1, 0, 1, 2])
+    )
+    assert can_exchange(here, same)
+    assert not can_exchange(here, others)
+
+
+def test_a_group_that_omits_a_device_gathers_by_a_sum():
+    """An AllGather has groups of one size: three of four devices sum a tensor of their parts."""
+    assert gathered(8, members=2, groups=2, num_devices=4) == 8
+    assert gathered(8, members=3, groups=1, num_devices=4) == 2 * (3 * 8) * 2 // 3

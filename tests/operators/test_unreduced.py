@@ -366,3 +366,10 @@ def test_residual_products_under_any_axes_of_a_mesh(x_spec, a_spec, b_spec):
     assert_same(
         run(gshard.jit(grad), *placed, rtol=1e-4, atol=1e-4), grad(*args), rtol=1e-4, atol=1e-4
     )
+
+
+def test_a_maximum_is_not_left_for_a_later_sum():
+    """A slice passes on what is unreduced; of the values of the devices it would be their sum."""
+    low = check(lambda x: x.max(0)[:2], random_array((16, 8)), inputs=[ROWS])
+    assert kinds(low) == {"all_reduce": 1}
+    assert sent(low) == 2 * 8 * 4 * 7 // 8

@@ -1,6 +1,7 @@
 """Decisions that give right values either way, asked of the functions that make them."""
 
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +19,17 @@ from gshard.moving import costs, rows
 from gshard.moving.collectives import AllReduce
 from gshard.moving.nodes import add_node
 from gshard.moving.partial import _in_pairs
+from gshard.moving.recompute import Made, Rows, _needed
+from gshard.operators.choose import Layout, run_as
+from gshard.operators.rule import RULES
 from gshard.rules.changes import Slice
+from gshard.rules.control import _summed_if_large
 from gshard.rules.slicing import _candidates, _cost
 from gshard.rules.window_reduce import _in_parts
 from gshard.runtime.ports import _port, mesh_shapes, ports
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
-from tests.oracle import check, random_array
+from tests.oracle import annotated, check, even_split, kinds, random_array
 
 D = 8
 
@@ -166,3 +171,77 @@ def test_padded_indices_are_not_unique():
 
     assert unique(16)
     assert not unique(13)
+
+
+def test_two_products_with_one_weight_share_its_gather():
+    """For one of them it would be dearer than to exchange the rows and to scatter the sums."""
+    x, w = jax.ShapeDtypeStruct((128, 512), jnp.float32), jax.ShapeDtypeStruct((512, 64), "f4")
+
+    def sends(fn, *arguments):
+        rows = [even_split(2, 0, 8)] * len(arguments)
+        return kinds(gshard.jit(annotated(fn, rows, rows[1:]), devices=8).lower(*arguments))
+
+    assert sends(lambda w, x: [x @ w], w, x) == {"all_to_all": 1, "reduce_scatter": 1}
+    assert sends(lambda w, x, y: [x @ w, y @ w], w, x, x) == {"all_gather": 1}
+
+
+# --------------------------------------------------------------- values that are made again
+
+
+def made_by(fn, *arguments, splits):
+    """The one operator of a function, on tiles that are split like this, and its result."""
+    (eqn,) = jax.make_jaxpr(fn)(*arguments).eqns
+    *operands, result = [
+        Tile(jnp.zeros(sharding.local_shape(aval.shape)), sharding, aval.shape)
+        for aval, sharding in zip(
+            [v.aval for v in (*eqn.invars, *eqn.outvars)], splits, strict=True
+        )
+    ]
+    return Made(result, eqn, tuple(operands))
+
+
+def test_rows_are_not_those_of_operands_that_are_joined_along_them():
+    x = jnp.zeros((16, 8))
+    along, across = (made_by(lambda a, b, dim=dim: lax.concatenate([a, b], dim), x, x,
+                             splits=[by(8, 1)] * 3) for dim in (0, 1))  # fmt: skip
+    starts = 2 * np.arange(8)
+    assert _needed(along, Rows(along.result, 0, starts, 3)) is None
+    found = _needed(across, Rows(across.result, 0, starts, 3))
+    assert [rows.tile for rows in found] == list(across.operands)
+
+
+def test_rows_are_made_again_of_operands_with_the_same_other_splits_only():
+    x, starts = jnp.zeros((16, 8)), 8 * np.arange(2)
+    for operand, fits in [(by(2, 4), True), (by(2, 1), False), (by(2, 2), False)]:
+        made = made_by(jnp.negative, x, splits=[operand, by(2, 4)])
+        found = _needed(made, Rows(made.result, 0, starts, 3))
+        assert (found is not None) is fits
+
+
+def test_a_tile_of_another_size_is_evened_out_before_an_operator_runs_in_place():
+    eqn, here = jax.make_jaxpr(jnp.negative)(jnp.zeros((12, 2))).eqns[0], by(4, 1)
+    large, even = (Tile(jnp.ones((rows, 2)), here, (12, 2)) for rows in (5, 3))
+    rule = RULES[eqn.primitive]
+    layout = Layout.of(eqn, rule.factors(eqn), {"d0": here.splits[0]}, D)
+    layout = layout.between(eqn, [here], [here])
+    assert layout.in_place
+    moved = []
+    ctx = SimpleNamespace(
+        reshard=lambda tile, *_: moved.append(tile) or even,
+        stays_unreduced=lambda *_: False,
+        place=None,
+    )
+    for tile in (even, large):
+        (result,) = run_as(ctx, eqn, rule, layout, [tile], [here])
+        assert result.array.shape == (3, 2)
+    assert large in moved
+
+
+@pytest.mark.parametrize(("limit", "reduced"), [(5 * 64, False), (5 * 64 - 1, True)])
+def test_a_stack_of_unreduced_results_is_within_the_memory_limit(limit, reduced):
+    unreduced = by(1, 1).unreduced_over([by(8, 1).splits[0]])
+    tile = Tile(jnp.zeros((4, 4)), unreduced, (4, 4))
+    ctx = SimpleNamespace(
+        memory_limit=limit, sharding=lambda var: by(4, 1), reshard=lambda *_: "reduced"
+    )
+    assert (_summed_if_large(ctx, tile, None, length=5) == "reduced") is reduced

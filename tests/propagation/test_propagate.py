@@ -151,3 +151,25 @@ def test_a_constant_of_a_loop_is_gathered_for_it_within_the_memory_limit_only():
     assert kinds(gshard.jit(fn).lower(*args)) == {"all_gather": 1}
     lean = gshard.jit(fn, memory_limit=1024).lower(*args)
     assert kinds(lean) == {"reduce_scatter": 12}
+
+
+def test_of_equally_many_tensors_those_with_more_bytes_decide():
+    """The mask has a byte for each element, and moves to the numbers."""
+    order = np.arange(8).reshape(2, 4).T.reshape(-1)
+
+    def fn(mask, x):
+        return jnp.where(gshard.split(mask, 0, 8), gshard.shard(x, order), 0.0)
+
+    low = gshard.jit(fn).lower(random_array((64,), bool), random_array((64,)))
+    assert (kinds(low), sent(low)) == ({"collective_permute": 1}, 8)
+
+
+def test_a_batch_dim_is_split_before_a_larger_operand_decides():
+    """Either way as many bytes are sent: the operand that moves is exchanged, none is gathered."""
+
+    def fn(x, y):
+        return jnp.einsum("bij,bjk->bik", gshard.split(x, 0, 8), gshard.split(y, 2, 8))
+
+    low = gshard.jit(fn).lower(random_array((8, 8, 8)), random_array((8, 8, 64)))
+    assert kinds(low) == {"all_to_all": 1}
+    assert str(low.out_shardings) == "split dim 0 by 8"

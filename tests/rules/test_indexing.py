@@ -18,6 +18,7 @@ from tests.oracle import (
     even_split,
     kinds,
     random_array,
+    sent,
 )
 
 SIZES = (1, 2, 3, 5, 7, 13)
@@ -353,3 +354,11 @@ def test_windows_that_reach_over_tiles(rows, outputs):
     x, starts = random_array((256, 8)), np.array([0, 30, 31, 94, 250], np.int32)
     low = check(fn, x, starts, inputs=[even_split(2, 0, 8)], outputs=outputs)
     assert set(kinds(low)) == ({"reduce_scatter"} if outputs else {"all_reduce"})
+
+
+def test_a_part_of_each_window_is_looked_up_where_the_result_is_split_along_them():
+    def fn(x, starts):
+        return jax.vmap(lambda s: lax.dynamic_slice(x, (s, 0), (16, 8)))(starts)
+
+    x, starts = random_array((64, 8)), np.int32([0, 30, 41, 9])
+    assert sent(check(fn, x, starts, devices=4, outputs=[even_split(3, 1, 4)], exact=True)) == 0

@@ -254,3 +254,14 @@ def test_columns_that_are_too_short_are_not_sorted_by_columns():
     assert columnsort.rows_needed(16, 4) is None
     assert columnsort.rows_needed(97, 8) == 104
     assert columnsort.rows_needed(90, 8) is None
+
+
+def test_equal_keys_keep_their_order_in_a_columnsort(monkeypatch):
+    monkeypatch.setattr(sort, "_cost", lambda *_: math.inf)
+    keys = np.random.default_rng(0).integers(0, 3, 97).astype(np.int32)
+    split = even_split(1, 0, 4)
+    low = check(
+        lambda x: lax.sort((x, jnp.arange(97)), num_keys=1),
+        *(keys,), devices=4, inputs=[split], outputs=[split] * 2, exact=True,
+    )  # fmt: skip
+    assert all("columnsort" in c.reason for c in low.collectives)

@@ -330,3 +330,10 @@ def test_a_dilated_window_reaches_as_far_as_its_last_tap():
     x, kernel = random_array((1, 2, 29)), random_array((2, 2, 3), seed=1)
     lowered = check(conv(1, (2, 2), dilation=2), x, kernel, inputs=[even_split(3, 2, 8)])
     assert halo_only(lowered) == 2 * 2 * 2 * 4
+
+
+def test_padding_of_groups_of_the_batch_is_in_no_product():
+    """A backend may run groups as one convolution, and multiply other groups' values by zeros."""
+    x, kernel = random_array((10, 2, 9)), random_array((5, 2, 3), seed=1)
+    fn = conv(1, (1, 1), batch_groups=5)
+    check(fn, x, kernel, devices=2, inputs=[even_split(3, 0, 2)], outputs=[even_split(3, 1, 2)])

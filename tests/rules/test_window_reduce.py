@@ -154,3 +154,10 @@ def test_windows_over_most_rows_gather_them():
     lowered = check(pool(1.0, lax.mul, 17), x, inputs=[even_split(3, 2, 8)])
     assert kinds(lowered) == {"all_gather": 1}
     assert sent(lowered) == 2 * 21 * 4
+
+
+def test_an_element_of_a_window_is_added_by_one_device():
+    """37 elements of a window on 8 devices: five have one more than the others."""
+    fn = pool(0.0, lax.add, 37)
+    low = check(fn, random_array((1, 1, 41)), inputs=[even_split(3, 2, 8)])
+    assert kinds(low)["all_reduce"] == 1
