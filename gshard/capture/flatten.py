@@ -146,9 +146,9 @@ class _Builder:
         if eqn.primitive in CALLS:
             return self.call(eqn, invars)
         if eqn.primitive in _CONSTRAINTS:
-            said = eqn.params[_CONSTRAINTS[eqn.primitive]]
-            said = spec_of_type(said) if eqn.primitive is reshard_p else said
-            return [self.annotate(eqn, invars[0], said)]
+            sharding = eqn.params[_CONSTRAINTS[eqn.primitive]]
+            sharding = spec_of_type(sharding) if eqn.primitive is reshard_p else sharding
+            return [self.annotate(eqn, invars[0], sharding)]
         if is_shard_map(eqn):
             return self.shard_map(eqn, invars)
         if is_type_only(eqn):
@@ -170,20 +170,20 @@ class _Builder:
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params, ctx=context))
         return [self.annotate(eqn, outvars[0], spec_of_type(own[0]))] if own else outvars
 
-    def annotate(self, eqn: JaxprEqn, atom: Any, said: Any) -> Any:
+    def annotate(self, eqn: JaxprEqn, atom: Any, sharding: Any) -> Any:
         """`atom` annotated with a JAX sharding."""
-        if said is None or (isinstance(said, NamedSharding) and said.mesh.empty):
+        if sharding is None or (isinstance(sharding, NamedSharding) and sharding.mesh.empty):
             return atom
-        annotation = self.meant(eqn, said, len(atom.aval.shape))
+        annotation = self.annotation_of(eqn, sharding, len(atom.aval.shape))
         return self.append(eqn, [atom], [Var(atom.aval)], annotate_p, {"annotation": annotation})[0]
 
-    def meant(self, eqn: JaxprEqn, said: Any, rank: int) -> Annotation:
+    def annotation_of(self, eqn: JaxprEqn, sharding: Any, rank: int) -> Annotation:
         """The annotation for a JAX sharding; errors name the user's line."""
-        name = f"{eqn.primitive.name} to {getattr(said, 'spec', said)}"
-        if self.region and isinstance(said, NamedSharding):
-            said = NamedSharding(self.region.mesh, said.spec)
+        name = f"{eqn.primitive.name} to {getattr(sharding, 'spec', sharding)}"
+        if self.region and isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(self.region.mesh, sharding.spec)
         try:
-            return self.order.annotation(said, rank, name)
+            return self.order.annotation(sharding, rank, name)
         except ValueError as error:
             raise ValueError(f"{source_of(eqn)}: {name}: {error}") from None
 
@@ -215,7 +215,7 @@ class _Builder:
         own: dict[str, Any] = {"num_devices": count}
         entered = []
         for atom, spec, var in zip(args, eqn.params["in_specs"], body.invars, strict=True):
-            annotation = self.meant(eqn, NamedSharding(mesh, spec), len(atom.aval.shape))
+            annotation = self.annotation_of(eqn, NamedSharding(mesh, spec), len(atom.aval.shape))
             params = {**own, "annotation": annotation, "copies": "all"}
             entered += self.append(eqn, [atom], [_fresh(var)], to_manual_p, params)
         self.axes = NamedAxes(tuple(mesh.axis_names), grid_of(mesh, self.order.numbers_in_meshes))
@@ -223,7 +223,7 @@ class _Builder:
         self.axes = None
         results = []
         for atom, spec, var in zip(left, eqn.params["out_specs"], eqn.outvars, strict=True):
-            annotation = self.meant(eqn, NamedSharding(mesh, spec), len(var.aval.shape))
+            annotation = self.annotation_of(eqn, NamedSharding(mesh, spec), len(var.aval.shape))
             params = {**own, "annotation": annotation, "shape": var.aval.shape, "copies": "first"}
             results += self.append(eqn, [atom], [_fresh(var)], to_auto_p, params)
         return results
@@ -239,8 +239,8 @@ class _Builder:
 
         def annotate(stack: Any, axes: tuple[str, ...]) -> Any:
             more = (PartitionSpec.UNCONSTRAINED,) * (stack.ndim - len(axes))
-            said = NamedSharding(mesh, PartitionSpec(*axes, *more))
-            return annotate_p.bind(stack, annotation=self.meant(eqn, said, stack.ndim))
+            sharding = NamedSharding(mesh, PartitionSpec(*axes, *more))
+            return annotate_p.bind(stack, annotation=self.annotation_of(eqn, sharding, stack.ndim))
 
         specs = eqn.params["in_specs"], eqn.params["out_specs"]
         region = on_stacks(inside.body(closed), sizes, *specs, annotate)
@@ -254,10 +254,12 @@ class _Builder:
 
     def result(self, var: Any, atom: Any) -> Any:
         """A result, annotated if its type has a sharding (explicit axes of a mesh)."""
-        said = getattr(var.aval, "sharding", None)
-        if said is None or said.mesh.empty or not any(said.spec):
+        sharding = getattr(var.aval, "sharding", None)
+        if sharding is None or sharding.mesh.empty or not any(sharding.spec):
             return atom
-        annotation = self.order.annotation(said, len(atom.aval.shape), f"a type, {said.spec}")
+        annotation = self.order.annotation(
+            sharding, len(atom.aval.shape), f"a type, {sharding.spec}"
+        )
         marked = Var(atom.aval)
         params = {"annotation": annotation}
         self.eqns.append(new_jaxpr_eqn([atom], [marked], annotate_p, params, set()))

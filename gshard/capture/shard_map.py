@@ -100,9 +100,9 @@ def is_type_only(eqn: JaxprEqn) -> bool:
     return eqn.primitive in _NOTHING
 
 
-def axis_names_of(said: Any) -> tuple[str, ...]:
+def axis_names_of(names: Any) -> tuple[str, ...]:
     """The names in a parameter that has one or several."""
-    return (said,) if isinstance(said, str) else tuple(said)
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def is_shard_map(eqn: JaxprEqn) -> bool:

@@ -14,12 +14,12 @@ def live(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> list[JaxprEqn]:
     """The equations that `results` or effects depend on, in the order given."""
     graph = Graph(eqns)
     kept = {eqn for eqn in eqns if eqn.effects}
-    waiting = [*results, *(a for eqn in kept for a in eqn.invars)]
-    while waiting:
-        eqn = graph.maker(waiting.pop())
+    queue = [*results, *(a for eqn in kept for a in eqn.invars)]
+    while queue:
+        eqn = graph.maker(queue.pop())
         if eqn is not None and eqn not in kept:
             kept.add(eqn)
-            waiting += eqn.invars
+            queue += eqn.invars
     return [eqn for eqn in eqns if eqn in kept]
 
 

@@ -110,11 +110,11 @@ class Chains:
             return
         stage: dict[Any, tuple[int, int]] = {}  # of each value: its place, and products before it
         _join(chain, stage, first, cuts)
-        waiting = [(graph.numbers[u], u) for u in graph.users(first.outvars[0])]
-        heapq.heapify(waiting)
+        queue = [(graph.numbers[u], u) for u in graph.users(first.outvars[0])]
+        heapq.heapify(queue)
         tried = {first}
-        while waiting:
-            _, eqn = heapq.heappop(waiting)
+        while queue:
+            _, eqn = heapq.heappop(queue)
             if eqn in tried:
                 continue
             tried.add(eqn)
@@ -131,7 +131,7 @@ class Chains:
             _join(chain, stage, eqn, found, place, levels)
             for var in eqn.outvars:
                 for user in graph.users(var):
-                    heapq.heappush(waiting, (graph.numbers[user], user))
+                    heapq.heappush(queue, (graph.numbers[user], user))
         last = [e for e in chain.nodes if stage[e.outvars[0]][0] == SENT]
         nearest = [e for e in chain.products if stage[e.outvars[0]][1] == 1]
         for ends in (last, nearest):
@@ -175,13 +175,13 @@ def _join(
 def _trimmed(graph: Graph, chain: Chain, ends: list[JaxprEqn]) -> Chain:
     """What leads to `ends`, and the products of values on the way."""
     kept: set[JaxprEqn] = set()
-    waiting = list(ends)
-    while waiting:
-        eqn = waiting.pop()
+    queue = list(ends)
+    while queue:
+        eqn = queue.pop()
         if eqn not in kept:
             kept.add(eqn)
             makers = [graph.maker(a) for a in eqn.invars if not isinstance(a, Literal)]
-            waiting += [m for m in makers if m is not None and m in chain.members]
+            queue += [m for m in makers if m is not None and m in chain.members]
     beside = [e for e in chain.products if e not in kept]
     for eqn in beside:
         makers = [graph.maker(a) for a in eqn.invars if not isinstance(a, Literal)]
@@ -193,9 +193,9 @@ def _trimmed(graph: Graph, chain: Chain, ends: list[JaxprEqn]) -> Chain:
 
 def _absorbed(graph: Graph, chain: Chain) -> Chain:
     """The chain with pointwise equations whose results only members read: it is cut before them."""
-    waiting = list(chain.given())
-    while waiting:
-        _, atom, cut = waiting.pop()
+    queue = list(chain.given())
+    while queue:
+        _, atom, cut = queue.pop()
         maker = graph.maker(atom)
         if maker is None or maker in chain.members or not is_light(maker):
             continue
@@ -216,7 +216,7 @@ def _absorbed(graph: Graph, chain: Chain) -> Chain:
             continue
         chain.members[maker] = cuts
         chain.cuts[atom] = cut
-        waiting += [g for g in chain.given() if g[0] is maker]
+        queue += [g for g in chain.given() if g[0] is maker]
     in_order = sorted(chain.members, key=graph.numbers.__getitem__)
     return Chain(chain.count, {eqn: chain.members[eqn] for eqn in in_order}, chain.cuts)
 

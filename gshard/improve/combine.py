@@ -293,11 +293,11 @@ class _Schedule:
         opened: set[JaxprEqn] = set()
         while stack:
             eqn = stack[-1]
-            waiting = [] if eqn in self.done else self.missing(eqn)
-            if waiting:
+            before = [] if eqn in self.done else self.missing(eqn)
+            if before:
                 assert eqn not in opened, "values that depend on each other in one combination"
                 opened.add(eqn)
-                stack += reversed(waiting)
+                stack += reversed(before)
             else:
                 stack.pop()
                 self.perform(eqn)

@@ -52,19 +52,19 @@ def exposed(steps: Sequence[Step[JaxprEqn]]) -> dict[JaxprEqn, float]:
 
 
 def gain(
-    graph: Graph, chains: Sequence[Chain], waits: Mapping[JaxprEqn, float], latency: float
+    graph: Graph, chains: Sequence[Chain], exposure: Mapping[JaxprEqn, float], latency: float
 ) -> float:
-    """The time that these chains save together; `waits` is `exposed` of the program."""
+    """The time that these chains save together; `exposure` is `exposed` of the program."""
     total = 0.0
     for chain in chains:
-        sums = sum(waits[eqn] for eqn in chain.nodes)
+        sums = sum(exposure[eqn] for eqn in chain.nodes)
         sums += sum(multiplication(eqn) for eqn in chain.products)
         starts = latency * (len(chain.nodes) + len(chain.products) / 2)
-        total += sums - _in_pieces(chain, waits) - (chain.count - 1) * starts
+        total += sums - _in_pieces(chain, exposure) - (chain.count - 1) * starts
     return total - copies(graph, chains) / machine().memory_per_byte
 
 
-def _in_pieces(chain: Chain, waits: Mapping[JaxprEqn, float]) -> float:
+def _in_pieces(chain: Chain, exposure: Mapping[JaxprEqn, float]) -> float:
     """The time of a chain in pieces: transfers and products each one after the other."""
     done: dict[tuple[Any, int], float] = {}
     busy = {True: 0.0, False: 0.0}  # until when the links, and the matrix units
@@ -76,7 +76,7 @@ def _in_pieces(chain: Chain, waits: Mapping[JaxprEqn, float]) -> float:
         if is_sending(eqn) or is_product(eqn):
             sends = is_sending(eqn)
             cut = chain.members[eqn].results[0]
-            time = waits[eqn] / chain.count if sends else multiplication(eqn, cut, chain.count)
+            time = exposure[eqn] / chain.count if sends else multiplication(eqn, cut, chain.count)
             end = busy[sends] = max(ready, busy[sends]) + time
         done.update(((_key(v), number), end) for v in eqn.outvars)
     return max(done.values())

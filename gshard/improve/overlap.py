@@ -60,15 +60,15 @@ def _chosen(graph: Graph, always: bool) -> list[Chain]:
     """Chains without common members, those that gain most first."""
     marked = [e for e in graph.eqns if is_product(e) or is_sending(e)]
     steps = [(e, e.invars, e.outvars) for e in graph.eqns]
-    order, waits = Dependence(steps, marked), exposed(steps)
+    order, exposure = Dependence(steps, marked), exposed(steps)
     latency = 0.0 if always else machine().latency  # small tensors are cut like large ones
     ranked = []
     for count in _COUNTS:
         chains = Chains(graph, order, count)
-        for first in order.marked if always else _worthwhile(order, waits):
+        for first in order.marked if always else _worthwhile(order, exposure):
             for chain in chains.starting(first):
                 for together in _groups(graph, chain, chains):
-                    ranked.append((gain(graph, together, waits, latency), together))
+                    ranked.append((gain(graph, together, exposure, latency), together))
     ranked.sort(key=lambda pair: -pair[0])
     chosen: list[Chain] = []
     taken: set[JaxprEqn] = set()
@@ -80,13 +80,13 @@ def _chosen(graph: Graph, always: bool) -> list[Chain]:
     return chosen
 
 
-def _worthwhile(order: Dependence[JaxprEqn], waits: Mapping[JaxprEqn, float]) -> list[JaxprEqn]:
+def _worthwhile(order: Dependence[JaxprEqn], exposure: Mapping[JaxprEqn, float]) -> list[JaxprEqn]:
     """Nodes that nothing hides and that take longer than to start them, and products before them.
 
     These are where chains begin.
     """
     found: dict[JaxprEqn, None] = {}
-    for node, time in waits.items():
+    for node, time in exposure.items():
         if time > machine().latency:
             here = order.place[node]
             near = order.marked[max(here - _LEVELS_BEFORE, 0) : here]

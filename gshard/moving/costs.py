@@ -55,7 +55,7 @@ def planning_for(chosen: Machine) -> Iterator[None]:
 STEP_COST = 64  # bytes by which a reshard with one step less is preferred; not a latency: a
 # reshard by itself takes the fewest bytes, and small tensors must not be gathered to save a step
 
-LATENCIES = 32  # a bundle of small collectives grows up to the bytes sent in so many latencies:
+LATENCIES = 32  # the most latencies whose bytes a combined collective sends:
 # to start it takes 3% of its time then, and more would hold memory for nothing
 
 EXCHANGED = 4 * 2**20  # bytes up to which AllToAlls replace a ring over sockets: they hold two more

@@ -54,7 +54,7 @@ class ExpertGroups:
 
     @property
     def per_tile(self) -> int:
-        """ExpertGroups per tile; the last tile may have fewer."""
+        """Groups per tile; the last tile may have fewer."""
         return -(-self.count // self.split.tiles)
 
 
@@ -101,15 +101,15 @@ put_rows_p = Primitive("put_rows")
 grouped_dot_p = Primitive("grouped_dot")
 
 
-def rows_of(groups: ExpertGroups | None, usual: int) -> int:
+def rows_of(groups: ExpertGroups | None, token_major: int) -> int:
     """The number of rows of an expert-major or token-major tensor."""
-    return groups.held if groups else usual
+    return groups.held if groups else token_major
 
 
 @take_rows_p.def_abstract_eval
 def _take_rows(x: Any, sizes: Any, *indices: Any, source: Any, target: Any, **_: Any) -> Any:
-    usual = indices[0].shape[0] if indices else (source or target).rows
-    return ShapedArray((rows_of(target, usual), *x.shape[1:]), x.dtype)
+    token_major = indices[0].shape[0] if indices else (source or target).rows
+    return ShapedArray((rows_of(target, token_major), *x.shape[1:]), x.dtype)
 
 
 @put_rows_p.def_abstract_eval

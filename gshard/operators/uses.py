@@ -158,9 +158,9 @@ def linear_carries(scan: Loop) -> set[int]:
         found = kept
 
 
-def _adds_sums(eqn: JaxprEqn, waiting: Collection[Any]) -> bool:
-    """Whether an operator makes one sum of two, of which those that are operands can wait."""
-    return len(waiting) == 2 if eqn.primitive in ADDED else eqn.primitive in SCATTERED
+def _adds_sums(eqn: JaxprEqn, unreduced: Collection[Any]) -> bool:
+    """Whether an operator makes one sum of two, of which its `unreduced` operands are some."""
+    return len(unreduced) == 2 if eqn.primitive in ADDED else eqn.primitive in SCATTERED
 
 
 def _otherwise_split(eqn: JaxprEqn, here: Sharding, there: Sharding) -> bool:

@@ -92,7 +92,7 @@ class _Region:
         self.graph = Graph(eqns, results)
         self.members = self.find()
         self.moved: dict[Any, Any] = {}  # members, expert-major
-        self.usual: set[Any] = set()  # members that are needed token-major, and are made so
+        self.token_major: set[Any] = set()  # members that are also available in token-major order
         self.done: list[JaxprEqn] = []
 
     # ------------------------------------------------------------ which values are sorted rows
@@ -124,8 +124,8 @@ class _Region:
             return atom.aval.shape[0] == self.groups.rows
 
         for eqn in self.eqns:
-            exchange_by_expert = multiplies_rows(eqn) or sums_rows(eqn)
-            if exchange_by_expert and eqn.invars[2] is self.sizes and has_rows(eqn.invars[0]):
+            by_groups = multiplies_rows(eqn) or sums_rows(eqn)
+            if by_groups and eqn.invars[2] is self.sizes and has_rows(eqn.invars[0]):
                 yield eqn
 
     def row_operands(self, eqn: JaxprEqn) -> list[Any]:
@@ -180,7 +180,7 @@ class _Region:
                 self.multiply(eqn)
             elif self.members.intersection(eqn.outvars) and self.is_by_rows(eqn):
                 self.by_rows(eqn)
-            elif not self.is_put(eqn) and not self.is_taken_from(eqn):
+            elif not self.try_put(eqn) and not self.try_take(eqn):
                 self.emit(eqn, [self.read(a) for a in eqn.invars])
         for atom in self.results:
             self.read(atom)
@@ -196,12 +196,12 @@ class _Region:
         kept = ("ragged_dot_dimension_numbers", "precision", "preferred_element_type")
         params = {"groups": self.groups, **{k: eqn.params[k] for k in kept}}
         if multiplies_rows(eqn):
-            invars = [self.by_group(lhs), self.read(rhs), sizes]
+            invars = [self.expert_major(lhs), self.read(rhs), sizes]
             moved = self.moved_var(eqn.outvars[0])
             self.emit(eqn, invars, outvars=[moved], primitive=grouped_dot_p, params=params)
         else:
-            invars = [self.by_group(lhs), self.by_group(rhs), sizes]
-            self.emit_as_usual(eqn, invars, self.groups.split, grouped_dot_p, params)
+            invars = [self.expert_major(lhs), self.expert_major(rhs), sizes]
+            self.emit_token_major(eqn, invars, self.groups.split, grouped_dot_p, params)
 
     def by_rows(self, eqn: JaxprEqn) -> None:
         """A row-wise operator on expert-major rows."""
@@ -209,9 +209,9 @@ class _Region:
         rows = self.row_operands(eqn)
         if not rows:  # equal for every row: recomputed rather than moved
             self.emit(eqn, [self.read(a) for a in eqn.invars])
-            self.usual.add(out)
+            self.token_major.add(out)
         invars = [
-            self.read(a) if isinstance(a, Literal) or a not in rows else self.by_group(a)
+            self.read(a) if isinstance(a, Literal) or a not in rows else self.expert_major(a)
             for a in eqn.invars
         ]
         moved = self.moved_var(out)
@@ -227,27 +227,27 @@ class _Region:
         self.moved[var] = Var(aval)
         return self.moved[var]
 
-    def by_group(self, atom: Any) -> Any:
+    def expert_major(self, atom: Any) -> Any:
         """A member in expert-major order; one that is token-major is exchanged."""
         if atom in self.moved:
             return self.moved[atom]
         eqn = self.graph.maker(atom) or next(iter(self.products()))
         taken = takes_rows(eqn)
         moved = self.moved_var(atom)
-        lying = Var(moved.aval)
+        exchanged = Var(moved.aval)
         params: dict[str, Any] = {"source": None, "target": self.groups}
         if self.is_added(eqn):
             zeros, (_, indices, rows) = self.zeros(eqn, moved.aval), eqn.invars
             invars = [zeros, self.sizes, self.read(rows), self.read(indices)]
             params |= {"adds": True, "clip": eqn.params["mode"] == GatherScatterMode.CLIP}
-            self.emit(eqn, invars, outvars=[lying], primitive=put_rows_p, params=params)
+            self.emit(eqn, invars, outvars=[exchanged], primitive=put_rows_p, params=params)
         else:
             invars = [atom, self.sizes]
             if taken:
                 invars = [self.read(eqn.invars[0]), self.sizes, self.read(eqn.invars[1])]
             params |= taken or {"fill": None}
-            self.emit(eqn, invars, outvars=[lying], primitive=take_rows_p, params=params)
-        self.annotate(eqn, lying, moved, self.groups.parts)
+            self.emit(eqn, invars, outvars=[exchanged], primitive=take_rows_p, params=params)
+        self.annotate(eqn, exchanged, moved, self.groups.parts)
         return moved
 
     def is_added(self, eqn: JaxprEqn) -> bool:
@@ -272,59 +272,60 @@ class _Region:
         params = {"annotation": note}
         self.emit(eqn, [atom], outvars=[annotated], primitive=annotate_p, params=params)
 
-    def emit_as_usual(
+    def emit_token_major(
         self, eqn: JaxprEqn, invars: Sequence[Any], split: Split, primitive: Primitive, params: Any
     ) -> None:
         """Append equations for the token-major result of `eqn`, with a default split."""
         (out,) = eqn.outvars
         splits = self.shardings[out].splits
-        said = splits[0] or not compatible((split, *splits[1:])) or out.aval.shape[0] < split.tiles
-        made = out if said else Var(out.aval)
+        few = out.aval.shape[0] < split.tiles
+        settled = splits[0] or few or not compatible((split, *splits[1:]))
+        made = out if settled else Var(out.aval)
         self.emit(eqn, invars, outvars=[made], primitive=primitive, params=params)
-        if not said:
+        if not settled:
             self.annotate(eqn, made, out, split)
 
     def read(self, atom: Any) -> Any:
-        """A value in the user's order; an expert-major member is exchanged back."""
-        if isinstance(atom, Literal) or atom not in self.moved or atom in self.usual:
+        """A value in token-major order; an expert-major member is exchanged back."""
+        if isinstance(atom, Literal) or atom not in self.moved or atom in self.token_major:
             return atom
         eqn = self.graph.maker(atom)
         if eqn is None or not (self.is_by_rows(eqn) or is_ragged(eqn)):
             return atom  # an input of the region
         params = {"source": self.groups, "target": None, "fill": None}
         invars = [self.moved[atom], self.sizes]
-        self.emit_as_usual(eqn, invars, self.groups.parts, take_rows_p, params)
-        self.usual.add(atom)
+        self.emit_token_major(eqn, invars, self.groups.parts, take_rows_p, params)
+        self.token_major.add(atom)
         return atom
 
-    def is_put(self, eqn: JaxprEqn) -> bool:
+    def try_put(self, eqn: JaxprEqn) -> bool:
         """Rewrite a scatter of rows back to tokens; False if `eqn` is none."""
         adds = eqn.primitive is p.scatter_add_p
         sets = eqn.primitive is p.scatter_p and eqn.params["update_jaxpr"] is None
         if not (adds or sets) or not puts_rows(eqn):
             return False
         operand, indices, updates = eqn.invars
-        if updates not in self.moved or updates in self.usual:
+        if updates not in self.moved or updates in self.token_major:
             return False
         if sets and not is_permutation(indices, self.graph):
             return False  # the order of updates of one row would matter
         clip = eqn.params["mode"] == GatherScatterMode.CLIP
         params = {"source": self.groups, "target": None, "adds": adds, "clip": clip}
         invars = [self.read(operand), self.sizes, self.moved[updates], self.read(indices)]
-        self.emit_as_usual(eqn, invars, self.groups.parts, put_rows_p, params)
+        self.emit_token_major(eqn, invars, self.groups.parts, put_rows_p, params)
         return True
 
-    def is_taken_from(self, eqn: JaxprEqn) -> bool:
+    def try_take(self, eqn: JaxprEqn) -> bool:
         """Rewrite a gather of rows in another order; False if `eqn` is none."""
         taken = takes_rows(eqn)
         source = eqn.invars[0] if taken else None
         if not taken or isinstance(source, Literal) or source not in self.moved:
             return False
-        if source in self.usual:
+        if source in self.token_major:
             return False
         params = {"source": self.groups, "target": None, **taken}
         invars = [self.moved[source], self.sizes, self.read(eqn.invars[1])]
-        self.emit_as_usual(eqn, invars, self.groups.parts, take_rows_p, params)
+        self.emit_token_major(eqn, invars, self.groups.parts, take_rows_p, params)
         return True
 
 

@@ -74,20 +74,20 @@ class Finder:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.results = {v for v in graph.results if not isinstance(v, Literal)}
-        self.hot: dict[Any, bool] = {}
+        self.known: dict[Any, bool] = {}
 
     def region(self, seed: JaxprEqn, queries: int, keys: int) -> Region | None:
         """The region of a product with these dims of queries and keys; None if there is none."""
         (out,) = seed.outvars
         region = Region(seed, {out: (queries, keys)})
         found: set[JaxprEqn] = set()
-        waiting = [out]
-        while waiting:
-            var = waiting.pop()
-            if var in self.results and self.is_hot(var):
+        queue = [out]
+        while queue:
+            var = queue.pop()
+            if var in self.results and self.depends_on_scores(var):
                 return None
             maker = self.graph.maker(var)
-            users = self.graph.users(var) if self.is_hot(var) else []
+            users = self.graph.users(var) if self.depends_on_scores(var) else []
             for eqn in [maker, *users]:
                 if eqn is None or eqn in found:
                     continue
@@ -102,7 +102,7 @@ class Finder:
                         return None
                     if more is not None:
                         found.add(eqn)
-                        waiting += more
+                        queue += more
                 elif eqn is not maker:
                     return None
         sums = {e.eqn for e in region.exits}
@@ -157,22 +157,22 @@ class Finder:
         by_element = RULES[eqn.primitive].factors is same_dims or eqn.primitive in _PASSING
         return len(eqn.outvars) == 1 and (by_element or eqn.primitive is p.dot_general_p)
 
-    def is_hot(self, var: Any) -> bool:
+    def depends_on_scores(self, var: Any) -> bool:
         """Whether a value depends on a product of queries and keys; masks are cheap."""
-        if var not in self.hot:
+        if var not in self.known:
             eqn = self.graph.maker(var)
-            self.hot[var] = eqn is not None and (
+            self.known[var] = eqn is not None and (
                 eqn.primitive is p.dot_general_p
                 or (
                     self.passes(eqn)
                     and any(
-                        self.is_hot(a)
+                        self.depends_on_scores(a)
                         for a in eqn.invars
                         if not isinstance(a, Literal) and a.aval.size == eqn.outvars[0].aval.size
                     )
                 )
             )
-        return self.hot[var]
+        return self.known[var]
 
 
 def _place_of(eqn: JaxprEqn, var: Any) -> int:

@@ -42,11 +42,11 @@ _ROUNDS = "repeated for overflow, if the numbers are unbalanced"
 _OVERFLOW = "if a device has more rows than its capacity"
 
 
-# ---------------------------------------------------------------- rows that travel
+# ---------------------------------------------------------------- rows that are exchanged
 
 
 def take_factors(eqn: JaxprEqn) -> Factors:
-    """Dims of a row are free; the rows themselves change places."""
+    """Dims of a row are free; the rows are exchanged between devices."""
     inside = [f"w{d}" for d in range(1, len(eqn.outvars[0].aval.shape))]
     nothing = [[None] * len(a.aval.shape) for a in eqn.invars[1:]]
     return Factors.of(eqn, [[None, *inside], *nothing], [[None, *inside]])
@@ -66,12 +66,14 @@ def _take(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     source, target, fill = (eqn.params[k] for k in ("source", "target", "fill"))
     groups: ExpertGroups = source or target
     limits = _limits(ctx, groups, tiles[1])
-    there = _lying(groups, targets[0], targets[0], bool(target))
+    there = _row_sharding(groups, targets[0], targets[0], bool(target))
     local = there.local_shape(shape)
     unfilled = padding.filled(local, dtype) if fill is None else jnp.full(local, fill, dtype)
     into = Tile(unfilled, there, shape)
     count = groups.rows if target else shape[0]
-    wanted = _whole(ctx, tiles[2]).reshape(-1) if len(tiles) > 2 else lax.iota(jnp.int32, count)
+    wanted = (
+        _replicated(ctx, tiles[2]).reshape(-1) if len(tiles) > 2 else lax.iota(jnp.int32, count)
+    )
     rows = source.rows if source else x.shape[0]
     inside = jnp.full(count, True) if fill is None else (wanted >= 0) & (wanted < rows)
     wanted = jnp.clip(wanted, 0, rows - 1).astype(jnp.int32)
@@ -81,7 +83,7 @@ def _take(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
         table = ctx.reshard(x, whole, Reason("operand", "take_rows"))
         return [_taken_here(ctx, limits if target else None, table, wanted, inside, into)]
     x = ctx.reshard(
-        x, _lying(groups, x.sharding, there, bool(source)), Reason("operand", "take_rows")
+        x, _row_sharding(groups, x.sharding, there, bool(source)), Reason("operand", "take_rows")
     )
     begins = _places(groups, limits, x, source, wanted)
     ends = _places(groups, limits, into, target, lax.iota(jnp.int32, count))
@@ -111,14 +113,14 @@ def _put(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
     source, target, adds, clip = (eqn.params[k] for k in ("source", "target", "adds", "clip"))
     groups: ExpertGroups = source or target
     limits = _limits(ctx, groups, tiles[1])
-    wanted = _whole(ctx, tiles[3]).reshape(-1)
+    wanted = _replicated(ctx, tiles[3]).reshape(-1)
     count = target.rows if target else tiles[0].shape[0]
     inside = jnp.full(wanted.size, True) if clip else (wanted >= 0) & (wanted < count)
     wanted = jnp.clip(wanted, 0, count - 1).astype(jnp.int32)
-    there = _lying(groups, targets[0], targets[0], bool(target))
+    there = _row_sharding(groups, targets[0], targets[0], bool(target))
     rows = ctx.reshard(
         tiles[2],
-        _lying(groups, tiles[2].sharding, there, bool(source)),
+        _row_sharding(groups, tiles[2].sharding, there, bool(source)),
         Reason("operand", "put_rows"),
     )
 
@@ -174,7 +176,9 @@ def _sent(
     return replace(into, array=array)
 
 
-def _lying(groups: ExpertGroups, rows: Sharding, others: Sharding, by_groups: bool) -> Sharding:
+def _row_sharding(
+    groups: ExpertGroups, rows: Sharding, others: Sharding, by_groups: bool
+) -> Sharding:
     """A sharding whose rows are split over the devices of the groups, like `rows` if possible.
 
     Dims of a row are split as in `others`, if compatible.
@@ -215,14 +219,14 @@ def _places(
 
 def _limits(ctx: Context, groups: ExpertGroups, sizes: Tile) -> Bounds:
     """The bounds of groups and devices, computed once for the same sizes."""
-    whole = _whole(ctx, sizes)
+    whole = _replicated(ctx, sizes)
     key = (groups, Identity(whole))
     if key not in ctx.place.known:
         ctx.place.known[key] = bounds(groups, whole)
     return ctx.place.known[key]
 
 
-def _whole(ctx: Context, tile: Tile) -> jax.Array:
+def _replicated(ctx: Context, tile: Tile) -> jax.Array:
     whole = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
     return ctx.reshard(tile, whole, Reason("step", "", "every device needs all indices")).array
 
@@ -315,23 +319,23 @@ def _rows_times_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, dim: int
         "step", "ragged_dot", f"matrices of {dot.groups.count} groups in a ring, {_OVERFLOW}"
     )
 
-    def apart() -> jax.Array:
+    def on_own_rows() -> jax.Array:
         return dot.product(lhs.array, rhs.array, dot.sizes(dot.first)[0])
 
     def multiply(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        visitor, total = carry
+        passing, total = carry
         sizes, begin = dot.sizes((dot.first + i) % tiles)
-        part = jnp.roll(dot.product(jnp.roll(lhs.array, -begin, 0), visitor, sizes), begin, 0)
+        part = jnp.roll(dot.product(jnp.roll(lhs.array, -begin, 0), passing, sizes), begin, 0)
         row = lax.broadcasted_iota(jnp.int32, part.shape, 0)
         total = jnp.where((row >= begin) & (row < begin + jnp.sum(sizes)), part, total)
-        return collectives.collective_permute(ctx.place, visitor, pairs, reason), total
+        return collectives.collective_permute(ctx.place, passing, pairs, reason), total
 
-    def around() -> jax.Array:
-        total = jnp.zeros_like(jax.eval_shape(apart))
+    def in_a_ring() -> jax.Array:
+        total = jnp.zeros_like(jax.eval_shape(on_own_rows))
         with unlikely():
             return lax.fori_loop(0, tiles, multiply, (rhs.array, total))[1]
 
-    return lax.cond(~dot.limits.overflow, apart, around)
+    return lax.cond(~dot.limits.overflow, on_own_rows, in_a_ring)
 
 
 def _sums_of_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, here: Sharding) -> jax.Array:
@@ -342,7 +346,7 @@ def _sums_of_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, here: Shard
         "step", "ragged_dot", f"sums over {dot.groups.count} groups in a ring, {_OVERFLOW}"
     )
 
-    def apart() -> jax.Array:
+    def on_own_rows() -> jax.Array:
         return dot.product(lhs.array, rhs.array, dot.sizes(dot.first)[0])
 
     def part(number: jax.Array | int) -> jax.Array:
@@ -354,13 +358,13 @@ def _sums_of_groups(ctx: Context, dot: _Local, lhs: Tile, rhs: Tile, here: Shard
         total = total + part((dot.first + 1 + i) % tiles)
         return collectives.collective_permute(ctx.place, total, pairs, reason)
 
-    def around() -> jax.Array:
-        total = jnp.zeros_like(jax.eval_shape(apart))
+    def in_a_ring() -> jax.Array:
+        total = jnp.zeros_like(jax.eval_shape(on_own_rows))
         with unlikely():
             total = lax.fori_loop(0, tiles - 1, multiply, total)
         return total + part(dot.first)
 
-    return lax.cond(~dot.limits.overflow, apart, around)
+    return lax.cond(~dot.limits.overflow, on_own_rows, in_a_ring)
 
 
 register(

@@ -81,9 +81,9 @@ class _Round:
         ]
         keys = self.ring.keys
         names = [self.ring.names[v] for v in self.ring.body.invars]
-        self.visiting = [keys in n and self.ring.queries not in n for n in names]
+        self.passed = [keys in n and self.ring.queries not in n for n in names]
 
-    # ------------------------------------------------------------ how tensors lie
+    # ------------------------------------------------------------ shardings
 
     def choose(self, tiles: list[Tile], targets: list[Sharding]) -> Chosen:
         """Splits of the dims: of queries and keys as they have to be, of others as they are."""
@@ -124,7 +124,7 @@ class _Round:
         var = self.ring.body.invars[number]
         here, shape = self.sharding_in_block(var), tuple(var.aval.shape)
         names = self.ring.names[var]
-        if self.ring.keys in names and not self.visiting[number]:
+        if self.ring.keys in names and not self.passed[number]:
             dim = names.index(self.ring.keys)
             size = here.local_shape(shape)[dim]
             array = padding.pad_end(array, dim, size * self.blocks)
@@ -302,7 +302,7 @@ class _Round:
         mine = [self.ring.names[v] for v in self.ring.body.invars]
         pairs = [
             ring_of(t.sharding, n.index(self.ring.keys)) if v else []
-            for t, n, v in zip(tiles, mine, self.visiting, strict=True)
+            for t, n, v in zip(tiles, mine, self.passed, strict=True)
         ]
         number: dict[Any, int] = {}  # a value that is read as two operands is sent once
         ways = zip(tiles, pairs, strict=True)

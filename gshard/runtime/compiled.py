@@ -11,7 +11,7 @@ from jax.experimental.layout import Format
 from gshard import _jax
 from gshard.capture.calls import Trees
 from gshard.forecast.report import counted
-from gshard.runtime.partitioned import Partitioned
+from gshard.runtime.xla import Partitioned
 
 
 class Stage:

@@ -1,6 +1,6 @@
 """`Lowered`: a partitioned program, to inspect and to compile.
 
-Both partitioners implement one protocol, `Partitioned`, which this class and `Compiled` serve.
+This class and `Compiled` serve both kinds of program: gshard's own, and those of XLA's partitioner.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gshard.moving.costs import MACHINE
 from gshard.planning.plan import Plan
 from gshard.replaying.replay import Replay, Until
 from gshard.runtime.compiled import Compiled, Stage
-from gshard.runtime.partitioned import Partitioned
+from gshard.runtime.xla import Partitioned
 from gshard.tensors.sharding import Sharding
 
 

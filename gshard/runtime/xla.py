@@ -27,7 +27,7 @@ from gshard.propagation.propagate import propagate
 from gshard.runtime.arrange import check_results
 from gshard.runtime.hlo import collectives_of_hlo
 from gshard.runtime.ports import in_place, ports
-from gshard.runtime.program import XlaSettings
+from gshard.runtime.program import Program, XlaSettings
 from gshard.runtime.xla_manual import Stacks, rebuilt
 from gshard.tensors.meshes import make_mesh, partition_spec
 from gshard.tensors.sharding import Sharding
@@ -177,6 +177,9 @@ class XlaProgram:
     def logical(self, arguments: Sequence[jax.Array]) -> list[jax.Array]:
         """The program on logical values."""
         return self.traced(*arguments)
+
+
+Partitioned = Program | XlaProgram  # what a partitioner makes of a traced function
 
 
 def _constrained(
