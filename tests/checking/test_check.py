@@ -196,7 +196,7 @@ def test_a_wrong_group_of_devices(plant):
 
     args = (random_array((16, 3)),)
     assert gshard.check(lambda x: fn(x), *args, devices=D).ok
-    plant(collectives, "_index_groups", lambda *_, **__: [list(range(D))[::-1]])
+    plant(collectives, "_covering", lambda *_, **__: (tuple(range(D))[::-1],))
     found = first_of(fn, *args)
     assert (found.operator, found.source) == ("reshard of cos", line_of(fn, 2))
 

@@ -20,7 +20,8 @@ def test_copies_of_a_part_count_once_where_devices_are_idle(kind, wanted):
     parts = Sharding.replicated(1, 8).unreduced_over([split])
 
     def local(x):
-        return Reduce(Reason("step", "test"), parts, (1,), kind, None).run(Place(("d",), 8), x)
+        place = Place(("d",), 8, planned=False)
+        return Reduce(Reason("step", "test"), parts, (1,), kind, None).run(place, x)
 
     mesh, spec = Mesh(np.array(jax.devices()), "d"), PartitionSpec("d")
     run = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
