@@ -3,12 +3,14 @@
 `register_rule` with a string is enough for most primitives (docs/howto/custom-operators.md). A
 `Rule` describes an operator in full, as gshard's own rules do: its `Factors` say how the dims of
 operands and results correspond, `local` computes the results of one device from `Tile`s, and
-`partition` takes over where more is needed, with what the `Context` offers. The files in
+`partition` takes over where more is needed, with what the `Context` offers. `ways` lists its
+alternatives, of which `cheapest` finds the best; `by_factors` lists those of factors. The files in
 gshard/rules are examples.
 """
 
 import gshard.rules  # noqa: F401  (before a user's, which replace them)
 from gshard.graph.reason import Reason
+from gshard.operators.choose import cheapest
 from gshard.operators.register import register_rule
 from gshard.operators.rule import (
     Context,
@@ -17,9 +19,12 @@ from gshard.operators.rule import (
     PartitionRule,
     Rule,
     Shares,
+    Way,
+    Ways,
     Work,
     bind_local,
 )
+from gshard.operators.ways import by_factors
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Dim, Factor, Factors, Shape, no_factors
 from gshard.tensors.sharding import Sharding, Split
@@ -41,8 +46,12 @@ __all__ = [
     "Shares",
     "Split",
     "Tile",
+    "Way",
+    "Ways",
     "Work",
     "bind_local",
+    "by_factors",
+    "cheapest",
     "no_factors",
     "register_rule",
 ]

@@ -113,7 +113,8 @@ class Tables:
     def _may_split_all(self, edge: Edge) -> bool:
         """Whether a rule of its own may partition an operator along dims that factors keep."""
         rule = None if edge.eqn is None else RULES.get(edge.eqn.primitive)
-        return self.optimistic and rule is not None and rule.partition is not None
+        own = rule is not None and (rule.partition or rule.ways)
+        return self.optimistic and bool(own)
 
     def _is_major(self, factors: Factors, factor: str) -> bool:
         """Whether a factor comes first in every dim that has it, but for factors of size 1."""

@@ -91,6 +91,12 @@ class Available:
     def add_maker(self, result: Tile, eqn: JaxprEqn, operands: list[Tile]) -> None:
         """Remember how integers were computed."""
         self.makers[Identity(result.array)] = (eqn, operands)
+        if all(t.sharding.is_replicated or self._has_replicated(t) for t in operands):
+            whole = Sharding.replicated(result.sharding.rank, result.sharding.num_devices)
+            self.forms.setdefault(Identity(result.array), []).append(whole)
+
+    def _has_replicated(self, tile: Tile) -> bool:
+        return any(form.is_replicated for form in self.forms.get(Identity(tile.array), ()))
 
     def maker(self, tile: Tile) -> tuple[JaxprEqn, list[Tile]] | None:
         """The equation that computed integers, and its operands."""

@@ -6,9 +6,9 @@ Most operators are described by their `Factors` alone; the others add a partitio
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
@@ -39,6 +39,22 @@ class Shares:
     def of_move(self, number: int, target: Sharding) -> float:
         """The part to pay for resharding an operand to `target`."""
         return 0.0 if target in self.moved[number] else self.uses[number]
+
+
+class Way(NamedTuple):
+    """One way to run an operator: the shardings that it takes and gives, and what it costs.
+
+    `results` are unreduced where partial results are left, to be combined by `kind`. `work` is the
+    time of the local work, and `sent` what the operator sends inside, both in bytes
+    (`moving.costs`). `how` is for the rule that runs it.
+    """
+
+    operands: tuple[Sharding, ...]
+    results: tuple[Sharding, ...]
+    how: Any = None
+    kind: str = ""
+    work: float = 0.0
+    sent: float = 0.0
 
 
 class Context(Protocol):
@@ -103,6 +119,8 @@ LocalOp = Callable[[Context, JaxprEqn, list[Tile], list[Shape]], Sequence[jax.Ar
 PartitionRule = Callable[[Context, JaxprEqn, list[Tile], list[Sharding]], list[Tile]]
 Work = Callable[[Mapping[Factor, int]], float]
 Linear = Callable[[JaxprEqn], Sequence[Sequence[int]]]
+# From an equation, the shardings of its operands, those wanted of its results, and the memory limit
+Ways = Callable[[JaxprEqn, Sequence[Sharding], Sequence[Sharding], int], Iterable[Way]]
 
 
 def linear_in(*groups: Sequence[int]) -> Linear:
@@ -141,7 +159,8 @@ class Rule:
 
     `local` computes the results from tiles whose dims are split like their factors. `partition`
     replaces that where it is not enough: it gets the operands under their current shardings and the
-    wanted shardings of the results, and may return others. `level` orders propagation: 0 before 1.
+    wanted shardings of the results, and may return others. `ways` lists the alternatives that it
+    has, where they are not just the splits of the factors. `level` orders propagation: 0 before 1.
     `work` counts the floating-point operations on factors of given local sizes, for operators that
     compute for longer than they read and write memory. `linear` gives the operands that the
     operator is linear in: it can run on unreduced ones, and its result is then unreduced too. `doc`
@@ -151,6 +170,7 @@ class Rule:
     factors: Callable[[JaxprEqn], Factors]
     local: LocalOp = bind_local
     partition: PartitionRule | None = None
+    ways: Ways | None = None
     level: int = 1
     work: Work | None = None
     linear: Linear | None = None

@@ -23,9 +23,9 @@ from jax.extend.core import primitives as p
 from gshard._jax import stack_p
 from gshard.graph.reason import Reason
 from gshard.moving.partial import reducing_key
-from gshard.operators.choose import shard_dims
 from gshard.operators.rule import RULES, Context
 from gshard.operators.uses import ADDED, JOINED, SCATTERED, linear_groups
+from gshard.operators.ways import shard_dims
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factor, decompose
 from gshard.tensors.sharding import Sharding, Split, compatible

@@ -89,7 +89,7 @@ def _rule_of(operator: str) -> str:
     """The file of the rule of an operator, in parentheses."""
     for primitive, rule in RULES.items():
         if primitive.name == operator:
-            module = (rule.partition or rule.factors).__module__
+            module = (rule.partition or rule.ways or rule.factors).__module__
             return f" (rule: {module.removeprefix('gshard.').replace('.', '/')}.py)"
     return ""
 

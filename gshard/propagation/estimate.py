@@ -15,8 +15,8 @@ from jax.extend.core import Literal
 from jax.extend.core import primitives as p
 
 from gshard.moving.plan import reshard_cost
-from gshard.operators.choose import choose, default_cost, local_work, operand_moves, results_cost
-from gshard.operators.rule import Shares
+from gshard.operators.rule import RULES, Shares
+from gshard.operators.ways import by_factors, least, operand_moves, results_cost
 from gshard.propagation.flow import Edge, Flow
 from gshard.tensors.sharding import Sharding
 
@@ -56,6 +56,7 @@ class Estimator:
 
     def __init__(self, flow: Flow):
         self.num_devices = flow.num_devices
+        self.memory_limit = flow.memory_limit
         self.edges = flow.edges
         self.shares = flow.shares
         self.narrow = flow.narrow
@@ -142,7 +143,7 @@ class Estimator:
             ]
             for side in operator.edge.atoms
         )
-        return _edge_cost(operator, operands, results)
+        return _edge_cost(operator, operands, results, self.memory_limit)
 
 
 def _operand(var: Any, sources: Mapping[Any, tuple[Any, tuple[int, ...]]]) -> Operand:
@@ -154,6 +155,8 @@ def _operand(var: Any, sources: Mapping[Any, tuple[Any, tuple[int, ...]]]) -> Op
 def _described(edge: Edge) -> Key:
     """Everything that the cost of an operator depends on, except the shardings."""
     factors, eqn = edge.factors, edge.eqn
+    if eqn is not None and RULES[eqn.primitive].ways:  # they may depend on all parameters
+        return edge if edge.kind is None else (edge.kind,)
     avals = tuple((a.aval.shape, a.aval.dtype) for a in edge.atoms[0] + edge.atoms[1])
     return (
         eqn.primitive if eqn else None,
@@ -166,7 +169,9 @@ def _described(edge: Edge) -> Key:
     )
 
 
-def _edge_cost(operator: Operator, shardings: list[Sharding], targets: list[Sharding]) -> Cost:
+def _edge_cost(
+    operator: Operator, shardings: list[Sharding], targets: list[Sharding], memory_limit: int
+) -> Cost:
     edge, share, narrow = operator.edge, operator.share, operator.narrow
     factors, eqn = edge.factors, edge.eqn
     if eqn is None:  # the border of a loop
@@ -179,13 +184,14 @@ def _edge_cost(operator: Operator, shardings: list[Sharding], targets: list[Shar
         return Cost(0.0, {})
     count = len(shardings)
     shares = Shares(share, (1.0,) * count, narrow, (frozenset(),) * count)
-    shared = share < 1 or min(narrow, default=1.0) < 1
-    cost = functools.partial(default_cost, shares=shares) if shared else None
-    chosen = choose(eqn, factors, shardings, targets, cost=cost)
+    rule = RULES[eqn.primitive]
+    ways = (
+        rule.ways(eqn, shardings, targets, memory_limit)
+        if rule.ways
+        else by_factors(eqn, factors, shardings, targets)
+    )
+    way = least(ways, eqn, shardings, targets, shares)
     moves = {
-        i: (wanted, sent)
-        for i, wanted, sent in operand_moves(eqn, factors, chosen, shardings, shares)
-        if sent
+        i: (wanted, sent) for i, wanted, sent in operand_moves(way, eqn, shardings, shares) if sent
     }
-    own = local_work(eqn, factors, chosen) + results_cost(eqn, factors, chosen, targets, shares)
-    return Cost(own, moves)
+    return Cost(way.work + way.sent + results_cost(way, eqn, targets, shares), moves)

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,9 @@ from gshard.moving.halo import plan_fetch
 from gshard.moving.offsets import rows_put
 from gshard.moving.plan import plan_reshard, reshard_cost, whole_along
 from gshard.moving.rows import Move, Runs, align, plan_rows
-from gshard.operators.rule import Context, Doc, Rule, linear_in_all, register
+from gshard.operators.choose import cheapest
+from gshard.operators.rule import RULES, Context, Doc, Rule, Way, linear_in_all, register
+from gshard.operators.ways import least
 from gshard.rules.changes import rows_of
 from gshard.rules.slicing import filled
 from gshard.simplify.row_maps import concatenate_slices_p
@@ -69,34 +70,53 @@ class OperandRows:
         return self.start, self.limit, self.at - self.start
 
 
-def concatenate(
-    ctx: Context, tiles: list[Tile], parts: list[OperandRows], dim: int, target: Sharding, name: str
-) -> Tile:
-    """The parts concatenated along `dim`.
+def _used(eqn: JaxprEqn) -> dict[int, list[OperandRows]]:
+    """The rows of each operand that the result has."""
+    dim, used, at = eqn.params["dimension"], dict[int, list[OperandRows]](), 0
+    windows = eqn.params.get("windows")
+    for operand, start, limit in windows or [
+        (i, 0, a.aval.shape[dim]) for i, a in enumerate(eqn.invars)
+    ]:
+        if start < limit:
+            used.setdefault(operand, []).append(OperandRows(operand, start, limit, at))
+        at += limit - start
+    return used
 
-    If the dim is split, every tile of the result fetches the rows that it needs of each operand.
+
+def _concatenate(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
+    """If the dim is split, every tile of the result fetches the rows that it needs.
+
     Operands that are unsplit there send nothing.
     """
-    parts = [part for part in parts if part.start < part.limit]
-    shape = list(tiles[0].shape)
-    shape[dim] = max((part.at + part.limit - part.start for part in parts), default=0)
+    dim, used, shape = eqn.params["dimension"], _used(eqn), tuple(eqn.outvars[0].aval.shape)
     if 0 in shape:
-        return Tile(
-            jnp.zeros(target.local_shape(shape), tiles[0].array.dtype), target, tuple(shape)
-        )
-    used: dict[int, list[OperandRows]] = {}
-    for part in parts:
-        used.setdefault(part.operand, []).append(part)
-    way = _cheapest(tiles, used, dim, shape, target)
-    result, sources = way.result, way.sources
-    ready = {i: ctx.reshard(tiles[i], s, Reason("operand", name)) for i, s in sources.items()}
+        empty = jnp.zeros(targets[0].local_shape(shape), tiles[0].array.dtype)
+        return [Tile(empty, targets[0], shape)]
+    way = cheapest(ctx, eqn, RULES[eqn.primitive], tiles, targets)
+    (result,), reason = way.results, Reason("operand", "concatenate")
+    ready = {i: ctx.reshard(tiles[i], way.operands[i], reason) for i in used}
     split = result.splits[dim]
     if split is None:
+        parts = sorted((q for own in used.values() for q in own), key=lambda q: q.at)
         pieces = [
             lax.slice_in_dim(ready[q.operand].array, q.start, q.limit, axis=dim) for q in parts
         ]
-        return Tile(lax.concatenate(pieces, dim), result, tuple(shape))
-    rows = -(-shape[dim] // split.tiles)
+        return [Tile(lax.concatenate(pieces, dim), result, shape)]
+    return [Tile(_joined(ctx, ready, used, dim, split, shape[dim]), result, shape)]
+
+
+def _joined(
+    ctx: Context,
+    ready: Mapping[int, Tile],
+    used: Mapping[int, list[OperandRows]],
+    dim: int,
+    split: Split,
+    size: int,
+) -> jax.Array:
+    """The tile of the result, along a split dim of `size` rows."""
+    rows = -(-size // split.tiles)
     joined: jax.Array | None = None
     for i in sorted(used, key=lambda i: -sum(q.limit - q.start for q in used[i])):
         own = used[i]
@@ -104,13 +124,13 @@ def concatenate(
             for part in own:
                 joined = _written(ctx.place, joined, ready[i].array, part, dim, split)
             continue
-        reason = Reason("step", name, f"rows of operand {i} to their tiles")
+        reason = Reason("step", "concatenate", f"rows of operand {i} to their tiles")
         for array, covered in _fetched(ctx.place, ready[i], own, dim, split, rows, reason):
             joined = (
                 array if joined is None else _over(ctx.place, joined, array, covered, dim, split)
             )
     assert joined is not None
-    return Tile(joined, result, tuple(shape))
+    return joined
 
 
 def _towards(here: Sharding, target: Sharding) -> Sharding:
@@ -119,74 +139,66 @@ def _towards(here: Sharding, target: Sharding) -> Sharding:
     return here
 
 
-@dataclass(frozen=True)
-class _Way:
-    """A sharding of the result, and the operands' for it."""
-
-    result: Sharding
-    sources: Mapping[int, Sharding]
-    cost: float  # in bytes, the latency of reshards included
-    sent: int  # bytes of one device
-    steps: int  # collectives
-
-
-def _cheapest(
-    tiles: list[Tile],
-    used: Mapping[int, list[OperandRows]],
-    dim: int,
-    shape: list[int],
-    target: Sharding,
-) -> _Way:
+def concatenate_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Sequence[Way]:
     """Fetch rows of a split dim, or first gather it or move its split to another dim.
 
-    The last takes an AllToAll for each operand and one for the result. It is chosen if it sends
-    fewer bytes in no more steps.
+    The last takes an AllToAll for each operand and one for the result. It is the only way if it
+    sends fewer bytes in no more steps.
     """
-    options = dict.fromkeys([target, *(_towards(tiles[i].sharding, target) for i in used)])
+    (target,), dim, used = targets, eqn.params["dimension"], _used(eqn)
+    options = dict.fromkeys([target, *(_towards(shardings[i], target) for i in used)])
     whole = [s.replace(dim, None) for s in options]
-    moved = [m for s in options for m in whole_along(s, dim)[1:]]
-    plan = functools.partial(_plan, tiles, used, dim, shape, target)
-    best = min(map(plan, dict.fromkeys([*options, *whole])), key=lambda way: way.cost)
-    others = [w for w in map(plan, dict.fromkeys(moved)) if w.steps <= best.steps]
-    return min([best, *others], key=lambda way: way.sent)
+    usual = [_way(eqn, shardings, used, s) for s in dict.fromkeys([*options, *whole])]
+    moved = dict.fromkeys(m for s in options for m in whole_along(s, dim)[1:])
+    if not moved:
+        return usual
+    best = least(usual, eqn, shardings, targets)
+    sent, steps = _totals(best, eqn, shardings, targets)
+    for way in [_way(eqn, shardings, used, s) for s in moved]:
+        other = _totals(way, eqn, shardings, targets)
+        if other[0] < sent and other[1] <= steps:
+            best, sent = way, other[0]
+    return [best] if best.results[0] in moved else usual
 
 
-def _plan(
-    tiles: list[Tile],
+def _way(
+    eqn: JaxprEqn,
+    shardings: Sequence[Sharding],
     used: Mapping[int, list[OperandRows]],
-    dim: int,
-    shape: list[int],
-    target: Sharding,
     result: Sharding,
-) -> _Way:
-    """What there is to send if the result is split like that."""
-    dtype, split = tiles[0].array.dtype, result.splits[dim]
-    local = result.local_shape(shape)
-    row = math.prod(n for d, n in enumerate(local) if d != dim) * itemsize_of(dtype)
-    sources = {}
-    cost, total, steps = _moved(result, target, shape, dtype)
+) -> Way:
+    """With a result that is split like that; `Way.how` is the number of collectives inside."""
+    dim, aval = eqn.params["dimension"], eqn.outvars[0].aval
+    split, local = result.splits[dim], result.local_shape(aval.shape)
+    row = math.prod(n for d, n in enumerate(local) if d != dim) * itemsize_of(aval.dtype)
+    sources, sent, steps = list(shardings), 0, 0
     for i, own in used.items():
-        tile, sources[i] = tiles[i], result.replace(dim, None)
-        best = _moved(tile.sharding, sources[i], tile.shape, dtype)
+        here, shape = shardings[i], eqn.invars[i].aval.shape
+        sources[i] = result.replace(dim, None)
         if split:
-            rows, rounds = _rows_sent(tile.shape[dim], own, split.tiles, local[dim])
-            there = _moved(tile.sharding, result, tile.shape, dtype)
-            if there[0] + rows * row < best[0]:
-                best = there[0] + rows * row, there[1] + rows * row, there[2] + rounds
-                sources[i] = result
-        cost, total, steps = cost + best[0], total + best[1], steps + best[2]
-    return _Way(result, sources, cost, total, steps)
+            rows, rounds = _rows_sent(shape[dim], own, split.tiles, local[dim])
+            whole, fetched = (
+                reshard_cost(here, there, shape, aval.dtype) for there in (sources[i], result)
+            )
+            if fetched + rows * row < whole:
+                sources[i], sent, steps = result, sent + rows * row, steps + rounds
+    return Way(tuple(sources), (result,), steps, sent=sent)
 
 
-def _moved(
-    source: Sharding, target: Sharding, shape: Sequence[int], dtype: Any
-) -> tuple[float, int, int]:
-    """The cost of a reshard, its bytes and its steps."""
-    if source == target:
-        return 0.0, 0, 0
-    steps = [s for s in plan_reshard(source, target, shape, dtype) if s.kind != "slice"]
-    sent = sum(s.bytes for s in steps)
-    return reshard_cost(source, target, shape, dtype), sent, len(steps)
+def _totals(
+    way: Way, eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding]
+) -> tuple[float, int]:
+    """The bytes that a way sends, and in how many collectives."""
+    sent, steps = way.sent, way.how
+    atoms, before = (*eqn.invars, *eqn.outvars), (*shardings, *way.results)
+    for atom, here, there in zip(atoms, before, (*way.operands, *targets), strict=True):
+        if here is not there:
+            hops = plan_reshard(here, there, atom.aval.shape, atom.aval.dtype)
+            moved = [hop.bytes for hop in hops if hop.kind != "slice"]
+            sent, steps = sent + sum(moved), steps + len(moved)
+    return sent, steps
 
 
 def _rows_sent(size: int, parts: list[OperandRows], tiles: int, rows: int) -> tuple[int, int]:
@@ -260,20 +272,15 @@ def _over(
     return lax.select(inside, above, below)
 
 
-def _concatenate(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
-    dim, parts, at = eqn.params["dimension"], [], 0
-    windows = eqn.params.get("windows") or [(i, 0, t.shape[dim]) for i, t in enumerate(tiles)]
-    for operand, start, limit in windows:
-        parts.append(OperandRows(operand, start, limit, at))
-        at += limit - start
-    return [concatenate(ctx, tiles, parts, dim, targets[0], "concatenate")]
-
-
 _JOINED = Doc(free="other dims", halo="the dim itself: the rows that change tiles")
 register(
-    Rule(concatenate_factors, partition=_concatenate, linear=linear_in_all, doc=_JOINED),
+    Rule(
+        concatenate_factors,
+        partition=_concatenate,
+        ways=concatenate_ways,
+        linear=linear_in_all,
+        doc=_JOINED,
+    ),
     p.concatenate_p,
     concatenate_slices_p,
 )

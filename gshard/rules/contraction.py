@@ -23,8 +23,9 @@ from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.partial import combine, mask_for
-from gshard.operators.choose import Assignment, Layout, cheapest, run_as, shard_dims, shard_result
+from gshard.operators.choose import cheapest, run_as
 from gshard.operators.rule import Context, Doc, Rule, linear_in, register
+from gshard.operators.ways import Assignment, Layout, shard_dims, shard_result
 from gshard.tensors.factors import Factor, Factors
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile, byte_size
@@ -53,7 +54,7 @@ def partition_dot(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     """The cheapest split of the factors; in a loop if it gathers more than memory allows."""
-    layout = cheapest(ctx, eqn, _RULE, tiles, targets, by_factors=True)
+    layout: Layout = cheapest(ctx, eqn, _RULE, tiles, targets).how
     for which, tile in enumerate(tiles):
         around = _too_large(ctx, layout, which, tile)
         if around:

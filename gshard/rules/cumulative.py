@@ -15,8 +15,8 @@ from jax.extend.core import primitives as p
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.partial import identity, reducing_groups
-from gshard.operators.choose import choose, shard_dims
-from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.operators.choose import cheapest
+from gshard.operators.rule import RULES, Context, Doc, Rule, register
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
@@ -41,9 +41,7 @@ def _cumulative(
 ) -> list[Tile]:
     kind, combine = _COMBINE[eqn.primitive]
     dim, reverse = eqn.params["axis"], eqn.params["reverse"]
-    factors = same_dims(eqn)
-    chosen = choose(eqn, factors, [tiles[0].sharding], targets)
-    wanted = shard_dims(factors.operands[0], chosen, factors, targets[0].num_devices)
+    (wanted,) = cheapest(ctx, eqn, RULES[eqn.primitive], tiles, targets).operands
     tile = ctx.reshard(tiles[0], wanted, Reason("operand", eqn.primitive.name))
     split = wanted.splits[dim]
     if split is None or 0 in tile.shape:

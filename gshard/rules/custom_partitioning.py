@@ -24,9 +24,10 @@ from gshard._jax import (
 )
 from gshard.graph.reason import Reason
 from gshard.graph.source import because, on_behalf_of, source_of
-from gshard.operators.choose import choose
+from gshard.operators.choose import cheapest
 from gshard.operators.register import factors_of
-from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.operators.rule import RULES, Context, Doc, Rule, register
+from gshard.operators.ways import Layout
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Dim, Factor, Factors
 from gshard.tensors.sharding import Sharding, Split
@@ -53,9 +54,9 @@ def custom_factors(eqn: JaxprEqn) -> Factors:
 def _partition(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    factors = custom_factors(eqn)
-    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets)
-    axes = {f: s for f, s in chosen.items() if s and _can_split(f, s, factors)}
+    layout: Layout = cheapest(ctx, eqn, RULES[eqn.primitive], tiles, targets).how
+    factors = layout.factors
+    axes = {f: s for f, s in layout.chosen.items() if s and _can_split(f, s, factors)}
     reason = Reason("operand", eqn.primitive.name)
     if not axes:
         whole = Sharding.replicated

@@ -11,8 +11,10 @@ update is written by the devices that own its rows, and costs nothing if all hav
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,26 +25,27 @@ from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
+from gshard.moving.costs import machine
 from gshard.moving.halo import plan_fetch, shifted_pairs
-from gshard.moving.plan import reshard_cost
 from gshard.moving.recompute import fetch
 from gshard.moving.rows import groups_along
-from gshard.operators.rule import Context, Doc, Rule, linear_in, register
+from gshard.operators.choose import cheapest
+from gshard.operators.rule import RULES, Context, Doc, Rule, Way, linear_in, register
 from gshard.rules.changes import Change
-from gshard.rules.slicing import change_dims, changed_dims
+from gshard.rules.slicing import change_rule, run_changes
 from gshard.tensors import padding
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding, Split
-from gshard.tensors.tile import Tile
+from gshard.tensors.tile import Tile, itemsize_of
 
 
 @dataclass(frozen=True)
 class DynamicSlice(Change):
     """`rows` rows from the run-time `start` on, which is within the dim."""
 
-    start: jax.Array
     rows: int
+    start: Any = None  # an array; left out where the slice is only priced
     collectable = True
 
     def result(self, size: int) -> int:
@@ -141,16 +144,21 @@ def _clamped(index: Tile, size: int, rows: int) -> jax.Array:
     return jnp.clip(index.array, 0, most).astype(jnp.int32)
 
 
+def _windows(eqn: JaxprEqn) -> list[Mapping[int, DynamicSlice]]:
+    """What a dynamic slice does to the dims that it cuts; the offsets are left out."""
+    sizes = zip(eqn.invars[0].aval.shape, eqn.params["slice_sizes"], strict=True)
+    return [{d: DynamicSlice(rows) for d, (n, rows) in enumerate(sizes) if n != rows}]
+
+
 def _dynamic_slice(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     tile, *starts = tiles
+    (windows,) = _windows(eqn)
     changes = {
-        d: DynamicSlice(_clamped(starts[d], n, rows), rows)
-        for d, (n, rows) in enumerate(zip(tile.shape, eqn.params["slice_sizes"], strict=True))
-        if n != rows
+        d: replace(w, start=_clamped(starts[d], tile.shape[d], w.rows)) for d, w in windows.items()
     }
-    return [change_dims(ctx, tile, changes, targets[0], "dynamic_slice")]
+    return run_changes(ctx, eqn, tiles, targets, [changes])
 
 
 def update_factors(eqn: JaxprEqn) -> Factors:
@@ -163,52 +171,59 @@ def update_factors(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, operands, [names], resized=resized)
 
 
+def update_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterator[Way]:
+    """Under the sharding of the operand or of the result; the update replicated, or rotated.
+
+    `Way.how` is the dim along which the tiles of an update move, if any.
+    """
+    here, update, *indices = shardings
+    for sharding in dict.fromkeys([targets[0], here]):
+        whole = functools.reduce(lambda s, d: s.replace(d, None), _moving(eqn), sharding)
+        yield Way((sharding, whole, *indices), (sharding,))
+        for dim in _moving(eqn):
+            split = sharding.splits[dim]
+            if split and update.splits[dim] is split and 0 not in eqn.invars[1].aval.shape:
+                kept = whole.replace(dim, split)
+                sent = _rotation_bytes(eqn, kept, dim) + machine().latency  # as a gather has
+                yield Way((sharding, kept, *indices), (sharding,), how=dim, sent=sent)
+
+
+def _moving(eqn: JaxprEqn) -> list[int]:
+    """The dims along which the update has an offset."""
+    shapes = zip(eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, strict=True)
+    return [d for d, (n, m) in enumerate(shapes) if n != m]
+
+
+def _rotation_bytes(eqn: JaxprEqn, update: Sharding, dim: int) -> int:
+    """What a device sends to move the tiles of an update to where they are written."""
+    (size, aval), split = (eqn.invars[0].aval.shape[dim], eqn.invars[1].aval), update.splits[dim]
+    assert split
+    local = -(-size // split.tiles)
+    fetched = plan_fetch(split.tiles, aval.shape[dim], np.arange(split.tiles) * local, local)
+    others = math.prod(n for d, n in enumerate(update.local_shape(aval.shape)) if d != dim)
+    rows = rotation_rows(size, aval.shape[dim], local) + fetched.sent
+    return rows * others * itemsize_of(aval.dtype)
+
+
 def _dynamic_update_slice(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     tile, update, *indices = tiles
-    (target,) = targets
     if 0 in update.shape:
         return [tile]
-    moving = [d for d, (n, m) in enumerate(zip(tile.shape, update.shape, strict=True)) if n != m]
-    starts = {d: _clamped(indices[d], tile.shape[d], update.shape[d]) for d in moving}
-    dtype = tile.array.dtype
-
-    def cost(sharding: Sharding) -> float:
-        whole = functools.reduce(lambda s, d: s.replace(d, None), moving, sharding)
-        return (
-            reshard_cost(tile.sharding, sharding, tile.shape, dtype)
-            + reshard_cost(update.sharding, whole, update.shape, dtype)
-            + reshard_cost(sharding, target, tile.shape, dtype)
-        )
-
-    result = min(dict.fromkeys([target, tile.sharding]), key=cost)
-    tile = ctx.reshard(tile, result, Reason("operand", _UPDATE))
-    whole = functools.reduce(lambda s, d: s.replace(d, None), moving, result)
-    turned = next((d for d in moving if _is_better_rotated(tile, update, d)), None)
+    starts = {d: _clamped(indices[d], tile.shape[d], update.shape[d]) for d in _moving(eqn)}
+    way = cheapest(ctx, eqn, RULES[eqn.primitive], tiles, targets)
+    tile = ctx.reshard(tile, way.operands[0], Reason("operand", _UPDATE))
+    update, turned = ctx.reshard(update, way.operands[1], Reason("update", _UPDATE)), way.how
     if turned is not None:
-        split = result.splits[turned]
-        update = ctx.reshard(update, whole.replace(turned, split), Reason("update", _UPDATE))
         update = _rotated(ctx.place, tile, update, turned, starts[turned])
-    else:
-        update = ctx.reshard(update, whole, Reason("update", _UPDATE))
     array = _write(ctx.place, tile, update.array, starts, eqn.invars[1].aval.shape, turned)
-    return [Tile(array, result, tile.shape)]
+    return [Tile(array, way.results[0], tile.shape)]
 
 
 _UPDATE = "dynamic_update_slice"
-
-
-def _is_better_rotated(tile: Tile, update: Tile, dim: int) -> bool:
-    """Whether to move the update's tiles takes fewer bytes than to gather them."""
-    split = tile.sharding.splits[dim]
-    if split is None or update.sharding.splits[dim] is not split:
-        return False
-    local, width = tile.array.shape[dim], update.array.shape[dim]
-    starts = np.arange(split.tiles) * local
-    sent = rotation_rows(tile.shape[dim], update.shape[dim], local)
-    sent += plan_fetch(split.tiles, update.shape[dim], starts, local).sent
-    return sent < width * (split.tiles - 1)
 
 
 def _rotated(place: Place, tile: Tile, update: Tile, dim: int, start: jax.Array) -> Tile:
@@ -277,11 +292,14 @@ _WRITTEN = Doc(
     halo="where it moves, most rows: a tile for each bit of the largest offset in tiles",
     gather="where it moves, few rows: AllGather of the update",
 )
+register(change_rule(_windows, _dynamic_slice, linear=linear_in((0,)), doc=_CUT), p.dynamic_slice_p)
 register(
-    Rule(changed_dims, partition=_dynamic_slice, linear=linear_in((0,)), doc=_CUT),
-    p.dynamic_slice_p,
-)
-register(
-    Rule(update_factors, partition=_dynamic_update_slice, linear=linear_in((0, 1)), doc=_WRITTEN),
+    Rule(
+        update_factors,
+        partition=_dynamic_update_slice,
+        ways=update_ways,
+        linear=linear_in((0, 1)),
+        doc=_WRITTEN,
+    ),
     p.dynamic_update_slice_p,
 )

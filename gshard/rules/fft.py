@@ -9,10 +9,11 @@ fewest bytes. A tensor without another dim is gathered.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +27,15 @@ from jax.extend.core import primitives as p
 from gshard.graph.reason import Reason
 from gshard.moving.costs import machine
 from gshard.moving.plan import reshard_cost, whole_along
-from gshard.operators.choose import choose, shard_dims
-from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.operators.choose import cheapest
+from gshard.operators.rule import RULES, Context, Doc, Rule, Way, register
+from gshard.operators.ways import by_factors
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile, byte_size
 
 Done = frozenset[int]  # the dims that have been transformed
-Way = tuple[tuple[Done, Sharding], ...]  # the sharding while these dims are transformed
+Path = tuple[tuple[Done, Sharding], ...]  # the sharding while these dims are transformed
 
 
 def fft_dims(eqn: JaxprEqn) -> Factors:
@@ -96,26 +98,38 @@ def _in_rows(x: jax.Array, kind: lax.FftType, lengths: tuple[int, ...]) -> jax.A
     return with_layout_constraint(lax.fft(x, kind, lengths), rows)
 
 
+def fft_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterator[Way]:
+    """The path of the fewest bytes; `Way.how` is the sharding under which each dim is done."""
+    (start,), (target,), transform = shardings, targets, _Transform(eqn)
+    for way in by_factors(eqn, fft_dims(eqn), shardings, targets):
+        (wanted,) = way.operands
+        if 0 in eqn.invars[0].aval.shape or not any(wanted.splits[d] for d in transform.dims):
+            whole = functools.reduce(lambda s, d: s.replace(d, None), transform.dims, wanted)
+            work = _work(transform, frozenset(), whole, transform.dims)
+            yield Way((whole,), (whole,), ((transform.dims, whole),), work=work)
+        else:
+            yield _cheapest(transform, start, wanted, target)
+
+
 def _fft(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
-    (tile,), (target,), transform = tiles, targets, _Transform(eqn)
-    factors = fft_dims(eqn)
-    chosen = choose(eqn, factors, [tile.sharding], targets)
-    wanted = shard_dims(factors.operands[0], chosen, factors, target.num_devices)
-    if 0 in tile.shape or not any(wanted.splits[d] for d in transform.dims):
-        whole = wanted
-        for dim in transform.dims:
-            whole = whole.replace(dim, None)
-        ready = ctx.reshard(tile, whole, Reason("operand", "fft"))
-        array = _in_rows(ready.array, transform.kind, eqn.params["fft_lengths"])
-        return [Tile(array, whole, tuple(eqn.outvars[0].aval.shape))]
+    (tile,), transform = tiles, _Transform(eqn)
+    path: Path = cheapest(ctx, eqn, RULES[eqn.primitive], tiles, targets).how
     done: Done = frozenset()
-    for dims, here in _cheapest(transform, tile.sharding, wanted, target):
-        gathered = not set(here.splits) - {None}
-        why = ", and there is no other to split" * (gathered and len(tile.shape) == 1)
-        tile = ctx.reshard(tile, here, Reason("step", "fft", f"its dim must be unsplit{why}"))
+    for dims, here in path:
+        reason = Reason("operand", "fft")
+        if any(tile.sharding.splits[d] for d in dims):
+            gathered = not set(here.splits) - {None}
+            why = ", and there is no other to split" * (gathered and len(tile.shape) == 1)
+            reason = Reason("step", "fft", f"its dim must be unsplit{why}")
+        tile = ctx.reshard(tile, here, reason)
         array = tile.array
-        for dim in sorted(dims, reverse=transform.kind is not lax.FftType.IRFFT):
-            array = transform.along(array, dim)
+        if dims == transform.dims:
+            array = _in_rows(array, transform.kind, eqn.params["fft_lengths"])
+        else:
+            for dim in sorted(dims, reverse=transform.kind is not lax.FftType.IRFFT):
+                array = transform.along(array, dim)
         done |= dims
         tile = Tile(array, here, tuple(transform.aval(done).shape))
     return [tile]
@@ -124,33 +138,36 @@ def _fft(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 def _cheapest(transform: _Transform, start: Sharding, wanted: Sharding, target: Sharding) -> Way:
     """The path of the fewest bytes from `start`, possibly through `wanted`, to `target`."""
     counter = itertools.count()
-    queue: list[tuple[float, int, Done, Sharding, Way]] = []
+    queue: list[tuple[float, int, Done, Sharding, Path, float, float]] = []
 
-    def push(cost: float, done: Done, here: Sharding, way: Way) -> None:
-        heapq.heappush(queue, (cost, next(counter), done, here, way))
+    def push(done: Done, here: Sharding, path: Path, work: float, sent: float) -> None:
+        heapq.heappush(queue, (work + sent, next(counter), done, here, path, work, sent))
 
     def moved(here: Sharding, there: Sharding, done: Done) -> float:
         aval = transform.aval(done)
         return reshard_cost(here, there, aval.shape, aval.dtype)
 
     nothing: Done = frozenset()
-    push(0.0, nothing, start, ())
-    push(moved(start, wanted, nothing), nothing, wanted, ())
+    push(nothing, start, (), 0.0, 0.0)
+    push(nothing, wanted, (), 0.0, moved(start, wanted, nothing))
     seen: set[tuple[Done, Sharding]] = set()
     while True:
-        cost, _, done, here, way = heapq.heappop(queue)
+        _, _, done, here, path, work, sent = heapq.heappop(queue)
         if done == transform.dims and here == target:
-            return way
+            first, last = path[0][1], path[-1][1]
+            inside = sent - moved(start, first, nothing) - moved(last, target, done)
+            return Way((first,), (last,), path, work=work, sent=max(0.0, inside))
         if (done, here) in seen:
             continue
         seen.add((done, here))
         if done == transform.dims:
-            push(cost + moved(here, target, done), done, target, way)
+            push(done, target, path, work, sent + moved(here, target, done))
             continue
         for there in _next_shardings(transform, done, here):
             dims = _transformed(transform, done, there)
-            after = cost + moved(here, there, done) + _work(transform, done, there, dims)
-            push(after, done | dims, there, (*way, (dims, there)))
+            more = work + _work(transform, done, there, dims)
+            after = sent + moved(here, there, done)
+            push(done | dims, there, (*path, (dims, there)), more, after)
 
 
 def _next_shardings(transform: _Transform, done: Done, here: Sharding) -> Iterator[Sharding]:
@@ -183,6 +200,7 @@ register(
     Rule(
         fft_dims,
         partition=_fft,
+        ways=fft_ways,
         doc=Doc(
             free="batch dims",
             gather="the dims of the transform: AllToAll with another dim, AllGather where "

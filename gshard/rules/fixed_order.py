@@ -21,7 +21,7 @@ from gshard.rules.contraction import dot_factors, dot_work
 from gshard.rules.fixed_products import chained_product
 from gshard.rules.pinned import OPAQUE, pinned
 from gshard.rules.pointwise import same_dims
-from gshard.rules.scatter import partition_scatter, scatter_factors
+from gshard.rules.scatter import partition_scatter, scatter_factors, scatter_ways
 from gshard.simplify.fixed_order import (
     in_one_piece_p,
     leaf_dot_p,
@@ -257,6 +257,7 @@ register(
     Rule(
         scatter_factors,
         partition=partition_scatter,
+        ways=scatter_ways,
         doc=Doc(
             free="batch dims, full windows, dims looked up in",
             gather="indices: AllGather of the updates",

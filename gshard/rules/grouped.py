@@ -22,7 +22,6 @@ from gshard.moving import collectives
 from gshard.moving.by_index import RowTransfers, found_in, send_rows
 from gshard.moving.partial import combine, mask_for, reducing_groups
 from gshard.moving.plan import reshard_cost
-from gshard.operators.choose import Assignment, choose, shard_dims
 from gshard.operators.ragged_rows import (
     Bounds,
     ExpertGroups,
@@ -32,6 +31,7 @@ from gshard.operators.ragged_rows import (
     take_rows_p,
 )
 from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.operators.ways import Assignment, by_factors, least, shard_dims
 from gshard.rules.contraction import dot_work, ragged_factors, ring_of
 from gshard.tensors import padding
 from gshard.tensors.factors import Factors
@@ -278,7 +278,9 @@ def _chosen(
     eqn: JaxprEqn, factors: Factors, tiles: list[Tile], targets: list[Sharding]
 ) -> Assignment:
     parts = eqn.params["groups"].parts
-    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets, kept=("t",))
+    shardings = [t.sharding for t in tiles]
+    ways = by_factors(eqn, factors, shardings, targets, kept=("t",))
+    chosen: Assignment = least(ways, eqn, shardings, targets).how.chosen
     if chosen["t"] is parts:
         return chosen
     return {f: parts if f == "t" else None for f in chosen}

@@ -8,8 +8,7 @@ Out-of-range indices are clamped or dropped by the logical size, whatever the ti
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +22,9 @@ from jax.lax import GatherScatterMode
 
 from gshard.graph.reason import Reason
 from gshard.moving.partial import combine_disjoint
-from gshard.operators.choose import Assignment, choose, default_cost, shard_dims
-from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.operators.choose import cheapest
+from gshard.operators.rule import RULES, Context, Doc, Rule, Way, register
+from gshard.operators.ways import Assignment, by_factors
 from gshard.tensors import padding
 from gshard.tensors.factors import Factors
 from gshard.tensors.keys import is_key_type
@@ -165,61 +165,50 @@ def gather_factors(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, [operand, roles.indices], [windows], summed)
 
 
+def gather_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterator[Way]:
+    """By factors, where the table is not too large.
+
+    A table is split because it is large: it may be resharded, but is not gathered if that would
+    take more memory than it or the entire result does (or than the limit), even if it sends less.
+    A small table with many indices is gathered: the partial sums of the result, which every device
+    would hold instead, would be larger.
+    """
+    table, result = eqn.invars[0].aval, eqn.outvars[0].aval
+
+    def held(sharding: Sharding) -> int:
+        return byte_size(sharding.local_shape(table.shape), table.dtype)
+
+    ways = by_factors(eqn, gather_factors(eqn), shardings, targets)
+    if is_key_type(result.dtype):
+        yield from ways
+        return
+    most = max(held(shardings[0]), min(byte_size(result.shape, result.dtype), limit))
+    yield from (way for way in ways if held(way.operands[0]) <= most)
+
+
 def partition_gather(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     """Look up this device's rows; if they are split, a sum combines what the devices found."""
-    roles, factors = roles_of(eqn), gather_factors(eqn)
-    shape, dtype = tuple(eqn.outvars[0].aval.shape), eqn.outvars[0].aval.dtype
+    roles, shape, dtype = roles_of(eqn), tuple(eqn.outvars[0].aval.shape), eqn.outvars[0].aval.dtype
     if 0 in shape and not is_key_type(dtype):
         return [Tile(jnp.zeros(targets[0].local_shape(shape), dtype), targets[0], shape)]
-    limit = max(tiles[0].nbytes, min(byte_size(shape, dtype), ctx.memory_limit))
-    cost = default_cost if is_key_type(dtype) else _within(limit)
-    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets, cost=cost)
+    way = cheapest(ctx, eqn, RULES[eqn.primitive], tiles, targets)
+    reason, chosen = Reason("operand", "gather"), way.how.chosen
     operand, indices = (
-        ctx.reshard(
-            t,
-            shard_dims(dims, chosen, factors, targets[0].num_devices),
-            Reason("operand", "gather"),
-        )
-        for t, dims in zip(tiles, factors.operands, strict=True)
+        ctx.reshard(t, wanted, reason) for t, wanted in zip(tiles, way.operands, strict=True)
     )
-    here = shard_dims(factors.results[0], chosen, factors, targets[0].num_devices)
     sizes = local_sizes(roles, operand, chosen)
     params = eqn.params | {"slice_sizes": sizes}
     if not cut_dims(roles, chosen):
         params["indices_are_sorted"] &= not indices.padded_dims()
-        return [Tile(eqn.primitive.bind(operand.array, indices.array, **params), here, shape)]
+        array = eqn.primitive.bind(operand.array, indices.array, **params)
+        return [Tile(array, way.results[0], shape)]
     found = _look_up(ctx, eqn, roles, chosen, operand, indices, sizes)
-    split = [s for f in factors.reduced if (s := chosen[f])]
-    part = Tile(found, here.unreduced_over(split), shape, "gather")
+    part = Tile(found, way.results[0], shape, "gather")
     return [combine_disjoint(ctx.place, part, targets[0])]
-
-
-def _within(limit: int) -> Callable[..., float]:
-    """The cost of a gather whose table may take `limit` bytes on a device.
-
-    A table is split because it is large: it may be resharded, but is not gathered if that would
-    take more memory than it or the entire result does (or than `memory_limit`), even if it sends
-    less. A small table with many indices is gathered: the partial sums of the result, which every
-    device would hold instead, would be larger.
-    """
-
-    def cost(
-        eqn: JaxprEqn,
-        factors: Factors,
-        chosen: Assignment,
-        shardings: Sequence[Sharding],
-        targets: Sequence[Sharding],
-        best: float,
-    ) -> float:
-        table = eqn.invars[0].aval
-        wanted = shard_dims(factors.operands[0], chosen, factors, targets[0].num_devices)
-        if byte_size(wanted.local_shape(table.shape), table.dtype) > limit:
-            return math.inf
-        return default_cost(eqn, factors, chosen, shardings, targets, best)
-
-    return cost
 
 
 def _look_up(
@@ -271,6 +260,7 @@ register(
     Rule(
         gather_factors,
         partition=partition_gather,
+        ways=gather_ways,
         doc=Doc(
             free="batch dims, indices, full windows",
             gather="a dim looked up in: AllReduce or ReduceScatter of the result",

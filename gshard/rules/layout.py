@@ -15,8 +15,9 @@ from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
 from gshard.moving.recompute import fetch
-from gshard.operators.choose import choose, local_dims, run, shard_dims
+from gshard.operators.choose import cheapest, run_as
 from gshard.operators.rule import Context, Doc, Rule, linear_in, linear_in_all, register
+from gshard.operators.ways import Layout
 from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
@@ -151,17 +152,14 @@ def _reshape_local(
 
 def _reshape(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
     """A local reshape; where mixed dims are split, elements pass between tiles (Figure 4c)."""
-    factors, mixed = _reshape_factors(eqn)
-    chosen = choose(eqn, factors, [tiles[0].sharding], targets)
-    mixed = [m for m in mixed if chosen[m.factor]]
+    layout: Layout = cheapest(ctx, eqn, _RESHAPE, tiles, targets).how
+    mixed = [m for m in _reshape_factors(eqn)[1] if layout.chosen[m.factor]]
     if not mixed:
-        return run(ctx, eqn, _RESHAPE, factors, chosen, tiles, targets)
-    devices, shape = targets[0].num_devices, tuple(eqn.outvars[0].aval.shape)
-    wanted = shard_dims(factors.operands[0], chosen, factors, devices)
-    result = shard_dims(factors.results[0], chosen, factors, devices)
-    local = local_dims(factors.results[0], chosen, factors, shape)
+        return run_as(ctx, eqn, _RESHAPE, layout, tiles, targets)
+    shape = tuple(eqn.outvars[0].aval.shape)
+    ((wanted, before),), ((result, local),) = layout.operands, layout.results
     tile = ctx.reshard(tiles[0], wanted, Reason("operand", "reshape"))
-    for dim, rows in enumerate(local_dims(factors.operands[0], chosen, factors, tile.shape)):
+    for dim, rows in enumerate(before):
         tile = ctx.retile(tile, dim, rows, Reason("operand", "reshape"))
     for m in reversed(mixed):  # from the end, so that dim numbers stay
         flat = _flattened(tile, m.first[0], m.end[0])

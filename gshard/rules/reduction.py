@@ -17,8 +17,8 @@ from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.ordered import sortable
 from gshard.moving.partial import identity, reducing_groups
-from gshard.operators.choose import choose, shard_dims
-from gshard.operators.rule import Context, Doc, Rule, bind_local, linear_in_all, register
+from gshard.operators.choose import cheapest
+from gshard.operators.rule import RULES, Context, Doc, Rule, bind_local, linear_in_all, register
 from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
@@ -77,24 +77,16 @@ def _partition_custom(
     finish: Callable[[Any, collectives.Members], Sequence[jax.Array]],
 ) -> list[Tile]:
     """Choose splits as for a maximum, reduce locally with `prepare`, combine with `finish`."""
-    factors = reduce_factors(eqn, "max")
-    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets)
-    ready = [
-        ctx.reshard(
-            t,
-            shard_dims(dims, chosen, factors, t.sharding.num_devices),
-            Reason("operand", eqn.primitive.name),
-        )
-        for t, dims in zip(tiles, factors.operands, strict=True)
-    ]
-    here = shard_dims(factors.results[0], chosen, factors, targets[0].num_devices)
-    reduced = tuple(s for f in factors.reduced if (s := chosen[f]))
-    if not reduced:
+    way = cheapest(ctx, eqn, RULES[eqn.primitive], tiles, targets)
+    reason = Reason("operand", eqn.primitive.name)
+    ready = [ctx.reshard(t, s, reason) for t, s in zip(tiles, way.operands, strict=True)]
+    partial, here = way.results[0], way.results[0].reduced
+    if not partial.unreduced:
         arrays = bind_local(ctx, eqn, ready, [])
     else:
-        groups = reducing_groups(here.unreduced_over(reduced))
+        groups = reducing_groups(partial)
         arrays = finish(prepare(ready), groups)
-        if here.is_replicated and any(s.idle for s in reduced):
+        if here.is_replicated and any(s.idle for s in partial.unreduced):
             arrays = [_from_one(ctx, eqn, a, groups[0][0]) for a in arrays]
     return [Tile(a, here, tuple(v.aval.shape)) for a, v in zip(arrays, eqn.outvars, strict=True)]
 

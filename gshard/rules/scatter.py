@@ -7,8 +7,7 @@ sends less. An embedding's gradient is both.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import jax
@@ -21,16 +20,10 @@ from jax.lax import GatherScatterMode
 from gshard._jax import scatter_sub_p
 from gshard.graph.reason import Reason
 from gshard.moving.partial import combine, identity
-from gshard.operators.choose import (
-    Assignment,
-    choose,
-    default_cost,
-    local_dims,
-    shard_dims,
-    shard_result,
-)
-from gshard.operators.rule import Context, Doc, Rule, Shares, linear_in, register
+from gshard.operators.choose import cheapest
+from gshard.operators.rule import RULES, Context, Doc, Rule, Way, linear_in, register
 from gshard.operators.unreduced import as_unreduced
+from gshard.operators.ways import Assignment, by_factors
 from gshard.rules.indexing import (
     Roles,
     cut_dims,
@@ -73,42 +66,36 @@ def scatter_factors(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, [operand, indices, updates], [operand], reduced)
 
 
-def _scatter_cost(
-    eqn: JaxprEqn,
-    factors: Factors,
-    chosen: Assignment,
-    shardings: Sequence[Sharding],
-    targets: Sequence[Sharding],
-    limit: float,
-    shares: Shares | None = None,
-) -> float:
-    """The cost; partial results do not need the operand until they are combined."""
-    given = {0: targets[0]} if factors.reduction(chosen) else {}
-    return default_cost(eqn, factors, chosen, shardings, targets, limit, shares, given)
+def scatter_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterator[Way]:
+    """By factors; partial results do not need the operand until they are combined."""
+    for way in by_factors(eqn, scatter_factors(eqn), shardings, targets):
+        partial = (targets[0], *way.operands[1:])
+        yield way._replace(operands=partial) if way.kind else way
 
 
 def partition_scatter(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     """Apply the updates that hit this device's rows, to the operand or to identities."""
-    roles, factors, (target,) = roles_of(eqn), scatter_factors(eqn), targets
+    roles, (target,) = roles_of(eqn), targets
     name, shape = eqn.primitive.name, tiles[0].shape
     if 0 in tiles[2].shape:
         return tiles[:1]
-    cost = functools.partial(_scatter_cost, shares=ctx.shares(eqn, tiles))
-    chosen = choose(eqn, factors, [t.sharding.reduced for t in tiles], targets, cost=cost)
-    kind = factors.reduction(chosen)
-    wanted = [shard_dims(dims, chosen, factors, target.num_devices) for dims in factors.operands]
+    reduced = [replace(t, sharding=t.sharding.reduced) for t in tiles]
+    way = cheapest(ctx, eqn, RULES[eqn.primitive], reduced, targets)
+    layout, kind, reason = way.how, way.kind, Reason("operand", name)
+    factors, chosen = layout.factors, layout.chosen
     indices, updates = (
-        ctx.reshard(t, sharding, Reason("operand", name))
-        for t, sharding in zip(tiles[1:], wanted[1:], strict=True)
+        ctx.reshard(t, sharding, reason)
+        for t, sharding in zip(tiles[1:], way.operands[1:], strict=True)
     )
     if not kind:
-        operand = ctx.reshard(tiles[0], wanted[0], Reason("operand", name))
+        operand = ctx.reshard(tiles[0], way.operands[0], reason)
         return [_update(ctx, eqn, roles, chosen, operand, indices, updates)]
     neutral = identity(kind, tiles[0].array.dtype)
-    local = local_dims(factors.results[0], chosen, factors, shape)
-    here = shard_result(factors.results[0], chosen, factors, target.num_devices)
+    ((here, local),) = layout.results
     nothing = Tile(jnp.full(local, neutral), here, shape, name)
     cut = [d for d, n in enumerate(roles.windows) if n in factors.reduced and chosen[n]]
     updates = updates.masked(ctx.place, neutral, cut)
@@ -191,6 +178,7 @@ for _primitive in _KINDS:
     _rule = Rule(
         scatter_factors,
         partition=partition_scatter,
+        ways=scatter_ways,
         linear=linear_in((0,)) if _primitive in (p.scatter_add_p, scatter_sub_p) else None,
         doc=Doc(
             free="batch dims, full windows, dims looked up in",
@@ -202,6 +190,7 @@ register(
     Rule(
         scatter_factors,
         partition=partition_scatter,
+        ways=scatter_ways,
         doc=Doc(
             free="batch dims, full windows, dims looked up in",
             gather="indices: AllGather of the updates",

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
@@ -17,32 +19,71 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import split_p, tile_p
 from gshard.graph.reason import Reason
-from gshard.moving.plan import plan_reshard, reshard_cost
-from gshard.operators.rule import Context, Doc, Rule, linear_in_all, register
+from gshard.moving.partial import combine_cost
+from gshard.moving.plan import plan_reshard
+from gshard.operators.choose import cheapest
+from gshard.operators.rule import (
+    RULES,
+    Context,
+    Doc,
+    PartitionRule,
+    Rule,
+    Way,
+    linear_in_all,
+    register,
+)
+from gshard.operators.ways import price, ways_of
 from gshard.rules.changes import Change, Pad, Repeat, Reverse, Slice
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding, compatible
 from gshard.tensors.tile import Tile, byte_size, itemsize_of
 
+ChangesOf = Callable[[JaxprEqn], Sequence[Mapping[int, Change]]]  # of the dims, for every result
 
-def change_dims(
-    ctx: Context, tile: Tile, changes: Mapping[int, Change], target: Sharding, name: str
-) -> Tile:
-    """`tile` with some of its dims changed, in the way that sends the fewest bytes.
+
+def change_ways(
+    eqn: JaxprEqn,
+    shardings: Sequence[Sharding],
+    targets: Sequence[Sharding],
+    limit: int,
+    changes_of: ChangesOf,
+) -> Iterator[Way]:
+    """The ways to change dims, which differ in the sharding under which they change.
 
     Either the operand keeps its splits, or it takes the result's, or the dims that change are
     gathered. An unsplit dim is sliced like the result, which is free. The rows of a slice may be
     collected on every device.
     """
-    shape = list(tile.shape)
-    for dim, change in changes.items():
-        shape[dim] = change.result(shape[dim])
-    if 0 in shape:
-        return Tile(jnp.zeros(target.local_shape(shape), tile.array.dtype), target, tuple(shape))
-    source, result = min(
-        _candidates(tile.sharding, changes, target),
-        key=lambda way: _cost(tile, changes, shape, way[0], way[1], target),
-    )
+    here, *others = shardings
+    every = list(zip(changes_of(eqn), eqn.outvars, targets, strict=True))
+    sources = (s for changes, _, target in every for s in _sources(here, changes, target))
+    for source in dict.fromkeys(sources):
+        results, sent = [], 0.0
+        for changes, var, target in every:
+            after = {
+                result: _sent(eqn.invars[0].aval, changes, var.aval.shape, source, result)
+                for result in _results(source, changes, target)
+            }
+            aval = var.aval
+            best = min(after, key=lambda r: after[r] + combine_cost(r, "", target, aval))
+            results.append(best)
+            sent += after[best]
+        yield Way((source, *others), tuple(results), sent=sent)
+
+
+def change_dims(
+    ctx: Context,
+    tile: Tile,
+    changes: Mapping[int, Change],
+    way: tuple[Sharding, Sharding],
+    shape: Sequence[int],
+    name: str,
+) -> Tile:
+    """`tile` with some of its dims changed, so that its shape is `shape`.
+
+    `way` is the sharding of the operand and of the result.
+    """
+    source, result = way
     tile = ctx.reshard(tile, source, Reason("operand", name))
     for dim in _order(changes, tile.shape, shape, tile.sharding):
         reason = Reason("step", name, f"rows of dim {dim} between tiles")
@@ -56,28 +97,50 @@ def change_dims(
     return tile
 
 
-def _candidates(
-    here: Sharding, changes: Mapping[int, Change], target: Sharding
-) -> list[tuple[Sharding, Sharding]]:
-    """Shardings for operand and result between which the dims can change."""
-    whole = here
-    for dim in changes:
-        whole = whole.replace(dim, None)
-    found = []
+def run_changes(
+    ctx: Context,
+    eqn: JaxprEqn,
+    tiles: list[Tile],
+    targets: list[Sharding],
+    every: Sequence[Mapping[int, Change]],
+) -> list[Tile]:
+    """The results of an operator that changes dims of its first operand, in the cheapest way."""
+    name, dtype = eqn.primitive.name, tiles[0].array.dtype
+    way = cheapest(ctx, eqn, RULES[eqn.primitive], tiles, targets)
+    made = []
+    for changes, var, result, target in zip(every, eqn.outvars, way.results, targets, strict=True):
+        shape = tuple(var.aval.shape)
+        if 0 in shape:
+            made.append(Tile(jnp.zeros(target.local_shape(shape), dtype), target, shape))
+        else:
+            both = (way.operands[0], result)
+            made.append(change_dims(ctx, tiles[0], changes, both, shape, name))
+    return made
+
+
+def _sources(here: Sharding, changes: Mapping[int, Change], target: Sharding) -> Iterator[Sharding]:
+    """Shardings of the operand under which dims can change."""
+    whole = functools.reduce(lambda s, d: s.replace(d, None), changes, here)
     for source in (here, whole, target):
         for dim in range(here.rank):
             if dim not in changes:
                 source = filled(source, dim, target)
-        result = source
-        for dim in changes:
-            result = filled(result, dim, target)
-        found.append((source, result))
-        for dim, change in changes.items():
-            split = source.splits[dim]
-            if split and not target.splits[dim] and change.collectable and not split.idle:
-                result = result.replace(dim, None)
-        found.append((source, result))
-    return list(dict.fromkeys(found))
+        yield source
+
+
+def _results(
+    source: Sharding, changes: Mapping[int, Change], target: Sharding
+) -> Iterator[Sharding]:
+    """Shardings of the result, of an operand whose dims change under `source`."""
+    result = source
+    for dim in changes:
+        result = filled(result, dim, target)
+    yield result
+    for dim, change in changes.items():
+        split = source.splits[dim]
+        if split and not target.splits[dim] and change.collectable and not split.idle:
+            result = result.replace(dim, None)
+    yield result
 
 
 def filled(sharding: Sharding, dim: int, target: Sharding) -> Sharding:
@@ -100,27 +163,28 @@ def _order(
     return sorted(changes, key=rank)
 
 
-def _cost(
-    tile: Tile,
+def _sent(
+    aval: Any,
     changes: Mapping[int, Change],
     shape: Sequence[int],
     source: Sharding,
     result: Sharding,
-    target: Sharding,
 ) -> float:
-    dtype = tile.array.dtype
-    total = reshard_cost(tile.sharding, source, tile.shape, dtype)
-    now = list(source.local_shape(tile.shape))
+    """The bytes of the rows that change tiles."""
+    if 0 in (*aval.shape, *shape):
+        return 0.0
+    total = 0.0
+    now = list(source.local_shape(aval.shape))
     after = result.local_shape(shape)
-    for dim in _order(changes, tile.shape, shape, source):
-        row = math.prod(n for d, n in enumerate(now) if d != dim) * itemsize_of(dtype)
+    for dim in _order(changes, aval.shape, shape, source):
+        row = math.prod(n for d, n in enumerate(now) if d != dim) * itemsize_of(aval.dtype)
         split = source.splits[dim]
         if split and result.splits[dim]:
-            total += changes[dim].sent(tile.shape[dim], split.tiles) * row
+            total += changes[dim].sent(aval.shape[dim], split.tiles) * row
         elif split:
             total += 2 * shape[dim] * row * (split.tiles - 1) // split.tiles
         now[dim] = after[dim]
-    return total + reshard_cost(result, target, tuple(shape), dtype)
+    return total
 
 
 def changed_dims(eqn: JaxprEqn) -> Factors:
@@ -137,12 +201,11 @@ def changed_dims(eqn: JaxprEqn) -> Factors:
 
 
 def _slice(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
-    (tile,) = tiles
-    changes = _slices(eqn)
+    (tile,), changes = tiles, _slices(eqn)
     if _is_gathered_for_all(ctx, eqn, tile, changes):
         whole = functools.reduce(lambda s, d: s.replace(d, None), changes, tile.sharding)
         tile = ctx.reshard(tile, whole, Reason("operand", "slice"))
-    return [change_dims(ctx, tile, changes, targets[0], "slice")]
+    return run_changes(ctx, eqn, [tile], targets, [changes])
 
 
 def _slices(eqn: JaxprEqn) -> dict[int, Slice]:
@@ -167,24 +230,31 @@ def _is_gathered_for_all(
 
     def sent(other: JaxprEqn) -> float:
         """What a slice sends by itself."""
-        cuts, target = _slices(other), ctx.sharding(other.outvars[0])
-        shape = other.outvars[0].aval.shape
-        if cuts.keys() != changes.keys() or 0 in shape:
+        cuts, targets = _slices(other), [ctx.sharding(other.outvars[0])]
+        if cuts.keys() != changes.keys() or 0 in other.outvars[0].aval.shape:
             return 0.0
-        ways = [way for way in _candidates(here, cuts, target) if way[0] == here]
-        return min(_cost(tile, cuts, shape, *way, target) for way in ways)
+        ways = ways_of(_SLICE, other, [here], targets, ctx.memory_limit)
+        return min(price(w, other, [here], targets) for w in ways if w.operands[0] is here)
 
     gathered = sum(step.bytes for step in plan_reshard(here, whole, tile.shape, dtype))
     return 0 < gathered < ctx.over_slices(eqn.invars[0], (here, *changes), sent)
 
 
-def _split(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
-    (tile,) = tiles
-    dim = eqn.params["axis"]
+def _splits(eqn: JaxprEqn) -> list[Mapping[int, Change]]:
     ends = np.cumsum(eqn.params["sizes"]).tolist()
     return [
-        change_dims(ctx, tile, {dim: Slice(end - int(size), end)}, target, "split")
-        for size, end, target in zip(eqn.params["sizes"], ends, targets, strict=True)
+        {eqn.params["axis"]: Slice(end - int(size), end)}
+        for size, end in zip(eqn.params["sizes"], ends, strict=True)
+    ]
+
+
+def _pads(eqn: JaxprEqn, value: jax.Array | None = None) -> list[Mapping[int, Change]]:
+    return [
+        {
+            d: Pad(int(low), int(high), int(interior), value)
+            for d, (low, high, interior) in enumerate(eqn.params["padding_config"])
+            if low or high or interior
+        }
     ]
 
 
@@ -194,22 +264,25 @@ def _pad(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
     if 0 in tile.shape:
         full = jnp.broadcast_to(value.array, targets[0].local_shape(shape))
         return [Tile(full, targets[0], shape)]
-    changes = {
-        d: Pad(int(low), int(high), int(interior), value.array)
-        for d, (low, high, interior) in enumerate(eqn.params["padding_config"])
-        if low or high or interior
-    }
-    return [change_dims(ctx, tile, changes, targets[0], "pad")]
+    return run_changes(ctx, eqn, tiles, targets, _pads(eqn, value.array))
 
 
-def _rev(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
-    changes = {d: Reverse() for d in eqn.params["dimensions"]}
-    return [change_dims(ctx, tiles[0], changes, targets[0], "rev")]
+def _reversals(eqn: JaxprEqn) -> list[Mapping[int, Change]]:
+    return [{d: Reverse() for d in eqn.params["dimensions"]}]
 
 
-def _tile(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
-    changes = {d: Repeat(int(n)) for d, n in enumerate(eqn.params["reps"]) if n != 1}
-    return [change_dims(ctx, tiles[0], changes, targets[0], "tile")]
+def _repeats(eqn: JaxprEqn) -> list[Mapping[int, Change]]:
+    return [{d: Repeat(int(n)) for d, n in enumerate(eqn.params["reps"]) if n != 1}]
+
+
+def change_rule(changes_of: ChangesOf, partition: PartitionRule | None = None, **rest: Any) -> Rule:
+    """The rule of an operator that changes dims of its first operand."""
+
+    def run(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+        return run_changes(ctx, eqn, tiles, targets, changes_of(eqn))
+
+    ways = functools.partial(change_ways, changes_of=changes_of)
+    return Rule(changed_dims, partition=partition or run, ways=ways, **rest)
 
 
 def _linear_pad(eqn: JaxprEqn) -> Sequence[Sequence[int]]:
@@ -223,14 +296,15 @@ _CUT = Doc(
     halo="others: the rows that change tiles",
     gather="few rows to all devices: AllReduce of them; to many tiles: ReduceScatter of them",
 )
-register(Rule(changed_dims, partition=_slice, linear=linear_in_all, doc=_CUT), p.slice_p)
-register(Rule(changed_dims, partition=_split, doc=_CUT), split_p)
+_SLICE = change_rule(lambda eqn: [_slices(eqn)], _slice, linear=linear_in_all, doc=_CUT)
+register(_SLICE, p.slice_p)
+register(change_rule(_splits, doc=_CUT), split_p)
 _MOVED = Doc(free="dims that stay as they are", halo="others: the rows that change tiles")
-register(Rule(changed_dims, partition=_pad, linear=_linear_pad, doc=_MOVED), p.pad_p)
-register(Rule(changed_dims, partition=_rev, linear=linear_in_all, doc=_MOVED), p.rev_p)
+register(change_rule(_pads, _pad, linear=_linear_pad, doc=_MOVED), p.pad_p)
+register(change_rule(_reversals, linear=linear_in_all, doc=_MOVED), p.rev_p)
 _REPEATED = Doc(
     free="dims that stay as they are",
     halo="others: the rows that a tile of the result has",
     gather="as many copies as tiles: AllGather, every device needs all rows",
 )
-register(Rule(changed_dims, partition=_tile, doc=_REPEATED), tile_p)
+register(change_rule(_repeats, doc=_REPEATED), tile_p)

@@ -8,7 +8,7 @@ only for tiles that are long enough); or gather the dim (tiles - 1 times).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,10 @@ from gshard.moving import collectives
 from gshard.moving.columnsort import columnsort, rows_needed
 from gshard.moving.costs import machine
 from gshard.moving.partial import identity, reducing_groups
-from gshard.moving.plan import reshard_cost, whole_along
-from gshard.operators.choose import choose, shard_dims
-from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.moving.plan import whole_along
+from gshard.operators.choose import cheapest
+from gshard.operators.rule import RULES, Context, Doc, Rule, Way, register
+from gshard.operators.ways import by_factors
 from gshard.tensors import padding
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding
@@ -38,24 +39,36 @@ def sort_dims(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, [names] * len(eqn.invars), [names] * len(eqn.outvars))
 
 
+def sort_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterator[Way]:
+    """Sorts along an unsplit dim, and columnsorts: `Way.how` is the length of their columns."""
+    dim, shape, factors = eqn.params["dimension"], eqn.invars[0].aval.shape, sort_dims(eqn)
+    count = len(shardings)
+    local: dict[Sharding, None] = {}
+    columns = []
+    for way in by_factors(eqn, factors, shardings, targets):
+        here = way.operands[0]
+        split = here.splits[dim]
+        if split is None or 0 in shape:
+            local[here] = None
+            continue
+        local |= dict.fromkeys(whole_along(here, dim))
+        rows = rows_needed(-(-shape[dim] // split.tiles), split.tiles)
+        if rows is not None and not split.idle:
+            work, sent = _columnsort_cost(eqn, here, dim, rows)
+            columns.append(Way((here,) * count, (here,) * count, rows, work=work, sent=sent))
+    for here in local:
+        work = _work(eqn, here.local_shape(shape), dim)
+        yield Way((here,) * count, (here,) * count, work=work)
+    yield from columns
+
+
 def _sort(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
-    dim, factors = eqn.params["dimension"], sort_dims(eqn)
-    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets)
-    here = shard_dims(factors.operands[0], chosen, factors, targets[0].num_devices)
-    split = here.splits[dim]
-    if split is None or 0 in tiles[0].shape:
-        return _sort_locally(ctx, eqn, tiles, here)
-    ways: list[tuple[float, Sharding | None]] = [
-        (_cost(eqn, tiles, targets, way, dim), way) for way in whole_along(here, dim)
-    ]
-    rows = rows_needed(-(-tiles[0].shape[dim] // split.tiles), split.tiles)
-    if rows is not None and not split.idle:
-        ways.append((_columnsort_cost(eqn, tiles, targets, here, dim, rows), None))
-    _, best = min(ways, key=lambda way: way[0])
-    if best is not None:
-        return _sort_locally(ctx, eqn, tiles, best)
-    assert rows is not None
-    return _sort_columns(ctx, eqn, tiles, here, rows)
+    way = cheapest(ctx, eqn, RULES[eqn.primitive], tiles, targets)
+    if way.how is None:
+        return _sort_locally(ctx, eqn, tiles, way.operands[0])
+    return _sort_columns(ctx, eqn, tiles, way.operands[0], way.how)
 
 
 def _sort_locally(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], here: Sharding) -> list[Tile]:
@@ -98,39 +111,23 @@ def _sorted(eqn: JaxprEqn, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     return [lax.cond(strange, as_floats, as_integers, bits)]
 
 
-def _cost(
-    eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding], way: Sharding, dim: int
-) -> float:
-    """Bytes for resharding operands and results, and the time of the sort."""
-    moved = sum(
-        reshard_cost(t.sharding, way, t.shape, t.array.dtype)
-        + reshard_cost(way, target, t.shape, t.array.dtype)
-        for t, target in zip(tiles, targets, strict=True)
-    )
-    return moved + _work(tiles, way.local_shape(tiles[0].shape), dim)
-
-
-def _work(tiles: list[Tile], local: Sequence[int], dim: int, sorts: int = 1) -> float:
-    touched = math.prod(local) * sum(itemsize_of(t.array.dtype) for t in tiles)
+def _work(eqn: JaxprEqn, local: Sequence[int], dim: int, sorts: int = 1) -> float:
+    touched = math.prod(local) * sum(itemsize_of(a.aval.dtype) for a in eqn.invars)
     return sorts * touched * max(1.0, math.log2(max(local[dim], 1))) / machine().memory_per_byte
 
 
-def _columnsort_cost(
-    eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding], here: Sharding, dim: int, rows: int
-) -> float:
-    local = list(here.local_shape(tiles[0].shape))
-    padded = rows * here.tiles[dim] != tiles[0].shape[dim]
+def _columnsort_cost(eqn: JaxprEqn, here: Sharding, dim: int, rows: int) -> tuple[float, float]:
+    """The local work of a columnsort, and what it sends."""
+    shape = eqn.invars[0].aval.shape
+    local = list(here.local_shape(shape))
+    padded = rows * here.tiles[dim] != shape[dim]
     local[dim] = rows
-    width = sum(itemsize_of(t.array.dtype) for t in tiles) + padded + 4 * _needs_index(eqn)
-    sent = 3 * math.prod(local) * width + (3 + padded) * len(tiles) * machine().latency
-    ends = sum(
-        reshard_cost(t.sharding, here, t.shape, t.array.dtype)
-        + reshard_cost(here, target, t.shape, t.array.dtype)
-        for t, target in zip(tiles, targets, strict=True)
-    )
-    uneven = rows != -(-tiles[0].shape[dim] // here.tiles[dim])
-    shifted = math.prod(local) * sum(itemsize_of(t.array.dtype) for t in tiles) * uneven
-    return sent + ends + shifted + _work(tiles, local, dim, sorts=4)
+    width = sum(itemsize_of(a.aval.dtype) for a in eqn.invars) + padded + 4 * _needs_index(eqn)
+    latencies = (3 + padded) * len(eqn.invars)
+    sent = 3 * math.prod(local) * width + latencies * machine().latency
+    if rows != -(-shape[dim] // here.tiles[dim]):  # rows shift between tiles at the end
+        sent += math.prod(local) * sum(itemsize_of(a.aval.dtype) for a in eqn.invars)
+    return _work(eqn, local, dim, sorts=4), sent
 
 
 def _needs_index(eqn: JaxprEqn) -> bool:
@@ -190,29 +187,40 @@ def _searched(eqn: JaxprEqn) -> int:
     return eqn.params.get("axis", eqn.params.get("reduction_dimension", rank - 1)) % rank
 
 
+def top_k_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterator[Way]:
+    """The searched dim unsplit, or the best k of each tile of it sent to all devices."""
+    k, dim, aval = eqn.params["k"], _searched(eqn), eqn.invars[0].aval
+    for way in by_factors(eqn, top_k_dims(eqn), shardings, targets):
+        (here,) = way.operands
+        split, itemsize = here.splits[dim], itemsize_of(aval.dtype)
+        if split:
+            local = here.local_shape(aval.shape)
+            found = min(k, local[dim])
+            if found * (itemsize + 4) < local[dim] * itemsize and _from_candidates(eqn):
+                others = math.prod(n for d, n in enumerate(local) if d != dim)
+                sent = others * found * (itemsize + 4) * (split.tiles - 1) + machine().latency
+                way = way._replace(sent=sent)
+            else:  # as many bytes to gather what is searched
+                way = way._replace(operands=(here.replace(dim, None),))
+        yield way
+
+
 def _top_k(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
     """The best k of each tile are candidates for the best k of all.
 
     Candidates are in the order of their tiles, so equal ones are still in the order of their
     indices, and the first of them wins as in JAX.
     """
-    (tile,), k, dim = tiles, eqn.params["k"], _searched(eqn)
-    factors, count = top_k_dims(eqn), targets[0].num_devices
-    chosen = choose(eqn, factors, [tile.sharding], targets)
-    here = shard_dims(factors.operands[0], chosen, factors, count)
-    split = here.splits[dim]
-    if split:
-        rows = here.local_shape(tile.shape)[dim]
-        found = min(k, rows)
-        candidate = itemsize_of(tile.array.dtype) + 4
-        if found * candidate >= rows * itemsize_of(tile.array.dtype) or not _from_candidates(eqn):
-            here = here.replace(dim, None)  # as many bytes to gather what is searched
-    whole = here.replace(dim, None)
-    tile = ctx.reshard(tile, here, Reason("operand", eqn.primitive.name))
-    if here.splits[dim] is None or 0 in tile.shape or k == 0:
+    k, dim = eqn.params["k"], _searched(eqn)
+    (here,) = cheapest(ctx, eqn, RULES[eqn.primitive], tiles, targets).operands
+    split, whole = here.splits[dim], here.replace(dim, None)
+    tile = ctx.reshard(tiles[0], here, Reason("operand", eqn.primitive.name))
+    if split is None or 0 in tile.shape or k == 0:
         values, indices = eqn.primitive.bind(tile.array, **eqn.params)
     else:
-        assert split
+        found = min(k, tile.array.shape[dim])
         searched = tile.masked(ctx.place, identity("max", tile.array.dtype), [dim]).array
         values, indices = eqn.primitive.bind(searched, **{**eqn.params, "k": found})
         indices = indices + tile.offset(ctx.place, dim)
@@ -246,6 +254,7 @@ register(
     Rule(
         sort_dims,
         partition=_sort,
+        ways=sort_ways,
         doc=Doc(
             free="other dims",
             gather="the sorted dim: 2 AllToAlls with another dim (twice the tile), columnsort "
@@ -258,6 +267,7 @@ register(
     Rule(
         top_k_dims,
         partition=_top_k,
+        ways=top_k_ways,
         doc=Doc(
             free="other dims",
             gather="the searched dim: AllGather of k candidates per tile, or of the operand where "

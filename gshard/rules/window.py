@@ -19,7 +19,7 @@ and none in the paper's first case.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,8 @@ from jax.extend.core import primitives as p
 from gshard.graph.reason import Reason
 from gshard.moving.halo import window
 from gshard.moving.recompute import fetch
-from gshard.operators.choose import choose, run
-from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.operators.rule import Context, Doc, Rule, Way, register
+from gshard.operators.ways import by_factors
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Dim, Factors, Shape, combining
 from gshard.tensors.sharding import Sharding, Split
@@ -144,16 +144,15 @@ def conv_factors(eqn: JaxprEqn, split_windows: Collection[int] = ()) -> Factors:
     return Factors((tuple(lhs), tuple(rhs)), (tuple(out),), sizes, combining(eqn, reduced))
 
 
-def partition_conv(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def conv_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterable[Way]:
     """Spatial splits stay: they cost halos, and partial sums where the window is split too."""
     rhs_spec = eqn.params["dimension_numbers"][1]
-    split_windows = [i for i, r in enumerate(rhs_spec[2:]) if tiles[1].sharding.splits[r]]
+    split_windows = [i for i, r in enumerate(rhs_spec[2:]) if shardings[1].splits[r]]
     factors = conv_factors(eqn, split_windows)
     spatial = [f for f in factors.sizes if f[0] == "s"]
-    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets, kept=spatial)
-    return run(ctx, eqn, _CONV, factors, chosen, tiles, targets)
+    return by_factors(eqn, factors, shardings, targets, kept=spatial)
 
 
 def conv_local(
@@ -209,14 +208,16 @@ def _delayed(place: Place, kernel: jax.Array, dim: int, reach: Reach, split: Spl
     return window(place, padded, dim, extra - of_device(reach.lead, split), reach.count)
 
 
-_CONV = Rule(
-    conv_factors,
-    local=conv_local,
-    partition=partition_conv,
-    doc=Doc(
-        free="batch, output features, groups",
-        halo="spatial dims: the rows that windows reach beyond a tile",
-        gather="input features, a split window: AllReduce or ReduceScatter of the result",
+register(
+    Rule(
+        conv_factors,
+        local=conv_local,
+        ways=conv_ways,
+        doc=Doc(
+            free="batch, output features, groups",
+            halo="spatial dims: the rows that windows reach beyond a tile",
+            gather="input features, a split window: AllReduce or ReduceScatter of the result",
+        ),
     ),
+    p.conv_general_dilated_p,
 )
-register(_CONV, p.conv_general_dilated_p)

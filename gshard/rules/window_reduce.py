@@ -8,7 +8,7 @@ every device applies a part of the window to all results, and the parts are comb
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ from gshard.graph.reason import Reason
 from gshard.moving.costs import WIDE_WINDOW
 from gshard.moving.halo import window
 from gshard.moving.partial import identity
-from gshard.operators.choose import choose, run
-from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.operators.rule import Context, Doc, Rule, Way, register
+from gshard.operators.ways import by_factors
 from gshard.rules.window import NOTHING, Reach, bring, of_device, reach_of
 from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.sharding import Sharding, Split
@@ -56,14 +56,12 @@ def _in_parts(eqn: JaxprEqn) -> list[int]:
     return [d for d, (w, base, n) in enumerate(sizes) if base == 1 and w >= WIDE_WINDOW * n > 0]
 
 
-def partition_window(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+def window_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterable[Way]:
     """Splits are kept, at the cost of halos."""
-    rule = _RULES[eqn.primitive]
     factors = window_factors(eqn)
-    chosen = choose(eqn, factors, [t.sharding for t in tiles], targets, kept=list(factors.sizes))
-    return run(ctx, eqn, rule, factors, chosen, tiles, targets)
+    return by_factors(eqn, factors, shardings, targets, kept=list(factors.sizes))
 
 
 # ---------------------------------------------------------------- reduce_window
@@ -314,18 +312,10 @@ _LOCAL = {
     p.select_and_scatter_add_p: scatter_local,
     p.select_and_scatter_p: scatter_local,
 }
-_RULES = {
-    primitive: Rule(
-        window_factors,
-        local,
-        partition_window,
-        doc=Doc(
-            free="dims without a window",
-            halo="others: the rows that windows reach beyond a tile",
-            gather="a dim that the window spans: AllReduce of the result" * (primitive in _KINDS),
-        ),
+for primitive, local in _LOCAL.items():
+    doc = Doc(
+        free="dims without a window",
+        halo="others: the rows that windows reach beyond a tile",
+        gather="a dim that the window spans: AllReduce of the result" * (primitive in _KINDS),
     )
-    for primitive, local in _LOCAL.items()
-}
-for primitive, rule in _RULES.items():
-    register(rule, primitive)
+    register(Rule(window_factors, local, ways=window_ways, doc=doc), primitive)

@@ -10,7 +10,7 @@ import pytest
 
 import gshard
 from gshard.moving.costs import MACHINE, planning_for
-from gshard.operators import choose
+from gshard.operators import choose, ways
 from gshard.operators.rule import RULES, Shares
 from gshard.planning import planner as partition
 from gshard.tensors.sharding import Sharding
@@ -72,32 +72,33 @@ def forgotten(monkeypatch):
 
 def test_a_choice_is_made_anew_for_all_that_it_depends_on(forgotten, monkeypatch):
     calls = []
-    made = choose.choose
-    monkeypatch.setattr(choose, "choose", lambda *a, **k: calls.append(a) or made(*a, **k))
+    made = choose.least
+    monkeypatch.setattr(choose, "least", lambda *a: calls.append(a) or made(*a))
     eqn = equation(jnp.add, X, X)
     rule = RULES[eqn.primitive]
 
-    def layout(shardings=(ROWS, COLUMNS), target=ROWS, shares=None, machine=MACHINE):
-        ctx = SimpleNamespace(kind=lambda _: 1, shares=lambda *_: shares)
+    def way(shardings=(ROWS, COLUMNS), target=ROWS, shares=None, machine=MACHINE, limit=0):
+        ctx = SimpleNamespace(kind=lambda _: 1, shares=lambda *_: shares, memory_limit=limit)
         tiles = [Tile(X[: 8 // s.tiles[0], : 8 // s.tiles[1]], s, X.shape) for s in shardings]
         with planning_for(machine):
             return choose.cheapest(ctx, eqn, rule, tiles, [target])
 
-    one = layout()
-    assert layout() == one
+    one = way()
+    assert way() == one
     assert len(calls) == 1
-    layout(shardings=(ROWS, WHOLE))
-    assert layout(target=COLUMNS) != one
-    layout(shares=Shares(0.5, (1.0, 1.0), (1.0, 1.0), (frozenset(), frozenset())))
-    layout(machine=replace(MACHINE, latency=MACHINE.latency * 2))
-    assert len(calls) == 5
+    way(shardings=(ROWS, WHOLE))
+    assert way(target=COLUMNS) != one
+    way(shares=Shares(0.5, (1.0, 1.0), (1.0, 1.0), (frozenset(), frozenset())))
+    way(machine=replace(MACHINE, latency=MACHINE.latency * 2))
+    way(limit=1)
+    assert len(calls) == 6
 
 
 def test_what_needed_no_communication_needs_it_with_unreduced_operands(forgotten):
     eqn = equation(jnp.sin, X)
     tile = Tile(X[:1], ROWS, X.shape)
-    ctx = SimpleNamespace(kind=lambda _: 1, shares=lambda *_: None)
-    layout = choose.cheapest(ctx, eqn, RULES[eqn.primitive], [tile], [ROWS])
+    ctx = SimpleNamespace(kind=lambda _: 1, shares=lambda *_: None, memory_limit=0)
+    layout = choose.cheapest(ctx, eqn, RULES[eqn.primitive], [tile], [ROWS]).how
     assert layout.in_place
     unreduced = replace(tile, sharding=ROWS.unreduced_over([COLUMNS.splits[1]]))
     assert choose.in_place_again(eqn, 1, [unreduced], [ROWS]) is None
@@ -108,13 +109,12 @@ def test_kept_factors_stay_split_where_a_gather_is_cheaper():
     factors = RULES[eqn.primitive].factors(eqn)
     (row, _) = (dim[0] for dim in factors.results[0])
 
-    def fewest(eqn, factors, chosen, *_):
-        return sum(split is not None for split in chosen.values())
+    def splits(kept):
+        found = ways.by_factors(eqn, factors, [ROWS], [WHOLE], kept)
+        return [way.how.chosen[row] for way in found]
 
-    free = choose.choose(eqn, factors, [ROWS], [WHOLE], cost=fewest)
-    kept = choose.choose(eqn, factors, [ROWS], [WHOLE], {row}, cost=fewest)
-    assert free[row] is None
-    assert kept[row] is ROWS.splits[0]
+    assert splits(()) == [ROWS.splits[0], None]
+    assert splits({row}) == [ROWS.splits[0]]
 
 
 def test_local_work_is_what_a_device_touches_or_multiplies():
@@ -127,5 +127,5 @@ def test_local_work_is_what_a_device_touches_or_multiplies():
             split = dict.fromkeys(factors.sizes) | {
                 dim[0]: ROWS.splits[0] for dim in factors.results[0][:1]
             }
-            assert choose.local_work(eqn, factors, {}) == whole
-            assert choose.local_work(eqn, factors, split) == whole / 8
+            assert ways.Layout.of(eqn, factors, {}, 8).work(eqn) == whole
+            assert ways.Layout.of(eqn, factors, split, 8).work(eqn) == whole / 8

@@ -20,11 +20,12 @@ from gshard.moving.collectives import AllReduce
 from gshard.moving.nodes import add_node
 from gshard.moving.partial import _in_pairs
 from gshard.moving.recompute import Made, Rows, _needed
-from gshard.operators.choose import Layout, run_as
+from gshard.operators.choose import run_as
 from gshard.operators.rule import RULES
+from gshard.operators.ways import Layout
 from gshard.rules.changes import Slice
 from gshard.rules.control import _summed_if_large
-from gshard.rules.slicing import _candidates, _cost
+from gshard.rules.slicing import _results, _sent
 from gshard.rules.window_reduce import _in_parts
 from gshard.runtime.ports import _port, mesh_shapes, ports
 from gshard.tensors.sharding import Sharding, Split
@@ -66,10 +67,10 @@ def test_pairs_of_16_bits_stay_on_one_device(size, tiles, fits):
 def test_a_slice_that_shrinks_one_dim_makes_the_other_cheaper():
     """Dims change one after the other; rows of the second are as short as the first left them."""
     here = by(2, 4)
-    tile = Tile(jnp.zeros((8, 16)), here, (16, 64))
+    aval = jax.typeof(jnp.zeros((16, 64)))
     both = {0: Slice(0, 4), 1: Slice(8, 40)}
     shape = (4, 32)
-    shrunk = _cost(tile, both, shape, here, here, here)
+    shrunk = _sent(aval, both, shape, here, here)
     first = 4 * both[0].sent(16, 2) * here.local_shape((16, 64))[1]
     second = 4 * both[1].sent(64, 4) * here.local_shape(shape)[0]
     assert shrunk == first + second
@@ -81,10 +82,8 @@ def test_idle_devices_do_not_collect_a_slice():
     whole = Sharding.replicated(2, D)
     change = {0: Slice(2, 9)}
     assert change[0].collectable
-    found = _candidates(idle, change, whole)
-    assert all(result.splits[0] is source.splits[0] for source, result in found)
-    found = _candidates(by(8, 1), change, whole)
-    assert any(source.splits[0] and not result.splits[0] for source, result in found)
+    assert all(result.splits[0] for result in _results(idle, change, whole))
+    assert not all(result.splits[0] for result in _results(by(8, 1), change, whole))
 
 
 @pytest.mark.parametrize(("window", "in_parts"), [(7, []), (31, []), (32, [0])])
