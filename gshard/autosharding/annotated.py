@@ -49,8 +49,19 @@ class AnnotatedInside:
         return self.place.shape
 
     def __str__(self) -> str:
-        some = "" if self.numbers is None else f" number {', '.join(map(str, self.numbers))}"
+        some = "" if self.numbers is None else f" number {_ranges(self.numbers)}"
         return f"{self.place}{some}: {shown(self.dims)}"
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Numbers for people: "0 to 7, 9"."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(f"{a} to {b}" if a < b else str(a) for a, b in found)
 
 
 Group = tuple[Annotated | AnnotatedInside, ...]  # annotations that are alike, as of equal layers

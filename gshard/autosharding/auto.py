@@ -21,14 +21,15 @@ import numpy as np
 from gshard.autosharding.annotated import Annotated, dims_of
 from gshard.autosharding.candidates import Candidates, Choice
 from gshard.autosharding.clock import Clock
+from gshard.autosharding.compact import Compact
 from gshard.autosharding.layout import Layout
 from gshard.autosharding.model import Model, build
 from gshard.autosharding.polishing import polished
 from gshard.autosharding.problem import NoAnswerError, Problem
 from gshard.autosharding.program import Result
 from gshard.autosharding.rates import Rates
-from gshard.autosharding.smaller import best_of, most_seconds, smaller
-from gshard.autosharding.solve import solve
+from gshard.autosharding.smaller import TOLERANCE, best_of, most_seconds, smaller
+from gshard.autosharding.solve import solve, solve_with_priced_memory
 from gshard.autosharding.specs import MeshShape, mesh_shapes, specs_of
 from gshard.autosharding.subject import Subject
 from gshard.autosharding.tables import PICO
@@ -59,20 +60,19 @@ _COUNTED = 0.75
 # time on.
 _PER_NODE, _PAIRINGS = 1e-4, 2
 
-# Of this work, the shares for layouts by the solver, for layouts that need no solver, for the
-# bound, and for changes of single arguments.
+# Of this work, the shares for layouts by the solver, for making them small, for layouts that need
+# no solver, for the bound, for changes of single arguments, and for leaving out annotations.
 _SOLVING = 0.3
+_FEW = 0.15
 _SIMPLE = 0.15
 _BOUNDING = 0.2
 _POLISHING = 0.15
+_LEAVING_OUT = 0.1
 _LOWERING = 0.5  # of wall time that no further mesh is solved in
 _LEAST_SOLVING = 10.0  # seconds for each mesh, where the time given is too little
 
 # Share of a bound that sums of floating-point numbers may be off.
 _ROUNDING = 1e-9
-
-# Prices of the memory at the peak, each as the share of the cost that all of it costs together.
-_PRICES = (0.03, 0.1, 0.3, 1.0, 3.0)
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -131,7 +131,7 @@ class _Chooser:
     clock: Clock
     gaps: list[float] = dataclasses.field(default_factory=list)
     looked_at: tuple[MeshShape, ...] = ()
-    reserved: float = 0.0  # seconds for the bound
+    reserved: float = 0.0  # seconds for what comes later: the bound, and fewer annotations
 
     def __post_init__(self) -> None:
         self.seconds, self.wall = self.clock.left, self.clock.wall_left
@@ -148,7 +148,7 @@ class _Chooser:
                 self.looked_at = tuple(c.model.mesh for c in choices) or tuple(limits)[:1]
             layouts += self._lowered(choices)
             if number == 0:
-                layouts += self._simple(any(a.memory_bytes <= self.limit for a in layouts))
+                layouts += self._simple(self._fits(layouts))
             fitting = [a for a in layouts if a.memory_bytes <= self.limit]
             if fitting:
                 return self._finished(fitting)
@@ -174,8 +174,9 @@ class _Chooser:
     def _finished(self, fitting: Sequence[Layout]) -> Layout:
         """The best of these with a bound, and without the annotations that it does not need."""
         bound = self._bound(self.looked_at, self.reserved)
-        self.reserved = 0.0
+        self.reserved = _LEAVING_OUT * self.seconds
         fitting = [*fitting, *polished(best_of(fitting), self.candidates, self._until(_POLISHING))]
+        self.reserved = 0.0
         most = most_seconds(min(a.seconds for a in fitting), bound)
         near = [layout for layout in fitting if layout.seconds <= most]
         best = smaller(best_of(near), most, self.candidates, self._can_lower)
@@ -261,7 +262,7 @@ class _Chooser:
         except NoAnswerError:
             fits = False
         if result.answer is None and (needed or not fits):
-            result = _with_priced_memory(model.problem, seconds, self.clock)
+            result = solve_with_priced_memory(model.problem, seconds, self.clock)
         return result
 
     def _until(self, share: float) -> Callable[[], bool]:
@@ -274,21 +275,43 @@ class _Chooser:
         return more
 
     def _can_lower(self) -> bool:
-        """Whether there is time to lower one more layout, and for the bound if it is missing."""
+        """Whether there is time to lower one more layout, and for what comes later."""
         in_time = self.clock.wall_left > self.candidates.lowering_seconds
         return in_time and self.clock.left - self.reserved > self.candidates.lowering_work
 
     def _lowered(self, choices: Sequence[Choice]) -> list[Layout]:
-        """The layouts of the best meshes: all of their answers, then what arguments alone make."""
+        """The layouts of the best meshes: nearly all of their answers with few annotations, or else
+        all of them; then what arguments alone make."""
         layouts: list[Layout] = []
         for choice in choices[:_LOWERED_MESHES]:
-            fits = any(layout.memory_bytes <= self.limit for layout in layouts)
-            if not fits or self._can_lower():
-                layouts.append(self.candidates.of_all(choice))
+            if not self._fits(layouts) or self._can_lower():
+                layouts += self._of_answer(choice)
         for choice in choices[:_LOWERED_MESHES]:
             if self._can_lower():
                 layouts.append(self.candidates.of_arguments(choice))
         return layouts
+
+    def _fits(self, layouts: Sequence[Layout]) -> bool:
+        """Whether one of these holds as little as is allowed."""
+        return any(layout.memory_bytes <= self.limit for layout in layouts)
+
+    def _of_answer(self, choice: Choice) -> list[Layout]:
+        """Layouts that are like an answer. One with all annotations only where few do not hold what
+        the model promises."""
+        share = _FEW * self.seconds / min(len(self.looked_at), _LOWERED_MESHES)
+        found: list[Layout] = []
+        for layout in Compact(self.candidates, choice).layouts(share):
+            found.append(layout)
+            if not self._disappoint(found, choice) or not self._can_lower():
+                break
+        if not self._fits(found) or (self._disappoint(found, choice) and self._can_lower()):
+            found.append(self.candidates.of_all(choice))
+        return found
+
+    def _disappoint(self, layouts: Sequence[Layout], choice: Choice) -> bool:
+        """Whether all of these are slower than the model of the answer says, or too large."""
+        most = (1 + TOLERANCE) * choice.cost
+        return not any(a.seconds <= most and a.memory_bytes <= self.limit for a in layouts)
 
     def _simple(self, fits: bool) -> list[Layout]:
         """Layouts that need no solver: none, the batch split, states split as well, and layouts
@@ -359,31 +382,3 @@ def _split(path: str, shape: tuple[int, ...], dim: int) -> Annotated:
 def _without_edges(problem: Problem) -> float:
     """A bound at once: every operator at its cheapest, and nothing moves."""
     return problem.constant + sum(float(c.min(initial=math.inf)) for c in problem.costs)
-
-
-def _with_priced_memory(problem: Problem, seconds: float, clock: Clock) -> Result:
-    """An answer that holds little at the peak, where none within the limit was found.
-
-    A price for each byte that is held at the peak takes the place of the limit; it rises until the
-    answer fits, or nearly nothing is held. That proves nothing, so that the gap is infinite.
-    """
-    memory = problem.memory
-    free = dataclasses.replace(memory, limit=np.full_like(memory.limit, np.inf))
-    priced = dataclasses.replace(problem, memory=free)
-    best = solve(priced, seconds / (len(_PRICES) + 1), clock=clock).answer
-    for price in _PRICES if best is not None else ():
-        assert best is not None
-        profile = memory.profile(best)
-        at = int(np.argmax(profile))
-        per_byte = price * problem.cost(best) / max(float(profile[at]), 1.0)
-        costs = list(problem.costs)
-        for holding in np.flatnonzero((memory.start <= at) & (at < memory.stop)):
-            node, first = int(memory.node[holding]), memory.first[holding]
-            usage = memory.usage[first : memory.first[holding + 1]]
-            costs[node] = costs[node] + np.rint(per_byte * usage)
-        priced = dataclasses.replace(priced, costs=tuple(costs))
-        best = solve(priced, seconds / (len(_PRICES) + 1), clock=clock).answer
-        if best is None or problem.excess(best) <= 0:
-            break
-    cost = np.inf if best is None else problem.cost(best)
-    return Result(best, cost, -np.inf)

@@ -70,7 +70,7 @@ class Candidates:
 
     def of_arguments(self, choice: Choice) -> Layout:
         """The layout that annotates arguments as an answer has them."""
-        return self.priced(choice.model.mesh, self._arguments(choice))
+        return self.priced(choice.model.mesh, self.arguments(choice))
 
     def of_all(self, choice: Choice) -> Layout:
         """The layout of which propagation makes all of an answer.
@@ -79,11 +79,10 @@ class Candidates:
         results of operators that are not pointwise, and of pointwise ones that move an operand or
         read the results of loops.
         """
-        fixed, jaxpr = self._split_arguments(choice), self.subject.flat.jaxpr
+        fixed, jaxpr = self.split_arguments(choice), self.subject.flat.jaxpr
         wanted = {var: choice.sharding(var) for var in self._deciding(choice)}
         for number in range(_ROUNDS + 1):
-            self.clock.charge(_PROPAGATING * self.equations)
-            found = self._propagated(fixed)
+            found = self.propagated(fixed)
             if number == _ROUNDS:
                 break
             missed = {v: s for v, s in wanted.items() if v not in fixed and found.get(v) != s}
@@ -94,11 +93,11 @@ class Candidates:
             if not missed:
                 break
             fixed |= missed
-        arguments, mesh = self._arguments(choice, fixed), choice.model.mesh
+        arguments, mesh = self.arguments(choice, fixed), choice.model.mesh
         inside, held = self._inside(choice, fixed), self._held(found, mesh)
         return self.priced(mesh, arguments, inside, held)
 
-    def _split_arguments(self, choice: Choice) -> dict[Any, Sharding]:
+    def split_arguments(self, choice: Choice) -> dict[Any, Sharding]:
         """The arguments that an answer splits, and results that replace them."""
         jaxpr = self.subject.flat.jaxpr
         found = {
@@ -112,17 +111,23 @@ class Candidates:
                 found[jaxpr.outvars[result]] = found[var]
         return found
 
-    def _propagated(self, fixed: Mapping[Any, Sharding]) -> Mapping[Any, Sharding]:
+    @property
+    def propagating_work(self) -> float:
+        """Seconds of work to propagate in the program."""
+        return _PROPAGATING * self.equations
+
+    def propagated(self, fixed: Mapping[Any, Sharding]) -> Mapping[Any, Sharding]:
         """What propagation makes of some annotations."""
+        self.clock.charge(self.propagating_work)
         with _jax.without_mesh(), planning_for(self.machine.machine):
             found = propagate(self.subject.flat, self.subject.devices, inside=fixed)
         return found.shardings
 
-    def _arguments(
+    def arguments(
         self, choice: Choice, annotated: Mapping[Any, Any] | None = None
     ) -> tuple[Annotated, ...]:
         """The arguments that are split, or those among the annotated tensors."""
-        chosen = self._split_arguments(choice) if annotated is None else annotated
+        chosen = self.split_arguments(choice) if annotated is None else annotated
         given = self.subject.flat.jaxpr.invars[self.subject.closed_over :]
         return tuple(
             Annotated(path, shape, dims_of(choice.spec(var) or (), len(shape)))
@@ -132,13 +137,13 @@ class Candidates:
 
     def _inside(self, choice: Choice, annotated: Mapping[Any, Any]) -> tuple[AnnotatedInside, ...]:
         by_place: dict[Place, list[Spec]] = {}
-        for var, (place, _) in self._places.items():
+        for var, (place, _) in self.places.items():
             spec = choice.spec(var)
             by_place.setdefault(place, []).append(() if spec is None else spec)
         found = []
         states = {self.subject.flat.jaxpr.outvars[r] for r, _ in self.subject.returned}
-        made = self._places.keys() & annotated.keys() - states  # states are annotated as results
-        for place in {self._places[var][0] for var in made}:
+        made = self.places.keys() & annotated.keys() - states  # states are annotated as results
+        for place in {self.places[var][0] for var in made}:
             specs = by_place[place]
             for spec in dict.fromkeys(specs):
                 numbers = tuple(n for n, s in enumerate(specs) if s == spec)
@@ -151,19 +156,21 @@ class Candidates:
         """The tensors that decide how all are sharded."""
         made = [
             result
-            for edge in self._operators
-            if (result := edge.atoms[1][0]) in self._places and choice.spec(result) is not None
+            for edge in self.operators
+            if (result := edge.atoms[1][0]) in self.places and choice.spec(result) is not None
             if edge.level or self._reads_loop(edge) or _moves(edge, choice)
         ]
         arguments = [v for v in self.subject.flat.jaxpr.invars if choice.spec(v) is not None]
         return arguments + made
 
     @functools.cached_property
-    def _places(self) -> dict[Any, tuple[Place, int]]:
+    def places(self) -> dict[Any, tuple[Place, int]]:
+        """The place of every tensor that the program makes, and its number there."""
         return places(self.subject.flat)
 
     @functools.cached_property
-    def _operators(self) -> list[Edge]:
+    def operators(self) -> list[Edge]:
+        """The operators of the program, with their factors."""
         flow = Flow(self.subject.devices)
         flow.add(self.subject.flat.jaxpr)
         return [e for e in flow.edges if e.eqn is not None and e.atoms[1]]

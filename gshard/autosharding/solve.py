@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
+
 from gshard.autosharding.clock import Clock
 from gshard.autosharding.presolve import presolve
 from gshard.autosharding.problem import Problem
@@ -16,6 +20,9 @@ _EXACT_SHARE = 0.8  # of the time
 
 # Seconds of work of the presolve.
 _PER_NODE, _PER_PAIR = 2.5e-4, 6e-6
+
+# Prices of the memory at the peak, each as the share of the cost that all of it costs together.
+_PRICES = (0.03, 0.1, 0.3, 1.0, 3.0)
 
 
 def solve(
@@ -62,3 +69,31 @@ def _solved(problem: Problem, seconds: float, report: Progress, clock: Clock) ->
         if result.answer is not None:
             return result
     return search(problem, max(until - clock.now(), 0.1), report, clock)
+
+
+def solve_with_priced_memory(problem: Problem, seconds: float, clock: Clock) -> Result:
+    """An answer that holds little at the peak, where none within the limit was found.
+
+    A price for each byte that is held at the peak takes the place of the limit; it rises until the
+    answer fits, or nearly nothing is held. That proves nothing, so that the gap is infinite.
+    """
+    memory = problem.memory
+    free = dataclasses.replace(memory, limit=np.full_like(memory.limit, np.inf))
+    priced = dataclasses.replace(problem, memory=free)
+    best = solve(priced, seconds / (len(_PRICES) + 1), clock=clock).answer
+    for price in _PRICES if best is not None else ():
+        assert best is not None
+        profile = memory.profile(best)
+        at = int(np.argmax(profile))
+        per_byte = price * problem.cost(best) / max(float(profile[at]), 1.0)
+        costs = list(problem.costs)
+        for holding in np.flatnonzero((memory.start <= at) & (at < memory.stop)):
+            node, first = int(memory.node[holding]), memory.first[holding]
+            usage = memory.usage[first : memory.first[holding + 1]]
+            costs[node] = costs[node] + np.rint(per_byte * usage)
+        priced = dataclasses.replace(priced, costs=tuple(costs))
+        best = solve(priced, seconds / (len(_PRICES) + 1), clock=clock).answer
+        if best is None or problem.excess(best) <= 0:
+            break
+    cost = np.inf if best is None else problem.cost(best)
+    return Result(best, cost, -np.inf)
