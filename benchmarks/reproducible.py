@@ -6,6 +6,7 @@
     python -m benchmarks.reproducible rows.json --only data --devices 1,8 --steps 2
     python -m benchmarks.reproducible rows.json --times --jobs 2      step times, too
     python -m benchmarks.reproducible rows.json --show                the tables of docs/results
+    python -m benchmarks.reproducible rows.json --kernels             products of this CPU or GPU
 
 A row has a hash of the bits of all results of all steps; the tables compare it with that of the
 same program on one device, without its annotations. Bytes are what a device sends in a step, times
@@ -39,7 +40,7 @@ import gshard
 from benchmarks.reproducible_cases import FIRST, MOST, Case, case_of, names, types_of
 from benchmarks.reproducible_table import tables, verdict
 from gshard.mt.launch.local import free_port
-from gshard.rules.fixed_products import shared_multiple
+from gshard.rules.fixed_products import MULTIPLES, have_one_kernel, shared_multiple
 
 COUNTS = (1, 8, 3, 6, 2, 4)  # in the order in which they are measured
 PROCESSES = 4
@@ -156,7 +157,9 @@ def machine() -> str:
     """What bits depend on beside the program: processor, JAX, and the kernels of products."""
     multiple = shared_multiple()
     kernels = f"products padded to {multiple}" if multiple else "products written out"
-    return f"{platform.machine()}, JAX {jax.__version__}, {kernels}"
+    kind = jax.devices()[0].device_kind
+    name = platform.machine() if kind == "cpu" else kind
+    return f"{name}, JAX {jax.__version__}, {kernels}"
 
 
 def run_row(row: Row, steps: int, member: str) -> None:
@@ -255,6 +258,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=500, help="seconds for a row")
     parser.add_argument("--minutes", type=float, default=1e6, help="for all rows")
     parser.add_argument("--show", action="store_true", help="print the tables; measure nothing")
+    parser.add_argument("--kernels", action="store_true", help="which multiples have one kernel")
     parser.add_argument("--row", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--member", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -263,7 +267,9 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     """Measure one row or all that are missing, or print the tables."""
     options = parsed()
-    if options.row:
+    if options.kernels:
+        print({multiple: have_one_kernel(multiple) for multiple in MULTIPLES}, machine())
+    elif options.row:
         run_row(Row(**options.row), options.steps, options.member)
     elif options.show:
         print(tables(kept_rows(options.rows), names()))

@@ -19,7 +19,7 @@ from jax import lax
 from gshard.rules.pinned import pinned
 from gshard.tensors.devices import Place
 
-MULTIPLES = (8, 16, 24, 48)  # of rows and columns, to which results may be padded
+MULTIPLES = (8, 16, 24, 48, 64)  # of rows and columns, to which results may be padded
 CHAIN = 256  # the longest sum of products that no library cuts
 _BLOCKS = ((1, 1), (1, 2), (2, 1), (3, 1), (1, 3), (3, 5), (5, 3), (4, 4), (1, 9), (9, 1), (9, 9))
 
@@ -65,17 +65,12 @@ def _written_out(place: Place, x: jax.Array, y: jax.Array) -> jax.Array:
 
 @functools.cache
 def shared_multiple() -> int:
-    """The least multiple of rows and columns at which all products share a kernel; 0: none.
-
-    On other hardware than CPUs, the smallest is assumed.
-    """
-    if jax.default_backend() != "cpu":
-        return MULTIPLES[0]
+    """The least multiple of rows and columns at which all products share a kernel; 0: none."""
     with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices()[0]):
-        return next((multiple for multiple in MULTIPLES if _have_one_kernel(multiple)), 0)
+        return next((multiple for multiple in MULTIPLES if have_one_kernel(multiple)), 0)
 
 
-def _have_one_kernel(multiple: int) -> bool:
+def have_one_kernel(multiple: int) -> bool:
     """Whether products of some rows and columns have the bits of those rows of a larger product."""
     rng = np.random.default_rng(0)
     most = multiple * max(max(block) for block in _BLOCKS)

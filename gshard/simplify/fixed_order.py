@@ -37,6 +37,7 @@ from gshard.graph.source import on_behalf_of, source_of
 from gshard.simplify import pins
 from gshard.simplify.fixed_functions import FUNCTIONS
 from gshard.simplify.fixed_windows import MOST_SLICES, convolution, fourier, window_sum
+from gshard.simplify.loop_trees import is_zero, reduced_after
 from gshard.simplify.merged_trees import Merging
 from gshard.simplify.trees import halved, tree_sum_p
 
@@ -129,11 +130,14 @@ def fix_order(closed: ClosedJaxpr) -> ClosedJaxpr:
 def _fixed(closed: ClosedJaxpr) -> ClosedJaxpr:
     _refuse_manual(closed.jaxpr)
     constants: set[Any] = set()  # the variables that are one number in all places
+    zeros: set[Any] = set()
     eqns: list[JaxprEqn] = []
     for eqn in closed.jaxpr.eqns:
         if eqn.primitive is p.broadcast_in_dim_p and isinstance(eqn.invars[0], Literal):
             constants.add(eqn.outvars[0])
-        eqns += _in_order(eqn, constants)
+        if is_zero(eqn):
+            zeros.add(eqn.outvars[0])
+        eqns += _in_order(eqn, constants, zeros)
     eqns = Merging(eqns, closed.jaxpr.outvars).merged()
     return closed.replace(jaxpr=closed.jaxpr.replace(eqns=eqns))
 
@@ -151,13 +155,16 @@ def _refuse_manual(jaxpr: Jaxpr) -> None:
         )
 
 
-def _in_order(eqn: JaxprEqn, constants: set[Any]) -> list[JaxprEqn]:
+def _in_order(eqn: JaxprEqn, constants: set[Any], zeros: set[Any]) -> list[JaxprEqn]:
     """The equations in the place of one."""
     if eqn.primitive in LOOPS:
-        return [map_bodies(eqn, _fixed)]
+        loop = map_bodies(eqn, _fixed)
+        return reduced_after(loop, zeros) if eqn.primitive is p.scan_p else [loop]
     if not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
         return [eqn]
     rewrite = _REWRITES.get(eqn.primitive) or FUNCTIONS.get(eqn.primitive.name)
+    if eqn.primitive is p.scatter_add_p and eqn.invars[0] in zeros:
+        rewrite = functools.partial(_scatter_add, into_zeros=True)
     if rewrite and not _is_simple(eqn):
         return _replaced(eqn, rewrite)
     if eqn.primitive is p.div_p:
@@ -311,7 +318,9 @@ def _logaddexp(x: jax.Array, y: jax.Array) -> jax.Array:
     return lax.add(largest, lax.log1p(lax.exp(apart)))
 
 
-def _scatter_add(params: dict[str, Any], x: Any, indices: Any, updates: Any) -> jax.Array:
+def _scatter_add(
+    params: dict[str, Any], x: Any, indices: Any, updates: Any, into_zeros: bool = False
+) -> jax.Array:
     """Updates one after the other; if there are many, in leaves, each into zeros of its own."""
     window = params["dimension_numbers"].update_window_dims
     rows = [d for d in range(updates.ndim) if d not in window]
@@ -329,7 +338,8 @@ def _scatter_add(params: dict[str, Any], x: Any, indices: Any, updates: Any) -> 
         primitive = scatter_in_order_p if eqn.primitive is p.scatter_add_p else eqn.primitive
         operands = [a.val if isinstance(a, Literal) else names[a] for a in eqn.invars]
         (names[eqn.outvars[0]],) = [primitive.bind(*operands, **eqn.params)]
-    return lax.add(x, tree_sum_p.bind(names[closed.jaxpr.outvars[0]], axis=0))
+    total: jax.Array = tree_sum_p.bind(names[closed.jaxpr.outvars[0]], axis=0)
+    return total if into_zeros else lax.add(x, total)
 
 
 def _scatter_sub(params: dict[str, Any], x: Any, indices: Any, updates: Any) -> jax.Array:

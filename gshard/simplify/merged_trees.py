@@ -25,7 +25,7 @@ ADDS = frozenset((p.add_p, p.add_jaxvals_p))
 
 
 @dataclass(frozen=True)
-class _Tree:
+class Tree:
     """A value that is a tree over `leaves`, in order of the dims `order`, and annotated."""
 
     leaves: Any
@@ -46,7 +46,7 @@ class Merging:
     def __init__(self, eqns: Sequence[JaxprEqn], results: Sequence[Any]):
         self._makers = {v: eqn for eqn in eqns for v in eqn.outvars}
         used = [a for eqn in eqns for a in eqn.invars if not isinstance(a, Literal)]
-        self._uses = Counter([*used, *(a for a in results if not isinstance(a, Literal))])
+        self.uses = Counter([*used, *(a for a in results if not isinstance(a, Literal))])
         self._eqns, self._results = eqns, results
 
     def merged(self) -> list[JaxprEqn]:
@@ -56,44 +56,45 @@ class Merging:
             found += self._sum(eqn) if eqn.primitive in ADDS else [eqn]
         return found if len(found) == len(self._eqns) else live(found, self._results)
 
-    def _alone(self, atom: Any) -> JaxprEqn | None:
+    def alone(self, atom: Any) -> JaxprEqn | None:
         """The equation that makes a value which is used once."""
-        if isinstance(atom, Literal) or self._uses[atom] != 1:
+        if isinstance(atom, Literal) or self.uses[atom] != 1:
             return None
         return self._makers.get(atom)
 
-    def _noted(self, atom: Any) -> tuple[Any, tuple[JaxprEqn, ...]]:
+    def noted(self, atom: Any) -> tuple[Any, tuple[JaxprEqn, ...]]:
         """A value before its annotations, and those."""
         notes: tuple[JaxprEqn, ...] = ()
-        while (eqn := self._alone(atom)) and eqn.primitive.name == "annotate":
+        while (eqn := self.alone(atom)) and eqn.primitive.name == "annotate":
             notes, atom = (*notes, eqn), eqn.invars[0]
         return atom, notes
 
-    def _tree_of(self, atom: Any) -> _Tree | None:
-        rank, (atom, notes) = len(atom.aval.shape), self._noted(atom)
-        order, eqn = tuple(range(rank)), self._alone(atom)
+    def tree_of(self, atom: Any) -> Tree | None:
+        """The tree that a value is, if it is used once."""
+        rank, (atom, notes) = len(atom.aval.shape), self.noted(atom)
+        order, eqn = tuple(range(rank)), self.alone(atom)
         if eqn and eqn.primitive is p.transpose_p:
             order = eqn.params["permutation"]
-            atom, _ = self._noted(eqn.invars[0])  # annotations of other dims are left out
-            eqn = self._alone(atom)
+            atom, _ = self.noted(eqn.invars[0])  # annotations of other dims are left out
+            eqn = self.alone(atom)
         if not eqn or eqn.primitive is not tree_sum_p:
             return None
-        return _Tree(eqn.invars[0], eqn.params["axis"], order, notes)
+        return Tree(eqn.invars[0], eqn.params["axis"], order, notes)
 
     def _sum(self, eqn: JaxprEqn) -> list[JaxprEqn]:
         """The equations in the place of an addition."""
         for x, y in (eqn.invars, eqn.invars[::-1]):
-            first, second = self._tree_of(x), self._tree_of(y)
+            first, second = self.tree_of(x), self.tree_of(y)
             if second is None:
                 continue
             if first is not None:
                 return self._both(eqn, first, second, eqn.outvars[0])
-            inner, notes = self._noted(x)
-            before = self._alone(inner)
+            inner, notes = self.noted(x)
+            before = self.alone(inner)
             if not before or before.primitive not in ADDS:
                 continue
             for rest, term in (before.invars, before.invars[::-1]):
-                first = self._tree_of(term)
+                first = self.tree_of(term)
                 if first is not None and first.shape == second.shape:
                     total = Var(ShapedArray(first.shape[1:], eqn.outvars[0].aval.dtype))
                     both = self._both(eqn, first, second, total, notes)
@@ -104,14 +105,14 @@ class Merging:
         """An equation that later ones may look at."""
         self._makers |= dict.fromkeys(eqn.outvars, eqn)
         for atom in (a for a in eqn.invars if not isinstance(a, Literal)):
-            self._uses[atom] = max(self._uses[atom], 1)
+            self.uses[atom] = max(self.uses[atom], 1)
         return eqn
 
     def _both(
         self,
         eqn: JaxprEqn,
-        first: _Tree,
-        second: _Tree,
+        first: Tree,
+        second: Tree,
         result: Any,
         notes: Sequence[JaxprEqn] = (),
     ) -> list[JaxprEqn]:
