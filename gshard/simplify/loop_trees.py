@@ -16,7 +16,7 @@ from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard._jax import Var
+from gshard._jax import Var, scan_counts
 from gshard.graph import live
 from gshard.simplify.merged_trees import ADDS, Merging, Tree
 from gshard.simplify.trees import tree_sum_p
@@ -37,10 +37,11 @@ def reduced_after(eqn: JaxprEqn, zeros: set[Any]) -> list[JaxprEqn]:
     if not sums:
         return [eqn]
     loop = _carrying_leaves(eqn, sums)
+    first, _ = scan_counts(eqn.params)
     before: list[JaxprEqn] = []
     after: list[JaxprEqn] = []
     for found in sums:
-        place = eqn.params["num_consts"] + found.number
+        place = first + found.number
         start, total = loop.invars[place], loop.outvars[found.number]
         before.append(_zeros(eqn, start))
         zeros.add(start)
@@ -51,10 +52,10 @@ def reduced_after(eqn: JaxprEqn, zeros: set[Any]) -> list[JaxprEqn]:
 
 def _sums(eqn: JaxprEqn) -> list[_Sum]:
     """The carries of a scan that each turn adds a tree to, and does nothing else with."""
-    jaxpr, first = eqn.params["jaxpr"].jaxpr, eqn.params["num_consts"]
+    jaxpr, (first, carries) = eqn.params["jaxpr"].jaxpr, scan_counts(eqn.params)
     body = Merging(jaxpr.eqns, jaxpr.outvars)
     found = []
-    for number in range(eqn.params["num_carry"]):
+    for number in range(carries):
         carry = jaxpr.invars[first + number]
         result, notes = body.noted(jaxpr.outvars[number])
         adding = body.alone(result)
@@ -70,7 +71,7 @@ def _sums(eqn: JaxprEqn) -> list[_Sum]:
 
 def _carrying_leaves(eqn: JaxprEqn, sums: Sequence[_Sum]) -> JaxprEqn:
     """The scan whose carries are sums of leaves, from zeros on."""
-    closed, first = eqn.params["jaxpr"], eqn.params["num_consts"]
+    closed, (first, _) = eqn.params["jaxpr"], scan_counts(eqn.params)
     jaxpr = closed.jaxpr
     inside, results = list(jaxpr.invars), list(jaxpr.outvars)
     operands, outside = list(eqn.invars), list(eqn.outvars)
