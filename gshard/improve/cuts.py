@@ -173,7 +173,7 @@ def _cuts_of_node(eqn: JaxprEqn, node: Node, known: Mapping[Any, Cut], count: in
 def _ends(node: Node) -> tuple[Sharding, Sharding, Shape] | None:
     """The shardings before and after a node, and the shape of its tensor."""
     if isinstance(node, Reshard):
-        return node.source, node.target, node.shape
+        return node.sharding, node.target, node.shape
     if isinstance(node, Reduce) and node.kind == "sum":
         return node.sharding.reduced, node.target, node.shape
     return None

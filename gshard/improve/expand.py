@@ -9,32 +9,26 @@ lookup by the device's number happens once in a program or body.
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import jax
-import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from gshard._jax import Var, dce_jaxpr
 from gshard.graph import LOOPS, map_bodies, renamed
 from gshard.graph.reason import NO_REASON, Reason
 from gshard.graph.source import reason_of
-from gshard.moving.nodes import UNEXPLAINED, Node, node_of
-from gshard.tensors.devices import Place, lookup_p
-
-Sizes = tuple[tuple[str, int], ...]  # of the axes of the mesh
+from gshard.moving.nodes import UNEXPLAINED, Node, Sizes, code_of, node_of
+from gshard.tensors.devices import lookup_p
 
 
-def expand(plan: Jaxpr, sizes: Mapping[str, int], same: dict[Any, Any]) -> Jaxpr:
-    """The plan on a mesh with axes of these sizes, in which all nodes are collectives.
+def expand(plan: Jaxpr, same: dict[Any, Any]) -> Jaxpr:
+    """The plan, in which all nodes are collectives.
 
     Variables that others replace are added to `same`.
     """
-    expanded = with_code(plan, sizes, lambda node: node.needs_device, same)
+    expanded = with_code(plan, {}, lambda node: node.needs_device, same)
     if expanded is plan:
         return plan
     # Most nodes do not use the device's number, which they have as an operand.
@@ -44,7 +38,10 @@ def expand(plan: Jaxpr, sizes: Mapping[str, int], same: dict[Any, Any]) -> Jaxpr
 def with_code(
     plan: Jaxpr, sizes: Mapping[str, int], which: Callable[[Node], bool], same: dict[Any, Any]
 ) -> Jaxpr:
-    """The plan with its nodes, or those `which` is true of, replaced by their code."""
+    """The plan with the nodes that `which` is true of replaced by their code.
+
+    `sizes` are those of the axes of the mesh, which only the code of collectives needs.
+    """
     return _program(plan, tuple(sizes.items()), which, same)
 
 
@@ -84,7 +81,8 @@ def _inlined(eqn: JaxprEqn, node: Node, names: dict[Any, Any], sizes: Sizes) -> 
     """The equations that replace a node; `names` if its result is its operand."""
     array, *device = (a.aval for a in eqn.invars)
     dtypes = (array.dtype, *(number.dtype for number in device))
-    found = _expansion(node.unexplained(), array.shape, dtypes, sizes)
+    axes = () if node.needs_device else sizes
+    found = code_of(node.unexplained(), tuple(array.shape), dtypes, axes)
     local = dict(zip(found.inputs, eqn.invars, strict=True))
     for inner in found.eqns:
         local |= {v: Var(v.aval) for v in inner.outvars}
@@ -114,33 +112,3 @@ def _reason(node: Node, step: Reason) -> Reason:
     """The reason of a step of a node's code."""
     why = node.reason if step.kind == UNEXPLAINED.kind else replace(node.reason, kind=step.kind)
     return why.then(step.detail) if step.detail else why
-
-
-@dataclass(frozen=True)
-class _Expansion:
-    """The code of a node, as equations from operands to a result."""
-
-    inputs: tuple[Any, ...]  # the local array, and the number of the device if it is needed
-    eqns: tuple[JaxprEqn, ...]
-    result: Any
-
-
-@functools.lru_cache(maxsize=1024)  # by value: it serves all layers, and later programs
-def _expansion(
-    node: Node, shape: tuple[int, ...], dtypes: tuple[Any, ...], sizes: Sizes
-) -> _Expansion:
-    """The code of a node for an operand of this type."""
-    axes, count = tuple(name for name, _ in sizes), math.prod(size for _, size in sizes)
-
-    def run(x: jax.Array, *number: jax.Array) -> jax.Array:
-        return node.run(Place(axes, count, dict(zip(["id"], number, strict=False))), x)
-
-    types = [jax.ShapeDtypeStruct(s, d) for s, d in zip((shape, ()), dtypes, strict=False)]
-    traced = jax.make_jaxpr(run, axis_env=list(sizes))(*types)
-    jaxpr = traced.jaxpr
-    consts = {
-        v: Literal(np.asarray(c), v.aval)
-        for v, c in zip(jaxpr.constvars, traced.consts, strict=True)
-    }
-    (result,) = jaxpr.outvars
-    return _Expansion(tuple(jaxpr.invars), tuple(renamed(e, consts) for e in jaxpr.eqns), result)

@@ -7,7 +7,6 @@ every device in a group of the same size.
 
 from __future__ import annotations
 
-import abc
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,17 +49,6 @@ class CollectiveNode(Node):
         size, members = byte_size(local, dtype), max(map(len, self.groups))
         return sent_bytes(self.name.replace("-", "_"), size, members)
 
-    def run(self, place: Place, array: jax.Array) -> jax.Array:
-        """One call of `lax`."""
-        with because(self.reason):
-            return self.bound(array, place.axes, self.listed())
-
-    @abc.abstractmethod
-    def bound(
-        self, x: jax.Array, axes: tuple[str, ...], groups: list[list[int]] | None
-    ) -> jax.Array:
-        """The result, for groups as JAX takes them."""
-
     def listed(self) -> list[list[int]] | None:
         """The groups as JAX takes them: None for all devices in their order."""
         everyone = self.groups == (tuple(range(len(self.groups[0]))),)
@@ -81,12 +69,11 @@ class AllReduce(CollectiveNode):
         """As large as the operand."""
         return local
 
-    def bound(
-        self, x: jax.Array, axes: tuple[str, ...], groups: list[list[int]] | None
-    ) -> jax.Array:
-        """An AllReduce."""
+    def run(self, place: Place, array: jax.Array) -> jax.Array:
+        """One call of `lax`."""
         reduce = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[self.kind]
-        return reduce(x, axes, axis_index_groups=groups)
+        with because(self.reason):
+            return reduce(array, place.axes, axis_index_groups=self.listed())
 
     def __str__(self) -> str:
         return f"{self.kind} {super().__str__()}"
@@ -108,17 +95,14 @@ class AllGather(_AlongDim):
 
     def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
         """All members' rows."""
-        return (
-            *local[: self.dim],
-            local[self.dim] * len(self.groups[0]),
-            *local[self.dim + 1 :],
-        )
+        rows = local[self.dim] * len(self.groups[0])
+        return (*local[: self.dim], rows, *local[self.dim + 1 :])
 
-    def bound(
-        self, x: jax.Array, axes: tuple[str, ...], groups: list[list[int]] | None
-    ) -> jax.Array:
-        """An AllGather."""
-        return lax.all_gather(x, axes, axis=self.dim, tiled=True, axis_index_groups=groups)
+    def run(self, place: Place, array: jax.Array) -> jax.Array:
+        """One call of `lax`."""
+        along = {"axis": self.dim, "tiled": True, "axis_index_groups": self.listed()}
+        with because(self.reason):
+            return lax.all_gather(array, place.axes, **along)
 
 
 @dataclass(frozen=True)
@@ -132,13 +116,11 @@ class ReduceScatter(_AlongDim):
         rows = local[self.dim] // len(self.groups[0])
         return (*local[: self.dim], rows, *local[self.dim + 1 :])
 
-    def bound(
-        self, x: jax.Array, axes: tuple[str, ...], groups: list[list[int]] | None
-    ) -> jax.Array:
-        """A ReduceScatter."""
-        return lax.psum_scatter(
-            x, axes, scatter_dimension=self.dim, tiled=True, axis_index_groups=groups
-        )
+    def run(self, place: Place, array: jax.Array) -> jax.Array:
+        """One call of `lax`."""
+        along = {"scatter_dimension": self.dim, "tiled": True, "axis_index_groups": self.listed()}
+        with because(self.reason):
+            return lax.psum_scatter(array, place.axes, **along)
 
 
 @dataclass(frozen=True)
@@ -151,11 +133,11 @@ class AllToAll(CollectiveNode):
         """As many pieces as were sent."""
         return local
 
-    def bound(
-        self, x: jax.Array, axes: tuple[str, ...], groups: list[list[int]] | None
-    ) -> jax.Array:
-        """An AllToAll."""
-        return lax.all_to_all(x, axes, 0, 0, tiled=True, axis_index_groups=groups)
+    def run(self, place: Place, array: jax.Array) -> jax.Array:
+        """One call of `lax`."""
+        groups = self.listed()
+        with because(self.reason):
+            return lax.all_to_all(array, place.axes, 0, 0, tiled=True, axis_index_groups=groups)
 
 
 @dataclass(frozen=True)

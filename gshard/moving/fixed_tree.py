@@ -13,7 +13,6 @@ from jax import lax
 
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
-from gshard.moving.sent import exchanged, gathered
 from gshard.simplify.trees import neighbours
 from gshard.tensors.devices import Groups, Place
 
@@ -27,16 +26,6 @@ def tree_all_reduce(place: Place, x: jax.Array, groups: Groups, reason: Reason) 
     mine = neighbours(collectives.all_to_all(place, parts, groups, reason), 0, lax.add)
     whole = collectives.all_gather(place, mine, 0, groups, reason)
     return lax.reshape(lax.slice_in_dim(whole, 0, size), x.shape)
-
-
-def tree_all_reduce_bytes(
-    size: int, itemsize: int, members: int, groups: int, num_devices: int
-) -> int:
-    """What a device sends for a sum of `size` elements."""
-    part = -(-size // members) * itemsize
-    return exchanged(part * members, members, groups, num_devices) + gathered(
-        part, members, groups, num_devices
-    )
 
 
 def tree_reduce_scatter(

@@ -8,10 +8,9 @@ tensor are garbage, for the caller to mask.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -20,15 +19,14 @@ from jax import lax
 from gshard.graph.reason import Reason
 from gshard.moving.collectives import all_gather, collective_permute
 from gshard.moving.costs import MAX_SHIFTS
-from gshard.moving.nodes import Node, communicate
+from gshard.moving.nodes import TensorNode, communicate
 from gshard.moving.offsets import rows_at
-from gshard.moving.rows import Runs, align_bytes, aligned, everything, groups_along, plan_rows
-from gshard.moving.sent import gathered
+from gshard.moving.rows import Runs, aligned, everything, groups_along, plan_rows
 from gshard.tensors import padding
 from gshard.tensors.devices import Place
 from gshard.tensors.keys import as_integers
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile, itemsize_of
+from gshard.tensors.tile import Tile
 
 
 @dataclass(frozen=True)
@@ -77,11 +75,10 @@ def fetch(
 
 
 @dataclass(frozen=True)
-class Halo(Node):
+class Halo(TensorNode):
     """A window of `width` rows of `dim` for every tile, from `starts` on, beyond its own rows."""
 
     name: ClassVar[str] = "halo"
-    sharding: Sharding
     shape: tuple[int, ...]
     dim: int
     starts: tuple[int, ...]
@@ -91,22 +88,6 @@ class Halo(Node):
     def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
         """The window."""
         return (*local[: self.dim], self.width, *local[self.dim + 1 :])
-
-    def sent(self, local: tuple[int, ...], dtype: Any) -> int:
-        """The rows of the cheapest plan."""
-        rows, split = local[self.dim], self.sharding.splits[self.dim]
-        assert split
-        held = Runs.even(split.tiles, rows, self.shape[self.dim]).only(self.only)
-        starts = np.asarray(self.starts, np.int64)
-        best = plan_halo(held, rows, starts, self.width)
-        nbytes = math.prod(local) * itemsize_of(dtype)
-        if best.kind == "gather":
-            groups = len(groups_along(self.sharding, self.dim))
-            return gathered(nbytes, split.tiles, groups, self.sharding.num_devices)
-        if best.kind == "align":
-            wanted = (starts, self.width, None)
-            return align_bytes(self.sharding, self.dim, held, *wanted, local, dtype)
-        return best.sent * (nbytes // rows)
 
     def run(self, place: Place, array: jax.Array) -> jax.Array:
         """Exchange rows with the neighbours."""

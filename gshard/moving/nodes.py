@@ -1,25 +1,33 @@
 """The nodes of a plan: communication that is decided but not yet emitted.
 
 A rule that needs a tensor under another sharding binds a node. In the plan it is one equation that
-says what is wanted and why; `emission` replaces it by what `Node.run` does, which decides nothing.
-So a plan can be read, compared, priced and changed before any collective is written.
+says what is wanted and why; later it is replaced by its code, which is what `Node.run` does: local
+work and collectives. So a plan can be read, compared, priced and changed before any collective is
+written, and what a node sends is what its code sends.
 """
 
 from __future__ import annotations
 
 import abc
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import jax
+import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn, Primitive
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 
+from gshard._jax import without_mesh
+from gshard.graph.liveness import renamed
 from gshard.graph.reason import Reason
 from gshard.graph.regions import bodies, runs_of
 from gshard.tensors.devices import Place
+from gshard.tensors.sharding import Sharding
 
 UNEXPLAINED = Reason("node")  # replaces a node's own reason
+Sizes = tuple[tuple[str, int], ...]  # of the axes of a mesh
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,7 @@ class Node(abc.ABC):
     """A communication step: what one device sends, and its result."""
 
     name: ClassVar[str]
-    needs_device: ClassVar[bool] = True  # whether its code depends on the number of the device
+    needs_device: ClassVar[bool]  # whether its code depends on the number of the device
     reason: Reason
 
     @abc.abstractmethod
@@ -36,7 +44,7 @@ class Node(abc.ABC):
 
     @abc.abstractmethod
     def sent(self, local: tuple[int, ...], dtype: Any) -> int:
-        """Bytes that one device sends for it; tests compare them with what `run` emits."""
+        """Bytes that one device sends for it."""
 
     @abc.abstractmethod
     def run(self, place: Place, array: jax.Array) -> jax.Array:
@@ -49,6 +57,18 @@ class Node(abc.ABC):
     def unexplained(self) -> Self:
         """The same node without its reason, for comparisons."""
         return replace(self, reason=UNEXPLAINED)
+
+
+@dataclass(frozen=True)
+class TensorNode(Node):
+    """A node for a tensor under a `sharding`: its code is local work and collectives."""
+
+    needs_device: ClassVar[bool] = True
+    sharding: Sharding
+
+    def sent(self, local: tuple[int, ...], dtype: Any) -> int:
+        """Those of the collectives in its code."""
+        return _bytes(code_of(self.unexplained(), local, (dtype, np.dtype(np.int32))).eqns)
 
 
 def communicate(node: Node, array: jax.Array, place: Place) -> jax.Array:
@@ -70,10 +90,48 @@ def node_of(eqn: JaxprEqn) -> Node | None:
     return eqn.params["node"] if eqn.primitive in _NODES else None
 
 
+@dataclass(frozen=True)
+class Code:
+    """The code of a node, as equations from operands to a result."""
+
+    inputs: tuple[Any, ...]  # the local array, and the number of the device if it is needed
+    eqns: tuple[JaxprEqn, ...]
+    result: Any
+
+
+@functools.lru_cache(maxsize=4096)  # by value: it serves all layers, and later programs
+def code_of(node: Node, shape: tuple[int, ...], dtypes: tuple[Any, ...], sizes: Sizes = ()) -> Code:
+    """The code of a node for operands of these types, on a mesh with axes of these sizes.
+
+    That of a reshard, a reduction or a halo does not name axes: its collectives are nodes again.
+    """
+    axes = tuple(name for name, _ in sizes)
+    devices = node.sharding.num_devices if isinstance(node, TensorNode) else 0
+
+    def run(x: jax.Array, *number: jax.Array) -> jax.Array:
+        known = dict(zip(["id"], number, strict=False))
+        return node.run(Place(axes, devices, known), x)
+
+    types = [jax.ShapeDtypeStruct(s, d) for s, d in zip((shape, ()), dtypes, strict=False)]
+    with without_mesh():
+        traced = jax.make_jaxpr(run, axis_env=list(sizes))(*types)
+    jaxpr = traced.jaxpr
+    consts = {
+        v: Literal(np.asarray(c), v.aval)
+        for v, c in zip(jaxpr.constvars, traced.consts, strict=True)
+    }
+    (result,) = jaxpr.outvars
+    return Code(tuple(jaxpr.invars), tuple(renamed(e, consts) for e in jaxpr.eqns), result)
+
+
 def planned_bytes(jaxpr: Jaxpr) -> int:
     """What one device sends for the nodes of a plan, in the bodies of loops too."""
+    return _bytes(jaxpr.eqns)
+
+
+def _bytes(eqns: Sequence[JaxprEqn]) -> int:
     total = 0
-    for eqn in jaxpr.eqns:
+    for eqn in eqns:
         if node := node_of(eqn):
             aval: Any = eqn.invars[0].aval
             total += node.sent(tuple(aval.shape), aval.dtype)

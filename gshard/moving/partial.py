@@ -18,11 +18,10 @@ from jax import lax
 from gshard.graph.reason import Reason
 from gshard.moving import collectives, reshard
 from gshard.moving.costs import LATENCIES, machine
-from gshard.moving.fixed_tree import tree_all_reduce, tree_all_reduce_bytes, tree_reduce_scatter
-from gshard.moving.nodes import Node, communicate
+from gshard.moving.fixed_tree import tree_all_reduce, tree_reduce_scatter
+from gshard.moving.nodes import TensorNode, communicate
 from gshard.moving.ordered import sortable
 from gshard.moving.plan import reshard_cost
-from gshard.moving.sent import exchanged, gathered, retile_elements, scattered
 from gshard.tensors.devices import Groups, Place, groups_by
 from gshard.tensors.factors import Dim, Factors
 from gshard.tensors.sharding import Sharding, Split, compatible
@@ -70,14 +69,13 @@ class _Scatter:
 
 
 @dataclass(frozen=True)
-class Reduce(Node):
+class Reduce(TensorNode):
     """A value that is unreduced, reduced by `kind`, and scattered by `scatter` if given.
 
     `reason` names the operator that left it unreduced.
     """
 
     name: ClassVar[str] = "reduce"
-    sharding: Sharding
     shape: tuple[int, ...]
     kind: str
     scatter: _Scatter | None
@@ -90,10 +88,6 @@ class Reduce(Node):
     def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
         """The tile, or the part of it that is scattered to a device."""
         return self.target.local_shape(self.shape) if self.scatter else local
-
-    def sent(self, local: tuple[int, ...], dtype: Any) -> int:
-        """What the collectives send; see `reduce_bytes`."""
-        return reduce_bytes(self.sharding, self.shape, self.kind, self.scatter, local, dtype)
 
     def run(self, place: Place, array: jax.Array) -> jax.Array:
         """An AllReduce, or a ReduceScatter."""
@@ -115,42 +109,6 @@ class Reduce(Node):
         over = math.prod(s.tiles for s in self.sharding.unreduced)
         result = f" -> {self.target}" if self.scatter else ""
         return f"{self.kind} over {over}{result}"
-
-
-def reduce_bytes(
-    here: Sharding,
-    shape: tuple[int, ...],
-    kind: str,
-    scatter: _Scatter | None,
-    local: tuple[int, ...],
-    dtype: Any,
-) -> int:
-    """Bytes that a device sends to reduce a value that is unreduced `here`."""
-    size, devices = math.prod(s.tiles for s in here.unreduced), here.num_devices
-    itemsize = itemsize_of(dtype)
-    nbytes = math.prod(local) * itemsize
-    if scatter:
-        dim, parts = scatter.dim, scatter.parts
-        rows = -(-shape[dim] // scatter.result.tiles[dim])
-        sent = retile_elements(here, local, dim, rows * parts, shape) * itemsize
-        padded = nbytes // local[dim] * rows * parts
-        moved = exchanged if kind == "tree" else scattered
-        sent += moved(padded, parts, devices // parts, devices)
-        if parts < size:
-            sent += collectives.sent_bytes("all_reduce", padded // parts, size // parts)
-        return sent
-    groups = 1
-    if _has_idle_copies(here):
-        size = devices
-    else:
-        groups = len(reducing_groups(here))
-    if kind == "tree":
-        return tree_all_reduce_bytes(math.prod(local), itemsize, size, groups, devices)
-    if kind in ("prod", "xor") or (kind in ("and", "or") and jnp.dtype(dtype) != jnp.bool_):
-        return gathered(nbytes, size, groups, devices)
-    pairs = kind in ("max", "min") and jnp.issubdtype(dtype, jnp.complexfloating)
-    halves = 2 if pairs else 1
-    return halves * collectives.sent_bytes("all_reduce", nbytes // halves, size)
 
 
 def combine(place: Place, tile: Tile, kind: str, target: Sharding, name: str = "") -> Tile:

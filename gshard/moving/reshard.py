@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +15,21 @@ from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.boxes import route
 from gshard.moving.exchange import exchange_groups, kept_tiles, orders_of_parts
-from gshard.moving.nodes import Node, communicate
+from gshard.moving.nodes import TensorNode, communicate
 from gshard.moving.plan import copies_as_split, plan_reshard
-from gshard.moving.sent import mostly_held, retile_elements, standard_elements
+from gshard.moving.sent import mostly_held
 from gshard.tensors import padding
 from gshard.tensors.devices import Groups, Place, groups_by
 from gshard.tensors.keys import as_integers, is_key
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile, itemsize_of
+from gshard.tensors.tile import Tile
 
 
 @dataclass(frozen=True)
-class Reshard(Node):
-    """A tensor of logical `shape` under another sharding."""
+class Reshard(TensorNode):
+    """A tensor of logical `shape` under another sharding, its `target`."""
 
     name: ClassVar[str] = "reshard"
-    source: Sharding
     target: Sharding
     shape: tuple[int, ...]
 
@@ -38,28 +37,19 @@ class Reshard(Node):
         """The tile under the target."""
         return self.target.local_shape(self.shape)
 
-    def sent(self, local: tuple[int, ...], dtype: Any) -> int:
-        """All steps, after uneven tiles have been evened out."""
-        if 0 in self.shape:
-            return 0
-        evened = standard_elements(self.source, local, self.shape) * itemsize_of(dtype)
-        steps = plan_reshard(self.source, self.target, self.shape, dtype)
-        return evened + sum(step.bytes for step in steps)
-
     def run(self, place: Place, array: jax.Array) -> jax.Array:
         """Run the steps that `moving.plan` found."""
-        return _resharded(place, Tile(array, self.source, self.shape), self.target, self.reason)
+        return _resharded(place, Tile(array, self.sharding, self.shape), self.target, self.reason)
 
     def __str__(self) -> str:
-        return f"{self.source} -> {self.target}"
+        return f"{self.sharding} -> {self.target}"
 
 
 @dataclass(frozen=True)
-class Retile(Node):
+class Retile(TensorNode):
     """A tensor with tiles of `size` rows along one dim, which may differ from the sharding's."""
 
     name: ClassVar[str] = "retile"
-    sharding: Sharding
     shape: tuple[int, ...]
     dim: int
     size: int
@@ -67,11 +57,6 @@ class Retile(Node):
     def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
         """The tile with another number of rows."""
         return (*local[: self.dim], self.size, *local[self.dim + 1 :])
-
-    def sent(self, local: tuple[int, ...], dtype: Any) -> int:
-        """Boxes between neighbours."""
-        elements = retile_elements(self.sharding, local, self.dim, self.size, self.shape)
-        return elements * itemsize_of(dtype)
 
     def run(self, place: Place, array: jax.Array) -> jax.Array:
         """Rows shift between neighbours."""

@@ -8,10 +8,9 @@ feed one, or one feeds many, a ReduceScatter of the result or a gather of the op
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +20,14 @@ from jax import lax
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.costs import MAX_ROUNDS
-from gshard.moving.nodes import Node, communicate
+from gshard.moving.nodes import TensorNode, communicate
 from gshard.moving.offsets import rows_at, rows_put
 from gshard.moving.permute_rounds import in_rounds, is_remote
-from gshard.moving.sent import scattered
 from gshard.tensors import padding
 from gshard.tensors.devices import Place
 from gshard.tensors.keys import as_integers
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile, itemsize_of
+from gshard.tensors.tile import Tile
 
 Move = tuple[int, int, int]  # the logical rows from the first to the second become rows + the third
 
@@ -141,11 +139,10 @@ def align(
 
 
 @dataclass(frozen=True)
-class Align(Node):
+class Align(TensorNode):
     """Rows of a split dim sent to the tiles of the result: `width` rows from `starts` on."""
 
     name: ClassVar[str] = "align"
-    sharding: Sharding
     dim: int
     held: tuple[tuple[int, ...], ...]
     starts: tuple[int, ...]
@@ -156,12 +153,6 @@ class Align(Node):
         """The rows of this device's tile of the result."""
         return (*local[: self.dim], self.width, *local[self.dim + 1 :])
 
-    def sent(self, local: tuple[int, ...], dtype: Any) -> int:
-        """The rows of the cheapest plan."""
-        held, starts = Runs(*map(np.array, self.held)), np.array(self.starts, np.int64)
-        moves = self.moves
-        return align_bytes(self.sharding, self.dim, held, starts, self.width, moves, local, dtype)
-
     def run(self, place: Place, array: jax.Array) -> jax.Array:
         """Rounds of permutes, or a scatter."""
         held, starts = Runs(*map(np.array, self.held)), np.array(self.starts, np.int64)
@@ -171,26 +162,6 @@ class Align(Node):
 
     def __str__(self) -> str:
         return f"{self.width} rows a tile of dim {self.dim}"
-
-
-def align_bytes(
-    sharding: Sharding,
-    dim: int,
-    held: Runs,
-    starts: np.ndarray,
-    width: int,
-    moves: Sequence[Move] | None,
-    local: tuple[int, ...],
-    dtype: Any,
-) -> int:
-    """Bytes that a device sends to align rows."""
-    best = plan_rows(held, starts, width, moves)
-    assert best
-    row = math.prod(n for d, n in enumerate(local) if d != dim) * itemsize_of(dtype)
-    if best.kind == "rounds":
-        return best.sent * row
-    groups, tiles = len(groups_along(sharding, dim)), len(starts)
-    return scattered(width * tiles * row, tiles, groups, sharding.num_devices)
 
 
 def aligned(

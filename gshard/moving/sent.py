@@ -32,12 +32,6 @@ def exchanged(size: int, members: int, groups: int, num_devices: int) -> int:
     return sent_bytes("all_reduce", size * members, members)
 
 
-def scattered(size: int, members: int, groups: int, num_devices: int) -> int:
-    """A ReduceScatter; if its groups omit an odd number of devices, an AllReduce."""
-    even = _covers_evenly(members, groups, num_devices)
-    return sent_bytes("reduce_scatter" if even else "all_reduce", size, members)
-
-
 def _covers_evenly(members: int, groups: int, num_devices: int) -> bool:
     return (num_devices - members * groups) % members == 0
 

@@ -205,7 +205,7 @@ def finish(
 ) -> Program:
     """Combine the small collectives of a plan, and emit it: the function that XLA compiles."""
     mesh, mapped = arranged.mesh, arranged.mapped
-    jaxpr = expand(arranged.plan.jaxpr, dict(mesh.shape), arranged.seen.same)
+    jaxpr = expand(arranged.plan.jaxpr, arranged.seen.same)
     history.add("expand", jaxpr, plan_note)
     jaxpr = combine(jaxpr, mesh)
     history.add("combine", jaxpr, plan_note)

@@ -1,20 +1,18 @@
 """Faults that tests plant into the partitioner."""
 
-import importlib
-
 import pytest
 
-emission = importlib.import_module("gshard.improve.expand")
+from gshard.moving.nodes import code_of
 
 
 @pytest.fixture
 def plant(monkeypatch):
-    """A change of the partitioner; code that emission has made before is forgotten."""
+    """A change of the partitioner; code of nodes that was made before is forgotten."""
 
     def change(*args):
         monkeypatch.setattr(*args)
-        emission._expansion.cache_clear()
+        code_of.cache_clear()
 
     yield change
     monkeypatch.undo()
-    emission._expansion.cache_clear()
+    code_of.cache_clear()

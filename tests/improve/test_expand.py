@@ -5,8 +5,7 @@ import numpy as np
 
 import gshard
 from gshard.graph.text import program_text
-from gshard.improve.expand import _expansion
-from gshard.moving.nodes import node_of
+from gshard.moving.nodes import code_of, node_of
 from tests.emission.test_emit import programs
 from tests.simplify.texts import dedent
 
@@ -32,12 +31,12 @@ def test_nodes_that_do_the_same_are_traced_once():
             x = jnp.cumsum(gshard.replicate(gshard.split(x, 0, 4)), 1)
         return x
 
-    _expansion.cache_clear()
+    code_of.cache_clear()
     found = programs(fn, jnp.ones((6, 2)))
     nodes = [node for eqn in found["share"].eqns if (node := node_of(eqn))]
     assert len(nodes) == 9  # gathered five times, and cut four times
     assert len({node.unexplained() for node in nodes}) == 2
-    assert _expansion.cache_info().misses == 2 + 1  # and the AllGather in one of them
+    assert code_of.cache_info().misses == 2 + 1  # and the AllGather in one of them
 
 
 def test_a_row_of_a_table_is_looked_up_once():

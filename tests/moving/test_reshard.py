@@ -65,6 +65,9 @@ def assert_arrives(shape, source, target):
     x = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
     got, wanted = run(x, source, target), tiles_of(x, target)
     np.testing.assert_array_equal(np.where(np.isnan(wanted), 0, got), np.nan_to_num(wanted))
+    node = Reshard(Reason("step", "test"), source, target, shape)
+    planned = [] if 0 in shape else plan_reshard(source, target, shape, np.float32)
+    assert node.sent(source.local_shape(shape), x.dtype) == sum(step.bytes for step in planned)
 
 
 @given(reshardings())
