@@ -151,7 +151,7 @@ class _Builder:
                 self._operator(edge)
         for var, times in self.touched.copied.items():
             self._copied(var, times)
-        for var in self.flow.said:
+        for var in self.flow.annotations:
             self._fix(var)
         self.donated = donated
         for result, argument in returned:

@@ -71,7 +71,7 @@ class Flow:
         self.memory_limit = memory_limit  # bytes of a loop's constants that may be gathered for it
         self.constants: dict[Any, None] = {}  # loop invariants, inside the loop
         self.given: dict[Any, list[Split | None]] = {}  # the splits of annotations
-        self.said: dict[Any, JaxprEqn] = {}  # the annotations themselves
+        self.annotations: dict[Any, JaxprEqn] = {}  # the equations that annotate variables
         self.closed: dict[Any, set[int]] = defaultdict(set)  # dims that must stay unsplit
         self.runs: dict[Any, int] = {}  # how often each variable is made
         self.shares: dict[Any, float] = {}  # of unreduced values in the cost of their sum
@@ -181,7 +181,7 @@ class Flow:
         except ValueError as error:
             raise ValueError(f"{source_of(eqn)}: {error}") from None
         (var,) = eqn.outvars
-        self.said[var] = eqn
+        self.annotations[var] = eqn
         self.fix(var, sharding, set(annotation.open_dims))
 
     def fix(self, var: Any, sharding: Sharding, open_dims: set[int] | None = None) -> None:
@@ -235,7 +235,7 @@ class Spread:
         self.agreed: dict[Any, bool] = {}  # whether all had the preferred splits
         self.open = {v: self.open_dims(v) for v in flow.given}
         self.split = {v for v, splits in self.splits.items() if any(splits)}
-        self.waiting: list[list[int]] = [[], [], []]
+        self.queues: list[list[int]] = [[], [], []]
         self.stage: tuple[int, Split] | None = None
 
     def open_dims(self, var: Any) -> Sequence[int]:
@@ -256,10 +256,10 @@ class Spread:
         for var in self.split:  # in any order: the queues are sorted
             if stage is None or stage[1] in self.splits[var]:
                 self.revisit(self.flow.touching[var])
-        first, second, third = self.waiting
+        first, second, third = self.queues
         while first or second or third:
             number = 0 if first else 1 if second else 2
-            place = heapq.heappop(self.waiting[number])
+            place = heapq.heappop(self.queues[number])
             edge = edges[-place if number == _BACKWARDS else place]
             edge.queued.discard(number)
             sources, sinks = _PASSES[number]
@@ -271,11 +271,11 @@ class Spread:
         for edge in edges:
             if not self.has_room(edge, _BOTH):  # and never again: room only shrinks
                 continue
-            for number in range(edge.level, len(self.waiting)):
+            for number in range(edge.level, len(self.queues)):
                 if number not in edge.queued:
                     edge.queued.add(number)
                     place = -edge.place if number == _BACKWARDS else edge.place
-                    heapq.heappush(self.waiting[number], place)
+                    heapq.heappush(self.queues[number], place)
 
     def has_room(self, edge: Edge, sinks: Sequence[int]) -> bool:
         """Whether any dim of an operator's tensors could take a split over."""

@@ -167,7 +167,7 @@ def _cheapest(flow: Flow, estimator: Estimator, dims: _Dims, spread: Spread) -> 
         return best, ()
     kept, *others = order
     return best, tuple(
-        Conflict(dims.told(flow, kept), dims.told(flow, lost), costs[kept], costs[lost])
+        Conflict(dims.described(flow, kept), dims.described(flow, lost), costs[kept], costs[lost])
         for lost in others
         if costs[lost] > costs[kept]
     )
@@ -183,10 +183,10 @@ class _Dims:
     of: DimGroups
     candidates: dict[Candidate, tuple[Any, int]]  # and the first tensor that has such a split
 
-    def told(self, flow: Flow, candidate: Candidate) -> str:
+    def described(self, flow: Flow, candidate: Candidate) -> str:
         """A candidate in terms of the first annotation that asks for it."""
         var, dim = self.candidates[candidate]
-        where = f" ({source_of(flow.said[var])})" if var in flow.said else ""
+        where = f" ({source_of(flow.annotations[var])})" if var in flow.annotations else ""
         _, split = candidate
         return f"dim {dim} by {split.tiles} of {var.aval.str_short(short_dtypes=True)}{where}"
 
@@ -227,13 +227,13 @@ def _grouped(flow: Flow) -> _Dims:
         for dim, split in enumerate(flow.given[var]):
             if split:
                 number = numbers.setdefault(split, len(numbers))
-                said = (number, var.aval.shape, dim)
-                anchors.setdefault(root(first[var] + dim), []).append((said, split, var))
+                anchor = (number, var.aval.shape, dim)
+                anchors.setdefault(root(first[var] + dim), []).append((anchor, split, var))
     by_anchors: dict[Any, int] = {}
     group_of: dict[int, int] = {}
     candidates: dict[Candidate, tuple[Any, int]] = {}
     for node in sorted(anchors):
-        known = frozenset(said for said, _, _ in anchors[node])
+        known = frozenset(anchor for anchor, _, _ in anchors[node])
         group = group_of[node] = by_anchors.setdefault(known, len(by_anchors))
         for (_, _, dim), split, var in anchors[node]:
             candidates.setdefault((group, split), (var, dim))
@@ -269,8 +269,10 @@ def _rankings(
     classes: dict[Any, int] = {}
     for var, groups in dims.of.items():
         closed = flow.closed.get(var)
-        said = (tuple(flow.given[var]), frozenset(closed)) if closed else None
-        number = classes[var] = numbers.setdefault((groups, said, var in flow.manual), len(numbers))
+        fixed = (tuple(flow.given[var]), frozenset(closed)) if closed else None
+        number = classes[var] = numbers.setdefault(
+            (groups, fixed, var in flow.manual), len(numbers)
+        )
         if number == len(examples):
             examples.append(var)
     operators = estimator.alike(classes)
