@@ -2,6 +2,7 @@
 
     python -m benchmarks.auto_paper               for 8 and for 2048 devices
     python -m benchmarks.auto_paper --devices 8   for one of them
+    python -m benchmarks.auto_paper --differences what the gap consists of, line by line
     python -m benchmarks.auto_paper --out docs/results/auto_paper.md
 
 The training step has a forward and a backward pass and Adafactor. The paper's own annotations
@@ -22,6 +23,8 @@ from typing import Any
 import jax
 
 import gshard
+from benchmarks.auto_differences import differences, table
+from gshard.forecast.hardware import hardware as hardware_of
 from gshard.models.family import plan
 from gshard.nn import Strategy, adafactor, init_state, train_step
 
@@ -51,7 +54,7 @@ class Row:
             f"{1e3 * layout.seconds:.1f} | {layout.seconds / self.paper_seconds:.3f} | "
             f"{' x '.join(map(str, layout.mesh.values()))} | {_splits(layout, 'batch')} | "
             f"{_splits(layout, 'experts')} | {100 * layout.solver_gap:.2f}% | "
-            f"{100 * layout.gap:.0f}% | {self.wall:.0f} | {self.processor:.0f} |"
+            f"{100 * layout.gap:.1f}% | {self.wall:.0f} | {self.processor:.0f} |"
         )
 
 
@@ -105,6 +108,7 @@ def main() -> None:
     parser.add_argument("--hardware", default="h100")
     parser.add_argument("--seconds", type=float, default=55.0, help="given to gshard.auto")
     parser.add_argument("--explain", action="store_true", help="the layouts, on standard error")
+    parser.add_argument("--differences", action="store_true", help="likewise: forecast and bound")
     parser.add_argument("--out", type=Path, help="write the table here")
     options = parser.parse_args()
     lines = [
@@ -115,8 +119,8 @@ def main() -> None:
         "programs. Tiles are those along the dims of the batch, and of the experts' weights",
         "[layers, experts, model, hidden]. The solver's gap is how far its answer may be from the",
         "best one of its model; the other gap is that to the bound, which holds for every layout",
-        "and leaves more out. The last two columns are the seconds that it took: of wall time, and",
-        "of a processor.",
+        "over that mesh. The last two columns are the seconds that it took: of wall time, and of a",
+        "processor.",
         "",
         "| devices | model | paper's ms | ours | ratio | mesh | tiles of the batch | of experts | "
         "solver's gap | gap | wall s | processor s |",
@@ -126,6 +130,9 @@ def main() -> None:
         found = row(devices, options.hardware, options.seconds)
         if options.explain:
             print(found.layout.explain(), file=sys.stderr)
+        if options.differences:
+            text = table(differences(found.layout, hardware_of(options.hardware)))
+            print(text, file=sys.stderr, flush=True)
         lines.append(found.markdown())
         print(lines[-1], file=sys.stderr, flush=True)
     lines += ["", "    python -m benchmarks.auto_paper", "", "prints this page."]

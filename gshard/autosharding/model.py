@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from gshard.autosharding import borders
 from gshard.autosharding.dearest import Dearest
@@ -51,6 +51,7 @@ class Model:
     nodes: dict[Any, int]  # the nodes of all tensors
     forms: Mapping[Any, Form]  # those in which operators read tensors
     sizes: Callable[[Any], Floats]  # the bytes of a tensor by spec
+    operators: dict[int, JaxprEqn]  # the equations of operators, by node
 
     def uncounted(self, answer: Ints) -> set[Any]:
         """Tensors whose copies break the memory limit of an answer, and are not counted in it."""
@@ -122,6 +123,7 @@ class _Builder:
         self.edges: list[tuple[int, int, Floats]] = []
         self.nodes: dict[Any, int] = {}  # of tensors
         self.known: dict[Any, Any] = {}  # tables of operators that are alike
+        self.operators: dict[int, JaxprEqn] = {}
         self.states: dict[Any, Any] = {}  # the arguments of the next step that results are
         self.donated = False  # whether these take the place of this step's
         self.waiting: list[tuple[int, int, Floats]] = []  # partial sums, by operator and place
@@ -167,8 +169,8 @@ class _Builder:
             self.tables.rounded((starts * reached.operator_seconds + reached.step_seconds) * PICO)
         )
         problem = Problem(tuple(self.costs), tuple(edges), self._memory(), constant)
-        forms = self.forms.found
-        return Model(self.mesh, problem, nodes, shapes, self.nodes, forms, self._local_bytes)
+        forms, sizes = self.forms.found, self._local_bytes
+        return Model(self.mesh, problem, nodes, shapes, self.nodes, forms, sizes, self.operators)
 
     def _memory(self) -> Memory:
         """What is held: arguments and results for the entire step, other values while in use; and
@@ -278,6 +280,8 @@ class _Builder:
         costs, tables, waiting = self.known[kind]
         own = len(self.costs)
         self.costs.append(costs)
+        if edge.eqn is not None:
+            self.operators[own] = edge.eqn
         if self.forms.is_large(waiting.max()) and not self.optimistic:
             self.waiting.append((own, place, waiting))
         for number, (node, table) in enumerate(zip(nodes, tables, strict=True)):
