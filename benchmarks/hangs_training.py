@@ -24,11 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from gshard import recording
+from gshard.mt.training import checksums
 
 KINDS = ("stop", "die", "skip", "branch", "shape", "loader")
 _EITHER = ("skip", "branch", "shape")  # two processes that differ: nobody knows who is right
 _AT = 6  # the step of an attempt that is planted; the one at 4 is saved
 _SAVED = 4
+_PATIENCE = 10.0  # seconds for a save; after 15 without a step the supervisor takes it for a hang
 _COLLECTIVE = 2  # of the step, counted from 0
 SECONDS = 30.0  # in which a hang has to be named
 _FOLDER = "GSHARD_HANGS"  # the variable that names the folder of what was planted
@@ -45,8 +47,9 @@ SETTINGS = (
 class Plant:
     """The hang of this attempt, in one of its processes."""
 
-    def __init__(self, kind: str, note: Path):
+    def __init__(self, kind: str, note: Path, run: Path):
         self._kind, self._note, self._calls = kind, note, 0
+        self._run, self._before = run, _saved(run)
 
     def install(self) -> None:
         """Make the training call this in place of its step, and of its reading of batches."""
@@ -54,11 +57,15 @@ class Plant:
         from gshard.mt.training.programs import Programs
 
         step, read = Programs.step, batches.BatchIterator.__next__
+        compiled = Programs.compile
+
+        def compiling(programs: Any, arrays: Any) -> Any:
+            if self._kind == "shape":  # now: a step that compiles takes long, too
+                compiled(programs, _shorter(arrays))
+            return compiled(programs, arrays)
 
         def stepped(programs: Any, state: Any, arrays: Any) -> Any:
             self._calls += 1
-            if self._calls == 1 and self._kind == "shape":
-                programs.compile(_shorter(arrays))
             if self._calls != _AT or self._kind == "loader":
                 self._figures = step(programs, state, arrays)
                 return self._figures
@@ -71,10 +78,15 @@ class Plant:
             return read(iterator)
 
         # Planted in the classes: the training makes its own objects.
+        Programs.compile = compiling  # type: ignore[method-assign]  # planted
         Programs.step = stepped  # type: ignore[method-assign]  # planted
         batches.BatchIterator.__next__ = waited  # type: ignore[method-assign]  # planted
 
     def _planted(self) -> None:
+        """Write down when; before that, let the checkpoint of this attempt become complete."""
+        begun = time.monotonic()
+        while _saved(self._run) == self._before and time.monotonic() - begun < _PATIENCE:
+            time.sleep(0.1)
         self._note.write_text(str(time.monotonic()))
 
     def _hang(self, step: Any, programs: Any, state: Any, arrays: Any) -> Any:
@@ -102,6 +114,12 @@ class Plant:
         recording.Recorder.enter = ended  # type: ignore[method-assign]  # planted
 
 
+def _saved(run: Path) -> int:
+    """The step of the newest complete checkpoint of a run; 0 if there is none."""
+    names = [path.parent.name for path in run.glob(f"checkpoints/*/{checksums.FILE}")]
+    return max([int(name) for name in names if name.isdigit()], default=0)
+
+
 def _shorter(arrays: Any) -> Any:
     return {name: x[:, : x.shape[1] // 2] for name, x in arrays.items()}
 
@@ -115,7 +133,8 @@ def worker(plants: list[str], arguments: list[str]) -> None:
     if attempt < len(plants):
         kind, process = plants[attempt].split(":")
         if process == os.environ["GSHARD_PROCESS"]:
-            Plant(kind, folder / str(attempt)).install()
+            run = Path(arguments[arguments.index("--out") + 1])
+            Plant(kind, folder / str(attempt), run).install()
     sys.argv = ["gshard", *arguments]
     gshard()
 

@@ -283,6 +283,18 @@ def test_infinities_of_the_program_are_values_like_others():
     assert report.ok, report
 
 
+def test_arguments_on_a_mesh_of_explicit_axes():
+    """Equations that JAX makes of them keep the mesh, and run on one device here."""
+    replicated = jax.NamedSharding(jax.make_mesh((D,), ("a",)), jax.P())
+    bias = jax.device_put(random_array((5,)), replicated)
+
+    def fn(bias, x):
+        return jax.vmap(lambda row: bias * row.sum())(gshard.split(x, 0, D))
+
+    report = gshard.check(fn, bias, random_array((16, 3)), devices=D)
+    assert report.ok, report
+
+
 def test_a_jitted_function_has_its_keywords_already():
     step = gshard.jit(lambda x: gshard.split(x, 0, D) + 1, devices=D)
     assert gshard.check(step, random_array((16, 3))).ok
