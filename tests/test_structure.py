@@ -67,6 +67,14 @@ def test_parameters_that_a_release_renames_are_read_in_one_file():
             assert '"num_carry"' not in path.read_text(), path
 
 
+def test_lines_of_the_partitioner(tmp_path):
+    for name, count in (("jit.py", 3), ("rules/sort.py", 2), ("rules/fft.py", 5), ("mt/run.py", 7)):
+        path = tmp_path / "gshard" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("pass\n" * count)
+    assert structure.partitioner_lines(tmp_path) == {"files on top": 3, "rules": 7}
+
+
 def test_files_are_small():
     assert not structure.long_files(ROOT)
 

@@ -1,6 +1,6 @@
-"""Interpret a program equation by equation.
+"""Between programs and functions: a program interpreted, and a function's equations.
 
-The interpretation is a function of the equation and its operands' values.
+The interpretation of an equation is a function of the equation and its operands' values.
 """
 
 from __future__ import annotations
@@ -8,7 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+
+from gshard._jax import Var
+from gshard.graph.liveness import renamed
 
 Interpret = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
 
@@ -34,3 +39,23 @@ def evaluate(program: ClosedJaxpr, args: Sequence[Any], interpret: Interpret = b
         results = interpret(eqn, [read(a) for a in eqn.invars])
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(a) for a in jaxpr.outvars]
+
+
+def equations_of(
+    fn: Callable[..., Any], operands: Sequence[Any], results: Sequence[Any] = (), **changes: Any
+) -> tuple[list[JaxprEqn], list[Any]]:
+    """The equations of a function of these variables, with `changes`, and its results.
+
+    The first results are the variables `results`; all others are new.
+    """
+    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in operands]
+    traced = jax.make_jaxpr(fn)(*types)
+    jaxpr = traced.jaxpr
+    names: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
+    for var, const in zip(jaxpr.constvars, traced.consts, strict=True):
+        names[var] = Literal(np.asarray(const), var.aval)
+    for eqn in jaxpr.eqns:
+        names |= {v: Var(v.aval) for v in eqn.outvars}
+    names |= zip(jaxpr.outvars, results, strict=False)
+    equations = [renamed(eqn, names, **changes) for eqn in jaxpr.eqns]
+    return equations, [names.get(v, v) for v in jaxpr.outvars]

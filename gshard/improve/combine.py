@@ -30,7 +30,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import Mesh
 
 from gshard.forecast.ops import APART, LOOPS, PRODUCTS, size_of
-from gshard.graph.liveness import renamed
+from gshard.graph.evaluate import equations_of
 from gshard.graph.regions import bodies, map_bodies
 from gshard.moving.collectives import AllGather, AllReduce, CollectiveNode, ReduceScatter
 from gshard.moving.costs import EXCHANGED, LATENCIES, machine
@@ -211,19 +211,14 @@ def _written(combinations: Sequence[Combination], rings: bool) -> dict[Combinati
         return results
 
     members = [eqn for combination in combinations for eqn in combination.members]
-    body = jax.make_jaxpr(all_together)(
-        *[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (e.invars[0].aval for e in members)]
-    ).jaxpr
-    known = dict(zip(body.invars, [e.invars[0] for e in members], strict=True))
-    known |= zip(body.outvars, [e.outvars[0] for e in members], strict=True)
+    operands, results = [e.invars[0] for e in members], [e.outvars[0] for e in members]
+    equations, _ = equations_of(all_together, operands, results)
     found: dict[Combination, list[JaxprEqn]] = {}
-    left = iter(body.eqns)
+    left = iter(equations)
     for combination in combinations:
         last, eqns = combination.members[-1].outvars[0], found.setdefault(combination, [])
-        while (
-            not eqns or last not in eqns[-1].outvars
-        ):  # a combination ends with the equation of its last result
-            eqns.append(renamed(next(left), known))
+        while not eqns or last not in eqns[-1].outvars:  # the equation of its last result ends it
+            eqns.append(next(left))
     return found
 
 

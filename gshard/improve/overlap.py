@@ -16,7 +16,8 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from gshard._jax import Var
-from gshard.graph import LOOPS, Graph, in_order, map_bodies, renamed
+from gshard.graph import LOOPS, Graph, in_order, map_bodies
+from gshard.graph.evaluate import equations_of
 from gshard.graph.schedule import Dependence
 from gshard.improve.chains import Chain, Chains, is_product, is_sending
 from gshard.improve.cuts import Cut, on_pieces
@@ -207,17 +208,5 @@ class _Writing:
 
     def trace(self, fn: Any, operands: Sequence[Any], results: Sequence[Any], like: Any) -> None:
         """Add the equations of a function, with the line and the scope of an equation."""
-        structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in operands]
-        traced = jax.make_jaxpr(fn)(*structs)
-        jaxpr = traced.jaxpr
-        known: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
-        known |= {
-            v: Literal(np.asarray(c), v.aval)
-            for v, c in zip(jaxpr.constvars, traced.consts, strict=True)
-        }
-        for eqn in jaxpr.eqns:
-            known |= {v: Var(v.aval) for v in eqn.outvars}
-        known |= zip(jaxpr.outvars, results, strict=True)
-        self.eqns += [
-            renamed(eqn, known, ctx=like.ctx, source_info=like.source_info) for eqn in jaxpr.eqns
-        ]
+        info = {"ctx": like.ctx, "source_info": like.source_info}
+        self.eqns += equations_of(fn, operands, results, **info)[0]

@@ -16,7 +16,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard.graph import Graph, renamed
+from gshard.graph import Graph
+from gshard.graph.evaluate import equations_of
 from gshard.operators.ring_pass import KEYS
 from gshard.rewrites.scores import Exit, Region
 
@@ -159,13 +160,7 @@ def _made(
 
     named = [region.sources[row] for row, _ in rows if not isinstance(row, Literal)]
     atoms = [*errors.tensors, *named]
-    traced = jax.make_jaxpr(delta)(
-        *(jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in atoms)
-    )
-    called = dict(zip(traced.jaxpr.invars, atoms, strict=True)) | {
-        traced.jaxpr.outvars[0]: exit.out
-    }
-    return [renamed(e, called, source_info=exit.eqn.source_info) for e in traced.jaxpr.eqns]
+    return equations_of(delta, atoms, [exit.out], source_info=exit.eqn.source_info)[0]
 
 
 def _places(row: Any, wanted: Sequence[str], region: Region) -> list[int | None] | None:

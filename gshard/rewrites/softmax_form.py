@@ -20,7 +20,8 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard._jax import Var
-from gshard.graph import Graph, renamed
+from gshard.graph import Graph
+from gshard.graph.evaluate import equations_of
 from gshard.operators.ring_pass import KEYS
 from gshard.rewrites.scores import Region
 
@@ -208,13 +209,10 @@ class _Writer:
 
     def write(self, fn: Callable[..., Any], atoms: Sequence[Any], out: Any = None) -> list[Any]:
         """Add the equations of a function of these variables; its results."""
-        types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in atoms]
-        jaxpr = jax.make_jaxpr(fn)(*types).jaxpr
-        called = dict(zip(jaxpr.invars, atoms, strict=True))
-        if out is not None:
-            called[jaxpr.outvars[0]] = out
-        self.added += [renamed(e, called, source_info=self.source) for e in jaxpr.eqns]
-        return [called.get(v, v) for v in jaxpr.outvars]
+        results = [] if out is None else [out]
+        eqns, results = equations_of(fn, atoms, results, source_info=self.source)
+        self.added += eqns
+        return results
 
 
 def _values(rows: Sequence[_Row]) -> list[Any]:
