@@ -8,13 +8,15 @@ names; loops get them in their bodies.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gshard.autosharding.annotated import Dims
 from gshard.autosharding.subject import of_arrays
 from gshard.capture.flatten import inline
 from gshard.capture.placement import device_order
@@ -36,6 +38,18 @@ class ForJax(NamedTuple):
     in_shardings: Any
     out_shardings: Any
     function: Callable[..., Any]
+
+
+def on_mesh(mesh: Mesh, dims: Dims, shape: tuple[int, ...]) -> NamedSharding:
+    """The sharding with these mesh axes on each dim, where its size divides by theirs."""
+
+    def divides(names: tuple[str, ...], size: int) -> bool:
+        return size % math.prod(mesh.shape[name] for name in names) == 0
+
+    pairs = zip(dims, shape, strict=False)
+    return NamedSharding(
+        mesh, PartitionSpec(*(names if names and divides(names, n) else None for names, n in pairs))
+    )
 
 
 def constrained(

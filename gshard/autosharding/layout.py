@@ -11,13 +11,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from gshard.annotate import Annotation, annotate
 from gshard.autosharding.annotated import (
     Annotated,
     AnnotatedInside,
-    Dims,
     dims_on,
     path_name,
     result_name,
@@ -25,7 +24,7 @@ from gshard.autosharding.annotated import (
 )
 from gshard.autosharding.explained import Considered, as_table, explained, summary
 from gshard.autosharding.files import as_text, read
-from gshard.autosharding.for_jax import ForJax, constrained
+from gshard.autosharding.for_jax import ForJax, constrained, on_mesh
 from gshard.autosharding.plots import plot
 from gshard.autosharding.specs import sharding_of
 from gshard.jit import Jitted, jit
@@ -138,7 +137,8 @@ class Layout:
         """The mesh, on this machine's first devices, and shardings for plain `jax.jit`.
 
         They are those of the lowered program: an argument without an annotation has what
-        propagation gave it. `function` has a sharding constraint at each tensor that the layout
+        propagation gave it, and a dim whose size does not divide is replicated, since JAX has no
+        such shardings. `function` has a sharding constraint at each tensor that the layout
         annotates inside:
 
             jax.jit(given.function, in_shardings=given.in_shardings,
@@ -154,17 +154,16 @@ class Layout:
         axes = tuple(self.mesh.values())
         mesh = Mesh(np.array(here[: self.devices]).reshape(axes), tuple(self.mesh))
 
-        def on_mesh(dims: Dims) -> NamedSharding:
-            return NamedSharding(mesh, PartitionSpec(*(names or None for names in dims)))
+        def named(sharding: Sharding, leaf: Any) -> NamedSharding:
+            return on_mesh(mesh, dims_on(sharding, self.mesh) or (), leaf.shape)
 
-        def named(sharding: Sharding) -> NamedSharding:
-            return on_mesh(dims_on(sharding, self.mesh) or ())
-
-        shardings = self.lowered.in_shardings, self.lowered.out_shardings
-        arguments, results = jax.tree.map(named, shardings)
-        inside = [(a.place, a.numbers, on_mesh(a.dims)) for a in self.inside]
-        function = constrained(self.function, inside, self.devices)
-        return ForJax(mesh, arguments, results, function)
+        given = self.lowered.in_info
+        _check_arrays(given)
+        arguments = jax.tree.map(named, self.lowered.in_shardings, given)
+        results = jax.eval_shape(self.function, *given)
+        results = jax.tree.map(named, self.lowered.out_shardings, results)
+        inside = [(a.place, a.numbers, on_mesh(mesh, a.dims, a.shape)) for a in self.inside]
+        return ForJax(mesh, arguments, results, constrained(self.function, inside, self.devices))
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, which can be read and edited."""
@@ -203,4 +202,14 @@ def _check(said: Mapping[str, Annotated], given: Mapping[str, Any], fn: Any) -> 
             raise ValueError(
                 f"the layout is for an argument {path} of shape {annotation.shape}; {name} was "
                 f"given one of shape {shape}"
+            )
+
+
+def _check_arrays(given: Any) -> None:
+    """Refuse a function that `jax.jit` cannot be given."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path((given, {}))[0]:
+        if not hasattr(leaf, "shape"):
+            raise ValueError(
+                f"argument {path_name(path)} is {leaf!r}, and jax.jit takes arrays only: choose a "
+                "layout for a function of arrays, such as equinox.partition makes"
             )

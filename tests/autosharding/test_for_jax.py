@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import gshard
 from gshard.autosharding.annotated import Annotated, AnnotatedInside
@@ -81,3 +82,26 @@ def test_a_layout_without_annotations_inside_is_the_function_itself():
     layout = gshard.auto(products, *args, devices=8, hardware="h100")
     assert not layout.inside
     assert layout.to_jax().function is products
+
+
+def test_sizes_that_do_not_divide_are_replicated():
+    """JAX has no shardings of 30 rows over 8 devices."""
+    args = tuple(random_array(s) for s in ((30, 32), (32, 64), (64, 16)))
+    said = (Annotated("[0]", (30, 32), (("a",), ())), Annotated("[2]", (64, 16), (("a",), ())))
+    layout = _layout(products, args, said, (("a",), ()))
+    x, _, second = layout.to_jax().in_shardings
+    assert x.is_fully_replicated
+    assert second.spec == jax.sharding.PartitionSpec(("a",), None)
+    _check(products, args, _compiled(layout, args))
+
+
+def test_what_is_no_array_is_named():
+    """Equinox models have functions among their leaves."""
+
+    def apply(model, x):
+        return model["activation"](x @ model["w"])
+
+    args = {"activation": jnp.tanh, "w": random_array((16, 16))}, random_array((8, 16))
+    layout = gshard.auto(apply, *args, devices=8, hardware="h100", seconds=1.0)
+    with pytest.raises(ValueError, match=r"argument \[0\]\['activation'\] is .* arrays only"):
+        layout.to_jax()
