@@ -113,21 +113,42 @@ def body_of(jaxpr: Jaxpr, style: str, devices: int = 1) -> Body:
     if style == "tpu":
         _join_products(ops, readers, leaving, stored, body)
     ends = stored - _recomputed(ops, stored, body) if style == "cpu" else stored
+    rows = _RowStatistics()
     for op in ops:
         if op.writes and op.writes[0] in alias:
             continue
         if op.joins or (style == "tpu" and op.name in PRODUCTS):
             kept = [v for v in op.writes if v in stored]
             if kept:
-                body.operators.append(
-                    _fusion(op, kept, makers, stored if op.reduces else ends, body)
-                )
+                ended = (stored if op.reduces else ends) | rows.makers.keys()
+                body.operators.append(_fusion(op, kept, makers, ended, body))
+                rows.note(body.operators[-1])
         else:
             reads = list(dict.fromkeys(body.stands_for(v) for v in op.reads))
             body.operators.append(Operator(op, reads, list(op.writes), [op]))
     if style == "cpu":
         body.operators = _reduced_together(body.operators)
     return body
+
+
+class _RowStatistics:
+    """Reductions of rows that stay on chip in a first operator: it also writes what others read.
+
+    They are small. To compute them again would keep the rows in memory until then.
+    """
+
+    def __init__(self) -> None:
+        self.makers: dict[Any, Operator] = {}
+
+    def note(self, operator: Operator) -> None:
+        """Remember what an operator computes on the way, and that it writes what this one reads."""
+        for var in operator.reads:
+            maker = self.makers.get(var)
+            if maker is not None and var not in maker.writes:
+                maker.writes.append(var)
+        for op in operator.members:
+            if op.by_rows:
+                self.makers |= dict.fromkeys(op.writes, operator)
 
 
 def _is_folded(op: Op, makers: dict[Any, Op], readers: dict[Any, list[Op]]) -> bool:

@@ -93,6 +93,19 @@ def test_cpus_transpose_what_a_product_over_two_dims_reads():
     assert memory(fn, *shapes, style="cpu").temporary >= 4 * 8 * 16 * 4
 
 
+def test_a_sum_of_rows_is_kept_and_not_the_rows():
+    """The sum is read by two operators: the rows need not live until the second."""
+
+    def fn(x, w, v):
+        rows = jnp.cumsum(x @ w, axis=1)
+        total = jnp.sum(rows, axis=1, keepdims=True)
+        return ((x * total) @ v) @ v.T * total
+
+    found = memory(fn, (16, 16), (16, 1024), (16, 2048))
+    small = 2 * KB + 64  # the argument of a product, and the sums
+    assert 128 * KB <= found.temporary <= 128 * KB + small  # [16, 2048]; the rows are 64 KB
+
+
 def test_gpus_copy_between_loops_that_do_not_agree_on_a_layout():
     """Scores of 32 layers, stacked as the product writes them or as the user would have them."""
 
