@@ -17,6 +17,7 @@ from gshard.graph import Graph
 from gshard.graph.schedule import Step, overlapped
 from gshard.improve.chains import Chain, is_light, is_product, is_sending
 from gshard.improve.cuts import Cut
+from gshard.improve.rings import Ring
 from gshard.moving.costs import machine
 from gshard.moving.nodes import node_of
 
@@ -62,6 +63,24 @@ def gain(
         starts = latency * (len(chain.nodes) + len(chain.products) / 2)
         total += sums - _in_pieces(chain, exposure) - (chain.count - 1) * starts
     return total - copies(graph, chains) / machine().memory_per_byte
+
+
+def gain_of_ring(ring: Ring, exposure: Mapping[JaxprEqn, float], latency: float) -> float:
+    """The time that a ring of permutes saves.
+
+    Its products are as many as it has tiles, or halves of tiles, and all transfers but what is
+    longer than the products are hidden. A scatter also adds up, and a gather fills its results.
+    """
+    parts = ring.size if ring.gathers else 2 * ring.size
+    dims = [dim for _, _, dim in ring.dims]
+    pairs = list(zip(ring.products, dims, strict=True))
+    before = exposure[ring.node] + sum(multiplication(e) for e in ring.products)
+    one = sum(multiplication(e, Cut(dim), parts) for e, dim in pairs)
+    sent = transfer(ring.node)
+    copied = sum(map(size_of, ring.results)) * (1 if ring.gathers else 3 * ring.size)
+    starts = latency * (parts - 1 + (parts - 1) * len(ring.products) / 2)
+    after = max(parts * one, sent + one) + starts + copied / machine().memory_per_byte
+    return before - after
 
 
 def _in_pieces(chain: Chain, exposure: Mapping[JaxprEqn, float]) -> float:

@@ -21,7 +21,8 @@ from gshard.graph.evaluate import equations_of
 from gshard.graph.schedule import Dependence
 from gshard.improve.chains import Chain, Chains, is_product, is_sending
 from gshard.improve.cuts import Cut, on_pieces
-from gshard.improve.gain import exposed, gain
+from gshard.improve.gain import exposed, gain, gain_of_ring
+from gshard.improve.rings import Ring, rings
 from gshard.moving.costs import machine
 
 _COUNTS = (4, 2)  # of pieces
@@ -57,24 +58,29 @@ def _overlapped(plan: Jaxpr, always: bool) -> Jaxpr:
     return plan if same and not chosen else plan.replace(eqns=eqns)
 
 
-def _chosen(graph: Graph, always: bool) -> list[Chain]:
-    """Chains without common members, those that gain most first."""
+def _chosen(graph: Graph, always: bool) -> list[Chain | Ring]:
+    """Chains and rings without common members, those that gain most first."""
     marked = [e for e in graph.eqns if is_product(e) or is_sending(e)]
     steps = [(e, e.invars, e.outvars) for e in graph.eqns]
     order, exposure = Dependence(steps, marked), exposed(steps)
     latency = 0.0 if always else machine().latency  # small tensors are cut like large ones
-    ranked = []
+    by_ring = {ring: gain_of_ring(ring, exposure, latency) for ring in rings(graph, order)}
+    ranked: list[tuple[float, Sequence[Chain | Ring]]] = [(v, [r]) for r, v in by_ring.items()]
+    better = {ring.node: value for ring, value in by_ring.items() if value > 0}
     for count in _COUNTS:
         chains = Chains(graph, order, count)
         for first in order.marked if always else _worthwhile(order, exposure):
             for chain in chains.starting(first):
                 for together in _groups(graph, chain, chains):
-                    ranked.append((gain(graph, together, exposure, latency), together))
+                    value = gain(graph, together, exposure, latency)
+                    instead = sum(better.get(e, 0.0) for c in together for e in c.nodes)
+                    if not instead or value > instead:
+                        ranked.append((value, together))
     ranked.sort(key=lambda pair: -pair[0])
-    chosen: list[Chain] = []
+    chosen: list[Chain | Ring] = []
     taken: set[JaxprEqn] = set()
     for value, together in ranked:
-        members = {eqn for chain in together for eqn in chain.members}
+        members = {eqn for part in together for eqn in part.members}
         if (value > 0 or always) and not members & taken:
             chosen += together
             taken |= members
@@ -117,18 +123,29 @@ def _groups(graph: Graph, chain: Chain, chains: Chains) -> Iterator[list[Chain]]
         yield together
 
 
-def _rewritten(graph: Graph, chosen: Sequence[Chain]) -> list[JaxprEqn]:
-    """The program with chains replaced by their pieces."""
-    chain_of = {eqn: chain for chain in chosen for eqn in chain.members}
+def _rewritten(graph: Graph, chosen: Sequence[Chain | Ring]) -> list[JaxprEqn]:
+    """The program with chains replaced by their pieces, and rings by their steps."""
+    part_of = {eqn: part for part in chosen for eqn in part.members}
     made: Pieces = {}
-    first = {next(iter(chain.members)) for chain in chosen}
+    first = {next(iter(part.members)) for part in chosen}
     eqns: list[JaxprEqn] = []
     for eqn in graph.eqns:
-        if eqn in first:
-            eqns += _Writing(graph, chain_of[eqn], made).eqns
-        elif eqn not in chain_of:
+        part = part_of.get(eqn)
+        if part is None:
             eqns.append(eqn)
+        elif eqn in first:
+            eqns += _Writing(graph, part, made).eqns if isinstance(part, Chain) else _steps(part)
     return in_order(eqns)
+
+
+def _steps(ring: Ring) -> list[JaxprEqn]:
+    """The equations of a ring: transfers are at the line of its node, all else at its product's."""
+    node, product = ring.node, ring.products[0]
+    info = {"ctx": product.ctx, "source_info": product.source_info}
+    found = equations_of(ring.run, ring.operands, ring.results, **info)[0]
+    return [
+        e.replace(ctx=node.ctx, source_info=node.source_info) if is_sending(e) else e for e in found
+    ]
 
 
 class _Writing:

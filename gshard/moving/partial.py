@@ -134,24 +134,32 @@ def _has_idle_copies(here: Sharding) -> bool:
 
 def _scattered(place: Place, tile: Tile, scatter: _Scatter, node: Reduce) -> Tile:
     """Partial sums scattered; then reduced among the members with the same part."""
-    key, _, size = _parts(node.sharding)
+    _, _, size = _parts(node.sharding)
     left_by = node.reason
     result, dim, parts = scatter.result, scatter.dim, scatter.parts
     rows = -(-tile.shape[dim] // result.tiles[dim])
     padded = reshard.retiled(place, tile, dim, rows * parts, Reason("result", left_by.operator))
     reason = left_by.then(f"partial sums over {parts} devices, result split")
+    within, across = scatter_groups(node.sharding, result)
+    summed = tree_reduce_scatter if node.kind == "tree" else collectives.reduce_scatter
+    x = summed(place, padded.array, dim, within, reason)
+    if parts < size:
+        reason = left_by.then(f"partial sums over {size // parts} groups of devices")
+        x = collectives.all_reduce(place, x, across, "sum", reason)
+    return reshard.standardized(place, Tile(x, result, tile.shape), reason)
+
+
+def scatter_groups(here: Sharding, result: Sharding) -> tuple[Groups, Groups]:
+    """The groups that scatter a value unreduced `here`, their members in the order of its parts.
+
+    And the groups of members with the same part, which reduce it afterwards.
+    """
+    key, _, size = _parts(here)
     same = key * math.prod(result.tiles) + result.tile_index  # devices with the same part
     turn = np.zeros(len(same), np.int64)
     for group in groups_by(same, np.arange(len(same))):
         turn[list(group)] = np.arange(len(group))
-    within = groups_by(key * size + turn, result.tile_index)
-    summed = tree_reduce_scatter if node.kind == "tree" else collectives.reduce_scatter
-    x = summed(place, padded.array, dim, within, reason)
-    if parts < size:
-        across = groups_by(same, turn)
-        reason = left_by.then(f"partial sums over {size // parts} groups of devices")
-        x = collectives.all_reduce(place, x, across, "sum", reason)
-    return reshard.standardized(place, Tile(x, result, tile.shape), reason)
+    return groups_by(key * size + turn, result.tile_index), groups_by(same, turn)
 
 
 def combine_disjoint(place: Place, tile: Tile, target: Sharding) -> Tile:

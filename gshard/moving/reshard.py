@@ -179,14 +179,14 @@ def _in_order_of_parts(
 
 
 def _gather(place: Place, tile: Tile, target: Sharding, reason: Reason) -> Tile:
-    dim, groups = _gather_groups(tile.sharding, target)
+    dim, groups = gather_groups(tile.sharding, target)
     x = collectives.all_gather(place, tile.array, dim, groups, reason)
     return standardized(place, Tile(x, target, tile.shape), reason)
 
 
 @functools.lru_cache(maxsize=4096)
-def _gather_groups(here: Sharding, target: Sharding) -> tuple[int, Groups]:
-    """The dim to gather, and the groups that gather it."""
+def gather_groups(here: Sharding, target: Sharding) -> tuple[int, Groups]:
+    """The dim to gather, and the groups that gather it, their members in the order of its parts."""
     (dim,) = [d for d in range(here.rank) if here.splits[d] is not target.splits[d]]
     split = here.splits[dim]
     assert split

@@ -1,0 +1,117 @@
+"""Gathers and scatters as rings of permutes: values, bytes, and what the forecast hides."""
+
+import contextlib
+import importlib
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gshard
+from gshard.graph.regions import walk
+from gshard.moving.nodes import node_of
+from gshard.moving.shift import Shift
+from tests.oracle import annotated, assert_same, assignments, kinds, random_array, run, sent
+
+
+def block(x, wi, wo):
+    """A tensor-parallel feed-forward layer; rows are split outside it."""
+    x = gshard.split(x, 0, 8)
+    h = gshard.split(jax.nn.relu(x @ gshard.split(wi, 1, 8)), 1, 8)
+    return gshard.split(h @ gshard.split(wo, 0, 8), 0, 8)
+
+
+BLOCK = (64, 4), (4, 24), (24, 4)
+
+
+def arrays(shapes):
+    return [random_array(s, seed=i) for i, s in enumerate(shapes)]
+
+
+@contextlib.contextmanager
+def only_rings():
+    """No pieces, so that all that can be a ring is one, however small."""
+    with mock.patch.object(importlib.import_module("gshard.improve.overlap"), "_COUNTS", ()):
+        yield
+
+
+def test_values_and_bytes():
+    """The gathered rows are also read by the gradient of `wi`, which sums over them."""
+
+    def loss(*args):
+        return jnp.sum(jnp.sin(block(*args)))
+
+    step, args = jax.value_and_grad(loss, (0, 1, 2)), arrays(BLOCK)
+    with only_rings():
+        rings = gshard.jit(step, overlap=True)
+        assert_same(run(rings, *args), jax.jit(step)(*args), rtol=1e-4, atol=1e-4)
+        new = rings.lower(*args)
+        assert gshard.check(rings, *args).ok
+    assert sent(new) == sent(gshard.jit(step, overlap=False).lower(*args))
+    assert kinds(new).keys() == {"collective_permute", "all_reduce"}  # the loss is summed over devices
+
+
+@pytest.mark.parametrize("rows", [8, 24])
+@pytest.mark.parametrize("devices", [2, 3, 8])
+def test_both_directions(rows, devices):
+    """One tile more in one direction where their number is even; an odd row in one direction."""
+
+    def fn(x, w, v):
+        x = gshard.split(x, 0, devices)
+        h = gshard.split(x @ gshard.split(w, 1, devices), 1, devices)
+        return gshard.split(h @ gshard.split(v, 0, devices), 0, devices)
+
+    args = arrays([(rows * 3, 4), (4, 24), (24, 4)])
+    with only_rings():
+        rings = gshard.jit(fn, overlap=True, devices=jax.devices()[:devices])
+        assert_same(run(rings, *args), jax.jit(fn)(*args), rtol=1e-4, atol=1e-4)
+        program = rings.lower(*args)._program.history.programs["drop_unused"]
+    shifts = [node_of(e) for e in walk(program) if isinstance(node_of(e), Shift)]
+    gathered = [s.by for s in shifts if s.reason.kind == "operand"]
+    assert (gathered.count(1), gathered.count(-1)) == (devices // 2, (devices - 1) // 2)
+    per_direction = [sum(s.by == by for s in shifts) - gathered.count(by) for by in (1, -1)]
+    odd = rows * 3 // devices % 2
+    assert per_direction == [devices - 1, 0 if odd else devices - 1]
+
+
+@given(st.data())
+def test_any_product(data):
+    """Random splits of a product's operands and result: what cannot be a ring stays as it is."""
+    shapes = [(4, 8, 12), (4, 12, 8)]
+    inputs = [data.draw(assignments(3, 4)) for _ in shapes]
+    outputs = [data.draw(assignments(3, 4))]
+    args = arrays(shapes)
+
+    def fn(x, w):
+        return jnp.tanh(jnp.einsum("eij,ejk->eki", jnp.cos(x), w))
+
+    marked = annotated(fn, inputs, outputs)
+    with only_rings():
+        new = gshard.jit(marked, overlap=True, devices=jax.devices()[:4])
+        assert_same(run(new, *args), jax.jit(fn)(*args), rtol=1e-4, atol=1e-4)
+        rings = new.lower(*args)
+    plain = gshard.jit(marked, overlap=False, devices=jax.devices()[:4]).lower(*args)
+    assert sent(rings) <= sent(plain)
+
+
+def test_chosen_by_the_forecast():
+    """A large gather before a product: seven permutes, each beside a product of what is there."""
+
+    def fn(x, w):
+        return gshard.split(gshard.split(x, 0, 8) @ gshard.split(w, 1, 8), 1, 8)
+
+    large = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((16384, 8192), (8192, 28672))]
+    small = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 32), (32, 64))]
+    ring, gather = (
+        gshard.jit(fn, overlap="auto", devices=8, hardware="h200").lower(*shapes)
+        for shapes in (large, small)
+    )
+    assert [c.kind for c in ring.collectives] == ["collective_permute"] * 7
+    assert all(c.overlapped_with for c in ring.collectives)
+    assert kinds(gather).keys() == {"all_gather"}
+    plain = gshard.jit(fn, overlap=False, devices=8, hardware="h200").lower(*large)
+    saved = plain.forecast("h200").step_seconds - ring.forecast("h200").step_seconds
+    assert saved > 0.5 * plain.forecast("h200").exposed_seconds
