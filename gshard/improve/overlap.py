@@ -1,9 +1,11 @@
-"""Communication in pieces, so that one piece is sent while another is multiplied.
+"""Communication in pieces or in rings, so that a part is sent while another is multiplied.
 
 AllToAll, experts, AllToAll: the products need what is sent, so that nothing hides either transfer.
 Of four pieces, all but the first and the last are sent beside products. Chains of nodes and
 products (`chains`) are cut where that is faster than copies and latencies make it slower (`gain`).
-A value that leaves one chain in the pieces that another wants is never joined.
+A value that leaves one chain in the pieces that another wants is never joined. A gather and its
+products, or a product and its scatter, can also be a ring of permutes (`rings`): the better of the
+two is chosen.
 """
 
 from __future__ import annotations
@@ -79,10 +81,10 @@ def _chosen(graph: Graph, always: bool) -> list[Chain | Ring]:
     ranked.sort(key=lambda pair: -pair[0])
     chosen: list[Chain | Ring] = []
     taken: set[JaxprEqn] = set()
-    for value, together in ranked:
-        members = {eqn for part in together for eqn in part.members}
+    for value, parts in ranked:
+        members = {eqn for part in parts for eqn in part.members}
         if (value > 0 or always) and not members & taken:
-            chosen += together
+            chosen += parts
             taken |= members
     return chosen
 

@@ -22,11 +22,11 @@ from gshard.graph import Graph
 from gshard.graph.evaluate import bind
 from gshard.graph.schedule import Dependence
 from gshard.improve.chains import is_product
-from gshard.moving.nodes import communicate, node_of
+from gshard.moving.collectives import collective_permute
+from gshard.moving.nodes import node_of
 from gshard.moving.partial import Reduce, scatter_groups
 from gshard.moving.plan import plan_reshard
 from gshard.moving.reshard import Reshard, gather_groups
-from gshard.moving.shift import Shift
 from gshard.tensors.devices import Groups, Place
 from gshard.tensors.factors import Shape
 from gshard.tensors.sharding import Sharding
@@ -126,10 +126,16 @@ class Ring:
         return summed[0] if len(summed) == 1 else jnp.concatenate(summed, axis=dim)
 
     def _shift(self, place: Place, x: jax.Array, by: int) -> jax.Array:
+        """What the member of the ring has that is `by` places before."""
         node = node_of(self.node)
         assert node is not None
         reason = replace(node.reason, pieces=self.size).then(f"a ring of {self.size} devices")
-        return communicate(Shift(reason, self.groups, by), x, place)
+        pairs = sorted(
+            (device, group[(number + by) % len(group)])
+            for group in self.groups
+            for number, device in enumerate(group)
+        )
+        return collective_permute(place, x, pairs, reason)
 
 
 def _with_operand(product: JaxprEqn, number: int, x: Any, known: dict[Any, Any]) -> Any:
@@ -168,12 +174,12 @@ def _gathering(
 ) -> Ring | None:
     """A gather of one dim, with the products that read it and do not sum over it."""
     value, (result,) = eqn.invars[0], eqn.outvars
-    if not _is_plain(node.shape, node.source, node.target, value):
+    if not _is_plain(node.shape, node.sharding, node.target, value):
         return None
-    steps = plan_reshard(node.source, node.target, node.shape, value.aval.dtype)
+    steps = plan_reshard(node.sharding, node.target, node.shape, value.aval.dtype)
     if [step.kind for step in steps] != ["gather"]:
         return None
-    dim, groups = gather_groups(node.source, node.target)
+    dim, groups = gather_groups(node.sharding, node.target)
     products: dict[JaxprEqn, tuple[int, int, int]] = {}
     for user in graph.users(result):
         places = [i for i, a in enumerate(user.invars) if a is result]

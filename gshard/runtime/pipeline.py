@@ -102,4 +102,7 @@ def lower(
 
     # Emit, and combine small collectives. The user's mesh, if one is set, is not the program's.
     with _jax.without_mesh(), planning_for(machine):
-        return finish(planned(flat, history), name, settings, history, variant, original, names)
+        arranged = planned(flat, history)
+        overlaps = options.overlap is True or (options.overlap == "auto" and machine.overlaps)
+        hides = overlaps and not reproducible
+        return finish(arranged, name, settings, history, variant, original, names, hides)

@@ -21,6 +21,7 @@ from gshard.graph.evaluate import bind, evaluate
 from gshard.graph.history import History
 from gshard.improve.combine import combine
 from gshard.improve.expand import expand
+from gshard.improve.hide import hide
 from gshard.moving import inventory as explain
 from gshard.planning.plan import Plan, plan_note
 from gshard.replaying.emitted import Emitted
@@ -202,13 +203,20 @@ def finish(
     variant: Callable[[ClosedJaxpr], Plan],
     original: ClosedJaxpr,
     names: tuple[str, ...],
+    hides: bool,
 ) -> Program:
-    """Combine the small collectives of a plan, and emit it: the function that XLA compiles."""
+    """Combine the small collectives of a plan, and emit it: the function that XLA compiles.
+
+    If it `hides` transfers, products are put beside those that they do not need.
+    """
     mesh, mapped = arranged.mesh, arranged.mapped
     jaxpr = expand(arranged.plan.jaxpr, arranged.seen.same)
     history.add("expand", jaxpr, plan_note)
     jaxpr = combine(jaxpr, mesh)
     history.add("combine", jaxpr, plan_note)
+    if hides:
+        jaxpr = hide(jaxpr)
+        history.add("hide", jaxpr, plan_note)
     jaxpr = emit(jaxpr, dict(mesh.shape))
     history.add("emit", jaxpr, explain.collective_note)
     place = recording.folder(mesh.devices.flat[0].platform) if isinstance(mesh, Mesh) else None

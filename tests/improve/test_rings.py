@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import gshard
 from gshard.graph.regions import walk
+from gshard.moving.collectives import CollectivePermute
 from gshard.moving.nodes import node_of
-from gshard.moving.shift import Shift
 from tests.oracle import annotated, assert_same, assignments, kinds, random_array, run, sent
 
 
@@ -51,7 +51,8 @@ def test_values_and_bytes():
         new = rings.lower(*args)
         assert gshard.check(rings, *args).ok
     assert sent(new) == sent(gshard.jit(step, overlap=False).lower(*args))
-    assert kinds(new).keys() == {"collective_permute", "all_reduce"}  # the loss is summed over devices
+    # The loss is summed over devices.
+    assert kinds(new).keys() == {"collective_permute", "all_reduce"}
 
 
 @pytest.mark.parametrize("rows", [8, 24])
@@ -69,12 +70,17 @@ def test_both_directions(rows, devices):
         rings = gshard.jit(fn, overlap=True, devices=jax.devices()[:devices])
         assert_same(run(rings, *args), jax.jit(fn)(*args), rtol=1e-4, atol=1e-4)
         program = rings.lower(*args)._program.history.programs["drop_unused"]
-    shifts = [node_of(e) for e in walk(program) if isinstance(node_of(e), Shift)]
-    gathered = [s.by for s in shifts if s.reason.kind == "operand"]
-    assert (gathered.count(1), gathered.count(-1)) == (devices // 2, (devices - 1) // 2)
-    per_direction = [sum(s.by == by for s in shifts) - gathered.count(by) for by in (1, -1)]
+    sends = [node_of(e) for e in walk(program) if isinstance(node_of(e), CollectivePermute)]
+    gathered = [n.pairs[0] for n in sends if n.reason.kind == "operand"]
+    summed = [n.pairs[0] for n in sends if n.reason.kind != "operand"]
+    ahead, behind = (0, 1), (0, devices - 1)
     odd = rows * 3 // devices % 2
-    assert per_direction == [devices - 1, 0 if odd else devices - 1]
+    if devices > 2:  # else both directions are the same
+        counts = gathered.count(ahead), gathered.count(behind)
+        assert counts == (devices // 2, (devices - 1) // 2)
+        assert summed.count(ahead) == devices - 1
+    assert len(gathered) == devices - 1
+    assert len(summed) == (devices - 1) * (1 if odd else 2)
 
 
 @given(st.data())
