@@ -173,6 +173,7 @@ class _Chooser:
 
     def _finished(self, fitting: Sequence[Layout]) -> Layout:
         """The best of these with a bound, and without the annotations that it does not need."""
+        self.clock.extend(self.reserved)  # what a busy machine took of it
         bound = self._bound(self.looked_at, self.reserved)
         self.reserved = _LEAVING_OUT * self.seconds
         fitting = [*fitting, *polished(best_of(fitting), self.candidates, self._until(_POLISHING))]

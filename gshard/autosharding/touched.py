@@ -104,7 +104,7 @@ class Touched:
         updates = root.name in _UPDATES
         for number, var in enumerate(operator.reads):
             share = 1.0
-            if names & _LOOKUPS:
+            if names & _LOOKUPS and not names & PRODUCTS:
                 share = min(1.0, 2 * written / max(size_of(var), 1))
             elif updates:
                 share = 2.0 if number else 0.0

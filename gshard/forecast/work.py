@@ -107,7 +107,7 @@ def moved_bytes(operator: Operator) -> float:
     """Bytes of memory that an operator touches; of a gather or slice, only the rows taken."""
     written = sum(map(size_of, operator.writes))
     names = {op.name for op in operator.members}
-    if names & {"gather", "dynamic_slice", "slice"}:
+    if names & {"gather", "dynamic_slice", "slice"} and not names & PRODUCTS:
         return written + sum(min(size_of(v), 2 * written) for v in operator.reads)
     if operator.root.name in ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add"):
         return 2 * sum(map(size_of, operator.reads[1:])) + 0.0
