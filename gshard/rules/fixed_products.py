@@ -65,7 +65,12 @@ def _written_out(place: Place, x: jax.Array, y: jax.Array) -> jax.Array:
 
 @functools.cache
 def shared_multiple() -> int:
-    """The least multiple of rows and columns at which all products share a kernel; 0: none."""
+    """The least multiple of rows and columns at which all products share a kernel; 0: none.
+
+    On other hardware than CPUs, the smallest is assumed.
+    """
+    if jax.default_backend() != "cpu":
+        return MULTIPLES[0]
     with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices()[0]):
         return next((multiple for multiple in MULTIPLES if have_one_kernel(multiple)), 0)
 
