@@ -19,7 +19,7 @@ from gshard.forecast.ops import PRODUCTS
 from gshard.graph import Graph
 from gshard.graph.schedule import Dependence
 from gshard.improve.cuts import Cut, Cuts, cuts_of
-from gshard.moving.nodes import node_of
+from gshard.moving.nodes import node_bytes, node_of
 from gshard.operators.rule import RULES
 from gshard.rules.pointwise import same_dims
 
@@ -78,9 +78,7 @@ def is_product(eqn: JaxprEqn) -> bool:
 
 def is_sending(eqn: JaxprEqn) -> bool:
     """Whether it is a node that sends something."""
-    node = node_of(eqn)
-    aval: Any = eqn.invars[0].aval if eqn.invars else None
-    return node is not None and node.sent(tuple(aval.shape), aval.dtype) > 0
+    return node_bytes(eqn) > 0
 
 
 class Chains:

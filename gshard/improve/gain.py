@@ -19,17 +19,14 @@ from gshard.improve.chains import Chain, is_light, is_product, is_sending
 from gshard.improve.cuts import Cut
 from gshard.improve.rings import Ring
 from gshard.moving.costs import machine
-from gshard.moving.nodes import node_of
+from gshard.moving.nodes import node_bytes
 
 _TILE = 128  # rows and columns that matrix units take at once: smaller products lose their rate
 
 
 def transfer(eqn: JaxprEqn) -> float:
     """The time of a node, without its latency."""
-    node = node_of(eqn)
-    assert node is not None
-    aval: Any = eqn.invars[0].aval
-    return float(node.sent(tuple(aval.shape), aval.dtype)) * machine().distance
+    return node_bytes(eqn) * machine().distance
 
 
 def multiplication(eqn: JaxprEqn, cut: Cut | None = None, count: int = 1) -> float:

@@ -132,11 +132,18 @@ def planned_bytes(jaxpr: Jaxpr) -> int:
 def _bytes(eqns: Sequence[JaxprEqn]) -> int:
     total = 0
     for eqn in eqns:
-        if node := node_of(eqn):
-            aval: Any = eqn.invars[0].aval
-            total += node.sent(tuple(aval.shape), aval.dtype)
+        total += node_bytes(eqn)
         total += runs_of(eqn) * sum(map(planned_bytes, bodies(eqn)))
     return total
+
+
+def node_bytes(eqn: JaxprEqn) -> int:
+    """What one device sends for a node, in one execution; 0 for local work."""
+    node = node_of(eqn)
+    if node is None:
+        return 0
+    aval: Any = eqn.invars[0].aval
+    return node.sent(tuple(aval.shape), aval.dtype)
 
 
 _NODES: dict[Primitive, str] = {}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
@@ -19,7 +18,7 @@ from gshard.graph.regions import bodies, runs_of
 from gshard.graph.source import is_unlikely, reason_of, source_of
 from gshard.graph.text import program_text
 from gshard.moving.inventory import COLLECTIVES, collectives_in
-from gshard.moving.nodes import Node, node_of
+from gshard.moving.nodes import Node, node_bytes, node_of
 from gshard.operators.rule import RULES
 
 
@@ -64,7 +63,7 @@ class Plan:
         for eqn in jaxpr.eqns:
             node = node_of(eqn)
             if node is not None:
-                sent = node_bytes(node, eqn)
+                sent = node_bytes(eqn)
                 yield Sent(node, node.name, sent, runs, source_of(eqn), node.reason)
             for c in collectives_in(eqn, self.num_devices, runs):
                 yield Sent(None, c.kind, c.bytes, runs, c.source, c.why)
@@ -77,12 +76,6 @@ class Plan:
         return program_text(self.jaxpr, title, plan_note)
 
     __repr__ = __str__
-
-
-def node_bytes(node: Node, eqn: JaxprEqn) -> int:
-    """What one device sends for a node that is this equation."""
-    aval: Any = eqn.invars[0].aval
-    return node.sent(tuple(aval.shape), aval.dtype)
 
 
 def _rule_of(operator: str) -> str:
@@ -99,7 +92,7 @@ def plan_note(eqn: JaxprEqn) -> str:
     node = node_of(eqn)
     if node is not None:
         why = f"{node.reason}{_rule_of(node.reason.operator)}"
-        return f"{source_of(eqn)}: {why}; sends {node_bytes(node, eqn):,} bytes"
+        return f"{source_of(eqn)}: {why}; sends {node_bytes(eqn):,} bytes"
     if eqn.primitive.name in COLLECTIVES:
         return f"{source_of(eqn)}: {reason_of(eqn)}"
     return ""
