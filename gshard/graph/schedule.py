@@ -34,8 +34,14 @@ class Dependence(Generic[T]):
 
     def needs(self, atom: Any, step: T) -> bool:
         """Whether a value depends on a marked step."""
-        bits = 0 if isinstance(atom, Literal) else self._bits.get(atom, 0)
-        return bool(bits >> self.place[step] & 1)
+        return bool(self._bits_of(atom) >> self.place[step] & 1)
+
+    def count(self, atom: Any) -> int:
+        """On how many marked steps a value depends."""
+        return self._bits_of(atom).bit_count()
+
+    def _bits_of(self, atom: Any) -> int:
+        return 0 if isinstance(atom, Literal) else self._bits.get(atom, 0)
 
 
 @dataclass(frozen=True)
