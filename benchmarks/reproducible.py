@@ -76,8 +76,8 @@ def rows(only: str, types: list[str], counts: list[int], processes: bool) -> lis
 # ---------------------------------------------------------------- one row
 
 
-def bits_of(leaf: Any) -> bytes:
-    """The bits of an array, which may be spread over processes."""
+def values_of(leaf: Any) -> np.ndarray:
+    """The values of an array, which may be spread over processes."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     leaf = leaf.logical() if hasattr(leaf, "logical") else leaf
@@ -86,14 +86,21 @@ def bits_of(leaf: Any) -> bytes:
             leaf = multihost_utils.process_allgather(leaf, tiled=True)
         else:
             leaf = leaf.addressable_data(0)
-    return np.asarray(leaf).tobytes()
+    return np.asarray(leaf)
 
 
 def digest(tree: Any) -> str:
-    """A hash of the bits of all arrays in a tree."""
+    """A hash of the bits of all arrays in a tree, whose values are finite.
+
+    A training that diverged would say nothing: all its values are equal, and the sign of a NaN
+    depends on the instruction that made it.
+    """
     found = hashlib.sha256()
-    for leaf in jax.tree.leaves(tree):
-        found.update(bits_of(leaf))
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        values = values_of(leaf)
+        if jnp.issubdtype(values.dtype, jnp.inexact) and not np.isfinite(values).all():
+            raise FloatingPointError(f"result {jax.tree_util.keystr(path)} is not finite")
+        found.update(values.tobytes())
     return found.hexdigest()[:16]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -39,6 +40,8 @@ class Case:
 
 def drawn(shape: jax.ShapeDtypeStruct, rng: np.random.Generator, dtype: Any) -> Any:
     """An argument of a recipe; its floats have the type `dtype`."""
+    if shape.dtype == jnp.int8:  # weights, so small that no training diverges
+        return rng.integers(-1, 2, shape.shape).astype(shape.dtype)
     if jnp.issubdtype(shape.dtype, jnp.integer):
         return rng.integers(0, 8, shape.shape).astype(shape.dtype)
     kind = dtype if shape.dtype == jnp.float32 else shape.dtype
@@ -96,7 +99,10 @@ def recipe_on(devices: int, dtype: Any, name: str) -> Case:
             return recipe.step(*args)
 
     rng = np.random.default_rng(0)
-    arguments = jax.tree.map(lambda x: drawn(x, rng, dtype), recipe.arguments)
+    arguments = jax.tree.map(lambda x: drawn(x, rng, dtype), list(recipe.arguments))
+    for i, parameter in enumerate(inspect.signature(recipe.step).parameters):
+        if parameter.startswith("moment"):  # an optimizer's, which begin with zeros
+            arguments[i] = jax.tree.map(np.zeros_like, arguments[i])
     annotated = step if devices > 1 else without_annotations(step)
     return Case(name, devices, annotated, tuple(arguments))
 
