@@ -134,7 +134,7 @@ def _programs(position: Path) -> Path:
 
 
 def _ending(position: Path) -> str:
-    """What a process said when it ended; nothing if it has not, or was killed."""
+    """The error or exit status that a process left when it ended; none if it runs or was killed."""
     try:
         return position.with_suffix(_ENDING).read_text(errors="replace").partition("\n")[0]
     except OSError:

@@ -87,8 +87,8 @@ def test_a_layout_without_annotations_inside_is_the_function_itself():
 def test_sizes_that_do_not_divide_are_replicated():
     """JAX has no shardings of 30 rows over 8 devices."""
     args = tuple(random_array(s) for s in ((30, 32), (32, 64), (64, 16)))
-    said = (Annotated("[0]", (30, 32), (("a",), ())), Annotated("[2]", (64, 16), (("a",), ())))
-    layout = _layout(products, args, said, (("a",), ()))
+    chosen = (Annotated("[0]", (30, 32), (("a",), ())), Annotated("[2]", (64, 16), (("a",), ())))
+    layout = _layout(products, args, chosen, (("a",), ()))
     x, _, second = layout.to_jax().in_shardings
     assert x.is_fully_replicated
     assert second.spec == jax.sharding.PartitionSpec(("a",), None)
