@@ -30,7 +30,6 @@ from gshard.forecast.hardware import accelerator
 from gshard.forecast.hardware import hardware as hardware_of
 from gshard.improve import Overlap
 from gshard.moving.costs import MEMORY_LIMIT
-from gshard.runtime.garbage import new_objects_only
 from gshard.runtime.options import (
     JitKeywords,
     Keywords,
@@ -239,7 +238,6 @@ class Jitted(Generic[P, R]):
             return self._of_refs(traced).lower(*refs, *leaves)
         return self._lower(traced, order, mesh, leaves, static)
 
-    @new_objects_only()
     def _trace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
     ) -> tuple[jax.stages.Traced, DeviceOrder, Mesh | None]:
@@ -250,7 +248,6 @@ class Jitted(Generic[P, R]):
             traced = self._traces.trace(*self._structs(args), **self._structs(kwargs))
         return traced, order, mesh or mesh_in(traced.jaxpr)
 
-    @new_objects_only()
     def _lower(
         self,
         traced: jax.stages.Traced,
