@@ -78,9 +78,9 @@ class Plant:
             return read(iterator)
 
         # Planted in the classes: the training makes its own objects.
-        Programs.compile = compiling  # type: ignore[method-assign]  # planted
-        Programs.step = stepped  # type: ignore[method-assign]  # planted
-        batches.BatchIterator.__next__ = waited  # type: ignore[method-assign]  # planted
+        Programs.compile = compiling  # type: ignore[method-assign]  # the planted hang replaces it
+        Programs.step = stepped  # type: ignore[method-assign]  # the planted hang replaces it
+        batches.BatchIterator.__next__ = waited  # type: ignore[method-assign]  # the planted hang replaces it
 
     def _planted(self) -> None:
         """Write down when; before that, let the checkpoint of this attempt become complete."""
@@ -111,7 +111,7 @@ class Plant:
                 self._planted()
                 signal.pthread_kill(threading.get_ident(), number)
 
-        recording.Recorder.enter = ended  # type: ignore[method-assign]  # planted
+        recording.Recorder.enter = ended  # type: ignore[method-assign]  # the planted hang replaces it
 
 
 def _saved(run: Path) -> int:

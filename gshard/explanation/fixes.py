@@ -137,8 +137,8 @@ def _candidates(repeated: list[JaxprEqn], num_devices: int) -> Iterator[tuple[st
     splits = [s for s in sharding.splits if s]
     split: Split | None = splits[0] if splits else Split.of(range(num_devices))
     if not sharding.is_replicated:
-        whole = Sharding.replicated(len(shape), num_devices)
-        changed = Annotation.of_sharding("replicate(tensor)", whole)
+        replicated = Sharding.replicated(len(shape), num_devices)
+        changed = Annotation.of_sharding("replicate(tensor)", replicated)
         yield "replicate(tensor)", dict.fromkeys(repeated, changed)
     for dim, size in enumerate(shape):
         if split is None or sharding.splits[dim] or size < split.tiles:

@@ -82,7 +82,7 @@ class _Choosing:
         self.fixed: set[JaxprEqn] = set()  # transfers and products that were chosen
 
     def hide(self, transfer: JaxprEqn) -> None:
-        """Find products that need not wait for a transfer, and that nothing else waits for."""
+        """Find products that neither need a transfer nor are needed by another one."""
         if _time(transfer) <= machine().latency or not self._is_waited_for(transfer):
             return
         found = self._behind(transfer) or self._before(transfer)

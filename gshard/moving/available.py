@@ -92,8 +92,8 @@ class Available:
         """Remember how integers were computed."""
         self.makers[Identity(result.array)] = (eqn, operands)
         if all(t.sharding.is_replicated or self._has_replicated(t) for t in operands):
-            whole = Sharding.replicated(result.sharding.rank, result.sharding.num_devices)
-            self.forms.setdefault(Identity(result.array), []).append(whole)
+            replicated = Sharding.replicated(result.sharding.rank, result.sharding.num_devices)
+            self.forms.setdefault(Identity(result.array), []).append(replicated)
 
     def _has_replicated(self, tile: Tile) -> bool:
         return any(form.is_replicated for form in self.forms.get(Identity(tile.array), ()))
@@ -190,10 +190,10 @@ class Mover:
 
         Indices are often iotas, or computed from values that were replicated, as a sort's results.
         """
-        whole = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
+        replicated = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
         if tile.sharding.is_replicated:
             return tile
-        found = self.available.moved_to(tile, whole)
+        found = self.available.moved_to(tile, replicated)
         if found is not None:
             return found
         maker = self.available.maker(tile)
@@ -206,6 +206,6 @@ class Mover:
             if made is None:
                 return None
             ready.append(made)
-        made = self.rerun(eqn, ready, whole)
+        made = self.rerun(eqn, ready, replicated)
         self.available.add_made(tile, made)
         return made

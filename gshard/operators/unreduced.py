@@ -174,8 +174,8 @@ def _sliced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
             stride = (eqn.params["strides"] or (1,) * len(shape))[d]
             array = lax.slice_in_dim(array, start, limit, stride, d)
         else:
-            whole = Sharding.replicated(0, tile.sharding.num_devices)
-            start = ctx.reshard(starts[d], whole, Reason("operand", "dynamic_slice")).array
+            replicated = Sharding.replicated(0, tile.sharding.num_devices)
+            start = ctx.reshard(starts[d], replicated, Reason("operand", "dynamic_slice")).array
             array = lax.dynamic_slice_in_dim(array, start, shape[d], d)
     return replace(tile, array=array, shape=shape)
 

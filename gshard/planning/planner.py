@@ -125,8 +125,8 @@ class Planner:
         What enters a manual region like this, as the first value of a loop, is replicated.
         """
         if target.manual and not tile.sharding.manual:
-            whole = Sharding.replicated(target.rank, target.num_devices)
-            return own(self, self.mover.reshard(tile, whole, reason).array)
+            replicated = Sharding.replicated(target.rank, target.num_devices)
+            return own(self, self.mover.reshard(tile, replicated, reason).array)
         return self.mover.reshard(tile, target, reason)
 
     def rerun(self, eqn: JaxprEqn, tiles: list[Tile], target: Sharding) -> Tile:

@@ -296,8 +296,8 @@ def _cond(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
         by_name = {name or "default": b for names, b in named for name in names or (None,)}
         arrays = lax.platform_dependent(*arguments, **by_name)
     else:
-        whole = Sharding.replicated(0, index.sharding.num_devices)
-        number = ctx.reshard(index, whole, Reason("index", "cond")).array.astype(jnp.int32)
+        replicated = Sharding.replicated(0, index.sharding.num_devices)
+        number = ctx.reshard(index, replicated, Reason("index", "cond")).array.astype(jnp.int32)
         arrays = lax.switch(number, branches, *arguments)
     return [
         Tile(a, t, tuple(v.aval.shape))

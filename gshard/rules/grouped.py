@@ -227,8 +227,8 @@ def _limits(ctx: Context, groups: ExpertGroups, sizes: Tile) -> Bounds:
 
 
 def _replicated(ctx: Context, tile: Tile) -> jax.Array:
-    whole = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
-    return ctx.reshard(tile, whole, Reason("step", "", "every device needs all indices")).array
+    replicated = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
+    return ctx.reshard(tile, replicated, Reason("step", "", "every device needs all indices")).array
 
 
 # ---------------------------------------------------------------- products

@@ -37,8 +37,10 @@ def whole_in_region(ctx: Context, eqn: JaxprEqn, tile: Tile) -> Tile:
     """An operand inside a manual region; one from outside is replicated."""
     if tile.sharding.manual:
         return tile
-    whole = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
-    return ctx.reshard(tile, whole, Reason("operand", f"{eqn.primitive.name} in a manual region"))
+    replicated = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
+    return ctx.reshard(
+        tile, replicated, Reason("operand", f"{eqn.primitive.name} in a manual region")
+    )
 
 
 def check_manual(eqn: JaxprEqn, tile: Tile, target: Sharding) -> None:

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 import gshard
 from gshard.graph.regions import walk
 from gshard.moving.nodes import node_of
-from tests.oracle import annotated, assert_same, assignments, kinds, random_array, run, sent
+from tests.improve.products import overlapped as in_pieces
+from tests.improve.products import split_products
+from tests.oracle import assert_same, kinds, random_array, run, sent
 
 
 def experts(x, wi, wo):
@@ -96,23 +97,9 @@ def test_values_and_bytes(fn, shapes):
     assert gshard.check(overlapped, *args).ok
 
 
-@given(st.data())
-def test_any_product_in_pieces(data):
-    """Random splits of a product's operands and result."""
-    shapes = [(4, 8, 12), (4, 12, 8)]
-    inputs = [data.draw(assignments(3, 4)) for _ in shapes]
-    outputs = [data.draw(assignments(3, 4))]
-    args = arrays(shapes)
-
-    def fn(x, w):
-        return jnp.tanh(jnp.einsum("eij,ejk->eki", jnp.cos(x), w))
-
-    marked = annotated(fn, inputs, outputs)
-    new, old = (gshard.jit(marked, overlap=o, devices=jax.devices()[:4]) for o in (True, False))
-    assert_same(run(new, *args), jax.jit(fn)(*args), rtol=1e-4, atol=1e-4)
-    new, old = new.lower(*args), old.lower(*args)
-    assert sent(new) <= sent(old)
-    assert all(c.why.pieces in (1, 2, 4) for c in new.collectives)
+@given(split_products())
+def test_any_product_in_pieces(marked):
+    assert all(c.why.pieces in (1, 2, 4) for c in in_pieces(marked).collectives)
 
 
 def test_in_a_loop():

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 import gshard
 from gshard.graph.regions import walk
 from gshard.moving.collectives import CollectivePermute
 from gshard.moving.nodes import node_of
-from tests.oracle import annotated, assert_same, assignments, kinds, random_array, run, sent
+from tests.improve.products import overlapped, split_products
+from tests.oracle import assert_same, kinds, random_array, run, sent
 
 
 def block(x, wi, wo):
@@ -83,24 +83,11 @@ def test_both_directions(rows, devices):
     assert len(summed) == (devices - 1) * (1 if odd else 2)
 
 
-@given(st.data())
-def test_any_product(data):
-    """Random splits of a product's operands and result: what cannot be a ring stays as it is."""
-    shapes = [(4, 8, 12), (4, 12, 8)]
-    inputs = [data.draw(assignments(3, 4)) for _ in shapes]
-    outputs = [data.draw(assignments(3, 4))]
-    args = arrays(shapes)
-
-    def fn(x, w):
-        return jnp.tanh(jnp.einsum("eij,ejk->eki", jnp.cos(x), w))
-
-    marked = annotated(fn, inputs, outputs)
+@given(split_products())
+def test_any_product(marked):
+    """What cannot be a ring stays as it is."""
     with only_rings():
-        new = gshard.jit(marked, overlap=True, devices=jax.devices()[:4])
-        assert_same(run(new, *args), jax.jit(fn)(*args), rtol=1e-4, atol=1e-4)
-        rings = new.lower(*args)
-    plain = gshard.jit(marked, overlap=False, devices=jax.devices()[:4]).lower(*args)
-    assert sent(rings) <= sent(plain)
+        overlapped(marked)
 
 
 def test_chosen_by_the_forecast():

@@ -260,7 +260,7 @@ class SharedTokenizer(Tokenizer):
         return len(self._pieces)
 
     @functools.cached_property
-    def tasks(self) -> tuple[Task, ...]:  # type: ignore[override]  # a property that is kept
+    def tasks(self) -> tuple[Task, ...]:  # type: ignore[override]  # cached property
         """Every language into every other."""
         return tuple(Task(*pair) for pair in itertools.permutations(self.config.languages, 2))
 
