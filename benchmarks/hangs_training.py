@@ -5,12 +5,18 @@ one process is made to hang the others: it is stopped or killed at a collective,
 calls another program, gets a batch of another shape, or waits for data. The supervisor has to name
 it, and at which collective and line the others wait; then it starts all again, and training
 continues up to the next hang, and to the end.
+
+    python -m benchmarks.hangs_training                      2 processes, then 4
+    python -m benchmarks.hangs_training --rows rows.jsonl    keeps every hang that was named; run
+                                                             again, it plants the others
+    python -m benchmarks.hangs_training --cost 60            what recording costs
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -20,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -161,27 +168,37 @@ def corpus(folder: Path) -> Path:
 class Found:
     """What the supervisor printed about one hang."""
 
+    processes: int
     kind: str
     process: int
     seconds: float
     words: str
 
-    def is_right(self, processes: int) -> bool:
+    def is_right(self) -> bool:
         """Whether host, process, collective and line are named, and within the time."""
         waiting, _, culprit = self.words.partition("; ")
         host = re.escape(socket.gethostname())
         named = re.findall(rf"process (\d+) \(\d+ on {host}", culprit)
         waits = re.findall(rf"process (\d+) \(\d+ on {host}", waiting)
-        others = [str(n) for n in range(processes) if n != self.process]
+        others = [str(n) for n in range(self.processes) if n != self.process]
         right = (named, waits) == ([str(self.process)], others)
-        if processes == 2 and self.kind in _EITHER:
+        if self.processes == 2 and self.kind in _EITHER:
             right = len(named) == len(waits) == 1
         line = r"collective \d+ of step \(\w+ of [\d,]+ bytes, \S+\.py:\d+\)"
         return right and bool(re.search(line, self.words)) and self.seconds <= SECONDS
 
+    def __str__(self) -> str:
+        cells = self.processes, self.kind, self.process, f"{self.seconds:.1f} s"
+        return f"| {' | '.join(map(str, cells))} | {'yes' if self.is_right() else 'NO'} |"
 
-def launched(processes: int, kinds: list[str], folder: Path) -> list[Found]:
-    """Hangs in one training of so many processes, in turn by its last process and its first."""
+
+def culprit(kind: str, processes: int) -> int:
+    """The process that hangs the others: in turn the first and the last."""
+    return (processes - 1) * (KINDS.index(kind) % 2)
+
+
+def launched(processes: int, kinds: list[str], folder: Path, keep: Callable[[Found], None]) -> None:
+    """Hangs in one training of so many processes; each is kept as soon as it is named."""
     from gshard.mt.launch.local import ThisMachine
     from gshard.mt.launch.supervisor import Supervisor
 
@@ -189,27 +206,54 @@ def launched(processes: int, kinds: list[str], folder: Path) -> list[Found]:
     planted.mkdir()
     os.environ[_FOLDER] = str(planted)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # programs are compiled faster
-    culprits = [(processes - 1) * (number % 2) for number in range(len(kinds))]
-    plants = [f"{kind}:{process}" for kind, process in zip(kinds, culprits, strict=True)]
-    notes: list[tuple[float, str]] = []
+    found: list[Found] = []
 
     def note(text: str) -> None:
         print(f"launch: {text}", flush=True)
-        if text.startswith("where they are: "):
-            notes.append((time.monotonic(), text.partition(": ")[2]))
+        if not text.startswith("where they are: "):
+            return
+        number = len(list(planted.iterdir())) - 1
+        if number < len(found):
+            print("launch: no hang was planted: a step took too long", flush=True)
+            return
+        seconds = time.monotonic() - float((planted / str(number)).read_text())
+        kind = kinds[number]
+        words = text.partition(": ")[2]
+        found.append(Found(processes, kind, culprit(kind, processes), seconds, words))
+        keep(found[-1])
 
     steps = _SAVED * (len(kinds) + 1)
+    plants = ",".join(f"{kind}:{culprit(kind, processes)}" for kind in kinds)
     arguments = ["train", "tiny", *SETTINGS, f"train.steps={steps}", f"devices.count={processes}"]
     arguments += ["--corpus", str(folder / "corpus"), "--out", str(folder / f"run-{processes}")]
-    command = [sys.executable, "-m", "benchmarks.hangs_training", "--worker", ",".join(plants)]
+    command = [sys.executable, "-m", "benchmarks.hangs_training", "--worker", plants]
     status = Supervisor(ThisMachine(), [*command, "--", *arguments], processes, note).run()
-    if status or len(notes) != len(kinds):
-        sys.exit(f"the training ended with {status} after {len(notes)} of {len(kinds)} hangs")
-    begun = [float((planted / str(number)).read_text()) for number in range(len(kinds))]
-    return [
-        Found(kind, process, when - began, words)
-        for kind, process, (when, words), began in zip(kinds, culprits, notes, begun, strict=True)
-    ]
+    if status or len(found) != len(kinds):
+        sys.exit(f"the training ended with {status} after {len(found)} of {len(kinds)} hangs")
+
+
+def read(store: Path) -> list[Found]:
+    """The hangs that were named in earlier runs."""
+    lines = store.read_text().splitlines() if store.exists() else []
+    return [Found(**json.loads(line)) for line in lines]
+
+
+def table(counts: list[int], kinds: list[str], store: Path) -> list[Found]:
+    """All hangs of trainings of these numbers of processes: those in the file, and the others."""
+    found = read(store)
+
+    def keep(each: Found) -> None:
+        found.append(each)
+        with store.open("a") as file:
+            print(json.dumps(dataclasses.asdict(each)), file=file)
+
+    with tempfile.TemporaryDirectory(prefix="gshard-hangs-") as name:
+        corpus(Path(name))
+        for processes in counts:
+            done = {each.kind for each in found if each.processes == processes}
+            if left := [kind for kind in kinds if kind not in done]:
+                launched(processes, left, Path(name), keep)
+    return [f for f in found if f.processes in counts and f.kind in kinds]
 
 
 # ---------------------------------------------------------------- what recording costs
@@ -273,6 +317,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", default="2,4", help="of the trainings, in turn")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of hangs, in turn")
+    parser.add_argument("--rows", type=Path, help="where named hangs are kept, and found again")
     parser.add_argument("--cost", type=float, default=0.0, metavar="SECONDS",
                         help="measure for so long what recording costs instead")  # fmt: skip
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
@@ -291,21 +336,17 @@ def main() -> None:
     kinds = options.kinds.split(",")
     if unknown := set(kinds) - set(KINDS):
         parser.error(f"{', '.join(sorted(unknown))}: the kinds are {', '.join(KINDS)}")
-    right = total = 0
+    counts = [int(text) for text in options.processes.split(",")]
     with tempfile.TemporaryDirectory(prefix="gshard-hangs-") as name:
-        corpus(Path(name))
-        lines = ["| processes | hang | by process | named after | right |", "|---|---|---|---|---|"]
-        longest = 0.0
-        for processes in map(int, options.processes.split(",")):
-            for found in launched(processes, kinds, Path(name)):
-                total, ok = total + 1, found.is_right(processes)
-                right, longest = right + ok, max(longest, found.seconds)
-                row = processes, found.kind, found.process, f"{found.seconds:.1f} s"
-                lines.append(f"| {' | '.join(map(str, row))} | {'yes' if ok else 'NO'} |")
-    print(*lines, sep="\n")
-    named = f"{right} of {total} hangs of a training named right within {SECONDS:.0f} s"
+        found = table(counts, kinds, options.rows or Path(name, "rows.jsonl"))
+    print(
+        "| processes | hang | by process | named after | right |", "|---|---|---|---|---|", sep="\n"
+    )
+    print(*sorted(found, key=lambda each: (each.processes, KINDS.index(each.kind))), sep="\n")
+    right, longest = sum(each.is_right() for each in found), max(each.seconds for each in found)
+    named = f"{right} of {len(found)} hangs of a training named right within {SECONDS:.0f} s"
     print(f"{named}; {longest:.1f} s at most")
-    return sys.exit(right < total)
+    return sys.exit(right < len(found))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ _POSITION, _PROGRAMS, _ENDING = ".position", ".programs", ".ending"
 RUNNING, STOPPED, GONE = "running", "stopped", "gone"  # gone: it was killed
 FAILED, ENDED = "failed", "ended"  # with an error; without one
 BEHIND, ELSEWHERE = "behind", "elsewhere"
+StatusOf = Callable[[int], int | None]  # the exit status of a process, once it has ended
 _BEGUN = time.time()  # noqa: TID251  (compared with the times of files)
 
 
@@ -198,13 +199,13 @@ class Position:
         return self.newest[count - 1 - first] if first < count <= self.entered else None
 
 
-def read(place: Path, statuses: Mapping[int, int] | None = None) -> list[Position]:
+def read(place: Path, status_of: StatusOf = lambda index: None) -> list[Position]:
     """The positions of all processes that have files in a folder.
 
-    `statuses` are the exit statuses of those that have ended, as far as who started them knows: a
+    `status_of` is the exit status of a process, if it has ended and who started it knows: a
     signal's number is negative.
     """
-    every = [_position(path, statuses or {}) for path in sorted(place.glob(f"*{_POSITION}"))]
+    every = [_position(path, status_of) for path in sorted(place.glob(f"*{_POSITION}"))]
     return sorted((p for p in every if p is not None), key=lambda p: p.process)
 
 
@@ -233,7 +234,7 @@ def _how_it_ended(status: int | None, ending: str) -> str | None:
     return GONE if by_another and not ending else FAILED if status else ENDED
 
 
-def _position(path: Path, statuses: Mapping[int, int]) -> Position | None:
+def _position(path: Path, status_of: StatusOf) -> Position | None:
     try:
         index, host, pid = _named(path)
         raw = path.read_bytes()
@@ -243,8 +244,10 @@ def _position(path: Path, statuses: Mapping[int, int]) -> Position | None:
         return None
     rows = [_ROW.unpack_from(raw, start) for start in range(0, len(raw), _ROW.size)]
     used = [row for row in rows if row[0]]
-    ending = _ending(path)
-    state = _how_it_ended(statuses.get(index), ending) or _state(host, pid)
+    state = _state(host, pid)
+    # Asked for afterwards: of a process that has ended by now it is known.
+    status, ending = status_of(index), _ending(path)
+    state = _how_it_ended(status, ending) or state
     error = ending if state == FAILED else ""
     failed_at = path.with_suffix(_ENDING).stat().st_mtime if error else math.inf
     if not used:

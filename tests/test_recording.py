@@ -127,10 +127,27 @@ def test_a_process_says_how_it_ended_unless_it_was_killed(tmp_path):
     assert every[1].failed_at <= every[2].failed_at < every[0].failed_at
     assert culprits(standstill(every)) == [0]
     # Who started them may know more: the first was ended by an error, the second by a signal.
-    every = recording.read(tmp_path, {0: 3, 1: -6, 3: 0})
+    every = recording.read(tmp_path, {0: 3, 1: -6, 3: 0}.get)
     assert [p.state for p in every] == [FAILED, FAILED, FAILED, ENDED, ENDED]
-    every = recording.read(tmp_path, {0: -9, 1: -6})
+    every = recording.read(tmp_path, {0: -9, 1: -6}.get)
     assert culprits(standstill(every)) == [0]
+
+
+def test_a_process_that_aborts_while_positions_are_read_was_not_killed(monkeypatch, tmp_path):
+    """Of two that lose each other one may end between a look at the other and a look at it."""
+    ended = {1: -9}  # as the parent knows when it begins to read
+    for index in range(2):
+        recorder = recording.Recorder(tmp_path, index)
+        recorder.enter(0, recorder.program("step", [{"kind": "all_reduce", "source": "a.py:1"}]), 0)
+
+    def look(host, pid):
+        ended[0] = -6
+        return GONE
+
+    monkeypatch.setattr(recording, "_state", look)
+    every = recording.read(tmp_path, ended.get)
+    assert [p.state for p in every] == [FAILED, GONE]
+    assert culprits(standstill(every)) == [1]
 
 
 def test_nothing_is_left_of_processes_that_all_did_their_work(tmp_path):

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -260,13 +260,16 @@ class Supervisor:
         """The failure, after a word on who waits where; it is of the process that is waited for."""
         if failure.status in _USER_ERRORS:
             return failure
-        found = whereabouts.held_up_by(scratch, [child.poll() for child in children])
+        found = whereabouts.held_up_by(scratch, lambda index: children[index].poll())
         if found is None:
             self._note(f"where they are: {whereabouts.steps([c.status() for c in children])}")
             return failure
         index, words = found
         self._note(f"where they are: {words}")
-        return failure if failure.status is not None else replace(failure, index=index)
+        if failure.status is not None or index == failure.index:
+            return failure
+        state = children[index].status()
+        return Failure(index, f"{_where(state)}holds the others up {_when(state)}", None)
 
     def _stuck(self, states: dict[int, Status], now: float) -> Failure | None:
         """All give signs of life, and yet no step is made."""

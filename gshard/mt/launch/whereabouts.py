@@ -28,13 +28,11 @@ def recorded(scratch: Path) -> dict[str, str]:
     return {recording.VARIABLE if asked else recording.LAUNCHED: str(place)}
 
 
-def held_up_by(scratch: Path, statuses: Sequence[int | None] = ()) -> tuple[int, str] | None:
-    """Which process holds the others up, and all of it in words; None if that is not known.
-
-    `statuses` are the exit statuses of the processes, as far as they have ended.
-    """
-    ended = {index: status for index, status in enumerate(statuses) if status is not None}
-    found = recording.standstill(recording.read(scratch / _FOLDER, ended))
+def held_up_by(
+    scratch: Path, status_of: recording.StatusOf = lambda index: None
+) -> tuple[int, str] | None:
+    """Which process holds the others up, and all of it in words; None if that is not known."""
+    found = recording.standstill(recording.read(scratch / _FOLDER, status_of))
     if found is None or not found.culprits:
         return None
     return found.culprits[0].process, str(found)
