@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from gshard.annotate import annotate_p
-from gshard.checking.bounds import bound, roundoff, spread
+from gshard.checking.bounds import bound, spread
 from gshard.checking.links import Links, constants
 from gshard.checking.manual import expected_in_region, is_manual
 from gshard.checking.report import Difference, Report
@@ -30,7 +30,7 @@ from gshard.graph.regions import bodies, loop_bodies
 from gshard.graph.source import source_of
 from gshard.moving.seen import Held
 from gshard.replaying.emitted import Emitted
-from gshard.replaying.lockstep import Event, Lockstep, Path, Value
+from gshard.replaying.lockstep import Event, Lockstep, Path, Value, runs_of
 from gshard.replaying.on_host import OnHost
 from gshard.replaying.tiles import plain
 
@@ -139,12 +139,6 @@ class Audit:
         before = scope.shadows[held.value]
         if before is None or held.sharding.manual != isinstance(before, Parts):
             return
-        if isinstance(before, Shadow) and before.summands is not None:
-            # A reduction, or another form of the same sum.
-            rounding = 4 * (self.count + 1) * roundoff(before.value.dtype) * before.summands
-            before = Shadow(
-                before.value, rounding + (0.0 if before.slack is None else before.slack)
-            )
         gap = gap_to(value, held, before)
         follows = held.value in scope.wrong
         self.judge(scope, held.value, held, gap, held.moved or "result", source, follows)
@@ -282,7 +276,7 @@ class Audit:
         self.report.differences.append(
             Difference(
                 name, source, what, str(held.sharding), tuple(var.aval.shape),
-                str(var.aval.dtype), tuple(n for _, n in scope.path), gap.device, gap.index,
+                str(var.aval.dtype), runs_of(scope.path), gap.device, gap.index,
                 gap.got, gap.expected, gap.bound, gap.elements,
             )
         )  # fmt: skip

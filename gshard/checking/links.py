@@ -28,6 +28,7 @@ from gshard.checking.shadow import (
     gap_of_parts,
     merged,
     of_device,
+    resummed,
 )
 from gshard.graph.source import source_of
 from gshard.moving.seen import Held
@@ -169,7 +170,8 @@ class Links:
             if isinstance(a, Parts) or isinstance(b, Parts):
                 gap = gap_of_parts(a, b, self.audit.count)
             else:
-                limit = sum((s.slack for s in (a, b) if s.slack is not None), np.zeros(()))
+                both = (resummed(x, self.audit.count) for x in (a, b))
+                limit = sum((s.slack for s in both if s.slack is not None), np.zeros(()))
                 tiles = [plain(a.value)] * self.audit.count
                 gap = compare(tiles, held, plain(b.value), limit)
             follows = bool(self.audit.report.differences)
@@ -210,9 +212,11 @@ def _stack_of(rows: Sequence[Shadow | None]) -> Shadow | None:
     if not known or len(known) < len(rows):
         return None
     join = jax.numpy.stack if is_key(known[0].value) else np.stack
-    slacks = [x.slack for x in known]
-    slack = None
-    if any(s is not None for s in slacks):
-        shape = np.shape(plain(known[0].value))
-        slack = np.stack([np.zeros(shape) if s is None else s for s in slacks])
-    return Shadow(join([x.value for x in known]), slack)
+    shape = np.shape(plain(known[0].value))
+    slack, summands = (
+        np.stack([np.zeros(shape) if x is None else x for x in column])
+        if any(x is not None for x in column)
+        else None
+        for column in ([x.slack for x in known], [x.summands for x in known])
+    )
+    return Shadow(join([x.value for x in known]), slack, summands)

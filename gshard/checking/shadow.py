@@ -77,6 +77,14 @@ def shadow_of(tiles: Sequence[Any], held: Held, aval: Any) -> Shadow:
     return Shadow(value, slack, assembled(sizes, held))
 
 
+def resummed(known: Shadow, devices: int) -> Shadow:
+    """The same value with room for another order of its sum: reduced, or unreduced otherwise."""
+    if known.summands is None:
+        return known
+    rounding = 4 * (devices + 1) * roundoff(known.value.dtype) * known.summands
+    return Shadow(known.value, rounding + (0.0 if known.slack is None else known.slack))
+
+
 def taken(tiles: Sequence[Any], held: Held, aval: Any) -> Known:
     """A value as the devices have it."""
     if held.sharding.manual:
@@ -89,6 +97,7 @@ def gap_to(tiles: Sequence[Any], held: Held, expected: Known) -> Gap:
     if held.sharding.manual or isinstance(expected, Parts):
         own = Parts(tuple(None if tile is None else Shadow(tile) for tile in tiles))
         return gap_of_parts(own, expected, len(tiles))
+    expected = resummed(expected, len(tiles))
     slack = 0.0 if expected.slack is None else expected.slack
     return compare(tiles, held, plain(expected.value), slack)
 

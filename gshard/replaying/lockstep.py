@@ -24,7 +24,12 @@ from gshard.replaying.on_host import OnHost
 from gshard.tensors.devices import lookup_p
 
 Value = list[Any]  # an entry for each device
-Path = tuple[tuple[JaxprEqn, int], ...]  # the loops around, and the number of the run of each
+Path = tuple[tuple[JaxprEqn, int], ...]  # the loops and branches around, with the number of each
+
+
+def runs_of(path: Path) -> tuple[int, ...]:
+    """The numbers of the runs of the loops on a path, which has branches of conditionals, too."""
+    return tuple(number for eqn, number in path if eqn.primitive is not p.cond_p)
 
 
 class DivergedError(RuntimeError):

@@ -15,7 +15,7 @@ from gshard.moving.seen import Held
 from gshard.replaying.collectives import NAMES, exchanged
 from gshard.replaying.emitted import Emitted
 from gshard.replaying.finite import Finite
-from gshard.replaying.lockstep import Event, Lockstep, Value
+from gshard.replaying.lockstep import Event, Lockstep, Value, runs_of
 from gshard.replaying.step import Origin, Piece, Step, steps_counted, table
 from gshard.replaying.tiles import place_of, plain
 
@@ -47,6 +47,11 @@ class Replay(Iterator[Step]):
             )
         if isinstance(until, str) and until != "nan":
             _check_line(emitted, until)
+        elif not (isinstance(until, str) or until is None or callable(until)):
+            raise TypeError(
+                f"until is {until!r}; allowed are a source line ('model.py:12'), 'nan', and a "
+                "function of a step"
+            )
         self.device = device
         self.until = until
         self.last: Step | None = None
@@ -144,7 +149,7 @@ class Replay(Iterator[Step]):
             origin.source,
             "" if why == NO_REASON else str(why),
             device,
-            tuple(number for _, number in event.path),
+            runs_of(event.path),
             self._pieces(eqn.invars if eqn else (), event.operands, device),
             self._pieces(event.variables, event.values, device),
             sent,

@@ -93,6 +93,24 @@ def test_sums_of_16_bits_across_devices():
     assert report.table[0].worst > 0
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_loop_whose_sums_cancel_across_devices(stacked):
+    """Its result is reduced after the loop: rounding is that of the summands, not of the sum."""
+
+    def fn(x):
+        def run(total, rows):
+            part = rows.sum(0)
+            return total + part, part * 0.5
+
+        found = lax.scan(run, jnp.zeros(5), gshard.split(x, 1, D))
+        return found[stacked]
+
+    x = random_array((6, 24, 5)) * 1000
+    x[:, 12:] = random_array((6, 12, 5), seed=1) - x[:, :12]
+    report = gshard.check(fn, x, devices=D)
+    assert report.ok, report
+
+
 def test_updates_of_one_row_that_end_in_zeros():
     """All updates of a row count in its bound, not the last one alone."""
 

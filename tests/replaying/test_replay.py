@@ -70,6 +70,9 @@ def test_loops_and_branches():
 
     x, w = np.round(random_array((3, 4, 16)) * 8), np.round(random_array((16, 16), seed=1) * 2)
     replayed(fn, x, w)
+    steps = list(lowered_of(fn, x, w).replay(x, w))
+    assert {s.runs for s in steps if s.operator == "rev"} == {(0,), (1,), (2,)}
+    assert steps[-1].runs == ()  # a branch is no run of a loop
 
 
 def test_it_needs_no_devices():
@@ -189,6 +192,8 @@ def test_refusals():
         lowered.replay(*ARGS, device=8)
     with pytest.raises(ValueError, match=r"until is 'model.py:12', and no operator of the program"):
         lowered.replay(*ARGS, until="model.py:12")
+    with pytest.raises(TypeError, match=r"until is 12; allowed are a source line"):
+        lowered.replay(*ARGS, until=12)
     with pytest.raises(TypeError, match="was called with"):
         lowered.replay(*ARGS[:2])
     with pytest.raises(ValueError, match="partitioner='xla' leaves the partitioning"):
