@@ -44,9 +44,8 @@ _LOWERED_MESHES = 3
 # Pairs of strategies of the operators on a mesh, at most; on 2 x 2 x 2 each has up to thousands.
 _MOST_PAIRS = 10_000_000
 
-# Of the layouts that need no solver, those that are tried while there is any time, and those of
-# further arguments of one shape.
-_SIMPLEST, _ALIKE = 3, 8
+# Of the layouts with a single annotation, those of further arguments of one shape, at most.
+_ALIKE = 8
 
 # How often the model is asked for less memory, where the lowered program holds too much, and for
 # how much less at least.
@@ -132,6 +131,7 @@ class _Chooser:
     gaps: list[float] = dataclasses.field(default_factory=list)
     looked_at: tuple[MeshShape, ...] = ()
     reserved: float = 0.0  # seconds for what comes later: the bound, and fewer annotations
+    tried: set[tuple[Annotated, ...]] = dataclasses.field(default_factory=set)  # without the solver
 
     def __post_init__(self) -> None:
         self.seconds, self.wall = self.clock.left, self.clock.wall_left
@@ -139,7 +139,7 @@ class _Chooser:
 
     def chosen(self) -> Layout:
         """The best layout."""
-        layouts: list[Layout] = []
+        layouts = self._simplest(self._can_lower)
         limits = dict.fromkeys(self._meshes(), float(self.limit))
         for number in range(_TIGHTENED):
             share = _SOLVING * self.seconds
@@ -148,7 +148,9 @@ class _Chooser:
                 self.looked_at = tuple(c.model.mesh for c in choices) or tuple(limits)[:1]
             layouts += self._lowered(choices)
             if number == 0:
-                layouts += self._simple(self._fits(layouts))
+                layouts += self._simple()
+            if not self._fits(layouts):
+                layouts += self._simplest(lambda: True)
             fitting = [a for a in layouts if a.memory_bytes <= self.limit]
             if fitting:
                 return self._finished(fitting)
@@ -314,37 +316,47 @@ class _Chooser:
         most = (1 + TOLERANCE) * choice.cost
         return not any(a.seconds <= most and a.memory_bytes <= self.limit for a in layouts)
 
-    def _simple(self, fits: bool) -> list[Layout]:
-        """Layouts that need no solver: none, the batch split, states split as well, and layouts
-        with a single annotation, as far as time allows; the first three in any case where nothing
-        `fits` yet.
+    def _simplest(self, more: Callable[[], bool]) -> list[Layout]:
+        """The layouts that people try first, as far as there is time: nothing split, the batch, the
+        batch and the states. What is not a state is taken for the batch.
 
-        The model may misjudge them. What is not a state is taken for the batch. Single annotations
-        begin with the arguments of the most bytes; propagation completes them to layouts.
+        They come before the solver: however little time it has, none of them is missed.
         """
-        more = self._until(_SIMPLE)
-        count = self.subject.devices
+        count, paths = self.subject.devices, self.subject.paths
         states = {argument for _, argument in self.subject.states}
-        paths = self.subject.paths
         batch = tuple(_split(p, s, 0) for p, s in paths if p not in states and _rows(s, 0, count))
         state = tuple(
             _split(p, s, next(d for d in range(len(s)) if _rows(s, d, count)))
             for p, s in paths
             if p in states and any(_rows(s, d, count) for d in range(len(s)))
         )
-        tried = [(), batch, batch + state] if state else [(), batch]
+        return self._tried([(), batch, batch + state], more)
+
+    def _simple(self) -> list[Layout]:
+        """Layouts with a single annotation, as far as time allows: the model may misjudge them.
+
+        The arguments of the most bytes come first; propagation completes them to layouts.
+        """
+        count = self.subject.devices
+        found: list[tuple[Annotated, ...]] = []
         seen: set[tuple[int, ...]] = set()
         alike: list[tuple[Annotated, ...]] = []  # of another argument of the same shape
-        for path, shape in sorted(paths, key=lambda p: -math.prod(p[1])):
+        for path, shape in sorted(self.subject.paths, key=lambda p: -math.prod(p[1])):
             dims = [d for d in range(len(shape)) if _rows(shape, d, count)]
-            (alike if shape in seen else tried).extend((_split(path, shape, d),) for d in dims)
+            (alike if shape in seen else found).extend((_split(path, shape, d),) for d in dims)
             seen.add(shape)
-        tried += alike[:_ALIKE]
-        layouts = []
-        for number, chosen in enumerate(dict.fromkeys(tried)):
-            if (number < _SIMPLEST and (not fits or self._can_lower())) or more():
-                layouts.append(self.candidates.priced((count,), chosen))
-        return layouts
+        return self._tried(found + alike[:_ALIKE], self._until(_SIMPLE))
+
+    def _tried(
+        self, annotations: Sequence[tuple[Annotated, ...]], more: Callable[[], bool]
+    ) -> list[Layout]:
+        """Layouts with these annotations that were not lowered before, as far as there is time."""
+        found = []
+        for chosen in annotations:
+            if chosen not in self.tried and more():
+                self.tried.add(chosen)
+                found.append(self.candidates.priced((self.subject.devices,), chosen))
+        return found
 
     def _too_large(self, least: Layout) -> ValueError:
         assert least.lowered is not None

@@ -50,7 +50,8 @@ def collective_terms(
     if kind == "all_gather":  # a reduce-scatter of the result, reversed
         size *= members
     times = 2 if kind == "all_reduce" else 1
-    ways = [(times * size * slope, times * wait) for slope, wait in _ways(topology, groups)]
+    waits = 1 if _single_step(topology) else times
+    ways = [(times * size * slope, waits * wait) for slope, wait in _ways(topology, groups)]
     return min(ways, key=sum)
 
 
@@ -137,9 +138,19 @@ def _ring(topology: Topology, rings: Rings) -> tuple[float, float]:
     flows: Flows = (np.concatenate([source, after]), np.concatenate([after, source]), half)
     members = len(rings[0])
     slope = topology.seconds(flows) * (members - 1) / members
+    return slope, _steps(topology, members) * topology.latency(source, after)
+
+
+def _steps(topology: Topology, members: int) -> int:
+    """The steps of a reduce-scatter, each of which takes a latency."""
+    if _single_step(topology):
+        return 1
     # Behind a switch all devices are one hop apart: recursive halving takes fewer steps.
-    steps = math.ceil(math.log2(members)) if isinstance(topology, Switch) else members // 2
-    return slope, steps * topology.latency(source, after)
+    return math.ceil(math.log2(members)) if isinstance(topology, Switch) else members // 2
+
+
+def _single_step(topology: Topology) -> bool:
+    return isinstance(topology, Switch) and topology.single_step
 
 
 def _phases(topology: Topology, rows: np.ndarray) -> list[Rings]:

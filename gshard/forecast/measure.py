@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 _TEMPLATE = """\
-# Measured by `python -m gshard.forecast.measure` on {cores} cores; the rates are what one of
-# {devices} virtual devices gets while the others are idle, the best of many repetitions.
+# Measured by `python -m gshard.forecast.measure` on {cores} cores; the rates are what each of
+# {devices} virtual devices gets while all of them work, the best of many repetitions.
 name = "cpu"
 memory = {memory}
 memory_bandwidth = {bandwidth:.3g}
@@ -29,6 +29,7 @@ inside_bandwidth = {copied:.3g}
 outside_bandwidth = {copied:.3g}
 inside_seconds = {started:.3g}
 outside_seconds = {started:.3g}
+single_step = true
 
 [reached]
 operator_seconds = {operator:.3g}
@@ -76,22 +77,32 @@ def _seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _ready(fn: Callable[..., Any], *args: jax.Array) -> Callable[[], Any]:
-    """A compiled call that has run once."""
-    compiled = jax.jit(fn).lower(*args).compile()
-    jax.block_until_ready(compiled(*args))
-    return lambda: compiled(*args)
+def _ready(fn: Callable[..., Any], rows: jax.Array) -> Callable[[], Any]:
+    """A compiled call that has run once: `fn` on each row, every virtual device with its own.
+
+    All devices work at once, as in a partitioned program: they share the cores.
+    """
+    devices = len(rows)
+    mesh = jax.make_mesh((devices,), ("d",), (jax.sharding.AxisType.Auto,))
+    by_row = jax.sharding.PartitionSpec("d")
+    everywhere = jax.shard_map(
+        lambda a: fn(a[0])[None], mesh=mesh, in_specs=by_row, out_specs=by_row
+    )
+    placed = jax.device_put(rows, jax.sharding.NamedSharding(mesh, by_row))
+    compiled = jax.jit(everywhere).lower(placed).compile()
+    jax.block_until_ready(compiled(placed))
+    return lambda: compiled(placed)
 
 
-def _products(dtype: str, n: int = 1024) -> Probe:
+def _products(dtype: str, n: int = 512) -> Probe:
     with jax.enable_x64(dtype == "float64"):
-        a = jnp.ones((n, n), dtype)
-        return 2.0 * n**3, _ready(jnp.matmul, a, a)
+        a = jnp.ones((jax.device_count(), n, n), dtype)
+        return 2.0 * n**3, _ready(lambda a: a @ a, a)
 
 
-def _bandwidth(n: int = 2**24) -> Probe:
-    a = jnp.ones(n, jnp.float32)
-    return 2.0 * a.nbytes, _ready(lambda a: a + 1, a)
+def _bandwidth(n: int = 2**22) -> Probe:
+    a = jnp.ones((jax.device_count(), n), jnp.float32)
+    return 2.0 * 4 * n, _ready(lambda a: a + 1, a)
 
 
 def _operator(count: int = 100) -> Probe:
@@ -102,21 +113,19 @@ def _operator(count: int = 100) -> Probe:
             a = jnp.cumsum(a @ a, axis=0)
         return a
 
-    return 2.0 * count, _ready(chain, jnp.ones((8, 8)))
+    return 2.0 * count, _ready(chain, jnp.ones((jax.device_count(), 8, 8)))
 
 
 def _exchange(count: int = 20) -> Probe:
     """Small collectives one after the other, over the virtual devices."""
-    mesh = jax.make_mesh((jax.device_count(),), ("d",), (jax.sharding.AxisType.Auto,))
-    rows = jax.sharding.PartitionSpec("d")
+    size = jax.device_count()
 
     def chain(a: jax.Array) -> jax.Array:
         for _ in range(count):
-            a = jax.lax.ppermute(a, "d", [(i, (i + 1) % mesh.size) for i in range(mesh.size)])
+            a = jax.lax.ppermute(a, "d", [(i, (i + 1) % size) for i in range(size)])
         return a
 
-    moved = jax.shard_map(chain, mesh=mesh, in_specs=rows, out_specs=rows)
-    return float(count), _ready(moved, jnp.ones((mesh.size, 8)))
+    return float(count), _ready(chain, jnp.ones((size, 8)))
 
 
 if __name__ == "__main__":

@@ -101,7 +101,11 @@ def _load(
 
 @dataclass(frozen=True)
 class Switch:
-    """Nodes of devices on a switch (NVLink), and an adapter for each device to the other nodes."""
+    """Nodes of devices on a switch (NVLink), and an adapter for each device to the other nodes.
+
+    Virtual devices of one process are `single_step`: they meet once for a collective of any kind
+    and copy from each other's memory, where devices on a network take one step after the other.
+    """
 
     devices: int
     devices_per_node: int
@@ -109,6 +113,7 @@ class Switch:
     outside_bandwidth: float
     inside_seconds: float
     outside_seconds: float
+    single_step: bool = False
 
     @property
     def name(self) -> str:
@@ -157,6 +162,7 @@ class Network:
     outside_bandwidth: float = 0.0
     inside_seconds: float = 0.0
     outside_seconds: float = 0.0
+    single_step: bool = False  # a collective of any kind takes one latency: threads of a process
 
     def topology(self, devices: int) -> Torus | Switch:
         """The topology of this many devices: on a torus the grid nearest to a square or cube."""
@@ -168,6 +174,7 @@ class Network:
                 self.outside_bandwidth,
                 self.inside_seconds,
                 self.outside_seconds,
+                self.single_step,
             )
         if self.kind != "torus":
             raise ValueError(f"network.kind is {self.kind!r}; allowed are 'torus' and 'switch'")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import gshard
 from gshard.autosharding.annotated import Annotated, AnnotatedInside
-from gshard.autosharding.auto import bytes_of
+from gshard.autosharding.auto import _Chooser, bytes_of
 from gshard.autosharding.model import build
 from gshard.autosharding.rates import Rates
 from gshard.autosharding.specs import mesh_shapes, sharding_of, specs_of
@@ -214,6 +214,19 @@ def test_without_time_there_is_a_layout():
     layout = gshard.auto(step, *_arguments(8192), devices=8, hardware="h100", seconds=0.0)
     assert layout.seconds == layout.lowered.forecast("h100").serial_seconds
     assert 0 < layout.bound <= layout.seconds
+
+
+def test_what_people_try_first_is_tried_before_the_solver(monkeypatch):
+    """A solver that takes all of the time, and finds nothing, does not keep it from being found."""
+
+    def nothing(chooser, limits, seconds):
+        chooser.clock.charge(chooser.clock.left)
+        return []
+
+    monkeypatch.setattr(_Chooser, "_choices", nothing)
+    args = _arguments(8192)
+    layout = gshard.auto(step, *args, devices=8, hardware="h100")
+    assert layout.seconds <= _seconds(data_parallel, args)
 
 
 def test_meshes():

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from gshard.forecast.collective import collective_seconds
+from gshard.forecast.collective import collective_seconds, collective_terms
 from gshard.forecast.hardware import hardware
 from gshard.forecast.topology import Network, Switch, Torus, squarest
 
@@ -155,3 +155,19 @@ def test_an_unknown_network_is_named():
 def test_an_unknown_collective_is_named():
     with pytest.raises(ValueError, match="'gossip'; allowed are all_reduce"):
         collective_seconds(torus(4), "gossip", 1)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("groups", [(), ((0, 1, 2, 3), (4, 5, 6, 7))])
+def test_threads_of_a_process_meet_once_for_a_collective(kind, groups):
+    """The bytes take as long as behind a switch; of its steps, one latency is left."""
+    threads = Switch(8, 8, 100.0, 100.0, 7.0, 7.0, single_step=True)
+    behind_switch = Switch(8, 8, 100.0, 100.0, 7.0, 7.0)
+    bandwidth, latency = collective_terms(threads, kind, 800, groups)
+    assert latency == 7.0
+    assert bandwidth == collective_terms(behind_switch, kind, 800, groups)[0]
+    permuted = [
+        collective_terms(t, "collective_permute", 8, pairs=((0, 1),))
+        for t in (threads, behind_switch)
+    ]
+    assert permuted[0] == permuted[1]

@@ -30,10 +30,23 @@ def test_bytes_where_a_collective_takes_long_to_start(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hardware", ["h200", "tpu-v4", "cpu"])
+@pytest.mark.parametrize("hardware", ["h200", "tpu-v4"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_bytes_on_every_machine(name, hardware):
     check_bytes(RECIPES[name], hardware)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_plans_for_cpus_take_no_longer_there_than_plans_for_accelerators(name):
+    """They may send more: there, latency and arithmetic count for more than bytes."""
+    recipe = RECIPES[name]
+    accelerator, cpu = (
+        gshard.jit(recipe.step, devices=D, hardware=hardware).lower(*recipe.arguments)
+        for hardware in (None, "cpu")
+    )
+    longest = 1.05 * accelerator.forecast("cpu").serial_seconds
+    assert cpu.forecast("cpu").serial_seconds <= longest
 
 
 def check_bytes(recipe, hardware=None):
