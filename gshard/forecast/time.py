@@ -27,7 +27,7 @@ from gshard.forecast.work import (
 from gshard.graph.regions import bodies
 from gshard.graph.schedule import overlapped
 from gshard.graph.source import reason_of, scopes_of, site_of, source_of
-from gshard.moving.collectives import sent_bytes
+from gshard.moving.costs import sent_bytes
 from gshard.moving.inventory import COLLECTIVES, combined_values, moved_operands, shares
 
 

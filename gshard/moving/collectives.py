@@ -19,22 +19,13 @@ from jax import lax
 
 from gshard.graph.reason import Reason
 from gshard.graph.source import because
+from gshard.moving.costs import sent_bytes
 from gshard.moving.nodes import Node, communicate
 from gshard.tensors.devices import Groups, Place
 from gshard.tensors.keys import as_integers, is_key
 from gshard.tensors.tile import byte_size
 
 Members = Sequence[Sequence[int]]
-
-
-def sent_bytes(kind: str, size: int, members: int) -> int:
-    """What one of `members` devices sends, each of which has an operand of `size` bytes."""
-    if kind == "collective_permute":
-        return size
-    if kind == "all_gather":
-        return size * (members - 1)
-    times = 2 if kind == "all_reduce" else 1
-    return times * size * (members - 1) // members
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,21 @@ def planning_for(chosen: Machine) -> Iterator[None]:
         _planned_for.reset(token)
 
 
+def sent_bytes(kind: str, size: int, members: int) -> int:
+    """What one of `members` devices sends, each of which has an operand of `size` bytes."""
+    if kind == "collective_permute":
+        return size
+    if kind == "all_gather":
+        return size * (members - 1)
+    times = 2 if kind == "all_reduce" else 1
+    return times * size * (members - 1) // members
+
+
+def timed(sent: float, collectives: int = 1) -> float:
+    """The cost of collectives that send so many bytes in all: with the latency of each."""
+    return sent + collectives * machine().latency
+
+
 STEP_COST = 64  # bytes by which a reshard with one step less is preferred; not a latency: a
 # reshard by itself takes the fewest bytes, and small tensors must not be gathered to save a step
 

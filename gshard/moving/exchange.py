@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 
+from gshard.moving.costs import sent_bytes
 from gshard.tensors.sharding import Sharding, Split
 
 Shape = tuple[int, ...]
@@ -132,7 +133,7 @@ def exchange_bytes(here: Sharding, target: Sharding, shape: Shape, itemsize: int
         (t // k) * -(-n // t) if t > k else l
         for l, n, t, k in zip(here.local_shape(shape), shape, target.tiles, kept, strict=True)
     ]
-    return math.prod(rows) * itemsize * (size - 1) // size
+    return sent_bytes("all_to_all", math.prod(rows) * itemsize, size)
 
 
 @functools.lru_cache(maxsize=4096)

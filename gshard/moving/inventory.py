@@ -17,7 +17,7 @@ from gshard.graph import bodies, text
 from gshard.graph.reason import Reason
 from gshard.graph.regions import runs_of
 from gshard.graph.source import is_unlikely, reason_of, source_of
-from gshard.moving.collectives import sent_bytes
+from gshard.moving.costs import sent_bytes
 from gshard.pages.notebook import table
 from gshard.tensors.tile import byte_size
 

@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 
 from gshard.graph.reason import Reason
-from gshard.moving import collectives, reshard
-from gshard.moving.costs import LATENCIES, machine
+from gshard.moving import collectives, reshard, sent
+from gshard.moving.costs import LATENCIES, Machine, machine, timed
 from gshard.moving.fixed_tree import tree_all_reduce, tree_reduce_scatter
 from gshard.moving.nodes import TensorNode, communicate
 from gshard.moving.ordered import sortable
@@ -119,10 +119,7 @@ def combine(place: Place, tile: Tile, kind: str, target: Sharding, name: str = "
     here = tile.sharding
     if not here.unreduced or 0 in tile.shape:
         return Tile(tile.array, here.reduced, tile.shape)
-    scatter = _worth_scattering(here, kind, target, tile.nbytes)
-    if kind == "tree":
-        scatter = _by_subtrees(here, target, tile.shape, tile.array.dtype)
-    scatter = None if _has_idle_copies(here) else scatter
+    scatter = _scatter_for(here, kind, target, tile.shape, tile.array.dtype, tile.nbytes)
     node = Reduce(Reason("step", tile.origin or name), here, tile.shape, kind, scatter)
     return Tile(communicate(node, tile.array, place), node.target, tile.shape)
 
@@ -208,25 +205,30 @@ def _in_pairs(dtype: Any, tile: Tile, target: Sharding) -> bool:
 
 
 def combine_cost(here: Sharding, kind: str, target: Sharding, aval: Any) -> float:
-    """Bytes to reduce a value by `kind`, if it is unreduced, and to reshard it to `target`."""
-    if not here.unreduced:
-        return reshard_cost(here, target, aval.shape, aval.dtype)
-    size = math.prod(s.tiles for s in here.unreduced)
-    local = math.prod(here.local_shape(aval.shape)) * itemsize_of(aval.dtype)
-    scatter = _worth_scattering(here, kind, target, local)
-    if kind == "tree":
-        scatter = _by_subtrees(here, target, aval.shape, aval.dtype)
+    """Bytes to reduce a value by `kind`, if it is unreduced, and to reshard it to `target`.
+
+    They are those of the nodes that `combine` and a reshard of its result add to a plan.
+    """
+    shape = tuple(aval.shape)
+    if not here.unreduced or 0 in shape:
+        return reshard_cost(here.reduced, target, shape, aval.dtype)
+    sent, count, result = _reduction(here, kind, target, shape, aval.dtype, machine())
+    return timed(sent, count) + reshard_cost(result, target, shape, aval.dtype)
+
+
+@functools.lru_cache(maxsize=16384)
+def _reduction(
+    here: Sharding, kind: str, target: Sharding, shape: tuple[int, ...], dtype: Any, _: Machine
+) -> tuple[int, int, Sharding]:
+    """Bytes and collectives of a reduction on its way to `target`, and the result's sharding."""
+    local, itemsize = here.local_shape(shape), itemsize_of(dtype)
+    scatter = _scatter_for(here, kind, target, shape, dtype, math.prod(local) * itemsize)
     if scatter:
-        rest = reshard_cost(scatter.result, target, aval.shape, aval.dtype)
-        k, across = scatter.parts, size // scatter.parts
-        latency = machine().latency * (1 + (across > 1))
-        return local * ((k - 1) / k + 2 / k * (across - 1) / across) + latency + rest
-    factor = 2 * (size - 1) / size if kind in _NATIVE else size - 1
-    rest = reshard_cost(here.reduced, target, aval.shape, aval.dtype)
-    return local * factor + machine().latency + rest
-
-
-_NATIVE = ("sum", "tree", "max", "min", "and", "or")
+        result, dim, parts = scatter.result, scatter.dim, scatter.parts
+        return *sent.scattered(here, result, dim, parts, shape, itemsize), result
+    size = math.prod(s.tiles for s in here.unreduced)
+    members = here.num_devices if _has_idle_copies(here) else size
+    return *sent.reduced(kind, math.prod(local), dtype, members, here.num_devices), here.reduced
 
 
 @functools.lru_cache(maxsize=16384)
@@ -255,6 +257,17 @@ def reducing_groups(here: Sharding) -> Groups:
 def copies_groups(sharding: Sharding) -> list[list[int]]:
     """The devices that hold copies of one tile."""
     return sharding.devices.reshape(-1, sharding.replicas).tolist()
+
+
+def _scatter_for(
+    here: Sharding, kind: str, target: Sharding, shape: tuple[int, ...], dtype: Any, nbytes: int
+) -> _Scatter | None:
+    """How a value of `nbytes` on each device is scattered while it is reduced, if it is."""
+    if _has_idle_copies(here):
+        return None
+    if kind == "tree":
+        return _by_subtrees(here, target, shape, dtype)
+    return _worth_scattering(here, kind, target, nbytes)
 
 
 def _worth_scattering(here: Sharding, kind: str, target: Sharding, nbytes: int) -> _Scatter | None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from gshard.moving.boxes import plan_boxes
-from gshard.moving.costs import MAX_ROUNDS, MAX_STATES, STEP_COST, machine
+from gshard.moving.costs import MAX_ROUNDS, MAX_STATES, STEP_COST, timed
 from gshard.moving.exchange import can_exchange, divisors, exchange_bytes, group_size, kept_tiles
 from gshard.moving.sent import mostly_held, step_bytes
 from gshard.tensors.sharding import Sharding, Split, compatible
@@ -48,7 +48,7 @@ def reshard_cost(
         return 0.0
     steps = plan_reshard(source, target, shape, dtype)
     sent = [s for s in steps if s.bytes or s.kind != "slice"]
-    return sum(s.bytes * part + machine().latency for s in sent)
+    return timed(sum(s.bytes for s in sent) * part, len(sent))
 
 
 def plan_reshard(

@@ -9,13 +9,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from gshard.moving.boxes import plan_boxes
-from gshard.moving.collectives import sent_bytes
+from gshard.moving.costs import sent_bytes
 from gshard.moving.exchange import group_size, kept_tiles
+from gshard.moving.ordered import sortable_bytes
 from gshard.tensors.sharding import Sharding
 
 Shape = tuple[int, ...]
+Sent = tuple[int, int]  # bytes, and in how many collectives
 
 
 def gathered(size: int, members: int, groups: int, num_devices: int) -> int:
@@ -30,6 +35,41 @@ def exchanged(size: int, members: int, groups: int, num_devices: int) -> int:
     if _covers_evenly(members, groups, num_devices):
         return sent_bytes("all_to_all", size, members)
     return sent_bytes("all_reduce", size * members, members)
+
+
+def reduced(kind: str, elements: int, dtype: Any, members: int, num_devices: int) -> Sent:
+    """The reduction of as many elements on each member of a group, by `kind`."""
+    dtype, groups = np.dtype(dtype), num_devices // members
+    size, is_bool = elements * dtype.itemsize, dtype == np.bool_
+    if kind in ("prod", "xor") or (kind in ("and", "or") and not is_bool):  # of what is gathered
+        return gathered(size, members, groups, num_devices), 1
+    if kind == "tree":
+        part = -(-elements // members) * dtype.itemsize
+        sent = exchanged(part * members, members, groups, num_devices)
+        return sent + gathered(part, members, groups, num_devices), 2
+    if kind == "sum":
+        return sent_bytes("all_reduce", elements * 4 if is_bool else size, members), 1
+    if kind in ("max", "min"):
+        width, values = sortable_bytes(dtype)
+        return values * sent_bytes("all_reduce", elements * width, members), values
+    return sent_bytes("all_reduce", size, members), 1
+
+
+@functools.lru_cache(maxsize=16384)
+def scattered(
+    here: Sharding, result: Sharding, dim: int, parts: int, shape: Shape, itemsize: int
+) -> Sent:
+    """A sum of which members get one of `parts` of `dim`, and which others with it reduce then."""
+    local = here.local_shape(shape)
+    rows = -(-shape[dim] // result.tiles[dim])
+    sent = retile_elements(here.reduced, local, dim, rows * parts, shape) * itemsize
+    after = (*local[:dim], rows, *local[dim + 1 :])
+    part = math.prod(after) * itemsize
+    sent += sent_bytes("reduce_scatter", part * parts, parts)
+    across = math.prod(s.tiles for s in here.unreduced) // parts
+    if across > 1:
+        sent += sent_bytes("all_reduce", part, across)
+    return sent + standard_elements(result, after, shape) * itemsize, 1 + (across > 1)
 
 
 def _covers_evenly(members: int, groups: int, num_devices: int) -> bool:

@@ -25,7 +25,7 @@ from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
-from gshard.moving.costs import machine
+from gshard.moving.costs import timed
 from gshard.moving.halo import plan_fetch, shifted_pairs
 from gshard.moving.recompute import fetch
 from gshard.moving.rows import groups_along
@@ -186,7 +186,7 @@ def update_ways(
             split = sharding.splits[dim]
             if split and update.splits[dim] is split and 0 not in eqn.invars[1].aval.shape:
                 kept = whole.replace(dim, split)
-                sent = _rotation_bytes(eqn, kept, dim) + machine().latency  # as a gather has
+                sent = timed(_rotation_bytes(eqn, kept, dim))  # one latency, as a gather has
                 yield Way((sharding, kept, *indices), (sharding,), how=dim, sent=sent)
 
 

@@ -19,6 +19,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import split_p, tile_p
 from gshard.graph.reason import Reason
+from gshard.moving.costs import sent_bytes
 from gshard.moving.partial import combine_cost
 from gshard.moving.plan import plan_reshard
 from gshard.operators.choose import cheapest
@@ -182,7 +183,7 @@ def _sent(
         if split and result.splits[dim]:
             total += changes[dim].sent(aval.shape[dim], split.tiles) * row
         elif split:
-            total += 2 * shape[dim] * row * (split.tiles - 1) // split.tiles
+            total += sent_bytes("all_reduce", shape[dim] * row, split.tiles)
         now[dim] = after[dim]
     return total
 

@@ -21,7 +21,7 @@ from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.columnsort import columnsort, rows_needed
-from gshard.moving.costs import machine
+from gshard.moving.costs import machine, sent_bytes, timed
 from gshard.moving.partial import identity, reducing_groups
 from gshard.moving.plan import whole_along
 from gshard.operators.choose import cheapest
@@ -124,7 +124,7 @@ def _columnsort_cost(eqn: JaxprEqn, here: Sharding, dim: int, rows: int) -> tupl
     local[dim] = rows
     width = sum(itemsize_of(a.aval.dtype) for a in eqn.invars) + padded + 4 * _needs_index(eqn)
     latencies = (3 + padded) * len(eqn.invars)
-    sent = 3 * math.prod(local) * width + latencies * machine().latency
+    sent = timed(3 * math.prod(local) * width, latencies)
     if rows != -(-shape[dim] // here.tiles[dim]):  # rows shift between tiles at the end
         sent += math.prod(local) * sum(itemsize_of(a.aval.dtype) for a in eqn.invars)
     return _work(eqn, local, dim, sorts=4), sent
@@ -200,7 +200,8 @@ def top_k_ways(
             found = min(k, local[dim])
             if found * (itemsize + 4) < local[dim] * itemsize and _from_candidates(eqn):
                 others = math.prod(n for d, n in enumerate(local) if d != dim)
-                sent = others * found * (itemsize + 4) * (split.tiles - 1) + machine().latency
+                candidates = others * found * (itemsize + 4)
+                sent = timed(sent_bytes("all_gather", candidates, split.tiles))
                 way = way._replace(sent=sent)
             else:  # as many bytes to gather what is searched
                 way = way._replace(operands=(here.replace(dim, None),))

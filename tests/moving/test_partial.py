@@ -1,15 +1,23 @@
 """Partial results, on their own."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from gshard.graph.reason import Reason
-from gshard.moving.partial import Reduce, identity
+from gshard.moving.costs import MACHINE, planning_for
+from gshard.moving.nodes import planned_bytes
+from gshard.moving.partial import Reduce, combine, combine_cost, identity
+from gshard.moving.reshard import reshard
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.tile import Tile
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [("sum", 7), ("prod", 8), ("max", 4)])
@@ -38,3 +46,48 @@ def test_the_identity_of_a_reduction_changes_nothing(dtype):
         ways |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
     for kind, op in ways.items():
         np.testing.assert_array_equal(op(x, np.asarray(identity(kind, dtype))), x)
+
+
+@st.composite
+def reductions(draw):
+    """An unreduced value, a kind of reduction, a wanted sharding, a shape and a type."""
+    devices = draw(st.sampled_from([2, 3, 4, 6, 8]))
+    tiles = draw(st.sampled_from(range(2, devices + 1)))
+    order = draw(st.permutations(range(devices)))
+    over = np.full(devices, -1)
+    copies = devices // tiles
+    over[list(order)[: tiles * copies]] = np.repeat(np.arange(tiles), copies)
+    shape = draw(st.sampled_from([(), (4,), (7, 3), (8, 16), (1, 5)]))
+    here = Sharding.replicated(len(shape), devices)
+    if shape and copies > 1:
+        rows = np.full(devices, -1)
+        rows[list(order)[: tiles * copies]] = np.tile(np.arange(copies), tiles)
+        finer = here.replace(0, Split.of(rows))
+        if not finer.idle and draw(st.booleans()):
+            here = finer
+    target = here
+    if shape and draw(st.booleans()):
+        split = Split.of(draw(st.sampled_from([np.arange(devices), np.argsort(order)])))
+        target = Sharding((*[None] * (len(shape) - 1), split), devices)
+    kinds = ["sum float32", "sum bool", "sum bfloat16", "max float32", "min complex64", "max bool"]
+    kinds += ["max float8_e4m3fn", "and bool", "or int32", "prod float32", "xor uint8"]
+    kinds += ["tree float32"] * (tiles * copies == devices and tiles in (2, 4, 8))
+    kind, dtype = draw(st.sampled_from(kinds)).split()
+    return here.unreduced_over([Split.of(over)]), kind, target, shape, jnp.dtype(dtype)
+
+
+@given(reductions())
+def test_a_reduction_costs_what_its_nodes_send(case):
+    """The price of a way to run an operator is that of the nodes that a plan gets for it."""
+    here, kind, target, shape, dtype = case
+
+    def run(x, device):
+        place = Place((), here.num_devices, {"id": device})
+        done = combine(place, Tile(x, here, shape), kind, target)
+        return reshard(place, done, target, Reason("step", "test")).array
+
+    local = jax.ShapeDtypeStruct(here.local_shape(shape), dtype)
+    with planning_for(replace(MACHINE, latency=0.0)):
+        plan = jax.make_jaxpr(run)(local, jax.ShapeDtypeStruct((), jnp.int32)).jaxpr
+        wanted = jax.ShapeDtypeStruct(shape, dtype)
+        assert combine_cost(here, kind, target, wanted) == planned_bytes(plan)
