@@ -35,7 +35,14 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from gshard.graph.source import source_of
-from gshard.moving.costs import MACHINE, MEMORY_LIMIT, Machine, machine, planning_for
+from gshard.moving.costs import (
+    LATENCIES,
+    MACHINE,
+    MEMORY_LIMIT,
+    Machine,
+    machine,
+    planning_for,
+)
 from gshard.propagation.estimate import Estimator
 from gshard.propagation.flow import DimGroups, Flow, Spread
 from gshard.tensors.sharding import Sharding, Split, fitting_part
@@ -119,9 +126,10 @@ def propagate(
 def _for_many_collectives(of: Machine) -> Machine:
     """The cost model for estimates that count small collectives one by one.
 
-    They will be combined (`improve.combine`), so that each has only a fraction of the latency.
+    They will be combined (`improve.combine`), so that each has only a fraction of the latency, as
+    in a full combination.
     """
-    return replace(of, latency=min(of.latency, MACHINE.latency))
+    return replace(of, latency=min(of.latency, MACHINE.latency) / LATENCIES)
 
 
 Costs = Callable[[], Estimator]
