@@ -156,8 +156,8 @@ def table(rows: list[Row], timed: bool, hardware: str) -> str:
             [
                 "Values are those of a small version of the program on 8 virtual devices, against",
                 "the program without partitioning; step is its measured step time over the",
-                "expert's. Their layouts are for CPUs and are searched for a quarter of the time:",
-                "that of the scan ends before layouts such as the expert's are tried.",
+                "expert's, the median of alternating runs. Their layouts are for CPUs and are",
+                "searched for half of the time.",
             ]
             if timed
             else []
@@ -194,7 +194,7 @@ def main() -> None:
             continue
         found = row(make(False), options.hardware, options.seconds)
         if options.measure:
-            more = measured(make(True), found.expert, options.seconds / 4)
+            more = measured(make(True), found.expert, options.seconds / 2)
             found = dataclasses.replace(found, **more)
         print(found.markdown(options.measure), file=sys.stderr, flush=True)
         known[make.__name__] = dataclasses.asdict(found)

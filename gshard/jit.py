@@ -34,6 +34,7 @@ from gshard.runtime.options import (
     JitKeywords,
     Keywords,
     Options,
+    check_layout,
     check_partitioner,
     checked_devices,
 )
@@ -98,7 +99,8 @@ def jit(
 
     `in_shardings` and `out_shardings` are trees of `NamedSharding`, `PartitionSpec` or
     `gshard.Sharding`, or prefixes of such trees; None leaves the choice to gshard. `annotations` is
-    a `gshard.Layout`, whose annotations are applied to arguments, results and tensors inside.
+    a `gshard.Layout`, whose annotations are applied to arguments, results and tensors inside, on as
+    many devices as it is for.
     `reproducible` results have the same bits on any devices (docs/howto/reproducible.md).
 
     `overlap="auto"` sends tensors in pieces, so that one is sent while another is multiplied, where
@@ -107,8 +109,11 @@ def jit(
     """
     check_partitioner(partitioner, reproducible, overlap)
     named = None if hardware is None else hardware_of(hardware)
-    inside = annotations.inside_shardings if annotations else ()
-    how = (partitioner, memory_limit, strict, named, inside, reproducible, overlap)
+    inside, count = (), None
+    if annotations is not None:
+        check_layout(annotations)
+        inside, count = annotations.inside_shardings, annotations.devices
+    how = (partitioner, memory_limit, strict, named, inside, reproducible, overlap, count)
     options = Options(checked_devices(devices, device), backend, *how)
     static = {"static_argnums": static_argnums, "static_argnames": static_argnames}
     donated = {"donate_argnums": donate_argnums, "donate_argnames": donate_argnames}
@@ -116,7 +121,7 @@ def jit(
     keywords = Keywords({**static, **donated, **xla}, in_shardings, out_shardings)
 
     def jitted(fun: Callable[..., Any]) -> Any:
-        return Jitted(keywords, options, annotations.annotated(fun) if annotations else fun)
+        return Jitted(keywords, options, annotations.annotated(fun) if count else fun)
 
     return jitted if fun is None else jitted(fun)  # used as a decorator with keywords, or without
 
@@ -244,6 +249,7 @@ class Jitted(Generic[P, R]):
         """The traced function, the devices, and the mesh of the arguments or in the program."""
         mesh = mesh_of([*leaves, *self._keywords.shardings])
         order = self._order(mesh)
+        self.options.check_count(order.count)
         with tracing_for(order, self.options.target(order.devices)):
             traced = self._traces.trace(*self._structs(args), **self._structs(kwargs))
         return traced, order, mesh or mesh_in(traced.jaxpr)
@@ -287,8 +293,8 @@ class Jitted(Generic[P, R]):
         """The devices, in the order in which they are numbered."""
         devices = self.options.devices
         if devices is None:
-            found = mesh.devices.flat if mesh is not None else jax.devices(self.options.backend)
-            devices = tuple(found)
+            here = jax.devices(self.options.backend)[: self.options.layout_devices]
+            devices = tuple(here if mesh is None else mesh.devices.flat)
         return device_order(devices)
 
     def _inlined(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Any:

@@ -131,4 +131,10 @@ def _checked(where: str, entry: Any, mesh: Mapping[str, int]) -> tuple[tuple[int
         raise ValueError(f"{where}: axis {unknown[0]!r} is not in the mesh; it has {list(mesh)}")
     if len(set(used)) < len(used):
         raise ValueError(f"{where}: a mesh axis splits two dims: {dims!r}")
+    order = list(mesh)
+    if mixed := [axes for axes in dims if axes != sorted(axes, key=order.index)]:
+        raise ValueError(
+            f"{where}: the axes of a dim are {mixed[0]!r}; their order has to be that of the mesh, "
+            f"{order}"
+        )
     return tuple(shape), tuple(tuple(axes) for axes in dims)

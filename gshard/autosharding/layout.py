@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -103,13 +104,14 @@ class Layout:
         def with_annotations(*args: Any, **kwargs: Any) -> Any:
             leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
             named = [(path_name(path), leaf) for path, leaf in leaves]
-            _check(by_path, dict(named), fn)
+            _check("argument", by_path, dict(named), fn)
             marked = [self._mark(by_path.get(name), leaf) for name, leaf in named]
             args, kwargs = tree.unflatten(marked)
             results = fn(*args, **kwargs)
-            return jax.tree_util.tree_map_with_path(
-                lambda path, leaf: self._mark(of_results.get(result_name(path)), leaf), results
-            )
+            leaves, tree = jax.tree_util.tree_flatten_with_path(results)
+            named = [(result_name(path), leaf) for path, leaf in leaves]
+            _check("result", of_results, dict(named), fn)
+            return tree.unflatten(self._mark(of_results.get(name), leaf) for name, leaf in named)
 
         return with_annotations
 
@@ -188,21 +190,27 @@ class Layout:
         return as_table(self)
 
 
-def _check(said: Mapping[str, Annotated], given: Mapping[str, Any], fn: Any) -> None:
-    """Refuse a layout of another program."""
-    name = getattr(fn, "__name__", str(fn))
+def _check(kind: str, said: Mapping[str, Annotated], given: Mapping[str, Any], fn: Any) -> None:
+    """Refuse a layout of another program, by its arguments or its results."""
     for path, annotation in said.items():
         if path not in given:
             raise ValueError(
-                f"the layout annotates argument {path}, which {name} was not given; its arguments "
-                f"are {', '.join(given) or 'none'}"
+                f"the layout annotates {kind} {path}, which {_described(fn)} does not have; its "
+                f"{kind}s are {', '.join(given) or 'none'}"
             )
         shape = tuple(np.shape(given[path]))
         if shape != annotation.shape:
             raise ValueError(
-                f"the layout is for an argument {path} of shape {annotation.shape}; {name} was "
-                f"given one of shape {shape}"
+                f"the layout is for {kind} {path} of shape {annotation.shape}; that of "
+                f"{_described(fn)} has shape {shape}"
             )
+
+
+def _described(fn: Any) -> str:
+    """The name of a function, and its line where it has one."""
+    name = getattr(fn, "__name__", str(fn))
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
 
 
 def _check_arrays(given: Any) -> None:

@@ -53,6 +53,15 @@ class Options:
     inside: tuple[Inside, ...] = ()  # annotations of tensors that the function makes
     reproducible: bool = False
     overlap: Overlap = False  # communication in pieces: always, never, or where that is faster
+    layout_devices: int | None = None  # how many the layout is for, where one is given
+
+    def check_count(self, devices: int) -> None:
+        """Refuse devices that are not as many as the layout is for."""
+        if self.layout_devices not in (None, devices):
+            raise ValueError(
+                f"the layout is for {self.layout_devices} devices, and there are {devices}: give "
+                "gshard.jit as many (devices=...), or choose a layout for these with gshard.auto"
+            )
 
     def target(self, devices: tuple[jax.Device, ...] | int) -> str | None:
         """The platform that a program for `devices` is traced for; None: JAX's default."""
@@ -101,6 +110,15 @@ def check_partitioner(partitioner: str, reproducible: bool, overlap: Overlap) ->
         other = "reproducible=True" if reproducible else "partitioner='xla'"
         what = f"overlap={overlap!r} changes gshard's plans"
         raise ValueError(f"{what}, which {other} does not allow")
+
+
+def check_layout(annotations: Any) -> None:
+    """Refuse annotations that are no layout, such as the path of one."""
+    if not hasattr(annotations, "inside_shardings"):
+        raise TypeError(
+            f"annotations is {annotations!r}; allowed is a gshard.Layout, as gshard.auto and "
+            "gshard.Layout.load return it"
+        )
 
 
 def checked_devices(devices: Any, device: jax.Device | None) -> tuple[jax.Device, ...] | int | None:

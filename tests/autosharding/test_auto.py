@@ -185,16 +185,76 @@ def test_a_file_edited_into_nonsense_is_an_error_or_a_layout(tmp_path):
             assert not refused or str(path) in refused, (where, value)
 
 
-def test_a_layout_of_another_program_is_refused():
-    layout = gshard.Layout(
-        {"a": 8}, (Annotated("[1]", (16, 8), (("a",), ())),), "h100", 1.0, 1, 1.0
-    )
-    jitted = gshard.jit(lambda x: x + 1, annotations=layout, devices=8)
-    with pytest.raises(ValueError, match=r"argument \[1\], which <lambda> was not given"):
-        jitted.lower(jnp.zeros((16, 8)))
-    jitted = gshard.jit(lambda x, y: x @ y, annotations=layout, devices=8)
-    with pytest.raises(ValueError, match=r"\(16, 8\); <lambda> was given one of shape \(8, 8\)"):
-        jitted.lower(jnp.zeros((8, 8)), jnp.zeros((8, 8)))
+def _layout(*annotations, **fields):
+    return gshard.Layout({"a": 2, "b": 3}, annotations, "h100", 1.0, 1, 0.5, **fields)
+
+
+def _product(x, y):
+    return {"made": x @ y}
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (
+            _layout(Annotated("[2]", (16, 8), (("a",), ()))),
+            r"annotates argument \[2\], which _product \(.*test_auto.py:\d+\) does not have; its "
+            r"arguments are \[0\], \[1\]",
+        ),
+        (
+            _layout(Annotated("[0]", (16, 9), (("a",), ()))),
+            r"argument \[0\] of shape \(16, 9\); that of _product \(.*\) has shape \(16, 8\)",
+        ),
+        (
+            _layout(results=(Annotated("result['other']", (16, 8), (("a",), ())),)),
+            r"annotates result result\['other'\], .* its results are result\['made'\]",
+        ),
+        (
+            _layout(results=(Annotated("result['made']", (4, 8), (("a",), ())),)),
+            r"result\['made'\] of shape \(4, 8\); that of _product .* has shape \(16, 12\)",
+        ),
+        (
+            _layout(inside=(AnnotatedInside(Place("x.py:1", "sin", False, (8,)), None, ((),)),)),
+            r"a tensor made at x.py:1 sin 8, which this program does not have",
+        ),
+    ],
+)
+def test_a_layout_of_another_program_is_refused(layout, message):
+    with pytest.raises(ValueError, match=message):
+        gshard.jit(_product, annotations=layout, devices=6).lower(
+            jnp.zeros((16, 8)), jnp.zeros((8, 12))
+        )
+
+
+def test_a_layout_runs_on_as_many_devices_as_it_is_for():
+    """On the first of more devices; what else is given has to agree."""
+    layout = _layout(Annotated("[0]", (16, 8), (("a",), ("b",))))
+    x, y = random_array((16, 8)), random_array((8, 12))
+    jitted = gshard.jit(_product, annotations=layout)
+    assert len(jitted.lower(x, y).compile()(x, y)["made"].sharding.device_set) == 6
+    np.testing.assert_allclose(jitted(x, y)["made"], x @ y, rtol=1e-5, atol=1e-5)
+    for devices in (8, jax.devices()[:4]):
+        with pytest.raises(ValueError, match="the layout is for 6 devices, and there are "):
+            gshard.jit(_product, annotations=layout, devices=devices).lower(x, y)
+    with pytest.raises(TypeError, match=r"annotations is 'a.json'; allowed is a gshard.Layout"):
+        gshard.jit(_product, annotations="a.json")
+
+
+def test_edits_of_a_file_are_obeyed(tmp_path):
+    path = tmp_path / "layout.json"
+    _layout(Annotated("[0]", (16, 8), (("a",), ("b",)))).save(path)
+    content = json.loads(path.read_text())
+    content["mesh"] = {"a": 2, "b": 4}
+    content["arguments"] = {"[1]": {"shape": [8, 12], "dims": [[], ["a", "b"]]}}
+    path.write_text(json.dumps(content))
+    jitted = gshard.jit(_product, annotations=gshard.Layout.load(path), devices=8)
+    lowered = jitted.lower(jnp.zeros((16, 8)), jnp.zeros((8, 12)))
+    assert lowered.in_shardings[1].tiles == (1, 8)
+    assert lowered.out_shardings["made"].tiles == (1, 8)
+    content["arguments"]["[1]"]["dims"] = [[], ["b", "a"]]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"layout.json: argument \[1\]: the axes of a dim are"):
+        gshard.Layout.load(path)
 
 
 def test_bad_input():
