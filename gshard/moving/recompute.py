@@ -78,7 +78,7 @@ class Made:
         if primitive is p.broadcast_in_dim_p:
             return lax.broadcast_in_dim(arrays[0], local, params["broadcast_dimensions"])
         if primitive is p.reshape_p:
-            return lax.reshape(arrays[0], local)
+            return lax.reshape(arrays[0], local, params["dimensions"])
         (result,) = bind(self.eqn, list(arrays))
         return result
 

@@ -47,11 +47,12 @@ def test_what_is_made_narrow_is_gathered_so():
     assert sent(low) == 64 * 64 * 2 * 7 // 8
 
 
-def test_a_value_made_of_what_is_there_already_is_not_moved():
+@pytest.mark.parametrize("dimensions", [None, (1, 0)])
+def test_a_value_made_of_what_is_there_already_is_not_moved(dimensions):
     """The weight is gathered for a product; what is made of it for another one is made again."""
 
     def fn(x, w):
-        return x @ w, x @ jnp.sin(w)
+        return x @ w, x @ lax.reshape(jnp.sin(w), w.shape, dimensions)
 
     low = check(
         fn, random_array((4096, 64)), random_array((64, 64)), inputs=[ROWS, ROWS], rtol=1e-3
