@@ -25,7 +25,16 @@ from gshard.checking.links import Links, constants
 from gshard.checking.manual import expected_in_region, is_manual
 from gshard.checking.report import Difference, Report
 from gshard.checking.scope import Scope, Seen
-from gshard.checking.shadow import Gap, Known, Parts, Shadow, compare, gap_to, taken
+from gshard.checking.shadow import (
+    Gap,
+    Known,
+    Parts,
+    Shadow,
+    compare,
+    gap_to,
+    resummed,
+    taken,
+)
 from gshard.graph.regions import bodies, loop_bodies
 from gshard.graph.source import source_of
 from gshard.moving.seen import Held
@@ -204,6 +213,7 @@ class Audit:
 
     def _expected(self, eqn: JaxprEqn, known: Sequence[Shadow]) -> list[Shadow]:
         """The results of an equation on one device, with what rounding allows as their slack."""
+        known = [resummed(o, self.count) for o in known]  # a sum may be reduced after the operator
         values = [o.value for o in known]
         results = [x if _is_key(x) else np.asarray(x) for x in self._evaluate(eqn, values)]
         limits: list[Any] = [bound(eqn, values, plain(r), self.count)[1] for r in results]

@@ -180,16 +180,18 @@ def spread(
 ) -> list[np.ndarray]:
     """How far results move when operands move within their slacks: four times what is tried.
 
-    A result that is not a float may change altogether: infinity where it does.
+    All move up, all down, every other one down, and each element at random. A result that is not a
+    float may change altogether: infinity where it does.
     """
     rng = np.random.default_rng(0)
     found = [np.zeros(r.shape) for r in results]
-    for sign in (1.0, -1.0, None):
+    for first, second in ((1.0, 1.0), (-1.0, -1.0), (1.0, -1.0), (None, None)):
         moved = []
-        for x, slack in zip(operands, slacks, strict=True):
+        for number, (x, slack) in enumerate(zip(operands, slacks, strict=True)):
             if slack is None:
                 moved.append(x)
                 continue
+            sign = second if number % 2 else first
             signs = rng.choice([-1.0, 1.0], np.shape(x)) if sign is None else sign
             moved.append((wide(x) + signs * slack).astype(x.dtype))
         for number, other in enumerate(evaluate(eqn, moved)):

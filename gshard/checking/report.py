@@ -97,7 +97,8 @@ class Report:
         return self.lines.setdefault((operator, source), Line(operator, source))
 
     def __str__(self) -> str:
-        values = f"{counted(self.compared, 'value')} of {self.name} on {self.devices} devices"
+        values = f"{counted(self.compared, 'value')} of {self.name}"
+        values += f" on {counted(self.devices, 'device')}"
         if self.ok:
             head = f"ok: {values} compared, all within what rounding explains"
         else:

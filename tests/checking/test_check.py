@@ -111,6 +111,21 @@ def test_a_loop_whose_sums_cancel_across_devices(stacked):
     assert report.ok, report
 
 
+def test_products_that_cancel_before_they_are_reduced():
+    """Their sum is reduced: rounding is that of what the devices add, not of the sum."""
+
+    def fn(x, v, w):
+        x = gshard.split(x, 1, D)
+        return x @ v - x @ w
+
+    v = random_array((64, 8))
+    args = random_array((4, 64)) * 1000, v, v + random_array((64, 8), seed=1) * 1e-6
+    lowered = gshard.jit(fn, devices=D).lower(*args)
+    assert sum(c.count for c in lowered.collectives) == 1
+    report = lowered.check(*args)
+    assert report.ok, report
+
+
 def test_updates_of_one_row_that_end_in_zeros():
     """All updates of a row count in its bound, not the last one alone."""
 
