@@ -119,6 +119,8 @@ def _runner_up(layout: Any) -> list[str]:
     )
 
     def more(seconds: float) -> str:
+        if not seconds:
+            return "no more"
         return f"{duration(abs(seconds))} {'more' if seconds > 0 else 'less'}"
 
     return [

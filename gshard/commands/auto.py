@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gshard.commands.functions import imported, shape_of
+from gshard.commands.functions import imported, one_line_errors, shape_of
 from gshard.commands.options import Hardware, Json, Plots
 from gshard.commands.screen import working
 from gshard.errors import UserError
@@ -45,22 +45,23 @@ def auto(
 
     if bool(shapes) == (arguments is not None):
         raise UserError("give the shapes of the arguments, or --arguments module:function")
-    try:
+    if out is not None and not out.absolute().parent.is_dir():
+        raise UserError(f"--out is {out}; there is no folder {out.parent}")
+    with one_line_errors():
         given = imported(arguments)() if arguments else [shape_of(s) for s in shapes or ()]
         given = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+        chosen_for = imported(function)
         budget = 60.0 if seconds is None else seconds
         with working() as tell:
             tell(f"choosing annotations for {devices} devices, about {budget:.0f} seconds")
             layout = gshard.auto(
-                imported(function),
+                chosen_for,
                 *given,
                 devices=devices,
                 hardware=hardware,
                 memory=memory,
                 seconds=budget,
             )
-    except (ValueError, TypeError) as error:
-        raise UserError(str(error)) from None
     if out is not None:
         layout.save(out)
     if plots is not None:

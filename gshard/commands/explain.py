@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gshard.commands.functions import imported, shape_of
+from gshard.commands.functions import imported, one_line_errors, shape_of
 from gshard.commands.options import Hardware, Json, Page
 from gshard.commands.screen import working
-from gshard.errors import UserError
 
 if TYPE_CHECKING:
     from gshard.explanation import Explanation
@@ -42,7 +41,7 @@ def explain(
 
     import gshard
 
-    try:
+    with one_line_errors():
         arguments = [shape_of(s) for s in shapes]
         jitted = gshard.jit(imported(function), devices=devices, hardware=hardware)
         with working() as tell:
@@ -58,8 +57,6 @@ def explain(
             page.write_text(explanation.page(), encoding="utf-8")
         if dump is not None:
             lowered.dump(dump)
-    except (ValueError, TypeError) as error:
-        raise UserError(str(error)) from None
 
 
 def _show(explanation: Explanation) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gshard.errors import nearest
+from gshard.errors import UserError, nearest
 
 _DTYPES = {
     **{f"f{n}": f"float{n}" for n in (16, 32, 64)},
@@ -20,16 +25,47 @@ _DTYPES = {
 def imported(name: str) -> Any:
     """A function by `module:function`, from the working folder or what is installed."""
     import importlib
-    import sys
 
     module, _, function = name.partition(":")
     if not function:
         raise ValueError(f"{name!r} is not the name of a function; write module:function")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        return getattr(importlib.import_module(module), function)
+        found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{name!r} cannot be imported: {error}") from None
+    if not callable(found):
+        raise ValueError(f"{name!r} is {found!r}, and not a function")
+    return found
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """A context in which errors of a user's functions become one line that begins with theirs."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        where = _user_line(error)
+        if not where and not isinstance(error, (ValueError, TypeError)):
+            raise  # a defect of gshard, not of the function
+        text = " ".join(str(error).split("\n--------------------")[0].split())
+        raise UserError(text if where in text else f"{where}: {text}") from None
+
+
+def _user_line(error: Exception) -> str:
+    """The innermost line of an error that is neither Python's nor of what is installed."""
+    from gshard.graph.source import shown_path
+
+    paths = sysconfig.get_paths()
+    installed = {paths["stdlib"], paths["purelib"], paths["platlib"], sys.prefix}
+    others = [Path(__file__).parents[1], *map(Path, installed)]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_file() and not any(path.is_relative_to(other) for other in others):
+            return f"{shown_path(frame.filename)}:{frame.lineno}"
+    return ""
 
 
 def shape_of(text: str) -> Any:

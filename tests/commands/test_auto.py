@@ -19,6 +19,14 @@ def step(weights, x):
     loss = lambda w: jnp.mean((x @ w["a"] @ w["b"]) ** 2)
     return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
 
+def too_wide(x):
+    return x @ jnp.ones((3, 3))
+
+def no_shapes():
+    raise RuntimeError("no shapes today")
+
+number = 3
+
 def arguments():
     weight = jax.ShapeDtypeStruct((256, 256), jnp.float32)
     return {"a": weight, "b": weight}, jax.ShapeDtypeStruct((65536, 256), jnp.float32)
@@ -67,6 +75,16 @@ def test_the_frontier_as_a_plot(folder):
         (["x:y"], "give the shapes of the arguments, or --arguments module:function"),
         (["layer", "f32[8]"], "'layer' is not the name of a function; write module:function"),
         (["program_of_a_user:layer", "f32"], "'f32' is not a shape; write a dtype and sizes"),
+        (["program_of_a_user:number", "f32[8]"], "'program_of_a_user:number' is 3, and not a"),
+        (["program_of_a_user:too_wide", "f32[8,8]"], "program_of_a_user.py:13: dot_general requ"),
+        (
+            ["program_of_a_user:layer", "--arguments", "program_of_a_user:no_shapes"],
+            "program_of_a_user.py:16: no shapes today",
+        ),
+        (
+            ["program_of_a_user:layer", "f32[8,8]", "--out", "nowhere/layout.json"],
+            "--out is nowhere/layout.json; there is no folder nowhere",
+        ),
         (
             ["program_of_a_user:layer", "f32[8,8]", "f32[8,8]", "--hardware", "h1000"],
             "hardware is 'h1000'",
