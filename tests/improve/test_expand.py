@@ -1,11 +1,15 @@
 """The code of nodes: plan in, plan of collectives out."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
 
 import gshard
+from gshard.graph.reason import Reason
 from gshard.graph.text import program_text
-from gshard.moving.nodes import code_of, node_of
+from gshard.improve.expand import _reason
+from gshard.moving.nodes import UNEXPLAINED, code_of, node_of
 from tests.emission.test_emit import programs
 from tests.simplify.texts import dedent
 
@@ -23,6 +27,14 @@ def test_a_node_becomes_local_work_and_collectives():
           c:f32[6,2] = slice[start_indices=(0, 0) limit_indices=(6, 2) strides=(1, 1)] b
           return c
     """)
+
+
+def test_a_step_of_a_node_says_what_it_is_for():
+    """Its operator is that of the node; a step without words of its own has the node's reason."""
+    node = SimpleNamespace(reason=Reason("operand", "slice"))
+    step = _reason(node, Reason("result", "dot_general", "3 rows"))
+    assert step == Reason("result", "slice", "3 rows")
+    assert _reason(node, UNEXPLAINED) is node.reason
 
 
 def test_nodes_that_do_the_same_are_traced_once():

@@ -10,8 +10,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gshard.graph.reason import Reason
+from gshard.moving.collectives import all_gather, reduce_scatter
 from gshard.moving.halo import Halo
-from gshard.moving.rows import Align, Runs, collect, plan_rows
+from gshard.moving.rows import Align, Runs, aligned, collect, plan_rows
+from gshard.moving.sent import retile_elements
 from gshard.replaying.collectives import NAMES
 from gshard.replaying.lockstep import Lockstep
 from gshard.tensors.devices import Place
@@ -140,6 +142,49 @@ def test_halos_of_a_part_of_the_rows(data):
     got, sent = on_all(node.run, array)
     assert_rows(got, starts, {r: r for r in range(*(only or (0, size)))})
     assert np.isnan(sent) or sent == node.sent(array[0].shape, array[0].dtype)
+
+
+@pytest.mark.parametrize(("only", "rows"), [(None, 1), ((4, 5), 0), ((2, 3), 1), ((3, 9), 1)])
+def test_a_halo_sends_the_rows_that_are_needed(only, rows):
+    """Windows of a tile and the row before it; row 4 is needed by the device that has it alone."""
+    starts = tuple((np.arange(4) * 3 - 1).tolist())
+    node = Halo(WHY, split_of(4), (12, 2), 0, starts, 4, only)
+    _, sent = on_all(node.run, tiles_of(Runs.even(4, 3, 12), 3, 12))
+    assert sent == rows * 2 * 4
+
+
+def test_rows_stay_in_their_columns():
+    """Tiles of both dims: rows are sent to the device that has the same columns."""
+    rows, columns = np.divmod(np.arange(8), 2)
+    sharding = Sharding((Split.of(rows), Split.of(columns)), 8)
+    x = np.arange(12 * 4).reshape(12, 4)
+    tiles = [
+        jnp.asarray(x[3 * r : 3 * r + 3, 2 * c : 2 * c + 2])
+        for r, c in zip(rows, columns, strict=True)
+    ]
+    starts, held = np.arange(4) * 3 - 2, Runs.even(4, 3, 12)
+    got, _ = on_all(lambda p, a: aligned(p, a, sharding, 0, held, starts, 3, WHY), tiles)
+    for r, c, window in zip(rows, columns, got, strict=True):
+        first = max(starts[r], 0)
+        wanted = x[first : starts[r] + 3, 2 * c : 2 * c + 2]
+        np.testing.assert_array_equal(window[first - starts[r] :], wanted)
+
+
+def test_tiles_of_another_size_cost_what_changes_hands():
+    """Of 13 rows in tiles of 4, made tiles of 5, the largest message to a neighbour has 2 rows."""
+    assert retile_elements(split_of(4), (4, 2), 0, 5, (13, 2)) == 2 * 2
+    assert retile_elements(split_of(4), (4, 2), 0, 4, (13, 2)) == 0
+
+
+@pytest.mark.parametrize("collective", [all_gather, reduce_scatter])
+def test_groups_that_leave_an_odd_number_of_devices(collective):
+    """Three of eight devices: collectives with groups of one size do not cover the others."""
+    tiles = [jnp.asarray(np.arange(6).reshape(3, 2) + 10 * n) for n in range(8)]
+    got, _ = on_all(lambda p, x: collective(p, x, 0, [[0, 1, 2]], WHY), tiles)
+    joined, total = np.concatenate(tiles[:3]), sum(np.asarray(t) for t in tiles[:3])
+    for rank in range(3):
+        wanted = joined if collective is all_gather else total[rank : rank + 1]
+        np.testing.assert_array_equal(got[rank], wanted)
 
 
 @given(tilings())

@@ -153,6 +153,15 @@ def test_what_a_plan_says_is_sent(shape, devices):
     assert planned_bytes(lowered._program.history.programs["share"]) == sent(lowered) > 0
 
 
+def test_what_a_plan_says_of_a_loop_is_sent_in_every_run():
+    def fn(x, w):
+        return lax.scan(lambda c, w: (jnp.tanh(gshard.split(c, 1, 8) @ w), None), x, w)[0]
+
+    lowered = gshard.jit(fn, devices=8).lower(random_array((4, 16)), random_array((5, 16, 16)))
+    assert 5 in [c.count for c in lowered.collectives]
+    assert planned_bytes(lowered._program.history.programs["share"]) == sent(lowered)
+
+
 def test_what_a_plan_says_of_halos_is_sent():
     def fn(x):
         x = gshard.split(x, 0, 8)

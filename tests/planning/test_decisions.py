@@ -20,9 +20,12 @@ from gshard.moving.collectives import AllReduce
 from gshard.moving.nodes import add_node
 from gshard.moving.partial import _in_pairs
 from gshard.moving.recompute import Made, Rows, _needed
+from gshard.operators import choose
 from gshard.operators.choose import run_as
 from gshard.operators.rule import RULES
 from gshard.operators.ways import Layout
+from gshard.planning.planner import Planner
+from gshard.propagation.flow import Spread
 from gshard.rules.changes import Slice
 from gshard.rules.control import _summed_if_large
 from gshard.rules.slicing import _results, _sent
@@ -234,6 +237,30 @@ def test_a_tile_of_another_size_is_evened_out_before_an_operator_runs_in_place()
         (result,) = run_as(ctx, eqn, rule, layout, [tile], [here])
         assert result.array.shape == (3, 2)
     assert large in moved
+
+
+def test_an_operator_ran_in_place_for_the_same_results_only(monkeypatch):
+    eqn, here = jax.make_jaxpr(jnp.negative)(jnp.zeros((16, 2))).eqns[0], by(8, 1)
+    found = (RULES[eqn.primitive], SimpleNamespace(types=None))  # reading it would fail
+    monkeypatch.setattr(choose, "_in_place", {(1, here, here): found})
+    tile = Tile(jnp.ones((2, 2)), here, (16, 2))
+    assert choose.in_place_again(eqn, 1, [tile], [by(1, 1)]) is None
+
+
+@pytest.mark.parametrize(("tiles", "room"), [(1, (0, 1)), (2, (1,)), (4, (1,)), (8, ())])
+def test_a_split_leaves_room_for_another_while_two_devices_have_the_same_tile(tiles, room):
+    flow = SimpleNamespace(num_devices=D, closed={}, constants=())
+    split = by(tiles, 1).splits[0] if tiles > 1 else None
+    spread = SimpleNamespace(sealed=False, splits={"x": (split, None)}, flow=flow)
+    assert tuple(Spread.open_dims(spread, "x")) == room
+
+
+@pytest.mark.parametrize(("kind", "stays"), [("sum", True), ("max", False)])
+def test_only_sums_stay_unreduced(kind, stays):
+    tile = Tile(jnp.ones((2, 2)), by(1, 1), (2, 2))
+    planner = SimpleNamespace(unreduced={"x": 1.0})
+    assert Planner.stays_unreduced(planner, "x", tile, kind) is stays
+    assert not Planner.stays_unreduced(planner, "y", tile, kind)
 
 
 @pytest.mark.parametrize(("limit", "reduced"), [(5 * 64, False), (5 * 64 - 1, True)])

@@ -49,6 +49,26 @@ def test_any_reshape():
     settings(max_examples=10)(given(reshapes())(any_reshape))()
 
 
+def test_a_dim_of_size_1_that_grows_is_not_split():
+    def fn(x):
+        return lax.broadcast_in_dim(x, (8, 5), (0, 1))
+
+    for rows in (1, 8):
+        low = check(fn, random_array((rows, 5)), outputs=[even_split(2, 0, 8)], exact=True)
+        assert kinds(low) == {}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_bits_of_an_element_stay_on_one_device(dim):
+    def fn(x):
+        return lax.bitcast_convert_type(x, jnp.uint8)
+
+    x, where = random_array((8,)), even_split(2, dim, 4)
+    check(fn, x, devices=4, inputs=[even_split(1, 0, 4)], outputs=[where], exact=True)
+    wide = np.arange(32, dtype=np.uint8).reshape(8, 4)
+    check(lambda x: lax.bitcast_convert_type(x, jnp.uint32), wide, devices=4, inputs=[where])
+
+
 @pytest.mark.slow
 def test_many_reshapes():
     settings(max_examples=300)(given(reshapes())(any_reshape))()

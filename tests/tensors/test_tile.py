@@ -7,7 +7,7 @@ import pytest
 
 from gshard.tensors.devices import Place, groups_by
 from gshard.tensors.sharding import Sharding, Split
-from gshard.tensors.tile import Tile
+from gshard.tensors.tile import Tile, itemsize_of
 
 
 def tile_of(size: int, tiles: int, local: int) -> Tile:
@@ -23,6 +23,17 @@ def test_a_dim_is_padded_where_a_device_has_rows_beyond_its_end(tiles):
             rows = np.arange(tiles)[:, None] * local + np.arange(local)
             assert tile.padded_dims() == ([0] if (rows >= size).any() else [])
             assert tile.is_standard == (local == least)
+
+
+def test_a_sharding_of_a_manual_region_is_another_one():
+    outside, inside = Sharding((None,), 4), Sharding((None,), 4, manual=True)
+    assert outside is not inside
+    assert (outside.manual, inside.manual) == (False, True)
+
+
+def test_a_random_key_counts_as_its_integers():
+    key = jax.random.key(0)
+    assert itemsize_of(key.dtype) == jax.random.key_data(key).nbytes
 
 
 def test_devices_of_no_group_are_left_out():

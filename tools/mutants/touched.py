@@ -135,16 +135,17 @@ class Recorded:
     def ranked(self, mutation: Mutation) -> list[Test]:
         """The tests that execute the smallest block around a mutation, the best first.
 
-        Those that are named like the file come first, and quick ones before slow ones. What is not
-        in a function is executed by the tests that execute anything of its file.
+        Quick ones come before slow ones; those that are named like the file count as ten times
+        quicker. What is not in a function is executed by the tests that execute anything of its
+        file.
         """
         wanted = sum(1 << number for number in self._blocks(mutation))
         found = [test for test in self.tests if test.blocks & wanted]
         words = {Path(mutation.file).stem, Path(mutation.file).parent.name}
 
-        def rank(test: Test) -> tuple[bool, float]:
+        def rank(test: Test) -> float:
             own = words & {Path(test.file).stem.removeprefix("test_"), Path(test.file).parent.name}
-            return not own, test.seconds
+            return test.seconds / 10 if own else test.seconds
 
         return sorted(found, key=rank)
 
