@@ -1,8 +1,10 @@
 """The tables of an operator: its strategies, what each takes, and what its tensors have to move.
 
-A strategy gives mesh axes to factors. For each tensor of the operator, a table has one row per
-strategy and one column per spec of the tensor: the seconds that resharding the operand, or adding
-up the partial sums of the result, takes.
+A strategy gives mesh axes to factors. Where a rule lists ways of its own (`Rule.ways`: slices,
+sorts, windows, updates), what the cheapest of them sends between such tensors is a part of its
+cost. For each tensor of the operator, a table has one row per strategy and one column per spec of
+the tensor: the seconds that resharding the operand, or adding up the partial sums of the result,
+takes.
 """
 
 from __future__ import annotations
@@ -13,21 +15,31 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from gshard.autosharding.exchanges import transposes
 from gshard.autosharding.memory import Floats
 from gshard.autosharding.problem import FORBIDDEN
 from gshard.autosharding.rates import Rates
 from gshard.autosharding.sharing import name_of
-from gshard.autosharding.specs import NONE, MeshShape, Spec, local_elements, specs_of
+from gshard.autosharding.specs import (
+    NONE,
+    MeshShape,
+    Spec,
+    local_elements,
+    sharding_of,
+    specs_of,
+)
 from gshard.autosharding.touched import Touches
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.ops import PRODUCTS, Op
 from gshard.forecast.work import is_exact, product_flops
-from gshard.operators.rule import RULES
+from gshard.moving.costs import MEMORY_LIMIT, planning_for
+from gshard.operators.rule import RULES, Way
+from gshard.operators.ways import operand_moves, price
 from gshard.propagation.flow import Edge
 from gshard.tensors.factors import Dim, Factors
+from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import byte_size
 
 # Costs are counted in picoseconds: integers, so that equal sums are equal.
@@ -66,7 +78,7 @@ class Tables:
         """Costs of an operator's strategies, a table for each of its tensors, and the bytes of
         partial sums before they are added up."""
         strategies = self._strategies(edge)
-        costs = np.array([self._work(edge, s, touches) for s in strategies])
+        costs = np.array([self._work(edge, s, touches) + self._inside(edge, s) for s in strategies])
         waiting = np.zeros(len(strategies))
         tables: list[Floats | None] = []
         for side, atoms in enumerate(edge.atoms):
@@ -114,10 +126,31 @@ class Tables:
         return found
 
     def _may_split_all(self, edge: Edge) -> bool:
-        """Whether a rule of its own may partition an operator along dims that factors keep."""
+        """Whether a rule of its own may partition an operator along dims that factors keep.
+
+        Only its ways have prices; a bound takes any rule of its own to do so for nothing.
+        """
         rule = None if edge.eqn is None else RULES.get(edge.eqn.primitive)
-        own = rule is not None and (rule.partition or rule.ways)
-        return self.optimistic and bool(own)
+        return rule is not None and bool(rule.ways or (self.optimistic and rule.partition))
+
+    def _inside(self, edge: Edge, strategy: Strategy) -> float:
+        """Seconds of what an operator sends where its tensors are split like that (`Rule.ways`)."""
+        rule = None if edge.eqn is None else RULES.get(edge.eqn.primitive)
+        if rule is None or rule.ways is None or self.optimistic or not any(strategy):
+            return 0.0
+        operands, targets = (
+            [
+                sharding_of(self._spec(strategy, dims), len(atom.aval.shape), self.mesh)
+                for atom, dims in zip(atoms, described, strict=True)
+            ]
+            for atoms, described in zip(
+                edge.atoms, (edge.factors.operands, edge.factors.results), strict=True
+            )
+        )
+        with planning_for(self.hardware.machine_for(math.prod(self.mesh))):
+            ways = rule.ways(edge.eqn, operands, targets, MEMORY_LIMIT)
+            sent = min(_sent(way, edge.eqn, operands, targets) for way in ways)
+        return sent / self.hardware.sent_per_second
 
     def _is_major(self, factors: Factors, factor: str) -> bool:
         """Whether a factor comes first in every dim that has it, but for factors of size 1."""
@@ -251,6 +284,16 @@ class Tables:
         if self.optimistic:
             return self.moves(share)
         return self.combined if shape in self.weights else self.alone
+
+
+def _sent(
+    way: Way, eqn: JaxprEqn, operands: Sequence[Sharding], targets: Sequence[Sharding]
+) -> float:
+    """The cost of a way without its work, and without sums, which the tables of results have."""
+    if any(result.unreduced for result in way.results):
+        moves = operand_moves(way, eqn, operands)
+        return way.sent + sum(cost for _, _, cost in moves)
+    return price(way, eqn, operands, targets) - way.work
 
 
 def _apart(factors: Factors, tiles: dict[str, int]) -> bool:

@@ -79,12 +79,17 @@ class Hardware:
         return self.compiler == "gpu"
 
     @property
+    def sent_per_second(self) -> float:
+        """The bytes that a device sends in a second, over a link or within its node."""
+        net = self.network
+        links = net.link_bandwidth if net.kind == "torus" else net.inside_bandwidth
+        return links * self.reached.links
+
+    @property
     def machine(self) -> Machine:
         """The partitioner's cost model: each speed relative to that of the links."""
-        net = self.network
-        torus = net.kind == "torus"
-        sent = (net.link_bandwidth if torus else net.inside_bandwidth) * self.reached.links
-        waited = net.hop_seconds if torus else net.inside_seconds
+        net, sent = self.network, self.sent_per_second
+        waited = net.hop_seconds if net.kind == "torus" else net.inside_seconds
         return Machine(
             latency=(waited + self.reached.operator_seconds + self.reached.skew_seconds) * sent,
             flops_per_byte=self.rate("bfloat16") * self.reached.products / sent,
