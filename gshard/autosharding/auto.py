@@ -269,11 +269,14 @@ class _Chooser:
         return result
 
     def _until(self, share: float) -> Callable[[], bool]:
-        """Whether there is time to lower one more layout within a share of the time."""
+        """Whether there is time to lower one more layout within a share of the time, and wall time
+        for what comes later."""
         until = self.clock.now() + share * self.seconds
+        later = self.wall * self.reserved / max(self.seconds, 1e-9)
 
         def more() -> bool:
-            return self._can_lower() and self.clock.now() + self.candidates.lowering_work < until
+            in_time = self._can_lower() and self.clock.wall_left > later
+            return in_time and self.clock.now() + self.candidates.lowering_work < until
 
         return more
 
