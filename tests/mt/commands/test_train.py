@@ -351,8 +351,18 @@ def test_settings_are_listed():
 
 
 @pytest.mark.slow
-def test_a_reproducible_run_has_the_same_bits_on_other_devices(prepared, tmp_path):
-    for count in (1, 4):
-        settings = [f"devices.count={count}", "reproducible=true", "train.steps=2"]
-        finish(start("train", prepared, *settings, "--out", tmp_path / f"run{count}"))
-    same_bits(Run.open(tmp_path / "run4"), Run.open(tmp_path / "run1"))
+@pytest.mark.usefixtures("without_older_emitter")
+def test_a_reproducible_run_has_the_same_bits_on_other_devices_and_processes(prepared, tmp_path):
+    """And, to rounding, the losses of the usual program."""
+    usual, one, two, processes = (tmp_path / name for name in ("usual", "1", "2", "processes"))
+    settings = ["train", prepared, "train.steps=2", "devices.count=1"]
+    finish(start(*settings, "--out", usual))
+    settings += ["reproducible=true"]
+    finish(start(*settings, "--out", one))
+    finish(start(*settings, "devices.count=2", "--out", two))
+    finish(start("launch", "-n", 2, *settings, "devices.count=2", "--out", processes))
+    expected = Run.open(one)
+    assert len(losses(expected)) > 2
+    assert losses(expected) == pytest.approx(losses(Run.open(usual)), rel=1e-5)
+    same_bits(Run.open(two), expected)
+    same_bits(Run.open(processes), expected)
