@@ -100,15 +100,17 @@ def page(mutations: Sequence[Mutation], folder: Path) -> str:
 def _named(mutations: Sequence[Mutation], folder: Path) -> str:
     """Of the mutants that change values of small programs, those whose line a check names."""
     found = naming.results(folder)
-    tried = [found[m.key] for m in mutations if m.key in found]
+    tried = [(m.name, found[m.key]) for m in mutations if m.key in found]
     if not tried:
         return "Not measured yet: `python -m tools.mutants --check` does."
-    shown = [line for line in tried if line["shown"]]
-    named = sum(bool(line["named"]) for line in shown)
+    shown = [(name, line) for name, line in tried if line["shown"]]
+    missed = [f"`{name}`" for name, line in shown if not line["named"]]
+    named = len(shown) - len(missed)
+    rest = f" Another line is named for {', '.join(missed)}." if missed else ""
     return (
         f"{len(tried)} were tried. Of {len(shown)} that change values in one of the programs of "
         f"`tools/mutants/programs.py`, `gshard.check` names the line of {named}, "
-        f"{100 * named / max(len(shown), 1):.1f}% (`python -m tools.mutants --check`)."
+        f"{100 * named / max(len(shown), 1):.1f}% (`python -m tools.mutants --check`).{rest}"
     )
 
 
