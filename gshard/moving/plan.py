@@ -46,9 +46,29 @@ def reshard_cost(
     """
     if source == target or 0 in shape or not part:
         return 0.0
+    if source.ragged is not None or target.ragged is not None:
+        return _ragged_cost(source, target, shape, dtype)
     steps = plan_reshard(source, target, shape, dtype)
     sent = [s for s in steps if s.bytes or s.kind != "slice"]
     return timed(sum(s.bytes for s in sent) * part, len(sent))
+
+
+def _ragged_cost(source: Sharding, target: Sharding, shape: Sequence[int], dtype: Any) -> float:
+    """The cost where rows are ragged before or after: they are exchanged, if the other is not."""
+    before, after, shape, sent = source, target, list(shape), 0.0
+    for dim, (a, b) in enumerate(zip(source.splits, target.splits, strict=True)):
+        ragged = a if a and a.ragged else b
+        if ragged is None or not ragged.ragged:
+            continue
+        if a is b:
+            shape[dim] = ragged.tiles * ragged.rows(shape[dim])
+        else:
+            row = math.prod(target.local_shape(shape)[:dim] + target.local_shape(shape)[dim + 1 :])
+            share = -(-shape[dim] // ragged.tiles) * row * itemsize_of(dtype)
+            sent += share * (ragged.tiles - 1) / ragged.tiles + machine().latency
+        before = before.replace(dim, a and a.even)
+        after = after.replace(dim, b and b.even)
+    return sent + reshard_cost(before, after, shape, dtype)
 
 
 def plan_reshard(

@@ -1,9 +1,9 @@
 """Expert-major rows: every device holds the rows of its own experts, however many there are.
 
 `ragged_dot` multiplies rows, sorted by group, with a matrix per group. If the groups are split over
-devices, `rewrites.exchange_by_expert` keeps the rows between two exchanges sharded like the groups.
-Such a tensor has `parts.tiles * capacity` rows, split evenly: tile c has the rows of its groups in
-order, then garbage. The number of rows is only known at run time.
+devices, `rewrites.exchange_by_expert` keeps the rows between two exchanges sharded like the groups:
+their split is ragged (`tensors.sharding.Ragged`). Tile c has the rows of its groups in order, then
+garbage. How many rows that are is only known at run time.
 
 If the groups of a device have more rows than its `capacity`, no row is dropped: all devices
 then hold equal shares of the sorted rows, and the matrices pass around a ring instead.
@@ -20,7 +20,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
-from gshard.tensors.sharding import Split
+from gshard.tensors.sharding import Ragged, Split
 
 CAPACITY = 2  # capacity of a device, in multiples of its share of the rows
 
@@ -30,12 +30,19 @@ class ExpertGroups:
     """`rows` sorted rows in `count` groups, which are split by `split`; the rows by `parts`.
 
     `parts` divides a tile of `split` into equal parts, among the devices with copies of it.
+    `number` tells the lists of sizes of a program apart.
     """
 
     split: Split
     parts: Split
     rows: int
     count: int
+    number: int
+
+    @property
+    def ragged(self) -> Split:
+        """The split of expert-major rows."""
+        return self.parts.ragged_by(Ragged(self.number, self.capacity))
 
     @property
     def share(self) -> int:
@@ -46,11 +53,6 @@ class ExpertGroups:
     def capacity(self) -> int:
         """The capacity of a device, in rows."""
         return min(self.rows, CAPACITY * self.share)
-
-    @property
-    def held(self) -> int:
-        """Rows of an expert-major tensor: those of all devices, garbage included."""
-        return self.parts.tiles * self.capacity
 
     @property
     def per_tile(self) -> int:
@@ -101,15 +103,9 @@ put_rows_p = Primitive("put_rows")
 grouped_dot_p = Primitive("grouped_dot")
 
 
-def rows_of(groups: ExpertGroups | None, token_major: int) -> int:
-    """The number of rows of an expert-major or token-major tensor."""
-    return groups.held if groups else token_major
-
-
 @take_rows_p.def_abstract_eval
-def _take_rows(x: Any, sizes: Any, *indices: Any, source: Any, target: Any, **_: Any) -> Any:
-    token_major = indices[0].shape[0] if indices else (source or target).rows
-    return ShapedArray((rows_of(target, token_major), *x.shape[1:]), x.dtype)
+def _take_rows(x: Any, sizes: Any, *indices: Any, **_: Any) -> Any:
+    return ShapedArray(((indices[0] if indices else x).shape[0], *x.shape[1:]), x.dtype)
 
 
 @put_rows_p.def_abstract_eval

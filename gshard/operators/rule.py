@@ -6,7 +6,7 @@ Most operators are described by their `Factors` alone; the others add a partitio
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -163,7 +163,9 @@ class Rule:
     has, where they are not just the splits of the factors. `level` orders propagation: 0 before 1.
     `work` counts the floating-point operations on factors of given local sizes, for operators that
     compute for longer than they read and write memory. `linear` gives the operands that the
-    operator is linear in: it can run on unreduced ones, and its result is then unreduced too. `doc`
+    operator is linear in: it can run on unreduced ones, and its result is then unreduced too.
+    `ordered` gives the factors whose rows the operator tells apart by their number, as a cumulative
+    sum does; a rule with a `partition` of its own that does not say so may do that for all. `doc`
     is the operator's row in docs/reference/operators.md.
     """
 
@@ -174,6 +176,7 @@ class Rule:
     level: int = 1
     work: Work | None = None
     linear: Linear | None = None
+    ordered: Callable[[JaxprEqn], Collection[Factor]] | None = None
     doc: Doc = Doc()
 
 
@@ -224,6 +227,29 @@ def factors_of(rule: Rule, eqn: JaxprEqn, key: int | None = None) -> Factors:
             _described.clear()
         found = _described[rule.factors, key] = rule.factors(eqn)
     return found
+
+
+def rowwise(eqn: JaxprEqn, factor: Factor) -> bool:
+    """Whether each row of the results along `factor` depends on that row of the operands only.
+
+    Such an operator runs on any rows in any order, so also on tiles that are ragged.
+    """
+    rule = RULES.get(eqn.primitive)
+    if rule is None or (rule.ordered is None and (rule.partition or rule.ways)):
+        return False
+    factors = factors_of(rule, eqn)
+    if factor in {*factors.reduced, *factors.whole, *factors.resized}:
+        return False
+    if rule.ordered and factor in rule.ordered(eqn):
+        return False
+    tensors = [[d for d in t if factor in d] for t in (*factors.operands, *factors.results)]
+    in_results = any(factor in d for t in factors.results for d in t)
+    return in_results and all(found in ([], [(factor,)]) for found in tensors)
+
+
+def no_order(eqn: JaxprEqn) -> Collection[Factor]:
+    """For a rule's `ordered`: rows of no factor are told apart."""
+    return ()
 
 
 MOST_REMEMBERED = 16384  # cached kinds of equations

@@ -149,7 +149,7 @@ class Layout:
         rule = RULES[eqn.primitive]
         if rule.work:
             sizes, chosen = self.factors.sizes, self.chosen
-            part = {f: -(-n // s.tiles) if (s := chosen.get(f)) else n for f, n in sizes.items()}
+            part = {f: s.rows(n) if (s := chosen.get(f)) else n for f, n in sizes.items()}
             return rule.work(part) / machine().flops_per_byte
         touched = 0
         atoms = (*eqn.invars, *eqn.outvars)
@@ -207,7 +207,8 @@ def assignments(
         if _composable(agreed, factors) and _fits(agreed, factors, tensors):
             yield agreed
             return
-    free = [[*o] if o and f in kept else [*o, None] for f, o in options.items()]
+    ragged = {f: [s for s in o if s and s.ragged] for f, o in options.items()}  # rows stay in order
+    free = [ragged[f] or ([*o] if o and f in kept else [*o, None]) for f, o in options.items()]
     none = True
     for splits in itertools.product(*free):
         candidate = dict(zip(options, splits, strict=True))
@@ -265,7 +266,7 @@ def local_dims(
     for dim, n in zip(dims, shape, strict=True):
         if len(dim) < 2:
             split = chosen.get(dim[0]) if dim else None
-            local.append(-(-n // split.tiles) if split else n)
+            local.append(split.rows(n) if split else n)
         else:
             kept = decompose(compose(dim, chosen, factors.sizes), dim, factors.sizes)
             local.append(

@@ -30,6 +30,7 @@ from gshard.operators.rule import Shares, equation_key
 from gshard.operators.uses import NOTHING, Uses
 from gshard.propagation.propagate import Propagated
 from gshard.rules import RULES
+from gshard.rules.grouped import reshard_ragged
 from gshard.rules.manual import CROSSING_MANUAL, check_manual, own, run_manually
 from gshard.rules.pointwise import same_dims
 from gshard.rules.unknown import unknown_rule
@@ -67,6 +68,8 @@ def _is_index_math(eqn: JaxprEqn) -> bool:
 def _can_be_recomputed(eqn: JaxprEqn, tiles: Sequence[Tile]) -> bool:
     """Whether an operator may be recomputed after its operands are moved."""
     if eqn.primitive is annotate_p or any(t.is_unreduced or t.sharding.manual for t in tiles):
+        return False
+    if any(t.sharding.ragged is not None for t in tiles):
         return False
     rule = RULES.get(eqn.primitive)
     by_element = rule is not None and rule.factors is same_dims and not rule.partition
@@ -127,6 +130,8 @@ class Planner:
         if target.manual and not tile.sharding.manual:
             replicated = Sharding.replicated(target.rank, target.num_devices)
             return own(self, self.mover.reshard(tile, replicated, reason).array)
+        if tile.sharding is not target and (tile.sharding.ragged, target.ragged) != (None, None):
+            return reshard_ragged(self, tile, target, reason)
         return self.mover.reshard(tile, target, reason)
 
     def rerun(self, eqn: JaxprEqn, tiles: list[Tile], target: Sharding) -> Tile:

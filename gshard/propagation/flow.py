@@ -22,7 +22,7 @@ from gshard.graph.regions import Loop
 from gshard.graph.source import source_of
 from gshard.manual import to_auto_p
 from gshard.moving.costs import MEMORY_LIMIT
-from gshard.operators.rule import equation_key, factors_of
+from gshard.operators.rule import equation_key, factors_of, rowwise
 from gshard.operators.uses import NOTHING, Uses, leaving
 from gshard.rules import RULES
 from gshard.rules.manual import MAKES_MANUAL
@@ -338,6 +338,8 @@ class Spread:
                     if split is None or not dim:
                         continue
                     for factor, part in decompose(split, dim, factors.sizes).items():
+                        if part.ragged and not (edge.eqn and rowwise(edge.eqn, factor)):
+                            continue
                         if taker := factors.taken_over(factor, part):
                             tally = (votes if taker == factor else instead).setdefault(taker, {})
                             tally[part] = tally.get(part, 0) + weight

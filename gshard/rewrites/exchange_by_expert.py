@@ -9,6 +9,7 @@ operators get the rows in token-major order.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,10 +23,10 @@ from gshard._jax import Var
 from gshard.annotate import Annotation, annotate_p
 from gshard.graph import Graph, live, map_bodies
 from gshard.operators.ragged_rows import ExpertGroups, grouped_dot_p, put_rows_p, take_rows_p
-from gshard.operators.rule import RULES, factors_of
+from gshard.operators.rule import RULES, equation_key, factors_of, rowwise
 from gshard.rules.by_rows import is_ragged, multiplies_rows, puts_rows, sums_rows, takes_rows
-from gshard.rules.pointwise import same_dims
 from gshard.simplify.permutations import is_permutation
+from gshard.tensors.factors import Factor
 from gshard.tensors.sharding import Sharding, Split, compatible
 
 
@@ -34,20 +35,46 @@ def exchange_by_expert(closed: ClosedJaxpr, shardings: Mapping[Any, Sharding]) -
 
     Variables outside the rewritten region stay the same.
     """
-    jaxpr = _rewritten(closed.jaxpr, shardings)
+    jaxpr = _rewritten(closed.jaxpr, shardings, itertools.count())
     return closed if jaxpr is closed.jaxpr else ClosedJaxpr(jaxpr, closed.consts)
 
 
-def _rewritten(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding]) -> Jaxpr:
-    eqns = [map_bodies(eqn, lambda body: exchange_by_expert(body, shardings)) for eqn in jaxpr.eqns]
+def _rewritten(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding], numbers: Iterator[int]) -> Jaxpr:
+    def body(closed: ClosedJaxpr) -> ClosedJaxpr:
+        inner = _rewritten(closed.jaxpr, shardings, numbers)
+        return closed if inner is closed.jaxpr else ClosedJaxpr(inner, closed.consts)
+
+    eqns = [map_bodies(eqn, body) for eqn in jaxpr.eqns]
     changed = any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True))
-    for sizes, groups in _groups(eqns, shardings).items():
+    if not any(map(multiplies_rows, eqns)):
+        return jaxpr.replace(eqns=eqns) if changed else jaxpr
+    eqns = _one_variable_for_sizes(eqns)
+    for sizes, groups in _groups(eqns, shardings, numbers).items():
         eqns = _Region(sizes, groups, eqns, jaxpr.outvars, shardings).rewritten()
         changed = True
     return jaxpr.replace(eqns=eqns) if changed else jaxpr
 
 
-def _groups(eqns: Sequence[JaxprEqn], shardings: Mapping[Any, Sharding]) -> dict[Any, ExpertGroups]:
+def _one_variable_for_sizes(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """The equations, where products by equal sizes have one variable for them."""
+    first: dict[Any, Any] = {}  # the first variable with a value
+    same: dict[Any, Any] = {}
+    for eqn in eqns:
+        if len(eqn.outvars) == 1 and not eqn.effects:
+            kind = equation_key(eqn) or f"{eqn.primitive} {eqn.params} {eqn.outvars[0].aval}"
+            operands = [str(a) if isinstance(a, Literal) else same.get(a, a) for a in eqn.invars]
+            same[eqn.outvars[0]] = first.setdefault((kind, *operands), eqn.outvars[0])
+    return [
+        eqn.replace(invars=[*eqn.invars[:2], same.get(eqn.invars[2], eqn.invars[2])])
+        if is_ragged(eqn)
+        else eqn
+        for eqn in eqns
+    ]
+
+
+def _groups(
+    eqns: Sequence[JaxprEqn], shardings: Mapping[Any, Sharding], numbers: Iterator[int]
+) -> dict[Any, ExpertGroups]:
     """The groups that are split, by the variable of their sizes."""
     found: dict[Any, ExpertGroups] = {}
     for eqn in eqns:
@@ -56,9 +83,9 @@ def _groups(eqns: Sequence[JaxprEqn], shardings: Mapping[Any, Sharding]) -> dict
         lhs, rhs, sizes = eqn.invars
         (dim,) = eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
         split, rows = shardings[rhs].splits[dim], lhs.aval.shape[0]
-        if split and not split.idle and rows:
-            parts = _with_copies(shardings[rhs], split)
-            found.setdefault(sizes, ExpertGroups(split, parts, rows, rhs.aval.shape[dim]))
+        if split and not split.idle and rows and sizes not in found:
+            parts, count = _with_copies(shardings[rhs], split), rhs.aval.shape[dim]
+            found[sizes] = ExpertGroups(split, parts, rows, count, next(numbers))
     return found
 
 
@@ -90,32 +117,60 @@ class _Region:
         self.eqns = eqns
         self.results = results
         self.graph = Graph(eqns, results)
-        self.members = self.find()
+        self.members: dict[Any, int] = {}  # variables with the sorted rows, and the dim of these
+        self.find()
         self.moved: dict[Any, Any] = {}  # members, expert-major
+        self.inputs: set[Any] = set()  # members that are not made by the region's operators
         self.token_major: set[Any] = set()  # members that are also available in token-major order
         self.done: list[JaxprEqn] = []
 
     # ------------------------------------------------------------ which values are sorted rows
 
-    def find(self) -> set[Any]:
-        """Variables with the sorted rows, connected by row-wise operators."""
-        members: set[Any] = set()
+    def find(self) -> None:
+        """Find the variables with the sorted rows, connected by row-wise operators."""
         for eqn in self.products():
-            members.add(eqn.invars[0])
-            members.add(eqn.outvars[0] if multiplies_rows(eqn) else eqn.invars[1])
+            self.members[eqn.invars[0]] = 0
+            self.members[eqn.outvars[0] if multiplies_rows(eqn) else eqn.invars[1]] = 0
         before = -1
-        while before != len(members):
-            before = len(members)
+        while before != len(self.members):
+            before = len(self.members)
             for eqn in reversed(self.eqns):
-                if members.intersection(eqn.outvars) and self.is_by_rows(eqn):
-                    members.update(self.row_operands(eqn))
+                for factor in self.factors(eqn, eqn.outvars):
+                    self.add(eqn, factor)
             for eqn in self.eqns:
-                operands = self.row_operands(eqn)
-                if not members.intersection(operands) or not self.is_by_rows(eqn):
-                    continue
-                if all(a in members or self.is_taken(a) for a in operands):
-                    members.update((*operands, *eqn.outvars))
-        return members
+                for factor in self.factors(eqn, eqn.invars):
+                    operands = [a for a, _ in self.along(eqn, factor) if a not in eqn.outvars]
+                    if all(a in self.members or self.is_taken(a) for a in operands):
+                        self.add(eqn, factor)
+
+    def add(self, eqn: JaxprEqn, factor: Factor) -> None:
+        """Make the variables of an operator that have a dim for its rows members."""
+        for atom, dim in self.along(eqn, factor):
+            self.members.setdefault(atom, dim)
+
+    def factors(self, eqn: JaxprEqn, atoms: Sequence[Any]) -> list[Factor]:
+        """The factors of a row-wise operator that are the rows of some members among `atoms`."""
+        known = [a for a in atoms if not isinstance(a, Literal) and a in self.members]
+        if not known or eqn.primitive not in RULES or eqn.primitive is annotate_p:
+            return []
+        found = dict.fromkeys(factors_of(RULES[eqn.primitive], eqn).sizes)
+        return [
+            f
+            for f in found
+            if any((a, self.members[a]) in self.along(eqn, f) for a in known)
+            and rowwise(eqn, f)
+            and all(self.members.get(a, d) == d for a, d in self.along(eqn, f))
+        ]
+
+    def along(self, eqn: JaxprEqn, factor: Factor) -> list[tuple[Any, int]]:
+        """The variables of an operator that have a dim for `factor`, and that dim."""
+        factors = factors_of(RULES[eqn.primitive], eqn)
+        atoms, tensors = (*eqn.invars, *eqn.outvars), (*factors.operands, *factors.results)
+        return [
+            (a, dims.index((factor,)))
+            for a, dims in zip(atoms, tensors, strict=True)
+            if (factor,) in dims and not isinstance(a, Literal)
+        ]
 
     def products(self) -> Iterator[JaxprEqn]:
         """The products by these sizes."""
@@ -127,43 +182,6 @@ class _Region:
             by_groups = multiplies_rows(eqn) or sums_rows(eqn)
             if by_groups and eqn.invars[2] is self.sizes and has_rows(eqn.invars[0]):
                 yield eqn
-
-    def row_operands(self, eqn: JaxprEqn) -> list[Any]:
-        """The operands with a row for each of the result's."""
-        if eqn.primitive not in RULES or len(eqn.outvars) != 1:
-            return []
-        factors = factors_of(RULES[eqn.primitive], eqn)
-        (dims,) = factors.results
-        if not dims or len(dims[0]) != 1:
-            return []
-        return [
-            a
-            for a, names in zip(eqn.invars, factors.operands, strict=True)
-            if not isinstance(a, Literal) and names and names[0] == dims[0]
-        ]
-
-    def is_by_rows(self, eqn: JaxprEqn) -> bool:
-        """Whether each row of the result depends on the same rows of the operands only."""
-        if len(eqn.outvars) != 1 or eqn.primitive not in RULES:
-            return False
-        rule, shape = RULES[eqn.primitive], eqn.outvars[0].aval.shape
-        if not shape or shape[0] != self.groups.rows:
-            return False
-        if eqn.primitive is annotate_p or not (
-            rule.factors is same_dims or eqn.primitive in _BY_ROWS
-        ):
-            return False
-        factors = factors_of(rule, eqn)
-        name = factors.results[0][0]
-        if not name:
-            return eqn.primitive is p.broadcast_in_dim_p  # all rows are equal
-        inside = [d for t in (*factors.operands, *factors.results) for d in t[1:]]
-        return (
-            len(name) == 1
-            and not any(name[0] in dim for dim in inside)
-            and name[0] not in {*factors.reduced, *factors.whole, *factors.resized}
-            and all(len(t[0]) == 1 or name[0] not in t[0] for t in factors.operands if t)
-        )
 
     def is_taken(self, atom: Any) -> bool:
         """Whether a value is made of rows that a gather takes by index."""
@@ -178,8 +196,8 @@ class _Region:
         for eqn in self.eqns:
             if eqn in products:
                 self.multiply(eqn)
-            elif self.members.intersection(eqn.outvars) and self.is_by_rows(eqn):
-                self.by_rows(eqn)
+            elif factors := self.factors(eqn, eqn.outvars):
+                self.by_rows(eqn, factors)
             elif not self.try_put(eqn) and not self.try_take(eqn):
                 self.emit(eqn, [self.read(a) for a in eqn.invars])
         for atom in self.results:
@@ -201,54 +219,64 @@ class _Region:
             self.emit(eqn, invars, outvars=[moved], primitive=grouped_dot_p, params=params)
         else:
             invars = [self.expert_major(lhs), self.expert_major(rhs), sizes]
-            self.emit_token_major(eqn, invars, self.groups.split, grouped_dot_p, params)
+            self.emit_token_major(
+                eqn, eqn.outvars[0], invars, self.groups.split, grouped_dot_p, params
+            )
 
-    def by_rows(self, eqn: JaxprEqn) -> None:
+    def by_rows(self, eqn: JaxprEqn, factors: Sequence[Factor]) -> None:
         """A row-wise operator on expert-major rows."""
-        (out,) = eqn.outvars
-        rows = self.row_operands(eqn)
-        if not rows:  # equal for every row: recomputed rather than moved
+        rows = {a for f in factors for a, _ in self.along(eqn, f)}
+        if not any(
+            a in rows for a in eqn.invars if not isinstance(a, Literal)
+        ):  # equal for every row: recomputed rather than moved
             self.emit(eqn, [self.read(a) for a in eqn.invars])
-            self.token_major.add(out)
+            self.token_major.update(eqn.outvars)
         invars = [
             self.read(a) if isinstance(a, Literal) or a not in rows else self.expert_major(a)
             for a in eqn.invars
         ]
-        moved = self.moved_var(out)
-        params = dict(eqn.params)
-        for name in ("shape", "new_sizes"):
-            if name in params:
-                params[name] = tuple(moved.aval.shape)
-        self.emit(eqn, invars, outvars=[moved], params=params)
+        outvars = [self.moved_var(v) if v in rows else v for v in eqn.outvars]
+        self.emit(eqn, invars, outvars=outvars)
 
     def moved_var(self, var: Any) -> Any:
         """A variable for an expert-major member."""
-        aval = ShapedArray((self.groups.held, *var.aval.shape[1:]), var.aval.dtype)
-        self.moved[var] = Var(aval)
+        self.moved[var] = Var(ShapedArray(var.aval.shape, var.aval.dtype))
         return self.moved[var]
 
     def expert_major(self, atom: Any) -> Any:
         """A member in expert-major order; one that is token-major is exchanged."""
         if atom in self.moved:
             return self.moved[atom]
-        eqn = self.graph.maker(atom) or next(iter(self.products()))
-        taken = takes_rows(eqn)
-        moved = self.moved_var(atom)
-        exchanged = Var(moved.aval)
+        self.inputs.add(atom)
+        eqn, dim = self.graph.maker(atom) or next(iter(self.products())), self.members[atom]
+        moved, taken = self.moved_var(atom), takes_rows(eqn)
         params: dict[str, Any] = {"source": None, "target": self.groups}
-        if self.is_added(eqn):
-            zeros, (_, indices, rows) = self.zeros(eqn, moved.aval), eqn.invars
+        if self.is_added(eqn) and not dim:
+            primitive, (_, indices, rows) = put_rows_p, eqn.invars
+            zeros = self.zeros(eqn, moved.aval)
             invars = [zeros, self.sizes, self.read(rows), self.read(indices)]
             params |= {"adds": True, "clip": eqn.params["mode"] == GatherScatterMode.CLIP}
-            self.emit(eqn, invars, outvars=[exchanged], primitive=put_rows_p, params=params)
+        elif taken and not dim:
+            primitive, params = take_rows_p, params | taken
+            invars = [self.read(eqn.invars[0]), self.sizes, self.read(eqn.invars[1])]
         else:
-            invars = [atom, self.sizes]
-            if taken:
-                invars = [self.read(eqn.invars[0]), self.sizes, self.read(eqn.invars[1])]
-            params |= taken or {"fill": None}
-            self.emit(eqn, invars, outvars=[exchanged], primitive=take_rows_p, params=params)
-        self.annotate(eqn, exchanged, moved, self.groups.parts)
+            primitive, params = take_rows_p, params | {"fill": None}
+            invars = [self.turned(eqn, atom, dim, 0), self.sizes]
+        exchanged, first = Var(_turned(moved.aval, dim, 0)), Var(_turned(moved.aval, dim, 0))
+        self.emit(eqn, invars, outvars=[exchanged], primitive=primitive, params=params)
+        self.annotate(eqn, exchanged, first if dim else moved, self.groups.ragged)
+        if dim:
+            self.turned(eqn, first, 0, dim, moved)
         return moved
+
+    def turned(self, eqn: JaxprEqn, atom: Any, dim: int, to: int, out: Any = None) -> Any:
+        """A value with one of its dims moved to another place."""
+        if dim == to and out is None:
+            return atom
+        out = out or Var(_turned(atom.aval, dim, to))
+        params = {"permutation": _moved(len(atom.aval.shape), dim, to)}
+        self.emit(eqn, [atom], outvars=[out], primitive=p.transpose_p, params=params)
+        return out
 
     def is_added(self, eqn: JaxprEqn) -> bool:
         """Whether sorted rows are sums of others, by index: the gradient of a gather of them."""
@@ -273,10 +301,10 @@ class _Region:
         self.emit(eqn, [atom], outvars=[annotated], primitive=annotate_p, params=params)
 
     def emit_token_major(
-        self, eqn: JaxprEqn, invars: Sequence[Any], split: Split, primitive: Primitive, params: Any
-    ) -> None:
-        """Append equations for the token-major result of `eqn`, with a default split."""
-        (out,) = eqn.outvars
+        self, eqn: JaxprEqn, out: Any, invars: Sequence[Any], split: Split, primitive: Primitive,
+        params: Any,
+    ) -> None:  # fmt: skip
+        """Append equations for the token-major `out` of `eqn`, with a default split."""
         splits = self.shardings[out].splits
         few = out.aval.shape[0] < split.tiles
         settled = splits[0] or few or not compatible((split, *splits[1:]))
@@ -289,13 +317,18 @@ class _Region:
         """A value in token-major order; an expert-major member is exchanged back."""
         if isinstance(atom, Literal) or atom not in self.moved or atom in self.token_major:
             return atom
-        eqn = self.graph.maker(atom)
-        if eqn is None or not (self.is_by_rows(eqn) or is_ragged(eqn)):
-            return atom  # an input of the region
-        params = {"source": self.groups, "target": None, "fill": None}
-        invars = [self.moved[atom], self.sizes]
-        self.emit_token_major(eqn, invars, self.groups.parts, take_rows_p, params)
+        if atom in self.inputs:
+            return atom
         self.token_major.add(atom)
+        eqn, dim = self.graph.makers[atom], self.members[atom]
+        params = {"source": self.groups, "target": None, "fill": None}
+        invars = [self.turned(eqn, self.moved[atom], dim, 0), self.sizes]
+        if dim:
+            first = Var(invars[0].aval)
+            self.emit(eqn, invars, outvars=[first], primitive=take_rows_p, params=params)
+            self.turned(eqn, first, 0, dim, atom)
+        else:
+            self.emit_token_major(eqn, atom, invars, self.groups.parts, take_rows_p, params)
         return atom
 
     def try_put(self, eqn: JaxprEqn) -> bool:
@@ -305,14 +338,14 @@ class _Region:
         if not (adds or sets) or not puts_rows(eqn):
             return False
         operand, indices, updates = eqn.invars
-        if updates not in self.moved or updates in self.token_major:
+        if updates not in self.moved or updates in self.token_major or self.members[updates]:
             return False
         if sets and not is_permutation(indices, self.graph):
             return False  # the order of updates of one row would matter
         clip = eqn.params["mode"] == GatherScatterMode.CLIP
         params = {"source": self.groups, "target": None, "adds": adds, "clip": clip}
         invars = [self.read(operand), self.sizes, self.moved[updates], self.read(indices)]
-        self.emit_token_major(eqn, invars, self.groups.parts, put_rows_p, params)
+        self.emit_token_major(eqn, eqn.outvars[0], invars, self.groups.parts, put_rows_p, params)
         return True
 
     def try_take(self, eqn: JaxprEqn) -> bool:
@@ -321,16 +354,21 @@ class _Region:
         source = eqn.invars[0] if taken else None
         if not taken or isinstance(source, Literal) or source not in self.moved:
             return False
-        if source in self.token_major:
+        if source in self.token_major or self.members[source]:
             return False
         params = {"source": self.groups, "target": None, **taken}
         invars = [self.moved[source], self.sizes, self.read(eqn.invars[1])]
-        self.emit_token_major(eqn, invars, self.groups.parts, take_rows_p, params)
+        self.emit_token_major(eqn, eqn.outvars[0], invars, self.groups.parts, take_rows_p, params)
         return True
 
 
-_BY_ROWS: tuple[Primitive, ...] = (
-    p.broadcast_in_dim_p, p.reshape_p, p.dot_general_p, p.reduce_sum_p, p.reduce_max_p,
-    p.reduce_min_p, p.reduce_prod_p, p.reduce_and_p, p.reduce_or_p, p.argmax_p, p.argmin_p,
-    p.transpose_p, p.squeeze_p,
-)  # fmt: skip
+def _moved(rank: int, dim: int, to: int) -> tuple[int, ...]:
+    """The permutation that moves one dim to another place."""
+    dims = [d for d in range(rank) if d != dim]
+    return (*dims[:to], dim, *dims[to:])
+
+
+def _turned(aval: Any, dim: int, to: int) -> ShapedArray:
+    """The type of a value with one of its dims moved to another place."""
+    order = _moved(len(aval.shape), dim, to)
+    return ShapedArray(tuple(aval.shape[d] for d in order), aval.dtype)

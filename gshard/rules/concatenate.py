@@ -21,7 +21,16 @@ from gshard.moving.offsets import rows_put
 from gshard.moving.plan import plan_reshard, reshard_cost, whole_along
 from gshard.moving.rows import Move, Runs, align, plan_rows
 from gshard.operators.choose import cheapest
-from gshard.operators.rule import RULES, Context, Doc, Rule, Way, linear_in_all, register
+from gshard.operators.rule import (
+    RULES,
+    Context,
+    Doc,
+    Rule,
+    Way,
+    linear_in_all,
+    no_order,
+    register,
+)
 from gshard.operators.ways import least
 from gshard.rules.changes import rows_of
 from gshard.rules.slicing import filled
@@ -278,6 +287,7 @@ register(
         concatenate_factors,
         partition=_concatenate,
         ways=concatenate_ways,
+        ordered=no_order,
         linear=linear_in_all,
         doc=_JOINED,
     ),

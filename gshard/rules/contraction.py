@@ -24,7 +24,14 @@ from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.partial import combine, mask_for
 from gshard.operators.choose import cheapest, run_as
-from gshard.operators.rule import Context, Doc, Rule, linear_in, register
+from gshard.operators.rule import (
+    Context,
+    Doc,
+    Rule,
+    linear_in,
+    no_order,
+    register,
+)
 from gshard.operators.ways import Assignment, Layout, shard_dims, shard_result
 from gshard.tensors.factors import Factor, Factors
 from gshard.tensors.sharding import Sharding, Split
@@ -208,6 +215,7 @@ _RULE = Rule(
     partition=partition_dot,
     work=dot_work,
     linear=linear_in((0,), (1,)),
+    ordered=no_order,
     doc=Doc(
         free="batch dims; any dim of one operand alone",
         gather="contracting dims: AllReduce or ReduceScatter of the result; where operands "

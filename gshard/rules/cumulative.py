@@ -68,6 +68,7 @@ register(
     Rule(
         same_dims,
         partition=_cumulative,
+        ordered=lambda eqn: (f"d{eqn.params['axis']}",),
         doc=Doc(free="other dims", gather="the dim it runs along: AllGather of one row per tile"),
     ),
     *_COMBINE,

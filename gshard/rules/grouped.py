@@ -30,7 +30,7 @@ from gshard.operators.ragged_rows import (
     put_rows_p,
     take_rows_p,
 )
-from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.operators.rule import Context, Doc, Rule, no_order, register
 from gshard.operators.ways import Assignment, by_factors, least, shard_dims
 from gshard.rules.contraction import dot_work, ragged_factors, ring_of
 from gshard.tensors import padding
@@ -88,10 +88,56 @@ def _take(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     begins = _places(groups, limits, x, source, wanted)
     ends = _places(groups, limits, into, target, lax.iota(jnp.int32, count))
 
-    def put(into: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
-        return into.at[at].set(rows, mode="drop")
+    return [_sent(ctx, groups, x, RowTransfers(inside, *begins, *ends), into, _set_rows)]
 
-    return [_sent(ctx, groups, x, RowTransfers(inside, *begins, *ends), into, put)]
+
+def reshard_ragged(ctx: Context, tile: Tile, target: Sharding, reason: Reason) -> Tile:
+    """`tile` under another sharding, where rows are ragged before or after."""
+    dim = tile.sharding.ragged if tile.sharding.ragged is not None else target.ragged
+    assert dim is not None
+    here, there = tile.sharding.splits[dim], target.splits[dim]
+    if here is there:  # other dims are moved, with all rows that the devices hold
+        assert here
+        held = (*tile.shape[:dim], here.tiles * here.rows(tile.shape[dim]), *tile.shape[dim + 1 :])
+        even = Tile(tile.array, tile.sharding.replace(dim, here.even), held)
+        moved = ctx.reshard(even, target.replace(dim, here.even), reason)
+        return Tile(moved.array, target, tile.shape)
+    order = (dim, *(d for d in range(len(tile.shape)) if d != dim))
+    if here and here.ragged:
+        tile = _exchanged(ctx, here, _transposed(tile, order), there=False)
+        tile = _transposed(tile, _inverse(order))
+    if there and there.ragged:
+        tile = ctx.reshard(tile, target.replace(dim, there.even), reason)
+        tile = _transposed(
+            _exchanged(ctx, there, _transposed(tile, order), there=True), _inverse(order)
+        )
+    return ctx.reshard(tile, target, reason)
+
+
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(order.index(d) for d in range(len(order)))
+
+
+def _transposed(tile: Tile, order: tuple[int, ...]) -> Tile:
+    shape = tuple(tile.shape[d] for d in order)
+    return Tile(lax.transpose(tile.array, order), tile.sharding.project(order), shape)
+
+
+def _exchanged(ctx: Context, split: Split, x: Tile, there: bool) -> Tile:
+    """All rows of `x`, exchanged so that they are `split`, which is ragged, or back."""
+    groups, limits = ctx.place.known[split]
+    source, target = (None, groups) if there else (groups, None)
+    sharding = _row_sharding(groups, x.sharding, x.sharding, there)
+    into = Tile(padding.filled(sharding.local_shape(x.shape), x.array.dtype), sharding, x.shape)
+    rows = lax.iota(jnp.int32, groups.rows)
+    begins = _places(groups, limits, x, source, rows)
+    ends = _places(groups, limits, into, target, rows)
+    transfers = RowTransfers(jnp.full(groups.rows, True), *begins, *ends)
+    return _sent(ctx, groups, x, transfers, into, _set_rows)
+
+
+def _set_rows(into: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
+    return into.at[at].set(rows, mode="drop")
 
 
 def _taken_here(
@@ -184,7 +230,9 @@ def _row_sharding(
     Dims of a row are split as in `others`, if compatible.
     """
     split = rows.splits[0]
-    if by_groups or split is None or _numbers(split, groups.parts) is None:
+    if by_groups:
+        split = groups.ragged
+    elif split is None or split.ragged or _numbers(split, groups.parts) is None:
         split = groups.parts
     splits = (split, *others.splits[1:])
     if not compatible(splits) or not compatible((groups.parts, *others.splits[1:])):
@@ -223,6 +271,7 @@ def _limits(ctx: Context, groups: ExpertGroups, sizes: Tile) -> Bounds:
     key = (groups, Identity(whole))
     if key not in ctx.place.known:
         ctx.place.known[key] = bounds(groups, whole)
+        ctx.place.known[groups.ragged] = groups, ctx.place.known[key]
     return ctx.place.known[key]
 
 
@@ -277,13 +326,13 @@ def _grouped_dot(
 def _chosen(
     eqn: JaxprEqn, factors: Factors, tiles: list[Tile], targets: list[Sharding]
 ) -> Assignment:
-    parts = eqn.params["groups"].parts
+    rows = eqn.params["groups"].ragged
     shardings = [t.sharding for t in tiles]
     ways = by_factors(eqn, factors, shardings, targets, kept=("t",))
     chosen: Assignment = least(ways, eqn, shardings, targets).how.chosen
-    if chosen["t"] is parts:
+    if chosen["t"] is rows:
         return chosen
-    return {f: parts if f == "t" else None for f in chosen}
+    return {f: rows if f == "t" else None for f in chosen}
 
 
 @dataclass(frozen=True)
@@ -381,6 +430,7 @@ register(
     Rule(
         put_factors,
         partition=_put,
+        ordered=no_order,
         doc=Doc(free="dims of a row", gather="rows to and from experts: AllToAll by index"),
     ),
     put_rows_p,
@@ -389,6 +439,7 @@ register(
     Rule(
         grouped_factors,
         partition=_grouped_dot,
+        ordered=no_order,
         work=dot_work,
         doc=Doc(free="rows by group, and all dims of a row that are not contracted"),
     ),

@@ -16,7 +16,15 @@ from jax.extend.core import primitives as p
 from gshard.graph.reason import Reason
 from gshard.moving.recompute import fetch
 from gshard.operators.choose import cheapest, run_as
-from gshard.operators.rule import Context, Doc, Rule, linear_in, linear_in_all, register
+from gshard.operators.rule import (
+    Context,
+    Doc,
+    Rule,
+    linear_in,
+    linear_in_all,
+    no_order,
+    register,
+)
 from gshard.operators.ways import Layout
 from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.sharding import Sharding
@@ -239,6 +247,7 @@ _RESHAPE = Rule(
     partition=_reshape,
     level=0,
     linear=linear_in_all,
+    ordered=no_order,
     doc=Doc(
         free="where the tiles divide the dims' common factors",
         halo="uneven splits, the first of dims that mix: the elements that change tiles",

@@ -7,7 +7,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import optimization_barrier_p
 from gshard.annotate import annotate_p
-from gshard.operators.rule import Context, Doc, Rule, linear_in, register
+from gshard.operators.rule import Context, Doc, Rule, linear_in, no_order, register
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
@@ -85,7 +85,13 @@ register(
     p.sharding_constraint_p,
 )
 register(
-    Rule(one_to_one, partition=_each_by_itself, level=0, doc=Doc(free="every dim")),
+    Rule(
+        one_to_one,
+        partition=_each_by_itself,
+        level=0,
+        ordered=no_order,
+        doc=Doc(free="every dim"),
+    ),
     optimization_barrier_p,
     p.device_put_p,
 )

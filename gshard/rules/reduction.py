@@ -18,7 +18,16 @@ from gshard.moving import collectives
 from gshard.moving.ordered import sortable
 from gshard.moving.partial import identity, reducing_groups
 from gshard.operators.choose import cheapest
-from gshard.operators.rule import RULES, Context, Doc, Rule, bind_local, linear_in_all, register
+from gshard.operators.rule import (
+    RULES,
+    Context,
+    Doc,
+    Rule,
+    bind_local,
+    linear_in_all,
+    no_order,
+    register,
+)
 from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
@@ -200,6 +209,7 @@ def _register() -> None:
         Rule(
             functools.partial(reduce_factors, kind="max"),
             partition=_arg_reduce,
+            ordered=no_order,
             doc=Doc(
                 free="kept dims",
                 gather="the reduced dim: two AllReduces, of the winners and of their indices",
@@ -212,6 +222,7 @@ def _register() -> None:
         Rule(
             functools.partial(reduce_factors, kind="max"),
             partition=_generic_reduce,
+            ordered=no_order,
             doc=Doc(free="kept dims", gather="reduced dims: AllGather of the partial results"),
         ),
         p.reduce_p,

@@ -283,7 +283,13 @@ def change_rule(changes_of: ChangesOf, partition: PartitionRule | None = None, *
         return run_changes(ctx, eqn, tiles, targets, changes_of(eqn))
 
     ways = functools.partial(change_ways, changes_of=changes_of)
-    return Rule(changed_dims, partition=partition or run, ways=ways, **rest)
+    return Rule(
+        changed_dims,
+        partition=partition or run,
+        ways=ways,
+        ordered=lambda eqn: {f"d{d}" for changes in changes_of(eqn) for d in changes},
+        **rest,
+    )
 
 
 def _linear_pad(eqn: JaxprEqn) -> Sequence[Sequence[int]]:

@@ -25,7 +25,15 @@ from gshard.moving.costs import machine, sent_bytes, timed
 from gshard.moving.partial import identity, reducing_groups
 from gshard.moving.plan import whole_along
 from gshard.operators.choose import cheapest
-from gshard.operators.rule import RULES, Context, Doc, Rule, Way, register
+from gshard.operators.rule import (
+    RULES,
+    Context,
+    Doc,
+    Rule,
+    Way,
+    no_order,
+    register,
+)
 from gshard.operators.ways import by_factors
 from gshard.tensors import padding
 from gshard.tensors.factors import Factors
@@ -256,6 +264,7 @@ register(
         sort_dims,
         partition=_sort,
         ways=sort_ways,
+        ordered=lambda eqn: (f"d{eqn.params['dimension']}",),
         doc=Doc(
             free="other dims",
             gather="the sorted dim: 2 AllToAlls with another dim (twice the tile), columnsort "
@@ -269,6 +278,7 @@ register(
         top_k_dims,
         partition=_top_k,
         ways=top_k_ways,
+        ordered=no_order,
         doc=Doc(
             free="other dims",
             gather="the searched dim: AllGather of k candidates per tile, or of the operand where "

@@ -5,7 +5,8 @@ one `Split` (or None) per dim, so that the splits of two tensors combine dim by 
 letters of an einsum; `Sharding.devices` is the paper's device assignment.
 
 A dim that does not divide is rounded up: every tile has `ceil(size / tiles)` rows, the last tiles
-may be partly or entirely padding, whose contents are garbage.
+may be partly or entirely padding, whose contents are garbage. The tiles of a `Ragged` split have
+as many rows as their experts got, up to a capacity.
 """
 
 from __future__ import annotations
@@ -19,15 +20,29 @@ from typing import Any
 import numpy as np
 
 
+@dataclass(frozen=True)
+class Ragged:
+    """Rows sorted by group, split where groups end: the sizes of the groups are data.
+
+    `number` tells the lists of sizes of a program apart. A tile has room for `capacity` rows; those
+    after its own are garbage.
+    """
+
+    number: int
+    capacity: int
+
+
 @dataclass(frozen=True, eq=False)
 class Split:
     """One dim in `tiles` tiles: device d holds tile `coords[d]`, or none where that is -1.
 
-    Interned by `Split.of`, so that equality is identity: shardings of 2048 devices hash at once.
+    The tiles are equal, or `ragged`. Interned by `Split.of`, so that equality is identity:
+    shardings of 2048 devices hash at once.
     """
 
     tiles: int
     coords: np.ndarray
+    ragged: Ragged | None = None
 
     @staticmethod
     def of(coords: Sequence[int] | np.ndarray) -> Split | None:
@@ -35,12 +50,28 @@ class Split:
         array = np.ascontiguousarray(coords, dtype=np.int32)
         return _intern(array.tobytes())
 
+    @functools.cache  # noqa: B019  (splits are interned and live forever)
+    def ragged_by(self, ragged: Ragged) -> Split:
+        """The same tiles on the same devices, with other numbers of rows."""
+        return Split(self.tiles, self.coords, ragged)
+
+    @functools.cached_property
+    def even(self) -> Split:
+        """The same tiles with equal numbers of rows."""
+        split = Split.of(self.coords) if self.ragged else self
+        assert split
+        return split
+
+    def rows(self, size: int) -> int:
+        """The rows of a tile of a dim of `size` rows, padding included."""
+        return self.ragged.capacity if self.ragged else -(-size // self.tiles)
+
     @functools.cached_property
     def idle(self) -> bool:
         """Whether some devices hold no tile."""
         return bool((self.coords < 0).any())
 
-    @functools.cache  # noqa: B019  (splits are interned and live forever)
+    @functools.cache  # noqa: B019
     def major(self, tiles: int) -> Split | None:
         """This split coarsened to `tiles` tiles, a divisor of its own count."""
         return Split.of(np.where(self.coords < 0, -1, self.coords // (self.tiles // tiles)))
@@ -58,10 +89,13 @@ class Split:
         return split
 
     def __repr__(self) -> str:
-        return f"Split({self.tiles}, {_ids(self.coords)})"
+        ragged = f", {self.ragged}" if self.ragged else ""
+        return f"Split({self.tiles}, {_ids(self.coords)}{ragged})"
 
-    def __reduce__(self) -> Any:
-        return Split.of, (self.coords,)  # interned where it is unpickled, too
+    def __reduce__(self) -> Any:  # interned where it is unpickled, too
+        if self.ragged:
+            return Split.ragged_by, (self.even, self.ragged)
+        return Split.of, (self.coords,)
 
 
 @functools.cache
@@ -148,6 +182,11 @@ class Sharding:
         return not any(self.splits) and not self.manual and not self.unreduced
 
     @functools.cached_property
+    def ragged(self) -> int | None:
+        """The dim whose tiles have as many rows as data say, if there is one."""
+        return next((d for d, s in enumerate(self.splits) if s and s.ragged), None)
+
+    @functools.cached_property
     def idle(self) -> bool:
         """Whether some devices hold nothing."""
         return any(s.idle for s in self.splits if s)
@@ -175,7 +214,12 @@ class Sharding:
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the tile on a device, padding included."""
-        return _local_shape(tuple(shape), self.tiles)
+        local = _local_shape(tuple(shape), self.tiles)
+        if self.ragged is None:
+            return local
+        split = self.splits[self.ragged]
+        assert split
+        return (*local[: self.ragged], split.rows(shape[self.ragged]), *local[self.ragged + 1 :])
 
     def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The logical shape rounded up to whole tiles."""
@@ -215,7 +259,11 @@ class Sharding:
             return f"unreduced over {over}, {self.reduced}"
         if self.is_replicated:
             return "replicated"
-        dims = " x ".join(f"dim {d} by {s.tiles}" for d, s in enumerate(self.splits) if s)
+        dims = " x ".join(
+            f"dim {d} by {s.tiles}{' ragged' if s.ragged else ''}"
+            for d, s in enumerate(self.splits)
+            if s
+        )
         copies = f", {self.replicas} copies" if self.replicas > 1 else ""
         flat = self.devices.ravel()
         order = "" if (flat == np.arange(flat.size)).all() else f", devices {_ids(flat)}"
@@ -251,6 +299,8 @@ def compatible(splits: tuple[Split | None, ...]) -> bool:
 @functools.lru_cache(maxsize=65536)
 def fitting_part(others: tuple[Split | None, ...], split: Split) -> Split | None:
     """The split, or the finest coarser one, that is compatible with others; else None."""
+    if split.ragged:
+        return split if compatible((*others, split)) else None
     for tiles in range(split.tiles, 1, -1):
         part = split.major(tiles) if split.tiles % tiles == 0 else None
         if part and compatible((*others, part)):

@@ -48,13 +48,13 @@ class Tile:
         return byte_size(self.array.shape, self.array.dtype)
 
     def padded_dims(self) -> list[int]:
-        """The dims along which some device holds padding."""
+        """The dims along which some device holds padding; rows of ragged tiles are not masked."""
         return [
             d
             for d, (split, local, n) in enumerate(
                 zip(self.sharding.splits, self.array.shape, self.shape, strict=True)
             )
-            if split and local * split.tiles != n
+            if split and local * split.tiles != n and not split.ragged
         ]
 
     def offset(self, place: Place, dim: int) -> jax.Array | int:
