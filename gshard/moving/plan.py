@@ -54,21 +54,13 @@ def reshard_cost(
 
 
 def _ragged_cost(source: Sharding, target: Sharding, shape: Sequence[int], dtype: Any) -> float:
-    """The cost where rows are ragged before or after: they are exchanged, if the other is not."""
-    before, after, shape, sent = source, target, list(shape), 0.0
-    for dim, (a, b) in enumerate(zip(source.splits, target.splits, strict=True)):
-        ragged = a if a and a.ragged else b
-        if ragged is None or not ragged.ragged:
-            continue
-        if a is b:
-            shape[dim] = ragged.tiles * ragged.rows(shape[dim])
-        else:
-            row = math.prod(target.local_shape(shape)[:dim] + target.local_shape(shape)[dim + 1 :])
-            share = -(-shape[dim] // ragged.tiles) * row * itemsize_of(dtype)
-            sent += share * (ragged.tiles - 1) / ragged.tiles + machine().latency
-        before = before.replace(dim, a and a.even)
-        after = after.replace(dim, b and b.even)
-    return sent + reshard_cost(before, after, shape, dtype)
+    """The cost where rows are ragged: all that devices hold are moved, garbage included."""
+    held = list(shape)
+    for dim, splits in enumerate(zip(source.splits, target.splits, strict=True)):
+        for split in splits:
+            if split and split.ragged:
+                held[dim] = split.tiles * split.rows(shape[dim])
+    return reshard_cost(source.even, target.even, held, dtype)
 
 
 def plan_reshard(

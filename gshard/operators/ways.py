@@ -207,7 +207,9 @@ def assignments(
         if _composable(agreed, factors) and _fits(agreed, factors, tensors):
             yield agreed
             return
-    ragged = {f: [s for s in o if s and s.ragged] for f, o in options.items()}  # rows stay in order
+    ragged: dict[Factor, list[Split | None]] = {  # rows stay in order
+        f: [s for s in o if s and s.ragged] for f, o in options.items()
+    }
     free = [ragged[f] or ([*o] if o and f in kept else [*o, None]) for f, o in options.items()]
     none = True
     for splits in itertools.product(*free):

@@ -37,6 +37,7 @@ _BACKWARDS = 2  # the last of the passes
 
 Node = tuple[Any, int]  # a variable and one of its dims
 Tensor = tuple[Any, tuple[Dim, ...], int]  # a variable, the factors of its dims, and its bytes
+Stage = tuple[int | None, Split]  # of one group of dims, or of all
 DimGroups = Mapping[Any, Sequence[int]]  # for every variable, the groups that its dims belong to
 
 
@@ -212,12 +213,13 @@ class Flow:
     def spread(
         self, groups: DimGroups, first: Sequence[tuple[int, Split]] = (), sealed: bool = False
     ) -> Spread:
-        """Spread the given splits: those of the groups `first` in order, then all.
+        """Spread the given splits: ragged ones, those of the groups `first` in order, then all.
 
         If loops are `sealed`, their invariants are replicated inside: they are gathered before.
         """
         spread = Spread(self, groups, sealed)
-        for stage in first:
+        rows = {(None, s): 0 for v in self.annotations for s in self.given[v] if s and s.ragged}
+        for stage in (*rows, *first):
             spread.settle(stage)
         spread.settle(None)
         return spread
@@ -236,7 +238,7 @@ class Spread:
         self.open = {v: self.open_dims(v) for v in flow.given}
         self.split = {v for v, splits in self.splits.items() if any(splits)}
         self.queues: list[list[int]] = [[], [], []]
-        self.stage: tuple[int, Split] | None = None
+        self.stage: Stage | None = None
 
     def open_dims(self, var: Any) -> Sequence[int]:
         """The dims that may still take a split: none if every device has a tile of its own."""
@@ -249,7 +251,7 @@ class Spread:
             return ()
         return tuple(d for d, s in enumerate(splits) if s is None and d not in closed)
 
-    def settle(self, stage: tuple[int, Split] | None) -> None:
+    def settle(self, stage: Stage | None) -> None:
         """Propagate to a fixed point; in a stage, only one split of one group of dims."""
         self.stage = stage
         edges = self.flow.edges
@@ -283,9 +285,13 @@ class Spread:
         for side in sinks:
             for atom, names, _ in edge.sides[side]:
                 for dim in self.open[atom]:
-                    if names[dim] and (not stage or self.groups[atom][dim] == stage[0]):
+                    if names[dim] and (not stage or self.is_of(stage, atom, dim)):
                         return True
         return False
+
+    def is_of(self, stage: Stage, atom: Any, dim: int) -> bool:
+        """Whether a stage is about a dim."""
+        return stage[0] is None or self.groups[atom][dim] == stage[0]
 
     def pass_on(self, edge: Edge, sources: Sequence[int], sinks: Sequence[int]) -> None:
         """Propagate splits between the tensors of an operator."""
@@ -297,7 +303,7 @@ class Spread:
                 if len(dims) > 1:
                     dims.sort(key=lambda d: order[names[d][0]])
                 for dim in dims:
-                    if self.stage and self.groups[atom][dim] != self.stage[0]:
+                    if self.stage and not self.is_of(self.stage, atom, dim):
                         continue
                     split = offered(edge, atom, dim, names[dim], wanted)
                     if split and self.stage and split is not self.stage[1]:
@@ -322,25 +328,23 @@ class Spread:
     def preferences(self, edge: Edge, sources: Sequence[int]) -> dict[Factor, Split]:
         """For each factor the split that most of its tensors' bytes already have."""
         key = self.known(edge, sources)
-        found = self.wanted.get(key)
-        if found is None:
-            found = self.wanted[key] = self.favourites(edge, sources)
-        return found
+        if key not in self.wanted:
+            self.wanted[key] = self.favourites(edge, sources)
+        return self.wanted[key]
 
     def favourites(self, edge: Edge, sources: Sequence[int]) -> dict[Factor, Split]:
         """The preferences themselves, from the votes of the tensors."""
         votes: dict[Factor, dict[Split, float]] = {}
         instead: dict[Factor, dict[Split, float]] = {}  # of factors that nothing else splits
-        factors = edge.factors
+        factors, eqn = edge.factors, edge.eqn
         for side in sources:
             for atom, names, weight in edge.sides[side]:
                 for dim, split in zip(names, self.splits[atom], strict=True):
                     if split is None or not dim:
                         continue
                     for factor, part in decompose(split, dim, factors.sizes).items():
-                        if part.ragged and not (edge.eqn and rowwise(edge.eqn, factor)):
-                            continue
-                        if taker := factors.taken_over(factor, part):
+                        taker = factors.taken_over(factor, part)
+                        if taker and (not part.ragged or (eqn and rowwise(eqn, factor))):
                             tally = (votes if taker == factor else instead).setdefault(taker, {})
                             tally[part] = tally.get(part, 0) + weight
         votes = instead | votes
@@ -348,16 +352,15 @@ class Spread:
         if len(favourite) < 2:
             return favourite
         order = sorted(
-            favourite,
-            key=lambda f: (f not in factors.priority, -votes[f][favourite[f]]),
+            favourite, key=lambda f: (f not in factors.priority, -votes[f][favourite[f]])
         )
         return {f: favourite[f] for f in order}
 
     @functools.cached_property
     def shardings(self) -> dict[Any, Sharding]:
         """A sharding for every variable."""
-        n, manual = self.flow.num_devices, self.flow.manual
-        return {v: Sharding(s, n, v in manual) for v, s in self.splits.items()}
+        flow, splits = self.flow, self.splits.items()
+        return {v: Sharding(s, flow.num_devices, v in flow.manual) for v, s in splits}
 
     @functools.cached_property
     def blocked(self) -> dict[Node, Split]:
@@ -370,9 +373,8 @@ class Spread:
             unmet = self.unmet(edge)
             self.agreed[key] = not unmet
             for atom, dim, split in unmet:
-                closed = self.flow.closed.get(atom, ())
                 sealed = self.sealed and atom in self.flow.constants
-                if dim not in closed and not sealed:
+                if dim not in self.flow.closed.get(atom, ()) and not sealed:
                     found.setdefault((atom, dim), split)
         return found
 

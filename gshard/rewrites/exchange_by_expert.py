@@ -60,9 +60,10 @@ def _one_variable_for_sizes(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
     first: dict[Any, Any] = {}  # the first variable with a value
     same: dict[Any, Any] = {}
     for eqn in eqns:
-        if len(eqn.outvars) == 1 and not eqn.effects:
-            kind = equation_key(eqn) or f"{eqn.primitive} {eqn.params} {eqn.outvars[0].aval}"
-            operands = [str(a) if isinstance(a, Literal) else same.get(a, a) for a in eqn.invars]
+        kept = {k: v for k, v in eqn.params.items() if k != "update_jaxpr"}  # an addition
+        kind = equation_key(eqn.replace(params=kept) if eqn.primitive is p.scatter_add_p else eqn)
+        if kind is not None and len(eqn.outvars) == 1 and not eqn.effects:
+            operands = [same.get(a, a) for a in eqn.invars if not isinstance(a, Literal)]
             same[eqn.outvars[0]] = first.setdefault((kind, *operands), eqn.outvars[0])
     return [
         eqn.replace(invars=[*eqn.invars[:2], same.get(eqn.invars[2], eqn.invars[2])])
@@ -139,13 +140,13 @@ class _Region:
                     self.add(eqn, factor)
             for eqn in self.eqns:
                 for factor in self.factors(eqn, eqn.invars):
-                    operands = [a for a, _ in self.along(eqn, factor) if a not in eqn.outvars]
-                    if all(a in self.members or self.is_taken(a) for a in operands):
+                    operands, _ = self.along(eqn, factor)
+                    if all(a in self.members or self.is_taken(a) for a in operands.values()):
                         self.add(eqn, factor)
 
     def add(self, eqn: JaxprEqn, factor: Factor) -> None:
         """Make the variables of an operator that have a dim for its rows members."""
-        for atom, dim in self.along(eqn, factor):
+        for atom, dim in self.dims(eqn, factor):
             self.members.setdefault(atom, dim)
 
     def factors(self, eqn: JaxprEqn, atoms: Sequence[Any]) -> list[Factor]:
@@ -153,23 +154,35 @@ class _Region:
         known = [a for a in atoms if not isinstance(a, Literal) and a in self.members]
         if not known or eqn.primitive not in RULES or eqn.primitive is annotate_p:
             return []
-        found = dict.fromkeys(factors_of(RULES[eqn.primitive], eqn).sizes)
         return [
             f
-            for f in found
-            if any((a, self.members[a]) in self.along(eqn, f) for a in known)
+            for f in factors_of(RULES[eqn.primitive], eqn).sizes
+            if any((a, self.members[a]) in self.dims(eqn, f) for a in known)
             and rowwise(eqn, f)
-            and all(self.members.get(a, d) == d for a, d in self.along(eqn, f))
+            and all(self.members.get(a, d) == d for a, d in self.dims(eqn, f))
         ]
 
-    def along(self, eqn: JaxprEqn, factor: Factor) -> list[tuple[Any, int]]:
-        """The variables of an operator that have a dim for `factor`, and that dim."""
+    def along(self, eqn: JaxprEqn, factor: Factor) -> tuple[dict[int, Any], dict[int, Any]]:
+        """The operands and the results that have a dim for `factor`, by their numbers."""
         factors = factors_of(RULES[eqn.primitive], eqn)
-        atoms, tensors = (*eqn.invars, *eqn.outvars), (*factors.operands, *factors.results)
+        sides = ((eqn.invars, factors.operands), (eqn.outvars, factors.results))
+        operands, results = (
+            {
+                i: atom
+                for i, (atom, dims) in enumerate(zip(atoms, tensors, strict=True))
+                if (factor,) in dims and not isinstance(atom, Literal)
+            }
+            for atoms, tensors in sides
+        )
+        return operands, results
+
+    def dims(self, eqn: JaxprEqn, factor: Factor) -> list[tuple[Any, int]]:
+        """The same variables, and their dims for `factor`."""
+        factors = factors_of(RULES[eqn.primitive], eqn)
+        operands, results = self.along(eqn, factor)
         return [
-            (a, dims.index((factor,)))
-            for a, dims in zip(atoms, tensors, strict=True)
-            if (factor,) in dims and not isinstance(a, Literal)
+            *((a, factors.operands[i].index((factor,))) for i, a in operands.items()),
+            *((v, factors.results[i].index((factor,))) for i, v in results.items()),
         ]
 
     def products(self) -> Iterator[JaxprEqn]:
@@ -225,17 +238,16 @@ class _Region:
 
     def by_rows(self, eqn: JaxprEqn, factors: Sequence[Factor]) -> None:
         """A row-wise operator on expert-major rows."""
-        rows = {a for f in factors for a, _ in self.along(eqn, f)}
-        if not any(
-            a in rows for a in eqn.invars if not isinstance(a, Literal)
-        ):  # equal for every row: recomputed rather than moved
+        sides = [self.along(eqn, f) for f in factors]
+        rows = {i for operands, _ in sides for i in operands}
+        made = {i for _, results in sides for i in results}
+        if not rows:  # equal for every row: recomputed rather than moved
             self.emit(eqn, [self.read(a) for a in eqn.invars])
             self.token_major.update(eqn.outvars)
         invars = [
-            self.read(a) if isinstance(a, Literal) or a not in rows else self.expert_major(a)
-            for a in eqn.invars
+            self.expert_major(a) if i in rows else self.read(a) for i, a in enumerate(eqn.invars)
         ]
-        outvars = [self.moved_var(v) if v in rows else v for v in eqn.outvars]
+        outvars = [self.moved_var(v) if i in made else v for i, v in enumerate(eqn.outvars)]
         self.emit(eqn, invars, outvars=outvars)
 
     def moved_var(self, var: Any) -> Any:

@@ -230,6 +230,11 @@ class Sharding:
         return self.padded_shape(shape) == tuple(shape)
 
     @functools.cached_property
+    def even(self) -> Sharding:
+        """The same tiles, with equal numbers of rows where they are ragged."""
+        return Sharding(tuple(s and s.even for s in self.splits), self.num_devices)
+
+    @functools.cached_property
     def reduced(self) -> Sharding:
         """This sharding once the value is reduced."""
         return Sharding(self.splits, self.num_devices, self.manual) if self.unreduced else self

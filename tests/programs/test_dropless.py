@@ -260,6 +260,15 @@ def mesh_cases():
         ],
         "tokens not split": [None, None, even_split(3, 0, 8), even_split(3, 0, 8)],
         "model dim split": [mesh.T.reshape(4, 2), None, columns, columns],
+        "weights split otherwise": [
+            even_split(2, 1, 8), None, np.arange(0, 8, 4).reshape(1, 1, 2), mesh.reshape(2, 1, 4),
+        ],
+        "experts on two and eight": [
+            None, None, mesh.reshape(2, 1, 4), np.arange(8).reshape(8, 1, 1), even_split(2, 1, 8),
+        ],
+        "hidden of one and experts of the other": [
+            mesh[:1], None, mesh[:1].reshape(1, 1, 4), mesh.T.reshape(4, 2, 1), even_split(2, 1, 8),
+        ],
         "any order": [
             np.array([[3, 1, 0, 2, 7, 6, 5, 4]]).T, None,
             *[np.array([6, 1, 0, 3, 7, 2, 5, 4]).reshape(8, 1, 1)] * 2,
