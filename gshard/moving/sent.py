@@ -46,7 +46,8 @@ def reduced(kind: str, elements: int, dtype: Any, members: int, num_devices: int
     if kind == "tree":
         part = -(-elements // members) * dtype.itemsize
         sent = exchanged(part * members, members, groups, num_devices)
-        return sent + gathered(part, members, groups, num_devices), 2
+        # An AllReduce is a scatter and a gather, too, and counts as one.
+        return sent + gathered(part, members, groups, num_devices), 1
     if kind == "sum":
         return sent_bytes("all_reduce", elements * 4 if is_bool else size, members), 1
     if kind in ("max", "min"):

@@ -124,9 +124,12 @@ def test_several_operands_at_once():
 
 @pytest.mark.parametrize("reduce", [jnp.max, jnp.min])
 def test_complex_numbers_compare_by_real_then_imaginary_part(reduce):
-    """In JAX's order, -0.0 as 0.0; padding must not win. Two AllReduces of half the bytes each."""
+    """In JAX's order, -0.0 as 0.0; padding must not win. Two AllReduces of half the bytes each.
+
+    (One waits for the other: few numbers are gathered instead, with one latency.)
+    """
     rng = np.random.default_rng(0)
-    parts = rng.integers(-1, 2, (2, 13, 4)).astype(np.float32) * np.float32(-1)
+    parts = rng.integers(-1, 2, (2, 13, 4096)).astype(np.float32) * np.float32(-1)
     x = (parts[0] + 1j * parts[1]).astype(np.complex64)
     lowered = check(lambda x: reduce(x, axis=0), x, inputs=[even_split(2, 0, 8)], exact=True)
     assert kinds(lowered) == {"all_reduce": 2}
