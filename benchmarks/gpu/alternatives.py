@@ -24,7 +24,7 @@ from jax import lax
 from benchmarks.gpu.timing import milliseconds
 from gshard.nn.flash import flash_attention, reference
 from gshard.nn.grouped import grouped_product
-from gshard.nn.kernels import float8, vocabulary
+from gshard.nn.kernels import cached, float8, vocabulary
 from gshard.nn.norm import normalize, normalize_beside
 from gshard.nn.segments import Segments
 
@@ -156,6 +156,20 @@ def few_tokens() -> tuple[Ways, Shapes]:
     return {OURS: ours, PLAIN: plain}, [shaped(64, 16, 512), shaped(32, 512, 2048)]
 
 
+def from_cache() -> tuple[Ways, Shapes]:
+    """Self-attention of a decoding step: 256 sentences, beam 4, half of 64 positions written."""
+    B, K, N, L, D = 256, 4, 16, 256, 128
+    visible = jnp.broadcast_to(jnp.arange(L) < L // 2, (B, K, L))
+
+    def ours(q: Any, k: Any, v: Any) -> Any:
+        return cached.attend(q, k, v, visible, L // 2)
+
+    def plain(q: Any, k: Any, v: Any) -> Any:
+        return cached.reference(q, k, v, visible)
+
+    return {OURS: ours, PLAIN: plain}, [shaped(B, K, N, D), *[shaped(B, N, L, D)] * 2]
+
+
 def cases() -> Iterator[tuple[str, Ways, Shapes]]:
     """What is compared: a title, the ways, the shapes of their arguments."""
     for length in (256, 2048):
@@ -167,6 +181,7 @@ def cases() -> Iterator[tuple[str, Ways, Shapes]]:
     yield "rounding to 8 bits, both orientations", *eight_bits()
     yield "experts, 65,536 tokens", *experts(65_536)
     yield "experts, a decoding step", *few_tokens()
+    yield "attention, a decoding step", *from_cache()
 
 
 def measure() -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import jax
 
 # The first pattern that is found in a kernel's name says what it is.
 KINDS = (
-    ("attention", r"flash_|fmha|cudnn.*sdpa|mha_"),
+    ("attention", r"flash_|cached_attention|fmha|cudnn.*sdpa|mha_"),
     ("normalization", r"norm_grads"),
     ("loss", r"vocabulary_grads"),
     ("to eight bits", r"eight_bits"),

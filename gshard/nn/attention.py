@@ -19,6 +19,7 @@ from jax import Array
 from gshard.nn import float8, int8
 from gshard.nn.flash import joint_attention, seed_from_row
 from gshard.nn.hashing import seed_of
+from gshard.nn.kernels import cached
 from gshard.nn.layers import biased, dropout, init_weight
 from gshard.nn.segments import Segments, segment_mask
 from gshard.nn.settings import AttentionKind, Products, Random
@@ -48,9 +49,12 @@ class Buffers(NamedTuple):
         )
         return Buffers(*written)
 
-    def read(self) -> KeysValues:
-        """All positions, as attention takes them."""
-        return KeysValues(self.keys.swapaxes(1, 2), self.values.swapaxes(1, 2))
+
+class Cached(NamedTuple):
+    """A cache to attend to, of which the first `filled` positions are written."""
+
+    buffers: Buffers
+    filled: Array | int
 
 
 class Attention(eqx.Module):
@@ -99,7 +103,7 @@ class Attention(eqx.Module):
     def __call__(
         self,
         x_BTM: Array,
-        memory: KeysValues | Array | None,
+        memory: KeysValues | Cached | Array | None,
         visible: Array | Segments,
         rate: float = 0.0,
         key: Array | None = None,
@@ -111,8 +115,14 @@ class Attention(eqx.Module):
         """Attend from `x_BTM` to `memory` where a query may see it, with dropout on the weights.
 
         `memory` is keys and values, or the input to compute them from; None is `x_BTM` itself.
+        A cache is read without dropout.
         A query that attends to nothing (padding) gets a uniform mixture, never a NaN.
         """
+        if isinstance(memory, Cached):
+            assert not isinstance(visible, Segments)
+            by_kernel = kind == "flash" and strategy.devices == 1
+            out_BTNU = _from_cache(self._queries(x_BTM, products), memory, visible, by_kernel)
+            return self._project(out_BTNU, products)
         if kind == "flash" and isinstance(visible, Segments) and self.bq is None:
             arrays = self._joint(x_BTM, memory, products)
             return self._project(self._flash(arrays, visible, rate, key, strategy), products)
@@ -179,6 +189,14 @@ class Attention(eqx.Module):
             return _in_eight_bits(out_BTNU, self.wo, 2)
         y_BTM = int8.product("BTNU,NUM->BTM", out_BTNU, self.wo)
         return biased(y_BTM, self.bo)
+
+
+def _from_cache(q_BTND: Array, memory: Cached, mask_BTL: Array, by_kernel: bool) -> Array:
+    """What the queries get of a cache: by the kernel where that is wanted and can be."""
+    arrays = (q_BTND, *memory.buffers)
+    if by_kernel and cached.fits(*arrays):
+        return cached.attend(*arrays, mask_BTL, memory.filled)
+    return cached.reference(*arrays, mask_BTL)
 
 
 def _heads(x_BTM: Array, w_MND: Array, products: Products) -> Array:

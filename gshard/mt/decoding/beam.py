@@ -17,6 +17,7 @@ Dims: B sentences, K beam, N best, T steps, L = K * T slots, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -139,15 +140,56 @@ def start(real_BL: Array, cache: Caches, config: BeamConfig, strategy: Strategy)
 
 def extend(live: Live, logits_BKV: Array, config: BeamConfig) -> tuple[Array, Live]:
     """The score with which each hypothesis would end here, and the K best that continue."""
-    B, K, V = logits_BKV.shape
-    scores_BKV = live.scores[:, :, None] + jax.nn.log_softmax(logits_BKV.astype(jnp.float32))
-    ends_BK = scores_BKV[:, :, END]
-    tokens_V = jnp.arange(V)
-    silent_V = (tokens_V[:, None] == jnp.asarray((*config.banned, END))).any(axis=1)
-    goes_on_BX = jnp.where(silent_V, -jnp.inf, scores_BKV).reshape(B, K * V)
-    scores_BK, best_BK = jax.lax.top_k(goes_on_BX, K)
+    logits_BKV = logits_BKV.astype(jnp.float32)
+    V = logits_BKV.shape[2]
+    most_BKS = jnp.max(_spans(logits_BKV), axis=3)
+    top_BK1 = jnp.max(most_BKS, axis=2, keepdims=True)
+    log_z_BK1 = jnp.log(jnp.sum(jnp.exp(logits_BKV - top_BK1), axis=2, keepdims=True))
+    known = live.scores[:, :, None], top_BK1, log_z_BK1
+    ends_BK = _scores(logits_BKV[:, :, END : END + 1], *known)[:, :, 0]
+    scores_BK, best_BK = _best(logits_BKV, most_BKS, known, (*config.banned, END))
     ancestry_BKL = reorder(live.ancestry, best_BK // V)
     return ends_BK, Live((best_BK % V).astype(jnp.int32), scores_BK, ancestry_BKL)
+
+
+_SPAN = 128  # tokens among which one may be the best
+
+
+def _spans(logits_BKV: Array) -> Array:
+    """The vocabulary in spans of tokens; in spans of one where they do not divide it."""
+    B, K, V = logits_BKV.shape
+    return logits_BKV.reshape(B, K, -1, _SPAN if V % _SPAN == 0 else 1)
+
+
+def _scores(logits: Array, before: Array, top: Array, log_z: Array) -> Array:
+    """What hypotheses are worth with another token, as `jax.nn.log_softmax` has it."""
+    return before + (logits - top - log_z)
+
+
+def _best(
+    logits_BKV: Array, most_BKS: Array, known: tuple[Array, ...], silent: Sequence[int]
+) -> tuple[Array, Array]:
+    """The K best scores of tokens that are not `silent`, and where they are among all K * V.
+
+    Those K are in the K spans whose own best are the best: the vocabulary is read once to find
+    these spans, and instead of all scores only theirs are computed and sorted. Spans are sorted by
+    their place, so that of equal scores the first is taken, as if all had been sorted.
+    """
+    (B, K, V), S = logits_BKV.shape, most_BKS.shape[2]
+    C = V // S
+    spans_BKSC = _spans(logits_BKV)
+    allowed_SC = jnp.ones((S, C), bool).at[jnp.array(silent) // C, jnp.array(silent) % C].set(False)
+    for s in sorted({token // C for token in silent}):
+        spoken_BKC = jnp.where(allowed_SC[s], spans_BKSC[:, :, s], -jnp.inf)
+        most_BKS = most_BKS.at[:, :, s].set(jnp.max(spoken_BKC, axis=2))
+    _, chosen_BK = jax.lax.top_k(_scores(most_BKS, *known).reshape(B, K * S), K)
+    chosen_BK = jnp.sort(chosen_BK, axis=1)
+    found_BKC = reorder(spans_BKSC.reshape(B, K * S, C), chosen_BK)
+    theirs = (reorder(x, chosen_BK // S) for x in known)
+    scores_BKC = jnp.where(allowed_SC[chosen_BK % S], _scores(found_BKC, *theirs), -jnp.inf)
+    scores_BK, best_BK = jax.lax.top_k(scores_BKC.reshape(B, K * C), K)
+    places_BK = reorder(chosen_BK, best_BK // C) * C + best_BK % C
+    return scores_BK, places_BK
 
 
 def may_end(ends_BK: Array, goes_on_BK: Array, last: Array) -> Array:

@@ -13,7 +13,7 @@ from jax.extend.core import jaxprs_in_params
 
 import gshard
 from gshard.mt.batching.tokenizer import END, PAD, START
-from gshard.mt.decoding.beam import beam_search
+from gshard.mt.decoding.beam import Live, beam_search, extend
 from gshard.mt.decoding.beam_config import BeamConfig
 from gshard.mt.evaluation.confidence import forced
 from gshard.nn import Batch, Strategy
@@ -111,6 +111,29 @@ def check(B, L, vocab, experts, config, seeds):
 )
 def test_equal_to_a_plain_beam_search(B, vocab, experts, config):
     check(B, 5, vocab, experts, config, range(4))
+
+
+@pytest.mark.parametrize("vocab", [256, 300, 5])
+def test_candidates_are_those_of_all_scores_sorted(vocab):
+    """In spans and one by one, with many equal scores, silent tokens that lead, and no hope."""
+    rng = np.random.default_rng(vocab)
+    config = BeamConfig(beam=4, max_length=3)
+    logits = rng.integers(0, 6, (30, 4, vocab)).astype(np.float32)
+    logits[:5, :, :4] = 50.0
+    before = rng.integers(-3, 0, (30, 4)).astype(np.float32)
+    before[10:, 1:] = -np.inf
+    live = Live(np.zeros((30, 4), int), before, np.tile(np.eye(4, 12, dtype=bool), (30, 1, 1)))
+    ends, after = jax.jit(lambda live, logits: extend(live, logits, config))(live, logits)
+    scores = np.array(before[..., None] + jax.jit(jax.nn.log_softmax)(logits))
+    np.testing.assert_array_equal(ends, scores[..., END])
+    scores[..., [*config.banned, END]] = -np.inf
+    flat = scores.reshape(30, -1)
+    want = np.argsort(-flat, axis=1, kind="stable")[:, :4]
+    np.testing.assert_array_equal(after.scores, np.take_along_axis(flat, want, axis=1))
+    real = np.isfinite(np.asarray(after.scores))
+    np.testing.assert_array_equal(np.asarray(after.tokens)[real], (want % vocab)[real])
+    parents = np.argmax(after.ancestry, axis=2)
+    np.testing.assert_array_equal(parents[real], (want // vocab)[real])
 
 
 @st.composite
