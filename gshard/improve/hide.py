@@ -8,6 +8,10 @@ the backward pass gradients of weights, which only the optimizer needs.
 
 XLA for GPUs runs collectives one after the other: a second one that started before the product
 would end the first. Transfers that could start meanwhile wait for the product too.
+
+A barrier waits for those of its operands whose results are used: XLA removes all others. What is
+waited for is there represented by its first element, so that its own layout in memory stays free,
+and all these elements are used at the end, in a condition that is never true.
 """
 
 from __future__ import annotations
@@ -16,12 +20,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+from jax import Array, lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, new_jaxpr_eqn
 
 from gshard._jax import Var, optimization_barrier_p
 from gshard.forecast.ops import APART, PRODUCTS
 from gshard.forecast.work import product_of
 from gshard.graph import LOOPS, Graph, bodies, map_bodies, renamed
+from gshard.graph.evaluate import equations_of
 from gshard.graph.schedule import Dependence
 from gshard.improve.gain import multiplication
 from gshard.moving.collectives import CollectiveNode, CollectivePermute
@@ -233,18 +240,21 @@ def _with_barriers(choosing: _Choosing) -> tuple[list[JaxprEqn], list[Any]]:
     last = {max(h.ends, key=place.__getitem__): h for h in choosing.found}
     names: dict[Any, Any] = {}
     written: list[JaxprEqn] = []
+    seen: list[Any] = []  # elements of what barriers waited for
 
     def barrier(waiting: Sequence[Any], others: Sequence[Any], like: JaxprEqn) -> list[Any]:
-        """Variables that are those of `waiting` once `others` are there too.
-
-        The results of `others` are not used: so their layouts in memory are not fixed.
-        """
-        operands = [names.get(v, v) for v in (*waiting, *others)]
-        results = [Var(v.aval) for v in operands]
+        """Variables that are those of `waiting` once `others` are there too."""
         info, ctx = like.source_info, like.ctx
+        operands = [names.get(v, v) for v in waiting]
+        for v in (names.get(v, v) for v in others):
+            equations, (element,) = equations_of(_first_element, [v], source_info=info, ctx=ctx)
+            written.extend(equations)
+            operands.append(element)
+        results = [Var(v.aval) for v in operands]
         written.append(
             new_jaxpr_eqn(operands, results, optimization_barrier_p, {}, set(), info, ctx)
         )
+        seen.extend(results[len(waiting) :])
         return results[: len(waiting)]
 
     for eqn in sorted(graph.eqns, key=place.__getitem__):
@@ -260,7 +270,21 @@ def _with_barriers(choosing: _Choosing) -> tuple[list[JaxprEqn], list[Any]]:
             waiting = [*h.transfer.outvars, *(e.invars[0] for e in h.delayed)]
             done = [v for end in h.ends for v in end.outvars]
             names |= zip(waiting, barrier(waiting, done, h.transfer), strict=True)
-    return written, [a if isinstance(a, Literal) else names.get(a, a) for a in graph.results]
+    results = [a if isinstance(a, Literal) else names.get(a, a) for a in graph.results]
+    values = [a for a in results if not isinstance(a, Literal)]
+    smallest = min(values, key=lambda a: a.aval.size)
+    equations, (same,) = equations_of(_unless_below_all, [smallest, *seen])
+    return [*written, *equations], [same if a is smallest else a for a in results]
+
+
+def _first_element(value: Array) -> Array:
+    return lax.slice(value, (0,) * value.ndim, (1,) * value.ndim)
+
+
+def _unless_below_all(value: Array, *elements: Array) -> Array:
+    """The value: no element is below the least number there is, which a compiler does not use."""
+    numbers = jnp.stack([element.ravel()[0].astype(jnp.float32) for element in elements])
+    return jnp.where(jnp.any(numbers < -jnp.inf), jnp.zeros_like(value), value)
 
 
 def _last_operand(choosing: _Choosing, product: JaxprEqn) -> int:
