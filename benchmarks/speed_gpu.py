@@ -102,6 +102,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "compile": [
         train(name, 128, 131_072, cache=cache) | {"module": "compiling"}
         for name, cache in (("first", "empty"), ("again", "kept"))
+    ]
+    + [
+        train(name, 128, 131_072, cache="kept", keeps_step=True) | {"module": "compiling"}
+        for name in ("the step of `gshard train`, first", "found by its settings")
     ],
     "attention": [
         {"module": "attention", "tokens": 65_536, "blocks": [(64, 32, 4, 3), (64, 64, 4, 2)]},

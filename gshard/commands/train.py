@@ -112,7 +112,7 @@ def train(
                     raise typer.Exit(_check(run, checked, display))
                 late_failures.leave_out()
                 intruder = held.intruder if held else lambda: ""
-                outcome = loop.train(run, display, back_to, reporter, intruder)
+                outcome = loop.train(run, display, back_to, reporter, intruder, keeps_step=True)
     _summarize(run, outcome)
     if outcome.signal:
         raise typer.Exit(128 + outcome.signal)

@@ -57,3 +57,37 @@ def cache_in_every_process() -> None:
 
     if write.__name__ != written.__name__:
         compiler._cache_write = written
+
+
+def program_cache(backend: Any) -> Any:
+    """The cache of compiled programs, with `get` and `put`; None if there is none."""
+    from jax._src import compilation_cache
+
+    if not compilation_cache.is_cache_used(backend):
+        return None
+    return compilation_cache._get_cache(backend)
+
+
+def trace_context() -> str:
+    """What JAX's caches of traced functions depend on beside the arguments."""
+    from jax._src import config
+
+    return str(config.trace_context())
+
+
+def hardware_of(devices: Any) -> list[str]:
+    """What programs compiled for these devices depend on."""
+    from jax._src.lib import xla_client
+
+    client = devices[0].client
+    try:
+        found = str(xla_client.get_topology_for_devices(list(devices)).fingerprint())
+    except (RuntimeError, AttributeError):  # of a backend, or a release, that has none
+        found = ""
+    return [client.platform, client.platform_version, found]
+
+
+def calls_python(compiled: Any) -> bool:
+    """Whether a compiled program calls back into this process."""
+    unloaded = compiled._executable._unloaded_executable
+    return bool(unloaded.keepalive or unloaded.host_callbacks)

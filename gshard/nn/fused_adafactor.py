@@ -115,7 +115,7 @@ def fused_adafactor(settings: AdafactorSettings) -> FusedOptimizer:
     def apply(grads: Any, state: FusedState, params: Any, seed: Array) -> tuple[Any, Any, Array]:
         leaves, tree = jax.tree.flatten(params)
         grad_leaves, own = tree.flatten_up_to(grads), tree.flatten_up_to(state.own)
-        numbers = np.arange(len(leaves), dtype=np.uint32) * np.uint32(GOLDEN)
+        numbers = jax.lax.iota(jnp.uint32, len(leaves)) * np.uint32(GOLDEN)
         seeds = _unstack(seed + numbers[:, None])
         before, shared, total = iter(state.shared), [], jnp.zeros(())
         pace = Pace(settings.schedule(state.steps), settings.decay(state.steps))

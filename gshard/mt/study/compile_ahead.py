@@ -71,7 +71,9 @@ def compile_run(run: Run, evaluate: EvaluateConfig) -> int:
     """Compile the training step, its first state, its dev loss and the search; how many."""
     devices, strategy = hosts.chosen(run.config.devices), hosts.strategy(run.config.devices)
     teacher = teacher_of(run, strategy, shapes=True)
-    programs = Programs(run.config, run.model_config, devices, strategy, run.folder, teacher)
+    programs = Programs(
+        run.config, run.model_config, devices, strategy, run.folder, teacher, keeps_step=True
+    )
     return programs.compile_all(blank_batch(run)) + _compile_search(run, run.model_config, evaluate)
 
 

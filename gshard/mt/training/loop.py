@@ -52,12 +52,15 @@ def train(
     back_to: int | None = None,
     reporter: Reporter | None = None,
     intruder: Callable[[], str] = lambda: "",
+    *,
+    keeps_step: bool = False,
 ) -> Outcome:
     """Train until the configured step; a run with checkpoints resumes from the newest.
 
     With `back_to` it resumes from the checkpoint of that step, and later ones are removed.
     `reporter` reports what this process does. `intruder` is called before each save; if it returns
-    a message about another process that trains in the same folder, training ends.
+    a message about another process that trains in the same folder, training ends. With `keeps_step`
+    a compiled step is found by the run's settings, without tracing it.
     """
     reporter = reporter or Reporter()
     reporter.tell("preparing")
@@ -80,7 +83,7 @@ def train(
         spent = (float(note.get(name, 0.0)) for name in ("seconds", "tokens"))
         return Outcome(newest, 0, checkpoints.best(), 0.0, *spent)
     _refuse_changes(run, checkpoints)
-    programs, batches = programs_and_batches(run)
+    programs, batches = programs_and_batches(run, keeps_step=keeps_step)
     dev = _dev_batches(run, programs.host)
     try:
         loop = _Loop(run, programs, batches, dev, checkpoints, progress, reporter)
@@ -114,12 +117,14 @@ def _identity(run: Run) -> dict[str, Any]:
     return identity(run, teacher_identity(run.config.distill))
 
 
-def programs_and_batches(run: Run) -> tuple[Programs, Batches]:
+def programs_and_batches(run: Run, *, keeps_step: bool = False) -> tuple[Programs, Batches]:
     """The compiled functions of a run on its devices, and this host's part of its text."""
     devices = hosts.chosen(run.config.devices)
     strategy = hosts.strategy(run.config.devices)
     teacher = teacher_of(run, strategy)
-    programs = Programs(run.config, run.model_config, devices, strategy, run.folder, teacher)
+    programs = Programs(
+        run.config, run.model_config, devices, strategy, run.folder, teacher, keeps_step=keeps_step
+    )
     batches = Batches(run.tokens(), run.config.batch, programs.host, run.config.data.workers)
     return programs, batches
 

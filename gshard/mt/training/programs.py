@@ -18,9 +18,9 @@ from jax import Array
 import gshard
 from gshard.mt.batching.batches import Host
 from gshard.mt.batching.packing import Arrays
-from gshard.mt.config import OptimizerConfig, RunConfig
+from gshard.mt.config import OptimizerConfig, RunConfig, settings
 from gshard.mt.errors import UserError
-from gshard.mt.training import guard
+from gshard.mt.training import guard, kept_step
 from gshard.mt.training.layouts import for_shapes, layout_of_run
 from gshard.nn.config import Batch, TransformerConfig
 from gshard.nn.optimizer import adafactor, adam, inverse_sqrt
@@ -36,6 +36,8 @@ from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.nn.transformer import Transformer
 
 T = TypeVar("T")
+
+_OTHERS = ("name", "data")  # settings that no program depends on
 
 
 class RunState(NamedTuple):
@@ -89,18 +91,22 @@ class Programs:
         strategy: Strategy,
         folder: Path | None = None,
         teacher: Transformer | None = None,
+        *,
+        keeps_step: bool = False,
     ):
         """`folder` is the run's, where a layout that gshard chose is kept.
 
         `teacher` is the model to learn from, or its shapes where nothing but compiling is done.
+        With `keeps_step` a compiled step is found by its settings (`gshard.mt.training.kept_step`).
         """
         self.devices = list(devices)
         self._folder = folder if config.devices.layout == "auto" else None
         # With several hosts each brings its own rows, or all of them where they do not divide.
-        self.host = Host(jax.process_index(), jax.process_count())
-        if config.batch.rows % len(self.devices):
-            self.host = Host()
+        split = config.batch.rows % len(self.devices) == 0
+        self.host = Host(jax.process_index(), jax.process_count()) if split else Host()
         optimizer = make_optimizer(config.optimizer)
+        keeps_step = keeps_step and self._folder is None  # a layout is not among the settings
+        self._settings = _of_programs(config, model, strategy) if keeps_step else None
         # One key serves the whole run: steps and layers fold their numbers into it.
         self._key = jax.random.key(config.train.seed)
 
@@ -131,9 +137,8 @@ class Programs:
 
         jit = functools.partial(gshard.jit, devices=self.devices, reproducible=config.reproducible)
         self._jit, self._plain_first, self._plain_step = jit, first, step
-        self._first = jit(first)
+        self._first, self._dev = jit(first), jit(dev)
         self._step = jit(step, donate_argnums=0)
-        self._dev = jit(dev)
         self._compiled: dict[Any, Any] = {}  # steps, by the shapes of a batch
         self._teacher, self._placed_key = teacher, None
         self._finite = gshard.jit(all_finite, devices=self.devices)
@@ -146,9 +151,18 @@ class Programs:
     def compile(self, arrays: Arrays) -> RunState:
         """Make the step ready; returns the state as shapes with the shardings that it wants."""
         arguments = self._shapes, self._global(_local(arrays)), self._key, self._teacher
-        lowered = self._partitioned(arguments).lower(*arguments)
-        self._compiled[_shapes_of(arrays)] = lowered.compile()
-        state, *_ = lowered.in_info
+        step: Any = None
+        if self._settings is not None:
+            key = kept_step.key_of(self._settings, arguments, self.devices)
+            step = kept_step.find(key, arguments, self.devices)
+        if step is not None:
+            state, *_ = step.in_info
+        else:
+            lowered = self._partitioned(arguments).lower(*arguments)
+            step, (state, *_) = lowered.compile(), lowered.in_info
+            if self._settings is not None:
+                kept_step.keep(key, step, self.devices)
+        self._compiled[_shapes_of(arrays)] = step
         return state
 
     def _partitioned(self, arguments: tuple[Any, ...]) -> Any:
@@ -214,6 +228,14 @@ class Programs:
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((len(x) * count, *x.shape[1:]), x.dtype), batch
         )
+
+
+def _of_programs(
+    config: RunConfig, model: TransformerConfig, strategy: Strategy
+) -> dict[str, object]:
+    """The settings that programs follow from."""
+    used = {name: x for name, x, _ in settings(config) if name.partition(".")[0] not in _OTHERS}
+    return {**used, "model": model, "strategy": strategy}
 
 
 def readable(figures: T) -> T:
