@@ -8,6 +8,7 @@ a value's operands sends fewer bytes, those are moved and the value is recompute
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,7 +160,9 @@ class Mover:
         if made is None or not tile.is_standard:
             return None
         direct = reshard_cost(tile.sharding, target, tile.shape, tile.array.dtype)
-        if self._recompute_cost(made, target, direct, DEPTH) >= direct:
+        cost = self._recompute_cost(made, target, direct, DEPTH)
+        # What a reshape is made of can be reshaped otherwise for another operator.
+        if cost > direct or (cost == direct and made.eqn.primitive is not p.reshape_p):
             return None
         wanted = made.operands_under(target) or []
         operands = zip(made.operands, wanted, strict=True)
@@ -167,15 +170,17 @@ class Mover:
         return Tile(made.run(moved, target.local_shape(tile.shape)), target, tile.shape)
 
     def _recompute_cost(self, made: Made, target: Sharding, limit: float, depth: int) -> float:
-        """The cost of recomputing a value under `target`, or `limit` if it is higher."""
+        """The cost of recomputing a value under `target`, or any above `limit` if it is higher."""
         wanted = made.operands_under(target)
         if wanted is None or not depth:
-            return limit
+            return math.inf
         local = target.local_shape(made.result.shape)
-        total = byte_size(local, made.result.array.dtype) / machine().memory_per_byte
+        total = 0.0
+        if made.eqn.primitive is not p.reshape_p:  # which copies nothing
+            total = byte_size(local, made.result.array.dtype) / machine().memory_per_byte
         for tile, sharding in zip(made.operands, wanted, strict=True):
-            if total >= limit:
-                return limit
+            if total > limit:
+                return total
             if tile.sharding == sharding or self.available.under(tile, sharding) is not None:
                 continue
             cost = reshard_cost(tile.sharding, sharding, tile.shape, tile.array.dtype)

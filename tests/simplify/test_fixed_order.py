@@ -117,6 +117,20 @@ def test_subtrees_are_exchanged_in_as_many_bytes_as_an_all_reduce():
     assert sent(split) == size * 7 // 8
 
 
+def test_a_weight_is_gathered_once_for_products_that_cut_it_otherwise():
+    """Its leaves are rows in one product, columns in the other: each reshapes one copy."""
+    x, w = random_array((384, 192)), random_array((192, 192), seed=1)
+
+    def fn(x, w):
+        return (x @ w) @ w.T
+
+    where = [even_split(2, 0, 8), even_split(2, 0, 8)]
+    lowered = gshard.jit(annotated(fn, where), devices=8, reproducible=True).lower(x, w)
+    assert [c.kind for c in lowered.collectives] == ["all_gather"]
+    assert sent(lowered) == w.nbytes * 7 // 8
+    assert_same(bits(fn, x, w, devices=8, inputs=where), bits(fn, x, w, devices=1), exact=True)
+
+
 # ---------------------------------------------------------------- what else has an order
 
 
