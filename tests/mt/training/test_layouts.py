@@ -95,6 +95,27 @@ def test_hosts_with_folders_of_their_own_get_the_same_layout(tmp_path):
     assert [text.splitlines()[-1] for text in printed] == [f"{mean:.1f} {total:.1f}"] * 2
 
 
+def _gshard(*words):
+    """A command, which has to succeed."""
+    command = [sys.executable, "-m", "gshard.cli", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_a_command_that_is_resumed_keeps_its_layout(corpus, tmp_path):
+    """One process with 4 devices of its own."""
+    config = with_devices(run_config(corpus, save_every=2, log_every=1), count=4, layout="auto")
+    kept = []
+    for steps in (2, 4):
+        folder = Run.create(tmp_path / "auto", with_train(config, steps=steps)).folder
+        _gshard("train", folder)
+        kept.append((folder / layouts.LAYOUT).read_text())
+    assert kept[0] == kept[1]
+    assert np.prod(list(json.loads(kept[0])["mesh"].values())) == 4
+    assert list(losses(Run.open(folder))) == [1, 2, 3, 4]
+
+
 @pytest.mark.slow
 def test_two_processes_train_with_the_layout_of_the_first(corpus, tmp_path):
     """The losses are those of one process with the paper's annotations."""
@@ -102,11 +123,7 @@ def test_two_processes_train_with_the_layout_of_the_first(corpus, tmp_path):
     paper = Run.create(tmp_path / "paper", with_devices(config, count=2))
     _train(paper)
     together = Run.create(tmp_path / "auto", with_devices(config, count=2, layout="auto"))
-    command = [sys.executable, "-m", "gshard.cli", "launch", "-n", "2", "train", together.folder]
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    _gshard("launch", "-n", "2", "train", together.folder)
     assert json.loads((together.folder / layouts.LAYOUT).read_text())["mesh"] == {"a": 2}
     wanted, found = losses(paper), losses(Run.open(together.folder))
     assert list(found) == list(wanted)
