@@ -113,8 +113,8 @@ class Tables:
         named = dict.fromkeys(
             f for t in (*factors.operands, *factors.results) for d in t for f in d
         )
-        whole = () if self._may_split_all(edge) else factors.whole
-        free = [f for f in named if f not in whole and self._is_major(factors, f)]
+        replicated = () if self._may_split_all(edge) else factors.replicated
+        free = [f for f in named if f not in replicated and self._is_major(factors, f)]
         found = []
         for choice in itertools.product((None, *free), repeat=len(self.mesh)):
             tiles: dict[str, int] = {}

@@ -29,8 +29,8 @@ from gshard.moving.inventory import Collective, collectives_in, collectives_of
 
 Sizes = tuple[tuple[str, int], ...]  # of the axes of the mesh
 
-# Operands: device, program, number, and elements of the arrays that it waits for. Its result is the
-# number.
+# Operands: device, program, number, and elements of the arrays that it depends on. Its result is
+# the number.
 mark_p = Primitive("mark")
 _TARGET, _WORDS = "gshard_mark", 3
 _NO_COLLECTIVE = 2**32 - 1  # the number before a loop, which enters no collective by itself
@@ -94,7 +94,7 @@ class _Marking:
     def program(self, jaxpr: Jaxpr) -> Jaxpr:
         """A program or body; marks in it come one after the other."""
         eqns: list[JaxprEqn] = []
-        before: list[Any] = []  # what the next mark waits for
+        before: list[Any] = []  # what the next mark depends on
         for eqn in jaxpr.eqns:
             moved = [next(self._numbers) for _ in collectives_in(eqn, self._devices, 1)]
             if moved or _has_collectives(eqn):
@@ -134,7 +134,7 @@ class _Marking:
 
 
 def _only_if(marked: jax.Array, x: jax.Array) -> jax.Array:
-    """`x`, whose first element waits for the mark, which has always been made.
+    """`x`, whose first element depends on the mark, which has always been made.
 
     One element is enough to keep the compiler from running the collective earlier, and it is
     written in place: a selection of all elements would copy every array that is sent.

@@ -46,7 +46,7 @@ class Dependence(Generic[T]):
 
 @dataclass(frozen=True)
 class Sent(Generic[T]):
-    """A transfer: the time for which everything waits for it, and the products beside it."""
+    """A transfer: the time for which it is exposed, and the products beside it."""
 
     exposed: float
     beside: tuple[T, ...]

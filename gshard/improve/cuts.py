@@ -126,7 +126,7 @@ def _inside(dim: Dim, blocks: int, factors: Factors, count: int) -> tuple[str, i
         size = factors.sizes[factor]
         inner = blocks // major
         if blocks % major == 0 and size % (inner * count) == 0:
-            fixed = {*factors.reduced, *factors.whole, *factors.resized}
+            fixed = {*factors.reduced, *factors.replicated, *factors.resized}
             return None if factor in fixed else (factor, inner)
         major *= size
     return None

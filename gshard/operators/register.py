@@ -111,7 +111,7 @@ def factors_of(eqn: JaxprEqn, rule: Any, reduced: Mapping[str, str]) -> Factors:
     results have (and are not reduced) stay unsplit.
     """
     sizes: dict[str, int] = dict(rule.factor_sizes)
-    whole = {*rule.need_replication_factors, *rule.permutation_factors}
+    replicated = {*rule.need_replication_factors, *rule.permutation_factors}
     sides = []
     for mappings, atoms in (
         (rule.operand_mappings, eqn.invars),
@@ -127,10 +127,12 @@ def factors_of(eqn: JaxprEqn, rule: Any, reduced: Mapping[str, str]) -> Factors:
         for dims, atom in zip(tensors, atoms, strict=True):
             for dim, n in zip(dims, atom.aval.shape, strict=True):
                 if len(dim) == 1 and sizes.setdefault(dim[0], n) != n:
-                    whole.add(dim[0])
+                    replicated.add(dim[0])
     before, after = ({f for dims in side for dim in dims for f in dim} for side in sides)
-    whole |= (before ^ after) - set(reduced)
-    return Factors(tuple(sides[0]), tuple(sides[1]), sizes, dict(reduced), whole=frozenset(whole))
+    replicated |= (before ^ after) - set(reduced)
+    return Factors(
+        tuple(sides[0]), tuple(sides[1]), sizes, dict(reduced), replicated=frozenset(replicated)
+    )
 
 
 def _dims(eqn: JaxprEqn, mapping: Any, shape: Shape) -> tuple[tuple[str, ...], ...]:

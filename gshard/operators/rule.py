@@ -238,7 +238,7 @@ def rowwise(eqn: JaxprEqn, factor: Factor) -> bool:
     if rule is None or (rule.ordered is None and (rule.partition or rule.ways)):
         return False
     factors = factors_of(rule, eqn)
-    if factor in {*factors.reduced, *factors.whole, *factors.resized}:
+    if factor in {*factors.reduced, *factors.replicated, *factors.resized}:
         return False
     if rule.ordered and factor in rule.ordered(eqn):
         return False

@@ -78,7 +78,7 @@ def _in_place(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None
             for factor, found in decompose(split, dim, factors.sizes).items():
                 if chosen.setdefault(factor, found) is not found:
                     return None
-    if any(f in factors.reduced or f in factors.whole or f in factors.resized for f in chosen):
+    if any(f in factors.reduced or f in factors.replicated or f in factors.resized for f in chosen):
         return None
     devices = part.sharding.num_devices
     for dims, tile in zip(operands, tiles, strict=True):

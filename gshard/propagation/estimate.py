@@ -164,7 +164,7 @@ def _described(edge: Edge) -> Key:
         factors.operands,
         factors.results,
         tuple(factors.reduced.items()),
-        factors.whole,
+        factors.replicated,
         tuple(factors.instead.items()),
     )
 

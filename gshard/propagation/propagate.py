@@ -224,7 +224,7 @@ def _grouped(flow: Flow) -> _Dims:
         seen: dict[str, int] = {}
         for atom, names, _ in edge.sides[0] + edge.sides[1]:
             for dim, name in enumerate(names):
-                if name and name[0] not in edge.factors.whole:
+                if name and name[0] not in edge.factors.replicated:
                     node = root(first[atom] + dim)
                     other = root(seen.setdefault(name[0], node))
                     low, high = min(node, other), max(node, other)

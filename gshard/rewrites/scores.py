@@ -203,7 +203,7 @@ def _spread(eqn: JaxprEqn, var: Any, dims: dict[Any, tuple[int, int]]) -> list[A
     factors = factors_of(RULES[eqn.primitive], eqn)
     own = next(d for a, d in _tensors(eqn, factors) if a is var)
     wanted = [own[d] for d in dims[var]]
-    if any(len(w) != 1 or w[0] in (*factors.reduced, *factors.whole) for w in wanted):
+    if any(len(w) != 1 or w[0] in (*factors.reduced, *factors.replicated) for w in wanted):
         return None
     found = []
     for atom, names in _tensors(eqn, factors):
@@ -237,7 +237,7 @@ def _name(region: Region) -> None:
                 continue
             tensors[atom] = len(names)
             for d, name in enumerate(names):
-                if len(name) != 1 or name[0] in factors.whole or name[0] in factors.resized:
+                if len(name) != 1 or name[0] in factors.replicated or name[0] in factors.resized:
                     unsplit.append((atom, d))
                 if len(name) == 1:
                     first = seen.setdefault(name[0], (atom, d))

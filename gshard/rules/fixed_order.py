@@ -64,7 +64,7 @@ def _leaf_factors(eqn: JaxprEqn) -> Factors:
     factors = dot_factors(eqn)
     most = max(factors.priority, key=factors.sizes.__getitem__, default=None)
     instead = dict.fromkeys(factors.reduced, most) if most else {}
-    return replace(factors, reduced={}, whole=frozenset(factors.reduced), instead=instead)
+    return replace(factors, reduced={}, replicated=frozenset(factors.reduced), instead=instead)
 
 
 def _leaf_dot(
@@ -98,7 +98,7 @@ def _tree_factors(eqn: JaxprEqn) -> Factors:
 
 def _whole_factors(eqn: JaxprEqn) -> Factors:
     factors = _tree_factors(eqn)
-    return replace(factors, reduced={}, whole=frozenset(factors.reduced))
+    return replace(factors, reduced={}, replicated=frozenset(factors.reduced))
 
 
 def _tree_sum(

@@ -84,14 +84,14 @@ class _Mixed:
 def _reshape_factors(eqn: JaxprEqn) -> tuple[Factors, list[_Mixed]]:
     order = eqn.params["dimensions"] or range(len(eqn.invars[0].aval.shape))
     sizes: dict[str, int] = {}
-    whole: set[str] = set()
+    replicated: set[str] = set()
     mixed: list[_Mixed] = []
 
     def factor(size: int, splittable: bool = True) -> str:
         name = f"f{len(sizes)}"
         sizes[name] = size
         if not splittable:
-            whole.add(name)
+            replicated.add(name)
         return name
 
     sides = [[eqn.invars[0].aval.shape[d] for d in order], list(eqn.outvars[0].aval.shape)]
@@ -105,7 +105,9 @@ def _reshape_factors(eqn: JaxprEqn) -> tuple[Factors, list[_Mixed]]:
     read, result = (tuple(tuple(d) for d in side) for side in dims)
     operand = tuple(dim for _, dim in sorted(zip(order, read, strict=True)))
     resized = frozenset(m.factor for m in mixed)
-    return Factors((operand,), (result,), sizes, whole=frozenset(whole), resized=resized), mixed
+    return Factors(
+        (operand,), (result,), sizes, replicated=frozenset(replicated), resized=resized
+    ), mixed
 
 
 def _match(

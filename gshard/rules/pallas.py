@@ -40,8 +40,8 @@ def grid_dims(eqn: JaxprEqn) -> Factors:
     count = len(eqn.invars)
     if len(tensors) != count + len(eqn.outvars):  # operands without blocks: nothing is free
         tensors = [((),) * len(a.aval.shape) for a in (*eqn.invars, *eqn.outvars)]
-    whole = frozenset(f for f in sizes if "r" in f)
-    return Factors(tuple(tensors[:count]), tuple(tensors[count:]), sizes, whole=whole)
+    replicated = frozenset(f for f in sizes if "r" in f)
+    return Factors(tuple(tensors[:count]), tuple(tensors[count:]), sizes, replicated=replicated)
 
 
 def _block_shape(block: Any) -> list[int]:

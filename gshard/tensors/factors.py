@@ -25,10 +25,10 @@ class Factors:
 
     `reduced` factors occur in operands only; the value says how partial results are combined: sum,
     max, min, prod, and, or, xor. `priority` factors are propagated first (the batch dims of a
-    contraction). `whole` factors cannot be split; a split of one may be taken over by the factor
-    that it has in `instead`, which costs an AllToAll where a gather costs the entire operand.
-    `resized` factors have another size in each tensor; a split propagates through them to a dim
-    that has at least a row for each tile.
+    contraction). `replicated` factors cannot be split; a split of one may be taken over by the
+    factor that it has in `instead`, which costs an AllToAll where a gather costs the entire
+    operand. `resized` factors have another size in each tensor; a split propagates through them to
+    a dim that has at least a row for each tile.
     """
 
     operands: tuple[tuple[Dim, ...], ...]
@@ -36,7 +36,7 @@ class Factors:
     sizes: Mapping[Factor, int]
     reduced: Mapping[Factor, str] = field(default_factory=dict)
     priority: tuple[Factor, ...] = ()
-    whole: frozenset[Factor] = frozenset()
+    replicated: frozenset[Factor] = frozenset()
     resized: frozenset[Factor] = frozenset()
     instead: Mapping[Factor, Factor] = field(default_factory=dict)
 
@@ -74,7 +74,7 @@ class Factors:
 
     def taken_over(self, factor: Factor, split: Split) -> Factor | None:
         """The factor that gets the split of a dim: itself, unless it cannot be split."""
-        if factor not in self.whole:
+        if factor not in self.replicated:
             return factor
         other = self.instead.get(factor)
         return other if other and split.tiles <= self.sizes[other] else None
