@@ -11,7 +11,7 @@ import functools
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -255,9 +255,13 @@ class Spread:
         """Propagate to a fixed point; in a stage, only one split of one group of dims."""
         self.stage = stage
         edges = self.flow.edges
-        for var in self.split:  # in any order: the queues are sorted
-            if stage is None or stage[1] in self.splits[var]:
-                self.revisit(self.flow.touching[var])
+        touched = {  # in any order: the queues are sorted
+            edge
+            for var in self.split
+            if stage is None or stage[1] in self.splits[var]
+            for edge in self.flow.touching[var]
+        }
+        self.revisit(touched)
         first, second, third = self.queues
         while first or second or third:
             number = 0 if first else 1 if second else 2
@@ -268,7 +272,7 @@ class Spread:
             if self.has_room(edge, sinks):
                 self.pass_on(edge, sources, sinks)
 
-    def revisit(self, edges: Sequence[Edge]) -> None:
+    def revisit(self, edges: Iterable[Edge]) -> None:
         """Queue operators: in program order for passes that go forwards, else from the end."""
         for edge in edges:
             if not self.has_room(edge, _BOTH):  # and never again: room only shrinks
