@@ -20,11 +20,13 @@ def transposes(
     """How often the tiles of a tensor are copied to get it from one spec to another.
 
     `dims` are given of a tensor that is transposed from what a product wrote: the dims of that one.
+    Several axes that move between the same dims are one exchange.
     """
-    changed = [axis for axis, size in enumerate(mesh) if size > 1 and here[axis] != there[axis]]
-    if len(changed) != 1 or NONE in (here[changed[0]], there[changed[0]]):
+    ends = zip(here, there, mesh, strict=True)
+    changed = {(own, other) for own, other, size in ends if size > 1 and own != other}
+    if len(changed) != 1 or NONE in (found := changed.pop()):
         return 0
-    given, taken = here[changed[0]], there[changed[0]]
+    given, taken = found
     sent, received = local_shape(shape, here, mesh), local_shape(shape, there, mesh)
     written = range(len(shape)) if dims is None else dims
     leads = math.prod(n for n, d in zip(sent, written, strict=True) if d < written[taken]) == 1

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Collection
 
 import numpy as np
 
 from gshard.autosharding.memory import Bools, Floats, Ints
-from gshard.autosharding.specs import NONE, MeshShape, specs_of
+from gshard.autosharding.specs import NONE, MeshShape, Spec, local_elements, specs_of
 from gshard.forecast.collective import collective_terms, reach
 from gshard.forecast.hardware import Hardware
 from gshard.moving.costs import LATENCIES
@@ -23,20 +24,11 @@ class Rates:
     """Collectives along single mesh axes of a machine: latency, and seconds per byte.
 
     Small collectives may be combined into one of up to `LATENCIES` times the bytes that are sent in
-    the latency of one. Where that is assumed (`combined`), each pays its part of a latency; those
-    of more than `largest` bytes, and those that exchange, are not combined with others. One
-    collective may serve several axes.
+    the latency of one. Where that is assumed (`combined`), each pays its part of a latency.
     """
 
-    def __init__(
-        self,
-        hardware: Hardware,
-        mesh: MeshShape,
-        combined: bool = False,
-        largest: float = math.inf,
-    ) -> None:
+    def __init__(self, hardware: Hardware, mesh: MeshShape, combined: bool = False) -> None:
         self.hardware, self.mesh, self.combined = hardware, mesh, combined
-        self.largest = largest
         topology = hardware.topology(math.prod(mesh))
         ids = np.arange(math.prod(mesh)).reshape(mesh)
         self.most = LATENCIES * hardware.machine.latency  # bytes of combined collectives
@@ -79,16 +71,30 @@ class Rates:
                 now[..., axis] = np.where(moves, t, now[..., axis])
         return total
 
+    def sums(
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        made: Spec,
+        spec: Spec,
+        partial: Collection[int],
+    ) -> float:
+        """Seconds to add up partial results, which are sharded as `made`, for a spec: first where
+        the sum is cut on the way."""
+        now, total = made, 0.0
+        for axis in sorted(partial, key=lambda axis: spec[axis] == NONE):
+            size = local_elements(shape, now, self.mesh) * itemsize
+            kind = "all_reduce" if spec[axis] == NONE else "reduce_scatter"
+            total += self.seconds(kind, axis, size)
+            now = (*now[:axis], spec[axis], *now[axis + 1 :])
+        return total
+
     def _all_seconds(self, kind: str, axis: int, sizes: Floats) -> Floats:
         """`seconds` of many collectives at once."""
         latency, per_byte = self.terms[kind, axis]
         part = np.ones(sizes.shape)
         if self.combined:
-            axes = sum(size > 1 for size in self.mesh)
-            held = sizes * self.mesh[axis] if kind == "all_gather" else sizes
-            apart = held > (0.0 if kind == "all_to_all" else self.largest)
-            apart &= math.isfinite(self.largest)
-            part = np.minimum(1.0, np.where(apart, 1 / axes, sizes / self.most))
+            part = np.minimum(1.0, sizes / self.most)
         return np.where(self.mesh[axis] == 1, 0.0, latency * part + per_byte * sizes)
 
     def _uneven(self, shape: tuple[int, ...], specs: Ints) -> Bools:

@@ -18,6 +18,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from gshard.autosharding.exchanges import transposes
+from gshard.autosharding.least import LeastRates
 from gshard.autosharding.memory import Floats
 from gshard.autosharding.problem import FORBIDDEN
 from gshard.autosharding.rates import Rates
@@ -58,15 +59,16 @@ class Tables:
         self.combined = Rates(hardware, mesh, combined=True)
         # XLA for CPUs combines all-reduces of any size.
         largest = math.inf if hardware.compiler == "cpu" else hardware.machine.largest_combined
-        self.apart = Rates(hardware, mesh, True, largest)
+        self.least = LeastRates(hardware, mesh, largest)
+        self.least_combined = LeastRates(hardware, mesh, math.inf)
         self.weights = {getattr(v.aval, "shape", ()) for v in jaxpr.invars}
         self.bandwidth = hardware.memory_bandwidth * hardware.reached.memory
 
-    def moves(self, share: float = 1.0) -> Rates:
+    def moves(self, share: float = 1.0) -> Rates | LeastRates:
         """What moves take, of values of which this share moves: what is smaller may be combined."""
         if not self.optimistic:
             return self.alone
-        return self.apart if share == 1.0 else self.combined
+        return self.least if share == 1.0 else self.least_combined
 
     def rounded(self, amounts: Any) -> Any:
         """Integers: of a bound they are not above the true ones."""
@@ -177,17 +179,18 @@ class Tables:
 
     def _touched(self, edge: Edge, strategy: Strategy, touches: Touches) -> float:
         """Seconds to read and write the memory that the operator touches."""
-        total = 0.0
-        for atoms, described, parts in zip(
-            edge.atoms,
-            (edge.factors.operands, edge.factors.results),
-            (touches.reads, touches.writes),
-            strict=True,
-        ):
-            for number, share in parts:
-                shape, dtype = atoms[number].aval.shape, atoms[number].aval.dtype
-                spec = self._spec(strategy, described[number])
-                total += share * local_elements(shape, spec, self.mesh) * byte_size((), dtype)
+
+        def held(side: int, number: int) -> float:
+            aval = edge.atoms[side][number].aval
+            dims = (edge.factors.operands, edge.factors.results)[side][number]
+            local = local_elements(aval.shape, self._spec(strategy, dims), self.mesh)
+            return local * byte_size((), aval.dtype)
+
+        most = math.inf
+        if math.isfinite(touches.taken):
+            most = touches.taken * sum(held(1, n) for n in range(len(edge.atoms[1])))
+        total = sum(share * min(held(0, number), most) for number, share in touches.reads)
+        total += sum(share * held(1, number) for number, share in touches.writes)
         return total / self.bandwidth
 
     def _computed(self, edge: Edge, strategy: Strategy, touches: Touches) -> float:
@@ -213,7 +216,9 @@ class Tables:
         """The mesh axes over which results are partial."""
         return [axis for axis, f in enumerate(strategy) if f in edge.factors.reduced]
 
-    def _into_operand(self, made: Sequence[Spec], atom: Any, rates: Rates, weight: float) -> Floats:
+    def _into_operand(
+        self, made: Sequence[Spec], atom: Any, rates: Rates | LeastRates, weight: float
+    ) -> Floats:
         """What it costs to bring a tensor from each of its specs to what a strategy reads."""
         shape, itemsize, position = self._specs(atom)
         moved = self.rounded(rates.reshards(shape, itemsize) * weight)
@@ -235,7 +240,7 @@ class Tables:
         made: Sequence[Spec],
         partial: Sequence[list[int]],
         atom: Any,
-        rates: Rates,
+        rates: Rates | LeastRates,
         weight: float,
     ) -> Floats:
         """What it costs to reduce what a strategy makes to each of a tensor's specs."""
@@ -246,7 +251,7 @@ class Tables:
             ends = (anywhere if axis in over else (at,) for axis, at in enumerate(here))
             for spec in itertools.product(*ends):
                 if (j := position.get(spec)) is not None:
-                    seconds = self._summed(shape, itemsize, here, spec, over, rates)
+                    seconds = rates.sums(shape, itemsize, here, spec, over)
                     table[i, j] = self.rounded(seconds * weight)
         return table
 
@@ -256,30 +261,12 @@ class Tables:
         position = {spec: i for i, spec in enumerate(specs_of(shape, self.mesh))}
         return shape, byte_size((), atom.aval.dtype), position
 
-    def _summed(
-        self,
-        shape: tuple[int, ...],
-        itemsize: int,
-        made: Spec,
-        spec: Spec,
-        partial: list[int],
-        rates: Rates,
-    ) -> float:
-        """Seconds to add partial results up, first where the sum is cut on the way."""
-        now, total = made, 0.0
-        for axis in sorted(partial, key=lambda axis: spec[axis] == NONE):
-            size = local_elements(shape, now, self.mesh) * itemsize
-            kind = "all_reduce" if spec[axis] == NONE else "reduce_scatter"
-            total += rates.seconds(kind, axis, size)
-            now = (*now[:axis], spec[axis], *now[axis + 1 :])
-        return total
-
     def _scalar_sum(self, edge: Edge, strategy: Strategy, atom: Any) -> float:
-        size = byte_size((), atom.aval.dtype)
+        unsplit = (NONE,) * len(self.mesh)
         partial, rates = self._partial(edge, strategy), self._sums((), 1.0)
-        return sum(rates.seconds("all_reduce", axis, size) for axis in partial)
+        return rates.sums((), byte_size((), atom.aval.dtype), unsplit, unsplit, partial)
 
-    def _sums(self, shape: tuple[int, ...], share: float) -> Rates:
+    def _sums(self, shape: tuple[int, ...], share: float) -> Rates | LeastRates:
         """What sums take: those of gradients wait for nothing, so that they can be combined."""
         if self.optimistic:
             return self.moves(share)

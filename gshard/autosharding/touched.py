@@ -8,6 +8,7 @@ For a bound it is fused as far as the part of any device may be.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -33,6 +34,8 @@ class Touches:
 
     reads: Parts = ()
     writes: Parts = ()
+    # Of what a lookup reads no more counts than so many times its result.
+    taken: float = math.inf
     operations: float = 0.0
     covered: bool = False  # fused with a matrix product, whose arithmetic may hide it
 
@@ -51,6 +54,7 @@ class Touched:
         self._alias: dict[Any, Any] = {}
         self._reads: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         self._writes: dict[int, dict[int, float]] = defaultdict(dict)
+        self._taken: dict[int, float] = {}
         self._operations: dict[int, float] = {}
         self._covered: set[int] = set()
         self._collect(jaxpr)
@@ -69,6 +73,7 @@ class Touched:
         return Touches(
             tuple(reads.items()),
             tuple(writes.items()),
+            self._taken.get(key, math.inf),
             self._operations.get(key, 0.0),
             key in self._covered,
         )
@@ -103,12 +108,10 @@ class Touched:
         written = sum(map(size_of, operator.writes))
         updates = root.name in _UPDATES
         for number, var in enumerate(operator.reads):
-            share = 1.0
-            if names & _LOOKUPS and not names & PRODUCTS:
-                share = min(1.0, 2 * written / max(size_of(var), 1))
-            elif updates:
-                share = 2.0 if number else 0.0
-            self._read(operator, var, share)
+            self._read(operator, var, (2.0 if number else 0.0) if updates else 1.0)
+        for op in operator.members if names & _LOOKUPS and not names & PRODUCTS else ():
+            made = sum(map(size_of, op.writes))
+            self._taken[id(op.eqn)] = 2 * written / max(made, 1)
         for op in operator.members:
             for number, var in enumerate(op.writes):
                 if var in operator.writes and not updates:

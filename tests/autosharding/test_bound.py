@@ -24,13 +24,13 @@ def struct(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def bound_of(fn, args, devices=8, seconds=60.0):
-    """The bound over all meshes, each solved for its part of these seconds of work."""
+def bound_of(fn, args, devices=8, seconds=60.0, meshes=None):
+    """The bound over some meshes, or all, each solved for its part of these seconds of work."""
     subject = Subject.of(fn, args, devices)
     clock = Clock(600.0, seconds)
     candidates = Candidates(subject, MACHINE, MACHINE.memory, {}, clock)
     chooser = _Chooser(subject, candidates, MACHINE, MACHINE.memory, clock)
-    return chooser._bound(distinct_meshes(MACHINE, devices), seconds)
+    return chooser._bound(meshes or distinct_meshes(MACHINE, devices), seconds)
 
 
 STEPS = {

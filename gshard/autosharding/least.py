@@ -1,0 +1,187 @@
+"""The least that moving data takes on a mesh, for a bound.
+
+A lowered program may move a value along several mesh axes with one collective or with one after the
+other, in any order, and may combine it with others. What is charged here is below all of these.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+
+from gshard.autosharding.memory import Bools, Floats
+from gshard.autosharding.specs import NONE, MeshShape, Spec, specs_of, tiles_of
+from gshard.forecast.collective import Groups, collective_terms, reach
+from gshard.forecast.hardware import Hardware
+from gshard.moving.costs import LATENCIES
+
+_LARGE = 1 << 40  # bytes of which the latency is nothing
+
+Axes = tuple[int, ...]
+
+
+class LeastRates:
+    """Collectives along the axes of a mesh: the least latency, and the fewest seconds per byte.
+
+    A collective of more than `largest` bytes, or one that exchanges, has a latency of its own.
+    Others may be combined, up to `LATENCIES` times the bytes that are sent in the latency of one:
+    each pays its part of it. With no such limit (infinite), nothing has a latency of its own.
+    """
+
+    def __init__(self, hardware: Hardware, mesh: MeshShape, largest: float) -> None:
+        self.hardware, self.mesh, self.largest = hardware, mesh, largest
+        self.topology = hardware.topology(math.prod(mesh))
+        self.ids = np.arange(math.prod(mesh)).reshape(mesh)
+        self.most = LATENCIES * hardware.machine.latency  # bytes of combined collectives
+
+    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
+    def reshards(self, shape: tuple[int, ...], itemsize: int) -> Floats:
+        """Seconds from each spec of a tensor to each other one.
+
+        Cut first, which sends nothing; then move axes between dims; then gather. Or gather all that
+        moves.
+        """
+        specs = np.array(specs_of(shape, self.mesh)).reshape(-1, len(self.mesh))
+        source, target = np.broadcast_arrays(specs[:, None], specs[None])
+        cut = np.where(source == NONE, target, source) != NONE
+        held = math.prod(shape) * itemsize / np.where(cut, self.mesh, 1).prod(-1)
+        moved = (source != NONE) & (target != NONE) & (source != target)
+        gathered = (source != NONE) & (target == NONE)
+        exchanged = self._exchanges(source, target, moved, held) + self._gathers(gathered, held)
+        return np.minimum(exchanged, self._gathers(moved | gathered, held))
+
+    def sums(
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        made: Spec,
+        spec: Spec,
+        partial: Collection[int],
+    ) -> float:
+        """Seconds to add up partial results, which are sharded as `made`, for a spec: to scatter
+        them over all axes and to gather them again over those that the spec does not use."""
+        size = itemsize * math.prod(shape) / math.prod(tiles_of(made, self.mesh, len(shape)))
+        kept = tuple(a for a in sorted(partial) if spec[a] == NONE and self.mesh[a] > 1)
+        scattered = tuple(a for a in sorted(partial) if spec[a] != NONE and self.mesh[a] > 1)
+        every = tuple(sorted((*kept, *scattered)))
+        if not every:
+            return 0.0
+        left = size / math.prod(self.mesh[a] for a in scattered)
+        kind = "reduce_scatter" if scattered else "all_reduce"
+        sent = size * self._scattering(every) + (left * self._scattering(kept) if kept else 0.0)
+        return sent + float(self._waiting(kind, every, np.array(size)))
+
+    def _exchanges(self, source: Floats, target: Floats, moved: Bools, held: Floats) -> Floats:
+        """Moves of axes from dim to dim: those between the same dims may be one, and all of them
+        may be one permutation of tiles."""
+        total, count = np.zeros(held.shape), np.zeros(held.shape)
+        for axes in self._subsets():
+            first = axes[0]
+            alike = moved & (source == source[..., first : first + 1])
+            alike &= target == target[..., first : first + 1]
+            inside = np.isin(np.arange(len(self.mesh)), axes)
+            together = (alike == inside).all(-1)
+            seconds = held * self._exchanging(axes) + self._waiting("all_to_all", axes, held)
+            total += np.where(together, seconds, 0.0)
+            count += together * len(axes)
+        slope, latency = self._permuting
+        return np.where(count > 1, np.minimum(total, held * slope + latency), total)
+
+    def _gathers(self, gathered: Bools, held: Floats) -> Floats:
+        """Gathers along some axes of tiles that hold so many bytes each."""
+        total = np.zeros(held.shape)
+        for axes in self._subsets():
+            chosen = (gathered == np.isin(np.arange(len(self.mesh)), axes)).all(-1)
+            result = held * math.prod(self.mesh[a] for a in axes)
+            seconds = result * self._scattering(axes) + self._waiting("all_gather", axes, result)
+            total += np.where(chosen, seconds, 0.0)
+        return total
+
+    def _waiting(self, kind: str, axes: Axes, sizes: Floats) -> Floats:
+        """The least latencies of what moves along some axes, in any number of steps, or the part of
+        them that these bytes pay where they can be combined with others.
+
+        `sizes` are of the largest step: of the operand, or of what is gathered.
+        """
+        if not axes:
+            return np.zeros(sizes.shape)
+        exchanged = kind == "all_to_all"
+        apart = (sizes > (0.0 if exchanged else self.largest)) & math.isfinite(self.largest)
+        paid = np.minimum(1.0, np.where(apart, 1.0, sizes / self.most))
+        found = []
+        for part in _parts(axes):
+            left = sizes if exchanged else sizes / math.prod(self.mesh[a] for a in part)
+            later = self._waiting(kind, _without(axes, part), left)
+            found.append(self._terms(kind, part)[1] * paid + later)
+        return np.min(found, axis=0)
+
+    def _subsets(self) -> Iterator[Axes]:
+        """All sets of axes with several devices, but the empty one."""
+        return _parts([axis for axis, size in enumerate(self.mesh) if size > 1])
+
+    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
+    def _scattering(self, axes: Axes) -> float:
+        """Seconds per byte of a ReduceScatter along some axes, in any number of steps; of an
+        AllGather, per byte of its result."""
+        if not axes:
+            return 0.0
+        return min(
+            self._terms("reduce_scatter", part)[0]
+            + self._scattering(_without(axes, part)) / math.prod(self.mesh[a] for a in part)
+            for part in _parts(axes)
+        )
+
+    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
+    def _exchanging(self, axes: Axes) -> float:
+        """The same of an AllToAll, per byte that a device has."""
+        if not axes:
+            return 0.0
+        return min(
+            self._terms("all_to_all", part)[0] + self._exchanging(_without(axes, part))
+            for part in _parts(axes)
+        )
+
+    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
+    def _terms(self, kind: str, axes: Axes) -> tuple[float, float]:
+        """Seconds per byte of one collective, and its latency."""
+        groups = self._groups(axes)
+        reached, topology = self.hardware.reached, self.topology
+        sent, _ = collective_terms(topology, kind, _LARGE, groups)
+        _, waited = collective_terms(topology, kind, 1, groups)
+        latency = waited + reached.operator_seconds + reached.skew_seconds * reach(topology, groups)
+        return sent / reached.links / _LARGE, latency
+
+    @functools.cached_property
+    def _permuting(self) -> tuple[float, float]:
+        """Seconds per byte, and latency, of a permutation between neighbours along some axis."""
+        reached, found = self.hardware.reached, []
+        for axis in (axis for axis, size in enumerate(self.mesh) if size > 1):
+            after = np.roll(self.ids, -1, axis)
+            pairs = tuple(zip(self.ids.ravel().tolist(), after.ravel().tolist(), strict=True))
+            sent, waited = collective_terms(
+                self.topology, "collective_permute", _LARGE, pairs=pairs
+            )
+            found.append((sent / reached.links / _LARGE, waited + reached.operator_seconds))
+        slopes, latencies = zip(*found, strict=True) if found else ((0.0,), (0.0,))
+        return min(slopes), min(latencies)
+
+    def _groups(self, axes: Axes) -> Groups:
+        """The devices that differ in these axes alone."""
+        size = math.prod(self.mesh[a] for a in axes)
+        last = range(len(self.mesh) - len(axes), len(self.mesh))
+        rows = np.moveaxis(self.ids, axes, tuple(last)).reshape(-1, size)
+        return tuple(tuple(int(i) for i in row) for row in rows)
+
+
+def _parts(axes: Sequence[int]) -> Iterator[Axes]:
+    """The sets of some of these axes, but the empty one."""
+    for count in range(1, len(axes) + 1):
+        yield from itertools.combinations(axes, count)
+
+
+def _without(axes: Axes, part: Axes) -> Axes:
+    return tuple(a for a in axes if a not in part)
