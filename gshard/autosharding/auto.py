@@ -49,10 +49,10 @@ _ALIKE = 8
 
 # How often the model is asked for less memory, where the lowered program holds too much, and for
 # how much less at least.
-_TIGHTENED = 5
+_TIGHTENED = 10
 _LESS = 0.95
 
-# Of the time given, the work that is counted: a machine may be slower by the rest of it, or busy.
+# Of the time given, the work that is counted: a machine may be slower by the rest of it.
 _COUNTED = 0.75
 
 # Seconds of work for each node of a model, and how often it is built: copies count from the second
@@ -67,7 +67,7 @@ _SIMPLE = 0.15
 _BOUNDING = 0.2
 _POLISHING = 0.15
 _LEAVING_OUT = 0.1
-_LOWERING = 0.5  # of wall time that no further mesh is solved in
+_LOWERING = 0.5  # of the guard's time that no further mesh is solved in
 _LEAST_SOLVING = 10.0  # seconds for each mesh, where the time given is too little
 
 # Share of a bound that sums of floating-point numbers may be off.
@@ -92,9 +92,9 @@ def auto(
     `devices` is their number, by default all that JAX has; `hardware` what they are (a name, a TOML
     file or `Hardware`), by default what JAX reports; `memory` the bytes that a step may hold on
     each ("16 GB"), by default the hardware's. Annotations that `fn` has are kept. It takes about
-    `seconds` at most: the work is counted, so that the layout is the same whether the machine is
-    free or somewhat busy; longer where nothing that fits in memory was found by then. Other
-    keywords are those of `gshard.jit`.
+    `seconds` of a free core at most: work is counted, not time, so that the layout is the same
+    where the machine is busy and it takes longer; longer too where nothing that fits in memory was
+    found by then. Other keywords are those of `gshard.jit`.
     """
     count = jax.device_count() if devices is None else devices
     if not isinstance(count, int) or count < 1:
@@ -134,7 +134,7 @@ class _Chooser:
     tried: set[tuple[Annotated, ...]] = dataclasses.field(default_factory=set)  # without the solver
 
     def __post_init__(self) -> None:
-        self.seconds, self.wall = self.clock.left, self.clock.wall_left
+        self.seconds, self.guard = self.clock.left, self.clock.guard_left
         self.reserved = _BOUNDING * self.seconds
 
     def chosen(self) -> Layout:
@@ -227,7 +227,7 @@ class _Chooser:
         self.gaps = []
         for done, (mesh, limit) in enumerate(limits.items()):
             share = (until - self.clock.now()) / (len(limits) - done)
-            if found and (share <= 0 or self.clock.wall_left < _LOWERING * self.wall):
+            if found and (share <= 0 or self.clock.guard_left < _LOWERING * self.guard):
                 break
             choice = self._choice(mesh, limit, max(share, _LEAST_SOLVING), needed=not found)
             if choice is not None:
@@ -282,7 +282,7 @@ class _Chooser:
 
     def _can_lower(self) -> bool:
         """Whether there is time to lower one more layout, and for what comes later."""
-        in_time = self.clock.wall_left > self.candidates.lowering_seconds
+        in_time = self.clock.guard_left > self.candidates.lowering_seconds
         return in_time and self.clock.left - self.reserved > self.candidates.lowering_work
 
     def _lowered(self, choices: Sequence[Choice]) -> list[Layout]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
+import time
 from typing import Any, Protocol
 
 import numpy as np
@@ -63,6 +65,8 @@ class HighsBackend:
 
         self.highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         self.integers, self.integral = integers, False
+        self.ends = math.inf  # the processor time at which an integral run has to end
+        self.highs.cbMipInterrupt += self._interrupt
         for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
             self.highs.setOptionValue(option, value)
         rows, columns, values = matrix
@@ -135,12 +139,18 @@ class HighsBackend:
         """Limit the next run, by iterations and nodes where work is counted."""
         wall = seconds
         if clock.counted is not None:
-            wall = max(clock.wall_left, 0.0) / 2
+            guard = max(clock.guard_left, 0.0) / 2
+            self.ends, wall = time.process_time() + guard, max(clock.wall - time.monotonic(), 0.0)
             most = max(1, min(int(seconds / self._per_iteration), _MOST))
             self.highs.setOptionValue("simplex_iteration_limit", most)
             self.highs.setOptionValue("mip_max_nodes", max(1, most // _ITERATIONS_OF_NODE))
         # HiGHS counts the time of all runs of a model together.
         self.highs.setOptionValue("time_limit", self.highs.getRunTime() + wall)
+
+    def _interrupt(self, event: Any) -> None:
+        """End an integral run that takes too much processor time: HiGHS limits wall time alone."""
+        if time.process_time() > self.ends:
+            event.interrupt()
 
     def _values(self) -> Floats:
         return np.array(self.highs.getSolution().col_value)
@@ -190,7 +200,7 @@ class ScipyBackend:
             integrality=kinds,
             bounds=scipy.optimize.Bounds(0.0, 1.0),
             constraints=constraints,
-            options={"time_limit": min(seconds, clock.wall_left), "mip_rel_gap": tolerance},
+            options={"time_limit": min(seconds, clock.guard_left), "mip_rel_gap": tolerance},
         )
         clock.charge(seconds if found.status == 1 else 0.0)
         if found.status == 2:

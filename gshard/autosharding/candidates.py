@@ -66,7 +66,7 @@ class Candidates:
     keywords: Mapping[str, Any]
     clock: Clock
     considered: list[Considered] = dataclasses.field(default_factory=list)
-    lowering_seconds: float = 0.0  # of wall time that the slowest one took
+    lowering_seconds: float = 0.0  # of processor time that the slowest one took
 
     def of_arguments(self, choice: Choice) -> Layout:
         """The layout that annotates arguments as an answer has them."""
@@ -227,14 +227,14 @@ class Candidates:
 
     def _lowered(self, layout: Layout, results: Mapping[str, Annotated]) -> tuple[Layout, Forecast]:
         layout = dataclasses.replace(layout, results=tuple(results.values()))
-        subject, began = self.subject, time.monotonic()
+        subject, began = self.subject, time.process_time()
         # The model adds up the times of operators: neither it nor the forecast counts overlap here.
         keywords = {"hardware": self.machine, "overlap": False, **self.keywords}
         keywords["devices"] = subject.devices
         lowered = jit(subject.fn, annotations=layout, **keywords).lower(*subject.args)
         forecast = lowered.forecast(self.machine)
         self.clock.charge(self.lowering_work)
-        self.lowering_seconds = max(self.lowering_seconds, time.monotonic() - began)
+        self.lowering_seconds = max(self.lowering_seconds, time.process_time() - began)
         layout = dataclasses.replace(
             layout,
             seconds=forecast.serial_seconds,

@@ -1,8 +1,9 @@
-"""The time that a search has: work that is counted, with a limit of wall time around it.
+"""The time that a search has: work that is counted, with limits of real time far around it.
 
 A search that is ended by the clock ends elsewhere on a busy machine than on a free one. Where work
 is counted, in seconds that it takes on a core of an ordinary machine, equal inputs have equal
-answers, as long as the wall time suffices for the work.
+answers. Beyond that there are guards: of processor time, which other programs hardly change, and of
+wall time.
 """
 
 from __future__ import annotations
@@ -10,36 +11,44 @@ from __future__ import annotations
 import math
 import time
 
+# Where work is counted: the seconds of processor time and of wall time that may pass for each
+# second that was given.
+_PROCESSOR, _WALL = 1.5, 10.0
+
 
 class Clock:
     """Time that passes as work is done (`counted`, the seconds of work that may be done), or as it
     does on the wall."""
 
     def __init__(self, seconds: float, counted: float | None = None) -> None:
-        self.wall = time.monotonic() + seconds
         self.counted = counted
         self.done = 0.0
+        self.wall = time.monotonic() + (seconds if counted is None else _WALL * seconds)
+        self.processor = time.process_time() + _PROCESSOR * seconds
 
     @property
     def left(self) -> float:
         """Seconds that are left, of work where that is counted."""
-        return self.wall_left if self.counted is None else self.counted - self.now()
+        return self.guard_left if self.counted is None else self.counted - self.now()
 
     @property
-    def wall_left(self) -> float:
-        """Seconds of wall time that are left."""
-        return self.wall - time.monotonic()
+    def guard_left(self) -> float:
+        """Seconds until work has to end whatever is done by then, of processor time where work is
+        counted."""
+        wall = self.wall - time.monotonic()
+        return wall if self.counted is None else min(wall, self.processor - time.process_time())
 
     def now(self) -> float:
-        """What to measure durations by; infinite when counted work has run out of wall time."""
+        """What to measure durations by; infinite when counted work has run out of real time."""
         if self.counted is None:
             return time.monotonic()
-        return self.done if self.wall_left > 0 else math.inf
+        return self.done if self.guard_left > 0 else math.inf
 
     def charge(self, seconds: float) -> None:
         """Count work."""
         self.done += seconds
 
     def extend(self, seconds: float) -> None:
-        """Have at least so many seconds of wall time from now on."""
+        """Have at least so many seconds of real time from now on."""
         self.wall = max(self.wall, time.monotonic() + seconds)
+        self.processor = max(self.processor, time.process_time() + seconds)
