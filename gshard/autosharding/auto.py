@@ -29,7 +29,7 @@ from gshard.autosharding.problem import NoAnswerError, Problem
 from gshard.autosharding.program import Result
 from gshard.autosharding.rates import Rates
 from gshard.autosharding.smaller import TOLERANCE, best_of, most_seconds, smaller
-from gshard.autosharding.solve import solve, solve_with_priced_memory
+from gshard.autosharding.solve import presolving_work, solve, solve_with_priced_memory
 from gshard.autosharding.specs import MeshShape, mesh_shapes, specs_of
 from gshard.autosharding.subject import Subject
 from gshard.autosharding.tables import PICO
@@ -62,13 +62,13 @@ _PER_NODE, _PAIRINGS = 1e-4, 2
 # Of this work, the shares for layouts by the solver, for making them small, for layouts that need
 # no solver, for the bound, for changes of single arguments, and for leaving out annotations.
 _SOLVING = 0.3
-_FEW = 0.15
+_FEW = 0.4
 _SIMPLE = 0.15
 _BOUNDING = 0.2
 _POLISHING = 0.15
 _LEAVING_OUT = 0.1
 _LOWERING = 0.5  # of the guard's time that no further mesh is solved in
-_LEAST_SOLVING = 10.0  # seconds for each mesh, where the time given is too little
+_LEAST_SOLVING = 10.0  # seconds for the first mesh, where the time given is too little
 
 # Share of a bound that sums of floating-point numbers may be off.
 _ROUNDING = 1e-9
@@ -229,7 +229,8 @@ class _Chooser:
             share = (until - self.clock.now()) / (len(limits) - done)
             if found and (share <= 0 or self.clock.guard_left < _LOWERING * self.guard):
                 break
-            choice = self._choice(mesh, limit, max(share, _LEAST_SOLVING), needed=not found)
+            least = 0.0 if found else _LEAST_SOLVING
+            choice = self._choice(mesh, limit, max(share, least), needed=not found)
             if choice is not None:
                 found.append(choice)
         return sorted(found, key=lambda c: (c.cost, len(c.model.mesh)))
@@ -243,6 +244,8 @@ class _Chooser:
             donated = bool(how.get("donate_argnums") or how.get("donate_argnames"))
             model = build(flat, mesh, self.machine, limit, returned, paired=paired, donated=donated)
             self.clock.charge(_PER_NODE * len(model.problem.costs))
+            if not needed and presolving_work(model.problem) > seconds:
+                break
             result = self._solved(model, seconds / (1 + number), needed and not number)
             if result.answer is None:
                 break

@@ -41,7 +41,7 @@ def solve(
     clock = Clock(seconds) if clock is None else clock
     until = clock.now() + seconds
     smaller = presolve(problem)
-    clock.charge(_PER_NODE * len(problem.costs) + _PER_PAIR * problem.pairs)
+    clock.charge(presolving_work(problem))
 
     def translated(result: Result) -> Result:
         if result.answer is None:
@@ -57,6 +57,11 @@ def solve(
     if progress is not None:
         progress(result)
     return result
+
+
+def presolving_work(problem: Problem) -> float:
+    """Seconds of work to presolve a problem, before anything is known of its answer."""
+    return _PER_NODE * len(problem.costs) + _PER_PAIR * problem.pairs
 
 
 def _solved(problem: Problem, seconds: float, report: Progress, clock: Clock) -> Result:
