@@ -233,6 +233,8 @@ class _Chooser:
             choice = self._choice(mesh, limit, max(share, least), needed=not found)
             if choice is not None:
                 found.append(choice)
+            elif found:  # those that follow have as many axes, or more
+                break
         return sorted(found, key=lambda c: (c.cost, len(c.model.mesh)))
 
     def _choice(self, mesh: MeshShape, limit: float, seconds: float, needed: bool) -> Choice | None:

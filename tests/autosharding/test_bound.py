@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import gshard
 from benchmarks import auto_cases
+from gshard.autosharding.annotated import Annotated, AnnotatedInside, dims_of
 from gshard.autosharding.auto import _Chooser, distinct_meshes
 from gshard.autosharding.candidates import Candidates
 from gshard.autosharding.clock import Clock
@@ -24,13 +25,17 @@ def struct(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def bound_of(fn, args, devices=8, seconds=60.0, meshes=None):
-    """The bound over some meshes, or all, each solved for its part of these seconds of work."""
+def candidates_of(fn, args, devices, machine=MACHINE, seconds=60.0):
+    """What lowers layouts of a program, with so many seconds of work."""
     subject = Subject.of(fn, args, devices)
-    clock = Clock(600.0, seconds)
-    candidates = Candidates(subject, MACHINE, MACHINE.memory, {}, clock)
-    chooser = _Chooser(subject, candidates, MACHINE, MACHINE.memory, clock)
-    return chooser._bound(meshes or distinct_meshes(MACHINE, devices), seconds)
+    return Candidates(subject, machine, machine.memory, {}, Clock(600.0, seconds))
+
+
+def bound_of(fn, args, devices=8, seconds=60.0, meshes=None, machine=MACHINE):
+    """The bound over some meshes, or all, each solved for its part of these seconds of work."""
+    candidates = candidates_of(fn, args, devices, machine, seconds)
+    chooser = _Chooser(candidates.subject, candidates, machine, machine.memory, candidates.clock)
+    return chooser._bound(meshes or distinct_meshes(machine, devices), seconds)
 
 
 STEPS = {
@@ -42,10 +47,24 @@ STEPS = {
 }
 
 
+MORE_STEPS = STEPS | {
+    "embedded": lambda x, w: jnp.take(w, x[:, :3].astype(jnp.int32) % w.shape[0], axis=0).sum(1),
+    "cumulative": lambda x, w: jnp.cumsum(x @ w, 0),
+    "sorted": lambda x, w: jnp.sort(x, -1) @ w,
+    "scan": lambda x, w: jax.lax.scan(lambda c, r: (c / 2 + r, c), w[0], x @ w)[1],
+    "transposed": lambda x, w: (w.T @ x.T).T * jnp.sum(w),
+    "shifted": lambda x, w: jnp.pad((x @ w)[1:], ((1, 0), (0, 0))),
+    "twice": lambda x, w: jnp.exp(-x) @ w + jnp.sin(jnp.exp(-x)) @ w,
+    "masked": lambda x, w: (
+        jnp.where(jax.random.bernoulli(jax.random.key(0), 0.9, x.shape), x, 0) @ w
+    ),
+}
+
+
 @st.composite
-def programs(draw):
+def programs(draw, steps=STEPS):
     """Two operators on a matrix, forwards or with the gradient for their weights."""
-    names = [draw(st.sampled_from(sorted(STEPS))) for _ in range(2)]
+    names = [draw(st.sampled_from(sorted(steps))) for _ in range(2)]
     rows = draw(st.sampled_from([6, 512, 16_384]))
     sizes = [draw(st.sampled_from([64, 96, 1024])) for _ in range(3)]
     shapes = [(rows, sizes[0]), (sizes[0], sizes[1])]
@@ -53,7 +72,7 @@ def programs(draw):
     shapes.append((width, sizes[2]))
 
     def forward(x, first, second):
-        return STEPS[names[1]](STEPS[names[0]](x, first), second)
+        return steps[names[1]](steps[names[0]](x, first), second)
 
     def gradient(x, first, second):
         return jax.grad(lambda w: jnp.sum(forward(x, *w) ** 2))((first, second))
@@ -101,6 +120,47 @@ def test_the_best_of_all_layouts_of_many_programs(program, devices):
 @given(programs(), st.sampled_from([2, 3]))
 def test_the_best_of_all_layouts_of_a_few_programs(program, devices):
     _check(program, devices)
+
+
+def _layout(data, candidates, devices):
+    """Any layout: arguments and up to three tensors inside are annotated, or none."""
+    mesh = data.draw(st.sampled_from(distinct_meshes(candidates.machine, devices)))
+
+    def dims(shape):
+        return dims_of(data.draw(st.sampled_from(specs_of(shape, mesh))), len(shape))
+
+    arguments = tuple(Annotated(path, s, dims(s)) for path, s in candidates.subject.paths)
+    made = sorted({place for place, _ in candidates.places.values() if place.shape}, key=str)
+    chosen = data.draw(st.lists(st.sampled_from(made), max_size=3, unique=True))
+    inside = tuple(AnnotatedInside(place, None, dims(place.shape)) for place in chosen)
+    return candidates.priced(mesh, arguments, inside)
+
+
+def _check_layouts(program, name, devices, data, count):
+    """The bound is not above the forecast of any of so many layouts."""
+    _, fn, args = program
+    machine = hardware(name)
+    bound = bound_of(fn, args, devices, machine=machine)
+    candidates = candidates_of(fn, args, devices, machine)
+    for _ in range(count):
+        layout = _layout(data, candidates, devices)
+        assert bound <= layout.seconds * (1 + 1e-9), (program[0], name, str(layout))
+
+
+MACHINES = st.sampled_from(["h100", "tpu-v4", "tpu-v5e", "cpu"])
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(programs(MORE_STEPS), MACHINES, st.sampled_from([2, 3, 4, 6, 8]), st.data())
+def test_no_layout_is_below_the_bound(program, name, devices, data):
+    _check_layouts(program, name, devices, data, 6)
+
+
+@settings(max_examples=2, deadline=None)
+@given(programs(MORE_STEPS), MACHINES, st.sampled_from([2, 3]), st.data())
+def test_no_layout_of_a_few_programs_is_below_the_bound(program, name, devices, data):
+    _check_layouts(program, name, devices, data, 1)
 
 
 @pytest.mark.parametrize("devices", [2, 3])
