@@ -154,20 +154,26 @@ class _Chooser:
             fitting = [a for a in layouts if a.memory_bytes <= self.limit]
             if fitting:
                 return self._finished(fitting)
-            if not choices:
+            limits = self._tightened(limits, choices[:_LOWERED_MESHES], layouts)
+            if not limits:
                 break
-            limits = self._tightened(choices[:_LOWERED_MESHES], layouts)
             self.clock.extend(_LEAST_SOLVING * (len(limits) + 1))
         raise self._too_large(min(layouts, key=lambda a: a.memory_bytes))
 
     def _tightened(
-        self, choices: Sequence[Choice], layouts: Sequence[Layout]
+        self,
+        limits: Mapping[MeshShape, float],
+        choices: Sequence[Choice],
+        layouts: Sequence[Layout],
     ) -> dict[MeshShape, float]:
         """Limits for the model by mesh, where lowered programs hold more than the model counts:
-        less than it has found, by as much as the program holds too much."""
+        less than it has found, by as much as the program holds too much. A mesh over which the
+        model itself did not meet its limit is left out."""
         found = {}
         for choice in choices:
             mesh = choice.model.mesh
+            if choice.peak > limits[mesh]:
+                continue
             held = [a.memory_bytes for a in layouts if tuple(a.mesh.values()) == mesh]
             too_much = self.limit / min(held, default=self.limit)
             found[mesh] = choice.peak * min(_LESS, too_much)
