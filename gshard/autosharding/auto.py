@@ -139,7 +139,7 @@ class _Chooser:
 
     def chosen(self) -> Layout:
         """The best layout."""
-        layouts = self._simplest(self._can_lower)
+        layouts = self._simplest(self._until(_SIMPLE))
         limits = dict.fromkeys(self._meshes(), float(self.limit))
         for number in range(_TIGHTENED):
             share = _SOLVING * self.seconds
@@ -334,7 +334,7 @@ class _Chooser:
         """The layouts that people try first, as far as there is time: nothing split, the batch, the
         batch and the states. What is not a state is taken for the batch.
 
-        They come before the solver: however little time it has, none of them is missed.
+        They come before the solver, which would leave them no time, unless lowering takes long.
         """
         count, paths = self.subject.devices, self.subject.paths
         states = {argument for _, argument in self.subject.states}
