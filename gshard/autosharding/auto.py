@@ -23,14 +23,14 @@ from gshard.autosharding.candidates import Candidates, Choice
 from gshard.autosharding.clock import Clock
 from gshard.autosharding.compact import Compact
 from gshard.autosharding.layout import Layout
+from gshard.autosharding.meshes import distinct_meshes
 from gshard.autosharding.model import Model, build
 from gshard.autosharding.polishing import polished
 from gshard.autosharding.problem import NoAnswerError, Problem
 from gshard.autosharding.program import Result
-from gshard.autosharding.rates import Rates
 from gshard.autosharding.smaller import TOLERANCE, best_of, most_seconds, smaller
 from gshard.autosharding.solve import presolving_work, solve, solve_with_priced_memory
-from gshard.autosharding.specs import MeshShape, mesh_shapes, specs_of
+from gshard.autosharding.specs import MeshShape, specs_of
 from gshard.autosharding.subject import Subject
 from gshard.autosharding.tables import PICO
 from gshard.forecast.hardware import Hardware, present
@@ -381,19 +381,6 @@ class _Chooser:
             f"{self.subject.devices} devices; the smallest one holds {size(least.memory_bytes)}, "
             f"{size(missing)} too much" + (f"; its peak is at {where}" if where else "")
         )
-
-
-def distinct_meshes(machine: Hardware, devices: int) -> list[MeshShape]:
-    """Meshes of up to three axes, of those that differ in nothing but the order of axes one."""
-    found: dict[Any, MeshShape] = {}
-    for mesh in mesh_shapes(devices, 3):
-        terms = Rates(machine, mesh).terms
-        axes = [
-            (size, *(f"{t:.6g}" for (_, at), pair in terms.items() if at == axis for t in pair))
-            for axis, size in enumerate(mesh)
-        ]
-        found.setdefault(tuple(sorted(axes)), mesh)
-    return list(found.values())
 
 
 def _rows(shape: tuple[int, ...], dim: int, count: int) -> bool:
