@@ -9,7 +9,7 @@ import pytest
 
 import gshard
 from gshard.autosharding.annotated import Annotated
-from gshard.autosharding.auto import distinct_meshes
+from gshard.autosharding.meshes import distinct_meshes
 from gshard.autosharding.subject import Subject
 from gshard.forecast.hardware import hardware
 from tests.oracle import random_array
