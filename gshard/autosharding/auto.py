@@ -280,13 +280,13 @@ class _Chooser:
         return result
 
     def _until(self, share: float) -> Callable[[], bool]:
-        """Whether there is time to lower one more layout within a share of the time, and wall time
+        """Whether there is time to lower one more layout within a share of the time, and real time
         for what comes later."""
         until = self.clock.now() + share * self.seconds
-        later = self.wall * self.reserved / max(self.seconds, 1e-9)
+        later = self.guard * self.reserved / max(self.seconds, 1e-9)
 
         def more() -> bool:
-            in_time = self._can_lower() and self.clock.wall_left > later
+            in_time = self._can_lower() and self.clock.guard_left > later
             return in_time and self.clock.now() + self.candidates.lowering_work < until
 
         return more
