@@ -163,7 +163,8 @@ class _Builder:
         nodes = [self.nodes.get(var, -1) for var in arguments]
         shapes = [getattr(var.aval, "shape", ()) for var in arguments]
         reached = self.hardware.reached
-        products = sum(e.runs for e in self.flow.edges if name_of(e) in PRODUCTS)
+        made = (e for e in self.flow.edges if name_of(e) in PRODUCTS)
+        products = sum(e.runs for e in made if not self.touched.of(e.eqn).repeated)
         starts = products if self.optimistic else self.touched.starts  # products stay apart
         constant = float(
             self.tables.rounded((starts * reached.operator_seconds + reached.step_seconds) * PICO)

@@ -164,7 +164,7 @@ class Tables:
 
     def _work(self, edge: Edge, strategy: Strategy, touches: Touches) -> float:
         """Seconds of the operator itself, on its part of the work: arithmetic or memory."""
-        if edge.eqn is None:
+        if edge.eqn is None or touches.repeated:
             return 0.0
         memory = 0.0 if touches.covered else self._touched(edge, strategy, touches)
         if name_of(edge) not in PRODUCTS:  # either may be of another fused operator

@@ -38,6 +38,7 @@ class Touches:
     taken: float = math.inf
     operations: float = 0.0
     covered: bool = False  # fused with a matrix product, whose arithmetic may hide it
+    repeated: bool = False  # equal to another equation, of which the compiler keeps one
 
 
 class Touched:
@@ -57,11 +58,13 @@ class Touched:
         self._taken: dict[int, float] = {}
         self._operations: dict[int, float] = {}
         self._covered: set[int] = set()
+        self._kept: set[int] = set()  # equations that a compiler does not find to be equal
         self._collect(jaxpr)
         seen: set[Operator] = set()
         for operator, count, _ in walk(jaxpr, hardware.compiler, self.fused_on):
             self.starts += count
             self.stored.update(operator.writes)
+            self._kept.update(id(op.eqn) for op in operator.members)
             if operator not in seen:  # loops may share a body
                 seen.add(operator)
                 self._add(operator)
@@ -76,6 +79,7 @@ class Touched:
             self._taken.get(key, math.inf),
             self._operations.get(key, 0.0),
             key in self._covered,
+            eqn is not None and eqn.primitive.name in PRODUCTS and key not in self._kept,
         )
 
     def root(self, var: Any) -> Any:

@@ -164,6 +164,19 @@ def test_no_layout_of_a_few_programs_is_below_the_bound(program, name, devices, 
     _check_layouts(program, name, devices, data, 1)
 
 
+def test_equal_products_count_once_on_cpus():
+    """The gradients of both products need the same third one, which XLA for CPUs computes once."""
+
+    def fn(x, w):
+        return jax.grad(lambda x: jnp.sum((jnp.exp(x) @ w + jnp.sin(x) @ w) ** 2))(x)
+
+    args, machine = (struct(512, 64), struct(64, 64)), hardware("cpu")
+    jitted = gshard.jit(
+        lambda x, w: fn(gshard.split(x, 0, 2), w), devices=2, hardware=machine, overlap=False
+    )
+    assert bound_of(fn, args, 2, machine=machine) <= jitted.lower(*args).forecast().serial_seconds
+
+
 @pytest.mark.parametrize("devices", [2, 3])
 def test_a_bound_that_the_best_layout_meets(devices):
     """Nothing is sent and all work is split: the bound is the forecast, and not above it."""
