@@ -34,9 +34,9 @@ from gshard.runtime.options import (
     JitKeywords,
     Keywords,
     Options,
-    check_layout,
     check_partitioner,
     checked_devices,
+    of_layout,
 )
 from gshard.runtime.pipeline import lower
 from gshard.runtime.stages import Lowered
@@ -100,8 +100,8 @@ def jit(
     `in_shardings` and `out_shardings` are trees of `NamedSharding`, `PartitionSpec` or
     `gshard.Sharding`, or prefixes of such trees; None leaves the choice to gshard. `annotations` is
     a `gshard.Layout`, whose annotations are applied to arguments, results and tensors inside, on as
-    many devices as it is for.
-    `reproducible` results have the same bits on any devices (docs/howto/reproducible.md).
+    many devices as it is for. `reproducible` results have the same bits on any devices
+    (docs/howto/reproducible.md).
 
     `overlap="auto"` sends tensors in pieces, so that one is sent while another is multiplied, where
     the costs of the hardware say that this is faster; `overlap=True` does it wherever it is
@@ -109,10 +109,7 @@ def jit(
     """
     check_partitioner(partitioner, reproducible, overlap)
     named = None if hardware is None else hardware_of(hardware)
-    inside, count = (), None
-    if annotations is not None:
-        check_layout(annotations)
-        inside, count = annotations.inside_shardings, annotations.devices
+    inside, count = of_layout(annotations)
     how = (partitioner, memory_limit, strict, named, inside, reproducible, overlap, count)
     options = Options(checked_devices(devices, device), backend, *how)
     static = {"static_argnums": static_argnums, "static_argnames": static_argnames}

@@ -255,13 +255,9 @@ class Spread:
         """Propagate to a fixed point; in a stage, only one split of one group of dims."""
         self.stage = stage
         edges = self.flow.edges
-        touched = {  # in any order: the queues are sorted
-            edge
-            for var in self.split
-            if stage is None or stage[1] in self.splits[var]
-            for edge in self.flow.touching[var]
-        }
-        self.revisit(touched)
+        split = (var for var in self.split if stage is None or stage[1] in self.splits[var])
+        # In any order: the queues are sorted.
+        self.revisit({edge for var in split for edge in self.flow.touching[var]})
         first, second, third = self.queues
         while first or second or third:
             number = 0 if first else 1 if second else 2

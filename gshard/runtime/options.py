@@ -112,13 +112,16 @@ def check_partitioner(partitioner: str, reproducible: bool, overlap: Overlap) ->
         raise ValueError(f"{what}, which {other} does not allow")
 
 
-def check_layout(annotations: Any) -> None:
-    """Refuse annotations that are no layout, such as the path of one."""
+def of_layout(annotations: Any) -> tuple[tuple[Any, ...], int | None]:
+    """The shardings inside and the number of devices of a layout, where one is given."""
+    if annotations is None:
+        return (), None
     if not hasattr(annotations, "inside_shardings"):
         raise TypeError(
             f"annotations is {annotations!r}; allowed is a gshard.Layout, as gshard.auto and "
             "gshard.Layout.load return it"
         )
+    return annotations.inside_shardings, annotations.devices
 
 
 def checked_devices(devices: Any, device: jax.Device | None) -> tuple[jax.Device, ...] | int | None:
