@@ -115,14 +115,15 @@ class Layout:
 
         return with_annotations
 
-    def _mark(self, said: Annotated | None, leaf: Any) -> Any:
-        if said is None:
+    def _mark(self, annotated: Annotated | None, leaf: Any) -> Any:
+        if annotated is None:
             return leaf
-        return annotate(leaf, Annotation.of_sharding(f"layout: {said}", self._sharding(said)))
+        sharding = self._sharding(annotated)
+        return annotate(leaf, Annotation.of_sharding(f"layout: {annotated}", sharding))
 
-    def _sharding(self, said: Annotated | AnnotatedInside) -> Sharding:
-        spec = spec_of(said.dims, tuple(self.mesh))
-        return sharding_of(spec, len(said.shape), tuple(self.mesh.values()))
+    def _sharding(self, tensor: Annotated | AnnotatedInside) -> Sharding:
+        spec = spec_of(tensor.dims, tuple(self.mesh))
+        return sharding_of(spec, len(tensor.shape), tuple(self.mesh.values()))
 
     def jit(self, **keywords: Any) -> Jitted[..., Any]:
         """The function that the layout was chosen for, partitioned by it."""
@@ -190,9 +191,9 @@ class Layout:
         return as_table(self)
 
 
-def _check(kind: str, said: Mapping[str, Annotated], given: Mapping[str, Any], fn: Any) -> None:
+def _check(kind: str, expected: Mapping[str, Annotated], given: Mapping[str, Any], fn: Any) -> None:
     """Refuse a layout of another program, by its arguments or its results."""
-    for path, annotation in said.items():
+    for path, annotation in expected.items():
         if path not in given:
             raise ValueError(
                 f"the layout annotates {kind} {path}, which {_described(fn)} does not have; its "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -235,10 +235,15 @@ def _is_gathered_for_all(
         if cuts.keys() != changes.keys() or 0 in other.outvars[0].aval.shape:
             return 0.0
         ways = ways_of(_SLICE, other, [here], targets, ctx.memory_limit)
-        return min(price(w, other, [here], targets) for w in ways if w.operands[0] is here)
+        return min(price(w, other, [here], targets) for w in ways if not _gathers(w, here, cuts))
 
     gathered = sum(step.bytes for step in plan_reshard(here, whole, tile.shape, dtype))
     return 0 < gathered < ctx.over_slices(eqn.invars[0], (here, *changes), sent)
+
+
+def _gathers(way: Way, here: Sharding, changes: Iterable[int]) -> bool:
+    """Whether the operand's dims that change are not split as they are here."""
+    return any(way.operands[0].splits[dim] != here.splits[dim] for dim in changes)
 
 
 def _splits(eqn: JaxprEqn) -> list[Mapping[int, Change]]:

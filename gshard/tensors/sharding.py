@@ -71,12 +71,12 @@ class Split:
         """Whether some devices hold no tile."""
         return bool((self.coords < 0).any())
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019  (splits are interned and live forever)
     def major(self, tiles: int) -> Split | None:
         """This split coarsened to `tiles` tiles, a divisor of its own count."""
         return Split.of(np.where(self.coords < 0, -1, self.coords // (self.tiles // tiles)))
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019  (splits are interned and live forever)
     def minor(self, tiles: int) -> Split | None:
         """Which of `tiles` equal parts of its coarse tile a device holds: what `major` forgets."""
         return Split.of(np.where(self.coords < 0, -1, self.coords % tiles))

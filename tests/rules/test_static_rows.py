@@ -2,9 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gshard
 from tests.oracle import check, even_split, kinds, random_array, sent
@@ -109,3 +112,16 @@ def test_updates_that_lie_across_tiles():
     args = random_array((32, 3)), random_array((6, 3), seed=1)
     low = check(fn, *args, inputs=[ROWS], exact=True)
     assert sent(low) == 0
+
+
+def test_slices_of_which_the_results_are_split_along_another_dim_too():
+    """Rows that change tiles are sent, once the other dim is split without communication."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    before, after = NamedSharding(mesh, P(None, "b")), NamedSharding(mesh, P("a", "b"))
+    jitted = gshard.jit(
+        lambda x: (x[:, :64], x[:, 8:72]), in_shardings=before, out_shardings=(after, after)
+    )
+    x = random_array((16, 96))
+    assert kinds(jitted.lower(x)) == {"collective_permute": 2}
+    for result, expected in zip(jitted(x), (x[:, :64], x[:, 8:72]), strict=True):
+        np.testing.assert_array_equal(result, expected)

@@ -220,7 +220,7 @@ class Batches:
         self,
         tokens: Sequence[TaskTokens],
         config: BatchConfig,
-        host: Host = Host(),  # noqa: B008  (frozen)
+        host: Host = Host(),
         workers: int = 0,
         ahead: int = 8,
     ):

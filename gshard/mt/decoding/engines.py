@@ -68,7 +68,7 @@ def open_translator(
     devices: int = 0,
     members: Hosts = Hosts(),  # noqa: B008  (frozen)
     together: Together | None = None,
-    engine: EngineConfig = EngineConfig(),  # noqa: B008  (frozen)
+    engine: EngineConfig = EngineConfig(),
 ) -> tuple[TextTranslator, int]:
     """The translator of a run on so many devices (0: all), and the step of its weights."""
     if on_host(engine, devices, members):

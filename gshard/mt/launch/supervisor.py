@@ -114,7 +114,7 @@ class Supervisor:
         command: Sequence[str],
         count: int,
         note: Callable[[str], None],
-        patience: Patience = Patience(),  # noqa: B008  (frozen)
+        patience: Patience = Patience(),
         least: int = 0,
         again: Sequence[str] = (),
     ):
