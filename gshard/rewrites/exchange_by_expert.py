@@ -19,9 +19,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
 from jax.lax import GatherScatterMode
 
-from gshard._jax import Var
+from gshard._jax import Var, optimization_barrier_p
 from gshard.annotate import Annotation, annotate_p
-from gshard.graph import Graph, live, map_bodies
+from gshard.graph import Graph, in_order, live, map_bodies, needed_for
 from gshard.operators.ragged_rows import ExpertGroups, grouped_dot_p, put_rows_p, take_rows_p
 from gshard.operators.rule import RULES, equation_key, factors_of, rowwise
 from gshard.rules.by_rows import is_ragged, multiplies_rows, puts_rows, sums_rows, takes_rows
@@ -60,6 +60,9 @@ def _one_variable_for_sizes(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
     first: dict[Any, Any] = {}  # the first variable with a value
     same: dict[Any, Any] = {}
     for eqn in eqns:
+        if eqn.primitive is optimization_barrier_p:  # rematerialized products have sizes of its own
+            values = zip(eqn.outvars, eqn.invars, strict=True)
+            same |= {v: same.get(a, a) for v, a in values if not isinstance(a, Literal)}
         kept = {k: v for k, v in eqn.params.items() if k != "update_jaxpr"}  # an addition
         kind = equation_key(eqn.replace(params=kept) if eqn.primitive is p.scatter_add_p else eqn)
         if kind is not None and len(eqn.outvars) == 1 and not eqn.effects:
@@ -118,6 +121,9 @@ class _Region:
         self.eqns = eqns
         self.results = results
         self.graph = Graph(eqns, results)
+        self.before = set(
+            needed_for([sizes], eqns)
+        )  # these cannot use rows that are sent by the sizes
         self.members: dict[Any, int] = {}  # variables with the sorted rows, and the dim of these
         self.find()
         self.moved: dict[Any, Any] = {}  # members, expert-major
@@ -152,7 +158,9 @@ class _Region:
     def factors(self, eqn: JaxprEqn, atoms: Sequence[Any]) -> list[Factor]:
         """The factors of a row-wise operator that are the rows of some members among `atoms`."""
         known = [a for a in atoms if not isinstance(a, Literal) and a in self.members]
-        if not known or eqn.primitive not in RULES or eqn.primitive is annotate_p:
+        if not known or eqn in self.before or eqn.primitive not in RULES:
+            return []
+        if eqn.primitive is annotate_p:
             return []
         return [
             f
@@ -204,7 +212,7 @@ class _Region:
     # ------------------------------------------------------------ the new program
 
     def rewritten(self) -> list[JaxprEqn]:
-        """The live equations of the new program."""
+        """The live equations of the new program, each after those that it depends on."""
         products = set(self.products())
         for eqn in self.eqns:
             if eqn in products:
@@ -215,7 +223,7 @@ class _Region:
                 self.emit(eqn, [self.read(a) for a in eqn.invars])
         for atom in self.results:
             self.read(atom)
-        return live(self.done, self.results)
+        return in_order(live(self.done, self.results))
 
     def emit(self, eqn: JaxprEqn, invars: Sequence[Any], **changes: Any) -> None:
         """Append an equation in place of `eqn`."""

@@ -32,6 +32,7 @@ def test_the_first_step(corpus, tmp_path):
     assert report.compared > 300
 
 
-def test_a_step_that_the_run_does_not_have(whole):
+def test_a_step_that_the_run_does_not_have(corpus, tmp_path):
+    run = Run.create(tmp_path / "run", run_config(corpus))
     with pytest.raises(UserError, match="--check 13: the run has 12 steps"):
-        check_step(whole, 13, Notes())
+        check_step(run, 13, Notes())
