@@ -131,3 +131,8 @@ def test_results_are_kept_and_counted(tmp_path):
     assert "- `two` in `mutated_package/part.py`" in page
     running.forget(tmp_path, [one])
     assert list(running.results(tmp_path)) == [two.key]
+
+
+def test_every_mutation_fits_its_file():
+    """What a change of the code makes stale is renewed with it: else nobody asks who kills it."""
+    assert not [m.name for m in mutations.stale(mutations.load(), ROOT)]
