@@ -2,16 +2,16 @@
 
 A compiler that orders a program by its memory finishes a transfer as soon as its result can be
 rearranged, and computes products when their results are needed. Where a product does not depend on
-a transfer, two barriers put it beside it: the product waits until what is sent is there, and what
-reads the transfer's result waits for the product. Such are the products of another piece, and in
+a transfer, two barriers put it beside it: the product depends on what is sent, and what reads the
+transfer's result depends on the product. Such are the products of another piece, and in
 the backward pass gradients of weights, which only the optimizer needs.
 
 XLA for GPUs runs collectives one after the other: a second one that started before the product
-would end the first. Transfers that could start meanwhile wait for the product too.
+would end the first. Transfers that could start meanwhile depend on the product too.
 
-A barrier waits for those of its operands whose results are used: XLA removes all others. What is
-waited for is there represented by its first element, so that its own layout in memory stays free,
-and all these elements are used at the end, in a condition that is never true.
+XLA removes operands of a barrier whose results are not used. So a barrier has the first element of
+a value as its operand, which leaves the value's layout in memory open, and all these elements are
+used at the end, in a condition that is never true.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ def rowwise(eqn: JaxprEqn, factor: Factor) -> bool:
 
 
 def no_order(eqn: JaxprEqn) -> Collection[Factor]:
-    """For a rule's `ordered`: rows of no factor are told apart."""
+    """For a rule's `ordered`: the result does not depend on the position of rows of any factor."""
     return ()
 
 

@@ -23,8 +23,8 @@ def test_files(tmp_path):
     assert str(loaded) == str(layout)
     with pytest.raises(ValueError, match=r"gshard\.jit"):
         loaded.jit()
-    said = json.loads(path.read_text())
-    (name, entry), *_ = said["arguments"].items()
+    content = json.loads(path.read_text())
+    (name, entry), *_ = content["arguments"].items()
     for change, message in (
         ({"format": "other"}, "is not a layout"),
         ({"mesh": {"a": "many"}}, "positive sizes"),
@@ -33,7 +33,7 @@ def test_files(tmp_path):
         ({"arguments": {name: {**entry, "dims": [["a"], ["a"]]}}}, "splits two dims"),
         ({"arguments": {name: {**entry, "dims": [["a"]]}}}, "has 2 dims"),
     ):
-        path.write_text(json.dumps({**said, **change}))
+        path.write_text(json.dumps({**content, **change}))
         with pytest.raises(ValueError, match=message):
             gshard.Layout.load(path)
     path.write_text("{")

@@ -73,8 +73,8 @@ def test_another_piece_and_gradients_of_weights_are_beside_transfers():
     assert [n > 0 for n in found] == [False, True, True, False, False, True, True, True]
 
 
-def test_everything_that_a_barrier_waits_for_is_used():
-    """XLA drops operands of a barrier whose results nothing uses, and no longer waits for them."""
+def test_all_results_of_barriers_are_used():
+    """XLA drops operands of a barrier whose results nothing uses, and with them their order."""
     program = per_device(jax.grad(loss, (0, 1, 2)), LARGE, overlap=True)
     needed = set(live(program.eqns, program.outvars))
     read = {a for e in needed for a in e.invars if not isinstance(a, Literal)}

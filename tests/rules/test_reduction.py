@@ -126,7 +126,7 @@ def test_several_operands_at_once():
 def test_complex_numbers_compare_by_real_then_imaginary_part(reduce):
     """In JAX's order, -0.0 as 0.0; padding must not win. Two AllReduces of half the bytes each.
 
-    (One waits for the other: few numbers are gathered instead, with one latency.)
+    (The second depends on the first: few numbers are gathered instead, with one latency.)
     """
     rng = np.random.default_rng(0)
     parts = rng.integers(-1, 2, (2, 13, 4096)).astype(np.float32) * np.float32(-1)

@@ -115,7 +115,7 @@ def keep(key: str, compiled: Any, devices: Sequence[jax.Device]) -> bool:
         if _jax.calls_python(compiled):
             return False
         program, _, tree = serialize_executable.serialize(compiled)
-    except (ValueError, NotImplementedError):
+    except (ValueError, NotImplementedError):  # JAX cannot serialize it: it is compiled again
         return False
     results = jax.tree.unflatten(tree, range(tree.num_leaves))  # trees cannot be pickled
     cache.put(key, pickle.dumps((program, results)))

@@ -87,6 +87,27 @@ def _head() -> Any:
     return pl.program_id(2) * pl.num_programs(1) + pl.program_id(1)
 
 
+def online_softmax(
+    scores: Array, mask: Array, top: Array, total: Array
+) -> tuple[Array, Array, Array, Array]:
+    """Probabilities of more scores, by powers of 2, before they are divided by their total; the
+    factor for what was added up before; the new maximum and the new total of each query."""
+    new_top = jnp.maximum(top, jnp.max(jnp.where(mask, scores, NEVER), axis=1))
+    probs = jnp.where(mask, jnp.exp2(scores - new_top[:, None]), 0.0)
+    shrink = jnp.exp2(top - new_top)
+    return probs, shrink, new_top, total * shrink + jnp.sum(probs, axis=1)
+
+
+def before_any_score(queries: int, values: int) -> tuple[Array, Array, Array]:
+    """The sum of values, the maximum and the total of an online softmax that begins."""
+    total = jnp.zeros((queries,), jnp.float32)
+    return (
+        jnp.zeros((queries, values), jnp.float32),
+        jnp.full((queries,), NEVER, jnp.float32),
+        total,
+    )
+
+
 def forward_kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, q_seg_ref: Any, k_seg_ref: Any, span_ref: Any,
     seed_ref: Any, out_ref: Any, log_z_ref: Any, *, settings: KernelSettings,
@@ -103,20 +124,13 @@ def forward_kernel(
         scores = plgpu.dot(q, k_ref[place, :].T) * (scale * _LOG2_E)
         tile = ScoreBlock(head, (Q, K), 0, q_start, j * K)
         mask, keep = _visible(tile, q_seg, k_seg_ref[place], causal), _keep(tile, seed_ref, rate)
-        new_top = jnp.maximum(top, jnp.max(jnp.where(mask, scores, NEVER), axis=1))
-        probs = jnp.where(mask, jnp.exp2(scores - new_top[:, None]), 0.0)
-        shrink = jnp.exp2(top - new_top)
-        total = total * shrink + jnp.sum(probs, axis=1)
+        probs, shrink, new_top, total = online_softmax(scores, mask, top, total)
         if keep is not None:
             probs = jnp.where(keep, probs, 0.0)
         acc = acc * shrink[:, None] + plgpu.dot(probs.astype(v_ref.dtype), v_ref[place, :])
         return acc, new_top, total
 
-    empty = (
-        jnp.zeros((Q, U), jnp.float32),
-        jnp.full((Q,), NEVER, jnp.float32),
-        jnp.zeros((Q,), jnp.float32),
-    )
+    empty = before_any_score(Q, U)
     acc, top, total = jax.lax.fori_loop(span_ref[0], span_ref[1], body, empty)
     total = jnp.maximum(total, 1e-30)
     out_ref[...] = (acc / (total * (1.0 - rate))[:, None]).astype(out_ref.dtype)

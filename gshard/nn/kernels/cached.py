@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from gshard.annotate import target_platform
-from gshard.nn.kernels.attention import NEVER
+from gshard.nn.kernels.attention import before_any_score, online_softmax
 
 _LOG2_E = math.log2(math.e)
 _ROWS = 16  # the least that a product of blocks takes
@@ -105,18 +105,11 @@ def _kernel(
         place = pl.ds(j * positions, positions)
         scores = plgpu.dot(q, k_ref[place, :].T) * _LOG2_E
         mask = plgpu.load(mask_ref.at[every, place], mask=given, other=0) != 0
-        new_top = jnp.maximum(top, jnp.max(jnp.where(mask, scores, NEVER), axis=1))
-        probs = jnp.where(mask, jnp.exp2(scores - new_top[:, None]), 0.0)
-        shrink = jnp.exp2(top - new_top)
-        total = total * shrink + jnp.sum(probs, axis=1)
+        probs, shrink, new_top, total = online_softmax(scores, mask, top, total)
         acc = acc * shrink[:, None] + plgpu.dot(probs.astype(v_ref.dtype), v_ref[place, :])
         return acc, new_top, total
 
-    empty = (
-        jnp.zeros((rows, U), jnp.float32),
-        jnp.full((rows,), NEVER, jnp.float32),
-        jnp.zeros((rows,), jnp.float32),
-    )
+    empty = before_any_score(rows, U)
     acc, _, total = jax.lax.fori_loop(span_ref[0], span_ref[1], body, empty)
     out = (acc / jnp.maximum(total, 1e-30)[:, None]).astype(out_ref.dtype)
     plgpu.store(out_ref.at[every, :], out, mask=given)
