@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from gshard.autosharding.memory import Bools, Floats
 from gshard.autosharding.specs import NONE, MeshShape, Spec, specs_of, tiles_of
+from gshard.autosharding.sums import PartialSum
 from gshard.forecast.collective import Groups, collective_terms, reach
 from gshard.forecast.hardware import Hardware
 from gshard.moving.costs import LATENCIES
@@ -29,7 +30,8 @@ class LeastRates:
 
     A collective of more than `largest` bytes, or one that exchanges, has a latency of its own.
     Others may be combined, up to `LATENCIES` times the bytes that are sent in the latency of one:
-    each pays its part of it. With no such limit (infinite), nothing has a latency of its own.
+    each gather pays its part of it, sums pay together (`latency`). With no such limit (infinite),
+    nothing has a latency of its own.
     """
 
     def __init__(self, hardware: Hardware, mesh: MeshShape, largest: float) -> None:
@@ -54,26 +56,35 @@ class LeastRates:
         exchanged = self._exchanges(source, target, moved, held) + self._gathers(gathered, held)
         return np.minimum(exchanged, self._gathers(moved | gathered, held))
 
-    def sums(
-        self,
-        shape: tuple[int, ...],
-        itemsize: int,
-        made: Spec,
-        spec: Spec,
-        partial: Collection[int],
-    ) -> float:
-        """Seconds to add up partial results, which are sharded as `made`, for a spec: to scatter
-        them over all axes and to gather them again over those that the spec does not use."""
-        size = itemsize * math.prod(shape) / math.prod(tiles_of(made, self.mesh, len(shape)))
-        kept = tuple(a for a in sorted(partial) if spec[a] == NONE and self.mesh[a] > 1)
-        scattered = tuple(a for a in sorted(partial) if spec[a] != NONE and self.mesh[a] > 1)
-        every = tuple(sorted((*kept, *scattered)))
+    def sums(self, partial: PartialSum, spec: Spec) -> float:
+        """Seconds to add up partial results for a spec: to scatter them over all axes and to gather
+        them again over those that the spec does not use. Small ones pay no latency here."""
+        size, every = self._tile(partial), self._several(partial)
         if not every:
             return 0.0
-        left = size / math.prod(self.mesh[a] for a in scattered)
-        kind = "reduce_scatter" if scattered else "all_reduce"
+        kept = tuple(a for a in every if spec[a] == NONE)
+        left = size / math.prod(self.mesh[a] for a in every if a not in kept)
+        kind = "all_reduce" if kept == every else "reduce_scatter"
         sent = size * self._scattering(every) + (left * self._scattering(kept) if kept else 0.0)
-        return sent + float(self._waiting(kind, every, np.array(size)))
+        return sent + float(self._waiting(kind, every, np.array(size), partial.share, 0.0))
+
+    def latency(self, partial: PartialSum, spec: Spec) -> float:
+        """Seconds to start a sum for a spec that may be combined with others; 0 of others, and of
+        those that may be postponed."""
+        size, every = self._tile(partial), self._several(partial)
+        if not every or partial.share < 1.0 or size > self.largest:
+            return 0.0
+        kind = "all_reduce" if all(spec[a] == NONE for a in every) else "reduce_scatter"
+        return float(self._waiting(kind, every, np.array(size), together=1.0))
+
+    def _tile(self, partial: PartialSum) -> float:
+        """Bytes that a device has of partial results."""
+        tiles = tiles_of(partial.made, self.mesh, len(partial.shape))
+        return partial.itemsize * math.prod(partial.shape) / math.prod(tiles)
+
+    def _several(self, partial: PartialSum) -> Axes:
+        """The axes with several devices that partial results are summed over."""
+        return tuple(a for a in sorted(partial.axes) if self.mesh[a] > 1)
 
     def _exchanges(self, source: Floats, target: Floats, moved: Bools, held: Floats) -> Floats:
         """Moves of axes from dim to dim: those between the same dims may be one, and all of them
@@ -101,22 +112,30 @@ class LeastRates:
             total += np.where(chosen, seconds, 0.0)
         return total
 
-    def _waiting(self, kind: str, axes: Axes, sizes: Floats) -> Floats:
-        """The least latencies of what moves along some axes, in any number of steps, or the part of
-        them that these bytes pay where they can be combined with others.
+    def _waiting(
+        self,
+        kind: str,
+        axes: Axes,
+        sizes: Floats,
+        share: float = 1.0,
+        together: float | None = None,
+    ) -> Floats:
+        """The least latencies of what moves along some axes, in any number of steps; where they can
+        be combined with others the part `together` of them, by default as much as of the bytes.
 
-        `sizes` are of the largest step: of the operand, or of what is gathered.
+        `sizes` are of the largest step: of the operand, or of what is gathered; a `share` is sent.
         """
         if not axes:
             return np.zeros(sizes.shape)
         exchanged = kind == "all_to_all"
-        apart = (sizes > (0.0 if exchanged else self.largest)) & math.isfinite(self.largest)
-        paid = np.minimum(1.0, np.where(apart, 1.0, sizes / self.most))
+        apart = (share * sizes > (0.0 if exchanged else self.largest)) & math.isfinite(self.largest)
+        part = sizes / self.most if together is None else together
+        paid = np.minimum(1.0, np.where(apart, 1.0, part))
         found = []
-        for part in _parts(axes):
-            left = sizes if exchanged else sizes / math.prod(self.mesh[a] for a in part)
-            later = self._waiting(kind, _without(axes, part), left)
-            found.append(self._terms(kind, part)[1] * paid + later)
+        for step in _parts(axes):
+            left = sizes if exchanged else sizes / math.prod(self.mesh[a] for a in step)
+            later = self._waiting(kind, _without(axes, step), left, share, together)
+            found.append(self._terms(kind, step)[1] * paid + later)
         return np.min(found, axis=0)
 
     def _subsets(self) -> Iterator[Axes]:

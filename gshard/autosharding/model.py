@@ -28,7 +28,8 @@ from gshard.autosharding.memory import Floats, Ints, Memory
 from gshard.autosharding.problem import FORBIDDEN, Problem, unite
 from gshard.autosharding.sharing import Sharing, is_transpose, name_of
 from gshard.autosharding.specs import MeshShape, Spec, local_elements, sharding_of, specs_of
-from gshard.autosharding.tables import PICO, Tables
+from gshard.autosharding.sums import Latencies
+from gshard.autosharding.tables import PICO, Priced, Tables
 from gshard.autosharding.touched import Touched
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.ops import PRODUCTS
@@ -122,12 +123,12 @@ class _Builder:
         self.costs: list[Floats] = []
         self.edges: list[tuple[int, int, Floats]] = []
         self.nodes: dict[Any, int] = {}  # of tensors
-        self.known: dict[Any, Any] = {}  # tables of operators that are alike
+        self.known: dict[Any, Priced] = {}  # operators that are alike
         self.operators: dict[int, JaxprEqn] = {}
         self.states: dict[Any, Any] = {}  # the arguments of the next step that results are
         self.donated = False  # whether these take the place of this step's
         self.waiting: list[tuple[int, int, Floats]] = []  # partial sums, by operator and place
-        self.dearest = Dearest()
+        self.dearest, self.latencies = Dearest(), Latencies(flat.jaxpr)
         self.made: dict[Any, int] = {}
         self.used: dict[Any, int] = {}
 
@@ -159,6 +160,7 @@ class _Builder:
         for result, argument in returned:
             self._tie(self.flat.jaxpr.outvars[result], arguments[argument])
         self.dearest.write(self.nodes, self.costs, self.edges)
+        self.latencies.write(self.costs, self.edges)
         edges = unite(self.edges, self.costs)
         nodes = [self.nodes.get(var, -1) for var in arguments]
         shapes = [getattr(var.aval, "shape", ()) for var in arguments]
@@ -278,14 +280,15 @@ class _Builder:
         kind = self._kind(edge)
         if kind not in self.known:
             self.known[kind] = self.tables.of(edge, *kind[-2:])
-        costs, tables, waiting = self.known[kind]
+        priced = self.known[kind]
         own = len(self.costs)
-        self.costs.append(costs)
+        self.costs.append(priced.costs)
+        self.latencies.add(edge, own, priced.latencies)
         if edge.eqn is not None:
             self.operators[own] = edge.eqn
-        if self.forms.is_large(waiting.max()) and not self.optimistic:
-            self.waiting.append((own, place, waiting))
-        for number, (node, table) in enumerate(zip(nodes, tables, strict=True)):
+        if self.forms.is_large(priced.waiting.max()) and not self.optimistic:
+            self.waiting.append((own, place, priced.waiting))
+        for number, (node, table) in enumerate(zip(nodes, priced.tables, strict=True)):
             if node < 0 or table is None:
                 continue
             if number >= len(tensors) - len(results):

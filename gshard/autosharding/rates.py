@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection
 
 import numpy as np
 
 from gshard.autosharding.memory import Bools, Floats, Ints
 from gshard.autosharding.specs import NONE, MeshShape, Spec, local_elements, specs_of
+from gshard.autosharding.sums import PartialSum
 from gshard.forecast.collective import collective_terms, reach
 from gshard.forecast.hardware import Hardware
 from gshard.moving.costs import LATENCIES
@@ -71,19 +71,11 @@ class Rates:
                 now[..., axis] = np.where(moves, t, now[..., axis])
         return total
 
-    def sums(
-        self,
-        shape: tuple[int, ...],
-        itemsize: int,
-        made: Spec,
-        spec: Spec,
-        partial: Collection[int],
-    ) -> float:
-        """Seconds to add up partial results, which are sharded as `made`, for a spec: first where
-        the sum is cut on the way."""
-        now, total = made, 0.0
-        for axis in sorted(partial, key=lambda axis: spec[axis] == NONE):
-            size = local_elements(shape, now, self.mesh) * itemsize
+    def sums(self, partial: PartialSum, spec: Spec) -> float:
+        """Seconds to add up partial results for a spec: first where the sum is cut on the way."""
+        now, total = partial.made, 0.0
+        for axis in sorted(partial.axes, key=lambda axis: spec[axis] == NONE):
+            size = local_elements(partial.shape, now, self.mesh) * partial.itemsize
             kind = "all_reduce" if spec[axis] == NONE else "reduce_scatter"
             total += self.seconds(kind, axis, size)
             now = (*now[:axis], spec[axis], *now[axis + 1 :])

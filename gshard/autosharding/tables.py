@@ -9,6 +9,7 @@ takes.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from gshard.autosharding.specs import (
     sharding_of,
     specs_of,
 )
+from gshard.autosharding.sums import PartialSum
 from gshard.autosharding.touched import Touches
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.ops import PRODUCTS, Op
@@ -48,6 +50,18 @@ PICO = 1e12
 
 Strategy = tuple[str | None, ...]  # for each mesh axis the factor that it cuts, if any
 Shares = tuple[tuple[float, ...], tuple[float, ...]]  # of operands' moves, and of results' sums
+
+
+@dataclasses.dataclass
+class Priced:
+    """An operator on one mesh: for each of its strategies what it costs, the bytes of its partial
+    sums before they are added up, and the latency of those that may be combined with others; and a
+    table for each of its tensors, by strategies and specs."""
+
+    costs: Floats
+    waiting: Floats
+    latencies: Floats
+    tables: list[Floats | None] = dataclasses.field(default_factory=list)
 
 
 class Tables:
@@ -74,40 +88,30 @@ class Tables:
         """Integers: of a bound they are not above the true ones."""
         return np.floor(amounts) if self.optimistic else np.rint(amounts)
 
-    def of(
-        self, edge: Edge, touches: Touches, shares: Shares
-    ) -> tuple[Floats, list[Floats | None], Floats]:
-        """Costs of an operator's strategies, a table for each of its tensors, and the bytes of
-        partial sums before they are added up."""
+    def of(self, edge: Edge, touches: Touches, shares: Shares) -> Priced:
+        """What an operator takes."""
         strategies = self._strategies(edge)
-        costs = np.array([self._work(edge, s, touches) + self._inside(edge, s) for s in strategies])
-        waiting = np.zeros(len(strategies))
-        tables: list[Floats | None] = []
+        work = [self._work(edge, s, touches) + self._inside(edge, s) for s in strategies]
+        nothing = np.zeros(len(strategies))
+        priced = Priced(np.array(work), nothing, nothing)
         for side, atoms in enumerate(edge.atoms):
             described = (edge.factors.operands, edge.factors.results)[side]
             for atom, dims, share in zip(atoms, described, shares[side], strict=True):
                 if isinstance(atom, Literal):
                     continue
-                shape = getattr(atom.aval, "shape", ())
-                if not shape:
-                    tables.append(None)
-                    if side:
-                        costs += [share * self._scalar_sum(edge, s, atom) for s in strategies]
-                    continue
                 made = [self._spec(s, dims) for s in strategies]
-                weight = share * edge.runs * PICO
                 if side:
                     partial = [self._partial(edge, s) for s in strategies]
-                    rates = self._sums(shape, share)
-                    tables.append(self._into_result(made, partial, atom, rates, weight))
-                    size = byte_size((), atom.aval.dtype)
-                    waiting += [
-                        size * local_elements(shape, m, self.mesh) * bool(over)
-                        for m, over in zip(made, partial, strict=True)
-                    ]
+                    self._into_result(priced, made, partial, atom, share, edge.runs)
+                elif getattr(atom.aval, "shape", ()):
+                    weight = share * edge.runs * PICO
+                    table = self._into_operand(made, atom, self.moves(share), weight)
+                    priced.tables.append(table)
                 else:
-                    tables.append(self._into_operand(made, atom, self.moves(share), weight))
-        return self.rounded(costs * edge.runs * PICO), tables, waiting
+                    priced.tables.append(None)
+        priced.costs = self.rounded(priced.costs * edge.runs * PICO)
+        priced.latencies = self.rounded(priced.latencies * edge.runs * PICO)
+        return priced
 
     def _strategies(self, edge: Edge) -> list[Strategy]:
         """Mesh axes given to factors, where every tensor can express it."""
@@ -212,9 +216,9 @@ class Tables:
             for f in strategy
         )
 
-    def _partial(self, edge: Edge, strategy: Strategy) -> list[int]:
+    def _partial(self, edge: Edge, strategy: Strategy) -> tuple[int, ...]:
         """The mesh axes over which results are partial."""
-        return [axis for axis, f in enumerate(strategy) if f in edge.factors.reduced]
+        return tuple(axis for axis, f in enumerate(strategy) if f in edge.factors.reduced)
 
     def _into_operand(
         self, made: Sequence[Spec], atom: Any, rates: Rates | LeastRates, weight: float
@@ -237,23 +241,38 @@ class Tables:
 
     def _into_result(
         self,
+        priced: Priced,
         made: Sequence[Spec],
-        partial: Sequence[list[int]],
+        partial: Sequence[tuple[int, ...]],
         atom: Any,
-        rates: Rates | LeastRates,
-        weight: float,
-    ) -> Floats:
-        """What it costs to reduce what a strategy makes to each of a tensor's specs."""
+        share: float,
+        runs: int,
+    ) -> None:
+        """Add what it costs to reduce what each strategy makes to each of a tensor's specs; of a
+        scalar, which has no node, to the strategy's own cost."""
+        if not hasattr(atom.aval, "shape"):
+            priced.tables.append(None)
+            return
         shape, itemsize, position = self._specs(atom)
-        table = np.full((len(made), len(position)), FORBIDDEN)
+        rates, latency = self._sums(shape), np.zeros(len(made))
+        table, waiting = np.full((len(made), len(position)), FORBIDDEN), np.zeros(len(made))
         anywhere = (NONE, *range(len(shape)))
         for i, (here, over) in enumerate(zip(made, partial, strict=True)):
+            left = PartialSum(shape, itemsize, here, over, share)
             ends = (anywhere if axis in over else (at,) for axis, at in enumerate(here))
-            for spec in itertools.product(*ends):
-                if (j := position.get(spec)) is not None:
-                    seconds = rates.sums(shape, itemsize, here, spec, over)
-                    table[i, j] = self.rounded(seconds * weight)
-        return table
+            specs = [spec for spec in itertools.product(*ends) if spec in position]
+            for spec in specs:
+                table[i, position[spec]] = rates.sums(left, spec) * share
+            if self.optimistic:
+                latency[i] = min((self.least.latency(left, spec) for spec in specs), default=0.0)
+            waiting[i] = itemsize * local_elements(shape, here, self.mesh) * bool(over)
+        priced.latencies = np.maximum(priced.latencies, latency)
+        if shape:
+            priced.tables.append(self.rounded(table * runs * PICO))
+            priced.waiting = priced.waiting + waiting
+        else:
+            priced.tables.append(None)
+            priced.costs = priced.costs + table[:, 0]
 
     def _specs(self, atom: Any) -> tuple[tuple[int, ...], int, dict[Spec, int]]:
         """A tensor's shape, the size of an element, and the number of each of its specs."""
@@ -261,15 +280,10 @@ class Tables:
         position = {spec: i for i, spec in enumerate(specs_of(shape, self.mesh))}
         return shape, byte_size((), atom.aval.dtype), position
 
-    def _scalar_sum(self, edge: Edge, strategy: Strategy, atom: Any) -> float:
-        unsplit = (NONE,) * len(self.mesh)
-        partial, rates = self._partial(edge, strategy), self._sums((), 1.0)
-        return rates.sums((), byte_size((), atom.aval.dtype), unsplit, unsplit, partial)
-
-    def _sums(self, shape: tuple[int, ...], share: float) -> Rates | LeastRates:
+    def _sums(self, shape: tuple[int, ...]) -> Rates | LeastRates:
         """What sums take: those of gradients wait for nothing, so that they can be combined."""
         if self.optimistic:
-            return self.moves(share)
+            return self.least
         return self.combined if shape in self.weights else self.alone
 
 

@@ -14,6 +14,7 @@ from gshard.autosharding.rates import Rates
 from gshard.autosharding.sharing import Sharing
 from gshard.autosharding.smaller import most_seconds
 from gshard.autosharding.specs import NONE, specs_of
+from gshard.autosharding.sums import PartialSum
 from gshard.forecast.hardware import hardware
 from gshard.propagation.flow import Flow
 from tests.autosharding.test_bound import bound_of, struct
@@ -85,8 +86,11 @@ def test_large_collectives_pay_their_latency():
     alone, least = Rates(MACHINE, (8,)), LeastRates(MACHINE, (8,), largest)
     for spec in ((NONE,), (0,)):
         for size in (largest, largest + 8):
-            alike = [rates.sums((size,), 1, (NONE,), spec, [0]) for rates in (alone, least)]
+            partial = PartialSum((size,), 1, (NONE,), (0,))
+            alike = [rates.sums(partial, spec) for rates in (alone, least)]
+            together = alike[1] + least.latency(partial, spec)
             assert alike[1] < alike[0] if size == largest else alike[1] == pytest.approx(alike[0])
+            assert together == pytest.approx(alike[0])
     for size in (largest, largest + 8):
         tables = [rates.reshards((size, 8), 1) for rates in (alone, least)]
         none, rows, columns = range(3)
@@ -97,6 +101,44 @@ def test_large_collectives_pay_their_latency():
             if size == largest
             else gathered[1] == pytest.approx(gathered[0])
         )
+
+
+def _sums_in_a_loop(x, ws):
+    """A sum over rows in each of six runs, which the next one needs; rows are split."""
+
+    def body(x, w):
+        x = gshard.split(x - jnp.mean(jnp.sin(x) * w, 0), 0, 8)
+        return x, jnp.sum(x * x, 0)
+
+    return jax.lax.scan(body, x, ws)
+
+
+@pytest.mark.parametrize(("columns", "spec"), [(4, NONE), (64, 0)])
+def test_each_run_of_a_loop_pays_the_latency_of_its_small_sums(columns, spec):
+    """Sums of two bodies cannot be combined, but those of one body. Four columns cannot be cut for
+    eight devices, so that they are not summed by a ReduceScatter."""
+    args = struct(2**26 // columns, columns), struct(6, columns)
+    least = LeastRates(MACHINE, (8,), math.inf)
+    latency = least.latency(PartialSum((columns,), 4, (NONE,), (0,)), (spec,))
+    bound = bound_of(_sums_in_a_loop, args, meshes=[(8,)])
+    work = 6 * 4 * 2**26 // 8 * 4 / MACHINE.memory_bandwidth / MACHINE.reached.memory
+    assert work + 6 * latency <= bound <= forecast(_sums_in_a_loop, *args)
+
+
+def test_a_sum_that_leaves_its_loop_unreduced_pays_no_latency_there():
+    """What the runs add up is reduced once, after the loop."""
+
+    def fn(x):
+        def body(total, x):
+            return total + jnp.sum(gshard.split(x, 0, 8), 0), None
+
+        return jax.lax.scan(body, jnp.zeros(64), x)[0]
+
+    x = struct(1000, 64, 64)
+    seconds = forecast(fn, x)
+    assert bound_of(fn, (x,), meshes=[(8,)]) <= seconds
+    least = LeastRates(MACHINE, (8,), math.inf)
+    assert seconds < 1000 * least.latency(PartialSum((64,), 4, (NONE,), (0,)), (0,))
 
 
 @pytest.mark.parametrize("name", ["h100", "tpu-v4", "cpu"])
@@ -111,10 +153,12 @@ def test_moves_along_two_axes_cost_no_more_than_one_collective_for_both(name):
             joint = two.reshards(shape, 4)[both[spec * 2], both[other * 2]]
             assert joint <= one.reshards(shape, 4)[here, there] * (1 + 1e-12)
         for other in specs_of(shape, (8,)) if spec == (NONE,) else ():
-            sums = [
-                r.sums(shape, 4, spec * n, other * n, range(n)) for r, n in ((one, 1), (two, 2))
-            ]
-            assert sums[1] <= sums[0] * (1 + 1e-12)
+            for take in (LeastRates.sums, LeastRates.latency):
+                both_ways = [
+                    take(rates, PartialSum(shape, 4, spec * n, tuple(range(n))), other * n)
+                    for rates, n in ((one, 1), (two, 2))
+                ]
+                assert both_ways[1] <= both_ways[0] * (1 + 1e-12)
 
 
 def test_two_axes_that_change_places_may_be_one_permutation():
