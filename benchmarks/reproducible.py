@@ -40,7 +40,7 @@ import gshard
 from benchmarks.reproducible_cases import FIRST, MOST, Case, case_of, names, types_of
 from benchmarks.reproducible_table import tables, verdict
 from gshard.mt.launch.local import free_port
-from gshard.rules.fixed_products import MULTIPLES, have_one_kernel, shared_multiple
+from gshard.rules.fixed_products import have_one_kernel, multiples, shared_multiple
 
 COUNTS = (1, 8, 3, 6, 2, 4)  # in the order in which they are measured
 PROCESSES = 4
@@ -275,7 +275,7 @@ def main() -> None:
     """Measure one row or all that are missing, or print the tables."""
     options = parsed()
     if options.kernels:
-        print({multiple: have_one_kernel(multiple) for multiple in MULTIPLES}, machine())
+        print({multiple: have_one_kernel(multiple) for multiple in multiples()}, machine())
     elif options.row:
         run_row(Row(**options.row), options.steps, options.member)
     elif options.show:

@@ -2,8 +2,8 @@
 
 A product is a chain of multiply-adds along the contracted rows, in the order of rows. Libraries
 have other kernels for a few rows or columns, which add in another order. Which sizes share a kernel
-depends on the library and on the processor: it is measured, once in a process. Where no sizes do,
-the chain is written out as a loop.
+depends on the library and on the processor: it is measured, once in a process, on CPUs and GPUs.
+Where no sizes do, the chain is written out as a loop.
 """
 
 from __future__ import annotations
@@ -19,9 +19,19 @@ from jax import lax
 from gshard.rules.pinned import pinned
 from gshard.tensors.devices import Place
 
+# A GPU's kernels must not be chosen by trying which is fastest: that depends on sizes, and on the
+# day. Atomic additions have no order.
+COMPILER_OPTIONS = {
+    "xla_allow_excess_precision": False,
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_deterministic_ops": True,
+}
 MULTIPLES = (8, 16, 24, 48, 64)  # of rows and columns, to which results may be padded
 CHAIN = 256  # the longest sum of products that no library cuts
-_BLOCKS = ((1, 1), (1, 2), (2, 1), (3, 1), (1, 3), (3, 5), (5, 3), (4, 4), (1, 9), (9, 1), (9, 9))
+_BLOCKS = ((1, 1), (1, 2), (2, 1), (3, 1), (1, 3), (3, 5), (5, 3), (4, 4), (1, 9), (9, 1))
+_GPU_MULTIPLES = (64, 128)
+_LARGE_BLOCKS = ((1, 32), (32, 1), (32, 32))  # tried on GPUs, where they cost nothing
 
 
 def chained_product(place: Place, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -67,30 +77,36 @@ def _written_out(place: Place, x: jax.Array, y: jax.Array) -> jax.Array:
 def shared_multiple() -> int:
     """The least multiple of rows and columns at which all products share a kernel; 0: none.
 
-    On other hardware than CPUs, the smallest is assumed.
+    On a TPU, which has one unit for products of all sizes, the smallest is assumed.
     """
-    if jax.default_backend() != "cpu":
+    if jax.default_backend() == "tpu":
         return MULTIPLES[0]
     with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices()[0]):
-        return next((multiple for multiple in MULTIPLES if have_one_kernel(multiple)), 0)
+        return next((multiple for multiple in multiples() if have_one_kernel(multiple)), 0)
+
+
+def multiples() -> tuple[int, ...]:
+    """The multiples that are tried on this hardware."""
+    return MULTIPLES if jax.default_backend() == "cpu" else _GPU_MULTIPLES
 
 
 def have_one_kernel(multiple: int) -> bool:
     """Whether products of some rows and columns have the bits of those rows of a larger product."""
+    blocks = _BLOCKS if jax.default_backend() == "cpu" else (*_BLOCKS, *_LARGE_BLOCKS)
     rng = np.random.default_rng(0)
-    most = multiple * max(max(block) for block in _BLOCKS)
+    most = multiple * max(max(block) for block in blocks)
     for b, k in ((1, 24), (3, 41), (1, CHAIN)):
         x = rng.normal(size=(b, most, k)).astype(np.float32)
         y = rng.normal(size=(b, k, most)).astype(np.float32)
-        sizes = [(multiple * rows, multiple * columns) for rows, columns in _BLOCKS]
-        pairs = [(x[:, -m:].copy(), y[:, :, -n:].copy()) for m, n in sizes]
-        *parts, whole = map(np.asarray, _products(pairs))
-        for (m, n), part in zip(sizes, parts, strict=False):
-            if part.tobytes() != whole[:, -m:, -n:].tobytes():
+        sizes = [(multiple * rows, multiple * columns) for rows, columns in blocks]
+        pairs = [(x[:, -m:].copy(), y[:, :, -n:].copy()) for m, n in (*sizes, (most, most))]
+        *parts, largest = map(np.asarray, _products(pairs))
+        for (m, n), part in zip(sizes, parts, strict=True):
+            if part.tobytes() != largest[:, -m:, -n:].tobytes():
                 return False
     return True
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 def _products(pairs: list[tuple[Any, Any]]) -> list[jax.Array]:
     return [_product(x, y) for x, y in pairs]

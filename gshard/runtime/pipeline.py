@@ -26,6 +26,7 @@ from gshard.propagation.propagate import propagate
 from gshard.rewrites.exchange_by_expert import exchange_by_expert
 from gshard.rewrites.ring_attention import ring_attention
 from gshard.rules.fixed_order import pinning
+from gshard.rules.fixed_products import COMPILER_OPTIONS
 from gshard.runtime.arrange import Arrangement, arrange
 from gshard.runtime.options import Options
 from gshard.runtime.program import Program, XlaSettings, finish
@@ -68,7 +69,7 @@ def lower(
         history.add(normal_form.__name__, flat.jaxpr)
     if reproducible:
         flat = fix_order(flat)
-        settings = settings.with_option("xla_allow_excess_precision", False)
+        settings = settings.with_options(COMPILER_OPTIONS)
         history.add("fix_order", flat.jaxpr)
     fixed = {v: s for v, s in zip(flat.jaxpr.invars, given, strict=True) if s is not None}
     inside = resolved(flat, options.inside)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -190,9 +190,9 @@ class XlaSettings:
     keep_unused: bool
     compiler_options: tuple[tuple[str, Any], ...]
 
-    def with_option(self, name: str, value: Any) -> XlaSettings:
-        """The same with one more option for the compiler."""
-        return replace(self, compiler_options=(*self.compiler_options, (name, value)))
+    def with_options(self, options: Mapping[str, Any]) -> XlaSettings:
+        """The same with more options for the compiler."""
+        return replace(self, compiler_options=(*self.compiler_options, *options.items()))
 
 
 def finish(
