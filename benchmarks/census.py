@@ -87,6 +87,7 @@ def lowered_row(fn: Callable[..., Any], arguments: tuple[Any, ...], devices: Any
     chosen = None if devices is None else jax.devices()[:devices]
     start = time.process_time()
     lowered = gshard.jit(fn, devices=chosen).lower(*arguments)
+    assert lowered.jaxpr  # emitted, too
     seconds = time.process_time() - start
     return {
         "bytes": sum(c.total_bytes for c in lowered.collectives),

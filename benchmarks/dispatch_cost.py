@@ -124,7 +124,9 @@ def lowering_table(counts: Sequence[int] = (8, 64, 512, 2048)) -> list[dict[str,
         x = jax.ShapeDtypeStruct((4 * _count, WIDTH), jnp.float32)
 
         def lowered(count: int = _count, x: Any = x) -> Any:
-            return gshard.jit(functools.partial(step), devices=count).lower(weights, x)
+            program = gshard.jit(functools.partial(step), devices=count).lower(weights, x)
+            assert program.jaxpr  # emitted, too
+            return program
 
         def traced(x: Any = x) -> Any:
             return jax.jit(functools.partial(step)).trace(weights, x)

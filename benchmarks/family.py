@@ -31,6 +31,7 @@ def lower(model: Model) -> tuple[gshard.Lowered, float]:
 
     start = time.process_time()
     lowered = gshard.jit(step, devices=model.devices).lower(state, model.batch, key)
+    assert lowered.jaxpr  # emitted, too
     return lowered, time.process_time() - start
 
 

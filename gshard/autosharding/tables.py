@@ -36,7 +36,7 @@ from gshard.autosharding.sums import PartialSum
 from gshard.autosharding.touched import Touches
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.ops import PRODUCTS, Op
-from gshard.forecast.work import is_exact, product_flops
+from gshard.forecast.work import product_seconds
 from gshard.moving.costs import MEMORY_LIMIT, planning_for
 from gshard.operators.rule import RULES, Way
 from gshard.operators.ways import operand_moves, price
@@ -177,9 +177,7 @@ class Tables:
             np.prod([n for f, n in zip(strategy, self.mesh, strict=True) if f is not None])
         )
         op = Op(edge.eqn, (), (), joins=False)
-        rate = self.hardware.rate(edge.eqn.invars[0].aval.dtype, is_exact(op))
-        seconds = product_flops(op) / (rate * self.hardware.reached.products) / parts
-        return max(seconds, memory)
+        return max(product_seconds(op, self.hardware) / parts, memory)
 
     def _touched(self, edge: Edge, strategy: Strategy, touches: Touches) -> float:
         """Seconds to read and write the memory that the operator touches."""

@@ -18,11 +18,8 @@ from gshard.forecast.hardware import Hardware
 from gshard.forecast.kernels import KERNEL
 from gshard.forecast.ops import LOOPS, PRODUCTS, elements, size_of
 from gshard.forecast.program import Operator, body_of, walk
-from gshard.forecast.work import moved_bytes, operations, vector_flops
+from gshard.forecast.work import looks_up, moved_bytes, operations, updates, vector_flops
 from gshard.graph.regions import bodies
-
-_LOOKUPS = {"gather", "dynamic_slice", "slice"}
-_UPDATES = {"dynamic_update_slice", "scatter", "scatter-add", "scatter_add"}
 
 Parts = tuple[tuple[int, float], ...]  # numbers of operands or results, and the share touched
 
@@ -110,15 +107,15 @@ class Touched:
                 self._operations[id(op.eqn)] = operations(op, count // self.devices)
             return
         written = sum(map(size_of, operator.writes))
-        updates = root.name in _UPDATES
+        in_place = updates(operator)
         for number, var in enumerate(operator.reads):
-            self._read(operator, var, (2.0 if number else 0.0) if updates else 1.0)
-        for op in operator.members if names & _LOOKUPS and not names & PRODUCTS else ():
+            self._read(operator, var, (2.0 if number else 0.0) if in_place else 1.0)
+        for op in operator.members if looks_up(operator) else ():
             made = sum(map(size_of, op.writes))
             self._taken[id(op.eqn)] = 2 * written / max(made, 1)
         for op in operator.members:
             for number, var in enumerate(op.writes):
-                if var in operator.writes and not updates:
+                if var in operator.writes and not in_place:
                     self._writes[id(op.eqn)][number] = 1.0
             if len(operator.members) > 1 and names & PRODUCTS:
                 self._covered.add(id(op.eqn))

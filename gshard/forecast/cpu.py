@@ -18,6 +18,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Literal
 
 from gshard.forecast.ops import LOOPS, Op, Stored, elements
+from gshard.moving.inventory import transfers
 
 _JOINS = {"threefry2x32": False, "concatenate": True}
 _REDUCED_APART = {"reduce_sum", "reduce_max", "reduce_min"}
@@ -58,7 +59,7 @@ def _once(ops: list[Op], outputs: list[Any]) -> tuple[list[Op], list[Any]]:
         fixed = tuple(str(a) for a in op.eqn.invars if isinstance(a, Literal))
         settings = tuple((k, _key(v)) for k, v in sorted(op.eqn.params.items()))
         first = seen.setdefault((op.name, reads, fixed, settings), op)
-        if first is op or op.eqn.effects or op.name in LOOPS:
+        if first is op or op.eqn.effects or op.name in LOOPS or transfers(op.eqn):
             kept.append(Op(op.eqn, reads, op.writes, op.joins))
         else:
             same.update(zip(op.writes, first.writes, strict=True))

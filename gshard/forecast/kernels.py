@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from gshard.forecast.ops import elements, size_of
+from gshard.forecast.ops import elements, product_of, size_of
 from gshard.graph.regions import bodies
 
 KERNEL = "pallas_call"
@@ -55,11 +55,8 @@ def _counted(jaxpr: Jaxpr) -> tuple[float, Any, float]:
             vector += times * sum(v for _, _, v in inner)
             dtype = dtype or next((d for _, d, _ in inner if d is not None), None)
         elif eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            lhs = eqn.invars[0].aval
-            summed = math.prod(lhs.shape[d] for d in contracted)
-            products += 2.0 * elements(eqn.outvars[0]) * summed
-            dtype = dtype or lhs.dtype
+            products += product_of(eqn).flops
+            dtype = dtype or eqn.invars[0].aval.dtype
         elif eqn.primitive.name not in _FREE:
             vector += max((elements(v) for v in (*eqn.invars, *eqn.outvars)), default=0)
     return products, dtype, vector

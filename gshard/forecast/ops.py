@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from gshard.graph.regions import called
-from gshard.moving.inventory import COLLECTIVES
+from gshard.moving.inventory import transfers
 from gshard.tensors.tile import byte_size
 
 LOOPS = {"scan", "while", "cond"}
@@ -27,7 +27,7 @@ APART = {
     "select_and_scatter_add", "select_and_gather_add", "pallas_call", "ffi_call", "io_callback",
     "pure_callback", "custom_partitioning", "concatenate", "rng_bit_generator",
 }  # fmt: skip
-_ALONE = APART | set(COLLECTIVES) | PRODUCTS | LOOPS  # never fused
+_ALONE = APART | PRODUCTS | LOOPS  # never fused, like collectives
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +64,44 @@ def elements(var: Any) -> int:
     return math.prod(getattr(var.aval, "shape", ()))
 
 
+@dataclass(frozen=True)
+class Product:
+    """A matrix product or convolution as products of matrices, as many as `batch`."""
+
+    batch: int
+    rows: int
+    columns: int
+    terms: int  # of the sum that an element of the result is
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions."""
+        return 2.0 * self.batch * self.rows * self.columns * self.terms
+
+    def in_tiles(self, size: int) -> Product:
+        """As matrix units compute it that take `size` rows and columns at once."""
+        rows, columns = (-(-n // size) * size for n in (self.rows, self.columns))
+        return replace(self, rows=rows, columns=columns)
+
+
+def product_of(eqn: JaxprEqn, shape: tuple[int, ...] | None = None) -> Product:
+    """The product that an equation is, or the part of it that makes a result of this shape."""
+    lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
+    out = eqn.outvars[0].aval.shape if shape is None else shape
+    if eqn.primitive.name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        kernels, columns = rhs[numbers.rhs_spec[0]], out[numbers.out_spec[1]]
+        rows, terms = math.prod(out) // max(columns, 1), math.prod(rhs) // max(kernels, 1)
+        return Product(1, rows, columns, terms)
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), (kept, _) = eqn.params["dimension_numbers"]
+        first = len(lhs) - len(contracted)  # dim of the result that is the right operand's own
+        sides = math.prod(out[len(kept) : first]), math.prod(out[first:])
+        terms = math.prod(lhs[d] for d in contracted)
+        return Product(math.prod(out[: len(kept)]), *sides, terms)
+    return Product(1, math.prod(out[:-1]), out[-1], lhs[-1])  # ragged: a row meets one matrix
+
+
 def inlined(jaxpr: Jaxpr) -> tuple[list[Op], list[Any]]:
     """The equations with calls inlined, and the results' variables."""
     ops: list[Op] = []
@@ -88,7 +126,8 @@ def _inline(jaxpr: Jaxpr, env: dict[Any, Any], ops: list[Op]) -> list[Any]:
                 env[var] = Stored(var.aval)
             writes.append(env.get(var, var))
         values = tuple(r for r in reads if not isinstance(r, Literal))
-        ops.append(Op(eqn, values, tuple(writes), eqn.primitive.name not in _ALONE))
+        joins = eqn.primitive.name not in _ALONE and not transfers(eqn)
+        ops.append(Op(eqn, values, tuple(writes), joins))
     return [read(a) for a in jaxpr.outvars]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from gshard.forecast.program import Body, Operator
-from gshard.moving.inventory import COLLECTIVES
+from gshard.moving.inventory import transfers
 
 
 def depth_first(body: Body) -> list[Operator]:
@@ -76,7 +76,7 @@ def _when_rewritten(operator: Operator, body: Body) -> int:
     if root.name != "dot_general" or not root.reads:
         return 1
     if any(body.alias[v] == root.writes[0] for v in body.folded):
-        return 0 if any(o.root.name in COLLECTIVES for o in body.operators) else 2
+        return 0 if any(transfers(o.root.eqn) for o in body.operators) else 2
     ((summed, _), (kept, _)) = root.eqn.params["dimension_numbers"]
     by_rows = len(kept) in summed
     return 0 if not root.added and by_rows != (root.reads[0] in body.folded) else 1

@@ -33,7 +33,7 @@ from gshard.forecast.ops import (
 )
 from gshard.graph.regions import bodies
 from gshard.graph.source import is_unlikely
-from gshard.moving.inventory import COLLECTIVES
+from gshard.moving.inventory import transfers
 
 STYLES = ("cpu", "gpu", "tpu")  # XLA's compilers, as far as they differ in what they fuse
 _DEAR = {
@@ -167,9 +167,9 @@ def _reduced_together(operators: list[Operator]) -> list[Operator]:
     behind: dict[Any, set[Operator]] = {}  # combined all-reduces that a value depends on
     for operator in operators:
         waits: set[Operator] = set().union(*(behind.get(v, set()) for v in operator.reads))
-        params = operator.root.eqn.params
-        if COLLECTIVES.get(operator.root.name) == "all_reduce":
-            key = (operator.root.name, str(params.get("axis_index_groups")), len(waits))
+        sent = transfers(operator.root.eqn)
+        if sent and sent[0].kind == "all_reduce":
+            key = (sent[0].reduction, sent[0].groups, len(waits))
             first = merged.setdefault(key, operator)
             late[operator] = first
             if first is not operator:

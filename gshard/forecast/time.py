@@ -12,23 +12,20 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from gshard.forecast.collective import Groups, Topology, collective_terms, reach
+from gshard.forecast.collective import Topology, collective_terms, reach
 from gshard.forecast.hardware import Hardware
-from gshard.forecast.ops import Op, size_of
 from gshard.forecast.program import Operator, trips, walk
 from gshard.forecast.work import (
-    is_exact,
     moved_bytes,
     multiplies,
-    product_dtype,
     product_flops,
+    product_seconds,
     vector_flops,
 )
 from gshard.graph.regions import bodies
 from gshard.graph.schedule import overlapped
 from gshard.graph.source import reason_of, scopes_of, site_of, source_of
-from gshard.moving.costs import sent_bytes
-from gshard.moving.inventory import COLLECTIVES, combined_values, moved_operands, shares
+from gshard.moving.inventory import combined_values, shares, transfers
 
 
 @dataclass(frozen=True)
@@ -125,21 +122,20 @@ def _timed(
     site = _site(operator)
     source, function = site_of(site)
     flops, arithmetic, links, peak, sent, members = 0.0, 0.0, 0.0, 0.0, 0, 1
-    kind = COLLECTIVES.get(root.name, "")
-    if kind:
-        for eqn, var in ((op.eqn, v) for op in operator.members for v in moved_operands(op.eqn)):
-            (busy, wait), bytes_sent, groups = collective_cost(eqn, size_of(var), topology)
-            links += busy / reached.links + wait + reached.skew_seconds * reach(topology, groups)
-            members = len(groups[0]) if groups else topology.devices
-            peak += busy
-            sent += bytes_sent
-    else:
+    moves = [t for op in operator.members for t in transfers(op.eqn)]
+    for t in moves:
+        busy, wait = collective_terms(topology, t.kind, t.size, t.groups, pairs=t.groups)
+        links += busy / reached.links + wait + reached.skew_seconds * reach(topology, t.groups)
+        members = len(t.groups[0]) if t.groups else topology.devices
+        peak += busy
+        sent += t.sent(topology.devices)
+    if not moves:
         products = [op for op in operator.members if multiplies(op)]
         vector = vector_flops(operator)
         flops = vector + sum(map(product_flops, products))
         arithmetic = max(  # different units of a core, which work in parallel
             vector / machine.vector_rate,
-            sum(_product_seconds(op, machine) for op in products),
+            sum(product_seconds(op, machine) for op in products),
         )
     moved, others = moved_bytes(operator), len(operator.members) - 1
     return Timed(
@@ -157,7 +153,7 @@ def _timed(
         link_seconds=links,
         start_seconds=reached.operator_seconds,
         roofline_seconds=max(arithmetic * reached.products, moved / machine.memory_bandwidth, peak),
-        collective=kind,
+        collective=moves[0].kind if moves else "",
         group_size=members,
         reason=str(reason_of(root.eqn)),
         shape=operator.writes[0].aval.str_short(short_dtypes=True) if operator.writes else "",
@@ -186,7 +182,7 @@ def _shared(
     members: list[Timed] = []
     for eqn in (op.eqn for op in operator.members if collective.collective):
         values = combined.get(eqn, [eqn])
-        sent = sum(collective_cost(eqn, size_of(v), topology)[1] for v in moved_operands(eqn))
+        sent = sum(t.sent(topology.devices) for t in transfers(eqn))
         for value, share in zip(values, shares(sent, values), strict=True):
             members.append(_share(collective, value, share, around))
     return replace(collective, members=tuple(members)) if len(members) > 1 else collective
@@ -220,26 +216,6 @@ def _value(operator: Operator) -> Any:
     """The first result; of a copy that a compiler adds, what is copied."""
     values = operator.reads if operator.root.added else operator.writes
     return values[0] if values else None
-
-
-def _product_seconds(op: Op, machine: Hardware) -> float:
-    rate = machine.rate(product_dtype(op), is_exact(op))
-    return product_flops(op) / (rate * machine.reached.products)
-
-
-def collective_cost(
-    eqn: JaxprEqn, size: int, topology: Topology
-) -> tuple[tuple[float, float], int, Groups]:
-    """A collective's two terms, the bytes that a device sends, and its groups."""
-    kind = COLLECTIVES[eqn.primitive.name]
-    if kind == "collective_permute":
-        pairs: Groups = tuple((int(a), int(b)) for a, b in eqn.params["perm"])
-        return collective_terms(topology, kind, size, pairs=pairs), size, pairs
-    listed = eqn.params.get("axis_index_groups")
-    groups: Groups = tuple(tuple(map(int, g)) for g in listed) if listed else ()
-    members = max(map(len, groups)) if groups else topology.devices
-    sent = sent_bytes(kind, size, members)
-    return collective_terms(topology, kind, size, groups), sent, groups
 
 
 def _site(operator: Operator) -> JaxprEqn:

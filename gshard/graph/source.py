@@ -93,7 +93,9 @@ def _has_line(traceback: Any) -> bool:
 
 
 def reason_of(eqn: JaxprEqn) -> Reason:
-    """The reason that `because` attached to an operation, or `NO_REASON`."""
+    """The reason of a node, or the one that `because` attached to an operation; or `NO_REASON`."""
+    if "node" in eqn.params:
+        return eqn.params["node"].reason
     for part in reversed(eqn.source_info.name_stack.stack):
         found = Reason.decoded(getattr(part, "name", ""))
         if found:

@@ -11,14 +11,13 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
 
-from gshard.forecast.ops import size_of
-from gshard.forecast.work import product_of
+from gshard.forecast.ops import product_of, size_of
 from gshard.graph import Graph
 from gshard.graph.schedule import Step, overlapped
 from gshard.improve.chains import Chain, is_light, is_product, is_sending
 from gshard.improve.cuts import Cut
 from gshard.improve.rings import Ring
-from gshard.moving.costs import machine
+from gshard.moving.costs import machine, worked
 from gshard.moving.nodes import node_bytes
 
 _TILE = 128  # rows and columns that matrix units take at once: smaller products lose their rate
@@ -37,8 +36,7 @@ def multiplication(eqn: JaxprEqn, cut: Cut | None = None, count: int = 1) -> flo
     shape = eqn.outvars[0].aval.shape
     work = product_of(eqn, cut.shape(shape, count) if cut else shape).in_tiles(_TILE).flops
     touched = sum(map(size_of, (*eqn.invars, *eqn.outvars))) / count
-    speeds = machine()
-    return max(work / speeds.flops_per_byte, touched / speeds.memory_per_byte)
+    return worked(work, touched)
 
 
 def exposed(steps: Sequence[Step[JaxprEqn]]) -> dict[JaxprEqn, float]:
@@ -59,7 +57,7 @@ def gain(
         sums += sum(multiplication(eqn) for eqn in chain.products)
         starts = latency * (len(chain.nodes) + len(chain.products) / 2)
         total += sums - _in_pieces(chain, exposure) - (chain.count - 1) * starts
-    return total - copies(graph, chains) / machine().memory_per_byte
+    return total - worked(touched=copies(graph, chains))
 
 
 def gain_of_ring(ring: Ring, exposure: Mapping[JaxprEqn, float], latency: float) -> float:
@@ -76,7 +74,7 @@ def gain_of_ring(ring: Ring, exposure: Mapping[JaxprEqn, float], latency: float)
     sent = transfer(ring.node)
     copied = sum(map(size_of, ring.results)) * (1 if ring.gathers else 3 * ring.size)
     starts = latency * (parts - 1 + (parts - 1) * len(ring.products) / 2)
-    after = max(parts * one, sent + one) + starts + copied / machine().memory_per_byte
+    after = max(parts * one, sent + one) + starts + worked(touched=copied)
     return before - after
 
 

@@ -25,8 +25,7 @@ from jax import Array, lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, new_jaxpr_eqn
 
 from gshard._jax import Var, optimization_barrier_p
-from gshard.forecast.ops import APART, PRODUCTS
-from gshard.forecast.work import product_of
+from gshard.forecast.ops import APART, PRODUCTS, product_of
 from gshard.graph import LOOPS, Graph, bodies, map_bodies, renamed
 from gshard.graph.evaluate import equations_of
 from gshard.graph.schedule import Dependence

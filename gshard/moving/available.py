@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
-from gshard.moving.costs import machine
+from gshard.moving.costs import worked
 from gshard.moving.partial import combine
 from gshard.moving.plan import reshard_cost
 from gshard.moving.recompute import DEPTH, Made
@@ -177,7 +177,7 @@ class Mover:
         local = target.local_shape(made.result.shape)
         total = 0.0
         if made.eqn.primitive is not p.reshape_p:  # which copies nothing
-            total = byte_size(local, made.result.array.dtype) / machine().memory_per_byte
+            total = worked(touched=byte_size(local, made.result.array.dtype))
         for tile, sharding in zip(made.operands, wanted, strict=True):
             if total > limit:
                 return total

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -65,6 +66,17 @@ def sent_bytes(kind: str, size: int, members: int) -> int:
 def timed(sent: float, collectives: int = 1) -> float:
     """The cost of collectives that send so many bytes in all: with the latency of each."""
     return sent + collectives * machine().latency
+
+
+def passes(rows: float) -> float:
+    """How often a sort or a transform of so many rows touches each of them."""
+    return max(1.0, math.log2(max(rows, 1)))
+
+
+def worked(flops: float = 0.0, touched: float = 0.0) -> float:
+    """The cost of operations and of bytes of memory traffic: the slower of the two decides."""
+    speeds = machine()
+    return max(flops / speeds.flops_per_byte, touched / speeds.memory_per_byte)
 
 
 STEP_COST = 64  # bytes by which a reshard with one step less is preferred; not a latency: a

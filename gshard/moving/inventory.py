@@ -1,6 +1,7 @@
-"""The inventory of collectives: their bytes, reasons and lines of the user's code.
+"""The inventory of what a program sends: its bytes, reasons and lines of the user's code.
 
-It is read from the per-device program itself: what is listed is what runs.
+It is read from a plan, whose nodes say what they send. The collectives that the user wrote in a
+manual region are calls of `lax` in a plan, too; after emission all are.
 """
 
 from __future__ import annotations
@@ -17,22 +18,72 @@ from gshard.graph import bodies, text
 from gshard.graph.reason import Reason
 from gshard.graph.regions import runs_of
 from gshard.graph.source import is_unlikely, reason_of, source_of
+from gshard.moving.collectives import CollectiveNode, CollectivePermute
 from gshard.moving.costs import sent_bytes
+from gshard.moving.nodes import TensorNode, node_bytes, node_of
 from gshard.pages.notebook import table
+from gshard.tensors.devices import Groups
 from gshard.tensors.tile import byte_size
 
 _SHOWN = 20  # collectives that a terminal shows
-COLLECTIVES = {
-    "psum": "all_reduce",
-    "psum_invariant": "all_reduce",
-    "pmax": "all_reduce",
-    "pmin": "all_reduce",
-    "all_gather": "all_gather",
-    "all_to_all": "all_to_all",
-    "ragged_all_to_all": "all_to_all",  # as if all of the operand were sent: the sizes are data
-    "ppermute": "collective_permute",
-    "reduce_scatter": "reduce_scatter",
+COLLECTIVES = {  # of `lax`: the kind, and how values are combined
+    "psum": ("all_reduce", "sum"),
+    "psum_invariant": ("all_reduce", "sum"),
+    "pmax": ("all_reduce", "max"),
+    "pmin": ("all_reduce", "min"),
+    "all_gather": ("all_gather", ""),
+    "all_to_all": ("all_to_all", ""),
+    "ragged_all_to_all": ("all_to_all", ""),  # as if all were sent: the sizes are data
+    "ppermute": ("collective_permute", ""),
+    "reduce_scatter": ("reduce_scatter", ""),
 }
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One value that a collective moves, of `size` bytes on each device.
+
+    `groups` of devices, none if all take part in their order; of a permute, the pairs.
+    """
+
+    kind: str
+    size: int
+    dtype: str
+    groups: Groups
+    reduction: str = ""
+
+    def members(self, num_devices: int) -> int:
+        """How many devices take part; in the largest group, if there are several."""
+        if self.kind == "collective_permute":
+            return len({d for pair in self.groups for d in pair})
+        return max(map(len, self.groups)) if self.groups else num_devices
+
+    def sent(self, num_devices: int) -> int:
+        """Bytes that one device sends."""
+        return sent_bytes(self.kind, self.size, self.members(num_devices))
+
+
+def transfers(eqn: JaxprEqn) -> list[Transfer]:
+    """What a collective moves: a node of a plan, or a call of `lax`; none for local work."""
+    node, called = node_of(eqn), COLLECTIVES.get(eqn.primitive.name)
+    groups: Sequence[Sequence[int]] | None
+    if isinstance(node, CollectiveNode):
+        kind, groups = (node.name.replace("-", "_"), getattr(node, "kind", "")), node.listed()
+    elif isinstance(node, CollectivePermute):
+        kind, groups = ("collective_permute", ""), node.pairs
+    elif called:
+        kind, groups = called, eqn.params.get("perm") or eqn.params.get("axis_index_groups")
+    else:
+        return []
+    # A ragged one also has operands with offsets.
+    moved = eqn.invars[:1] if eqn.primitive.name == "ragged_all_to_all" else eqn.invars
+    members = tuple(tuple(map(int, g)) for g in groups or ())
+    return [
+        Transfer(
+            kind[0], byte_size(a.aval.shape, a.aval.dtype), str(a.aval.dtype), members, kind[1]
+        )
+        for a in moved
+    ]
 
 
 @dataclass(frozen=True)
@@ -107,7 +158,10 @@ Beside = Mapping[Any, tuple[str, ...]]  # by a collective's first result: lines 
 def collectives_of(
     jaxpr: Jaxpr, num_devices: int, beside: Beside | None = None
 ) -> list[Collective]:
-    """The collectives of a per-device program, in its order; `beside` has what hides them."""
+    """What a per-device program or a plan of it sends, in its order.
+
+    `beside` has what hides collectives.
+    """
     return list(_walk(jaxpr, num_devices, 1, beside or {}))
 
 
@@ -123,8 +177,7 @@ def program_text(jaxpr: Jaxpr, num_devices: int) -> str:
 
 def collective_note(eqn: JaxprEqn) -> str:
     """The reason of a collective; empty for local work."""
-    is_collective = eqn.primitive.name in COLLECTIVES
-    return f"{source_of(eqn)}: {reason_of(eqn)}" if is_collective else ""
+    return f"{source_of(eqn)}: {reason_of(eqn)}" if eqn.primitive.name in COLLECTIVES else ""
 
 
 def _walk(jaxpr: Jaxpr, num_devices: int, count: int, beside: Beside) -> Iterator[Collective]:
@@ -139,10 +192,19 @@ def _walk(jaxpr: Jaxpr, num_devices: int, count: int, beside: Beside) -> Iterato
 
 
 def collectives_in(eqn: JaxprEqn, num_devices: int, count: int) -> Iterator[Collective]:
-    """The collectives of one equation, one for each value that it moves."""
-    if eqn.primitive.name in COLLECTIVES:
-        for var in moved_operands(eqn):
-            yield _collective(eqn, var.aval, num_devices, count)
+    """The collectives of one equation, one for each value that it moves.
+
+    A reshard, a reduction or a halo is one of that kind until its code has replaced it.
+    """
+    node = node_of(eqn)
+    if isinstance(node, TensorNode):
+        kind, dtype = node.name, str(eqn.invars[0].aval.dtype)
+        yield Collective(
+            kind, node_bytes(eqn), count, num_devices, dtype, source_of(eqn), node.reason
+        )
+    for t in transfers(eqn):
+        sent, members = t.sent(num_devices), t.members(num_devices)
+        yield Collective(t.kind, sent, count, members, t.dtype, source_of(eqn), reason_of(eqn))
 
 
 def combined_values(jaxpr: Jaxpr, eqn: JaxprEqn) -> list[JaxprEqn]:
@@ -150,7 +212,7 @@ def combined_values(jaxpr: Jaxpr, eqn: JaxprEqn) -> list[JaxprEqn]:
 
     Each has the line, the name scopes and the reason of its value. Empty for a single value.
     """
-    if eqn.primitive.name not in COLLECTIVES or reason_of(eqn).values == 1:
+    if reason_of(eqn).values == 1 or not transfers(eqn):
         return []
     (result,) = eqn.outvars
     views = {result, *(e.outvars[0] for e in jaxpr.eqns if result in e.invars)}
@@ -170,19 +232,3 @@ def _members(collective: Collective, values: Sequence[JaxprEqn]) -> tuple[Collec
         replace(collective, bytes=share, source=source_of(e), why=reason_of(e))
         for e, share in zip(values, sent, strict=True)
     )
-
-
-def moved_operands(eqn: JaxprEqn) -> list[Any]:
-    """The operands that a collective sends; a ragged one also has operands with offsets."""
-    return eqn.invars[:1] if eqn.primitive.name == "ragged_all_to_all" else eqn.invars
-
-
-def _collective(eqn: JaxprEqn, aval: Any, num_devices: int, count: int) -> Collective:
-    kind = COLLECTIVES[eqn.primitive.name]
-    size = byte_size(aval.shape, aval.dtype)
-    groups = eqn.params.get("axis_index_groups")
-    members = max(map(len, groups)) if groups else num_devices
-    if kind == "collective_permute":
-        members = len({d for pair in eqn.params["perm"] for d in pair})
-    sent = sent_bytes(kind, size, members)
-    return Collective(kind, sent, count, members, str(aval.dtype), source_of(eqn), reason_of(eqn))

@@ -20,7 +20,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from gshard.moving.costs import machine
+from gshard.moving.costs import worked
 from gshard.moving.partial import combine_cost
 from gshard.moving.plan import reshard_cost
 from gshard.operators.rule import RULES, Rule, Shares, Way, factors_of
@@ -146,16 +146,16 @@ class Layout:
 
     def work(self, eqn: JaxprEqn) -> float:
         """The local work, in bytes that could be sent in the same time."""
-        rule = RULES[eqn.primitive]
+        rule, flops, touched = RULES[eqn.primitive], 0.0, 0
         if rule.work:
             sizes, chosen = self.factors.sizes, self.chosen
-            part = {f: s.rows(n) if (s := chosen.get(f)) else n for f, n in sizes.items()}
-            return rule.work(part) / machine().flops_per_byte
-        touched = 0
+            flops = rule.work(
+                {f: s.rows(n) if (s := chosen.get(f)) else n for f, n in sizes.items()}
+            )
         atoms = (*eqn.invars, *eqn.outvars)
         for atom, (_, local) in zip(atoms, self.operands + self.results, strict=True):
             touched += math.prod(local) * itemsize_of(atom.aval.dtype)
-        return touched / machine().memory_per_byte
+        return worked(flops, touched)
 
     def way(self, eqn: JaxprEqn) -> Way:
         """To run `eqn` like this."""

@@ -8,38 +8,15 @@ communicate by themselves (a sort, a ring, a manual region) already have collect
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from gshard.graph.reason import Reason
-from gshard.graph.regions import bodies, runs_of
-from gshard.graph.source import is_unlikely, reason_of, source_of
+from gshard.graph.source import reason_of, source_of
 from gshard.graph.text import program_text
-from gshard.moving.inventory import COLLECTIVES, collectives_in
-from gshard.moving.nodes import Node, node_bytes, node_of
+from gshard.moving.inventory import COLLECTIVES, Collective, collectives_of
+from gshard.moving.nodes import node_bytes, node_of
 from gshard.operators.rule import RULES
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A part of a plan that sends something: a node, or a collective inside an operator.
-
-    `bytes` is what one device sends in one execution; `count` how often it runs.
-    """
-
-    node: Node | None
-    kind: str
-    bytes: int
-    count: int
-    source: str
-    reason: Reason
-
-    @property
-    def total_bytes(self) -> int:
-        """What one device sends over all executions."""
-        return self.bytes * self.count
 
 
 @dataclass(frozen=True)
@@ -50,26 +27,14 @@ class Plan:
     num_devices: int
 
     @functools.cached_property
-    def sends(self) -> list[Sent]:
-        """Everything that is sent, in program order."""
-        return list(self._sends(self.jaxpr, 1))
+    def sends(self) -> list[Collective]:
+        """Everything that is sent, in program order: nodes, and collectives inside operators."""
+        return collectives_of(self.jaxpr, self.num_devices)
 
     @property
     def bytes(self) -> int:
         """What one device sends in all."""
         return sum(sent.total_bytes for sent in self.sends)
-
-    def _sends(self, jaxpr: Jaxpr, runs: int) -> Iterator[Sent]:
-        for eqn in jaxpr.eqns:
-            node = node_of(eqn)
-            if node is not None:
-                sent = node_bytes(eqn)
-                yield Sent(node, node.name, sent, runs, source_of(eqn), node.reason)
-            for c in collectives_in(eqn, self.num_devices, runs):
-                yield Sent(None, c.kind, c.bytes, runs, c.source, c.why)
-            inside = 0 if is_unlikely(eqn) else runs * runs_of(eqn)
-            for body in bodies(eqn):
-                yield from self._sends(body, inside)
 
     def __str__(self) -> str:
         title = f"plan for each of {self.num_devices} devices"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
-from gshard.moving.costs import machine
+from gshard.moving.costs import passes, worked
 from gshard.moving.plan import reshard_cost, whole_along
 from gshard.operators.choose import cheapest
 from gshard.operators.rule import RULES, Context, Doc, Rule, Way, register
@@ -192,8 +191,7 @@ def _work(transform: _Transform, done: Done, here: Sharding, dims: Done) -> floa
     """The time of the local transforms, in bytes that could be sent in that time."""
     aval = transform.aval(done)
     local = here.local_shape(aval.shape)
-    steps = sum(max(1.0, math.log2(max(local[d], 1))) for d in dims)
-    return steps * byte_size(local, aval.dtype) / machine().memory_per_byte
+    return worked(touched=sum(passes(local[d]) for d in dims) * byte_size(local, aval.dtype))
 
 
 register(

@@ -21,7 +21,7 @@ from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.columnsort import columnsort, rows_needed
-from gshard.moving.costs import machine, sent_bytes, timed
+from gshard.moving.costs import machine, passes, sent_bytes, timed, worked
 from gshard.moving.partial import identity, reducing_groups
 from gshard.moving.plan import whole_along
 from gshard.operators.choose import cheapest
@@ -121,7 +121,7 @@ def _sorted(eqn: JaxprEqn, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
 
 def _work(eqn: JaxprEqn, local: Sequence[int], dim: int, sorts: int = 1) -> float:
     touched = math.prod(local) * sum(itemsize_of(a.aval.dtype) for a in eqn.invars)
-    return sorts * touched * max(1.0, math.log2(max(local[dim], 1))) / machine().memory_per_byte
+    return worked(touched=sorts * touched * passes(local[dim]))
 
 
 def _columnsort_cost(eqn: JaxprEqn, here: Sharding, dim: int, rows: int) -> tuple[float, float]:

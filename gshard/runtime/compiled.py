@@ -29,7 +29,7 @@ class Stage:
 
     def _name(self) -> str:
         devices = counted(self._program.num_devices, "device")
-        return f"{self._program.traced.fun_name} for {devices}"
+        return f"{self._program.name} for {devices}"
 
     def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The flat arguments of a call, which have to have the types of the program's own."""

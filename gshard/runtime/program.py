@@ -39,14 +39,19 @@ class Program:
     """One program for all devices, as a function of flat global arrays.
 
     `consts` are the values that the user's function closes over; they are the first arguments.
+    All that is asked about it is read from `finished`, the plan after the last pass. It is emitted
+    when it is to be compiled, replayed or shown.
     """
 
-    traced: jax.stages.Traced
+    name: str
+    settings: XlaSettings
     arranged: Arrangement
-    history: History
+    finished: Jaxpr
+    passes: History
     variant: Callable[[ClosedJaxpr], Plan]  # the plan of a changed logical program
     original: ClosedJaxpr  # the flat program before anything was rewritten
     names: tuple[str, ...]  # of the logical program's arguments, as the user's function has them
+    wide: bool  # whether 64-bit types were enabled when it was planned
     per_device = True
 
     mesh = property(lambda self: self.arranged.mesh)
@@ -59,7 +64,7 @@ class Program:
     def subject(self) -> Subject:
         """What explanations are computed from."""
         flat, found = self.arranged.flat, self.arranged.found
-        return Subject(flat, found, self.jaxpr, self.num_devices, self.variant, self.names)
+        return Subject(flat, found, self.finished, self.num_devices, self.variant, self.names)
 
     @property
     def conflicts(self) -> tuple[Any, ...]:
@@ -87,6 +92,35 @@ class Program:
         return any(p.stacked for p in self.into)
 
     @property
+    def history(self) -> History:
+        """The program after every stage and pass, emission included."""
+        self.traced  # noqa: B018  (which adds the last one)
+        return self.passes
+
+    @functools.cached_property
+    def traced(self) -> jax.stages.Traced:
+        """The function that XLA compiles: the plan, emitted."""
+        with _jax.without_mesh(), jax.enable_x64(self.wide):
+            return _traced(self._emitted(), self.name, self.arranged, self.settings)
+
+    def _emitted(self) -> ClosedJaxpr:
+        """The emitted program as a function of global arrays."""
+        mesh, mapped = self.mesh, self.arranged.mapped
+        jaxpr = emit(self.finished, dict(mesh.shape))
+        self.passes.add("emit", jaxpr, explain.collective_note)
+        place = recording.folder(mesh.devices.flat[0].platform) if isinstance(mesh, Mesh) else None
+        if place is not None:
+            recorder = recording.recorder(place, jax.process_index())
+            jaxpr = recorded(jaxpr, tuple(mesh.shape.items()), self.name, recorder)
+        eqns = [
+            map_bodies(eqn, lambda closed: closed.replace(jaxpr=jaxpr))
+            if eqn.primitive is _jax.shard_map_p
+            else eqn
+            for eqn in mapped.jaxpr.eqns
+        ]
+        return mapped.replace(jaxpr=mapped.jaxpr.replace(eqns=eqns))
+
+    @property
     def jaxpr(self) -> Jaxpr:
         """The per-device program."""
         inner = self._mapped.params["jaxpr"]
@@ -109,7 +143,7 @@ class Program:
         variables = self.jaxpr.invars
         body = self.jaxpr.replace(constvars=variables[: len(made)], invars=variables[len(made) :])
         return Emitted(
-            self.traced.fun_name,
+            self.name,
             ClosedJaxpr(body, made),
             dict(self.mesh.shape),
             [(p.sharding, p.shape) for p in self.into],
@@ -125,8 +159,8 @@ class Program:
         return all(s is None or s == p.sharding for s, p in zip(given, ports, strict=True))
 
     def collectives(self, beside: explain.Beside) -> list[explain.Collective]:
-        """The collectives, with their bytes and lines, read from the program itself."""
-        return explain.collectives_of(self.jaxpr, self.mesh.size, beside)
+        """The collectives, with their bytes and lines."""
+        return explain.collectives_of(self.finished, self.mesh.size, beside)
 
     def text(self) -> str:
         """The per-device program, readable."""
@@ -205,33 +239,19 @@ def finish(
     names: tuple[str, ...],
     hides: bool,
 ) -> Program:
-    """Combine the small collectives of a plan, and emit it: the function that XLA compiles.
+    """Combine the small collectives of a plan: the program that is emitted when it is needed.
 
     If it `hides` transfers, products are put beside those that they do not need.
     """
-    mesh, mapped = arranged.mesh, arranged.mapped
     jaxpr = expand(arranged.plan.jaxpr, arranged.seen.same)
     history.add("expand", jaxpr, plan_note)
-    jaxpr = combine(jaxpr, mesh)
+    jaxpr = combine(jaxpr, arranged.mesh)
     history.add("combine", jaxpr, plan_note)
     if hides:
         jaxpr = hide(jaxpr)
         history.add("hide", jaxpr, plan_note)
-    jaxpr = emit(jaxpr, dict(mesh.shape))
-    history.add("emit", jaxpr, explain.collective_note)
-    place = recording.folder(mesh.devices.flat[0].platform) if isinstance(mesh, Mesh) else None
-    if place is not None:
-        recorder = recording.recorder(place, jax.process_index())
-        jaxpr = recorded(jaxpr, tuple(mesh.shape.items()), name, recorder)
-    eqns = [
-        map_bodies(eqn, lambda closed: closed.replace(jaxpr=jaxpr))
-        if eqn.primitive is _jax.shard_map_p
-        else eqn
-        for eqn in mapped.jaxpr.eqns
-    ]
-    program = mapped.replace(jaxpr=mapped.jaxpr.replace(eqns=eqns))
-    traced = _traced(program, name, arranged, settings)
-    return Program(traced, arranged, history, variant, original, names)
+    wide = bool(jax.config.jax_enable_x64)
+    return Program(name, settings, arranged, jaxpr, history, variant, original, names, wide)
 
 
 def _traced(
@@ -255,8 +275,7 @@ def _traced(
         compiler_options=dict(settings.compiler_options) or None,
         **placed,
     )
-    with _jax.without_mesh():
-        return jitted.trace(*arranged.structs)
+    return jitted.trace(*arranged.structs)
 
 
 def _copied(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:

@@ -71,7 +71,7 @@ class Lowered(Stage):
         beside: dict[Any, tuple[str, ...]] = {}
         if self._program.per_device and hardware is not None and hardware.overlaps:
             topology = hardware.topology(self._program.num_devices)
-            operators = timed(self.jaxpr, hardware, topology)
+            operators = timed(self._program.finished, hardware, topology)
             beside = {t.value: t.overlapped_with for t in operators if t.overlapped_with}
         return explain.Collectives(self._program.collectives(beside))
 
@@ -161,11 +161,12 @@ class Lowered(Stage):
         JAX reports. For any other, the forecast notes that the plan was made for another one.
         """
         self._check_per_device()
-        closed_over = len(self.jaxpr.invars) - len(self.trees.dtypes)
+        planned = self._program.finished
+        closed_over = len(planned.invars) - len(self.trees.dtypes)
         donated = [closed_over + i for i in self.trees.donated]
         if hardware is None:
             hardware = self._planned_for
-        made = forecast(self.jaxpr, self._program.num_devices, hardware, topology, donated)
+        made = forecast(planned, self._program.num_devices, hardware, topology, donated)
         return replace(made, planned_for=self._other_plan(made.hardware))
 
     def _other_plan(self, hardware: Hardware) -> str:
@@ -192,7 +193,7 @@ class Lowered(Stage):
         return Explanation(
             program.subject,
             self._forecast_alone(hardware),
-            program.traced.fun_name,
+            program.name,
             seconds,
             is_default=default,
         )
@@ -242,7 +243,7 @@ class Lowered(Stage):
             arrays = [x for x in jax.tree.leaves((args, kwargs)) if _jax.is_array_like(x)]
             return self.trees.like_results(self._program.logical(arrays))
 
-        called.__name__ = called.__qualname__ = self._program.traced.fun_name
+        called.__name__ = called.__qualname__ = self._program.name
         args, kwargs = jax.tree.unflatten(
             self.trees.in_tree, self._program.structs(self.trees.dtypes)
         )

@@ -102,8 +102,13 @@ class XlaProgram:
         """There is no per-device program to explain until XLA has compiled."""
         raise NotImplementedError("XLA partitions when it compiles; nothing to explain yet")
 
-    plan = history = emitted = subject
+    plan = history = emitted = finished = subject
     conflicts = ()
+
+    @property
+    def name(self) -> str:
+        """That of the user's function."""
+        return self.traced.fun_name
 
     @property
     def jaxpr(self) -> Jaxpr:

@@ -49,3 +49,20 @@ def test_a_step_of_a_node_says_what_it_is():
         "result of dot_general: even out tiles of dim 0",
         "dot_general: partial sums over 4 devices, result split",
     ]
+
+
+def test_nothing_is_emitted_to_find_out():
+    lowered = gshard.jit(lambda x: gshard.replicate(gshard.split(x, 0, 8) * 2)).lower(jnp.ones(16))
+    assert lowered.collectives
+    assert lowered.forecast("h100").sent_bytes == lowered.plan.bytes
+    assert "split" in str(lowered.explain("h100"))
+    assert "traced" not in vars(lowered._program)
+    assert "all_gather" in lowered.as_text()
+    assert "traced" in vars(lowered._program)
+
+
+def test_emission_has_the_types_that_were_planned():
+    wide = jax.ShapeDtypeStruct((16,), jnp.dtype("float64"))
+    with jax.enable_x64(True):
+        lowered = gshard.jit(lambda x: gshard.replicate(gshard.split(x, 0, 8) * 2)).lower(wide)
+    assert lowered.jaxpr.outvars[0].aval.dtype == jnp.dtype("float64")
