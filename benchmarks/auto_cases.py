@@ -64,7 +64,7 @@ def without_annotations(fn: Function) -> Function:
 
 @contextlib.contextmanager
 def _no_annotations() -> Iterator[None]:
-    with mock.patch("gshard.annotate.annotate", lambda tensor, _: tensor):
+    with mock.patch("gshard.tensors.annotate.annotate", lambda tensor, _: tensor):
         yield
 
 

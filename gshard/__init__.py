@@ -13,11 +13,12 @@ from gshard import _lazy
 
 if _typing.TYPE_CHECKING:
     from gshard import extend, forecast, manual
-    from gshard.annotate import replicate, shard, split
     from gshard.autosharding.auto import auto
     from gshard.autosharding.layout import Layout
     from gshard.check import check
+    from gshard.checking.replaying.replay import Replay
     from gshard.checking.report import Difference, Report
+    from gshard.extend import Factors, Rule, Sharding, Tile, register_rule
     from gshard.jit import Jitted, jit
     from gshard.manual import (
         auto_to_manual_spmd_partition,
@@ -25,14 +26,9 @@ if _typing.TYPE_CHECKING:
         partition_id,
     )
     from gshard.moving.inventory import Collective
-    from gshard.operators.register import register_rule
-    from gshard.operators.rule import Rule
-    from gshard.replaying.replay import Replay
     from gshard.runtime.compiled import Compiled
     from gshard.runtime.stages import Lowered
-    from gshard.tensors.factors import Factors
-    from gshard.tensors.sharding import Sharding
-    from gshard.tensors.tile import Tile
+    from gshard.tensors.annotate import replicate, shard, split
     from gshard.tensors.uneven import UnevenArray
 
 try:
@@ -74,24 +70,20 @@ _lazy.attach(
     "gshard",
     {
         "gshard": "extend forecast manual",
-        "gshard.annotate": "replicate shard split",
+        "gshard.tensors.annotate": "replicate shard split",
         "gshard.autosharding.auto": "auto",
         "gshard.autosharding.layout": "Layout",
         "gshard.check": "check",
         "gshard.checking.report": "Difference Report",
+        "gshard.extend": "Factors Rule Sharding Tile register_rule",
         "gshard.jit": "Jitted jit",
         "gshard.manual": (
             "auto_to_manual_spmd_partition manual_to_auto_spmd_partition partition_id"
         ),
         "gshard.moving.inventory": "Collective",
-        "gshard.operators.register": "register_rule",
-        "gshard.operators.rule": "Rule",
-        "gshard.replaying.replay": "Replay",
+        "gshard.checking.replaying.replay": "Replay",
         "gshard.runtime.compiled": "Compiled",
         "gshard.runtime.stages": "Lowered",
-        "gshard.tensors.factors": "Factors",
-        "gshard.tensors.sharding": "Sharding",
-        "gshard.tensors.tile": "Tile",
         "gshard.tensors.uneven": "UnevenArray",
     },
 )

@@ -10,9 +10,9 @@ gshard/rules are examples.
 
 import gshard.rules  # noqa: F401  (before a user's, which replace them)
 from gshard.graph.reason import Reason
-from gshard.operators.choose import cheapest
-from gshard.operators.register import register_rule
-from gshard.operators.rule import (
+from gshard.rules.base.choose import cheapest
+from gshard.rules.base.register import register_rule
+from gshard.rules.base.rule import (
     Context,
     Doc,
     LocalOp,
@@ -24,7 +24,7 @@ from gshard.operators.rule import (
     Work,
     bind_local,
 )
-from gshard.operators.ways import by_factors
+from gshard.rules.base.ways import by_factors
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Dim, Factor, Factors, Shape, no_factors
 from gshard.tensors.sharding import Sharding, Split

@@ -12,7 +12,6 @@ import jax
 from jax.sharding import Mesh
 
 from gshard import _jax
-from gshard.annotate import constraining, is_tracing_for_gshard, tracing_for
 from gshard.capture.calls import (
     StaticLeaves,
     Trees,
@@ -28,12 +27,12 @@ from gshard.capture.placement import DeviceOrder, device_order, mesh_of, with_sh
 from gshard.forecast import Hardware
 from gshard.forecast.hardware import accelerator
 from gshard.forecast.hardware import hardware as hardware_of
-from gshard.improve import Overlap
-from gshard.moving.costs import MEMORY_LIMIT
 from gshard.runtime.options import (
+    MEMORY_LIMIT,
     JitKeywords,
     Keywords,
     Options,
+    Overlap,
     check_partitioner,
     checked_devices,
     of_layout,
@@ -41,6 +40,7 @@ from gshard.runtime.options import (
 from gshard.runtime.pipeline import lower
 from gshard.runtime.stages import Lowered
 from gshard.runtime.xla import lower_with_xla
+from gshard.tensors.annotate import constraining, is_tracing_for_gshard, tracing_for
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.uneven import UnevenArray
 

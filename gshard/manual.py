@@ -17,13 +17,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
-from jax.extend.core import Primitive
 from numpy.typing import ArrayLike
 
-from gshard._jax import ad, batching
-from gshard.annotate import Annotation, annotation_of, as_annotation, devices_of_trace, widen
 from gshard.graph.source import here
+from gshard.tensors.annotate import annotation_of, as_annotation, devices_of_trace
+from gshard.tensors.manual import collective_p, partition_id_p, to_auto_p, to_manual_p
 
 __all__ = [
     "all_gather",
@@ -130,89 +128,3 @@ def _collective(tensor: T, kind: str, groups: Groups, dim: int = 0) -> T:
     listed = groups if groups is not None else [range(count)]
     fixed = tuple(tuple(int(d) for d in g) for g in listed)
     return collective_p.bind(tensor, kind=kind, dim=dim, groups=fixed)
-
-
-# ---------------------------------------------------------------- primitives
-
-to_manual_p = Primitive("auto_to_manual")
-to_auto_p = Primitive("manual_to_auto")
-partition_id_p = Primitive("partition_id")
-collective_p = Primitive("manual_collective")
-
-
-@to_manual_p.def_abstract_eval
-def _to_manual_aval(
-    x: Any, *, annotation: Annotation, num_devices: int, copies: str
-) -> ShapedArray:
-    return ShapedArray(annotation.resolve(num_devices).local_shape(x.shape), x.dtype)
-
-
-@to_auto_p.def_abstract_eval
-def _to_auto_aval(x: Any, *, shape: tuple[int, ...], **_: Any) -> ShapedArray:
-    return ShapedArray(shape, x.dtype)
-
-
-partition_id_p.def_abstract_eval(lambda: ShapedArray((), jnp.int32))
-
-
-@collective_p.def_abstract_eval
-def _collective_aval(x: Any, *, kind: str, dim: int, groups: Any) -> ShapedArray:
-    shape = list(x.shape)
-    if kind == "all_gather":
-        shape[dim] *= len(groups[0])
-    elif kind == "reduce_scatter":
-        shape[dim] //= len(groups[0])
-    return ShapedArray(shape, x.dtype)
-
-
-def _to_manual_transpose(
-    ct: Any, x: Any, *, annotation: Annotation, num_devices: int, copies: str
-) -> list[Any]:
-    """Whether every copy of a part, or only the first, contributed to the result."""
-    back = {"all": "sum", "first": "first"}[copies]
-    return [
-        to_auto_p.bind(
-            ct, annotation=annotation, shape=x.aval.shape, num_devices=num_devices, copies=back
-        )
-    ]
-
-
-def _to_auto_transpose(
-    ct: Any, x: Any, *, annotation: Annotation, shape: Any, num_devices: int, copies: str
-) -> list[Any]:
-    back = {"sum": "all", "first": "first"}[copies]
-    return [to_manual_p.bind(ct, annotation=annotation, num_devices=num_devices, copies=back)]
-
-
-def _collective_transpose(ct: Any, x: Any, *, kind: str, dim: int, groups: Any) -> list[Any]:
-    if kind == "collective_permute":
-        groups = tuple((d, s) for s, d in groups)
-    back = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(kind, kind)
-    return [collective_p.bind(ct, kind=back, dim=dim, groups=groups)]
-
-
-def _batch_to_manual(args: Any, dims: Any, *, annotation: Annotation, **params: Any) -> Any:
-    (x,), (dim,) = args, dims
-    return to_manual_p.bind(x, annotation=widen(annotation, dim), **params), dim
-
-
-def _batch_to_auto(
-    args: Any, dims: Any, *, annotation: Annotation, shape: tuple[int, ...], **params: Any
-) -> Any:
-    (x,), (dim,) = args, dims
-    shape = (*shape[:dim], x.shape[dim], *shape[dim:])
-    return to_auto_p.bind(x, annotation=widen(annotation, dim), shape=shape, **params), dim
-
-
-def _batch_collective(args: Any, dims: Any, *, kind: str, dim: int, groups: Any) -> Any:
-    (x,), (at,) = args, dims
-    x = jnp.moveaxis(x, at, x.ndim - 1)  # last, so that the other dims keep their numbers
-    return collective_p.bind(x, kind=kind, dim=dim, groups=groups), x.ndim - 1
-
-
-ad.deflinear2(to_manual_p, _to_manual_transpose)
-ad.deflinear2(to_auto_p, _to_auto_transpose)
-ad.deflinear2(collective_p, _collective_transpose)
-batching.primitive_batchers[to_manual_p] = _batch_to_manual
-batching.primitive_batchers[to_auto_p] = _batch_to_auto
-batching.primitive_batchers[collective_p] = _batch_collective

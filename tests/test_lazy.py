@@ -37,7 +37,7 @@ def test_a_registered_rule_replaces_the_built_in_one():
         "from jax.extend.core.primitives import sin_p\n"
         "from gshard.extend import register_rule\n"
         "register_rule(sin_p, 'a -> a')\n"
-        "from gshard.operators.rule import RULES\n"
+        "from gshard.rules.base.rule import RULES\n"
         "mine = RULES[sin_p]\n"
         "import gshard\n"
         "gshard.jit\n"

@@ -35,7 +35,7 @@ from gshard.autosharding.subject import Subject
 from gshard.autosharding.tables import PICO
 from gshard.forecast.hardware import Hardware, present
 from gshard.forecast.hardware import hardware as hardware_of
-from gshard.forecast.report import size
+from gshard.graph.readable import size
 from gshard.propagation.flow import Flow
 
 # The meshes whose answers are lowered.

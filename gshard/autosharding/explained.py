@@ -7,8 +7,8 @@ import html
 from typing import Any
 
 from gshard.autosharding.annotated import Group, groups
-from gshard.forecast.report import Forecast, duration, size
-from gshard.pages.notebook import table
+from gshard.forecast.report import Forecast
+from gshard.graph.readable import duration, size, table
 
 _MOST = 5  # rows of each list
 

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from gshard.annotate import Annotation, annotate
 from gshard.autosharding.annotated import (
     Annotated,
     AnnotatedInside,
@@ -31,6 +30,7 @@ from gshard.autosharding.specs import sharding_of
 from gshard.jit import Jitted, jit
 from gshard.propagation.inside import Inside
 from gshard.runtime.stages import Lowered
+from gshard.tensors.annotate import Annotation, annotate
 from gshard.tensors.sharding import Sharding
 
 

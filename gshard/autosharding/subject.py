@@ -11,13 +11,13 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from gshard import _jax
-from gshard.annotate import tracing_for
 from gshard.autosharding.annotated import path_name, result_name
 from gshard.capture.flatten import inline
 from gshard.capture.placement import device_order
+from gshard.capture.simplify import PASSES, simplify
 from gshard.graph.regions import bodies, walk
 from gshard.graph.source import source_of
-from gshard.simplify import PASSES, simplify
+from gshard.tensors.annotate import tracing_for
 
 # Arrays that an argument has at least to be taken for a state: what returns a single array of the
 # shape of an argument may be anything.

@@ -38,9 +38,9 @@ from gshard.forecast.hardware import Hardware
 from gshard.forecast.ops import PRODUCTS, Op
 from gshard.forecast.work import product_seconds
 from gshard.moving.costs import MEMORY_LIMIT, planning_for
-from gshard.operators.rule import RULES, Way
-from gshard.operators.ways import operand_moves, price
 from gshard.propagation.flow import Edge
+from gshard.rules.base.rule import RULES, Way
+from gshard.rules.base.ways import operand_moves, price
 from gshard.tensors.factors import Dim, Factors
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import byte_size

@@ -19,7 +19,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import custom_partitioning_p, python_implementation
 from gshard.graph.source import on_behalf_of
-from gshard.operators.rule import RULES
+from gshard.rules.base.rule import RULES
 
 
 def expand(eqn: JaxprEqn) -> ClosedJaxpr | None:

@@ -33,13 +33,11 @@ from gshard._jax import (
     dce_jaxpr,
     discharge_refs,
     optimization_barrier_p,
-    private_primitives,
     remat_p,
     reshard_p,
     sharding_constraint_p,
     without_mesh,
 )
-from gshard.annotate import Annotation, annotate_p
 from gshard.capture.expand import expand
 from gshard.capture.partly_manual import for_stacks, on_stacks
 from gshard.capture.placement import DeviceOrder
@@ -47,11 +45,9 @@ from gshard.capture.shard_map import NamedAxes, is_shard_map, is_type_only, lowe
 from gshard.graph import CALLS, LOOPS, map_bodies
 from gshard.graph.regions import walk
 from gshard.graph.source import at_line_of, source_of
-from gshard.manual import to_auto_p, to_manual_p
+from gshard.tensors.annotate import Annotation, annotate_p
+from gshard.tensors.manual import to_auto_p, to_manual_p
 from gshard.tensors.meshes import grid_of
-
-# References have been discharged into values by the time the program is flat.
-REFS = (p.get_p, p.swap_p, *private_primitives("state.primitives", "addupdate_p"))
 
 # Parameters with JAX's shardings: of operators that only reshard, and of others.
 _CONSTRAINTS = {sharding_constraint_p: "sharding", reshard_p: "dst_sharding"}

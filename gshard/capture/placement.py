@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gshard._jax import context_mesh
-from gshard.annotate import Annotation, annotate, reading_devices
+from gshard.tensors.annotate import Annotation, annotate, reading_devices
 from gshard.tensors.meshes import is_own, sharding_of, sharding_of_slices
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.uneven import UnevenArray

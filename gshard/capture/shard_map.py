@@ -17,12 +17,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import private_primitives, shard_map_p
 from gshard.graph.source import source_of
-
-# On values of a manual region: `primitive` with `settings`, over groups of devices, or their pairs.
-over_groups_p = Primitive("lower_named_axes")
-over_groups_p.multiple_results = True
-# This device's row of `table`.
-row_of_device_p = Primitive("row_of_device")
+from gshard.tensors.manual import over_groups_p, row_of_device_p
 
 (_reduce_scatter_p,) = private_primitives("lax.parallel", "reduce_scatter_p")
 _SAME = {  # replacements for types that do not track varying axes

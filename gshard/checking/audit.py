@@ -19,10 +19,13 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from gshard.annotate import annotate_p
 from gshard.checking.bounds import bound, spread
 from gshard.checking.links import Links, constants
 from gshard.checking.manual import expected_in_region, is_manual
+from gshard.checking.replaying.emitted import Emitted
+from gshard.checking.replaying.lockstep import Event, Lockstep, Path, Value, runs_of
+from gshard.checking.replaying.on_host import OnHost
+from gshard.checking.replaying.tiles import plain
 from gshard.checking.report import Difference, Report
 from gshard.checking.scope import Scope, Seen
 from gshard.checking.shadow import (
@@ -38,10 +41,7 @@ from gshard.checking.shadow import (
 from gshard.graph.regions import bodies, loop_bodies
 from gshard.graph.source import source_of
 from gshard.moving.seen import Held
-from gshard.replaying.emitted import Emitted
-from gshard.replaying.lockstep import Event, Lockstep, Path, Value, runs_of
-from gshard.replaying.on_host import OnHost
-from gshard.replaying.tiles import plain
+from gshard.tensors.annotate import annotate_p
 
 REWRITTEN = "rewritten as a part of other operators"
 UNUSED = "not computed by any device"

@@ -24,8 +24,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
+from gshard.checking.replaying.tiles import plain, wide
 from gshard.graph.evaluate import bind
-from gshard.replaying.tiles import plain, wide
 
 # Sums, and the operands in which they are linear.
 _LINEAR = {

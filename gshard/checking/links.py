@@ -16,7 +16,8 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard._jax import scan_counts
+from gshard.checking.replaying.lockstep import Path
+from gshard.checking.replaying.tiles import plain
 from gshard.checking.report import Report
 from gshard.checking.scope import Scope, Seen
 from gshard.checking.shadow import (
@@ -30,10 +31,9 @@ from gshard.checking.shadow import (
     of_device,
     resummed,
 )
+from gshard.graph.regions import counts_of
 from gshard.graph.source import source_of
 from gshard.moving.seen import Held
-from gshard.replaying.lockstep import Path
-from gshard.replaying.tiles import plain
 from gshard.tensors.keys import is_key
 from gshard.tensors.sharding import Sharding
 
@@ -103,7 +103,7 @@ class Links:
         results = [scope.read(a) for a in scope.jaxpr.outvars]
         number = scope.path[-1][1]
         if eqn.primitive is p.scan_p:
-            consts, carried = scan_counts(eqn.params)
+            consts, carried = counts_of(eqn)
             runs.rows_in[number] = begun[consts + carried :]
             runs.rows_out[number] = results[carried:]
             begun, results = begun[: consts + carried], results[:carried]
@@ -132,7 +132,7 @@ class Links:
             return False
         expected: list[Known | None]
         if eqn.primitive is p.scan_p:
-            consts, carried = scan_counts(eqn.params)
+            consts, carried = counts_of(eqn)
             self._same(scope, eqn.invars, runs.first, operands[: consts + carried], "operand")
             rows = _stacked(runs.rows_in, len(operands) - consts - carried)
             rest = slice(consts + carried, None)
@@ -181,7 +181,7 @@ class Links:
 def constants(eqn: JaxprEqn, body: Jaxpr) -> list[tuple[Any, Any]]:
     """The arguments of a body that are the same in all runs, and the operands that they are."""
     if eqn.primitive is p.scan_p:
-        return list(zip(body.invars, eqn.invars, strict=True))[: scan_counts(eqn.params)[0]]
+        return list(zip(body.invars, eqn.invars, strict=True))[: counts_of(eqn)[0]]
     if eqn.primitive is p.while_p:
         n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         first = (0, n_cond) if body is eqn.params["cond_jaxpr"].jaxpr else (n_cond, n_body)

@@ -14,14 +14,20 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard._jax import private_primitives
-from gshard.capture.shard_map import over_groups_p, row_of_device_p
 from gshard.checking.bounds import is_inexact, magnitude, roundoff
+from gshard.checking.replaying.collectives import run_collective
+from gshard.checking.replaying.tiles import assembled, cut, place_of, plain, wide
 from gshard.checking.shadow import Known, Parts, Shadow, of_device, shadow_of
-from gshard.manual import collective_p, partition_id_p, to_auto_p, to_manual_p
 from gshard.moving.partial import copies_groups
 from gshard.moving.seen import Held
-from gshard.replaying.collectives import run_collective
-from gshard.replaying.tiles import assembled, cut, place_of, plain, wide
+from gshard.tensors.manual import (
+    collective_p,
+    over_groups_p,
+    partition_id_p,
+    row_of_device_p,
+    to_auto_p,
+    to_manual_p,
+)
 
 _AXIS = "devices"
 (_reduce_scatter_p,) = private_primitives("lax.parallel", "reduce_scatter_p")

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from gshard.forecast.report import counted
-from gshard.replaying.step import table
+from gshard.checking.replaying.step import table
+from gshard.graph.readable import counted
 
 _SHOWN = 12  # rows of a table
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
+from gshard.checking.replaying.lockstep import Path, Value
 from gshard.checking.shadow import Known, Shadow
 from gshard.moving.seen import Held
-from gshard.replaying.lockstep import Path, Value
 
 Seen = tuple[Held, Value, str]  # how devices hold a value, their tiles, and the line they are at
 

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from gshard.checking.bounds import is_inexact, magnitude, roundoff
+from gshard.checking.replaying.tiles import assembled, place_of, plain, real, summed, wide
 from gshard.moving.seen import Held
-from gshard.replaying.tiles import assembled, place_of, plain, real, summed, wide
 from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from gshard.annotate import annotate_p
 from gshard.explanation.names import annotated_call, annotation_place, shape
 from gshard.explanation.subject import Subject
 from gshard.graph.source import source_of
+from gshard.tensors.annotate import annotate_p
 from gshard.tensors.factors import decompose
 from gshard.tensors.sharding import Sharding
 

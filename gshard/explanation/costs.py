@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gshard.explanation.subject import Subject
 from gshard.forecast import Forecast
-from gshard.forecast.report import size
+from gshard.graph.readable import size
 from gshard.moving.inventory import Collective
 
 

@@ -13,8 +13,7 @@ from gshard.explanation.findings import EXPLAINED, QUICK, Findings
 from gshard.explanation.page import page
 from gshard.explanation.text import fix_lines, text
 from gshard.forecast import Forecast
-from gshard.forecast.report import duration, size
-from gshard.pages.notebook import table
+from gshard.graph.readable import duration, size, table
 from gshard.pages.template import have_pages
 
 

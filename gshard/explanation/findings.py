@@ -11,7 +11,7 @@ from gshard.explanation.names import Names
 from gshard.explanation.subject import Subject
 from gshard.explanation.why import Why
 from gshard.forecast import Forecast
-from gshard.forecast.report import duration, size
+from gshard.graph.readable import duration, size
 
 EXPLAINED = 6  # lines that are explained, the costliest first
 QUICK = 1500  # equations up to which changes of annotations are tried without being asked

@@ -16,11 +16,11 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from gshard.annotate import Annotation
 from gshard.explanation.names import annotated_name, annotation_place
 from gshard.explanation.subject import Subject
 from gshard.graph import map_bodies
 from gshard.graph.source import source_of, span_of
+from gshard.tensors.annotate import Annotation
 from gshard.tensors.sharding import Sharding, Split
 
 Changes = dict[JaxprEqn, Annotation | None]  # annotations to be replaced, or taken away

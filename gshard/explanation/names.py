@@ -14,10 +14,10 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
 
-from gshard.annotate import annotate_p
 from gshard.explanation.statements import Body, argument_of_call, expression_of_call, target
 from gshard.explanation.subject import Subject
 from gshard.graph.source import scopes_of, source_of, span_of
+from gshard.tensors.annotate import annotate_p
 
 _EINSUM = re.compile(r"[A-Za-z]*(,[A-Za-z]*)*->[A-Za-z]*")
 

@@ -16,8 +16,9 @@ from gshard.explanation.names import einsums_of, shape
 from gshard.explanation.text import describe, replicated
 from gshard.explanation.why import near
 from gshard.forecast import Forecast
-from gshard.forecast.report import by_function, duration, size
+from gshard.forecast.report import by_function
 from gshard.forecast.time import Timed
+from gshard.graph.readable import duration, size
 from gshard.graph.source import source_of
 from gshard.pages import Chart, area, bars, checked, lines, render, style
 from gshard.tensors.sharding import Sharding

@@ -15,10 +15,9 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from gshard._jax import scan_counts
 from gshard.forecast.ops import LOOPS
 from gshard.forecast.time import phase_of
-from gshard.graph.regions import bodies
+from gshard.graph.regions import bodies, counts_of
 from gshard.graph.source import span_of
 
 _LONGEST = 44  # characters of an expression that are shown
@@ -84,7 +83,7 @@ class Body:
         """The bodies of a loop or branch; none for other equations."""
         if eqn.primitive.name not in LOOPS:
             return []
-        carried = scan_counts(eqn.params)[1] if eqn.primitive.name == "scan" else len(eqn.outvars)
+        carried = counts_of(eqn)[1] if eqn.primitive.name == "scan" else len(eqn.outvars)
         unread = {n for n, v in enumerate(eqn.outvars) if n >= carried and v in self.stored}
         return [Body(inner, self.is_gradient(eqn), unread) for inner in bodies(eqn)]
 

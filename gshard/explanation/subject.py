@@ -9,13 +9,13 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from gshard.annotate import annotate_p
 from gshard.graph import bodies
 from gshard.graph.regions import walk
 from gshard.moving.inventory import Collective, collectives_of
 from gshard.planning.plan import Plan
 from gshard.propagation.flow import Flow
 from gshard.propagation.propagate import Propagated
+from gshard.tensors.annotate import annotate_p
 from gshard.tensors.sharding import Sharding
 
 

@@ -11,7 +11,7 @@ from gshard.explanation.costs import Cost
 from gshard.explanation.findings import EXPLAINED, Findings
 from gshard.explanation.names import shape
 from gshard.explanation.subject import Subject
-from gshard.forecast.report import counted, duration, size
+from gshard.graph.readable import counted, duration, size
 from gshard.graph.source import source_of
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import byte_size

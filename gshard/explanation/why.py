@@ -7,12 +7,12 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from gshard.annotate import annotate_p
 from gshard.explanation.chains import Origin, origin
 from gshard.explanation.names import Names, annotated_call, einsums
 from gshard.explanation.subject import Subject
 from gshard.graph.source import source_of
 from gshard.moving.inventory import Collective
+from gshard.tensors.annotate import annotate_p
 
 _NEEDS = {
     "all_gather": "needs all of it on every device",

@@ -17,9 +17,8 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from gshard._jax import scan_counts
 from gshard.forecast.ops import ALIASES, PRODUCTS, Op, Stored, elements, inlined
-from gshard.graph.regions import bodies
+from gshard.graph.regions import bodies, counts_of
 
 
 def as_on_gpus(ops: list[Op], devices: int = 1) -> list[Op]:
@@ -40,7 +39,7 @@ def as_on_gpus(ops: list[Op], devices: int = 1) -> list[Op]:
                 reads[number] = Stored(var.aval)
                 found.append(Op(op.eqn, (var,), (reads[number],), False, "transpose"))
         found.append(Op(op.eqn, tuple(reads), op.writes, op.joins))
-        stacked = range(scan_counts(op.eqn.params)[1], len(op.writes))
+        stacked = range(counts_of(op.eqn)[1], len(op.writes))
         inside = _turned_results(bodies(op.eqn)[0])
         turned.update(op.writes[n] for n in stacked if n in inside)
     return found

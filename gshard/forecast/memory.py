@@ -16,11 +16,10 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
-from gshard._jax import scan_counts
 from gshard.forecast.ops import LOOPS, size_of
 from gshard.forecast.order import breadth_first, depth_first
 from gshard.forecast.program import Body, Operator, body_of
-from gshard.graph.regions import bodies
+from gshard.graph.regions import bodies, counts_of
 from gshard.graph.source import source_of
 
 
@@ -130,7 +129,7 @@ def _in_results(body: Body, style: str, scan: Scan | None) -> set[Any]:
 def _stacks(body: Body) -> list[Any]:
     """The stacked results of loops; on CPUs their zeros are live from the start."""
     scans = [o for o in body.operators if o.root.name == "scan"]
-    return [v for o in scans for v in o.writes[scan_counts(o.root.eqn.params)[1] :]]
+    return [v for o in scans for v in o.writes[counts_of(o.root.eqn)[1] :]]
 
 
 def _kept_aside(body: Body, given: Places) -> list[Any]:
@@ -244,7 +243,7 @@ def _inside(operator: Operator, style: str) -> _Peak:
     """The temporaries of an operator's bodies while it runs, its stacked results left out."""
     if operator.root.name not in LOOPS:
         return _Peak(0, "", ())
-    scan = scan_counts(operator.root.eqn.params) if operator.root.name == "scan" else None
+    scan = counts_of(operator.root.eqn) if operator.root.name == "scan" else None
     peaks = [_peak(j, style, (), scan) for j in bodies(operator.root.eqn)]
     return max(peaks, key=lambda p: p.bytes)
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from gshard._jax import scan_counts
 from gshard.forecast.cpu import as_on_cpus, read_by_reductions
 from gshard.forecast.gpu import as_on_gpus, ends_product, is_window
 from gshard.forecast.ops import (
@@ -31,7 +30,7 @@ from gshard.forecast.ops import (
     inlined,
     size_of,
 )
-from gshard.graph.regions import bodies
+from gshard.graph.regions import bodies, counts_of
 from gshard.graph.source import is_unlikely
 from gshard.moving.inventory import transfers
 
@@ -359,7 +358,7 @@ def _stacking(eqn: JaxprEqn, body: Body) -> list[Operator]:
     Pointwise operators read a slice in place, and a result without other consumers is written in
     place; matrix products read and write contiguous arrays only.
     """
-    consts, carry = scan_counts(eqn.params)
+    consts, carry = counts_of(eqn)
     slices = body.inputs[len(body.jaxpr.constvars) + consts + carry :]
     whole = {v for o in body.operators if not o.root.joins for v in (*o.reads, *o.writes)}
     read = {v for o in body.operators for v in o.reads}

@@ -15,7 +15,8 @@ from gshard.forecast.collective import Topology
 from gshard.forecast.hardware import Hardware, hardware, present
 from gshard.forecast.memory import Memory, memory_of
 from gshard.forecast.time import Timed, timed
-from gshard.pages.notebook import table as notebook_table
+from gshard.graph.readable import duration, size
+from gshard.graph.readable import table as notebook_table
 
 GENERIC = "generic accelerators"  # what plans are made for if the devices are CPUs
 OUTSIDE = "outside the program"  # the part of a step that feeds it and fetches its results
@@ -203,28 +204,6 @@ def by_function(operator: Timed) -> str:
     if operator.source == "unknown":
         return "elsewhere"
     return f"{Path(operator.source).name.split(':')[0]} {operator.function}"
-
-
-def counted(count: int, noun: str) -> str:
-    """A number and its noun, in the plural unless it is one."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def size(count: float) -> str:
-    """Bytes in a readable unit."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in a readable unit."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
 
 
 def summary(f: Forecast) -> list[str]:

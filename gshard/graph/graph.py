@@ -113,3 +113,30 @@ class Graph:
                 return None
             atom = eqn.invars[0]
         return atom.val if np.ndim(atom.val) == 0 else None
+
+    def is_permutation(self, atom: Any) -> bool:
+        """Whether indices are a permutation of all rows: the result of an `argsort`."""
+        eqn = self.maker(atom)
+        if eqn is None:
+            return False
+        if eqn.primitive in (p.broadcast_in_dim_p, p.reshape_p, p.convert_element_type_p):
+            source = eqn.invars[0]
+            alike = atom.aval.size == source.aval.size
+            integers = np.issubdtype(source.aval.dtype, np.integer)
+            return alike and integers and self.is_permutation(source)
+        if eqn.primitive is p.select_n_p:  # the wrap-around of negative indices; there are none
+            wraps = len(eqn.invars) == 3 and self._wraps(eqn)
+            return wraps and self.is_permutation(eqn.invars[1])
+        if eqn.primitive is p.sort_p and len(eqn.invars[0].aval.shape) == 1:
+            number = next(i for i, v in enumerate(eqn.outvars) if v is atom)
+            source = self.maker(eqn.invars[number])
+            return source is not None and source.primitive is p.iota_p
+        return False
+
+    def _wraps(self, eqn: JaxprEqn) -> bool:
+        """Whether a `select_n` is `where(i < 0, i + rows, i)`."""
+        mask, index, _ = eqn.invars
+        compared = self.maker(mask)
+        if compared is None or compared.primitive is not p.lt_p or compared.invars[0] is not index:
+            return False
+        return self.fill(compared.invars[1]) == 0

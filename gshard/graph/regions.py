@@ -92,6 +92,11 @@ def runs_of(eqn: JaxprEqn) -> int:
     return eqn.params["length"] if eqn.primitive is p.scan_p else 1
 
 
+def counts_of(scan: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many of the next ones are carried."""
+    return scan_counts(scan.params)
+
+
 @dataclass(frozen=True, eq=False)
 class Loop:
     """A loop or branch, read once: what it runs, and how its variables relate inside and outside.
@@ -130,7 +135,7 @@ class Loop:
 
 def _scan(eqn: JaxprEqn) -> Loop:
     closed = eqn.params["jaxpr"]
-    body, (consts, carry) = closed.jaxpr, scan_counts(eqn.params)
+    body, (consts, carry) = closed.jaxpr, counts_of(eqn)
     inside = body.invars[consts : consts + carry]
     links = (
         *_alike(inside, body.outvars),

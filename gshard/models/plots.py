@@ -8,7 +8,7 @@ from pathlib import Path
 from gshard.explanation.page import growth_chart, memory_chart
 from gshard.forecast import Forecast
 from gshard.forecast.collective import collective_seconds
-from gshard.forecast.report import duration
+from gshard.graph.readable import duration
 from gshard.models.family import PARTS, part_of
 from gshard.pages import bars, lines
 

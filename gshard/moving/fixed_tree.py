@@ -13,8 +13,8 @@ from jax import lax
 
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
-from gshard.simplify.trees import neighbours
 from gshard.tensors.devices import Groups, Place
+from gshard.tensors.trees import neighbours
 
 
 def tree_all_reduce(place: Place, x: jax.Array, groups: Groups, reason: Reason) -> jax.Array:

@@ -15,13 +15,13 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from gshard.graph import bodies, text
+from gshard.graph.readable import table
 from gshard.graph.reason import Reason
 from gshard.graph.regions import runs_of
 from gshard.graph.source import is_unlikely, reason_of, source_of
 from gshard.moving.collectives import CollectiveNode, CollectivePermute
 from gshard.moving.costs import sent_bytes
 from gshard.moving.nodes import TensorNode, node_bytes, node_of
-from gshard.pages.notebook import table
 from gshard.tensors.devices import Groups
 from gshard.tensors.tile import byte_size
 

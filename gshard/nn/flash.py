@@ -27,7 +27,6 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from gshard.annotate import target_platform
 from gshard.nn.hashing import hashed_row_bits, kept
 from gshard.nn.kernels.attention import (
     NEVER,
@@ -39,6 +38,7 @@ from gshard.nn.kernels.attention import (
     query_kernel,
 )
 from gshard.nn.segments import Segments
+from gshard.tensors.annotate import target_platform
 
 __all__ = ["Blocks", "flash_attention", "joint_attention", "reference", "seed_from_row"]
 

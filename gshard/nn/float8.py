@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gshard.annotate import target_platform
 from gshard.nn.kernels.float8 import E4M3, E5M2, both_ways, gated, rounded
+from gshard.tensors.annotate import target_platform
 
 _EVERY = 64  # one of this many rows is sampled for a scale
 

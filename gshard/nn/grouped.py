@@ -17,8 +17,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from gshard.annotate import target_platform
 from gshard.nn.int8 import Int8, Weight, product
+from gshard.tensors.annotate import target_platform
 
 ROWS = 64  # of a block: the least that Hopper's matrix units take at full speed
 

@@ -20,9 +20,9 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from gshard.annotate import target_platform
 from gshard.nn.settings import EPSILON
 from gshard.nn.strategy import ONE_DEVICE, Strategy
+from gshard.tensors.annotate import target_platform
 
 
 class Cut(NamedTuple):

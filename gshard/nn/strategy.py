@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax import Array
 
-from gshard.annotate import replicate, shard, split
 from gshard.manual import auto_to_manual_spmd_partition, manual_to_auto_spmd_partition
+from gshard.tensors.annotate import replicate, shard, split
 
 # The dim of a single layer's weight that `tensor` splits: the hidden dim, or the heads.
 _TENSOR_DIM: dict[tuple[str, ...], int] = {

@@ -16,7 +16,7 @@ from gshard.graph.source import reason_of, source_of
 from gshard.graph.text import program_text
 from gshard.moving.inventory import COLLECTIVES, Collective, collectives_of
 from gshard.moving.nodes import node_bytes, node_of
-from gshard.operators.rule import RULES
+from gshard.rules.base.rule import RULES
 
 
 @dataclass(frozen=True)

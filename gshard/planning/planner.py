@@ -17,23 +17,23 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard._jax import current_context, without_mesh
-from gshard.annotate import annotate_p
 from gshard.graph.reason import Reason
 from gshard.graph.source import on_behalf_of
 from gshard.moving.available import VIEWS, Mover
 from gshard.moving.recompute import REARRANGING, Made
 from gshard.moving.reshard import retile
 from gshard.moving.seen import Seen
-from gshard.operators import unreduced
-from gshard.operators.choose import in_place_again, partition_by_factors
-from gshard.operators.rule import Shares, equation_key
-from gshard.operators.uses import NOTHING, Uses
 from gshard.propagation.propagate import Propagated
 from gshard.rules import RULES
+from gshard.rules.base import unreduced
+from gshard.rules.base.choose import in_place_again, partition_by_factors
+from gshard.rules.base.rule import Shares, equation_key
+from gshard.rules.base.uses import NOTHING, Uses
 from gshard.rules.grouped import reshard_ragged
 from gshard.rules.manual import CROSSING_MANUAL, check_manual, own, run_manually
 from gshard.rules.pointwise import same_dims
 from gshard.rules.unknown import unknown_rule
+from gshard.tensors.annotate import annotate_p
 from gshard.tensors.devices import Place
 from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding

@@ -15,9 +15,9 @@ from jax.extend.core import Literal
 from jax.extend.core import primitives as p
 
 from gshard.moving.plan import reshard_cost
-from gshard.operators.rule import RULES, Shares
-from gshard.operators.ways import by_factors, least, operand_moves, results_cost
 from gshard.propagation.flow import Edge, Flow
+from gshard.rules.base.rule import RULES, Shares
+from gshard.rules.base.ways import by_factors, least, operand_moves, results_cost
 from gshard.tensors.sharding import Sharding
 
 Key = Any

@@ -17,16 +17,16 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from gshard.annotate import annotate_p
 from gshard.graph.regions import Loop
 from gshard.graph.source import source_of
-from gshard.manual import to_auto_p
 from gshard.moving.costs import MEMORY_LIMIT
-from gshard.operators.rule import equation_key, factors_of, rowwise
-from gshard.operators.uses import NOTHING, Uses, leaving
 from gshard.rules import RULES
+from gshard.rules.base.rule import equation_key, factors_of, rowwise
+from gshard.rules.base.uses import NOTHING, Uses, leaving
 from gshard.rules.manual import MAKES_MANUAL
+from gshard.tensors.annotate import annotate_p
 from gshard.tensors.factors import Dim, Factor, Factors, compose, decompose
+from gshard.tensors.manual import to_auto_p
 from gshard.tensors.sharding import Sharding, Split, fitting_part
 from gshard.tensors.tile import byte_size
 

@@ -126,8 +126,8 @@ def propagate(
 def _for_many_collectives(of: Machine) -> Machine:
     """The cost model for estimates that count small collectives one by one.
 
-    They will be combined (`improve.combine`), so that each has only a fraction of the latency, as
-    in a full combination.
+    They will be combined (`planning.improve.combine`), so that each has only a fraction of the
+    latency, as in a full combination.
     """
     return replace(of, latency=min(of.latency, MACHINE.latency) / LATENCIES)
 

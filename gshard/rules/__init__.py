@@ -1,6 +1,5 @@
 """The operators, one file per family; importing this package registers them all."""
 
-from gshard.operators.rule import RULES, Rule
 from gshard.rules import (
     callbacks,
     concatenate,
@@ -28,6 +27,7 @@ from gshard.rules import (
     window,
     window_reduce,
 )
+from gshard.rules.base.rule import RULES, Rule
 
 __all__ = [
     "RULES",

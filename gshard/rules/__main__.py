@@ -12,12 +12,17 @@ from pathlib import Path
 from jax.extend.core import Primitive
 from jax.extend.core import primitives as exported
 
-from gshard._jax import shard_map_p
-from gshard.capture.flatten import REFS
+from gshard._jax import private_primitives, shard_map_p
 from gshard.graph import CALLS
-from gshard.operators.rule import Doc
 from gshard.rules import RULES
+from gshard.rules.base.rule import Doc
 
+# Capture discharges references into values.
+REFS = (
+    exported.get_p,
+    exported.swap_p,
+    *private_primitives("state.primitives", "addupdate_p"),
+)
 PAGE = Path("docs/reference/operators.md")
 _HEAD = """# Operators
 

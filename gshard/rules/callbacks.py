@@ -20,7 +20,7 @@ from gshard import _jax
 from gshard.graph.reason import Reason
 from gshard.graph.source import because, source_of
 from gshard.moving import collectives
-from gshard.operators.rule import Context, Doc, Rule, bind_local, register
+from gshard.rules.base.rule import Context, Doc, Rule, bind_local, register
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile

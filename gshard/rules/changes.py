@@ -18,7 +18,7 @@ from gshard.graph.reason import Reason
 from gshard.moving.halo import plan_fetch, window
 from gshard.moving.recompute import fetch
 from gshard.moving.rows import Runs, align, collect, plan_rows
-from gshard.operators.rule import Context
+from gshard.rules.base.rule import Context
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Split
 from gshard.tensors.tile import Tile

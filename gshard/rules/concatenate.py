@@ -20,8 +20,9 @@ from gshard.moving.halo import plan_fetch
 from gshard.moving.offsets import rows_put
 from gshard.moving.plan import plan_reshard, reshard_cost, whole_along
 from gshard.moving.rows import Move, Runs, align, plan_rows
-from gshard.operators.choose import cheapest
-from gshard.operators.rule import (
+from gshard.rules.base.choose import cheapest
+from gshard.rules.base.primitives import concatenate_slices_p
+from gshard.rules.base.rule import (
     RULES,
     Context,
     Doc,
@@ -31,10 +32,9 @@ from gshard.operators.rule import (
     no_order,
     register,
 )
-from gshard.operators.ways import least
+from gshard.rules.base.ways import least
 from gshard.rules.changes import rows_of
 from gshard.rules.slicing import filled
-from gshard.simplify.row_maps import concatenate_slices_p
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding, Split

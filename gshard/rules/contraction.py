@@ -23,8 +23,8 @@ from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.partial import combine, mask_for
-from gshard.operators.choose import cheapest, run_as
-from gshard.operators.rule import (
+from gshard.rules.base.choose import cheapest, run_as
+from gshard.rules.base.rule import (
     Context,
     Doc,
     Rule,
@@ -32,7 +32,7 @@ from gshard.operators.rule import (
     no_order,
     register,
 )
-from gshard.operators.ways import Assignment, Layout, shard_dims, shard_result
+from gshard.rules.base.ways import Assignment, Layout, shard_dims, shard_result
 from gshard.tensors.factors import Factor, Factors
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile, byte_size

@@ -21,9 +21,9 @@ from gshard._jax import private_primitives
 from gshard.graph.reason import Reason
 from gshard.graph.regions import Loop
 from gshard.moving.nodes import planned_bytes
-from gshard.operators.rule import Context, Doc, Rule, register
-from gshard.operators.unreduced import as_unreduced
-from gshard.operators.uses import accumulators, leaving, linear_carries
+from gshard.rules.base.rule import Context, Doc, Rule, register
+from gshard.rules.base.unreduced import as_unreduced
+from gshard.rules.base.uses import accumulators, leaving, linear_carries
 from gshard.tensors.factors import no_factors
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile, byte_size

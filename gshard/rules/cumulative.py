@@ -15,8 +15,8 @@ from jax.extend.core import primitives as p
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.partial import identity, reducing_groups
-from gshard.operators.choose import cheapest
-from gshard.operators.rule import RULES, Context, Doc, Rule, register
+from gshard.rules.base.choose import cheapest
+from gshard.rules.base.rule import RULES, Context, Doc, Rule, register
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile

@@ -24,10 +24,10 @@ from gshard._jax import (
 )
 from gshard.graph.reason import Reason
 from gshard.graph.source import because, on_behalf_of, source_of
-from gshard.operators.choose import cheapest
-from gshard.operators.register import factors_of
-from gshard.operators.rule import RULES, Context, Doc, Rule, register
-from gshard.operators.ways import Layout
+from gshard.rules.base.choose import cheapest
+from gshard.rules.base.register import factors_of
+from gshard.rules.base.rule import RULES, Context, Doc, Rule, register
+from gshard.rules.base.ways import Layout
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Dim, Factor, Factors
 from gshard.tensors.sharding import Sharding, Split

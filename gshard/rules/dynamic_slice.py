@@ -29,8 +29,8 @@ from gshard.moving.costs import timed
 from gshard.moving.halo import plan_fetch, shifted_pairs
 from gshard.moving.recompute import fetch
 from gshard.moving.rows import groups_along
-from gshard.operators.choose import cheapest
-from gshard.operators.rule import RULES, Context, Doc, Rule, Way, linear_in, register
+from gshard.rules.base.choose import cheapest
+from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, linear_in, register
 from gshard.rules.changes import Change
 from gshard.rules.slicing import change_rule, run_changes
 from gshard.tensors import padding

@@ -1,4 +1,4 @@
-"""The operators of a reproducible program (see `simplify.fixed_order`)."""
+"""The operators of a reproducible program (see `capture.simplify.fixed_order`)."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from jax.extend.core import JaxprEqn
 
 from gshard.graph.reason import Reason
 from gshard.moving.halo import window
-from gshard.operators.choose import partition_by_factors
-from gshard.operators.rule import Context, Doc, Rule, bind_local, register
+from gshard.rules.base.choose import partition_by_factors
+from gshard.rules.base.primitives import (
+    in_one_piece_p,
+    leaf_dot_p,
+    leaf_sum_p,
+    pin_p,
+    scatter_in_order_p,
+    tree_sum_p,
+)
+from gshard.rules.base.rule import Context, Doc, Rule, bind_local, register
 from gshard.rules.contraction import dot_factors, dot_work
 from gshard.rules.fixed_products import chained_product
 from gshard.rules.pinned import OPAQUE, pinned
 from gshard.rules.pointwise import same_dims
 from gshard.rules.scatter import partition_scatter, scatter_factors, scatter_ways
-from gshard.simplify.fixed_order import (
-    in_one_piece_p,
-    leaf_dot_p,
-    leaf_sum_p,
-    scatter_in_order_p,
-)
-from gshard.simplify.pins import pin_p
-from gshard.simplify.trees import halved, neighbours, tree_sum_p
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
+from gshard.tensors.trees import halved, neighbours
 
 Local = Callable[[Place, Sequence[Tile]], list[Tile]]
 

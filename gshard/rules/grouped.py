@@ -1,4 +1,4 @@
-"""Ragged rows (`gshard.operators.ragged_rows`): how they are exchanged, by index or as they are.
+"""Ragged rows (`gshard.rules.base.ragged_rows`): how they are exchanged, by index or as they are.
 
 Every row is sent once, by an AllToAll.
 """
@@ -18,14 +18,14 @@ from gshard.graph.reason import Reason
 from gshard.moving.by_index import RowTransfers, found_in, send_rows
 from gshard.moving.partial import combine, reducing_groups
 from gshard.moving.plan import reshard_cost
-from gshard.operators.ragged_rows import (
+from gshard.rules.base.ragged_rows import (
     Bounds,
     ExpertGroups,
     bounds,
     put_rows_p,
     take_rows_p,
 )
-from gshard.operators.rule import Context, Doc, Rule, no_order, register
+from gshard.rules.base.rule import Context, Doc, Rule, no_order, register
 from gshard.tensors import padding
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding, Split, compatible

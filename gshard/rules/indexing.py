@@ -22,9 +22,9 @@ from jax.lax import GatherScatterMode
 
 from gshard.graph.reason import Reason
 from gshard.moving.partial import combine_disjoint
-from gshard.operators.choose import cheapest
-from gshard.operators.rule import RULES, Context, Doc, Rule, Way, register
-from gshard.operators.ways import Assignment, by_factors
+from gshard.rules.base.choose import cheapest
+from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, register
+from gshard.rules.base.ways import Assignment, by_factors
 from gshard.tensors import padding
 from gshard.tensors.factors import Factors
 from gshard.tensors.keys import is_key_type

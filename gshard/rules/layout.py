@@ -15,8 +15,8 @@ from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
 from gshard.moving.recompute import fetch
-from gshard.operators.choose import cheapest, run_as
-from gshard.operators.rule import (
+from gshard.rules.base.choose import cheapest, run_as
+from gshard.rules.base.rule import (
     Context,
     Doc,
     Rule,
@@ -25,7 +25,7 @@ from gshard.operators.rule import (
     no_order,
     register,
 )
-from gshard.operators.ways import Layout
+from gshard.rules.base.ways import Layout
 from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile

@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard import _jax
-from gshard.operators.rule import Context, Doc, Rule, bind_local, linear_in, register
+from gshard.rules.base.rule import Context, Doc, Rule, bind_local, linear_in, register
 from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.tile import Tile
 

@@ -11,14 +11,20 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard.capture.shard_map import over_groups_p, row_of_device_p
 from gshard.graph.reason import Reason
 from gshard.graph.source import because, source_of
-from gshard.manual import collective_p, partition_id_p, to_auto_p, to_manual_p
 from gshard.moving import collectives
 from gshard.moving.partial import copies_groups
-from gshard.operators.rule import Context, Doc, Rule, bind_local, register
+from gshard.rules.base.rule import Context, Doc, Rule, bind_local, register
 from gshard.tensors.factors import no_factors
+from gshard.tensors.manual import (
+    collective_p,
+    over_groups_p,
+    partition_id_p,
+    row_of_device_p,
+    to_auto_p,
+    to_manual_p,
+)
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 

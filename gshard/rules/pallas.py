@@ -15,7 +15,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from gshard._jax import private_primitives
-from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.rules.base.rule import Context, Doc, Rule, register
 from gshard.tensors.factors import Dim, Factors, Shape
 from gshard.tensors.tile import Tile
 

@@ -1,4 +1,4 @@
-"""Values that a compiler knows nothing about (see `simplify.pins`)."""
+"""Values that a compiler knows nothing about (see `capture.simplify.pins`)."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard._jax import optimization_barrier_p
-from gshard.annotate import annotate_p
-from gshard.operators.rule import Context, Doc, Rule, linear_in, no_order, register
+from gshard.rules.base.rule import Context, Doc, Rule, linear_in, no_order, register
+from gshard.tensors.annotate import annotate_p
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile

@@ -34,8 +34,8 @@ from gshard.graph.evaluate import bind, evaluate
 from gshard.graph.reason import Reason
 from gshard.graph.source import because
 from gshard.moving import collectives
-from gshard.operators.choose import partition_by_factors
-from gshard.operators.rule import RULES, Context, Doc, Rule, bind_local, register
+from gshard.rules.base.choose import partition_by_factors
+from gshard.rules.base.rule import RULES, Context, Doc, Rule, bind_local, register
 from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile

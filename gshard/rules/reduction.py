@@ -17,8 +17,8 @@ from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.ordered import sortable
 from gshard.moving.partial import identity, reducing_groups
-from gshard.operators.choose import cheapest
-from gshard.operators.rule import (
+from gshard.rules.base.choose import cheapest
+from gshard.rules.base.rule import (
     RULES,
     Context,
     Doc,

@@ -1,4 +1,4 @@
-"""The rule of a ring pass (`gshard.operators.ring_pass`): blocks of keys pass around the devices.
+"""The rule of a ring pass (`gshard.rules.base.ring_pass`): blocks of keys pass around the devices.
 
 A device's queries and a block of keys are treated as a tile on a larger grid of devices and blocks:
 the body is partitioned for that grid, on which it needs no communication. Sums over keys stay on
@@ -22,8 +22,8 @@ from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.partial import identity
-from gshard.operators.ring_pass import KEYS, RingPass, Sum, ring_pass_p
-from gshard.operators.rule import Context, Doc, Rule, register
+from gshard.rules.base.ring_pass import KEYS, RingPass, Sum, ring_pass_p
+from gshard.rules.base.rule import Context, Doc, Rule, register
 from gshard.rules.contraction import ring_of
 from gshard.tensors import padding
 from gshard.tensors.devices import Place

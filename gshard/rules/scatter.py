@@ -20,10 +20,10 @@ from jax.lax import GatherScatterMode
 from gshard._jax import scatter_sub_p
 from gshard.graph.reason import Reason
 from gshard.moving.partial import combine, identity
-from gshard.operators.choose import cheapest
-from gshard.operators.rule import RULES, Context, Doc, Rule, Way, linear_in, register
-from gshard.operators.unreduced import as_unreduced
-from gshard.operators.ways import Assignment, by_factors
+from gshard.rules.base.choose import cheapest
+from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, linear_in, register
+from gshard.rules.base.unreduced import as_unreduced
+from gshard.rules.base.ways import Assignment, by_factors
 from gshard.rules.indexing import (
     Roles,
     cut_dims,

@@ -22,8 +22,8 @@ from gshard.graph.reason import Reason
 from gshard.moving.costs import sent_bytes
 from gshard.moving.partial import combine_cost
 from gshard.moving.plan import plan_reshard
-from gshard.operators.choose import cheapest
-from gshard.operators.rule import (
+from gshard.rules.base.choose import cheapest
+from gshard.rules.base.rule import (
     RULES,
     Context,
     Doc,
@@ -33,7 +33,7 @@ from gshard.operators.rule import (
     linear_in_all,
     register,
 )
-from gshard.operators.ways import price, ways_of
+from gshard.rules.base.ways import price, ways_of
 from gshard.rules.changes import Change, Pad, Repeat, Reverse, Slice
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding, compatible

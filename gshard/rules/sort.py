@@ -24,8 +24,8 @@ from gshard.moving.columnsort import columnsort, rows_needed
 from gshard.moving.costs import machine, passes, sent_bytes, timed, worked
 from gshard.moving.partial import identity, reducing_groups
 from gshard.moving.plan import whole_along
-from gshard.operators.choose import cheapest
-from gshard.operators.rule import (
+from gshard.rules.base.choose import cheapest
+from gshard.rules.base.rule import (
     RULES,
     Context,
     Doc,
@@ -34,7 +34,7 @@ from gshard.operators.rule import (
     no_order,
     register,
 )
-from gshard.operators.ways import by_factors
+from gshard.rules.base.ways import by_factors
 from gshard.tensors import padding
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding

@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from gshard._jax import AbstractRef, allowed_in_branches
 from gshard.graph.reason import Reason
 from gshard.graph.source import source_of
-from gshard.operators.rule import Context, Rule
+from gshard.rules.base.rule import Context, Rule
 from gshard.rules.callbacks import run_everywhere, run_once, whole_dims
 from gshard.rules.manual import CROSSING_MANUAL, MAKES_MANUAL
 from gshard.tensors.sharding import Sharding

@@ -33,8 +33,8 @@ from jax.extend.core import primitives as p
 from gshard.graph.reason import Reason
 from gshard.moving.halo import window
 from gshard.moving.recompute import fetch
-from gshard.operators.rule import Context, Doc, Rule, Way, register
-from gshard.operators.ways import by_factors
+from gshard.rules.base.rule import Context, Doc, Rule, Way, register
+from gshard.rules.base.ways import by_factors
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Dim, Factors, Shape, combining
 from gshard.tensors.sharding import Sharding, Split

@@ -21,8 +21,8 @@ from gshard.graph.reason import Reason
 from gshard.moving.costs import WIDE_WINDOW
 from gshard.moving.halo import window
 from gshard.moving.partial import identity
-from gshard.operators.rule import Context, Doc, Rule, Way, register
-from gshard.operators.ways import by_factors
+from gshard.rules.base.rule import Context, Doc, Rule, Way, register
+from gshard.rules.base.ways import by_factors
 from gshard.rules.window import NOTHING, Reach, bring, of_device, reach_of
 from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.sharding import Sharding, Split

@@ -16,8 +16,8 @@ from gshard import _jax
 from gshard.capture.placement import DeviceOrder
 from gshard.graph import bodies
 from gshard.graph.history import History
-from gshard.improve import Pass
 from gshard.moving.seen import Seen, replaced
+from gshard.planning.improve import Pass
 from gshard.planning.plan import Plan, plan_note
 from gshard.propagation.propagate import Propagated
 from gshard.runtime.ports import Port, labelled, ports

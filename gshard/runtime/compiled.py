@@ -10,7 +10,7 @@ from jax.experimental.layout import Format
 
 from gshard import _jax
 from gshard.capture.calls import Trees
-from gshard.forecast.report import counted
+from gshard.graph.readable import counted
 from gshard.runtime.xla import Partitioned
 
 

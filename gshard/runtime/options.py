@@ -11,9 +11,15 @@ import jax
 import numpy as np
 
 from gshard.forecast import Hardware
-from gshard.improve import Overlap
+from gshard.moving.costs import MEMORY_LIMIT
+from gshard.planning.improve import Overlap
 from gshard.propagation.inside import Inside
 from gshard.runtime.program import XlaSettings
+
+__all__ = [
+    "MEMORY_LIMIT", "JitKeywords", "Keywords", "Options", "Overlap", "check_partitioner",
+    "checked_devices", "of_layout",
+]  # fmt: skip
 
 
 class JitKeywords(TypedDict, total=False):

@@ -15,24 +15,24 @@ from jax.sharding import Mesh
 from gshard import _jax
 from gshard.capture.flatten import argument_names, inline
 from gshard.capture.placement import DeviceOrder
+from gshard.capture.simplify import PASSES as NORMAL_FORMS
+from gshard.capture.simplify import simplify
+from gshard.capture.simplify.fixed_order import fix_order
 from gshard.graph.history import History
-from gshard.improve import passes
 from gshard.moving.costs import MACHINE, planning_for
 from gshard.moving.seen import Seen
+from gshard.planning.improve import passes
 from gshard.planning.plan import Plan
 from gshard.planning.planner import partition
 from gshard.propagation.inside import resolved
 from gshard.propagation.propagate import propagate
-from gshard.rewrites.exchange_by_expert import exchange_by_expert
-from gshard.rewrites.ring_attention import ring_attention
+from gshard.propagation.rewrites.exchange_by_expert import exchange_by_expert
+from gshard.propagation.rewrites.ring_attention import ring_attention
 from gshard.rules.fixed_order import pinning
 from gshard.rules.fixed_products import COMPILER_OPTIONS
 from gshard.runtime.arrange import Arrangement, arrange
 from gshard.runtime.options import Options
 from gshard.runtime.program import Program, XlaSettings, finish
-from gshard.simplify import PASSES as NORMAL_FORMS
-from gshard.simplify import simplify
-from gshard.simplify.fixed_order import fix_order
 from gshard.tensors.sharding import Sharding
 
 Rewrite = Callable[[ClosedJaxpr, Mapping[Any, Sharding], int], ClosedJaxpr]

@@ -13,18 +13,18 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, Mesh
 
 from gshard import _jax, recording
-from gshard.emission import emit
-from gshard.emission.record import recorded
+from gshard.checking.replaying.emitted import Emitted
 from gshard.explanation import Subject
 from gshard.graph import map_bodies
 from gshard.graph.evaluate import bind, evaluate
 from gshard.graph.history import History
-from gshard.improve.combine import combine
-from gshard.improve.expand import expand
-from gshard.improve.hide import hide
 from gshard.moving import inventory as explain
+from gshard.planning.emission import emit
+from gshard.planning.emission.record import recorded
+from gshard.planning.improve.combine import combine
+from gshard.planning.improve.expand import expand
+from gshard.planning.improve.hide import hide
 from gshard.planning.plan import Plan, plan_note
-from gshard.replaying.emitted import Emitted
 from gshard.runtime.arrange import Arrangement
 from gshard.runtime.ports import Port
 from gshard.tensors.devices import Place

@@ -18,16 +18,17 @@ from jax.extend.core import Jaxpr
 from gshard import _jax
 from gshard.capture.calls import Trees
 from gshard.checking.audit import check_program
+from gshard.checking.replaying.replay import Replay, Until
 from gshard.checking.report import Report
 from gshard.explanation import Explanation
 from gshard.forecast import Forecast, Hardware, forecast
 from gshard.forecast.collective import Topology
-from gshard.forecast.report import GENERIC, counted, size
+from gshard.forecast.report import GENERIC
 from gshard.forecast.time import timed
+from gshard.graph.readable import counted, size
 from gshard.moving import inventory as explain
 from gshard.moving.costs import MACHINE
 from gshard.planning.plan import Plan
-from gshard.replaying.replay import Replay, Until
 from gshard.runtime.compiled import Compiled, Stage
 from gshard.runtime.xla import Partitioned
 from gshard.tensors.sharding import Sharding

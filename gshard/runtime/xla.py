@@ -16,7 +16,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import Mesh, NamedSharding
 
 from gshard import _jax
-from gshard.annotate import annotate_p
 from gshard.capture.flatten import inline
 from gshard.capture.placement import DeviceOrder
 from gshard.graph.evaluate import bind, evaluate
@@ -29,6 +28,7 @@ from gshard.runtime.hlo import collectives_of_hlo
 from gshard.runtime.ports import in_place, ports
 from gshard.runtime.program import Program, XlaSettings
 from gshard.runtime.xla_manual import Stacks, rebuilt
+from gshard.tensors.annotate import annotate_p
 from gshard.tensors.meshes import make_mesh, partition_spec
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.uneven import UnevenArray

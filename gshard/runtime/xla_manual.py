@@ -20,10 +20,10 @@ from jax.sharding import Mesh, PartitionSpec
 from gshard.graph.evaluate import Interpret, bind, evaluate
 from gshard.graph.regions import loop_bodies
 from gshard.graph.source import source_of
-from gshard.manual import to_auto_p, to_manual_p
-from gshard.operators.rule import RULES
+from gshard.rules.base.rule import RULES
 from gshard.rules.manual import MAKES_MANUAL
 from gshard.tensors.devices import Place
+from gshard.tensors.manual import to_auto_p, to_manual_p
 from gshard.tensors.meshes import partition_spec
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile

@@ -21,8 +21,8 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gshard._jax import register_array_type
+from gshard.graph.readable import table
 from gshard.graph.source import here
-from gshard.pages.notebook import table
 from gshard.tensors import keys, padding
 from gshard.tensors.sharding import Sharding
 

@@ -205,7 +205,7 @@ def test_an_annotation_in_the_program_is_kept():
     from gshard.capture.placement import device_order
 
     args = arguments(16)
-    with gshard.annotate.tracing_for(device_order(8)):
+    with gshard.tensors.annotate.tracing_for(device_order(8)):
         traced = jax.jit(data_parallel).trace(*args)
     flat = inline(traced.jaxpr, device_order(8))
     model = build(flat, (8,), hardware("h100"), 1e12)

@@ -12,13 +12,12 @@ from jax import lax
 
 import gshard
 from gshard import manual as by_devices
-from gshard.capture.shard_map import over_groups_p
 from gshard.graph.reason import Reason
-from gshard.manual import to_auto_p, to_manual_p
 from gshard.moving import by_index, collectives
-from gshard.operators.rule import RULES, Rule
 from gshard.rules import manual
+from gshard.rules.base.rule import RULES, Rule
 from gshard.tensors.factors import no_factors
+from gshard.tensors.manual import over_groups_p, to_auto_p, to_manual_p
 from tests.oracle import random_array
 
 D = 8

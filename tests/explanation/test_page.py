@@ -149,7 +149,7 @@ def test_sums_agree_with_the_forecast_and_can_be_searched_and_sorted(path, expla
         return { sums, all_rows, found, first, kinds: rows() };
         """,
     )
-    from gshard.forecast.report import size
+    from gshard.graph.readable import size
 
     lines = {t.source for t in explanation.forecast.operators}
     assert len(said["all_rows"]) == len(lines)

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gshard
-from gshard.forecast.report import by_function, size
+from gshard.forecast.report import by_function
+from gshard.graph.readable import size
 from tests.mt.browser import act
 
 

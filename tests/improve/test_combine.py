@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import gshard
 from gshard.graph.text import program_text
-from gshard.improve import combine as combinations
+from gshard.planning.improve import combine as combinations
 from tests.oracle import assert_same, check, even_split, kinds, random_array, run, sent
 from tests.simplify.texts import dedent
 

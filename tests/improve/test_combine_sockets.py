@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 
 import gshard
-from gshard.improve import combine as combinations
 from gshard.moving import costs
+from gshard.planning.improve import combine as combinations
 from tests.improve.test_combine import gradients, programs
 from tests.oracle import check, kinds, random_array, sent
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jax.extend.core import Literal
 
 from gshard.graph.evaluate import bind
-from gshard.improve.cuts import Cut, cuts_of, on_pieces
+from gshard.planning.improve.cuts import Cut, cuts_of, on_pieces
 from tests.oracle import random_array
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import gshard
 from gshard.graph.reason import Reason
 from gshard.graph.text import program_text
-from gshard.improve.expand import _reason
 from gshard.moving.nodes import UNEXPLAINED, code_of, node_of
+from gshard.planning.improve.expand import _reason
 from tests.emission.test_emit import programs
 from tests.simplify.texts import dedent
 

@@ -9,8 +9,8 @@ from jax.extend.core import Literal
 
 import gshard
 from gshard.graph import Graph, live
-from gshard.improve.hide import hide
 from gshard.moving.costs import Machine, planning_for
+from gshard.planning.improve.hide import hide
 from tests.oracle import annotated, assert_same, assignments, random_array, run, sent
 
 

@@ -34,7 +34,9 @@ def arrays(shapes):
 @contextlib.contextmanager
 def only_rings():
     """No pieces, so that all that can be a ring is one, however small."""
-    with mock.patch.object(importlib.import_module("gshard.improve.overlap"), "_COUNTS", ()):
+    with mock.patch.object(
+        importlib.import_module("gshard.planning.improve.overlap"), "_COUNTS", ()
+    ):
         yield
 
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from gshard.checking.replaying.collectives import NAMES
+from gshard.checking.replaying.lockstep import Lockstep
 from gshard.graph.reason import Reason
 from gshard.moving.collectives import all_gather, reduce_scatter
 from gshard.moving.halo import Halo
 from gshard.moving.rows import Align, Runs, aligned, collect, plan_rows
 from gshard.moving.sent import retile_elements
-from gshard.replaying.collectives import NAMES
-from gshard.replaying.lockstep import Lockstep
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding, Split
 

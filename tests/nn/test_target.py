@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
-from gshard.annotate import target_platform
 from gshard.nn import Batch, Strategy, adafactor, init_state, train_step
+from gshard.tensors.annotate import target_platform
 from tests.nn import models
 
 

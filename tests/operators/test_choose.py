@@ -10,9 +10,9 @@ import pytest
 
 import gshard
 from gshard.moving.costs import MACHINE, planning_for
-from gshard.operators import choose, ways
-from gshard.operators.rule import RULES, Shares
 from gshard.planning import planner as partition
+from gshard.rules.base import choose, ways
+from gshard.rules.base.rule import RULES, Shares
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 from tests.oracle import check, even_split, random_array

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard import extend
-from gshard.operators.choose import partition_by_factors
-from gshard.operators.rule import RULES, Rule
+from gshard.rules.base.choose import partition_by_factors
+from gshard.rules.base.rule import RULES, Rule
 from gshard.rules.pointwise import same_dims
 from tests.oracle import check, even_split, kinds, random_array, sent
 from tests.rules.test_unknown import new_primitive

@@ -8,8 +8,8 @@ from jax import lax
 
 import gshard.rules  # noqa: F401 (registers what operators are linear in)
 from gshard.graph.regions import Loop
-from gshard.operators.unreduced import can_stay
-from gshard.operators.uses import Uses, accumulators
+from gshard.rules.base.unreduced import can_stay
+from gshard.rules.base.uses import Uses, accumulators
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 from tests.oracle import even_split

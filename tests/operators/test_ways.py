@@ -12,8 +12,8 @@ import gshard
 from gshard.moving.costs import MEMORY_LIMIT, machine
 from gshard.moving.partial import combine_cost
 from gshard.moving.plan import reshard_cost
-from gshard.operators.rule import RULES
-from gshard.operators.ways import Layout, least, price, ways_of
+from gshard.rules.base.rule import RULES
+from gshard.rules.base.ways import Layout, least, price, ways_of
 from gshard.tensors.sharding import Sharding
 from tests.oracle import check, even_split, random_array
 

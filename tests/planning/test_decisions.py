@@ -14,18 +14,18 @@ from jax import lax
 import gshard
 from gshard.graph.reason import Reason
 from gshard.graph.regions import walk
-from gshard.improve.combine import combinations_of
 from gshard.moving import costs, rows
 from gshard.moving.collectives import AllReduce
 from gshard.moving.nodes import add_node
 from gshard.moving.partial import _in_pairs
 from gshard.moving.recompute import Made, Rows, _needed
-from gshard.operators import choose
-from gshard.operators.choose import run_as
-from gshard.operators.rule import RULES
-from gshard.operators.ways import Layout
+from gshard.planning.improve.combine import combinations_of
 from gshard.planning.planner import Planner
 from gshard.propagation.flow import Spread
+from gshard.rules.base import choose
+from gshard.rules.base.choose import run_as
+from gshard.rules.base.rule import RULES
+from gshard.rules.base.ways import Layout
 from gshard.rules.changes import Slice
 from gshard.rules.control import _summed_if_large
 from gshard.rules.slicing import _results, _sent

@@ -10,11 +10,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import gshard
+from gshard.checking.replaying import on_host
+from gshard.checking.replaying.collectives import run_collective
+from gshard.checking.replaying.lockstep import DivergedError, Lockstep
+from gshard.checking.replaying.tiles import assembled, cut, place_of, real
 from gshard.moving.seen import Held
-from gshard.replaying import on_host
-from gshard.replaying.collectives import run_collective
-from gshard.replaying.lockstep import DivergedError, Lockstep
-from gshard.replaying.tiles import assembled, cut, place_of, real
 from gshard.tensors.sharding import Sharding
 from tests.oracle import assert_same, assignments, even_split, random_array
 

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from gshard.capture.flatten import REFS
 from gshard.graph import CALLS
 from gshard.rules import RULES
-from gshard.rules.__main__ import exported_primitives, table
+from gshard.rules.__main__ import REFS, exported_primitives, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "operators.md"
 

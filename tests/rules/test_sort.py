@@ -12,7 +12,7 @@ from jax import lax
 
 import gshard
 from gshard.moving import columnsort
-from gshard.operators.rule import RULES
+from gshard.rules.base.rule import RULES
 from tests.oracle import (
     DEVICE_COUNTS,
     SIZES,

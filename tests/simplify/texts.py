@@ -10,9 +10,9 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from gshard.capture.flatten import inline
 from gshard.capture.placement import device_order
+from gshard.capture.simplify import Pass, simplify
 from gshard.graph.regions import walk
 from gshard.graph.text import program_text
-from gshard.simplify import Pass, simplify
 
 
 def flat(fn: Callable, *arguments: Any) -> ClosedJaxpr:

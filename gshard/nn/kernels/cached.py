@@ -18,8 +18,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from gshard.annotate import target_platform
 from gshard.nn.kernels.attention import before_any_score, online_softmax
+from gshard.tensors.annotate import target_platform
 
 _LOG2_E = math.log2(math.e)
 _ROWS = 16  # the least that a product of blocks takes

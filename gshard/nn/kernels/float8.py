@@ -20,7 +20,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from gshard.annotate import devices_of_trace, target_platform
+from gshard.tensors.annotate import devices_of_trace, target_platform
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 

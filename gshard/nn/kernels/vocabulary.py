@@ -18,7 +18,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from gshard.annotate import target_platform
+from gshard.tensors.annotate import target_platform
 
 _LARGEST = 1 << 15  # vocabulary: 128 numbers in each of 256 threads, of 255 registers at most
 _SMALLEST = 128  # part of a row

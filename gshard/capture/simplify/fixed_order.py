@@ -1,0 +1,327 @@
+"""`reproducible=True`: every floating-point sum gets one order, whatever the devices.
+
+Bits depend on the order of additions, and on whether a multiplication and an addition become one
+fused multiply-add. Both are decided here, in the logical program, before anything is sharded:
+
+- A contraction is cut into leaves, whose number depends on the size of the dim alone. The leaves
+  are products like any other (`leaf_dot`), and one fixed binary tree adds them (`tree_sum`). A
+  device that holds some neighbouring leaves adds its own subtree, and the devices add the rest.
+- A reduction is such a tree, down to its elements.
+- A product or another rounded result is pinned: XLA cannot fuse it with what uses it, cannot leave
+  out its rounding, and cannot compute it in advance with another library.
+
+- Any other operator runs in one piece: split along batch dims at most (`in_one_piece`).
+  So do `igamma` and its like, which are loops inside.
+
+Manual regions are refused: what they compute depends on the mesh by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
+from jax.extend.core import primitives as p
+
+from gshard._jax import Var, private_primitives, ragged_dot_dense, scatter_sub_p
+from gshard.capture.simplify import pins
+from gshard.capture.simplify.fixed_functions import FUNCTIONS
+from gshard.capture.simplify.fixed_windows import MOST_SLICES, convolution, fourier, window_sum
+from gshard.capture.simplify.loop_trees import is_zero, reduced_after
+from gshard.capture.simplify.merged_trees import Merging
+from gshard.graph import LOOPS, map_bodies, renamed
+from gshard.graph.source import on_behalf_of, source_of
+from gshard.rules.base.primitives import (
+    in_one_piece_p,
+    leaf_dot_p,
+    leaf_sum_p,
+    scatter_in_order_p,
+    tree_sum_p,
+)
+from gshard.tensors.trees import halved
+
+LEAVES = 8  # of a sum: as many devices may split it
+ROWS = 24  # of a leaf of a product, at least: shorter ones take longer to add than to multiply
+
+(ragged_dot_general_p,) = private_primitives("lax.lax", "ragged_dot_general_p")
+
+# Rounded by no more than one operation of IEEE 754, or not at all: nothing to fix.
+_EXACT = frozenset((
+    "abs", "add", "add_any", "add_jaxvals", "and", "annotate", "argmax", "argmin",
+    "bitcast_convert_type", "broadcast_in_dim", "ceil", "clamp", "complex", "concatenate",
+    "concatenate_slices", "conj", "convert_element_type", "copy", "create_token", "cummax",
+    "cummin", "custom_lin", "debug_callback", "debug_print", "device_put", "dynamic_slice",
+    "dynamic_update_slice", "empty2", "floor", "gather", "imag", "io_callback", "iota",
+    "is_finite", "leaf_dot", "leaf_sum", "max", "min", "name", "neg", "nextafter",
+    "optimization_barrier", "pad", "pin", "pure_callback", "random_bits", "random_clone",
+    "random_fold_in",
+    "random_gamma", "random_seed", "random_split", "random_unwrap", "random_wrap", "real",
+    "reduce_max", "reduce_min", "reduce_precision", "reduce_window_max", "reduce_window_min",
+    "rem", "reshape", "rev", "round", "scatter", "scatter-max", "scatter-min", "scatter_in_order",
+    "select_n", "sharding_constraint", "sign", "slice", "sort", "split", "squeeze", "stack",
+    "stop_gradient", "sub", "tile", "top_k", "transpose", "tree_sum", "unstack",
+))  # fmt: skip
+
+# The dims of one system, behind the batch dims.
+_CORE = {"triangular_solve": 2, "ormqr": 2, "tridiagonal_solve": 1}
+
+# In manual regions.
+MANUAL = frozenset((
+    "all_gather", "all_gather_invariant", "all_to_all", "auto_to_manual", "lower_named_axes",
+    "manual_collective", "manual_to_auto", "pbroadcast", "pmax", "pmin", "ppermute", "psum",
+    "psum_invariant", "ragged_all_to_all", "reduce_scatter", "shard_map",
+))  # fmt: skip
+
+
+def fix_order(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with one order for every sum.
+
+    Its first constant is the number with which values are pinned (see `OPAQUE`).
+    """
+    fixed = _fixed(closed)
+    opaque = Var(ShapedArray((), np.dtype(np.uint32)))
+    jaxpr = fixed.jaxpr.replace(constvars=[opaque, *fixed.jaxpr.constvars])
+    return ClosedJaxpr(jaxpr, [np.uint32(2**32 - 1), *fixed.consts])
+
+
+def _fixed(closed: ClosedJaxpr) -> ClosedJaxpr:
+    _refuse_manual(closed.jaxpr)
+    constants: set[Any] = set()  # the variables that are one number in all places
+    zeros: set[Any] = set()
+    eqns: list[JaxprEqn] = []
+    for eqn in closed.jaxpr.eqns:
+        if eqn.primitive is p.broadcast_in_dim_p and isinstance(eqn.invars[0], Literal):
+            constants.add(eqn.outvars[0])
+        if is_zero(eqn):
+            zeros.add(eqn.outvars[0])
+        eqns += _in_order(eqn, constants, zeros)
+    eqns = Merging(eqns, closed.jaxpr.outvars).merged()
+    return closed.replace(jaxpr=closed.jaxpr.replace(eqns=eqns))
+
+
+def _refuse_manual(jaxpr: Jaxpr) -> None:
+    """An error for a manual region, which is known by the operators at its borders and in it."""
+    found = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in MANUAL]
+    if found:
+        lines = [source_of(eqn) for eqn in found]
+        line = next((line for line in lines if line != "unknown"), lines[0])
+        raise ValueError(
+            f"{line}: what a manual region computes depends on its mesh, for which "
+            "reproducible=True cannot fix an order; write that part without shard_map "
+            "(docs/howto/reproducible.md)"
+        )
+
+
+def _in_order(eqn: JaxprEqn, constants: set[Any], zeros: set[Any]) -> list[JaxprEqn]:
+    """The equations in the place of one."""
+    if eqn.primitive in LOOPS:
+        loop = map_bodies(eqn, _fixed)
+        return reduced_after(loop, zeros) if eqn.primitive is p.scan_p else [loop]
+    if not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
+        return [eqn]
+    rewrite = _REWRITES.get(eqn.primitive) or FUNCTIONS.get(eqn.primitive.name)
+    if eqn.primitive is p.scatter_add_p and eqn.invars[0] in zeros:
+        rewrite = functools.partial(_scatter_add, into_zeros=True)
+    if rewrite and not _is_simple(eqn):
+        return _replaced(eqn, rewrite)
+    if eqn.primitive is p.div_p:
+        return pins.divided(eqn)
+    name = eqn.primitive.name
+    if name in pins.FUNCTIONS:
+        return pins.apart(eqn)
+    if name in pins.ROUNDED or pins.is_rounded(eqn, constants):
+        return pins.pinned(eqn)
+    if name in _EXACT:
+        return [eqn]
+    return pins.pinned(_one_piece(eqn))
+
+
+def _one_piece(eqn: JaxprEqn) -> JaxprEqn:
+    """The same operator, split along batch dims at most."""
+    core = eqn.params["fft_lengths"] if eqn.primitive is p.fft_p else ()
+    matrix = _CORE.get(eqn.primitive.name, len(core))
+    batch = len(eqn.invars[0].aval.shape) - matrix if matrix else 0
+    params = {"of": eqn.primitive, "params": tuple(eqn.params.items()), "batch": batch}
+    return eqn.replace(primitive=in_one_piece_p, params=params)
+
+
+def _is_simple(eqn: JaxprEqn) -> bool:
+    """Whether an operator is what its own rewrite is made of."""
+    if eqn.primitive is p.fft_p:
+        return len(eqn.params["fft_lengths"]) == 1
+    if eqn.primitive is p.reduce_window_sum_p:
+        large = math.prod(eqn.params["window_dimensions"]) > MOST_SLICES
+        return large or 0 in eqn.invars[0].aval.shape
+    if eqn.primitive in (p.tan_p, p.atan_p):
+        return jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.complexfloating)
+    return False
+
+
+def _replaced(eqn: JaxprEqn, rewrite: Callable[..., Any]) -> list[JaxprEqn]:
+    """The equations of `rewrite(params, *operands)`, in order themselves."""
+    avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
+    with on_behalf_of(eqn):
+        closed = jax.make_jaxpr(lambda *args: rewrite(eqn.params, *args))(*avals)
+    jaxpr: Jaxpr = closed.jaxpr
+    names: dict[Any, Any] = dict(zip(jaxpr.invars, eqn.invars, strict=True))
+    for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
+        names[var] = Literal(np.asarray(value), var.aval)
+    for inner in jaxpr.eqns:
+        names |= {v: Var(v.aval) for v in inner.outvars}
+    names |= dict(zip(jaxpr.outvars, eqn.outvars, strict=True))
+    eqns = [renamed(inner, names) for inner in jaxpr.eqns]
+    return _fixed(ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=eqn.outvars), ())).jaxpr.eqns
+
+
+def leaf_counts(sizes: Sequence[int]) -> list[int]:
+    """How many leaves each of some contracted dims has; each leaf has `ROWS` or more."""
+    counts, most = [], LEAVES
+    while most > 1 and math.prod(sizes) < most * ROWS:
+        most //= 2
+    for size in sizes:
+        counts.append(math.gcd(size, most))
+        most //= counts[-1]
+    return counts
+
+
+def _cut(x: jax.Array, dims: Sequence[int], counts: Sequence[int]) -> jax.Array:
+    """Each of the `dims` as two, of which the first counts the leaves."""
+    by_dim = dict(zip(dims, counts, strict=True))
+    shape: list[int] = []
+    for d, n in enumerate(x.shape):
+        shape += [by_dim[d], n // by_dim[d]] if d in by_dim else [n]
+    return lax.reshape(x, shape)
+
+
+def _dot(params: dict[str, Any], x: jax.Array, y: jax.Array) -> jax.Array:
+    """A product in leaves, which are batch dims, and their tree."""
+    (left, right), (batch, right_batch) = params["dimension_numbers"]
+    dtype = params["preferred_element_type"] or jnp.result_type(x, y)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return _complex_dot(params, x, y)
+    # Leaves are parts of major dims (heads, not their elements), which are those that are split.
+    left, right = zip(*sorted(zip(left, right, strict=True)), strict=True) if left else ((), ())
+    counts = leaf_counts([x.shape[d] for d in left])
+    many = [i for i, count in enumerate(counts) if count > 1]
+    operands, places = [], []
+    for operand, contracted, batched in ((x, left, batch), (y, right, right_batch)):
+        cut = [contracted[i] for i in many]
+        operands.append(_cut(operand, cut, [counts[i] for i in many]))
+        moved = {d: d + sum(c < d for c in cut) for d in range(operand.ndim)}  # the leaves before
+        leaves = tuple(moved[d] for d in cut)
+        inner = tuple(moved[d] + (d in cut) for d in contracted)
+        places.append((inner, (*(moved[d] for d in batched), *leaves)))
+    numbers = tuple(zip(*places, strict=True))
+    result = leaf_dot_p.bind(*operands, dimension_numbers=numbers, dtype=jnp.dtype(dtype))
+    for number in reversed(range(len(many))):
+        result = tree_sum_p.bind(result, axis=len(batch) + number)
+    return result
+
+
+def _complex_dot(params: dict[str, Any], x: jax.Array, y: jax.Array) -> jax.Array:
+    """A product of complex numbers, as four of real ones."""
+    dtype = params["preferred_element_type"] or jnp.result_type(x, y)
+    part = jnp.finfo(dtype).dtype
+    params = params | {"preferred_element_type": part}
+
+    def parts(z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if jnp.issubdtype(z.dtype, jnp.complexfloating):
+            return lax.real(z).astype(part), lax.imag(z).astype(part)
+        return z.astype(part), jnp.zeros(z.shape, part)
+
+    (a, b), (c, d) = parts(x), parts(y)
+    real = lax.sub(_dot(params, a, c), _dot(params, b, d))
+    return lax.complex(real, lax.add(_dot(params, a, d), _dot(params, b, c)))
+
+
+def _sum(params: dict[str, Any], x: jax.Array) -> jax.Array:
+    """A sum over dims: within leaves first, and then their tree, dim by dim."""
+    axes = sorted(params["axes"])
+    if 0 in x.shape or not axes:
+        return lax.broadcast(
+            jnp.zeros((), x.dtype), [n for d, n in enumerate(x.shape) if d not in axes]
+        )
+    counts = [math.gcd(x.shape[d], LEAVES) for d in axes]
+    x = _cut(x, axes, counts)
+    leaves = [d + i for i, d in enumerate(axes)]
+    x = leaf_sum_p.bind(x, axes=tuple(d + 1 for d in leaves))
+    for number, count in reversed(list(enumerate(counts))):
+        d = leaves[number] - number
+        x = tree_sum_p.bind(x, axis=d) if count > 1 else lax.squeeze(x, [d])
+    return x
+
+
+def _prod(params: dict[str, Any], x: jax.Array) -> jax.Array:
+    for d in sorted(params["axes"], reverse=True):
+        x = halved(x, d, lax.mul)
+    return x
+
+
+def _cumulative(combine: Callable[..., Any]) -> Callable[..., Any]:
+    """A scan by the tree that `lax.associative_scan` is."""
+
+    def rewrite(params: dict[str, Any], x: jax.Array) -> jax.Array:
+        axis, reverse = params["axis"], params["reverse"]
+        return lax.associative_scan(combine, x, reverse=reverse, axis=axis)
+
+    return rewrite
+
+
+def _logaddexp(x: jax.Array, y: jax.Array) -> jax.Array:
+    largest = lax.max(x, y)
+    apart = lax.neg(lax.abs(lax.sub(x, y)))
+    equal = lax.eq(x, y)  # infinities have no difference
+    apart = lax.select(equal, jnp.zeros_like(apart), apart)
+    return lax.add(largest, lax.log1p(lax.exp(apart)))
+
+
+def _scatter_add(
+    params: dict[str, Any], x: Any, indices: Any, updates: Any, into_zeros: bool = False
+) -> jax.Array:
+    """Updates one after the other; if there are many, in leaves, each into zeros of its own."""
+    window = params["dimension_numbers"].update_window_dims
+    rows = [d for d in range(updates.ndim) if d not in window]
+    batched = params["dimension_numbers"].operand_batching_dims
+    count = min(LEAVES, updates.size // x.size) if x.size and rows and not batched else 1
+    count = math.gcd(updates.shape[rows[0]], 1 << max(count, 1).bit_length() - 1) if rows else 1
+    if count == 1:
+        return scatter_in_order_p.bind(x, indices, updates, **params)
+    cut = [_cut(indices, [0], [count]), jnp.moveaxis(_cut(updates, [rows[0]], [count]), rows[0], 0)]
+    zeros = jnp.zeros((count, *x.shape), x.dtype)
+    scatter = functools.partial(p.scatter_add_p.bind, **params)
+    closed = jax.make_jaxpr(jax.vmap(scatter))(zeros, *cut)
+    names: dict[Any, Any] = dict(zip(closed.jaxpr.invars, [zeros, *cut], strict=True))
+    for eqn in closed.jaxpr.eqns:
+        primitive = scatter_in_order_p if eqn.primitive is p.scatter_add_p else eqn.primitive
+        operands = [a.val if isinstance(a, Literal) else names[a] for a in eqn.invars]
+        (names[eqn.outvars[0]],) = [primitive.bind(*operands, **eqn.params)]
+    total: jax.Array = tree_sum_p.bind(names[closed.jaxpr.outvars[0]], axis=0)
+    return total if into_zeros else lax.add(x, total)
+
+
+def _scatter_sub(params: dict[str, Any], x: Any, indices: Any, updates: Any) -> jax.Array:
+    return _scatter_add(params, x, indices, lax.neg(updates))
+
+
+_REWRITES: dict[Primitive, Callable[..., Any]] = {
+    p.dot_general_p: _dot,
+    p.reduce_sum_p: _sum,
+    p.reduce_prod_p: _prod,
+    p.cumsum_p: _cumulative(lax.add),
+    p.cumprod_p: _cumulative(lax.mul),
+    p.cumlogsumexp_p: _cumulative(_logaddexp),
+    p.scatter_add_p: _scatter_add,
+    scatter_sub_p: _scatter_sub,
+    p.conv_general_dilated_p: convolution,
+    p.reduce_window_sum_p: window_sum,
+    p.fft_p: fourier,
+    ragged_dot_general_p: lambda params, *args: ragged_dot_dense(*args, **params),
+}

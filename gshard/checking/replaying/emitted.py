@@ -1,0 +1,55 @@
+"""An emitted program with its border and what it has of the user's values: what is replayed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr
+
+from gshard.checking.replaying.lockstep import Value
+from gshard.checking.replaying.tiles import assembled, cut, logical
+from gshard.moving.seen import Held, Seen
+from gshard.tensors.sharding import Sharding
+
+Crossing = tuple[Sharding, tuple[int, ...]]  # the sharding and the logical shape of an array
+
+
+@dataclass(frozen=True, eq=False)
+class Emitted:
+    """What each device of a mesh with axes of these `sizes` runs.
+
+    `flat` is the user's program, before anything was rewritten; `consts` are the values that the
+    user's function closes over, which cross the border before its arguments do.
+    """
+
+    name: str
+    body: ClosedJaxpr
+    sizes: Mapping[str, int]
+    into: Sequence[Crossing]
+    out_of: Sequence[Crossing]
+    consts: Sequence[Any]
+    seen: Seen
+    flat: ClosedJaxpr
+
+    @functools.cached_property
+    def held(self) -> dict[Any, list[Held]]:
+        """What the variables of the program hold of the user's values."""
+        found: dict[Any, list[Held]] = {}
+        for var, held in self.seen.resolved():
+            found.setdefault(var, []).append(held)
+        return found
+
+    def entering(self, arguments: Sequence[Any]) -> list[Value]:
+        """The tiles of all devices of everything that enters, from flat logical arguments."""
+        values = map(logical, (*self.consts, *arguments))
+        return [cut(x, *crossing) for x, crossing in zip(values, self.into, strict=True)]
+
+    def leaving(self, results: Sequence[Value]) -> list[Any]:
+        """The logical results."""
+        return [
+            assembled(tiles, Held(None, sharding, shape))
+            for tiles, (sharding, shape) in zip(results, self.out_of, strict=True)
+        ]

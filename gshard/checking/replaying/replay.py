@@ -1,0 +1,207 @@
+"""`lowered.replay`: what one device runs, equation by equation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+
+from gshard.checking.replaying.collectives import NAMES, exchanged
+from gshard.checking.replaying.emitted import Emitted
+from gshard.checking.replaying.finite import Finite
+from gshard.checking.replaying.lockstep import Event, Lockstep, Value, runs_of
+from gshard.checking.replaying.step import Origin, Piece, Step, steps_counted, table
+from gshard.checking.replaying.tiles import place_of, plain
+from gshard.graph.reason import NO_REASON
+from gshard.graph.regions import walk
+from gshard.graph.source import reason_of, source_of
+from gshard.moving.seen import Held
+
+Until = str | Callable[[Step], bool] | None
+_SHOWN = 8  # steps in a table
+
+
+class Replay(Iterator[Step]):
+    """The steps of one `device`, one at a time; all devices run along.
+
+    Iteration ends at the end of the program, or after the step that `until` asks for: at a source
+    line ("model.py:12"), at the first step on any device that makes a NaN or an infinity ("nan"),
+    or at the first step for which a function returns true. `last` is the newest step, `results` are
+    the program's results once it has ended.
+    """
+
+    def __init__(
+        self,
+        emitted: Emitted,
+        arguments: Sequence[Any],
+        device: int,
+        until: Until,
+        tree: Callable[[list[Any]], Any],
+    ):
+        machine = Lockstep(emitted.sizes)
+        if not 0 <= device < machine.count:
+            raise ValueError(
+                f"device is {device}; the program has devices 0 to {machine.count - 1}"
+            )
+        if isinstance(until, str) and until != "nan":
+            _check_line(emitted, until)
+        elif not (isinstance(until, str) or until is None or callable(until)):
+            raise TypeError(
+                f"until is {until!r}; allowed are a source line ('model.py:12'), 'nan', and a "
+                "function of a step"
+            )
+        self.device = device
+        self.until = until
+        self.last: Step | None = None
+        self.results: Any = None
+        self.ended = False  # at the end of the program, or where `until` said
+        self._emitted = emitted
+        self._tree = tree
+        self._machine = machine
+        self._number = 0
+        self._origins: dict[Any, Origin] = {}
+        self._newest: list[Step] = []
+        self._finite = Finite(self._held_or_own)
+        self._running = machine.run(emitted.body, emitted.entering(arguments))
+
+    def __iter__(self) -> Replay:
+        return self
+
+    def __next__(self) -> Step:
+        while not self.ended:
+            try:
+                event = next(self._running)
+            except StopIteration as end:
+                self.ended = True
+                self.results = self._tree(self._emitted.leaving(end.value))
+                break
+            step = self._step(event)
+            if step is not None:
+                self.last = step
+                self._newest = [*self._newest[1 - _SHOWN :], step]
+                return step
+        raise StopIteration
+
+    def run(self) -> Step | None:
+        """Continue to the step that `until` asks for, which is returned, or to the end: None."""
+        for _ in self:
+            pass
+        return self.last if self.results is None else None
+
+    def __repr__(self) -> str:
+        what = f"{self._emitted.name}, device {self.device} of {self._machine.count}"
+        if self.results is not None:
+            state = "at its end"
+        elif self.last is None:
+            state = "not started"
+        else:
+            state = f"at {self.last.operator} {self.last.source}"
+        return f"<gshard.Replay of {what}: {state} after {steps_counted(self._number)}>"
+
+    def _repr_html_(self) -> str:
+        """The newest steps as a table: how notebooks show it."""
+        rows = [(s.number, s.operator, s.source, *map(str, s.results[:1])) for s in self._newest]
+        return table(("step", "operator", "source", "result"), rows)
+
+    # ------------------------------------------------------------ one event
+
+    def _step(self, event: Event) -> Step | None:
+        """The step that an event is, on this device or, for "nan", on the one where it happens."""
+        odd = self._finite.look(event) if self.until == "nan" else None
+        origin = self._remember(event)
+        if (event.eqn is None or event.ends) and not odd:
+            return None
+        self._number += 1
+        device, found = odd or (self.device, "")
+        if all(v[device] is None for v in event.values):
+            return None  # this device took another branch
+        step = self._of(event, device, origin, found)
+        self.ended = bool(odd) or self._asks_for(step)
+        return step
+
+    def _remember(self, event: Event) -> Origin:
+        """Where the results of an event come from; the arguments of a body, from its caller."""
+        eqn = event.eqn
+        if eqn is None:
+            for var in event.variables:
+                kind = var.aval.str_short(short_dtypes=True)
+                self._origins.setdefault(var, Origin("argument", "", kind))
+            return Origin("argument", "", "")
+        known = (self._origins.get(a) for a in eqn.invars if not isinstance(a, Literal))
+        before = tuple(origin for origin in known if origin)
+        kinds = [v.aval.str_short(short_dtypes=True) for v in eqn.outvars]
+        origin = Origin(eqn.primitive.name, source_of(eqn), ", ".join(kinds), before)
+        self._origins |= dict.fromkeys(eqn.outvars, origin)
+        return origin
+
+    def _of(self, event: Event, device: int, origin: Origin, found: str) -> Step:
+        eqn = event.eqn
+        why = NO_REASON if eqn is None else reason_of(eqn)
+        sent: dict[int, np.ndarray] = {}
+        received: dict[int, np.ndarray] = {}
+        if eqn is not None and eqn.primitive.name in NAMES:
+            sent, received = exchanged(eqn, event.operands[0], device, self._machine.sizes)
+        return Step(
+            self._number,
+            origin.operator,
+            origin.source,
+            "" if why == NO_REASON else str(why),
+            device,
+            runs_of(event.path),
+            self._pieces(eqn.invars if eqn else (), event.operands, device),
+            self._pieces(event.variables, event.values, device),
+            sent,
+            received,
+            origin,
+            found,
+        )
+
+    def _pieces(self, atoms: Sequence[Any], values: Sequence[Value], device: int) -> list[Piece]:
+        return [
+            self._piece(atom, value[device], device)
+            for atom, value in zip(atoms, values, strict=True)
+            if value[device] is not None
+        ]
+
+    def _piece(self, atom: Any, value: Any, device: int) -> Piece:
+        array, held = plain(value), self._held(atom)
+        if held is None:
+            return Piece(array)
+        place = place_of(held, device, array.shape)
+        return Piece(array, held.shape, place, bool(held.sharding.unreduced))
+
+    def _held(self, atom: Any) -> Held | None:
+        """What a variable holds of the user's values; values of manual regions have no place."""
+        known = () if isinstance(atom, Literal) else self._emitted.held.get(atom, ())
+        return next((h for h in known if not h.sharding.manual), None)
+
+    def _held_or_own(self, atom: Any) -> Held | None:
+        """The same, but all of a value of a manual region counts as the user's."""
+        return self._held(atom) or next(iter(self._emitted.held.get(atom, ())), None)
+
+    # ------------------------------------------------------------ until
+
+    def _asks_for(self, step: Step) -> bool:
+        if callable(self.until):
+            return bool(self.until(step))
+        return self.until is not None and self.until != "nan" and _at(step.source, self.until)
+
+
+def _at(source: str, wanted: str) -> bool:
+    """Whether `file:line` is the line asked for, by its path or the end of it; or the file."""
+    file = source.rpartition(":")[0]
+    return any(s == wanted or s.endswith("/" + wanted) for s in (source, file))
+
+
+def _check_line(emitted: Emitted, wanted: str) -> None:
+    """Refuse a line at which the program has no operator."""
+    sources = dict.fromkeys(source_of(eqn) for eqn in walk(emitted.body.jaxpr))
+    if not any(_at(source, wanted) for source in sources):
+        shown = ", ".join(list(sources)[:8])
+        more = f" and {len(sources) - 8} more" if len(sources) > 8 else ""
+        raise ValueError(
+            f"until is {wanted!r}, and no operator of the program is at that line; it has "
+            f"operators at {shown}{more}; allowed are also 'nan' and a function of a step"
+        )

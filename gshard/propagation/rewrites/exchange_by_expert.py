@@ -1,0 +1,393 @@
+"""Experts without a capacity: tokens are exchanged by expert, and back.
+
+A user sorts tokens by expert, gathers them in that order, multiplies with `ragged_dot`, and
+scatters the results back. If propagation finds the experts split, the program is rewritten: the
+gather becomes an exchange that sends every row to its expert's device, row-wise operators run
+there, and the scatter becomes the exchange back. The gradient has the same form. All other
+operators get the rows in token-major order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
+from jax.extend.core import primitives as p
+from jax.lax import GatherScatterMode
+
+from gshard._jax import Var, optimization_barrier_p
+from gshard.graph import Graph, in_order, live, map_bodies, needed_for
+from gshard.rules.base.ragged_rows import ExpertGroups, grouped_dot_p, put_rows_p, take_rows_p
+from gshard.rules.base.rule import RULES, equation_key, factors_of, rowwise
+from gshard.rules.by_rows import is_ragged, multiplies_rows, puts_rows, sums_rows, takes_rows
+from gshard.tensors.annotate import Annotation, annotate_p
+from gshard.tensors.factors import Factor
+from gshard.tensors.sharding import Sharding, Split, compatible
+
+
+def exchange_by_expert(closed: ClosedJaxpr, shardings: Mapping[Any, Sharding]) -> ClosedJaxpr:
+    """The program with expert-major rows, if its groups are split; else `closed` itself.
+
+    Variables outside the rewritten region stay the same.
+    """
+    jaxpr = _rewritten(closed.jaxpr, shardings, itertools.count())
+    return closed if jaxpr is closed.jaxpr else ClosedJaxpr(jaxpr, closed.consts)
+
+
+def _rewritten(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding], numbers: Iterator[int]) -> Jaxpr:
+    def body(closed: ClosedJaxpr) -> ClosedJaxpr:
+        inner = _rewritten(closed.jaxpr, shardings, numbers)
+        return closed if inner is closed.jaxpr else ClosedJaxpr(inner, closed.consts)
+
+    eqns = [map_bodies(eqn, body) for eqn in jaxpr.eqns]
+    changed = any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True))
+    if not any(map(multiplies_rows, eqns)):
+        return jaxpr.replace(eqns=eqns) if changed else jaxpr
+    eqns = _one_variable_for_sizes(eqns)
+    for sizes, groups in _groups(eqns, shardings, numbers).items():
+        eqns = _Region(sizes, groups, eqns, jaxpr.outvars, shardings).rewritten()
+        changed = True
+    return jaxpr.replace(eqns=eqns) if changed else jaxpr
+
+
+def _one_variable_for_sizes(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """The equations, where products by equal sizes have one variable for them."""
+    first: dict[Any, Any] = {}  # the first variable with a value
+    same: dict[Any, Any] = {}
+    for eqn in eqns:
+        if eqn.primitive is optimization_barrier_p:  # rematerialized products have sizes of its own
+            values = zip(eqn.outvars, eqn.invars, strict=True)
+            same |= {v: same.get(a, a) for v, a in values if not isinstance(a, Literal)}
+        kept = {k: v for k, v in eqn.params.items() if k != "update_jaxpr"}  # an addition
+        kind = equation_key(eqn.replace(params=kept) if eqn.primitive is p.scatter_add_p else eqn)
+        if kind is not None and len(eqn.outvars) == 1 and not eqn.effects:
+            operands = [same.get(a, a) for a in eqn.invars if not isinstance(a, Literal)]
+            same[eqn.outvars[0]] = first.setdefault((kind, *operands), eqn.outvars[0])
+    return [
+        eqn.replace(invars=[*eqn.invars[:2], same.get(eqn.invars[2], eqn.invars[2])])
+        if is_ragged(eqn)
+        else eqn
+        for eqn in eqns
+    ]
+
+
+def _groups(
+    eqns: Sequence[JaxprEqn], shardings: Mapping[Any, Sharding], numbers: Iterator[int]
+) -> dict[Any, ExpertGroups]:
+    """The groups that are split, by the variable of their sizes."""
+    found: dict[Any, ExpertGroups] = {}
+    for eqn in eqns:
+        if not multiplies_rows(eqn) or shardings[eqn.invars[1]].manual:
+            continue
+        lhs, rhs, sizes = eqn.invars
+        (dim,) = eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+        split, rows = shardings[rhs].splits[dim], lhs.aval.shape[0]
+        if split and not split.idle and rows and sizes not in found:
+            parts, count = _with_copies(shardings[rhs], split), rhs.aval.shape[dim]
+            found[sizes] = ExpertGroups(split, parts, rows, count, next(numbers))
+    return found
+
+
+def _with_copies(sharding: Sharding, split: Split) -> Split:
+    """`split`, its tiles divided further among the devices with copies of a tile."""
+    if sharding.replicas == 1:
+        return split
+    copy = np.zeros(sharding.num_devices, np.int32)
+    copy[sharding.devices.reshape(-1, sharding.replicas)] = np.arange(sharding.replicas)
+    minor = Split.of(copy)
+    assert minor
+    return split.times(minor)
+
+
+class _Region:
+    """The equations of a program around the products by one list of sizes."""
+
+    def __init__(
+        self,
+        sizes: Any,
+        groups: ExpertGroups,
+        eqns: Sequence[JaxprEqn],
+        results: Sequence[Any],
+        shardings: Mapping[Any, Sharding],
+    ):
+        self.sizes = sizes
+        self.groups = groups
+        self.shardings = shardings
+        self.eqns = eqns
+        self.results = results
+        self.graph = Graph(eqns, results)
+        self.before = set(
+            needed_for([sizes], eqns)
+        )  # these cannot use rows that are sent by the sizes
+        self.members: dict[Any, int] = {}  # variables with the sorted rows, and the dim of these
+        self.find()
+        self.moved: dict[Any, Any] = {}  # members, expert-major
+        self.inputs: set[Any] = set()  # members that are not made by the region's operators
+        self.token_major: set[Any] = set()  # members that are also available in token-major order
+        self.done: list[JaxprEqn] = []
+
+    # ------------------------------------------------------------ which values are sorted rows
+
+    def find(self) -> None:
+        """Find the variables with the sorted rows, connected by row-wise operators."""
+        for eqn in self.products():
+            self.members[eqn.invars[0]] = 0
+            self.members[eqn.outvars[0] if multiplies_rows(eqn) else eqn.invars[1]] = 0
+        before = -1
+        while before != len(self.members):
+            before = len(self.members)
+            for eqn in reversed(self.eqns):
+                for factor in self.factors(eqn, eqn.outvars):
+                    self.add(eqn, factor)
+            for eqn in self.eqns:
+                for factor in self.factors(eqn, eqn.invars):
+                    operands, _ = self.along(eqn, factor)
+                    if all(a in self.members or self.is_taken(a) for a in operands.values()):
+                        self.add(eqn, factor)
+
+    def add(self, eqn: JaxprEqn, factor: Factor) -> None:
+        """Make the variables of an operator that have a dim for its rows members."""
+        for atom, dim in self.dims(eqn, factor):
+            self.members.setdefault(atom, dim)
+
+    def factors(self, eqn: JaxprEqn, atoms: Sequence[Any]) -> list[Factor]:
+        """The factors of a row-wise operator that are the rows of some members among `atoms`."""
+        known = [a for a in atoms if not isinstance(a, Literal) and a in self.members]
+        if not known or eqn in self.before or eqn.primitive not in RULES:
+            return []
+        if eqn.primitive is annotate_p:
+            return []
+        return [
+            f
+            for f in factors_of(RULES[eqn.primitive], eqn).sizes
+            if any((a, self.members[a]) in self.dims(eqn, f) for a in known)
+            and rowwise(eqn, f)
+            and all(self.members.get(a, d) == d for a, d in self.dims(eqn, f))
+        ]
+
+    def along(self, eqn: JaxprEqn, factor: Factor) -> tuple[dict[int, Any], dict[int, Any]]:
+        """The operands and the results that have a dim for `factor`, by their numbers."""
+        factors = factors_of(RULES[eqn.primitive], eqn)
+        sides = ((eqn.invars, factors.operands), (eqn.outvars, factors.results))
+        operands, results = (
+            {
+                i: atom
+                for i, (atom, dims) in enumerate(zip(atoms, tensors, strict=True))
+                if (factor,) in dims and not isinstance(atom, Literal)
+            }
+            for atoms, tensors in sides
+        )
+        return operands, results
+
+    def dims(self, eqn: JaxprEqn, factor: Factor) -> list[tuple[Any, int]]:
+        """The same variables, and their dims for `factor`."""
+        factors = factors_of(RULES[eqn.primitive], eqn)
+        operands, results = self.along(eqn, factor)
+        return [
+            *((a, factors.operands[i].index((factor,))) for i, a in operands.items()),
+            *((v, factors.results[i].index((factor,))) for i, v in results.items()),
+        ]
+
+    def products(self) -> Iterator[JaxprEqn]:
+        """The products by these sizes."""
+
+        def has_rows(atom: Any) -> bool:
+            return atom.aval.shape[0] == self.groups.rows
+
+        for eqn in self.eqns:
+            by_groups = multiplies_rows(eqn) or sums_rows(eqn)
+            if by_groups and eqn.invars[2] is self.sizes and has_rows(eqn.invars[0]):
+                yield eqn
+
+    def is_taken(self, atom: Any) -> bool:
+        """Whether a value is made of rows that a gather takes by index."""
+        eqn = self.graph.maker(atom)
+        return eqn is not None and (takes_rows(eqn) is not None or self.is_added(eqn))
+
+    # ------------------------------------------------------------ the new program
+
+    def rewritten(self) -> list[JaxprEqn]:
+        """The live equations of the new program, each after those that it depends on."""
+        products = set(self.products())
+        for eqn in self.eqns:
+            if eqn in products:
+                self.multiply(eqn)
+            elif factors := self.factors(eqn, eqn.outvars):
+                self.by_rows(eqn, factors)
+            elif not self.try_put(eqn) and not self.try_take(eqn):
+                self.emit(eqn, [self.read(a) for a in eqn.invars])
+        for atom in self.results:
+            self.read(atom)
+        return in_order(live(self.done, self.results))
+
+    def emit(self, eqn: JaxprEqn, invars: Sequence[Any], **changes: Any) -> None:
+        """Append an equation in place of `eqn`."""
+        self.done.append(eqn.replace(invars=list(invars), **changes))
+
+    def multiply(self, eqn: JaxprEqn) -> None:
+        """A product by groups."""
+        lhs, rhs, sizes = eqn.invars
+        kept = ("ragged_dot_dimension_numbers", "precision", "preferred_element_type")
+        params = {"groups": self.groups, **{k: eqn.params[k] for k in kept}}
+        if multiplies_rows(eqn):
+            invars = [self.expert_major(lhs), self.read(rhs), sizes]
+            moved = self.moved_var(eqn.outvars[0])
+            self.emit(eqn, invars, outvars=[moved], primitive=grouped_dot_p, params=params)
+        else:
+            invars = [self.expert_major(lhs), self.expert_major(rhs), sizes]
+            self.emit_token_major(
+                eqn, eqn.outvars[0], invars, self.groups.split, grouped_dot_p, params
+            )
+
+    def by_rows(self, eqn: JaxprEqn, factors: Sequence[Factor]) -> None:
+        """A row-wise operator on expert-major rows."""
+        sides = [self.along(eqn, f) for f in factors]
+        rows = {i for operands, _ in sides for i in operands}
+        made = {i for _, results in sides for i in results}
+        if not rows:  # equal for every row: recomputed rather than moved
+            self.emit(eqn, [self.read(a) for a in eqn.invars])
+            self.token_major.update(eqn.outvars)
+        invars = [
+            self.expert_major(a) if i in rows else self.read(a) for i, a in enumerate(eqn.invars)
+        ]
+        outvars = [self.moved_var(v) if i in made else v for i, v in enumerate(eqn.outvars)]
+        self.emit(eqn, invars, outvars=outvars)
+
+    def moved_var(self, var: Any) -> Any:
+        """A variable for an expert-major member."""
+        self.moved[var] = Var(ShapedArray(var.aval.shape, var.aval.dtype))
+        return self.moved[var]
+
+    def expert_major(self, atom: Any) -> Any:
+        """A member in expert-major order; one that is token-major is exchanged."""
+        if atom in self.moved:
+            return self.moved[atom]
+        self.inputs.add(atom)
+        eqn, dim = self.graph.maker(atom) or next(iter(self.products())), self.members[atom]
+        moved, taken = self.moved_var(atom), takes_rows(eqn)
+        params: dict[str, Any] = {"source": None, "target": self.groups}
+        if self.is_added(eqn) and not dim:
+            primitive, (_, indices, rows) = put_rows_p, eqn.invars
+            zeros = self.zeros(eqn, moved.aval)
+            invars = [zeros, self.sizes, self.read(rows), self.read(indices)]
+            params |= {"adds": True, "clip": eqn.params["mode"] == GatherScatterMode.CLIP}
+        elif taken and not dim:
+            primitive, params = take_rows_p, params | taken
+            invars = [self.read(eqn.invars[0]), self.sizes, self.read(eqn.invars[1])]
+        else:
+            primitive, params = take_rows_p, params | {"fill": None}
+            invars = [self.turned(eqn, atom, dim, 0), self.sizes]
+        exchanged, first = Var(_turned(moved.aval, dim, 0)), Var(_turned(moved.aval, dim, 0))
+        self.emit(eqn, invars, outvars=[exchanged], primitive=primitive, params=params)
+        self.annotate(eqn, exchanged, first if dim else moved, self.groups.ragged)
+        if dim:
+            self.turned(eqn, first, 0, dim, moved)
+        return moved
+
+    def turned(self, eqn: JaxprEqn, atom: Any, dim: int, to: int, out: Any = None) -> Any:
+        """A value with one of its dims moved to another place."""
+        if dim == to and out is None:
+            return atom
+        out = out or Var(_turned(atom.aval, dim, to))
+        params = {"permutation": _moved(len(atom.aval.shape), dim, to)}
+        self.emit(eqn, [atom], outvars=[out], primitive=p.transpose_p, params=params)
+        return out
+
+    def is_added(self, eqn: JaxprEqn) -> bool:
+        """Whether sorted rows are sums of others, by index: the gradient of a gather of them."""
+        if eqn.primitive is not p.scatter_add_p or not puts_rows(eqn):
+            return False
+        return self.graph.fill(eqn.invars[0]) == 0
+
+    def zeros(self, eqn: JaxprEqn, aval: Any) -> Any:
+        """An expert-major tensor of zeros."""
+        out = Var(aval)
+        params = {"shape": aval.shape, "broadcast_dimensions": (), "sharding": None}
+        zero = Literal(np.zeros((), aval.dtype), ShapedArray((), aval.dtype))
+        self.emit(eqn, [zero], outvars=[out], primitive=p.broadcast_in_dim_p, params=params)
+        return out
+
+    def annotate(self, eqn: JaxprEqn, atom: Any, annotated: Any, split: Split) -> None:
+        """Annotate the split of rows; the dims of a row are left open."""
+        rank = len(atom.aval.shape)
+        sharding = Sharding((split, *(None,) * (rank - 1)), len(split.coords))
+        note = Annotation.of_sharding("rows by group", sharding, tuple(range(1, rank)))
+        params = {"annotation": note}
+        self.emit(eqn, [atom], outvars=[annotated], primitive=annotate_p, params=params)
+
+    def emit_token_major(
+        self, eqn: JaxprEqn, out: Any, invars: Sequence[Any], split: Split, primitive: Primitive,
+        params: Any,
+    ) -> None:  # fmt: skip
+        """Append equations for the token-major `out` of `eqn`, with a default split."""
+        splits = self.shardings[out].splits
+        few = out.aval.shape[0] < split.tiles
+        settled = splits[0] or few or not compatible((split, *splits[1:]))
+        made = out if settled else Var(out.aval)
+        self.emit(eqn, invars, outvars=[made], primitive=primitive, params=params)
+        if not settled:
+            self.annotate(eqn, made, out, split)
+
+    def read(self, atom: Any) -> Any:
+        """A value in token-major order; an expert-major member is exchanged back."""
+        if isinstance(atom, Literal) or atom not in self.moved or atom in self.token_major:
+            return atom
+        if atom in self.inputs:
+            return atom
+        self.token_major.add(atom)
+        eqn, dim = self.graph.makers[atom], self.members[atom]
+        params = {"source": self.groups, "target": None, "fill": None}
+        invars = [self.turned(eqn, self.moved[atom], dim, 0), self.sizes]
+        if dim:
+            first = Var(invars[0].aval)
+            self.emit(eqn, invars, outvars=[first], primitive=take_rows_p, params=params)
+            self.turned(eqn, first, 0, dim, atom)
+        else:
+            self.emit_token_major(eqn, atom, invars, self.groups.parts, take_rows_p, params)
+        return atom
+
+    def try_put(self, eqn: JaxprEqn) -> bool:
+        """Rewrite a scatter of rows back to tokens; False if `eqn` is none."""
+        adds = eqn.primitive is p.scatter_add_p
+        sets = eqn.primitive is p.scatter_p and eqn.params["update_jaxpr"] is None
+        if not (adds or sets) or not puts_rows(eqn):
+            return False
+        operand, indices, updates = eqn.invars
+        if updates not in self.moved or updates in self.token_major or self.members[updates]:
+            return False
+        if sets and not self.graph.is_permutation(indices):
+            return False  # the order of updates of one row would matter
+        clip = eqn.params["mode"] == GatherScatterMode.CLIP
+        params = {"source": self.groups, "target": None, "adds": adds, "clip": clip}
+        invars = [self.read(operand), self.sizes, self.moved[updates], self.read(indices)]
+        self.emit_token_major(eqn, eqn.outvars[0], invars, self.groups.parts, put_rows_p, params)
+        return True
+
+    def try_take(self, eqn: JaxprEqn) -> bool:
+        """Rewrite a gather of rows in another order; False if `eqn` is none."""
+        taken = takes_rows(eqn)
+        source = eqn.invars[0] if taken else None
+        if not taken or isinstance(source, Literal) or source not in self.moved:
+            return False
+        if source in self.token_major or self.members[source]:
+            return False
+        params = {"source": self.groups, "target": None, **taken}
+        invars = [self.moved[source], self.sizes, self.read(eqn.invars[1])]
+        self.emit_token_major(eqn, eqn.outvars[0], invars, self.groups.parts, take_rows_p, params)
+        return True
+
+
+def _moved(rank: int, dim: int, to: int) -> tuple[int, ...]:
+    """The permutation that moves one dim to another place."""
+    dims = [d for d in range(rank) if d != dim]
+    return (*dims[:to], dim, *dims[to:])
+
+
+def _turned(aval: Any, dim: int, to: int) -> ShapedArray:
+    """The type of a value with one of its dims moved to another place."""
+    order = _moved(len(aval.shape), dim, to)
+    return ShapedArray(tuple(aval.shape[d] for d in order), aval.dtype)

@@ -1,0 +1,89 @@
+"""Skipping blocks of scores that are masked entirely: half of them under a causal mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import primitives as p
+
+from gshard.graph import Graph, needed_for
+from gshard.propagation.rewrites.scores import Exit, Region
+from gshard.rules.base.ring_pass import BlockMask
+
+
+def block_mask(
+    region: Region,
+    exits: Sequence[Exit],
+    online: Sequence[Exit] | None,
+    body: Jaxpr,
+    around: Graph,
+) -> BlockMask | None:
+    """The mask by which blocks of a ring pass can be skipped, if there is one.
+
+    `around` is the enclosing program. `online` are the sums of a softmax that the pass computes,
+    its maximum first. In other passes all sums must be zero where the exponentials of the logits
+    are.
+    """
+    own = Graph.of(body)
+    known = Graph([*around.eqns, *body.eqns], aliases=region.sources)
+    if online:
+        if len(exits) > len(online):
+            return None
+        return _of_mask(online[0].scores, None, known, body)
+    for power in (e for e in body.eqns if e.primitive is p.exp_p):
+        shifted = own.maker(power.invars[0])
+        if shifted is None or shifted.primitive is not p.sub_p:
+            continue
+        logits, shift = shifted.invars
+        if isinstance(shift, Literal) or own.maker(shift) or shift not in region.sources:
+            continue
+        zero = _zero_with(power.outvars[0], body, known)
+        if all(e.scores in zero for e in exits):
+            return _of_mask(logits, shift, known, body)
+    return None
+
+
+def _of_mask(logits: Any, shift: Any, graph: Graph, body: Jaxpr) -> BlockMask | None:
+    """The mask that logits are selected by: `where(mask, logits, fill)`."""
+    eqn = graph.maker(logits)
+    if eqn is None or eqn.primitive is not p.select_n_p or len(eqn.invars) != 3:
+        return None
+    mask, without, within = eqn.invars
+    fills = [graph.fill(without), graph.fill(within)]
+    makers = needed_for([mask], body.eqns)
+    known = [f for f in fills if f is not None]
+    if len(known) != 1 or not makers or any(e.primitive is p.dot_general_p for e in makers):
+        return None
+    own = Jaxpr([], body.invars, [mask], makers, set(), debug_info=body.debug_info)
+    return BlockMask(own, fills[0] is not None, float(known[0]), shift)
+
+
+def _zero_with(source: Any, body: Jaxpr, graph: Graph) -> set[Any]:
+    """The variables that are zero wherever `source` is."""
+    zero = {source}
+    nothing = {v for e in body.eqns for v in e.outvars if graph.fill(v) == 0}
+    for eqn in body.eqns:
+        of = [not isinstance(a, Literal) and a in zero for a in eqn.invars]
+        either = eqn.primitive is p.mul_p and any(of)
+        first = eqn.primitive in _KEEPING_ZERO and of[0]
+        rest = [a for a, z in zip(eqn.invars[1:], of[1:], strict=True) if not z]
+        chosen = eqn.primitive is p.select_n_p and any(of) and all(_is_in(a, nothing) for a in rest)
+        summed = eqn.primitive in (p.add_p, p.sub_p, p.add_jaxvals_p) and all(of)
+        if either or first or chosen or summed:
+            zero.update(eqn.outvars)
+    return zero
+
+
+_KEEPING_ZERO = (
+    p.div_p, p.neg_p, p.convert_element_type_p, p.transpose_p, p.reshape_p, p.broadcast_in_dim_p,
+    p.squeeze_p, p.copy_p,
+)  # fmt: skip
+
+
+def _is_in(atom: Any, variables: set[Any]) -> bool:
+    if isinstance(atom, Literal):
+        return np.ndim(atom.val) == 0 and atom.val == 0
+    return atom in variables

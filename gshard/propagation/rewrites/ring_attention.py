@@ -1,0 +1,263 @@
+"""Ring attention: over split sequences, keys and values pass around a ring.
+
+If queries and keys are split alike and gathering the keys would exceed the memory limit, the scores
+are never materialized in full: blocks of keys and values pass through all devices, and each device
+accumulates the results for its queries (Ring Attention, with the online softmax of FlashAttention).
+A gradient recomputes the scores block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import primitives as p
+
+from gshard.graph import Graph, in_order, inputs_of, live, map_bodies, needed_for, upstream
+from gshard.propagation.rewrites.masked_blocks import block_mask
+from gshard.propagation.rewrites.scores import Exit, Finder, Region
+from gshard.propagation.rewrites.softmax_delta import factor_out_delta
+from gshard.propagation.rewrites.softmax_form import in_one_form
+from gshard.rules.base.ring_pass import KEYS, QUERIES, RingPass, Softmax, Sum, ring_pass_p
+from gshard.tensors.sharding import Sharding, Split
+from gshard.tensors.tile import byte_size
+
+
+def ring_attention(
+    closed: ClosedJaxpr, shardings: Mapping[Any, Sharding], memory_limit: int
+) -> ClosedJaxpr:
+    """The program with ring attention, where attention would exceed the memory limit."""
+    jaxpr = _rewritten(closed.jaxpr, shardings, memory_limit)
+    return closed if jaxpr is closed.jaxpr else ClosedJaxpr(jaxpr, closed.consts)
+
+
+def _rewritten(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding], limit: int) -> Jaxpr:
+    eqns = [
+        map_bodies(eqn, lambda body: ring_attention(body, shardings, limit)) for eqn in jaxpr.eqns
+    ]
+    changed = any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True))
+    done: set[JaxprEqn] = set()
+    for seed in list(eqns):
+        found = _too_large(seed, shardings, limit)
+        if not found or seed in done:
+            continue
+        graph = Graph(eqns, jaxpr.outvars)
+        region = Finder(graph).region(seed, *found[:2])
+        if region is None or not region.exits:
+            continue
+        known = [e.out for e in _softmax(region, graph) or ()]
+        if form := in_one_form(graph, region, known):
+            graph = Graph(in_order(live(form, jaxpr.outvars)), jaxpr.outvars)
+            region = Finder(graph).region(seed, *found[:2])
+            assert region
+        if not found[3] and _softmax(region, graph) is None:
+            continue  # an ordinary product with a large result
+        done |= {e for e in eqns if set(region.dims).intersection(e.outvars)}
+        eqns = _replaced(graph, region, found[2], jaxpr)
+        changed = True
+    return jaxpr.replace(eqns=eqns) if changed else jaxpr
+
+
+def _too_large(
+    eqn: JaxprEqn, shardings: Mapping[Any, Sharding], limit: int
+) -> tuple[int, int, Split, bool] | None:
+    """The dims of queries and keys of a product whose operands are split alike, and their split.
+
+    Only if a gathered operand, or the scores of a device's own queries, would exceed the limit; the
+    last says whether it is the former.
+    """
+    if eqn.primitive is not p.dot_general_p or any(isinstance(a, Literal) for a in eqn.invars):
+        return None
+    (contracted, batch), (out,) = eqn.params["dimension_numbers"], eqn.outvars
+    here = [shardings[a] for a in eqn.invars if a in shardings]
+    if len(here) < 2 or any(s.manual for s in here) or out not in shardings:
+        return None
+    free: list[list[int]] = []
+    for side, atom in enumerate(eqn.invars):
+        gone = {*contracted[side], *batch[side]}
+        free.append([d for d in range(len(atom.aval.shape)) if d not in gone])
+    first = len(batch[0])
+    for i, l in enumerate(free[0]):
+        for j, r in enumerate(free[1]):
+            split = here[0].splits[l]
+            if not split or split.idle or split is not here[1].splits[r]:
+                continue
+            whole = [
+                byte_size(s.replace(d, None).local_shape(a.aval.shape), a.aval.dtype)
+                for s, d, a in zip(here, (l, r), eqn.invars, strict=True)
+            ]
+            dims = (first + i, first + len(free[0]) + j)
+            splits = list(shardings[out].splits)
+            splits[dims[0]], splits[dims[1]] = split, None
+            scores = Sharding(tuple(splits), shardings[out].num_devices)
+            local = byte_size(scores.local_shape(out.aval.shape), out.aval.dtype)
+            if max(min(whole), local) > limit:
+                # If the scores are split, they are split by queries.
+                turned = shardings[out].splits[dims[1]] is split
+                queries, keys = dims[::-1] if turned else dims
+                return queries, keys, split, min(whole) > limit
+    return None
+
+
+# ---------------------------------------------------------------- the passes of a region
+
+
+def _replaced(graph: Graph, region: Region, split: Split, jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """The program, with the region's sums computed by ring passes."""
+    online = _softmax(region, graph)
+    eqns = graph.eqns
+    if online:
+        eqns = in_order(factor_out_delta(eqns, region, online[2:]))
+    rounds = _rounds(eqns, region, online)
+    summed = {e.out for e in region.exits}
+    kept = [e for e in eqns if not summed.intersection(e.outvars)]
+    for exits in rounds:
+        info = jaxpr.debug_info.with_unknown_names()
+        kept.append(
+            _round(
+                region, exits, online if online and online[0] in exits else None, split, graph, info
+            )
+        )
+    return in_order(live(kept, jaxpr.outvars))
+
+
+def _rounds(
+    eqns: Sequence[JaxprEqn], region: Region, online: list[Exit] | None
+) -> list[list[Exit]]:
+    """The sums in as few passes as their dependences allow."""
+    marks = {e.out: number for number, e in enumerate(region.exits)}
+    before = upstream(eqns, marks)
+    together = {marks[e.out] for e in online or ()}
+    level: dict[int, int] = {}
+    for number, exit in enumerate(region.exits):
+        needs = before[exit.out] - {number} - (together if number in together else set())
+        level[number] = 1 + max((level[n] for n in needs), default=-1)
+    return [
+        [e for n, e in enumerate(region.exits) if level[n] == now]
+        for now in sorted(set(level.values()))
+    ]
+
+
+def _round(
+    region: Region,
+    exits: Sequence[Exit],
+    online: list[Exit] | None,
+    split: Split,
+    graph: Graph,
+    info: Any,
+) -> JaxprEqn:
+    """One pass, as an equation."""
+    wanted = list(dict.fromkeys(e.scores for e in exits))
+    if online:
+        left_out = {e.scores for e in online[1:]} - {e.scores for e in exits if e not in online}
+        wanted = [v for v in wanted if v not in left_out]
+    body = needed_for(wanted, region.eqns)
+    others = [
+        a
+        for e in exits
+        for n, a in enumerate(e.eqn.invars)
+        if n != e.number and not isinstance(a, Literal)
+    ]
+    own = {v for eqn in body for v in eqn.outvars}
+    read = [v for v in wanted if v not in own]
+    inputs = list(dict.fromkeys([*inputs_of(body), *read, *others]))
+    seed = region.seed
+    jaxpr = Jaxpr([], inputs, wanted, body, set(), debug_info=info)
+    sums = tuple(
+        Sum(e.eqn, e.number, e.over, wanted.index(e.scores) if e.scores in wanted else -1)
+        for e in exits
+    )
+    softmax = _as_softmax(exits, online, wanted) if online else None
+    ring = RingPass(
+        jaxpr, sums, softmax, region.names, frozenset(region.whole),
+        region.name_of(QUERIES), region.name_of(KEYS), split,
+        block_mask(region, exits, online, jaxpr, graph),
+    )  # fmt: skip
+    return seed.replace(
+        invars=[region.sources.get(v, v) for v in inputs],
+        outvars=[e.out for e in exits],
+        primitive=ring_pass_p,
+        params={"ring": ring},
+        effects=set(),
+    )
+
+
+def _as_softmax(exits: Sequence[Exit], online: Sequence[Exit], wanted: Sequence[Any]) -> Softmax:
+    """The softmax in terms of the sums of its pass, and of the body's results."""
+    maximum, total, *products = online
+    divided = [e.scores is not total.scores for e in products]
+    return Softmax(
+        wanted.index(maximum.scores),
+        exits.index(maximum),
+        exits.index(total),
+        tuple(zip(map(exits.index, products), divided, strict=True)),
+    )
+
+
+# ---------------------------------------------------------------- the softmax
+
+
+def _softmax(region: Region, graph: Graph) -> list[Exit] | None:
+    """The sums of the region's softmax: its maximum, its sum, and its weighted sums."""
+    tops = [e for e in region.exits if e.eqn.primitive is p.reduce_max_p and _only_keys(e, region)]
+    if len(tops) != 1:
+        return None
+    (top,) = tops
+    shifted = [e for e in region.eqns if e.primitive is p.sub_p and e.invars[0] is top.scores]
+    shifted = [e for e in shifted if _comes_from(e.invars[1], top.out, region, graph)]
+    powers = {
+        e.outvars[0]
+        for e in region.eqns
+        if e.primitive is p.exp_p and any(e.invars[0] is s.outvars[0] for s in shifted)
+    }
+    sums = [
+        e for e in region.exits
+        if e.eqn.primitive is p.reduce_sum_p and e.scores in powers and _only_keys(e, region)
+    ]  # fmt: skip
+    if len(powers) != 1 or len(sums) != 1:
+        return None
+    weights = set(powers)
+    for eqn in region.eqns:
+        source = eqn.invars[0] if eqn.invars else None
+        if isinstance(source, Literal) or source not in weights:
+            continue
+        divided = eqn.primitive is p.div_p and _comes_from(
+            eqn.invars[1], sums[0].out, region, graph
+        )
+        if divided or eqn.primitive is p.convert_element_type_p:
+            weights.add(eqn.outvars[0])
+    before = upstream(graph.eqns, {e.out: n for n, e in enumerate(region.exits)})
+    own = {n for n, e in enumerate(region.exits) if e is top or e is sums[0]}
+    products = [
+        e for e in region.exits
+        if e.eqn.primitive is p.dot_general_p and e.over == KEYS and e.scores in weights
+        and before[e.out] <= own | {region.exits.index(e)}
+    ]  # fmt: skip
+    return [top, sums[0], *products]
+
+
+def _only_keys(exit: Exit, region: Region) -> bool:
+    return tuple(map(int, exit.eqn.params["axes"])) == (region.dims[exit.scores][1],)
+
+
+def _comes_from(atom: Any, source: Any, region: Region, graph: Graph) -> bool:
+    """Whether a value is another one, broadcast over the keys."""
+    own = Graph(region.eqns)
+    while not isinstance(atom, Literal) and atom is not source:
+        atom = region.sources.get(atom, atom)
+        if atom is source:
+            return True
+        eqn = own.maker(atom) or graph.maker(atom)
+        if eqn is None:
+            return False
+        if eqn.primitive is p.max_p:  # of -inf and a maximum
+            low, atom = eqn.invars
+            if not isinstance(low, Literal) or not np.isneginf(low.val):
+                return False
+        elif eqn.primitive in (p.broadcast_in_dim_p, p.reshape_p, p.stop_gradient_p):
+            atom = eqn.invars[0]
+        else:
+            return False
+    return atom is source

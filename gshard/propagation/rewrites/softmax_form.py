@@ -1,0 +1,235 @@
+"""One form of softmax for all: sums over keys of `exp(logits)`, times factors of the query.
+
+A softmax may be written with a logsumexp, with two maxima or none, with an attention sink, as the
+exponential of a log-softmax. All of them sum `exp(s + a) b` over the keys, maybe times values,
+where a and b are the same for all keys; and that is `exp(m + a) b` times the sum of `exp(s - m)`.
+The maximum of `s + a` is `m + a`. So each sum and maximum is written in terms of the logits and
+their maximum, whatever its a and b are made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import primitives as p
+
+from gshard._jax import Var
+from gshard.graph import Graph
+from gshard.graph.evaluate import equations_of
+from gshard.propagation.rewrites.scores import Region
+from gshard.rules.base.ring_pass import KEYS
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A value that is the same for all keys: the operand of a broadcast, or a number."""
+
+    value: Any
+    dims: tuple[int, ...] = ()  # those of the scores that its own dims are
+    inverse: bool = False  # whether it is subtracted, or divides
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Scores that are `exp(logits + sum of added) * product of factors`."""
+
+    logits: Any
+    added: tuple[_Row, ...] = ()
+    factors: tuple[_Row, ...] = ()
+
+
+def in_one_form(graph: Graph, region: Region, known: Collection[Any]) -> list[JaxprEqn] | None:
+    """The program with all sums of a softmax over its maximum; None if all of them are `known`."""
+    reader = _Reader(graph, region)
+    sums: dict[Any, tuple[JaxprEqn, int, _Weights]] = {}
+    tops: dict[Any, _Weights] = {}
+    for exit in region.exits:
+        eqn = graph.makers[exit.out]
+        scores = eqn.invars[exit.number]
+        if eqn.primitive is p.dot_general_p:
+            gone = eqn.params["dimension_numbers"][0][exit.number]
+        else:
+            gone = eqn.params["axes"]
+        if exit.over != KEYS or tuple(map(int, gone)) != (region.dims[scores][1],):
+            continue  # not one sum for each query
+        if eqn.primitive is p.reduce_max_p:
+            tops[exit.out] = reader.shifted(scores)
+        elif eqn.primitive is not p.reduce_min_p and (found := reader.weights(scores)):
+            sums[exit.out] = (eqn, exit.number, found)
+    cores = [found.logits for *_, found in sums.values()]
+    if not cores or sums.keys() <= set(known):
+        return None
+    logits = max(dict.fromkeys(cores), key=cores.count)
+    return _Writer(graph, region, logits).rewritten(
+        {out: rest for out, rest in sums.items() if rest[2].logits is logits},
+        {out: found for out, found in tops.items() if found.logits is logits},
+    )
+
+
+class _Reader:
+    """Takes scores apart."""
+
+    def __init__(self, graph: Graph, region: Region):
+        self.graph, self.region = graph, region
+
+    def weights(self, atom: Any, inverse: bool = False) -> _Weights | None:
+        """Scores as an exponential and factors; None if they are something else."""
+        eqn = self.graph.maker(atom)
+        if eqn is None or inverse:
+            return None
+        if eqn.primitive is p.exp_p:
+            return self.shifted(eqn.invars[0])
+        if eqn.primitive is p.convert_element_type_p:
+            return self.weights(eqn.invars[0])
+        if eqn.primitive not in (p.mul_p, p.div_p):
+            return None
+        divides = eqn.primitive is p.div_p
+        for number in (0, 1):
+            row = self.row(eqn.invars[1 - number], eqn.invars[number], number == 0 and divides)
+            found = self.weights(eqn.invars[number], number == 1 and divides) if row else None
+            if row and found:
+                return _Weights(found.logits, found.added, (*found.factors, row))
+        return None
+
+    def shifted(self, atom: Any) -> _Weights:
+        """Logits without what is added to all of a query's."""
+        eqn = self.graph.maker(atom)
+        if eqn is None or eqn.primitive not in (p.add_p, p.sub_p):
+            return _Weights(atom)
+        first, second = eqn.invars
+        if row := self.row(second, first, eqn.primitive is p.sub_p):
+            found = self.shifted(first)
+        elif eqn.primitive is p.add_p and (row := self.row(first, second, False)):
+            found = self.shifted(second)
+        else:
+            return _Weights(atom)
+        return _Weights(found.logits, (*found.added, row))
+
+    def row(self, atom: Any, scores: Any, inverse: bool) -> _Row | None:
+        """An operand beside `scores` that is the same for all keys; None if it may differ."""
+        if isinstance(scores, Literal):
+            return None
+        if isinstance(atom, Literal):
+            return _Row(atom, (), inverse) if not atom.aval.shape else None
+        along = self.region.dims.get(scores)
+        eqn, dims = self.graph.maker(atom), tuple(range(len(atom.aval.shape)))
+        if eqn and eqn.primitive is p.broadcast_in_dim_p and len(eqn.invars) == 1:
+            (atom,), dims = eqn.invars, tuple(map(int, eqn.params["broadcast_dimensions"]))
+        sizes = dict(zip(dims, atom.aval.shape, strict=True))
+        same = along is not None and sizes.get(along[1], 1) == 1
+        return _Row(atom, dims, inverse) if same else None
+
+
+class _Writer:
+    """Writes sums in terms of logits and their maximum."""
+
+    def __init__(self, graph: Graph, region: Region, logits: Any):
+        self.graph, self.region, self.logits = graph, region, logits
+        self.keys = region.dims[logits][1]
+        self.added: list[JaxprEqn] = []
+        self.source = region.seed.source_info
+
+    def rewritten(
+        self, sums: Mapping[Any, tuple[JaxprEqn, int, _Weights]], tops: Mapping[Any, _Weights]
+    ) -> list[JaxprEqn]:
+        """The program with these sums and maxima written so."""
+        plain = [out for out, found in tops.items() if not found.added]
+        if len(plain) == 1:
+            (top,) = plain
+        else:
+            (top,) = self.write(lambda s: lax.reduce_max(s, (self.keys,)), [self.logits])
+        for out, found in tops.items():
+            if out is not top:
+                self.write(self.shifted(found.added), [top, *_values(found.added)], out)
+        (powers,) = self.write(self.powers, [self.logits, top])
+        for out, (eqn, number, found) in sums.items():
+            dtype = eqn.invars[number].aval.dtype
+            (weights,) = self.write(lambda x, dtype=dtype: x.astype(dtype), [powers])
+            invars = [weights if n == number else a for n, a in enumerate(eqn.invars)]
+            total = Var(out.aval)
+            self.added.append(eqn.replace(invars=invars, outvars=[total]))
+            values = _values((*found.added, *found.factors))
+            self.write(self.scaled(eqn, number, found), [total, top, *values], out)
+        written = {v for eqn in self.added for v in eqn.outvars}
+        return [e for e in self.graph.eqns if written.isdisjoint(e.outvars)] + self.added
+
+    def reader(self, values: Sequence[jax.Array]) -> Callable[[_Row], jax.Array]:
+        """Rows, in order, as arrays with one key."""
+        given = iter(values)
+        shape = [1 if d == self.keys else n for d, n in enumerate(self.logits.aval.shape)]
+
+        def read(row: _Row) -> jax.Array:
+            literal = isinstance(row.value, Literal)
+            value = jnp.asarray(row.value.val) if literal else next(given)
+            value = lax.broadcast_in_dim(value, shape, row.dims)
+            return lax.squeeze(value, [self.keys])
+
+        return read
+
+    def shifted(self, added: Sequence[_Row]) -> Callable[..., jax.Array]:
+        """The maximum of logits to which rows are added."""
+
+        def shift(top: jax.Array, *values: jax.Array) -> jax.Array:
+            read = self.reader(values)
+            for row in added:
+                top = top - read(row) if row.inverse else top + read(row)
+            return top
+
+        return shift
+
+    def powers(self, logits: jax.Array, top: jax.Array) -> jax.Array:
+        """The exponentials over the maximum."""
+        return jnp.exp(logits - lax.expand_dims(top, [self.keys]))
+
+    def scaled(self, eqn: JaxprEqn, number: int, found: _Weights) -> Callable[..., jax.Array]:
+        """A sum times what its terms have in common."""
+        places = _places(eqn, number, self.keys)
+        order = sorted(range(len(places)), key=lambda i: places[i])
+
+        def scale(total: jax.Array, top: jax.Array, *values: jax.Array) -> jax.Array:
+            read = self.reader(values)
+            nothing = lax.eq(top, lax.full_like(top, -jnp.inf))  # the query sees no key
+            shift = lax.select(nothing, lax.full_like(top, 0), top)
+            for row in found.added:
+                shift = shift - read(row) if row.inverse else shift + read(row)
+            factor = lax.exp(shift)
+            for row in found.factors:
+                factor = factor / read(row) if row.inverse else factor * read(row)
+            factor = lax.transpose(factor, order)
+            factor = lax.broadcast_in_dim(factor, total.shape, sorted(places))
+            return (total * factor).astype(total.dtype)
+
+        return scale
+
+    def write(self, fn: Callable[..., Any], atoms: Sequence[Any], out: Any = None) -> list[Any]:
+        """Add the equations of a function of these variables; its results."""
+        results = [] if out is None else [out]
+        eqns, results = equations_of(fn, atoms, results, source_info=self.source)
+        self.added += eqns
+        return results
+
+
+def _values(rows: Sequence[_Row]) -> list[Any]:
+    return [row.value for row in rows if not isinstance(row.value, Literal)]
+
+
+def _places(eqn: JaxprEqn, number: int, keys: int) -> list[int]:
+    """The dims of a sum's result that the scores' dims other than `keys` become."""
+    kept = [d for d in range(len(eqn.invars[number].aval.shape)) if d != keys]
+    if eqn.primitive is p.reduce_sum_p:
+        return list(range(len(kept)))
+    contracted, batch = eqn.params["dimension_numbers"]
+    free = [
+        [d for d in range(len(a.aval.shape)) if d not in (*contracted[n], *batch[n])]
+        for n, a in enumerate(eqn.invars)
+    ]
+    first = len(batch[0]) + (len(free[0]) if number == 1 else 0)
+    at = {d: n for n, d in enumerate(batch[number])}
+    at |= {d: first + n for n, d in enumerate(free[number])}
+    return [at[d] for d in kept]

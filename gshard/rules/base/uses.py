@@ -1,0 +1,275 @@
+"""The uses of a body's values, on which the cost of an operator depends beside its own shardings.
+
+A sum need not be reduced at once if its one use is linear in it, as the rules say (`Rule.linear`),
+or, in a loop, if all its uses lead to carried values that stay unreduced. A value that is computed
+elementwise from narrower ones can be recomputed after a move of those (`moving.recompute`), so that
+moving it costs as much as moving them: a quarter for 8-bit weights that become float32, next to
+nothing for a broadcast row. Products that contract the same dims of an operand share its reshard,
+and slices of one value may be cheaper from a gathered one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import primitives as p
+
+from gshard._jax import scatter_sub_p, stack_p
+from gshard.graph.regions import Loop
+from gshard.rules.base.primitives import concatenate_slices_p
+from gshard.rules.base.rule import RULES
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import byte_size
+
+NOTHING: Mapping[Any, Any] = MappingProxyType({})
+
+ADDED = (p.add_p, p.add_jaxvals_p, p.sub_p)
+SCATTERED = (p.scatter_add_p, scatter_sub_p)  # onto their first operand
+JOINED = (p.concatenate_p, concatenate_slices_p, stack_p)
+_SUMMING = (p.dot_general_p, p.conv_general_dilated_p, p.reduce_sum_p, *SCATTERED)
+_MOST = 8  # narrower values that one is computed from
+
+
+class Uses:
+    """How the values of a program, or of a loop's body, are used."""
+
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        leaving: Mapping[int, float] = NOTHING,
+        shardings: Mapping[Any, Sharding] | None = None,
+    ):
+        self.jaxpr = jaxpr
+        # Variables that may stay unreduced, and the share of the reduction that each pays.
+        self.unreduced = _may_stay_unreduced(jaxpr, leaving, shardings)
+        # The parts of values' bytes that have to move, where those are less than all.
+        self.narrow = _narrow_parts(jaxpr)
+
+    @functools.cached_property
+    def products(self) -> Counter[Any]:
+        """How many products contract the same dims of a variable."""
+        return Counter(
+            (a, eqn.params["dimension_numbers"][0][side])
+            for eqn in self.jaxpr.eqns
+            if eqn.primitive is p.dot_general_p
+            for side, a in enumerate(eqn.invars)
+            if not isinstance(a, Literal)
+        )
+
+    @functools.cached_property
+    def slices(self) -> dict[Any, list[JaxprEqn]]:
+        """The slices of each variable."""
+        found: dict[Any, list[JaxprEqn]] = {}
+        for eqn in self.jaxpr.eqns:
+            if eqn.primitive is p.slice_p and not isinstance(eqn.invars[0], Literal):
+                found.setdefault(eqn.invars[0], []).append(eqn)
+        return found
+
+
+# ---------------------------------------------------------------- sums that are reduced later
+
+
+def _may_stay_unreduced(
+    jaxpr: Jaxpr, leaving: Mapping[int, float], shardings: Mapping[Any, Sharding] | None
+) -> dict[Any, float]:
+    """The variables whose reduction may be delayed, and the share of its cost that each pays.
+
+    Two that are added pay half each. The results with the numbers in `leaving` may leave the body
+    unreduced, and pay the share that is given there. A reduction is delayed only where that saves
+    something: what a device has left of a scattered sum is less to scale and to transpose. Shares
+    are the same whatever the `shardings`; before those are known, variables that may stay unreduced
+    because of them are left out.
+    """
+    uses = Counter(
+        a
+        for a in [*(a for eqn in jaxpr.eqns for a in eqn.invars), *jaxpr.outvars]
+        if not isinstance(a, Literal)
+    )
+    sums = _sums(jaxpr)
+    found: dict[Any, float] = {}
+    ends: set[Any] = set()  # what is added, in the end, to a result that leaves
+    saving: set[Any] = set()  # of which less, or fewer, or otherwise split ones are summed later
+    for number, share in leaving.items():
+        var = jaxpr.outvars[number]
+        if not isinstance(var, Literal) and uses[var] == 1:
+            found[var] = share
+            ends.add(var)
+            saving.add(var)
+    for eqn in reversed(jaxpr.eqns):
+        able = [
+            a
+            for number, a in enumerate(eqn.invars)
+            if not isinstance(a, Literal) and uses[a] == 1 and _passes(eqn, number, ends)
+        ]
+        if eqn.primitive in JOINED and not sums.issuperset(eqn.invars):
+            able = []  # other values would be summed too, which are as large as they are
+        for atom in able:
+            share = found.get(eqn.outvars[0], 1.0)
+            both = _adds_sums(eqn, sums.intersection(able))
+            less = eqn.outvars[0].aval.size < atom.aval.size
+            other = shardings and _otherwise_split(eqn, shardings[atom], shardings[eqn.outvars[0]])
+            one = eqn.primitive in JOINED and len(able) > 1
+            if not (both or less or other or one or eqn.outvars[0] in saving):
+                continue
+            saving.add(atom)
+            found[atom] = share / 2 if both else share
+            if eqn.outvars[0] in ends:
+                ends.add(atom)
+    once = {number for number, share in leaving.items() if share < 1}
+    for var in _leading_to(jaxpr, once) if once else ():
+        found.setdefault(var, max(leaving.values()))
+    return found
+
+
+def _leading_to(jaxpr: Jaxpr, results: Collection[int]) -> set[Any]:
+    """The variables whose uses are all linear and lead to these results, and nowhere else."""
+    outside = {
+        a
+        for number, a in enumerate(jaxpr.outvars)
+        if number not in results and not isinstance(a, Literal)
+    }
+    for eqn in reversed(jaxpr.eqns):
+        for number, atom in enumerate(eqn.invars):
+            if isinstance(atom, Literal):
+                continue
+            if not _passes(eqn, number, eqn.outvars) or not outside.isdisjoint(eqn.outvars):
+                outside |= {atom}
+    known = {*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
+    return known - outside
+
+
+def linear_carries(scan: Loop) -> set[int]:
+    """The carried values of a scan whose uses are all linear and lead to such values again."""
+    body = scan.bodies[0].jaxpr
+    found = {i for i in range(scan.carry) if not isinstance(body.outvars[i], Literal)}
+    sums = _sums(body)
+    while True:
+        leading = _leading_to(body, found)
+        kept = {i for i in found if body.invars[scan.consts + i] in leading}
+        if kept == found:
+            return {i for i in kept if body.outvars[i] in sums}
+        found = kept
+
+
+def _adds_sums(eqn: JaxprEqn, unreduced: Collection[Any]) -> bool:
+    """Whether an operator makes one sum of two, of which its `unreduced` operands are some."""
+    return len(unreduced) == 2 if eqn.primitive in ADDED else eqn.primitive in SCATTERED
+
+
+def _otherwise_split(eqn: JaxprEqn, here: Sharding, there: Sharding) -> bool:
+    """Whether a device has a larger part of one than of the other, or other rows of it."""
+    joined = eqn.params.get("dimension") if eqn.primitive in JOINED else None
+    moves = joined is not None and there.splits[joined] is not None
+    return moves or math.prod(here.tiles) != math.prod(there.tiles)
+
+
+def _sums(jaxpr: Jaxpr) -> set[Any]:
+    """The variables that may be unreduced: made by summing, or from such."""
+    found: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        linear = [eqn.invars[n] for group in linear_groups(eqn) for n in group]
+        from_sum = any(not isinstance(a, Literal) and a in found for a in linear)
+        if eqn.primitive in _SUMMING or from_sum:
+            found.update(eqn.outvars)
+    return found
+
+
+def linear_groups(eqn: JaxprEqn) -> Sequence[Sequence[int]]:
+    """The operands that an operator is linear in, those of a group jointly."""
+    rule = RULES.get(eqn.primitive)
+    return rule.linear(eqn) if rule and rule.linear else ()
+
+
+def _passes(eqn: JaxprEqn, number: int, ends: Collection[Any]) -> bool:
+    """Whether an operator can run on its operand `number` unreduced."""
+    if not any(number in group for group in linear_groups(eqn)):
+        return False
+    if eqn.primitive is p.convert_element_type_p:
+        # To sum wider numbers sends more: only a loop makes up for it, by summing once.
+        old, new = (jnp.dtype(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))
+        floats = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
+        return (old == new or eqn.outvars[0] in ends) and floats and _holds(new, old)
+    if eqn.primitive is p.broadcast_in_dim_p:
+        return eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+    return True
+
+
+def _holds(wide: Any, narrow: Any) -> bool:
+    """Whether floats of one type are all floats of the other (which JAX does not say of 8 bits)."""
+    one, other = jnp.finfo(wide), jnp.finfo(narrow)
+    return one.nmant >= other.nmant and one.maxexp >= other.maxexp
+
+
+def accumulators(scan: Loop) -> dict[int, list[Any]]:
+    """The carried values of a scan to which its body only ever adds, and what it adds to each."""
+    body = scan.bodies[0].jaxpr
+    users: dict[Any, list[JaxprEqn | None]] = {}
+    for e in [*body.eqns, None]:
+        for a in e.invars if e else body.outvars:
+            if not isinstance(a, Literal):
+                users.setdefault(a, []).append(e)
+    found = {}
+    carried = zip(body.invars[scan.consts :], body.outvars[: scan.carry], strict=False)
+    for i, (var, end) in enumerate(carried):
+        added: list[Any] = []
+        while var is not end:
+            (user, *more) = users.get(var, [None])
+            if more or user is None or user.primitive not in ADDED:
+                break
+            left, right = user.invars
+            if right is var and user.primitive is p.sub_p:
+                break
+            added.append(right if left is var else left)
+            (var,) = user.outvars
+        if added and var is end and len(users[end]) == 1:
+            found[i] = added
+    return found
+
+
+def leaving(loop: Loop, shares: Mapping[Any, float]) -> Mapping[int, float]:
+    """The results that may leave the body of a loop unreduced, and the share of each to pay.
+
+    Those to which its runs add, once for all of them; and stacks of sums that pay a share outside.
+    """
+    if loop.eqn.primitive is not p.scan_p:
+        return NOTHING
+    outside = enumerate(loop.eqn.outvars)
+    stacks = ((i, shares.get(v, 1.0)) for i, v in outside if i >= loop.carry)
+    once = dict.fromkeys(accumulators(loop), 1 / max(loop.runs, 1))
+    return once | {i: share for i, share in stacks if share < 1}
+
+
+# ---------------------------------------------------------------- values that are narrow elsewhere
+
+
+def _narrow_parts(jaxpr: Jaxpr) -> dict[Any, float]:
+    """The part of a value's bytes that has to move, where it is less than all."""
+    sources: dict[Any, frozenset[Any]] = {}  # the origin of a value, and its bytes
+    found: dict[Any, float] = {}
+    for eqn in jaxpr.eqns:
+        if not _is_by_element(eqn):
+            continue
+        (var,), operands = eqn.outvars, [a for a in eqn.invars if not isinstance(a, Literal)]
+        moved = frozenset().union(*[sources.get(a, frozenset([a])) for a in operands])
+        least, size = sum(map(_size, moved)), _size(var)
+        if least < size and len(moved) <= _MOST:
+            sources[var], found[var] = moved, least / size
+    return found
+
+
+def _size(var: Any) -> int:
+    return byte_size(var.aval.shape, var.aval.dtype)
+
+
+def _is_by_element(eqn: JaxprEqn) -> bool:
+    """Whether the equation is elementwise."""
+    rule = RULES.get(eqn.primitive)
+    stays = rule is not None and rule.level == 0 and not rule.partition
+    return stays and len(eqn.outvars) == 1 and hasattr(eqn.outvars[0].aval, "dtype")

@@ -1,0 +1,277 @@
+"""The ways to run an operator, and the cost of each.
+
+A `Way` says under which shardings an operator takes its operands, which it gives its results, and
+what it costs by itself: the local work, and the bytes that it sends inside (a halo, a columnsort).
+Most operators are described by factors: every split of those is a way (`by_factors`). Other rules
+list their own (`Rule.ways`). The planner (`choose`) and the ranking of conflicting splits
+(`propagation.estimate`) read these ways, and `price` is the one place where they are priced: what
+is sent to reshard operands, to combine partial results and to reshard results as wanted is added to
+the way's own cost (section 3.3.2, "Einsum Case Study"). Automatic annotation
+(`autosharding.tables`) adds what the cheapest of a rule's own ways sends to its strategies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from gshard.moving.costs import worked
+from gshard.moving.partial import combine_cost
+from gshard.moving.plan import reshard_cost
+from gshard.rules.base.rule import RULES, Rule, Shares, Way, factors_of
+from gshard.tensors.factors import Dim, Factor, Factors, compose, decompose
+from gshard.tensors.sharding import Sharding, Split, compatible
+from gshard.tensors.tile import itemsize_of
+
+Assignment = Mapping[Factor, Split | None]
+
+
+def ways_of(
+    rule: Rule,
+    eqn: JaxprEqn,
+    shardings: Sequence[Sharding],
+    targets: Sequence[Sharding],
+    memory_limit: int,
+) -> Iterable[Way]:
+    """The ways to run `eqn`, of operands with these shardings, for results that have `targets`."""
+    if rule.ways:
+        return rule.ways(eqn, shardings, targets, memory_limit)
+    return by_factors(eqn, factors_of(rule, eqn), shardings, targets)
+
+
+def least(
+    ways: Iterable[Way],
+    eqn: JaxprEqn,
+    shardings: Sequence[Sharding],
+    targets: Sequence[Sharding],
+    shares: Shares | None = None,
+) -> Way:
+    """The cheapest way, the first of equal ones; a single one is not priced."""
+    found, *others = ways
+    if others:
+        cost = price(found, eqn, shardings, targets, shares)
+        for way in others:
+            total = price(way, eqn, shardings, targets, shares, cost)
+            if total < cost:
+                found, cost = way, total
+    return found
+
+
+def price(
+    way: Way,
+    eqn: JaxprEqn,
+    shardings: Sequence[Sharding],
+    targets: Sequence[Sharding],
+    shares: Shares | None = None,
+    limit: float = math.inf,
+) -> float:
+    """The cost of a way with all that is moved for it; what exceeds `limit` may be incomplete.
+
+    `shares` is the part to pay of what is shared with other operators.
+    """
+    total = way.work + way.sent
+    for number, wanted, cost in operand_moves(way, eqn, shardings, shares):
+        if total >= limit:
+            return total
+        total += cost * shares.of_move(number, wanted) if shares and cost else cost
+    return total + results_cost(way, eqn, targets, shares)
+
+
+def operand_moves(
+    way: Way, eqn: JaxprEqn, shardings: Sequence[Sharding], shares: Shares | None = None
+) -> Iterator[tuple[int, Sharding, float]]:
+    """The number of each operand, the sharding that the way needs it under, and the cost."""
+    for number, (atom, here, wanted) in enumerate(
+        zip(eqn.invars, shardings, way.operands, strict=True)
+    ):
+        part = shares.narrow[number] if shares else 1.0
+        yield number, wanted, reshard_cost(here, wanted, atom.aval.shape, atom.aval.dtype, part)
+
+
+def results_cost(
+    way: Way, eqn: JaxprEqn, targets: Sequence[Sharding], shares: Shares | None = None
+) -> float:
+    """The cost of reducing results and of resharding them as wanted."""
+    total = 0.0
+    for var, here, target in zip(eqn.outvars, way.results, targets, strict=True):
+        cost = combine_cost(here, way.kind, target, var.aval)
+        total += cost * shares.of_sum if shares and here.unreduced else cost
+    return total
+
+
+# ---------------------------------------------------------------- splits of factors
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An operator under one split of its factors, with the local shape of each of its tensors."""
+
+    factors: Factors
+    chosen: Assignment
+    operands: tuple[tuple[Sharding, tuple[int, ...]], ...]  # sharding and local shape
+    results: tuple[tuple[Sharding, tuple[int, ...]], ...]  # unreduced if reduced factors are split
+    in_place: bool = False  # no communication: operands and results already have these shardings
+    types: dict[Any, Any] = field(default_factory=dict)  # of local results, by those of operands
+
+    @staticmethod
+    def of(eqn: JaxprEqn, factors: Factors, chosen: Assignment, num_devices: int) -> Layout:
+        """The layout of `eqn` with its factors split as `chosen`."""
+        operands, results = (
+            tuple(
+                (
+                    shard(dims, chosen, factors, num_devices),
+                    local_dims(dims, chosen, factors, atom.aval.shape),
+                )
+                for dims, atom in zip(tensors, atoms, strict=True)
+            )
+            for shard, tensors, atoms in (
+                (shard_dims, factors.operands, eqn.invars),
+                (shard_result, factors.results, eqn.outvars),
+            )
+        )
+        return Layout(factors, chosen, operands, results)
+
+    def between(
+        self, eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding]
+    ) -> Layout:
+        """This layout between these shardings of operands and wanted shardings of results."""
+        atoms, given = (*eqn.invars, *eqn.outvars), (*shardings, *targets)
+        usual = tuple((s, s.local_shape(a.aval.shape)) for s, a in zip(given, atoms, strict=True))
+        return replace(self, in_place=usual == self.operands + self.results)
+
+    def work(self, eqn: JaxprEqn) -> float:
+        """The local work, in bytes that could be sent in the same time."""
+        rule, flops, touched = RULES[eqn.primitive], 0.0, 0
+        if rule.work:
+            sizes, chosen = self.factors.sizes, self.chosen
+            flops = rule.work(
+                {f: s.rows(n) if (s := chosen.get(f)) else n for f, n in sizes.items()}
+            )
+        atoms = (*eqn.invars, *eqn.outvars)
+        for atom, (_, local) in zip(atoms, self.operands + self.results, strict=True):
+            touched += math.prod(local) * itemsize_of(atom.aval.dtype)
+        return worked(flops, touched)
+
+    def way(self, eqn: JaxprEqn) -> Way:
+        """To run `eqn` like this."""
+        return Way(
+            tuple([sharding for sharding, _ in self.operands]),
+            tuple([sharding for sharding, _ in self.results]),
+            self,
+            self.factors.reduction(self.chosen),
+            self.work(eqn),
+        )
+
+
+def by_factors(
+    eqn: JaxprEqn,
+    factors: Factors,
+    shardings: Sequence[Sharding],
+    targets: Sequence[Sharding],
+    kept: Collection[Factor] = (),
+) -> Iterator[Way]:
+    """Every split of the factors that operands and results suggest; all of them are correct.
+
+    `kept` factors stay split if any tensor splits them, even if a gather were cheaper.
+    """
+    count = (*targets, *shardings)[0].num_devices
+    for chosen in assignments(factors, shardings, targets, kept):
+        yield Layout.of(eqn, factors, chosen, count).way(eqn)
+
+
+def assignments(
+    factors: Factors,
+    shardings: Sequence[Sharding],
+    targets: Sequence[Sharding],
+    kept: Collection[Factor] = (),
+) -> Iterator[Assignment]:
+    """The splits of factors that operands and results suggest; one, if nothing has to move."""
+    options: dict[Factor, list[Split | None]] = {f: [] for f in factors.sizes}
+    tensors = [
+        *zip(factors.operands, shardings, strict=True),
+        *zip(factors.results, targets, strict=True),
+    ]
+    for dims, sharding in tensors:
+        for dim, split in zip(dims, sharding.splits, strict=True):
+            for factor, part in decompose(split, dim, factors.sizes).items():
+                taker = factors.taken_over(factor, part)
+                if taker and part not in options[taker]:
+                    options[taker].append(part)
+    if all(len(o) <= 1 for o in options.values()):
+        agreed = {f: (o[0] if o else None) for f, o in options.items()}
+        if _composable(agreed, factors) and _fits(agreed, factors, tensors):
+            yield agreed
+            return
+    ragged: dict[Factor, list[Split | None]] = {  # rows stay in order
+        f: [s for s in o if s and s.ragged] for f, o in options.items()
+    }
+    free = [ragged[f] or ([*o] if o and f in kept else [*o, None]) for f, o in options.items()]
+    none = True
+    for splits in itertools.product(*free):
+        candidate = dict(zip(options, splits, strict=True))
+        if compatible(tuple([s for s in splits if s])) and _composable(candidate, factors):
+            none = False
+            yield candidate
+    if none:  # the kept splits are incompatible
+        yield from assignments(factors, shardings, targets)
+
+
+def _fits(
+    chosen: Assignment, factors: Factors, tensors: Sequence[tuple[Sequence[Dim], Sharding]]
+) -> bool:
+    """Whether nothing has to move: all dims are already split like their factors."""
+    reduced = any(chosen[f] for f in factors.reduced)
+    return not reduced and all(
+        compose(dim, chosen, factors.sizes) is split
+        for dims, sharding in tensors
+        for dim, split in zip(dims, sharding.splits, strict=True)
+    )
+
+
+def _composable(chosen: Assignment, factors: Factors) -> bool:
+    """Whether no dim has to drop the split of one of its factors, as uneven tiles require."""
+    for dims in [*factors.operands, *factors.results]:
+        for dim in dims:
+            if len(dim) > 1:
+                kept = decompose(compose(dim, chosen, factors.sizes), dim, factors.sizes)
+                if any(kept.get(f) is not chosen[f] for f in dim):
+                    return False
+    return True
+
+
+def shard_dims(
+    dims: Sequence[Dim], chosen: Assignment, factors: Factors, num_devices: int
+) -> Sharding:
+    """The sharding of a tensor with these dims if the factors are split as `chosen`."""
+    return Sharding(tuple([compose(d, chosen, factors.sizes) for d in dims]), num_devices)
+
+
+def shard_result(
+    dims: Sequence[Dim], chosen: Assignment, factors: Factors, num_devices: int
+) -> Sharding:
+    """The sharding of a result, before it is reduced over factors that occur in operands only."""
+    here = shard_dims(dims, chosen, factors, num_devices)
+    splits = [s for f, s in chosen.items() if s and f in factors.reduced]
+    return here.unreduced_over(splits) if splits else here
+
+
+def local_dims(
+    dims: Sequence[Dim], chosen: Assignment, factors: Factors, shape: Sequence[int]
+) -> tuple[int, ...]:
+    """The local shape of such a tensor: a dim is the product of its factors' parts."""
+    local = []
+    for dim, n in zip(dims, shape, strict=True):
+        if len(dim) < 2:
+            split = chosen.get(dim[0]) if dim else None
+            local.append(split.rows(n) if split else n)
+        else:
+            kept = decompose(compose(dim, chosen, factors.sizes), dim, factors.sizes)
+            local.append(
+                math.prod(-(-factors.sizes[f] // (kept[f].tiles if f in kept else 1)) for f in dim)
+            )
+    return tuple(local)
