@@ -212,7 +212,8 @@ def _simulate(
             last[var] = number
     makers: dict[Any, Operator] = {}
     live = {v: size_of(v) for v in early if v in last and v not in elsewhere}
-    now, best, along = sum(live.values()), _Peak(0, "", ()), []
+    now, most, along = sum(live.values()), 0, []
+    at: tuple[Operator, dict[Any, int], _Peak] | None = None  # the peak, what is live, its body's
     for number, operator in enumerate(order):
         dying = [v for v in operator.reads if last[v] == number and v in live]
         inner = _inside(operator, style)
@@ -223,12 +224,8 @@ def _simulate(
         reused = _written_over(operator, dying, made, live)
         during = now + sum(made.values()) - reused + inner.bytes
         along.append(during)
-        if during > best.bytes:
-            held = [Held(b, _short(v), _source(makers.get(v)), v) for v, b in live.items()]
-            held += [Held(b, _short(v), source_of(operator.root.eqn), v) for v, b in made.items()]
-            ranked = sorted([*held, *inner.held], key=lambda h: -h.bytes)
-            where = inner.where or source_of(operator.root.eqn)
-            best = _Peak(during, where, tuple(ranked))
+        if during > most:
+            most, at = during, (operator, {**live, **made}, inner)
         for var, size in made.items():
             if var in last:
                 live[var] = size
@@ -236,7 +233,12 @@ def _simulate(
         for var in dying:
             now -= live.pop(var)
     lines = tuple(source_of(operator.root.eqn) for operator in order)
-    return _Peak(best.bytes, best.where, best.held, tuple(along), lines)
+    if at is None:
+        return _Peak(0, "", (), tuple(along), lines)
+    operator, present, inner = at
+    held = [Held(b, _short(v), _source(makers.get(v)), v) for v, b in present.items()]
+    ranked = tuple(sorted([*held, *inner.held], key=lambda h: -h.bytes))
+    return _Peak(most, inner.where or _source(operator), ranked, tuple(along), lines)
 
 
 def _inside(operator: Operator, style: str) -> _Peak:

@@ -36,13 +36,13 @@ def here() -> str:
 
 def site_of(eqn: JaxprEqn) -> tuple[str, str]:
     """`file:line` of the user's operation, and the name of its function."""
-    frame = _user_frame(eqn.source_info)
+    frame = _user_frame(eqn.source_info.traceback)
     return _user_line(eqn.source_info), frame.function_name if frame else ""
 
 
 def span_of(eqn: JaxprEqn) -> tuple[str, int, int, int, int] | None:
     """The file of the user's operation and where in it: first line and column, last ones."""
-    frame = _user_frame(eqn.source_info)
+    frame = _user_frame(eqn.source_info.traceback)
     if frame is None:
         return None
     ends = frame.start_line, frame.start_column, frame.end_line, frame.end_column
@@ -50,7 +50,7 @@ def span_of(eqn: JaxprEqn) -> tuple[str, int, int, int, int] | None:
 
 
 def _user_line(source_info: Any) -> str:
-    frame = _user_frame(source_info)
+    frame = _user_frame(source_info.traceback)
     return f"{shown_path(frame.file_name)}:{frame.start_line}" if frame else "unknown"
 
 
@@ -67,8 +67,9 @@ def _from_folder(path: str, folder: str) -> str:
     return os.path.relpath(path, folder) if path.startswith(folder + os.sep) else path
 
 
-def _user_frame(source_info: Any) -> Any:
-    frames = list(source_info_util.user_frames(source_info.traceback))
+@functools.lru_cache(maxsize=4096)
+def _user_frame(traceback: Any) -> Any:
+    frames = list(source_info_util.user_frames(traceback))
     own = [f for f in frames if "site-packages" not in f.file_name]
     return (own or frames or [None])[0]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
@@ -47,7 +48,8 @@ def _rule_of(operator: str) -> str:
     """The file of the rule of an operator, in parentheses."""
     for primitive, rule in RULES.items():
         if primitive.name == operator:
-            module = (rule.partition or rule.ways or rule.factors).__module__
+            made: Any = rule.partition or rule.ways or rule.factors
+            module = getattr(made, "func", made).__module__  # a partial function's is "functools"
             return f" (rule: {module.removeprefix('gshard.').replace('.', '/')}.py)"
     return ""
 

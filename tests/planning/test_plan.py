@@ -77,6 +77,11 @@ def test_a_plan_shows_what_moves_where_to_and_why():
     )
 
 
+def test_a_plan_names_the_rule_that_is_a_partial_function():
+    text = str(gshard.jit(lambda x: gshard.split(x, 0, 8).sum(0)).lower(jnp.ones((16, 4))).plan)
+    assert "reduce_sum (rule: rules/reduction.py); sends 28 bytes" in text
+
+
 def test_a_dump_has_a_file_for_every_stage(tmp_path):
     """And a line that a stage changed is marked; the shift is one operator after its pass."""
 
