@@ -1,27 +1,25 @@
 """Halo exchange (section 3.3.3 and the appendix on window-based operators).
 
-Every device needs a window of rows of a split dim that is not quite its tile: shifted, wider, or
-larger on some devices than on others. As in the paper: exchange the maximum that any device needs
-with the neighbours, concatenate the pieces, and slice out this device's window. Rows outside the
-tensor are garbage, for the caller to mask.
+Every device needs a window of rows of a split dim that is not quite its tile. Rows that other tiles
+have are sent as `row_windows` plans. Rows outside the tensor are garbage, for the caller to mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from gshard.graph.reason import Reason
-from gshard.moving.collectives import all_gather, collective_permute
-from gshard.moving.costs import MAX_SHIFTS
+from gshard.moving import collectives
 from gshard.moving.nodes import TensorNode, communicate
-from gshard.moving.offsets import rows_at
-from gshard.moving.rows import Runs, aligned, everything, groups_along, plan_rows
+from gshard.moving.offsets import rows_at, rows_put
+from gshard.moving.permute_rounds import is_remote
+from gshard.moving.row_windows import Numbers, RowPlan, Runs, Windows, largest, plan_windows
 from gshard.tensors import padding
 from gshard.tensors.devices import Place
 from gshard.tensors.keys import as_integers
@@ -30,172 +28,110 @@ from gshard.tensors.tile import Tile
 
 
 @dataclass(frozen=True)
-class _Shift:
-    """Rows `skip` to `keep` of tile c + `by` go to every tile c that is `used`."""
+class Halo(TensorNode):
+    """A window of rows of `dim` for every tile, which may need rows of other tiles."""
 
-    by: int
-    skip: int
-    keep: int
-    used: np.ndarray
+    name: ClassVar[str] = "halo"
+    dim: int
+    windows: Windows
 
+    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        """The window."""
+        return (*local[: self.dim], self.windows.width, *local[self.dim + 1 :])
 
-@dataclass(frozen=True)
-class HaloTransfer:
-    """The cheapest way to fetch: `sent` is how many rows a device sends."""
+    def run(self, place: Place, array: jax.Array) -> jax.Array:
+        """Exchange rows in the cheapest way."""
+        x, back = as_integers(array)
+        plan = plan_windows(self.windows)
+        return back(_RUN[plan.kind](self, place, x, plan))
 
-    kind: str  # "shifts", "align" or "gather"
-    sent: int
-    steps: int = 1  # collectives
-    shifts: tuple[_Shift, ...] = ()
+    @property
+    def mine(self) -> np.ndarray:
+        """For every device the tile that it has; 0 where it has none."""
+        split = self.sharding.splits[self.dim]
+        assert split
+        return np.maximum(split.coords, 0)
+
+    def __str__(self) -> str:
+        starts = self.windows.starts
+        shown = [*map(str, starts[:3]), *("..." for _ in starts[3:4])]
+        return f"{self.windows.width} rows of dim {self.dim} from {', '.join(shown)} on"
 
 
 def fetch(
     place: Place,
     tile: Tile,
     dim: int,
-    starts: Sequence[int] | np.ndarray,
+    starts: Numbers,
     width: int,
     reason: Reason,
     only: tuple[int, int] | None = None,
 ) -> jax.Array:
     """Rows `starts[c]` to `starts[c] + width` of the logical `dim` on the holders of tile c.
 
-    If `only` some rows are needed, the others are garbage as well.
-
-    Windows near the tiles are a halo exchange. If the windows are far from the tiles (half of a
-    dim, spread over all devices), `align` sends fewer rows; if every window needs most of the dim,
-    a gather does. A repeated request moves nothing.
+    If `only` some rows are needed, the others are garbage as well. A repeated request moves
+    nothing.
     """
-    split = tile.sharding.splits[dim]
-    if split is None:
+    if tile.sharding.splits[dim] is None:
         return window(place, tile.array, dim, int(starts[0]), width)
-    listed = tuple(np.asarray(starts).tolist())
-    node = Halo(reason, tile.sharding, tile.shape, dim, listed, width, only)
-    return communicate(node, tile.array, place)
+    windows = Windows.of(Runs.of(tile, dim).only(only), tile.array.shape[dim], starts, width)
+    return communicate(Halo(reason, tile.sharding, dim, windows), tile.array, place)
 
 
-@dataclass(frozen=True)
-class Halo(TensorNode):
-    """A window of `width` rows of `dim` for every tile, from `starts` on, beyond its own rows."""
-
-    name: ClassVar[str] = "halo"
-    shape: tuple[int, ...]
-    dim: int
-    starts: tuple[int, ...]
-    width: int
-    only: tuple[int, int] | None
-
-    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
-        """The window."""
-        return (*local[: self.dim], self.width, *local[self.dim + 1 :])
-
-    def run(self, place: Place, array: jax.Array) -> jax.Array:
-        """Exchange rows with the neighbours."""
-        tile = Tile(array, self.sharding, self.shape)
-        return _fetch(place, tile, self.dim, self.starts, self.width, self.reason, self.only)
-
-    def __str__(self) -> str:
-        shown = [*map(str, self.starts[:3]), *("..." for _ in self.starts[3:4])]
-        return f"{self.width} rows of dim {self.dim} from {', '.join(shown)} on"
-
-
-def _fetch(
-    place: Place,
-    tile: Tile,
-    dim: int,
-    starts: Sequence[int] | np.ndarray,
-    width: int,
-    reason: Reason,
-    only: tuple[int, int] | None,
+def align(
+    place: Place, x: jax.Array, sharding: Sharding, dim: int, windows: Windows, reason: Reason
 ) -> jax.Array:
-    split = tile.sharding.splits[dim]
+    """The windows of rows that the local arrays `x` have: a node of the plan."""
+    return communicate(Halo(reason, sharding, dim, windows), x, place)
+
+
+def collect(
+    place: Place, x: jax.Array, sharding: Sharding, dim: int, held: Runs, size: int, reason: Reason
+) -> jax.Array:
+    """All logical rows 0 to `size` replicated: for a few rows out of many.
+
+    Every device contributes its rows to a sum, so the bytes are those of the result, wherever the
+    rows are. A gather would be as cheap only if all tiles had equally many of them.
+    """
+    x, back = as_integers(x)
+    windows = Windows.of(held, x.shape[dim], np.zeros(len(held.low)), size)
+    spread = _spread(Halo(reason, sharding, dim, windows), place, x, size)
+    return back(collectives.merge_disjoint(place, spread, groups_along(sharding, dim), reason))
+
+
+def groups_along(sharding: Sharding, dim: int) -> list[list[int]]:
+    """Groups of devices that hold the tiles of `dim` in order, and agree in all other dims."""
+    split = sharding.splits[dim]
     assert split
-    x, back = as_integers(tile.array)
-    starts, rows = np.asarray(starts, np.int64), x.shape[dim]
-    held = Runs.of(tile, dim).only(only)
-    best = plan_halo(held, rows, starts, width)
-    if best.kind == "align":
-        return back(aligned(place, x, tile.sharding, dim, held, starts, width, reason))
-    mine = np.maximum(split.coords, 0)
-    needed = (starts < tile.shape[dim]) & (starts + width > 0)
-    if best.kind == "gather":
-        whole = all_gather(place, x, dim, groups_along(tile.sharding, dim), reason)
-        return back(window(place, whole, dim, np.where(needed, starts, 0)[mine], width))
-    if not best.shifts:
-        return back(padding.filled((*x.shape[:dim], width, *x.shape[dim + 1 :]), x.dtype))
-    pieces = []
-    for s in best.shifts:
-        piece = lax.slice_in_dim(x, s.skip, s.keep, axis=dim)
-        if s.by:
-            pairs = shifted_pairs(tile.sharding, dim, s.by, s.used)
-            piece = collective_permute(place, piece, pairs, reason)
-        pieces.append(piece)
-    joined = lax.concatenate(pieces, dim) if len(pieces) > 1 else pieces[0]
-    begin = (np.arange(split.tiles) + best.shifts[0].by) * rows + best.shifts[0].skip
-    return back(window(place, joined, dim, np.where(needed, starts - begin, 0)[mine], width))
-
-
-def plan_fetch(
-    tiles: int,
-    size: int,
-    starts: np.ndarray,
-    width: int,
-    only: tuple[int, int] | None = None,
-    rows: int | None = None,
-) -> HaloTransfer:
-    """The plan of `fetch` for even tiles, of `rows` rows if given."""
-    rows = rows or -(-size // tiles)
-    held = Runs.even(tiles, rows, size).only(only)
-    return plan_halo(held, rows, np.asarray(starts, np.int64), width)
-
-
-def plan_halo(held: Runs, rows: int, starts: np.ndarray, width: int) -> HaloTransfer:
-    """The way that sends the fewest rows."""
-    shifts = _shifts(held, rows, starts, width)
-    options = [HaloTransfer("gather", rows * (len(starts) - 1))]
-    routed = plan_rows(held, starts, width)
-    if routed:
-        options.insert(0, HaloTransfer("align", routed.sent, routed.steps))
-    if len(shifts) <= MAX_SHIFTS:
-        widths = [s.keep - s.skip for s in shifts if s.by]
-        options.insert(0, HaloTransfer("shifts", sum(widths), len(widths), shifts))
-    return min(options, key=lambda o: o.sent)
-
-
-def _shifts(held: Runs, rows: int, starts: np.ndarray, width: int) -> tuple[_Shift, ...]:
-    """The neighbours between the leftmost and the rightmost that any tile needs rows of."""
-    number = np.arange(len(starts))
-    first_row, end_row, _ = everything(held)
-    low, high = np.clip(starts, first_row, end_row), np.clip(starts + width, first_row, end_row)
-    needed = low < high
-    if not needed.any():
-        return ()
-    first = np.where(needed, low // rows - number, 0)
-    last = np.where(needed, (high - 1) // rows - number, 0)
-    left, right = int(first[needed].min()), int(last[needed].max())
-    if right - left >= MAX_SHIFTS:
-        return tuple(_Shift(by, 0, rows, needed) for by in range(left, right + 1))
-    shifts = []
-    for by in range(left, right + 1):
-        used = needed & (first <= by) & (by <= last)
-        source = (number + by)[used] * rows
-        skip = int(np.clip(low[used] - source, 0, rows).min()) if by == left else 0
-        keep = int(np.clip(high[used] - source, 0, rows).max()) if by == right else rows
-        shifts.append(_Shift(by, skip, keep, used))
-    return tuple(shifts)
+    devices = np.moveaxis(sharding.devices, dim, -1)
+    return devices.reshape(-1, split.tiles).tolist()
 
 
 def shifted_pairs(
     sharding: Sharding, dim: int, shift: int, used: np.ndarray | None = None
 ) -> list[tuple[int, int]]:
     """(source, destination): the holder of tile c + shift along `dim` sends to that of tile c."""
+    tiles = sharding.tiles[dim]
+    return pairs_along(
+        sharding,
+        dim,
+        [
+            (c + shift, c)
+            for c in range(tiles)
+            if 0 <= c + shift < tiles and (used is None or used[c])
+        ],
+    )
+
+
+def pairs_along(
+    sharding: Sharding, dim: int, tiles: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Pairs of devices for pairs of tiles along `dim`; they agree in all other dims."""
     devices = np.moveaxis(sharding.devices, dim, 0)
-    tiles = len(devices)
     return [
         (int(s), int(d))
-        for c in range(tiles)
-        if 0 <= c + shift < tiles and (used is None or used[c])
-        for s, d in zip(devices[c + shift].ravel(), devices[c].ravel(), strict=True)
+        for source, to in tiles
+        for s, d in zip(devices[source].ravel(), devices[to].ravel(), strict=True)
     ]
 
 
@@ -210,3 +146,101 @@ def window(place: Place, x: jax.Array, dim: int, starts: int | np.ndarray, width
         return x
     start = int(starts + before) if starts.ndim == 0 else place.lookup(starts + before)
     return rows_at(x, start, width, dim)
+
+
+# ---------------------------------------------------------------- how rows are sent
+
+
+def _by_shifts(halo: Halo, place: Place, x: jax.Array, plan: RowPlan) -> jax.Array:
+    """Rows of some neighbours, joined, of which each device takes its window."""
+    dim, shifts = halo.dim, plan.parts
+    if not shifts:
+        return padding.filled(halo.result(x.shape), x.dtype)
+    pieces = []
+    for s in shifts:
+        piece = lax.slice_in_dim(x, s.skip, s.keep, axis=dim)
+        if s.by:
+            pairs = shifted_pairs(halo.sharding, dim, s.by, s.used)
+            piece = collectives.collective_permute(place, piece, pairs, halo.reason)
+        pieces.append(piece)
+    joined = lax.concatenate(pieces, dim) if len(pieces) > 1 else pieces[0]
+    begin = halo.windows.held.begins + shifts[0].by * x.shape[dim] + shifts[0].skip
+    return _own_window(halo, place, joined, begin)
+
+
+def _by_gather(halo: Halo, place: Place, x: jax.Array, plan: RowPlan) -> jax.Array:
+    groups = groups_along(halo.sharding, halo.dim)
+    whole = collectives.all_gather(place, x, halo.dim, groups, halo.reason)
+    return _own_window(halo, place, whole, halo.windows.held.begins[0])
+
+
+def _own_window(halo: Halo, place: Place, x: jax.Array, begin: np.ndarray) -> jax.Array:
+    """This device's window, of rows that begin with the logical row `begin` (per tile)."""
+    starts, width = np.array(halo.windows.starts), halo.windows.width
+    first, end = halo.windows.held.extent
+    needed = (starts < end) & (starts + width > first)
+    return window(place, x, halo.dim, np.where(needed, starts - begin, 0)[halo.mine], width)
+
+
+def _by_scatter(halo: Halo, place: Place, x: jax.Array, plan: RowPlan) -> jax.Array:
+    spread = _spread(halo, place, x, halo.windows.width * len(halo.windows.starts))
+    groups = groups_along(halo.sharding, halo.dim)
+    return collectives.scatter_disjoint(place, spread, halo.dim, groups, halo.reason)
+
+
+def _by_rounds(halo: Halo, place: Place, x: jax.Array, plan: RowPlan) -> jax.Array:
+    """Send the pieces, round by round, and write them to their rows."""
+    dim, mine, windows, begins = halo.dim, halo.mine, halo.windows, halo.windows.held.begins
+    margin = max(map(largest, plan.parts), default=0)
+    shape = halo.result(x.shape)
+    buffer = padding.filled([n + 2 * margin * (d == dim) for d, n in enumerate(shape)], x.dtype)
+    for pieces in plan.parts:
+        box = largest(pieces)
+        send, at, low, high = np.zeros((4, len(begins)), np.int64)
+        for c, s, a, b, by in pieces:
+            send[s] = min(a - begins[s], x.shape[dim] - box)
+            origin = begins[s] + send[s]  # the logical row that box row 0 is
+            at[c] = margin + origin + by - windows.starts[c]
+            low[c], high[c] = a - origin, b - origin
+        box_rows = rows_at(x, place.lookup(send[mine]), box, dim)
+        if is_remote(pieces[0]):
+            pairs = pairs_along(halo.sharding, dim, [(p.sender, p.receiver) for p in pieces])
+            box_rows = collectives.collective_permute(place, box_rows, pairs, halo.reason)
+        where = place.lookup(at[mine])
+        if windows.has_strays and (high - low < box).any():
+            row = lax.broadcasted_iota(jnp.int32, box_rows.shape, dim)
+            wanted = (row >= place.lookup(low[mine])) & (row < place.lookup(high[mine]))
+            there = rows_at(buffer, where, box, dim)
+            box_rows = lax.select(wanted, box_rows, there)
+        buffer = rows_put(buffer, box_rows, where, dim)
+    return lax.slice_in_dim(buffer, margin, margin + windows.width, axis=dim)
+
+
+def _spread(halo: Halo, place: Place, x: jax.Array, size: int) -> jax.Array:
+    """The first window, and rows up to `size`: this device's own rows, and zeros elsewhere."""
+    dim, mine, held, rows = halo.dim, halo.mine, halo.windows.held, x.shape[halo.dim]
+    start, begins = halo.windows.starts[0], held.begins
+    owners = np.flatnonzero((held.low <= start) & (held.high >= start + size))
+    if not halo.windows.moves and len(owners) == 1:  # one tile has all rows
+        first = int(start - begins[owners[0]])
+        found = lax.slice_in_dim(x, first, first + size, axis=dim)
+        return place.where(mine == owners[0], found)
+    row = lax.broadcasted_iota(jnp.int32, x.shape, dim)
+    wide = jnp.zeros([n if d != dim else size + 2 * rows for d, n in enumerate(x.shape)], x.dtype)
+    for first, end, by in halo.windows.every_move:
+        first, end = max(first, start - by), min(end, start + size - by)
+        low, high = np.clip(held.low, first, end), np.clip(held.high, first, end)
+        own = row >= place.lookup((low - begins)[mine])
+        own &= row < place.lookup((high - begins)[mine])
+        at = place.lookup(np.clip(begins + by - start + rows, 0, size + rows)[mine])
+        there = rows_at(wide, at, rows, dim)
+        wide = rows_put(wide, lax.select(own, x, there), at, dim)
+    return lax.slice_in_dim(wide, rows, rows + size, axis=dim)
+
+
+_RUN = {
+    "shifts": _by_shifts,
+    "rounds": _by_rounds,
+    "scatter": _by_scatter,
+    "gather": _by_gather,
+}

@@ -22,7 +22,7 @@ from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.moving import halo
 from gshard.moving.costs import STEP_COST
-from gshard.moving.rows import Runs
+from gshard.moving.row_windows import Runs, Windows, plan_windows
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Identity, Tile
@@ -158,9 +158,10 @@ def _sent(rows: Rows) -> float:
     tile, dim = rows.tile, rows.dim
     if tile.sharding.splits[dim] is None:
         return 0.0
+    local = tile.array.shape[dim]
     held = Runs.of(tile, dim).only(rows.only)
-    plan = halo.plan_halo(held, tile.array.shape[dim], rows.starts, rows.width)
-    row = tile.nbytes // max(tile.array.shape[dim], 1)
+    plan = plan_windows(Windows.of(held, local, rows.starts, rows.width))
+    row = tile.nbytes // max(local, 1)
     return plan.sent * row + STEP_COST * plan.steps if plan.sent else 0.0
 
 

@@ -15,8 +15,10 @@ from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.boxes import route
 from gshard.moving.exchange import exchange_groups, kept_tiles, orders_of_parts
+from gshard.moving.halo import Halo
 from gshard.moving.nodes import TensorNode, communicate
 from gshard.moving.plan import copies_as_split, plan_reshard
+from gshard.moving.row_windows import retiling
 from gshard.moving.sent import mostly_held
 from gshard.tensors import padding
 from gshard.tensors.devices import Groups, Place, groups_by
@@ -45,28 +47,6 @@ class Reshard(TensorNode):
         return f"{self.sharding} -> {self.target}"
 
 
-@dataclass(frozen=True)
-class Retile(TensorNode):
-    """A tensor with tiles of `size` rows along one dim, which may differ from the sharding's."""
-
-    name: ClassVar[str] = "retile"
-    shape: tuple[int, ...]
-    dim: int
-    size: int
-
-    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
-        """The tile with another number of rows."""
-        return (*local[: self.dim], self.size, *local[self.dim + 1 :])
-
-    def run(self, place: Place, array: jax.Array) -> jax.Array:
-        """Rows shift between neighbours."""
-        tile = Tile(array, self.sharding, self.shape)
-        return retiled(place, tile, self.dim, self.size, self.reason).array
-
-    def __str__(self) -> str:
-        return f"{self.size} rows a tile along dim {self.dim}"
-
-
 def reshard(place: Place, tile: Tile, target: Sharding, reason: Reason) -> Tile:
     """`tile` under `target`: a node of the plan."""
     if tile.sharding == target and tile.is_standard:
@@ -79,8 +59,8 @@ def retile(place: Place, tile: Tile, dim: int, size: int, reason: Reason) -> Til
     """`tile` with tiles of `size` rows along `dim`: a node of the plan, if rows have to move."""
     if tile.array.shape[dim] == size or tile.sharding.splits[dim] is None:
         return retiled(place, tile, dim, size, reason)
-    node = Retile(reason, tile.sharding, tile.shape, dim, size)
-    return Tile(communicate(node, tile.array, place), tile.sharding, tile.shape)
+    array = communicate(_evening_out(tile, dim, size, reason), tile.array, place)
+    return Tile(array, tile.sharding, tile.shape)
 
 
 # ---------------------------------------------------------------- how they are carried out
@@ -111,14 +91,18 @@ def standardized(place: Place, tile: Tile, reason: Reason) -> Tile:
 
 def retiled(place: Place, tile: Tile, dim: int, size: int, reason: Reason) -> Tile:
     """`tile` with tiles of `size` rows along `dim`."""
-    now = tile.array.shape[dim]
-    if now == size:
+    if tile.array.shape[dim] == size:
         return tile
-    split = tile.sharding.splits[dim]
-    if split is None or now * split.tiles == size * split.tiles:
+    if tile.sharding.splits[dim] is None:
         return Tile(_resize(tile.array, dim, size), tile.sharding, tile.shape)
-    local = (*tile.array.shape[:dim], size, *tile.array.shape[dim + 1 :])
-    return route(place, tile, tile.sharding, local, reason.then(f"even out tiles of dim {dim}"))
+    array = _evening_out(tile, dim, size, reason).run(place, tile.array)
+    return Tile(array, tile.sharding, tile.shape)
+
+
+def _evening_out(tile: Tile, dim: int, size: int, reason: Reason) -> Halo:
+    """The halo that leaves tiles of `size` rows."""
+    windows = retiling(tile.sharding.tiles[dim], tile.array.shape[dim], size, tile.shape[dim])
+    return Halo(reason.then(f"even out tiles of dim {dim}"), tile.sharding, dim, windows)
 
 
 def _exchange(place: Place, tile: Tile, target: Sharding, reason: Reason) -> Tile:

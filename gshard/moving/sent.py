@@ -17,6 +17,7 @@ from gshard.moving.boxes import plan_boxes
 from gshard.moving.costs import sent_bytes
 from gshard.moving.exchange import group_size, kept_tiles
 from gshard.moving.ordered import sortable_bytes
+from gshard.moving.row_windows import plan_windows, retiling
 from gshard.tensors.sharding import Sharding
 
 Shape = tuple[int, ...]
@@ -82,8 +83,9 @@ def retile_elements(sharding: Sharding, local: Shape, dim: int, size: int, shape
     """Elements that a device sends to have tiles of `size` rows along `dim`."""
     if local[dim] == size or sharding.splits[dim] is None:
         return 0
-    wanted = (*local[:dim], size, *local[dim + 1 :])
-    return sum(r.sent for r in plan_boxes(sharding, local, sharding, wanted, shape))
+    windows = retiling(sharding.tiles[dim], local[dim], size, shape[dim])
+    others = math.prod(n for d, n in enumerate(local) if d != dim)
+    return plan_windows(windows).sent * others
 
 
 def standard_elements(sharding: Sharding, local: Shape, shape: Shape) -> int:

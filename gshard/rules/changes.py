@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,33 +16,39 @@ import numpy as np
 from jax import lax
 
 from gshard.graph.reason import Reason
-from gshard.moving.halo import plan_fetch, window
+from gshard.moving.halo import align, collect, window
 from gshard.moving.recompute import fetch
-from gshard.moving.rows import Runs, align, collect, plan_rows
+from gshard.moving.row_windows import Move, Runs, Windows, plan_fetch, plan_windows
 from gshard.rules.base.rule import Context
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Split
 from gshard.tensors.tile import Tile
 
 
+@dataclass(frozen=True)
 class Change(ABC):
-    """A change of one dim."""
+    """A change of one dim, of which the result has `rows` rows.
 
-    @abstractmethod
-    def result(self, size: int) -> int:
-        """The number of rows of the result, of `size` rows."""
+    `collectable` says whether `collected` may send less than a gather of the operand.
+    """
+
+    rows: int
+    collectable: bool = False
+
+    def tiles(self, tiles: int) -> tuple[np.ndarray, int]:
+        """The first row of each tile of the result, and how many rows a tile has."""
+        rows = -(-self.rows // tiles)
+        return np.arange(tiles) * rows, rows
 
     @abstractmethod
     def sent(self, size: int, tiles: int) -> int:
-        """How many rows a device sends if the dim is in `tiles` tiles before and after."""
+        """How many rows a device sends if `size` rows are in `tiles` tiles before and after."""
 
     @abstractmethod
     def run(
         self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason
     ) -> jax.Array:
         """The local rows of the result, split by `split`; the operand is split alike or unsplit."""
-
-    collectable = False  # whether `collected` may send less than a gather of the operand
 
     def collected(self, ctx: Context, tile: Tile, dim: int, reason: Reason) -> jax.Array:
         """The whole result on every device."""
@@ -50,214 +57,169 @@ class Change(ABC):
 
 
 @dataclass(frozen=True)
-class Slice(Change):
-    """Rows `start` to `limit`, every `stride`-th: subsampled before they are sent."""
+class RowMap(Change):
+    """An affine map of rows: a slice, a pad or a reversal.
 
-    start: int
-    limit: int
+    Row j of the result is the operand's row i if `low + i * step` is `j * stride`, and `value` if
+    there is none. So a slice has a stride, a pad has steps (interior padding), both may begin at
+    any row, and a reversal counts back. Rows are subsampled before they are sent, and padding is
+    inserted afterwards.
+    """
+
+    low: int = 0
+    step: int = 1
     stride: int = 1
-    collectable = True
-
-    def result(self, size: int) -> int:
-        """The rows that are left."""
-        return max(0, -(-(self.limit - self.start) // self.stride))
+    value: Any = None
 
     def sent(self, size: int, tiles: int) -> int:
         """Rows at the borders of the tiles, or every row of a result on other devices."""
-        rows = -(-self.result(size) // tiles)
-        starts = np.arange(tiles) * rows
-        if self.stride == 1:
-            return plan_fetch(tiles, size, starts + self.start, rows, (self.start, self.limit)).sent
-        moved = plan_rows(self.runs(tiles, -(-size // tiles), size), starts, rows)
-        assert moved
-        return moved.sent
+        if self.stride > 1:
+            local = -(-size // tiles)
+            held, rows = self._thinned_runs(tiles, local, size), -(-local // self.stride)
+            return plan_windows(Windows.of(held, rows, *self.tiles(tiles))).sent
+        first, count, only = self._needed(tiles)
+        return plan_fetch(tiles, size, first, count, [Move(*only, 0)]).sent
 
     def run(
         self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason
     ) -> jax.Array:
-        """Subsample, then align."""
+        """Fetch rows and map them; a stride comes first, where rows are sent."""
+        place, size = ctx.place, tile.shape[dim]
         if split is None:
-            return lax.slice_in_dim(tile.array, self.start, self.limit, self.stride, dim)
-        size = tile.shape[dim]
-        rows = -(-self.result(size) // split.tiles)
-        starts = np.arange(split.tiles) * rows
-        if tile.sharding.splits[dim] is None or self.stride == 1:
-            starts = self.start + starts * self.stride
-            width = max(0, (rows - 1) * self.stride + 1)
-            needed = (self.start, self.limit)
-            x = rows_of(ctx.place, tile, dim, split, starts, width, reason, needed)
-            return lax.slice_in_dim(x, 0, width, self.stride, dim)
-        held, x = self.thinned(ctx.place, tile, dim)
-        return align(ctx.place, x, tile.sharding, dim, held, starts, rows, reason)
+            return self._whole(tile.array, dim)
+        if self.stride > 1 and tile.sharding.splits[dim]:
+            held, x = self._thinned(place, tile, dim)
+            windows = Windows.of(held, x.shape[dim], *self.tiles(split.tiles))
+            return align(place, x, tile.sharding, dim, windows, reason)
+        first, count, only = self._needed(split.tiles)
+        x = rows_of(place, tile, dim, split, first, count, reason, only)
+        return self._mapped(place, x, dim, split, first, size)
 
-    def runs(self, tiles: int, rows: int, size: int) -> Runs:
+    def _needed(self, tiles: int) -> tuple[np.ndarray, int, tuple[int, int]]:
+        """The operand's first row in each tile of the result, how many there may be, and which."""
+        starts, rows = self.tiles(tiles)
+        count, every = (
+            max(0, (n - 1) * abs(self.stride) // self.step + 1) for n in (rows, self.rows)
+        )
+        first = -((self.low - self._least(starts, rows)) // self.step)
+        begin = -((self.low - self._least(0, self.rows)) // self.step)
+        return first, count, (begin, begin + every)
+
+    def _least(self, start: Any, rows: int) -> Any:
+        """The least `j * stride` among rows of the result."""
+        return start * self.stride if self.stride > 0 else (start + rows - 1) * self.stride
+
+    def _whole(self, x: jax.Array, dim: int) -> jax.Array:
+        if self.stride < 0:
+            return lax.rev(x, (dim,))
+        if self.value is None:
+            end = (self.rows - 1) * self.stride + 1 - self.low
+            return lax.slice_in_dim(x, -self.low, end, self.stride, dim)
+        high = self.rows - self.low - (x.shape[dim] - 1) * self.step - 1
+        pads = (self.low, high, self.step - 1)
+        return lax.pad(x, self.value, [pads if d == dim else (0, 0, 0) for d in range(x.ndim)])
+
+    def _mapped(
+        self, place: Place, x: jax.Array, dim: int, split: Split, first: np.ndarray, size: int
+    ) -> jax.Array:
+        """A tile of the result, of the operand's rows from `first` on."""
+        starts, rows = self.tiles(split.tiles)
+        mine = np.maximum(split.coords, 0)
+        if self.step > 1:
+            holes = [(0, 0, (self.step - 1) * (d == dim)) for d in range(x.ndim)]
+            x = lax.pad(x, self.value, holes)
+        begin = self._least(starts, rows)
+        ahead = first * self.step + self.low - begin
+        x = window(place, x, dim, -ahead[mine], (rows - 1) * abs(self.stride) + 1)
+        if self.stride < 0:
+            x = lax.rev(x, (dim,))
+        elif self.stride > 1:
+            x = lax.slice_in_dim(x, 0, None, self.stride, dim)
+        if self.value is None:
+            return x
+        index = lax.broadcasted_iota(jnp.int32, x.shape, dim) + place.lookup(
+            (begin - self.low)[mine]
+        )
+        inside = (index >= 0) & (index <= (size - 1) * self.step)
+        if self.step > 1:
+            inside &= index % self.step == 0
+        return lax.select(inside, x, jnp.broadcast_to(self.value, x.shape))
+
+    def _thinned_runs(self, tiles: int, rows: int, size: int) -> Runs:
         """The rows of the result that each tile holds after subsampling."""
         border = np.minimum(np.arange(tiles + 1) * rows, size)
-        index = np.clip(-((self.start - border) // self.stride), 0, self.result(size))
+        index = np.clip(-((-self.low - border) // self.stride), 0, self.rows)
         return Runs(index[:-1], index[1:], np.zeros(tiles, np.int64))
 
-    def thinned(self, place: Place, tile: Tile, dim: int) -> tuple[Runs, jax.Array]:
+    def _thinned(self, place: Place, tile: Tile, dim: int) -> tuple[Runs, jax.Array]:
         """Only the rows that the result has, at the start of the local array."""
         split, rows, size = tile.sharding.splits[dim], tile.array.shape[dim], tile.shape[dim]
         assert split
-        held = self.runs(split.tiles, rows, size)
+        held = self._thinned_runs(split.tiles, rows, size)
         count = -(-rows // self.stride)
-        first = self.start + held.low * self.stride - np.arange(split.tiles) * rows
+        first = held.low * self.stride - self.low - np.arange(split.tiles) * rows
         first = np.clip(first, 0, rows)[np.maximum(split.coords, 0)]
         x = window(place, tile.array, dim, first, (count - 1) * self.stride + 1)
         return held, lax.slice_in_dim(x, 0, None, self.stride, dim)
 
     def collected(self, ctx: Context, tile: Tile, dim: int, reason: Reason) -> jax.Array:
-        """The whole result on every device."""
-        if self.stride == 1:
-            rows = Runs.of(tile, dim).only((self.start, self.limit))
-            held, x = Runs(rows.low - self.start, rows.high - self.start, rows.first), tile.array
-        else:
-            held, x = self.thinned(ctx.place, tile, dim)
-        size = self.result(tile.shape[dim])
-        return collect(ctx.place, x, tile.sharding, dim, held, size, reason)
+        """The rows of a slice, contributed by the devices that have them."""
+        if not self.collectable:
+            return super().collected(ctx, tile, dim, reason)
+        held, x = Runs.of(tile, dim).only(self._needed(1)[2]), tile.array
+        held = Runs(held.low + self.low, held.high + self.low, held.first)
+        if self.stride > 1:
+            held, x = self._thinned(ctx.place, tile, dim)
+        return collect(ctx.place, x, tile.sharding, dim, held, self.rows, reason)
 
 
-@dataclass(frozen=True)
-class Pad(Change):
-    """`low` and `high` rows around (or, if negative, fewer), `interior` between any two.
-
-    The operand's rows are sent before the padding is inserted.
-    """
-
-    low: int
-    high: int
-    interior: int
-    value: jax.Array | None = None
-
-    def result(self, size: int) -> int:
-        """The rows with the padding."""
-        return max(0, self.low + self.high + size + max(0, size - 1) * self.interior)
-
-    def sent(self, size: int, tiles: int) -> int:
-        """The operand's rows that a tile of the result needs and the operand's tile lacks."""
-        rows = -(-self.result(size) // tiles)
-        first, count = self._needed(tiles, rows)
-        return plan_fetch(tiles, size, first, count).sent
-
-    def run(
-        self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason
-    ) -> jax.Array:
-        """Fetch rows, insert the interior padding, slice, and write the padding."""
-        value, size, step = self.value, tile.shape[dim], self.interior + 1
-        assert value is not None
-        if split is None:
-            pads = [
-                (self.low, self.high, self.interior) if d == dim else (0, 0, 0)
-                for d in range(tile.array.ndim)
-            ]
-            return lax.pad(tile.array, value, pads)
-        rows = -(-self.result(size) // split.tiles)
-        mine = np.maximum(split.coords, 0)
-        first, count = self._needed(split.tiles, rows)
-        x = rows_of(ctx.place, tile, dim, split, first, count, reason)
-        if self.interior:
-            pads = [(0, 0, self.interior * (d == dim)) for d in range(x.ndim)]
-            x = lax.pad(x, value, pads)
-        ahead = first * step + self.low - np.arange(split.tiles) * rows
-        x = window(ctx.place, x, dim, -ahead[mine], rows)
-        at = ctx.place.lookup((np.arange(split.tiles) * rows - self.low)[mine])
-        index = lax.broadcasted_iota(jnp.int32, x.shape, dim) + at
-        inside = (index >= 0) & (index <= (size - 1) * step)
-        if self.interior:
-            inside &= index % step == 0
-        return lax.select(inside, x, jnp.broadcast_to(value, x.shape))
-
-    def _needed(self, tiles: int, rows: int) -> tuple[np.ndarray, int]:
-        """The first operand row in each tile of the result, and how many there are at most."""
-        step = self.interior + 1
-        return -((self.low - np.arange(tiles) * rows) // step), -(-rows // step)
+def slice_rows(start: int, limit: int, stride: int = 1) -> RowMap:
+    """Rows `start` to `limit`, every `stride`-th."""
+    return RowMap(max(0, -(-(limit - start) // stride)), True, -start, stride=stride)
 
 
-@dataclass(frozen=True)
-class Reverse(Change):
-    """Reversed rows: tiles change places, and shift if the last one was not full."""
+def pad_rows(size: int, low: int, high: int, interior: int, value: Any) -> RowMap:
+    """`low` and `high` rows around `size` (or, if negative, fewer), `interior` between any two."""
+    rows = max(0, low + high + size + max(0, size - 1) * interior)
+    return RowMap(rows, low=low, step=interior + 1, value=value)
 
-    def result(self, size: int) -> int:
-        """As many rows as before."""
-        return size
 
-    def sent(self, size: int, tiles: int) -> int:
-        """One tile."""
-        rows = -(-size // tiles)
-        moved = plan_rows(self._runs(tiles, rows, size), np.arange(tiles) * rows, rows)
-        assert moved
-        return moved.sent
-
-    def run(
-        self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason
-    ) -> jax.Array:
-        """Reverse within the tile, then align."""
-        size = tile.shape[dim]
-        if split is None:
-            return lax.rev(tile.array, (dim,))
-        rows = -(-size // split.tiles)
-        starts = np.arange(split.tiles) * rows
-        if tile.sharding.splits[dim] is None:
-            x = rows_of(ctx.place, tile, dim, split, size - starts - rows, rows, reason)
-            return lax.rev(x, (dim,))
-        held = self._runs(split.tiles, rows, size)
-        x = lax.rev(tile.array, (dim,))
-        return align(ctx.place, x, tile.sharding, dim, held, starts, rows, reason)
-
-    def _runs(self, tiles: int, rows: int, size: int) -> Runs:
-        high = size - np.arange(tiles) * rows
-        return Runs.clipped(high - rows, high, size)
+def reverse_rows(size: int) -> RowMap:
+    """All rows, the last one first."""
+    return RowMap(size, low=1 - size, stride=-1)
 
 
 @dataclass(frozen=True)
 class Repeat(Change):
-    """All rows `times` over."""
-
-    times: int
-
-    def result(self, size: int) -> int:
-        """Times as many rows."""
-        return size * self.times
+    """All rows, several times over."""
 
     def sent(self, size: int, tiles: int) -> int:
         """The rows of the operand that a device lacks, if it needs them all."""
-        rows = -(-self.result(size) // tiles)
-        if self.times >= tiles:
+        if self.rows >= size * tiles:
             return -(-size // tiles) * (tiles - 1)
-        moved = plan_rows(
-            Runs.even(tiles, -(-size // tiles), size),
-            np.arange(tiles) * rows,
-            rows,
-            self._moves(size),
-        )
-        assert moved
-        return moved.sent
+        return plan_fetch(tiles, size, *self.tiles(tiles), self._moves(size)).sent
 
     def run(
         self, ctx: Context, tile: Tile, dim: int, split: Split | None, reason: Reason
     ) -> jax.Array:
         """Align with every copy; if a tile needs the entire operand, gather that."""
-        size, here = tile.shape[dim], tile.sharding.splits[dim]
-        reps = [self.times if d == dim else 1 for d in range(tile.array.ndim)]
+        size, reps = tile.shape[dim], [1] * tile.array.ndim
         if split is None:
+            reps[dim] = self.rows // size
             return jnp.tile(tile.array, reps)
-        rows = -(-self.result(size) // split.tiles)
-        starts = np.arange(split.tiles) * rows
-        if here and self.times < split.tiles:
-            held = Runs.of(tile, dim)
-            moves = self._moves(size)
-            return align(
-                ctx.place, tile.array, tile.sharding, dim, held, starts, rows, reason, moves
-            )
-        if here:
+        starts, rows = self.tiles(split.tiles)
+        if tile.sharding.splits[dim]:
+            if self.rows < size * split.tiles:
+                held, moves = Runs.of(tile, dim), self._moves(size)
+                windows = Windows.of(held, tile.array.shape[dim], starts, rows, moves)
+                return align(ctx.place, tile.array, tile.sharding, dim, windows, reason)
             tile = ctx.reshard(tile, tile.sharding.replace(dim, None), reason)
         reps[dim] = -(-rows // size) + 1
         copies = jnp.tile(tile.array, reps)
         return window(ctx.place, copies, dim, (starts % size)[np.maximum(split.coords, 0)], rows)
 
-    def _moves(self, size: int) -> list[tuple[int, int, int]]:
-        return [(0, size, i * size) for i in range(self.times)]
+    def _moves(self, size: int) -> list[Move]:
+        return [Move(0, size, at) for at in range(0, self.rows, size)]
 
 
 def rows_of(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +15,10 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import stack_p, unstack_p
 from gshard.graph.reason import Reason
-from gshard.moving.halo import plan_fetch
+from gshard.moving.halo import align
 from gshard.moving.offsets import rows_put
 from gshard.moving.plan import plan_reshard, reshard_cost, whole_along
-from gshard.moving.rows import Move, Runs, align, plan_rows
+from gshard.moving.row_windows import Move, Runs, Windows, plan_fetch
 from gshard.rules.base.choose import cheapest
 from gshard.rules.base.primitives import concatenate_slices_p
 from gshard.rules.base.rule import (
@@ -64,30 +63,17 @@ def concatenate_factors(eqn: JaxprEqn) -> Factors:
     return Factors.of(eqn, [names] * len(eqn.invars), [names], resized=resized)
 
 
-@dataclass(frozen=True)
-class OperandRows:
-    """Rows `start` to `limit` of operand number `operand`, which become the rows from `at` on."""
-
-    operand: int
-    start: int
-    limit: int
-    at: int
-
-    @property
-    def move(self) -> Move:
-        """The same for `align`."""
-        return self.start, self.limit, self.at - self.start
+Used = Mapping[int, list[Move]]  # for each operand, which of its rows the result has, and where
 
 
-def _used(eqn: JaxprEqn) -> dict[int, list[OperandRows]]:
-    """The rows of each operand that the result has."""
-    dim, used, at = eqn.params["dimension"], dict[int, list[OperandRows]](), 0
+def _used(eqn: JaxprEqn) -> Used:
+    dim, used, at = eqn.params["dimension"], dict[int, list[Move]](), 0
     windows = eqn.params.get("windows")
     for operand, start, limit in windows or [
         (i, 0, a.aval.shape[dim]) for i, a in enumerate(eqn.invars)
     ]:
         if start < limit:
-            used.setdefault(operand, []).append(OperandRows(operand, start, limit, at))
+            used.setdefault(operand, []).append(Move(start, limit, at - start))
         at += limit - start
     return used
 
@@ -108,9 +94,10 @@ def _concatenate(
     ready = {i: ctx.reshard(tiles[i], way.operands[i], reason) for i in used}
     split = result.splits[dim]
     if split is None:
-        parts = sorted((q for own in used.values() for q in own), key=lambda q: q.at)
+        parts = [(q.first + q.by, q, ready[i].array) for i, own in used.items() for q in own]
         pieces = [
-            lax.slice_in_dim(ready[q.operand].array, q.start, q.limit, axis=dim) for q in parts
+            lax.slice_in_dim(x, q.first, q.end, axis=dim)
+            for _, q, x in sorted(parts, key=lambda part: part[0])
         ]
         return [Tile(lax.concatenate(pieces, dim), result, shape)]
     return [Tile(_joined(ctx, ready, used, dim, split, shape[dim]), result, shape)]
@@ -119,7 +106,7 @@ def _concatenate(
 def _joined(
     ctx: Context,
     ready: Mapping[int, Tile],
-    used: Mapping[int, list[OperandRows]],
+    used: Used,
     dim: int,
     split: Split,
     size: int,
@@ -127,7 +114,7 @@ def _joined(
     """The tile of the result, along a split dim of `size` rows."""
     rows = -(-size // split.tiles)
     joined: jax.Array | None = None
-    for i in sorted(used, key=lambda i: -sum(q.limit - q.start for q in used[i])):
+    for i in sorted(used, key=lambda i: -sum(q.end - q.first for q in used[i])):
         own = used[i]
         if joined is not None and _in_single_tiles(ready[i], own, dim, rows):
             for part in own:
@@ -172,12 +159,7 @@ def concatenate_ways(
     return [best] if best.results[0] in moved else usual
 
 
-def _way(
-    eqn: JaxprEqn,
-    shardings: Sequence[Sharding],
-    used: Mapping[int, list[OperandRows]],
-    result: Sharding,
-) -> Way:
+def _way(eqn: JaxprEqn, shardings: Sequence[Sharding], used: Used, result: Sharding) -> Way:
     """With a result that is split like that; `Way.how` is the number of collectives inside."""
     dim, aval = eqn.params["dimension"], eqn.outvars[0].aval
     split, local = result.splits[dim], result.local_shape(aval.shape)
@@ -187,12 +169,13 @@ def _way(
         here, shape = shardings[i], eqn.invars[i].aval.shape
         sources[i] = result.replace(dim, None)
         if split:
-            rows, rounds = _rows_sent(shape[dim], own, split.tiles, local[dim])
+            starts = np.arange(split.tiles) * local[dim]
+            plan = plan_fetch(split.tiles, shape[dim], starts, local[dim], own)
             whole, fetched = (
                 reshard_cost(here, there, shape, aval.dtype) for there in (sources[i], result)
             )
-            if fetched + rows * row < whole:
-                sources[i], sent, steps = result, sent + rows * row, steps + rounds
+            if fetched + plan.sent * row < whole:
+                sources[i], sent, steps = result, sent + plan.sent * row, steps + plan.steps
     return Way(tuple(sources), (result,), steps, sent=sent)
 
 
@@ -210,54 +193,39 @@ def _totals(
     return sent, steps
 
 
-def _rows_sent(size: int, parts: list[OperandRows], tiles: int, rows: int) -> tuple[int, int]:
-    """The rows that a device sends of one operand, and in how many steps."""
-    starts = np.arange(tiles) * rows
-    if len(parts) == 1:
-        (part,) = parts
-        first, end, by = part.move
-        fetched = plan_fetch(tiles, size, starts - by, rows, (first, end))
-        return fetched.sent, fetched.steps
-    held = Runs.even(tiles, -(-size // tiles), size)
-    moved = plan_rows(held, starts, rows, [q.move for q in parts])
-    assert moved
-    return moved.sent, moved.steps
-
-
 def _fetched(
     place: Place,
     tile: Tile,
-    parts: list[OperandRows],
+    parts: list[Move],
     dim: int,
     split: Split,
     rows: int,
     reason: Reason,
-) -> Iterator[tuple[jax.Array, list[OperandRows]]]:
+) -> Iterator[tuple[jax.Array, list[Move]]]:
     """The rows of the result's tile that come from one operand, and the parts that they are."""
     starts = np.arange(split.tiles) * rows
     if tile.sharding.splits[dim] is split and len(parts) > 1:
-        held, moves = Runs.of(tile, dim), [q.move for q in parts]
-        yield align(place, tile.array, tile.sharding, dim, held, starts, rows, reason, moves), parts
+        windows = Windows.of(Runs.of(tile, dim), tile.array.shape[dim], starts, rows, parts)
+        yield align(place, tile.array, tile.sharding, dim, windows, reason), parts
         return
     for part in parts:
-        first, end, by = part.move
-        yield rows_of(place, tile, dim, split, starts - by, rows, reason, (first, end)), [part]
+        first = starts - part.by
+        yield rows_of(place, tile, dim, split, first, rows, reason, part[:2]), [part]
 
 
-def _in_single_tiles(tile: Tile, parts: list[OperandRows], dim: int, rows: int) -> bool:
+def _in_single_tiles(tile: Tile, parts: list[Move], dim: int, rows: int) -> bool:
     """Whether all devices have an operand, and each of its parts goes into one tile."""
-    ends = [(q.at, q.at + q.limit - q.start - 1) for q in parts]
+    ends = [(q.first + q.by, q.end + q.by - 1) for q in parts]
     return tile.sharding.splits[dim] is None and all(a // rows == b // rows for a, b in ends)
 
 
 def _written(
-    place: Place, below: jax.Array, source: jax.Array, part: OperandRows, dim: int, split: Split
+    place: Place, below: jax.Array, source: jax.Array, part: Move, dim: int, split: Split
 ) -> jax.Array:
     """`below` with a part of `source` in the rows of the one tile that it goes into."""
-    rows, count = below.shape[dim], part.limit - part.start
-    number, first = divmod(part.at, rows)
-    new = lax.slice_in_dim(source, part.start, part.limit, axis=dim)
-    there = lax.slice_in_dim(below, first, first + count, axis=dim)
+    number, first = divmod(part.first + part.by, below.shape[dim])
+    new = lax.slice_in_dim(source, part.first, part.end, axis=dim)
+    there = lax.slice_in_dim(below, first, first + new.shape[dim], axis=dim)
     new = place.where(np.maximum(split.coords, 0) == number, new, there)
     return rows_put(below, new, first, dim)
 
@@ -266,7 +234,7 @@ def _over(
     place: Place,
     below: jax.Array,
     above: jax.Array,
-    parts: list[OperandRows],
+    parts: list[Move],
     dim: int,
     split: Split,
 ) -> jax.Array:
@@ -276,7 +244,7 @@ def _over(
     index = lax.broadcasted_iota(jnp.int32, below.shape, dim) + offset
     inside = functools.reduce(
         jnp.logical_or,
-        [(index >= q.at) & (index < q.at + q.limit - q.start) for q in parts],
+        [(index >= q.first + q.by) & (index < q.end + q.by) for q in parts],
     )
     return lax.select(inside, above, below)
 

@@ -26,9 +26,9 @@ from jax.extend.core import primitives as p
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.costs import timed
-from gshard.moving.halo import plan_fetch, shifted_pairs
+from gshard.moving.halo import groups_along, shifted_pairs
 from gshard.moving.recompute import fetch
-from gshard.moving.rows import groups_along
+from gshard.moving.row_windows import plan_fetch
 from gshard.rules.base.choose import cheapest
 from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, linear_in, register
 from gshard.rules.changes import Change
@@ -44,13 +44,8 @@ from gshard.tensors.tile import Tile, itemsize_of
 class DynamicSlice(Change):
     """`rows` rows from the run-time `start` on, which is within the dim."""
 
-    rows: int
+    collectable: bool = True
     start: Any = None  # an array; left out where the slice is only priced
-    collectable = True
-
-    def result(self, size: int) -> int:
-        """Known in advance."""
-        return self.rows
 
     def sent(self, size: int, tiles: int) -> int:
         """The cheaper of the two schemes."""
@@ -71,7 +66,7 @@ class DynamicSlice(Change):
         place = ctx.place
         if split is None:
             return lax.dynamic_slice_in_dim(tile.array, self.start, self.rows, dim)
-        size, local, width = tile.shape[dim], tile.array.shape[dim], -(-self.rows // split.tiles)
+        size, width = tile.shape[dim], -(-self.rows // split.tiles)
         if tile.sharding.splits[dim] is None:
             offset = self.start + place.lookup(np.maximum(split.coords, 0) * width)
             x = padding.pad_end(tile.array, dim, size + split.tiles * width - self.rows)
@@ -80,19 +75,10 @@ class DynamicSlice(Change):
             spread = self._spread(place, tile, dim, split.tiles * width)
             groups = groups_along(tile.sharding, dim)
             return collectives.scatter_disjoint(place, spread, dim, groups, reason)
-        x, sharding = tile.array, tile.sharding
-        x = _by_tiles(
-            place, x, sharding, dim, self.start // local, (size - self.rows) // local, 1, reason
-        )
-        halo = min(local, size - self.rows)
-        ahead = lax.slice_in_dim(x, 0, halo, axis=dim)
-        pairs = shifted_pairs(sharding, dim, 1)
-        ahead = collectives.collective_permute(place, ahead, pairs, reason)
-        x = lax.concatenate([x, ahead], dim)
-        x = lax.dynamic_slice_in_dim(x, self.start % local, local, dim)
+        x = _rotated(place, tile, dim, self.start, size - self.rows, 1, reason)
         shape = (*tile.shape[:dim], self.rows, *tile.shape[dim + 1 :])
         starts = np.arange(split.tiles) * width
-        return fetch(place, Tile(x, sharding, shape), dim, starts, width, reason)
+        return fetch(place, Tile(x, tile.sharding, shape), dim, starts, width, reason)
 
     def collected(self, ctx: Context, tile: Tile, dim: int, reason: Reason) -> jax.Array:
         """The whole result on every device."""
@@ -120,22 +106,31 @@ def rotation_rows(size: int, rows: int, local: int) -> int:
     return local * ((size - rows) // local).bit_length() + min(local, size - rows)
 
 
-def _by_tiles(
+def _rotated(
     place: Place,
-    x: jax.Array,
-    sharding: Sharding,
+    tile: Tile,
     dim: int,
-    count: jax.Array,
+    start: jax.Array,
     most: int,
     direction: int,
     reason: Reason,
 ) -> jax.Array:
-    """The tile that is `count` tiles further on (or, in direction -1, back), at most `most`."""
-    for bit in range(most.bit_length()):
-        pairs = shifted_pairs(sharding, dim, direction * (1 << bit))
+    """The rows `start` rows further on (or, in direction -1, back), at most `most`.
+
+    Tiles move by the bits of the offset in tiles, then rows between neighbours.
+    """
+    x, local, halo = tile.array, tile.array.shape[dim], min(tile.array.shape[dim], most)
+    for bit in range((most // local).bit_length()):
+        pairs = shifted_pairs(tile.sharding, dim, direction * (1 << bit))
         moved = collectives.collective_permute(place, x, pairs, reason) if pairs else x
-        x = jnp.where((count >> bit) & 1 == 1, moved, x)
-    return x
+        x = jnp.where((start // local >> bit) & 1 == 1, moved, x)
+    first = 0 if direction > 0 else local - halo
+    near = lax.slice_in_dim(x, first, first + halo, axis=dim)
+    pairs = shifted_pairs(tile.sharding, dim, direction)
+    near = collectives.collective_permute(place, near, pairs, reason)
+    x = lax.concatenate([x, near] if direction > 0 else [near, x], dim)
+    begin = start % local if direction > 0 else halo - start % local
+    return lax.dynamic_slice_in_dim(x, begin, local, dim)
 
 
 def _clamped(index: Tile, size: int, rows: int) -> jax.Array:
@@ -218,7 +213,7 @@ def _dynamic_update_slice(
     tile = ctx.reshard(tile, way.operands[0], Reason("operand", _UPDATE))
     update, turned = ctx.reshard(update, way.operands[1], Reason("update", _UPDATE)), way.how
     if turned is not None:
-        update = _rotated(ctx.place, tile, update, turned, starts[turned])
+        update = _update_in_place(ctx.place, tile, update, turned, starts[turned])
     array = _write(ctx.place, tile, update.array, starts, eqn.invars[1].aval.shape, turned)
     return [Tile(array, way.results[0], tile.shape)]
 
@@ -226,21 +221,15 @@ def _dynamic_update_slice(
 _UPDATE = "dynamic_update_slice"
 
 
-def _rotated(place: Place, tile: Tile, update: Tile, dim: int, start: jax.Array) -> Tile:
+def _update_in_place(place: Place, tile: Tile, update: Tile, dim: int, start: jax.Array) -> Tile:
     """The rows of the update that belong into the rows of `tile`, for every device."""
     split, local = tile.sharding.splits[dim], tile.array.shape[dim]
     assert split
     reason = Reason("step", _UPDATE, "tiles of the update to where they are written")
-    spare = tile.shape[dim] - update.shape[dim]
     x = fetch(place, update, dim, np.arange(split.tiles) * local, local, reason)
-    halo = min(local, spare)
-    behind = lax.slice_in_dim(x, local - halo, local, axis=dim)
-    pairs = shifted_pairs(update.sharding, dim, -1)
-    behind = collectives.collective_permute(place, behind, pairs, reason)
-    x = lax.concatenate([behind, x], dim)
-    x = lax.dynamic_slice_in_dim(x, halo - start % local, local, dim)
-    x = _by_tiles(place, x, update.sharding, dim, start // local, spare // local, -1, reason)
     shape = (*update.shape[:dim], tile.shape[dim], *update.shape[dim + 1 :])
+    spread = Tile(x, update.sharding, shape)
+    x = _rotated(place, spread, dim, start, tile.shape[dim] - update.shape[dim], -1, reason)
     return Tile(x, update.sharding, shape)
 
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
@@ -34,7 +33,7 @@ from gshard.rules.base.rule import (
     register,
 )
 from gshard.rules.base.ways import price, ways_of
-from gshard.rules.changes import Change, Pad, Repeat, Reverse, Slice
+from gshard.rules.changes import Change, Repeat, pad_rows, reverse_rows, slice_rows
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding, compatible
 from gshard.tensors.tile import Tile, byte_size, itemsize_of
@@ -209,19 +208,19 @@ def _slice(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardin
     return run_changes(ctx, eqn, [tile], targets, [changes])
 
 
-def _slices(eqn: JaxprEqn) -> dict[int, Slice]:
+def _slices(eqn: JaxprEqn) -> dict[int, Change]:
     """What a slice does to the dims that it cuts."""
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides, shape = eqn.params["strides"] or (1,) * len(starts), eqn.invars[0].aval.shape
     return {
-        d: Slice(int(a), int(b), int(s))
+        d: slice_rows(int(a), int(b), int(s))
         for d, (a, b, s) in enumerate(zip(starts, limits, strides, strict=True))
         if (a, b) != (0, shape[d]) or s != 1
     }
 
 
 def _is_gathered_for_all(
-    ctx: Context, eqn: JaxprEqn, tile: Tile, changes: Mapping[int, Slice]
+    ctx: Context, eqn: JaxprEqn, tile: Tile, changes: Mapping[int, Change]
 ) -> bool:
     """Whether all slices of a tensor along the same dims send more than a gather of it would."""
     here, dtype = tile.sharding, tile.array.dtype
@@ -249,15 +248,17 @@ def _gathers(way: Way, here: Sharding, changes: Iterable[int]) -> bool:
 def _splits(eqn: JaxprEqn) -> list[Mapping[int, Change]]:
     ends = np.cumsum(eqn.params["sizes"]).tolist()
     return [
-        {eqn.params["axis"]: Slice(end - int(size), end)}
+        {eqn.params["axis"]: slice_rows(end - int(size), end)}
         for size, end in zip(eqn.params["sizes"], ends, strict=True)
     ]
 
 
-def _pads(eqn: JaxprEqn, value: jax.Array | None = None) -> list[Mapping[int, Change]]:
+def _pads(eqn: JaxprEqn, value: Any = 0) -> list[Mapping[int, Change]]:
+    """The value may be left out where pads are only priced."""
+    shape = eqn.invars[0].aval.shape
     return [
         {
-            d: Pad(int(low), int(high), int(interior), value)
+            d: pad_rows(shape[d], int(low), int(high), int(interior), value)
             for d, (low, high, interior) in enumerate(eqn.params["padding_config"])
             if low or high or interior
         }
@@ -274,11 +275,13 @@ def _pad(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 
 
 def _reversals(eqn: JaxprEqn) -> list[Mapping[int, Change]]:
-    return [{d: Reverse() for d in eqn.params["dimensions"]}]
+    shape = eqn.invars[0].aval.shape
+    return [{d: reverse_rows(shape[d]) for d in eqn.params["dimensions"]}]
 
 
 def _repeats(eqn: JaxprEqn) -> list[Mapping[int, Change]]:
-    return [{d: Repeat(int(n)) for d, n in enumerate(eqn.params["reps"]) if n != 1}]
+    shape = eqn.outvars[0].aval.shape
+    return [{d: Repeat(shape[d]) for d, n in enumerate(eqn.params["reps"]) if n != 1}]
 
 
 def change_rule(changes_of: ChangesOf, partition: PartitionRule | None = None, **rest: Any) -> Rule:

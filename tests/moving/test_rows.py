@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gshard.checking.replaying.collectives import NAMES
 from gshard.checking.replaying.lockstep import Lockstep
 from gshard.graph.reason import Reason
 from gshard.moving.collectives import all_gather, reduce_scatter
-from gshard.moving.halo import Halo
-from gshard.moving.rows import Align, Runs, aligned, collect, plan_rows
+from gshard.moving.halo import Halo, collect
+from gshard.moving.row_windows import Move, Runs, Windows
 from gshard.moving.sent import retile_elements
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding, Split
@@ -69,7 +69,8 @@ def tilings(draw):
     size = draw(st.integers((tiles - 1) * rows + 1, tiles * rows))
     shift = draw(st.integers(0, rows - 1))
     low = np.arange(tiles) * rows - shift
-    return tiles, rows, size, Runs.clipped(low, low + rows, min(size, int(low[-1]) + rows))
+    held = Runs(low, low + rows, np.zeros(tiles, np.int64))
+    return tiles, rows, size, held.only((0, min(size, int(low[-1]) + rows)))
 
 
 @st.composite
@@ -95,8 +96,8 @@ def blocks(draw, size):
 
 
 def check_aligned(tiles, rows, size, held, starts, width, moves):
-    listed = tuple(tuple(map(int, x)) for x in (held.low, held.high, held.first))
-    node = Align(WHY, split_of(tiles), 0, listed, tuple(map(int, starts)), width, moves)
+    moves = tuple(Move(*move) for move in moves)
+    node = Halo(WHY, split_of(tiles), 0, Windows.of(held, rows, starts, width, moves))
     array = tiles_of(held, rows, size)
     got, sent = on_all(node.run, array)
     there = [r for a, b in zip(held.low, held.high, strict=True) for r in range(a, b)]
@@ -111,8 +112,7 @@ def check_aligned(tiles, rows, size, held, starts, width, moves):
 def test_rows_are_aligned(data):
     tiles, rows, size, held = data.draw(tilings())
     starts, width = data.draw(windows(tiles, size))
-    moves = data.draw(st.one_of(st.none(), blocks(size)))
-    assume(plan_rows(held, starts, width, moves) is not None)
+    moves = data.draw(st.one_of(st.just(()), blocks(size)))
     check_aligned(tiles, rows, size, held, starts, width, moves)
 
 
@@ -137,8 +137,9 @@ def test_halos_of_a_part_of_the_rows(data):
     starts, width = data.draw(windows(tiles, size))
     first = data.draw(st.integers(0, size - 1))
     only = data.draw(st.sampled_from([None, (first, data.draw(st.integers(first + 1, size)))]))
-    node = Halo(WHY, split_of(tiles), (size, 2), 0, tuple(starts.tolist()), width, only)
-    array = tiles_of(Runs.even(tiles, rows, size), rows, size)
+    held = Runs.even(tiles, rows, size)
+    node = Halo(WHY, split_of(tiles), 0, Windows.of(held.only(only), rows, starts, width))
+    array = tiles_of(held, rows, size)
     got, sent = on_all(node.run, array)
     assert_rows(got, starts, {r: r for r in range(*(only or (0, size)))})
     assert np.isnan(sent) or sent == node.sent(array[0].shape, array[0].dtype)
@@ -147,9 +148,9 @@ def test_halos_of_a_part_of_the_rows(data):
 @pytest.mark.parametrize(("only", "rows"), [(None, 1), ((4, 5), 0), ((2, 3), 1), ((3, 9), 1)])
 def test_a_halo_sends_the_rows_that_are_needed(only, rows):
     """Windows of a tile and the row before it; row 4 is needed by the device that has it alone."""
-    starts = tuple((np.arange(4) * 3 - 1).tolist())
-    node = Halo(WHY, split_of(4), (12, 2), 0, starts, 4, only)
-    _, sent = on_all(node.run, tiles_of(Runs.even(4, 3, 12), 3, 12))
+    held = Runs.even(4, 3, 12)
+    windows = Windows.of(held.only(only), 3, np.arange(4) * 3 - 1, 4)
+    _, sent = on_all(Halo(WHY, split_of(4), 0, windows).run, tiles_of(held, 3, 12))
     assert sent == rows * 2 * 4
 
 
@@ -163,7 +164,7 @@ def test_rows_stay_in_their_columns():
         for r, c in zip(rows, columns, strict=True)
     ]
     starts, held = np.arange(4) * 3 - 2, Runs.even(4, 3, 12)
-    got, _ = on_all(lambda p, a: aligned(p, a, sharding, 0, held, starts, 3, WHY), tiles)
+    got, _ = on_all(Halo(WHY, sharding, 0, Windows.of(held, 3, starts, 3)).run, tiles)
     for r, c, window in zip(rows, columns, got, strict=True):
         first = max(starts[r], 0)
         wanted = x[first : starts[r] + 3, 2 * c : 2 * c + 2]

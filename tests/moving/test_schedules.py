@@ -12,10 +12,10 @@ from jax import lax
 import gshard
 from gshard.moving import boxes, plan
 from gshard.moving.costs import machine
-from gshard.moving.halo import plan_fetch
 from gshard.moving.nodes import planned_bytes
 from gshard.moving.permute_rounds import in_rounds
 from gshard.moving.plan import copies_as_split, plan_reshard, reshard_cost
+from gshard.moving.row_windows import plan_fetch
 from gshard.tensors.sharding import Sharding, Split
 from tests.moving.test_reshard import reshardings
 from tests.oracle import even_split, random_array, sent
@@ -179,7 +179,7 @@ def test_what_a_plan_says_of_halos_is_sent():
         ([0, 4, 8, 12], 5, "shifts", 1),
         ([-2, 2, 6, 10], 6, "shifts", 2),
         ([-1, 3, 7, 11], 7, "shifts", 3),  # a row of one neighbour, two of the other
-        ([3, 3, 3, 3], 2, "align", 3),
+        ([3, 3, 3, 3], 2, "rounds", 3),
         ([8, 8, 8, 8], 8, "gather", 12),
     ],
 )

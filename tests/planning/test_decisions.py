@@ -14,7 +14,7 @@ from jax import lax
 import gshard
 from gshard.graph.reason import Reason
 from gshard.graph.regions import walk
-from gshard.moving import costs, rows
+from gshard.moving import costs, row_windows
 from gshard.moving.collectives import AllReduce
 from gshard.moving.nodes import add_node
 from gshard.moving.partial import _in_pairs
@@ -26,7 +26,7 @@ from gshard.rules.base import choose
 from gshard.rules.base.choose import run_as
 from gshard.rules.base.rule import RULES
 from gshard.rules.base.ways import Layout
-from gshard.rules.changes import Slice
+from gshard.rules.changes import slice_rows
 from gshard.rules.control import _summed_if_large
 from gshard.rules.slicing import _results, _sent
 from gshard.rules.window_reduce import _in_parts
@@ -50,10 +50,12 @@ def by(*tiles):
 @pytest.mark.parametrize("gap", [0, 1, 3])
 def test_rows_are_scattered_only_where_windows_meet(monkeypatch, gap):
     """A ReduceScatter gives device c what follows that of device c - 1, and nothing else."""
-    monkeypatch.setattr(rows, "_rounds", lambda *_: None)  # too many of them
-    starts = np.arange(4) * (2 + gap)
-    plan = rows.plan_rows(rows.Runs.even(4, 3, 12), starts, 2)
-    assert (plan is None) == bool(gap)
+    for few in ("_rounds", "_shifts"):
+        monkeypatch.setattr(row_windows, few, lambda *_: None)  # too many of them
+    held = row_windows.Runs.even(4, 3, 12)
+    windows = row_windows.Windows.of(held, 3, np.arange(4) * (2 + gap), 2)
+    plan = row_windows.plan_windows.__wrapped__(windows)
+    assert plan.kind == ("gather" if gap else "scatter")
 
 
 @pytest.mark.parametrize(("size", "tiles", "fits"), [(16, 8, True), (8, 8, False), (12, 4, False)])
@@ -71,7 +73,7 @@ def test_a_slice_that_shrinks_one_dim_makes_the_other_cheaper():
     """Dims change one after the other; rows of the second are as short as the first left them."""
     here = by(2, 4)
     aval = jax.typeof(jnp.zeros((16, 64)))
-    both = {0: Slice(0, 4), 1: Slice(8, 40)}
+    both = {0: slice_rows(0, 4), 1: slice_rows(8, 40)}
     shape = (4, 32)
     shrunk = _sent(aval, both, shape, here, here)
     first = 4 * both[0].sent(16, 2) * here.local_shape((16, 64))[1]
@@ -83,7 +85,7 @@ def test_idle_devices_do_not_collect_a_slice():
     """The result of a slice is collected by a sum over all devices, of which each has a part."""
     idle = Sharding((Split.of([0, 1, 2, 3, 4, 5, -1, -1]), None), D)
     whole = Sharding.replicated(2, D)
-    change = {0: Slice(2, 9)}
+    change = {0: slice_rows(2, 9)}
     assert change[0].collectable
     assert all(result.splits[0] for result in _results(idle, change, whole))
     assert not all(result.splits[0] for result in _results(by(8, 1), change, whole))

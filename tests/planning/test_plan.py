@@ -108,6 +108,6 @@ def test_a_dump_has_a_file_for_every_stage(tmp_path):
     (line,) = [line for line in composed.split("\n") if "concatenate_slices" in line]
     assert line.startswith(">")
     assert "# not applied: no ragged product" in paths[5].read_text()
-    assert "align[" in paths[7].read_text()
+    assert "halo[" in paths[7].read_text()
     assert "collective-permute[" in paths[10].read_text()
     assert "ppermute[" in paths[12].read_text()
