@@ -41,13 +41,13 @@ from gshard._jax import (
 from gshard.capture.expand import expand
 from gshard.capture.partly_manual import for_stacks, on_stacks
 from gshard.capture.placement import DeviceOrder
-from gshard.capture.shard_map import NamedAxes, is_shard_map, is_type_only, lower_named_axes
 from gshard.graph import CALLS, LOOPS, map_bodies
 from gshard.graph.regions import walk
 from gshard.graph.source import at_line_of, source_of
 from gshard.tensors.annotate import Annotation, annotate_p
 from gshard.tensors.manual import to_auto_p, to_manual_p
 from gshard.tensors.meshes import grid_of
+from gshard.tensors.named_axes import NamedAxes, is_shard_map, is_type_only, lower_named_axes
 
 # Parameters with JAX's shardings: of operators that only reshard, and of others.
 _CONSTRAINTS = {sharding_constraint_p: "sharding", reshard_p: "dst_sharding"}

@@ -41,6 +41,18 @@ def evaluate(program: ClosedJaxpr, args: Sequence[Any], interpret: Interpret = b
     return [read(a) for a in jaxpr.outvars]
 
 
+def rebuilt(
+    param: Any, interpret: Interpret, struct: Callable[[Any], Any] = lambda var: var.aval
+) -> Any:
+    """A parameter of an equation, with its programs interpreted on arguments of other types."""
+    if isinstance(param, tuple):
+        return tuple(rebuilt(x, interpret, struct) for x in param)
+    if not isinstance(param, ClosedJaxpr):
+        return param
+    structs = [struct(v) for v in param.jaxpr.invars]
+    return jax.make_jaxpr(lambda *args: evaluate(param, args, interpret))(*structs)
+
+
 def equations_of(
     fn: Callable[..., Any], operands: Sequence[Any], results: Sequence[Any] = (), **changes: Any
 ) -> tuple[list[JaxprEqn], list[Any]]:

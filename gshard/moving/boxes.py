@@ -1,7 +1,7 @@
 """Point-to-point redistribution: CollectivePermutes that send exactly what is missing.
 
-Works between any two tilings of a tensor: uneven, of different tile counts on one dim, on other
-devices, or on fewer of them. It takes as many rounds as a device has partners, so it is used where
+Works between any two tilings of a tensor: of different tile counts on one dim, on other devices,
+or on fewer of them. It takes as many rounds as a device has partners, so it is used where
 that number is small; regular patterns have better plans in `reshard`.
 """
 
@@ -60,25 +60,23 @@ class Round:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_boxes(
-    source: Sharding, source_local: Shape, target: Sharding, target_local: Shape, shape: Shape
-) -> tuple[Round, ...]:
+def plan_boxes(source: Sharding, target: Sharding, shape: Shape) -> tuple[Round, ...]:
     """The rounds that send every device its part of the tensor under `target`.
 
     The first round is local: what a device already has.
     """
-    pieces = _pieces(source, source_local, target, target_local, shape)
+    pieces = _pieces(source, target, shape)
     distance = target.tile_index[[p.receiver for p in pieces]]
     distance = distance - source.tile_index[[p.sender for p in pieces]]
     order = sorted(range(len(pieces)), key=lambda i: (distance[i], pieces[i].receiver))
     rounds = in_rounds(pieces[i] for i in order)
     assert rounds is not None
-    return tuple(_round(part, source, source_local, target, target_local) for part in rounds)
+    return tuple(_round(part, source, target, shape) for part in rounds)
 
 
-def route(place: Place, tile: Tile, target: Sharding, target_local: Shape, reason: Reason) -> Tile:
-    """`tile` under `target`, with tiles of size `target_local`."""
-    rounds = plan_boxes(tile.sharding, tile.array.shape, target, target_local, tile.shape)
+def route(place: Place, tile: Tile, target: Sharding, reason: Reason) -> Tile:
+    """`tile` under `target`."""
+    rounds, local = plan_boxes(tile.sharding, target, tile.shape), target.local_shape(tile.shape)
     moved = [
         d
         for d, (a, b) in enumerate(zip(tile.sharding.splits, target.splits, strict=True))
@@ -88,7 +86,7 @@ def route(place: Place, tile: Tile, target: Sharding, target_local: Shape, reaso
         max((r.box[d] for r in rounds), default=0) if d in moved else 0 for d in range(target.rank)
     ]
     buffer = padding.filled(
-        [l + 2 * m for l, m in zip(target_local, margin, strict=True)], tile.array.dtype
+        [l + 2 * m for l, m in zip(local, margin, strict=True)], tile.array.dtype
     )
     for step in rounds:
         piece = lax.dynamic_slice(tile.array, _starts(place, step.send_start), step.box)
@@ -99,7 +97,7 @@ def route(place: Place, tile: Tile, target: Sharding, target_local: Shape, reaso
             step.receive_start < -np.array(step.box), -np.array(margin), step.receive_start
         )
         buffer = lax.dynamic_update_slice(buffer, piece, _starts(place, start + np.array(margin)))
-    inside = lax.slice(buffer, margin, [m + l for m, l in zip(margin, target_local, strict=True)])
+    inside = lax.slice(buffer, margin, [m + l for m, l in zip(margin, local, strict=True)])
     return Tile(inside, target, tile.shape)
 
 
@@ -107,14 +105,12 @@ def _starts(place: Place, table: np.ndarray) -> list[jax.Array]:
     return [place.start(table[:, d]) for d in range(table.shape[1])]
 
 
-def _pieces(
-    source: Sharding, source_local: Shape, target: Sharding, target_local: Shape, shape: Shape
-) -> list[Piece]:
+def _pieces(source: Sharding, target: Sharding, shape: Shape) -> list[Piece]:
     """Every box that a device needs, with a device that has it: itself if possible.
 
     The holders of a tile take turns.
     """
-    holders = defaultdict(list)
+    before, after, holders = source.local_shape(shape), target.local_shape(shape), defaultdict(list)
     for device, index in enumerate(source.tile_index.tolist()):
         if index >= 0:
             holders[index].append(device)
@@ -122,13 +118,13 @@ def _pieces(
     pieces: list[Piece] = []
     served: dict[int, int] = defaultdict(int)
     for device in np.flatnonzero(target.tile_index >= 0).tolist():
-        low = [int(c[device]) * l for c, l in zip(coords, target_local, strict=True)]
-        high = [min(a + l, n) for a, l, n in zip(low, target_local, shape, strict=True)]
+        low = [int(c[device]) * l for c, l in zip(coords, after, strict=True)]
+        high = [min(a + l, n) for a, l, n in zip(low, after, shape, strict=True)]
         if any(a >= b for a, b in zip(low, high, strict=True)):
             continue
         spans = [
             range(a // l, min((b - 1) // l, t - 1) + 1)
-            for a, b, l, t in zip(low, high, source_local, source.tiles, strict=True)
+            for a, b, l, t in zip(low, high, before, source.tiles, strict=True)
         ]
         for where in itertools.product(*spans):
             index = int(np.ravel_multi_index(where, source.tiles)) if where else 0
@@ -138,30 +134,23 @@ def _pieces(
             else:
                 sender = candidates[served[index] % len(candidates)]
                 served[index] += 1
-            lo = tuple(max(a, w * l) for a, w, l in zip(low, where, source_local, strict=True))
-            hi = tuple(
-                min(b, (w + 1) * l) for b, w, l in zip(high, where, source_local, strict=True)
-            )
+            lo = tuple(max(a, w * l) for a, w, l in zip(low, where, before, strict=True))
+            hi = tuple(min(b, (w + 1) * l) for b, w, l in zip(high, where, before, strict=True))
             pieces.append(Piece(sender, device, lo, hi))
     return pieces
 
 
-def _round(
-    part: Sequence[Piece],
-    source: Sharding,
-    source_local: Shape,
-    target: Sharding,
-    target_local: Shape,
-) -> Round:
+def _round(part: Sequence[Piece], source: Sharding, target: Sharding, shape: Shape) -> Round:
     rank, devices = source.rank, source.num_devices
+    before, after = source.local_shape(shape), target.local_shape(shape)
     box = tuple(max(p.high[d] - p.low[d] for p in part) for d in range(rank))
     send = np.zeros((devices, rank), np.int32)
     receive = np.full((devices, rank), np.iinfo(np.int32).min // 2, np.int32)
     for p in part:
         for d in range(rank):
-            origin = _first_row(source.splits[d], p.sender, source_local[d])
-            landing = _first_row(target.splits[d], p.receiver, target_local[d])
-            send[p.sender, d] = min(p.low[d] - origin, source_local[d] - box[d])
+            origin = _first_row(source.splits[d], p.sender, before[d])
+            landing = _first_row(target.splits[d], p.receiver, after[d])
+            send[p.sender, d] = min(p.low[d] - origin, before[d] - box[d])
             receive[p.receiver, d] = origin + send[p.sender, d] - landing
     pairs = tuple((p.sender, p.receiver) for p in sorted(part, key=lambda p: p.receiver))
     return Round(pairs, box, send, receive)

@@ -254,7 +254,7 @@ def _spread(here: Sharding, shape: Shape, itemsize: int) -> Hop:
 
 
 def _routed(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Hop | None:
-    rounds = plan_boxes(here, here.local_shape(shape), target, target.local_shape(shape), shape)
+    rounds = plan_boxes(here, target, shape)
     if len(rounds) > MAX_ROUNDS + 1:
         return None
     sent = sum(r.sent for r in rounds) * itemsize

@@ -217,10 +217,6 @@ def permutation(source: Sharding, target: Sharding) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
-def _route(place: Place, tile: Tile, target: Sharding, reason: Reason) -> Tile:
-    return route(place, tile, target, target.local_shape(tile.shape), reason)
-
-
 def _spread(place: Place, tile: Tile, target: Sharding, reason: Reason) -> Tile:
     """From some devices to all of them."""
     join = _gathered_from_all if mostly_held(tile.sharding) else _summed_over_all
@@ -263,7 +259,7 @@ _RUN = {
     "permute": _permute,
     "exchange": _exchange,
     "gather": _gather,
-    "route": _route,
+    "route": route,
     "spread": _spread,
 }
 _ARROWS = {

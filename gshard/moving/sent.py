@@ -153,8 +153,7 @@ def _gather(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> in
 
 
 def _route(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> int:
-    rounds = plan_boxes(here, here.local_shape(shape), target, target.local_shape(shape), shape)
-    return sum(r.sent for r in rounds) * itemsize
+    return sum(r.sent for r in plan_boxes(here, target, shape)) * itemsize
 
 
 def _spread(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> int:

@@ -57,7 +57,7 @@ class Change(ABC):
 
 
 @dataclass(frozen=True)
-class RowMap(Change):
+class AffineMap(Change):
     """An affine map of rows: a slice, a pad or a reversal.
 
     Row j of the result is the operand's row i if `low + i * step` is `j * stride`, and `value` if
@@ -173,20 +173,20 @@ class RowMap(Change):
         return collect(ctx.place, x, tile.sharding, dim, held, self.rows, reason)
 
 
-def slice_rows(start: int, limit: int, stride: int = 1) -> RowMap:
+def slice_rows(start: int, limit: int, stride: int = 1) -> AffineMap:
     """Rows `start` to `limit`, every `stride`-th."""
-    return RowMap(max(0, -(-(limit - start) // stride)), True, -start, stride=stride)
+    return AffineMap(max(0, -(-(limit - start) // stride)), True, -start, stride=stride)
 
 
-def pad_rows(size: int, low: int, high: int, interior: int, value: Any) -> RowMap:
+def pad_rows(size: int, low: int, high: int, interior: int, value: Any) -> AffineMap:
     """`low` and `high` rows around `size` (or, if negative, fewer), `interior` between any two."""
     rows = max(0, low + high + size + max(0, size - 1) * interior)
-    return RowMap(rows, low=low, step=interior + 1, value=value)
+    return AffineMap(rows, low=low, step=interior + 1, value=value)
 
 
-def reverse_rows(size: int) -> RowMap:
+def reverse_rows(size: int) -> AffineMap:
     """All rows, the last one first."""
-    return RowMap(size, low=1 - size, stride=-1)
+    return AffineMap(size, low=1 - size, stride=-1)
 
 
 @dataclass(frozen=True)

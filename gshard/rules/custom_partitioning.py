@@ -12,24 +12,22 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
-from jax.extend.core import primitives as p
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from gshard._jax import (
-    custom_partitioning_p,
-    parse_sharding_rule,
-    private_primitives,
-    tensor_types,
-)
+from gshard._jax import custom_partitioning_p, parse_sharding_rule, tensor_types
+from gshard.graph.evaluate import bind, evaluate, rebuilt
 from gshard.graph.reason import Reason
 from gshard.graph.source import because, on_behalf_of, source_of
 from gshard.rules.base.choose import cheapest
 from gshard.rules.base.register import factors_of
 from gshard.rules.base.rule import RULES, Context, Doc, Rule, register
 from gshard.rules.base.ways import Layout
+from gshard.rules.manual import run_over_groups
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Dim, Factor, Factors
+from gshard.tensors.manual import over_groups_p, row_of_device_p
+from gshard.tensors.named_axes import NamedAxes, axis_names_of, lower_named_axes
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
 
@@ -148,81 +146,29 @@ def _sharding(ctx: Context, spec: Sequence[tuple[str, ...]], axes: Axes) -> Shar
     return Sharding(tuple(splits), ctx.place.num_devices)
 
 
-# ---------------------------------------------------------------- collectives over the axes
-
-_WITH_GROUPS = (
-    p.psum_p,
-    p.pmax_p,
-    p.pmin_p,
-    p.all_gather_p,
-    p.all_to_all_p,
-    *private_primitives("lax.parallel", "reduce_scatter_p", "psum_invariant_p"),
-)
-
-
 def _evaluate(place: Place, axes: Axes, program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """Run the function of one device, with its collectives over groups of gshard's devices."""
-    jaxpr = program.jaxpr
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*program.consts, *args), strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        with on_behalf_of(eqn), because(Reason("asked", "a custom_partitioning function")):
-            values = [read(a) for a in eqn.invars]
-            env.update(zip(eqn.outvars, _equation(place, axes, eqn, values), strict=True))
-    return [read(a) for a in jaxpr.outvars]
-
-
-def _equation(place: Place, axes: Axes, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-    params = dict(eqn.params)
-    key = next((k for k in ("axes", "axis_name") if k in params), None)
-    if key is None:
-        params = {k: _rebuilt(place, axes, v) for k, v in params.items()}
-    else:
-        names = params[key] if isinstance(params[key], tuple) else (params[key],)
-        groups, rank = _groups(place, axes, names)
-        if eqn.primitive is p.axis_index_p:
-            return [place.lookup(rank)]
-        if eqn.primitive is p.ppermute_p:
-            pairs = [(g[s], g[d]) for g in groups for s, d in params["perm"]]
-            params |= {key: place.axes, "perm": tuple(pairs)}
-        elif eqn.primitive in _WITH_GROUPS and not params.get("axis_index_groups"):
-            params |= {key: place.axes, "axis_index_groups": tuple(map(tuple, groups))}
-        else:
-            raise NotImplementedError(
-                f"{source_of(eqn)}: gshard cannot run {eqn.primitive.name!r} in the function that "
-                "partition() returned; use psum, all_gather, all_to_all, ppermute or axis_index "
-                "without groups"
-            )
-    made = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))
-    return made if eqn.primitive.multiple_results else [made]
-
-
-def _rebuilt(place: Place, axes: Axes, param: Any) -> Any:
-    """A body inside of an equation, with its collectives replaced too."""
-    if isinstance(param, tuple):
-        return tuple(_rebuilt(place, axes, x) for x in param)
-    if not isinstance(param, ClosedJaxpr):
-        return param
-    return jax.make_jaxpr(lambda *args: _evaluate(place, axes, param, args))(*param.in_avals)
-
-
-def _groups(place: Place, axes: Axes, names: Sequence[str]) -> tuple[list[list[int]], np.ndarray]:
-    """The devices that differ along the named axes only, in order, and each one's place there."""
-    unknown = [n for n in names if n not in axes]
-    if unknown:
-        raise NameError(f"the axis {unknown[0]!r} is not one of the mesh's: {tuple(axes)}")
     mesh = Sharding((*axes.values(),), place.num_devices)
     # Devices beyond the mesh hold copies: a group is within one copy.
-    copies = np.moveaxis(mesh.devices, -1, 0).reshape(-1, *mesh.tiles)
-    moved = [list(axes).index(n) + 1 for n in names]
-    ordered = np.moveaxis(copies, moved, range(-len(moved), 0))
-    groups = ordered.reshape(-1, int(np.prod([axes[n].tiles for n in names])))
-    rank = np.zeros(place.num_devices, np.int32)
-    rank[groups] = np.arange(groups.shape[1])
-    return groups.tolist(), rank
+    named = NamedAxes((*axes, "copies of the mesh"), mesh.devices)
+
+    def interpret(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        with on_behalf_of(eqn), because(Reason("asked", "a custom_partitioning function")):
+            primitive, params = lower_named_axes(eqn, named) or (None, eqn.params)
+            if primitive is over_groups_p:
+                return run_over_groups(place, values, **params)
+            if primitive is row_of_device_p:
+                return [place.lookup(np.array(params["table"]))]
+            names = axis_names_of(params.get("axis_name", params.get("axes", ())))
+            if any(isinstance(name, str) for name in names):
+                raise NotImplementedError(
+                    f"{source_of(eqn)}: gshard cannot run {eqn.primitive.name!r} in the function "
+                    "that partition() returned; use psum, all_gather, all_to_all, ppermute or "
+                    "axis_index"
+                )
+            return bind(eqn, values, **{k: rebuilt(v, interpret) for k, v in params.items()})
+
+    return evaluate(program, args, interpret)
 
 
 register(

@@ -5,10 +5,13 @@ Inside, every device has its own value, and operators run unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
@@ -16,6 +19,7 @@ from gshard.graph.source import because, source_of
 from gshard.moving import collectives
 from gshard.moving.partial import copies_groups
 from gshard.rules.base.rule import Context, Doc, Rule, bind_local, register
+from gshard.tensors.devices import Groups, Place
 from gshard.tensors.factors import no_factors
 from gshard.tensors.manual import (
     collective_p,
@@ -113,19 +117,25 @@ def _collective(
 def _over_groups(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    """A collective of `jax.shard_map`: the primitive itself, its named axes as groups."""
-    primitive, groups = eqn.params["primitive"], eqn.params["groups"]
-    params = dict(eqn.params["settings"])
+    """A collective of `jax.shard_map`."""
     arrays = [whole_in_region(ctx, eqn, t).array for t in tiles]
+    with because(Reason("asked", "jax.shard_map")):
+        return [own(ctx, a) for a in run_over_groups(ctx.place, arrays, **eqn.params)]
+
+
+def run_over_groups(
+    place: Place, arrays: Sequence[jax.Array], primitive: Primitive, settings: Any, groups: Groups
+) -> Sequence[jax.Array]:
+    """A collective that named axes: the primitive itself, over groups of devices or their pairs."""
+    params = dict(settings)
     if primitive is p.ppermute_p:
-        params |= {"axis_name": ctx.place.axes, "perm": groups}
+        params |= {"axis_name": place.axes, "perm": groups}
     else:
         name = "axes" if primitive in (p.psum_p, p.pmax_p, p.pmin_p) else "axis_name"
-        alone = groups == (tuple(range(ctx.place.num_devices)),)
-        params |= {name: ctx.place.axes, "axis_index_groups": None if alone else groups}
-    with because(Reason("asked", "jax.shard_map")):
-        out = primitive.bind(*arrays, **params)
-    return [own(ctx, a) for a in (out if primitive.multiple_results else [out])]
+        alone = groups == (tuple(range(place.num_devices)),)
+        params |= {name: place.axes, "axis_index_groups": None if alone else groups}
+    out = primitive.bind(*arrays, **params)
+    return out if primitive.multiple_results else [out]
 
 
 def _row_of_device(

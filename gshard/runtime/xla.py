@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from gshard import _jax
 from gshard.capture.flatten import inline
 from gshard.capture.placement import DeviceOrder
-from gshard.graph.evaluate import bind, evaluate
+from gshard.graph.evaluate import bind, evaluate, rebuilt
 from gshard.graph.regions import loop_bodies
 from gshard.graph.source import on_behalf_of
 from gshard.moving.inventory import Beside, Collective
@@ -27,7 +27,7 @@ from gshard.runtime.arrange import check_results
 from gshard.runtime.hlo import collectives_of_hlo
 from gshard.runtime.ports import in_place, ports
 from gshard.runtime.program import Program, XlaSettings
-from gshard.runtime.xla_manual import Stacks, rebuilt
+from gshard.runtime.xla_manual import Stacks
 from gshard.tensors.annotate import annotate_p
 from gshard.tensors.meshes import make_mesh, partition_spec
 from gshard.tensors.sharding import Sharding

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 from jax.sharding import Mesh, PartitionSpec
 
-from gshard.graph.evaluate import Interpret, bind, evaluate
+from gshard.graph.evaluate import Interpret, bind, rebuilt
 from gshard.graph.regions import loop_bodies
 from gshard.graph.source import source_of
 from gshard.rules.base.rule import RULES
@@ -135,18 +135,6 @@ class Stacks:
         return jax.shard_map(
             fn, mesh=self.mesh, in_specs=tuple(into), out_specs=out_of, check_vma=False
         )
-
-
-def rebuilt(
-    param: Any, interpret: Interpret, struct: Callable[[Any], Any] = lambda var: var.aval
-) -> Any:
-    """A parameter of an equation, with its programs interpreted on arguments of other types."""
-    if isinstance(param, tuple):
-        return tuple(rebuilt(x, interpret, struct) for x in param)
-    if not isinstance(param, ClosedJaxpr):
-        return param
-    structs = [struct(v) for v in param.jaxpr.invars]
-    return jax.make_jaxpr(lambda *args: evaluate(param, args, interpret))(*structs)
 
 
 @dataclass(frozen=True)

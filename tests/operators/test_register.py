@@ -239,6 +239,39 @@ def test_collectives_of_custom_partitioning_are_listed():
     assert "custom_partitioning" in reduce.reason
 
 
+def numbered_sums(collective):
+    """Sums over a dim of the device's own, which are not collectives, plus the part's number."""
+
+    def sums(x):
+        return jnp.sum(x, axis=1) + jnp.repeat(jnp.arange(4.0), x.shape[0] // 4)
+
+    fn = custom_partitioning(sums)
+
+    def partition(mesh, args, result):
+        (name,) = args[0].sharding.spec[0]
+        own = NamedSharding(mesh, P(name))
+        return mesh, lambda x: jnp.sum(x, axis=1) + collective(name), own, (own,)
+
+    fn.def_partition(partition=partition, sharding_rule="i j -> i")
+    return fn
+
+
+def test_a_sum_and_a_number_in_custom_partitioning():
+    low = check(
+        numbered_sums(jax.lax.axis_index), random_array((12, 6)), inputs=[[[0], [1], [2], [3]]]
+    )
+    assert sent(low) == 0
+
+
+def test_a_collective_that_custom_partitioning_cannot_have():
+    def shuffled(name):
+        return jax.lax.pbroadcast(0.0, name, 0)
+
+    fn = gshard.jit(lambda x: numbered_sums(shuffled)(gshard.split(x, 0, 4)), devices=4)
+    with pytest.raises(NotImplementedError, match="cannot run 'pbroadcast' in the function that"):
+        fn.lower(random_array((12, 6)))
+
+
 def test_custom_partitioning_without_a_rule_is_its_body():
     with jax.enable_x64(False):
         fn = custom_partitioning(lambda x: jnp.sin(x) * 2)

@@ -1,8 +1,7 @@
-"""`jax.shard_map` inside `gshard.jit`, as a manual region.
+"""Collectives over named axes of a mesh, as collectives over groups of devices.
 
-Its operands are split by `in_specs`, its body runs on each device, and its collectives name axes of
-the user's mesh. Here the names become groups of devices, as the collectives of a partitioned
-program have them.
+`jax.shard_map` inside `gshard.jit` is a manual region whose collectives name axes of the user's
+mesh; a function of `custom_partitioning` names axes of the mesh that it is given.
 """
 
 from __future__ import annotations
@@ -41,6 +40,9 @@ class NamedAxes:
 
     def groups(self, over: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The devices that differ along these axes only, in the order of the axes."""
+        unknown = [name for name in over if name not in self.names]
+        if unknown:
+            raise NameError(f"the axis {unknown[0]!r} is not one of the mesh's: {self.names}")
         dims = [self.names.index(name) for name in over]
         last = np.moveaxis(self.grid, dims, range(-len(dims), 0))
         size = int(np.prod([self.grid.shape[d] for d in dims]))
