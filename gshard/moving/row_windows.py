@@ -116,8 +116,10 @@ class Windows:
         if len(moves) == 1:
             (move,) = moves
             held, starts, moves = held.only(move[:2]), starts - move.by, ()
-        lists = (tuple(x.tolist()) for x in (held.low, held.high, held.first, starts))
-        return Windows(rows, *lists, width, tuple(moves))
+        low, high, first, begin = (
+            tuple(x.tolist()) for x in (held.low, held.high, held.first, starts)
+        )
+        return Windows(rows, low, high, first, begin, width, tuple(moves))
 
     @property
     def held(self) -> Runs:
