@@ -9,7 +9,7 @@ a value's operands sends fewer bytes, those are moved and the value is recompute
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +21,11 @@ from gshard.graph.reason import Reason
 from gshard.moving.costs import worked
 from gshard.moving.partial import combine
 from gshard.moving.plan import reshard_cost
-from gshard.moving.recompute import DEPTH, Made
+from gshard.moving.recompute import DEPTH, REARRANGING, Made
 from gshard.moving.reshard import reshard
 from gshard.moving.seen import Seen
 from gshard.tensors.devices import Place
+from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Identity, Tile, byte_size
 
@@ -154,6 +155,31 @@ class Mover:
         self.seen.moved(tile, found, str(reason))
         return found
 
+    def remember(
+        self,
+        eqn: JaxprEqn,
+        operands: list[Tile],
+        results: Sequence[Tile],
+        stays: bool,
+        by_element: bool,
+    ) -> None:
+        """Note how a value was made: it may be recomputed elsewhere, instead of being moved.
+
+        `stays`: its operator leaves elements where they are; `by_element`: and changes each alone.
+        """
+        result = results[0] if len(results) == 1 else None
+        if result is None:
+            return
+        if eqn.primitive in VIEWS:
+            self.available.add_view(eqn, result, operands[0])
+        if (stays or eqn.primitive is p.iota_p) and _is_index(result):
+            self.available.add_maker(result, eqn, operands)
+        if (by_element or eqn.primitive in REARRANGING) and not any(
+            t.is_unreduced or t.sharding.manual or t.sharding.ragged is not None
+            for t in (*operands, result)
+        ):
+            self.place.made[Identity(result.array)] = Made(result, eqn, tuple(operands))
+
     def _recomputed(self, tile: Tile, target: Sharding, reason: Reason) -> Tile | None:
         """`tile` recomputed from resharded operands; None if moving it is cheaper."""
         made = self.place.made.get(Identity(tile.array))
@@ -214,3 +240,9 @@ class Mover:
         made = self.rerun(eqn, ready, replicated)
         self.available.add_made(tile, made)
         return made
+
+
+def _is_index(tile: Tile) -> bool:
+    """Whether a tensor consists of integers or masks."""
+    dtype = getattr(tile.array, "dtype", None)
+    return dtype is not None and not is_key_type(dtype) and dtype.kind in "iub"

@@ -7,7 +7,6 @@ program. Each operator's rule is ordinary `lax` code.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -20,7 +19,6 @@ from gshard._jax import current_context, without_mesh
 from gshard.graph.reason import Reason
 from gshard.graph.source import on_behalf_of
 from gshard.moving.available import VIEWS, Mover
-from gshard.moving.recompute import REARRANGING, Made
 from gshard.moving.reshard import retile
 from gshard.moving.seen import Seen
 from gshard.propagation.propagate import Propagated
@@ -28,16 +26,15 @@ from gshard.rules import RULES
 from gshard.rules.base import unreduced
 from gshard.rules.base.choose import in_place_again, partition_by_factors
 from gshard.rules.base.rule import Shares, equation_key
-from gshard.rules.base.uses import NOTHING, Uses
+from gshard.rules.base.uses import NOTHING, Uses, may_stay_unreduced
 from gshard.rules.grouped import reshard_ragged
 from gshard.rules.manual import CROSSING_MANUAL, check_manual, own, run_manually
 from gshard.rules.pointwise import same_dims
 from gshard.rules.unknown import unknown_rule
 from gshard.tensors.annotate import annotate_p
 from gshard.tensors.devices import Place
-from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Identity, Tile
+from gshard.tensors.tile import Tile
 
 
 def partition(
@@ -49,31 +46,9 @@ def partition(
     """
 
     def local(place: Place, tiles: Sequence[Tile]) -> list[Tile]:
-        partitioner = Planner(place, found.shardings, memory_limit, strict, found.kinds, seen)
-        return partitioner.run(jaxpr, tiles)
+        return Planner(place, found, memory_limit, strict, seen).run(jaxpr, tiles)
 
     return local
-
-
-def _is_index_math(eqn: JaxprEqn) -> bool:
-    """Whether an equation computes integers or masks elementwise."""
-    dtype = getattr(eqn.outvars[0].aval, "dtype", None) if len(eqn.outvars) == 1 else None
-    if dtype is None or is_key_type(dtype) or dtype.kind not in "iub":
-        return False
-    rule = RULES.get(eqn.primitive)
-    by_element = rule is not None and rule.level == 0 and not rule.partition
-    return by_element or eqn.primitive is p.iota_p
-
-
-def _can_be_recomputed(eqn: JaxprEqn, tiles: Sequence[Tile]) -> bool:
-    """Whether an operator may be recomputed after its operands are moved."""
-    if eqn.primitive is annotate_p or any(t.is_unreduced or t.sharding.manual for t in tiles):
-        return False
-    if any(t.sharding.ragged is not None for t in tiles):
-        return False
-    rule = RULES.get(eqn.primitive)
-    by_element = rule is not None and rule.factors is same_dims and not rule.partition
-    return by_element or eqn.primitive in REARRANGING
 
 
 class Planner:
@@ -82,15 +57,14 @@ class Planner:
     def __init__(
         self,
         place: Place,
-        shardings: Mapping[Any, Sharding],
+        found: Propagated,
         memory_limit: int,
         strict: bool = False,
-        kinds: Mapping[JaxprEqn, int] = MappingProxyType({}),
         seen: Seen | None = None,
     ):
         self.place = place
-        self.shardings = shardings
-        self.kinds = kinds
+        self.found = found
+        self.shardings = found.shardings
         self.seen = Seen() if seen is None else seen
         self.memory_limit = memory_limit
         self.strict = strict  # whether a primitive without a rule is an error
@@ -103,20 +77,14 @@ class Planner:
 
     def inner(self) -> Planner:
         """A planner for a body: it may use values available outside; what it adds stays inside."""
-        inner = Planner(
-            self.place.inner(),
-            self.shardings,
-            self.memory_limit,
-            self.strict,
-            self.kinds,
-            self.seen,
-        )
+        place = self.place.inner()
+        inner = Planner(place, self.found, self.memory_limit, self.strict, self.seen)
         inner.mover.available = self.mover.available.inner()
         return inner
 
     def on(self, place: Place, shardings: Mapping[Any, Sharding]) -> Planner:
         """A planner for other devices and another program."""
-        return Planner(place, shardings, self.memory_limit, self.strict)
+        return Planner(place, Propagated(shardings), self.memory_limit, self.strict)
 
     def sharding(self, var: Any) -> Sharding:
         """The sharding that propagation gave `var`."""
@@ -171,12 +139,12 @@ class Planner:
 
     def kind(self, eqn: JaxprEqn) -> int | None:
         """Its `equation_key`, which propagation has computed."""
-        found = self.kinds.get(eqn)
+        found = self.found.kinds.get(eqn)
         return equation_key(eqn) if found is None else found
 
     def repeated(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> list[Tile] | None:
         """The results of an equation equal to an earlier one that needed no communication."""
-        kind = self.kinds.get(eqn)
+        kind = self.found.kinds.get(eqn)
         if kind is None or eqn.primitive in VIEWS:  # of which more is to be remembered
             return None
         return in_place_again(eqn, kind, tiles, [self.shardings[v] for v in eqn.outvars])
@@ -200,8 +168,8 @@ class Planner:
 
         The results with the numbers in `leaving` may be unreduced (`uses`).
         """
-        self.uses = Uses(jaxpr, leaving, self.shardings)
-        self.unreduced = self.uses.unreduced
+        self.uses = self.found.uses.get(jaxpr) or Uses(jaxpr)
+        self.unreduced = may_stay_unreduced(self.uses, leaving, self.shardings)
         self.over = {}
         env: dict[Any, Tile] = dict(zip((*jaxpr.constvars, *jaxpr.invars), tiles, strict=True))
         self.values = env
@@ -221,12 +189,12 @@ class Planner:
                 made = dict(zip(eqn.outvars, results, strict=True))
                 env.update(made)
                 self.seen.made(made)
-                if _is_index_math(eqn) and eqn.primitive is not annotate_p:
-                    self.mover.available.add_maker(results[0], eqn, operands)
-                if _can_be_recomputed(eqn, (*operands, *results)):
-                    self.place.made[Identity(results[0].array)] = Made(
-                        results[0], eqn, tuple(operands)
-                    )
+                if eqn.primitive is not annotate_p:
+                    rule = RULES.get(eqn.primitive)
+                    rule = None if rule is None or rule.partition else rule
+                    stays = rule is not None and rule.level == 0
+                    by_element = rule is not None and rule.factors is same_dims
+                    self.mover.remember(eqn, operands, results, stays, by_element)
         return [read(a) for a in jaxpr.outvars]
 
     def equation(self, eqn: JaxprEqn, tiles: list[Tile]) -> list[Tile]:
@@ -259,8 +227,6 @@ class Planner:
             if not result.is_unreduced or eqn.outvars[number] not in self.unreduced:
                 reason = Reason("result", eqn.primitive.name)
                 results[number] = self.reshard(result, target, reason)
-        if eqn.primitive in VIEWS:
-            self.mover.available.add_view(eqn, results[0], tiles[0])
         return results
 
     def literal(self, atom: Literal) -> Tile:

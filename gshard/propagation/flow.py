@@ -22,7 +22,7 @@ from gshard.graph.source import source_of
 from gshard.moving.costs import MEMORY_LIMIT
 from gshard.rules import RULES
 from gshard.rules.base.rule import equation_key, factors_of, rowwise
-from gshard.rules.base.uses import NOTHING, Uses, leaving
+from gshard.rules.base.uses import NOTHING, Uses, leaving, may_stay_unreduced
 from gshard.rules.manual import MAKES_MANUAL
 from gshard.tensors.annotate import annotate_p
 from gshard.tensors.factors import Dim, Factor, Factors, compose, decompose
@@ -75,6 +75,7 @@ class Flow:
         self.annotations: dict[Any, JaxprEqn] = {}  # the equations that annotate variables
         self.closed: dict[Any, set[int]] = defaultdict(set)  # dims that must stay unsplit
         self.runs: dict[Any, int] = {}  # how often each variable is made
+        self.uses: dict[Jaxpr, Uses] = {}  # of the values of each program
         self.shares: dict[Any, float] = {}  # of unreduced values in the cost of their sum
         self.narrow: dict[Any, float] = {}  # the parts of values that have to move for them
         self.manual: set[Any] = set()  # variables of manual regions
@@ -86,8 +87,8 @@ class Flow:
 
     def add(self, jaxpr: Jaxpr, runs: int = 1, sums: Mapping[int, float] = NOTHING) -> None:
         """Add a program that runs `runs` times; some results may leave it unreduced (`sums`)."""
-        uses = Uses(jaxpr, sums)
-        self.shares |= uses.unreduced
+        uses = self.uses.setdefault(jaxpr, Uses(jaxpr))
+        self.shares |= may_stay_unreduced(uses, sums)
         self.narrow |= uses.narrow
         for var in [*jaxpr.constvars, *jaxpr.invars]:
             self.declare(var, runs)

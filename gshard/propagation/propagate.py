@@ -29,10 +29,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from gshard.graph.source import source_of
 from gshard.moving.costs import (
@@ -45,6 +45,7 @@ from gshard.moving.costs import (
 )
 from gshard.propagation.estimate import Estimator
 from gshard.propagation.flow import DimGroups, Flow, Spread
+from gshard.rules.base.uses import Uses
 from gshard.tensors.sharding import Sharding, Split, fitting_part
 
 _NONE = -1  # the group of dims that no annotation mentions
@@ -78,12 +79,14 @@ class Conflict:
 class Propagated:
     """A sharding for every variable, and the conflicts that were decided.
 
-    `kinds` are the keys of equations (`rule.equation_key`).
+    `kinds` are the keys of equations (`rule.equation_key`), `uses` those of the values of the
+    program and of each body in it.
     """
 
     shardings: Mapping[Any, Sharding]
-    conflicts: tuple[Conflict, ...]
-    kinds: Mapping[JaxprEqn, int]
+    conflicts: tuple[Conflict, ...] = ()
+    kinds: Mapping[JaxprEqn, int] = field(default_factory=dict)
+    uses: Mapping[Jaxpr, Uses] = field(default_factory=dict)
 
     def note(self, eqn: JaxprEqn) -> str:
         """The shardings of an equation's results."""
@@ -120,7 +123,7 @@ def propagate(
             for var, sharding in whole.items():
                 flow.fix(var, sharding)
             spread, conflicts = _cheaper(costs, (spread, conflicts), _best(flow, costs))
-    return Propagated(spread.shardings, conflicts, flow.kinds)
+    return Propagated(spread.shardings, conflicts, flow.kinds, flow.uses)
 
 
 def _for_many_collectives(of: Machine) -> Machine:

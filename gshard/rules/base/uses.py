@@ -38,19 +38,26 @@ _MOST = 8  # narrower values that one is computed from
 
 
 class Uses:
-    """How the values of a program, or of a loop's body, are used."""
+    """How the values of a program, or of a loop's body, are used: found once for each."""
 
-    def __init__(
-        self,
-        jaxpr: Jaxpr,
-        leaving: Mapping[int, float] = NOTHING,
-        shardings: Mapping[Any, Sharding] | None = None,
-    ):
+    def __init__(self, jaxpr: Jaxpr):
         self.jaxpr = jaxpr
-        # Variables that may stay unreduced, and the share of the reduction that each pays.
-        self.unreduced = _may_stay_unreduced(jaxpr, leaving, shardings)
-        # The parts of values' bytes that have to move, where those are less than all.
-        self.narrow = _narrow_parts(jaxpr)
+
+    @functools.cached_property
+    def counts(self) -> Counter[Any]:
+        """How often each variable is read, by equations and as a result."""
+        read = [*(a for eqn in self.jaxpr.eqns for a in eqn.invars), *self.jaxpr.outvars]
+        return Counter(a for a in read if not isinstance(a, Literal))
+
+    @functools.cached_property
+    def sums(self) -> set[Any]:
+        """The variables that may be unreduced."""
+        return _sums(self.jaxpr)
+
+    @functools.cached_property
+    def narrow(self) -> dict[Any, float]:
+        """The parts of values' bytes that have to move, where those are less than all."""
+        return _narrow_parts(self.jaxpr)
 
     @functools.cached_property
     def products(self) -> Counter[Any]:
@@ -76,8 +83,10 @@ class Uses:
 # ---------------------------------------------------------------- sums that are reduced later
 
 
-def _may_stay_unreduced(
-    jaxpr: Jaxpr, leaving: Mapping[int, float], shardings: Mapping[Any, Sharding] | None
+def may_stay_unreduced(
+    of: Uses,
+    leaving: Mapping[int, float] = NOTHING,
+    shardings: Mapping[Any, Sharding] | None = None,
 ) -> dict[Any, float]:
     """The variables whose reduction may be delayed, and the share of its cost that each pays.
 
@@ -87,12 +96,7 @@ def _may_stay_unreduced(
     are the same whatever the `shardings`; before those are known, variables that may stay unreduced
     because of them are left out.
     """
-    uses = Counter(
-        a
-        for a in [*(a for eqn in jaxpr.eqns for a in eqn.invars), *jaxpr.outvars]
-        if not isinstance(a, Literal)
-    )
-    sums = _sums(jaxpr)
+    jaxpr, uses, sums = of.jaxpr, of.counts, of.sums
     found: dict[Any, float] = {}
     ends: set[Any] = set()  # what is added, in the end, to a result that leaves
     saving: set[Any] = set()  # of which less, or fewer, or otherwise split ones are summed later
@@ -103,20 +107,23 @@ def _may_stay_unreduced(
             ends.add(var)
             saving.add(var)
     for eqn in reversed(jaxpr.eqns):
+        linear = {number for group in linear_groups(eqn) for number in group}
         able = [
             a
             for number, a in enumerate(eqn.invars)
-            if not isinstance(a, Literal) and uses[a] == 1 and _passes(eqn, number, ends)
+            if number in linear
+            and not isinstance(a, Literal)
+            and uses[a] == 1
+            and _keeps_sums(eqn, ends)
         ]
         if eqn.primitive in JOINED and not sums.issuperset(eqn.invars):
             able = []  # other values would be summed too, which are as large as they are
         for atom in able:
             share = found.get(eqn.outvars[0], 1.0)
             both = _adds_sums(eqn, sums.intersection(able))
-            less = eqn.outvars[0].aval.size < atom.aval.size
-            other = shardings and _otherwise_split(eqn, shardings[atom], shardings[eqn.outvars[0]])
             one = eqn.primitive in JOINED and len(able) > 1
-            if not (both or less or other or one or eqn.outvars[0] in saving):
+            saves = both or one or eqn.outvars[0] in saving
+            if not (saves or _is_less_later(eqn, atom, shardings)):
                 continue
             saving.add(atom)
             found[atom] = share / 2 if both else share
@@ -163,6 +170,14 @@ def _adds_sums(eqn: JaxprEqn, unreduced: Collection[Any]) -> bool:
     return len(unreduced) == 2 if eqn.primitive in ADDED else eqn.primitive in SCATTERED
 
 
+def _is_less_later(eqn: JaxprEqn, atom: Any, shardings: Mapping[Any, Sharding] | None) -> bool:
+    """Whether a device has less of the result than of `atom` to reduce, or other rows of it."""
+    out = eqn.outvars[0]
+    if out.aval.size < atom.aval.size:
+        return True
+    return shardings is not None and _otherwise_split(eqn, shardings[atom], shardings[out])
+
+
 def _otherwise_split(eqn: JaxprEqn, here: Sharding, there: Sharding) -> bool:
     """Whether a device has a larger part of one than of the other, or other rows of it."""
     joined = eqn.params.get("dimension") if eqn.primitive in JOINED else None
@@ -189,8 +204,11 @@ def linear_groups(eqn: JaxprEqn) -> Sequence[Sequence[int]]:
 
 def _passes(eqn: JaxprEqn, number: int, ends: Collection[Any]) -> bool:
     """Whether an operator can run on its operand `number` unreduced."""
-    if not any(number in group for group in linear_groups(eqn)):
-        return False
+    return any(number in group for group in linear_groups(eqn)) and _keeps_sums(eqn, ends)
+
+
+def _keeps_sums(eqn: JaxprEqn, ends: Collection[Any]) -> bool:
+    """Whether an operator that is linear has an unreduced result that is no larger."""
     if eqn.primitive is p.convert_element_type_p:
         # To sum wider numbers sends more: only a loop makes up for it, by summing once.
         old, new = (jnp.dtype(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))
