@@ -1,6 +1,6 @@
 """Sharding propagation: from a few annotated tensors to every tensor of the program (section 3.2).
 
-The paper's iterative data-flow analysis (`flow`): a dim without a split takes one over from a
+The paper's iterative data-flow analysis (`spread`): a dim without a split takes one over from a
 neighbour, a tensor that shares the dim through an operator. If neighbours disagree, these rules
 decide, in this order:
 
@@ -44,7 +44,8 @@ from gshard.moving.costs import (
     planning_for,
 )
 from gshard.propagation.estimate import Estimator
-from gshard.propagation.flow import DimGroups, Flow, Spread
+from gshard.propagation.flow import Flow
+from gshard.propagation.spread import DimGroups, Spread
 from gshard.rules.base.uses import Uses
 from gshard.tensors.sharding import Sharding, Split, fitting_part
 
@@ -156,7 +157,7 @@ def _cheaper(costs: Costs, usual: Settled, other: Settled) -> Settled:
 
 def _settled(flow: Flow, costs: Costs, dims: Callable[[], _Dims], sealed: bool) -> Settled:
     """The final splits, and the conflicts that were decided."""
-    spread = flow.spread({}, sealed=sealed)
+    spread = Spread.of(flow, {}, sealed=sealed)
     if not spread.blocked:
         return spread, ()
     return _cheapest(flow, costs(), dims().sealed(flow) if sealed else dims(), spread)
@@ -170,7 +171,7 @@ def _cheapest(flow: Flow, estimator: Estimator, dims: _Dims, spread: Spread) -> 
     rankings, costs = _rankings(flow, estimator, dims, contested)
     best, order, least = spread, [], _GAIN * estimator.cost(spread.shardings)
     for ranking in rankings:
-        ranked = flow.spread(dims.of, ranking, spread.sealed)
+        ranked = Spread.of(flow, dims.of, ranking, spread.sealed)
         cost = costs[ranking[0]] = estimator.cost(ranked.shardings)
         if cost < least:
             best, order, least = ranked, ranking, cost

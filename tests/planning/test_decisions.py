@@ -21,7 +21,7 @@ from gshard.moving.partial import _in_pairs
 from gshard.moving.recompute import Made, Rows, _needed
 from gshard.planning.improve.combine import combinations_of
 from gshard.planning.planner import Planner
-from gshard.propagation.flow import Spread
+from gshard.propagation.spread import Spread
 from gshard.rules.base import choose
 from gshard.rules.base.choose import run_as
 from gshard.rules.base.rule import RULES
