@@ -116,6 +116,18 @@ def test_rows_are_aligned(data):
     check_aligned(tiles, rows, size, held, starts, width, moves)
 
 
+@given(st.data())
+def test_rows_of_tiles_that_are_not_full(data):
+    """What a tile has beside its rows, as a slice with a stride leaves it, goes nowhere."""
+    tiles, rows = data.draw(st.integers(2, 5)), data.draw(st.integers(2, 4))
+    counts = np.array([data.draw(st.integers(0, rows)) for _ in range(tiles)])
+    low = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    held = Runs(low, low + counts, np.array([data.draw(st.integers(0, rows - n)) for n in counts]))
+    size = int(counts.sum())
+    width = data.draw(st.integers(1, 5))
+    check_aligned(tiles, rows, size, held, np.arange(tiles) * width, width, ())
+
+
 @pytest.mark.parametrize(
     ("tiles", "rows", "size", "starts", "width", "moves"),
     [

@@ -77,9 +77,7 @@ def test_every_element_is_sent_once_and_its_holders_take_turns(case):
     shape, source, target = case
     if 0 in shape:
         return
-    pieces = boxes._pieces(
-        source, source.local_shape(shape), target, target.local_shape(shape), shape
-    )
+    pieces = boxes._pieces(source, target, shape)
     got = np.zeros((source.num_devices, *shape), int)
     turns: dict[int, collections.Counter] = collections.defaultdict(collections.Counter)
     for piece in pieces:
@@ -95,9 +93,7 @@ def test_every_element_is_sent_once_and_its_holders_take_turns(case):
     for index, senders in turns.items():
         counts = [senders[d] for d in np.flatnonzero(source.tile_index == index)]
         assert max(counts) - min(counts) <= 1
-    for part in boxes.plan_boxes(
-        source, source.local_shape(shape), target, target.local_shape(shape), shape
-    ):
+    for part in boxes.plan_boxes(source, target, shape):
         assert all(b <= n for b, n in zip(part.box, shape, strict=True))
 
 
