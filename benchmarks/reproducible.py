@@ -4,7 +4,8 @@
     python -m benchmarks.reproducible rows.json --jobs 8 --minutes 9  8 at a time; run it again for
                                                                       the rows that are missing
     python -m benchmarks.reproducible rows.json --only data --devices 1,8 --steps 2
-    python -m benchmarks.reproducible rows.json --times --jobs 2      step times, too
+    python -m benchmarks.reproducible rows.json --times               step times, too
+    python -m benchmarks.reproducible rows.json --times --size large  of larger models
     python -m benchmarks.reproducible rows.json --show                the tables of docs/results
     python -m benchmarks.reproducible rows.json --kernels             products of this CPU or GPU
 
@@ -37,7 +38,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import gshard
-from benchmarks.reproducible_cases import FIRST, MOST, Case, case_of, names, types_of
+from benchmarks.reproducible_cases import FIRST, MOST, SIZES, Case, case_of, names, types_of
 from benchmarks.reproducible_table import tables, verdict
 from gshard.mt.launch.local import free_port
 from gshard.rules.fixed_products import have_one_kernel, multiples, shared_multiple
@@ -45,7 +46,7 @@ from gshard.rules.fixed_products import have_one_kernel, multiples, shared_multi
 COUNTS = (1, 8, 3, 6, 2, 4)  # in the order in which they are measured
 PROCESSES = 4
 TYPES = ("float32", "bfloat16")
-RUNS = 15  # of each program whose times are measured
+RUNS = {"small": 15, "large": 7}  # of each program whose times are measured
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,14 @@ class Row:
     devices: int
     processes: int = 1
     timed: bool = False
+    size: str = "small"
 
 
-def rows(only: str, types: list[str], counts: list[int], processes: bool) -> list[Row]:
+def rows(
+    only: str, types: list[str], counts: list[int], processes: bool, size: str = "small"
+) -> list[Row]:
     """The rows of programs whose names contain `only`, the most telling ones first."""
-    chosen = [n for n in names() if only in n]
+    chosen = [n for n in names(size) if only in n]
     places = [(devices, 1) for devices in counts]
     places += [(MOST, PROCESSES)] if processes and MOST in counts else []
     found = []
@@ -69,7 +73,7 @@ def rows(only: str, types: list[str], counts: list[int], processes: bool) -> lis
         for devices, several in places:
             for dtype in types:
                 members = [n for n in group if dtype in types_of(n)]
-                found += [Row(program, dtype, devices, several) for program in members]
+                found += [Row(program, dtype, devices, several, size=size) for program in members]
     return found
 
 
@@ -142,13 +146,13 @@ def bits_and_bytes(case: Case, steps: int) -> dict[str, Any]:
     return found | {"bits": trained(lowered.compile(), case.arguments, steps)}
 
 
-def timed(case: Case) -> dict[str, Any]:
+def timed(case: Case, runs: int) -> dict[str, Any]:
     """The median times of a step, by the clock and of processors, beside the usual program's."""
     compiled = [lowered_with(case, which).compile() for which in (True, False)]
     placed = [program.place(*case.arguments) for program in compiled]
     clock: list[list[float]] = [[], []]
     processor: list[list[float]] = [[], []]
-    for turn in range(RUNS + 2):
+    for turn in range(runs + 2):
         for i, (program, arguments) in enumerate(zip(compiled, placed, strict=True)):
             start = time.perf_counter(), time.process_time()
             jax.block_until_ready(program(*arguments))
@@ -179,8 +183,8 @@ def run_row(row: Row, steps: int, member: str) -> None:
         jax.distributed.initialize(
             address, row.processes, int(number), heartbeat_timeout_seconds=3600
         )
-    case = case_of(row.program, row.type, row.devices)
-    found = timed(case) if row.timed else bits_and_bytes(case, steps)
+    case = case_of(row.program, row.type, row.devices, row.size)
+    found = timed(case, RUNS[row.size]) if row.timed else bits_and_bytes(case, steps)
     if jax.process_index() == 0:
         print(json.dumps(asdict(row) | {"steps": steps, "machine": machine()} | found))
 
@@ -189,8 +193,9 @@ def run_row(row: Row, steps: int, member: str) -> None:
 
 
 def kept_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, which has one in each line."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """The rows of a file, which has one in each line; rows are small where no size is given."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [{"size": "small"} | json.loads(line) for line in lines]
 
 
 def measured_in_processes(row: Row, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
@@ -222,7 +227,8 @@ def measured_in_processes(row: Row, options: argparse.Namespace, seconds: float)
 
 def measure(options: argparse.Namespace) -> None:
     """Measure the rows that the file does not have yet, several at a time."""
-    wanted = rows(options.only, options.types, options.devices, processes=not options.times)
+    chosen = options.only, options.types, options.devices
+    wanted = rows(*chosen, processes=not options.times, size=options.size)
     if options.times:
         most = max(options.devices)
         wanted = [replace(row, timed=True) for row in wanted if row.devices == most]
@@ -261,6 +267,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--devices", type=numbers, default=list(COUNTS))
     parser.add_argument("--types", type=lambda text: text.split(","), default=list(TYPES))
     parser.add_argument("--times", action="store_true", help="step times on the most devices")
+    parser.add_argument("--size", choices=list(SIZES), default="small", help="large: for --times")
     parser.add_argument("--jobs", type=int, default=1, help="rows at a time")
     parser.add_argument("--limit", type=float, default=500, help="seconds for a row")
     parser.add_argument("--minutes", type=float, default=1e6, help="for all rows")

@@ -17,10 +17,13 @@ import numpy as np
 
 import gshard
 from benchmarks.recipes import NAMES
-from examples.recipes.transformer import Size
+from examples.recipes.transformer import Size, shapes
 from gshard.nn import Batch, Strategy, TransformerConfig, adafactor, init_state, train_step
 
 SMALL = Size(L=1, B=24, S=24, M=192, N=8, F=384, V=192)  # 8 leaves in every contraction
+# A model whose products fill their leaves and tiles of 64 rows and columns: for times alone.
+LARGE = Size(L=1, B=24, S=64, M=1024, N=16, F=2048, V=1024)
+SIZES = {"small": SMALL, "large": LARGE}
 MOST = 8  # devices
 MOE = "MoE Transformer"
 FIRST = (MOE, "data parallel, Adam", "FSDP", "tensor parallel")  # to be measured
@@ -62,10 +65,11 @@ def without_annotations(fn: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def names() -> list[str]:
-    """All programs."""
+def names(size: str = "small") -> list[str]:
+    """All programs of a size: the large ones are those of the recipes' Transformer, and MoE."""
     with recipes_for(MOST) as modules:
-        return [MOE, *(recipe.name for m in modules for recipe in m.recipes(SMALL))]
+        chosen = [m for m in modules if size == "small" or vars(m).get("shapes") is shapes]
+        return [MOE, *(recipe.name for m in chosen for recipe in m.recipes(SIZES[size]))]
 
 
 def types_of(name: str) -> list[str]:
@@ -92,10 +96,10 @@ def recipes_for(devices: int) -> Iterator[list[ModuleType]]:
         yield modules
 
 
-def recipe_on(devices: int, dtype: Any, name: str) -> Case:
+def recipe_on(devices: int, dtype: Any, name: str, size: Size) -> Case:
     """A recipe whose annotations are for so many devices; its sizes are those for `MOST`."""
     with recipes_for(MOST) as modules:
-        (recipe,) = (r for m in modules for r in m.recipes(SMALL) if r.name == name)
+        (recipe,) = (r for m in modules for r in m.recipes(size) if r.name == name)
 
     def step(*args: Any) -> Any:
         with recipes_for(devices):
@@ -113,9 +117,12 @@ def recipe_on(devices: int, dtype: Any, name: str) -> Case:
     return Case(name, devices, annotated, tuple(arguments))
 
 
-def transformer_on(devices: int, dtype: Any) -> Case:
-    """A training step of a small MoE Transformer with dropout and random routing."""
+def transformer_on(devices: int, dtype: Any, size: str) -> Case:
+    """A training step of a MoE Transformer with dropout and random routing."""
     dims = {"model_dim": 48, "hidden_dim": 96, "heads": 4, "key_dim": 16, "value_dim": 16}
+    if size == "large":
+        dims = {"model_dim": 512, "hidden_dim": 1024, "heads": 8, "key_dim": 64, "value_dim": 64}
+    length = {"small": 8, "large": 32}[size]
     dropout = {"input_dropout": 0.1, "residual_dropout": 0.1}
     config = TransformerConfig(
         64, 64, encoder_layers=2, decoder_layers=2, experts=24, groups=24, dispatch="einsum",
@@ -123,7 +130,7 @@ def transformer_on(devices: int, dtype: Any) -> Case:
     )  # fmt: skip
     optimizer = adafactor(0.3, warmup=1)
     rng = np.random.default_rng(0)
-    tokens = [jnp.asarray(rng.integers(3, 64, (24, 8)), jnp.int32) for _ in range(2)]
+    tokens = [jnp.asarray(rng.integers(3, 64, (24, length)), jnp.int32) for _ in range(2)]
     state = jax.jit(lambda key: init_state(config, optimizer, key))(jax.random.key(0))
 
     strategy = Strategy(devices) if devices > 1 else Strategy()
@@ -136,8 +143,8 @@ def transformer_on(devices: int, dtype: Any) -> Case:
     return Case(MOE, devices, step, (state, *tokens))
 
 
-def case_of(name: str, dtype: str, devices: int) -> Case:
+def case_of(name: str, dtype: str, devices: int, size: str = "small") -> Case:
     """A program for so many devices."""
     if name == MOE:
-        return transformer_on(devices, dtype)
-    return recipe_on(devices, jnp.dtype(dtype), name)
+        return transformer_on(devices, dtype, size)
+    return recipe_on(devices, jnp.dtype(dtype), name, SIZES[size])

@@ -62,7 +62,6 @@ def tables(rows: Rows, names: Sequence[str]) -> str:
     equal, different = (verdicts.count(v) for v in ("equal", "DIFFERENT"))
     sent = [r for r in compared if r["processes"] == 1 and r["usual bytes"]]
     few = [r for r in sent if r["bytes"] <= 1.5 * r["usual bytes"]]
-    fast = [r for r in timed if r["time"] <= 1.3 * r["usual time"]]
     steps = ", ".join(str(n) for n in sorted({r["steps"] for r in compared}))
     lines = [
         f"On {' and '.join(sorted({r['machine'] for r in rows}))}.",
@@ -75,7 +74,11 @@ def tables(rows: Rows, names: Sequence[str]) -> str:
         "",
         *_table([r for r in compared if r["processes"] == 1], _ratio),
     ]
-    if timed:
-        text = f"Times of a step: {len(fast)} of {len(timed)} rows at most 1.3 times."
-        lines += ["", text, "", *_times(timed)]
+    for size in dict.fromkeys(r["size"] for r in sorted(timed, key=lambda r: r["size"] != "large")):
+        some = [r for r in timed if r["size"] == size]
+        fast = [r for r in some if r["time"] <= 1.3 * r["usual time"]]
+        text = (
+            f"Times of a step of {size} models: {len(fast)} of {len(some)} rows at most 1.3 times."
+        )
+        lines += ["", text, "", *_times(some)]
     return "\n".join(lines)

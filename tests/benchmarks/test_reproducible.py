@@ -56,6 +56,17 @@ def test_a_transform_has_no_row_of_a_narrow_type():
     assert [r.type for r in found] == ["float32"]
 
 
+def test_large_programs_are_those_of_the_transformer():
+    """The other recipes have sizes of their own."""
+    assert {"MoE Transformer", "FSDP"} < set(reproducible.names("large"))
+    assert not {"pipeline, 8 stages", "QLoRA, 8 bits under FSDP"} & set(reproducible.names("large"))
+
+
+def test_rows_of_before_are_small(tmp_path):
+    (tmp_path / "rows.json").write_text('{"program": "FSDP"}\n')
+    assert reproducible.kept_rows(tmp_path / "rows.json") == [{"program": "FSDP", "size": "small"}]
+
+
 def test_a_row_is_compared_with_that_of_one_device():
     """Of the same program, type and number of steps."""
     row = {"program": "FSDP", "type": "float32", "devices": 3, "processes": 1, "timed": False}
