@@ -9,6 +9,7 @@ out (`smaller`).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,23 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from gshard.autosharding.annotated import Annotated, dims_of
+from gshard.autosharding.answers import Answers
 from gshard.autosharding.candidates import Candidates, Choice
 from gshard.autosharding.clock import Clock
 from gshard.autosharding.compact import Compact
 from gshard.autosharding.layout import Layout
 from gshard.autosharding.meshes import distinct_meshes
-from gshard.autosharding.model import Model, build
 from gshard.autosharding.polishing import polished
-from gshard.autosharding.problem import NoAnswerError, Problem
-from gshard.autosharding.program import Result
 from gshard.autosharding.smaller import TOLERANCE, best_of, most_seconds, smaller
-from gshard.autosharding.solve import presolving_work, solve, solve_with_priced_memory
 from gshard.autosharding.specs import MeshShape, specs_of
 from gshard.autosharding.subject import Subject
-from gshard.autosharding.tables import PICO
 from gshard.forecast.hardware import Hardware, present
 from gshard.forecast.hardware import hardware as hardware_of
 from gshard.graph.readable import size
@@ -55,10 +51,6 @@ _LESS = 0.95
 # Of the time given, the work that is counted: a machine may be slower by the rest of it.
 _COUNTED = 0.75
 
-# Seconds of work for each node of a model, and how often it is built: copies count from the second
-# time on.
-_PER_NODE, _PAIRINGS = 1e-4, 2
-
 # Of this work, the shares for layouts by the solver, for making them small, for layouts that need
 # no solver, for the bound, for changes of single arguments, and for leaving out annotations.
 _SOLVING = 0.3
@@ -70,8 +62,7 @@ _LEAVING_OUT = 0.1
 _LOWERING = 0.5  # of the guard's time that no further mesh is solved in
 _LEAST_SOLVING = 10.0  # seconds for the first mesh, where the time given is too little
 
-# Share of a bound that sums of floating-point numbers may be off.
-_ROUNDING = 1e-9
+_DONATED = ("donate_argnums", "donate_argnames")
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -94,7 +85,8 @@ def auto(
     each ("16 GB"), by default the hardware's. Annotations that `fn` has are kept. It takes about
     `seconds` of a free core at most: work is counted, not time, so that the layout is the same
     where the machine is busy and it takes longer; longer too where nothing that fits in memory was
-    found by then. Other keywords are those of `gshard.jit`.
+    found by then. Other keywords are those of `gshard.jit`; with `overlap`, the time is that of the
+    forecast in which communication is beside work.
     """
     count = jax.device_count() if devices is None else devices
     if not isinstance(count, int) or count < 1:
@@ -136,6 +128,11 @@ class _Chooser:
     def __post_init__(self) -> None:
         self.seconds, self.guard = self.clock.left, self.clock.guard_left
         self.reserved = _BOUNDING * self.seconds
+        donated = any(self.candidates.keywords.get(how) for how in _DONATED)
+        how = self.subject, self.machine, self.clock, donated
+        self.answers = Answers(*how, self.candidates.overlaps)
+        # Where communication is beside work, the forecast may see less of that than the model.
+        self.models = [self.answers, Answers(*how, False)][: 1 + self.candidates.overlaps]
 
     def chosen(self) -> Layout:
         """The best layout."""
@@ -145,7 +142,8 @@ class _Chooser:
             share = _SOLVING * self.seconds
             choices = self._choices(limits, share if number == 0 else share / 4)
             if number == 0:
-                self.looked_at = tuple(c.model.mesh for c in choices) or tuple(limits)[:1]
+                meshes = dict.fromkeys(c.model.mesh for c in choices)
+                self.looked_at = tuple(meshes) or tuple(limits)[:1]
             layouts += self._lowered(choices)
             if number == 0:
                 layouts += self._simple()
@@ -154,7 +152,7 @@ class _Chooser:
             fitting = [a for a in layouts if a.memory_bytes <= self.limit]
             if fitting:
                 return self._finished(fitting)
-            limits = self._tightened(limits, choices[:_LOWERED_MESHES], layouts)
+            limits = self._tightened(limits, choices[: self.lowered], layouts)
             if not limits:
                 break
             self.clock.extend(_LEAST_SOLVING * (len(limits) + 1))
@@ -215,69 +213,37 @@ class _Chooser:
         until, least = self.clock.now() + seconds, math.inf
         for done, mesh in enumerate(meshes):
             share = (until - self.clock.now()) / (len(meshes) - done)
-            flat, returned = self.subject.flat, self.subject.returned
-            problem = build(flat, mesh, self.machine, self.limit, returned, optimistic=True).problem
-            own = _without_edges(problem)
-            if share > 0:
-                try:
-                    own = max(own, solve(problem, share, clock=self.clock).bound)
-                except NoAnswerError:  # arguments alone do not fit over this mesh
-                    continue
-            least = min(least, (1 - _ROUNDING) * own / PICO)
+            least = min(least, self.answers.bound(mesh, self.limit, share))
         return least if math.isfinite(least) else 0.0
 
+    @property
+    def lowered(self) -> int:
+        """How many answers are lowered."""
+        return _LOWERED_MESHES * len(self.models)
+
     def _choices(self, limits: Mapping[MeshShape, float], seconds: float) -> list[Choice]:
-        """The answers of the likely model on as many meshes as time allows, the cheapest first."""
+        """The answers of the likely models in turn, the cheapest of each first."""
+        found = [self._answered(model, limits, seconds / len(self.models)) for model in self.models]
+        self.gaps = [choice.gap for choice in found[0]]
+        return [c for turn in itertools.zip_longest(*found) for c in turn if c is not None]
+
+    def _answered(
+        self, model: Answers, limits: Mapping[MeshShape, float], seconds: float
+    ) -> list[Choice]:
+        """The answers of a model on as many meshes as time allows, the cheapest first."""
         until = self.clock.now() + seconds
         found: list[Choice] = []
-        self.gaps = []
         for done, (mesh, limit) in enumerate(limits.items()):
             share = (until - self.clock.now()) / (len(limits) - done)
             if found and (share <= 0 or self.clock.guard_left < _LOWERING * self.guard):
                 break
             least = 0.0 if found else _LEAST_SOLVING
-            choice = self._choice(mesh, limit, max(share, least), needed=not found)
+            choice = model.choice(mesh, limit, max(share, least), needed=not found)
             if choice is not None:
                 found.append(choice)
             elif found:  # those that follow have as many axes, or more
                 break
         return sorted(found, key=lambda c: (c.cost, len(c.model.mesh)))
-
-    def _choice(self, mesh: MeshShape, limit: float, seconds: float, needed: bool) -> Choice | None:
-        """The answer of the likely model on a mesh; copies count where they break the limit."""
-        paired: set[Any] = set()
-        best: tuple[Model, Result] | None = None
-        for number in range(_PAIRINGS):
-            flat, returned, how = self.subject.flat, self.subject.returned, self.candidates.keywords
-            donated = bool(how.get("donate_argnums") or how.get("donate_argnames"))
-            model = build(flat, mesh, self.machine, limit, returned, paired=paired, donated=donated)
-            self.clock.charge(_PER_NODE * len(model.problem.costs))
-            if not needed and presolving_work(model.problem) > seconds:
-                break
-            result = self._solved(model, seconds / (1 + number), needed and not number)
-            if result.answer is None:
-                break
-            best = model, result
-            if not model.uncounted(result.answer):
-                break
-            paired = set(model.forms)
-        if best is None or best[1].answer is None:
-            return None
-        model, result = best
-        self.gaps.append(result.gap)
-        peak = float(model.problem.memory.profile(best[1].answer).max(initial=0.0))
-        return Choice(result.cost / PICO, model, best[1].answer, peak)
-
-    def _solved(self, model: Model, seconds: float, needed: bool) -> Result:
-        """The answer of a model; where none fits and one is needed, one that holds little."""
-        result, fits = Result(None, np.inf, -np.inf), True
-        try:
-            result = solve(model.problem, seconds, clock=self.clock)
-        except NoAnswerError:
-            fits = False
-        if result.answer is None and (needed or not fits):
-            result = solve_with_priced_memory(model.problem, seconds, self.clock)
-        return result
 
     def _until(self, share: float) -> Callable[[], bool]:
         """Whether there is time to lower one more layout within a share of the time, and real time
@@ -300,10 +266,10 @@ class _Chooser:
         """The layouts of the best meshes: nearly all of their answers with few annotations, or else
         all of them; then what arguments alone make."""
         layouts: list[Layout] = []
-        for choice in choices[:_LOWERED_MESHES]:
+        for choice in choices[: self.lowered]:
             if not self._fits(layouts) or self._can_lower():
                 layouts += self._of_answer(choice)
-        for choice in choices[:_LOWERED_MESHES]:
+        for choice in choices[: self.lowered]:
             if self._can_lower():
                 layouts.append(self.candidates.of_arguments(choice))
         return layouts
@@ -315,7 +281,7 @@ class _Chooser:
     def _of_answer(self, choice: Choice) -> list[Layout]:
         """Layouts that are like an answer. One with all annotations only where few do not hold what
         the model promises."""
-        share = _FEW * self.seconds / min(len(self.looked_at), _LOWERED_MESHES)
+        share = _FEW * self.seconds / min(len(self.looked_at), _LOWERED_MESHES) / len(self.models)
         found: list[Layout] = []
         for layout in Compact(self.candidates, choice).layouts(share):
             found.append(layout)
@@ -391,8 +357,3 @@ def _rows(shape: tuple[int, ...], dim: int, count: int) -> bool:
 def _split(path: str, shape: tuple[int, ...], dim: int) -> Annotated:
     """An argument with one dim over all devices."""
     return Annotated(path, shape, dims_of((dim,), len(shape)))
-
-
-def _without_edges(problem: Problem) -> float:
-    """A bound at once: every operator at its cheapest, and nothing moves."""
-    return problem.constant + sum(float(c.min(initial=math.inf)) for c in problem.costs)

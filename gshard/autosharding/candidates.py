@@ -45,6 +45,7 @@ class Choice:
     model: Model
     answer: Ints
     peak: float
+    gap: float = 0.0  # to the best cost of the model, as a share
 
     def spec(self, var: Any) -> Spec | None:
         """How the answer shards a tensor; None for scalars."""
@@ -212,13 +213,23 @@ class Candidates:
             layout, forecast = self._lowered(layout, {**needed, **changing, **known})
         count = len(annotations) + len(inside)
         name = f"mesh {' x '.join(map(str, mesh))}, {count} annotations"
-        self.considered.append(Considered.of(name, forecast, self.limit))
+        seconds = self._seconds(forecast)
+        self.considered.append(Considered.of(name, forecast, seconds, self.limit))
         return dataclasses.replace(layout, considered=tuple(self.considered), limit=self.limit)
 
     @functools.cached_property
     def equations(self) -> int:
         """The equations of the program, loops counted once."""
         return sum(1 for _ in walk(self.subject.flat.jaxpr))
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether communication beside work counts: it was chosen, and the hardware does it."""
+        return bool(self.keywords.get("overlap")) and self.machine.overlaps
+
+    def _seconds(self, forecast: Forecast) -> float:
+        """The time of a step."""
+        return forecast.step_seconds if self.overlaps else forecast.serial_seconds
 
     @property
     def lowering_work(self) -> float:
@@ -228,7 +239,7 @@ class Candidates:
     def _lowered(self, layout: Layout, results: Mapping[str, Annotated]) -> tuple[Layout, Forecast]:
         layout = dataclasses.replace(layout, results=tuple(results.values()))
         subject, began = self.subject, time.process_time()
-        # The model adds up the times of operators: neither it nor the forecast counts overlap here.
+        # Unless it is chosen, neither the model nor the forecast counts overlap.
         keywords = {"hardware": self.machine, "overlap": False, **self.keywords}
         keywords["devices"] = subject.devices
         lowered = jit(subject.fn, annotations=layout, **keywords).lower(*subject.args)
@@ -237,7 +248,7 @@ class Candidates:
         self.lowering_seconds = max(self.lowering_seconds, time.process_time() - began)
         layout = dataclasses.replace(
             layout,
-            seconds=forecast.serial_seconds,
+            seconds=self._seconds(forecast),
             memory_bytes=forecast.memory_bytes,
             lowered=lowered,
             function=subject.fn,

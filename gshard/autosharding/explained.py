@@ -25,11 +25,11 @@ class Considered:
     sent_bytes: int
 
     @staticmethod
-    def of(name: str, forecast: Forecast, limit: int) -> Considered:
-        """What is kept of a forecast."""
+    def of(name: str, forecast: Forecast, seconds: float, limit: int) -> Considered:
+        """What is kept of a forecast, in which a step takes so many seconds."""
         return Considered(
             name,
-            forecast.serial_seconds,
+            seconds,
             forecast.memory_bytes,
             forecast.memory_bytes <= limit,
             forecast.exposed_seconds + forecast.hidden_seconds,

@@ -53,6 +53,7 @@ class Model:
     forms: Mapping[Any, Form]  # those in which operators read tensors
     sizes: Callable[[Any], Floats]  # the bytes of a tensor by spec
     operators: dict[int, JaxprEqn]  # the equations of operators, by node
+    postponed: Collection[Any]  # tensors that may be summed later than they are made
 
     def uncounted(self, answer: Ints) -> set[Any]:
         """Tensors whose copies break the memory limit of an answer, and are not counted in it."""
@@ -83,14 +84,16 @@ def build(
     optimistic: bool = False,
     paired: Collection[Any] = (),
     donated: bool = False,
+    overlapped: bool = False,
 ) -> Model:
     """The problem of a program on one mesh, with so many bytes on each device.
 
     `returned` are pairs of a result and an argument, by number: the result is the argument of the
     next call, and is resharded for it where the two differ, and takes its place if it is `donated`.
-    `paired` are tensors whose copies count in the limit.
+    `paired` are tensors whose copies count in the limit. A bound for `overlapped` communication has
+    no latencies and copies of collectives that may be sent in pieces, or around a ring.
     """
-    builder = _Builder(flat, mesh, hardware, limit, optimistic)
+    builder = _Builder(flat, mesh, hardware, limit, optimistic, overlapped)
     builder.forms.paired = paired
     return builder.built(returned, donated)
 
@@ -113,10 +116,11 @@ class _Builder:
         hardware: Hardware,
         limit: float,
         optimistic: bool,
+        overlapped: bool,
     ) -> None:
         self.flat, self.mesh, self.hardware = flat, mesh, hardware
-        self.limit, self.optimistic = limit, optimistic
-        self.tables = Tables(flat.jaxpr, mesh, hardware, optimistic)
+        self.limit, self.optimistic, self.overlapped = limit, optimistic, overlapped
+        self.tables = Tables(flat.jaxpr, mesh, hardware, optimistic, overlapped)
         self.flow, self.touched, self.sharing = _read(flat, math.prod(mesh), hardware, optimistic)
         self.forms = Forms(self.flow, mesh, limit)
         self.outwards = borders.leaving(flat)
@@ -172,8 +176,17 @@ class _Builder:
             self.tables.rounded((starts * reached.operator_seconds + reached.step_seconds) * PICO)
         )
         problem = Problem(tuple(self.costs), tuple(edges), self._memory(), constant)
-        forms, sizes = self.forms.found, self._local_bytes
-        return Model(self.mesh, problem, nodes, shapes, self.nodes, forms, sizes, self.operators)
+        return Model(
+            self.mesh,
+            problem,
+            nodes,
+            shapes,
+            self.nodes,
+            self.forms.found,
+            self._local_bytes,
+            self.operators,
+            {var for var, share in self.flow.shares.items() if share < 1},
+        )
 
     def _memory(self) -> Memory:
         """What is held: arguments and results for the entire step, other values while in use; and
@@ -317,7 +330,7 @@ class _Builder:
         var = edge.atoms[0][number]
         source, dims = self.sharing.source(var)
         between = source in self.sharing.products and name_of(edge) in PRODUCTS
-        if self.hardware.compiler != "gpu" or not between:
+        if self.hardware.compiler != "gpu" or not between or self.overlapped:
             return 0.0
         return self.tables.transposed(edge, number, None if var is source else dims)
 

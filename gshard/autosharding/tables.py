@@ -67,12 +67,21 @@ class Priced:
 class Tables:
     """Makes the tables of operators on one mesh."""
 
-    def __init__(self, jaxpr: Jaxpr, mesh: MeshShape, hardware: Hardware, optimistic: bool) -> None:
-        self.mesh, self.hardware, self.optimistic = mesh, hardware, optimistic
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        mesh: MeshShape,
+        hardware: Hardware,
+        optimistic: bool,
+        overlapped: bool = False,
+    ) -> None:
+        self.mesh, self.hardware = mesh, hardware
+        self.optimistic, self.overlapped = optimistic, overlapped
         self.alone = Rates(hardware, mesh)
         self.combined = Rates(hardware, mesh, combined=True)
-        # XLA for CPUs combines all-reduces of any size.
-        largest = math.inf if hardware.compiler == "cpu" else hardware.machine.largest_combined
+        # XLA for CPUs combines all-reduces of any size, and a ring takes the place of a collective.
+        alone = hardware.compiler != "cpu" and not overlapped
+        largest = hardware.machine.largest_combined if alone else math.inf
         self.least = LeastRates(hardware, mesh, largest)
         self.least_combined = LeastRates(hardware, mesh, math.inf)
         self.weights = {getattr(v.aval, "shape", ()) for v in jaxpr.invars}
@@ -261,8 +270,7 @@ class Tables:
             specs = [spec for spec in itertools.product(*ends) if spec in position]
             for spec in specs:
                 table[i, position[spec]] = rates.sums(left, spec) * share
-            if self.optimistic:
-                latency[i] = min((self.least.latency(left, spec) for spec in specs), default=0.0)
+            latency[i] = self._latency(left, specs)
             waiting[i] = itemsize * local_elements(shape, here, self.mesh) * bool(over)
         priced.latencies = np.maximum(priced.latencies, latency)
         if shape:
@@ -270,7 +278,14 @@ class Tables:
             priced.waiting = priced.waiting + waiting
         else:
             priced.tables.append(None)
-            priced.costs = priced.costs + table[:, 0]
+            if not self.optimistic:  # a bound leaves out a few bytes
+                priced.costs = priced.costs + table[:, 0]
+
+    def _latency(self, left: PartialSum, specs: Sequence[Spec]) -> float:
+        """The least latency of a small sum for one of these specs. A ring may scatter it."""
+        if not self.optimistic or (self.overlapped and len(specs) > 1):
+            return 0.0
+        return min((self.least.latency(left, spec) for spec in specs), default=0.0)
 
     def _specs(self, atom: Any) -> tuple[tuple[int, ...], int, dict[Spec, int]]:
         """A tensor's shape, the size of an element, and the number of each of its specs."""

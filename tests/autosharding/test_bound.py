@@ -26,15 +26,15 @@ def struct(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def candidates_of(fn, args, devices, machine=MACHINE, seconds=60.0):
+def candidates_of(fn, args, devices, machine=MACHINE, seconds=60.0, **keywords):
     """What lowers layouts of a program, with so many seconds of work."""
     subject = Subject.of(fn, args, devices)
-    return Candidates(subject, machine, machine.memory, {}, Clock(600.0, seconds))
+    return Candidates(subject, machine, machine.memory, keywords, Clock(600.0, seconds))
 
 
-def bound_of(fn, args, devices=8, seconds=60.0, meshes=None, machine=MACHINE):
+def bound_of(fn, args, devices=8, seconds=60.0, meshes=None, machine=MACHINE, **keywords):
     """The bound over some meshes, or all, each solved for its part of these seconds of work."""
-    candidates = candidates_of(fn, args, devices, machine, seconds)
+    candidates = candidates_of(fn, args, devices, machine, seconds, **keywords)
     chooser = _Chooser(candidates.subject, candidates, machine, machine.memory, candidates.clock)
     return chooser._bound(meshes or distinct_meshes(machine, devices), seconds)
 
@@ -95,16 +95,17 @@ def _all_shardings(args, devices):
             yield tuple(sharding_of(s, 2, mesh) if any(d >= 0 for d in s) else None for s in specs)
 
 
-def _check(program, devices):
+def _check(program, devices, overlap=False):
     """Every layout of the arguments, lowered: none below the bound, none 1% better."""
     name, fn, args = program
-    layout = gshard.auto(fn, *args, devices=devices, hardware="h100", overlap=False)
+    layout = gshard.auto(fn, *args, devices=devices, hardware="h100", overlap=overlap)
     best = jnp.inf
     for shardings in _all_shardings(args, devices):
         jitted = gshard.jit(
-            fn, in_shardings=shardings, devices=devices, hardware="h100", overlap=False
+            fn, in_shardings=shardings, devices=devices, hardware="h100", overlap=overlap
         )
-        best = min(best, jitted.lower(*args).forecast().serial_seconds)
+        found = jitted.lower(*args).forecast()
+        best = min(best, found.step_seconds if overlap else found.serial_seconds)
     assert layout.bound <= best, name
     assert layout.bound <= layout.seconds, name
     assert layout.seconds <= 1.01 * best, name
@@ -137,12 +138,12 @@ def _layout(data, candidates, devices):
     return candidates.priced(mesh, arguments, inside)
 
 
-def _check_layouts(program, name, devices, data, count):
+def _check_layouts(program, name, devices, data, count, **keywords):
     """The bound is not above the forecast of any of so many layouts."""
     _, fn, args = program
     machine = hardware(name)
-    bound = bound_of(fn, args, devices, machine=machine)
-    candidates = candidates_of(fn, args, devices, machine)
+    bound = bound_of(fn, args, devices, machine=machine, **keywords)
+    candidates = candidates_of(fn, args, devices, machine, **keywords)
     for _ in range(count):
         layout = _layout(data, candidates, devices)
         assert bound <= layout.seconds * (1 + 1e-9), (program[0], name, str(layout))

@@ -1,0 +1,106 @@
+"""The models of a program on one mesh, solved: an answer to make layouts of, and a bound."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from gshard.autosharding.candidates import Choice
+from gshard.autosharding.clock import Clock
+from gshard.autosharding.model import Model, build
+from gshard.autosharding.problem import NoAnswerError, Problem
+from gshard.autosharding.program import Result
+from gshard.autosharding.solve import presolving_work, solve, solve_with_priced_memory
+from gshard.autosharding.specs import MeshShape
+from gshard.autosharding.subject import Subject
+from gshard.autosharding.tables import PICO
+from gshard.autosharding.windows import Windows, solve_windows
+from gshard.forecast.hardware import Hardware
+
+# Seconds of work for each node of a model, and how often it is built: copies count from the second
+# time on.
+_PER_NODE, _PAIRINGS = 1e-4, 2
+
+# Share of a bound that sums of floating-point numbers may be off.
+_ROUNDING = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """Solves the models of one program; where it `overlaps`, the time of a step is that of its
+    windows (`windows`)."""
+
+    subject: Subject
+    machine: Hardware
+    clock: Clock
+    donated: bool
+    overlaps: bool
+
+    def choice(self, mesh: MeshShape, limit: float, seconds: float, needed: bool) -> Choice | None:
+        """The answer of the likely model on a mesh; copies count where they break the limit."""
+        paired: set[Any] = set()
+        best: tuple[Model, Result] | None = None
+        flat, returned, donated = self.subject.flat, self.subject.returned, self.donated
+        for number in range(_PAIRINGS):
+            model = build(flat, mesh, self.machine, limit, returned, paired=paired, donated=donated)
+            self.clock.charge(_PER_NODE * len(model.problem.costs))
+            if not needed and presolving_work(model.problem) > seconds:
+                break
+            model, result = self._solved(model, seconds / (1 + number), needed and not number)
+            if result.answer is None:
+                break
+            best = model, result
+            if not model.uncounted(result.answer):
+                break
+            paired = set(model.forms)
+        if best is None or best[1].answer is None:
+            return None
+        model, result = best
+        peak = float(model.problem.memory.profile(best[1].answer).max(initial=0.0))
+        return Choice(result.cost / PICO, model, best[1].answer, peak, result.gap)
+
+    def _solved(self, model: Model, seconds: float, needed: bool) -> tuple[Model, Result]:
+        """The answer of a model; where none fits and one is needed, one that holds little."""
+        result, fits = Result(None, np.inf, -np.inf), True
+        try:
+            if self.overlaps:
+                windows = Windows(model, self.subject.flat.jaxpr, optimistic=False)
+                result, problem = solve_windows(windows, seconds, self.clock)
+                model = dataclasses.replace(model, problem=problem)
+            else:
+                result = solve(model.problem, seconds, clock=self.clock)
+        except NoAnswerError:
+            fits = False
+        if result.answer is None and (needed or not fits):
+            result = solve_with_priced_memory(model.problem, seconds, self.clock)
+        return model, result
+
+    def bound(self, mesh: MeshShape, limit: float, seconds: float) -> float:
+        """Seconds that the forecast of no layout over a mesh is below; infinite if none fits."""
+        flat, returned = self.subject.flat, self.subject.returned
+        model = build(
+            flat, mesh, self.machine, limit, returned, optimistic=True, overlapped=self.overlaps
+        )
+        windows = Windows(model, flat.jaxpr, optimistic=True) if self.overlaps else None
+        problem = model.problem
+        if windows is not None:
+            problem = windows.weighted(windows.most())
+        own = _without_edges(problem)
+        if seconds > 0:
+            try:
+                if windows is not None:
+                    found = solve_windows(windows, seconds, self.clock)[0].bound
+                else:
+                    found = solve(problem, seconds, clock=self.clock).bound
+            except NoAnswerError:  # arguments alone do not fit over this mesh
+                return math.inf
+            own = max(own, found)
+        return (1 - _ROUNDING) * own / PICO
+
+
+def _without_edges(problem: Problem) -> float:
+    """A bound at once: every operator at its cheapest, and nothing moves."""
+    return problem.constant + sum(float(c.min(initial=math.inf)) for c in problem.costs)
