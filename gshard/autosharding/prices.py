@@ -61,6 +61,7 @@ class Prices:
                 self.messages.sweep(costs)
             self._move(costs)
             clock.charge((sweeps + 1) * work)
+        self.prices = self.best_prices
 
     def _move(self, costs: list[Floats]) -> None:
         """Step towards a bound that is higher by the share `step`; from the best prices anew, with

@@ -22,7 +22,7 @@ def drop_dominated(problem: Problem) -> tuple[Problem, Callable[[Ints], Ints]]:
     take, never costs more (each neighbour's worst case taken separately).
     """
     network = Network(problem)
-    holdings = _by_node(problem.memory, len(problem.costs))
+    holdings = by_node(problem.memory, len(problem.costs))
     waiting = set(network.nodes())
     while waiting:
         again: set[int] = set()
@@ -40,9 +40,9 @@ def drop_oversized(problem: Problem) -> tuple[Problem, Callable[[Ints], Ints]]:
     least that they can."""
     network, memory = Network(problem), problem.memory.tightened_limit()
     limit = np.append(memory.limit, np.inf)
-    for node, holdings in enumerate(_by_node(memory, len(problem.costs))):
+    for node, holdings in enumerate(by_node(memory, len(problem.costs))):
         if holdings:
-            times, usage = _profile(memory, holdings)
+            times, usage = profile_of(memory, holdings)
             fits = (usage <= np.minimum.reduceat(limit, times)[:, None]).all(axis=0)
             if not fits.any():
                 raise NoAnswerError("the memory limit is below what one node needs")
@@ -51,7 +51,8 @@ def drop_oversized(problem: Problem) -> tuple[Problem, Callable[[Ints], Ints]]:
     return network.result()
 
 
-def _by_node(memory: Memory, nodes: int) -> list[list[int]]:
+def by_node(memory: Memory, nodes: int) -> list[list[int]]:
+    """The holdings of each node."""
     holdings: list[list[int]] = [[] for _ in range(nodes)]
     for holding, node in enumerate(memory.node):
         holdings[node].append(holding)
@@ -72,7 +73,7 @@ def _undominated(network: Network, node: int, holdings: list[int]) -> Ints:
     better = margin >= 0
     np.fill_diagonal(better, False)
     if better.any() and holdings:
-        profile = _profile(network.problem.memory, holdings)[1][:, network.kept[node]]
+        profile = profile_of(network.problem.memory, holdings)[1][:, network.kept[node]]
         for s, t in np.argwhere(better):
             better[s, t] = (profile[:, t] <= profile[:, s]).all()
     left = np.ones(len(costs), dtype=bool)
@@ -81,7 +82,7 @@ def _undominated(network: Network, node: int, holdings: list[int]) -> Ints:
     return np.flatnonzero(left)
 
 
-def _profile(memory: Memory, holdings: list[int]) -> tuple[Ints, Floats]:
+def profile_of(memory: Memory, holdings: list[int]) -> tuple[Ints, Floats]:
     """The times at which any of these holdings changes, and from each the bytes by strategy."""
     start, stop = memory.start[holdings], memory.stop[holdings]
     times = np.unique(np.concatenate([start, stop]))

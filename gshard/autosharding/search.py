@@ -3,9 +3,12 @@
 Prices on memory and messages along the edges give a bound and say which strategies look good. A
 part of the strategies of all nodes (a kernel), or all strategies of some nodes (a neighbourhood),
 is a smaller problem: it is presolved and solved exactly, again and again around the best answer.
+Answers that are drawn within the limit take turns with that; what has gained more gets more time.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -16,12 +19,16 @@ from gshard.autosharding.presolve import presolve
 from gshard.autosharding.prices import Prices
 from gshard.autosharding.problem import NoAnswerError, Problem
 from gshard.autosharding.program import Progress, Result, solve_exactly
+from gshard.autosharding.rounding import QUICK, USUAL, Effort, Rounding
 
 # Pairs of strategies of the first kernel; HiGHS proves problems of this size within seconds.
 _FIRST_PAIRS = 20_000
 
 # Of the time that is left, the share that one kernel or neighbourhood may take.
 _SHARE = 0.06
+
+# Draws of all nodes before anything else.
+_FIRST_DRAWS = 3
 
 # Seconds of work of making and reducing a smaller problem.
 _PER_NODE, _PER_PAIR = 2.5e-4, 6e-6
@@ -31,13 +38,20 @@ class Search:
     """The best answer so far, and how it is improved."""
 
     def __init__(
-        self, problem: Problem, seconds: float, progress: Progress | None, clock: Clock
+        self,
+        problem: Problem,
+        seconds: float,
+        progress: Progress | None,
+        clock: Clock,
+        start: Ints | None,
     ) -> None:
         self.problem, self.progress, self.clock = problem, progress, clock
         self.until = clock.now() + seconds
         self.prices = Prices(problem)
-        self.best = Result(None, np.inf, -np.inf)
         self.random = np.random.default_rng(0)
+        self.rounding = Rounding(problem, self.prices, self.random, clock)
+        self.rates = [1e-6, 1e-6]  # what draws and neighbourhoods gain, as shares a second
+        self.best = Result(start, np.inf if start is None else problem.cost(start), -np.inf)
         self.neighbours: list[list[int]] = [[] for _ in problem.costs]
         for edge in problem.edges:
             self.neighbours[edge.first].append(edge.second)
@@ -50,8 +64,32 @@ class Search:
 
     def run(self) -> Result:
         """Search until the best answer is proven or time runs out."""
-        self.prices.ascend(self.left * 0.2, 200, clock=self.clock)
+        self._found(self.rounding.draw(self.best.answer, effort=QUICK))
+        self.prices.ascend(self.left * 0.2, 400, clock=self.clock)
         self._found(None)
+        for _ in range(_FIRST_DRAWS):
+            self._draw(None, self._affordable())
+        self._solve_kernels()
+        size = 4_000
+        while self.left > 0 and self.best.answer is not None and self.best.gap > 1e-9:
+            draws, programs = self.rates
+            share = min(max(draws / (draws + programs), 0.2), 0.8)
+            began, before = self.clock.now(), self.best.cost
+            if drawn := self.random.random() < share:
+                self._draw(self._region())
+            else:
+                size = self._improve(size)
+            self._rate(0 if drawn else 1, before, self.clock.now() - began)
+        return self.best
+
+    def _rate(self, kind: int, before: float, took: float) -> None:
+        """Remember what a draw (0) or a neighbourhood (1) gained, by its time; the past fades."""
+        gained = (before - self.best.cost) / max(abs(before), 1e-30)
+        rate = gained / max(took, 1e-3) + 1e-9
+        self.rates[kind] = 0.8 * self.rates[kind] + 0.2 * rate
+
+    def _solve_kernels(self) -> None:
+        """Solve growing kernels, as long as that is quick or nothing was found."""
         pairs = _FIRST_PAIRS
         while self.left > 0 and self.best.gap > 1e-9:
             began = self.clock.now()
@@ -64,10 +102,38 @@ class Search:
                 self.prices.ascend(self.left * 0.1, 50, clock=self.clock)
             if pairs > 4 * self.problem.pairs:
                 break
-        size = 4_000
-        while self.left > 0 and self.best.answer is not None and self.best.gap > 1e-9:
-            size = self._improve(size)
-        return self.best
+
+    def _region(self) -> list[int] | None:
+        """Nodes around one that was drawn, so many that a draw takes a small share of the time;
+        None for all of them."""
+        count, edges = len(self.neighbours), 0
+        most = int(_SHARE / 3 * self.left / USUAL.work(1))
+        size = math.exp(self.random.uniform(math.log(20), math.log(20 + 3 * count)))
+        if size > count and self._affordable() is USUAL:
+            return None
+        queue = [int(self.random.integers(count))]
+        seen = set(queue)
+        chosen: list[int] = []
+        while queue and len(chosen) < size and edges < most:
+            node = queue.pop(int(self.random.integers(min(len(queue), 4))))
+            chosen.append(node)
+            for other in self.neighbours[node]:
+                if other not in seen:
+                    seen.add(other)
+                    queue.append(other)
+                else:
+                    edges += 1
+        return chosen
+
+    def _affordable(self) -> Effort:
+        """The effort for a draw of all nodes."""
+        usual = USUAL.work(len(self.problem.edges)) <= _SHARE * self.left
+        return USUAL if usual else QUICK
+
+    def _draw(self, region: list[int] | None, effort: Effort = USUAL) -> None:
+        """Draw answers within the limit; all nodes change where there is no region."""
+        if self.left > 0 and self.best.gap > 1e-9:
+            self._found(self.rounding.draw(self.best.answer, region, effort))
 
     def _found(self, answer: Ints | None) -> bool:
         """Take an answer if it is the best; whether it is."""
@@ -192,6 +258,7 @@ def search(
     seconds: float,
     progress: Progress | None = None,
     clock: Clock | None = None,
+    start: Ints | None = None,
 ) -> Result:
-    """A good answer within the time given, with a bound."""
-    return Search(problem, seconds, progress, clock or Clock(seconds)).run()
+    """A good answer within the time given, with a bound. `start` is an answer within the limit."""
+    return Search(problem, seconds, progress, clock or Clock(seconds), start).run()

@@ -12,11 +12,10 @@ from gshard.autosharding.problem import Problem
 from gshard.autosharding.program import Progress, Result, solve_exactly
 from gshard.autosharding.search import search
 
-# Pairs of strategies up to which HiGHS gets all of a problem at once. Beyond the first number it
-# may find nothing in time: then there is a search for the rest of it.
-_SURELY_EXACT = 100_000
-_LARGEST_EXACT = 300_000
-_EXACT_SHARE = 0.8  # of the time
+# Pairs of strategies up to which HiGHS gets all of a problem at once, and for which share of the
+# time: a search has the rest of it where that proves nothing.
+_EXACT = ((100_000, 0.6), (300_000, 0.3))
+_PROVED = 1e-6  # the gap below which a search is not worth its time
 
 # Seconds of work of the presolve.
 _PER_NODE, _PER_PAIR = 2.5e-4, 6e-6
@@ -66,14 +65,20 @@ def presolving_work(problem: Problem) -> float:
 
 def _solved(problem: Problem, seconds: float, report: Progress, clock: Clock) -> Result:
     """The answer of a presolved problem."""
-    if problem.pairs <= _SURELY_EXACT:
-        return solve_exactly(problem, seconds, progress=report, clock=clock)
     until = clock.now() + seconds
-    if problem.pairs <= _LARGEST_EXACT:
-        result = solve_exactly(problem, _EXACT_SHARE * seconds, progress=report, clock=clock)
-        if result.answer is not None:
-            return result
-    return search(problem, max(until - clock.now(), 0.1), report, clock)
+    exact = Result(None, np.inf, -np.inf)
+    share = next((share for pairs, share in _EXACT if problem.pairs <= pairs), 0.0)
+    if share > 0:
+        exact = solve_exactly(problem, share * seconds, progress=report, clock=clock)
+        if exact.gap <= _PROVED:
+            return exact
+
+    def bounded(result: Result) -> Result:
+        bound = min(max(result.bound, exact.bound), result.cost)
+        return dataclasses.replace(result, bound=bound)
+
+    left = max(until - clock.now(), 0.1)
+    return bounded(search(problem, left, lambda r: report(bounded(r)), clock, exact.answer))
 
 
 def solve_with_priced_memory(problem: Problem, seconds: float, clock: Clock) -> Result:
