@@ -87,6 +87,16 @@ def loop_bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     return []
 
 
+def operators_in(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """The equations of a program; in the place of a loop or branch, those of its bodies."""
+    for eqn in jaxpr.eqns:
+        bodies = loop_bodies(eqn)
+        if not bodies:
+            yield eqn
+        for body in bodies:
+            yield from operators_in(body.jaxpr)
+
+
 def runs_of(eqn: JaxprEqn) -> int:
     """The trip count of a loop; 1 if it depends on data."""
     return eqn.params["length"] if eqn.primitive is p.scan_p else 1

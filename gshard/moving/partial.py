@@ -210,10 +210,11 @@ def combine_cost(here: Sharding, kind: str, target: Sharding, aval: Any) -> floa
     They are those of the nodes that `combine` and a reshard of its result add to a plan.
     """
     shape = tuple(aval.shape)
-    if not here.unreduced or 0 in shape:
-        return reshard_cost(here.reduced, target, shape, aval.dtype)
-    sent, count, result = _reduction(here, kind, target, shape, aval.dtype, machine())
-    return timed(sent, count) + reshard_cost(result, target, shape, aval.dtype)
+    cost, result = 0.0, here.reduced
+    if here.unreduced and 0 not in shape:
+        sent, count, result = _reduction(here, kind, target, shape, aval.dtype, machine())
+        cost = timed(sent, count)
+    return cost + reshard_cost(result, target, shape, aval.dtype)
 
 
 @functools.lru_cache(maxsize=16384)

@@ -46,7 +46,8 @@ def partition(
     """
 
     def local(place: Place, tiles: Sequence[Tile]) -> list[Tile]:
-        return Planner(place, found, memory_limit, strict, seen).run(jaxpr, tiles)
+        planner = Planner(place, found, memory_limit, strict, seen)
+        return planner.run(jaxpr, tiles)
 
     return local
 
@@ -199,35 +200,33 @@ class Planner:
 
     def equation(self, eqn: JaxprEqn, tiles: list[Tile]) -> list[Tile]:
         """The results of one equation, on tiles."""
-        targets = [self.shardings[v] for v in eqn.outvars]
+        targets, name = [self.shardings[v] for v in eqn.outvars], eqn.primitive.name
+        part = None
         if any(t.is_unreduced for t in tiles):
             part = unreduced.on_unreduced(self, eqn, tiles)
-            if part and part.is_unreduced and eqn.outvars[0] in self.unreduced:
-                return [part]
-            if part:
-                return [self.reshard(part, targets[0], Reason("result", eqn.primitive.name))]
             tiles = [
-                self.reshard(t, self.sharding(a), Reason("operand", eqn.primitive.name))
-                if t.is_unreduced
+                self.reshard(t, self.sharding(a), Reason("operand", name))
+                if part is None and t.is_unreduced
                 else t
                 for t, a in zip(tiles, eqn.invars, strict=True)
             ]
-        if any(t.sharding.manual for t in tiles) and eqn.primitive not in CROSSING_MANUAL:
-            results = run_manually(self, eqn, tiles)
-        else:
-            rule = RULES.get(eqn.primitive) or unknown_rule(eqn, self.strict)
-            if rule.partition:
-                results = rule.partition(self, eqn, tiles, targets)
-            else:
-                results = partition_by_factors(self, eqn, rule, tiles, targets)
+        results = self.on_reduced(eqn, tiles, targets) if part is None else [part]
         for number, (result, target) in enumerate(zip(results, targets, strict=True)):
             if result.sharding is target and result.is_standard:
                 continue
             check_manual(eqn, result, target)
             if not result.is_unreduced or eqn.outvars[number] not in self.unreduced:
-                reason = Reason("result", eqn.primitive.name)
-                results[number] = self.reshard(result, target, reason)
+                results[number] = self.reshard(result, target, Reason("result", name))
         return results
+
+    def on_reduced(self, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+        """The results as the operator's rule gives them, which may not have their shardings yet."""
+        if any(t.sharding.manual for t in tiles) and eqn.primitive not in CROSSING_MANUAL:
+            return run_manually(self, eqn, tiles)
+        rule = RULES.get(eqn.primitive) or unknown_rule(eqn, self.strict)
+        if rule.partition:
+            return rule.partition(self, eqn, tiles, targets)
+        return partition_by_factors(self, eqn, rule, tiles, targets)
 
     def literal(self, atom: Literal) -> Tile:
         """A literal of the program; equal ones are made once."""

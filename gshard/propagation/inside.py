@@ -9,13 +9,13 @@ common, such as the layers of a Python loop.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr
 
-from gshard.graph.regions import loop_bodies
+from gshard.graph.regions import operators_in
 from gshard.graph.source import source_of
 from gshard.tensors.sharding import Sharding
 
@@ -47,7 +47,7 @@ def places(closed: ClosedJaxpr) -> dict[Any, tuple[Place, int]]:
     """The place of every tensor that an operator makes, and its number there."""
     found: dict[Any, tuple[Place, int]] = {}
     counts: dict[Place, int] = {}
-    for eqn in _equations(closed.jaxpr):
+    for eqn in operators_in(closed.jaxpr):
         var = eqn.outvars[0] if eqn.outvars else None
         shape = getattr(getattr(var, "aval", None), "shape", ())
         if shape:
@@ -77,12 +77,3 @@ def resolved(closed: ClosedJaxpr, wanted: Sequence[Inside]) -> Mapping[Any, Shar
             )
         found.update({made[number]: inside.sharding for number in numbers})
     return found
-
-
-def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    for eqn in jaxpr.eqns:
-        bodies = loop_bodies(eqn)
-        if not bodies:
-            yield eqn
-        for body in bodies:
-            yield from _equations(body.jaxpr)

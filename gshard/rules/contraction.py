@@ -32,8 +32,8 @@ from gshard.rules.base.rule import (
     no_order,
     register,
 )
-from gshard.rules.base.ways import Assignment, Layout, shard_dims, shard_result
-from gshard.tensors.factors import Factor, Factors
+from gshard.rules.base.ways import Layout
+from gshard.tensors.factors import Assignment, Factor, Factors, shard_dims, shard_result
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile, byte_size
 

@@ -19,10 +19,10 @@ from gshard.moving import collectives
 from gshard.moving.partial import combine, mask_for
 from gshard.rules.base.ragged_rows import Bounds, ExpertGroups, grouped_dot_p
 from gshard.rules.base.rule import Context, Doc, Rule, no_order, register
-from gshard.rules.base.ways import Assignment, by_factors, least, shard_dims
+from gshard.rules.base.ways import by_factors, least
 from gshard.rules.contraction import dot_work, ragged_factors, ring_of
 from gshard.rules.grouped import limits_of
-from gshard.tensors.factors import Factors
+from gshard.tensors.factors import Assignment, Factors, shard_dims
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 

@@ -24,9 +24,9 @@ from gshard.graph.reason import Reason
 from gshard.moving.partial import combine_disjoint
 from gshard.rules.base.choose import cheapest
 from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, register
-from gshard.rules.base.ways import Assignment, by_factors
+from gshard.rules.base.ways import by_factors
 from gshard.tensors import padding
-from gshard.tensors.factors import Factors
+from gshard.tensors.factors import Assignment, Factors
 from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile, byte_size

@@ -23,7 +23,7 @@ from gshard.moving.partial import combine, identity
 from gshard.rules.base.choose import cheapest
 from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, linear_in, register
 from gshard.rules.base.unreduced import as_unreduced
-from gshard.rules.base.ways import Assignment, by_factors
+from gshard.rules.base.ways import by_factors
 from gshard.rules.indexing import (
     Roles,
     cut_dims,
@@ -33,7 +33,7 @@ from gshard.rules.indexing import (
     with_margins,
     without,
 )
-from gshard.tensors.factors import Factors
+from gshard.tensors.factors import Assignment, Factors
 from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile

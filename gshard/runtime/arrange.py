@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 
 from gshard import _jax
 from gshard.capture.placement import DeviceOrder
+from gshard.capture.stage import Captured
 from gshard.graph import bodies
 from gshard.graph.history import History
-from gshard.moving.seen import Seen, replaced
-from gshard.planning.improve import Pass
+from gshard.moving.seen import Seen
 from gshard.planning.plan import Plan, plan_note
 from gshard.propagation.propagate import Propagated
 from gshard.runtime.ports import Port, labelled, ports
@@ -49,28 +49,22 @@ class Arrangement:
     plan: Plan
     seen: Seen
 
-    def improved(self, passes: Sequence[Pass], history: History) -> Arrangement:
-        """The same with a plan that passes have improved, one after the other."""
-        planned = self.plan.jaxpr
-        for improvement in passes:
-            before, planned = planned, improvement(planned)
-            self.seen.same |= replaced(before, planned)
-            history.add(improvement.__name__, planned, plan_note)
-        return replace(self, plan=Plan(planned, self.plan.num_devices))
+    def with_plan(self, plan: Plan) -> Arrangement:
+        """The same with another plan."""
+        return replace(self, plan=plan)
 
 
 def arrange(
     local: Local,
     flat: ClosedJaxpr,
     found: Propagated,
-    closed_over: Sequence[Any],
+    captured: Captured,
     order: DeviceOrder,
     user_mesh: Mesh | None,
-    types: Sequence[Any],
     history: History,
     seen: Seen,
 ) -> Arrangement:
-    """The plan of `local` as a function of global arrays, with results of `types`."""
+    """The plan of `local` as a function of global arrays, with results of the user's types."""
     jaxpr, count, shardings = flat.jaxpr, order.count, found.shardings
     entering = (*jaxpr.constvars, *jaxpr.invars)
     inputs = [shardings[v] for v in entering]
@@ -78,7 +72,6 @@ def arrange(
         Sharding.replicated(v.aval.ndim, count) if isinstance(v, Literal) else shardings[v]
         for v in jaxpr.outvars
     ]
-    check_results(jaxpr.outvars, shardings)
     shapes = [tuple(v.aval.shape) for v in (*entering, *jaxpr.outvars)]
     like = None if user_mesh is None else user_mesh.devices.shape
     like = like if like and math.prod(like) == count else None
@@ -91,7 +84,7 @@ def arrange(
         place = Place(axis_names(axes), count)
         tiles = [p.enter(a) for p, a in zip(into, arrays, strict=True)]
         results = [p.leave(t) for p, t in zip(out_of, local(place, tiles), strict=True)]
-        return [_of_type(x, aval) for x, aval in zip(results, types, strict=True)]
+        return [_of_type(x, aval) for x, aval in zip(results, captured.types, strict=True)]
 
     step = jax.shard_map(
         on_device,
@@ -100,7 +93,7 @@ def arrange(
         out_specs=[p.spec for p in out_of],
         check_vma=False,
     )
-    consts = (*flat.consts, *closed_over)
+    consts = (*flat.consts, *captured.closed_over)
     structs = [
         jax.ShapeDtypeStruct(
             p.physical_shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)
@@ -115,15 +108,6 @@ def arrange(
     return Arrangement(
         flat, found, mesh, consts, into, out_of, tuple(structs), mapped, Plan(planned, count), seen
     )
-
-
-def check_results(results: Sequence[Any], shardings: Mapping[Any, Sharding]) -> None:
-    """Reject results that are values of a manual region."""
-    if any(not isinstance(v, Literal) and shardings[v].manual for v in results):
-        raise ValueError(
-            "the function returns a value of a manual region; convert it with "
-            "manual_to_auto_spmd_partition, which says which part of the result each device has"
-        )
 
 
 def _of_type(result: jax.Array, aval: Any) -> jax.Array:

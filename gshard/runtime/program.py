@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, Mesh
 
 from gshard import _jax, recording
+from gshard.capture.stage import Captured
 from gshard.checking.replaying.emitted import Emitted
 from gshard.explanation import Subject
 from gshard.graph import map_bodies
@@ -231,12 +232,10 @@ class XlaSettings:
 
 def finish(
     arranged: Arrangement,
-    name: str,
+    captured: Captured,
     settings: XlaSettings,
     history: History,
     variant: Callable[[ClosedJaxpr], Plan],
-    original: ClosedJaxpr,
-    names: tuple[str, ...],
     hides: bool,
 ) -> Program:
     """Combine the small collectives of a plan: the program that is emitted when it is needed.
@@ -251,6 +250,7 @@ def finish(
         jaxpr = hide(jaxpr)
         history.add("hide", jaxpr, plan_note)
     wide = bool(jax.config.jax_enable_x64)
+    name, original, names = captured.name, captured.original, captured.argument_names
     return Program(name, settings, arranged, jaxpr, history, variant, original, names, wide)
 
 

@@ -23,7 +23,7 @@ from gshard.graph.regions import loop_bodies
 from gshard.graph.source import on_behalf_of
 from gshard.moving.inventory import Beside, Collective
 from gshard.propagation.propagate import propagate
-from gshard.runtime.arrange import check_results
+from gshard.propagation.stage import check_results
 from gshard.runtime.hlo import collectives_of_hlo
 from gshard.runtime.ports import in_place, ports
 from gshard.runtime.program import Program, XlaSettings

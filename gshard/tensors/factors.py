@@ -7,16 +7,19 @@ the same description.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jax.extend.core import JaxprEqn
 
-from gshard.tensors.sharding import Split
+from gshard.tensors.sharding import Sharding, Split, compatible
 
 Factor = str
 Dim = tuple[Factor, ...]  # the factors of one dim, major to minor; () is a dim that cannot be split
 Shape = tuple[int, ...]
+Assignment = Mapping[Factor, Split | None]  # a split, or none, of every factor
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Factors:
         other = self.instead.get(factor)
         return other if other and split.tiles <= self.sizes[other] else None
 
-    def reduction(self, chosen: Mapping[Factor, Split | None]) -> str:
+    def reduction(self, chosen: Assignment) -> str:
         """How results are combined if factors are split as `chosen`; empty if they need not be."""
         kinds = {kind for f, kind in self.reduced.items() if chosen.get(f)}
         (kind,) = kinds or {""}
@@ -144,3 +147,99 @@ def compose(
         if split.tiles != sizes[factor]:
             break
     return whole
+
+
+# ---------------------------------------------------------------- splits of all factors
+
+
+def assignments(
+    factors: Factors,
+    shardings: Sequence[Sharding],
+    targets: Sequence[Sharding],
+    kept: Collection[Factor] = (),
+) -> Iterator[Assignment]:
+    """The splits of factors that operands and results suggest; one, if nothing has to move."""
+    options: dict[Factor, list[Split | None]] = {f: [] for f in factors.sizes}
+    tensors = [
+        *zip(factors.operands, shardings, strict=True),
+        *zip(factors.results, targets, strict=True),
+    ]
+    for dims, sharding in tensors:
+        for dim, split in zip(dims, sharding.splits, strict=True):
+            for factor, part in decompose(split, dim, factors.sizes).items():
+                taker = factors.taken_over(factor, part)
+                if taker and part not in options[taker]:
+                    options[taker].append(part)
+    if all(len(o) <= 1 for o in options.values()):
+        agreed = {f: (o[0] if o else None) for f, o in options.items()}
+        if _composable(agreed, factors) and _fits(agreed, factors, tensors):
+            yield agreed
+            return
+    ragged: dict[Factor, list[Split | None]] = {  # rows stay in order
+        f: [s for s in o if s and s.ragged] for f, o in options.items()
+    }
+    free = [ragged[f] or ([*o] if o and f in kept else [*o, None]) for f, o in options.items()]
+    none = True
+    for splits in itertools.product(*free):
+        candidate = dict(zip(options, splits, strict=True))
+        if compatible(tuple([s for s in splits if s])) and _composable(candidate, factors):
+            none = False
+            yield candidate
+    if none:  # the kept splits are incompatible
+        yield from assignments(factors, shardings, targets)
+
+
+def _fits(
+    chosen: Assignment, factors: Factors, tensors: Sequence[tuple[Sequence[Dim], Sharding]]
+) -> bool:
+    """Whether nothing has to move: all dims are already split like their factors."""
+    reduced = any(chosen[f] for f in factors.reduced)
+    return not reduced and all(
+        compose(dim, chosen, factors.sizes) is split
+        for dims, sharding in tensors
+        for dim, split in zip(dims, sharding.splits, strict=True)
+    )
+
+
+def _composable(chosen: Assignment, factors: Factors) -> bool:
+    """Whether no dim has to drop the split of one of its factors, as uneven tiles require."""
+    for dims in [*factors.operands, *factors.results]:
+        for dim in dims:
+            if len(dim) > 1:
+                kept = decompose(compose(dim, chosen, factors.sizes), dim, factors.sizes)
+                if any(kept.get(f) is not chosen[f] for f in dim):
+                    return False
+    return True
+
+
+def shard_dims(
+    dims: Sequence[Dim], chosen: Assignment, factors: Factors, num_devices: int
+) -> Sharding:
+    """The sharding of a tensor with these dims if the factors are split as `chosen`."""
+    return Sharding(tuple([compose(d, chosen, factors.sizes) for d in dims]), num_devices)
+
+
+def shard_result(
+    dims: Sequence[Dim], chosen: Assignment, factors: Factors, num_devices: int
+) -> Sharding:
+    """The sharding of a result, before it is reduced over factors that occur in operands only."""
+    here = shard_dims(dims, chosen, factors, num_devices)
+    splits = [s for f, s in chosen.items() if s and f in factors.reduced]
+    return here.unreduced_over(splits) if splits else here
+
+
+def local_dims(
+    dims: Sequence[Dim], chosen: Assignment, factors: Factors, shape: Sequence[int]
+) -> tuple[int, ...]:
+    """The local shape of such a tensor: a dim is the product of its factors' parts."""
+    local = []
+    for dim, n in zip(dims, shape, strict=True):
+        if len(dim) < 2:
+            split = chosen.get(dim[0]) if dim else None
+            local.append(split.rows(n) if split else n)
+        else:
+            kept = decompose(compose(dim, chosen, factors.sizes), dim, factors.sizes)
+            local.append(
+                math.prod(-(-factors.sizes[f] // (kept[f].tiles if f in kept else 1)) for f in dim)
+            )
+    return tuple(local)

@@ -25,9 +25,8 @@ from gshard.graph.reason import Reason
 from gshard.moving.partial import reducing_key
 from gshard.rules.base.rule import RULES, Context
 from gshard.rules.base.uses import ADDED, JOINED, SCATTERED, linear_groups
-from gshard.rules.base.ways import shard_dims
 from gshard.tensors.devices import Place
-from gshard.tensors.factors import Factor, decompose
+from gshard.tensors.factors import Factor, decompose, shard_dims
 from gshard.tensors.sharding import Sharding, Split, compatible
 from gshard.tensors.tile import Tile
 

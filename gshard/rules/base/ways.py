@@ -12,9 +12,8 @@ the way's own cost (section 3.3.2, "Einsum Case Study"). Automatic annotation
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,11 +23,17 @@ from gshard.moving.costs import worked
 from gshard.moving.partial import combine_cost
 from gshard.moving.plan import reshard_cost
 from gshard.rules.base.rule import RULES, Rule, Shares, Way, factors_of
-from gshard.tensors.factors import Dim, Factor, Factors, compose, decompose
-from gshard.tensors.sharding import Sharding, Split, compatible
+from gshard.tensors.factors import (
+    Assignment,
+    Factor,
+    Factors,
+    assignments,
+    local_dims,
+    shard_dims,
+    shard_result,
+)
+from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import itemsize_of
-
-Assignment = Mapping[Factor, Split | None]
 
 
 def ways_of(
@@ -53,12 +58,11 @@ def least(
 ) -> Way:
     """The cheapest way, the first of equal ones; a single one is not priced."""
     found, *others = ways
-    if others:
-        cost = price(found, eqn, shardings, targets, shares)
-        for way in others:
-            total = price(way, eqn, shardings, targets, shares, cost)
-            if total < cost:
-                found, cost = way, total
+    cost = math.inf
+    for way in (found, *others) if others else ():
+        total = price(way, eqn, shardings, targets, shares, cost)
+        if total < cost:
+            found, cost = way, total
     return found
 
 
@@ -182,96 +186,3 @@ def by_factors(
     count = (*targets, *shardings)[0].num_devices
     for chosen in assignments(factors, shardings, targets, kept):
         yield Layout.of(eqn, factors, chosen, count).way(eqn)
-
-
-def assignments(
-    factors: Factors,
-    shardings: Sequence[Sharding],
-    targets: Sequence[Sharding],
-    kept: Collection[Factor] = (),
-) -> Iterator[Assignment]:
-    """The splits of factors that operands and results suggest; one, if nothing has to move."""
-    options: dict[Factor, list[Split | None]] = {f: [] for f in factors.sizes}
-    tensors = [
-        *zip(factors.operands, shardings, strict=True),
-        *zip(factors.results, targets, strict=True),
-    ]
-    for dims, sharding in tensors:
-        for dim, split in zip(dims, sharding.splits, strict=True):
-            for factor, part in decompose(split, dim, factors.sizes).items():
-                taker = factors.taken_over(factor, part)
-                if taker and part not in options[taker]:
-                    options[taker].append(part)
-    if all(len(o) <= 1 for o in options.values()):
-        agreed = {f: (o[0] if o else None) for f, o in options.items()}
-        if _composable(agreed, factors) and _fits(agreed, factors, tensors):
-            yield agreed
-            return
-    ragged: dict[Factor, list[Split | None]] = {  # rows stay in order
-        f: [s for s in o if s and s.ragged] for f, o in options.items()
-    }
-    free = [ragged[f] or ([*o] if o and f in kept else [*o, None]) for f, o in options.items()]
-    none = True
-    for splits in itertools.product(*free):
-        candidate = dict(zip(options, splits, strict=True))
-        if compatible(tuple([s for s in splits if s])) and _composable(candidate, factors):
-            none = False
-            yield candidate
-    if none:  # the kept splits are incompatible
-        yield from assignments(factors, shardings, targets)
-
-
-def _fits(
-    chosen: Assignment, factors: Factors, tensors: Sequence[tuple[Sequence[Dim], Sharding]]
-) -> bool:
-    """Whether nothing has to move: all dims are already split like their factors."""
-    reduced = any(chosen[f] for f in factors.reduced)
-    return not reduced and all(
-        compose(dim, chosen, factors.sizes) is split
-        for dims, sharding in tensors
-        for dim, split in zip(dims, sharding.splits, strict=True)
-    )
-
-
-def _composable(chosen: Assignment, factors: Factors) -> bool:
-    """Whether no dim has to drop the split of one of its factors, as uneven tiles require."""
-    for dims in [*factors.operands, *factors.results]:
-        for dim in dims:
-            if len(dim) > 1:
-                kept = decompose(compose(dim, chosen, factors.sizes), dim, factors.sizes)
-                if any(kept.get(f) is not chosen[f] for f in dim):
-                    return False
-    return True
-
-
-def shard_dims(
-    dims: Sequence[Dim], chosen: Assignment, factors: Factors, num_devices: int
-) -> Sharding:
-    """The sharding of a tensor with these dims if the factors are split as `chosen`."""
-    return Sharding(tuple([compose(d, chosen, factors.sizes) for d in dims]), num_devices)
-
-
-def shard_result(
-    dims: Sequence[Dim], chosen: Assignment, factors: Factors, num_devices: int
-) -> Sharding:
-    """The sharding of a result, before it is reduced over factors that occur in operands only."""
-    here = shard_dims(dims, chosen, factors, num_devices)
-    splits = [s for f, s in chosen.items() if s and f in factors.reduced]
-    return here.unreduced_over(splits) if splits else here
-
-
-def local_dims(
-    dims: Sequence[Dim], chosen: Assignment, factors: Factors, shape: Sequence[int]
-) -> tuple[int, ...]:
-    """The local shape of such a tensor: a dim is the product of its factors' parts."""
-    local = []
-    for dim, n in zip(dims, shape, strict=True):
-        if len(dim) < 2:
-            split = chosen.get(dim[0]) if dim else None
-            local.append(split.rows(n) if split else n)
-        else:
-            kept = decompose(compose(dim, chosen, factors.sizes), dim, factors.sizes)
-            local.append(
-                math.prod(-(-factors.sizes[f] // (kept[f].tiles if f in kept else 1)) for f in dim)
-            )
-    return tuple(local)

@@ -1,0 +1,70 @@
+"""The second stage: a sharding for every value, and the rewrites that these call for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Literal
+
+from gshard.graph.history import History
+from gshard.propagation.propagate import Propagated, propagate
+from gshard.propagation.rewrites.exchange_by_expert import exchange_by_expert
+from gshard.propagation.rewrites.ring_attention import ring_attention
+from gshard.tensors.sharding import Sharding
+
+Rewrite = Callable[[ClosedJaxpr, Mapping[Any, Sharding], int], ClosedJaxpr]
+
+# Rewrites that depend on shardings; the dump says why one was not applied.
+REWRITES: dict[str, tuple[Rewrite, str]] = {
+    "exchange by expert": (
+        lambda flat, shardings, limit: exchange_by_expert(flat, shardings),
+        "not applied: no ragged product has its groups split",
+    ),
+    "ring attention": (
+        ring_attention,
+        "not applied: no keys, and no scores of a device's queries, exceed the memory limit",
+    ),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What is given: the shardings of `arguments` and of values `inside`, and the devices."""
+
+    num_devices: int
+    memory_limit: int
+    arguments: Mapping[Any, Sharding]
+    inside: Mapping[Any, Sharding]
+
+
+def shard(
+    flat: ClosedJaxpr, known: Known, reproducible: bool, history: History
+) -> tuple[ClosedJaxpr, Propagated]:
+    """The program with the rewrites that apply, and the shardings of all its values.
+
+    After a rewrite splits are propagated anew: those found before were of another program. The
+    order of sums in a `reproducible` program is final.
+    """
+    count, limit = known.num_devices, known.memory_limit
+    given, inside = known.arguments, known.inside
+    found = propagate(flat, count, given, limit, inside)
+    history.add("propagate", flat.jaxpr, found.note)
+    for title, (rewrite, remark) in ({} if reproducible else REWRITES).items():
+        rewritten = rewrite(flat, found.shardings, limit)
+        if rewritten is not flat:
+            flat, remark = rewritten, ""
+            found = propagate(flat, count, given, limit, inside)
+        history.add(title, flat.jaxpr, found.note, remark)
+    check_results(flat.jaxpr.outvars, found.shardings)
+    return flat, found
+
+
+def check_results(results: Sequence[Any], shardings: Mapping[Any, Sharding]) -> None:
+    """Reject results that are values of a manual region."""
+    if any(not isinstance(v, Literal) and shardings[v].manual for v in results):
+        raise ValueError(
+            "the function returns a value of a manual region; convert it with "
+            "manual_to_auto_spmd_partition, which says which part of the result each device has"
+        )
