@@ -25,6 +25,9 @@ from gshard.autosharding.room import Room
 _SCALES = (0.3, 0.5, 0.8, 1.0, 1.3)
 _LEAST, _MOST = 0.7, 1.4
 
+# Seconds of work of a draw, beside those for each edge.
+_PER_DRAW = 5e-3
+
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
@@ -64,6 +67,7 @@ class Rounding:
 
         The nodes `free` change what they have in `best`; all nodes if they are not given.
         """
+        self.clock.charge(_PER_DRAW)
         scale = float(self.random.choice(_SCALES))
         if best is None:
             scale *= 2.0**self.failures
