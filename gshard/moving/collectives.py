@@ -232,7 +232,7 @@ def _gather_by_sum(
 
     Sums allow groups of any size. The parts are sent as integers, so that no bit changes.
     """
-    bits, back = _as_bits(x)
+    bits, back = as_bits(x)
     shape = list(bits.shape)
     shape[dim] *= len(groups[0])
     start = place.lookup(_rank_in_group(place, groups) * x.shape[dim])
@@ -242,7 +242,7 @@ def _gather_by_sum(
 
 def merge_disjoint(place: Place, x: jax.Array, groups: Members, reason: Reason) -> jax.Array:
     """The members' disjoint parts of one array, merged by a sum; the others have zeros there."""
-    bits, back = _as_bits(x)
+    bits, back = as_bits(x)
     return back(all_reduce(place, bits, groups, "sum", reason))
 
 
@@ -250,18 +250,18 @@ def scatter_disjoint(
     place: Place, x: jax.Array, dim: int, groups: Members, reason: Reason
 ) -> jax.Array:
     """`merge_disjoint`, scattered: member j keeps the j-th part of `dim`."""
-    bits, back = _as_bits(x)
+    bits, back = as_bits(x)
     return back(reduce_scatter(place, bits, dim, groups, reason))
 
 
-def _as_bits(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+def as_bits(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """`x` as integers, whose sum with zeros changes no bit, and the inverse function."""
     if is_key(x):
         return as_integers(x)
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint8), lambda bits: bits.astype(jnp.bool_)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        parts, unbits = _as_bits(jnp.stack([x.real, x.imag], axis=-1))
+        parts, unbits = as_bits(jnp.stack([x.real, x.imag], axis=-1))
 
         def joined(bits: jax.Array) -> jax.Array:
             pair = unbits(bits)

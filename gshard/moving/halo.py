@@ -72,10 +72,8 @@ def fetch(
     If `only` some rows are needed, the others are garbage as well. A repeated request moves
     nothing.
     """
-    if tile.sharding.splits[dim] is None:
-        return window(place, tile.array, dim, int(starts[0]), width)
     windows = Windows.of(Runs.of(tile, dim).only(only), tile.array.shape[dim], starts, width)
-    return communicate(Halo(reason, tile.sharding, dim, windows), tile.array, place)
+    return align(place, tile.array, tile.sharding, dim, windows, reason)
 
 
 def align(

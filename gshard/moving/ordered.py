@@ -32,6 +32,12 @@ def sortable_bytes(dtype: Any) -> tuple[int, int]:
     return dtype.itemsize, 1
 
 
+def flipped(bits: jax.Array) -> jax.Array:
+    """Of the bits of negative floats, the integers in order; and back."""
+    info = jnp.iinfo(bits.dtype)
+    return bits ^ ((bits >> (info.bits - 1)) & info.max)
+
+
 def sortable(x: jax.Array, kind: str) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """Floats as integers in the same order, NaN first: collectives lose NaN in max and min."""
     if x.dtype == jnp.bool_:
@@ -41,18 +47,13 @@ def sortable(x: jax.Array, kind: str) -> tuple[jax.Array, Callable[[jax.Array], 
     if not _largest_is_nan(x.dtype):  # no integer for NaN beyond those of numbers
         keys, back_to_bfloat16 = sortable(x.astype(jnp.bfloat16), kind)
         return keys, lambda y: back_to_bfloat16(y).astype(x.dtype)
-    width = jnp.dtype(x.dtype).itemsize * 8
-    integer = jnp.dtype(f"int{width}")
+    integer = jnp.dtype(f"int{jnp.dtype(x.dtype).itemsize * 8}")
     info = jnp.iinfo(integer)
-
-    def flip(bits: jax.Array) -> jax.Array:
-        return bits ^ ((bits >> (width - 1)) & info.max)
-
     nan = jnp.asarray(info.max if kind == "max" else info.min, integer)
-    keys = jnp.where(jnp.isnan(x), nan, flip(lax.bitcast_convert_type(x, integer)))
+    keys = jnp.where(jnp.isnan(x), nan, flipped(lax.bitcast_convert_type(x, integer)))
 
     def back(keys: jax.Array) -> jax.Array:
-        value = lax.bitcast_convert_type(flip(keys), x.dtype)
+        value = lax.bitcast_convert_type(flipped(keys), x.dtype)
         return jnp.where(keys == nan, jnp.asarray(jnp.nan, x.dtype), value)
 
     return keys, back

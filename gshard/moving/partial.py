@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -164,36 +164,21 @@ def combine_disjoint(place: Place, tile: Tile, target: Sharding) -> Tile:
 
     It sums integers: sums of floats lose the sign of zero, and some flush denormals.
     """
-    x, shape = tile.array, tile.shape
-    unreduced = tile.sharding.unreduced
+    x, unreduced = tile.array, tile.sharding.unreduced
     if not unreduced:
         return tile
-
-    def like(array: jax.Array, shape: tuple[int, ...]) -> Tile:
-        more = len(shape) - len(tile.shape)
-        here = tile.sharding.extended(more).unreduced_over(unreduced)
-        return combine_disjoint(place, Tile(array, here, shape, tile.origin), target.extended(more))
-
-    def back(done: Tile, array: jax.Array) -> Tile:
-        return Tile(array, done.sharding.project(range(len(shape))), shape)
-
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        done = like(jnp.stack([lax.real(x), lax.imag(x)], axis=-1), (*shape, 2))
-        return back(done, lax.complex(done.array[..., 0], done.array[..., 1]))
-    if x.dtype == jnp.bool_:
-        done = like(x.astype(jnp.uint8), shape)
-        return back(done, done.array.astype(jnp.bool_))
     if _in_pairs(x.dtype, tile, target):  # sums of 16-bit integers would be sent as 32 bits
         pairs = lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.uint32)
-        done = like(pairs, (*shape[:-1], shape[-1] // 2))
+        halved = (*tile.shape[:-1], tile.shape[-1] // 2)
+        done = combine(place, replace(tile, array=pairs, shape=halved), "sum", target)
         halves = lax.bitcast_convert_type(done.array, x.dtype)
-        return back(done, halves.reshape(*halves.shape[:-2], -1))
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        done = like(
-            lax.bitcast_convert_type(x, jnp.dtype(f"uint{itemsize_of(x.dtype) * 8}")), shape
-        )
-        return back(done, lax.bitcast_convert_type(done.array, x.dtype))
-    return combine(place, tile, "sum", target)
+        return Tile(halves.reshape(*halves.shape[:-2], -1), done.sharding, tile.shape)
+    bits, back = collectives.as_bits(x)
+    more = bits.shape[x.ndim :]  # of complex numbers, both parts
+    here = tile.sharding.extended(len(more)).unreduced_over(unreduced)
+    whole = Tile(bits, here, (*tile.shape, *more), tile.origin)
+    done = combine(place, whole, "sum", target.extended(len(more)))
+    return Tile(back(done.array), done.sharding.project(range(x.ndim)), tile.shape)
 
 
 def _in_pairs(dtype: Any, tile: Tile, target: Sharding) -> bool:

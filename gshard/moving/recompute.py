@@ -24,7 +24,7 @@ from gshard.moving import halo
 from gshard.moving.costs import STEP_COST
 from gshard.moving.row_windows import Runs, Windows, plan_windows
 from gshard.tensors.devices import Place
-from gshard.tensors.sharding import Sharding
+from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Identity, Tile
 
 DEPTH = 8  # largest number of operators in a chain that is recomputed
@@ -108,8 +108,15 @@ def fetch(
     width: int,
     reason: Reason,
     only: tuple[int, int] | None = None,
+    split: Split | None = None,
 ) -> jax.Array:
-    """`halo.fetch`, or the same rows recomputed from fewer bytes of the operands."""
+    """`halo.fetch`, or the same rows recomputed from fewer bytes of the operands.
+
+    For the tiles of `split`, if given: all devices have the rows of an unsplit dim.
+    """
+    if split and tile.sharding.splits[dim] is None:
+        first = np.asarray(starts)[np.maximum(split.coords, 0)]
+        return halo.window(place, tile.array, dim, first, width)
     rows = Rows(tile, dim, np.asarray(starts, np.int64), width, only)
     _, make = _cheapest(place, rows, DEPTH)
     return make(reason)
@@ -125,7 +132,7 @@ def _cheapest(place: Place, rows: Rows, depth: int) -> _Way:
         return halo.fetch(place, tile, dim, rows.starts, rows.width, reason, rows.only)
 
     made = place.made.get(Identity(tile.array))
-    if made is None or tile.sharding.splits[dim] is None or not depth:
+    if made is None or not depth:
         return _sent(rows), directly
     direct, total, ways = _sent(rows), 0.0, []
     needed = _needed(made, rows) if direct else None
@@ -156,8 +163,6 @@ def _cheapest(place: Place, rows: Rows, depth: int) -> _Way:
 def _sent(rows: Rows) -> float:
     """Bytes that a device sends to fetch rows directly."""
     tile, dim = rows.tile, rows.dim
-    if tile.sharding.splits[dim] is None:
-        return 0.0
     local = tile.array.shape[dim]
     held = Runs.of(tile, dim).only(rows.only)
     plan = plan_windows(Windows.of(held, local, rows.starts, rows.width))

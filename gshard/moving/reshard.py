@@ -235,11 +235,7 @@ def _gathered_from_all(place: Place, tile: Tile, everyone: Groups, reason: Reaso
 
 def _summed_over_all(place: Place, tile: Tile, everyone: Groups, reason: Reason) -> jax.Array:
     """One holder of each tile contributes it to a sum, the others zeros."""
-    first = np.zeros(place.num_devices, bool)
-    first[tile.sharding.devices[..., 0].ravel()] = True
-    tile = tile.masked(place, 0)
-    holds = place.lookup(first.astype(np.int32))
-    x = jnp.where(holds == 1, tile.array, jnp.zeros_like(tile.array))
+    x = place.where(tile.sharding.first_copies, tile.array)  # padding is cut off in the end
     padded = [n * t for n, t in zip(tile.array.shape, tile.sharding.tiles, strict=True)]
     offsets = [tile.offset(place, d) for d in range(tile.sharding.rank)]
     starts = [jnp.asarray(offset, jnp.int32) for offset in offsets]

@@ -92,7 +92,7 @@ class AffineMap(Change):
             windows = Windows.of(held, x.shape[dim], *self.tiles(split.tiles))
             return align(place, x, tile.sharding, dim, windows, reason)
         first, count, only = self._needed(split.tiles)
-        x = rows_of(place, tile, dim, split, first, count, reason, only)
+        x = fetch(place, tile, dim, first, count, reason, only, split)
         return self._mapped(place, x, dim, split, first, size)
 
     def _needed(self, tiles: int) -> tuple[np.ndarray, int, tuple[int, int]]:
@@ -220,19 +220,3 @@ class Repeat(Change):
 
     def _moves(self, size: int) -> list[Move]:
         return [Move(0, size, at) for at in range(0, self.rows, size)]
-
-
-def rows_of(
-    place: Place,
-    tile: Tile,
-    dim: int,
-    split: Split,
-    starts: np.ndarray,
-    width: int,
-    reason: Reason,
-    only: tuple[int, int] | None = None,
-) -> jax.Array:
-    """Rows `starts[c]` to `starts[c] + width` for tile c of `split`; free if the dim is unsplit."""
-    if tile.sharding.splits[dim] is split:
-        return fetch(place, tile, dim, starts, width, reason, only)
-    return window(place, tile.array, dim, starts[np.maximum(split.coords, 0)], width)

@@ -18,6 +18,7 @@ from gshard.graph.reason import Reason
 from gshard.moving.halo import align
 from gshard.moving.offsets import rows_put
 from gshard.moving.plan import plan_reshard, reshard_cost, whole_along
+from gshard.moving.recompute import fetch
 from gshard.moving.row_windows import Move, Runs, Windows, plan_fetch
 from gshard.rules.base.choose import cheapest
 from gshard.rules.base.primitives import concatenate_slices_p
@@ -32,7 +33,6 @@ from gshard.rules.base.rule import (
     register,
 )
 from gshard.rules.base.ways import least
-from gshard.rules.changes import rows_of
 from gshard.rules.slicing import filled
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors
@@ -41,19 +41,15 @@ from gshard.tensors.tile import Tile, itemsize_of
 
 
 def stack_factors(eqn: JaxprEqn) -> Factors:
-    """The new dim is unsplit, the others are free."""
-    names: list[str | None] = [f"d{i}" for i in range(len(eqn.invars[0].aval.shape))]
-    result = list(names)
-    result.insert(eqn.params["axis"], None)
-    return Factors.of(eqn, [names] * len(eqn.invars), [result])
-
-
-def unstack_factors(eqn: JaxprEqn) -> Factors:
-    """The removed dim is unsplit, the others are free."""
-    names: list[str | None] = [f"d{i}" for i in range(len(eqn.outvars[0].aval.shape))]
-    operand = list(names)
-    operand.insert(eqn.params["axis"], None)
-    return Factors.of(eqn, [operand], [names] * len(eqn.outvars))
+    """The dim along which tensors are stacked, or unstacked, is unsplit; the others are free."""
+    rank = max(len(a.aval.shape) for a in (*eqn.invars, *eqn.outvars))
+    stack = [None if d == eqn.params["axis"] else f"d{d}" for d in range(rank)]
+    parts = [name for name in stack if name]
+    operands, results = (
+        [stack if len(a.aval.shape) == rank else parts for a in atoms]
+        for atoms in (eqn.invars, eqn.outvars)
+    )
+    return Factors.of(eqn, operands, results)
 
 
 def concatenate_factors(eqn: JaxprEqn) -> Factors:
@@ -210,7 +206,7 @@ def _fetched(
         return
     for part in parts:
         first = starts - part.by
-        yield rows_of(place, tile, dim, split, first, rows, reason, part[:2]), [part]
+        yield fetch(place, tile, dim, first, rows, reason, part[:2], split), [part]
 
 
 def _in_single_tiles(tile: Tile, parts: list[Move], dim: int, rows: int) -> bool:
@@ -265,7 +261,7 @@ register(
 register(Rule(stack_factors, linear=linear_in_all, doc=Doc(free="the operands' dims")), stack_p)
 register(
     Rule(
-        unstack_factors,
+        stack_factors,
         doc=Doc(
             free="the results' dims", gather="the other: AllGather, every device needs all rows"
         ),

@@ -14,10 +14,11 @@ from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
-from gshard.moving.partial import identity, reducing_groups
+from gshard.moving.halo import groups_along
+from gshard.moving.partial import identity
 from gshard.rules.base.choose import cheapest
 from gshard.rules.base.rule import RULES, Context, Doc, Rule, register
-from gshard.tensors.factors import Factors
+from gshard.tensors.factors import all_dims
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
@@ -28,12 +29,6 @@ _COMBINE = {
     p.cummin_p: ("min", lax.min),
     p.cumlogsumexp_p: ("max", jnp.logaddexp),  # minus infinity adds nothing, as for a maximum
 }
-
-
-def same_dims(eqn: JaxprEqn) -> Factors:
-    """Every dim, the one the operator runs along too."""
-    names = [f"d{i}" for i in range(len(eqn.invars[0].aval.shape))]
-    return Factors.of(eqn, [names], [names])
 
 
 def _cumulative(
@@ -50,7 +45,7 @@ def _cumulative(
     local = eqn.primitive.bind(tile.masked(ctx.place, nothing, [dim]).array, **eqn.params)
     end = 0 if reverse else local.shape[dim] - 1
     total = lax.slice_in_dim(local, end, end + 1, axis=dim)
-    groups = reducing_groups(wanted.replace(dim, None).unreduced_over([split]))
+    groups = groups_along(wanted, dim)
     reason = Reason("step", eqn.primitive.name, f"the totals of {split.tiles} tiles")
     totals = collectives.all_gather(ctx.place, total, dim, groups, reason)
     scanned = eqn.primitive.bind(totals, **eqn.params)
@@ -66,7 +61,7 @@ def _cumulative(
 
 register(
     Rule(
-        same_dims,
+        all_dims,
         partition=_cumulative,
         ordered=lambda eqn: (f"d{eqn.params['axis']}",),
         doc=Doc(free="other dims", gather="the dim it runs along: AllGather of one row per tile"),

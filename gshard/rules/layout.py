@@ -26,7 +26,7 @@ from gshard.rules.base.rule import (
     register,
 )
 from gshard.rules.base.ways import Layout
-from gshard.tensors.factors import Factors, Shape
+from gshard.tensors.factors import Factors, Shape, made_dims
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
@@ -192,11 +192,6 @@ def _flattened(tile: Tile, first: int, end: int) -> Tile:
     return Tile(array, Sharding(splits, tile.sharding.num_devices), flat(tile.shape))
 
 
-def iota_factors(eqn: JaxprEqn) -> Factors:
-    """Made in place, under any split."""
-    return Factors.of(eqn, [], [[f"d{i}" for i in range(len(eqn.outvars[0].aval.shape))]])
-
-
 def _iota(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
     dtype, dim = eqn.params["dtype"], eqn.params["dimension"]
     shape = tuple(eqn.outvars[0].aval.shape)
@@ -257,7 +252,7 @@ _RESHAPE = Rule(
     ),
 )
 register(_RESHAPE, p.reshape_p)
-register(Rule(iota_factors, partition=_iota, level=0, doc=Doc(free="every dim")), p.iota_p)
+register(Rule(made_dims, partition=_iota, level=0, doc=Doc(free="every dim")), p.iota_p)
 register(
     Rule(
         bitcast_factors,

@@ -69,21 +69,13 @@ def own(ctx: Context, array: jax.Array) -> Tile:
     return Tile(array, sharding, array.shape)
 
 
-def _first_copies(sharding: Sharding) -> np.ndarray:
-    """1 on the devices that hold the first copy of a tile."""
-    first = np.zeros(sharding.num_devices, np.int32)
-    first[sharding.devices[..., 0].ravel()] = 1
-    return first
-
-
 def _to_manual(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     sharding = eqn.params["annotation"].resolve(ctx.place.num_devices)
     array = ctx.reshard(tiles[0], sharding, Reason("step", "", "entering a manual region")).array
     if eqn.params["copies"] == "first" and sharding.replicas > 1:
-        mine = ctx.place.lookup(_first_copies(sharding))
-        array = jnp.where(mine == 1, array, jnp.zeros_like(array))
+        array = ctx.place.where(sharding.first_copies, array)
     return [own(ctx, array)]
 
 

@@ -8,22 +8,14 @@ from jax.extend.core import primitives as p
 from gshard._jax import optimization_barrier_p
 from gshard.rules.base.rule import Context, Doc, Rule, linear_in, no_order, register
 from gshard.tensors.annotate import annotate_p
-from gshard.tensors.factors import Factors
+from gshard.tensors.factors import Factors, all_dims
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
 
 def same_dims(eqn: JaxprEqn) -> Factors:
-    """Every operand has the result's dims, or size 1 there, or is a scalar for all elements."""
-    shape = eqn.outvars[0].aval.shape
-    names = [f"d{i}" for i in range(len(shape))]
-    operands = [
-        [name if n == m else None for name, n, m in zip(names, a.aval.shape, shape, strict=True)]
-        if a.aval.shape
-        else []
-        for a in eqn.invars
-    ]
-    return Factors.of(eqn, operands, [names])
+    """Every operand has the result's dims; other parts of gshard know elementwise rules by this."""
+    return all_dims(eqn)
 
 
 def one_to_one(eqn: JaxprEqn) -> Factors:

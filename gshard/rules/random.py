@@ -34,9 +34,11 @@ from gshard.graph.evaluate import bind, evaluate
 from gshard.graph.reason import Reason
 from gshard.graph.source import because
 from gshard.moving import collectives
+from gshard.moving.partial import copies_groups
 from gshard.rules.base.choose import partition_by_factors
-from gshard.rules.base.rule import RULES, Context, Doc, Rule, bind_local, register
-from gshard.tensors.factors import Factors, Shape
+from gshard.rules.base.rule import RULES, Context, Doc, Rule, register
+from gshard.rules.callbacks import run_everywhere
+from gshard.tensors.factors import Factors, Shape, all_dims, made_dims
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
@@ -61,19 +63,6 @@ def key_dims(eqn: JaxprEqn) -> Factors:
     inside: list[str | None] = [None] * abs(len(operand) - len(result))
     more = len(operand) > len(result)
     return Factors.of(eqn, [names + inside * more], [names + inside * (not more)])
-
-
-def broadcast_dims(eqn: JaxprEqn) -> Factors:
-    """Pointwise on several results: dims of size 1, and scalars, stand for all elements."""
-    shape = eqn.outvars[0].aval.shape
-    names = [f"d{i}" for i in range(len(shape))]
-    operands = [
-        [d if n == m else None for d, n, m in zip(names, a.aval.shape, shape, strict=True)]
-        if a.aval.shape
-        else []
-        for a in eqn.invars
-    ]
-    return Factors.of(eqn, operands, [names] * len(eqn.outvars))
 
 
 def gamma_dims(eqn: JaxprEqn) -> Factors:
@@ -122,16 +111,7 @@ def _fold_in(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shard
     keys, _ = tiles
     if prng_impl(keys.array.dtype).name != "unsafe_rbg":
         return partition_by_factors(ctx, eqn, RULES[eqn.primitive], tiles, targets)
-    count = ctx.place.num_devices
-    ready = [
-        ctx.reshard(
-            t, Sharding.replicated(t.sharding.rank, count), Reason("step", "unsafe_rbg", "keys mix")
-        )
-        for t in tiles
-    ]
-    shape = tuple(eqn.outvars[0].aval.shape)
-    (array,) = bind_local(ctx, eqn, ready, [shape])
-    return [Tile(array, Sharding.replicated(len(shape), count), shape)]
+    return run_everywhere(ctx, eqn, tiles, Reason("step", "unsafe_rbg", "keys mix"))
 
 
 def _draw(
@@ -305,12 +285,9 @@ def _rng_uniform(
     ]
     array = eqn.primitive.bind(*(t.array for t in bounds), shape=target.local_shape(shape))
     if target.replicas > 1:
-        first = np.zeros(target.num_devices, np.int32)
-        first[target.devices[..., 0].ravel()] = 1
-        mine = jnp.where(ctx.place.lookup(first) == 1, array, jnp.zeros_like(array))
-        copies = target.devices.reshape(-1, target.replicas).tolist()
+        mine = ctx.place.where(target.first_copies, array)
         reason = Reason("step", "rng_uniform", "copies take the numbers of the first")
-        array = collectives.merge_disjoint(ctx.place, mine, copies, reason)
+        array = collectives.merge_disjoint(ctx.place, mine, copies_groups(target), reason)
     return [Tile(array, target, shape)]
 
 
@@ -323,41 +300,17 @@ def _count(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardin
     ]
 
 
-def _counted_dims(eqn: JaxprEqn) -> Factors:
-    names = [f"d{i}" for i in range(len(eqn.params["shape"]))]
-    return Factors.of(eqn, [], [names, names])
-
-
-def _uniform_dims(eqn: JaxprEqn) -> Factors:
-    return Factors.of(eqn, [[], []], [[f"d{i}" for i in range(len(eqn.params["shape"]))]])
-
-
+_OWN_PART = Doc(free="every dim: a device makes its own part")
+register(Rule(drawn_dims, partition=_random_bits, level=0, doc=_OWN_PART), p.random_bits_p)
+register(Rule(drawn_dims, partition=_random_split, level=0, doc=_OWN_PART), p.random_split_p)
 register(
-    Rule(
-        drawn_dims,
-        partition=_random_bits,
-        level=0,
-        doc=Doc(free="every dim: a device makes its own part"),
-    ),
-    p.random_bits_p,
-)
-register(
-    Rule(
-        drawn_dims,
-        partition=_random_split,
-        level=0,
-        doc=Doc(free="every dim: a device makes its own part"),
-    ),
-    p.random_split_p,
-)
-register(
-    Rule(broadcast_dims, level=0, doc=Doc(free="every dim")),
+    Rule(all_dims, level=0, doc=Doc(free="every dim")),
     p.random_seed_p,
     p.threefry2x32_p,
     random_clone_p,
 )
 register(
-    Rule(broadcast_dims, partition=_fold_in, level=0, doc=Doc(free="every dim")),
+    Rule(all_dims, partition=_fold_in, level=0, doc=Doc(free="every dim")),
     p.random_fold_in_p,
 )
 register(
@@ -365,15 +318,7 @@ register(
     random_wrap_p,
     random_unwrap_p,
 )
-register(
-    Rule(
-        gamma_dims,
-        partition=_random_gamma,
-        level=0,
-        doc=Doc(free="every dim: a device makes its own part"),
-    ),
-    p.random_gamma_p,
-)
+register(Rule(gamma_dims, partition=_random_gamma, level=0, doc=_OWN_PART), p.random_gamma_p)
 register(
     Rule(
         generator_dims,
@@ -382,12 +327,10 @@ register(
     ),
     p.rng_bit_generator_p,
 )
-register(
-    Rule(_counted_dims, partition=_count, level=0, doc=Doc(free="every dim")), iota_2x32_shape_p
-)
+register(Rule(made_dims, partition=_count, level=0, doc=Doc(free="every dim")), iota_2x32_shape_p)
 register(
     Rule(
-        _uniform_dims,
+        made_dims,
         partition=_rng_uniform,
         doc=Doc(free="every dim", gather="copies of a tile: AllReduce"),
     ),

@@ -174,7 +174,8 @@ def _update(
     return Tile(x, operand.sharding, operand.shape)
 
 
-for _primitive in _KINDS:
+for _primitive in (*_KINDS, p.scatter_p):
+    _combined = "AllReduce or ReduceScatter of the result, or " * (_primitive in _KINDS)
     _rule = Rule(
         scatter_factors,
         partition=partition_scatter,
@@ -182,19 +183,7 @@ for _primitive in _KINDS:
         linear=linear_in((0,)) if _primitive in (p.scatter_add_p, scatter_sub_p) else None,
         doc=Doc(
             free="batch dims, full windows, dims looked up in",
-            gather="indices: AllReduce or ReduceScatter of the result, or AllGather of the updates",
+            gather=f"indices: {_combined}AllGather of the updates",
         ),
     )
     register(_rule, _primitive)
-register(
-    Rule(
-        scatter_factors,
-        partition=partition_scatter,
-        ways=scatter_ways,
-        doc=Doc(
-            free="batch dims, full windows, dims looked up in",
-            gather="indices: AllGather of the updates",
-        ),
-    ),
-    p.scatter_p,
-)

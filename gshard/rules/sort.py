@@ -22,7 +22,9 @@ from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.columnsort import columnsort, rows_needed
 from gshard.moving.costs import machine, passes, sent_bytes, timed, worked
-from gshard.moving.partial import identity, reducing_groups
+from gshard.moving.halo import groups_along
+from gshard.moving.ordered import flipped
+from gshard.moving.partial import identity
 from gshard.moving.plan import whole_along
 from gshard.rules.base.choose import cheapest
 from gshard.rules.base.rule import (
@@ -36,22 +38,16 @@ from gshard.rules.base.rule import (
 )
 from gshard.rules.base.ways import by_factors
 from gshard.tensors import padding
-from gshard.tensors.factors import Factors
+from gshard.tensors.factors import Factors, all_dims
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile, itemsize_of
-
-
-def sort_dims(eqn: JaxprEqn) -> Factors:
-    """All operands and results have the same dims; the sorted one keeps its split too."""
-    names = [f"d{i}" for i in range(len(eqn.invars[0].aval.shape))]
-    return Factors.of(eqn, [names] * len(eqn.invars), [names] * len(eqn.outvars))
 
 
 def sort_ways(
     eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
 ) -> Iterator[Way]:
     """Sorts along an unsplit dim, and columnsorts: `Way.how` is the length of their columns."""
-    dim, shape, factors = eqn.params["dimension"], eqn.invars[0].aval.shape, sort_dims(eqn)
+    dim, shape, factors = eqn.params["dimension"], eqn.invars[0].aval.shape, all_dims(eqn)
     count = len(shardings)
     local: dict[Sharding, None] = {}
     columns = []
@@ -97,10 +93,6 @@ def _sorted(eqn: JaxprEqn, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     if others or width < 16 or not machine().calls_to_compare:
         return bind(eqn, arrays)
     integer = jnp.dtype(f"int{width}")
-
-    def flipped(bits: jax.Array) -> jax.Array:
-        """Of negative floats, the integers in order; and back."""
-        return bits ^ ((bits >> (width - 1)) & jnp.iinfo(integer).max)
 
     def as_integers(bits: jax.Array) -> jax.Array:
         (found,) = bind(eqn, [flipped(bits)])
@@ -171,7 +163,7 @@ def _sort_columns(
     def sort(arrays: list[jax.Array]) -> list[jax.Array]:
         return list(lax.sort(arrays, dimension=0, is_stable=False, num_keys=keys))
 
-    groups = reducing_groups(here.replace(dim, None).unreduced_over([split]))
+    groups = groups_along(here, dim)
     reason = Reason("step", "sort", f"columnsort over {split.tiles} tiles")
     done = columnsort(place, operands, sort, here, dim, groups, reason)
     kept = done[len(first) : len(first) + num_keys] + done[keys:]
@@ -233,7 +225,7 @@ def _top_k(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shardin
         searched = tile.masked(ctx.place, identity("max", tile.array.dtype), [dim]).array
         values, indices = eqn.primitive.bind(searched, **{**eqn.params, "k": found})
         indices = indices + tile.offset(ctx.place, dim)
-        groups = reducing_groups(whole.unreduced_over([split]))
+        groups = groups_along(here, dim)
         reason = Reason("step", eqn.primitive.name, f"candidates of {split.tiles} tiles")
         values, indices = (
             collectives.all_gather(ctx.place, x, dim, groups, reason) for x in (values, indices)
@@ -261,7 +253,7 @@ def _from_candidates(eqn: JaxprEqn) -> bool:
 
 register(
     Rule(
-        sort_dims,
+        all_dims,
         partition=_sort,
         ways=sort_ways,
         ordered=lambda eqn: (f"d{eqn.params['dimension']}",),

@@ -96,6 +96,25 @@ def combining(eqn: JaxprEqn, reduced: Mapping[Factor, str]) -> dict[Factor, str]
     return {f: {"sum": "or", "prod": "and"}.get(kind, kind) for f, kind in reduced.items()}
 
 
+def all_dims(eqn: JaxprEqn) -> Factors:
+    """Operands and results have the same dims; size 1, or a scalar, stands for all elements."""
+    shape = eqn.outvars[0].aval.shape
+    names = [f"d{i}" for i in range(len(shape))]
+    operands = [
+        [name if n == m else None for name, n, m in zip(names, a.aval.shape, shape, strict=True)]
+        if a.aval.shape
+        else []
+        for a in eqn.invars
+    ]
+    return Factors.of(eqn, operands, [names] * len(eqn.outvars))
+
+
+def made_dims(eqn: JaxprEqn) -> Factors:
+    """Results that a device makes its own part of, from scalars at most."""
+    names = [[f"d{i}" for i in range(len(v.aval.shape))] for v in eqn.outvars]
+    return Factors.of(eqn, [[] for _ in eqn.invars], names)
+
+
 def no_factors(eqn: JaxprEqn) -> Factors:
     """No split propagates through the operator (control flow, borders of manual regions)."""
     return Factors(

@@ -212,6 +212,13 @@ class Sharding:
         """How many devices hold each tile."""
         return self.devices.shape[-1]
 
+    @property
+    def first_copies(self) -> np.ndarray:
+        """Which devices hold the first copy of a tile."""
+        first = np.zeros(self.num_devices, bool)
+        first[self.devices[..., 0].ravel()] = True
+        return first
+
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the tile on a device, padding included."""
         local = _local_shape(tuple(shape), self.tiles)

@@ -14,7 +14,7 @@ from gshard.checking.replaying.lockstep import Lockstep
 from gshard.graph.reason import Reason
 from gshard.moving.collectives import all_gather, reduce_scatter
 from gshard.moving.halo import Halo, collect
-from gshard.moving.row_windows import Move, Runs, Windows
+from gshard.moving.row_windows import Move, Runs, Windows, plan_windows
 from gshard.moving.sent import retile_elements
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding, Split
@@ -116,16 +116,20 @@ def test_rows_are_aligned(data):
     check_aligned(tiles, rows, size, held, starts, width, moves)
 
 
-@given(st.data())
-def test_rows_of_tiles_that_are_not_full(data):
+@pytest.mark.parametrize(
+    ("rows", "counts", "first", "width"),
+    [
+        (3, [1, 2, 3, 1], [1, 1, 0, 2], 5),
+        (4, [3, 3, 4, 3], [0, 1, 0, 1], 5),
+        (2, [2, 0, 1, 0, 2], [0, 1, 1, 1, 0], 3),
+        (4, [4, 1, 2, 1], [0, 0, 0, 2], 2),
+    ],
+)
+def test_rows_of_tiles_that_are_not_full(rows, counts, first, width):
     """What a tile has beside its rows, as a slice with a stride leaves it, goes nowhere."""
-    tiles, rows = data.draw(st.integers(2, 5)), data.draw(st.integers(2, 4))
-    counts = np.array([data.draw(st.integers(0, rows)) for _ in range(tiles)])
-    low = np.concatenate([[0], np.cumsum(counts)[:-1]])
-    held = Runs(low, low + counts, np.array([data.draw(st.integers(0, rows - n)) for n in counts]))
-    size = int(counts.sum())
-    width = data.draw(st.integers(1, 5))
-    check_aligned(tiles, rows, size, held, np.arange(tiles) * width, width, ())
+    tiles, ends = len(counts), np.cumsum(counts)
+    held = Runs(ends - counts, ends, np.array(first))
+    check_aligned(tiles, rows, int(ends[-1]), held, np.arange(tiles) * width, width, ())
 
 
 @pytest.mark.parametrize(
@@ -164,6 +168,13 @@ def test_a_halo_sends_the_rows_that_are_needed(only, rows):
     windows = Windows.of(held.only(only), 3, np.arange(4) * 3 - 1, 4)
     _, sent = on_all(Halo(WHY, split_of(4), 0, windows).run, tiles_of(held, 3, 12))
     assert sent == rows * 2 * 4
+
+
+@pytest.mark.parametrize("only", [None, (8, 16)])
+def test_windows_of_most_rows_are_gathered(only):
+    held, starts = Runs.even(4, 4, 16).only(only), np.full(4, 8)
+    assert plan_windows(Windows.of(held, 4, starts, 8)).kind == "gather"
+    check_aligned(4, 4, 16, held, starts, 8, ())
 
 
 def test_rows_stay_in_their_columns():
