@@ -21,7 +21,7 @@ from gshard.graph.reason import Reason
 from gshard.moving.costs import worked
 from gshard.moving.partial import combine
 from gshard.moving.plan import reshard_cost
-from gshard.moving.recompute import DEPTH, REARRANGING, Made
+from gshard.moving.recompute import DEPTH, REARRANGING, LocalArrays, Made
 from gshard.moving.reshard import reshard
 from gshard.moving.seen import Seen
 from gshard.tensors.devices import Place
@@ -162,10 +162,12 @@ class Mover:
         results: Sequence[Tile],
         stays: bool,
         by_element: bool,
+        local: LocalArrays | None = None,
     ) -> None:
         """Note how a value was made: it may be recomputed elsewhere, instead of being moved.
 
         `stays`: its operator leaves elements where they are; `by_element`: and changes each alone.
+        `local` runs it on local arrays if it is not an operator of JAX.
         """
         result = results[0] if len(results) == 1 else None
         if result is None:
@@ -178,7 +180,7 @@ class Mover:
             t.is_unreduced or t.sharding.manual or t.sharding.ragged is not None
             for t in (*operands, result)
         ):
-            self.place.made[Identity(result.array)] = Made(result, eqn, tuple(operands))
+            self.place.made[Identity(result.array)] = Made(result, eqn, tuple(operands), local)
 
     def _recomputed(self, tile: Tile, target: Sharding, reason: Reason) -> Tile | None:
         """`tile` recomputed from resharded operands; None if moving it is cheaper."""

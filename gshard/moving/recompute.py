@@ -29,6 +29,8 @@ from gshard.tensors.tile import Identity, Tile
 
 DEPTH = 8  # largest number of operators in a chain that is recomputed
 
+LocalArrays = Callable[[Sequence[jax.Array]], jax.Array]  # an operator on local arrays
+
 REARRANGING = (p.broadcast_in_dim_p, p.transpose_p, p.reshape_p, p.concatenate_p)
 
 
@@ -36,12 +38,13 @@ REARRANGING = (p.broadcast_in_dim_p, p.transpose_p, p.reshape_p, p.concatenate_p
 class Made:
     """A value, with the operator and operands that it was computed by.
 
-    The operator is elementwise, or one of `REARRANGING`.
+    The operator is elementwise, or one of `REARRANGING`; `local` runs one that is not JAX's.
     """
 
     result: Tile
     eqn: JaxprEqn
     operands: tuple[Tile, ...]
+    local: LocalArrays | None = None
 
     def dims(self) -> list[list[int | None]] | None:
         """For every dim of every operand, the corresponding dim of the result, or None.
@@ -79,6 +82,8 @@ class Made:
             return lax.broadcast_in_dim(arrays[0], local, params["broadcast_dimensions"])
         if primitive is p.reshape_p:
             return lax.reshape(arrays[0], local, params["dimensions"])
+        if self.local is not None:
+            return self.local(arrays)
         (result,) = bind(self.eqn, list(arrays))
         return result
 

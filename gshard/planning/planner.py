@@ -6,6 +6,7 @@ program. Each operator's rule is ordinary `lax` code.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from gshard.propagation.propagate import Propagated
 from gshard.rules import RULES
 from gshard.rules.base import unreduced
 from gshard.rules.base.choose import in_place_again, partition_by_factors
-from gshard.rules.base.rule import Shares, equation_key
+from gshard.rules.base.rule import Shares, bind_local, equation_key
 from gshard.rules.base.uses import NOTHING, Uses, may_stay_unreduced
 from gshard.rules.grouped import reshard_ragged
 from gshard.rules.manual import CROSSING_MANUAL, check_manual, own, run_manually
@@ -195,8 +196,17 @@ class Planner:
                     rule = None if rule is None or rule.partition else rule
                     stays = rule is not None and rule.level == 0
                     by_element = rule is not None and rule.factors is same_dims
-                    self.mover.remember(eqn, operands, results, stays, by_element)
+                    ours = by_element and rule is not None and rule.local is not bind_local
+                    local = functools.partial(self._by_element, eqn) if ours else None
+                    self.mover.remember(eqn, operands, results, stays, by_element, local)
         return [read(a) for a in jaxpr.outvars]
+
+    def _by_element(self, eqn: JaxprEqn, arrays: Sequence[jax.Array]) -> jax.Array:
+        """An operator of each element alone: it is the same wherever its tiles are."""
+        number = self.place.num_devices
+        tiles = [Tile(a, Sharding.replicated(a.ndim, number), a.shape) for a in arrays]
+        (result,) = RULES[eqn.primitive].local(self, eqn, tiles, [])
+        return result
 
     def equation(self, eqn: JaxprEqn, tiles: list[Tile]) -> list[Tile]:
         """The results of one equation, on tiles."""

@@ -49,11 +49,6 @@ def pinning(local: Local) -> Local:
     return run
 
 
-def _pin_factors(eqn: JaxprEqn) -> Factors:
-    """Those of an operator by element, of which planning makes no copy elsewhere (`same_dims`)."""
-    return same_dims(eqn)
-
-
 def _pin(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
 ) -> Sequence[jax.Array]:
@@ -214,7 +209,7 @@ def _completed(x: jax.Array, axis: int, tiles: int, count: int, leaves: int) -> 
 
 _SUBTREES, _WHOLE = Rule(_tree_factors, _tree_sum), Rule(_whole_factors, _tree_sum)
 
-register(Rule(_pin_factors, _pin, level=0, doc=Doc(free="every dim")), pin_p)
+register(Rule(same_dims, _pin, level=0, doc=Doc(free="every dim")), pin_p)
 register(
     Rule(
         _leaf_factors,

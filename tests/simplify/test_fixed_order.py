@@ -359,7 +359,22 @@ def test_manual_regions_are_refused_with_their_line():
         gshard.jit(total, reproducible=True, partitioner="xla")
 
 
-def test_a_pinned_value_that_another_sharding_needs_is_moved_not_recomputed():
+def test_a_narrow_value_is_gathered_and_widened_afterwards():
+    """As in the usual program: a pin is recomputed where its value is needed."""
+
+    def fn(narrow, scale, x):
+        return x @ (narrow.astype(jnp.float32) * scale)
+
+    narrow = np.random.default_rng(0).integers(-8, 8, (48, 16)).astype(np.int8)
+    arguments = narrow, random_array((16,)), random_array((64, 48))
+    inputs = [even_split(2, 0, 8), None, even_split(2, 0, 8)]
+    step = gshard.jit(annotated(fn, inputs, ()), devices=jax.devices()[:8], reproducible=True)
+    assert sent(step.lower(*arguments)) == 48 * 16 * 7 / 8
+    alone = gshard.jit(fn, devices=jax.devices()[:1], reproducible=True)(*arguments)
+    assert_same(run(step, *arguments, exact=True), alone, exact=True)
+
+
+def test_a_pinned_value_that_another_sharding_needs():
     """Five rows of 13 on each of 5 devices, and an operator that wants them elsewhere."""
 
     def fn(x):
