@@ -318,7 +318,7 @@ def copied(eqn: Any, values: Sequence[Any], types: Sequence[Any] | None = None) 
         info = info.replace(name_stack=around + info.name_stack)
     operands = [trace.to_jaxpr_tracer(value, info) for value in values]
     types = [var.aval for var in eqn.outvars] if types is None else types
-    return trace.emit_eqn(operands, types, eqn.primitive, eqn.params, set(), info, eqn.ctx)
+    return trace.emit_eqn(operands, types, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
 
 
 def types_if_plain(eqn: Any, values: Sequence[Any], results: Sequence[Any]) -> list[Any] | None:

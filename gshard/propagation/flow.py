@@ -41,7 +41,6 @@ class Edge:
     runs: int  # how often it runs: the trip counts of the loops around it
     kind: Any = None  # equal for operators that are alike
     place: int = 0
-    queued: set[int] = field(default_factory=set)
     sides: tuple[list[Tensor], list[Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -40,6 +40,7 @@ class Spread:
         self.open = {v: self.open_dims(v) for v in flow.given}
         self.split = {v for v, splits in self.splits.items() if any(splits)}
         self.queues: list[list[int]] = [[], [], []]
+        self.queued = [0] * len(flow.edges)  # for each edge, a bit for every queue that it is in
         self.stage: Stage | None = None
 
     @staticmethod
@@ -83,7 +84,7 @@ class Spread:
             number = 0 if first else 1 if second else 2
             place = heapq.heappop(self.queues[number])
             edge = edges[-place if number == _BACKWARDS else place]
-            edge.queued.discard(number)
+            self.queued[edge.place] &= ~(1 << number)
             sources, sinks = _PASSES[number]
             if self.has_room(edge, sinks):
                 self.pass_on(edge, sources, sinks)
@@ -93,11 +94,13 @@ class Spread:
         for edge in edges:
             if not self.has_room(edge, _BOTH):  # and never again: room only shrinks
                 continue
+            queued = self.queued[edge.place]
             for number in range(edge.level, len(self.queues)):
-                if number not in edge.queued:
-                    edge.queued.add(number)
+                if not queued >> number & 1:
+                    queued |= 1 << number
                     place = -edge.place if number == _BACKWARDS else edge.place
                     heapq.heappush(self.queues[number], place)
+            self.queued[edge.place] = queued
 
     def has_room(self, edge: Edge, sinks: Sequence[int]) -> bool:
         """Whether any dim of an operator's tensors could take a split over."""
