@@ -18,7 +18,6 @@ from gshard.autosharding.specs import NONE, MeshShape, Spec, specs_of, tiles_of
 from gshard.autosharding.sums import PartialSum
 from gshard.forecast.collective import Groups, collective_terms, reach
 from gshard.forecast.hardware import Hardware
-from gshard.moving.costs import LATENCIES
 
 _LARGE = 1 << 40  # bytes of which the latency is nothing
 
@@ -29,16 +28,14 @@ class LeastRates:
     """Collectives along the axes of a mesh: the least latency, and the fewest seconds per byte.
 
     A collective of more than `largest` bytes, or one that exchanges, has a latency of its own.
-    Others may be combined, up to `LATENCIES` times the bytes that are sent in the latency of one:
-    each gather pays its part of it, sums pay together (`latency`). With no such limit (infinite),
-    nothing has a latency of its own.
+    Others may be combined, and pay together (`reducing`, `gathering`). With no such limit
+    (infinite), nothing has a latency of its own.
     """
 
     def __init__(self, hardware: Hardware, mesh: MeshShape, largest: float) -> None:
         self.hardware, self.mesh, self.largest = hardware, mesh, largest
         self.topology = hardware.topology(math.prod(mesh))
         self.ids = np.arange(math.prod(mesh)).reshape(mesh)
-        self.most = LATENCIES * hardware.machine.latency  # bytes of combined collectives
 
     @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
     def reshards(self, shape: tuple[int, ...], itemsize: int) -> Floats:
@@ -66,16 +63,36 @@ class LeastRates:
         left = size / math.prod(self.mesh[a] for a in every if a not in kept)
         kind = "all_reduce" if kept == every else "reduce_scatter"
         sent = size * self._scattering(every) + (left * self._scattering(kept) if kept else 0.0)
-        return sent + float(self._waiting(kind, every, np.array(size), partial.share, 0.0))
+        return sent + float(self._waiting(kind, every, np.array(size), partial.share))
 
-    def latency(self, partial: PartialSum, spec: Spec) -> float:
-        """Seconds to start a sum for a spec that may be combined with others; 0 of others, and of
-        those that may be postponed."""
+    def reducing(self, partial: PartialSum) -> float:
+        """Seconds to start a sum that may be combined with others; 0 of others, and of those that
+        may be postponed."""
         size, every = self._tile(partial), self._several(partial)
         if not every or partial.share < 1.0 or size > self.largest:
             return 0.0
-        kind = "all_reduce" if all(spec[a] == NONE for a in every) else "reduce_scatter"
-        return float(self._waiting(kind, every, np.array(size), together=1.0))
+        return self._starting("reduce_scatter", every)
+
+    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
+    def gathering(self, axes: Axes) -> float:
+        """Seconds to start what replicates a small value along some axes: with an AllGather, as a
+        part of an AllReduce, or with permutations that double the copies each time."""
+        if not axes:
+            return 0.0
+        more = self._starting("all_reduce", axes) - self._starting("reduce_scatter", axes)
+        doubled = math.ceil(math.log2(math.prod(self.mesh[a] for a in axes)))
+        permuted = doubled * self._permuting[1]
+        return max(0.0, min(self._starting("all_gather", axes), more, permuted))
+
+    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
+    def _starting(self, kind: str, axes: Axes) -> float:
+        """The least latency along some axes, in any number of steps."""
+        if not axes:
+            return 0.0
+        return min(
+            self._terms(kind, step)[1] + self._starting(kind, _without(axes, step))
+            for step in _parts(axes)
+        )
 
     def _tile(self, partial: PartialSum) -> float:
         """Bytes that a device has of partial results."""
@@ -112,16 +129,9 @@ class LeastRates:
             total += np.where(chosen, seconds, 0.0)
         return total
 
-    def _waiting(
-        self,
-        kind: str,
-        axes: Axes,
-        sizes: Floats,
-        share: float = 1.0,
-        together: float | None = None,
-    ) -> Floats:
-        """The least latencies of what moves along some axes, in any number of steps; where they can
-        be combined with others the part `together` of them, by default as much as of the bytes.
+    def _waiting(self, kind: str, axes: Axes, sizes: Floats, share: float = 1.0) -> Floats:
+        """The least latencies of what moves along some axes, in any number of steps, without those
+        that may be combined with others.
 
         `sizes` are of the largest step: of the operand, or of what is gathered; a `share` is sent.
         """
@@ -129,13 +139,11 @@ class LeastRates:
             return np.zeros(sizes.shape)
         exchanged = kind == "all_to_all"
         apart = (share * sizes > (0.0 if exchanged else self.largest)) & math.isfinite(self.largest)
-        part = sizes / self.most if together is None else together
-        paid = np.minimum(1.0, np.where(apart, 1.0, part))
         found = []
         for step in _parts(axes):
             left = sizes if exchanged else sizes / math.prod(self.mesh[a] for a in step)
-            later = self._waiting(kind, _without(axes, step), left, share, together)
-            found.append(self._terms(kind, step)[1] * paid + later)
+            later = self._waiting(kind, _without(axes, step), left, share)
+            found.append(self._terms(kind, step)[1] * apart + later)
         return np.min(found, axis=0)
 
     def _subsets(self) -> Iterator[Axes]:

@@ -24,11 +24,11 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from gshard.autosharding import borders
 from gshard.autosharding.dearest import Dearest
 from gshard.autosharding.forms import Form, Forms, reads_form
+from gshard.autosharding.latencies import GATHERING, REDUCING, Latencies
 from gshard.autosharding.memory import Floats, Ints, Memory
 from gshard.autosharding.problem import FORBIDDEN, Problem, unite
 from gshard.autosharding.sharing import Sharing, is_transpose, name_of
 from gshard.autosharding.specs import MeshShape, Spec, local_elements, sharding_of, specs_of
-from gshard.autosharding.sums import Latencies
 from gshard.autosharding.tables import PICO, Priced, Tables
 from gshard.autosharding.touched import Touched
 from gshard.forecast.hardware import Hardware
@@ -164,7 +164,7 @@ class _Builder:
         for result, argument in returned:
             self._tie(self.flat.jaxpr.outvars[result], arguments[argument])
         self.dearest.write(self.nodes, self.costs, self.edges)
-        self.latencies.write(self.costs, self.edges)
+        self.latencies.write(self.nodes, self.costs, self.edges)
         edges = unite(self.edges, self.costs)
         nodes = [self.nodes.get(var, -1) for var in arguments]
         shapes = [getattr(var.aval, "shape", ()) for var in arguments]
@@ -296,7 +296,12 @@ class _Builder:
         priced = self.known[kind]
         own = len(self.costs)
         self.costs.append(priced.costs)
-        self.latencies.add(edge, own, priced.latencies)
+        self.latencies.add(edge, own, REDUCING, priced.reducing)
+        for atom, needed in zip(results, priced.gathering, strict=True):
+            if self.nodes.get(atom, -1) >= 0:
+                self.latencies.add_read(edge, atom, own, needed)
+            else:
+                self.latencies.add(edge, own, GATHERING, needed[:, 0])
         if edge.eqn is not None:
             self.operators[own] = edge.eqn
         if self.forms.is_large(priced.waiting.max()) and not self.optimistic:
@@ -311,6 +316,7 @@ class _Builder:
             elif self.optimistic:
                 table = table + self._transposed(edge, read[number])
                 self._add_read(tensors[number], own, table)
+                self._add_gathers(edge, read[number], own)
             else:
                 end = self._read(tensors[number], table, place, reads_form(edge))
                 self.edges.append((own, *end))
@@ -342,6 +348,16 @@ class _Builder:
             self.dearest.add(source, reader, table[:, columns])
         else:
             self.edges.append((reader, self.nodes[var], table))
+
+    def _add_gathers(self, edge: Edge, number: int, reader: int) -> None:
+        """The latencies of small gathers of an operand that is made in the same body. One that can
+        be computed from narrower values need not be gathered."""
+        var = edge.atoms[0][number]
+        source, _ = self.sharing.source(var)
+        if self.latencies.is_near(source, edge.eqn) and self.sharing.move(var) == 1.0:
+            columns = self.sharing.columns(var, self.mesh)
+            table = self.tables.gathered(edge, number)[:, columns]
+            self.latencies.add_read(edge, source, reader, table)
 
     def _add_form(self, var: Any, form: Form) -> None:
         """The node of a form, and its edge to the tensor."""

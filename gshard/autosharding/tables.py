@@ -55,12 +55,14 @@ Shares = tuple[tuple[float, ...], tuple[float, ...]]  # of operands' moves, and 
 @dataclasses.dataclass
 class Priced:
     """An operator on one mesh: for each of its strategies what it costs, the bytes of its partial
-    sums before they are added up, and the latency of those that may be combined with others; and a
-    table for each of its tensors, by strategies and specs."""
+    sums before they are added up, and the latency to reduce those that may be combined with others;
+    and tables by strategies and specs: the costs of each of its tensors, and the latencies to
+    gather each result again that is reduced."""
 
     costs: Floats
     waiting: Floats
-    latencies: Floats
+    reducing: Floats
+    gathering: list[Floats] = dataclasses.field(default_factory=list)
     tables: list[Floats | None] = dataclasses.field(default_factory=list)
 
 
@@ -119,7 +121,8 @@ class Tables:
                 else:
                     priced.tables.append(None)
         priced.costs = self.rounded(priced.costs * edge.runs * PICO)
-        priced.latencies = self.rounded(priced.latencies * edge.runs * PICO)
+        priced.reducing = self.rounded(priced.reducing * edge.runs * PICO)
+        priced.gathering = [self.rounded(t * edge.runs * PICO) for t in priced.gathering]
         return priced
 
     def _strategies(self, edge: Edge) -> list[Strategy]:
@@ -259,9 +262,11 @@ class Tables:
         scalar, which has no node, to the strategy's own cost."""
         if not hasattr(atom.aval, "shape"):
             priced.tables.append(None)
+            priced.gathering.append(np.zeros((len(made), 1)))
             return
         shape, itemsize, position = self._specs(atom)
-        rates, latency = self._sums(shape), np.zeros(len(made))
+        rates, reducing = self._sums(shape), np.zeros(len(made))
+        gathering = np.zeros((len(made), len(position)))
         table, waiting = np.full((len(made), len(position)), FORBIDDEN), np.zeros(len(made))
         anywhere = (NONE, *range(len(shape)))
         for i, (here, over) in enumerate(zip(made, partial, strict=True)):
@@ -270,9 +275,14 @@ class Tables:
             specs = [spec for spec in itertools.product(*ends) if spec in position]
             for spec in specs:
                 table[i, position[spec]] = rates.sums(left, spec) * share
-            latency[i] = self._latency(left, specs)
+            # A ring may take the place of a sum that is scattered.
+            if self.optimistic and not (self.overlapped and len(specs) > 1):
+                reducing[i] = self.least.reducing(left)
+            for spec in specs if reducing[i] else ():
+                gathering[i, position[spec]] = self.least.gathering(self._several(over, spec))
             waiting[i] = itemsize * local_elements(shape, here, self.mesh) * bool(over)
-        priced.latencies = np.maximum(priced.latencies, latency)
+        priced.reducing = np.maximum(priced.reducing, reducing)
+        priced.gathering.append(gathering)
         if shape:
             priced.tables.append(self.rounded(table * runs * PICO))
             priced.waiting = priced.waiting + waiting
@@ -281,11 +291,27 @@ class Tables:
             if not self.optimistic:  # a bound leaves out a few bytes
                 priced.costs = priced.costs + table[:, 0]
 
-    def _latency(self, left: PartialSum, specs: Sequence[Spec]) -> float:
-        """The least latency of a small sum for one of these specs. A ring may scatter it."""
-        if not self.optimistic or (self.overlapped and len(specs) > 1):
-            return 0.0
-        return min((self.least.latency(left, spec) for spec in specs), default=0.0)
+    def _several(self, axes: Sequence[int], spec: Spec) -> tuple[int, ...]:
+        """Those of some axes, with several devices, along which a spec has copies."""
+        return tuple(a for a in sorted(axes) if self.mesh[a] > 1 and spec[a] == NONE)
+
+    def gathered(self, edge: Edge, number: int) -> Floats:
+        """The latencies with which an operand is gathered for a bound, where that is small: by
+        strategy and by the spec that it is gathered from."""
+        shape, itemsize, position = self._specs(edge.atoms[0][number])
+        if self.overlapped:
+            return np.zeros((1, len(position)))
+        dims = edge.factors.operands[number]
+        wanted = np.array([self._spec(s, dims) for s in self._strategies(edge)])[:, None]
+        own = np.array(list(position))[None]
+        left = (own != NONE) & (wanted == NONE)
+        cut = np.where(own == NONE, wanted, np.where(wanted == NONE, NONE, own)) != NONE
+        sizes = math.prod(shape) * itemsize / np.where(cut, self.mesh, 1).prod(-1)
+        found = np.zeros(left.shape[:2])
+        for i, j in zip(*np.nonzero(left.any(-1) & (sizes <= self.least.largest)), strict=True):
+            axes = np.flatnonzero(left[i, j]).tolist()
+            found[i, j] = self.least.gathering(self._several(axes, (NONE,) * len(self.mesh)))
+        return np.asarray(self.rounded(found * edge.runs * PICO))
 
     def _specs(self, atom: Any) -> tuple[tuple[int, ...], int, dict[Spec, int]]:
         """A tensor's shape, the size of an element, and the number of each of its specs."""

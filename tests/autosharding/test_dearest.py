@@ -1,6 +1,7 @@
 """The moves of a tensor in a bound: all that read it pay together for the dearest form."""
 
 import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gshard.autosharding.dearest import Dearest
+from gshard.autosharding.latencies import Latencies
 from gshard.autosharding.problem import FORBIDDEN
 from gshard.autosharding.touched import Touched
 from gshard.forecast.hardware import hardware
@@ -42,6 +44,33 @@ def test_readers_pay_for_the_dearest_move(readers, specs, seed):
             assert found == max(moves)
         else:
             assert sum(moves) / readers - readers < found <= max(moves)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 3), st.integers(0, 2**32 - 1))
+def test_a_body_pays_the_longest_latency_that_its_gathers_need(readers, seed):
+    """One latency for all readers in a body; none for a tensor that is made elsewhere."""
+    jaxpr = jax.make_jaxpr(lambda x: jnp.sin(jnp.exp(x)))(1.0).jaxpr
+    made, read = (eqn.outvars[0] for eqn in jaxpr.eqns)
+    rng = np.random.default_rng(seed)
+    tables = [rng.choice([0.0, 3.0, 8.0], (2, 3)) for _ in range(readers)]
+    edge = SimpleNamespace(eqn=jaxpr.eqns[1], runs=1)
+    for var, expected in ((made, True), (jaxpr.invars[0], False)):
+        latencies, edges = Latencies(jaxpr), []
+        costs = [np.zeros(3), *(np.zeros(2) for _ in tables)]
+        for reader, table in enumerate(tables, 1):
+            latencies.add_read(edge, var, reader, table)
+        latencies.write({var: 0, read: 0}, costs, edges)
+        more = [range(len(c)) for c in costs[readers + 1 :]]
+        for spec, *strategies in itertools.product(range(3), *[range(2)] * readers):
+            needed = [table[s, spec] for table, s in zip(tables, strategies, strict=True)]
+            found = min(
+                sum(costs[n][s] for n, s in enumerate(answer))
+                + sum(table[answer[a], answer[b]] for a, b, table in edges)
+                for rest in itertools.product(*more)
+                for answer in [(spec, *strategies, *rest)]
+            )
+            assert found == (max(needed) if expected else 0.0)
 
 
 @pytest.mark.parametrize(
