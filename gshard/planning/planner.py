@@ -7,7 +7,7 @@ program. Each operator's rule is ordinary `lax` code.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,12 @@ from gshard.moving.seen import Seen
 from gshard.propagation.propagate import Propagated
 from gshard.rules import RULES
 from gshard.rules.base import unreduced
-from gshard.rules.base.choose import in_place_again, partition_by_factors
+from gshard.rules.base.choose import (
+    cheapest_of,
+    in_place_again,
+    partition_by_factors,
+    runs_in_place,
+)
 from gshard.rules.base.rule import Shares, bind_local, equation_key
 from gshard.rules.base.uses import NOTHING, Uses, may_stay_unreduced
 from gshard.rules.grouped import reshard_ragged
@@ -35,7 +40,7 @@ from gshard.rules.unknown import unknown_rule
 from gshard.tensors.annotate import annotate_p
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile
+from gshard.tensors.tile import Identity, Tile
 
 
 def partition(
@@ -74,6 +79,11 @@ class Planner:
         self.uses: Uses  # of the values of the program or body that runs
         self.unreduced: Mapping[Any, float] = NOTHING
         self.over: dict[Any, float] = {}  # the cost of all slices of a variable
+        self.now = 0  # the place of the equation that runs
+        self.needed: dict[
+            Any, list[tuple[int, Sharding]]
+        ] = {}  # by the equations that read a value
+        self.view_of: dict[Any, Any] = {}  # the variable that another is a view of
         self.literals: dict[Any, Tile] = {}
         self.values: dict[Any, Tile] = {}  # of all variables, once they are known
 
@@ -120,16 +130,66 @@ class Planner:
 
     def shares(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Shares | None:
         """What an operator shares with others, if anything."""
+        forms = [
+            self.mover.available.forms_of(t).union(self.forms_later(a, t))
+            for a, t in zip(eqn.invars, tiles, strict=True)
+        ]
+        return self.shared(eqn, forms)
+
+    def shared(self, eqn: JaxprEqn, forms: Sequence[frozenset[Sharding]]) -> Shares | None:
+        """The same, of operands that are available under these shardings."""
         of_sum = min([self.unreduced[v] for v in eqn.outvars if v in self.unreduced], default=1.0)
-        forms = [self.mover.available.forms_of(t) for t in tiles]
         variables = [None if isinstance(a, Literal) else a for a in eqn.invars]
-        narrow, uses = tuple([self.uses.narrow.get(v, 1.0) for v in variables]), (1.0,) * len(tiles)
+        narrow, uses = tuple([self.uses.narrow.get(v, 1.0) for v in variables]), (1.0,) * len(forms)
         if eqn.primitive is p.dot_general_p:
             contracted = zip(variables, eqn.params["dimension_numbers"][0], strict=True)
             uses = tuple([1 / self.uses.products.get(dims, 1) for dims in contracted])
         if of_sum == 1 and not any(forms) and {*uses, *narrow} <= {1.0}:
             return None
         return Shares(of_sum, uses, narrow, tuple(forms))
+
+    def forms_later(self, var: Any, tile: Tile) -> Iterator[Sharding]:
+        """The shardings to which later operators move a value, or a view of it.
+
+        Each is priced by itself. What it moves anyway costs an earlier one nothing.
+        """
+        if isinstance(var, Literal):
+            return
+        yield from self.moved_later(var, tile)
+        view = self.mover.available.views.get(Identity(tile.array))
+        if view is not None and var in self.view_of:
+            for form in self.moved_later(self.view_of[var], view.source):
+                if view.is_local(here := form.project(view.order)):
+                    yield here
+
+    def moved_later(self, var: Any, tile: Tile) -> Iterator[Sharding]:
+        """The same without views."""
+        readers = self.uses.readers.get(var, ())
+        if not readers or readers[-1][0] <= self.now or tile.sharding.is_replicated:
+            return
+        key = (var, have := self.mover.available.forms_of(tile))
+        if key not in self.needed:
+            later = [reader for reader in readers if reader[0] > self.now]
+            forms = [(place, self.form_needed(e, i, have)) for place, e, i in later]
+            self.needed[key] = [(place, form) for place, form in forms if form]
+        yield from (form for place, form in self.needed[key] if place > self.now)
+
+    def form_needed(self, eqn: JaxprEqn, number: int, have: frozenset[Sharding]) -> Sharding | None:
+        """The sharding to which an operator moves an operand; None where it moves nothing."""
+        rule, kind = RULES.get(eqn.primitive), self.kind(eqn)
+        shardings = [
+            self.literal(a).sharding if isinstance(a, Literal) else self.shardings[a]
+            for a in eqn.invars
+        ]
+        targets = [self.shardings[v] for v in eqn.outvars]
+        if rule is None or kind is None or runs_in_place(kind, shardings, targets):
+            return None
+        if any(s.manual or s.ragged is not None for s in (*shardings, *targets)):
+            return None
+        forms = [have if i == number else frozenset() for i in range(len(shardings))]
+        shares = self.shared(eqn, forms)
+        form = cheapest_of(self, eqn, rule, tuple(shardings), targets, shares).operands[number]
+        return None if form is shardings[number] or form in have else form
 
     def over_slices(self, var: Any, alike: Any, cost: Callable[[JaxprEqn], float]) -> float:
         """The cost of all slices of a variable; those that are `alike` are computed once."""
@@ -172,7 +232,7 @@ class Planner:
         """
         self.uses = self.found.uses.get(jaxpr) or Uses(jaxpr)
         self.unreduced = may_stay_unreduced(self.uses, leaving, self.shardings)
-        self.over = {}
+        self.over, self.needed, self.view_of = {}, {}, {}
         env: dict[Any, Tile] = dict(zip((*jaxpr.constvars, *jaxpr.invars), tiles, strict=True))
         self.values = env
         self.seen.made(env)
@@ -182,7 +242,7 @@ class Planner:
 
         with without_mesh():
             context = current_context()
-            for eqn in jaxpr.eqns:
+            for self.now, eqn in enumerate(jaxpr.eqns):
                 operands = [read(a) for a in eqn.invars]
                 results = self.repeated(eqn, operands) if eqn.ctx is context else None
                 if results is None:
@@ -191,6 +251,9 @@ class Planner:
                 made = dict(zip(eqn.outvars, results, strict=True))
                 env.update(made)
                 self.seen.made(made)
+                if eqn.primitive in VIEWS and not isinstance(eqn.invars[0], Literal):
+                    self.view_of[eqn.outvars[0]] = eqn.invars[0]
+                    self.view_of.setdefault(eqn.invars[0], eqn.outvars[0])
                 if eqn.primitive is not annotate_p:
                     rule = RULES.get(eqn.primitive)
                     rule = None if rule is None or rule.partition else rule

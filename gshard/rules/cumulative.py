@@ -7,6 +7,8 @@ because in a reverse scan it comes first.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
@@ -14,13 +16,15 @@ from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
+from gshard.moving.costs import sent_bytes
 from gshard.moving.halo import groups_along
 from gshard.moving.partial import identity
 from gshard.rules.base.choose import cheapest
-from gshard.rules.base.rule import RULES, Context, Doc, Rule, register
+from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, register
+from gshard.rules.base.ways import by_factors
 from gshard.tensors.factors import all_dims
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile
+from gshard.tensors.tile import Tile, byte_size
 
 _COMBINE = {
     p.cumsum_p: ("sum", lax.add),
@@ -29,6 +33,19 @@ _COMBINE = {
     p.cummin_p: ("min", lax.min),
     p.cumlogsumexp_p: ("max", jnp.logaddexp),  # minus infinity adds nothing, as for a maximum
 }
+
+
+def cumulative_ways(
+    eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
+) -> Iterator[Way]:
+    """Every split of the dims; along its own dim, the totals of all tiles are gathered."""
+    dim, aval = eqn.params["axis"], eqn.invars[0].aval
+    for way in by_factors(eqn, all_dims(eqn), shardings, targets):
+        split, local = way.operands[0].splits[dim], way.operands[0].local_shape(aval.shape)
+        if split and 0 not in aval.shape:
+            total = byte_size((*local[:dim], 1, *local[dim + 1 :]), aval.dtype)
+            way = way._replace(sent=sent_bytes("all_gather", total, split.tiles))
+        yield way
 
 
 def _cumulative(
@@ -63,6 +80,7 @@ register(
     Rule(
         all_dims,
         partition=_cumulative,
+        ways=cumulative_ways,
         ordered=lambda eqn: (f"d{eqn.params['axis']}",),
         doc=Doc(free="other dims", gather="the dim it runs along: AllGather of one row per tile"),
     ),

@@ -28,6 +28,7 @@ from gshard.rules.base.rule import RULES
 from gshard.rules.base.ways import Layout
 from gshard.rules.changes import slice_rows
 from gshard.rules.control import _summed_if_large
+from gshard.rules.cumulative import cumulative_ways
 from gshard.rules.slicing import _results, _sent
 from gshard.rules.window_reduce import _in_parts
 from gshard.runtime.ports import _port, mesh_shapes, ports
@@ -273,3 +274,34 @@ def test_a_stack_of_unreduced_results_is_within_the_memory_limit(limit, reduced)
         memory_limit=limit, sharding=lambda var: by(4, 1), reshard=lambda *_: "reduced"
     )
     assert (_summed_if_large(ctx, tile, None, length=5) == "reduced") is reduced
+
+
+# --------------------------------------------------------------- what later operators move anyway
+
+
+def test_what_a_later_operator_moves_anyway_costs_nothing():
+    """All rows of x are needed to decompose it, so that they are summed on each device then."""
+
+    def fn(x):
+        x = gshard.split(x, 0, 8)
+        return jnp.sum(x, 0), jnp.linalg.svd(x, compute_uv=False)
+
+    assert kinds(check(fn, random_array((16, 16)))) == {"all_gather": 1}
+
+
+def test_a_later_operator_that_does_not_move_a_value_is_no_reason_to_move_it():
+    """The other operator runs on rows: a sum over them is reduced, and nothing is gathered."""
+
+    def fn(x):
+        x = gshard.split(x, 0, 8)
+        return jnp.sum(x, 0), gshard.split(jnp.sin(x), 0, 8)
+
+    assert kinds(gshard.jit(fn).lower(random_array((16, 16)))) == {"all_reduce": 1}
+
+
+def test_a_cumulative_sum_counts_the_totals_that_it_gathers():
+    """One row of each tile, which 7 other devices get; along another dim nothing is sent."""
+    eqn = jax.make_jaxpr(lambda x: lax.cumsum(x, 0))(jnp.ones((64, 8))).eqns[-1]
+    (along,) = cumulative_ways(eqn, [by(8, 1)], [by(8, 1)], 0)
+    (across,) = cumulative_ways(eqn, [by(1, 8)], [by(1, 8)], 0)
+    assert (along.sent, across.sent) == (7 * 8 * 4, 0)

@@ -12,7 +12,7 @@ from gshard import _jax
 from gshard.graph.reason import Reason
 from gshard.moving.costs import machine
 from gshard.moving.partial import combine, mask_for
-from gshard.rules.base.rule import MOST_REMEMBERED, RULES, Context, Rule, Way, bind_local
+from gshard.rules.base.rule import MOST_REMEMBERED, RULES, Context, Rule, Shares, Way, bind_local
 from gshard.rules.base.ways import Layout, least, ways_of
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
@@ -24,9 +24,20 @@ def cheapest(
     ctx: Context, eqn: JaxprEqn, rule: Rule, tiles: Sequence[Tile], targets: Sequence[Sharding]
 ) -> Way:
     """The cheapest way to run `eqn` on `tiles`, found once for equal equations."""
-    alike, shares = ctx.kind(eqn), ctx.shares(eqn, tiles)
     shardings = tuple([t.sharding for t in tiles])
-    limit = ctx.memory_limit
+    return cheapest_of(ctx, eqn, rule, shardings, targets, ctx.shares(eqn, tiles))
+
+
+def cheapest_of(
+    ctx: Context,
+    eqn: JaxprEqn,
+    rule: Rule,
+    shardings: tuple[Sharding, ...],
+    targets: Sequence[Sharding],
+    shares: Shares | None,
+) -> Way:
+    """The same for operands with these shardings."""
+    alike, limit = ctx.kind(eqn), ctx.memory_limit
     key = (alike, rule.ways or rule.factors, shardings, tuple(targets), shares, machine(), limit)
     found = None if alike is None else _cheapest_before.get(key)
     if found is None:
@@ -53,6 +64,11 @@ def partition_by_factors(
 
 
 _in_place: dict[Any, tuple[Rule, Layout]] = {}
+
+
+def runs_in_place(kind: int, shardings: Sequence[Sharding], targets: Sequence[Sharding]) -> bool:
+    """Whether an equation is equal to an earlier one that needed no communication."""
+    return (kind, *shardings, *targets) in _in_place
 
 
 def in_place_again(

@@ -71,6 +71,16 @@ class Uses:
         )
 
     @functools.cached_property
+    def readers(self) -> dict[Any, list[tuple[int, JaxprEqn, int]]]:
+        """The equations that read each variable, with their places and the operand's number."""
+        found: dict[Any, list[tuple[int, JaxprEqn, int]]] = {}
+        for place, eqn in enumerate(self.jaxpr.eqns):
+            for number, atom in enumerate(eqn.invars):
+                if not isinstance(atom, Literal):
+                    found.setdefault(atom, []).append((place, eqn, number))
+        return found
+
+    @functools.cached_property
     def slices(self) -> dict[Any, list[JaxprEqn]]:
         """The slices of each variable."""
         found: dict[Any, list[JaxprEqn]] = {}
