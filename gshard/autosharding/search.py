@@ -231,12 +231,8 @@ class Search:
         assert self.best.answer is not None
         regret: list[Floats] = []
         for node, costs in enumerate(self.prices.costs()):
-            total = costs.copy()
-            for _, _, table, other in (
-                *self.prices.messages.later[node],
-                *self.prices.messages.earlier[node],
-            ):
-                total = total + table[:, self.best.answer[other]]
+            own = self.rounding.room.every[node]
+            total = self.rounding.blocks.around(node, costs, own, self.best.answer)
             regret.append(np.minimum(self.prices.margins[node], total - total.min()))
         flat = np.concatenate(regret) * self.random.uniform(0.2, 1.8, int(self.prices.first[-1]))
         pieces = np.split(flat, self.prices.first[1:-1])

@@ -72,7 +72,7 @@ def test_messages_and_prices_bound_from_below(problem, seed):
     assert prices.bound <= wanted + 1e-6
     messages = Messages(problem)
     rng = np.random.default_rng(seed)
-    messages.into = [[rng.normal(size=len(m)) for m in both] for both in messages.into]
+    messages.into = rng.normal(size=len(messages.into))
     bound, margins = messages.bound(problem.costs)
     for node, margin in enumerate(margins):
         for strategy, extra in enumerate(margin):
