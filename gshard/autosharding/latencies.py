@@ -32,32 +32,30 @@ class Latencies:
     """The small collectives of each body: nodes, and the latency that each strategy needs."""
 
     def __init__(self, jaxpr: Jaxpr) -> None:
-        self.body: dict[
-            Any, Jaxpr
-        ] = {}  # of variables that are made in it, and by ids of equations
+        self.body: dict[Any, Jaxpr] = {}  # of its equations, and of variables that are made in it
         self.needs: dict[Any, list[tuple[int, Floats]]] = defaultdict(list)
         self.reads: dict[Any, list[tuple[int, Floats]]] = defaultdict(list)
         self._enter(jaxpr)
 
     def _enter(self, jaxpr: Jaxpr) -> None:
         for eqn in jaxpr.eqns:
-            self.body.update(dict.fromkeys([id(eqn), *eqn.outvars], jaxpr))
+            self.body.update(dict.fromkeys([eqn, *eqn.outvars], jaxpr))
             for inner in bodies(eqn):
                 self._enter(inner)
 
     def is_near(self, var: Any, eqn: JaxprEqn | None) -> bool:
         """Whether a value is made in the body of an equation."""
-        return var in self.body and self.body[var] is self.body.get(id(eqn))
+        return var in self.body and self.body[var] is self.body.get(eqn)
 
     def add(self, edge: Edge, node: int, kind: str, latencies: Floats) -> None:
         """An operator, and for each of its strategies the latency of all its runs."""
         if latencies.any():
-            self.needs[id(self.body[id(edge.eqn)]), edge.runs, kind].append((node, latencies))
+            self.needs[self.body[edge.eqn], edge.runs, kind].append((node, latencies))
 
     def add_read(self, edge: Edge, var: Any, reader: int, table: Floats) -> None:
         """An operator that reads a value of its body: the latencies by strategies and specs."""
         if table.any() and table.shape[1] <= _MOST_SPECS and self.is_near(var, edge.eqn):
-            self.reads[id(self.body[id(edge.eqn)]), edge.runs, var].append((reader, table))
+            self.reads[self.body[edge.eqn], edge.runs, var].append((reader, table))
 
     def write(
         self, nodes: dict[Any, int], costs: list[Floats], edges: list[tuple[int, int, Floats]]

@@ -50,33 +50,32 @@ class Touched:
         self.stored: set[Any] = set()  # what is written to memory
         self.copied: dict[Any, float] = defaultdict(float)  # times that a tensor is copied
         self._alias: dict[Any, Any] = {}
-        self._reads: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-        self._writes: dict[int, dict[int, float]] = defaultdict(dict)
-        self._taken: dict[int, float] = {}
-        self._operations: dict[int, float] = {}
-        self._covered: set[int] = set()
-        self._kept: set[int] = set()  # equations that a compiler does not find to be equal
+        self._reads: dict[Any, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        self._writes: dict[Any, dict[int, float]] = defaultdict(dict)
+        self._taken: dict[Any, float] = {}
+        self._operations: dict[Any, float] = {}
+        self._covered: set[Any] = set()
+        self._kept: set[Any] = set()  # equations that a compiler does not find to be equal
         self._collect(jaxpr)
         seen: set[Operator] = set()
         for operator, count, _ in walk(jaxpr, hardware.compiler, self.fused_on):
             self.starts += count
             self.stored.update(operator.writes)
-            self._kept.update(id(op.eqn) for op in operator.members)
+            self._kept.update(op.eqn for op in operator.members)
             if operator not in seen:  # loops may share a body
                 seen.add(operator)
                 self._add(operator)
 
     def of(self, eqn: JaxprEqn | None) -> Touches:
         """The touches of an equation."""
-        key = id(eqn)
-        reads, writes = self._reads.get(key, {}), self._writes.get(key, {})
+        reads, writes = self._reads.get(eqn, {}), self._writes.get(eqn, {})
         return Touches(
             tuple(reads.items()),
             tuple(writes.items()),
-            self._taken.get(key, math.inf),
-            self._operations.get(key, 0.0),
-            key in self._covered,
-            eqn is not None and eqn.primitive.name in PRODUCTS and key not in self._kept,
+            self._taken.get(eqn, math.inf),
+            self._operations.get(eqn, 0.0),
+            eqn in self._covered,
+            eqn is not None and eqn.primitive.name in PRODUCTS and eqn not in self._kept,
         )
 
     def root(self, var: Any) -> Any:
@@ -104,7 +103,7 @@ class Touched:
         if not names & PRODUCTS and self._computes(operator):
             for op in operator.members:  # once, even if several operators recompute it
                 count = max(map(elements, (*op.reads, *op.writes)), default=0)
-                self._operations[id(op.eqn)] = operations(op, count // self.devices)
+                self._operations[op.eqn] = operations(op, count // self.devices)
             return
         written = sum(map(size_of, operator.writes))
         in_place = updates(operator)
@@ -112,13 +111,13 @@ class Touched:
             self._read(operator, var, (2.0 if number else 0.0) if in_place else 1.0)
         for op in operator.members if looks_up(operator) else ():
             made = sum(map(size_of, op.writes))
-            self._taken[id(op.eqn)] = 2 * written / max(made, 1)
+            self._taken[op.eqn] = 2 * written / max(made, 1)
         for op in operator.members:
             for number, var in enumerate(op.writes):
                 if var in operator.writes and not in_place:
-                    self._writes[id(op.eqn)][number] = 1.0
+                    self._writes[op.eqn][number] = 1.0
             if len(operator.members) > 1 and names & PRODUCTS:
-                self._covered.add(id(op.eqn))
+                self._covered.add(op.eqn)
 
     def _computes(self, operator: Operator) -> bool:
         """Whether the arithmetic of an operator takes longer than what it reads and writes."""
@@ -131,6 +130,6 @@ class Touched:
         for op in operator.members:
             for number, atom in enumerate(op.eqn.invars):
                 if not hasattr(atom, "val") and self.root(atom) is var:
-                    self._reads[id(op.eqn)][number] += share  # several fusions may share it
+                    self._reads[op.eqn][number] += share  # several fusions may share it
                     return
         self.copied[var] += share

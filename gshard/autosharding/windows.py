@@ -101,7 +101,7 @@ class Windows:
     def _place(self, node: int) -> int:
         """The window of an operator or tensor; -1 of a node that is neither."""
         if node in self.model.operators:
-            return self.places.get(id(self.model.operators[node]), 0)
+            return self.places.get(self.model.operators[node], 0)
         return self.places.get(self.tensors[node], 0) if node in self.tensors else -1
 
     def _may_leave(self, var: Any) -> bool:
@@ -188,7 +188,7 @@ def _places(jaxpr: Jaxpr) -> tuple[dict[Any, int], set[Any]]:
         if number:
             entering.update(ends)
         for eqn in jaxpr.eqns:
-            places[id(eqn)] = number
+            places[eqn] = number
             places.update(dict.fromkeys(eqn.outvars, number))
             if inner := loop_bodies(eqn):
                 count += 1
