@@ -201,6 +201,9 @@ def main() -> None:
         if options.keep:
             options.keep.write_text(json.dumps(known, indent=1))
     rows = [Row(**known[make.__name__]) for make in CASES if make.__name__ in known]
+    if not rows:
+        names = ", ".join(make.__name__ for make in CASES)
+        parser.error(f"--only is {options.only!r}; the cases are {names}")
     page = table(rows, options.measure, options.hardware)
     print(page)
     if options.out:
