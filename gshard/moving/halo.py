@@ -168,8 +168,8 @@ def _by_shifts(halo: Halo, place: Place, x: jax.Array, plan: RowPlan) -> jax.Arr
 
 def _by_gather(halo: Halo, place: Place, x: jax.Array, plan: RowPlan) -> jax.Array:
     groups = groups_along(halo.sharding, halo.dim)
-    whole = collectives.all_gather(place, x, halo.dim, groups, halo.reason)
-    return _own_window(halo, place, whole, halo.windows.held.begins[0])
+    gathered = collectives.all_gather(place, x, halo.dim, groups, halo.reason)
+    return _own_window(halo, place, gathered, halo.windows.held.begins[0])
 
 
 def _own_window(halo: Halo, place: Place, x: jax.Array, begin: np.ndarray) -> jax.Array:

@@ -176,8 +176,8 @@ def combine_disjoint(place: Place, tile: Tile, target: Sharding) -> Tile:
     bits, back = collectives.as_bits(x)
     more = bits.shape[x.ndim :]  # of complex numbers, both parts
     here = tile.sharding.extended(len(more)).unreduced_over(unreduced)
-    whole = Tile(bits, here, (*tile.shape, *more), tile.origin)
-    done = combine(place, whole, "sum", target.extended(len(more)))
+    stacked = Tile(bits, here, (*tile.shape, *more), tile.origin)
+    done = combine(place, stacked, "sum", target.extended(len(more)))
     return Tile(back(done.array), done.sharding.project(range(x.ndim)), tile.shape)
 
 

@@ -167,10 +167,10 @@ def _way(eqn: JaxprEqn, shardings: Sequence[Sharding], used: Used, result: Shard
         if split:
             starts = np.arange(split.tiles) * local[dim]
             plan = plan_fetch(split.tiles, shape[dim], starts, local[dim], own)
-            whole, fetched = (
+            gathered, aligned = (
                 reshard_cost(here, there, shape, aval.dtype) for there in (sources[i], result)
             )
-            if fetched + plan.sent * row < whole:
+            if aligned + plan.sent * row < gathered:
                 sources[i], sent, steps = result, sent + plan.sent * row, steps + plan.steps
     return Way(tuple(sources), (result,), steps, sent=sent)
 

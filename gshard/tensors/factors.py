@@ -97,7 +97,7 @@ def combining(eqn: JaxprEqn, reduced: Mapping[Factor, str]) -> dict[Factor, str]
 
 
 def all_dims(eqn: JaxprEqn) -> Factors:
-    """Operands and results have the same dims; size 1, or a scalar, stands for all elements."""
+    """Operands and results have the same dims; size 1, or a scalar, is broadcast."""
     shape = eqn.outvars[0].aval.shape
     names = [f"d{i}" for i in range(len(shape))]
     operands = [

@@ -17,6 +17,16 @@ from gshard.autosharding.touched import Touched
 from gshard.forecast.hardware import hardware
 
 
+def least(costs, edges, chosen):
+    """The least cost of all answers that begin with what is chosen."""
+    return min(
+        sum(costs[n][s] for n, s in enumerate(answer))
+        + sum(table[answer[a], answer[b]] for a, b, table in edges)
+        for rest in itertools.product(*[range(len(c)) for c in costs[len(chosen) :]])
+        for answer in [(*chosen, *rest)]
+    )
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 3), st.sampled_from([2, 3, 17]), st.integers(0, 2**32 - 1))
 def test_readers_pay_for_the_dearest_move(readers, specs, seed):
@@ -29,15 +39,9 @@ def test_readers_pay_for_the_dearest_move(readers, specs, seed):
     for reader, table in enumerate(tables, 1):
         dearest.add("x", reader, table)
     dearest.write({"x": 0}, costs, edges)
-    more = [range(len(c)) for c in costs[readers + 1 :]]
     for spec, *strategies in itertools.product(range(specs), *[range(2)] * readers):
         moves = [table[s, spec] for table, s in zip(tables, strategies, strict=True)]
-        found = min(
-            sum(costs[n][s] for n, s in enumerate(answer))
-            + sum(table[answer[a], answer[b]] for a, b, table in edges)
-            for rest in itertools.product(*more)
-            for answer in [(spec, *strategies, *rest)]
-        )
+        found = least(costs, edges, (spec, *strategies))
         if max(moves) >= FORBIDDEN:
             assert found >= FORBIDDEN
         elif specs < 17:
@@ -61,15 +65,9 @@ def test_a_body_pays_the_longest_latency_that_its_gathers_need(readers, seed):
         for reader, table in enumerate(tables, 1):
             latencies.add_read(edge, var, reader, table)
         latencies.write({var: 0, read: 0}, costs, edges)
-        more = [range(len(c)) for c in costs[readers + 1 :]]
         for spec, *strategies in itertools.product(range(3), *[range(2)] * readers):
             needed = [table[s, spec] for table, s in zip(tables, strategies, strict=True)]
-            found = min(
-                sum(costs[n][s] for n, s in enumerate(answer))
-                + sum(table[answer[a], answer[b]] for a, b, table in edges)
-                for rest in itertools.product(*more)
-                for answer in [(spec, *strategies, *rest)]
-            )
+            found = least(costs, edges, (spec, *strategies))
             assert found == (max(needed) if expected else 0.0)
 
 

@@ -125,11 +125,11 @@ def test_local_work_is_what_a_device_touches_or_multiplies():
     machine = replace(MACHINE, memory_per_byte=4.0, flops_per_byte=2.0)
     cases = (jnp.sin, 1, 2 * 64, 2 * 8), (jnp.dot, 2, 2 * 8**3 / 2, 8 + 64 + 8)
     with planning_for(machine):
-        for fn, operands, whole, row in cases:
+        for fn, operands, replicated, by_row in cases:
             eqn = equation(fn, *[X] * operands)
             factors = RULES[eqn.primitive].factors(eqn)
             split = dict.fromkeys(factors.sizes) | {
                 dim[0]: ROWS.splits[0] for dim in factors.results[0][:1]
             }
-            assert ways.Layout.of(eqn, factors, {}, 8).work(eqn) == whole
-            assert ways.Layout.of(eqn, factors, split, 8).work(eqn) == row
+            assert ways.Layout.of(eqn, factors, {}, 8).work(eqn) == replicated
+            assert ways.Layout.of(eqn, factors, split, 8).work(eqn) == by_row
