@@ -10,8 +10,8 @@ from gshard.graph.reason import Reason
 from gshard.graph.text import program_text
 from gshard.moving.nodes import UNEXPLAINED, code_of, node_of
 from gshard.planning.improve.expand import _reason
-from tests.emission.test_emit import programs
-from tests.simplify.texts import dedent
+from tests.capture.simplify.texts import dedent
+from tests.planning.emission.test_emit import programs
 
 
 def test_a_node_becomes_local_work_and_collectives():

@@ -10,8 +10,8 @@ from jax import lax
 
 import gshard
 from gshard.rules import fixed_products
+from tests.capture.simplify.test_fixed_order import bits, leaves, product, tree
 from tests.oracle import annotated, even_split, random_array, sent
-from tests.simplify.test_fixed_order import bits, leaves, product, tree
 
 
 def test_a_sum_over_8_devices_for_a_result_in_4_parts_is_scattered_and_gathered_in_pairs():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard.capture.simplify.permutations import fold_permutation_checks
-from tests.simplify.texts import after, primitives
+from tests.capture.simplify.texts import after, primitives
 
 KEYS, ROWS = np.zeros(6, np.float32), np.zeros((6, 2), np.float32)
 

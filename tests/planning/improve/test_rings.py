@@ -13,8 +13,8 @@ import gshard
 from gshard.graph.regions import walk
 from gshard.moving.collectives import CollectivePermute
 from gshard.moving.nodes import node_of
-from tests.improve.products import overlapped, split_products
 from tests.oracle import assert_same, kinds, random_array, run, sent
+from tests.planning.improve.products import overlapped, split_products
 
 
 def block(x, wi, wo):

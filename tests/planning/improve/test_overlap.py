@@ -11,9 +11,9 @@ from hypothesis import given
 import gshard
 from gshard.graph.regions import walk
 from gshard.moving.nodes import node_of
-from tests.improve.products import overlapped as in_pieces
-from tests.improve.products import split_products
 from tests.oracle import assert_same, kinds, random_array, run, sent
+from tests.planning.improve.products import overlapped as in_pieces
+from tests.planning.improve.products import split_products
 
 
 def experts(x, wi, wo):

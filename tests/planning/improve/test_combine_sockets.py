@@ -9,8 +9,8 @@ from hypothesis import given, settings
 import gshard
 from gshard.moving import costs
 from gshard.planning.improve import combine as combinations
-from tests.improve.test_combine import gradients, programs
 from tests.oracle import check, kinds, random_array, sent
+from tests.planning.improve.test_combine import gradients, programs
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import gshard
 from gshard.graph.text import program_text
 from gshard.planning.improve import combine as combinations
+from tests.capture.simplify.texts import dedent
 from tests.oracle import assert_same, check, even_split, kinds, random_array, run, sent
-from tests.simplify.texts import dedent
 
 ROWS, COLUMNS = even_split(2, 0, 8), even_split(2, 1, 8)
 

@@ -6,7 +6,7 @@ import numpy as np
 
 import gshard
 from gshard.graph.text import program_text
-from tests.simplify.texts import dedent
+from tests.capture.simplify.texts import dedent
 
 
 def programs(fn, *arguments, devices=4):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gshard.capture.simplify.row_maps import compose_row_maps
-from tests.simplify.texts import after, dedent
+from tests.capture.simplify.texts import after, dedent
 
 X = np.zeros((8, 2), np.float32)
 

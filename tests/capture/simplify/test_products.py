@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard.capture.simplify.products import transpose_products
-from tests.simplify.texts import after, dedent
+from tests.capture.simplify.texts import after, dedent
 
 A, B = np.zeros((4, 3), np.float32), np.zeros((4, 5), np.float32)
 
