@@ -14,7 +14,7 @@ from gshard import _jax
 from gshard.autosharding.annotated import path_name, result_name
 from gshard.capture.flatten import inline
 from gshard.capture.placement import device_order
-from gshard.capture.simplify import PASSES, simplify
+from gshard.capture.simplify import PASSES
 from gshard.graph.regions import bodies, walk
 from gshard.graph.source import source_of
 from gshard.tensors.annotate import tracing_for
@@ -54,7 +54,7 @@ class Subject:
         flat = inline(traced.jaxpr, order)
         _check_effects(flat)
         for normal_form in PASSES if devices > 1 else ():
-            flat = simplify(flat, normal_form)
+            flat = normal_form(flat)
         paths = [(path_name(given[i][0]), tuple(np.shape(leaves[i]))) for i in arrays]
         first = len(flat.jaxpr.invars) - len(arrays)
         pairs = _returned(arrays_of(args), traced.out_info)

@@ -314,10 +314,3 @@ def _without_mesh(aval: Any) -> Any:
     if isinstance(aval, ShapedArray) and not aval.sharding.mesh.empty:
         return ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
     return aval
-
-
-def argument_names(program: ClosedJaxpr, count: int) -> tuple[str, ...]:
-    """What the user's function calls its arguments, the last `count`: "" where that is unknown."""
-    known = program.jaxpr.debug_info.arg_names or ()
-    names = ["" if name is None else str(name) for name in known][-count:]
-    return ("",) * (count - len(names)) + tuple(names)

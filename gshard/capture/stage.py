@@ -9,10 +9,9 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from gshard import _jax
-from gshard.capture.flatten import argument_names, inline
+from gshard.capture.flatten import inline
 from gshard.capture.placement import DeviceOrder
-from gshard.capture.simplify import PASSES, simplify
-from gshard.capture.simplify.fixed_order import fix_order
+from gshard.capture.simplify import FIXED_ORDER, PASSES
 from gshard.graph.history import History
 
 
@@ -37,15 +36,17 @@ def capture(
 ) -> Captured:
     """The flat program of a traced function: calls inlined, logical shapes, normal forms."""
     original = inline(traced.jaxpr, order)
-    names = argument_names(traced.jaxpr, len(original.jaxpr.invars))
+    names = _argument_names(traced, len(original.jaxpr.invars))
     kept = (traced.fun_name, names, tuple(_jax.closed_over(traced)), tuple(traced.jaxpr.out_avals))
     history.add("flatten", original.jaxpr)
-    flat = original
     # One device gains nothing by normal forms, but its bits have to be those of many.
-    for normal_form in PASSES if order.count > 1 or reproducible else ():
-        flat = simplify(flat, normal_form)
-        history.add(normal_form.__name__, flat.jaxpr)
-    if reproducible:
-        flat = fix_order(flat)
-        history.add("fix_order", flat.jaxpr)
+    passes = PASSES if order.count > 1 or reproducible else ()
+    flat = history.run((*passes, *FIXED_ORDER) if reproducible else passes, original)
     return Captured(flat, original, *kept)
+
+
+def _argument_names(traced: jax.stages.Traced, count: int) -> tuple[str, ...]:
+    """What the user's function calls its arguments, the last `count`: "" where that is unknown."""
+    known = traced.jaxpr.jaxpr.debug_info.arg_names or ()
+    names = ["" if name is None else str(name) for name in known][-count:]
+    return ("",) * (count - len(names)) + tuple(names)

@@ -2,10 +2,19 @@
 
 from gshard.graph import text
 from gshard.graph.graph import Graph
-from gshard.graph.liveness import in_order, inputs_of, live, needed_for, renamed, upstream
+from gshard.graph.liveness import (
+    filling,
+    in_order,
+    inputs_of,
+    live,
+    needed_for,
+    renamed,
+    replacing,
+    upstream,
+)
 from gshard.graph.regions import CALLS, LOOPS, bodies, map_bodies
 
 __all__ = [
-    "CALLS", "LOOPS", "Graph", "bodies", "in_order", "inputs_of", "live", "map_bodies",
-    "needed_for", "renamed", "text", "upstream",
+    "CALLS", "LOOPS", "Graph", "bodies", "filling", "in_order", "inputs_of", "live", "map_bodies",
+    "needed_for", "renamed", "replacing", "text", "upstream",
 ]  # fmt: skip

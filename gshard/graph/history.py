@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from gshard.graph.text import Note, program_text
+
+Pass = Callable[[ClosedJaxpr], ClosedJaxpr]
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,13 @@ class History:
     def add(self, name: str, jaxpr: Jaxpr, note: Note = lambda eqn: "", remark: str = "") -> None:
         """Record the program after a stage."""
         self.stages.append(Stage(name, jaxpr, note, remark))
+
+    def run(self, passes: Iterable[Pass], program: ClosedJaxpr) -> ClosedJaxpr:
+        """The program after these passes, each recorded under its name."""
+        for change in passes:
+            program = change(program)
+            self.add(change.__name__, program.jaxpr)
+        return program
 
     @property
     def programs(self) -> dict[str, Jaxpr]:

@@ -1,11 +1,12 @@
-"""Liveness, topological order and renaming of equations."""
+"""Liveness and topological order of equations, and equations made in the place of others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Primitive
+from jax.extend.core import primitives as p
 
 from gshard.graph.graph import Graph
 
@@ -67,3 +68,22 @@ def renamed(eqn: JaxprEqn, names: Mapping[Any, Any], **changes: Any) -> JaxprEqn
     invars = [a if isinstance(a, Literal) else names.get(a, a) for a in eqn.invars]
     outvars = [names.get(v, v) for v in eqn.outvars]
     return eqn.replace(invars=invars, outvars=outvars, **changes)
+
+
+def replacing(
+    eqn: JaxprEqn, primitive: Primitive, operands: Sequence[Any], result: Any, **params: Any
+) -> JaxprEqn:
+    """An operator without effects, with the source line and the name scope of `eqn`."""
+    return eqn.replace(
+        primitive=primitive,
+        invars=list(operands),
+        outvars=[result],
+        params=params,
+        effects=set(),
+    )
+
+
+def filling(eqn: JaxprEqn, number: Any, result: Any) -> JaxprEqn:
+    """A tensor whose elements are all `number`, a literal or a scalar, in the place of `eqn`."""
+    params = {"shape": result.aval.shape, "broadcast_dimensions": (), "sharding": None}
+    return replacing(eqn, p.broadcast_in_dim_p, [number], result, **params)

@@ -1,17 +1,17 @@
 """`reproducible=True`: every floating-point sum gets one order, whatever the devices.
 
 Bits depend on the order of additions, and on whether a multiplication and an addition become one
-fused multiply-add. Both are decided here, in the logical program, before anything is sharded:
+fused multiply-add. Both are decided in the logical program, before anything is sharded, by three
+passes:
 
-- A contraction is cut into leaves, whose number depends on the size of the dim alone. The leaves
-  are products like any other (`leaf_dot`), and one fixed binary tree adds them (`tree_sum`). A
-  device that holds some neighbouring leaves adds its own subtree, and the devices add the rest.
-- A reduction is such a tree, down to its elements.
-- A product or another rounded result is pinned: XLA cannot fuse it with what uses it, cannot leave
-  out its rounding, and cannot compute it in advance with another library.
-
-- Any other operator runs in one piece: split along batch dims at most (`in_one_piece`).
-  So do `igamma` and its like, which are loops inside.
+- `fix_order`: a contraction is cut into leaves, whose number depends on the size of the dim alone.
+  The leaves are products like any other (`leaf_dot`), and one fixed binary tree adds them
+  (`tree_sum`). A device that holds some neighbouring leaves adds its own subtree, and the devices
+  add the rest. A reduction is such a tree, down to its elements.
+- `pin_rounded` (`pins`): a product or another rounded result is pinned: XLA cannot fuse it with
+  what uses it, cannot leave out its rounding, and cannot compute it in advance with another
+  library.
+- `merge_trees` (`trees`): trees that are added become one.
 
 Manual regions are refused: what they compute depends on the mesh by itself.
 """
@@ -25,22 +25,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
+from jax.extend.core import JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
 
-from gshard._jax import Var, private_primitives, ragged_dot_dense, scatter_sub_p
-from gshard.capture.simplify import pins
+from gshard._jax import private_primitives, ragged_dot_dense, scatter_sub_p
 from gshard.capture.simplify.fixed_functions import FUNCTIONS
 from gshard.capture.simplify.fixed_windows import MOST_SLICES, convolution, fourier, window_sum
-from gshard.capture.simplify.loop_trees import is_zero, reduced_after
-from gshard.capture.simplify.merged_trees import Merging
-from gshard.graph import LOOPS, map_bodies, renamed
+from gshard.capture.simplify.passes import in_every_body
+from gshard.graph import Graph
+from gshard.graph.evaluate import equations_of
 from gshard.graph.source import on_behalf_of, source_of
 from gshard.rules.base.primitives import (
-    in_one_piece_p,
     leaf_dot_p,
     leaf_sum_p,
     scatter_in_order_p,
@@ -53,63 +49,24 @@ ROWS = 24  # of a leaf of a product, at least: shorter ones take longer to add t
 
 (ragged_dot_general_p,) = private_primitives("lax.lax", "ragged_dot_general_p")
 
-# Rounded by no more than one operation of IEEE 754, or not at all: nothing to fix.
-_EXACT = frozenset((
-    "abs", "add", "add_any", "add_jaxvals", "and", "annotate", "argmax", "argmin",
-    "bitcast_convert_type", "broadcast_in_dim", "ceil", "clamp", "complex", "concatenate",
-    "concatenate_slices", "conj", "convert_element_type", "copy", "create_token", "cummax",
-    "cummin", "custom_lin", "debug_callback", "debug_print", "device_put", "dynamic_slice",
-    "dynamic_update_slice", "empty2", "floor", "gather", "imag", "io_callback", "iota",
-    "is_finite", "leaf_dot", "leaf_sum", "max", "min", "name", "neg", "nextafter",
-    "optimization_barrier", "pad", "pin", "pure_callback", "random_bits", "random_clone",
-    "random_fold_in",
-    "random_gamma", "random_seed", "random_split", "random_unwrap", "random_wrap", "real",
-    "reduce_max", "reduce_min", "reduce_precision", "reduce_window_max", "reduce_window_min",
-    "rem", "reshape", "rev", "round", "scatter", "scatter-max", "scatter-min", "scatter_in_order",
-    "select_n", "sharding_constraint", "sign", "slice", "sort", "split", "squeeze", "stack",
-    "stop_gradient", "sub", "tile", "top_k", "transpose", "tree_sum", "unstack",
-))  # fmt: skip
-
-# The dims of one system, behind the batch dims.
-_CORE = {"triangular_solve": 2, "ormqr": 2, "tridiagonal_solve": 1}
-
 # In manual regions.
-MANUAL = frozenset((
+_MANUAL = frozenset((
     "all_gather", "all_gather_invariant", "all_to_all", "auto_to_manual", "lower_named_axes",
     "manual_collective", "manual_to_auto", "pbroadcast", "pmax", "pmin", "ppermute", "psum",
     "psum_invariant", "ragged_all_to_all", "reduce_scatter", "shard_map",
 ))  # fmt: skip
 
 
-def fix_order(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The program with one order for every sum.
-
-    Its first constant is the number with which values are pinned (see `OPAQUE`).
-    """
-    fixed = _fixed(closed)
-    opaque = Var(ShapedArray((), np.dtype(np.uint32)))
-    jaxpr = fixed.jaxpr.replace(constvars=[opaque, *fixed.jaxpr.constvars])
-    return ClosedJaxpr(jaxpr, [np.uint32(2**32 - 1), *fixed.consts])
+@in_every_body
+def fix_order(graph: Graph) -> list[JaxprEqn]:
+    """The equations with one order for every sum."""
+    _refuse_manual(graph.eqns)
+    return [made for eqn in graph.eqns for made in _in_order(eqn, graph)]
 
 
-def _fixed(closed: ClosedJaxpr) -> ClosedJaxpr:
-    _refuse_manual(closed.jaxpr)
-    constants: set[Any] = set()  # the variables that are one number in all places
-    zeros: set[Any] = set()
-    eqns: list[JaxprEqn] = []
-    for eqn in closed.jaxpr.eqns:
-        if eqn.primitive is p.broadcast_in_dim_p and isinstance(eqn.invars[0], Literal):
-            constants.add(eqn.outvars[0])
-        if is_zero(eqn):
-            zeros.add(eqn.outvars[0])
-        eqns += _in_order(eqn, constants, zeros)
-    eqns = Merging(eqns, closed.jaxpr.outvars).merged()
-    return closed.replace(jaxpr=closed.jaxpr.replace(eqns=eqns))
-
-
-def _refuse_manual(jaxpr: Jaxpr) -> None:
+def _refuse_manual(eqns: Sequence[JaxprEqn]) -> None:
     """An error for a manual region, which is known by the operators at its borders and in it."""
-    found = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in MANUAL]
+    found = [eqn for eqn in eqns if eqn.primitive.name in _MANUAL]
     if found:
         lines = [source_of(eqn) for eqn in found]
         line = next((line for line in lines if line != "unknown"), lines[0])
@@ -120,37 +77,18 @@ def _refuse_manual(jaxpr: Jaxpr) -> None:
         )
 
 
-def _in_order(eqn: JaxprEqn, constants: set[Any], zeros: set[Any]) -> list[JaxprEqn]:
+def _in_order(eqn: JaxprEqn, graph: Graph) -> list[JaxprEqn]:
     """The equations in the place of one."""
-    if eqn.primitive in LOOPS:
-        loop = map_bodies(eqn, _fixed)
-        return reduced_after(loop, zeros) if eqn.primitive is p.scan_p else [loop]
-    if not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
-        return [eqn]
     rewrite = _REWRITES.get(eqn.primitive) or FUNCTIONS.get(eqn.primitive.name)
-    if eqn.primitive is p.scatter_add_p and eqn.invars[0] in zeros:
-        rewrite = functools.partial(_scatter_add, into_zeros=True)
-    if rewrite and not _is_simple(eqn):
-        return _replaced(eqn, rewrite)
-    if eqn.primitive is p.div_p:
-        return pins.divided(eqn)
-    name = eqn.primitive.name
-    if name in pins.FUNCTIONS:
-        return pins.apart(eqn)
-    if name in pins.ROUNDED or pins.is_rounded(eqn, constants):
-        return pins.pinned(eqn)
-    if name in _EXACT:
+    is_float = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
+    if rewrite is None or not is_float or _is_simple(eqn):
         return [eqn]
-    return pins.pinned(_one_piece(eqn))
-
-
-def _one_piece(eqn: JaxprEqn) -> JaxprEqn:
-    """The same operator, split along batch dims at most."""
-    core = eqn.params["fft_lengths"] if eqn.primitive is p.fft_p else ()
-    matrix = _CORE.get(eqn.primitive.name, len(core))
-    batch = len(eqn.invars[0].aval.shape) - matrix if matrix else 0
-    params = {"of": eqn.primitive, "params": tuple(eqn.params.items()), "batch": batch}
-    return eqn.replace(primitive=in_one_piece_p, params=params)
+    if eqn.primitive is p.scatter_add_p and graph.fill(eqn.invars[0]) == 0:
+        rewrite = functools.partial(_scatter_add, into_zeros=True)
+    with on_behalf_of(eqn):
+        eqns, _ = equations_of(functools.partial(rewrite, eqn.params), eqn.invars, eqn.outvars)
+    inner = Graph(eqns)
+    return [made for e in eqns for made in _in_order(e, inner)]
 
 
 def _is_simple(eqn: JaxprEqn) -> bool:
@@ -163,22 +101,6 @@ def _is_simple(eqn: JaxprEqn) -> bool:
     if eqn.primitive in (p.tan_p, p.atan_p):
         return jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.complexfloating)
     return False
-
-
-def _replaced(eqn: JaxprEqn, rewrite: Callable[..., Any]) -> list[JaxprEqn]:
-    """The equations of `rewrite(params, *operands)`, in order themselves."""
-    avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
-    with on_behalf_of(eqn):
-        closed = jax.make_jaxpr(lambda *args: rewrite(eqn.params, *args))(*avals)
-    jaxpr: Jaxpr = closed.jaxpr
-    names: dict[Any, Any] = dict(zip(jaxpr.invars, eqn.invars, strict=True))
-    for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
-        names[var] = Literal(np.asarray(value), var.aval)
-    for inner in jaxpr.eqns:
-        names |= {v: Var(v.aval) for v in inner.outvars}
-    names |= dict(zip(jaxpr.outvars, eqn.outvars, strict=True))
-    eqns = [renamed(inner, names) for inner in jaxpr.eqns]
-    return _fixed(ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=eqn.outvars), ())).jaxpr.eqns
 
 
 def leaf_counts(sizes: Sequence[int]) -> list[int]:

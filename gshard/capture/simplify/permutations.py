@@ -15,9 +15,11 @@ from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard.graph import Graph
+from gshard.capture.simplify.passes import in_every_body
+from gshard.graph import Graph, filling
 
 
+@in_every_body
 def fold_permutation_checks(graph: Graph) -> list[JaxprEqn]:
     """The equations with such comparisons folded into constants."""
     same: dict[Any, Any] = {}  # variables that equal others
@@ -34,7 +36,8 @@ def fold_permutation_checks(graph: Graph) -> list[JaxprEqn]:
             known = _known_comparison(eqn, graph)
             if known is not None:
                 masks[eqn.outvars[0]] = known
-                eqn = _constant_mask(eqn, known)
+                answer = Literal(np.bool_(known), ShapedArray((), np.dtype(bool)))
+                eqn = filling(eqn, answer, eqn.outvars[0])
         elif eqn.primitive is p.select_n_p and len(eqn.invars) == 3:
             mask = eqn.invars[0]
             if not isinstance(mask, Literal) and mask in masks:
@@ -99,11 +102,3 @@ def _counts_from_one(atom: Any, graph: Graph) -> bool:
         number = graph.maker(number.invars[0])
     counted = number is not None and number.primitive is p.iota_p
     return counted and graph.fill(eqn.invars[1]) == 1
-
-
-def _constant_mask(eqn: JaxprEqn, known: bool) -> JaxprEqn:
-    """A mask with one value for all elements."""
-    shape = eqn.outvars[0].aval.shape
-    params = {"shape": shape, "broadcast_dimensions": (), "sharding": None}
-    answer = Literal(np.bool_(known), ShapedArray((), np.dtype(bool)))
-    return eqn.replace(primitive=p.broadcast_in_dim_p, invars=[answer], params=params)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
+from gshard.capture.simplify.passes import in_every_body
 from gshard.graph import Graph
 
 
+@in_every_body
 def transpose_products(graph: Graph) -> list[JaxprEqn]:
     """The equations, with `(a @ b).T` as one product."""
     return [

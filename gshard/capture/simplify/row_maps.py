@@ -17,7 +17,8 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard._jax import Var, split_p
-from gshard.graph import Graph
+from gshard.capture.simplify.passes import in_every_body
+from gshard.graph import Graph, filling, replacing
 from gshard.rules.base.primitives import concatenate_slices_p
 
 
@@ -61,6 +62,7 @@ RowMap = tuple[int | None, Pieces]  # along a dim; along any dim where all of a 
 Deep = dict[tuple[Any, int], Pieces | None]  # the origins of tensors along a dim
 
 
+@in_every_body
 def compose_row_maps(graph: Graph) -> list[JaxprEqn]:
     """The equations with compositions of row maps merged."""
     composed: list[JaxprEqn] = []
@@ -309,18 +311,15 @@ def _concatenation(eqn: JaxprEqn, dim: int, pieces: Sequence[Rows]) -> list[Jaxp
 
 
 def _as_rows(eqn: JaxprEqn, rows: Rows, dim: int) -> JaxprEqn:
-    """The equations that make rows of a constant, or of a tensor that lacks dims."""
-    aval = eqn.outvars[0].aval
+    """The equation that makes rows of a constant, or of a tensor that lacks dims."""
+    aval, source = eqn.outvars[0].aval, rows.source
+    shape = list(source.aval.shape)
+    for inserted in rows.inserted:
+        shape.insert(inserted, 1)
     if rows.fill:
-        shape = (*aval.shape[:dim], rows.limit, *aval.shape[dim + 1 :])
-        params = {"shape": shape, "broadcast_dimensions": (), "sharding": None}
-        primitive = p.broadcast_in_dim_p
-    else:
-        sizes = list(rows.source.aval.shape)
-        for inserted in rows.inserted:
-            sizes.insert(inserted, 1)
-        shape = tuple(sizes)
-        params = {"new_sizes": shape, "dimensions": None, "sharding": None}
-        primitive = p.reshape_p
-    made = Var(aval.update(shape=shape, weak_type=rows.source.aval.weak_type))
-    return eqn.replace(invars=[rows.source], outvars=[made], primitive=primitive, params=params)
+        shape = [*aval.shape[:dim], rows.limit, *aval.shape[dim + 1 :]]
+    made = Var(aval.update(shape=tuple(shape), weak_type=source.aval.weak_type))
+    if rows.fill:
+        return filling(eqn, source, made)
+    params = {"new_sizes": tuple(shape), "dimensions": None, "sharding": None}
+    return replacing(eqn, p.reshape_p, [source], made, **params)

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from gshard.capture.flatten import inline
 from gshard.capture.placement import device_order
-from gshard.capture.simplify import Pass, simplify
+from gshard.graph.history import Pass
 from gshard.graph.regions import walk
 from gshard.graph.text import program_text
 
@@ -23,7 +23,7 @@ def flat(fn: Callable, *arguments: Any) -> ClosedJaxpr:
 def after(simplified_by: Pass, fn: Callable, *arguments: Any) -> str:
     """The text of a program after one pass, whose values stay what they were."""
     before = flat(fn, *arguments)
-    found = simplify(before, simplified_by)
+    found = simplified_by(before)
     values = [
         np.asarray(jnp.arange(v.aval.size).reshape(v.aval.shape) + 1).astype(v.aval.dtype)
         for v in before.jaxpr.invars
