@@ -75,22 +75,23 @@ def _user_frame(traceback: Any) -> Any:
 
 
 def at_line_of(caller: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:
-    """`eqn`, inlined from the call `caller`: with its name scopes, and its line if it has none.
+    """`eqn`, inlined from the call `caller`: with its name scopes, and its line if that is closer.
 
     JAX traces jitted functions of libraries separately from the code that calls them.
     """
     info, outer = eqn.source_info, caller.source_info
     if outer.name_stack.stack:
         info = info.replace(name_stack=outer.name_stack + info.name_stack)
-    if not _has_line(info.traceback) and _has_line(outer.traceback):
+    if _closeness(info.traceback) < _closeness(outer.traceback):
         info = info.replace(traceback=outer.traceback)
     return eqn if info is eqn.source_info else eqn.replace(source_info=info)
 
 
 @functools.lru_cache(maxsize=4096)
-def _has_line(traceback: Any) -> bool:
-    frames = source_info_util.user_frames(traceback)
-    return any("site-packages" not in f.file_name for f in frames)
+def _closeness(traceback: Any) -> int:
+    """2 for a line of the user's own code, 1 for one of a library's, 0 for none."""
+    frame = _user_frame(traceback)
+    return 0 if frame is None else 1 + ("site-packages" not in frame.file_name)
 
 
 def reason_of(eqn: JaxprEqn) -> Reason:
