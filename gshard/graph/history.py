@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ Pass = Callable[[ClosedJaxpr], ClosedJaxpr]
 
 @dataclass(frozen=True)
 class Stage:
-    """The program after a stage or pass; `remark` says why a pass did not apply."""
+    """The program after a stage or pass; `remarks` say where a pass applied, or why it did not."""
 
     name: str
     jaxpr: Jaxpr
     note: Note
-    remark: str
+    remarks: Sequence[str]
 
 
 @dataclass
@@ -31,9 +31,15 @@ class History:
 
     stages: list[Stage] = field(default_factory=list)
 
-    def add(self, name: str, jaxpr: Jaxpr, note: Note = lambda eqn: "", remark: str = "") -> None:
+    def add(
+        self,
+        name: str,
+        jaxpr: Jaxpr,
+        note: Note = lambda eqn: "",
+        remarks: Sequence[str] = (),
+    ) -> None:
         """Record the program after a stage."""
-        self.stages.append(Stage(name, jaxpr, note, remark))
+        self.stages.append(Stage(name, jaxpr, note, tuple(dict.fromkeys(remarks))))
 
     def run(self, passes: Iterable[Pass], program: ClosedJaxpr) -> ClosedJaxpr:
         """The program after these passes, each recorded under its name."""
@@ -58,8 +64,11 @@ class History:
         for number, stage in enumerate(self.stages):
             lines = program_text(stage.jaxpr, stage.name, stage.note, names).split("\n")
             marked = _marked(before[1:], lines[1:]) if before else [f"  {s}" for s in lines[1:]]
-            head = [lines[0], *([f"# {stage.remark}"] if stage.remark else [])]
-            found[f"{number:02d}-{stage.name.replace(' ', '-')}"] = "\n".join([*head, *marked])
+            remarks = stage.remarks
+            if not remarks and before[1:] == lines[1:]:
+                remarks = ["no equation changed"]
+            head = [lines[0], *(f"# {remark}" for remark in remarks)]
+            found[f"{number:02d}-{stage.name}"] = "\n".join([*head, *marked])
             before = lines
         return found
 

@@ -14,15 +14,15 @@ from gshard.propagation.rewrites.exchange_by_expert import exchange_by_expert
 from gshard.propagation.rewrites.ring_attention import ring_attention
 from gshard.tensors.sharding import Sharding
 
-Rewrite = Callable[[ClosedJaxpr, Mapping[Any, Sharding], int], ClosedJaxpr]
+Rewrite = Callable[[ClosedJaxpr, Mapping[Any, Sharding], int, list[str]], ClosedJaxpr]
 
-# Rewrites that depend on shardings; the dump says why one was not applied.
+# Rewrites that depend on shardings, and what the dump says of a program with nothing to rewrite.
 REWRITES: dict[str, tuple[Rewrite, str]] = {
-    "exchange by expert": (
-        lambda flat, shardings, limit: exchange_by_expert(flat, shardings),
-        "not applied: no ragged product has its groups split",
+    "exchange_by_expert": (
+        lambda flat, shardings, limit, remarks: exchange_by_expert(flat, shardings, remarks),
+        "not applied: there is no ragged product",
     ),
-    "ring attention": (
+    "ring_attention": (
         ring_attention,
         "not applied: no keys, and no scores of a device's queries, exceed the memory limit",
     ),
@@ -51,12 +51,13 @@ def shard(
     given, inside = known.arguments, known.inside
     found = propagate(flat, count, given, limit, inside)
     history.add("propagate", flat.jaxpr, found.note)
-    for title, (rewrite, remark) in ({} if reproducible else REWRITES).items():
-        rewritten = rewrite(flat, found.shardings, limit)
+    for title, (rewrite, otherwise) in ({} if reproducible else REWRITES).items():
+        remarks: list[str] = []
+        rewritten = rewrite(flat, found.shardings, limit, remarks)
         if rewritten is not flat:
-            flat, remark = rewritten, ""
+            flat = rewritten
             found = propagate(flat, count, given, limit, inside)
-        history.add(title, flat.jaxpr, found.note, remark)
+        history.add(title, flat.jaxpr, found.note, remarks or [otherwise])
     check_results(flat.jaxpr.outvars, found.shardings)
     return flat, found
 

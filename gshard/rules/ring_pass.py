@@ -35,13 +35,14 @@ Chosen = dict[str, Split]
 
 
 def ring_pass_factors(eqn: JaxprEqn) -> Factors:
-    """Every dim is named; contracted dims have to be whole, but for queries and keys."""
+    """Every dim is named; contracted dims cannot be split, but for queries and keys."""
     ring: RingPass = eqn.params["ring"]
 
     def dims(atom: Any) -> list[str | None]:
         return [None if n in ring.whole else n for n in ring.names[atom]]
 
-    return Factors.of(eqn, [dims(a) for a in ring.body.invars], [dims(v) for v in _outs(ring)])
+    operands = eqn.params["body"].invars
+    return Factors.of(eqn, [dims(a) for a in operands], [dims(v) for v in _outs(ring)])
 
 
 def _outs(ring: RingPass) -> list[Any]:
@@ -72,15 +73,16 @@ class _Round:
     def __init__(self, ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]):
         self.ctx, self.eqn = ctx, eqn
         self.ring: RingPass = eqn.params["ring"]
+        self.body: Jaxpr = eqn.params["body"]
         self.devices = targets[0].num_devices
         self.blocks = self.ring.split.tiles
         self.chosen = self.choose(tiles, targets)
         self.tiles = [
             ctx.reshard(tile, self.sharding_of(var), Reason("operand", "attention in a ring"))
-            for tile, var in zip(tiles, self.ring.body.invars, strict=True)
+            for tile, var in zip(tiles, self.body.invars, strict=True)
         ]
         keys = self.ring.keys
-        names = [self.ring.names[v] for v in self.ring.body.invars]
+        names = [self.ring.names[v] for v in self.body.invars]
         self.passed = [keys in n and self.ring.queries not in n for n in names]
 
     # ------------------------------------------------------------ shardings
@@ -89,7 +91,7 @@ class _Round:
         """Splits of the dims: of queries and keys as they have to be, of others as they are."""
         ring = self.ring
         chosen: Chosen = {ring.queries: ring.split, ring.keys: ring.split}
-        tensors = [*zip(ring.body.invars, tiles, strict=True)]
+        tensors = [*zip(self.body.invars, tiles, strict=True)]
         shardings = [(v, t.sharding) for v, t in tensors]
         shardings += [*zip(_outs(ring), targets, strict=True)]
         for var, sharding in shardings:
@@ -121,7 +123,7 @@ class _Round:
 
     def part(self, number: int, array: jax.Array, place: _Block) -> Tile:
         """A block's part of an operand."""
-        var = self.ring.body.invars[number]
+        var = self.body.invars[number]
         here, shape = self.sharding_in_block(var), tuple(var.aval.shape)
         names = self.ring.names[var]
         if self.ring.keys in names and not self.passed[number]:
@@ -143,8 +145,8 @@ class _Round:
 
         def computed(state: list[Any]) -> list[Any]:
             inside = self.block(place.outer, number)
-            scores = self.partitioner(inside, ring.body).run(ring.body, parts)
-            values = dict(zip(ring.body.invars, parts, strict=True))
+            scores = self.partitioner(inside, self.body).run(self.body, parts)
+            values = dict(zip(self.body.invars, parts, strict=True))
             return self.added(list(state), scores, values, inside)
 
         def left_out(state: list[Any]) -> list[Any]:
@@ -158,7 +160,7 @@ class _Round:
         mask = replace(mask, array=mask.array if block_mask.seen else ~mask.array)
         needed = jnp.any(mask.masked(place, False).array)
         if block_mask.shift is not None:
-            shift = parts[ring.body.invars.index(block_mask.shift)].masked(place, jnp.inf).array
+            shift = parts[self.body.invars.index(block_mask.shift)].masked(place, jnp.inf).array
             needed |= ~jnp.all(jnp.exp(jnp.asarray(block_mask.fill, shift.dtype) - shift) == 0)
         return lax.cond(needed, computed, left_out, state)
 
@@ -218,7 +220,7 @@ class _Round:
             total = jnp.sum(tile.masked(place, 0, [dim]).array, dim, keepdims=True)
             return _one_key(total, tile, dim)
 
-        values = {v: summed(t, ring.names[v]) for v, t in zip(ring.body.invars, parts, strict=True)}
+        values = {v: summed(t, ring.names[v]) for v, t in zip(self.body.invars, parts, strict=True)}
         highest = jnp.max(logits.array, names.index(ring.keys))
         self.online(state, highest, logits, values, place, keys)
         return state
@@ -299,7 +301,7 @@ class _Round:
         """All blocks, each passed on while the next arrives."""
         place, split, tiles = self.ctx.place, self.ring.split, self.tiles
         first = place.coord(split)
-        mine = [self.ring.names[v] for v in self.ring.body.invars]
+        mine = [self.ring.names[v] for v in self.body.invars]
         pairs = [
             ring_of(t.sharding, n.index(self.ring.keys)) if v else []
             for t, n, v in zip(tiles, mine, self.passed, strict=True)
@@ -373,14 +375,16 @@ def _along(
     return lax.broadcast_in_dim(x, shape, sorted(wanted.index(n) for n in kept))
 
 
-def _visits(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+def _partition(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
     return _Round(ctx, eqn, tiles, targets).run()
 
 
 register(
     Rule(
         ring_pass_factors,
-        partition=_visits,
+        partition=_partition,
         doc=Doc(free="batch dims, heads", gather="keys: a ring of CollectivePermutes"),
     ),
     ring_pass_p,

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
 from jax.lax import GatherScatterMode
 
 from gshard._jax import Var, optimization_barrier_p
 from gshard.graph import Graph, in_order, live, map_bodies, needed_for
+from gshard.graph.source import source_of
 from gshard.rules.base.ragged_rows import ExpertGroups, grouped_dot_p, put_rows_p, take_rows_p
 from gshard.rules.base.rule import RULES, equation_key, factors_of, rowwise
 from gshard.rules.by_rows import is_ragged, multiplies_rows, puts_rows, sums_rows, takes_rows
@@ -29,29 +30,30 @@ from gshard.tensors.factors import Factor
 from gshard.tensors.sharding import Sharding, Split, compatible
 
 
-def exchange_by_expert(closed: ClosedJaxpr, shardings: Mapping[Any, Sharding]) -> ClosedJaxpr:
+def exchange_by_expert(
+    closed: ClosedJaxpr,
+    shardings: Mapping[Any, Sharding],
+    remarks: list[str],
+    numbers: Iterator[int] | None = None,
+) -> ClosedJaxpr:
     """The program with expert-major rows, if its groups are split; else `closed` itself.
 
-    Variables outside the rewritten region stay the same.
+    Variables outside the rewritten region stay the same. `remarks` gets a line for every ragged
+    product: whether its rows are exchanged.
     """
-    jaxpr = _rewritten(closed.jaxpr, shardings, itertools.count())
-    return closed if jaxpr is closed.jaxpr else ClosedJaxpr(jaxpr, closed.consts)
+    numbers, jaxpr = numbers or itertools.count(), closed.jaxpr
 
+    def in_body(body: ClosedJaxpr) -> ClosedJaxpr:
+        return exchange_by_expert(body, shardings, remarks, numbers)
 
-def _rewritten(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding], numbers: Iterator[int]) -> Jaxpr:
-    def body(closed: ClosedJaxpr) -> ClosedJaxpr:
-        inner = _rewritten(closed.jaxpr, shardings, numbers)
-        return closed if inner is closed.jaxpr else ClosedJaxpr(inner, closed.consts)
-
-    eqns = [map_bodies(eqn, body) for eqn in jaxpr.eqns]
+    eqns = [map_bodies(eqn, in_body) for eqn in jaxpr.eqns]
     changed = any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True))
-    if not any(map(multiplies_rows, eqns)):
-        return jaxpr.replace(eqns=eqns) if changed else jaxpr
-    eqns = _one_variable_for_sizes(eqns)
-    for sizes, groups in _groups(eqns, shardings, numbers).items():
-        eqns = _Region(sizes, groups, eqns, jaxpr.outvars, shardings).rewritten()
-        changed = True
-    return jaxpr.replace(eqns=eqns) if changed else jaxpr
+    if any(map(multiplies_rows, eqns)):
+        eqns = _one_variable_for_sizes(eqns)
+        for sizes, groups in _groups(eqns, shardings, numbers, remarks).items():
+            eqns = _Region(sizes, groups, eqns, jaxpr.outvars, shardings).rewritten(remarks)
+            changed = True
+    return ClosedJaxpr(jaxpr.replace(eqns=eqns), closed.consts) if changed else closed
 
 
 def _one_variable_for_sizes(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
@@ -76,18 +78,23 @@ def _one_variable_for_sizes(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
 
 
 def _groups(
-    eqns: Sequence[JaxprEqn], shardings: Mapping[Any, Sharding], numbers: Iterator[int]
+    eqns: Sequence[JaxprEqn],
+    shardings: Mapping[Any, Sharding],
+    numbers: Iterator[int],
+    remarks: list[str],
 ) -> dict[Any, ExpertGroups]:
     """The groups that are split, by the variable of their sizes."""
     found: dict[Any, ExpertGroups] = {}
-    for eqn in eqns:
-        if not multiplies_rows(eqn) or shardings[eqn.invars[1]].manual:
-            continue
-        lhs, rhs, sizes = eqn.invars
+    for eqn in filter(multiplies_rows, eqns):
+        (lhs, rhs, sizes), here = eqn.invars, shardings[eqn.invars[1]]
         (dim,) = eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
-        split, rows = shardings[rhs].splits[dim], lhs.aval.shape[0]
-        if split and not split.idle and rows and sizes not in found:
-            parts, count = _with_copies(shardings[rhs], split), rhs.aval.shape[dim]
+        split, rows = None if here.manual else here.splits[dim], lhs.aval.shape[0]
+        if not split or split.idle or not rows:
+            remarks.append(f"not applied at {source_of(eqn)}: its groups are not split")
+            continue
+        remarks.append(f"applied at {source_of(eqn)}: rows are on the devices of their groups")
+        if sizes not in found:
+            parts, count = _with_copies(here, split), rhs.aval.shape[dim]
             found[sizes] = ExpertGroups(split, parts, rows, count, next(numbers))
     return found
 
@@ -120,9 +127,8 @@ class _Region:
         self.eqns = eqns
         self.results = results
         self.graph = Graph(eqns, results)
-        self.before = set(
-            needed_for([sizes], eqns)
-        )  # these cannot use rows that are sent by the sizes
+        # These cannot use rows that are sent by the sizes.
+        self.before = set(needed_for([sizes], eqns))
         self.members: dict[Any, int] = {}  # variables with the sorted rows, and the dim of these
         self.find()
         self.moved: dict[Any, Any] = {}  # members, expert-major
@@ -194,13 +200,9 @@ class _Region:
 
     def products(self) -> Iterator[JaxprEqn]:
         """The products by these sizes."""
-
-        def has_rows(atom: Any) -> bool:
-            return atom.aval.shape[0] == self.groups.rows
-
         for eqn in self.eqns:
-            by_groups = multiplies_rows(eqn) or sums_rows(eqn)
-            if by_groups and eqn.invars[2] is self.sizes and has_rows(eqn.invars[0]):
+            by_sizes = (multiplies_rows(eqn) or sums_rows(eqn)) and eqn.invars[2] is self.sizes
+            if by_sizes and eqn.invars[0].aval.shape[0] == self.groups.rows:
                 yield eqn
 
     def is_taken(self, atom: Any) -> bool:
@@ -210,7 +212,7 @@ class _Region:
 
     # ------------------------------------------------------------ the new program
 
-    def rewritten(self) -> list[JaxprEqn]:
+    def rewritten(self, remarks: list[str]) -> list[JaxprEqn]:
         """The live equations of the new program, each after those that it depends on."""
         products = set(self.products())
         for eqn in self.eqns:
@@ -219,7 +221,11 @@ class _Region:
             elif factors := self.factors(eqn, eqn.outvars):
                 self.by_rows(eqn, factors)
             elif not self.try_put(eqn) and not self.try_take(eqn):
+                known = len(self.token_major)
                 self.emit(eqn, [self.read(a) for a in eqn.invars])
+                if len(self.token_major) > known:
+                    where = f"{eqn.primitive.name} at {source_of(eqn)}"
+                    remarks.append(f"rows are exchanged back for {where}, which is not row-wise")
         for atom in self.results:
             self.read(atom)
         return in_order(live(self.done, self.results))

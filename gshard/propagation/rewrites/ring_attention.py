@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard.graph import Graph, in_order, inputs_of, live, map_bodies, needed_for, upstream
+from gshard.graph.source import source_of
 from gshard.propagation.rewrites.masked_blocks import block_mask
 from gshard.propagation.rewrites.scores import Exit, Finder, Region
 from gshard.propagation.rewrites.softmax_delta import factor_out_delta
@@ -24,40 +25,49 @@ from gshard.rules.base.ring_pass import KEYS, QUERIES, RingPass, Softmax, Sum, r
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import byte_size
 
+_NO_SOFTMAX = "only the scores are too large, and their sums over keys are not those of a softmax"
+
 
 def ring_attention(
-    closed: ClosedJaxpr, shardings: Mapping[Any, Sharding], memory_limit: int
+    closed: ClosedJaxpr, shardings: Mapping[Any, Sharding], memory_limit: int, remarks: list[str]
 ) -> ClosedJaxpr:
-    """The program with ring attention, where attention would exceed the memory limit."""
-    jaxpr = _rewritten(closed.jaxpr, shardings, memory_limit)
-    return closed if jaxpr is closed.jaxpr else ClosedJaxpr(jaxpr, closed.consts)
+    """The program with ring attention, where attention would exceed the memory limit.
 
-
-def _rewritten(jaxpr: Jaxpr, shardings: Mapping[Any, Sharding], limit: int) -> Jaxpr:
+    `remarks` gets a line for every product that exceeds it: whether its scores are in a ring now.
+    """
+    jaxpr = closed.jaxpr
     eqns = [
-        map_bodies(eqn, lambda body: ring_attention(body, shardings, limit)) for eqn in jaxpr.eqns
+        map_bodies(eqn, lambda body: ring_attention(body, shardings, memory_limit, remarks))
+        for eqn in jaxpr.eqns
     ]
     changed = any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True))
     done: set[JaxprEqn] = set()
     for seed in list(eqns):
-        found = _too_large(seed, shardings, limit)
+        found = _too_large(seed, shardings, memory_limit)
         if not found or seed in done:
             continue
         graph = Graph(eqns, jaxpr.outvars)
         region = Finder(graph).region(seed, *found[:2])
-        if region is None or not region.exits:
+        if isinstance(region, str):
+            remarks.append(f"not applied at {source_of(seed)}: {region}")
             continue
         known = [e.out for e in _softmax(region, graph) or ()]
         if form := in_one_form(graph, region, known):
             graph = Graph(in_order(live(form, jaxpr.outvars)), jaxpr.outvars)
             region = Finder(graph).region(seed, *found[:2])
-            assert region
-        if not found[3] and _softmax(region, graph) is None:
-            continue  # an ordinary product with a large result
+            assert isinstance(region, Region)
+        online = _softmax(region, graph)
+        if not found[3] and online is None:
+            # An ordinary product with a large result.
+            remarks.append(f"not applied at {source_of(seed)}: {_NO_SOFTMAX}")
+            continue
         done |= {e for e in eqns if set(region.dims).intersection(e.outvars)}
         eqns = _replaced(graph, region, found[2], jaxpr)
+        rings = sum(e.primitive is ring_pass_p for e in set(eqns).difference(graph.eqns))
+        kind = "an online softmax" if online else "no softmax"
+        remarks.append(f"applied at {source_of(seed)}: {kind}; passes around the ring: {rings}")
         changed = True
-    return jaxpr.replace(eqns=eqns) if changed else jaxpr
+    return ClosedJaxpr(jaxpr.replace(eqns=eqns), closed.consts) if changed else closed
 
 
 def _too_large(
@@ -171,7 +181,7 @@ def _round(
     )
     softmax = _as_softmax(exits, online, wanted) if online else None
     ring = RingPass(
-        jaxpr, sums, softmax, region.names, frozenset(region.whole),
+        sums, softmax, region.names, frozenset(region.whole),
         region.name_of(QUERIES), region.name_of(KEYS), split,
         block_mask(region, exits, online, jaxpr, graph),
     )  # fmt: skip
@@ -179,7 +189,7 @@ def _round(
         invars=[region.sources.get(v, v) for v in inputs],
         outvars=[e.out for e in exits],
         primitive=ring_pass_p,
-        params={"ring": ring},
+        params={"body": jaxpr, "ring": ring},
         effects=set(),
     )
 

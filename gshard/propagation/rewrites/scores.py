@@ -17,6 +17,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import Var, optimization_barrier_p
 from gshard.graph import Graph, renamed
+from gshard.graph.source import source_of
 from gshard.rules.base.ring_pass import KEYS, QUERIES
 from gshard.rules.base.rule import RULES, factors_of
 from gshard.rules.pointwise import same_dims
@@ -76,8 +77,8 @@ class Finder:
         self.results = {v for v in graph.results if not isinstance(v, Literal)}
         self.known: dict[Any, bool] = {}
 
-    def region(self, seed: JaxprEqn, queries: int, keys: int) -> Region | None:
-        """The region of a product with these dims of queries and keys; None if there is none."""
+    def region(self, seed: JaxprEqn, queries: int, keys: int) -> Region | str:
+        """The region of a product with these dims of queries and keys; or why there is none."""
         (out,) = seed.outvars
         region = Region(seed, {out: (queries, keys)})
         found: set[JaxprEqn] = set()
@@ -85,7 +86,7 @@ class Finder:
         while queue:
             var = queue.pop()
             if var in self.results and self.depends_on_scores(var):
-                return None
+                return "scores are a result of the program, or of a loop's body"
             maker = self.graph.maker(var)
             users = self.graph.users(var) if self.depends_on_scores(var) else []
             for eqn in [maker, *users]:
@@ -99,12 +100,14 @@ class Finder:
                 elif self.passes(eqn):
                     more = _spread(eqn, var, region.dims)
                     if more is None and eqn is not maker:
-                        return None
+                        return f"{_located(eqn)} mixes queries or keys"
                     if more is not None:
                         found.add(eqn)
                         queue += more
                 elif eqn is not maker:
-                    return None
+                    return f"{_located(eqn)} is not computed score by score"
+        if not region.exits:
+            return "nothing sums the scores over keys or queries"
         sums = {e.eqn for e in region.exits}
         region.eqns = [e for e in self.graph.eqns if e in found and e not in sums]
         region.exits.sort(key=lambda e: self.graph.numbers[e.eqn])
@@ -173,6 +176,10 @@ class Finder:
                 )
             )
         return self.known[var]
+
+
+def _located(eqn: JaxprEqn) -> str:
+    return f"{eqn.primitive.name} at {source_of(eqn)}"
 
 
 def _place_of(eqn: JaxprEqn, var: Any) -> int:

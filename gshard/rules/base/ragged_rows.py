@@ -39,6 +39,9 @@ class ExpertGroups:
     count: int
     number: int
 
+    def __str__(self) -> str:
+        return f"{self.rows} rows in {self.count} groups over {self.parts.tiles} devices"
+
     @property
     def ragged(self) -> Split:
         """The split of expert-major rows."""

@@ -61,13 +61,12 @@ class BlockMask:
 
 @dataclass(frozen=True, eq=False)
 class RingPass:
-    """One pass of the keys around the ring: `body` computes scores, `sums` reduce them.
+    """One pass of the keys around the ring: `sums` reduce the scores that the body computes.
 
     `names` are those of the dims of all variables, of which `whole` cannot be split; queries and
     keys are split by `split`. `mask` is their mask, if there is one.
     """
 
-    body: Jaxpr
     sums: tuple[Sum, ...]
     softmax: Softmax | None
     names: Mapping[Any, tuple[str, ...]]
@@ -77,11 +76,15 @@ class RingPass:
     split: Split
     mask: BlockMask | None
 
+    def __str__(self) -> str:
+        kinds = "".join(f", {name}" for name in ("softmax", "mask") if getattr(self, name))
+        return f"over {self.split.tiles} devices{kinds}"
+
 
 ring_pass_p = Primitive("ring_pass")  # operands: those of the body; results: those of the sums
 ring_pass_p.multiple_results = True
 
 
 @ring_pass_p.def_abstract_eval
-def _types(*operands: Any, ring: RingPass) -> list[Any]:
+def _types(*operands: Any, body: Jaxpr, ring: RingPass) -> list[Any]:
     return [s.eqn.outvars[0].aval for s in ring.sums]
