@@ -29,6 +29,7 @@ class Captured:
     argument_names: tuple[str, ...]
     closed_over: tuple[Any, ...]
     types: tuple[Any, ...]
+    reproducible: bool
 
 
 def capture(
@@ -42,7 +43,7 @@ def capture(
     # One device gains nothing by normal forms, but its bits have to be those of many.
     passes = PASSES if order.count > 1 or reproducible else ()
     flat = history.run((*passes, *FIXED_ORDER) if reproducible else passes, original)
-    return Captured(flat, original, *kept)
+    return Captured(flat, original, *kept, reproducible)
 
 
 def _argument_names(traced: jax.stages.Traced, count: int) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ class Audit:
                 jaxpr = self.region[value]
                 if depths.get(var) == self._depth(jaxpr):
                     self.present.setdefault(jaxpr, set()).add(value)
-        self.planned = {h.value for found in emitted.seen.held.values() for h in found}
+        self.planned = {h.value for found in emitted.held.values() for h in found}
         self.links = Links(self)
 
     def _enter(self, jaxpr: Jaxpr) -> None:

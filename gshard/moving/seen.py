@@ -6,7 +6,7 @@ read from it where in the whole array a tile belongs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,6 @@ class Seen:
     """
 
     held: dict[Any, list[Held]] = field(default_factory=dict)
-    same: dict[Any, Any] = field(default_factory=dict)  # variables that passes replaced by others
 
     def made(self, values: Mapping[Any, Tile]) -> None:
         """Note the tiles of some variables of the flat program."""
@@ -63,13 +62,14 @@ class Seen:
             if held not in known:
                 known.append(held)
 
-    def resolved(self) -> Iterator[tuple[Any, Held]]:
-        """The variables that are left after the passes, and what they hold."""
+    def after(self, same: Mapping[Any, Any]) -> dict[Any, list[Held]]:
+        """What is held after passes that replaced variables by others that are the `same`."""
+        left: dict[Any, list[Held]] = {}
         for var, found in self.held.items():
-            while var in self.same:
-                var = self.same[var]
-            for held in found:
-                yield var, held
+            while var in same:
+                var = same[var]
+            left.setdefault(var, []).extend(found)
+        return left
 
 
 def replaced(before: Jaxpr, after: Jaxpr) -> dict[Any, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from gshard.rules.base.primitives import (
 from gshard.rules.base.rule import Context, Doc, Rule, bind_local, register
 from gshard.rules.contraction import dot_factors, dot_work
 from gshard.rules.fixed_products import chained_product
-from gshard.rules.pinned import OPAQUE, pinned
+from gshard.rules.pinned import pinned
 from gshard.rules.pointwise import same_dims
 from gshard.rules.scatter import partition_scatter, scatter_factors, scatter_ways
 from gshard.tensors.devices import Place
@@ -35,18 +35,6 @@ from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
 from gshard.tensors.trees import halved, neighbours
-
-Local = Callable[[Place, Sequence[Tile]], list[Tile]]
-
-
-def pinning(local: Local) -> Local:
-    """A per-device program whose first argument is what values are pinned with."""
-
-    def run(place: Place, tiles: Sequence[Tile]) -> list[Tile]:
-        place.known[OPAQUE] = tiles[0].array
-        return local(place, tiles)
-
-    return run
 
 
 def _pin(

@@ -8,7 +8,8 @@ from jax import lax
 
 from gshard.tensors.devices import Place
 
-OPAQUE = "opaque"  # in `Place.known`: 32 bits that are all set, which the compiler cannot know
+OPAQUE = "opaque"  # in `Place.known`: 32 bits that are all set, which the compiler cannot know; the
+# first argument of a reproducible program
 
 
 def pinned(place: Place, x: jax.Array, other: jax.Array | None = None) -> jax.Array:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,13 +15,12 @@ from gshard import _jax
 from gshard.capture.placement import DeviceOrder
 from gshard.capture.stage import Captured
 from gshard.graph import bodies
-from gshard.graph.history import History
 from gshard.moving.seen import Seen
-from gshard.planning.plan import Plan, plan_note
+from gshard.planning.plan import Plan
 from gshard.propagation.propagate import Propagated
-from gshard.runtime.ports import Port, labelled, ports
+from gshard.rules.pinned import OPAQUE
+from gshard.runtime.ports import Port, ports
 from gshard.tensors.devices import Place
-from gshard.tensors.meshes import axis_names, make_mesh
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
@@ -49,10 +47,6 @@ class Arrangement:
     plan: Plan
     seen: Seen
 
-    def with_plan(self, plan: Plan) -> Arrangement:
-        """The same with another plan."""
-        return replace(self, plan=plan)
-
 
 def arrange(
     local: Local,
@@ -61,7 +55,6 @@ def arrange(
     captured: Captured,
     order: DeviceOrder,
     user_mesh: Mesh | None,
-    history: History,
     seen: Seen,
 ) -> Arrangement:
     """The plan of `local` as a function of global arrays, with results of the user's types."""
@@ -69,19 +62,16 @@ def arrange(
     entering = (*jaxpr.constvars, *jaxpr.invars)
     inputs = [shardings[v] for v in entering]
     outputs = [
-        Sharding.replicated(v.aval.ndim, count) if isinstance(v, Literal) else shardings[v]
+        Sharding((None,) * v.aval.ndim, count) if isinstance(v, Literal) else shardings[v]
         for v in jaxpr.outvars
     ]
     shapes = [tuple(v.aval.shape) for v in (*entering, *jaxpr.outvars)]
-    like = None if user_mesh is None else user_mesh.devices.shape
-    like = like if like and math.prod(like) == count else None
-    axes, crossing = ports([*inputs, *outputs], shapes, count, like)
-    mesh = make_mesh(axes, order.devices)
-    crossing = labelled(crossing, user_mesh, order.numbers)
+    mesh, crossing = ports([*inputs, *outputs], shapes, order, user_mesh)
     into, out_of = tuple(crossing[: len(inputs)]), tuple(crossing[len(inputs) :])
 
     def on_device(*arrays: jax.Array) -> list[jax.Array]:
-        place = Place(axis_names(axes), count)
+        known = {OPAQUE: arrays[0]} if captured.reproducible else {}
+        place = Place(mesh.axis_names, count, known)
         tiles = [p.enter(a) for p, a in zip(into, arrays, strict=True)]
         results = [p.leave(t) for p, t in zip(out_of, local(place, tiles), strict=True)]
         return [_of_type(x, aval) for x, aval in zip(results, captured.types, strict=True)]
@@ -104,7 +94,6 @@ def arrange(
         mapped = jax.make_jaxpr(step)(*structs)
     (mapping,) = [eqn for eqn in mapped.jaxpr.eqns if eqn.primitive is _jax.shard_map_p]
     (planned,) = bodies(mapping)
-    history.add("plan", planned, plan_note)
     return Arrangement(
         flat, found, mesh, consts, into, out_of, tuple(structs), mapped, Plan(planned, count), seen
     )

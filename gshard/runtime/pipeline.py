@@ -5,7 +5,9 @@ Every stage takes what the one before returned; `Lowered.dump` writes the result
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import jax
 from jax.extend.core import ClosedJaxpr
@@ -13,20 +15,19 @@ from jax.sharding import Mesh
 
 from gshard import _jax
 from gshard.capture.placement import DeviceOrder
-from gshard.capture.stage import capture
+from gshard.capture.stage import Captured, capture
 from gshard.graph.history import History
 from gshard.moving.costs import MACHINE, planning_for
 from gshard.moving.seen import Seen
-from gshard.planning.improve import improve, passes
-from gshard.planning.plan import Plan
+from gshard.planning.improve import final_passes, improve, passes
+from gshard.planning.plan import plan_note
 from gshard.planning.planner import partition
 from gshard.propagation.inside import resolved
 from gshard.propagation.stage import Known, shard
-from gshard.rules.fixed_order import pinning
 from gshard.rules.fixed_products import COMPILER_OPTIONS
 from gshard.runtime.arrange import Arrangement, arrange
 from gshard.runtime.options import Options
-from gshard.runtime.program import Program, XlaSettings, finish
+from gshard.runtime.program import Program, XlaSettings
 from gshard.tensors.sharding import Sharding
 
 
@@ -39,31 +40,58 @@ def lower(
     options: Options,
 ) -> Program:
     """One traced function, whose arguments have the shardings `given`, as a per-device program."""
-    history, reproducible, limit = History(), options.reproducible, options.memory_limit
-    captured = capture(traced, order, reproducible, history)
+    history = History()
+    captured = capture(traced, order, options.reproducible, history)
     flat = captured.flat
-    settings = settings.with_options(COMPILER_OPTIONS) if reproducible else settings
     arguments = zip(flat.jaxpr.invars, given, strict=True)
     fixed = {v: s for v, s in arguments if s is not None}
-    known = Known(order.count, limit, fixed, resolved(flat, options.inside))
-    machine = options.hardware.machine_for(order.count) if options.hardware else MACHINE
-    improvements = passes(False if reproducible else options.overlap)
+    known = Known(order.count, options.memory_limit, fixed, resolved(flat, options.inside))
+    lowering = Lowering(captured, known, order, mesh, options)
+    arranged = lowering.plan(flat, history)
+    with lowering.planning():
+        finished = improve(arranged.plan.jaxpr, final_passes(options.overlap), history)
+    if options.reproducible:
+        settings = settings.with_options(COMPILER_OPTIONS)
+    wide = bool(jax.config.jax_enable_x64)
+    return Program(captured, settings, arranged, finished, history, lowering.plan, wide)
 
-    def planned(flat: ClosedJaxpr, history: History) -> Arrangement:
-        with _jax.without_mesh(), planning_for(machine):
-            flat, found = shard(flat, known, reproducible, history)
+
+@dataclass(frozen=True, eq=False)
+class Lowering:
+    """What plans of a function are made from, beside its flat program or a variant of that."""
+
+    captured: Captured
+    known: Known
+    order: DeviceOrder
+    mesh: Mesh | None
+    options: Options
+
+    def plan(self, flat: ClosedJaxpr, history: History | None = None) -> Arrangement:
+        """The plan of a flat program, improved."""
+        history, options = history or History(), self.options
+        with self.planning():
+            flat, found = shard(flat, self.known, options.reproducible, history)
             seen = Seen()
-            local = partition(flat.jaxpr, found, limit, options.strict, seen)
-            local = pinning(local) if reproducible else local
-            built = arrange(local, flat, found, captured, order, mesh, history, seen)
-            return built.with_plan(improve(built.plan, improvements, seen, history))
+            local = partition(flat.jaxpr, found, options.memory_limit, options.strict, seen)
+            arranged = arrange(local, flat, found, self.captured, self.order, self.mesh, seen)
+            history.add("plan", arranged.plan.jaxpr, plan_note)
+            jaxpr = improve(arranged.plan.jaxpr, passes(options.overlap), history)
+            return replace(arranged, plan=replace(arranged.plan, jaxpr=jaxpr))
 
-    def variant(changed: ClosedJaxpr) -> Plan:
-        return planned(changed, History()).plan
+    @contextlib.contextmanager
+    def planning(self) -> Iterator[None]:
+        """A context with the costs of the hardware, and without the user's mesh."""
+        hardware = self.options.hardware
+        machine = hardware.machine_for(self.order.count) if hardware else MACHINE
+        machine = replace(machine, rings=True) if _has_rings(self.order) else machine
+        with _jax.without_mesh(), planning_for(machine):
+            yield
 
-    # The user's mesh, if one is set, is not the program's.
-    with _jax.without_mesh(), planning_for(machine):
-        arranged = planned(flat, history)
-        overlaps = options.overlap is True or (options.overlap == "auto" and machine.overlaps)
-        hides = overlaps and not reproducible
-        return finish(arranged, captured, settings, history, variant, hides)
+
+def _has_rings(order: DeviceOrder) -> bool:
+    """Whether collectives between the devices are rings (Gloo)."""
+    if isinstance(order.devices, int):
+        return False
+    gloo = jax.config.jax_cpu_collectives_implementation == "gloo"
+    several = len({d.process_index for d in order.devices}) > 1
+    return gloo and several and order.devices[0].platform == "cpu"

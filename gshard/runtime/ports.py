@@ -10,9 +10,9 @@ is unwrapped into an ordinary array without moving data; otherwise it stays a st
 from __future__ import annotations
 
 import functools
-import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,16 +21,9 @@ import numpy as np
 from jax.extend.core.primitives import convert_element_type_p
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gshard.capture.placement import DeviceOrder
 from gshard.tensors import keys
-from gshard.tensors.meshes import (
-    AnyMesh,
-    Numbers,
-    axis_names,
-    mesh_shapes,
-    named_on,
-    ordinary,
-    spec_on,
-)
+from gshard.tensors.meshes import AnyMesh, expressed, make_mesh, named_on, ordinary
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 from gshard.tensors.uneven import UnevenArray, stack, unstack
@@ -227,42 +220,20 @@ def _stacker(sharding: Sharding, wanted: NamedSharding) -> Any:
 def ports(
     shardings: Sequence[Sharding],
     shapes: Sequence[tuple[int, ...]],
-    num_devices: int,
-    like: tuple[int, ...] | None = None,
-) -> tuple[tuple[int, ...], list[Port]]:
-    """The axes of a mesh that can express most of the shardings, and a port for each array.
-
-    `like` are the axes of the user's mesh, which are tried first.
-    """
-    best: tuple[int, tuple[int, ...], list[Port]] | None = None
-    candidates = mesh_shapes(shardings, num_devices)
-    for axes in itertools.chain([like] if like else [], candidates):
-        found = [_port(s, tuple(n), axes) for s, n in zip(shardings, shapes, strict=True)]
-        stacks = sum(p.stacked for p in found)
-        if best is None or stacks < best[0]:
-            best = (stacks, axes, found)
-        if stacks == 0:
-            break
-    assert best
-    return best[1], best[2]
-
-
-def labelled(found: Sequence[Port], mesh: Mesh | None, numbers: Numbers) -> list[Port]:
-    """The ports, labelled with the user's mesh."""
-    if mesh is None:
-        return list(found)
-    return [
-        p if p.stacked or 0 in p.shape else replace(p, label=named_on(mesh, p.sharding, numbers))
-        for p in found
-    ]
-
-
-def _port(sharding: Sharding, shape: tuple[int, ...], axes: tuple[int, ...]) -> Port:
-    if 0 in shape:
-        return Port(sharding, shape, PartitionSpec(), False)
-    names = axis_names(axes)
-    grid = np.arange(sharding.num_devices).reshape(axes)
-    spec = spec_on(sharding, grid, names) if sharding.is_even(shape) else None
-    if spec is None:
-        return Port(sharding, shape, PartitionSpec(names if len(names) > 1 else names[0]), True)
-    return Port(sharding, shape, spec, False)
+    order: DeviceOrder,
+    user_mesh: Mesh | None,
+) -> tuple[AnyMesh, list[Port]]:
+    """The mesh of a program, by which most arrays are passed as they are, and all their ports."""
+    like = None if user_mesh is None else user_mesh.devices.shape
+    like = like if like and math.prod(like) == order.count else None
+    axes, specs = expressed(shardings, shapes, order.count, like)
+    mesh = make_mesh(axes, order.devices)
+    stacked = PartitionSpec(mesh.axis_names if len(axes) > 1 else mesh.axis_names[0])
+    found = []
+    for sharding, shape, spec in zip(shardings, shapes, specs, strict=True):
+        label = None
+        if user_mesh is not None and spec is not None and 0 not in shape:
+            label = named_on(user_mesh, sharding, order.numbers)
+        passed = stacked if spec is None else spec
+        found.append(Port(sharding, shape, passed, spec is None, label))
+    return mesh, found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,19 +21,14 @@ from gshard.graph import map_bodies
 from gshard.graph.evaluate import bind, evaluate
 from gshard.graph.history import History
 from gshard.moving import inventory as explain
+from gshard.moving.seen import replaced
 from gshard.planning.emission import emit
 from gshard.planning.emission.record import recorded
-from gshard.planning.improve.combine import combine
 from gshard.planning.improve.expand import expand
-from gshard.planning.improve.hide import hide
-from gshard.planning.plan import Plan, plan_note
+from gshard.planning.plan import Plan
 from gshard.runtime.arrange import Arrangement
 from gshard.runtime.ports import Port
-from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile
-
-Local = Callable[[Place, Sequence[Tile]], list[Tile]]  # the per-device program, on tiles
 
 
 @dataclass(frozen=True)
@@ -44,17 +40,16 @@ class Program:
     when it is to be compiled, replayed or shown.
     """
 
-    name: str
+    captured: Captured
     settings: XlaSettings
     arranged: Arrangement
     finished: Jaxpr
     passes: History
-    variant: Callable[[ClosedJaxpr], Plan]  # the plan of a changed logical program
-    original: ClosedJaxpr  # the flat program before anything was rewritten
-    names: tuple[str, ...]  # of the logical program's arguments, as the user's function has them
+    variant: Callable[[ClosedJaxpr], Arrangement]  # of a changed logical program
     wide: bool  # whether 64-bit types were enabled when it was planned
     per_device = True
 
+    name = property(lambda self: self.captured.name)
     mesh = property(lambda self: self.arranged.mesh)
     consts = property(lambda self: self.arranged.consts)
     into = property(lambda self: self.arranged.into)
@@ -64,8 +59,12 @@ class Program:
     @property
     def subject(self) -> Subject:
         """What explanations are computed from."""
-        flat, found = self.arranged.flat, self.arranged.found
-        return Subject(flat, found, self.finished, self.num_devices, self.variant, self.names)
+        flat, found, names = self.arranged.flat, self.arranged.found, self.captured.argument_names
+
+        def variant(changed: ClosedJaxpr) -> Plan:
+            return self.variant(changed).plan
+
+        return Subject(flat, found, self.finished, self.num_devices, variant, names)
 
     @property
     def conflicts(self) -> tuple[Any, ...]:
@@ -150,9 +149,20 @@ class Program:
             [(p.sharding, p.shape) for p in self.into],
             [(p.sharding, p.shape) for p in self.out_of],
             self.consts,
-            self.arranged.seen,
-            self.original,
+            self.arranged.seen.after(self._replaced()),
+            self.captured.original,
         )
+
+    def _replaced(self) -> dict[Any, Any]:
+        """The variables of the plan that passes replaced, and those in their places."""
+        stages = self.passes.programs
+        names = list(stages)
+        plans = [stages[n] for n in names[names.index("plan") : names.index("expand")]]
+        same: dict[Any, Any] = {}
+        for before, after in itertools.pairwise(plans):
+            same |= replaced(before, after)
+        expand(self.plan.jaxpr, same)
+        return same
 
     def fits(self, given: Sequence[Sharding | None]) -> bool:
         """Whether arguments with these shardings need no resharding."""
@@ -228,30 +238,6 @@ class XlaSettings:
     def with_options(self, options: Mapping[str, Any]) -> XlaSettings:
         """The same with more options for the compiler."""
         return replace(self, compiler_options=(*self.compiler_options, *options.items()))
-
-
-def finish(
-    arranged: Arrangement,
-    captured: Captured,
-    settings: XlaSettings,
-    history: History,
-    variant: Callable[[ClosedJaxpr], Plan],
-    hides: bool,
-) -> Program:
-    """Combine the small collectives of a plan: the program that is emitted when it is needed.
-
-    If it `hides` transfers, products are put beside those that they do not need.
-    """
-    jaxpr = expand(arranged.plan.jaxpr, arranged.seen.same)
-    history.add("expand", jaxpr, plan_note)
-    jaxpr = combine(jaxpr, arranged.mesh)
-    history.add("combine", jaxpr, plan_note)
-    if hides:
-        jaxpr = hide(jaxpr)
-        history.add("hide", jaxpr, plan_note)
-    wide = bool(jax.config.jax_enable_x64)
-    name, original, names = captured.name, captured.original, captured.argument_names
-    return Program(name, settings, arranged, jaxpr, history, variant, original, names, wide)
 
 
 def _traced(

@@ -25,11 +25,11 @@ from gshard.moving.inventory import Beside, Collective
 from gshard.propagation.propagate import propagate
 from gshard.propagation.stage import check_results
 from gshard.runtime.hlo import collectives_of_hlo
-from gshard.runtime.ports import in_place, ports
+from gshard.runtime.ports import in_place
 from gshard.runtime.program import Program, XlaSettings
 from gshard.runtime.xla_manual import Stacks
 from gshard.tensors.annotate import annotate_p
-from gshard.tensors.meshes import make_mesh, partition_spec
+from gshard.tensors.meshes import expressed, make_mesh, partition_spec
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.uneven import UnevenArray
 
@@ -51,23 +51,23 @@ def lower_with_xla(
     closed_over = _jax.closed_over(traced)
     variables = [*flat.jaxpr.constvars, *flat.jaxpr.invars]
     shapes = [tuple(v.aval.shape) for v in variables]
-    axes, _ = ports([shardings[v] for v in variables], shapes, order.count)
+    axes, specs = expressed([shardings[v] for v in variables], shapes, order.count)
     own = make_mesh(axes, order.devices)
     assert isinstance(own, Mesh)
     stacks = Stacks(own, shardings)
     check_results(flat.jaxpr.outvars, shardings)
 
-    def named(sharding: Sharding, shape: Sequence[int]) -> NamedSharding | None:
-        spec = partition_spec(sharding, axes) if sharding.is_even(shape) else None
+    def named(var: Any) -> NamedSharding | None:
+        spec = partition_spec(shardings[var], var.aval.shape, axes)
         return None if spec is None else NamedSharding(own, spec)
 
     def constrained(*arrays: jax.Array) -> list[Any]:
         arguments = [*closed_over, *arrays]
-        return _constrained(flat, arguments, lambda v: named(shardings[v], v.aval.shape), stacks)
+        return _constrained(flat, arguments, named, stacks)
 
     arguments = flat.jaxpr.invars[len(closed_over) :]
-    placed = [named(shardings[v], v.aval.shape) for v in arguments]
-    into = [s or NamedSharding(own, jax.P()) for s in placed]
+    passed = specs[len(specs) - len(arguments) :]
+    into = [NamedSharding(own, jax.P() if spec is None else spec) for spec in passed]
     constrained.__name__ = constrained.__qualname__ = traced.fun_name
     jitted = jax.jit(
         constrained,

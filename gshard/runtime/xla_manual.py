@@ -121,8 +121,7 @@ class Stacks:
         return unstack(tiles.reshape(-1, *tiles.shape[2:]), sharding, shape)
 
     def _named(self, sharding: Sharding, shape: Sequence[int]) -> PartitionSpec | None:
-        axes = self.mesh.devices.shape
-        return partition_spec(sharding, axes) if sharding.is_even(shape) else None
+        return partition_spec(sharding, shape, self.mesh.devices.shape)
 
     def _spec(self, atom: Any) -> PartitionSpec:
         """How a stack is split: its last dim, over all devices."""

@@ -67,10 +67,39 @@ def prime_factors(n: int) -> list[int]:
 # ---------------------------------------------------------------- from gshard to JAX
 
 
-def partition_spec(sharding: Sharding, axes: tuple[int, ...]) -> PartitionSpec | None:
-    """The spec on a mesh that gshard makes; None if the sharding is irregular."""
+def expressed(
+    shardings: Sequence[Sharding],
+    shapes: Sequence[Sequence[int]],
+    num_devices: int,
+    like: tuple[int, ...] | None = None,
+) -> tuple[tuple[int, ...], list[PartitionSpec | None]]:
+    """The axes of a mesh that can express most of the shardings, and each of these on it.
+
+    `like` are the axes of the user's mesh, which are tried first.
+    """
+    best: tuple[int, tuple[int, ...], list[PartitionSpec | None]] | None = None
+    for axes in itertools.chain([like] if like else [], mesh_shapes(shardings, num_devices)):
+        specs = [partition_spec(s, n, axes) for s, n in zip(shardings, shapes, strict=True)]
+        missing = specs.count(None)
+        if best is None or missing < best[0]:
+            best = (missing, axes, specs)
+        if missing == 0:
+            break
+    assert best
+    return best[1], best[2]
+
+
+def partition_spec(
+    sharding: Sharding, shape: Sequence[int], axes: tuple[int, ...]
+) -> PartitionSpec | None:
+    """The spec on a mesh that gshard makes; None if the sharding is irregular or does not divide.
+
+    XLA does not split empty arrays: they are replicated.
+    """
+    if 0 in shape:
+        return PartitionSpec()
     grid = np.arange(math.prod(axes)).reshape(axes)
-    return spec_on(sharding, grid, axis_names(axes))
+    return spec_on(sharding, grid, axis_names(axes)) if sharding.is_even(shape) else None
 
 
 def spec_on(sharding: Sharding, grid: np.ndarray, names: Sequence[str]) -> PartitionSpec | None:

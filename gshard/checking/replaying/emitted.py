@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from jax.extend.core import ClosedJaxpr
 
 from gshard.checking.replaying.lockstep import Value
 from gshard.checking.replaying.tiles import assembled, cut, logical
-from gshard.moving.seen import Held, Seen
+from gshard.moving.seen import Held
 from gshard.tensors.sharding import Sharding
 
 Crossing = tuple[Sharding, tuple[int, ...]]  # the sharding and the logical shape of an array
@@ -31,16 +30,8 @@ class Emitted:
     into: Sequence[Crossing]
     out_of: Sequence[Crossing]
     consts: Sequence[Any]
-    seen: Seen
+    held: Mapping[Any, Sequence[Held]]  # what the variables of the program hold of the user's
     flat: ClosedJaxpr
-
-    @functools.cached_property
-    def held(self) -> dict[Any, list[Held]]:
-        """What the variables of the program hold of the user's values."""
-        found: dict[Any, list[Held]] = {}
-        for var, held in self.seen.resolved():
-            found.setdefault(var, []).append(held)
-        return found
 
     def entering(self, arguments: Sequence[Any]) -> list[Value]:
         """The tiles of all devices of everything that enters, from flat logical arguments."""

@@ -8,11 +8,14 @@ from typing import Literal
 from jax.extend.core import Jaxpr
 
 from gshard.graph.history import History
-from gshard.moving.seen import Seen, replaced
+from gshard.moving.costs import machine
+from gshard.planning.improve.combine import combine
 from gshard.planning.improve.drop_unused import drop_unused
+from gshard.planning.improve.expand import expand
+from gshard.planning.improve.hide import hide
 from gshard.planning.improve.overlap import overlap, overlap_all
 from gshard.planning.improve.share import share
-from gshard.planning.plan import Plan, plan_note
+from gshard.planning.plan import plan_note
 
 Pass = Callable[[Jaxpr], Jaxpr]
 Overlap = bool | Literal["auto"]  # everywhere, nowhere, or where costs say that it is faster
@@ -25,11 +28,15 @@ def passes(overlapping: Overlap) -> tuple[Pass, ...]:
     return (share, overlap_all, drop_unused) if overlapping else (share, drop_unused)
 
 
-def improve(plan: Plan, improvements: Sequence[Pass], seen: Seen, history: History) -> Plan:
-    """The plan after these passes, one after the other; `seen` follows its variables."""
-    jaxpr = plan.jaxpr
+def final_passes(overlapping: Overlap) -> tuple[Pass, ...]:
+    """The passes that make collectives of nodes: the plan that is emitted."""
+    hides = machine().overlaps if overlapping == "auto" else overlapping
+    return (expand, combine, hide) if hides else (expand, combine)
+
+
+def improve(jaxpr: Jaxpr, improvements: Sequence[Pass], history: History) -> Jaxpr:
+    """The plan after these passes, one after the other."""
     for improvement in improvements:
-        before, jaxpr = jaxpr, improvement(jaxpr)
-        seen.same |= replaced(before, jaxpr)
+        jaxpr = improvement(jaxpr)
         history.add(improvement.__name__, jaxpr, plan_note)
-    return Plan(jaxpr, plan.num_devices)
+    return jaxpr

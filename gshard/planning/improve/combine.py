@@ -27,7 +27,6 @@ from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
-from jax.sharding import Mesh
 
 from gshard.forecast.ops import APART, LOOPS, PRODUCTS, size_of
 from gshard.graph.evaluate import equations_of
@@ -37,7 +36,6 @@ from gshard.moving.costs import EXCHANGED, LATENCIES, machine
 from gshard.moving.inventory import COLLECTIVES
 from gshard.moving.nodes import node_of
 from gshard.moving.packed import can_be_exchanged, run_together
-from gshard.tensors.meshes import AnyMesh
 
 _HEAVY = APART | PRODUCTS | LOOPS | COLLECTIVES.keys()
 _LIGHT = {
@@ -155,22 +153,14 @@ def _is_heavy(eqn: JaxprEqn) -> bool:
 # --------------------------------------------------------------- the program with its combinations
 
 
-def combine(plan: Jaxpr, mesh: AnyMesh) -> Jaxpr:
+def combine(plan: Jaxpr) -> Jaxpr:
     """The plan with small collectives combined; the same one if there are none."""
-    rings = _has_rings(mesh)
+    rings = machine().rings
     found = _all_combinations(plan, rings)
     if not any(found.values()):
         return plan
     written = _written([b for combinations in found.values() for b in combinations], rings)
     return _Rewriting(found, written).program(plan)
-
-
-def _has_rings(mesh: AnyMesh) -> bool:
-    """Whether collectives between the devices are rings (Gloo)."""
-    if not isinstance(mesh, Mesh) or jax.config.jax_cpu_collectives_implementation != "gloo":
-        return False
-    devices = mesh.devices.flat
-    return devices[0].platform == "cpu" and len({d.process_index for d in devices}) > 1
 
 
 def _all_combinations(jaxpr: Jaxpr, rings: bool) -> dict[Jaxpr, list[Combination]]:

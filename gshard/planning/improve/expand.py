@@ -23,11 +23,12 @@ from gshard.moving.nodes import UNEXPLAINED, Node, Sizes, code_of, node_of
 from gshard.tensors.devices import lookup_p
 
 
-def expand(plan: Jaxpr, same: dict[Any, Any]) -> Jaxpr:
+def expand(plan: Jaxpr, same: dict[Any, Any] | None = None) -> Jaxpr:
     """The plan, in which all nodes are collectives.
 
-    Variables that others replace are added to `same`.
+    Variables that others replace are added to `same`, if given.
     """
+    same = {} if same is None else same
     expanded = with_code(plan, {}, lambda node: node.needs_device, same)
     if expanded is plan:
         return plan

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 import gshard
 from gshard.moving import costs
-from gshard.planning.improve import combine as combinations
+from gshard.runtime import pipeline
 from tests.oracle import check, kinds, random_array, sent
 from tests.planning.improve.test_combine import gradients, programs
 
@@ -19,7 +19,7 @@ def rings(monkeypatch):
 
     No number of bytes is small.
     """
-    monkeypatch.setattr(combinations, "_has_rings", lambda mesh: True)
+    monkeypatch.setattr(pipeline, "_has_rings", lambda order: True)
     monkeypatch.setattr(costs, "AT_ONCE", 0)
 
 
@@ -74,7 +74,7 @@ def test_rings_are_avoided_in_as_many_bytes(fn, dtype, rings):
     low = check(fn, *args, rtol=0.05, atol=0.05)
     assert kinds(low).keys() == {"all_to_all"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(combinations, "_has_rings", lambda mesh: False)
+        patch.setattr(pipeline, "_has_rings", lambda order: False)
         before = gshard.jit(lambda *args: fn(*args)).lower(*args)
     assert "all_to_all" not in kinds(before)
     assert sent(low) <= max(sent(before), 3 * 7 * 2 * 4)  # two numbers take as little as one each
@@ -116,6 +116,6 @@ def test_groups_of_different_sizes_stay_an_all_reduce(rings):
 @given(programs())
 def test_any_program_has_the_same_values_without_rings(fn):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(combinations, "_has_rings", lambda mesh: True)
+        patch.setattr(pipeline, "_has_rings", lambda order: True)
         low = check(fn, random_array((8, 8)), random_array((8, 8)), rtol=1e-3, atol=1e-3)
     assert not {"all_reduce", "all_gather", "reduce_scatter"} & kinds(low).keys()
