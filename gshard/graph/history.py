@@ -6,13 +6,18 @@ import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from gshard.graph.text import Note, program_text
 
 Pass = Callable[[ClosedJaxpr], ClosedJaxpr]
+P = TypeVar("P", ClosedJaxpr, Jaxpr)
+
+
+def _no_note(eqn: JaxprEqn) -> str:
+    return ""
 
 
 @dataclass(frozen=True)
@@ -32,20 +37,16 @@ class History:
     stages: list[Stage] = field(default_factory=list)
 
     def add(
-        self,
-        name: str,
-        jaxpr: Jaxpr,
-        note: Note = lambda eqn: "",
-        remarks: Sequence[str] = (),
+        self, name: str, jaxpr: Jaxpr, note: Note = _no_note, remarks: Sequence[str] = ()
     ) -> None:
         """Record the program after a stage."""
         self.stages.append(Stage(name, jaxpr, note, tuple(dict.fromkeys(remarks))))
 
-    def run(self, passes: Iterable[Pass], program: ClosedJaxpr) -> ClosedJaxpr:
+    def run(self, passes: Iterable[Callable[[P], P]], program: P, note: Note = _no_note) -> P:
         """The program after these passes, each recorded under its name."""
         for change in passes:
             program = change(program)
-            self.add(change.__name__, program.jaxpr)
+            self.add(change.__name__, getattr(program, "jaxpr", program), note)
         return program
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 from jax.extend.core import ClosedJaxpr
@@ -15,12 +15,13 @@ from jax.sharding import Mesh
 
 from gshard import _jax
 from gshard.capture.placement import DeviceOrder
-from gshard.capture.stage import Captured, capture
+from gshard.capture.stage import capture
+from gshard.forecast import Hardware
 from gshard.graph.history import History
 from gshard.moving.costs import MACHINE, planning_for
 from gshard.moving.seen import Seen
-from gshard.planning.improve import final_passes, improve, passes
-from gshard.planning.plan import plan_note
+from gshard.planning.improve import final_passes, passes
+from gshard.planning.plan import Plan, plan_note
 from gshard.planning.planner import partition
 from gshard.propagation.inside import resolved
 from gshard.propagation.stage import Known, shard
@@ -40,52 +41,40 @@ def lower(
     options: Options,
 ) -> Program:
     """One traced function, whose arguments have the shardings `given`, as a per-device program."""
-    history = History()
+    history, limit = History(), options.memory_limit
     captured = capture(traced, order, options.reproducible, history)
     flat = captured.flat
     arguments = zip(flat.jaxpr.invars, given, strict=True)
     fixed = {v: s for v, s in arguments if s is not None}
-    known = Known(order.count, options.memory_limit, fixed, resolved(flat, options.inside))
-    lowering = Lowering(captured, known, order, mesh, options)
-    arranged = lowering.plan(flat, history)
-    with lowering.planning():
-        finished = improve(arranged.plan.jaxpr, final_passes(options.overlap), history)
+    known = Known(order.count, limit, fixed, resolved(flat, options.inside))
+
+    def planned(flat: ClosedJaxpr, history: History) -> Arrangement:
+        """The plan of the flat program, or of a variant of it."""
+        with _planning(options.hardware, order):
+            flat, found = shard(flat, known, options.reproducible, history)
+            seen = Seen()
+            local = partition(flat.jaxpr, found, limit, options.strict, seen)
+            arranged = arrange(local, flat, found, captured, order, mesh, seen)
+            history.add("plan", arranged.plan.jaxpr, plan_note)
+            improved = history.run(passes(options.overlap), arranged.plan.jaxpr, plan_note)
+            return replace(arranged, plan=Plan(improved, order.count))
+
+    arranged = planned(flat, history)
+    with _planning(options.hardware, order):
+        finished = history.run(final_passes(options.overlap), arranged.plan.jaxpr, plan_note)
     if options.reproducible:
         settings = settings.with_options(COMPILER_OPTIONS)
     wide = bool(jax.config.jax_enable_x64)
-    return Program(captured, settings, arranged, finished, history, lowering.plan, wide)
+    return Program(captured, settings, arranged, finished, history, planned, wide)
 
 
-@dataclass(frozen=True, eq=False)
-class Lowering:
-    """What plans of a function are made from, beside its flat program or a variant of that."""
-
-    captured: Captured
-    known: Known
-    order: DeviceOrder
-    mesh: Mesh | None
-    options: Options
-
-    def plan(self, flat: ClosedJaxpr, history: History | None = None) -> Arrangement:
-        """The plan of a flat program, improved."""
-        history, options = history or History(), self.options
-        with self.planning():
-            flat, found = shard(flat, self.known, options.reproducible, history)
-            seen = Seen()
-            local = partition(flat.jaxpr, found, options.memory_limit, options.strict, seen)
-            arranged = arrange(local, flat, found, self.captured, self.order, self.mesh, seen)
-            history.add("plan", arranged.plan.jaxpr, plan_note)
-            jaxpr = improve(arranged.plan.jaxpr, passes(options.overlap), history)
-            return replace(arranged, plan=replace(arranged.plan, jaxpr=jaxpr))
-
-    @contextlib.contextmanager
-    def planning(self) -> Iterator[None]:
-        """A context with the costs of the hardware, and without the user's mesh."""
-        hardware = self.options.hardware
-        machine = hardware.machine_for(self.order.count) if hardware else MACHINE
-        machine = replace(machine, rings=True) if _has_rings(self.order) else machine
-        with _jax.without_mesh(), planning_for(machine):
-            yield
+@contextlib.contextmanager
+def _planning(hardware: Hardware | None, order: DeviceOrder) -> Iterator[None]:
+    """A context with the costs of the hardware, and without the user's mesh."""
+    machine = hardware.machine_for(order.count) if hardware else MACHINE
+    machine = replace(machine, rings=True) if _has_rings(order) else machine
+    with _jax.without_mesh(), planning_for(machine):
+        yield
 
 
 def _has_rings(order: DeviceOrder) -> bool:

@@ -45,7 +45,7 @@ class Program:
     arranged: Arrangement
     finished: Jaxpr
     passes: History
-    variant: Callable[[ClosedJaxpr], Arrangement]  # of a changed logical program
+    planned: Callable[[ClosedJaxpr, History], Arrangement]  # of a variant of the flat program
     wide: bool  # whether 64-bit types were enabled when it was planned
     per_device = True
 
@@ -62,7 +62,7 @@ class Program:
         flat, found, names = self.arranged.flat, self.arranged.found, self.captured.argument_names
 
         def variant(changed: ClosedJaxpr) -> Plan:
-            return self.variant(changed).plan
+            return self.planned(changed, History()).plan
 
         return Subject(flat, found, self.finished, self.num_devices, variant, names)
 

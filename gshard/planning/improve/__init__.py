@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 from jax.extend.core import Jaxpr
 
-from gshard.graph.history import History
 from gshard.moving.costs import machine
 from gshard.planning.improve.combine import combine
 from gshard.planning.improve.drop_unused import drop_unused
@@ -15,7 +14,6 @@ from gshard.planning.improve.expand import expand
 from gshard.planning.improve.hide import hide
 from gshard.planning.improve.overlap import overlap, overlap_all
 from gshard.planning.improve.share import share
-from gshard.planning.plan import plan_note
 
 Pass = Callable[[Jaxpr], Jaxpr]
 Overlap = bool | Literal["auto"]  # everywhere, nowhere, or where costs say that it is faster
@@ -32,11 +30,3 @@ def final_passes(overlapping: Overlap) -> tuple[Pass, ...]:
     """The passes that make collectives of nodes: the plan that is emitted."""
     hides = machine().overlaps if overlapping == "auto" else overlapping
     return (expand, combine, hide) if hides else (expand, combine)
-
-
-def improve(jaxpr: Jaxpr, improvements: Sequence[Pass], history: History) -> Jaxpr:
-    """The plan after these passes, one after the other."""
-    for improvement in improvements:
-        jaxpr = improvement(jaxpr)
-        history.add(improvement.__name__, jaxpr, plan_note)
-    return jaxpr
