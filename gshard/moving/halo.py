@@ -7,7 +7,7 @@ have are sent as `row_windows` plans. Rows outside the tensor are garbage, for t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from gshard.tensors import padding
 from gshard.tensors.devices import Place
 from gshard.tensors.keys import as_integers
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile
+from gshard.tensors.tile import Tile, rows_within
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Halo(TensorNode):
         """For every device the tile that it has; 0 where it has none."""
         split = self.sharding.splits[self.dim]
         assert split
-        return np.maximum(split.coords, 0)
+        return split.own
 
     def __str__(self) -> str:
         starts = self.windows.starts
@@ -133,13 +133,23 @@ def pairs_along(
     ]
 
 
-def window(place: Place, x: jax.Array, dim: int, starts: int | np.ndarray, width: int) -> jax.Array:
-    """`width` rows of the local `x` from `starts` (per device) on; garbage where `x` has none."""
+def window(
+    place: Place,
+    x: jax.Array,
+    dim: int,
+    starts: int | np.ndarray,
+    width: int,
+    fill: Any = None,
+) -> jax.Array:
+    """`width` rows of the local `x` from `starts` (per device) on.
+
+    Where `x` has none there is `fill`, or garbage.
+    """
     starts = np.asarray(starts)
     before = int(max(0, -starts.min()))
     after = int(max(0, starts.max() + width - x.shape[dim]))
     if before or after:
-        x = padding.pad(x, dim, before, after)
+        x = padding.pad(x, dim, before, after, fill)
     if width == x.shape[dim]:
         return x
     start = int(starts + before) if starts.ndim == 0 else place.lookup(starts + before)
@@ -206,8 +216,8 @@ def _by_rounds(halo: Halo, place: Place, x: jax.Array, plan: RowPlan) -> jax.Arr
             box_rows = collectives.collective_permute(place, box_rows, pairs, halo.reason)
         where = place.lookup(at[mine])
         if windows.has_strays and (high - low < box).any():
-            row = lax.broadcasted_iota(jnp.int32, box_rows.shape, dim)
-            wanted = (row >= place.lookup(low[mine])) & (row < place.lookup(high[mine]))
+            ends = place.lookup(low[mine]), place.lookup(high[mine])
+            wanted = rows_within(box_rows.shape, dim, 0, *ends)
             there = rows_at(buffer, where, box, dim)
             box_rows = lax.select(wanted, box_rows, there)
         buffer = rows_put(buffer, box_rows, where, dim)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -35,10 +35,9 @@ from gshard.moving.halo import window
 from gshard.moving.recompute import fetch
 from gshard.rules.base.rule import Context, Doc, Rule, Way, register
 from gshard.rules.base.ways import by_factors
-from gshard.tensors.devices import Place
 from gshard.tensors.factors import Dim, Factors, Shape, combining
 from gshard.tensors.sharding import Sharding, Split
-from gshard.tensors.tile import Tile
+from gshard.tensors.tile import Tile, rows_within
 
 NOTHING = 2**30  # as the first row that a device needs: it needs none
 
@@ -56,6 +55,9 @@ class Reach:
     padding: tuple[int, int]
     lead: np.ndarray
     count: int
+
+
+Reaches = list[tuple[int, Reach, Split]]  # of some dims
 
 
 def reach_of(
@@ -82,24 +84,25 @@ def reach_of(
 
 
 def bring(
-    place: Place, tile: Tile, dim: int, starts: np.ndarray, rows: int, fill: Any, reason: Reason
+    ctx: Context, eqn: JaxprEqn, tile: Tile, dim: int, starts: np.ndarray, rows: int, fill: Any
 ) -> Tile:
     """`tile` with the rows that each device needs, and `fill` outside of the tensor."""
-    split, size = tile.sharding.splits[dim], tile.shape[dim]
+    reason = Reason("step", eqn.primitive.name, f"rows under the windows of dim {dim}")
+    x = fetch(ctx.place, tile, dim, starts, rows, reason)
+    brought = Tile(x, tile.sharding, tile.shape)
+    inside = None if fill is None else existing(ctx, brought, dim, starts)
+    if inside is None:
+        return brought
+    return replace(brought, array=lax.select(inside, x, jnp.full(x.shape, fill, x.dtype)))
+
+
+def existing(ctx: Context, tile: Tile, dim: int, starts: np.ndarray) -> jax.Array | None:
+    """Which rows of tiles that begin at `starts` are rows of the tensor; None if all are."""
+    split, size, rows = tile.sharding.splits[dim], tile.shape[dim], tile.array.shape[dim]
     assert split
-    x = fetch(place, tile, dim, starts, rows, reason)
-    if fill is not None and ((starts < 0) | (starts + rows > size)).any():
-        index = lax.broadcasted_iota(jnp.int32, x.shape, dim) + place.lookup(
-            of_device(starts, split)
-        )
-        other = jnp.full(x.shape, fill, x.dtype)
-        x = lax.select((index >= 0) & (index < size), x, other)
-    return Tile(x, tile.sharding, tile.shape)
-
-
-def of_device(per_tile: np.ndarray, split: Split) -> np.ndarray:
-    """A table with an entry per tile as one with an entry per device."""
-    return per_tile[np.maximum(split.coords, 0)]
+    if ((starts >= 0) & (starts + rows <= size)).all():
+        return None
+    return rows_within(tile.array.shape, dim, ctx.place.of_tile(split, starts), 0, size)
 
 
 # ---------------------------------------------------------------- convolution
@@ -173,7 +176,7 @@ def conv_local(
     params["batch_group_count"] = lhs.array.shape[lhs_spec[0]] // local[out_spec[0]]
     padding = list(params["padding"])
     kernel = rhs.array
-    unaligned: list[tuple[int, Reach, Split]] = []
+    unaligned: Reaches = []
     for i, (l, r, o) in enumerate(zip(lhs_spec[2:], rhs_spec[2:], out_spec[2:], strict=True)):
         split = lhs.sharding.splits[l]
         if not split:
@@ -184,28 +187,23 @@ def conv_local(
             results = (aval.shape[o] - 1) * stride
             part = rhs.array.shape[r]
             reach = reach_of(split.tiles, part, rhs.shape[r], dilation, results, *where)
-            kernel = _delayed(place, kernel, r, reach, split)
+            # This device's part of the window behind `lead` zeros: the paper's "pad the window".
+            kernel = window(place, kernel, r, -reach.lead[split.own], reach.count, 0)
         else:
             taps = (rhs.shape[r] - 1) * dilation
             reach = reach_of(split.tiles, local[o], aval.shape[o], stride, taps, *where)
             unaligned.append((o, reach, split))
-        why = Reason("step", eqn.primitive.name, f"rows under the windows of dim {l}")
-        lhs = bring(place, lhs, l, reach.starts, reach.rows, 0, why)
+        lhs = bring(ctx, eqn, lhs, l, reach.starts, reach.rows, 0)
         padding[i] = reach.padding
     out = eqn.primitive.bind(lhs.array, kernel, **(params | {"padding": tuple(padding)}))
-    for dim, reach, split in unaligned:
-        out = window(place, out, dim, of_device(reach.lead, split), local[dim])
-    return [out]
+    return [own_results(ctx, out, unaligned, local)]
 
 
-def _delayed(place: Place, kernel: jax.Array, dim: int, reach: Reach, split: Split) -> jax.Array:
-    """A device's part of the window behind `lead` zeros: the paper's "pad the window"."""
-    extra = reach.count - kernel.shape[dim]
-    if not extra:
-        return kernel
-    pads = [(extra, extra, 0) if d == dim else (0, 0, 0) for d in range(kernel.ndim)]
-    padded = lax.pad(kernel, jnp.zeros((), kernel.dtype), pads)
-    return window(place, padded, dim, extra - of_device(reach.lead, split), reach.count)
+def own_results(ctx: Context, out: jax.Array, reaches: Reaches, local: Shape) -> jax.Array:
+    """This device's own rows of what it computed."""
+    for dim, reach, split in reaches:
+        out = window(ctx.place, out, dim, reach.lead[split.own], local[dim])
+    return out
 
 
 register(

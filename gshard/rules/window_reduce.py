@@ -2,13 +2,14 @@
 
 Split dims exchange halos as in a convolution, and rows outside of the tensor are the identity. A
 sum, maximum or minimum whose window spans most of a split dim (global pooling) is reduced in parts:
-every device applies a part of the window to all results, and the parts are combined.
+every device reduces those rows of each window that it has, and the parts are combined.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +18,20 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard.graph.reason import Reason
+from gshard.graph.evaluate import bind
 from gshard.moving.costs import WIDE_WINDOW
 from gshard.moving.halo import window
 from gshard.moving.partial import identity
 from gshard.rules.base.rule import Context, Doc, Rule, Way, register
 from gshard.rules.base.ways import by_factors
-from gshard.rules.window import NOTHING, Reach, bring, of_device, reach_of
+from gshard.rules.window import NOTHING, Reaches, bring, existing, own_results, reach_of
 from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
 
 _KINDS = {p.reduce_window_sum_p: "sum", p.reduce_window_max_p: "max", p.reduce_window_min_p: "min"}
-_OPS = {"sum": lax.add, "max": lax.max, "min": lax.min}
+_REDUCE = {"sum": lax.reduce_sum, "max": lax.reduce_max, "min": lax.reduce_min}
+Arrays = Sequence[jax.Array]
 
 
 def window_factors(eqn: JaxprEqn) -> Factors:
@@ -70,51 +72,72 @@ def window_ways(
 def reduce_local(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
 ) -> Sequence[jax.Array]:
-    """One of the reductions with a primitive of its own."""
-    (tile,), kind = tiles, _KINDS[eqn.primitive]
-    neutral = identity(kind, tile.array.dtype)
-    if 0 in shapes[0]:
-        return [jnp.zeros(shapes[0], tile.array.dtype)]
-    parts = [d for d in _in_parts(eqn) if tile.sharding.splits[d]]
-    if parts:
-        return [_reduce_parts(ctx, eqn, tile, parts, shapes[0])]
-    (tile,), padding, reaches = _bring_all(ctx, eqn, [tile], [neutral], shapes[0])
-    params = eqn.params | {"padding": padding}
-    return [_own(ctx, eqn.primitive.bind(tile.array, **params), reaches, shapes[0])]
+    """The windows of a device's own results, over tiles with halos.
+
+    A computation without an identity gets a flag for rows that exist.
+    """
+    (local, *_), params, generic = shapes, eqn.params, eqn.primitive is p.reduce_window_p
+    count = len(tiles) // 2 if generic else len(tiles)
+    tiles, inits = tiles[:count], [t.array for t in tiles[count:]]
+    if 0 in local:
+        return [jnp.zeros(local, v.aval.dtype) for v in eqn.outvars]
+    parts = [dim for dim in _in_parts(eqn) if tiles[0].sharding.splits[dim]]
+    for dim in parts:
+        tiles, params = [_over_own_rows(ctx, eqn, tiles[0], dim)], _without(params, dim)
+    reaches = _reaches(eqn, tiles[0].sharding, local)
+    padding = list(params["padding"])
+    for dim, reach, _ in reaches:
+        padding[dim] = reach.padding
+        tiles = [
+            bring(ctx, eqn, tile, dim, reach.starts, reach.rows, fill)
+            for tile, fill in zip(tiles, _outside(eqn, tiles), strict=True)
+        ]
+    params = params | {"padding": tuple(padding)}
+    arrays = [t.array for t in tiles]
+    flags = [existing(ctx, tiles[0], dim, reach.starts) for dim, reach, _ in reaches if generic]
+    there = [flag for flag in flags if flag is not None]
+    if there:
+        out = _reduce_existing(params, arrays, inits, functools.reduce(lax.bitwise_and, there))
+    elif parts and params == functools.reduce(_without, range(len(local)), params):
+        out = arrays  # every window was reduced in parts
+    else:
+        out = bind(eqn, [*arrays, *inits], **params)
+    return [own_results(ctx, x, reaches, local) for x in out]
 
 
-def gather_local(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
-) -> Sequence[jax.Array]:
-    """`select_and_gather_add`: the tangents of the largest (or smallest) elements."""
-    dtype = tiles[1].array.dtype
-    if 0 in shapes[0]:
-        return [jnp.zeros(shapes[0], dtype)]
-    kind = "max" if eqn.params["select_prim"] is p.ge_p else "min"
-    fills = [jnp.zeros((), dtype), identity(kind, dtype)]
-    tiles, padding, reaches = _bring_all(ctx, eqn, tiles, fills, shapes[0])
-    params = eqn.params | {"padding": padding}
-    out = eqn.primitive.bind(*(t.array for t in tiles), **params)
-    return [_own(ctx, out, reaches, shapes[0])]
+def _outside(eqn: JaxprEqn, tiles: list[Tile]) -> Sequence[jax.Array | None]:
+    """For each operand what rows outside of the tensor are: the identity, for tangents zero."""
+    if eqn.primitive is p.reduce_window_p:
+        return [None] * len(tiles)
+    dtype = tiles[0].array.dtype
+    if eqn.primitive in _KINDS:
+        return [identity(_KINDS[eqn.primitive], dtype)]
+    return [jnp.zeros((), dtype), _least(eqn, dtype)]
 
 
-def generic_local(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]
-) -> Sequence[jax.Array]:
-    """Any computation, without an identity: a flag marks rows that exist."""
-    params = eqn.params
-    half = len(tiles) // 2
-    operands, inits = tiles[:half], [t.array for t in tiles[half:]]
-    if 0 in shapes[0]:
-        return [jnp.zeros(shapes[0], t.array.dtype) for t in operands]
-    moved, padding, reaches = _bring_all(ctx, eqn, operands, [None] * half, shapes[0])
-    arrays = [t.array for t in moved]
-    there = _rows_there(ctx, moved[0], reaches)
-    if there is None:
-        out = eqn.primitive.bind(*arrays, *inits, **(params | {"padding": padding}))
-        return [_own(ctx, x, reaches, shapes[0]) for x in out]
+def _least(eqn: JaxprEqn, dtype: Any) -> jax.Array:
+    """What a selection never selects."""
+    return identity("max" if eqn.params["select_prim"] is p.ge_p else "min", dtype)
 
-    def computation(left: Sequence[jax.Array], right: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+
+def _reaches(eqn: JaxprEqn, sharding: Sharding, local: Shape) -> Reaches:
+    found = []
+    params, shape = eqn.params, eqn.outvars[0].aval.shape
+    for d, split in enumerate(sharding.splits):
+        if split:
+            taps = (params["window_dimensions"][d] - 1) * params["window_dilation"][d]
+            where = taps, params["padding"][d][0], params["base_dilation"][d]
+            stride = params["window_strides"][d]
+            found.append((d, reach_of(split.tiles, local[d], shape[d], stride, *where), split))
+    return found
+
+
+def _reduce_existing(
+    params: Mapping[str, Any], arrays: Arrays, inits: Arrays, there: jax.Array
+) -> Arrays:
+    """The reduction over rows that are `there`; a window without any is of another device."""
+
+    def computation(left: Arrays, right: Arrays) -> Arrays:
         (*xs, x_there), (*ys, y_there) = left, right
         both = jax.core.eval_jaxpr(params["jaxpr"], params["consts"], *xs, *ys)
         one = [lax.select(x_there, x, y) for x, y in zip(xs, ys, strict=True)]
@@ -127,116 +150,45 @@ def generic_local(
         computation,
         params["window_dimensions"],
         params["window_strides"],
-        padding,
+        params["padding"],
         params["base_dilation"],
         params["window_dilation"],
     )
-    return [_own(ctx, x, reaches, shapes[0]) for x in out]
-
-
-_Reaches = list[tuple[int, Reach, Split]]
-
-
-def _reaches(eqn: JaxprEqn, sharding: Sharding, local: Shape) -> _Reaches:
-    found = []
-    p_, shape = eqn.params, eqn.outvars[0].aval.shape
-    for d, split in enumerate(sharding.splits):
-        if split:
-            taps = (p_["window_dimensions"][d] - 1) * p_["window_dilation"][d]
-            where = p_["padding"][d][0], p_["base_dilation"][d]
-            reach = reach_of(split.tiles, local[d], shape[d], p_["window_strides"][d], taps, *where)
-            found.append((d, reach, split))
-    return found
-
-
-def _bring_all(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], fills: Sequence[jax.Array | None], local: Shape
-) -> tuple[list[Tile], tuple[tuple[int, int], ...], _Reaches]:
-    """The operands with their halos, and the padding that is left to the operator."""
-    reaches = _reaches(eqn, tiles[0].sharding, local)
-    padding = list(eqn.params["padding"])
-    for dim, reach, _ in reaches:
-        padding[dim] = reach.padding
-        reason = _why(eqn, dim)
-        tiles = [
-            bring(ctx.place, t, dim, reach.starts, reach.rows, fill, reason)
-            for t, fill in zip(tiles, fills, strict=True)
-        ]
-    return tiles, tuple(padding), reaches
-
-
-def _rows_there(ctx: Context, tile: Tile, reaches: _Reaches) -> jax.Array | None:
-    """Which rows of a tile with halos are rows of the tensor; None if all are."""
-    there = None
-    for dim, reach, split in reaches:
-        if ((reach.starts >= 0) & (reach.starts + reach.rows <= tile.shape[dim])).all():
-            continue
-        start = ctx.place.lookup(of_device(reach.starts, split))
-        index = lax.broadcasted_iota(jnp.int32, tile.array.shape, dim) + start
-        inside = (index >= 0) & (index < tile.shape[dim])
-        there = inside if there is None else there & inside
-    return there
-
-
-def _own(ctx: Context, out: jax.Array, reaches: _Reaches, local: Shape) -> jax.Array:
-    """The device's own rows of what it computed."""
-    for dim, reach, split in reaches:
-        out = window(ctx.place, out, dim, of_device(reach.lead, split), local[dim])
     return out
 
 
-def _reduce_parts(
-    ctx: Context, eqn: JaxprEqn, tile: Tile, parts: list[int], local: Shape
-) -> jax.Array:
-    """The reduction over this device's part of the window, for all results along `parts`.
+def _over_own_rows(ctx: Context, eqn: JaxprEqn, tile: Tile, dim: int) -> Tile:
+    """For every window along `dim` the reduction of those of its rows that this device has.
 
-    Parts differ by one element at most: all devices reduce the smaller number, and those with one
-    more add it on.
+    Padding is the identity, as along any dim that is reduced.
     """
-    place, kind = ctx.place, _KINDS[eqn.primitive]
-    neutral = identity(kind, tile.array.dtype)
-    params, shape = eqn.params, eqn.outvars[0].aval.shape
-    sizes, padding = list(params["window_dimensions"]), list(params["padding"])
-    halos = _reaches(eqn, tile.sharding, local)
-    choices: list[list[tuple[int, int, int, np.ndarray | None]]] = []
-    for dim, reach, split in halos:
-        if dim not in parts:
-            tile = bring(place, tile, dim, reach.starts, reach.rows, neutral, _why(eqn, dim))
-            padding[dim] = reach.padding
-            continue
-        dilation, low = params["window_dilation"][dim], padding[dim][0]
-        each, more = divmod(sizes[dim], split.tiles)
-        number = np.arange(split.tiles)
-        starts = (number * each + np.minimum(number, more)) * dilation - low
-        results = (shape[dim] - 1) * params["window_strides"][dim] + 1
-        rows = results + max(0, each - (more == 0)) * dilation
-        tile = bring(place, tile, dim, starts, rows, neutral, _why(eqn, dim))
-        options: list[tuple[int, int, int, np.ndarray | None]] = []
-        if each:
-            options.append((dim, each, 0, None))
-        if more:
-            options.append((dim, 1, each * dilation, of_device(number < more, split)))
-        choices.append(options)
-    total = None
-    for combination in itertools.product(*choices):
-        value = tile.array
-        for dim, size, skip, holders in combination:
-            sizes[dim], padding[dim] = size, (0, 0)
-            length = (shape[dim] - 1) * params["window_strides"][dim] + 1
-            length += (size - 1) * params["window_dilation"][dim]
-            value = lax.slice_in_dim(value, skip, skip + length, axis=dim)
-            if holders is not None:
-                others = jnp.full(value.shape, neutral)
-                value = lax.select(jnp.full(value.shape, place.lookup(holders) == 1), value, others)
-        how = {"window_dimensions": tuple(sizes), "padding": tuple(padding)}
-        value = eqn.primitive.bind(value, **(params | how))
-        total = value if total is None else _OPS[kind](total, value)
-    assert total is not None
-    return _own(ctx, total, [h for h in halos if h[0] not in parts], local)
+    kind, params, shape = _KINDS[eqn.primitive], eqn.params, list(tile.array.shape)
+    stride, dilation = params["window_strides"][dim], params["window_dilation"][dim]
+    count, taps = eqn.outvars[0].aval.shape[dim], params["window_dimensions"][dim]
+    low = params["padding"][dim][0]
+    shape.insert(dim, count)
+    others = [d for d in range(len(shape)) if d != dim]
+    x = lax.broadcast_in_dim(tile.array, shape, others)
+    if (count, taps, low, dilation) != (1, tile.shape[dim], 0, 1):
+        row = lax.broadcasted_iota(jnp.int32, shape, dim + 1) + tile.offset(ctx.place, dim)
+        begin = lax.broadcasted_iota(jnp.int32, shape, dim) * stride - low
+        inside = (row >= begin) & (row <= begin + (taps - 1) * dilation)
+        if dilation > 1:
+            inside &= (row - begin) % dilation == 0
+        x = lax.select(inside, x, lax.full(shape, identity(kind, x.dtype)))
+    result = (*tile.shape[:dim], count, *tile.shape[dim + 1 :])
+    return Tile(_REDUCE[kind](x, (dim + 1,)), tile.sharding.replace(dim, None), result)
 
 
-def _why(eqn: JaxprEqn, dim: int) -> Reason:
-    return Reason("step", eqn.primitive.name, f"rows under the windows of dim {dim}")
+def _without(params: Mapping[str, Any], dim: int) -> dict[str, Any]:
+    """The same windows, of one row along `dim`."""
+    single: dict[str, Any] = dict.fromkeys(
+        ("window_dimensions", "window_strides", "window_dilation", "base_dilation"), 1
+    )
+    return {**params} | {
+        name: (*params[name][:dim], one, *params[name][dim + 1 :])
+        for name, one in (single | {"padding": (0, 0)}).items()
+    }
 
 
 # ---------------------------------------------------------------- select_and_scatter
@@ -250,14 +202,11 @@ def scatter_local(
     Windows at the border are selected in twice, by both neighbours: no partial results arise, and
     sums have the order that they have without partitioning.
     """
-    place, params = ctx.place, eqn.params
+    params = eqn.params
     source, operand, *rest = tiles if eqn.primitive is p.select_and_scatter_add_p else _swap(tiles)
     dtype = operand.array.dtype
-    if rest:
-        fill = zero = rest[0].array
-    else:
-        fill = identity("max" if params["select_prim"] is p.ge_p else "min", dtype)
-        zero = jnp.zeros((), dtype)
+    zero = rest[0].array if rest else jnp.zeros((), dtype)
+    fill = zero if rest else _least(eqn, dtype)
     local = shapes[0]
     if 0 in source.shape or 0 in local:
         return [jnp.broadcast_to(zero, local)]
@@ -282,19 +231,15 @@ def scatter_local(
         first = np.where(used, first, NOTHING)
         above = np.where(used, first * stride - low, NOTHING)
         rows = (count - 1) * stride + size
-        source = bring(place, source, dim, first, count, 0, _why(eqn, dim))
-        operand = bring(place, operand, dim, above, rows, fill, _why(eqn, dim))
+        source = bring(ctx, eqn, source, dim, first, count, 0)
+        operand = bring(ctx, eqn, operand, dim, above, rows, fill)
         padding[dim] = (0, 0)
         own.append((dim, np.where(used, begin - above, -local[dim]), split))  # or all padding
     pair = (source, operand) if not rest else (operand, source)
     arrays = [t.array for t in (*pair, *rest)]
     out = eqn.primitive.bind(*arrays, **(params | {"padding": tuple(padding)}))
     for dim, offset, split in own:
-        before = max(0, -int(offset.min()))
-        after = max(0, int(offset.max()) + local[dim] - out.shape[dim])
-        pads = [(before, after, 0) if d == dim else (0, 0, 0) for d in range(out.ndim)]
-        out = lax.pad(out, zero, pads)
-        out = window(place, out, dim, of_device(offset + before, split), local[dim])
+        out = window(ctx.place, out, dim, offset[split.own], local[dim], zero)
     return [out]
 
 
@@ -305,14 +250,9 @@ def _swap(tiles: list[Tile]) -> list[Tile]:
 
 # ---------------------------------------------------------------- the table
 
-_LOCAL = {
-    **dict.fromkeys(_KINDS, reduce_local),
-    p.reduce_window_p: generic_local,
-    p.select_and_gather_add_p: gather_local,
-    p.select_and_scatter_add_p: scatter_local,
-    p.select_and_scatter_p: scatter_local,
-}
-for primitive, local in _LOCAL.items():
+_REDUCES = (*_KINDS, p.reduce_window_p, p.select_and_gather_add_p)
+for primitive in (*_REDUCES, p.select_and_scatter_add_p, p.select_and_scatter_p):
+    local = reduce_local if primitive in _REDUCES else scatter_local
     doc = Doc(
         free="dims without a window",
         halo="others: the rows that windows reach beyond a tile",

@@ -106,7 +106,11 @@ class Place:
 
     def coord(self, split: Split) -> jax.Array | int:
         """Which tile of `split` this device holds (0 on a device that holds none)."""
-        return self.lookup(np.maximum(split.coords, 0))
+        return self.lookup(split.own)
+
+    def of_tile(self, split: Split, table: np.ndarray) -> jax.Array | int:
+        """The row of the tile that this device holds, of a table with a row per tile."""
+        return self.lookup(table[split.own])
 
 
 Groups = tuple[tuple[int, ...], ...]

@@ -26,11 +26,12 @@ def filled(shape: Sequence[int], dtype: Any) -> jax.Array:
     return lax.full(shape, garbage(dtype))
 
 
-def pad(x: jax.Array, dim: int, before: int, after: int) -> jax.Array:
-    """`x` with garbage added at the ends of `dim`."""
+def pad(x: jax.Array, dim: int, before: int, after: int, value: Any = None) -> jax.Array:
+    """`x` with rows added at the ends of `dim`: of `value`, or garbage."""
     raw, back = as_integers(x)
     pads = [(before, after, 0) if d == dim else (0, 0, 0) for d in range(raw.ndim)]
-    return back(lax.pad(raw, garbage(raw.dtype), pads))
+    fill = garbage(raw.dtype) if value is None else jnp.asarray(value, raw.dtype)
+    return back(lax.pad(raw, fill, pads))
 
 
 def pad_end(x: jax.Array, dim: int, size: int) -> jax.Array:

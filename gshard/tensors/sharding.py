@@ -67,6 +67,11 @@ class Split:
         return self.ragged.capacity if self.ragged else -(-size // self.tiles)
 
     @functools.cached_property
+    def own(self) -> np.ndarray:
+        """For every device the tile that it holds; 0 where it holds none."""
+        return np.maximum(self.coords, 0)
+
+    @functools.cached_property
     def idle(self) -> bool:
         """Whether some devices hold no tile."""
         return bool((self.coords < 0).any())
@@ -258,6 +263,11 @@ class Sharding:
     def replace(self, dim: int, split: Split | None) -> Sharding:
         """This sharding with another split on `dim`."""
         return Sharding((*self.splits[:dim], split, *self.splits[dim + 1 :]), self.num_devices)
+
+    def unsplit(self, dims: Iterable[int]) -> Sharding:
+        """This sharding without the splits of `dims`."""
+        gone = set(dims)
+        return self.project(None if d in gone else d for d in range(self.rank))
 
     def extended(self, dims: int) -> Sharding:
         """The sharding of a tensor with this many more dims at the end, unsplit."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,7 @@ class Tile:
         split = self.sharding.splits[dim]
         if split is None:
             return 0
-        return place.lookup(np.maximum(split.coords, 0) * self.array.shape[dim])
+        return place.lookup(split.own * self.array.shape[dim])
 
     def is_padding(self, place: Place, dim: int) -> jax.Array:
         """A mask of the local shape that is true where a row along `dim` is padding."""
@@ -76,6 +77,16 @@ class Tile:
             fill = jnp.broadcast_to(jnp.asarray(value, array.dtype), array.shape)
             array = lax.select(self.is_padding(place, dim), fill, array)
         return Tile(array, self.sharding, self.shape)
+
+
+def rows_within(
+    shape: Sequence[int], dim: int, first: jax.Array | int, low: Any, high: Any
+) -> jax.Array:
+    """A mask of `shape`: the rows along `dim` from `low` to `high`, counted from `first` on."""
+    row = lax.broadcasted_iota(jnp.int32, shape, dim)
+    if not (isinstance(first, int) and first == 0):
+        row += first
+    return (row >= low) & (row < high)
 
 
 class Identity:
