@@ -1,6 +1,6 @@
 """What `gshard.jit` itself costs, beside `jax.jit`: calls of a cached program, and lowering.
 
-    python -m benchmarks.dispatch_cost              both tables
+    python -m benchmarks.dispatch_cost              all tables
     python -m benchmarks.dispatch_cost --json F     and their figures in a file
     python -m benchmarks.dispatch_cost --markdown   the tables for docs/results/dispatch.md
 
@@ -11,6 +11,7 @@ arrays. Lowering is timed in processor time of this process, for a step of 48 un
 least of `LOWERED` times, tracing the user's function included. Beside it stands what `jax.jit`
 takes to trace the same function, which is part of our time too, and to trace it and write it down
 for XLA, for one device. A new `partial` each time is a function that nobody has traced before.
+Programs of 200 slices or updates at known rows of a split dim are lowered likewise.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import gshard
 ARGUMENTS = (1, 10, 100, 1000)
 LAYERS, WIDTH = 48, 64
 LOWERED = 3
+STATIC = 200
 
 
 def call_times(calls: Sequence[tuple[Callable, Sequence[Any]]], repeats: int) -> list[float]:
@@ -147,6 +149,48 @@ def lowering_table(counts: Sequence[int] = (8, 64, 512, 2048)) -> list[dict[str,
     return rows
 
 
+def windows(x: jax.Array) -> jax.Array:
+    """Slices of two rows."""
+    return sum((x[2 * i : 2 * i + 2] * i for i in range(STATIC)), jnp.zeros(()))
+
+
+def updates(x: jax.Array) -> jax.Array:
+    """Rows that are set one by one."""
+    for i in range(STATIC):
+        x = x.at[2 * i].set(i * 1.0)
+    return x
+
+
+def gradient_of_windows(x: jax.Array) -> jax.Array:
+    return jax.grad(lambda x: jnp.sum(jnp.sin(windows(x))))(x)
+
+
+def static_rows_table() -> list[dict[str, Any]]:
+    x = jax.ShapeDtypeStruct((4 * STATIC, 4), jnp.float32)
+    rows = []
+    for fn in (windows, updates, gradient_of_windows):
+
+        def lowered(fn: Callable = fn) -> Any:
+            return gshard.jit(lambda x: fn(gshard.split(x, 0, 8)), devices=8).lower(x)
+
+        def by_jax(fn: Callable = fn) -> Any:
+            return jax.jit(functools.partial(fn)).lower(x)
+
+        jax_seconds, _ = least_seconds(by_jax)
+        seconds, program = least_seconds(lowered)
+        rows.append(
+            {
+                "program": fn.__name__.replace("_", " "),
+                "its_equations": len(jax.make_jaxpr(fn)(x).eqns),
+                "equations": program.num_equations,
+                "seconds": seconds,
+                "jax_trace_and_lower": jax_seconds,
+                "ratio": seconds / jax_seconds,
+            }
+        )
+    return rows
+
+
 def markdown(rows: list[dict[str, Any]]) -> str:
     """A table as it stands in the docs."""
     lines = ["| " + " | ".join(name.replace("_", " ") for name in rows[0]) + " |"]
@@ -166,14 +210,19 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true", help="print the tables for the docs")
     given = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
-    calls, lowering = calls_table(given.repeats), lowering_table()
+    tables = {
+        "calls": calls_table(given.repeats),
+        "lowering": lowering_table(),
+        "static_rows": static_rows_table(),
+    }
     console = Console(width=100)
     if given.json:
-        given.json.write_text(json.dumps({"calls": calls, "lowering": lowering}, indent=1))
+        given.json.write_text(json.dumps(tables, indent=1))
     if given.markdown:
-        print(markdown(calls), markdown(lowering), sep="\n\n")
+        print(*map(markdown, tables.values()), sep="\n\n")
         return
-    for title, rows in (("a cached call, in microseconds", calls), ("lowering", lowering)):
+    titles = ("a cached call, in microseconds", "lowering", "lowering of static slices and updates")
+    for title, rows in zip(titles, tables.values(), strict=True):
         table = Table(title=title)
         for name in rows[0]:
             table.add_column(name.replace("_", " "), justify="right")

@@ -9,11 +9,11 @@ from one tile to the next are sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
 
 from gshard._jax import Var, split_p
@@ -59,25 +59,30 @@ class Rows:
 
 Pieces = tuple[Rows, ...]
 RowMap = tuple[int | None, Pieces]  # along a dim; along any dim where all of a tensor is kept
-Deep = dict[tuple[Any, int], Pieces | None]  # the origins of tensors along a dim
 
 
 @in_every_body
 def compose_row_maps(graph: Graph) -> list[JaxprEqn]:
-    """The equations with compositions of row maps merged."""
+    """The equations with compositions of row maps merged.
+
+    What only other compositions read is not composed itself: in a chain of updates, the last is.
+    """
+    origins = _Origins(graph)
+    needed = {a for a in graph.results if not isinstance(a, Literal)}
     composed: list[JaxprEqn] = []
-    deep: Deep = {}
-    for eqn in graph.eqns:
-        composed += _composed(eqn, graph, deep)
-    return composed
+    for eqn in reversed(graph.eqns):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            made = _composed(eqn, origins)
+            needed |= {a for e in made for a in e.invars if not isinstance(a, Literal)}
+            composed += reversed(made)
+    return composed[::-1]
 
 
-def _composed(eqn: JaxprEqn, graph: Graph, deep: Deep) -> list[JaxprEqn]:
-    found = row_map(eqn, eqn.outvars[0], graph) if len(eqn.outvars) == 1 else None
-    dim, pieces = found or (None, ())
+def _composed(eqn: JaxprEqn, origins: _Origins) -> list[JaxprEqn]:
+    dim, pieces = (len(eqn.outvars) == 1 and origins.maps.get(eqn.outvars[0])) or (None, ())
     if dim is None:
         return [eqn]
-    resolved = _resolved(pieces, dim, graph, deep)
+    resolved = origins.resolved(pieces, dim)
     if resolved == pieces and eqn.primitive in _PLAIN:
         return [eqn]
     if eqn.primitive in _MOVING and not _is_shift(resolved, dim):
@@ -96,56 +101,65 @@ def _is_shift(pieces: Pieces, dim: int) -> bool:
     return len(kept) == 1 and 0 < kept[0].source.aval.shape[dim] <= 2 * kept[0].count
 
 
-def _resolved(pieces: Pieces, dim: int, graph: Graph, deep: Deep) -> Pieces:
-    """Pieces in terms of their sources' origins, where most of each source is used.
+class _Origins:
+    """The tensors that rows of a program come from, through all row maps between."""
 
-    A tensor of which little is used is better sliced first: less is sent.
-    """
-    origins = [tuple(_origins(rows, dim, graph, deep)) for rows in pieces]
-    used: dict[Any, int] = {}
-    for rows in (r for found in origins for r in found if not r.is_made):
-        used[rows.source] = used.get(rows.source, 0) + rows.count
-    resolved: list[Rows] = []
-    for rows, found in zip(pieces, origins, strict=True):
-        mostly = all(r.is_made or 2 * used[r.source] >= r.source.aval.shape[dim] for r in found)
-        resolved += found if mostly else [rows]
-    return tuple(resolved)
+    def __init__(self, graph: Graph):
+        self.maps = {
+            v: found
+            for eqn in graph.eqns
+            if eqn.primitive in _MAPS
+            for v in eqn.outvars
+            if (found := _MAPS[eqn.primitive](eqn, v, graph))
+        }
+        self.known: dict[tuple[Any, int], Pieces | None] = {}
+        for var, (dim, _) in self.maps.items():  # in order: a long chain is no deep recursion
+            if dim is not None:
+                self.of_tensor(var, dim)
+
+    def resolved(self, pieces: Pieces, dim: int) -> Pieces:
+        """Pieces in terms of their sources' origins, where most of each source is used.
+
+        A tensor of which little is used is better sliced first: less is sent.
+        """
+        origins = [tuple(self.of_rows(rows, dim)) for rows in pieces]
+        used: dict[Any, int] = {}
+        for rows in (r for found in origins for r in found if not r.is_made):
+            used[rows.source] = used.get(rows.source, 0) + rows.count
+        resolved: list[Rows] = []
+        for rows, found in zip(pieces, origins, strict=True):
+            mostly = all(r.is_made or 2 * used[r.source] >= r.source.aval.shape[dim] for r in found)
+            resolved += found if mostly else [rows]
+        return tuple(resolved)
+
+    def of_rows(self, rows: Rows, dim: int) -> Iterator[Rows]:
+        """Rows as rows of tensors that are not row maps along `dim` themselves."""
+        pieces = None if rows.is_made else self.of_tensor(rows.source, dim)
+        if pieces is None:
+            yield rows
+            return
+        first = 0
+        for piece in pieces:
+            end = first + piece.count
+            if rows.start <= first and end <= rows.limit:
+                yield piece
+            elif rows.start < end and first < rows.limit:
+                yield piece.part(max(rows.start, first) - first, min(rows.limit, end) - first)
+            first = end
+
+    def of_tensor(self, source: Any, dim: int) -> Pieces | None:
+        """The origins of a tensor along `dim`; None if it is not a row map."""
+        if isinstance(source, Literal):
+            return None
+        if (source, dim) not in self.known:
+            along, pieces = self.maps.get(source, (None, None))
+            if pieces is not None and along in (dim, None):
+                pieces = tuple(r for piece in pieces for r in self.of_rows(piece, dim))
+            self.known[source, dim] = pieces if along in (dim, None) else None
+        return self.known[source, dim]
 
 
-def _origins(rows: Rows, dim: int, graph: Graph, deep: Deep) -> Iterator[Rows]:
-    """Rows as rows of tensors that are not row maps along `dim` themselves."""
-    pieces = None if rows.is_made else _deep_pieces(rows.source, dim, graph, deep)
-    if pieces is None:
-        yield rows
-        return
-    first = 0
-    for piece in pieces:
-        low, high = max(rows.start, first), min(rows.limit, first + piece.count)
-        if low < high:
-            yield piece.part(low - first, high - first)
-        first += piece.count
-
-
-def _deep_pieces(source: Any, dim: int, graph: Graph, deep: Deep) -> Pieces | None:
-    """The origins of a tensor along `dim`; None if it is not a row map."""
-    if isinstance(source, Literal):
-        return None
-    if (source, dim) not in deep:
-        eqn = graph.maker(source)
-        along, pieces = (row_map(eqn, source, graph) if eqn else None) or (None, None)
-        if pieces is not None and along in (dim, None):
-            pieces = tuple(r for piece in pieces for r in _origins(piece, dim, graph, deep))
-        deep[source, dim] = pieces if along in (dim, None) else None
-    return deep[source, dim]
-
-
-# ---------------------------------------------------------------- the row map of an equation
-
-
-def row_map(eqn: JaxprEqn, result: Any, graph: Graph) -> RowMap | None:
-    """The dim along which an equation maps rows to its `result`, and their origins."""
-    find = _MAPS.get(eqn.primitive)
-    return find(eqn, result, graph) if find else None
+# ---------------------------------------------------------------- row maps of equations
 
 
 def _of_concatenate(eqn: JaxprEqn, result: Any, graph: Graph) -> RowMap:
@@ -276,7 +290,8 @@ def _zero_padded(atom: Any, graph: Graph) -> list[tuple[int, int, Rows]] | None:
 
 _EVERY_ROW = 1 << 60  # along any dim: only the consumer's bounds matter
 
-_MAPS = {
+# Finds the dim along which an equation maps rows to one of its results, and their origins.
+_MAPS: dict[Primitive, Callable[[JaxprEqn, Any, Graph], RowMap | None]] = {
     p.concatenate_p: _of_concatenate,
     concatenate_slices_p: _of_slices,
     split_p: _of_split,
