@@ -86,23 +86,23 @@ def _neighbours(subject: Subject, var: Any, dim: int) -> list[tuple[JaxprEqn, An
         return []
     found = []
     for edge in subject.flow.touching[var]:
-        own = [names for side in edge.sides for atom, names, _ in side if atom is var]
+        tensors = list(zip(edge.variables, edge.dims.names, strict=True))
+        own = [names for atom, names in tensors if atom is var]
         parts = {
             (factor, part)
             for names in own
             for factor, part in decompose(split, names[dim], edge.factors.sizes).items()
         }
-        for side in edge.sides:
-            for atom, names, _ in side:
-                theirs: Sharding | None = subject.sharding(atom)
-                if atom is var or theirs is None:
-                    continue
-                for place, other in enumerate(theirs.splits):
-                    if other and parts & set(
-                        decompose(other, names[place], edge.factors.sizes).items()
-                    ):
-                        eqn = edge.eqn or subject.loops.get(atom) or subject.loops[var]
-                        found.append((eqn, atom, place))
+        for atom, names in tensors:
+            theirs: Sharding | None = subject.sharding(atom)
+            if atom is var or theirs is None:
+                continue
+            for place, other in enumerate(theirs.splits):
+                if other and parts & set(
+                    decompose(other, names[place], edge.factors.sizes).items()
+                ):
+                    eqn = edge.eqn or subject.loops.get(atom) or subject.loops[var]
+                    found.append((eqn, atom, place))
     return found
 
 

@@ -58,21 +58,21 @@ def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 def map_bodies(eqn: JaxprEqn, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> JaxprEqn:
     """The equation with every program inside it changed; the same one if none does."""
-
-    def changed(param: Any) -> Any:
-        if isinstance(param, ClosedJaxpr):
-            return change(param)
-        if isinstance(param, Jaxpr):
-            return change(ClosedJaxpr(param, ())).jaxpr
-        if isinstance(param, tuple) and any(isinstance(x, (ClosedJaxpr, Jaxpr)) for x in param):
-            return tuple(map(changed, param))
-        return param
-
     if not bodies(eqn):
         return eqn
-    params = {k: changed(v) for k, v in eqn.params.items()}
+    params = {k: _changed(v, change) for k, v in eqn.params.items()}
     same = all(params[k] is v or params[k] == v for k, v in eqn.params.items())
     return eqn if same else eqn.replace(params=params)
+
+
+def _changed(param: Any, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Any:
+    if isinstance(param, ClosedJaxpr):
+        return change(param)
+    if isinstance(param, Jaxpr):
+        return change(ClosedJaxpr(param, ())).jaxpr
+    if isinstance(param, tuple) and any(isinstance(x, (ClosedJaxpr, Jaxpr)) for x in param):
+        return tuple(_changed(x, change) for x in param)
+    return param
 
 
 def loop_bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:

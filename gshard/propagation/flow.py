@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
@@ -27,10 +27,34 @@ from gshard.tensors.manual import to_auto_p
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import byte_size
 
-Tensor = tuple[Any, tuple[Dim, ...], int]  # a variable, the factors of its dims, and its bytes
+
+class Dims(NamedTuple):
+    """Of the operands, then the results of an operator, those with factors: which dims they have.
+
+    Equal operators share them.
+    """
+
+    positions: tuple[int, ...]  # among all operands and results
+    names: tuple[tuple[Dim, ...], ...]
+    numbers: tuple[range, ...]
+    weights: tuple[int, ...]  # bytes
+    operands: int  # how many of them are operands
+
+    @staticmethod
+    def of(factors: Factors, operands: Sequence[Any], results: Sequence[Any]) -> Dims:
+        """Those of the operands and results; literals are left out."""
+        tensors = zip((*operands, *results), (*factors.operands, *factors.results), strict=True)
+        found = [
+            (position, names, byte_size(atom.aval.shape, atom.aval.dtype))
+            for position, (atom, names) in enumerate(tensors)
+            if any(names) and not isinstance(atom, Literal)
+        ]
+        positions, names, weights = zip(*found, strict=True) if found else ((), (), ())
+        numbers = tuple(range(len(own)) for own in names)
+        return Dims(positions, names, numbers, weights, sum(i < len(operands) for i in positions))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Edge:
     """An operator, or the border of a loop, that relates the dims of its variables."""
 
@@ -39,17 +63,14 @@ class Edge:
     level: int
     eqn: JaxprEqn | None
     runs: int  # how often it runs: the trip counts of the loops around it
+    dims: Dims
     kind: Any = None  # equal for operators that are alike
     place: int = 0
-    sides: tuple[list[Tensor], list[Tensor]] = field(init=False)
+    variables: tuple[Any, ...] = ()  # those that `dims` describes
 
     def __post_init__(self) -> None:
-        described = (self.factors.operands, self.factors.results)
-        self.sides = ([], [])
-        for side, atoms, dims in zip(self.sides, self.atoms, described, strict=True):
-            for atom, names in zip(atoms, dims, strict=True):
-                if any(names) and not isinstance(atom, Literal):
-                    side.append((atom, names, byte_size(atom.aval.shape, atom.aval.dtype)))
+        atoms = self.atoms[0] + self.atoms[1]
+        self.variables = tuple([atoms[i] for i in self.dims.positions])
 
 
 class Flow:
@@ -59,7 +80,7 @@ class Flow:
         self.num_devices = num_devices
         self.memory_limit = memory_limit  # bytes of a loop's constants that may be gathered for it
         self.constants: dict[Any, None] = {}  # loop invariants, inside the loop
-        self.given: dict[Any, list[Split | None]] = {}  # the splits of annotations
+        self.given: dict[Any, tuple[Split | None, ...]] = {}  # the splits of annotations
         self.annotations: dict[Any, JaxprEqn] = {}  # the equations that annotate variables
         self.closed: dict[Any, set[int]] = defaultdict(set)  # dims that must stay unsplit
         self.runs: dict[Any, int] = {}  # how often each variable is made
@@ -69,7 +90,9 @@ class Flow:
         self.manual: set[Any] = set()  # variables of manual regions
         self.edges: list[Edge] = []
         self.kinds: dict[JaxprEqn, int] = {}  # the keys of equations
+        self.dims: dict[Any, Dims] = {}  # by these keys
         self.touching: dict[Any, list[Edge]] = defaultdict(list)
+        self.offers: dict[Any, Any] = {}  # the splits that operators pass on (`spread`)
 
     # ------------------------------------------------------------ the program
 
@@ -93,10 +116,11 @@ class Flow:
                 self.manual.update(eqn.outvars)
             elif eqn.primitive in RULES:
                 rule, kind = RULES[eqn.primitive], equation_key(eqn)
-                if kind is not None:
-                    self.kinds[eqn] = kind
                 factors, atoms = factors_of(rule, eqn, kind), (eqn.invars, eqn.outvars)
-                self.connect(Edge(factors, atoms, rule.level, eqn, runs, kind))
+                dims = self.dims.get(kind) or Dims.of(factors, *atoms)
+                if kind is not None:
+                    self.kinds[eqn], self.dims[kind] = kind, dims
+                self.connect(Edge(factors, atoms, rule.level, eqn, runs, dims, kind))
 
     def add_bodies(self, loop: Loop, runs: int) -> None:
         """Add the bodies of a loop or branch, and their links to the outside."""
@@ -154,7 +178,7 @@ class Flow:
 
     def declare(self, var: Any, runs: int) -> None:
         """Add a variable without splits."""
-        self.given[var] = [None] * len(getattr(var.aval, "shape", ()))
+        self.given[var] = (None,) * len(getattr(var.aval, "shape", ()))
         self.runs[var] = runs
 
     def annotate(self, eqn: JaxprEqn) -> None:
@@ -176,7 +200,7 @@ class Flow:
 
     def fix(self, var: Any, sharding: Sharding, open_dims: set[int] | None = None) -> None:
         """Fix a variable to a sharding, except for some dims."""
-        self.given[var] = list(sharding.splits)
+        self.given[var] = sharding.splits
         self.closed[var] = set(range(sharding.rank)) - (open_dims or set())
 
     def link(self, a: Any, b: Any, more: int) -> None:
@@ -186,7 +210,8 @@ class Flow:
         inside: tuple[Dim, ...] = tuple((n,) for n in names)
         outside: tuple[Dim, ...] = ((),) * more + inside
         runs = min(self.runs[a], self.runs[b])
-        self.connect(Edge(Factors((outside,), (inside,), sizes), ([a], [b]), 0, None, runs))
+        factors = Factors((outside,), (inside,), sizes)
+        self.connect(Edge(factors, ([a], [b]), 0, None, runs, Dims.of(factors, [a], [b])))
 
     def connect(self, edge: Edge) -> None:
         """Add an edge at the end of the program."""

@@ -226,7 +226,7 @@ def _grouped(flow: Flow) -> _Dims:
 
     for edge in flow.edges:
         seen: dict[str, int] = {}
-        for atom, names, _ in edge.sides[0] + edge.sides[1]:
+        for atom, names in zip(edge.variables, edge.dims.names, strict=True):
             for dim, name in enumerate(names):
                 if name and name[0] not in edge.factors.replicated:
                     node = root(first[atom] + dim)
@@ -281,7 +281,7 @@ def _rankings(
     classes: dict[Any, int] = {}
     for var, groups in dims.of.items():
         closed = flow.closed.get(var)
-        fixed = (tuple(flow.given[var]), frozenset(closed)) if closed else None
+        fixed = (flow.given[var], frozenset(closed)) if closed else None
         number = classes[var] = numbers.setdefault(
             (groups, fixed, var in flow.manual), len(numbers)
         )

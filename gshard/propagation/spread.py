@@ -9,18 +9,15 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gshard.propagation.flow import Edge, Flow
 from gshard.rules.base.rule import rowwise
-from gshard.tensors.factors import Dim, Factor, compose, decompose
+from gshard.tensors.factors import Factor, compose, decompose
 from gshard.tensors.sharding import Sharding, Split, fitting_part
 
-_OPERANDS, _RESULTS = 0, 1
-_BOTH = (_OPERANDS, _RESULTS)
-_PASSES = [(_BOTH, _BOTH), ((_OPERANDS,), (_RESULTS,)), (_BOTH, _BOTH)]
-_BACKWARDS = 2  # the last of the passes
+_FORWARDS, _BACKWARDS = 1, 2  # passes; in all others, operators of level 0 pass on both ways
 
 Node = tuple[Any, int]  # a variable and one of its dims
 Stage = tuple[int | None, Split]  # of one group of dims, or of all
@@ -34,11 +31,11 @@ class Spread:
         self.flow = flow
         self.groups = groups
         self.sealed = sealed
-        self.splits = {v: tuple(s) for v, s in flow.given.items()}
-        self.wanted: dict[Any, dict[Factor, Split]] = {}  # preferences, by operators that are alike
-        self.agreed: dict[Any, bool] = {}  # whether all had the preferred splits
-        self.open = {v: self.open_dims(v) for v in flow.given}
-        self.split = {v for v, splits in self.splits.items() if any(splits)}
+        self.splits = dict(flow.given)
+        self.open: dict[Any, Sequence[int]] = {v: range(len(s)) for v, s in self.splits.items()}
+        for var in (*flow.closed, *(flow.constants if sealed else ())):
+            self.open[var] = self.open_dims(var)
+        self.split = {v for v in flow.closed if any(self.splits[v])}
         self.queues: list[list[int]] = [[], [], []]
         self.queued = [0] * len(flow.edges)  # for each edge, a bit for every queue that it is in
         self.stage: Stage | None = None
@@ -66,11 +63,9 @@ class Spread:
         if self.sealed and var in self.flow.constants:
             return ()
         splits, closed = self.splits[var], self.flow.closed.get(var, ())
-        if not closed and not any(splits):  # as nearly all are at first
-            return range(len(splits))
-        if 2 * math.prod(s.tiles for s in splits if s) > self.flow.num_devices:
+        if 2 * math.prod([s.tiles for s in splits if s]) > self.flow.num_devices:
             return ()
-        return tuple(d for d, s in enumerate(splits) if s is None and d not in closed)
+        return tuple([d for d, s in enumerate(splits) if s is None and d not in closed])
 
     def settle(self, stage: Stage | None) -> None:
         """Propagate to a fixed point; in a stage, only one split of one group of dims."""
@@ -85,99 +80,67 @@ class Spread:
             place = heapq.heappop(self.queues[number])
             edge = edges[-place if number == _BACKWARDS else place]
             self.queued[edge.place] &= ~(1 << number)
-            sources, sinks = _PASSES[number]
-            if self.has_room(edge, sinks):
-                self.pass_on(edge, sources, sinks)
+            self.pass_on(edge, number == _FORWARDS)
 
     def revisit(self, edges: Iterable[Edge]) -> None:
-        """Queue operators: in program order for passes that go forwards, else from the end."""
+        """Queue operators: in program order for passes that go forwards, else from the end.
+
+        Those of level 0 pass splits both ways at once, and need not do so again backwards.
+        """
         for edge in edges:
-            if not self.has_room(edge, _BOTH):  # and never again: room only shrinks
+            if not self.has_room(edge):  # and never again: room only shrinks
                 continue
             queued = self.queued[edge.place]
-            for number in range(edge.level, len(self.queues)):
+            for number in (edge.level, edge.level + 1):
                 if not queued >> number & 1:
                     queued |= 1 << number
                     place = -edge.place if number == _BACKWARDS else edge.place
                     heapq.heappush(self.queues[number], place)
             self.queued[edge.place] = queued
 
-    def has_room(self, edge: Edge, sinks: Sequence[int]) -> bool:
-        """Whether any dim of an operator's tensors could take a split over."""
-        stage = self.stage
-        for side in sinks:
-            for atom, names, _ in edge.sides[side]:
-                for dim in self.open[atom]:
-                    if names[dim] and (not stage or self.is_of(stage, atom, dim)):
-                        return True
-        return False
+    def has_room(self, edge: Edge) -> bool:
+        """Whether a variable of an operator could take a split over."""
+        return any(map(self.open.__getitem__, edge.variables))
 
-    def is_of(self, stage: Stage, atom: Any, dim: int) -> bool:
-        """Whether a stage is about a dim."""
-        return stage[0] is None or self.groups[atom][dim] == stage[0]
-
-    def pass_on(self, edge: Edge, sources: Sequence[int], sinks: Sequence[int]) -> None:
+    def pass_on(self, edge: Edge, forwards: bool) -> None:
         """Propagate splits between the tensors of an operator."""
-        wanted = self.preferences(edge, sources)
-        order = {factor: i for i, factor in enumerate(wanted)}
-        for side in sinks:
-            for atom, names, _ in edge.sides[side]:
-                dims = [d for d in self.open[atom] if names[d] and names[d][0] in wanted]
-                if len(dims) > 1:
-                    dims.sort(key=lambda d: order[names[d][0]])
-                for dim in dims:
-                    if self.stage and not self.is_of(self.stage, atom, dim):
-                        continue
-                    split = offered(edge, atom, dim, names[dim], wanted)
-                    if split and self.stage and split is not self.stage[1]:
-                        continue
-                    if split and (split := self.fitting(atom, dim, split)):
-                        splits = self.splits[atom]
-                        self.splits[atom] = (*splits[:dim], split, *splits[dim + 1 :])
-                        self.split.add(atom)
-                        self.open[atom] = self.open_dims(atom)
-                        self.revisit(self.flow.touching[atom])
+        if not self.has_room(edge):
+            return
+        variables, stage = edge.variables, self.stage
+        for position, dim, split in self.offers(edge, forwards, [self.open[v] for v in variables]):
+            var = variables[position]
+            if dim not in self.open[var]:  # it is another operand too, and has taken a split there
+                continue
+            if stage is None or (split is stage[1] and self.is_of(stage, var, dim)):
+                self.take(var, dim, split)
 
-    def fitting(self, atom: Any, dim: int, split: Split) -> Split | None:
-        """The part of a split that is compatible with the other splits of a tensor."""
-        others = self.splits[atom][:dim] + self.splits[atom][dim + 1 :]
-        return fitting_part(tuple([s for s in others if s]), split)
+    def is_of(self, stage: Stage, var: Any, dim: int) -> bool:
+        """Whether a stage is about a dim."""
+        return stage[0] is None or self.groups[var][dim] == stage[0]
 
-    def known(self, edge: Edge, sources: Sequence[int]) -> Any:
-        """Everything that an operator's preferences depend on."""
-        splits = [self.splits[atom] for side in sources for atom, _, _ in edge.sides[side]]
-        return (edge.kind, len(sources), *splits)
+    def take(self, var: Any, dim: int, split: Split) -> None:
+        """Split a dim, as far as that is compatible with the other splits of the tensor."""
+        splits = self.splits[var]
+        part = fitting_part(tuple([s for s in splits if s]), split)
+        if part:
+            self.splits[var] = (*splits[:dim], part, *splits[dim + 1 :])
+            self.split.add(var)
+            self.open[var] = self.open_dims(var)
+            self.revisit(self.flow.touching[var])
 
-    def preferences(self, edge: Edge, sources: Sequence[int]) -> dict[Factor, Split]:
-        """For each factor the split that most of its tensors' bytes already have."""
-        key = self.known(edge, sources)
-        if key not in self.wanted:
-            self.wanted[key] = self.favourites(edge, sources)
-        return self.wanted[key]
+    def offers(
+        self, edge: Edge, forwards: bool, dims: Sequence[Sequence[int]]
+    ) -> Sequence[tuple[int, int, Split]]:
+        """The splits that neighbours offer to these dims of each variable of an operator.
 
-    def favourites(self, edge: Edge, sources: Sequence[int]) -> dict[Factor, Split]:
-        """The preferences themselves, from the votes of the tensors."""
-        votes: dict[Factor, dict[Split, float]] = {}
-        instead: dict[Factor, dict[Split, float]] = {}  # of factors that nothing else splits
-        factors, eqn = edge.factors, edge.eqn
-        for side in sources:
-            for atom, names, weight in edge.sides[side]:
-                for dim, split in zip(names, self.splits[atom], strict=True):
-                    if split is None or not dim:
-                        continue
-                    for factor, part in decompose(split, dim, factors.sizes).items():
-                        taker = factors.taken_over(factor, part)
-                        if taker and (not part.ragged or (eqn and rowwise(eqn, factor))):
-                            tally = (votes if taker == factor else instead).setdefault(taker, {})
-                            tally[part] = tally.get(part, 0) + weight
-        votes = instead | votes
-        favourite = {f: max(tally, key=tally.__getitem__) for f, tally in votes.items()}
-        if len(favourite) < 2:
-            return favourite
-        order = sorted(
-            favourite, key=lambda f: (f not in factors.priority, -votes[f][favourite[f]])
-        )
-        return {f: favourite[f] for f in order}
+        Forwards, results are offered those of operands. Computed once for operators that are alike.
+        """
+        splits = [self.splits[v] for v in edge.variables]
+        key = (edge.kind, forwards, *splits, *dims)
+        found = self.flow.offers.get(key)
+        if found is None:
+            found = self.flow.offers[key] = list(_offers(edge, forwards, splits, dims))
+        return found
 
     @functools.cached_property
     def shardings(self) -> dict[Any, Sharding]:
@@ -190,34 +153,55 @@ class Spread:
         """The dims that were offered a neighbour's split and could not take it."""
         found: dict[Node, Split] = {}
         for edge in self.flow.edges:
-            key = self.known(edge, _BOTH)
-            if self.agreed.get(key):
+            for position, dim, split in self.offers(edge, False, edge.dims.numbers):
+                var = edge.variables[position]
+                sealed = self.sealed and var in self.flow.constants
+                if (
+                    self.splits[var][dim] is not split
+                    and dim not in self.flow.closed.get(var, ())
+                    and not sealed
+                ):
+                    found.setdefault((var, dim), split)
+        return found
+
+
+def _offers(
+    edge: Edge,
+    forwards: bool,
+    splits: Sequence[Sequence[Split | None]],
+    dims: Sequence[Sequence[int]],
+) -> Iterator[tuple[int, int, Split]]:
+    """For some dims of the variables at each position, the splits that they are offered."""
+    operands, names = edge.dims.operands, edge.dims.names
+    wanted = _preferences(edge, splits[:operands] if forwards else splits)
+    order = {factor: number for number, factor in enumerate(wanted)}
+    for position in range(operands if forwards else 0, len(splits)):
+        own = names[position]
+        named = [d for d in dims[position] if own[d] and own[d][0] in wanted]
+        for dim in sorted(named, key=lambda d: order[own[d][0]]):
+            split = compose(own[dim], wanted, edge.factors.sizes)
+            if split and not edge.factors.resized.isdisjoint(own[dim]):
+                rows = edge.variables[position].aval.shape[dim]
+                split = split if split.tiles <= rows else None
+            if split:
+                yield position, dim, split
+
+
+def _preferences(edge: Edge, splits: Sequence[Sequence[Split | None]]) -> dict[Factor, Split]:
+    """For each factor the split that most of its tensors' bytes already have."""
+    votes: dict[Factor, dict[Split, float]] = {}
+    instead: dict[Factor, dict[Split, float]] = {}  # of factors that nothing else splits
+    factors, eqn = edge.factors, edge.eqn
+    for names, weight, own in zip(edge.dims.names, edge.dims.weights, splits, strict=False):
+        for dim, split in zip(names, own, strict=True):
+            if split is None or not dim:
                 continue
-            unmet = self.unmet(edge)
-            self.agreed[key] = not unmet
-            for atom, dim, split in unmet:
-                sealed = self.sealed and atom in self.flow.constants
-                if dim not in self.flow.closed.get(atom, ()) and not sealed:
-                    found.setdefault((atom, dim), split)
-        return found
-
-    def unmet(self, edge: Edge) -> list[tuple[Any, int, Split]]:
-        """The dims of an operator's tensors that are not split like the majority."""
-        wanted, found = self.preferences(edge, _BOTH), []
-        for atom, names, _ in edge.sides[0] + edge.sides[1] if wanted else ():
-            for dim, name in enumerate(names):
-                if name and name[0] in wanted:
-                    split = offered(edge, atom, dim, name, wanted)
-                    if split and self.splits[atom][dim] is not split:
-                        found.append((atom, dim, split))
-        return found
-
-
-def offered(
-    edge: Edge, atom: Any, dim: int, name: Dim, wanted: Mapping[Factor, Split]
-) -> Split | None:
-    """The split that a dim is offered when its factors are to be split as `wanted`."""
-    split = compose(name, wanted, edge.factors.sizes)
-    if split and edge.factors.resized and not edge.factors.resized.isdisjoint(name):
-        return split if split.tiles <= atom.aval.shape[dim] else None
-    return split
+            for factor, part in decompose(split, dim, factors.sizes).items():
+                taker = factors.taken_over(factor, part)
+                if taker and (not part.ragged or (eqn and rowwise(eqn, factor))):
+                    tally = (votes if taker == factor else instead).setdefault(taker, {})
+                    tally[part] = tally.get(part, 0) + weight
+    votes = instead | votes
+    favourite = {f: max(tally, key=tally.__getitem__) for f, tally in votes.items()}
+    order = sorted(favourite, key=lambda f: (f not in factors.priority, -votes[f][favourite[f]]))
+    return {f: favourite[f] for f in order}

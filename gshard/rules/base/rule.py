@@ -188,19 +188,20 @@ def equation_key(eqn: JaxprEqn) -> int | None:
 
     None if a parameter is not hashable, or for equations with bodies.
     """
-    params = tuple(eqn.params.items())
-    if any(map(_holds_program, eqn.params.values())):
-        return None
-    types: list[Any] = []
+    described: list[Any] = [eqn.primitive, *eqn.params.items()]
     for atom in (*eqn.invars, *eqn.outvars):
         aval = atom.aval
-        types += (aval.shape, aval.dtype, str(atom.val) if isinstance(atom, Literal) else None)
-    if len(_numbers) > MOST_REMEMBERED:
-        _numbers.clear()
+        described += (aval.shape, aval.dtype, str(atom.val) if isinstance(atom, Literal) else None)
+    key = tuple(described)
     try:
-        return _numbers.setdefault((eqn.primitive, params, tuple(types)), next(_unused))
+        number = _numbers.get(key)
     except TypeError:  # a parameter that cannot be hashed
         return None
+    if number is None and not any(map(_holds_program, eqn.params.values())):
+        if len(_numbers) > MOST_REMEMBERED:
+            _numbers.clear()
+        number = _numbers[key] = next(_unused)
+    return number
 
 
 _numbers: dict[Any, int] = {}  # of kinds of equations

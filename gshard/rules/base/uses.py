@@ -55,6 +55,17 @@ class Uses:
         return _sums(self.jaxpr)
 
     @functools.cached_property
+    def linear(self) -> list[tuple[JaxprEqn, list[Any]]]:
+        """The operators, from the last, that are linear in values with no other use; and those."""
+        found, counts = [], self.counts
+        for eqn in reversed(self.jaxpr.eqns):
+            operands = [eqn.invars[n] for group in linear_groups(eqn) for n in group]
+            once = [a for a in operands if not isinstance(a, Literal) and counts[a] == 1]
+            if once:
+                found.append((eqn, once))
+        return found
+
+    @functools.cached_property
     def narrow(self) -> dict[Any, float]:
         """The parts of values' bytes that have to move, where those are less than all."""
         return _narrow_parts(self.jaxpr)
@@ -106,39 +117,30 @@ def may_stay_unreduced(
     are the same whatever the `shardings`; before those are known, variables that may stay unreduced
     because of them are left out.
     """
-    jaxpr, uses, sums = of.jaxpr, of.counts, of.sums
+    jaxpr, sums = of.jaxpr, of.sums
     found: dict[Any, float] = {}
     ends: set[Any] = set()  # what is added, in the end, to a result that leaves
     saving: set[Any] = set()  # of which less, or fewer, or otherwise split ones are summed later
     for number, share in leaving.items():
         var = jaxpr.outvars[number]
-        if not isinstance(var, Literal) and uses[var] == 1:
+        if not isinstance(var, Literal) and of.counts[var] == 1:
             found[var] = share
             ends.add(var)
             saving.add(var)
-    for eqn in reversed(jaxpr.eqns):
-        linear = {number for group in linear_groups(eqn) for number in group}
-        able = [
-            a
-            for number, a in enumerate(eqn.invars)
-            if number in linear
-            and not isinstance(a, Literal)
-            and uses[a] == 1
-            and _keeps_sums(eqn, ends)
-        ]
+    for eqn, able in of.linear:
+        if not _keeps_sums(eqn, ends):
+            continue
         if eqn.primitive in JOINED and not sums.issuperset(eqn.invars):
-            able = []  # other values would be summed too, which are as large as they are
+            continue  # other values would be summed too, which are as large as they are
+        out, both = eqn.outvars[0], _adds_sums(eqn, sums.intersection(able))
+        saves = both or out in saving or (eqn.primitive in JOINED and len(able) > 1)
+        share = found.get(out, 1.0)
         for atom in able:
-            share = found.get(eqn.outvars[0], 1.0)
-            both = _adds_sums(eqn, sums.intersection(able))
-            one = eqn.primitive in JOINED and len(able) > 1
-            saves = both or one or eqn.outvars[0] in saving
-            if not (saves or _is_less_later(eqn, atom, shardings)):
-                continue
-            saving.add(atom)
-            found[atom] = share / 2 if both else share
-            if eqn.outvars[0] in ends:
-                ends.add(atom)
+            if saves or _is_less_later(eqn, atom, shardings):
+                saving.add(atom)
+                found[atom] = share / 2 if both else share
+                if out in ends:
+                    ends.add(atom)
     once = {number for number, share in leaving.items() if share < 1}
     for var in _leading_to(jaxpr, once) if once else ():
         found.setdefault(var, max(leaving.values()))
@@ -183,7 +185,7 @@ def _adds_sums(eqn: JaxprEqn, unreduced: Collection[Any]) -> bool:
 def _is_less_later(eqn: JaxprEqn, atom: Any, shardings: Mapping[Any, Sharding] | None) -> bool:
     """Whether a device has less of the result than of `atom` to reduce, or other rows of it."""
     out = eqn.outvars[0]
-    if out.aval.size < atom.aval.size:
+    if out.aval.shape != atom.aval.shape and out.aval.size < atom.aval.size:
         return True
     return shardings is not None and _otherwise_split(eqn, shardings[atom], shardings[out])
 
