@@ -56,7 +56,7 @@ def auto_to_manual_spmd_partition(tensor: T, device_assignment: ArrayLike | None
             "shape is not known; pass the result of split(), shard() or replicate(), or a "
             "device assignment"
         )
-    return to_manual_p.bind(tensor, annotation=annotation, num_devices=count, copies="all")
+    return to_manual_p.bind(tensor, annotation=annotation.on(count), copies="all")
 
 
 def manual_to_auto_spmd_partition(
@@ -81,9 +81,7 @@ def manual_to_auto_spmd_partition(
                 f"{sharding.tiles} has parts of shape {sharding.local_shape(shape)}, but the part "
                 f"is {tensor.shape}"
             )
-    return to_auto_p.bind(
-        tensor, annotation=annotation, shape=shape, num_devices=count, copies="first"
-    )
+    return to_auto_p.bind(tensor, annotation=annotation.on(count), shape=shape, copies="first")
 
 
 def partition_id() -> jax.Array:

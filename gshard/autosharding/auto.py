@@ -193,8 +193,7 @@ class _Chooser:
     def _meshes(self) -> list[MeshShape]:
         """The meshes to look at: first those of few axes, then those along the nodes of the
         hardware. Beyond the first, only those whose problems can be solved in about a minute."""
-        flow = Flow(self.subject.devices)
-        flow.add(self.subject.flat.jaxpr)
+        flow = Flow(self.subject.flat.jaxpr, self.subject.devices)
         shapes = Counter(
             max((a.aval.shape for side in edge.atoms for a in side), key=len, default=())
             for edge in flow.edges

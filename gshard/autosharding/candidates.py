@@ -172,8 +172,7 @@ class Candidates:
     @functools.cached_property
     def operators(self) -> list[Edge]:
         """The operators of the program, with their factors."""
-        flow = Flow(self.subject.devices)
-        flow.add(self.subject.flat.jaxpr)
+        flow = Flow(self.subject.flat.jaxpr, self.subject.devices)
         return [e for e in flow.edges if e.eqn is not None and e.atoms[1]]
 
     @functools.cached_property

@@ -103,8 +103,7 @@ def _read(
     flat: ClosedJaxpr, devices: int, hardware: Hardware, optimistic: bool
 ) -> tuple[Flow, Touched, Sharing]:
     """What is the same on all meshes."""
-    flow = Flow(devices)
-    flow.add(flat.jaxpr)
+    flow = Flow(flat.jaxpr, devices)
     return flow, Touched(flat.jaxpr, hardware, devices, optimistic), Sharing(flow, optimistic)
 
 

@@ -49,8 +49,12 @@ from gshard.tensors.manual import to_auto_p, to_manual_p
 from gshard.tensors.meshes import grid_of
 from gshard.tensors.named_axes import NamedAxes, is_shard_map, is_type_only, lower_named_axes
 
-# Parameters with JAX's shardings: of operators that only reshard, and of others.
-_CONSTRAINTS = {sharding_constraint_p: "sharding", reshard_p: "dst_sharding"}
+# Parameters with annotations and JAX's shardings: of operators that only reshard, and of others.
+_CONSTRAINTS = {
+    annotate_p: "annotation",
+    sharding_constraint_p: "sharding",
+    reshard_p: "dst_sharding",
+}
 _OWN_SHARDING = ("sharding", "out_sharding")
 
 
@@ -167,21 +171,24 @@ class _Builder:
         return [self.annotate(eqn, outvars[0], spec_of_type(own[0]))] if own else outvars
 
     def annotate(self, eqn: JaxprEqn, atom: Any, sharding: Any) -> Any:
-        """`atom` annotated with a JAX sharding."""
+        """`atom` annotated with an annotation or a JAX sharding."""
         if sharding is None or (isinstance(sharding, NamedSharding) and sharding.mesh.empty):
             return atom
         annotation = self.annotation_of(eqn, sharding, len(atom.aval.shape))
         return self.append(eqn, [atom], [Var(atom.aval)], annotate_p, {"annotation": annotation})[0]
 
     def annotation_of(self, eqn: JaxprEqn, sharding: Any, rank: int) -> Annotation:
-        """The annotation for a JAX sharding; errors name the user's line."""
+        """An annotation or a JAX sharding on these devices; errors name the user's line."""
         name = f"{eqn.primitive.name} to {getattr(sharding, 'spec', sharding)}"
         if self.region and isinstance(sharding, NamedSharding):
             sharding = NamedSharding(self.region.mesh, sharding.spec)
         try:
+            if isinstance(sharding, Annotation):
+                return sharding.on(self.order.count)
             return self.order.annotation(sharding, rank, name)
         except ValueError as error:
-            raise ValueError(f"{source_of(eqn)}: {name}: {error}") from None
+            asked = "" if isinstance(sharding, Annotation) else f"{name}: "
+            raise ValueError(f"{source_of(eqn)}: {asked}{error}") from None
 
     def append(
         self,
@@ -208,11 +215,10 @@ class _Builder:
             )
         if set(manual) != set(mesh.axis_names):
             return self.partly_manual(eqn, manual, args)
-        own: dict[str, Any] = {"num_devices": count}
         entered = []
         for atom, spec, var in zip(args, eqn.params["in_specs"], body.invars, strict=True):
             annotation = self.annotation_of(eqn, NamedSharding(mesh, spec), len(atom.aval.shape))
-            params = {**own, "annotation": annotation, "copies": "all"}
+            params = {"annotation": annotation, "copies": "all"}
             entered += self.append(eqn, [atom], [_fresh(var)], to_manual_p, params)
         self.axes = NamedAxes(tuple(mesh.axis_names), grid_of(mesh, self.order.numbers_in_meshes))
         left = self.inline(getattr(body, "jaxpr", body), getattr(body, "consts", ()), entered)
@@ -220,7 +226,7 @@ class _Builder:
         results = []
         for atom, spec, var in zip(left, eqn.params["out_specs"], eqn.outvars, strict=True):
             annotation = self.annotation_of(eqn, NamedSharding(mesh, spec), len(var.aval.shape))
-            params = {**own, "annotation": annotation, "shape": var.aval.shape, "copies": "first"}
+            params = {"annotation": annotation, "shape": var.aval.shape, "copies": "first"}
             results += self.append(eqn, [atom], [_fresh(var)], to_auto_p, params)
         return results
 

@@ -87,7 +87,7 @@ def _parts(eqn: JaxprEqn, tensor: Known, count: int) -> Parts:
     """Each device's part of a tensor; what is padding there may hold anything."""
     assert isinstance(tensor, Shadow)
     value = tensor.value
-    sharding = eqn.params["annotation"].resolve(count)
+    sharding = eqn.params["annotation"].sharding
     shape = tuple(eqn.invars[0].aval.shape)
     held = Held(None, sharding, shape)
     slack = np.zeros(shape) if tensor.slack is None else tensor.slack
@@ -109,12 +109,12 @@ def _parts(eqn: JaxprEqn, tensor: Known, count: int) -> Parts:
 
 def _put_together(eqn: JaxprEqn, parts: Known, count: int) -> Shadow:
     """The tensor that devices have the parts of."""
-    sharding = eqn.params["annotation"].resolve(count)
+    sharding = eqn.params["annotation"].sharding
     held = Held(None, sharding, tuple(eqn.params["shape"]))
     own = [of_device(parts, device) for device in range(count)]
     tiles: list[Any] = [None if x is None else x.value for x in own]
     limits: list[Any] = [None if x is None else _slack(x) for x in own]
-    if eqn.params["copies"] == "sum" and sharding.replicas > 1:
+    if eqn.params["copies"] == "all" and sharding.replicas > 1:
         for group in copies_groups(sharding):
             values = [plain(tiles[d]) for d in group]
             total = np.sum([wide(x) for x in values], axis=0).astype(values[0].dtype)

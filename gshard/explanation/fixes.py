@@ -128,10 +128,9 @@ def _by_call(subject: Subject) -> list[list[JaxprEqn]]:
 
 
 def _candidates(repeated: list[JaxprEqn], num_devices: int) -> Iterator[tuple[str, Changes]]:
-    first: Annotation = repeated[0].params["annotation"]
     yield "no annotation", dict.fromkeys(repeated)
     shape = repeated[0].outvars[0].aval.shape
-    sharding = first.resolve(num_devices)
+    sharding = repeated[0].params["annotation"].sharding
     if any(len(e.outvars[0].aval.shape) != len(shape) for e in repeated):
         return
     splits = [s for s in sharding.splits if s]
@@ -160,13 +159,8 @@ def _with(closed: ClosedJaxpr, changed: Changes) -> ClosedJaxpr:
 
 
 def _annotated(eqn: JaxprEqn, annotation: Annotation | None) -> JaxprEqn:
-    rank = len(eqn.outvars[0].aval.shape)
     if annotation is None:  # an annotation with all dims open says nothing
-        nothing = Sharding.replicated(rank, _devices(eqn))
-        annotation = Annotation("nothing", nothing.tiles, None, tuple(range(rank)))
+        open_dims = tuple(range(len(eqn.outvars[0].aval.shape)))
+        nothing = Sharding.replicated(len(open_dims), eqn.params["annotation"].sharding.num_devices)
+        annotation = Annotation.of_sharding("nothing", nothing, open_dims)
     return eqn.replace(params={**eqn.params, "annotation": annotation})
-
-
-def _devices(eqn: JaxprEqn) -> int:
-    sharding = eqn.params["annotation"].sharding
-    return sharding.num_devices if sharding is not None else 1

@@ -67,9 +67,7 @@ class Subject:
     @functools.cached_property
     def flow(self) -> Flow:
         """Which dims of which values are neighbours through which operator."""
-        flow = Flow(self.num_devices)
-        flow.add(self.flat.jaxpr)
-        return flow
+        return Flow(self.flat.jaxpr, self.num_devices)
 
     @functools.cached_property
     def loops(self) -> dict[Any, JaxprEqn]:

@@ -6,9 +6,10 @@ spread along the edges (`spread`).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,6 +59,7 @@ class Dims(NamedTuple):
 class Edge:
     """An operator, or the border of a loop, that relates the dims of its variables."""
 
+    place: int  # in the program
     factors: Factors
     atoms: tuple[list[Any], list[Any]]
     level: int
@@ -65,10 +67,10 @@ class Edge:
     runs: int  # how often it runs: the trip counts of the loops around it
     dims: Dims
     kind: Any = None  # equal for operators that are alike
-    place: int = 0
     variables: tuple[Any, ...] = ()  # those that `dims` describes
 
     def __post_init__(self) -> None:
+        self.kind = self if self.kind is None else self.kind
         atoms = self.atoms[0] + self.atoms[1]
         self.variables = tuple([atoms[i] for i in self.dims.positions])
 
@@ -76,7 +78,7 @@ class Edge:
 class Flow:
     """A program as tensors and the edges between them, through which splits spread."""
 
-    def __init__(self, num_devices: int, memory_limit: int = MEMORY_LIMIT):
+    def __init__(self, jaxpr: Jaxpr, num_devices: int, memory_limit: int = MEMORY_LIMIT):
         self.num_devices = num_devices
         self.memory_limit = memory_limit  # bytes of a loop's constants that may be gathered for it
         self.constants: dict[Any, None] = {}  # loop invariants, inside the loop
@@ -84,23 +86,53 @@ class Flow:
         self.annotations: dict[Any, JaxprEqn] = {}  # the equations that annotate variables
         self.closed: dict[Any, set[int]] = defaultdict(set)  # dims that must stay unsplit
         self.runs: dict[Any, int] = {}  # how often each variable is made
-        self.uses: dict[Jaxpr, Uses] = {}  # of the values of each program
-        self.shares: dict[Any, float] = {}  # of unreduced values in the cost of their sum
-        self.narrow: dict[Any, float] = {}  # the parts of values that have to move for them
         self.manual: set[Any] = set()  # variables of manual regions
         self.edges: list[Edge] = []
         self.kinds: dict[JaxprEqn, int] = {}  # the keys of equations
         self.dims: dict[Any, Dims] = {}  # by these keys
-        self.touching: dict[Any, list[Edge]] = defaultdict(list)
+        self.loops: dict[Jaxpr, Loop | None] = {}  # the program, and the bodies of its loops
         self.offers: dict[Any, Any] = {}  # the splits that operators pass on (`spread`)
+        self._add(jaxpr)
+        if not self.manual.isdisjoint(v for v in jaxpr.outvars if not isinstance(v, Literal)):
+            raise ValueError(
+                "the function returns a value of a manual region; convert it with "
+                "manual_to_auto_spmd_partition, which says which part of the result each device has"
+            )
+
+    @functools.cached_property
+    def touching(self) -> dict[Any, list[Edge]]:
+        """The edges of each variable."""
+        found = defaultdict(list)
+        for edge in self.edges:
+            for atom in edge.atoms[0] + edge.atoms[1]:
+                if not isinstance(atom, Literal):
+                    found[atom].append(edge)
+        return found
+
+    @functools.cached_property
+    def uses(self) -> dict[Jaxpr, Uses]:
+        """How the values of the program and of each body are used."""
+        return {jaxpr: Uses(jaxpr) for jaxpr in self.loops}
+
+    @functools.cached_property
+    def shares(self) -> dict[Any, float]:
+        """The shares of unreduced values in the cost of their sum."""
+        found: dict[Any, float] = {}
+        for jaxpr, loop in self.loops.items():
+            sums = leaving(loop, found) if loop else NOTHING
+            found |= may_stay_unreduced(self.uses[jaxpr], sums)
+        return found
+
+    @functools.cached_property
+    def narrow(self) -> dict[Any, float]:
+        """The parts of values that have to move for them."""
+        return {var: part for uses in self.uses.values() for var, part in uses.narrow.items()}
 
     # ------------------------------------------------------------ the program
 
-    def add(self, jaxpr: Jaxpr, runs: int = 1, sums: Mapping[int, float] = NOTHING) -> None:
-        """Add a program that runs `runs` times; some results may leave it unreduced (`sums`)."""
-        uses = self.uses.setdefault(jaxpr, Uses(jaxpr))
-        self.shares |= may_stay_unreduced(uses, sums)
-        self.narrow |= uses.narrow
+    def _add(self, jaxpr: Jaxpr, runs: int = 1, loop: Loop | None = None) -> None:
+        """Add a program, or a body of a loop, that runs `runs` times."""
+        self.loops[jaxpr] = loop
         for var in [*jaxpr.constvars, *jaxpr.invars]:
             self.declare(var, runs)
         for eqn in jaxpr.eqns:
@@ -108,8 +140,8 @@ class Flow:
                 self.declare(var, runs)
             if eqn.primitive is annotate_p:
                 self.annotate(eqn)
-            if loop := Loop.of(eqn):
-                self.add_bodies(loop, runs)
+            if inner := Loop.of(eqn):
+                self.add_bodies(inner, runs)
             elif eqn.primitive is to_auto_p:
                 self.annotate(eqn)
             elif self.is_manual(eqn):
@@ -120,11 +152,11 @@ class Flow:
                 dims = self.dims.get(kind) or Dims.of(factors, *atoms)
                 if kind is not None:
                     self.kinds[eqn], self.dims[kind] = kind, dims
-                self.connect(Edge(factors, atoms, rule.level, eqn, runs, dims, kind))
+                place = len(self.edges)
+                self.edges.append(Edge(place, factors, atoms, rule.level, eqn, runs, dims, kind))
 
     def add_bodies(self, loop: Loop, runs: int) -> None:
         """Add the bodies of a loop or branch, and their links to the outside."""
-        sums = leaving(loop, self.shares)
         before = -1
         while before != len(self.manual):  # a carried value may turn out to be manual at the end
             before, edges = len(self.manual), len(self.edges)
@@ -132,11 +164,11 @@ class Flow:
                 if a in self.manual or b in self.manual:
                     self.manual |= {a, b}
             for body in loop.bodies:
-                self.add(body.jaxpr, runs * loop.runs, sums)
+                self._add(body.jaxpr, runs * loop.runs, loop)
             if loop.decided_by in self.manual:  # each device takes a branch, or ends, by itself
                 self.manual.update(loop.eqn.outvars)
             if before != len(self.manual):
-                self.forget(edges)
+                del self.edges[edges:]
         fixed = self.same_in_every_run(loop)
         if sum(byte_size(v.aval.shape, v.aval.dtype) for v in fixed) <= self.memory_limit:
             self.constants.update(dict.fromkeys(fixed))
@@ -160,14 +192,6 @@ class Flow:
         small = all(math.prod(v.aval.shape) <= size for v in eqn.outvars)
         return rule is not None and rule.level == 0 and small
 
-    def forget(self, count: int) -> None:
-        """Remove all edges but the first `count`."""
-        for edge in self.edges[count:]:
-            for atom in edge.atoms[0] + edge.atoms[1]:
-                if not isinstance(atom, Literal):
-                    self.touching[atom].remove(edge)
-        del self.edges[count:]
-
     def is_manual(self, eqn: JaxprEqn) -> bool:
         """Whether an operator is in a manual region: it has a manual operand."""
         if eqn.primitive in MAKES_MANUAL:
@@ -190,13 +214,9 @@ class Flow:
                 "is in, where every device has its own value; convert it with "
                 "manual_to_auto_spmd_partition first"
             )
-        try:
-            sharding = annotation.resolve(self.num_devices)
-        except ValueError as error:
-            raise ValueError(f"{source_of(eqn)}: {error}") from None
         (var,) = eqn.outvars
         self.annotations[var] = eqn
-        self.fix(var, sharding, set(annotation.open_dims))
+        self.fix(var, annotation.sharding, set(annotation.open_dims))
 
     def fix(self, var: Any, sharding: Sharding, open_dims: set[int] | None = None) -> None:
         """Fix a variable to a sharding, except for some dims."""
@@ -210,14 +230,6 @@ class Flow:
         inside: tuple[Dim, ...] = tuple((n,) for n in names)
         outside: tuple[Dim, ...] = ((),) * more + inside
         runs = min(self.runs[a], self.runs[b])
-        factors = Factors((outside,), (inside,), sizes)
-        self.connect(Edge(factors, ([a], [b]), 0, None, runs, Dims.of(factors, [a], [b])))
-
-    def connect(self, edge: Edge) -> None:
-        """Add an edge at the end of the program."""
-        edge.place = len(self.edges)
-        edge.kind = edge if edge.kind is None else edge.kind
-        self.edges.append(edge)
-        for atom in edge.atoms[0] + edge.atoms[1]:
-            if not isinstance(atom, Literal):
-                self.touching[atom].append(edge)
+        factors, atoms = Factors((outside,), (inside,), sizes), ([a], [b])
+        dims = Dims.of(factors, *atoms)
+        self.edges.append(Edge(len(self.edges), factors, atoms, 0, None, runs, dims))

@@ -108,8 +108,7 @@ def propagate(
     loop that take at most `memory_limit` bytes in all may be gathered before it. Variables
     `inside` the program are held to their shardings, except those that a rewrite has removed.
     """
-    flow = Flow(num_devices, memory_limit)
-    flow.add(closed.jaxpr)
+    flow = Flow(closed.jaxpr, num_devices, memory_limit)
     for var, sharding in (inside or {}).items():
         if var in flow.given and var not in flow.manual:
             flow.fix(var, sharding)

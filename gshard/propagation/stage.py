@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
 from gshard.graph.history import History
+from gshard.propagation.inside import Inside, resolved
 from gshard.propagation.propagate import Propagated, propagate
 from gshard.propagation.rewrites.exchange_by_expert import exchange_by_expert
 from gshard.propagation.rewrites.ring_attention import ring_attention
@@ -31,12 +32,12 @@ REWRITES: dict[str, tuple[Rewrite, str]] = {
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """What is given: the shardings of `arguments` and of values `inside`, and the devices."""
+    """What is given: the shardings of some `arguments` and of tensors `inside`, and the devices."""
 
     num_devices: int
     memory_limit: int
-    arguments: Mapping[Any, Sharding]
-    inside: Mapping[Any, Sharding]
+    arguments: Sequence[Sharding | None]
+    inside: Sequence[Inside]
 
 
 def shard(
@@ -48,24 +49,19 @@ def shard(
     order of sums in a `reproducible` program is final.
     """
     count, limit = known.num_devices, known.memory_limit
-    given, inside = known.arguments, known.inside
-    found = propagate(flat, count, given, limit, inside)
+    arguments = zip(flat.jaxpr.invars, known.arguments, strict=True)
+    given = {var: sharding for var, sharding in arguments if sharding is not None}
+    inside = resolved(flat, known.inside)
+
+    def propagated(flat: ClosedJaxpr) -> Propagated:
+        return propagate(flat, count, given, limit, inside)
+
+    found = propagated(flat)
     history.add("propagate", flat.jaxpr, found.note)
     for title, (rewrite, otherwise) in ({} if reproducible else REWRITES).items():
         remarks: list[str] = []
         rewritten = rewrite(flat, found.shardings, limit, remarks)
         if rewritten is not flat:
-            flat = rewritten
-            found = propagate(flat, count, given, limit, inside)
+            flat, found = rewritten, propagated(rewritten)
         history.add(title, flat.jaxpr, found.note, remarks or [otherwise])
-    check_results(flat.jaxpr.outvars, found.shardings)
     return flat, found
-
-
-def check_results(results: Sequence[Any], shardings: Mapping[Any, Sharding]) -> None:
-    """Reject results that are values of a manual region."""
-    if any(not isinstance(v, Literal) and shardings[v].manual for v in results):
-        raise ValueError(
-            "the function returns a value of a manual region; convert it with "
-            "manual_to_auto_spmd_partition, which says which part of the result each device has"
-        )

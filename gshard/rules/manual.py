@@ -72,7 +72,7 @@ def own(ctx: Context, array: jax.Array) -> Tile:
 def _to_manual(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    sharding = eqn.params["annotation"].resolve(ctx.place.num_devices)
+    sharding = eqn.params["annotation"].sharding
     array = ctx.reshard(tiles[0], sharding, Reason("step", "", "entering a manual region")).array
     if eqn.params["copies"] == "first" and sharding.replicas > 1:
         array = ctx.place.where(sharding.first_copies, array)
@@ -80,9 +80,9 @@ def _to_manual(
 
 
 def _to_auto(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
-    sharding = eqn.params["annotation"].resolve(ctx.place.num_devices)
+    sharding = eqn.params["annotation"].sharding
     array = tiles[0].array
-    if eqn.params["copies"] == "sum" and sharding.replicas > 1:
+    if eqn.params["copies"] == "all" and sharding.replicas > 1:
         reason = Reason("step", "", "gradient of what every copy received in a manual region")
         groups = copies_groups(sharding)
         array = collectives.all_reduce(ctx.place, array, groups, "sum", reason)

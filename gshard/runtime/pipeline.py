@@ -23,7 +23,6 @@ from gshard.moving.seen import Seen
 from gshard.planning.improve import final_passes, passes
 from gshard.planning.plan import Plan, plan_note
 from gshard.planning.planner import partition
-from gshard.propagation.inside import resolved
 from gshard.propagation.stage import Known, shard
 from gshard.rules.fixed_products import COMPILER_OPTIONS
 from gshard.runtime.arrange import Arrangement, arrange
@@ -44,9 +43,7 @@ def lower(
     history, limit = History(), options.memory_limit
     captured = capture(traced, order, options.reproducible, history)
     flat = captured.flat
-    arguments = zip(flat.jaxpr.invars, given, strict=True)
-    fixed = {v: s for v, s in arguments if s is not None}
-    known = Known(order.count, limit, fixed, resolved(flat, options.inside))
+    known = Known(order.count, limit, given, options.inside)
 
     def planned(flat: ClosedJaxpr, history: History) -> Arrangement:
         """The plan of the flat program, or of a variant of it."""

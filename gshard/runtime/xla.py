@@ -23,7 +23,6 @@ from gshard.graph.regions import loop_bodies
 from gshard.graph.source import on_behalf_of
 from gshard.moving.inventory import Beside, Collective
 from gshard.propagation.propagate import propagate
-from gshard.propagation.stage import check_results
 from gshard.runtime.hlo import collectives_of_hlo
 from gshard.runtime.ports import in_place
 from gshard.runtime.program import Program, XlaSettings
@@ -55,7 +54,6 @@ def lower_with_xla(
     own = make_mesh(axes, order.devices)
     assert isinstance(own, Mesh)
     stacks = Stacks(own, shardings)
-    check_results(flat.jaxpr.outvars, shardings)
 
     def named(var: Any) -> NamedSharding | None:
         spec = partition_spec(shardings[var], var.aval.shape, axes)

@@ -92,7 +92,7 @@ class Stacks:
 
     def _enter(self, eqn: JaxprEqn, value: Any) -> Any:
         (out,), count = eqn.outvars, self.mesh.size
-        sharding = eqn.params["annotation"].resolve(count)
+        sharding = eqn.params["annotation"].sharding
         spec = self._named(sharding, value.shape)
 
         def entered(array: Any) -> Any:
@@ -107,7 +107,7 @@ class Stacks:
 
     def _leave(self, eqn: JaxprEqn, value: Any) -> Any:
         (atom,), shape, count = eqn.invars, tuple(eqn.params["shape"]), self.mesh.size
-        sharding = eqn.params["annotation"].resolve(count)
+        sharding = eqn.params["annotation"].sharding
         spec = self._named(sharding, shape)
 
         def left(array: Any) -> Any:

@@ -30,12 +30,12 @@ T = TypeVar("T")  # an array or a tracer
 
 @dataclass(frozen=True)
 class Annotation:
-    """What the user asked of one tensor; `resolve` turns it into a Sharding for given devices.
+    """What the user asked of one tensor; `on` adds the `sharding` that it is on given devices.
 
     `assignment` is None for `replicate`; otherwise a device id per tile, row-major, over `tiles`.
-    `open_dims` are dims that `vmap` added, which the annotation leaves open. `sharding` is set
-    where the annotation came from a `NamedSharding` instead of tiles, and `axes` are then the names
-    of the mesh axes of each dim.
+    `open_dims` are dims that `vmap` added, which the annotation leaves open. In a flat program
+    (`capture.flatten`), and where it came from a `NamedSharding`, the sharding is known. `axes` are
+    the names of the mesh axes of each dim.
     """
 
     name: str
@@ -55,14 +55,17 @@ class Annotation:
         """The annotation that asks for exactly this sharding."""
         return Annotation(name, sharding.tiles, None, open_dims, sharding, axes)
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019  (small, and asked for again and again)
+    def on(self, num_devices: int) -> Annotation:
+        """With the sharding on `num_devices` devices."""
+        return replace(self, sharding=self.resolve(num_devices))
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  (small, and repeated in every layer)
     def resolve(self, num_devices: int) -> Sharding:
         """The sharding on `num_devices` devices; a ValueError says what does not fit on them."""
-        rank = len(self.tiles)
         if self.sharding is not None:
             return self.sharding
         if self.assignment is None:
-            return Sharding.replicated(rank, num_devices)
+            return Sharding.replicated(len(self.tiles), num_devices)
         count = len(self.assignment)
         if count > num_devices:
             raise ValueError(

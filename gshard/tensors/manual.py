@@ -16,6 +16,8 @@ from jax.extend.core import Primitive
 from gshard._jax import ad, batching
 from gshard.tensors.annotate import Annotation, widen
 
+# Parts have copies where a tensor is not split over all devices. `copies` are those that receive a
+# part, and whose parts are summed: "all", or "first", one of each part.
 to_manual_p = Primitive("auto_to_manual")
 to_auto_p = Primitive("manual_to_auto")
 partition_id_p = Primitive("partition_id")
@@ -28,10 +30,8 @@ row_of_device_p = Primitive("row_of_device")
 
 
 @to_manual_p.def_abstract_eval
-def _to_manual_aval(
-    x: Any, *, annotation: Annotation, num_devices: int, copies: str
-) -> ShapedArray:
-    return ShapedArray(annotation.resolve(num_devices).local_shape(x.shape), x.dtype)
+def _to_manual_aval(x: Any, *, annotation: Any, copies: str) -> ShapedArray:
+    return ShapedArray(annotation.sharding.local_shape(x.shape), x.dtype)
 
 
 @to_auto_p.def_abstract_eval
@@ -52,23 +52,12 @@ def _collective_aval(x: Any, *, kind: str, dim: int, groups: Any) -> ShapedArray
     return ShapedArray(shape, x.dtype)
 
 
-def _to_manual_transpose(
-    ct: Any, x: Any, *, annotation: Annotation, num_devices: int, copies: str
-) -> list[Any]:
-    """Whether every copy of a part, or only the first, contributed to the result."""
-    back = {"all": "sum", "first": "first"}[copies]
-    return [
-        to_auto_p.bind(
-            ct, annotation=annotation, shape=x.aval.shape, num_devices=num_devices, copies=back
-        )
-    ]
+def _to_manual_transpose(ct: Any, x: Any, **params: Any) -> list[Any]:
+    return [to_auto_p.bind(ct, shape=x.aval.shape, **params)]
 
 
-def _to_auto_transpose(
-    ct: Any, x: Any, *, annotation: Annotation, shape: Any, num_devices: int, copies: str
-) -> list[Any]:
-    back = {"sum": "all", "first": "first"}[copies]
-    return [to_manual_p.bind(ct, annotation=annotation, num_devices=num_devices, copies=back)]
+def _to_auto_transpose(ct: Any, x: Any, *, shape: Any, **params: Any) -> list[Any]:
+    return [to_manual_p.bind(ct, **params)]
 
 
 def _collective_transpose(ct: Any, x: Any, *, kind: str, dim: int, groups: Any) -> list[Any]:

@@ -195,8 +195,7 @@ def test_values_flow_into_a_loop_to_its_next_run_and_out_of_it():
         return jax.lax.scan(body, x, ws)
 
     flat = jax.make_jaxpr(fn)(struct(16), struct(3, 2, 16))
-    flow = Flow(8)
-    flow.add(flat.jaxpr)
+    flow = Flow(flat.jaxpr, 8)
     outwards = borders.leaving(flat)
     found = {borders.ends(edge, outwards) for edge in flow.edges if edge.eqn is None}
     (outer,) = flat.eqns
@@ -217,8 +216,7 @@ def test_transposed_values_have_the_readers_of_their_source():
 
     flat = jax.make_jaxpr(fn)(struct(8, 16, 24))
     first, _, second, _ = (eqn.outvars[0] for eqn in flat.eqns)
-    flow = Flow(8)
-    flow.add(flat.jaxpr)
+    flow = Flow(flat.jaxpr, 8)
     sharing = Sharing(flow, optimistic=True)
     assert sharing.source(second) == (first, (0, 2, 1))
     # Specs of both are: none, dim 0, dim 1, dim 2.

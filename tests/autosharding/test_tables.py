@@ -18,8 +18,7 @@ SHAPES = (256, 2048), (2048, 512)
 def operator(fn, *shapes, optimistic=False):
     """The last operator of a function, and the tables of it on 8 devices."""
     jaxpr = jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]).jaxpr
-    flow = Flow(8)
-    flow.add(jaxpr)
+    flow = Flow(jaxpr, 8)
     *_, edge = [e for e in flow.edges if e.eqn is not None]
     return edge, Tables(jaxpr, (8,), hardware("h100"), optimistic)
 
