@@ -10,7 +10,6 @@ gshard/rules are examples.
 
 import gshard.rules  # noqa: F401  (before a user's, which replace them)
 from gshard.graph.reason import Reason
-from gshard.rules.base.choose import cheapest
 from gshard.rules.base.register import register_rule
 from gshard.rules.base.rule import (
     Context,
@@ -23,6 +22,7 @@ from gshard.rules.base.rule import (
     Ways,
     Work,
     bind_local,
+    cheapest,
 )
 from gshard.rules.base.ways import by_factors
 from gshard.tensors.devices import Place

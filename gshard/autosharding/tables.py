@@ -149,7 +149,7 @@ class Tables:
         Only its ways have prices; a bound takes any rule of its own to do so for nothing.
         """
         rule = None if edge.eqn is None else RULES.get(edge.eqn.primitive)
-        return rule is not None and bool(rule.ways or (self.optimistic and rule.partition))
+        return rule is not None and bool(rule.ways or (self.optimistic and not rule.by_factors))
 
     def _inside(self, edge: Edge, strategy: Strategy) -> float:
         """Seconds of what an operator sends where its tensors are split like that (`Rule.ways`)."""

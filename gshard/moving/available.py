@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax import lax
@@ -138,7 +138,16 @@ class Mover:
         self.available = available or Available()
 
     def reshard(self, tile: Tile, target: Sharding, reason: Reason) -> Tile:
-        """`tile` under another sharding."""
+        """`tile` under another sharding.
+
+        What enters a manual region like this, as the first value of a loop, is replicated.
+        """
+        here = tile.sharding
+        if target.manual and not here.manual:
+            replicated = Sharding.replicated(target.rank, target.num_devices)
+            return replace(self.reshard(tile, replicated, reason), sharding=target)
+        if here is not target and (here.ragged, target.ragged) != (None, None):
+            return self._reshard_ragged(tile, target, reason)
         if tile.is_unreduced:
             sums, tile = tile, combine(self.place, tile, "sum", target, reason.operator)
             self.seen.moved(sums, tile, f"reduction, {reason}")
@@ -154,6 +163,18 @@ class Mover:
             self.available.add(tile, found)
         self.seen.moved(tile, found, str(reason))
         return found
+
+    def _reshard_ragged(self, tile: Tile, target: Sharding, reason: Reason) -> Tile:
+        """Another sharding of the dims of a row: all rows that devices hold are moved."""
+        dim = target.ragged
+        assert dim is not None, "rows are exchanged by take_rows"
+        split = target.splits[dim]
+        assert split is tile.sharding.splits[dim], "rows are exchanged by take_rows"
+        assert split
+        held = (*tile.shape[:dim], split.tiles * tile.array.shape[dim], *tile.shape[dim + 1 :])
+        even = Tile(tile.array, tile.sharding.replace(dim, split.even), held)
+        moved = self.reshard(even, target.replace(dim, split.even), reason)
+        return Tile(moved.array, target, tile.shape)
 
     def remember(
         self,

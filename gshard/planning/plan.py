@@ -48,7 +48,7 @@ def _rule_of(operator: str) -> str:
     """The file of the rule of an operator, in parentheses."""
     for primitive, rule in RULES.items():
         if primitive.name == operator:
-            made: Any = rule.partition or rule.ways or rule.factors
+            made: Any = (rule.ways or rule.factors) if rule.by_factors else rule.partition
             module = getattr(made, "func", made).__module__  # a partial function's is "functools"
             return f" (rule: {module.removeprefix('gshard.').replace('.', '/')}.py)"
     return ""

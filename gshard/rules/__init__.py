@@ -1,6 +1,10 @@
 """The operators, one file per family; importing this package registers them all."""
 
-from gshard.rules import (
+from collections.abc import Sequence
+
+from jax.extend.core import JaxprEqn
+
+from gshard.rules import (  # noqa: F401  (each file registers its operators)
     callbacks,
     concatenate,
     contraction,
@@ -28,33 +32,20 @@ from gshard.rules import (
     window_reduce,
 )
 from gshard.rules.base.rule import RULES, Rule
+from gshard.rules.base.unreduced import with_unreduced
+from gshard.rules.manual import CROSSING_MANUAL, IN_REGION
+from gshard.rules.unknown import unknown_rule
+from gshard.tensors.tile import Tile
 
-__all__ = [
-    "RULES",
-    "Rule",
-    "callbacks",
-    "concatenate",
-    "contraction",
-    "control",
-    "cumulative",
-    "custom_partitioning",
-    "dynamic_slice",
-    "fft",
-    "fixed_order",
-    "grouped",
-    "grouped_dot",
-    "indexing",
-    "layout",
-    "linalg",
-    "manual",
-    "pallas",
-    "pointwise",
-    "random",
-    "reduction",
-    "ring_pass",
-    "scatter",
-    "slicing",
-    "sort",
-    "window",
-    "window_reduce",
-]
+__all__ = ["RULES", "Rule", "rule_of"]
+
+
+def rule_of(eqn: JaxprEqn, tiles: Sequence[Tile], strict: bool) -> Rule:
+    """The rule by which an operator runs on these tiles: every operator has one.
+
+    With `strict`, a primitive for which none is registered is an error.
+    """
+    if any(t.sharding.manual for t in tiles) and eqn.primitive not in CROSSING_MANUAL:
+        return IN_REGION
+    rule = RULES.get(eqn.primitive) or unknown_rule(eqn, strict)
+    return with_unreduced(rule) if any(t.is_unreduced for t in tiles) else rule

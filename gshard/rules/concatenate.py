@@ -20,7 +20,6 @@ from gshard.moving.offsets import rows_put
 from gshard.moving.plan import plan_reshard, reshard_cost, whole_along
 from gshard.moving.recompute import fetch
 from gshard.moving.row_windows import Move, Runs, Windows, plan_fetch
-from gshard.rules.base.choose import cheapest
 from gshard.rules.base.primitives import concatenate_slices_p
 from gshard.rules.base.rule import (
     RULES,
@@ -28,10 +27,12 @@ from gshard.rules.base.rule import (
     Doc,
     Rule,
     Way,
+    cheapest,
     linear_in_all,
     no_order,
     register,
 )
+from gshard.rules.base.unreduced import joined
 from gshard.rules.base.ways import least
 from gshard.rules.slicing import filled
 from gshard.tensors.devices import Place
@@ -253,12 +254,21 @@ register(
         ways=concatenate_ways,
         ordered=no_order,
         linear=linear_in_all,
+        on_unreduced=joined,
         doc=_JOINED,
     ),
     p.concatenate_p,
     concatenate_slices_p,
 )
-register(Rule(stack_factors, linear=linear_in_all, doc=Doc(free="the operands' dims")), stack_p)
+register(
+    Rule(
+        stack_factors,
+        linear=linear_in_all,
+        on_unreduced=joined,
+        doc=Doc(free="the operands' dims"),
+    ),
+    stack_p,
+)
 register(
     Rule(
         stack_factors,

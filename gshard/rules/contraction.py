@@ -23,11 +23,11 @@ from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.partial import combine, mask_for
-from gshard.rules.base.choose import cheapest, run_as
 from gshard.rules.base.rule import (
     Context,
     Doc,
     Rule,
+    cheapest,
     linear_in,
     no_order,
     register,
@@ -67,7 +67,7 @@ def partition_dot(
         if around:
             factors, chosen = layout.factors, layout.chosen
             return [_in_a_loop(ctx, eqn, factors, chosen, which, around, tiles, targets[0])]
-    return run_as(ctx, eqn, _RULE, layout, tiles, targets)
+    return layout.run(ctx, eqn, _RULE.local, tiles, targets)
 
 
 def _too_large(ctx: Context, layout: Layout, which: int, tile: Tile) -> tuple[Factor, Split] | None:

@@ -19,9 +19,8 @@ from gshard._jax import custom_partitioning_p, parse_sharding_rule, tensor_types
 from gshard.graph.evaluate import bind, evaluate, rebuilt
 from gshard.graph.reason import Reason
 from gshard.graph.source import because, on_behalf_of, source_of
-from gshard.rules.base.choose import cheapest
 from gshard.rules.base.register import factors_of
-from gshard.rules.base.rule import RULES, Context, Doc, Rule, register
+from gshard.rules.base.rule import RULES, Context, Doc, Rule, cheapest, register
 from gshard.rules.base.ways import Layout
 from gshard.rules.manual import run_over_groups
 from gshard.tensors.devices import Place

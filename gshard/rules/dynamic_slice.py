@@ -29,8 +29,8 @@ from gshard.moving.costs import timed
 from gshard.moving.halo import groups_along, shifted_pairs
 from gshard.moving.recompute import fetch
 from gshard.moving.row_windows import plan_fetch
-from gshard.rules.base.choose import cheapest
-from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, linear_in, register
+from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, cheapest, linear_in, register
+from gshard.rules.base.unreduced import sliced
 from gshard.rules.changes import Change
 from gshard.rules.slicing import change_rule, run_changes
 from gshard.tensors import padding
@@ -281,7 +281,10 @@ _WRITTEN = Doc(
     halo="where it moves, most rows: a tile for each bit of the largest offset in tiles",
     gather="where it moves, few rows: AllGather of the update",
 )
-register(change_rule(_windows, _dynamic_slice, linear=linear_in((0,)), doc=_CUT), p.dynamic_slice_p)
+register(
+    change_rule(_windows, _dynamic_slice, linear=linear_in((0,)), on_unreduced=sliced, doc=_CUT),
+    p.dynamic_slice_p,
+)
 register(
     Rule(
         update_factors,

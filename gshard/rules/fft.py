@@ -26,8 +26,7 @@ from jax.extend.core import primitives as p
 from gshard.graph.reason import Reason
 from gshard.moving.costs import passes, worked
 from gshard.moving.plan import reshard_cost, whole_along
-from gshard.rules.base.choose import cheapest
-from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, register
+from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, cheapest, register
 from gshard.rules.base.ways import by_factors
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding

@@ -15,7 +15,6 @@ from jax.extend.core import JaxprEqn
 
 from gshard.graph.reason import Reason
 from gshard.moving.halo import window
-from gshard.rules.base.choose import partition_by_factors
 from gshard.rules.base.primitives import (
     in_one_piece_p,
     leaf_dot_p,
@@ -24,14 +23,13 @@ from gshard.rules.base.primitives import (
     scatter_in_order_p,
     tree_sum_p,
 )
-from gshard.rules.base.rule import Context, Doc, Rule, bind_local, register
+from gshard.rules.base.rule import Context, Doc, Rule, bind_local, partition_by_factors, register
 from gshard.rules.contraction import dot_factors, dot_work
 from gshard.rules.fixed_products import chained_product
 from gshard.rules.pinned import pinned
-from gshard.rules.pointwise import same_dims
 from gshard.rules.scatter import partition_scatter, scatter_factors, scatter_ways
 from gshard.tensors.devices import Place
-from gshard.tensors.factors import Factors, Shape
+from gshard.tensors.factors import Factors, Shape, all_dims
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
 from gshard.tensors.trees import halved, neighbours
@@ -130,10 +128,10 @@ def _partition_tree(
     (tile,), axis = tiles, eqn.params["axis"]
     split, n = tile.sharding.splits[axis], tile.shape[axis]
     if split is None or (n % split.tiles == 0 and not split.idle):
-        return partition_by_factors(ctx, eqn, _SUBTREES, tiles, targets)
+        return partition_by_factors(ctx, eqn, tiles, targets, _SUBTREES)
     others = [d for d, s in enumerate(tile.sharding.splits) if s is None and tile.shape[d] > 1]
     if split.idle or not others or tile.is_unreduced or not tile.is_standard:
-        return partition_by_factors(ctx, eqn, _WHOLE, tiles, targets)
+        return partition_by_factors(ctx, eqn, tiles, targets, _WHOLE)
     # Devices exchange what they have of the tree for parts of another dim, and complete it there.
     parts = _own_nodes(ctx.place, tile, axis, split)
     dim = max(others, key=lambda d: tile.shape[d])
@@ -197,7 +195,7 @@ def _completed(x: jax.Array, axis: int, tiles: int, count: int, leaves: int) -> 
 
 _SUBTREES, _WHOLE = Rule(_tree_factors, _tree_sum), Rule(_whole_factors, _tree_sum)
 
-register(Rule(same_dims, _pin, level=0, doc=Doc(free="every dim")), pin_p)
+register(Rule(all_dims, _pin, level=0, elementwise=True, doc=Doc(free="every dim")), pin_p)
 register(
     Rule(
         _leaf_factors,

@@ -80,19 +80,6 @@ def _take(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
     return [_sent(ctx, groups, x, RowTransfers(inside, *begins, *ends), into, _set_rows)]
 
 
-def reshard_ragged(ctx: Context, tile: Tile, target: Sharding, reason: Reason) -> Tile:
-    """`tile` under another sharding of the dims of a row: all rows that devices hold are moved."""
-    dim = target.ragged
-    assert dim is not None, "rows are exchanged by take_rows"
-    split = target.splits[dim]
-    assert split is tile.sharding.splits[dim], "rows are exchanged by take_rows"
-    assert split
-    held = (*tile.shape[:dim], split.tiles * tile.array.shape[dim], *tile.shape[dim + 1 :])
-    even = Tile(tile.array, tile.sharding.replace(dim, split.even), held)
-    moved = ctx.reshard(even, target.replace(dim, split.even), reason)
-    return Tile(moved.array, target, tile.shape)
-
-
 def _set_rows(into: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
     return into.at[at].set(rows, mode="drop")
 

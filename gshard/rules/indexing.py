@@ -22,8 +22,7 @@ from jax.lax import GatherScatterMode
 
 from gshard.graph.reason import Reason
 from gshard.moving.partial import combine_disjoint
-from gshard.rules.base.choose import cheapest
-from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, register
+from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, cheapest, register
 from gshard.rules.base.ways import by_factors
 from gshard.tensors import padding
 from gshard.tensors.factors import Assignment, Factors

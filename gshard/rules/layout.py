@@ -15,11 +15,11 @@ from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
 from gshard.moving.recompute import fetch
-from gshard.rules.base.choose import cheapest, run_as
 from gshard.rules.base.rule import (
     Context,
     Doc,
     Rule,
+    cheapest,
     linear_in,
     linear_in_all,
     no_order,
@@ -165,7 +165,7 @@ def _reshape(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shard
     layout: Layout = cheapest(ctx, eqn, _RESHAPE, tiles, targets).how
     mixed = [m for m in _reshape_factors(eqn)[1] if layout.chosen[m.factor]]
     if not mixed:
-        return run_as(ctx, eqn, _RESHAPE, layout, tiles, targets)
+        return layout.run(ctx, eqn, _RESHAPE.local, tiles, targets)
     shape = tuple(eqn.outvars[0].aval.shape)
     ((wanted, before),), ((result, local),) = layout.operands, layout.results
     tile = ctx.reshard(tiles[0], wanted, Reason("operand", "reshape"))

@@ -37,8 +37,16 @@ MAKES_MANUAL = (to_manual_p, partition_id_p, collective_p, over_groups_p, row_of
 CROSSING_MANUAL = (to_auto_p, collective_p, over_groups_p, p.scan_p, p.while_p, p.cond_p)
 
 
-def run_manually(ctx: Context, eqn: JaxprEqn, tiles: list[Tile]) -> list[Tile]:
+def _run_manually(
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
     """An operator inside of a manual region: the primitive itself, on what each device has."""
+    if not all(target.manual for target in targets):
+        raise ValueError(
+            f"{source_of(eqn)}: {eqn.primitive.name} mixes a value of a manual region with "
+            "one that is partitioned automatically; convert it with "
+            "manual_to_auto_spmd_partition first"
+        )
     ready = [whole_in_region(ctx, eqn, tile) for tile in tiles]
     return [own(ctx, a) for a in bind_local(ctx, eqn, ready, [])]
 
@@ -51,16 +59,6 @@ def whole_in_region(ctx: Context, eqn: JaxprEqn, tile: Tile) -> Tile:
     return ctx.reshard(
         tile, replicated, Reason("operand", f"{eqn.primitive.name} in a manual region")
     )
-
-
-def check_manual(eqn: JaxprEqn, tile: Tile, target: Sharding) -> None:
-    """Reject a value of a manual region that is used as an automatic one."""
-    if tile.sharding.manual and not target.manual:
-        raise ValueError(
-            f"{source_of(eqn)}: {eqn.primitive.name} mixes a value of a manual region with "
-            "one that is partitioned automatically; convert it with "
-            "manual_to_auto_spmd_partition first"
-        )
 
 
 def own(ctx: Context, array: jax.Array) -> Tile:
@@ -141,6 +139,8 @@ def _partition_id(
 ) -> list[Tile]:
     return [own(ctx, ctx.place.device_id().astype(jnp.int32))]
 
+
+IN_REGION = Rule(no_factors, partition=_run_manually)  # of any operator there
 
 register(
     Rule(no_factors, partition=_to_manual, doc=Doc(free="border of a manual region")), to_manual_p

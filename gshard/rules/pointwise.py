@@ -7,15 +7,11 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import optimization_barrier_p
 from gshard.rules.base.rule import Context, Doc, Rule, linear_in, no_order, register
+from gshard.rules.base.unreduced import added
 from gshard.tensors.annotate import annotate_p
 from gshard.tensors.factors import Factors, all_dims
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
-
-
-def same_dims(eqn: JaxprEqn) -> Factors:
-    """Every operand has the result's dims; other parts of gshard know elementwise rules by this."""
-    return all_dims(eqn)
 
 
 def one_to_one(eqn: JaxprEqn) -> Factors:
@@ -64,11 +60,18 @@ _LINEAR = {
 
 for _name in POINTWISE:
     if hasattr(p, f"{_name}_p"):  # some releases of JAX export fewer
-        _rule = Rule(same_dims, level=0, linear=_LINEAR.get(_name), doc=Doc(free="every dim"))
+        _rule = Rule(
+            all_dims,
+            level=0,
+            linear=_LINEAR.get(_name),
+            on_unreduced=added if _LINEAR.get(_name) is _BOTH else None,
+            elementwise=True,
+            doc=Doc(free="every dim"),
+        )
         register(_rule, getattr(p, f"{_name}_p"))
 register(
     Rule(
-        same_dims,
+        all_dims,
         local=lambda ctx, eqn, tiles, shapes: [tiles[0].array],
         level=0,
         doc=Doc(free="every dim"),

@@ -35,8 +35,7 @@ from gshard.graph.reason import Reason
 from gshard.graph.source import because
 from gshard.moving import collectives
 from gshard.moving.partial import copies_groups
-from gshard.rules.base.choose import partition_by_factors
-from gshard.rules.base.rule import RULES, Context, Doc, Rule, register
+from gshard.rules.base.rule import Context, Doc, Rule, partition_by_factors, register
 from gshard.rules.callbacks import run_everywhere
 from gshard.tensors.factors import Factors, Shape, all_dims, made_dims
 from gshard.tensors.sharding import Sharding
@@ -110,7 +109,7 @@ def _fold_in(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shard
     """Pointwise, except for a generator that folds by drawing from all keys together."""
     keys, _ = tiles
     if prng_impl(keys.array.dtype).name != "unsafe_rbg":
-        return partition_by_factors(ctx, eqn, RULES[eqn.primitive], tiles, targets)
+        return partition_by_factors(ctx, eqn, tiles, targets)
     return run_everywhere(ctx, eqn, tiles, Reason("step", "unsafe_rbg", "keys mix"))
 
 

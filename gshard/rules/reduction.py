@@ -17,13 +17,13 @@ from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.ordered import sortable
 from gshard.moving.partial import identity, reducing_groups
-from gshard.rules.base.choose import cheapest
 from gshard.rules.base.rule import (
     RULES,
     Context,
     Doc,
     Rule,
     bind_local,
+    cheapest,
     linear_in_all,
     no_order,
     register,

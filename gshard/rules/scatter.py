@@ -20,9 +20,8 @@ from jax.lax import GatherScatterMode
 from gshard._jax import scatter_sub_p
 from gshard.graph.reason import Reason
 from gshard.moving.partial import combine, identity
-from gshard.rules.base.choose import cheapest
-from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, linear_in, register
-from gshard.rules.base.unreduced import as_unreduced
+from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, cheapest, linear_in, register
+from gshard.rules.base.unreduced import as_unreduced, scattered
 from gshard.rules.base.ways import by_factors
 from gshard.rules.indexing import (
     Roles,
@@ -181,6 +180,7 @@ for _primitive in (*_KINDS, p.scatter_p):
         partition=partition_scatter,
         ways=scatter_ways,
         linear=linear_in((0,)) if _primitive in (p.scatter_add_p, scatter_sub_p) else None,
+        on_unreduced=scattered,
         doc=Doc(
             free="batch dims, full windows, dims looked up in",
             gather=f"indices: {_combined}AllGather of the updates",

@@ -21,7 +21,6 @@ from gshard.graph.reason import Reason
 from gshard.moving.costs import sent_bytes
 from gshard.moving.partial import combine_cost
 from gshard.moving.plan import plan_reshard
-from gshard.rules.base.choose import cheapest
 from gshard.rules.base.rule import (
     RULES,
     Context,
@@ -29,9 +28,11 @@ from gshard.rules.base.rule import (
     PartitionRule,
     Rule,
     Way,
+    cheapest,
     linear_in_all,
     register,
 )
+from gshard.rules.base.unreduced import sliced
 from gshard.rules.base.ways import price, ways_of
 from gshard.rules.changes import Change, Repeat, pad_rows, reverse_rows, slice_rows
 from gshard.tensors.factors import Factors
@@ -311,7 +312,9 @@ _CUT = Doc(
     halo="others: the rows that change tiles",
     gather="few rows to all devices: AllReduce of them; to many tiles: ReduceScatter of them",
 )
-_SLICE = change_rule(lambda eqn: [_slices(eqn)], _slice, linear=linear_in_all, doc=_CUT)
+_SLICE = change_rule(
+    lambda eqn: [_slices(eqn)], _slice, linear=linear_in_all, on_unreduced=sliced, doc=_CUT
+)
 register(_SLICE, p.slice_p)
 register(change_rule(_splits, doc=_CUT), split_p)
 _MOVED = Doc(free="dims that stay as they are", halo="others: the rows that change tiles")

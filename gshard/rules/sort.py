@@ -26,13 +26,13 @@ from gshard.moving.halo import groups_along
 from gshard.moving.ordered import flipped
 from gshard.moving.partial import identity
 from gshard.moving.plan import whole_along
-from gshard.rules.base.choose import cheapest
 from gshard.rules.base.rule import (
     RULES,
     Context,
     Doc,
     Rule,
     Way,
+    cheapest,
     no_order,
     register,
 )

@@ -22,8 +22,6 @@ from gshard.moving.recompute import Made, Rows, _needed
 from gshard.planning.improve.combine import combinations_of
 from gshard.planning.planner import Planner
 from gshard.propagation.spread import Spread
-from gshard.rules.base import choose
-from gshard.rules.base.choose import run_as
 from gshard.rules.base.rule import RULES
 from gshard.rules.base.ways import Layout
 from gshard.rules.changes import slice_rows
@@ -237,17 +235,9 @@ def test_a_tile_of_another_size_is_evened_out_before_an_operator_runs_in_place()
         place=None,
     )
     for tile in (even, large):
-        (result,) = run_as(ctx, eqn, rule, layout, [tile], [here])
+        (result,) = layout.run(ctx, eqn, rule.local, [tile], [here])
         assert result.array.shape == (3, 2)
     assert large in moved
-
-
-def test_an_operator_ran_in_place_for_the_same_results_only(monkeypatch):
-    eqn, here = jax.make_jaxpr(jnp.negative)(jnp.zeros((16, 2))).eqns[0], by(8, 1)
-    found = (RULES[eqn.primitive], SimpleNamespace(types=None))  # reading it would fail
-    monkeypatch.setattr(choose, "_in_place", {(1, here, here): found})
-    tile = Tile(jnp.ones((2, 2)), here, (16, 2))
-    assert choose.in_place_again(eqn, 1, [tile], [by(1, 1)]) is None
 
 
 @pytest.mark.parametrize(("tiles", "room"), [(1, (0, 1)), (2, (1,)), (4, (1,)), (8, ())])

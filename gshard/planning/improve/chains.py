@@ -21,7 +21,6 @@ from gshard.graph.schedule import Dependence
 from gshard.moving.nodes import node_bytes, node_of
 from gshard.planning.improve.cuts import Cut, Cuts, cuts_of
 from gshard.rules.base.rule import RULES
-from gshard.rules.pointwise import same_dims
 
 _LEVELS = 3  # products one behind the other: the two of a feed-forward layer, and its gradient's
 
@@ -224,4 +223,4 @@ def is_light(eqn: JaxprEqn) -> bool:
     name = eqn.primitive.name
     moves = name in ("transpose", "reshape", "broadcast_in_dim", "squeeze")
     rule = RULES.get(eqn.primitive)
-    return len(eqn.outvars) == 1 and (moves or (rule is not None and rule.factors is same_dims))
+    return len(eqn.outvars) == 1 and (moves or (rule is not None and rule.elementwise))

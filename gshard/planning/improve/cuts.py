@@ -89,7 +89,7 @@ def cuts_of(eqn: JaxprEqn, known: Mapping[Any, Cut], count: int) -> Cuts | None:
     if node is not None:
         return _cuts_of_node(eqn, node, known, count)
     rule = RULES.get(eqn.primitive)
-    plain = rule and rule.partition is None and (rule.local is bind_local or _is_kernel(eqn))
+    plain = rule and rule.by_factors and (rule.local is bind_local or _is_kernel(eqn))
     if rule is None or eqn.effects or not (plain or eqn.primitive in _CUT):
         return None
     factors = factors_of(rule, eqn)

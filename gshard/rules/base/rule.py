@@ -77,16 +77,14 @@ class Context(Protocol):
         """Whether `tile`, a value of `var` that is to be reduced by `kind`, is reduced later."""
         ...
 
-    def shares(self, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Shares | None:
-        """What an operator shares with others, if anything."""
+    def cheapest(
+        self, eqn: JaxprEqn, rule: Rule, tiles: Sequence[Tile], targets: Sequence[Sharding]
+    ) -> Way:
+        """The cheapest way to run `eqn` on `tiles`."""
         ...
 
     def over_slices(self, var: Any, alike: Any, cost: Callable[[JaxprEqn], float]) -> float:
         """The cost of all slices of a variable; those that are `alike` are computed once."""
-        ...
-
-    def kind(self, eqn: JaxprEqn) -> int | None:
-        """Its `equation_key`."""
         ...
 
     def inner(self) -> Context:
@@ -117,6 +115,7 @@ class Context(Protocol):
 
 LocalOp = Callable[[Context, JaxprEqn, list[Tile], list[Shape]], Sequence[jax.Array]]
 PartitionRule = Callable[[Context, JaxprEqn, list[Tile], list[Sharding]], list[Tile]]
+UnreducedRule = Callable[[Context, JaxprEqn, Sequence[Tile]], Tile | None]
 Work = Callable[[Mapping[Factor, int]], float]
 Linear = Callable[[JaxprEqn], Sequence[Sequence[int]]]
 # From an equation, the shardings of its operands, those wanted of its results, and the memory limit
@@ -143,6 +142,25 @@ def bind_local(
     return bind(eqn, [t.array for t in tiles])
 
 
+def cheapest(
+    ctx: Context, eqn: JaxprEqn, rule: Rule, tiles: Sequence[Tile], targets: Sequence[Sharding]
+) -> Way:
+    """The cheapest way to run `eqn` on `tiles`, found once for equal equations."""
+    return ctx.cheapest(eqn, rule, tiles, targets)
+
+
+def partition_by_factors(
+    ctx: Context,
+    eqn: JaxprEqn,
+    tiles: list[Tile],
+    targets: list[Sharding],
+    rule: Rule | None = None,
+) -> list[Tile]:
+    """An operator under the cheapest split of its factors; results may still need resharding."""
+    rule = rule or RULES[eqn.primitive]
+    return ctx.cheapest(eqn, rule, tiles, targets).how.run(ctx, eqn, rule.local, tiles, targets)
+
+
 @dataclass(frozen=True)
 class Doc:
     """An operator's row in docs/reference/operators.md: which dims split how, and what it sends."""
@@ -157,27 +175,36 @@ class Doc:
 class Rule:
     """How a primitive's dims relate, and how it runs on tiles.
 
-    `local` computes the results from tiles whose dims are split like their factors. `partition`
-    replaces that where it is not enough: it gets the operands under their current shardings and the
-    wanted shardings of the results, and may return others. `ways` lists the alternatives that it
-    has, where they are not just the splits of the factors. `level` orders propagation: 0 before 1.
-    `work` counts the floating-point operations on factors of given local sizes, for operators that
-    compute for longer than they read and write memory. `linear` gives the operands that the
-    operator is linear in: it can run on unreduced ones, and its result is then unreduced too.
+    `partition` runs it: it gets the operands under their current shardings and the wanted shardings
+    of the results, and may return others. By default it takes the cheapest split of the factors,
+    and `local` computes the results from tiles whose dims are split like that. `ways` lists the
+    alternatives, where they are not just the splits of the factors. `level` orders propagation: 0
+    before 1. `work` counts the floating-point operations on factors of given local sizes, for
+    operators that compute for longer than they read and write memory. `linear` gives the operands
+    that the operator is linear in: it can run on unreduced ones, and its result is then unreduced
+    too; `on_unreduced` is how, where not simply in place (None where that needs sums after all).
     `ordered` gives the factors whose rows the operator tells apart by their number, as a cumulative
-    sum does; a rule with a `partition` of its own that does not say so may do that for all. `doc`
-    is the operator's row in docs/reference/operators.md.
+    sum does; a rule with a `partition` of its own that does not say so may do that for all. Of an
+    `elementwise` one, each element depends on the operands' elements in its place alone. `doc` is
+    the operator's row in docs/reference/operators.md.
     """
 
     factors: Callable[[JaxprEqn], Factors]
     local: LocalOp = bind_local
-    partition: PartitionRule | None = None
+    partition: PartitionRule = partition_by_factors
     ways: Ways | None = None
     level: int = 1
     work: Work | None = None
     linear: Linear | None = None
+    on_unreduced: UnreducedRule | None = None
     ordered: Callable[[JaxprEqn], Collection[Factor]] | None = None
+    elementwise: bool = False
     doc: Doc = Doc()
+
+    @property
+    def by_factors(self) -> bool:
+        """Whether it always runs under a split of its factors, without a `partition` of its own."""
+        return self.partition is partition_by_factors
 
 
 RULES: dict[Primitive, Rule] = {}
@@ -236,7 +263,7 @@ def rowwise(eqn: JaxprEqn, factor: Factor) -> bool:
     Such an operator runs on any rows in any order, so also on tiles that are ragged.
     """
     rule = RULES.get(eqn.primitive)
-    if rule is None or (rule.ordered is None and (rule.partition or rule.ways)):
+    if rule is None or (rule.ordered is None and not (rule.by_factors and rule.ways is None)):
         return False
     factors = factors_of(rule, eqn)
     if factor in {*factors.reduced, *factors.replicated, *factors.resized}:

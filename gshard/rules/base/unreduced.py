@@ -23,14 +23,12 @@ from jax.extend.core import primitives as p
 from gshard._jax import stack_p
 from gshard.graph.reason import Reason
 from gshard.moving.partial import reducing_key
-from gshard.rules.base.rule import RULES, Context
-from gshard.rules.base.uses import ADDED, JOINED, SCATTERED, linear_groups
+from gshard.rules.base.rule import RULES, Context, Rule
+from gshard.rules.base.uses import linear_groups
 from gshard.tensors.devices import Place
-from gshard.tensors.factors import Factor, decompose, shard_dims
+from gshard.tensors.factors import Factor, Factors, decompose, shard_dims
 from gshard.tensors.sharding import Sharding, Split, compatible
 from gshard.tensors.tile import Tile
-
-_SLICED = (p.slice_p, p.dynamic_slice_p)
 
 
 def can_stay(tile: Tile) -> bool:
@@ -39,38 +37,63 @@ def can_stay(tile: Tile) -> bool:
     return not idle and jnp.issubdtype(tile.array.dtype, jnp.inexact) and 0 not in tile.shape
 
 
-def on_unreduced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
-    """The result of an operator on unreduced operands, itself unreduced; None if it needs sums."""
+def with_unreduced(rule: Rule) -> Rule:
+    """The rule of an operator some of whose operands are unreduced.
+
+    It runs on them as they are if it can, with an unreduced result, and on their sums otherwise.
+    """
+
+    def partition(
+        ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+    ) -> list[Tile]:
+        here = {number for number, tile in enumerate(tiles) if tile.is_unreduced}
+        groups = rule.linear(eqn) if rule.linear else ()
+        if any(here.issubset(group) for group in groups):
+            part = (rule.on_unreduced or in_place)(ctx, eqn, tiles)
+            if part is not None:
+                return [part]
+        reason = Reason("operand", eqn.primitive.name)
+        reduced = [
+            ctx.reshard(tile, ctx.sharding(atom), reason) if tile.is_unreduced else tile
+            for tile, atom in zip(tiles, eqn.invars, strict=True)
+        ]
+        return rule.partition(ctx, eqn, reduced, targets)
+
+    return replace(rule, partition=partition)
+
+
+def in_place(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
+    """An operator on unreduced tiles as they are, those that it is jointly linear in made alike."""
     here = {number for number, tile in enumerate(tiles) if tile.is_unreduced}
-    group = next((g for g in linear_groups(eqn) if here.issubset(g)), None)
-    if group is None:
-        return None
-    if eqn.primitive in _SLICED:
-        return _sliced(ctx, eqn, tiles)
-    if eqn.primitive in JOINED:
-        return _joined(ctx, eqn, tiles)
-    if eqn.primitive in SCATTERED:
-        return _scattered(ctx, eqn, tiles)
+    group = next(g for g in linear_groups(eqn) if here.issubset(g))
     if len(group) > 1:
         (part, *_) = [t for t in tiles if t.is_unreduced]
         if part.shape != tuple(eqn.outvars[0].aval.shape):
             return None
-        if eqn.primitive in ADDED:
-            tiles = [_grown(tile, part) for tile in tiles]
         alike = _alike(ctx, [tiles[n] for n in group])
         if alike is None:
             return None
         joint = dict(zip(group, alike, strict=True))
         tiles = [joint.get(n, tile) for n, tile in enumerate(tiles)]
-    return _in_place(ctx, eqn, tiles)
+    return _locally(ctx, eqn, tiles, RULES[eqn.primitive].factors(eqn))
 
 
-def _in_place(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
+def added(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
+    """A sum of which one operand may have one row for all rows of the other."""
+    (part, *_) = [t for t in tiles if t.is_unreduced]
+    if part.shape != tuple(eqn.outvars[0].aval.shape):
+        return None
+    alike = _alike(ctx, [_grown(tile, part) for tile in tiles])
+    factors = RULES[eqn.primitive].factors(eqn)
+    both = replace(factors, operands=factors.results * 2)
+    return _locally(ctx, eqn, alike, both) if alike else None
+
+
+def _locally(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile], factors: Factors) -> Tile | None:
     """An operator on tiles as they are; None if some have to move or split dims are summed over."""
     rule, (part, *_) = RULES[eqn.primitive], [t for t in tiles if t.is_unreduced]
-    factors, shape = rule.factors(eqn), tuple(eqn.outvars[0].aval.shape)
-    (result,) = factors.results
-    operands = (result, result) if eqn.primitive in ADDED else factors.operands
+    (result,), operands = factors.results, factors.operands
+    shape = tuple(eqn.outvars[0].aval.shape)
     chosen: dict[Factor, Split] = {}
     for dims, tile in zip(operands, tiles, strict=True):
         for dim, split in zip(dims, tile.sharding.splits, strict=True):
@@ -129,7 +152,7 @@ def _grown(tile: Tile, like: Tile) -> Tile:
     return Tile(array, Sharding(splits, tile.sharding.num_devices), full)
 
 
-def _joined(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
+def joined(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
     """A concatenation along a dim that is not split, or a stack."""
     if not all(t.is_unreduced for t in tiles):
         return None
@@ -148,16 +171,16 @@ def _joined(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
     return Tile(lax.concatenate(arrays, dim), sharding, shape, tiles[0].origin)
 
 
-def _scattered(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
+def scattered(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
     """Updates added to an unreduced value, by the operator's own rule."""
-    partition = RULES[eqn.primitive].partition
-    if partition is None or any(t.is_unreduced for t in tiles[1:]):
+    if any(t.is_unreduced for t in tiles[1:]):
         return None
-    (done,) = partition(ctx, eqn, list(tiles), [ctx.sharding(eqn.outvars[0])])
+    targets = [ctx.sharding(eqn.outvars[0])]
+    (done,) = RULES[eqn.primitive].partition(ctx, eqn, list(tiles), targets)
     return done
 
 
-def _sliced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
+def sliced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
     """A slice along dims that are whole: less is left to sum."""
     tile, *starts = tiles
     shape = tuple(eqn.outvars[0].aval.shape)

@@ -23,6 +23,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import scatter_sub_p, stack_p
 from gshard.graph.regions import Loop
+from gshard.moving.available import VIEWS
 from gshard.rules.base.primitives import concatenate_slices_p
 from gshard.rules.base.rule import RULES
 from gshard.tensors.sharding import Sharding
@@ -89,6 +90,16 @@ class Uses:
             for number, atom in enumerate(eqn.invars):
                 if not isinstance(atom, Literal):
                     found.setdefault(atom, []).append((place, eqn, number))
+        return found
+
+    @functools.cached_property
+    def view_of(self) -> dict[Any, Any]:
+        """For a transposed or reversed variable the one that it is a view of, and conversely."""
+        found: dict[Any, Any] = {}
+        for eqn in self.jaxpr.eqns:
+            if eqn.primitive in VIEWS and not isinstance(eqn.invars[0], Literal):
+                found[eqn.outvars[0]] = eqn.invars[0]
+                found.setdefault(eqn.invars[0], eqn.outvars[0])
         return found
 
     @functools.cached_property
@@ -301,5 +312,5 @@ def _size(var: Any) -> int:
 def _is_by_element(eqn: JaxprEqn) -> bool:
     """Whether the equation is elementwise."""
     rule = RULES.get(eqn.primitive)
-    stays = rule is not None and rule.level == 0 and not rule.partition
+    stays = rule is not None and rule.level == 0 and rule.by_factors
     return stays and len(eqn.outvars) == 1 and hasattr(eqn.outvars[0].aval, "dtype")

@@ -17,12 +17,24 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 from jax.extend.core import JaxprEqn
 
+from gshard import _jax
+from gshard.graph.reason import Reason
 from gshard.moving.costs import worked
-from gshard.moving.partial import combine_cost
+from gshard.moving.partial import combine, combine_cost, mask_for
 from gshard.moving.plan import reshard_cost
-from gshard.rules.base.rule import RULES, Rule, Shares, Way, factors_of
+from gshard.rules.base.rule import (
+    RULES,
+    Context,
+    LocalOp,
+    Rule,
+    Shares,
+    Way,
+    bind_local,
+    factors_of,
+)
 from gshard.tensors.factors import (
     Assignment,
     Factor,
@@ -33,7 +45,7 @@ from gshard.tensors.factors import (
     shard_result,
 )
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import itemsize_of
+from gshard.tensors.tile import Tile, itemsize_of
 
 
 def ways_of(
@@ -170,6 +182,61 @@ class Layout:
             self.factors.reduction(self.chosen),
             self.work(eqn),
         )
+
+    def run(
+        self,
+        ctx: Context,
+        eqn: JaxprEqn,
+        local: LocalOp,
+        tiles: list[Tile],
+        targets: list[Sharding],
+    ) -> list[Tile]:
+        """The results of `eqn` under this split, as `local` computes them."""
+        if self.in_place and all(t.is_standard for t in tiles):  # as most operators are
+            arrays = self._run_in_place(ctx, eqn, local, tiles)
+            return [
+                Tile(array, target, var.aval.shape)
+                for var, array, target in zip(eqn.outvars, arrays, targets, strict=True)
+            ]
+        name, factors = eqn.primitive.name, self.factors
+        ready = []
+        for tile, dims, (sharding, shape) in zip(
+            tiles, factors.operands, self.operands, strict=True
+        ):
+            tile = ctx.reshard(tile, sharding, Reason("operand", name))
+            if tile.array.shape != shape:
+                for dim, size in enumerate(shape):
+                    tile = ctx.retile(tile, dim, size, Reason("operand", name))
+            ready.append(mask_for(ctx.place, tile, dims, factors) if factors.reduced else tile)
+        arrays = local(ctx, eqn, ready, [shape for _, shape in self.results])
+        kind = factors.reduction(self.chosen)
+        results = []
+        for var, (here, _), array, target in zip(
+            eqn.outvars, self.results, arrays, targets, strict=True
+        ):
+            tile = Tile(array, here, tuple(var.aval.shape), name)
+            stays = ctx.stays_unreduced(var, tile, kind)
+            results.append(tile if stays else combine(ctx.place, tile, kind, target))
+        return results
+
+    def _run_in_place(
+        self, ctx: Context, eqn: JaxprEqn, local: LocalOp, tiles: list[Tile]
+    ) -> Sequence[jax.Array]:
+        """What `local` computes of tiles that are as they have to be.
+
+        Where an equal equation was one primitive on tiles of the same types, another one is added
+        to the program without JAX's typing rules: those of many layers are alike.
+        """
+        if local is not bind_local:
+            return local(ctx, eqn, tiles, [shape for _, shape in self.results])
+        values = [t.array for t in tiles]
+        types = tuple([jax.typeof(value) for value in values])
+        known = self.types.get(types)
+        results = _jax.added(eqn, values, known) if known else None
+        if results is None:
+            results = local(ctx, eqn, tiles, [])
+            self.types[types] = _jax.types_if_plain(eqn, values, results)
+        return results
 
 
 def by_factors(

@@ -1,7 +1,6 @@
 """The choice of a split for every factor."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +8,13 @@ import numpy as np
 import pytest
 
 import gshard
+from gshard.moving.available import Available
 from gshard.moving.costs import MACHINE, planning_for
-from gshard.planning import planner as partition
-from gshard.rules.base import choose, ways
+from gshard.planning import choose
+from gshard.propagation.propagate import Propagated
+from gshard.rules.base import ways
 from gshard.rules.base.rule import RULES, Shares
+from gshard.rules.base.uses import Uses
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 from tests.oracle import check, even_split, random_array
@@ -35,13 +37,20 @@ def test_a_split_that_a_dim_cannot_express_is_not_taken_as_agreed():
     )
 
 
+class Forgetful(dict):
+    """A cache that keeps nothing."""
+
+    def __setitem__(self, key, value):
+        pass
+
+
 def test_layers_that_are_alike_are_written_down_at_once(monkeypatch):
     """What stays in place is chosen for the first layer, and the program is the same."""
     chosen = []
     for cache in ("_in_place", "_cheapest_before"):  # what other tests have left there
         monkeypatch.setattr(choose, cache, {})
-    run_as = choose.run_as
-    monkeypatch.setattr(choose, "run_as", lambda *args: chosen.append(args) or run_as(*args))
+    choice = choose.Choice._cheapest
+    monkeypatch.setattr(choose.Choice, "_cheapest", lambda *a: chosen.append(a) or choice(*a))
 
     def fn(x, weights):
         x = gshard.split(x, 0, 8)
@@ -58,9 +67,16 @@ def test_layers_that_are_alike_are_written_down_at_once(monkeypatch):
     few, many = len(chosen), lowered(12)
     quick, of_many = many.as_text(), len(chosen)
     assert of_many < few + 12 * 2  # of a layer's 9 equations, those that are not in place
-    monkeypatch.setattr(partition, "in_place_again", lambda *_: None)
+    monkeypatch.setattr(choose, "_in_place", Forgetful())
+    monkeypatch.setattr(ways._jax, "added", lambda *_: None)
     assert lowered(12).as_text() == quick
     assert len(chosen) > 2 * of_many
+
+
+def chooser(limit=0):
+    """The choice for a program without equations, in which nothing is shared."""
+    uses = Uses(jax.make_jaxpr(lambda: ())().jaxpr)
+    return choose.Choice(Propagated({}), uses, {}, Available(), limit)
 
 
 @pytest.fixture
@@ -78,10 +94,11 @@ def test_a_choice_is_made_anew_for_all_that_it_depends_on(forgotten, monkeypatch
     rule = RULES[eqn.primitive]
 
     def way(shardings=(ROWS, COLUMNS), target=ROWS, shares=None, machine=MACHINE, limit=0):
-        ctx = SimpleNamespace(kind=lambda _: 1, shares=lambda *_: shares, memory_limit=limit)
+        choice = chooser(limit)
+        monkeypatch.setattr(choice, "_shares", lambda *_: shares)
         tiles = [Tile(X[: 8 // s.tiles[0], : 8 // s.tiles[1]], s, X.shape) for s in shardings]
         with planning_for(machine):
-            return choose.cheapest(ctx, eqn, rule, tiles, [target])
+            return choice.cheapest(eqn, rule, tiles, [target])
 
     one = way()
     assert way() == one
@@ -97,11 +114,17 @@ def test_a_choice_is_made_anew_for_all_that_it_depends_on(forgotten, monkeypatch
 def test_what_needed_no_communication_needs_it_with_unreduced_operands(forgotten):
     eqn = equation(jnp.sin, X)
     tile = Tile(X[:1], ROWS, X.shape)
-    ctx = SimpleNamespace(kind=lambda _: 1, shares=lambda *_: None, memory_limit=0)
-    layout = choose.cheapest(ctx, eqn, RULES[eqn.primitive], [tile], [ROWS]).how
-    assert layout.in_place
+    rule, choice = RULES[eqn.primitive], chooser()
+    assert choice.cheapest(eqn, rule, [tile], [ROWS]).how.in_place
     unreduced = replace(tile, sharding=ROWS.unreduced_over([COLUMNS.splits[1]]))
-    assert choose.in_place_again(eqn, 1, [unreduced], [ROWS]) is None
+    assert not choice.cheapest(eqn, rule, [unreduced], [ROWS]).how.in_place
+
+
+def test_an_operator_ran_in_place_for_the_same_results_only(forgotten):
+    eqn, tile, choice = equation(jnp.negative, X), Tile(X[:1], ROWS, X.shape), chooser()
+    for target, stays in ((ROWS, True), (WHOLE, False), (ROWS, True)):
+        found = choice.cheapest(eqn, RULES[eqn.primitive], [tile], [target])
+        assert found.how.in_place is stays
 
 
 def test_kept_factors_stay_split_where_a_gather_is_cheaper():

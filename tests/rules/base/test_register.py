@@ -10,9 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard import extend
-from gshard.rules.base.choose import partition_by_factors
-from gshard.rules.base.rule import RULES, Rule
-from gshard.rules.pointwise import same_dims
+from gshard.rules.base.rule import RULES, Rule, partition_by_factors
+from gshard.tensors.factors import all_dims
 from tests.oracle import check, even_split, kinds, random_array, sent
 from tests.rules.test_unknown import new_primitive
 
@@ -129,11 +128,11 @@ def test_the_last_rule_counts():
 
     def partition(ctx, eqn, tiles, targets):
         ran.append(eqn)
-        return partition_by_factors(ctx, eqn, RULES[primitive], tiles, targets)
+        return partition_by_factors(ctx, eqn, tiles, targets)
 
-    gshard.register_rule(primitive, Rule(same_dims))
+    gshard.register_rule(primitive, Rule(all_dims))
     lowered()
-    gshard.register_rule(primitive, Rule(same_dims, partition=partition))
+    gshard.register_rule(primitive, Rule(all_dims, partition=partition))
     assert lowered().collectives == []
     assert len(ran) == 2
 

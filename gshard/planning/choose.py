@@ -1,0 +1,157 @@
+"""The choice of the cheapest way to run each operator of a program.
+
+The price looks one step ahead: an operand that is already available under the sharding that a way
+takes costs nothing, and neither does one that a later operator moves there anyway, or a view of it.
+Each later reader is priced by the same function, with what is available now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import primitives as p
+
+from gshard.moving.available import Available
+from gshard.moving.costs import machine
+from gshard.propagation.propagate import Propagated
+from gshard.rules import RULES
+from gshard.rules.base.rule import MOST_REMEMBERED, Rule, Shares, Way, equation_key
+from gshard.rules.base.uses import Uses
+from gshard.rules.base.ways import Layout, least, ways_of
+from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Identity, Tile
+
+_cheapest_before: dict[Any, Way] = {}
+_in_place: dict[Any, tuple[Rule, Way]] = {}  # of equations that need no communication
+
+
+class Choice:
+    """Chooses how the equations of one program or body run, each when its operands are known."""
+
+    def __init__(
+        self,
+        found: Propagated,
+        uses: Uses,
+        unreduced: Mapping[Any, float],
+        available: Available,
+        memory_limit: int,
+    ):
+        self.found = found
+        self.uses = uses
+        self.unreduced = unreduced  # variables that may stay so; share of the reduction to pay
+        self.available = available
+        self.memory_limit = memory_limit
+        self.now = 0  # the place of the equation that runs
+        self.needed: dict[Any, list[tuple[int, Sharding]]] = {}  # by later readers of a value
+        self.over: dict[Any, float] = {}  # the cost of all slices of a variable
+
+    def cheapest(
+        self, eqn: JaxprEqn, rule: Rule, tiles: Sequence[Tile], targets: Sequence[Sharding]
+    ) -> Way:
+        """The cheapest way to run `eqn` on `tiles`, found once for equal equations."""
+        shardings = tuple([t.sharding for t in tiles])
+        known, way = _in_place.get((self._kind(eqn), *shardings, *targets), (None, None))
+        if way is not None and known is rule:  # the user may have registered another one meanwhile
+            return way
+        forms = [
+            self.available.forms_of(t).union(self._forms_later(a, t))
+            for a, t in zip(eqn.invars, tiles, strict=True)
+        ]
+        return self._cheapest(eqn, rule, shardings, targets, self._shares(eqn, forms))
+
+    def over_slices(self, var: Any, alike: Any, cost: Callable[[JaxprEqn], float]) -> float:
+        """The cost of all slices of a variable; those that are `alike` are computed once."""
+        if isinstance(var, Literal):
+            return 0.0
+        if (var, alike) not in self.over:
+            self.over[var, alike] = sum(map(cost, self.uses.slices.get(var, ())))
+        return self.over[var, alike]
+
+    def _kind(self, eqn: JaxprEqn) -> int | None:
+        """Its `equation_key`, which propagation has computed."""
+        found = self.found.kinds.get(eqn)
+        return equation_key(eqn) if found is None else found
+
+    def _cheapest(
+        self,
+        eqn: JaxprEqn,
+        rule: Rule,
+        shardings: tuple[Sharding, ...],
+        targets: Sequence[Sharding],
+        shares: Shares | None,
+    ) -> Way:
+        """The same for operands with these shardings, and what it shares with other operators."""
+        kind, limit = self._kind(eqn), self.memory_limit
+        key = (kind, rule.ways or rule.factors, shardings, tuple(targets), shares, machine(), limit)
+        found = None if kind is None else _cheapest_before.get(key)
+        if found is None:
+            ways = ways_of(rule, eqn, shardings, targets, limit)
+            found = least(ways, eqn, shardings, targets, shares)
+            if isinstance(found.how, Layout):
+                found = found._replace(how=found.how.between(eqn, shardings, targets))
+            if kind is not None:
+                if len(_cheapest_before) > MOST_REMEMBERED:
+                    _cheapest_before.clear()
+                    _in_place.clear()
+                _cheapest_before[key] = found
+                # That nothing moves is independent of costs, and so of the rest of the key.
+                if isinstance(found.how, Layout) and found.how.in_place:
+                    _in_place[kind, *shardings, *targets] = (rule, found)
+        return found
+
+    def _shares(self, eqn: JaxprEqn, forms: Sequence[frozenset[Sharding]]) -> Shares | None:
+        """What an operator shares, if its operands are available under these shardings."""
+        of_sum = min([self.unreduced[v] for v in eqn.outvars if v in self.unreduced], default=1.0)
+        variables = [None if isinstance(a, Literal) else a for a in eqn.invars]
+        narrow, uses = tuple([self.uses.narrow.get(v, 1.0) for v in variables]), (1.0,) * len(forms)
+        if eqn.primitive is p.dot_general_p:
+            contracted = zip(variables, eqn.params["dimension_numbers"][0], strict=True)
+            uses = tuple([1 / self.uses.products.get(dims, 1) for dims in contracted])
+        if of_sum == 1 and not any(forms) and {*uses, *narrow} <= {1.0}:
+            return None
+        return Shares(of_sum, uses, narrow, tuple(forms))
+
+    def _forms_later(self, var: Any, tile: Tile) -> Iterator[Sharding]:
+        """The shardings to which later operators move a value, or a view of it."""
+        if isinstance(var, Literal):
+            return
+        yield from self._moved_later(var, tile)
+        view = self.available.views.get(Identity(tile.array))
+        if view is not None and var in self.uses.view_of:
+            for form in self._moved_later(self.uses.view_of[var], view.source):
+                if view.is_local(here := form.project(view.order)):
+                    yield here
+
+    def _moved_later(self, var: Any, tile: Tile) -> Iterator[Sharding]:
+        """The same without views."""
+        readers = self.uses.readers.get(var, ())
+        if not readers or readers[-1][0] <= self.now or tile.sharding.is_replicated:
+            return
+        key = (var, have := self.available.forms_of(tile))
+        if key not in self.needed:
+            later = [reader for reader in readers if reader[0] > self.now]
+            forms = [(place, self._form_needed(e, i, have)) for place, e, i in later]
+            self.needed[key] = [(place, form) for place, form in forms if form]
+        yield from (form for place, form in self.needed[key] if place > self.now)
+
+    def _form_needed(
+        self, eqn: JaxprEqn, number: int, have: frozenset[Sharding]
+    ) -> Sharding | None:
+        """The sharding to which an operator moves an operand; None where it moves nothing."""
+        rule, kind, known = RULES.get(eqn.primitive), self._kind(eqn), self.found.shardings
+        targets = [known[v] for v in eqn.outvars]
+        devices = known[eqn.invars[number]].num_devices
+        shardings = tuple(
+            Sharding.replicated(len(a.aval.shape), devices) if isinstance(a, Literal) else known[a]
+            for a in eqn.invars
+        )
+        if rule is None or kind is None or (kind, *shardings, *targets) in _in_place:
+            return None
+        if any(s.manual or s.ragged is not None for s in (*shardings, *targets)):
+            return None
+        forms = [have if i == number else frozenset() for i in range(len(shardings))]
+        way = self._cheapest(eqn, rule, shardings, targets, self._shares(eqn, forms))
+        form = way.operands[number]
+        return None if form is shardings[number] or form in have else form
