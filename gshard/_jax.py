@@ -303,28 +303,24 @@ def context_mesh() -> Any:
     return None if mesh.empty else mesh
 
 
-def copied(eqn: Any, values: Sequence[Any]) -> list[Any] | None:
-    """The results of `eqn` on `values` of the same types, with its source information (`added`)."""
-    info, around = eqn.source_info, source_info_util.current_name_stack()
-    if around.stack:
-        info = info.replace(name_stack=around + info.name_stack)
-    return added(eqn, values, [var.aval for var in eqn.outvars], info, eqn.ctx)
+def copied(eqn: Any, values: Sequence[Any], types: Sequence[Any] | None = None) -> list[Any] | None:
+    """The results of `eqn` on `values`, copied into the program that is being traced.
 
-
-def added(
-    eqn: Any, values: Sequence[Any], types: Sequence[Any], info: Any = None, context: Any = None
-) -> list[Any] | None:
-    """The results of `eqn` on other values, with these types: no rule of JAX runs again.
-
-    It is added to the program that is being traced. None where that is not possible: equations with
-    effects, or a release of JAX that traces in another way.
+    No rule of JAX runs again. If the values have other types than before, the `types` of the
+    results must be given; the copy has the source information that is current then, its own
+    otherwise. None where copying is not possible: equations with effects, or a release of JAX that
+    traces in another way.
     """
-    trace = _core.trace_ctx.trace
+    trace, info, context = _core.trace_ctx.trace, eqn.source_info, eqn.ctx
     if eqn.effects or not hasattr(trace, "emit_eqn"):
         return None
-    info = source_info_util.current() if info is None else info
-    context = current_context() if context is None else context
+    around = source_info_util.current_name_stack()
+    if types is not None:
+        info, context = source_info_util.current(), current_context()
+    elif around.stack:
+        info = info.replace(name_stack=around + info.name_stack)
     operands = [trace.to_jaxpr_tracer(value, info) for value in values]
+    types = [var.aval for var in eqn.outvars] if types is None else types
     return trace.emit_eqn(operands, types, eqn.primitive, eqn.params, eqn.effects, info, context)
 
 
@@ -389,7 +385,7 @@ def register_array_type(
 
 
 __all__ = [
-    "COMPOSITE_BODY", "AbstractRef", "InternalFloatingPointError", "Var", "ad", "added",
+    "COMPOSITE_BODY", "AbstractRef", "InternalFloatingPointError", "Var", "ad",
     "allowed_in_branches", "api_boundary", "batching", "closed_over", "context_mesh", "copied",
     "current_context", "custom_partitioning_p", "dce_jaxpr", "discharge_refs", "exclude_frames",
     "execute", "fun_name", "gamma_one", "iota_2x32_shape_p", "is_array_like", "is_current",

@@ -65,9 +65,10 @@ class Choice:
         """The cost of all slices of a variable; those that are `alike` are computed once."""
         if isinstance(var, Literal):
             return 0.0
-        if (var, alike) not in self.over:
-            self.over[var, alike] = sum(map(cost, self.uses.slices.get(var, ())))
-        return self.over[var, alike]
+        key = (var, alike)
+        if key not in self.over:
+            self.over[key] = sum(map(cost, self.uses.slices.get(var, ())))
+        return self.over[key]
 
     def _kind(self, eqn: JaxprEqn) -> int | None:
         """Its `equation_key`, which propagation has computed."""

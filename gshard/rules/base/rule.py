@@ -196,10 +196,10 @@ class Rule:
     level: int = 1
     work: Work | None = None
     linear: Linear | None = None
-    on_unreduced: UnreducedRule | None = None
     ordered: Callable[[JaxprEqn], Collection[Factor]] | None = None
-    elementwise: bool = False
     doc: Doc = Doc()
+    on_unreduced: UnreducedRule | None = None
+    elementwise: bool = False
 
     @property
     def by_factors(self) -> bool:
