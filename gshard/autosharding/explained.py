@@ -65,9 +65,9 @@ def as_table(layout: Any) -> str:
         )
         for a in layout.annotations
     ]
-    said = "<br>".join(map(html.escape, summary(layout).splitlines()[:3]))
+    heading = "<br>".join(map(html.escape, summary(layout).splitlines()[:3]))
     heads = ("argument", "shape", *(f"dim {d}" for d in range(rank)))
-    return f"<p>{said}</p>" + (table(heads, rows) if rows else "")
+    return f"<p>{heading}</p>" + (table(heads, rows) if rows else "")
 
 
 def _line(group: Group) -> str:

@@ -176,23 +176,25 @@ class LeastRates:
     def _terms(self, kind: str, axes: Axes) -> tuple[float, float]:
         """Seconds per byte of one collective, and its latency."""
         groups = self._groups(axes)
-        reached, topology = self.hardware.reached, self.topology
+        efficiency, topology = self.hardware.efficiency, self.topology
         sent, _ = collective_terms(topology, kind, _LARGE, groups)
         _, waited = collective_terms(topology, kind, 1, groups)
-        latency = waited + reached.operator_seconds + reached.skew_seconds * reach(topology, groups)
-        return sent / reached.links / _LARGE, latency
+        latency = (
+            waited + efficiency.operator_seconds + efficiency.skew_seconds * reach(topology, groups)
+        )
+        return sent / efficiency.links / _LARGE, latency
 
     @functools.cached_property
     def _permuting(self) -> tuple[float, float]:
         """Seconds per byte, and latency, of a permutation between neighbours along some axis."""
-        reached, found = self.hardware.reached, []
+        efficiency, found = self.hardware.efficiency, []
         for axis in (axis for axis, size in enumerate(self.mesh) if size > 1):
             after = np.roll(self.ids, -1, axis)
             pairs = tuple(zip(self.ids.ravel().tolist(), after.ravel().tolist(), strict=True))
             sent, waited = collective_terms(
                 self.topology, "collective_permute", _LARGE, pairs=pairs
             )
-            found.append((sent / reached.links / _LARGE, waited + reached.operator_seconds))
+            found.append((sent / efficiency.links / _LARGE, waited + efficiency.operator_seconds))
         slopes, latencies = zip(*found, strict=True) if found else ((0.0,), (0.0,))
         return min(slopes), min(latencies)
 

@@ -167,12 +167,14 @@ class _Builder:
         edges = unite(self.edges, self.costs)
         nodes = [self.nodes.get(var, -1) for var in arguments]
         shapes = [getattr(var.aval, "shape", ()) for var in arguments]
-        reached = self.hardware.reached
+        efficiency = self.hardware.efficiency
         made = (e for e in self.flow.edges if name_of(e) in PRODUCTS)
         products = sum(e.runs for e in made if not self.touched.of(e.eqn).repeated)
         starts = products if self.optimistic else self.touched.starts  # products stay apart
         constant = float(
-            self.tables.rounded((starts * reached.operator_seconds + reached.step_seconds) * PICO)
+            self.tables.rounded(
+                (starts * efficiency.operator_seconds + efficiency.step_seconds) * PICO
+            )
         )
         problem = Problem(tuple(self.costs), tuple(edges), self._memory(), constant)
         return Model(
@@ -194,7 +196,7 @@ class _Builder:
         last = len(self.flow.edges) + 1
         leaving = {v for v in self.flat.jaxpr.outvars if not isinstance(v, Literal)}
         arguments = set(self.flat.jaxpr.invars)
-        slack = 1.0 if self.optimistic else self.hardware.reached.slack  # of temporaries
+        slack = 1.0 if self.optimistic else self.hardware.efficiency.slack  # of temporaries
         holdings: list[tuple[int, int, int, Floats]] = []
         for var, node in self.nodes.items():
             sizes = self._local_bytes(var)

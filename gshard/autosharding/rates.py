@@ -36,12 +36,12 @@ class Rates:
         for axis, size in enumerate(mesh):
             rows = np.moveaxis(ids, axis, -1).reshape(-1, size)
             groups = tuple(tuple(int(i) for i in row) for row in rows)
-            reached = hardware.reached
-            skew = reached.skew_seconds * reach(topology, groups)
+            efficiency = hardware.efficiency
+            skew = efficiency.skew_seconds * reach(topology, groups)
             for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
                 sent, waited = collective_terms(topology, kind, _SAMPLE, groups)
-                latency = waited + reached.operator_seconds + skew
-                self.terms[kind, axis] = latency, sent / reached.links / _SAMPLE
+                latency = waited + efficiency.operator_seconds + skew
+                self.terms[kind, axis] = latency, sent / efficiency.links / _SAMPLE
 
     def seconds(self, kind: str, axis: int, size: float) -> float:
         """A collective on an operand of `size` bytes on each device."""

@@ -87,7 +87,7 @@ class Tables:
         self.least = LeastRates(hardware, mesh, largest)
         self.least_combined = LeastRates(hardware, mesh, math.inf)
         self.weights = {getattr(v.aval, "shape", ()) for v in jaxpr.invars}
-        self.bandwidth = hardware.memory_bandwidth * hardware.reached.memory
+        self.bandwidth = hardware.memory_bandwidth * hardware.efficiency.memory
 
     def moves(self, share: float = 1.0) -> Rates | LeastRates:
         """What moves take, of values of which this share moves: what is smaller may be combined."""

@@ -121,7 +121,7 @@ class Touched:
 
     def _computes(self, operator: Operator) -> bool:
         """Whether the arithmetic of an operator takes longer than what it reads and writes."""
-        bandwidth = self.hardware.memory_bandwidth * self.hardware.reached.memory
+        bandwidth = self.hardware.memory_bandwidth * self.hardware.efficiency.memory
         arithmetic = vector_flops(operator) / self.hardware.vector_rate
         return arithmetic > moved_bytes(operator) / bandwidth
 

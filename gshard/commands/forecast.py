@@ -77,8 +77,8 @@ def forecast(
 
     held = memory_parts(chosen, found)
     if as_json:
-        said = {"model": model, **found.as_dict(part_of), "memory_parts": held}
-        print(json.dumps(said, indent=1))
+        numbers = {"model": model, **found.as_dict(part_of), "memory_parts": held}
+        print(json.dumps(numbers, indent=1))
     else:
         rows = [f"{name:<38} {count / 1e9:>8.2f} GB" for name, count in held.items()]
         print("\n".join([model, *summary(found), "", *table(found.by(part_of)), "", *rows]))

@@ -63,5 +63,7 @@ class Explanation(Findings):
             (cost.name, size(cost.sent), duration(cost.seconds), cost.kinds, self.why(cost))
             for cost in self.lines[:EXPLAINED]
         ]
-        said = f"<p><b>{html.escape(self.sentence)}</b><br>{html.escape(self.about)}</p>"
-        return said + (table(("line", "sent", "time", "collectives", "why"), rows) if rows else "")
+        heading = f"<p><b>{html.escape(self.sentence)}</b><br>{html.escape(self.about)}</p>"
+        return heading + (
+            table(("line", "sent", "time", "collectives", "why"), rows) if rows else ""
+        )

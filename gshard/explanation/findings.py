@@ -81,7 +81,7 @@ class Findings:
         return (
             f"{self.name} on {self.hardware}: {counts(self.subject)}, "
             f"{size(self.subject.sent)} sent by each device in {duration(took)}"
-        ) + (f", {duration(hidden)} of it beside other work" if hidden else "")
+        ) + (f", {duration(hidden)} of it overlapped" if hidden else "")
 
     def why(self, cost: Cost) -> str:
         """Why a line sends its largest value, in one sentence."""

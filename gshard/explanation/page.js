@@ -115,7 +115,7 @@ const whenOpened = (id, make) => {
 
 whenOpened("sums", () => {
   const keys = { line: "line", called: "function", layer: "layer (named_scope)", kind: "collective",
-    bound: "what it waits for" };
+    bound: "bound by" };
   for (const [key, name] of Object.entries(keys))
     if (values.some((op) => op[key])) get("sum-by").append(made("option", { value: key }, name));
   let order = "seconds";

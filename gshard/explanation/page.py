@@ -63,7 +63,7 @@ def _facts(findings: Findings) -> list[tuple[str, str]]:
     forecast, subject = findings.forecast, findings.subject
     took, hidden = forecast.exposed_seconds, forecast.hidden_seconds
     share = took / (forecast.step_seconds or 1.0)
-    beside = f"; {duration(hidden)} more beside other work" if hidden else ""
+    beside = f"; {duration(hidden)} more overlapped" if hidden else ""
     return [
         (size(subject.sent), "sent by each device"),
         (counts(subject), f"{duration(took)}, {share:.0%} of the step{beside}"),

@@ -1,8 +1,8 @@
 """Hardware is data: peak rates by dtype, memory, links.
 
 Hardware is described by a TOML file in `machines/`, a file of the user's, or a `Hardware` object.
-Peaks are the vendor's. `Reached` has the share of each peak that programs reach: 1 unless measured
-or fitted, and the file says against what.
+Peaks are the vendor's. `Efficiency` has the share of each peak that programs reach: 1 unless
+measured or fitted, and the file says against what.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MACHINES = Path(__file__).parent / "machines"
 
 
 @dataclass(frozen=True)
-class Reached:
+class Efficiency:
     """The share of each peak that operators reach, and the overhead of starting one."""
 
     products: float = 1.0  # of the peak rate, by matrix products and convolutions
@@ -52,7 +52,7 @@ class Hardware:
     memory: int
     memory_bandwidth: float
     network: Network
-    reached: Reached = field(default_factory=Reached)
+    efficiency: Efficiency = field(default_factory=Efficiency)
     compiler: str = "gpu"  # which operators its compiler fuses: see `gshard.forecast.program`
 
     def __hash__(self) -> int:
@@ -83,17 +83,17 @@ class Hardware:
         """The bytes that a device sends in a second, over a link or within its node."""
         net = self.network
         links = net.link_bandwidth if net.kind == "torus" else net.inside_bandwidth
-        return links * self.reached.links
+        return links * self.efficiency.links
 
     @property
     def machine(self) -> Machine:
         """The partitioner's cost model: each speed relative to that of the links."""
-        net, sent = self.network, self.sent_per_second
+        net, sent, efficiency = self.network, self.sent_per_second, self.efficiency
         waited = net.hop_seconds if net.kind == "torus" else net.inside_seconds
         return Machine(
-            latency=(waited + self.reached.operator_seconds + self.reached.skew_seconds) * sent,
-            flops_per_byte=self.rate("bfloat16") * self.reached.products / sent,
-            memory_per_byte=self.memory_bandwidth * self.reached.memory / sent,
+            latency=(waited + efficiency.operator_seconds + efficiency.skew_seconds) * sent,
+            flops_per_byte=self.rate("bfloat16") * efficiency.products / sent,
+            memory_per_byte=self.memory_bandwidth * efficiency.memory / sent,
             calls_to_compare=self.compiler == "cpu",
             overlaps=self.overlaps,
         )
@@ -140,19 +140,19 @@ def read(path: Path) -> Hardware:
     """Hardware from a TOML file; a misspelt key is an error."""
     text = tomllib.loads(path.read_text(encoding="utf-8"))
     wanted = {f.name for f in fields(Hardware)}
-    _check(path, set(text), wanted, wanted - {"reached", "compiler"})
+    _check(path, set(text), wanted, wanted - {"efficiency", "compiler"})
     _check(path, set(text["network"]), {"kind", *_names(Network)}, {"kind"})
     if text.get("compiler", "gpu") not in STYLES:
         raise ValueError(f"{path}: compiler is {text['compiler']!r}; allowed are {STYLES}")
-    reached = text.get("reached", {})
-    _check(path, set(reached), _names(Reached), set())
+    efficiency = text.get("efficiency", {})
+    _check(path, set(efficiency), _names(Efficiency), set())
     return Hardware(
         text["name"],
         {k: float(v) for k, v in text["flops"].items()},
         int(text["memory"]),
         float(text["memory_bandwidth"]),
         Network(**text["network"]),
-        Reached(**reached),
+        Efficiency(**efficiency),
         text.get("compiler", "gpu"),
     )
 

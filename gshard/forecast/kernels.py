@@ -32,12 +32,12 @@ class KernelWork(NamedTuple):
 def kernel_work(eqn: JaxprEqn) -> KernelWork:
     """The work of an equation of `pallas_call`."""
     products, dtype, vector = _counted(getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"]))
-    said = eqn.params.get("cost_estimate")
-    if said is not None:
-        flops, other = float(said.flops), float(said.transcendentals)
+    given = eqn.params.get("cost_estimate")
+    if given is not None:
+        flops, other = float(given.flops), float(given.transcendentals)
         if dtype is None:
-            return KernelWork(0.0, None, flops + other, float(said.bytes_accessed))
-        return KernelWork(flops, dtype, other, float(said.bytes_accessed))
+            return KernelWork(0.0, None, flops + other, float(given.bytes_accessed))
+        return KernelWork(flops, dtype, other, float(given.bytes_accessed))
     programs = math.prod(n for n in eqn.params["grid_mapping"].grid if isinstance(n, int))
     moved = sum(map(size_of, dict.fromkeys((*eqn.invars, *eqn.outvars))))
     return KernelWork(programs * products, dtype, programs * vector, float(moved))

@@ -31,7 +31,7 @@ inside_seconds = {started:.3g}
 outside_seconds = {started:.3g}
 single_step = true
 
-[reached]
+[efficiency]
 operator_seconds = {operator:.3g}
 """
 

@@ -37,7 +37,7 @@ def forecast(
             f"the program is for {devices} devices, but the topology {joined.name} joins "
             f"{joined.devices}; leave `topology` out for one that fits"
         )
-    memory = memory_of(jaxpr, donated, chosen.compiler, chosen.reached.slack)
+    memory = memory_of(jaxpr, donated, chosen.compiler, chosen.efficiency.slack)
     return Forecast(chosen, joined, devices, tuple(timed(jaxpr, chosen, joined)), memory)
 
 
@@ -66,7 +66,7 @@ class Forecast:
     def step_seconds(self) -> float:
         """One run of the program, with the overhead of a step; hidden communication is free."""
         spent = sum(t.total_seconds for t in self.operators)
-        return float(spent) + self.hardware.reached.step_seconds
+        return float(spent) + self.hardware.efficiency.step_seconds
 
     @property
     def steps_per_second(self) -> float:
@@ -114,7 +114,7 @@ class Forecast:
         for operator in self.values:
             found.setdefault(key(operator), []).append(operator)
         parts = {name: Total.of(members) for name, members in found.items()}
-        if outside := self.hardware.reached.step_seconds:
+        if outside := self.hardware.efficiency.step_seconds:
             parts[OUTSIDE] = Total(outside, 0.0, 0, 0.0, "the host")
         return dict(sorted(parts.items(), key=lambda item: -item[1].seconds))
 
@@ -165,9 +165,9 @@ class Forecast:
         if len(parts) > len(rows):
             rest = sum(p.seconds for p in list(parts.values())[20:])
             rows.append((f"{len(parts) - 20} more", duration(rest), "", "", ""))
-        said = "<br>".join(map(html.escape, summary(self)))
-        return f"<p>{said}</p>" + notebook_table(
-            ("part", "time", "at the roofline", "sent", "waits for"), rows
+        lines = "<br>".join(map(html.escape, summary(self)))
+        return f"<p>{lines}</p>" + notebook_table(
+            ("part", "time", "at the roofline", "sent", "bound by"), rows
         )
 
     def __str__(self) -> str:
@@ -229,9 +229,9 @@ def links(f: Forecast) -> str:
     if not spent:
         return "no communication"
     if not f.hardware.overlaps:
-        return f"{duration(spent)} of communication, none of it beside other work"
+        return f"{duration(spent)} of communication, none of it overlapped"
     return (
-        f"{duration(spent)} of communication: {duration(f.hidden_seconds)} beside other work, "
+        f"{duration(spent)} of communication: {duration(f.hidden_seconds)} overlapped, "
         f"{duration(f.exposed_seconds)} exposed"
     )
 
@@ -239,7 +239,7 @@ def links(f: Forecast) -> str:
 def table(parts: dict[str, Total], rows: int = 20) -> list[str]:
     """The slowest parts, a line each."""
     width = max(map(len, parts), default=4)
-    lines = [f"{'part':<{width}}  {'time':>9}  {'roofline':>9}  {'sent':>9}  waits for"]
+    lines = [f"{'part':<{width}}  {'time':>9}  {'roofline':>9}  {'sent':>9}  bound by"]
     for name, p in list(parts.items())[:rows]:
         lines.append(
             f"{name:<{width}}  {duration(p.seconds):>9}  {duration(p.roofline_seconds):>9}  "

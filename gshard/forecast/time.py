@@ -118,14 +118,16 @@ def _timed(
     machine: Hardware,
     topology: Topology,
 ) -> Timed:
-    root, reached = operator.root, machine.reached
+    root, efficiency = operator.root, machine.efficiency
     site = _site(operator)
     source, function = site_of(site)
     flops, arithmetic, links, peak, sent, members = 0.0, 0.0, 0.0, 0.0, 0, 1
     moves = [t for op in operator.members for t in transfers(op.eqn)]
     for t in moves:
         busy, wait = collective_terms(topology, t.kind, t.size, t.groups, pairs=t.groups)
-        links += busy / reached.links + wait + reached.skew_seconds * reach(topology, t.groups)
+        links += (
+            busy / efficiency.links + wait + efficiency.skew_seconds * reach(topology, t.groups)
+        )
         members = len(t.groups[0]) if t.groups else topology.devices
         peak += busy
         sent += t.sent(topology.devices)
@@ -149,10 +151,12 @@ def _timed(
         bytes=moved,
         sent=sent,
         arithmetic_seconds=arithmetic,
-        memory_seconds=moved / (machine.memory_bandwidth * reached.memory),
+        memory_seconds=moved / (machine.memory_bandwidth * efficiency.memory),
         link_seconds=links,
-        start_seconds=reached.operator_seconds,
-        roofline_seconds=max(arithmetic * reached.products, moved / machine.memory_bandwidth, peak),
+        start_seconds=efficiency.operator_seconds,
+        roofline_seconds=max(
+            arithmetic * efficiency.products, moved / machine.memory_bandwidth, peak
+        ),
         collective=moves[0].kind if moves else "",
         group_size=members,
         reason=str(reason_of(root.eqn)),

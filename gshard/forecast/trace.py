@@ -31,7 +31,7 @@ def trace(forecast: Forecast) -> dict[str, Any]:
                 "args": {
                     "line": t.source,
                     "runs": t.count,
-                    "waits for": t.bound,
+                    "bound by": t.bound,
                     "flops": t.flops,
                     "bytes": t.bytes,
                     "sent": t.sent,

@@ -36,7 +36,7 @@ def product_flops(op: Op) -> float:
 def product_seconds(op: Op, machine: Hardware) -> float:
     """The time of its products, at the rate that a device reaches for their operands."""
     rate = machine.rate(product_dtype(op), is_exact(op))
-    return product_flops(op) / (rate * machine.reached.products)
+    return product_flops(op) / (rate * machine.efficiency.products)
 
 
 def is_exact(op: Op) -> bool:

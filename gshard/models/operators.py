@@ -90,7 +90,9 @@ def growth(name: str) -> tuple[float, float | None]:
     machine = hardware("tpu-v3")
     # Without latencies and skew: the paper's analysis is of bytes.
     network = replace(machine.network, hop_seconds=0.0)
-    quiet = machine.replace(network=network, reached=replace(machine.reached, skew_seconds=0.0))
+    quiet = machine.replace(
+        network=network, efficiency=replace(machine.efficiency, skew_seconds=0.0)
+    )
     found: list[Forecast] = []
     for devices in (FEW, MANY):
         shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in row.shapes(devices)]

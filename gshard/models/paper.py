@@ -60,8 +60,8 @@ def steps_per_second(machine: Hardware | None = None) -> list[Row]:
 def fitted_step() -> float:
     """The `step_seconds` with the least mean error."""
     machine = hardware("tpu-v3")
-    reached = replace(machine.reached, step_seconds=0.0)
-    rows = steps_per_second(machine.replace(reached=reached))
+    efficiency = replace(machine.efficiency, step_seconds=0.0)
+    rows = steps_per_second(machine.replace(efficiency=efficiency))
     outside = np.arange(0.0, 0.2, 0.005)
     errors = [
         np.mean([abs(1 / (1 / row.predicted + more) / row.measured - 1) for row in rows])

@@ -213,8 +213,8 @@ class Lowered(Stage):
     def _forecast_alone(self, hardware: str | Path | Hardware | None) -> Forecast:
         """The forecast without the constant that is fitted to complete training steps."""
         made = self.forecast(hardware)
-        reached = replace(made.hardware.reached, step_seconds=0.0)
-        return replace(made, hardware=replace(made.hardware, reached=reached))
+        alone = replace(made.hardware.efficiency, step_seconds=0.0)
+        return replace(made, hardware=replace(made.hardware, efficiency=alone))
 
     def _repr_html_(self) -> str:
         """What it sends, takes and holds, in five lines, and its page: for notebooks."""

@@ -122,7 +122,7 @@ def test_each_run_of_a_loop_pays_the_latency_of_its_small_sums(columns):
     least = LeastRates(MACHINE, (8,), math.inf)
     latency = least.reducing(PartialSum((columns,), 4, (NONE,), (0,))) + least.gathering((0,))
     bound = bound_of(_sums_in_a_loop, args, meshes=[(8,)])
-    work = 6 * 4 * 2**26 // 8 * 4 / MACHINE.memory_bandwidth / MACHINE.reached.memory
+    work = 6 * 4 * 2**26 // 8 * 4 / MACHINE.memory_bandwidth / MACHINE.efficiency.memory
     assert work + 6 * latency <= bound <= forecast(_sums_in_a_loop, *args)
 
 
@@ -181,7 +181,7 @@ def test_arithmetic_of_random_bits_counts():
 
     args = jax.eval_shape(lambda: jax.random.key(0)), struct(65_536, 1024)
     best = min(forecast(lambda k, x, d=d: gshard.split(fn(k, x), d, 8), *args) for d in (0, 1))
-    written = 65_536 * 1024 / 8 / (MACHINE.memory_bandwidth * MACHINE.reached.memory)
+    written = 65_536 * 1024 / 8 / (MACHINE.memory_bandwidth * MACHINE.efficiency.memory)
     assert 2 * written < 0.8 * best < bound_of(fn, args) <= best
 
 

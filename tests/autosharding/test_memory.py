@@ -74,7 +74,7 @@ def test_partial_sums_count():
     arguments = struct(4096, 65_536), struct(65_536, 4096)
     flat = Subject.of(product, arguments, 8).flat
     least = 4096 * 65_536 * 4 * 2 / 8 + 4096 * 4096 * 4 / 8  # all split over the long dim
-    partial = 4096 * 4096 * 4 * MACHINE.reached.slack
+    partial = 4096 * 4096 * 4 * MACHINE.efficiency.slack
     model = build(flat, (8,), MACHINE, 1.01 * (least + partial))
     inner = solve(model.problem)
     assert model.specs(inner.answer) == [(1,), (0,)]

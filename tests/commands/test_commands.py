@@ -153,7 +153,7 @@ def test_explain_says_for_which_hardware_and_leaves_out_the_step_around_it(tmp_p
     page = tmp_path / "page.html"
     shown = CliRunner().invoke(app, [*words, "--hardware", "tpu-v3", "--page", str(page)]).stdout
     assert "on 8 x tpu-v3" in shown.splitlines()[0]
-    assert hardware("tpu-v3").reached.step_seconds > 0.01  # the constant that is left out
+    assert hardware("tpu-v3").efficiency.step_seconds > 0.01  # the constant that is left out
     assert "outside the program" not in page.read_text()
     said = json.loads(CliRunner().invoke(app, [*words, "--hardware", "h100", "--json"]).stdout)
     assert said["hardware"] == said["planned_for"] == "h100"

@@ -68,7 +68,7 @@ def test_what_the_author_says_goes_first_and_each_device_has_its_share():
 def test_a_kernel_takes_as_long_as_its_products():
     (timed,) = lowered(1, rounds=1000).forecast("h200").operators
     machine = gshard.forecast.hardware("h200")
-    rate = machine.rate("float32") * machine.reached.products
+    rate = machine.rate("float32") * machine.efficiency.products
     assert timed.arithmetic_seconds == pytest.approx(1000 * 2 * M * K * N / rate)
     assert timed.bound == "arithmetic"
 
