@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from jax.extend.core import primitives as p
 
 from gshard._jax import custom_partitioning_p, python_implementation
+from gshard.graph.regions import walk
 from gshard.graph.source import on_behalf_of
 from gshard.rules.base.rule import RULES
 
@@ -40,7 +41,8 @@ def expand(eqn: JaxprEqn) -> ClosedJaxpr | None:
         return None
     wanted = [(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
     same = [(a.shape, a.dtype) for a in closed.out_avals] == wanted
-    return closed if same and not _contains(closed.jaxpr, eqn) else None
+    endless = any(_alike(inner, eqn) for inner in walk(closed.jaxpr))
+    return closed if same and not endless else None
 
 
 def _traced(eqn: JaxprEqn, fn: Callable[..., Any]) -> ClosedJaxpr:
@@ -48,15 +50,6 @@ def _traced(eqn: JaxprEqn, fn: Callable[..., Any]) -> ClosedJaxpr:
     avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
     with on_behalf_of(eqn):
         return jax.make_jaxpr(lambda *args: fn(eqn, *args))(*avals)
-
-
-def _contains(jaxpr: Jaxpr, wanted: JaxprEqn) -> bool:
-    """Whether an equation occurs in its own expansion: endless recursion."""
-    return any(
-        _alike(eqn, wanted)
-        or any(_contains(getattr(j, "jaxpr", j), wanted) for j in jaxprs_in_params(eqn.params))
-        for eqn in jaxpr.eqns
-    )
 
 
 def _alike(one: JaxprEqn, other: JaxprEqn) -> bool:

@@ -9,7 +9,7 @@ annotations.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,16 +78,10 @@ def inline(closed: ClosedJaxpr, order: DeviceOrder) -> ClosedJaxpr:
 
 def mesh_in(closed: ClosedJaxpr) -> Mesh | None:
     """The mesh of a program's own sharding constraints, if they agree on one."""
-    found = set(_meshes(closed.jaxpr))
-    return found.pop() if len(found) == 1 else None
-
-
-def _meshes(jaxpr: Jaxpr) -> Iterator[Mesh]:
-    for eqn in walk(jaxpr):
-        if eqn.primitive in _CONSTRAINTS:
-            named = eqn.params[_CONSTRAINTS[eqn.primitive]]
-            if isinstance(named, NamedSharding) and isinstance(named.mesh, Mesh):
-                yield named.mesh
+    marked = (e for e in walk(closed.jaxpr) if e.primitive in _CONSTRAINTS)
+    named = (e.params[_CONSTRAINTS[e.primitive]] for e in marked)
+    meshes = {n.mesh for n in named if isinstance(n, NamedSharding) and isinstance(n.mesh, Mesh)}
+    return meshes.pop() if len(meshes) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -259,11 +253,8 @@ class _Builder:
         sharding = getattr(var.aval, "sharding", None)
         if sharding is None or sharding.mesh.empty or not any(sharding.spec):
             return atom
-        annotation = self.order.annotation(
-            sharding, len(atom.aval.shape), f"a type, {sharding.spec}"
-        )
-        marked = Var(atom.aval)
-        params = {"annotation": annotation}
+        name, marked = f"a type, {sharding.spec}", Var(atom.aval)
+        params = {"annotation": self.order.annotation(sharding, len(atom.aval.shape), name)}
         self.eqns.append(new_jaxpr_eqn([atom], [marked], annotate_p, params, set()))
         return marked
 
@@ -285,25 +276,13 @@ class _Builder:
         """A barrier that keeps XLA from undoing rematerialization."""
         prevent = eqn.params["prevent_cse"]
         marks = [prevent] * len(args) if isinstance(prevent, bool) else prevent
-        kept = [a for a, m in zip(args, marks, strict=True) if m and not isinstance(a, Literal)]
+        kept = {i: a for i, a in enumerate(args) if marks[i] and not isinstance(a, Literal)}
         if not kept:
             return args
-        fresh = {a: Var(a.aval) for a in kept}
-        self.eqns.append(
-            new_jaxpr_eqn(
-                kept,
-                [fresh[a] for a in kept],
-                optimization_barrier_p,
-                {},
-                set(),
-                eqn.source_info,
-                eqn.ctx,
-            )
-        )
-        return [
-            fresh[a] if m and not isinstance(a, Literal) else a
-            for a, m in zip(args, marks, strict=True)
-        ]
+        fresh = [Var(a.aval) for a in kept.values()]
+        after = self.append(eqn, list(kept.values()), fresh, optimization_barrier_p, {})
+        results = dict(zip(kept, after, strict=True))
+        return [results.get(i, a) for i, a in enumerate(args)]
 
 
 def _fresh(var: Any) -> Var:

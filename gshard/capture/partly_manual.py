@@ -8,12 +8,12 @@ split over its axis. The rest of the region is partitioned like any other progra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.extend.core import primitives as p
@@ -66,16 +66,20 @@ def _axes(spec: PartitionSpec, sizes: Sizes) -> tuple[str, ...]:
     return tuple(name for name in sizes if name in named)
 
 
+def _places(spec: PartitionSpec, rank: int, sizes: Sizes) -> list[int]:
+    """Where each axis of a spec is if it is a dim of its own, before the dim that it splits."""
+    order = [x for dim, names in enumerate(_entries(spec, rank)) for x in (*names, dim)]
+    return [order.index(name) for name in _axes(spec, sizes)]
+
+
 def _stack(x: Any, spec: PartitionSpec, sizes: Sizes) -> Any:
     """All parts of a tensor, with a leading dim for each axis of its spec."""
     shape: list[int] = []
-    place: dict[str, int] = {}
     for n, names in zip(x.shape, _entries(spec, x.ndim), strict=True):
-        for name in names:
-            place[name] = len(shape)
-            shape.append(sizes[name])
-        shape.append(n // int(np.prod([sizes[name] for name in names], dtype=int)))
-    return jnp.moveaxis(x.reshape(shape), [place[a] for a in _axes(spec, sizes)], range(len(place)))
+        tiles = [sizes[name] for name in names]
+        shape += [*tiles, n // math.prod(tiles)]
+    places = _places(spec, x.ndim, sizes)
+    return jnp.moveaxis(x.reshape(shape), places, range(len(places)))
 
 
 def _distinct(stack: Any, spec: PartitionSpec, sizes: Sizes) -> Any:
@@ -89,23 +93,15 @@ def _distinct(stack: Any, spec: PartitionSpec, sizes: Sizes) -> Any:
 
 def _logical(stack: Any, spec: PartitionSpec, sizes: Sizes) -> Any:
     """The tensor that a stack has the parts of: the inverse of `_stack`."""
-    named = _axes(spec, sizes)
-    rank = stack.ndim - len(named)
-    to, shape = {}, []
-    at = 0
-    for n, names in zip(stack.shape[len(named) :], _entries(spec, rank), strict=True):
-        for name in names:
-            to[name] = at
-            at += 1
-        at += 1
-        shape.append(n * int(np.prod([sizes[name] for name in names], dtype=int)))
-    apart = jnp.moveaxis(stack, range(len(named)), [to[name] for name in named])
-    return apart.reshape(shape)
+    more = len(_axes(spec, sizes))
+    rank = stack.ndim - more
+    parts = zip(stack.shape[more:], _entries(spec, rank), strict=True)
+    shape = [n * math.prod(sizes[name] for name in names) for n, names in parts]
+    return jnp.moveaxis(stack, range(more), _places(spec, rank, sizes)).reshape(shape)
 
 
-permute_p = Primitive(
-    "permute_parts"
-)  # `ppermute` over the axis `name`: zeros where nothing arrives
+# `ppermute` over the axis `name`: zeros where nothing arrives.
+permute_p = Primitive("permute_parts")
 permute_p.def_abstract_eval(lambda x, **_: x)
 
 

@@ -21,6 +21,7 @@ from gshard.checking.shadow import Known, Parts, Shadow, of_device, shadow_of
 from gshard.moving.partial import copies_groups
 from gshard.moving.seen import Held
 from gshard.tensors.manual import (
+    MANUAL,
     collective_p,
     over_groups_p,
     partition_id_p,
@@ -33,14 +34,13 @@ _AXIS = "devices"
 (_reduce_scatter_p,) = private_primitives("lax.parallel", "reduce_scatter_p")
 _REDUCING = (p.psum_p, p.pmax_p, p.pmin_p)
 _SUMMING = (p.psum_p, _reduce_scatter_p)
-_MANUAL = (to_manual_p, to_auto_p, collective_p, partition_id_p, over_groups_p, row_of_device_p)
 
 Expected = Callable[[JaxprEqn, Sequence[Shadow]], list[Shadow]]
 
 
 def is_manual(eqn: JaxprEqn, operands: Sequence[Known | None]) -> bool:
     """Whether an equation belongs to a manual region, or to its border."""
-    return eqn.primitive in _MANUAL or any(isinstance(x, Parts) for x in operands)
+    return eqn.primitive in MANUAL or any(isinstance(x, Parts) for x in operands)
 
 
 def expected_in_region(

@@ -77,24 +77,8 @@ def _changed(param: Any, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Any:
 
 def loop_bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     """The programs of a loop or branch; empty for any other equation."""
-    params = eqn.params
-    if eqn.primitive is p.scan_p:
-        return [params["jaxpr"]]
-    if eqn.primitive is p.while_p:
-        return [params["cond_jaxpr"], params["body_jaxpr"]]
-    if eqn.primitive is p.cond_p:
-        return list(params["branches"])
-    return []
-
-
-def operators_in(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """The equations of a program; in the place of a loop or branch, those of its bodies."""
-    for eqn in jaxpr.eqns:
-        bodies = loop_bodies(eqn)
-        if not bodies:
-            yield eqn
-        for body in bodies:
-            yield from operators_in(body.jaxpr)
+    loop = Loop.of(eqn)
+    return list(loop.bodies) if loop else []
 
 
 def runs_of(eqn: JaxprEqn) -> int:

@@ -21,10 +21,9 @@ from gshard.moving.costs import MEMORY_LIMIT
 from gshard.rules import RULES
 from gshard.rules.base.rule import equation_key, factors_of
 from gshard.rules.base.uses import NOTHING, Uses, leaving, may_stay_unreduced
-from gshard.rules.manual import MAKES_MANUAL
 from gshard.tensors.annotate import annotate_p
 from gshard.tensors.factors import Dim, Factors
-from gshard.tensors.manual import to_auto_p
+from gshard.tensors.manual import MAKES_MANUAL, to_auto_p
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import byte_size
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr
 
-from gshard.graph.regions import operators_in
+from gshard.graph.regions import LOOPS, walk
 from gshard.graph.source import source_of
 from gshard.tensors.sharding import Sharding
 
@@ -47,8 +47,8 @@ def places(closed: ClosedJaxpr) -> dict[Any, tuple[Place, int]]:
     """The place of every tensor that an operator makes, and its number there."""
     found: dict[Any, tuple[Place, int]] = {}
     counts: dict[Place, int] = {}
-    for eqn in operators_in(closed.jaxpr):
-        var = eqn.outvars[0] if eqn.outvars else None
+    for eqn in walk(closed.jaxpr):
+        var = eqn.outvars[0] if eqn.outvars and eqn.primitive not in LOOPS else None
         shape = getattr(getattr(var, "aval", None), "shape", ())
         if shape:
             backward = "transpose(" in str(eqn.source_info.name_stack)

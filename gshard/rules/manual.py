@@ -32,7 +32,6 @@ from gshard.tensors.manual import (
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
-MAKES_MANUAL = (to_manual_p, partition_id_p, collective_p, over_groups_p, row_of_device_p)
 # Control flow partitions its bodies, in which manual and automatic values may both occur.
 CROSSING_MANUAL = (to_auto_p, collective_p, over_groups_p, p.scan_p, p.while_p, p.cond_p)
 

@@ -14,7 +14,7 @@ from gshard.graph.reason import Reason
 from gshard.graph.source import source_of
 from gshard.rules.base.rule import Context, Rule
 from gshard.rules.callbacks import run_everywhere, run_once, whole_dims
-from gshard.rules.manual import CROSSING_MANUAL, MAKES_MANUAL
+from gshard.tensors.manual import MANUAL
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
@@ -62,9 +62,8 @@ def _check(eqn: JaxprEqn) -> None:
 
 def _is_manual(jaxpr: Jaxpr) -> bool:
     """Whether a manual region begins, ends or communicates in a program."""
-    borders = {*MAKES_MANUAL, *CROSSING_MANUAL[:2]}
     return any(
-        eqn.primitive in borders or any(map(_is_manual, jaxprs_in_params(eqn.params)))
+        eqn.primitive in MANUAL or any(map(_is_manual, jaxprs_in_params(eqn.params)))
         for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
     )
 

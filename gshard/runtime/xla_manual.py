@@ -21,9 +21,8 @@ from gshard.graph.evaluate import Interpret, bind, rebuilt
 from gshard.graph.regions import loop_bodies
 from gshard.graph.source import source_of
 from gshard.rules.base.rule import RULES
-from gshard.rules.manual import MAKES_MANUAL
 from gshard.tensors.devices import Place
-from gshard.tensors.manual import to_auto_p, to_manual_p
+from gshard.tensors.manual import MAKES_MANUAL, to_auto_p, to_manual_p
 from gshard.tensors.meshes import partition_spec
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile

@@ -28,6 +28,10 @@ over_groups_p.multiple_results = True
 # This device's row of `table`.
 row_of_device_p = Primitive("row_of_device")
 
+# What makes values of a manual region, and what reads them.
+MAKES_MANUAL = (to_manual_p, partition_id_p, collective_p, over_groups_p, row_of_device_p)
+MANUAL = (*MAKES_MANUAL, to_auto_p)
+
 
 @to_manual_p.def_abstract_eval
 def _to_manual_aval(x: Any, *, annotation: Any, copies: str) -> ShapedArray:

@@ -42,19 +42,13 @@ from gshard.rules.base.primitives import (
     scatter_in_order_p,
     tree_sum_p,
 )
+from gshard.tensors.manual import MANUAL
 from gshard.tensors.trees import halved
 
 LEAVES = 8  # of a sum: as many devices may split it
 ROWS = 24  # of a leaf of a product, at least: shorter ones take longer to add than to multiply
 
 (ragged_dot_general_p,) = private_primitives("lax.lax", "ragged_dot_general_p")
-
-# In manual regions.
-_MANUAL = frozenset((
-    "all_gather", "all_gather_invariant", "all_to_all", "auto_to_manual", "lower_named_axes",
-    "manual_collective", "manual_to_auto", "pbroadcast", "pmax", "pmin", "ppermute", "psum",
-    "psum_invariant", "ragged_all_to_all", "reduce_scatter", "shard_map",
-))  # fmt: skip
 
 
 @in_every_body
@@ -66,7 +60,7 @@ def fix_order(graph: Graph) -> list[JaxprEqn]:
 
 def _refuse_manual(eqns: Sequence[JaxprEqn]) -> None:
     """An error for a manual region, which is known by the operators at its borders and in it."""
-    found = [eqn for eqn in eqns if eqn.primitive.name in _MANUAL]
+    found = [eqn for eqn in eqns if eqn.primitive in MANUAL]
     if found:
         lines = [source_of(eqn) for eqn in found]
         line = next((line for line in lines if line != "unknown"), lines[0])

@@ -23,11 +23,12 @@ def convolution(params: dict[str, Any], x: jax.Array, kernel: jax.Array) -> jax.
     """A convolution of any strides, dilations and groups."""
     numbers = params["dimension_numbers"]
     dtype = params["preferred_element_type"] or jnp.result_type(x, kernel)
-    shape = [_size(params, x, kernel, i) for i in range(x.ndim - 2)]
     x = lax.transpose(x, (numbers.lhs_spec[0], *numbers.lhs_spec[2:], numbers.lhs_spec[1]))
     kernel = lax.transpose(
         kernel, (numbers.rhs_spec[0], *numbers.rhs_spec[2:], numbers.rhs_spec[1])
     )
+    around = (params[k] for k in ("padding", "lhs_dilation", "rhs_dilation", "window_strides"))
+    shape = list(map(_size, x.shape[1:-1], kernel.shape[1:-1], *around))
     groups = max(params["feature_group_count"], params["batch_group_count"])
     dim = 0 if params["batch_group_count"] > 1 else x.ndim - 1
     x, kernel = _grouped(x, dim, groups), _grouped(kernel, 0, groups)
@@ -43,13 +44,13 @@ def convolution(params: dict[str, Any], x: jax.Array, kernel: jax.Array) -> jax.
     return lax.convert_element_type(ordered, dtype)
 
 
-def _size(params: dict[str, Any], x: jax.Array, kernel: jax.Array, i: int) -> int:
+def _size(
+    rows: int, taps: int, padding: tuple[int, int], base: int, dilation: int, stride: int
+) -> int:
     """The size of a spatial dim of the result."""
-    numbers = params["dimension_numbers"]
-    rows, taps = x.shape[numbers.lhs_spec[2 + i]], kernel.shape[numbers.rhs_spec[2 + i]]
-    stretched = max((rows - 1) * params["lhs_dilation"][i] + 1, 0) + sum(params["padding"][i])
-    reach = max((taps - 1) * params["rhs_dilation"][i] + 1, 0)
-    return max((stretched - reach) // params["window_strides"][i] + 1, 0)
+    stretched = max((rows - 1) * base + 1, 0) + sum(padding)
+    reach = max((taps - 1) * dilation + 1, 0)
+    return max((stretched - reach) // stride + 1, 0)
 
 
 def _rows(
@@ -135,14 +136,11 @@ def window_sum(params: dict[str, Any], x: jax.Array) -> jax.Array:
     """The sum over each window, one element after the other."""
     window = params["window_dimensions"]
     strides, dilations = params["window_strides"], params["window_dilation"]
+    around = (params["padding"], params["base_dilation"], dilations, strides)
+    sizes = list(map(_size, x.shape, window, *around))
+    if 0 in sizes:
+        return jnp.zeros(sizes, x.dtype)
     parts = []
-    sizes = []
-    for n, (low, high), base, w, d, stride in zip(
-        x.shape, params["padding"], params["base_dilation"], window, dilations, strides, strict=True
-    ):
-        sizes.append(((n - 1) * base + 1 + low + high - (w - 1) * d - 1) // stride + 1)
-    if min(sizes) <= 0:
-        return jnp.zeros([max(n, 0) for n in sizes], x.dtype)
     for at in itertools.product(*map(range, window)):
         part = x
         for dim, turn in enumerate(at):
