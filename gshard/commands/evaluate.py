@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     import jax
     from rich.table import Table
 
+    from gshard.mt.broadcast import Broadcast
     from gshard.mt.decoding.engines import EngineConfig
     from gshard.mt.evaluation.baseline_plan import BaselineConfig
     from gshard.mt.evaluation.evaluate import EvaluateConfig, System
     from gshard.mt.evaluation.store import AnyTranslator
     from gshard.mt.progress import Progress
     from gshard.mt.run import Run
-    from gshard.mt.together import Together
     from gshard.nn.transformer import Transformer
 
 _SCORES = ("bleu", "spbleu", "chrf", "copy_bleu", "untrained_bleu")
@@ -77,13 +77,13 @@ def evaluate(
     """Score a run with BLEU and chrF++. Safe to interrupt; run it again to continue."""
     from gshard.commands import show
     from gshard.mt import hosts
+    from gshard.mt.broadcast import Broadcast
     from gshard.mt.decoding.engines import engine_of
     from gshard.mt.evaluation import evaluate as work
     from gshard.mt.evaluation.heldout import held_out, tasks_of
     from gshard.mt.launch.status import reporting
     from gshard.mt.progress import Silent
     from gshard.mt.run import Run
-    from gshard.mt.together import Together
 
     opened, chosen = Run.open(run), _listed(languages)
     search = (beam, alpha, checkpoint)
@@ -98,12 +98,12 @@ def evaluate(
     hosts.cache_programs()
     try:
         with reporting() as reporter:
-            together = Together(reporter)
+            broadcast = Broadcast(reporter)
             if not hosts.is_first():
-                _help(opened, config, steps, devices, together)
+                _help(opened, config, steps, devices, broadcast)
                 return
             with nullcontext(Silent()) if as_json else show.bars() as bars:
-                result, measured = _measure(opened, config, steps, devices, together, bars, using)
+                result, measured = _measure(opened, config, steps, devices, broadcast, bars, using)
     except KeyboardInterrupt:
         show.console.print("interrupted; run the same command again to continue")
         raise typer.Exit(130) from None
@@ -135,7 +135,7 @@ def _measure(
     config: EvaluateConfig,
     steps: int,
     devices: int,
-    together: Together,
+    broadcast: Broadcast,
     bars: Progress,
     engine: EngineConfig,
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -147,31 +147,31 @@ def _measure(
     usual = replace(engine, numbers="")
 
     def system(which: str) -> System:
-        return system_of(run, which, config, devices, together, usual)
+        return system_of(run, which, config, devices, broadcast, usual)
 
     def rounded(system: System) -> System:
         return rounded_system(run, system, config, devices, engine)
 
-    with together.leading():
+    with broadcast.leading():
         result = measure(run, config, system, bars, rounded if engine.numbers else None)
     if not steps:
         return result, None
-    arguments = _train_baselines(run, config, steps, devices, together, bars)
+    arguments = _train_baselines(run, config, steps, devices, broadcast, bars)
     return result, evaluate_baselines(run, config, *arguments, bars)
 
 
-def _help(run: Run, config: EvaluateConfig, steps: int, devices: int, together: Together) -> None:
+def _help(run: Run, config: EvaluateConfig, steps: int, devices: int, broadcast: Broadcast) -> None:
     """The work of the other processes while the first one measures."""
     from gshard.mt.evaluation.systems import follow
     from gshard.mt.progress import Silent
 
-    follow(run, config, devices, together)
+    follow(run, config, devices, broadcast)
     if steps:
-        _train_baselines(run, config, steps, devices, together, Silent())
+        _train_baselines(run, config, steps, devices, broadcast, Silent())
 
 
 def _train_baselines(
-    run: Run, config: EvaluateConfig, steps: int, devices: int, together: Together, bars: Progress
+    run: Run, config: EvaluateConfig, steps: int, devices: int, broadcast: Broadcast, bars: Progress
 ) -> tuple[BaselineConfig, Callable[[Transformer], AnyTranslator], list[jax.Device]]:
     """Train this process's share of the baselines, if there are others, and wait for theirs.
 
@@ -180,12 +180,12 @@ def _train_baselines(
     import jax
 
     from gshard.mt import hosts
+    from gshard.mt.broadcast import meet
     from gshard.mt.config import DeviceConfig
     from gshard.mt.decoding.translator import Translator
     from gshard.mt.evaluation.baseline_plan import of_steps
     from gshard.mt.evaluation.baselines import translate_baselines
     from gshard.mt.evaluation.evaluate import search_of
-    from gshard.mt.together import meet
     from gshard.nn.strategy import Strategy
 
     chosen = [d for d in hosts.chosen(DeviceConfig(devices)) if d in jax.local_devices()]
@@ -196,7 +196,7 @@ def _train_baselines(
         return Translator(model, run.tokenizer, strategy, search, programs, chosen)
 
     arguments = (of_steps(steps), translator, chosen)
-    together.alone()
+    broadcast.alone()
     if jax.process_count() > 1:
         if mine := share_of(run, config, jax.process_index(), jax.process_count()):
             translate_baselines(run, replace(config, languages=mine), *arguments, bars)

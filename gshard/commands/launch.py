@@ -29,7 +29,7 @@ def launch(
     from gshard.commands.screen import screen
     from gshard.mt.errors import UserError, nearest
     from gshard.mt.launch.local import ThisMachine, gshard_command
-    from gshard.mt.launch.supervisor import Patience, Supervisor, without_checkpoint
+    from gshard.mt.launch.supervisor import Supervisor, Timeouts, without_checkpoint
 
     what = command[0]
     if what not in _COMMANDS:
@@ -50,7 +50,7 @@ def launch(
         begun,
         processes,
         note,
-        Patience(failures=failures),
+        Timeouts(failures=failures),
         least,
         without_checkpoint(begun) if what == "train" else begun,
     )

@@ -110,7 +110,7 @@ def train(
             with TrainDisplay() as display:
                 if checked is not None:
                     raise typer.Exit(_check(run, checked, display))
-                late_failures.leave_out()
+                late_failures.silence_orbax_after_failure()
                 intruder = held.intruder if held else lambda: ""
                 outcome = loop.train(run, display, back_to, reporter, intruder, keeps_step=True)
     _summarize(run, outcome)

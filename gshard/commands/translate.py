@@ -73,12 +73,12 @@ def translate(
     process: Process = None,
 ) -> None:
     """Translate lines of text from a file, or from standard input as they arrive."""
+    from gshard.mt.broadcast import Broadcast
     from gshard.mt.decoding.engines import engine_of, open_translator
     from gshard.mt.decoding.output import FileOutput, Output
     from gshard.mt.decoding.texts import TranslateConfig, choose_target
     from gshard.mt.launch.status import reporting
     from gshard.mt.run import Run as OpenedRun
-    from gshard.mt.together import Together
 
     opened, which = OpenedRun.open(run), members(coordinator, processes, process)
     longest = opened.config.batch.source_length  # the longest that the model was trained on
@@ -89,22 +89,22 @@ def translate(
         lines.check()
     stream, reader = _output(which)
     with reporting() as reporter:
-        together = Together(reporter)
+        broadcast = Broadcast(reporter)
         with _status(f"loading {opened.name}"):
-            given = (opened, checkpoint, config, devices, which, together)
+            given = (opened, checkpoint, config, devices, which, broadcast)
             translator, step = open_translator(*given, engine_of(engine, weights, threads))
         if which.index:
-            for words in together.heard():
-                translator.search(*words.arrays)
+            for message in broadcast.receive():
+                translator.search(*message.arrays)
             return
-        with together.leading():
+        with broadcast.leading():
             settings = {
                 "run": str(run.resolve()), "step": step, "target": wanted, "beam": beam,
                 "nbest": nbest, "alpha": alpha, "json": as_json, "weights": weights,
             }  # fmt: skip
             output = Output(stream) if out is None else FileOutput(out, settings)
             with contextlib.closing(output):
-                together.step = output.done
+                broadcast.step = output.done
                 _translate(lines, translator, (source, wanted), output, reader, as_json)
 
 

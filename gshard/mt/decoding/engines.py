@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from gshard.mt.broadcast import Broadcast
 from gshard.mt.config import DeviceConfig
 from gshard.mt.decoding.texts import TextTranslator, TranslateConfig
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.launch.environment import Hosts
-from gshard.mt.together import Together
 from gshard.mt.training import released
 from gshard.mt.training.quantized import Quantized, quantize, summed_axes
 from gshard.mt.training.weights import WEIGHTS, Weights
@@ -67,12 +67,12 @@ def open_translator(
     config: TranslateConfig = TranslateConfig(),  # noqa: B008  (frozen)
     devices: int = 0,
     members: Hosts = Hosts(),  # noqa: B008  (frozen)
-    together: Together | None = None,
+    broadcast: Broadcast | None = None,
     engine: EngineConfig = EngineConfig(),
 ) -> tuple[TextTranslator, int]:
     """The translator of a run on so many devices (0: all), and the step of its weights."""
     if on_host(engine, devices, members):
-        return _host_translator(run, which, config, together, engine)
+        return _host_translator(run, which, config, broadcast, engine)
 
     from gshard.mt import hosts
 
@@ -83,9 +83,9 @@ def open_translator(
     # More virtual devices would share the same cores.
     hosts.start(devices, members, virtual=members.count, settings=settings)
     if on_host(engine, devices, members, started=True):
-        return _host_translator(run, which, config, together, engine)
+        return _host_translator(run, which, config, broadcast, engine)
     hosts.cache_programs()
-    return _compiled_translator(run, which, config, devices, together, engine)
+    return _compiled_translator(run, which, config, devices, broadcast, engine)
 
 
 def on_host(
@@ -113,7 +113,7 @@ def _compiled_translator(
     which: str,
     config: TranslateConfig,
     devices: int,
-    together: Together | None,
+    broadcast: Broadcast | None,
     engine: EngineConfig,
 ) -> tuple[TextTranslator, int]:
     import jax
@@ -135,7 +135,7 @@ def _compiled_translator(
     model, step = load_model(run, which, model_like(dims, strategy))
     if engine.numbers:
         model = in_int8(model)
-    return Translator(model, run.tokenizer, strategy, config, together=together), step
+    return Translator(model, run.tokenizer, strategy, config, broadcast=broadcast), step
 
 
 def _not_on_host(devices: int, members: Hosts) -> str:
@@ -164,7 +164,7 @@ def _host_translator(
     run: Run,
     which: str,
     config: TranslateConfig,
-    together: Together | None,
+    broadcast: Broadcast | None,
     engine: EngineConfig,
 ) -> tuple[TextTranslator, int]:
     from gshard.mt.decoding.host.model import HostModel
@@ -187,7 +187,7 @@ def _host_translator(
         return found if isinstance(found, Quantized) else found.astype(np.float32, copy=False)
 
     model = HostModel(run.model_config, converted, weights)
-    return HostTranslator(model, run.tokenizer, config, together), step
+    return HostTranslator(model, run.tokenizer, config, broadcast), step
 
 
 def _weights(run: Run, which: str) -> tuple[Load, int, int]:

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gshard.mt.batching.tokenizer import END, PAD, Tokenizer
+from gshard.mt.broadcast import Broadcast
 from gshard.mt.decoding.beam_config import MOST_ALPHA, BeamConfig, Translations
 from gshard.mt.decoding.segment import cut, cut_sentences
 from gshard.mt.errors import UserError, nearest
 from gshard.mt.progress import Progress, Silent
-from gshard.mt.together import Together
 from gshard.nn.config import TransformerConfig
 
 MOST = 1 << 16  # hypotheses of a sentence, sentences in a batch: more than any device holds
@@ -122,14 +122,14 @@ class TextTranslator(abc.ABC):
         config: TranslateConfig,
         model_config: TransformerConfig,
         weights: int,
-        together: Together | None = None,
+        broadcast: Broadcast | None = None,
         name: str = "",
     ):
         self.tokenizer = tokenizer
         self.config = config
         self.model_config = model_config
         self.weights = weights
-        self._together, self._name = together or Together(), name
+        self._broadcast, self._name = broadcast or Broadcast(), name
         self.missed: set[tuple[int, int]] = set()  # rows and length of what would have fitted
 
     @abc.abstractmethod
@@ -239,7 +239,7 @@ class TextTranslator(abc.ABC):
         for row, job in enumerate(batch):
             source[row, : len(job.ids)] = job.ids
         arrays = (source, *(np.array(token, np.int32) for token in self.tokenizer.forced(target)))
-        with self._together.running("search", self._name, *arrays):
+        with self._broadcast.running("search", self._name, *arrays):
             found = self.search(*arrays)
         for row in range(len(batch)):
             places = [n for n in range(self.config.nbest) if found.lengths[row, n]]

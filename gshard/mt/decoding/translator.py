@@ -20,10 +20,10 @@ from jax import Array
 
 import gshard
 from gshard.mt.batching.tokenizer import PAD, Tokenizer
+from gshard.mt.broadcast import Broadcast
 from gshard.mt.decoding.beam import beam_search
 from gshard.mt.decoding.beam_config import Translations
 from gshard.mt.decoding.texts import Choices, Routings, TextTranslator, TranslateConfig
-from gshard.mt.together import Together
 from gshard.nn.config import Batch
 from gshard.nn.gating import Routing
 from gshard.nn.strategy import ONE_DEVICE, Strategy
@@ -35,7 +35,7 @@ class Translator(TextTranslator):
 
     Translators that are given one dict of `programs` compile each program once for all of them,
     as far as their models are of the same shape. `name` is what other processes know it by, to
-    whom `together` speaks. One thread may compile programs while another translates.
+    whom `broadcast` sends messages. One thread may compile programs while another translates.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Translator(TextTranslator):
         config: TranslateConfig = TranslateConfig(),  # noqa: B008  (frozen)
         programs: dict[Any, Any] | None = None,
         devices: Sequence[jax.Device] | None = None,
-        together: Together | None = None,
+        broadcast: Broadcast | None = None,
         name: str = "",
     ):
         count = sum(leaf.size for leaf in jax.tree.leaves(model))
-        super().__init__(tokenizer, config, model.config, count, together, name)
+        super().__init__(tokenizer, config, model.config, count, broadcast, name)
         self.strategy = strategy
         self._model = model
         self._devices = list((devices or jax.devices())[: strategy.devices])
@@ -71,7 +71,7 @@ class Translator(TextTranslator):
                 key = (self.model_config, self.strategy, self.config, name, shapes)
                 if key not in self._programs:
                     jitted = gshard.jit(fn, devices=self._devices)
-                    with self._together.compiling():
+                    with self._broadcast.compiling():
                         self._programs[key] = jitted.lower(self._model, *arrays).compile()
                 program = self._programs[key]
                 # Where programs agree on the place of a weight, they share it: nothing is copied.

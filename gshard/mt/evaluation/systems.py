@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from gshard.mt import hosts
+from gshard.mt.broadcast import Broadcast
 from gshard.mt.config import DeviceConfig
 from gshard.mt.decoding.engines import EngineConfig, on_host, open_translator
 from gshard.mt.decoding.translator import Translator
@@ -31,7 +32,6 @@ from gshard.mt.evaluation.store import AnyTranslator
 from gshard.mt.launch.environment import Hosts
 from gshard.mt.progress import Progress
 from gshard.mt.run import Run
-from gshard.mt.together import Together
 from gshard.mt.training.loading import load_model, model_like
 from gshard.nn.config import Batch
 
@@ -42,7 +42,7 @@ class _Loaded:
     """A checkpoint on the devices, and what all processes run with it."""
 
     def __init__(
-        self, run: Run, which: str, config: EvaluateConfig, devices: int, together: Together
+        self, run: Run, which: str, config: EvaluateConfig, devices: int, broadcast: Broadcast
     ):
         self.strategy = hosts.strategy(DeviceConfig(devices))
         like = model_like(run.model_config, self.strategy)
@@ -52,7 +52,7 @@ class _Loaded:
             run.tokenizer,
             self.strategy,
             search_of(run, config),
-            together=together,
+            broadcast=broadcast,
             name=which,
         )
         self._routing = routing(self.strategy)
@@ -67,18 +67,18 @@ def system_of(
     which: str,
     config: EvaluateConfig,
     devices: int = 0,
-    together: Together | None = None,
+    broadcast: Broadcast | None = None,
     engine: EngineConfig = EngineConfig("xla"),  # noqa: B008  (frozen)
 ) -> System:
     """A checkpoint of the run as a system on so many devices (0: all); it is read once, here."""
-    together = together or Together()
-    with together.running(LOAD, which):
-        loaded = _Loaded(run, which, config, devices, together)
+    broadcast = broadcast or Broadcast()
+    with broadcast.running(LOAD, which):
+        loaded = _Loaded(run, which, config, devices, broadcast)
     model = loaded.model
     lengths = (run.config.batch.source_length, run.config.batch.target_length)
 
     def routed(batch: Batch) -> dict[str, np.ndarray]:
-        with together.running(ROUTE, which, *map(np.asarray, batch)):
+        with broadcast.running(ROUTE, which, *map(np.asarray, batch)):
             return loaded.route(batch)
 
     def loads(sets: Sequence[HeldOut], progress: Progress) -> Mapping[str, Any]:
@@ -118,14 +118,14 @@ def rounded_system(
     )
 
 
-def follow(run: Run, config: EvaluateConfig, devices: int, together: Together) -> None:
+def follow(run: Run, config: EvaluateConfig, devices: int, broadcast: Broadcast) -> None:
     """Do what the process that measures does, until it is done."""
     loaded: dict[str, _Loaded] = {}
-    for words in together.heard():
-        if words.kind == LOAD:
-            loaded[words.whose] = _Loaded(run, words.whose, config, devices, together)
-        elif words.kind == SEARCH:
-            loaded[words.whose].translator.search(*words.arrays)
+    for message in broadcast.receive():
+        if message.kind == LOAD:
+            loaded[message.whose] = _Loaded(run, message.whose, config, devices, broadcast)
+        elif message.kind == SEARCH:
+            loaded[message.whose].translator.search(*message.arrays)
         else:
-            arrays: Any = words.arrays  # NumPy's, which programs take
-            loaded[words.whose].route(Batch(*arrays))
+            arrays: Any = message.arrays  # NumPy's, which programs take
+            loaded[message.whose].route(Batch(*arrays))

@@ -75,7 +75,7 @@ class Machines(Protocol):
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """What the parent puts up with; all times in seconds."""
 
     silent: float = 10.0  # without a sign of life
@@ -114,14 +114,14 @@ class Supervisor:
         command: Sequence[str],
         count: int,
         note: Callable[[str], None],
-        patience: Patience = Patience(),
+        timeouts: Timeouts = Timeouts(),
         least: int = 0,
         again: Sequence[str] = (),
     ):
         self._machines, self._command = machines, list(command)
         self._again = list(again or command)
         self._count, self._least, self._note = count, least or count, note
-        self._patience = patience
+        self._timeouts = timeouts
         self._asked = 0  # the signal that ended it all
         self._at_once = False  # a second one came: nothing is waited for any more
         self._paces: list[float] = []
@@ -156,7 +156,7 @@ class Supervisor:
                     return int(ended.status or 1)
                 failures = 1 if self._best > before else failures + 1
                 self._failed = time.monotonic()
-                if failures < self._patience.failures:
+                if failures < self._timeouts.failures:
                     after = f"{time.monotonic() - began:.0f} s after the start"
                     self._note(f"{ended} ({after}); all continue from the last checkpoint")
                 elif count > self._least:
@@ -193,7 +193,7 @@ class Supervisor:
             while True:
                 ended = [child.poll() for child in children]
                 if stopping:
-                    late = time.monotonic() - stopping > self._patience.stopping
+                    late = time.monotonic() - stopping > self._timeouts.stopping
                     if late or self._at_once or all(code is not None for code in ended):
                         return why
                 elif failure := self._failure(children, ended):
@@ -204,7 +204,7 @@ class Supervisor:
                     stopping = time.monotonic()
                     for child in children:
                         child.send(signal.SIGTERM)
-                if time.monotonic() - looked > self._patience.joining:
+                if time.monotonic() - looked > self._timeouts.joining:
                     looked = time.monotonic()
                 time.sleep(self._machines.look)
         finally:
@@ -215,7 +215,7 @@ class Supervisor:
 
     def _more(self, count: int, looked: float) -> str | None:
         """Whether to stop and start again with more processes, in words."""
-        if count >= self._count or time.monotonic() - looked <= self._patience.joining:
+        if count >= self._count or time.monotonic() - looked <= self._timeouts.joining:
             return None
         room, before = self._machines.capacity(self._count), self._room_then
         self._room_then = room
@@ -241,14 +241,14 @@ class Supervisor:
                 continue
             state = states[index] = child.status()
             silent = now - (state.seen or child.begun)
-            limit = self._patience.silent if state.seen else self._patience.starting
+            limit = self._timeouts.silent if state.seen else self._timeouts.starting
             if state.doing in _BUSY:
-                limit = max(limit, self._patience.busy)
+                limit = max(limit, self._timeouts.busy)
             if state.stopped:  # whatever it was doing, it does not any more
-                limit = self._patience.silent
+                limit = self._timeouts.silent
             if silent > limit:
                 return Failure(index, _hung("has been silent for", silent, state), None)
-            lags = state.seen and state.doing not in _BUSY and silent > self._patience.lagging
+            lags = state.seen and state.doing not in _BUSY and silent > self._timeouts.lagging
             if lags and index not in self._lagging:
                 self._lagging.add(index)
                 self._note(f"process {index} {_hung('lags: silent for', silent, state)}")
@@ -299,19 +299,19 @@ class Supervisor:
 
     def _limit(self, doing: str, begun: bool) -> float:
         """The seconds for which no step may be made by who does that."""
-        patience = self._patience
+        timeouts = self._timeouts
         if doing in _MEASURED and doing in self._longest:
-            least = patience.busy if doing in _BUSY else patience.least
-            return max(least, patience.longest * self._longest[doing])
+            least = timeouts.busy if doing in _BUSY else timeouts.least
+            return max(least, timeouts.longest * self._longest[doing])
         if doing in (*_BUSY, *_MEASURED) or not begun:
-            return patience.starting
+            return timeouts.starting
         usual = statistics.median(self._paces) if self._paces else 0.0
-        return max(patience.least, patience.usual_steps * usual)
+        return max(timeouts.least, timeouts.usual_steps * usual)
 
     def _allow(self, doing: str, seconds: float) -> None:
         """A disk may have got slower for good: what was taken for a hang may take longer now."""
         if doing in self._longest:
-            most = self._patience.starting / self._patience.longest
+            most = self._timeouts.starting / self._timeouts.longest
             self._longest[doing] = max(self._longest[doing], min(seconds, most))
 
     @contextlib.contextmanager

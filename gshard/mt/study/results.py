@@ -26,7 +26,7 @@ from gshard.mt.study.expert_use import layers_of
 from gshard.mt.study.figures import GROUPS, Model
 from gshard.mt.study.ledger import TRANSLATED, entry, read_json
 from gshard.mt.study.plan import Study
-from gshard.mt.study.recited import recited, training_targets
+from gshard.mt.study.verbatim import training_targets, verbatim
 
 RESULTS, TABLES = "study.json", "tables.md"
 _RESAMPLES = 1000
@@ -50,7 +50,7 @@ def write_results(plan: Study, out: Path) -> list[Path]:
         "efficiency": [dataclasses.asdict(row) for row in figures.efficiency(found)],
         "languages": _languages(found, zero),
         "experts": _experts(plan, found),
-        "recited": _recited(plan, found, before),
+        "recited": _verbatim(plan, found, before),
         "examples": _examples(plan, found),
     }
     atomic.write_json(out / RESULTS, results)
@@ -145,7 +145,7 @@ def _experts(plan: Study, found: Sequence[Model]) -> dict[str, list[dict[str, An
     return uses
 
 
-def _recited(plan: Study, found: Sequence[Model], before: Mapping[str, Any]) -> dict[str, Any]:
+def _verbatim(plan: Study, found: Sequence[Model], before: Mapping[str, Any]) -> dict[str, Any]:
     """How much of each model's output is its training text; known ones are not counted again."""
     digests = {
         model.name: str((read_json(plan.place(model.name) / TRANSLATED) or {}).get("digest"))
@@ -162,7 +162,7 @@ def _recited(plan: Study, found: Sequence[Model], before: Mapping[str, Any]) -> 
             for pair in paired_translations(plan, name, name).values():
                 outputs = zip(pair.first, pair.references, strict=True)
                 pairs.setdefault(pair.target, []).extend(outputs)
-            known[name] = {"digest": digest, **dataclasses.asdict(recited(pairs, train))}
+            known[name] = {"digest": digest, **dataclasses.asdict(verbatim(pairs, train))}
     return {model.name: {**known[model.name], "label": model.label} for model in found}
 
 

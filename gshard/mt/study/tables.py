@@ -21,7 +21,7 @@ def all_tables(results: Mapping[str, Any]) -> str:
         ("By direction", directions(results)),
         ("What a training cross-entropy costs", efficiency(results)),
         ("Paired bootstrap over languages and sentences", comparisons(results)),
-        ("Translated or memorised", recited(results)),
+        ("Translated or memorised", verbatim(results)),
         ("What the experts learnt", experts(results)),
         ("Examples", examples(results)),
         ("Languages", languages(results)),
@@ -141,7 +141,7 @@ def comparisons(results: Mapping[str, Any]) -> str:
     return table(heads, rows) if rows else ""
 
 
-def recited(results: Mapping[str, Any]) -> str:
+def verbatim(results: Mapping[str, Any]) -> str:
     """How much of a model's output is a sentence of its training text."""
     rows = [
         [

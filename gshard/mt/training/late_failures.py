@@ -11,7 +11,7 @@ from typing import Any
 _UNHEARD = ("exception was never retrieved", "was destroyed but it is pending")  # asyncio's words
 
 
-def leave_out() -> None:
+def silence_orbax_after_failure() -> None:
     """Silence writes that end after their save has failed and was reported.
 
     TensorStore and asyncio would show a traceback for each of them, thousands when the disk is

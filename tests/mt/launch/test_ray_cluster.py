@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from gshard.mt.launch.supervisor import Patience, Supervisor
+from gshard.mt.launch.supervisor import Supervisor, Timeouts
 from tests.mt.processes import alive
 
 ray = pytest.importorskip("ray")
@@ -65,9 +65,9 @@ def test_a_node_is_lost_and_comes_back(cluster, tmp_path):
         return all((tmp_path / f"here-{count}-{i}").exists() for i in range(count))
 
     def train():
-        patience = Patience(joining=2.0, stopping=60.0)
+        timeouts = Timeouts(joining=2.0, stopping=60.0)
         command = [sys.executable, "-c", WORKER, str(tmp_path)]
-        supervisor = Supervisor(RayCluster(), command, 3, notes.append, patience, least=1)
+        supervisor = Supervisor(RayCluster(), command, 3, notes.append, timeouts, least=1)
         status.append(supervisor.run())
 
     thread = threading.Thread(target=train)

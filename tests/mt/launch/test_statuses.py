@@ -15,7 +15,7 @@ from gshard.mt.errors import MissingHostsError, UserError
 from gshard.mt.launch import local, supervisor
 from gshard.mt.launch.local import LocalChild
 from gshard.mt.launch.status import ALONE, WAITING, Reporter, Status, read
-from gshard.mt.launch.supervisor import Failure, Patience, Supervisor
+from gshard.mt.launch.supervisor import Failure, Supervisor, Timeouts
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ class Made:
 )
 def test_who_was_killed_is_named_before_those_who_missed_it(codes, named):
     children = [Made(code) for code in codes]
-    supervisor = Supervisor(None, [], len(codes), print, Patience())
+    supervisor = Supervisor(None, [], len(codes), print, Timeouts())
     found = supervisor._failure(children, codes)
     assert isinstance(found, Failure)
     assert found.index == named
@@ -79,7 +79,7 @@ def test_who_was_killed_is_named_before_those_who_missed_it(codes, named):
 def test_who_is_left_out_is_tried_again_only_when_a_machine_comes_back():
     room = [3]
     machines = SimpleNamespace(capacity=lambda wanted: min(wanted, room[0]))
-    supervisor = Supervisor(machines, [], 3, print, Patience(joining=-1.0))
+    supervisor = Supervisor(machines, [], 3, print, Timeouts(joining=-1.0))
     supervisor._leave_out(1)
 
     def more():
@@ -96,9 +96,9 @@ def test_who_is_left_out_is_tried_again_only_when_a_machine_comes_back():
 
 @pytest.mark.parametrize("stopped", [True, False])
 def test_who_is_stopped_while_it_compiles_is_noticed_as_soon_as_in_a_step(stopped):
-    silent = time.monotonic() - Patience().silent - 1
+    silent = time.monotonic() - Timeouts().silent - 1
     state = Status("host", 7, 12, "compiling", silent, silent, stopped=stopped)
-    supervisor = Supervisor(None, [], 1, print, Patience())
+    supervisor = Supervisor(None, [], 1, print, Timeouts())
     found = supervisor._failure([Made(None, state)], [None])
     assert (found is not None) == stopped
 
@@ -133,7 +133,7 @@ def test_the_parent_knows_who_is_stopped(tmp_path):
 )
 def test_who_waits_or_works_alone_need_make_no_step(doings, named):
     states = {i: Status("host", i, 12 - i, doing) for i, doing in enumerate(doings)}
-    supervisor = Supervisor(None, [], 2, print, Patience())
+    supervisor = Supervisor(None, [], 2, print, Timeouts())
     supervisor._moved = (12, 0.0)
     found = supervisor._stuck(states, 10_000.0)
     assert (found and found.index) == named
@@ -141,7 +141,7 @@ def test_who_waits_or_works_alone_need_make_no_step(doings, named):
 
 def test_what_the_time_went_into_until_there_is_a_step_again():
     notes = []
-    supervisor = Supervisor(None, [], 1, notes.append, Patience())
+    supervisor = Supervisor(None, [], 1, notes.append, Timeouts())
     supervisor._failed = 100.0
     spent = {"compiling": 5.25, "restoring": 1.0, "starting": 2.0, "training": 0.01}
     for step, now in ((6, 109.0), (7, 110.0), (8, 111.0)):
@@ -165,7 +165,7 @@ def test_what_the_time_went_into_until_there_is_a_step_again():
 )
 def test_a_hang_is_noticed_by_what_is_usual_for_what_is_done(doing, longest, limit):
     """They give signs of life, and stand still: as when one waits for ever for another's save."""
-    supervisor = Supervisor(None, [], 2, print, Patience())
+    supervisor = Supervisor(None, [], 2, print, Timeouts())
     supervisor._moved = (12, 1000.0)
     states = {i: Status("host", i, 12, doing, 1000.0, longest=longest) for i in range(2)}
     assert supervisor._stuck(states, 1000.0 + limit - 1) is None
@@ -174,7 +174,7 @@ def test_a_hang_is_noticed_by_what_is_usual_for_what_is_done(doing, longest, lim
 
 
 def test_what_was_taken_for_a_hang_may_take_longer_the_next_time():
-    supervisor = Supervisor(None, [], 1, print, Patience())
+    supervisor = Supervisor(None, [], 1, print, Timeouts())
     state = Status("host", 7, 12, "writing", 1000.0, longest={"writing": 8.0})
     limits = []
     for _ in range(5):
@@ -201,7 +201,7 @@ def test_a_process_says_how_long_it_took(monkeypatch):
 @pytest.mark.parametrize("jump", [30.0, -30.0, 1e9])
 def test_a_wall_clock_that_is_set_is_neither_silence_nor_a_hang(monkeypatch, tmp_path, jump):
     """Processes write their status, somebody sets the clock, and the parent looks."""
-    supervisor = Supervisor(None, [], 1, print, Patience())
+    supervisor = Supervisor(None, [], 1, print, Timeouts())
     reporter = Reporter(tmp_path / "status.json")
     supervisor._moved = (12, time.monotonic())
     reporter.tell("training", 12)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from gshard.mt.launch.local import ThisMachine
-from gshard.mt.launch.supervisor import Patience, Supervisor, without_checkpoint
+from gshard.mt.launch.supervisor import Supervisor, Timeouts, without_checkpoint
 from tests.mt.processes import PATIENCE, until
 
 pytestmark = pytest.mark.slow  # processes that are started, stopped and watched
@@ -52,16 +52,16 @@ with reporting() as reporter:
     if fault not in ("none", "wait-first") and tries.read_text() == "1":
         time.sleep(1000)  # for the other one, as in a collective
 """
-QUICK = Patience(silent=3.0, lagging=2.0, usual_steps=20, least=9.0, starting=60.0, stopping=20.0)
+QUICK = Timeouts(silent=3.0, lagging=2.0, usual_steps=20, least=9.0, starting=60.0, stopping=20.0)
 
 
 @pytest.fixture
 def supervised(tmp_path):
-    def run(fault, after=3, patience=QUICK, machines=None, **options):
+    def run(fault, after=3, timeouts=QUICK, machines=None, **options):
         machines = machines or ThisMachine()
         notes = []
         command = [sys.executable, "-c", WORKER, str(tmp_path), fault, str(after)]
-        supervisor = Supervisor(machines, command, 2, notes.append, patience, **options)
+        supervisor = Supervisor(machines, command, 2, notes.append, timeouts, **options)
         return supervisor.run(), notes
 
     return run
@@ -163,9 +163,9 @@ class Growing(ThisMachine):
 
 
 def test_when_a_machine_comes_back_all_save_and_start_again_with_it(supervised, tmp_path):
-    patience = dataclasses.replace(QUICK, joining=1.0)
+    timeouts = dataclasses.replace(QUICK, joining=1.0)
     machines = Growing(tmp_path / "here-0")
-    status, notes = supervised("wait-first", patience=patience, machines=machines, least=1)
+    status, notes = supervised("wait-first", timeouts=timeouts, machines=machines, least=1)
     assert status == 0
     assert [note for note in notes if "lags" not in note] == [
         "1 of 2 processes are started",

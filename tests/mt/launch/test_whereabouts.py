@@ -9,7 +9,7 @@ from gshard import recording
 from gshard.mt.launch import whereabouts
 from gshard.mt.launch.local import ThisMachine
 from gshard.mt.launch.status import Status
-from gshard.mt.launch.supervisor import Patience, Supervisor
+from gshard.mt.launch.supervisor import Supervisor, Timeouts
 
 # Makes steps of three collectives each; process 1 does not enter the second one of step 3.
 WORKER = """
@@ -63,9 +63,9 @@ def test_steps_are_told_of_those_who_have_begun():
 def test_a_parent_blames_the_process_that_the_others_wait_for(monkeypatch):
     monkeypatch.setenv(recording.VARIABLE, "1")
     notes = []
-    patience = Patience(usual_steps=1, least=5.0, starting=30.0, failures=1)
+    timeouts = Timeouts(usual_steps=1, least=5.0, starting=30.0, failures=1)
     command = [sys.executable, "-c", WORKER]
-    assert Supervisor(ThisMachine(), command, 3, notes.append, patience).run() == 1
+    assert Supervisor(ThisMachine(), command, 3, notes.append, timeouts).run() == 1
     where, given_up = [note for note in notes if "lags" not in note]
     assert "process 0" in where.partition(" waits at collective 1 of step")[0]
     assert "process 1" in where.partition("is behind: it entered collective 0 of step")[0]

@@ -7,7 +7,7 @@ import pytest
 
 from gshard.mt.study import figures, results, tables
 from gshard.mt.study.figures import Model
-from gshard.mt.study.recited import recited, training_targets
+from gshard.mt.study.verbatim import training_targets, verbatim
 
 
 def model(name="a", scores=None, curve=(), seconds=60.0, experts=0):
@@ -108,7 +108,7 @@ def test_tables_say_what_is_known_and_leave_the_rest_empty():
 
 def test_an_output_that_stands_in_the_training_text_is_recited():
     outputs = {"en": [("a b c", "a b c d"), ("x", "y"), ("p q", "p q")], "de": [("ja", "nein")]}
-    found = recited(outputs, {"en": {"a b c", "y"}, "de": {"ja"}})
+    found = verbatim(outputs, {"en": {"a b c", "y"}, "de": {"ja"}})
     assert (found.verbatim, found.exact, found.length) == (2 / 4, 1 / 4, 7 / 8)
 
 

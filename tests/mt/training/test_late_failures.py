@@ -14,7 +14,7 @@ def shown(monkeypatch):
     """What is shown of exceptions that nobody can catch."""
     found = []
     monkeypatch.setattr(sys, "unraisablehook", found.append)
-    late_failures.leave_out()
+    late_failures.silence_orbax_after_failure()
     yield found
     logging.getLogger("asyncio").removeFilter(late_failures._is_heard)
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from gshard.mt.batching.tokenizer import END, PAD, Tokenizer
+from gshard.mt.broadcast import Broadcast
 from gshard.mt.decoding.beam_config import Translations
 from gshard.mt.decoding.host.model import HostModel
 from gshard.mt.decoding.host.search import host_search
 from gshard.mt.decoding.texts import Job, Routings, TextTranslator, TranslateConfig
-from gshard.mt.together import Together
 
 
 class HostTranslator(TextTranslator):
@@ -23,9 +23,9 @@ class HostTranslator(TextTranslator):
         model: HostModel,
         tokenizer: Tokenizer,
         config: TranslateConfig = TranslateConfig(),  # noqa: B008  (frozen)
-        together: Together | None = None,
+        broadcast: Broadcast | None = None,
     ):
-        super().__init__(tokenizer, config, model.config, model.weights, together)
+        super().__init__(tokenizer, config, model.config, model.weights, broadcast)
         self._model = model
 
     def search(self, source: np.ndarray, forced: np.ndarray | None = None) -> Translations:

@@ -2,9 +2,9 @@
 
 A program over the devices of several processes runs when all of them call it, in one order. A
 training is the same on every process by itself; but one process reads text, looks up what is done
-already and waits for a person. That one says what it is about to run, and the others repeat it.
-What it says goes through JAX's coordination service, and not through a collective: those who
-listen may have to wait for an hour.
+already and waits for a person. That one sends what it is about to run, and the others repeat it.
+Messages go through JAX's coordination service, and not through a collective: those who receive them
+may have to wait for an hour.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from gshard.mt.launch.status import ALONE, WAITING, Reporter
 _END = "end"
 _DOING = {"load": "loading", "search": "translating", "route": "counting"}  # in a status
 _LISTEN = 20_000  # milliseconds at a time
-_KEPT = 8  # words that are not forgotten yet: a program's result means that all have heard of it
+_KEPT = 8  # messages that are not deleted yet: a program's result means that all received it
 
 
-class Words(NamedTuple):
+class Message(NamedTuple):
     """What is to be run: its kind, whose it is, and its arguments."""
 
     kind: str
@@ -35,30 +35,30 @@ class Words(NamedTuple):
     step: int  # how far the leader is
 
 
-class Together:
-    """This process among those of its command; it speaks while it leads, if there are others."""
+class Broadcast:
+    """This process among those of its command; it sends while it leads, if there are others."""
 
     def __init__(self, reporter: Reporter | None = None):
         self._reporter = reporter or Reporter()
-        self._said, self._leads = 0, False
+        self._sent, self._leads = 0, False
         self.step = 0  # what was done, also by attempts before this one
 
     @contextlib.contextmanager
-    def leading(self) -> Iterator[Together]:
+    def leading(self) -> Iterator[Broadcast]:
         """While the block runs the others follow; at its end they are notified."""
         self._reporter.tell(WAITING)
         self._leads = _jax.process_count() > 1
         try:
             yield self
         finally:
-            self._say(Words(_END, "", [], self.step))
+            self._send(Message(_END, "", [], self.step))
             self._leads = False
 
     @contextlib.contextmanager
     def running(self, kind: str, whose: str, *arrays: np.ndarray) -> Iterator[None]:
         """The others run this too, while the block does."""
         self.step += 1
-        self._say(Words(kind, whose, list(arrays), self.step))
+        self._send(Message(kind, whose, list(arrays), self.step))
         self._reporter.tell(_DOING[kind], self.step)
         yield
         self._reporter.tell(WAITING)
@@ -75,24 +75,24 @@ class Together:
         yield
         self._reporter.tell(before)
 
-    def heard(self) -> Iterator[Words]:
+    def receive(self) -> Iterator[Message]:
         """What the leader runs, one after the other, until it ends."""
         for number in itertools.count():
             self._reporter.tell(WAITING)
-            words = unpacked(_listen(_key(number)))
-            if words.kind == _END:
+            message = unpacked(_listen(_key(number)))
+            if message.kind == _END:
                 return
-            self._reporter.tell(_DOING[words.kind], words.step)
-            yield words
+            self._reporter.tell(_DOING[message.kind], message.step)
+            yield message
 
-    def _say(self, words: Words) -> None:
+    def _send(self, message: Message) -> None:
         if not self._leads:
             return
         client = _jax.coordination()
-        client.key_value_set_bytes(_key(self._said), packed(words))
-        if self._said >= _KEPT:
-            client.key_value_delete(_key(self._said - _KEPT))
-        self._said += 1
+        client.key_value_set_bytes(_key(self._sent), packed(message))
+        if self._sent >= _KEPT:
+            client.key_value_delete(_key(self._sent - _KEPT))
+        self._sent += 1
 
 
 def meet(name: str) -> None:
@@ -107,24 +107,24 @@ def meet(name: str) -> None:
         _listen(f"gshard/{name}/{process}")
 
 
-def packed(words: Words) -> bytes:
-    """Words as bytes: an archive of arrays, and nothing that is executed when it is read."""
+def packed(message: Message) -> bytes:
+    """A message as bytes: an archive of arrays, and nothing that is executed when it is read."""
     file = io.BytesIO()
-    said = np.array([words.kind, words.whose, str(words.step)])
-    arrays: Any = {str(i): array for i, array in enumerate(words.arrays)}
-    np.savez(file, said=said, **arrays)
+    head = np.array([message.kind, message.whose, str(message.step)])
+    arrays: Any = {str(i): array for i, array in enumerate(message.arrays)}
+    np.savez(file, head=head, **arrays)
     return file.getvalue()
 
 
-def unpacked(raw: bytes) -> Words:
-    """The words that `packed` made those bytes of."""
+def unpacked(raw: bytes) -> Message:
+    """The message that `packed` made those bytes of."""
     with np.load(io.BytesIO(raw)) as file:
-        kind, whose, step = map(str, file["said"])
-        return Words(kind, whose, [file[str(i)] for i in range(len(file.files) - 1)], int(step))
+        kind, whose, step = map(str, file["head"])
+        return Message(kind, whose, [file[str(i)] for i in range(len(file.files) - 1)], int(step))
 
 
 def _key(number: int) -> str:
-    return f"gshard/together/{number}"
+    return f"gshard/broadcast/{number}"
 
 
 def _listen(key: str) -> bytes:

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from gshard.mt import _jax, together
-from gshard.mt.together import Together, Words, meet
+from gshard.mt import _jax, broadcast
+from gshard.mt.broadcast import Broadcast, Message, meet
 
 
 class Service:
@@ -39,42 +39,42 @@ def service(monkeypatch):
 
 
 def test_the_others_hear_what_is_run_in_order(service):
-    leader = Together()
+    leader = Broadcast()
     leader.step = 40
     with leader.leading():
         with leader.running("load", "best"):
             pass
         with leader.running("search", "best", np.arange(6).reshape(2, 3), np.ones(2, np.float32)):
             pass
-    first, second = Together().heard()
-    assert first == Words("load", "best", [], 41)
+    first, second = Broadcast().receive()
+    assert first == Message("load", "best", [], 41)
     assert (second.kind, second.whose, second.step) == ("search", "best", 42)
     np.testing.assert_array_equal(second.arrays[0], [[0, 1, 2], [3, 4, 5]])
     assert second.arrays[1].dtype == np.float32
 
 
 def test_the_end_is_told_whatever_happens(service):
-    with pytest.raises(KeyboardInterrupt), Together().leading():
+    with pytest.raises(KeyboardInterrupt), Broadcast().leading():
         raise KeyboardInterrupt
-    assert list(Together().heard()) == []
+    assert list(Broadcast().receive()) == []
 
 
 def test_what_was_heard_long_ago_is_forgotten(service):
-    leader = Together()
+    leader = Broadcast()
     with leader.leading():
         for _ in range(100):
             with leader.running("search", "", np.zeros(3)):
                 pass
-    assert len(service.values) <= together._KEPT
+    assert len(service.values) <= broadcast._KEPT
 
 
 def test_a_leader_that_is_gone_is_an_error(service):
     with pytest.raises(jax.errors.JaxRuntimeError, match="UNAVAILABLE"):
-        list(Together().heard())
+        list(Broadcast().receive())
 
 
 def test_nobody_is_spoken_to_outside_of_leading(service):
-    with Together().running("search", ""):
+    with Broadcast().running("search", ""):
         pass
     assert not service.values
 

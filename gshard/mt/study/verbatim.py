@@ -23,7 +23,7 @@ class Recited:
     length: float  # words of all outputs, over those of all references
 
 
-def recited(
+def verbatim(
     pairs: Mapping[str, Sequence[tuple[str, str]]], known: Mapping[str, Collection[str]]
 ) -> Recited:
     """From (output, reference) by target language, and the training text in each of them."""
