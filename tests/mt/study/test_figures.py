@@ -106,7 +106,7 @@ def test_tables_say_what_is_known_and_leave_the_rest_empty():
     assert rows[2] == "| 3 | 4.0M, 1.50 min |  |"
 
 
-def test_an_output_that_stands_in_the_training_text_is_recited():
+def test_an_output_that_is_in_the_training_text_is_verbatim():
     outputs = {"en": [("a b c", "a b c d"), ("x", "y"), ("p q", "p q")], "de": [("ja", "nein")]}
     found = verbatim(outputs, {"en": {"a b c", "y"}, "de": {"ja"}})
     assert (found.verbatim, found.exact, found.length) == (2 / 4, 1 / 4, 7 / 8)
@@ -123,11 +123,11 @@ def test_the_training_text_is_that_of_the_target_side(corpus, tokenizer):
 @pytest.mark.parametrize(
     ("study", "shown"),
     [
-        ("study", ("models", "resources", "efficiency", "comparisons", "recited", "examples")),
-        ("longer", ("models", "resources", "efficiency", "comparisons", "recited")),
-        ("changes", ("models", "comparisons", "recited")),
+        ("study", ("models", "resources", "efficiency", "comparisons", "verbatim", "examples")),
+        ("longer", ("models", "resources", "efficiency", "comparisons", "verbatim")),
+        ("changes", ("models", "comparisons", "verbatim")),
         ("distill", ("models", "resources", "comparisons")),
-        ("dropout", ("models", "comparisons", "recited")),
+        ("dropout", ("models", "comparisons", "verbatim")),
         ("both", ("models", "directions")),
     ],
 )
