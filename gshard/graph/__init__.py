@@ -12,9 +12,9 @@ from gshard.graph.liveness import (
     replacing,
     upstream,
 )
-from gshard.graph.regions import CALLS, LOOPS, bodies, map_bodies
+from gshard.graph.regions import CALLS, LOOPS, at_every_level, bodies, map_bodies
 
 __all__ = [
-    "CALLS", "LOOPS", "Graph", "bodies", "filling", "in_order", "inputs_of", "live", "map_bodies",
-    "needed_for", "renamed", "replacing", "text", "upstream",
+    "CALLS", "LOOPS", "Graph", "at_every_level", "bodies", "filling", "in_order", "inputs_of",
+    "live", "map_bodies", "needed_for", "renamed", "replacing", "text", "upstream",
 ]  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal, Primitive
@@ -29,16 +30,25 @@ def needed_for(wanted: Sequence[Any], eqns: Sequence[JaxprEqn]) -> list[JaxprEqn
     return live([eqn for eqn in eqns if not eqn.effects], wanted)
 
 
-def in_order(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-    """The equations, each after those that it depends on, otherwise in the order given."""
+def in_order(
+    eqns: Sequence[JaxprEqn], may_wait: Callable[[JaxprEqn], bool] = lambda eqn: False
+) -> list[JaxprEqn]:
+    """The equations, each after those that it depends on, otherwise in the order given.
+
+    One that `may_wait`, and depends on a later one, comes where it is needed instead.
+    """
     graph = Graph(eqns)
     done: dict[JaxprEqn, None] = {}
-    for goal in eqns:
+
+    def missing(eqn: JaxprEqn) -> list[JaxprEqn]:
+        return [m for a in eqn.invars if (m := graph.maker(a)) and m not in done]
+
+    at_their_places = (e for e in eqns if not (may_wait(e) and missing(e)))
+    for goal in itertools.chain(at_their_places, eqns):
         stack = [goal]
         while stack:
-            makers = [m for a in stack[-1].invars if (m := graph.maker(a)) and m not in done]
-            if makers:
-                stack += makers
+            if makers := missing(stack[-1]):
+                stack += reversed(makers)
             else:
                 done[stack.pop()] = None
     return list(done)

@@ -6,9 +6,10 @@ itself or in a tuple.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from jax.extend.core import primitives as p
@@ -29,6 +30,7 @@ CALLS = {
 }
 LOOPS = (p.scan_p, p.while_p, p.cond_p)  # their bodies are partitioned like any program
 
+P = ParamSpec("P")
 Link = tuple[Any, Any, int]  # two variables with the same dims; the first has `int` more, leading
 
 
@@ -73,6 +75,24 @@ def _changed(param: Any, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Any:
     if isinstance(param, tuple) and any(isinstance(x, (ClosedJaxpr, Jaxpr)) for x in param):
         return tuple(_changed(x, change) for x in param)
     return param
+
+
+def at_every_level(
+    change: Callable[Concatenate[Jaxpr, P], Jaxpr],
+) -> Callable[Concatenate[Jaxpr, P], Jaxpr]:
+    """A pass over a program that changes the bodies of loops and branches first, then itself."""
+
+    @functools.wraps(change)
+    def changed(jaxpr: Jaxpr, /, *args: P.args, **kwargs: P.kwargs) -> Jaxpr:
+        def body(closed: ClosedJaxpr) -> ClosedJaxpr:
+            inner = changed(closed.jaxpr, *args, **kwargs)
+            return closed if inner is closed.jaxpr else closed.replace(jaxpr=inner)
+
+        eqns = [map_bodies(eqn, body) if eqn.primitive in LOOPS else eqn for eqn in jaxpr.eqns]
+        same = all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
+        return change(jaxpr if same else jaxpr.replace(eqns=eqns), *args, **kwargs)
+
+    return changed
 
 
 def loop_bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:

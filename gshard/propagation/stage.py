@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from gshard.graph.history import History
 from gshard.propagation.inside import Inside, resolved
@@ -15,12 +16,14 @@ from gshard.propagation.rewrites.exchange_by_expert import exchange_by_expert
 from gshard.propagation.rewrites.ring_attention import ring_attention
 from gshard.tensors.sharding import Sharding
 
-Rewrite = Callable[[ClosedJaxpr, Mapping[Any, Sharding], int, list[str]], ClosedJaxpr]
+Rewrite = Callable[[Jaxpr, Mapping[Any, Sharding], int, list[str]], Jaxpr]
 
 # Rewrites that depend on shardings, and what the dump says of a program with nothing to rewrite.
 REWRITES: dict[str, tuple[Rewrite, str]] = {
     "exchange_by_expert": (
-        lambda flat, shardings, limit, remarks: exchange_by_expert(flat, shardings, remarks),
+        lambda jaxpr, shardings, limit, remarks: exchange_by_expert(
+            jaxpr, shardings, remarks, itertools.count()
+        ),
         "not applied: there is no ragged product",
     ),
     "ring_attention": (
@@ -60,8 +63,9 @@ def shard(
     history.add("propagate", flat.jaxpr, found.note)
     for title, (rewrite, otherwise) in ({} if reproducible else REWRITES).items():
         remarks: list[str] = []
-        rewritten = rewrite(flat, found.shardings, limit, remarks)
-        if rewritten is not flat:
-            flat, found = rewritten, propagated(rewritten)
+        jaxpr = rewrite(flat.jaxpr, found.shardings, limit, remarks)
+        if jaxpr is not flat.jaxpr:
+            flat = flat.replace(jaxpr=jaxpr)
+            found = propagated(flat)
         history.add(title, flat.jaxpr, found.note, remarks or [otherwise])
     return flat, found

@@ -106,7 +106,7 @@ class Program:
     def _emitted(self) -> ClosedJaxpr:
         """The emitted program as a function of global arrays."""
         mesh, mapped = self.mesh, self.arranged.mapped
-        jaxpr = emit(self.finished, dict(mesh.shape))
+        jaxpr = emit(self.finished, tuple(mesh.shape.items()))
         self.passes.add("emit", jaxpr, explain.collective_note)
         place = recording.folder(mesh.devices.flat[0].platform) if isinstance(mesh, Mesh) else None
         if place is not None:

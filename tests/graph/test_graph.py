@@ -33,6 +33,7 @@ def test_liveness_and_order():
     cos, sin, tanh = jaxpr.eqns
     assert live(jaxpr.eqns, jaxpr.outvars) == [sin, tanh]
     assert in_order([tanh, cos, sin]) == [sin, tanh, cos]
+    assert in_order([tanh, cos, sin], may_wait=lambda eqn: True) == [cos, sin, tanh]
     assert needed_for(sin.outvars, jaxpr.eqns) == [sin]
     assert inputs_of([tanh, cos]) == [sin.outvars[0], jaxpr.invars[0]]
     marks = {sin.outvars[0]: 7, tanh.outvars[0]: 8}

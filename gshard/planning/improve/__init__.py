@@ -7,9 +7,9 @@ from typing import Literal
 
 from jax.extend.core import Jaxpr
 
+from gshard._jax import dce_jaxpr
 from gshard.moving.costs import machine
 from gshard.planning.improve.combine import combine
-from gshard.planning.improve.drop_unused import drop_unused
 from gshard.planning.improve.expand import expand
 from gshard.planning.improve.hide import hide
 from gshard.planning.improve.overlap import overlap, overlap_all
@@ -17,6 +17,15 @@ from gshard.planning.improve.share import share
 
 Pass = Callable[[Jaxpr], Jaxpr]
 Overlap = bool | Literal["auto"]  # everywhere, nowhere, or where costs say that it is faster
+
+
+def drop_unused(plan: Jaxpr) -> Jaxpr:
+    """Dead code elimination: the plan without what no result needs.
+
+    A loop gives all values that it carries, needed or not, and the planner reduces or moves each of
+    its results as if it were.
+    """
+    return dce_jaxpr(plan, [True] * len(plan.outvars), instantiate=True)[0]
 
 
 def passes(overlapping: Overlap) -> tuple[Pass, ...]:

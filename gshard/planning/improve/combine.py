@@ -29,8 +29,8 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from gshard.forecast.ops import APART, LOOPS, PRODUCTS, size_of
+from gshard.graph import at_every_level, bodies, in_order
 from gshard.graph.evaluate import equations_of
-from gshard.graph.regions import bodies, map_bodies
 from gshard.moving.collectives import AllGather, AllReduce, CollectiveNode, ReduceScatter
 from gshard.moving.costs import EXCHANGED, LATENCIES, machine
 from gshard.moving.inventory import COLLECTIVES
@@ -153,32 +153,26 @@ def _is_heavy(eqn: JaxprEqn) -> bool:
 # --------------------------------------------------------------- the program with its combinations
 
 
+@at_every_level
 def combine(plan: Jaxpr) -> Jaxpr:
-    """The plan with small collectives combined; the same one if there are none."""
-    rings = machine().rings
-    found = _all_combinations(plan, rings)
-    if not any(found.values()):
-        return plan
-    written = _written([b for combinations in found.values() for b in combinations], rings)
-    return _Rewriting(found, written).program(plan)
+    """The plan with small collectives combined; the same one if there are none.
 
-
-def _all_combinations(jaxpr: Jaxpr, rings: bool) -> dict[Jaxpr, list[Combination]]:
-    """The combinations of a program and of the bodies of loops and branches in it.
-
-    Where collectives are rings, one that is better replaced is a combination of its own.
+    Heavy equations stay in their order. Others come when their operands are ready, and a
+    combination where its last member is. Where collectives are rings, one that is better replaced
+    is a combination of its own.
     """
-    combinations = combinations_of(jaxpr)
-    if rings:
-        taken = {eqn for b in combinations for eqn in b.members}
-        left = [b for b in _alone(jaxpr) if b.members[0] not in taken]
-        combinations += filter(_is_exchanged, left)
-    found = {jaxpr: combinations}
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in LOOPS:
-            for body in bodies(eqn):
-                found |= _all_combinations(body, rings)
-    return found
+    found = combinations_of(plan)
+    if machine().rings:
+        taken = {eqn for c in found for eqn in c.members}
+        found += [c for c in _alone(plan) if c.members[0] not in taken and _is_exchanged(c)]
+    if not found:
+        return plan
+    written = _written(found)
+    instead = {eqn: written.get(eqn, []) for c in found for eqn in c.members}
+    eqns = [new for eqn in plan.eqns for new in instead.get(eqn, [eqn])]
+    fixed = {eqn for eqn in plan.eqns if _is_heavy(eqn) and not _may_move(eqn)}
+    fixed |= {new for made in written.values() for new in made}
+    return plan.replace(eqns=in_order(eqns, may_wait=lambda eqn: eqn not in fixed))
 
 
 def _is_exchanged(combination: Combination) -> bool:
@@ -188,108 +182,25 @@ def _is_exchanged(combination: Combination) -> bool:
     return combination.size <= EXCHANGED and can_be_exchanged(node)
 
 
-def _written(combinations: Sequence[Combination], rings: bool) -> dict[Combination, list[JaxprEqn]]:
-    """The equations of every combination, all traced in one go, which is faster."""
+def _written(combinations: Sequence[Combination]) -> dict[JaxprEqn, list[JaxprEqn]]:
+    """The equations of every combination, by its last member; all traced in one go, for speed."""
 
     def all_together(*operands: jax.Array) -> list[jax.Array]:
         left, results = iter(operands), []
         for combination in combinations:
             values = [next(left) for _ in combination.members]
-            results += run_together(
-                combination.members, values, rings and _is_exchanged(combination)
-            )
+            exchanged = machine().rings and _is_exchanged(combination)
+            results += run_together(combination.members, values, exchanged)
         return results
 
     members = [eqn for combination in combinations for eqn in combination.members]
     operands, results = [e.invars[0] for e in members], [e.outvars[0] for e in members]
     equations, _ = equations_of(all_together, operands, results)
-    found: dict[Combination, list[JaxprEqn]] = {}
+    found: dict[JaxprEqn, list[JaxprEqn]] = {}
     left = iter(equations)
     for combination in combinations:
-        last, eqns = combination.members[-1].outvars[0], found.setdefault(combination, [])
-        while not eqns or last not in eqns[-1].outvars:  # the equation of its last result ends it
+        last = combination.members[-1]
+        eqns = found[last] = [next(left)]
+        while eqns[-1].outvars != last.outvars:  # the equation of its last result ends it
             eqns.append(next(left))
     return found
-
-
-class _Rewriting:
-    """Rewrites programs with their combinations, whose equations are in `written`."""
-
-    def __init__(
-        self, found: dict[Jaxpr, list[Combination]], written: dict[Combination, list[JaxprEqn]]
-    ):
-        self.found = found
-        self.written = written
-
-    def program(self, jaxpr: Jaxpr) -> Jaxpr:
-        """A program, or a body in it, in its new order."""
-        combinations = self.found[jaxpr]
-        eqns: list[JaxprEqn] = []
-        for step in _Schedule(jaxpr, combinations).order() if combinations else jaxpr.eqns:
-            eqns += self.written[step] if isinstance(step, Combination) else [self.equation(step)]
-        return jaxpr.replace(eqns=eqns)
-
-    def equation(self, eqn: JaxprEqn) -> JaxprEqn:
-        """An equation; the bodies of a loop or branch are in their new order."""
-        if eqn.primitive.name not in LOOPS:
-            return eqn
-        return map_bodies(eqn, lambda closed: closed.replace(jaxpr=self.program(closed.jaxpr)))
-
-
-class _Schedule:
-    """Orders a program: heavy equations as before, others when their operands are ready.
-
-    A collective in a combination may be delayed until its own result is needed.
-    """
-
-    def __init__(self, jaxpr: Jaxpr, combinations: Sequence[Combination]):
-        self.jaxpr = jaxpr
-        self.combination_of = {eqn: b for b in combinations for eqn in b.members}
-        self.maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        self.steps: list[JaxprEqn | Combination] = []
-        self.done: set[JaxprEqn] = set()
-
-    def order(self) -> list[JaxprEqn | Combination]:
-        """The equations and combinations, one after the other."""
-        for eqn in self.jaxpr.eqns:
-            combination = self.combination_of.get(eqn)
-            alone = not combination and _is_heavy(eqn) and not _may_move(eqn)
-            if alone or (combination and eqn is combination.members[-1]):
-                self.force(eqn)
-            elif not combination and not self.missing(eqn):
-                self.perform(eqn)
-        for eqn in self.jaxpr.eqns:
-            self.force(eqn)
-        return self.steps
-
-    def missing(self, eqn: JaxprEqn) -> list[JaxprEqn]:
-        """The equations that this one, or its combination, depends on and that have not run."""
-        combination, found = self.combination_of.get(eqn), []
-        for member in combination.members if combination else [eqn]:
-            for atom in member.invars:
-                maker = None if isinstance(atom, Literal) else self.maker.get(atom)
-                if maker is not None and maker not in self.done:
-                    found.append(maker)
-        return found
-
-    def force(self, goal: JaxprEqn) -> None:
-        """Run an equation, after everything that it depends on."""
-        stack = [goal]
-        opened: set[JaxprEqn] = set()
-        while stack:
-            eqn = stack[-1]
-            before = [] if eqn in self.done else self.missing(eqn)
-            if before:
-                assert eqn not in opened, "values that depend on each other in one combination"
-                opened.add(eqn)
-                stack += reversed(before)
-            else:
-                stack.pop()
-                self.perform(eqn)
-
-    def perform(self, eqn: JaxprEqn) -> None:
-        """Run an equation, or its combination, whose operands are all ready."""
-        if eqn not in self.done:
-            combination = self.combination_of.get(eqn)
-            self.steps.append(combination or eqn)
-            self.done.update(combination.members if combination else [eqn])

@@ -9,14 +9,14 @@ lookup by the device's number happens once in a program or body.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from gshard._jax import Var, dce_jaxpr
-from gshard.graph import LOOPS, map_bodies, renamed
+from gshard.graph import at_every_level, renamed
 from gshard.graph.reason import NO_REASON, Reason
 from gshard.graph.source import reason_of
 from gshard.moving.nodes import UNEXPLAINED, Node, Sizes, code_of, node_of
@@ -29,40 +29,27 @@ def expand(plan: Jaxpr, same: dict[Any, Any] | None = None) -> Jaxpr:
     Variables that others replace are added to `same`, if given.
     """
     same = {} if same is None else same
-    expanded = with_code(plan, {}, lambda node: node.needs_device, same)
+    expanded = with_code(plan, (), lambda node: node.needs_device, same)
     if expanded is plan:
         return plan
     # Most nodes do not use the device's number, which they have as an operand.
     return dce_jaxpr(expanded, [True] * len(expanded.outvars), instantiate=True)[0]
 
 
+@at_every_level
 def with_code(
-    plan: Jaxpr, sizes: Mapping[str, int], which: Callable[[Node], bool], same: dict[Any, Any]
+    plan: Jaxpr, sizes: Sizes, which: Callable[[Node], bool], same: dict[Any, Any]
 ) -> Jaxpr:
     """The plan with the nodes that `which` is true of replaced by their code.
 
     `sizes` are those of the axes of the mesh, which only the code of collectives needs.
     """
-    return _program(plan, tuple(sizes.items()), which, same)
-
-
-def _program(
-    jaxpr: Jaxpr, sizes: Sizes, which: Callable[[Node], bool], same: dict[Any, Any]
-) -> Jaxpr:
-    """A program or body with the code of its nodes; the same one if it has none."""
     eqns: list[JaxprEqn] = []
     names: dict[Any, Any] = {}  # variables that equal others
     rows: dict[Any, Any] = {}  # table lookups so far
-    changed = False
-    for eqn in jaxpr.eqns:
-        given, eqn = eqn, renamed(eqn, names) if names else eqn
-        node = node_of(eqn)
-        node = node if node is not None and which(node) else None
-        if eqn.primitive in LOOPS:
-            eqn = map_bodies(
-                eqn, lambda body: body.replace(jaxpr=_program(body.jaxpr, sizes, which, same))
-            )
-        changed = changed or node is not None or eqn is not given
+    nodes = {eqn: node for eqn in plan.eqns if (node := node_of(eqn)) and which(node)}
+    for eqn in plan.eqns:
+        node, eqn = nodes.get(eqn), renamed(eqn, names) if names else eqn
         for new in _inlined(eqn, node, names, sizes) if node else [eqn]:
             new = renamed(new, names) if names else new
             if new.primitive is lookup_p:
@@ -71,11 +58,11 @@ def _program(
                     names[new.outvars[0]] = first
                     continue
             eqns.append(new)
-    if not changed:
-        return jaxpr
+    if not nodes and not names:
+        return plan
     same |= names
-    outvars = [a if isinstance(a, Literal) else names.get(a, a) for a in jaxpr.outvars]
-    return jaxpr.replace(eqns=eqns, outvars=outvars)
+    outvars = [a if isinstance(a, Literal) else names.get(a, a) for a in plan.outvars]
+    return plan.replace(eqns=eqns, outvars=outvars)
 
 
 def _inlined(eqn: JaxprEqn, node: Node, names: dict[Any, Any], sizes: Sizes) -> list[JaxprEqn]:

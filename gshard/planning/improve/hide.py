@@ -26,7 +26,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, new_jaxpr_eqn
 
 from gshard._jax import Var, optimization_barrier_p
 from gshard.forecast.ops import APART, PRODUCTS, product_of
-from gshard.graph import LOOPS, Graph, bodies, map_bodies, renamed
+from gshard.graph import Graph, at_every_level, bodies, renamed
 from gshard.graph.evaluate import equations_of
 from gshard.graph.schedule import Dependence
 from gshard.moving.collectives import CollectiveNode, CollectivePermute
@@ -54,19 +54,14 @@ class Hidden:
     delayed: Sequence[JaxprEqn] = ()
 
 
+@at_every_level
 def hide(program: Jaxpr) -> Jaxpr:
     """The plan, in which all nodes are collectives, with products put beside transfers."""
-    eqns = [
-        map_bodies(eqn, lambda body: body.replace(jaxpr=hide(body.jaxpr)))
-        if eqn.primitive in LOOPS
-        else eqn
-        for eqn in program.eqns
-    ]
-    choosing = _Choosing(Graph(eqns, program.outvars))
+    choosing = _Choosing(Graph.of(program))
     for transfer in list(choosing.transfers):
         choosing.hide(transfer)
     if not choosing.found:
-        return program.replace(eqns=eqns)
+        return program
     eqns, outvars = _with_barriers(choosing)
     return program.replace(eqns=eqns, outvars=outvars)
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from gshard._jax import Var
-from gshard.graph import LOOPS, Graph, in_order, map_bodies
+from gshard.graph import Graph, at_every_level, in_order
 from gshard.graph.evaluate import equations_of
 from gshard.graph.schedule import Dependence
 from gshard.moving.costs import machine
@@ -32,32 +32,22 @@ _LEVELS_BEFORE = 4  # products and nodes from the beginning of a chain to a node
 Pieces = dict[tuple[Any, Cut, int], list[Any]]  # the variables of a value's pieces
 
 
-def overlap(plan: Jaxpr) -> Jaxpr:
-    """The plan with communication in pieces where that is faster."""
-    return _overlapped(plan, False) if machine().overlaps else plan
+@at_every_level
+def overlap(plan: Jaxpr, always: bool = False) -> Jaxpr:
+    """The plan with communication in pieces where that is faster, or `always` where it can be."""
+    if not (always or machine().overlaps) or not any(map(is_sending, plan.eqns)):
+        return plan
+    graph = Graph.of(plan)
+    chosen = _chosen(graph, always)
+    return plan.replace(eqns=_rewritten(graph, chosen)) if chosen else plan
 
 
 def overlap_all(plan: Jaxpr) -> Jaxpr:
     """The plan with all communication in pieces that can be, faster or not."""
-    return _overlapped(plan, True)
+    return overlap(plan, always=True)
 
 
 overlap_all.__name__ = overlap.__name__  # one pass in dumps
-
-
-def _overlapped(plan: Jaxpr, always: bool) -> Jaxpr:
-    eqns = [
-        map_bodies(eqn, lambda body: body.replace(jaxpr=_overlapped(body.jaxpr, always)))
-        if eqn.primitive in LOOPS
-        else eqn
-        for eqn in plan.eqns
-    ]
-    graph = Graph(eqns, plan.outvars)
-    chosen = _chosen(graph, always) if any(map(is_sending, eqns)) else []
-    if chosen:
-        eqns = _rewritten(graph, chosen)
-    same = all(a is b for a, b in zip(eqns, plan.eqns, strict=False))
-    return plan if same and not chosen else plan.replace(eqns=eqns)
 
 
 def _chosen(graph: Graph, always: bool) -> list[Chain | Ring]:

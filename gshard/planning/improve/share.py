@@ -9,10 +9,11 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from gshard.graph import LOOPS, map_bodies, renamed
+from gshard.graph import at_every_level, renamed
 from gshard.moving.nodes import node_of
 
 
+@at_every_level
 def share(plan: Jaxpr) -> Jaxpr:
     """The plan with equal nodes merged."""
     eqns: list[JaxprEqn] = []
@@ -27,8 +28,8 @@ def share(plan: Jaxpr) -> Jaxpr:
             if first is not out:
                 names[out] = first
                 continue
-        elif eqn.primitive in LOOPS:
-            eqn = map_bodies(eqn, lambda body: body.replace(jaxpr=share(body.jaxpr)))
         eqns.append(eqn)
+    if not names:
+        return plan
     outvars = [a if isinstance(a, Literal) else names.get(a, a) for a in plan.outvars]
     return plan.replace(eqns=eqns, outvars=outvars)

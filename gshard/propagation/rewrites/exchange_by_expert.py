@@ -9,18 +9,17 @@ operators get the rows in token-major order.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
 from jax.lax import GatherScatterMode
 
 from gshard._jax import Var, optimization_barrier_p
-from gshard.graph import Graph, in_order, live, map_bodies, needed_for
+from gshard.graph import Graph, at_every_level, in_order, live, needed_for
 from gshard.graph.source import source_of
 from gshard.rules.base.ragged_rows import ExpertGroups, grouped_dot_p, put_rows_p, take_rows_p
 from gshard.rules.base.rule import RULES, equation_key, factors_of, rowwise
@@ -30,30 +29,22 @@ from gshard.tensors.factors import Factor
 from gshard.tensors.sharding import Sharding, Split, compatible
 
 
+@at_every_level
 def exchange_by_expert(
-    closed: ClosedJaxpr,
-    shardings: Mapping[Any, Sharding],
-    remarks: list[str],
-    numbers: Iterator[int] | None = None,
-) -> ClosedJaxpr:
-    """The program with expert-major rows, if its groups are split; else `closed` itself.
+    jaxpr: Jaxpr, shardings: Mapping[Any, Sharding], remarks: list[str], numbers: Iterator[int]
+) -> Jaxpr:
+    """The program with expert-major rows, if its groups are split; else `jaxpr` itself.
 
     Variables outside the rewritten region stay the same. `remarks` gets a line for every ragged
-    product: whether its rows are exchanged.
+    product: whether its rows are exchanged. `numbers` tell lists of sizes apart.
     """
-    numbers, jaxpr = numbers or itertools.count(), closed.jaxpr
-
-    def in_body(body: ClosedJaxpr) -> ClosedJaxpr:
-        return exchange_by_expert(body, shardings, remarks, numbers)
-
-    eqns = [map_bodies(eqn, in_body) for eqn in jaxpr.eqns]
-    changed = any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True))
-    if any(map(multiplies_rows, eqns)):
-        eqns = _one_variable_for_sizes(eqns)
-        for sizes, groups in _groups(eqns, shardings, numbers, remarks).items():
-            eqns = _Region(sizes, groups, eqns, jaxpr.outvars, shardings).rewritten(remarks)
-            changed = True
-    return ClosedJaxpr(jaxpr.replace(eqns=eqns), closed.consts) if changed else closed
+    if not any(map(multiplies_rows, jaxpr.eqns)):
+        return jaxpr
+    eqns = _one_variable_for_sizes(jaxpr.eqns)
+    found = _groups(eqns, shardings, numbers, remarks)
+    for sizes, groups in found.items():
+        eqns = _Region(sizes, groups, eqns, jaxpr.outvars, shardings).rewritten(remarks)
+    return jaxpr.replace(eqns=eqns) if found else jaxpr
 
 
 def _one_variable_for_sizes(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
-from gshard.graph import Graph, in_order, inputs_of, live, map_bodies, needed_for, upstream
+from gshard.graph import Graph, at_every_level, in_order, inputs_of, live, needed_for, upstream
 from gshard.graph.source import source_of
 from gshard.propagation.rewrites.masked_blocks import block_mask
 from gshard.propagation.rewrites.scores import Exit, Finder, Region
@@ -28,21 +28,17 @@ from gshard.tensors.tile import byte_size
 _NO_SOFTMAX = "only the scores are too large, and their sums over keys are not those of a softmax"
 
 
+@at_every_level
 def ring_attention(
-    closed: ClosedJaxpr, shardings: Mapping[Any, Sharding], memory_limit: int, remarks: list[str]
-) -> ClosedJaxpr:
+    jaxpr: Jaxpr, shardings: Mapping[Any, Sharding], memory_limit: int, remarks: list[str]
+) -> Jaxpr:
     """The program with ring attention, where attention would exceed the memory limit.
 
     `remarks` gets a line for every product that exceeds it: whether its scores are in a ring now.
     """
-    jaxpr = closed.jaxpr
-    eqns = [
-        map_bodies(eqn, lambda body: ring_attention(body, shardings, memory_limit, remarks))
-        for eqn in jaxpr.eqns
-    ]
-    changed = any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True))
+    eqns = jaxpr.eqns
     done: set[JaxprEqn] = set()
-    for seed in list(eqns):
+    for seed in jaxpr.eqns:
         found = _too_large(seed, shardings, memory_limit)
         if not found or seed in done:
             continue
@@ -66,8 +62,7 @@ def ring_attention(
         rings = sum(e.primitive is ring_pass_p for e in set(eqns).difference(graph.eqns))
         kind = "an online softmax" if online else "no softmax"
         remarks.append(f"applied at {source_of(seed)}: {kind}; passes around the ring: {rings}")
-        changed = True
-    return ClosedJaxpr(jaxpr.replace(eqns=eqns), closed.consts) if changed else closed
+    return jaxpr if eqns is jaxpr.eqns else jaxpr.replace(eqns=eqns)
 
 
 def _too_large(
