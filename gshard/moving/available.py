@@ -9,25 +9,21 @@ a value's operands sends fewer bytes, those are moved and the value is recompute
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax import lax
-from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
-from gshard.moving.costs import worked
 from gshard.moving.partial import combine
 from gshard.moving.plan import reshard_cost
-from gshard.moving.recompute import DEPTH, REARRANGING, LocalArrays, Made
+from gshard.moving.recompute import REARRANGING, Made
 from gshard.moving.reshard import reshard
 from gshard.moving.seen import Seen
 from gshard.tensors.devices import Place
-from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Identity, Tile, byte_size
+from gshard.tensors.tile import Identity, Tile
 
 VIEWS = (p.transpose_p, p.rev_p)
 
@@ -47,12 +43,11 @@ class View:
 
 @dataclass
 class Available:
-    """Values under their available shardings, views of others, and equations that made them."""
+    """Values under their available shardings, and views of others."""
 
     moved: dict[tuple[Identity, Sharding], Tile] = field(default_factory=dict)
     forms: dict[Identity, list[Sharding]] = field(default_factory=dict)
     views: dict[Identity, View] = field(default_factory=dict)
-    makers: dict[Identity, tuple[JaxprEqn, list[Tile]]] = field(default_factory=dict)
 
     def inner(self) -> Available:
         """What is available at the start of a body; what the body adds stays inside."""
@@ -66,10 +61,6 @@ class Available:
             self.moved[key] = made
         return self.moved.get(key)
 
-    def moved_to(self, tile: Tile, target: Sharding) -> Tile | None:
-        """`tile` under another sharding, if it was resharded itself, not through a view."""
-        return self.moved.get((Identity(tile.array), target))
-
     def add(self, tile: Tile, moved: Tile) -> None:
         """Remember that a tensor has been moved."""
         key = Identity(tile.array)
@@ -78,31 +69,24 @@ class Available:
         if tile.sharding.is_replicated:  # a slice of it need not be gathered again
             self.moved.setdefault((Identity(moved.array), tile.sharding), tile)
 
-    def add_made(self, tile: Tile, made: Tile) -> None:
-        """Remember a tensor that was recomputed under another sharding."""
-        self.moved[Identity(tile.array), made.sharding] = made
-
-    def add_view(self, eqn: JaxprEqn, result: Tile, source: Tile) -> None:
+    def add_view(self, made: Made) -> None:
         """Remember a transpose or a reversal, and its inverse."""
-        order = tuple(eqn.params.get("permutation", range(len(source.shape))))
+        (source,), result, params = made.operands, made.result, made.eqn.params
+        order = tuple(params.get("permutation", range(len(source.shape))))
         back = tuple(order.index(d) for d in range(len(order)))
-        turned = tuple(eqn.params.get("dimensions", ()))
+        turned = tuple(params.get("dimensions", ()))
         self.views[Identity(result.array)] = View(source, order, turned)
         self.views.setdefault(Identity(source.array), View(result, back, turned))
 
-    def add_maker(self, result: Tile, eqn: JaxprEqn, operands: list[Tile]) -> None:
-        """Remember how integers were computed."""
-        self.makers[Identity(result.array)] = (eqn, operands)
-        if all(t.sharding.is_replicated or self._has_replicated(t) for t in operands):
-            replicated = Sharding.replicated(result.sharding.rank, result.sharding.num_devices)
-            self.forms.setdefault(Identity(result.array), []).append(replicated)
+    def add_index(self, made: Made) -> None:
+        """Remember integers that are replicated for nothing if their operands are."""
+        result = made.result.sharding
+        replicated = Sharding.replicated(result.rank, result.num_devices)
+        if all(t.sharding.is_replicated or self._has_replicated(t) for t in made.operands):
+            self.forms.setdefault(Identity(made.result.array), []).append(replicated)
 
     def _has_replicated(self, tile: Tile) -> bool:
         return any(form.is_replicated for form in self.forms.get(Identity(tile.array), ()))
-
-    def maker(self, tile: Tile) -> tuple[JaxprEqn, list[Tile]] | None:
-        """The equation that computed integers, and its operands."""
-        return self.makers.get(Identity(tile.array))
 
     def forms_of(self, tile: Tile) -> frozenset[Sharding]:
         """The shardings under which `tile` is available."""
@@ -125,17 +109,13 @@ class Available:
         return Tile(array, target, tile.shape)
 
 
-Rerun = Callable[[JaxprEqn, list[Tile], Sharding], Tile]  # an operator, with a result so sharded
-
-
 class Mover:
     """Brings values under the shardings that operators need; a repeated request moves nothing."""
 
-    def __init__(self, place: Place, seen: Seen, rerun: Rerun, available: Available | None = None):
+    def __init__(self, place: Place, seen: Seen):
         self.place = place
         self.seen = seen
-        self.rerun = rerun
-        self.available = available or Available()
+        self.available = Available()
 
     def reshard(self, tile: Tile, target: Sharding, reason: Reason) -> Tile:
         """`tile` under another sharding.
@@ -154,12 +134,9 @@ class Mover:
         if tile.sharding == target and tile.is_standard:
             return tile
         found = self.available.under(tile, target)
-        if found is None and (found := self._recomputed(tile, target, reason)):
-            self.available.add(tile, found)
-        if found is None and target.is_replicated:
-            found = self._recomputed_replicated(tile)
         if found is None:
-            found = reshard(self.place, tile, target, reason)
+            found = self._recomputed(tile, target, reason)
+            found = found or reshard(self.place, tile, target, reason)
             self.available.add(tile, found)
         self.seen.moved(tile, found, str(reason))
         return found
@@ -176,32 +153,18 @@ class Mover:
         moved = self.reshard(even, target.replace(dim, split.even), reason)
         return Tile(moved.array, target, tile.shape)
 
-    def remember(
-        self,
-        eqn: JaxprEqn,
-        operands: list[Tile],
-        results: Sequence[Tile],
-        stays: bool,
-        by_element: bool,
-        local: LocalArrays | None = None,
-    ) -> None:
-        """Note how a value was made: it may be recomputed elsewhere, instead of being moved.
-
-        `stays`: its operator leaves elements where they are; `by_element`: and changes each alone.
-        `local` runs it on local arrays if it is not an operator of JAX.
-        """
-        result = results[0] if len(results) == 1 else None
-        if result is None:
-            return
-        if eqn.primitive in VIEWS:
-            self.available.add_view(eqn, result, operands[0])
-        if (stays or eqn.primitive is p.iota_p) and _is_index(result):
-            self.available.add_maker(result, eqn, operands)
-        if (by_element or eqn.primitive in REARRANGING) and not any(
+    def remember(self, made: Made, elementwise: bool) -> None:
+        """Note how a value was made: it may be recomputed elsewhere, instead of being moved."""
+        primitive, operands, result = made.eqn.primitive, made.operands, made.result
+        if primitive in VIEWS:
+            self.available.add_view(made)
+        if (elementwise or primitive in REARRANGING) and not any(
             t.is_unreduced or t.sharding.manual or t.sharding.ragged is not None
             for t in (*operands, result)
         ):
-            self.place.made[Identity(result.array)] = Made(result, eqn, tuple(operands), local)
+            self.place.made[Identity(result.array)] = made
+            if made.is_index:
+                self.available.add_index(made)
 
     def _recomputed(self, tile: Tile, target: Sharding, reason: Reason) -> Tile | None:
         """`tile` recomputed from resharded operands; None if moving it is cheaper."""
@@ -209,7 +172,7 @@ class Mover:
         if made is None or not tile.is_standard:
             return None
         direct = reshard_cost(tile.sharding, target, tile.shape, tile.array.dtype)
-        cost = self._recompute_cost(made, target, direct, DEPTH)
+        cost = self._recompute_cost(made, target, direct, made.depth, {})
         # What a reshape is made of can be reshaped otherwise for another operator.
         if cost > direct or (cost == direct and made.eqn.primitive is not p.reshape_p):
             return None
@@ -218,54 +181,29 @@ class Mover:
         moved = [self.reshard(t, s, reason).array for t, s in operands]
         return Tile(made.run(moved, target.local_shape(tile.shape)), target, tile.shape)
 
-    def _recompute_cost(self, made: Made, target: Sharding, limit: float, depth: int) -> float:
+    def _recompute_cost(
+        self, made: Made, target: Sharding, limit: float, depth: int, known: dict[Any, float]
+    ) -> float:
         """The cost of recomputing a value under `target`, or any above `limit` if it is higher."""
         wanted = made.operands_under(target)
         if wanted is None or not depth:
             return math.inf
-        local = target.local_shape(made.result.shape)
-        total = 0.0
-        if made.eqn.primitive is not p.reshape_p:  # which copies nothing
-            total = worked(touched=byte_size(local, made.result.array.dtype))
+        total = made.work(target)
         for tile, sharding in zip(made.operands, wanted, strict=True):
             if total > limit:
-                return total
-            if tile.sharding == sharding or self.available.under(tile, sharding) is not None:
-                continue
-            cost = reshard_cost(tile.sharding, sharding, tile.shape, tile.array.dtype)
-            inner = self.place.made.get(Identity(tile.array))
-            if inner is not None:
-                cost = min(cost, self._recompute_cost(inner, sharding, cost, depth - 1))
-            total += cost
+                break
+            total += self._cost(tile, sharding, depth - 1, known)
         return total
 
-    def _recomputed_replicated(self, tile: Tile, depth: int = 50) -> Tile | None:
-        """A replicated integer tensor, recomputed if that sends nothing; else None.
-
-        Indices are often iotas, or computed from values that were replicated, as a sort's results.
-        """
-        replicated = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
-        if tile.sharding.is_replicated:
-            return tile
-        found = self.available.moved_to(tile, replicated)
-        if found is not None:
-            return found
-        maker = self.available.maker(tile)
-        if maker is None or not depth:
-            return None
-        eqn, tiles = maker
-        ready: list[Tile] = []
-        for operand in tiles:
-            made = self._recomputed_replicated(operand, depth - 1)
-            if made is None:
-                return None
-            ready.append(made)
-        made = self.rerun(eqn, ready, replicated)
-        self.available.add_made(tile, made)
-        return made
-
-
-def _is_index(tile: Tile) -> bool:
-    """Whether a tensor consists of integers or masks."""
-    dtype = getattr(tile.array, "dtype", None)
-    return dtype is not None and not is_key_type(dtype) and dtype.kind in "iub"
+    def _cost(self, tile: Tile, target: Sharding, depth: int, known: dict[Any, float]) -> float:
+        """The cost of a value under `target`, moved or recomputed, whichever is cheaper."""
+        if tile.sharding == target or self.available.under(tile, target) is not None:
+            return 0.0
+        key = (Identity(tile.array), target)
+        if key not in known:
+            cost = reshard_cost(tile.sharding, target, tile.shape, tile.array.dtype)
+            made = self.place.made.get(Identity(tile.array))
+            if made is not None:
+                cost = min(cost, self._recompute_cost(made, target, cost, depth, known))
+            known[key] = cost
+        return known[key]

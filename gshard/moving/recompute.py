@@ -7,6 +7,7 @@ sent before they are repeated. Operands that are available from another use need
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,37 +15,66 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
-from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.moving import halo
-from gshard.moving.costs import STEP_COST
+from gshard.moving.costs import STEP_COST, worked
 from gshard.moving.row_windows import Runs, Windows, plan_windows
 from gshard.tensors.devices import Place
+from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding, Split
-from gshard.tensors.tile import Identity, Tile
+from gshard.tensors.tile import Identity, Tile, byte_size
 
-DEPTH = 8  # largest number of operators in a chain that is recomputed
+DEPTH, DEPTH_OF_INDICES = 8, 50  # largest number of operators in a chain that is recomputed
 
-LocalArrays = Callable[[Sequence[jax.Array]], jax.Array]  # an operator on local arrays
+# An operator on local arrays, given as tiles, with results of these shapes
+Local = Callable[[list[Tile], list[tuple[int, ...]]], Sequence[jax.Array]]
 
-REARRANGING = (p.broadcast_in_dim_p, p.transpose_p, p.reshape_p, p.concatenate_p)
+REARRANGING = (
+    p.broadcast_in_dim_p,
+    p.transpose_p,
+    p.reshape_p,
+    p.concatenate_p,
+    p.squeeze_p,
+    p.bitcast_convert_type_p,
+    p.iota_p,
+)
 
 
 @dataclass(frozen=True)
 class Made:
-    """A value, with the operator and operands that it was computed by.
+    """A value, with the operator and operands that it was computed by, and how that runs.
 
-    The operator is elementwise, or one of `REARRANGING`; `local` runs one that is not JAX's.
+    It can be recomputed if the operator is elementwise, or one of `REARRANGING`.
     """
 
     result: Tile
     eqn: JaxprEqn
     operands: tuple[Tile, ...]
-    local: LocalArrays | None = None
+    local: Local
+
+    @property
+    def is_index(self) -> bool:
+        """Whether it consists of integers or masks.
+
+        Indices are often iotas, or computed from values that were replicated, as a sort's results.
+        """
+        dtype = self.result.array.dtype
+        return not is_key_type(dtype) and dtype.kind in "iub"
+
+    @property
+    def depth(self) -> int:
+        """The largest number of operators in a chain that it is recomputed by."""
+        return DEPTH_OF_INDICES if self.is_index else DEPTH
+
+    def work(self, target: Sharding) -> float:
+        """The local work of recomputing it; indices are computed where they are read."""
+        if self.is_index or self.eqn.primitive is p.reshape_p:  # which copies nothing
+            return 0.0
+        result = self.result
+        return worked(touched=byte_size(target.local_shape(result.shape), result.array.dtype))
 
     def dims(self) -> list[list[int | None]] | None:
         """For every dim of every operand, the corresponding dim of the result, or None.
@@ -52,17 +82,24 @@ class Made:
         None for an operator without such a correspondence.
         """
         eqn, shape = self.eqn, self.result.shape
-        named: Sequence[int]
+        named: Sequence[int | None]
         if eqn.primitive is p.broadcast_in_dim_p:
             named = eqn.params["broadcast_dimensions"]
         elif eqn.primitive is p.transpose_p:
             named = np.argsort(eqn.params["permutation"]).tolist()
+        elif eqn.primitive is p.squeeze_p:
+            kept = itertools.count()
+            gone, rank = eqn.params["dimensions"], len(self.operands[0].shape)
+            named = [None if d in gone else next(kept) for d in range(rank)]
         elif eqn.primitive in REARRANGING:
             return None
         else:
             named = range(len(shape))
         return [
-            [to if n == shape[to] else None for n, to in zip(t.shape, named, strict=False)]
+            [
+                to if to is not None and n == shape[to] else None
+                for n, to in zip(t.shape, named, strict=False)
+            ]
             for t in self.operands
         ]
 
@@ -77,14 +114,9 @@ class Made:
 
     def run(self, arrays: Sequence[jax.Array], local: Sequence[int]) -> jax.Array:
         """The operator on local arrays, with a result of the shape `local`."""
-        primitive, params = self.eqn.primitive, self.eqn.params
-        if primitive is p.broadcast_in_dim_p:
-            return lax.broadcast_in_dim(arrays[0], local, params["broadcast_dimensions"])
-        if primitive is p.reshape_p:
-            return lax.reshape(arrays[0], local, params["dimensions"])
-        if self.local is not None:
-            return self.local(arrays)
-        (result,) = bind(self.eqn, list(arrays))
+        devices = self.result.sharding.num_devices
+        tiles = [Tile(a, Sharding.replicated(a.ndim, devices), a.shape) for a in arrays]
+        (result,) = self.local(tiles, [tuple(local)])
         return result
 
 
@@ -198,6 +230,8 @@ def _needed(made: Made, rows: Rows) -> list[Rows | Tile] | None:
         dims: Any = [list(range(len(result.shape)))] * len(made.operands)
     else:
         dims = made.dims()
+    if dims is None:
+        return None
     found: list[Rows | Tile] = []
     for tile, named in zip(made.operands, dims, strict=True):
         for d, to in enumerate(named):

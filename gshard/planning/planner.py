@@ -19,15 +19,15 @@ from gshard._jax import without_mesh
 from gshard.graph.reason import Reason
 from gshard.graph.source import on_behalf_of
 from gshard.moving.available import Mover
+from gshard.moving.recompute import Made
 from gshard.moving.reshard import retile
 from gshard.moving.seen import Seen
 from gshard.planning.choose import Choice
 from gshard.propagation.propagate import Propagated
-from gshard.rules import RULES, Rule, rule_of
+from gshard.rules import Rule, rule_of
 from gshard.rules.base import unreduced
-from gshard.rules.base.rule import Way, bind_local, partition_by_factors
+from gshard.rules.base.rule import Way
 from gshard.rules.base.uses import NOTHING, Uses, may_stay_unreduced
-from gshard.tensors.annotate import annotate_p
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
@@ -64,7 +64,7 @@ class Planner:
         self.seen = Seen() if seen is None else seen
         self.memory_limit = memory_limit
         self.strict = strict  # whether a primitive without a rule is an error
-        self.mover = Mover(place, self.seen, self.rerun)
+        self.mover = Mover(place, self.seen)
         self.choice: Choice  # for the program or body that runs
         self.unreduced: Mapping[Any, float] = NOTHING
         self.literals: dict[Any, Tile] = {}
@@ -156,32 +156,10 @@ class Planner:
                 continue
             if not result.is_unreduced or eqn.outvars[number] not in self.unreduced:
                 results[number] = self.reshard(result, target, reason)
-        self._remember(eqn, tiles, results)
+        if len(results) == 1:
+            local = functools.partial(rule.local, self, eqn)
+            self.mover.remember(Made(results[0], eqn, tuple(tiles), local), rule.elementwise)
         return results
-
-    def _remember(self, eqn: JaxprEqn, tiles: list[Tile], results: list[Tile]) -> None:
-        """Note how values were made, so that they may be recomputed elsewhere."""
-        if eqn.primitive is annotate_p:
-            return
-        rule = RULES.get(eqn.primitive)
-        stays = rule is not None and rule.level == 0 and rule.by_factors
-        by_element = rule is not None and rule.elementwise
-        ours = by_element and rule is not None and rule.local is not bind_local
-        local = functools.partial(self._by_element, eqn) if ours else None
-        self.mover.remember(eqn, tiles, results, stays, by_element, local)
-
-    def _by_element(self, eqn: JaxprEqn, arrays: Sequence[jax.Array]) -> jax.Array:
-        """An operator of each element alone: it is the same wherever its tiles are."""
-        number = self.place.num_devices
-        tiles = [Tile(a, Sharding.replicated(a.ndim, number), a.shape) for a in arrays]
-        (result,) = RULES[eqn.primitive].local(self, eqn, tiles, [])
-        return result
-
-    def rerun(self, eqn: JaxprEqn, tiles: list[Tile], target: Sharding) -> Tile:
-        """An operator once more, with a result that has the sharding `target`."""
-        with on_behalf_of(eqn):
-            (made,) = partition_by_factors(self, eqn, tiles, [target])
-        return made
 
     def literal(self, atom: Literal) -> Tile:
         """A literal of the program; equal ones are made once."""

@@ -200,7 +200,7 @@ def made_by(fn, *arguments, splits):
             [v.aval for v in (*eqn.invars, *eqn.outvars)], splits, strict=True
         )
     ]
-    return Made(result, eqn, tuple(operands))
+    return Made(result, eqn, tuple(operands), None)
 
 
 def test_rows_are_not_those_of_operands_that_are_joined_along_them():
