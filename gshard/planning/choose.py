@@ -67,7 +67,8 @@ class Choice:
             return 0.0
         key = (var, alike)
         if key not in self.over:
-            self.over[key] = sum(map(cost, self.uses.slices.get(var, ())))
+            slices = [e for e in self.uses.users(var) if e.primitive is p.slice_p]
+            self.over[key] = sum(map(cost, slices))
         return self.over[key]
 
     def _kind(self, eqn: JaxprEqn) -> int | None:
@@ -119,23 +120,23 @@ class Choice:
         if isinstance(var, Literal):
             return
         yield from self._moved_later(var, tile)
-        view = self.available.views.get(Identity(tile.array))
-        if view is not None and var in self.uses.view_of:
-            for form in self._moved_later(self.uses.view_of[var], view.source):
+        view, other = self.available.views.get(Identity(tile.array)), self.uses.view_of(var)
+        if view is not None and other is not None:
+            for form in self._moved_later(other, view.source):
                 if view.is_local(here := form.project(view.order)):
                     yield here
 
     def _moved_later(self, var: Any, tile: Tile) -> Iterator[Sharding]:
         """The same without views."""
-        readers = self.uses.readers.get(var, ())
-        if not readers or readers[-1][0] <= self.now or tile.sharding.is_replicated:
+        users = self.uses.users(var)
+        numbers, now = self.uses.numbers, self.now
+        if not users or numbers[users[-1]] <= now or tile.sharding.is_replicated:
             return
         key = (var, have := self.available.forms_of(tile))
         if key not in self.needed:
-            later = [reader for reader in readers if reader[0] > self.now]
-            forms = [(place, self._form_needed(e, i, have)) for place, e, i in later]
-            self.needed[key] = [(place, form) for place, form in forms if form]
-        yield from (form for place, form in self.needed[key] if place > self.now)
+            later = [(e, self._form_needed(e, i, have)) for e, i in self.uses.readers(var, now)]
+            self.needed[key] = [(numbers[e], form) for e, form in later if form]
+        yield from (form for number, form in self.needed[key] if number > now)
 
     def _form_needed(
         self, eqn: JaxprEqn, number: int, have: frozenset[Sharding]

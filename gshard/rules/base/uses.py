@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +22,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard._jax import scatter_sub_p, stack_p
+from gshard.graph.graph import Graph
 from gshard.graph.regions import Loop
 from gshard.moving.available import VIEWS
 from gshard.rules.base.primitives import concatenate_slices_p
@@ -38,30 +39,31 @@ _SUMMING = (p.dot_general_p, p.conv_general_dilated_p, p.reduce_sum_p, *SCATTERE
 _MOST = 8  # narrower values that one is computed from
 
 
-class Uses:
+class Uses(Graph):
     """How the values of a program, or of a loop's body, are used: found once for each."""
 
     def __init__(self, jaxpr: Jaxpr):
+        super().__init__(jaxpr.eqns, jaxpr.outvars)
         self.jaxpr = jaxpr
 
     @functools.cached_property
-    def counts(self) -> Counter[Any]:
-        """How often each variable is read, by equations and as a result."""
-        read = [*(a for eqn in self.jaxpr.eqns for a in eqn.invars), *self.jaxpr.outvars]
-        return Counter(a for a in read if not isinstance(a, Literal))
-
-    @functools.cached_property
     def sums(self) -> set[Any]:
-        """The variables that may be unreduced."""
-        return _sums(self.jaxpr)
+        """The variables that may be unreduced: made by summing, or from such."""
+        found: set[Any] = set()
+        for eqn in self.eqns:
+            linear = [eqn.invars[n] for group in linear_groups(eqn) for n in group]
+            from_sum = any(not isinstance(a, Literal) and a in found for a in linear)
+            if eqn.primitive in _SUMMING or from_sum:
+                found.update(eqn.outvars)
+        return found
 
     @functools.cached_property
     def linear(self) -> list[tuple[JaxprEqn, list[Any]]]:
         """The operators, from the last, that are linear in values with no other use; and those."""
-        found, counts = [], self.counts
-        for eqn in reversed(self.jaxpr.eqns):
+        found = []
+        for eqn in reversed(self.eqns):
             operands = [eqn.invars[n] for group in linear_groups(eqn) for n in group]
-            once = [a for a in operands if not isinstance(a, Literal) and counts[a] == 1]
+            once = [a for a in operands if self.uses(a) == 1]
             if once:
                 found.append((eqn, once))
         return found
@@ -69,47 +71,41 @@ class Uses:
     @functools.cached_property
     def narrow(self) -> dict[Any, float]:
         """The parts of values' bytes that have to move, where those are less than all."""
-        return _narrow_parts(self.jaxpr)
+        sources: dict[Any, frozenset[Any]] = {}  # the origin of a value, and its bytes
+        found: dict[Any, float] = {}
+        for eqn in self.eqns:
+            if not _is_by_element(eqn):
+                continue
+            (var,), operands = eqn.outvars, [a for a in eqn.invars if not isinstance(a, Literal)]
+            moved = frozenset().union(*[sources.get(a, frozenset([a])) for a in operands])
+            least, size = sum(map(_size, moved)), _size(var)
+            if least < size and len(moved) <= _MOST:
+                sources[var], found[var] = moved, least / size
+        return found
 
     @functools.cached_property
     def products(self) -> Counter[Any]:
         """How many products contract the same dims of a variable."""
         return Counter(
             (a, eqn.params["dimension_numbers"][0][side])
-            for eqn in self.jaxpr.eqns
+            for eqn in self.eqns
             if eqn.primitive is p.dot_general_p
             for side, a in enumerate(eqn.invars)
             if not isinstance(a, Literal)
         )
 
-    @functools.cached_property
-    def readers(self) -> dict[Any, list[tuple[int, JaxprEqn, int]]]:
-        """The equations that read each variable, with their places and the operand's number."""
-        found: dict[Any, list[tuple[int, JaxprEqn, int]]] = {}
-        for place, eqn in enumerate(self.jaxpr.eqns):
-            for number, atom in enumerate(eqn.invars):
-                if not isinstance(atom, Literal):
-                    found.setdefault(atom, []).append((place, eqn, number))
-        return found
+    def readers(self, var: Any, after: int) -> Iterator[tuple[JaxprEqn, int]]:
+        """The equations after a number that read a variable, and as which operand."""
+        for eqn in self.users(var):
+            if self.numbers[eqn] > after:
+                yield from ((eqn, i) for i, a in enumerate(eqn.invars) if a is var)
 
-    @functools.cached_property
-    def view_of(self) -> dict[Any, Any]:
-        """For a transposed or reversed variable the one that it is a view of, and conversely."""
-        found: dict[Any, Any] = {}
-        for eqn in self.jaxpr.eqns:
-            if eqn.primitive in VIEWS and not isinstance(eqn.invars[0], Literal):
-                found[eqn.outvars[0]] = eqn.invars[0]
-                found.setdefault(eqn.invars[0], eqn.outvars[0])
-        return found
-
-    @functools.cached_property
-    def slices(self) -> dict[Any, list[JaxprEqn]]:
-        """The slices of each variable."""
-        found: dict[Any, list[JaxprEqn]] = {}
-        for eqn in self.jaxpr.eqns:
-            if eqn.primitive is p.slice_p and not isinstance(eqn.invars[0], Literal):
-                found.setdefault(eqn.invars[0], []).append(eqn)
-        return found
+    def view_of(self, var: Any) -> Any | None:
+        """The variable that one is a transpose or a reversal of, or else such a view of it."""
+        made = self.maker(var)
+        if made is not None and made.primitive in VIEWS and not isinstance(made.invars[0], Literal):
+            return made.invars[0]
+        return next((e.outvars[0] for e in self.users(var) if e.primitive in VIEWS), None)
 
 
 # ---------------------------------------------------------------- sums that are reduced later
@@ -134,7 +130,7 @@ def may_stay_unreduced(
     saving: set[Any] = set()  # of which less, or fewer, or otherwise split ones are summed later
     for number, share in leaving.items():
         var = jaxpr.outvars[number]
-        if not isinstance(var, Literal) and of.counts[var] == 1:
+        if of.uses(var) == 1:
             found[var] = share
             ends.add(var)
             saving.add(var)
@@ -179,7 +175,7 @@ def linear_carries(scan: Loop) -> set[int]:
     """The carried values of a scan whose uses are all linear and lead to such values again."""
     body = scan.bodies[0].jaxpr
     found = {i for i in range(scan.carry) if not isinstance(body.outvars[i], Literal)}
-    sums = _sums(body)
+    sums = Uses(body).sums
     while True:
         leading = _leading_to(body, found)
         kept = {i for i in found if body.invars[scan.consts + i] in leading}
@@ -206,17 +202,6 @@ def _otherwise_split(eqn: JaxprEqn, here: Sharding, there: Sharding) -> bool:
     joined = eqn.params.get("dimension") if eqn.primitive in JOINED else None
     moves = joined is not None and there.splits[joined] is not None
     return moves or math.prod(here.tiles) != math.prod(there.tiles)
-
-
-def _sums(jaxpr: Jaxpr) -> set[Any]:
-    """The variables that may be unreduced: made by summing, or from such."""
-    found: set[Any] = set()
-    for eqn in jaxpr.eqns:
-        linear = [eqn.invars[n] for group in linear_groups(eqn) for n in group]
-        from_sum = any(not isinstance(a, Literal) and a in found for a in linear)
-        if eqn.primitive in _SUMMING or from_sum:
-            found.update(eqn.outvars)
-    return found
 
 
 def linear_groups(eqn: JaxprEqn) -> Sequence[Sequence[int]]:
@@ -250,26 +235,21 @@ def _holds(wide: Any, narrow: Any) -> bool:
 
 def accumulators(scan: Loop) -> dict[int, list[Any]]:
     """The carried values of a scan to which its body only ever adds, and what it adds to each."""
-    body = scan.bodies[0].jaxpr
-    users: dict[Any, list[JaxprEqn | None]] = {}
-    for e in [*body.eqns, None]:
-        for a in e.invars if e else body.outvars:
-            if not isinstance(a, Literal):
-                users.setdefault(a, []).append(e)
-    found = {}
+    body, found = scan.bodies[0].jaxpr, {}
+    graph = Graph.of(body)
     carried = zip(body.invars[scan.consts :], body.outvars[: scan.carry], strict=False)
     for i, (var, end) in enumerate(carried):
         added: list[Any] = []
-        while var is not end:
-            (user, *more) = users.get(var, [None])
-            if more or user is None or user.primitive not in ADDED:
+        while var is not end and graph.uses(var) == 1 and graph.users(var):
+            (user,) = graph.users(var)
+            if user.primitive not in ADDED:
                 break
             left, right = user.invars
             if right is var and user.primitive is p.sub_p:
                 break
             added.append(right if left is var else left)
             (var,) = user.outvars
-        if added and var is end and len(users[end]) == 1:
+        if added and var is end and graph.uses(end) == 1:
             found[i] = added
     return found
 
@@ -288,21 +268,6 @@ def leaving(loop: Loop, shares: Mapping[Any, float]) -> Mapping[int, float]:
 
 
 # ---------------------------------------------------------------- values that are narrow elsewhere
-
-
-def _narrow_parts(jaxpr: Jaxpr) -> dict[Any, float]:
-    """The part of a value's bytes that has to move, where it is less than all."""
-    sources: dict[Any, frozenset[Any]] = {}  # the origin of a value, and its bytes
-    found: dict[Any, float] = {}
-    for eqn in jaxpr.eqns:
-        if not _is_by_element(eqn):
-            continue
-        (var,), operands = eqn.outvars, [a for a in eqn.invars if not isinstance(a, Literal)]
-        moved = frozenset().union(*[sources.get(a, frozenset([a])) for a in operands])
-        least, size = sum(map(_size, moved)), _size(var)
-        if least < size and len(moved) <= _MOST:
-            sources[var], found[var] = moved, least / size
-    return found
 
 
 def _size(var: Any) -> int:
