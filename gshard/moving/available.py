@@ -56,18 +56,18 @@ class Available:
 
     def under(self, tile: Tile, target: Sharding) -> Tile | None:
         """`tile` under another sharding, if available."""
-        key = (Identity(tile.array), target)
+        key = (tile.key, target)
         if key not in self.moved and (made := self._view_of_moved(tile, target)):
             self.moved[key] = made
         return self.moved.get(key)
 
     def add(self, tile: Tile, moved: Tile) -> None:
         """Remember that a tensor has been moved."""
-        key = Identity(tile.array)
+        key = tile.key
         self.forms.setdefault(key, []).append(moved.sharding)
         self.moved[key, moved.sharding] = moved
         if tile.sharding.is_replicated:  # a slice of it need not be gathered again
-            self.moved.setdefault((Identity(moved.array), tile.sharding), tile)
+            self.moved.setdefault((moved.key, tile.sharding), tile)
 
     def add_view(self, made: Made) -> None:
         """Remember a transpose or a reversal, and its inverse."""
@@ -75,33 +75,31 @@ class Available:
         order = tuple(params.get("permutation", range(len(source.shape))))
         back = tuple(order.index(d) for d in range(len(order)))
         turned = tuple(params.get("dimensions", ()))
-        self.views[Identity(result.array)] = View(source, order, turned)
-        self.views.setdefault(Identity(source.array), View(result, back, turned))
+        self.views[result.key] = View(source, order, turned)
+        self.views.setdefault(source.key, View(result, back, turned))
 
     def add_index(self, made: Made) -> None:
         """Remember integers that are replicated for nothing if their operands are."""
-        result = made.result.sharding
-        replicated = Sharding.replicated(result.rank, result.num_devices)
-        if all(t.sharding.is_replicated or self._has_replicated(t) for t in made.operands):
-            self.forms.setdefault(Identity(made.result.array), []).append(replicated)
-
-    def _has_replicated(self, tile: Tile) -> bool:
-        return any(form.is_replicated for form in self.forms.get(Identity(tile.array), ()))
+        here = made.result.sharding
+        forms = [(t.sharding, *self.forms.get(t.key, ())) for t in made.operands]
+        if all(any(form.is_replicated for form in found) for found in forms):
+            replicated = Sharding.replicated(here.rank, here.num_devices)
+            self.forms.setdefault(made.result.key, []).append(replicated)
 
     def forms_of(self, tile: Tile) -> frozenset[Sharding]:
         """The shardings under which `tile` is available."""
-        known = frozenset(self.forms.get(Identity(tile.array), ()))
-        if view := self.views.get(Identity(tile.array)):
-            forms = self.forms.get(Identity(view.source.array), ())
+        known = frozenset(self.forms.get(tile.key, ()))
+        if view := self.views.get(tile.key):
+            forms = self.forms.get(view.source.key, ())
             known |= {f for form in forms if view.is_local(f := form.project(view.order))}
         return known
 
     def _view_of_moved(self, tile: Tile, target: Sharding) -> Tile | None:
-        view = self.views.get(Identity(tile.array))
+        view = self.views.get(tile.key)
         if view is None or target.manual or not view.is_local(target):
             return None
         back = [view.order.index(d) for d in range(len(view.order))]
-        moved = self.moved.get((Identity(view.source.array), target.project(back)))
+        moved = self.moved.get((view.source.key, target.project(back)))
         if moved is None:
             return None
         array: Any = lax.transpose(moved.array, view.order)
@@ -162,13 +160,13 @@ class Mover:
             t.is_unreduced or t.sharding.manual or t.sharding.ragged is not None
             for t in (*operands, result)
         ):
-            self.place.made[Identity(result.array)] = made
+            self.place.made[result.key] = made
             if made.is_index:
                 self.available.add_index(made)
 
     def _recomputed(self, tile: Tile, target: Sharding, reason: Reason) -> Tile | None:
         """`tile` recomputed from resharded operands; None if moving it is cheaper."""
-        made = self.place.made.get(Identity(tile.array))
+        made = self.place.made.get(tile.key)
         if made is None or not tile.is_standard:
             return None
         direct = reshard_cost(tile.sharding, target, tile.shape, tile.array.dtype)
@@ -199,10 +197,10 @@ class Mover:
         """The cost of a value under `target`, moved or recomputed, whichever is cheaper."""
         if tile.sharding == target or self.available.under(tile, target) is not None:
             return 0.0
-        key = (Identity(tile.array), target)
+        key = (tile.key, target)
         if key not in known:
             cost = reshard_cost(tile.sharding, target, tile.shape, tile.array.dtype)
-            made = self.place.made.get(Identity(tile.array))
+            made = self.place.made.get(tile.key)
             if made is not None:
                 cost = min(cost, self._recompute_cost(made, target, cost, depth, known))
             known[key] = cost

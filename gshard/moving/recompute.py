@@ -25,7 +25,7 @@ from gshard.moving.row_windows import Runs, Windows, plan_windows
 from gshard.tensors.devices import Place
 from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding, Split
-from gshard.tensors.tile import Identity, Tile, byte_size
+from gshard.tensors.tile import Tile, byte_size
 
 DEPTH, DEPTH_OF_INDICES = 8, 50  # largest number of operators in a chain that is recomputed
 
@@ -168,7 +168,7 @@ def _cheapest(place: Place, rows: Rows, depth: int) -> _Way:
     def directly(reason: Reason) -> jax.Array:
         return halo.fetch(place, tile, dim, rows.starts, rows.width, reason, rows.only)
 
-    made = place.made.get(Identity(tile.array))
+    made = place.made.get(tile.key)
     if made is None or not depth:
         return _sent(rows), directly
     direct, total, ways = _sent(rows), 0.0, []

@@ -21,7 +21,7 @@ from gshard.rules.base.rule import MOST_REMEMBERED, Rule, Shares, Way, equation_
 from gshard.rules.base.uses import Uses
 from gshard.rules.base.ways import Layout, least, ways_of
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Identity, Tile
+from gshard.tensors.tile import Tile
 
 _cheapest_before: dict[Any, Way] = {}
 _in_place: dict[Any, tuple[Rule, Way]] = {}  # of equations that need no communication
@@ -120,7 +120,7 @@ class Choice:
         if isinstance(var, Literal):
             return
         yield from self._moved_later(var, tile)
-        view, other = self.available.views.get(Identity(tile.array)), self.uses.view_of(var)
+        view, other = self.available.views.get(tile.key), self.uses.view_of(var)
         if view is not None and other is not None:
             for form in self._moved_later(other, view.source):
                 if view.is_local(here := form.project(view.order)):

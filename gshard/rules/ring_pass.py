@@ -29,7 +29,7 @@ from gshard.tensors import padding
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding, Split, compatible
-from gshard.tensors.tile import Identity, Tile
+from gshard.tensors.tile import Tile
 
 Chosen = dict[str, Split]
 
@@ -308,7 +308,7 @@ class _Round:
         ]
         number: dict[Any, int] = {}  # a value that is read as two operands is sent once
         ways = zip(tiles, pairs, strict=True)
-        of = [number.setdefault((Identity(t.array), str(way)), len(number)) for t, way in ways]
+        of = [number.setdefault((t.key, str(way)), len(number)) for t, way in ways]
         each = [of.index(n) for n in number.values()]
         carried = [s.over != KEYS for s in self.ring.sums]
         back = [

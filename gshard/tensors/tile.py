@@ -18,6 +18,21 @@ from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding
 
 
+class Identity:
+    """An array as a key, compared by identity and kept alive."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: jax.Array):
+        self.array = array
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and self.array is other.array
+
+    def __hash__(self) -> int:
+        return id(self.array)
+
+
 @dataclass(frozen=True)
 class Tile:
     """A device's part of a tensor of logical `shape`.
@@ -32,6 +47,11 @@ class Tile:
     sharding: Sharding
     shape: tuple[int, ...]
     origin: str = ""
+
+    @functools.cached_property
+    def key(self) -> Identity:
+        """What is known of this very array is found by this key."""
+        return Identity(self.array)
 
     @property
     def is_standard(self) -> bool:
@@ -87,21 +107,6 @@ def rows_within(
     if not (isinstance(first, int) and first == 0):
         row += first
     return (row >= low) & (row < high)
-
-
-class Identity:
-    """An array as a key, compared by identity and kept alive."""
-
-    __slots__ = ("array",)
-
-    def __init__(self, array: jax.Array):
-        self.array = array
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and self.array is other.array
-
-    def __hash__(self) -> int:
-        return id(self.array)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import pytest
 
 from gshard.moving.available import Available, View
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Identity, Tile
+from gshard.tensors.tile import Tile
 from tests.oracle import even_split
 
 DEVICES = 4
@@ -54,7 +54,7 @@ def test_a_transpose_of_what_was_moved_is_made_of_it(order):
     known, source, moved = Available(), tile_of(SHAPE, ROWS), tile_of(SHAPE, COLUMNS)
     shape = tuple(SHAPE[d] for d in order)
     result = tile_of(shape, ROWS.project(order))
-    known.views[Identity(result.array)] = View(source, order, ())
+    known.views[result.key] = View(source, order, ())
     known.add(source, moved)
     target = COLUMNS.project(order)
     found = known.under(result, target)
@@ -67,7 +67,7 @@ def test_a_reversed_dim_that_is_split_is_not_reversed_in_place():
     """The rows of a device are those of another one in the reversed tensor."""
     known, source, moved = Available(), tile_of(SHAPE, WHOLE), tile_of(SHAPE, ROWS)
     result = tile_of(SHAPE, WHOLE)
-    known.views[Identity(result.array)] = View(source, (0, 1, 2), (0,))
+    known.views[result.key] = View(source, (0, 1, 2), (0,))
     known.add(source, moved)
     assert known.under(result, ROWS) is None
     known.add(source, tile_of(SHAPE, COLUMNS))
