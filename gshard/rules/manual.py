@@ -89,18 +89,14 @@ def _to_auto(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Shard
 def _collective(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    place, x = ctx.place, tiles[0].array
     kind, dim, groups = (eqn.params[k] for k in ("kind", "dim", "groups"))
-    reason = Reason("asked", "a manual region")
-    if kind == "all_reduce":
-        return [own(ctx, collectives.all_reduce(place, x, groups, "sum", reason))]
-    if kind == "all_gather":
-        return [own(ctx, collectives.all_gather(place, x, dim, groups, reason))]
-    if kind == "reduce_scatter":
-        return [own(ctx, collectives.reduce_scatter(place, x, dim, groups, reason))]
-    if kind == "all_to_all":
-        return [own(ctx, collectives.all_to_all(place, x, groups, reason))]
-    return [own(ctx, collectives.collective_permute(place, x, groups, reason))]
+    along = {
+        "all_reduce": (groups, "sum"),
+        "all_gather": (dim, groups),
+        "reduce_scatter": (dim, groups),
+    }
+    settings = (*along.get(kind, (groups,)), Reason("asked", "a manual region"))
+    return [own(ctx, getattr(collectives, kind)(ctx.place, tiles[0].array, *settings))]
 
 
 def _over_groups(

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
-from jax.extend.core import primitives as p
 
 from gshard._jax import stack_p
 from gshard.graph.reason import Reason
@@ -181,25 +180,16 @@ def scattered(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None
 
 
 def sliced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
-    """A slice along dims that are whole: less is left to sum."""
-    tile, *starts = tiles
+    """A slice along dims that are whole, by the operator's own rule: less is left to sum."""
+    (tile, *starts), here = tiles, tiles[0].sharding
     shape = tuple(eqn.outvars[0].aval.shape)
     cut = [d for d, (n, m) in enumerate(zip(tile.shape, shape, strict=True)) if n != m]
-    if any(t.is_unreduced for t in starts) or not tile.is_standard or 0 in shape:
+    if any(here.splits[d] for d in cut) or not tile.is_standard or 0 in shape:
         return None
-    if any(tile.sharding.splits[d] for d in cut):
-        return None
-    array = tile.array
-    for d in cut:
-        if eqn.primitive is p.slice_p:
-            start, limit = (eqn.params[k][d] for k in ("start_indices", "limit_indices"))
-            stride = (eqn.params["strides"] or (1,) * len(shape))[d]
-            array = lax.slice_in_dim(array, start, limit, stride, d)
-        else:
-            replicated = Sharding.replicated(0, tile.sharding.num_devices)
-            start = ctx.reshard(starts[d], replicated, Reason("operand", "dynamic_slice")).array
-            array = lax.dynamic_slice_in_dim(array, start, shape[d], d)
-    return replace(tile, array=array, shape=shape)
+    part = replace(tile, sharding=here.reduced)
+    (done,) = RULES[eqn.primitive].partition(ctx, eqn, [part, *starts], [here.reduced])
+    assert done.sharding is here.reduced, "nothing moves"
+    return replace(done, sharding=here, origin=tile.origin)
 
 
 def as_unreduced(place: Place, tile: Tile, sharding: Sharding) -> Tile | None:
