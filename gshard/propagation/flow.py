@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -77,7 +77,13 @@ class Edge:
 class Flow:
     """A program as tensors and the edges between them, through which splits spread."""
 
-    def __init__(self, jaxpr: Jaxpr, num_devices: int, memory_limit: int = MEMORY_LIMIT):
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        num_devices: int,
+        memory_limit: int = MEMORY_LIMIT,
+        fixed: Mapping[Any, Sharding] = NOTHING,
+    ):
         self.num_devices = num_devices
         self.memory_limit = memory_limit  # bytes of a loop's constants that may be gathered for it
         self.constants: dict[Any, None] = {}  # loop invariants, inside the loop
@@ -92,6 +98,9 @@ class Flow:
         self.loops: dict[Jaxpr, Loop | None] = {}  # the program, and the bodies of its loops
         self.offers: dict[Any, Any] = {}  # the splits that operators pass on (`spread`)
         self._add(jaxpr)
+        for var, sharding in fixed.items():
+            if var in self.given and var not in self.manual:  # a rewrite may have removed it
+                self.fix(var, sharding)
         if not self.manual.isdisjoint(v for v in jaxpr.outvars if not isinstance(v, Literal)):
             raise ValueError(
                 "the function returns a value of a manual region; convert it with "

@@ -28,7 +28,7 @@ Program order makes the result deterministic. Dims without a split are replicate
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -108,21 +108,11 @@ def propagate(
     loop that take at most `memory_limit` bytes in all may be gathered before it. Variables
     `inside` the program are held to their shardings, except those that a rewrite has removed.
     """
-    flow = Flow(closed.jaxpr, num_devices, memory_limit)
-    for var, sharding in (inside or {}).items():
-        if var in flow.given and var not in flow.manual:
-            flow.fix(var, sharding)
-    whole = {var: sharding for var, sharding in (given or {}).items() if sharding.is_replicated}
-    for var, sharding in (given or {}).items():
-        if var not in whole:
-            flow.fix(var, sharding)
+    split = {var: sharding for var, sharding in (given or {}).items() if any(sharding.splits)}
+    replicated = dict.fromkeys(var for var in given or () if var not in split)
+    flow = Flow(closed.jaxpr, num_devices, memory_limit, {**(inside or {}), **split})
     with planning_for(_for_many_collectives(machine())):
-        costs = functools.cache(lambda: Estimator(flow))  # only if there is a choice
-        spread, conflicts = _best(flow, costs)
-        if any(any(spread.splits[var]) for var in whole):
-            for var, sharding in whole.items():
-                flow.fix(var, sharding)
-            spread, conflicts = _cheaper(costs, (spread, conflicts), _best(flow, costs))
+        spread, conflicts = _Search(flow).best({}, flow.constants, replicated)
     return Propagated(spread.shardings, conflicts, flow.kinds, flow.uses)
 
 
@@ -135,31 +125,44 @@ def _for_many_collectives(of: Machine) -> Machine:
     return replace(of, latency=min(of.latency, MACHINE.latency) / LATENCIES)
 
 
-Costs = Callable[[], Estimator]
 Settled = tuple[Spread, tuple[Conflict, ...]]  # the final splits, and the decisions behind them
+Held = dict[Any, None]  # variables that take no split
 
 
-def _best(flow: Flow, costs: Costs) -> Settled:
-    """The cheaper of two: loop invariants split inside the loops, or replicated."""
-    dims = functools.cache(lambda: _grouped(flow))
-    found = _settled(flow, costs, dims, sealed=False)
-    if any(any(found[0].splits[var]) for var in flow.constants):
-        found = _cheaper(costs, found, _settled(flow, costs, dims, sealed=True))
-    return found
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """The cheapest splits of a program. What they cost is found out only if there is a choice."""
 
+    flow: Flow
 
-def _cheaper(costs: Costs, usual: Settled, other: Settled) -> Settled:
-    """The second, if it gains something."""
-    this, that = (costs().cost(spread.shardings) for spread, _ in (usual, other))
-    return other if that < _GAIN * this else usual
+    @functools.cached_property
+    def costs(self) -> Estimator:
+        """What splits cost."""
+        return Estimator(self.flow)
 
+    @functools.cached_property
+    def dims(self) -> _Dims:
+        """The dims that belong together."""
+        return _grouped(self.flow)
 
-def _settled(flow: Flow, costs: Costs, dims: Callable[[], _Dims], sealed: bool) -> Settled:
-    """The final splits, and the conflicts that were decided."""
-    spread = Spread.of(flow, {}, sealed=sealed)
-    if not spread.blocked:
-        return spread, ()
-    return _cheapest(flow, costs(), dims().sealed(flow) if sealed else dims(), spread)
+    def best(self, held: Held, *choices: Held) -> Settled:
+        """The cheaper of two, for each of some sets of variables: these are split, or held too."""
+        if not choices:
+            return self.settled(held)
+        *others, last = choices
+        found = self.best(held, *others)
+        if any(any(found[0].splits[var]) for var in last):
+            other = self.best({**held, **last}, *others)
+            this, that = (self.costs.cost(spread.shardings) for spread, _ in (found, other))
+            found = other if that < _GAIN * this else found
+        return found
+
+    def settled(self, held: Held) -> Settled:
+        """The final splits, and the conflicts that were decided."""
+        spread = Spread.of(self.flow, {}, held=held)
+        if not spread.blocked:
+            return spread, ()
+        return _cheapest(self.flow, self.costs, self.dims.without(held), spread)
 
 
 def _cheapest(flow: Flow, estimator: Estimator, dims: _Dims, spread: Spread) -> Settled:
@@ -170,7 +173,7 @@ def _cheapest(flow: Flow, estimator: Estimator, dims: _Dims, spread: Spread) -> 
     rankings, costs = _rankings(flow, estimator, dims, contested)
     best, order, least = spread, [], _GAIN * estimator.cost(spread.shardings)
     for ranking in rankings:
-        ranked = Spread.of(flow, dims.of, ranking, spread.sealed)
+        ranked = Spread.of(flow, dims.of, ranking, spread.held)
         cost = costs[ranking[0]] = estimator.cost(ranked.shardings)
         if cost < least:
             best, order, least = ranked, ranking, cost
@@ -201,10 +204,9 @@ class _Dims:
         _, split = candidate
         return f"dim {dim} by {split.tiles} of {var.aval.str_short(short_dtypes=True)}{where}"
 
-    def sealed(self, flow: Flow) -> _Dims:
-        """The same with loop invariants in no group, as they are replicated inside."""
-        none = {var: (_NONE,) * len(flow.given[var]) for var in flow.constants}
-        return replace(self, of={**self.of, **none})
+    def without(self, held: Held) -> _Dims:
+        """The same, with variables that take no split in no group."""
+        return replace(self, of=self.of | {var: (_NONE,) * len(self.of[var]) for var in held})
 
 
 def _grouped(flow: Flow) -> _Dims:

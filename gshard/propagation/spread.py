@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gshard.propagation.flow import Edge, Flow
@@ -27,13 +27,13 @@ DimGroups = Mapping[Any, Sequence[int]]  # for every variable, the groups that i
 class Spread:
     """The state of the analysis; passes are numbered in the order of `propagate`'s rules."""
 
-    def __init__(self, flow: Flow, groups: DimGroups, sealed: bool):
+    def __init__(self, flow: Flow, groups: DimGroups, held: Collection[Any]):
         self.flow = flow
         self.groups = groups
-        self.sealed = sealed
+        self.held = held
         self.splits = dict(flow.given)
         self.open: dict[Any, Sequence[int]] = {v: range(len(s)) for v, s in self.splits.items()}
-        for var in (*flow.closed, *(flow.constants if sealed else ())):
+        for var in (*flow.closed, *held):
             self.open[var] = self.open_dims(var)
         self.split = {v for v in flow.closed if any(self.splits[v])}
         self.queues: list[list[int]] = [[], [], []]
@@ -45,13 +45,13 @@ class Spread:
         flow: Flow,
         groups: DimGroups,
         first: Sequence[tuple[int, Split]] = (),
-        sealed: bool = False,
+        held: Collection[Any] = (),
     ) -> Spread:
         """Spread the given splits: ragged ones, those of the groups `first` in order, then all.
 
-        If loops are `sealed`, their invariants are replicated inside: they are gathered before.
+        The variables `held` take no split.
         """
-        spread = Spread(flow, groups, sealed)
+        spread = Spread(flow, groups, held)
         rows = {(None, s): 0 for v in flow.annotations for s in flow.given[v] if s and s.ragged}
         for stage in (*rows, *first):
             spread.settle(stage)
@@ -60,7 +60,7 @@ class Spread:
 
     def open_dims(self, var: Any) -> Sequence[int]:
         """The dims that may still take a split: none if every device has a tile of its own."""
-        if self.sealed and var in self.flow.constants:
+        if var in self.held:
             return ()
         splits, closed = self.splits[var], self.flow.closed.get(var, ())
         if 2 * math.prod([s.tiles for s in splits if s]) > self.flow.num_devices:
@@ -155,12 +155,8 @@ class Spread:
         for edge in self.flow.edges:
             for position, dim, split in self.offers(edge, False, edge.dims.numbers):
                 var = edge.variables[position]
-                sealed = self.sealed and var in self.flow.constants
-                if (
-                    self.splits[var][dim] is not split
-                    and dim not in self.flow.closed.get(var, ())
-                    and not sealed
-                ):
+                closed = var in self.held or dim in self.flow.closed.get(var, ())
+                if self.splits[var][dim] is not split and not closed:
                     found.setdefault((var, dim), split)
         return found
 
