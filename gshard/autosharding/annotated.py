@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from gshard.autosharding.specs import NONE, Spec, sharding_of
-from gshard.propagation.inside import Place
+from gshard.capture.inside import Place
 from gshard.tensors.sharding import Sharding
 
 AXES = "abcdefgh"

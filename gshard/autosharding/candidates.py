@@ -20,13 +20,13 @@ from gshard.autosharding.memory import Ints
 from gshard.autosharding.model import Model
 from gshard.autosharding.specs import NONE, MeshShape, Spec, sharding_of, specs_of
 from gshard.autosharding.subject import Subject
+from gshard.capture.inside import Place, places
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.report import Forecast
 from gshard.graph.regions import loop_bodies, walk
 from gshard.jit import jit
 from gshard.moving.costs import planning_for
 from gshard.propagation.flow import Edge, Flow
-from gshard.propagation.inside import Place, places
 from gshard.propagation.propagate import propagate
 from gshard.tensors.sharding import Sharding
 

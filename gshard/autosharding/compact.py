@@ -16,9 +16,9 @@ from gshard.autosharding.few import Few, Unit
 from gshard.autosharding.layout import Layout
 from gshard.autosharding.sharing import name_of
 from gshard.autosharding.specs import NONE, Spec
+from gshard.capture.inside import Place
 from gshard.forecast.ops import PRODUCTS
 from gshard.propagation.flow import Edge
-from gshard.propagation.inside import Place
 from gshard.tensors.sharding import Sharding
 
 # Share of a step that reading a tile of a tensor takes, for the tensor to be large.

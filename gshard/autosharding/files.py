@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard.autosharding.annotated import Annotated, AnnotatedInside, Dims
-from gshard.propagation.inside import Place
+from gshard.capture.inside import Place
 
 _FORMAT = "gshard layout 1"
 _FIGURES = ("seconds", "bound", "solver_gap")

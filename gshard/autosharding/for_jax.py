@@ -19,10 +19,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gshard.autosharding.annotated import Dims
 from gshard.autosharding.subject import of_arrays
 from gshard.capture.flatten import inline
+from gshard.capture.inside import Place, places
 from gshard.capture.placement import device_order
 from gshard.graph import LOOPS, map_bodies
 from gshard.graph.evaluate import bind, evaluate
-from gshard.propagation.inside import Place, places
 
 Constraint = tuple[Place, tuple[int, ...] | None, NamedSharding]
 

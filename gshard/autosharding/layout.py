@@ -27,8 +27,8 @@ from gshard.autosharding.files import as_text, read
 from gshard.autosharding.for_jax import ForJax, constrained, on_mesh
 from gshard.autosharding.plots import plot
 from gshard.autosharding.specs import sharding_of
+from gshard.capture.inside import Inside
 from gshard.jit import Jitted, jit
-from gshard.propagation.inside import Inside
 from gshard.runtime.stages import Lowered
 from gshard.tensors.annotate import Annotation, annotate
 from gshard.tensors.sharding import Sharding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax.extend.core import ClosedJaxpr
 
 from gshard import _jax
 from gshard.capture.flatten import inline
+from gshard.capture.inside import Places, places
 from gshard.capture.placement import DeviceOrder
 from gshard.capture.simplify import FIXED_ORDER, PASSES
 from gshard.graph.history import History
@@ -29,6 +31,12 @@ class Captured:
     argument_names: tuple[str, ...]
     closed_over: tuple[Any, ...]
     types: tuple[Any, ...]
+
+    @functools.cached_property
+    def places(self) -> Places:
+        """Where in the user's code the tensors of the program are made."""
+        return places(self.flat)
+
     reproducible: bool
 
 

@@ -100,7 +100,7 @@ class Flow:
         self._add(jaxpr)
         for var, sharding in fixed.items():
             if var in self.given and var not in self.manual:  # a rewrite may have removed it
-                self.fix(var, sharding)
+                self.given[var], self.closed[var] = sharding.splits, set(range(sharding.rank))
         if not self.manual.isdisjoint(v for v in jaxpr.outvars if not isinstance(v, Literal)):
             raise ValueError(
                 "the function returns a value of a manual region; convert it with "
@@ -224,12 +224,8 @@ class Flow:
             )
         (var,) = eqn.outvars
         self.annotations[var] = eqn
-        self.fix(var, annotation.sharding, set(annotation.open_dims))
-
-    def fix(self, var: Any, sharding: Sharding, open_dims: set[int] | None = None) -> None:
-        """Fix a variable to a sharding, except for some dims."""
-        self.given[var] = sharding.splits
-        self.closed[var] = set(range(sharding.rank)) - (open_dims or set())
+        self.given[var] = annotation.sharding.splits
+        self.closed[var] = set(range(len(self.given[var]))) - set(annotation.open_dims)
 
     def link(self, a: Any, b: Any, more: int) -> None:
         """Link variables inside and outside a loop; `a` has `more` leading dims."""

@@ -206,7 +206,8 @@ class _Dims:
 
     def without(self, held: Held) -> _Dims:
         """The same, with variables that take no split in no group."""
-        return replace(self, of=self.of | {var: (_NONE,) * len(self.of[var]) for var in held})
+        none = {var: (_NONE,) * len(self.of[var]) for var in held}
+        return replace(self, of={**self.of, **none})
 
 
 def _grouped(flow: Flow) -> _Dims:

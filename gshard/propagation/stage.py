@@ -10,7 +10,6 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from gshard.graph.history import History
-from gshard.propagation.inside import Inside, resolved
 from gshard.propagation.propagate import Propagated, propagate
 from gshard.propagation.rewrites.exchange_by_expert import exchange_by_expert
 from gshard.propagation.rewrites.ring_attention import ring_attention
@@ -40,7 +39,7 @@ class Known:
     num_devices: int
     memory_limit: int
     arguments: Sequence[Sharding | None]
-    inside: Sequence[Inside]
+    inside: Mapping[Any, Sharding]
 
 
 def shard(
@@ -54,10 +53,9 @@ def shard(
     count, limit = known.num_devices, known.memory_limit
     arguments = zip(flat.jaxpr.invars, known.arguments, strict=True)
     given = {var: sharding for var, sharding in arguments if sharding is not None}
-    inside = resolved(flat, known.inside)
 
     def propagated(flat: ClosedJaxpr) -> Propagated:
-        return propagate(flat, count, given, limit, inside)
+        return propagate(flat, count, given, limit, known.inside)
 
     found = propagated(flat)
     history.add("propagate", flat.jaxpr, found.note)

@@ -10,10 +10,10 @@ from typing import Any, TypedDict
 import jax
 import numpy as np
 
+from gshard.capture.inside import Inside
 from gshard.forecast import Hardware
 from gshard.moving.costs import MEMORY_LIMIT
 from gshard.planning.improve import Overlap
-from gshard.propagation.inside import Inside
 from gshard.runtime.program import XlaSettings
 
 __all__ = [

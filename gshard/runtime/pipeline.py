@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from gshard import _jax
+from gshard.capture.inside import resolved
 from gshard.capture.placement import DeviceOrder
 from gshard.capture.stage import capture
 from gshard.forecast import Hardware
@@ -43,7 +44,8 @@ def lower(
     history, limit = History(), options.memory_limit
     captured = capture(traced, order, options.reproducible, history)
     flat = captured.flat
-    known = Known(order.count, limit, given, options.inside)
+    inside = resolved(captured.places, options.inside) if options.inside else {}
+    known = Known(order.count, limit, given, inside)
 
     def planned(flat: ClosedJaxpr, history: History) -> Arrangement:
         """The plan of the flat program, or of a variant of it."""

@@ -17,8 +17,8 @@ from gshard.autosharding.model import build
 from gshard.autosharding.rates import Rates
 from gshard.autosharding.specs import mesh_shapes, sharding_of, specs_of
 from gshard.autosharding.subject import Subject
+from gshard.capture.inside import Place, places
 from gshard.forecast.hardware import hardware
-from gshard.propagation.inside import Place, places
 from tests.oracle import random_array
 
 

@@ -10,7 +10,7 @@ import pytest
 import gshard
 from gshard.autosharding.annotated import Annotated, AnnotatedInside
 from gshard.autosharding.subject import Subject
-from gshard.propagation.inside import places
+from gshard.capture.inside import places
 from tests.oracle import random_array
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import gshard
 from gshard.autosharding.annotated import Annotated, AnnotatedInside
-from gshard.propagation.inside import Place
+from gshard.capture.inside import Place
 from tests.autosharding.test_auto import arguments, step
 from tests.oracle import random_array
 

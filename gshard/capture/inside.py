@@ -9,7 +9,7 @@ common, such as the layers of a Python loop.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,9 +43,12 @@ class Inside:
     sharding: Sharding
 
 
-def places(closed: ClosedJaxpr) -> dict[Any, tuple[Place, int]]:
-    """The place of every tensor that an operator makes, and its number there."""
-    found: dict[Any, tuple[Place, int]] = {}
+Places = dict[Any, tuple[Place, int]]  # of every tensor that an operator makes; its number there
+
+
+def places(closed: ClosedJaxpr) -> Places:
+    """The places of a program's tensors."""
+    found: Places = {}
     counts: dict[Place, int] = {}
     for eqn in walk(closed.jaxpr):
         var = eqn.outvars[0] if eqn.outvars and eqn.primitive not in LOOPS else None
@@ -59,12 +62,10 @@ def places(closed: ClosedJaxpr) -> dict[Any, tuple[Place, int]]:
     return found
 
 
-def resolved(closed: ClosedJaxpr, wanted: Sequence[Inside]) -> Mapping[Any, Sharding]:
+def resolved(places: Places, wanted: Sequence[Inside]) -> dict[Any, Sharding]:
     """The tensors of a program that are annotated so; a place that it does not have is an error."""
-    if not wanted:
-        return {}
     by_place: dict[Place, list[Any]] = {}
-    for var, (place, _) in places(closed).items():
+    for var, (place, _) in places.items():
         by_place.setdefault(place, []).append(var)
     found = {}
     for inside in wanted:
