@@ -17,9 +17,8 @@ from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
 from gshard.moving.partial import combine
-from gshard.moving.plan import reshard_cost
+from gshard.moving.plan import reshard, reshard_cost
 from gshard.moving.recompute import REARRANGING, Made
-from gshard.moving.reshard import reshard
 from gshard.moving.seen import Seen
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding

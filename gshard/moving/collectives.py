@@ -201,8 +201,19 @@ def collective_permute(
 
 
 def _covers_evenly(place: Place, groups: Members) -> bool:
-    idle = place.num_devices - sum(map(len, groups))
-    return idle % len(groups[0]) == 0
+    return _leaves_groups(len(groups[0]), len(groups), place.num_devices)
+
+
+def _leaves_groups(members: int, groups: int, num_devices: int) -> bool:
+    """Whether the devices outside of so many groups can be in groups of this size, too."""
+    return (num_devices - members * groups) % members == 0
+
+
+def sent_in_groups(kind: str, size: int, members: int, groups: int, num_devices: int) -> int:
+    """What `all_gather` or `all_to_all` sends, of `size` bytes of each member of so many groups."""
+    if _leaves_groups(members, groups, num_devices):
+        return sent_bytes(kind, size, members)
+    return sent_bytes("all_reduce", size * members, members)
 
 
 def _covering(place: Place, groups: Members, even: bool = True) -> Groups:

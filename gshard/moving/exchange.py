@@ -11,10 +11,7 @@ import math
 
 import numpy as np
 
-from gshard.moving.costs import sent_bytes
-from gshard.tensors.sharding import Sharding, Split
-
-Shape = tuple[int, ...]
+from gshard.tensors.sharding import Sharding
 
 
 @functools.cache
@@ -28,11 +25,8 @@ def kept_tiles(here: Sharding, target: Sharding) -> tuple[int, ...]:
     """Per dim, the number of major tiles that both shardings have in common."""
     kept = []
     for a, b in zip(here.splits, target.splits, strict=True):
-        shared = [
-            k
-            for k in (divisors(math.gcd(a.tiles, b.tiles)) if a and b else ())
-            if a and b and a.major(k) is b.major(k)
-        ]
+        both = divisors(math.gcd(a.tiles, b.tiles)) if a and b else ()
+        shared = [k for k in both if a and b and a.major(k) is b.major(k)]
         kept.append(max(shared, default=1))
     return tuple(kept)
 
@@ -65,16 +59,9 @@ def exchange_groups(here: Sharding, target: Sharding) -> tuple[tuple[int, ...], 
     members are in the order of the parts that they receive.
     """
     kept = kept_tiles(here, target)
-    block = _index_of(
-        [s.major(k) if s else None for s, k in zip(here.splits, kept, strict=True)], here
-    )
-    gives = _index_of(
-        [s.minor(s.tiles // k) if s else None for s, k in zip(here.splits, kept, strict=True)], here
-    )
-    takes = _index_of(
-        [s.minor(s.tiles // k) if s else None for s, k in zip(target.splits, kept, strict=True)],
-        target,
-    )
+    majors = [s.major(k) if s else None for s, k in zip(here.splits, kept, strict=True)]
+    block = Sharding(tuple(majors), here.num_devices).tile_index
+    gives, takes = _minor_parts(here, kept), _minor_parts(target, kept)
     size = group_size(here, target)
     block = np.where(here.tile_index < 0, -1, block)
     by_block = np.lexsort((takes, block))
@@ -93,8 +80,11 @@ def exchange_groups(here: Sharding, target: Sharding) -> tuple[tuple[int, ...], 
     return tuple(sorted(groups))
 
 
-def _index_of(splits: list[Split | None], like: Sharding) -> np.ndarray:
-    return Sharding(tuple(splits), like.num_devices).tile_index
+def _minor_parts(sharding: Sharding, kept: tuple[int, ...]) -> np.ndarray:
+    """For every device the number of its part of a kept tile."""
+    pairs = zip(sharding.splits, kept, strict=True)
+    minors = [s.minor(s.tiles // k) if s else None for s, k in pairs]
+    return Sharding(tuple(minors), sharding.num_devices).tile_index
 
 
 def group_size(here: Sharding, target: Sharding) -> int:
@@ -126,24 +116,12 @@ def _matching(devices: list[int], gives: np.ndarray, takes: np.ndarray, size: in
     return list(owner.values())
 
 
-def exchange_bytes(here: Sharding, target: Sharding, shape: Shape, itemsize: int, size: int) -> int:
-    """What a device sends to the others of its group."""
-    kept = kept_tiles(here, target)
-    rows = [
-        (t // k) * -(-n // t) if t > k else l
-        for l, n, t, k in zip(here.local_shape(shape), shape, target.tiles, kept, strict=True)
-    ]
-    return sent_bytes("all_to_all", math.prod(rows) * itemsize, size)
-
-
 @functools.lru_cache(maxsize=4096)
 def orders_of_parts(
     here: Sharding, kept: tuple[int, ...], groups: tuple[tuple[int, ...], ...]
 ) -> dict[tuple[int, ...], list[int]]:
     """In which order members hold the parts to give away, and the devices for which that is so."""
-    gives = _index_of(
-        [s.minor(s.tiles // k) if s else None for s, k in zip(here.splits, kept, strict=True)], here
-    )
+    gives = _minor_parts(here, kept)
     orders: dict[tuple[int, ...], list[int]] = {}
     for group in groups:
         order = tuple(np.argsort(gives[list(group)]).tolist())

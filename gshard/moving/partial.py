@@ -16,47 +16,15 @@ import numpy as np
 from jax import lax
 
 from gshard.graph.reason import Reason
-from gshard.moving import collectives, reshard, sent
-from gshard.moving.costs import LATENCIES, Machine, machine, timed
-from gshard.moving.fixed_tree import tree_all_reduce, tree_reduce_scatter
+from gshard.moving import collectives
+from gshard.moving.costs import LATENCIES, Machine, machine, sent_bytes, timed
 from gshard.moving.nodes import TensorNode, communicate
-from gshard.moving.ordered import sortable
 from gshard.moving.plan import reshard_cost
+from gshard.moving.reductions import identity, reduce, reduced_bytes, tree_reduce_scatter
+from gshard.moving.retile import retile_elements, retiled, standard_elements, standardized
 from gshard.tensors.devices import Groups, Place, groups_by
-from gshard.tensors.factors import Dim, Factors
 from gshard.tensors.sharding import Sharding, Split, compatible
 from gshard.tensors.tile import Tile, itemsize_of
-
-
-def identity(kind: str, dtype: Any) -> jax.Array:
-    """The identity of a reduction."""
-    dtype = jnp.dtype(dtype)
-    if kind in ("sum", "tree", "or", "xor"):
-        return jnp.zeros((), dtype)
-    if kind == "prod":
-        return jnp.ones((), dtype)
-    if kind == "and":
-        return ~jnp.zeros((), dtype)
-    if dtype == jnp.bool_:
-        return jnp.asarray(kind == "min")
-    if jnp.issubdtype(dtype, jnp.inexact):
-        least = -jnp.inf if kind == "max" else jnp.inf
-        if not np.isinf(np.asarray(least, dtype)).any():  # some 8-bit floats have no infinity
-            least = float(jnp.finfo(dtype).min if kind == "max" else jnp.finfo(dtype).max)
-        paired = jnp.issubdtype(dtype, jnp.complexfloating)  # in lexicographic order, as in JAX
-        return jnp.asarray(complex(least, least) if paired else least, dtype)
-    info = jnp.iinfo(dtype)
-    return jnp.asarray(info.min if kind == "max" else info.max, dtype)
-
-
-def mask_for(place: Place, tile: Tile, dims: tuple[Dim, ...], factors: Factors) -> Tile:
-    """`tile` with the identity in the padding of its reduced dims."""
-    for number, dim in enumerate(dims):
-        kinds = {factors.reduced[f] for f in dim if f in factors.reduced}
-        if kinds and number in tile.padded_dims():
-            (kind,) = kinds
-            tile = tile.masked(place, identity(kind, tile.array.dtype), [number])
-    return tile
 
 
 @dataclass(frozen=True)
@@ -103,7 +71,7 @@ class Reduce(TensorNode):
             array = jnp.where(part == 1, array, identity(self.kind, array.dtype))
             groups = (tuple(range(place.num_devices)),)
         reason = self.reason.then(f"partial results over {size} devices")
-        return _all_reduce(place, array, groups, self.kind, reason)
+        return reduce(place, array, groups, self.kind, reason)
 
     def __str__(self) -> str:
         over = math.prod(s.tiles for s in self.sharding.unreduced)
@@ -135,7 +103,7 @@ def _scattered(place: Place, tile: Tile, scatter: _Scatter, node: Reduce) -> Til
     left_by = node.reason
     result, dim, parts = scatter.result, scatter.dim, scatter.parts
     rows = -(-tile.shape[dim] // result.tiles[dim])
-    padded = reshard.retiled(place, tile, dim, rows * parts, Reason("result", left_by.operator))
+    padded = retiled(place, tile, dim, rows * parts, Reason("result", left_by.operator))
     reason = left_by.then(f"partial sums over {parts} devices, result split")
     within, across = scatter_groups(node.sharding, result)
     summed = tree_reduce_scatter if node.kind == "tree" else collectives.reduce_scatter
@@ -143,7 +111,7 @@ def _scattered(place: Place, tile: Tile, scatter: _Scatter, node: Reduce) -> Til
     if parts < size:
         reason = left_by.then(f"partial sums over {size // parts} groups of devices")
         x = collectives.all_reduce(place, x, across, "sum", reason)
-    return reshard.standardized(place, Tile(x, result, tile.shape), reason)
+    return standardized(place, Tile(x, result, tile.shape), reason)
 
 
 def scatter_groups(here: Sharding, result: Sharding) -> tuple[Groups, Groups]:
@@ -210,11 +178,25 @@ def _reduction(
     local, itemsize = here.local_shape(shape), itemsize_of(dtype)
     scatter = _scatter_for(here, kind, target, shape, dtype, math.prod(local) * itemsize)
     if scatter:
-        result, dim, parts = scatter.result, scatter.dim, scatter.parts
-        return *sent.scattered(here, result, dim, parts, shape, itemsize), result
+        return *_scattered_bytes(here, scatter, shape, itemsize), scatter.result
     size = math.prod(s.tiles for s in here.unreduced)
     members = here.num_devices if _has_idle_copies(here) else size
-    return *sent.reduced(kind, math.prod(local), dtype, members, here.num_devices), here.reduced
+    sent = reduced_bytes(kind, math.prod(local), dtype, members, here.num_devices)
+    return *sent, here.reduced
+
+
+def _scattered_bytes(
+    here: Sharding, scatter: _Scatter, shape: tuple[int, ...], itemsize: int
+) -> tuple[int, int]:
+    """What `_scattered` sends, and in how many collectives."""
+    dim, result, parts = scatter.dim, scatter.result, scatter.parts
+    local, rows = here.local_shape(shape), -(-shape[dim] // result.tiles[dim])
+    after = (*local[:dim], rows, *local[dim + 1 :])
+    part, across = math.prod(after) * itemsize, _parts(here)[2] // parts
+    shifted = retile_elements(here.reduced, local, dim, rows * parts, shape)
+    shifted += standard_elements(result, after, shape)
+    sent = sent_bytes("reduce_scatter", part * parts, parts) + shifted * itemsize
+    return (sent + sent_bytes("all_reduce", part, across), 2) if across > 1 else (sent, 1)
 
 
 @functools.lru_cache(maxsize=16384)
@@ -320,43 +302,3 @@ def _scatter(here: Sharding, target: Sharding) -> _Scatter | None:
             if compatible(result.splits) and even and not (result.tile_index < 0).any():
                 return _Scatter(dim, result, parts)
     return None
-
-
-def _all_reduce(place: Place, x: jax.Array, groups: Groups, kind: str, reason: Reason) -> jax.Array:
-    if kind in ("and", "or"):
-        if x.dtype == jnp.bool_:
-            small = x.astype(jnp.int8)
-            op = "min" if kind == "and" else "max"
-            return collectives.all_reduce(place, small, groups, op, reason).astype(jnp.bool_)
-        return _gather_and_reduce(place, x, groups, kind, reason)
-    if kind == "tree":
-        return tree_all_reduce(place, x, groups, reason)
-    if kind in ("prod", "xor"):
-        return _gather_and_reduce(place, x, groups, kind, reason)
-    if kind in ("max", "min"):
-        if jnp.issubdtype(x.dtype, jnp.complexfloating):
-            return _lexicographic(place, x, groups, kind, reason)
-        keys, back = sortable(x, kind)
-        return back(collectives.all_reduce(place, keys, groups, kind, reason))
-    return collectives.all_reduce(place, x, groups, kind, reason)
-
-
-def _lexicographic(
-    place: Place, x: jax.Array, groups: Groups, kind: str, reason: Reason
-) -> jax.Array:
-    """Complex numbers compare by their real parts, and equal ones by the imaginary parts."""
-    real, imag = lax.real(x), lax.imag(x)
-    best = _all_reduce(place, jnp.where(real == 0, 0, real), groups, kind, reason)
-    beaten = identity(kind, imag.dtype)
-    rest = _all_reduce(place, jnp.where(real == best, imag, beaten), groups, kind, reason)
-    return lax.complex(best, rest)
-
-
-def _gather_and_reduce(
-    place: Place, x: jax.Array, groups: Groups, kind: str, reason: Reason
-) -> jax.Array:
-    parts = collectives.all_gather(place, x[None], 0, groups, reason)
-    op = {"prod": lax.mul, "xor": lax.bitwise_xor, "and": lax.bitwise_and, "or": lax.bitwise_or}[
-        kind
-    ]
-    return lax.reduce(parts, identity(kind, x.dtype), op, (0,))

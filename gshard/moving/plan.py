@@ -1,9 +1,8 @@
 """The cheapest way from one sharding to another (sections 3.3.1 and 3.3.2).
 
-A plan is a path of steps, each at most one collective: slice locally (free), permute tiles between
-devices, exchange parts of dims (AllToAll), gather a dim, or route point to point. A search over
-intermediate shardings finds the path on which a device sends the fewest bytes. Steps only depend on
-which device holds which tile, so any device order works.
+A plan is a path of steps (`moving.steps`), each at most one collective. A search over intermediate
+shardings finds the path on which a device sends the fewest bytes. Steps only depend on which device
+holds which tile, so any device order works.
 """
 
 from __future__ import annotations
@@ -14,27 +13,76 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from gshard.graph.reason import Reason
 from gshard.moving.boxes import plan_boxes
 from gshard.moving.costs import MAX_ROUNDS, MAX_STATES, STEP_COST, timed
-from gshard.moving.exchange import can_exchange, divisors, exchange_bytes, group_size, kept_tiles
-from gshard.moving.sent import mostly_held, step_bytes
+from gshard.moving.exchange import can_exchange, divisors, kept_tiles
+from gshard.moving.nodes import TensorNode, communicate
+from gshard.moving.retile import standardized
+from gshard.moving.steps import (
+    Exchange,
+    Gather,
+    Permute,
+    Route,
+    Slice,
+    Spread,
+    Step,
+    copies_as_split,
+)
+from gshard.tensors.devices import Place
+from gshard.tensors.keys import as_integers, is_key
 from gshard.tensors.sharding import Sharding, Split, compatible
-from gshard.tensors.tile import itemsize_of
+from gshard.tensors.tile import Tile, itemsize_of
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Hop:
-    """One move to `target`; `bytes` is what a device sends for it."""
+class Reshard(TensorNode):
+    """A tensor of logical `shape` under another sharding, its `target`."""
 
-    kind: str  # "slice", "permute", "exchange", "gather", "route"
+    name: ClassVar[str] = "reshard"
     target: Sharding
-    bytes: int
+    shape: tuple[int, ...]
+
+    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        """The tile under the target."""
+        return self.target.local_shape(self.shape)
+
+    def run(self, place: Place, array: jax.Array) -> jax.Array:
+        """Its steps, one after the other."""
+        return _resharded(place, Tile(array, self.sharding, self.shape), self.target, self.reason)
+
+    def __str__(self) -> str:
+        return f"{self.sharding} -> {self.target}"
+
+
+def reshard(place: Place, tile: Tile, target: Sharding, reason: Reason) -> Tile:
+    """`tile` under `target`: a node of the plan."""
+    if tile.sharding == target and tile.is_standard:
+        return tile
+    node = Reshard(reason, tile.sharding, target, tile.shape)
+    return Tile(communicate(node, tile.array, place), target, tile.shape)
+
+
+def _resharded(place: Place, tile: Tile, target: Sharding, reason: Reason) -> jax.Array:
+    if is_key(tile.array):
+        raw, back = as_integers(tile.array)
+        inside = raw.shape[tile.array.ndim :]  # the dim of a key's integers is not split
+        whole = Tile(raw, tile.sharding.extended(len(inside)), (*tile.shape, *inside))
+        return back(_resharded(place, whole, target.extended(len(inside)), reason))
+    if 0 in tile.shape:
+        return jnp.zeros(target.local_shape(tile.shape), tile.array.dtype)
+    tile = standardized(place, tile, reason)
+    for step in plan_reshard(tile.sharding, target, tile.shape, tile.array.dtype):
+        tile = step.run(place, tile, reason)
+    return tile.array
 
 
 def reshard_cost(
@@ -48,8 +96,7 @@ def reshard_cost(
         return 0.0
     if source.ragged is not None or target.ragged is not None:
         return _ragged_cost(source, target, shape, dtype)
-    steps = plan_reshard(source, target, shape, dtype)
-    sent = [s for s in steps if s.bytes or s.kind != "slice"]
+    sent = [s for s in plan_reshard(source, target, shape, dtype) if s.bytes or s.rounds]
     return timed(sum(s.bytes for s in sent) * part, len(sent))
 
 
@@ -65,40 +112,29 @@ def _ragged_cost(source: Sharding, target: Sharding, shape: Sequence[int], dtype
 
 def plan_reshard(
     source: Sharding, target: Sharding, shape: Sequence[int], dtype: Any
-) -> tuple[Hop, ...]:
+) -> tuple[Step, ...]:
     """The cheapest steps from `source` to `target`."""
     return _plan(source, target, tuple(shape), itemsize_of(dtype))
 
 
 @functools.lru_cache(maxsize=16384)
-def _plan(source: Sharding, target: Sharding, shape: Shape, itemsize: int) -> tuple[Hop, ...]:
+def _plan(source: Sharding, target: Sharding, shape: Shape, itemsize: int) -> tuple[Step, ...]:
     least = _missing(source, target, shape) * itemsize
     direct = [(step,) for step in _direct(source, target, shape, itemsize)]
     for steps in direct:
-        if steps[0].bytes <= least and _sent(source, steps, shape, itemsize) == steps:
+        if steps[0].bytes <= least:
             return steps
-    found = _search(source, target, shape, itemsize)
-    exact = [_sent(source, steps, shape, itemsize) for steps in (found, *direct)]
-    return min(exact, key=lambda steps: sum(s.bytes for s in steps))
+    found = (_search(source, target, shape, itemsize), *direct)
+    return min(found, key=lambda steps: sum(s.bytes for s in steps))
 
 
-def _sent(source: Sharding, steps: Sequence[Hop], shape: Shape, itemsize: int) -> tuple[Hop, ...]:
-    """The steps with the bytes that they really send, with uneven tiles evened out."""
-    found = []
-    for step in steps:
-        sent = step_bytes(step.kind, source, step.target, shape, itemsize)
-        found.append(Hop(step.kind, step.target, sent))
-        source = step.target
-    return tuple(found)
-
-
-def _search(source: Sharding, target: Sharding, shape: Shape, itemsize: int) -> tuple[Hop, ...]:
+def _search(source: Sharding, target: Sharding, shape: Shape, itemsize: int) -> tuple[Step, ...]:
     """A* from `source`; after a limit of shardings, the best path so far."""
     counter = itertools.count()  # ties are broken by age, so that the plan is deterministic
-    queue: list[tuple[float, int, float, Sharding, tuple[Hop, ...]]]
+    queue: list[tuple[float, int, float, Sharding, tuple[Step, ...]]]
     queue = [(0.0, next(counter), 0.0, source, ())]
     best: dict[Sharding, float] = {source: 0.0}
-    arrived: tuple[Hop, ...] = ()
+    arrived: tuple[Step, ...] = ()
     visited: set[Sharding] = set()
     while queue and len(visited) < MAX_STATES:
         _, _, spent, here, path = heapq.heappop(queue)
@@ -108,10 +144,8 @@ def _search(source: Sharding, target: Sharding, shape: Shape, itemsize: int) -> 
             continue
         visited.add(here)
         for step in _steps(here, target, shape, itemsize):
-            sent = step.bytes
-            if here.idle:  # groups that omit devices may take other collectives
-                sent = step_bytes(step.kind, here, step.target, shape, itemsize)
-            total = spent + sent + STEP_COST * (step.kind != "slice")
+            # Groups that omit devices may take other collectives; else evening out costs little.
+            total = spent + (step.bytes if here.idle else step.moved) + STEP_COST * step.rounds
             if total < min(best.get(step.target, math.inf), best.get(target, math.inf)):
                 best[step.target] = total
                 estimate = total + _missing(step.target, target, shape) * itemsize
@@ -157,108 +191,81 @@ def _rows(split: Split | None, n: int, num_devices: int) -> tuple[np.ndarray, np
     return low, np.where(split.coords < 0, low, np.minimum(low + rows, n))
 
 
-def _through_whole(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Hop]:
+def _through_whole(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Step]:
     """The fallback for unrelated tilings: gather everything, then slice."""
+    whole = Sharding.replicated(here.rank, here.num_devices)
     if here.idle:
-        step = _spread(here, shape, itemsize)
-        yield step
-        here = step.target
-    for dim, split in enumerate(here.splits):
-        if split:
-            local = math.prod(here.local_shape(shape)) * itemsize
-            here = here.replace(dim, None)
-            yield Hop("gather", here, local * (split.tiles - 1))
-    yield Hop("slice", target, 0)
+        yield Spread(here, whole, shape, itemsize)
+        here = whole
+    for dim in [d for d, split in enumerate(here.splits) if split]:
+        gathered = here.replace(dim, None)
+        yield Gather(here, gathered, shape, itemsize)
+        here = gathered
+    yield Slice(here, target, shape, itemsize)
 
 
-def _direct(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Hop]:
+def _direct(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Step]:
     """The steps that lead directly to `target`."""
-    local = math.prod(here.local_shape(shape)) * itemsize
     if here.idle or target.idle:
         return
     if here.tiles == target.tiles:
-        yield Hop("permute", target, local)
+        yield Permute(here, target, shape, itemsize)
     kept = kept_tiles(here, target)
     if kept == here.tiles:
-        yield Hop("slice", target, 0)
+        yield Slice(here, target, shape, itemsize)
     gathered = [d for d, (a, b) in enumerate(zip(here.tiles, kept, strict=True)) if a > b]
     if kept == target.tiles and len(gathered) == 1:
-        yield Hop("gather", target, local * (here.tiles[gathered[0]] // kept[gathered[0]] - 1))
+        yield Gather(here, target, shape, itemsize)
     if can_exchange(here, target):
-        size = group_size(here, target)
-        yield Hop("exchange", target, exchange_bytes(here, target, shape, itemsize, size))
+        yield Exchange(here, target, shape, itemsize)
 
 
-def _steps(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Hop]:
+def _steps(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Step]:
     """The steps from `here` that can be on a good path to `target`."""
-    local = math.prod(here.local_shape(shape)) * itemsize
+
+    def to(kind: type[Step], sharding: Sharding) -> Step:
+        return kind(here, sharding, shape, itemsize)
+
+    def few_rounds() -> bool:
+        return len(plan_boxes(here, target, shape)) <= MAX_ROUNDS + 1
+
     if here.idle or target.idle:
-        yield from _idle_steps(here, target, shape, itemsize)
+        if here.is_replicated:
+            yield to(Slice, target)
+        else:
+            if few_rounds():
+                yield to(Route, target)
+            yield to(Spread, Sharding.replicated(here.rank, here.num_devices))
         if here.idle != target.idle:
             return
     if here.idle and here.tiles == target.tiles:
-        yield Hop("permute", target, local)
+        yield to(Permute, target)
     yield from _direct(here, target, shape, itemsize)
     for between in _predecessors(target):
         if between.tiles == here.tiles and between != here:
-            yield Hop("permute", between, local)
+            yield to(Permute, between)
     alike = _cut_alike(here, target)
     if alike:
-        yield Hop("slice", alike, 0)
+        yield to(Slice, alike)
     for dim, split in enumerate(here.splits):
         for finer in _finer(split, target, dim):
             new = here.replace(dim, finer)
             if finer is not split and compatible(new.splits):
-                yield Hop("slice", new, 0)
-        if not split:
+                yield to(Slice, new)
+        if split is None:
             continue
         for keep in divisors(split.tiles)[:-1]:
             gathered = here.replace(dim, split.major(keep))
             if not (here.idle and gathered.is_replicated):
-                yield Hop("gather", gathered, local * (split.tiles // keep - 1))
-            for other in range(here.rank):
-                if other == dim:
-                    continue
-                for moved in _appended(
-                    here.splits[other], split, split.tiles // keep, target.splits[other]
-                ):
+                yield to(Gather, gathered)
+            for other, now in enumerate(here.splits):
+                wanted = target.splits[other]
+                for moved in _appended(now, split, split.tiles // keep, wanted):
                     new = gathered.replace(other, moved)
-                    if compatible(new.splits) and can_exchange(here, new):
-                        size = split.tiles // keep
-                        sent = exchange_bytes(here, new, shape, itemsize, size)
-                        yield Hop("exchange", new, sent)
-    if _misaligned(here, target):
-        routed = _routed(here, target, shape, itemsize)
-        if routed:
-            yield routed
-
-
-def _idle_steps(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Iterator[Hop]:
-    """Steps for tilings with idle devices: slice where everything is held, else send."""
-    if here.is_replicated:
-        yield Hop("slice", target, 0)
-        return
-    routed = _routed(here, target, shape, itemsize)
-    if routed:
-        yield routed
-    yield _spread(here, shape, itemsize)
-
-
-def _spread(here: Sharding, shape: Shape, itemsize: int) -> Hop:
-    """A replicated copy for all devices of what some devices hold."""
-    whole = Sharding.replicated(here.rank, here.num_devices)
-    if mostly_held(here):
-        tile = math.prod(here.local_shape(shape))
-        return Hop("spread", whole, tile * (here.num_devices - 1) * itemsize)
-    return Hop("spread", whole, 2 * math.prod(shape) * itemsize)
-
-
-def _routed(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Hop | None:
-    rounds = plan_boxes(here, target, shape)
-    if len(rounds) > MAX_ROUNDS + 1:
-        return None
-    sent = sum(r.sent for r in rounds) * itemsize
-    return Hop("route", target, sent + STEP_COST * len(rounds))
+                    if other != dim and compatible(new.splits) and can_exchange(here, new):
+                        yield to(Exchange, new)
+    if _misaligned(here, target) and few_rounds():
+        yield to(Route, target)
 
 
 def _misaligned(here: Sharding, target: Sharding) -> bool:
@@ -301,16 +308,6 @@ def whole_along(here: Sharding, dim: int) -> list[Sharding]:
         if other != dim
     ]
     return [gathered, *(m for m in moved if compatible(m.splits))]
-
-
-def copies_as_split(sharding: Sharding) -> Split | None:
-    """The copies of each tile as a split that could be added to the tensor."""
-    if sharding.replicas == 1:
-        return None
-    number = np.full(sharding.num_devices, -1)
-    flat = sharding.devices.reshape(-1, sharding.replicas)
-    number[flat] = np.arange(sharding.replicas)
-    return Split.of(number)
 
 
 def _cut_alike(here: Sharding, target: Sharding) -> Sharding | None:

@@ -20,7 +20,7 @@ from gshard.graph.reason import Reason
 from gshard.graph.source import on_behalf_of
 from gshard.moving.available import Mover
 from gshard.moving.recompute import Made
-from gshard.moving.reshard import retile
+from gshard.moving.retile import retile
 from gshard.moving.seen import Seen
 from gshard.planning.choose import Choice
 from gshard.propagation.propagate import Propagated

@@ -22,7 +22,8 @@ from gshard._jax import private_primitives
 from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
-from gshard.moving.partial import combine, mask_for
+from gshard.moving.partial import combine
+from gshard.moving.reductions import mask_for
 from gshard.rules.base.rule import (
     Context,
     Doc,

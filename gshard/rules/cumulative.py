@@ -18,7 +18,7 @@ from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.costs import sent_bytes
 from gshard.moving.halo import groups_along
-from gshard.moving.partial import identity
+from gshard.moving.reductions import identity
 from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, cheapest, register
 from gshard.rules.base.ways import by_factors
 from gshard.tensors.factors import all_dims

@@ -16,7 +16,8 @@ from jax.extend.core import JaxprEqn
 from gshard.graph.reason import Reason
 from gshard.graph.source import unlikely
 from gshard.moving import collectives
-from gshard.moving.partial import combine, mask_for
+from gshard.moving.partial import combine
+from gshard.moving.reductions import mask_for
 from gshard.rules.base.ragged_rows import Bounds, ExpertGroups, grouped_dot_p
 from gshard.rules.base.rule import Context, Doc, Rule, no_order, register
 from gshard.rules.base.ways import by_factors, least

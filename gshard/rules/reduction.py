@@ -16,7 +16,8 @@ from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.ordered import sortable
-from gshard.moving.partial import identity, reducing_groups
+from gshard.moving.partial import reducing_groups
+from gshard.moving.reductions import identity
 from gshard.rules.base.rule import (
     RULES,
     Context,

@@ -21,7 +21,7 @@ from jax.extend.core import primitives as p
 from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
-from gshard.moving.partial import identity
+from gshard.moving.reductions import identity
 from gshard.rules.base.ring_pass import KEYS, RingPass, Sum, ring_pass_p
 from gshard.rules.base.rule import Context, Doc, Rule, register
 from gshard.rules.contraction import ring_of

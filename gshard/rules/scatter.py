@@ -19,7 +19,8 @@ from jax.lax import GatherScatterMode
 
 from gshard._jax import scatter_sub_p
 from gshard.graph.reason import Reason
-from gshard.moving.partial import combine, identity
+from gshard.moving.partial import combine
+from gshard.moving.reductions import identity
 from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, cheapest, linear_in, register
 from gshard.rules.base.unreduced import as_unreduced, scattered
 from gshard.rules.base.ways import by_factors

@@ -24,8 +24,8 @@ from gshard.moving.columnsort import columnsort, rows_needed
 from gshard.moving.costs import machine, passes, sent_bytes, timed, worked
 from gshard.moving.halo import groups_along
 from gshard.moving.ordered import flipped
-from gshard.moving.partial import identity
 from gshard.moving.plan import whole_along
+from gshard.moving.reductions import identity
 from gshard.rules.base.rule import (
     RULES,
     Context,

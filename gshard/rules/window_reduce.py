@@ -21,7 +21,7 @@ from jax.extend.core import primitives as p
 from gshard.graph.evaluate import bind
 from gshard.moving.costs import WIDE_WINDOW
 from gshard.moving.halo import window
-from gshard.moving.partial import identity
+from gshard.moving.reductions import identity
 from gshard.rules.base.rule import Context, Doc, Rule, Way, register
 from gshard.rules.base.ways import by_factors
 from gshard.rules.window import NOTHING, Reaches, bring, existing, own_results, reach_of

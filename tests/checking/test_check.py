@@ -13,8 +13,9 @@ from jax import lax
 import gshard
 from benchmarks.recipes import recipes
 from examples.recipes.transformer import Size
-from gshard.moving import collectives, reshard
+from gshard.moving import collectives
 from gshard.moving.halo import Halo
+from gshard.moving.steps import Slice
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
 from tests.oracle import random_array
@@ -252,14 +253,15 @@ def test_a_reshard_to_the_wrong_tile(plant):
 
     args = random_array((16, 3)), random_array((3, 5), seed=1)
     assert gshard.check(lambda *a: fn(*a), *args, devices=D).ok
-    right = reshard._slice
+    right = Slice._run
 
-    def wrong(place, tile, target, reason):
-        splits = tuple(s and Split.of(np.roll(s.coords, 1)) for s in target.splits)
-        made = right(place, tile, Sharding(splits, target.num_devices), reason)
-        return dataclasses.replace(made, sharding=target)
+    def wrong(step, place, tile, reason):
+        splits = tuple(s and Split.of(np.roll(s.coords, 1)) for s in step.target.splits)
+        rolled = dataclasses.replace(step, target=Sharding(splits, step.target.num_devices))
+        made = right(rolled, place, tile, reason)
+        return dataclasses.replace(made, sharding=step.target)
 
-    plant(reshard, "_RUN", {**reshard._RUN, "slice": wrong})
+    plant(Slice, "_run", wrong)
     found = first_of(fn, *args)
     assert found.source == line_of(fn, 2)
     assert "split dim 0 by 8" in found.sharding

@@ -13,8 +13,9 @@ from jax.sharding import Mesh, PartitionSpec
 from gshard.graph.reason import Reason
 from gshard.moving.costs import MACHINE, planning_for
 from gshard.moving.nodes import planned_bytes
-from gshard.moving.partial import Reduce, combine, combine_cost, identity
-from gshard.moving.reshard import reshard
+from gshard.moving.partial import Reduce, combine, combine_cost
+from gshard.moving.plan import reshard
+from gshard.moving.reductions import identity
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gshard.moving import exchange, plan
+from gshard.moving.collectives import sent_in_groups
 from gshard.moving.exchange import can_exchange, exchange_groups, kept_tiles
 from gshard.moving.plan import plan_reshard
-from gshard.moving.sent import gathered, step_bytes
+from gshard.moving.steps import Route
 from gshard.tensors.sharding import Sharding, Split
 from tests.oracle import assignments
 
@@ -100,11 +101,8 @@ def test_between_tiles_with_idle_devices_no_more_is_sent_than_rows_to_who_needs_
         Sharding(tuple(Split.of(coords) if d == dim else None for d in range(3)), 3)
         for dim, coords in (before, after)
     )
-    sent, here = 0, source
-    for step in plan_reshard(source, target, shape, np.float32):
-        sent += step_bytes(step.kind, here, step.target, shape, 4)
-        here = step.target
-    assert sent <= step_bytes("route", source, target, shape, 4)
+    sent = sum(step.bytes for step in plan_reshard(source, target, shape, np.float32))
+    assert sent <= Route(source, target, shape, 4).bytes
 
 
 def test_devices_that_are_idle_before_or_after_take_no_part_in_an_exchange():
@@ -119,5 +117,6 @@ def test_devices_that_are_idle_before_or_after_take_no_part_in_an_exchange():
 
 def test_a_group_that_omits_a_device_gathers_by_a_sum():
     """An AllGather has groups of one size: three of four devices sum a tensor of their parts."""
-    assert gathered(8, members=2, groups=2, num_devices=4) == 8
-    assert gathered(8, members=3, groups=1, num_devices=4) == 2 * (3 * 8) * 2 // 3
+    assert sent_in_groups("all_gather", 8, members=2, groups=2, num_devices=4) == 8
+    sent = sent_in_groups("all_gather", 8, members=3, groups=1, num_devices=4)
+    assert sent == 2 * (3 * 8) * 2 // 3

@@ -11,9 +11,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 import gshard
 from gshard.graph.reason import Reason
-from gshard.moving import reshard
-from gshard.moving.plan import plan_reshard
-from gshard.moving.reshard import Reshard
+from gshard.moving import plan
+from gshard.moving.plan import Reshard, plan_reshard
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
@@ -229,11 +228,11 @@ def test_a_tile_that_is_too_large_is_evened_out(monkeypatch):
     place, why, shape = Place(("d",), 4), Reason("step", "test"), (10, 2)
     large = Tile(np.zeros((4, 2), np.float32), rows, shape)  # 3 rows are the standard
     monkeypatch.setattr(
-        reshard, "communicate", lambda node, x, _: np.zeros(node.result(x.shape), x.dtype)
+        plan, "communicate", lambda node, x, _: np.zeros(node.result(x.shape), x.dtype)
     )
-    evened = reshard.reshard(place, large, rows, why)
+    evened = plan.reshard(place, large, rows, why)
     assert evened.is_standard
-    assert reshard.reshard(place, evened, rows, why) is evened
+    assert plan.reshard(place, evened, rows, why) is evened
     node = Reshard(why, rows, rows, shape)
     assert node.sent((3, 2), np.float32) == 0
     assert node.sent((4, 2), np.float32) > 0

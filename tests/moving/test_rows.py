@@ -14,8 +14,8 @@ from gshard.checking.replaying.lockstep import Lockstep
 from gshard.graph.reason import Reason
 from gshard.moving.collectives import all_gather, reduce_scatter
 from gshard.moving.halo import Halo, collect
+from gshard.moving.retile import retile_elements
 from gshard.moving.row_windows import Move, Runs, Windows, plan_windows
-from gshard.moving.sent import retile_elements
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding, Split
 

@@ -20,7 +20,7 @@ from jax.extend.core import primitives as p
 from gshard.graph.evaluate import bind
 from gshard.moving.nodes import Node, node_of
 from gshard.moving.partial import Reduce
-from gshard.moving.reshard import Reshard
+from gshard.moving.plan import Reshard
 from gshard.rules.base.rule import RULES, bind_local, factors_of
 from gshard.tensors.factors import Dim, Factors, Shape
 from gshard.tensors.sharding import Sharding

@@ -24,8 +24,8 @@ from gshard.graph.schedule import Dependence
 from gshard.moving.collectives import collective_permute
 from gshard.moving.nodes import node_of
 from gshard.moving.partial import Reduce, scatter_groups
-from gshard.moving.plan import plan_reshard
-from gshard.moving.reshard import Reshard, gather_groups
+from gshard.moving.plan import Reshard, plan_reshard
+from gshard.moving.steps import gather_groups
 from gshard.planning.improve.chains import is_product
 from gshard.tensors.devices import Groups, Place
 from gshard.tensors.factors import Shape

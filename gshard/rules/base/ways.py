@@ -23,8 +23,9 @@ from jax.extend.core import JaxprEqn
 from gshard import _jax
 from gshard.graph.reason import Reason
 from gshard.moving.costs import worked
-from gshard.moving.partial import combine, combine_cost, mask_for
+from gshard.moving.partial import combine, combine_cost
 from gshard.moving.plan import reshard_cost
+from gshard.moving.reductions import mask_for
 from gshard.rules.base.rule import (
     RULES,
     Context,
