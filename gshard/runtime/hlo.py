@@ -12,15 +12,9 @@ import re
 from collections.abc import Iterator
 
 from gshard.graph.reason import Reason
+from gshard.moving.costs import sent_bytes
 from gshard.moving.inventory import Collective
 
-_OPS = {
-    "all-reduce": "all_reduce",
-    "all-gather": "all_gather",
-    "all-to-all": "all_to_all",
-    "collective-permute": "collective_permute",
-    "reduce-scatter": "reduce_scatter",
-}
 _LINE = re.compile(
     r"= (?P<type>\(.*?\)|\S+) "
     r"(?P<op>all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
@@ -37,19 +31,15 @@ def collectives_of_hlo(text: str, num_devices: int) -> Iterator[Collective]:
         found = _LINE.search(line)
         if not found:
             continue
-        kind = _OPS[found["op"]]
+        kind = found["op"].replace("-", "_")
         shapes = [(m["dtype"], m["dims"]) for m in _SHAPE.finditer(found["type"])]
         size = sum(_bytes(dtype, dims) for dtype, dims in shapes)
         if found["op"] + "-start(" in line and len(shapes) > 1:
             size //= 2  # the type has both operand and result
         members = _group_size(line, num_devices)
-        sent = {
-            "all_reduce": 2 * size * (members - 1) // members,
-            "all_gather": size * (members - 1) // members,  # counted by its result, unlike ours
-            "all_to_all": size * (members - 1) // members,
-            "reduce_scatter": size * (members - 1),
-            "collective_permute": size,
-        }[kind]
+        # The type is that of the result.
+        operand = {"all_gather": size // members, "reduce_scatter": size * members}.get(kind, size)
+        sent = sent_bytes(kind, operand, members)
         where = re.search(r'source_file="([^"]*)" source_line=(\d+)', line)
         source = f"{where[1]}:{where[2]}" if where else "unknown"
         if sent:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard import _jax, recording
 from gshard.capture.stage import Captured
@@ -31,9 +31,67 @@ from gshard.runtime.ports import Port
 from gshard.tensors.sharding import Sharding
 
 
+class GlobalFunction:
+    """A function of flat global arrays on the devices of a `mesh`, whose arguments have ports.
+
+    The first of them are `consts`, which the user's function closes over.
+    """
+
+    mesh: Any
+    into: Sequence[Port]
+    out_of: Sequence[Port] = ()
+    consts: Sequence[Any] = ()
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the program is for."""
+        return self.mesh.size
+
+    @property
+    def arguments(self) -> Sequence[Port]:
+        """The ports of the user's arguments."""
+        return self.into[len(self.consts) :]
+
+    @functools.cached_property
+    def wraps(self) -> bool:
+        """Whether some arguments or results are passed in another form than the user sees."""
+        return self.wraps_arguments or any(p.stacked for p in self.out_of)
+
+    @functools.cached_property
+    def wraps_arguments(self) -> bool:
+        """Whether some arguments do."""
+        return any(p.stacked for p in self.into)
+
+    def fits(self, given: Sequence[Sharding | None]) -> bool:
+        """Whether arguments with these shardings need no resharding."""
+        pairs = zip(reversed(given), reversed(self.into), strict=False)
+        return all(s is None or s == p.sharding for s, p in pairs)
+
+    def input_shardings(self) -> list[Sharding]:
+        """The shardings of the arguments."""
+        return [p.sharding for p in self.arguments]
+
+    def structs(self, dtypes: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """The arguments as shapes with JAX's own shardings."""
+        ports = zip(self.arguments, dtypes, strict=True)
+        return [p.struct(self.mesh, dtype) for p, dtype in ports]
+
+    def placed_consts(self) -> list[jax.Array]:
+        """The values that the user's function closes over, where the executable wants them."""
+        return [p.put(self.mesh, c) for p, c in zip(self.into, self.consts, strict=False)]
+
+    def put(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """The arguments as the executable's inputs; arrays already in place are not moved."""
+        return [p.put(self.mesh, x) for p, x in zip(self.arguments, leaves, strict=True)]
+
+    def shown(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """The arguments that the user would see for these inputs."""
+        return [p.get(self.mesh, x) for p, x in zip(self.arguments, arrays, strict=True)]
+
+
 @dataclass(frozen=True)
-class Program:
-    """One program for all devices, as a function of flat global arrays.
+class Program(GlobalFunction):
+    """One program for all devices, which gshard has partitioned.
 
     `consts` are the values that the user's function closes over; they are the first arguments.
     All that is asked about it is read from `finished`, the plan after the last pass. It is emitted
@@ -72,26 +130,6 @@ class Program:
         return self.arranged.found.conflicts
 
     @property
-    def arguments(self) -> tuple[Port, ...]:
-        """The ports of the user's arguments."""
-        return self.into[len(self.consts) :]
-
-    @property
-    def num_devices(self) -> int:
-        """How many devices the program is for."""
-        return self.mesh.size
-
-    @functools.cached_property
-    def wraps(self) -> bool:
-        """Whether some arguments or results are passed in another form than the user sees."""
-        return self.wraps_arguments or any(p.stacked for p in self.out_of)
-
-    @functools.cached_property
-    def wraps_arguments(self) -> bool:
-        """Whether some arguments do."""
-        return any(p.stacked for p in self.into)
-
-    @property
     def history(self) -> History:
         """The program after every stage and pass, emission included."""
         self.traced  # noqa: B018  (which adds the last one)
@@ -100,8 +138,15 @@ class Program:
     @functools.cached_property
     def traced(self) -> jax.stages.Traced:
         """The function that XLA compiles: the plan, emitted."""
-        with _jax.without_mesh(), jax.enable_x64(self.wide):
-            return _traced(self._emitted(), self.name, self.arranged, self.settings)
+        mesh, program = self.mesh, self._emitted()
+        placed = [p.named(mesh) for p in self.into] if isinstance(mesh, Mesh) else None
+
+        def called(*arrays: jax.Array) -> list[jax.Array]:
+            return evaluate(program, arrays, _copied)
+
+        with jax.enable_x64(self.wide):
+            structs = self.arranged.structs
+            return self.settings.trace(called, self.name, structs, placed, len(self.consts))
 
     def _emitted(self) -> ClosedJaxpr:
         """The emitted program as a function of global arrays."""
@@ -164,11 +209,6 @@ class Program:
         expand(self.plan.jaxpr, same)
         return same
 
-    def fits(self, given: Sequence[Sharding | None]) -> bool:
-        """Whether arguments with these shardings need no resharding."""
-        ports = self.into[len(self.into) - len(given) :]
-        return all(s is None or s == p.sharding for s, p in zip(given, ports, strict=True))
-
     def collectives(self, beside: explain.Beside) -> list[explain.Collective]:
         """The collectives, with their bytes and lines."""
         return explain.collectives_of(self.finished, self.mesh.size, beside)
@@ -176,10 +216,6 @@ class Program:
     def text(self) -> str:
         """The per-device program, readable."""
         return explain.program_text(self.jaxpr, self.mesh.size)
-
-    def input_shardings(self) -> list[Sharding]:
-        """The shardings of the arguments."""
-        return [p.sharding for p in self.arguments]
 
     def output_shardings(self) -> list[Sharding]:
         """The shardings of the results."""
@@ -189,11 +225,6 @@ class Program:
         """JAX's shardings of the results; one that does not divide is given as replicated."""
         return [p.struct(self.mesh, jnp.float32).sharding for p in self.out_of]
 
-    def structs(self, dtypes: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        """The arguments as shapes with JAX's own shardings."""
-        ports = zip(self.arguments, dtypes, strict=True)
-        return [p.struct(self.mesh, dtype) for p, dtype in ports]
-
     def compile(self, compiler_options: dict[str, Any] | None) -> jax.stages.Compiled:
         """The executable, for real devices."""
         if isinstance(self.mesh, AbstractMesh):
@@ -202,18 +233,6 @@ class Program:
                 "give gshard.jit a list of devices (devices=jax.devices()) to compile or call it"
             )
         return self.traced.lower().compile(compiler_options=compiler_options)
-
-    def placed_consts(self) -> list[jax.Array]:
-        """The values that the user's function closes over, where the executable wants them."""
-        return [p.put(self.mesh, c) for p, c in zip(self.into, self.consts, strict=False)]
-
-    def put(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """The arguments as the executable's inputs; arrays already in place are not moved."""
-        return [p.put(self.mesh, x) for p, x in zip(self.arguments, leaves, strict=True)]
-
-    def shown(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """The arguments that the user would see for these inputs."""
-        return [p.get(self.mesh, x) for p, x in zip(self.arguments, arrays, strict=True)]
 
     def get(self, out: Sequence[jax.Array]) -> list[jax.Array]:
         """The results that the user sees, of the executable's outputs."""
@@ -239,29 +258,28 @@ class XlaSettings:
         """The same with more options for the compiler."""
         return replace(self, compiler_options=(*self.compiler_options, *options.items()))
 
+    def trace(
+        self,
+        called: Any,
+        name: str,
+        structs: Sequence[jax.ShapeDtypeStruct],
+        placed: Sequence[NamedSharding] | None,
+        consts: int = 0,
+    ) -> jax.stages.Traced:
+        """A function of global arrays, traced under the name of the user's function.
 
-def _traced(
-    program: ClosedJaxpr,
-    name: str,
-    arranged: Arrangement,
-    settings: XlaSettings,
-) -> jax.stages.Traced:
-    """A program for global arrays, traced under the name of the user's function."""
-
-    def called(*arrays: jax.Array) -> list[jax.Array]:
-        return evaluate(program, arrays, _copied)
-
-    called.__name__ = called.__qualname__ = name
-    mesh, into, num_consts = arranged.mesh, arranged.into, len(arranged.consts)
-    placed = {"in_shardings": [p.named(mesh) for p in into]} if isinstance(mesh, Mesh) else {}
-    jitted = jax.jit(
-        called,
-        donate_argnums=tuple(num_consts + i for i in settings.donated),
-        keep_unused=settings.keep_unused,
-        compiler_options=dict(settings.compiler_options) or None,
-        **placed,
-    )
-    return jitted.trace(*arranged.structs)
+        Its first arguments are so many `consts`; `placed` are the shardings of all.
+        """
+        called.__name__ = called.__qualname__ = name
+        jitted = jax.jit(
+            called,
+            donate_argnums=tuple(consts + i for i in self.donated),
+            keep_unused=self.keep_unused,
+            compiler_options=dict(self.compiler_options) or None,
+            **({} if placed is None else {"in_shardings": placed}),
+        )
+        with _jax.without_mesh():
+            return jitted.trace(*structs)
 
 
 def _copied(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:

@@ -24,13 +24,12 @@ from gshard.graph.source import on_behalf_of
 from gshard.moving.inventory import Beside, Collective
 from gshard.propagation.propagate import propagate
 from gshard.runtime.hlo import collectives_of_hlo
-from gshard.runtime.ports import in_place
-from gshard.runtime.program import Program, XlaSettings
+from gshard.runtime.ports import Port
+from gshard.runtime.program import GlobalFunction, Program, XlaSettings
 from gshard.runtime.xla_manual import Stacks
 from gshard.tensors.annotate import annotate_p
 from gshard.tensors.meshes import expressed, make_mesh, partition_spec
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.uneven import UnevenArray
 
 
 def lower_with_xla(
@@ -65,34 +64,28 @@ def lower_with_xla(
 
     arguments = flat.jaxpr.invars[len(closed_over) :]
     passed = specs[len(specs) - len(arguments) :]
-    into = [NamedSharding(own, jax.P() if spec is None else spec) for spec in passed]
-    constrained.__name__ = constrained.__qualname__ = traced.fun_name
-    jitted = jax.jit(
-        constrained,
-        in_shardings=into,
-        donate_argnums=settings.donated,
-        keep_unused=settings.keep_unused,
-        compiler_options=dict(settings.compiler_options) or None,
-    )
+    into = [
+        Port(shardings[v], v.aval.shape, jax.P() if spec is None else spec, False)
+        for v, spec in zip(arguments, passed, strict=True)
+    ]
     structs = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
         for v in arguments
     ]
-    with _jax.without_mesh():
-        return XlaProgram(
-            jitted.trace(*structs), order.count, into, [shardings[v] for v in arguments]
-        )
+    placed = [p.named(own) for p in into]
+    return XlaProgram(settings.trace(constrained, traced.fun_name, structs, placed), own, into)
 
 
 @dataclass(frozen=True, eq=False)
-class XlaProgram:
-    """A program that XLA partitions when it compiles it."""
+class XlaProgram(GlobalFunction):
+    """A program that XLA partitions when it compiles it; what does not divide is replicated.
+
+    XLA takes the values that the user's function closes over as constants.
+    """
 
     traced: jax.stages.Traced
-    num_devices: int
-    into: list[NamedSharding]
-    inputs: list[Sharding]
-    wraps = wraps_arguments = False
+    mesh: Mesh
+    into: Sequence[Port]
     per_device = False
 
     @property
@@ -103,10 +96,7 @@ class XlaProgram:
     plan = history = emitted = finished = subject
     conflicts = ()
 
-    @property
-    def name(self) -> str:
-        """That of the user's function."""
-        return self.traced.fun_name
+    name = property(lambda self: self.traced.fun_name)
 
     @property
     def jaxpr(self) -> Jaxpr:
@@ -117,11 +107,6 @@ class XlaProgram:
     def _compiled(self) -> jax.stages.Compiled:
         return self.traced.lower().compile()
 
-    def fits(self, given: Sequence[Sharding | None]) -> bool:
-        """Whether arguments with these shardings need no resharding."""
-        own = given[len(given) - len(self.inputs) :]
-        return all(g is None or g == s for g, s in zip(own, self.inputs, strict=True))
-
     def collectives(self, beside: Beside) -> list[Collective]:
         """The collectives of XLA's compiled program."""
         return list(collectives_of_hlo(self._compiled.as_text() or "", self.num_devices))
@@ -129,10 +114,6 @@ class XlaProgram:
     def text(self) -> str:
         """The annotated program."""
         return self.traced.lower().as_text()
-
-    def input_shardings(self) -> list[Any]:
-        """The shardings of the arguments, those of gshard's plan."""
-        return self.inputs
 
     def output_shardings(self) -> list[Any]:
         """What XLA chose for the results."""
@@ -142,36 +123,11 @@ class XlaProgram:
         """JAX's shardings of the results."""
         return self.output_shardings()
 
-    def structs(self, dtypes: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        """The arguments as shapes with their shardings."""
-        avals = self.traced.jaxpr.in_avals
-        return [
-            jax.ShapeDtypeStruct(a.shape, dtype, sharding=s)
-            for a, dtype, s in zip(avals, dtypes, self.into, strict=True)
-        ]
-
     def compile(self, compiler_options: dict[str, Any] | None) -> jax.stages.Compiled:
         """The program, partitioned and compiled by XLA."""
         if compiler_options:
             return self.traced.lower().compile(compiler_options=compiler_options)
         return self._compiled
-
-    def placed_consts(self) -> list[jax.Array]:
-        """None: XLA takes the values that the user's function closes over as constants."""
-        return []
-
-    def put(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """The arguments under the program's shardings."""
-        return [
-            x
-            if isinstance(x, jax.Array) and in_place(x.sharding, s, x.ndim)
-            else jax.device_put(x.logical() if isinstance(x, UnevenArray) else x, s)
-            for x, s in zip(leaves, self.into, strict=True)
-        ]
-
-    def shown(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """The arguments, as they are."""
-        return list(arrays)
 
     def get(self, out: Sequence[jax.Array]) -> list[jax.Array]:
         """The results, as they are."""
