@@ -34,7 +34,7 @@ from gshard.autosharding.touched import Touched
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.ops import PRODUCTS
 from gshard.propagation.flow import Edge, Flow
-from gshard.tensors.tile import byte_size
+from gshard.tensors.tile import Identity, byte_size
 
 # Of two layouts that take as long, the one that holds less of its arguments is better: holding one
 # counts as reading this part of it.
@@ -140,8 +140,7 @@ class _Builder:
         atoms = [a for side in edge.atoms for a in side if not isinstance(a, Literal)]
         shapes = tuple((a.aval.shape, byte_size((), a.aval.dtype)) for a in atoms)
         touches, shares = self.touched.of(edge.eqn), self.sharing.of(edge)
-        # The flow keeps the factors of operators, so that their id stays theirs.
-        return id(edge.factors), shapes, edge.runs, name_of(edge), touches, shares
+        return Identity(edge.factors), shapes, edge.runs, name_of(edge), touches, shares
 
     def built(self, returned: Sequence[tuple[int, int]], donated: bool) -> Model:
         """The finished problem."""

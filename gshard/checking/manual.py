@@ -29,6 +29,7 @@ from gshard.tensors.manual import (
     to_auto_p,
     to_manual_p,
 )
+from gshard.tensors.tile import Identity
 
 _AXIS = "devices"
 (_reduce_scatter_p,) = private_primitives("lax.parallel", "reduce_scatter_p")
@@ -64,7 +65,7 @@ def _on_each(
     eqn: JaxprEqn, operands: Sequence[Known], count: int, expected: Expected
 ) -> list[Known]:
     """An operator that sends nothing; equal operands give results once."""
-    known: dict[tuple[int, ...], list[Shadow]] = {}
+    known: dict[tuple[Identity, ...], list[Shadow]] = {}
     found: list[list[Shadow] | None] = []
     for device in range(count):
         own = [of_device(x, device) for x in operands]
@@ -72,7 +73,7 @@ def _on_each(
         if len(mine) < len(own):  # the device does not run here
             found.append(None)
             continue
-        key = tuple(id(x.value) for x in mine)
+        key = tuple(Identity(x.value) for x in mine)
         if key not in known:
             known[key] = expected(eqn, mine)
         found.append(known[key])

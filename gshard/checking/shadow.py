@@ -14,6 +14,7 @@ from gshard.checking.replaying.tiles import assembled, place_of, plain, real, su
 from gshard.moving.seen import Held
 from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding
+from gshard.tensors.tile import Identity
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +130,7 @@ def compare(
     count = 0
     for device, tile in known.items():
         place = place_of(held, device, tile.shape)
-        key = (id(tiles[device]), int(held.sharding.tile_index[device]))
+        key = (Identity(tiles[device]), int(held.sharding.tile_index[device]))
         if place is None or (key in seen and not held.sharding.unreduced):
             continue
         seen.add(key)

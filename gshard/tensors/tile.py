@@ -19,18 +19,18 @@ from gshard.tensors.sharding import Sharding
 
 
 class Identity:
-    """An array as a key, compared by identity and kept alive."""
+    """An array, or another object without a hash, as a key: kept alive, compared by identity."""
 
-    __slots__ = ("array",)
+    __slots__ = ("value",)
 
-    def __init__(self, array: jax.Array):
-        self.array = array
+    def __init__(self, value: Any):
+        self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and self.array is other.array
+        return isinstance(other, Identity) and self.value is other.value
 
     def __hash__(self) -> int:
-        return id(self.array)
+        return id(self.value)
 
 
 @dataclass(frozen=True)

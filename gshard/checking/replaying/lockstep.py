@@ -60,7 +60,7 @@ class Lockstep:
         self.sizes = dict(sizes)
         self.count = int(np.prod(list(self.sizes.values())))
         self.on_host = OnHost()
-        self._last: dict[int, tuple[Jaxpr, dict[Any, int]]] = {}
+        self._last: dict[Jaxpr, dict[Any, int]] = {}
 
     def run(
         self,
@@ -96,8 +96,7 @@ class Lockstep:
 
     def _last_uses(self, jaxpr: Jaxpr) -> dict[Any, int]:
         """The number of the last equation that reads each variable."""
-        found = self._last.get(id(jaxpr))
-        if found is None:
+        if jaxpr not in self._last:
             last = {
                 a: number
                 for number, eqn in enumerate(jaxpr.eqns)
@@ -105,8 +104,8 @@ class Lockstep:
                 if not isinstance(a, Literal)
             }
             last |= {a: len(jaxpr.eqns) for a in jaxpr.outvars if not isinstance(a, Literal)}
-            found = self._last[id(jaxpr)] = (jaxpr, last)
-        return found[1]
+            self._last[jaxpr] = last
+        return self._last[jaxpr]
 
     def _equation(
         self, eqn: JaxprEqn, operands: list[Value], active: Sequence[bool], path: Path

@@ -85,19 +85,15 @@ def _in_pieces(chain: Chain, exposure: Mapping[JaxprEqn, float]) -> float:
     early = chain.leading
     late = [eqn for eqn in chain.members if eqn not in early]
     for eqn, number in [(e, i) for part in (early, late) for i in range(chain.count) for e in part]:
-        ready = max((done.get((a, number), 0.0) for a in map(_key, eqn.invars)), default=0.0)
-        end = ready
+        read = [a for a in eqn.invars if not isinstance(a, Literal)]
+        end = ready = max((done.get((a, number), 0.0) for a in read), default=0.0)
         if is_sending(eqn) or is_product(eqn):
             sends = is_sending(eqn)
             cut = chain.members[eqn].results[0]
             time = exposure[eqn] / chain.count if sends else multiplication(eqn, cut, chain.count)
             end = busy[sends] = max(ready, busy[sends]) + time
-        done.update(((_key(v), number), end) for v in eqn.outvars)
+        done.update(((v, number), end) for v in eqn.outvars)
     return max(done.values())
-
-
-def _key(atom: Any) -> int:
-    return id(atom)  # literals cannot be hashed
 
 
 def copies(graph: Graph, chains: Sequence[Chain]) -> float:
@@ -106,7 +102,7 @@ def copies(graph: Graph, chains: Sequence[Chain]) -> float:
     pieces = {(v, c.cuts[v], c.count) for c in chains for v in c.cuts}
     members = {eqn for c in chains for eqn in c.members}
     for chain in chains:
-        for eqn, atom, cut in {(id(a), c): (e, a, c) for e, a, c in chain.given()}.values():
+        for eqn, atom, cut in {(a, c): (e, a, c) for e, a, c in chain.given()}.values():
             maker = graph.maker(atom)
             fused = maker is not None and is_light(maker)
             inside = cut.blocks == 1 and math.prod(atom.aval.shape[: cut.dim]) == 1
