@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -208,14 +207,8 @@ def parse_arguments(
     static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, list[Any]]:
     """A call's signature (trees, names and static arguments), and its flat dynamic arguments."""
-    return _jax_jit.parse_arguments(
-        args,
-        tuple(kwargs.values()),
-        tuple(kwargs),
-        static.static_argnums,
-        static.static_argnames,
-        _tree_util.tracing_registry,
-    )
+    fixed = (static.static_argnums, static.static_argnames, _tree_util.tracing_registry)
+    return _jax_jit.parse_arguments(args, tuple(kwargs.values()), tuple(kwargs), *fixed)
 
 
 def execute(compiled: Any, arrays: Sequence[Any]) -> list[Any]:
@@ -277,12 +270,8 @@ def struct_of(value: Any) -> Any:
     if not isinstance(aval, _core.ShapedArray):
         return value
     explicit = aval.sharding.mesh._any_axis_explicit
-    return jax.ShapeDtypeStruct(
-        aval.shape,
-        aval.dtype,
-        weak_type=aval.weak_type,
-        sharding=value.sharding if explicit else None,
-    )
+    sharding = value.sharding if explicit else None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
 
 
 def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], Any]:
@@ -303,38 +292,45 @@ def context_mesh() -> Any:
     return None if mesh.empty else mesh
 
 
-def copied(eqn: Any, values: Sequence[Any], types: Sequence[Any] | None = None) -> list[Any] | None:
+def copied(
+    eqn: Any,
+    values: Sequence[Any],
+    types: Sequence[Any] | None = None,
+    changed: Mapping[str, Any] | None = None,
+) -> list[Any] | None:
     """The results of `eqn` on `values`, copied into the program that is being traced.
 
-    No rule of JAX runs again. If the values have other types than before, the `types` of the
-    results must be given; the copy has the source information that is current then, its own
-    otherwise. None where copying is not possible: equations with effects, or a release of JAX that
-    traces in another way.
+    The equation keeps its source information, and no rule of JAX runs again. If the values have
+    other types than before, the `types` of the results must be given, and the parameters that have
+    `changed` with them. None where copying is not possible: equations with effects, or a release of
+    JAX that traces in another way.
     """
-    trace, info, context = _core.trace_ctx.trace, eqn.source_info, eqn.ctx
+    trace, info = _core.trace_ctx.trace, eqn.source_info
     if eqn.effects or not hasattr(trace, "emit_eqn"):
         return None
     around = source_info_util.current_name_stack()
-    if types is not None:
-        info, context = source_info_util.current(), current_context()
-    elif around.stack:
+    if around.stack:
         info = info.replace(name_stack=around + info.name_stack)
     operands = [trace.to_jaxpr_tracer(value, info) for value in values]
     types = [var.aval for var in eqn.outvars] if types is None else types
-    return trace.emit_eqn(operands, types, eqn.primitive, eqn.params, eqn.effects, info, context)
+    params = {**eqn.params, **changed} if changed else eqn.params
+    return trace.emit_eqn(operands, types, eqn.primitive, params, eqn.effects, info, eqn.ctx)
 
 
-def types_if_plain(eqn: Any, values: Sequence[Any], results: Sequence[Any]) -> list[Any] | None:
-    """The types of `results`, if binding `eqn` to `values` made exactly one equation.
+def made_alone(eqn: Any, values: Sequence[Any], results: Sequence[Any]) -> Any:
+    """The types of `results`, if a single copy of `eqn` on `values` made them; changed parameters.
 
     None also if this release of JAX does not record that.
     """
-    made = getattr(results[0], "parent", None) if results else None
-    if made is None or getattr(made, "primitive", None) is not eqn.primitive or made.effects:
+    made: Any = getattr(results[0], "parent", None) if results else None
+    if getattr(made, "primitive", None) is not eqn.primitive or made.effects:
         return None
-    same = len(made.in_tracers) == len(values) and all(map(operator.is_, made.in_tracers, values))
-    alone = all(getattr(result, "parent", None) is made for result in results)
-    return [r.aval for r in results] if same and alone and made.params == eqn.params else None
+    alone = all(getattr(r, "parent", None) is made for r in results)
+    operands = zip(made.in_tracers, values, strict=False)
+    same = all(t is value or t._trace.get_const(t) is value for t, value in operands)
+    changed = {k: v for k, v in made.params.items() if k not in eqn.params or eqn.params[k] != v}
+    counts = (len(made.in_tracers), len(made.outvars)) == (len(values), len(results))
+    return ([r.aval for r in results], changed) if alone and same and counts else None
 
 
 def current_context() -> Any:
@@ -389,12 +385,12 @@ __all__ = [
     "allowed_in_branches", "api_boundary", "batching", "closed_over", "context_mesh", "copied",
     "current_context", "custom_partitioning_p", "dce_jaxpr", "discharge_refs", "exclude_frames",
     "execute", "fun_name", "gamma_one", "iota_2x32_shape_p", "is_array_like", "is_current",
-    "is_ref", "is_tracer", "is_tracing", "jit_info", "mlir", "optimization_barrier_p",
+    "is_ref", "is_tracer", "is_tracing", "jit_info", "made_alone", "mlir", "optimization_barrier_p",
     "parse_arguments", "parse_sharding_rule", "private_primitives", "prng_impl",
     "python_implementation", "quick_call", "quick_call_of_compiled", "quick_data",
     "ragged_dot_dense", "random_clone_p", "random_unwrap_p",
     "random_wrap_p", "ref_value", "register_array_type", "remat_p", "reshard_p",
     "scan_counts", "scatter_sub_p", "set_ref", "shape_and_dtype", "shard_map_p",
     "sharding_constraint_p", "source_info_util", "split_p", "stack_p", "struct_of", "tensor_types",
-    "tile_p", "types_if_plain", "unstack_p", "variable_of", "weakref_cache", "without_mesh",
+    "tile_p", "unstack_p", "variable_of", "weakref_cache", "without_mesh",
 ]  # fmt: skip

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
+from gshard import _jax
 from gshard.moving.available import Available
 from gshard.moving.costs import machine
 from gshard.propagation.propagate import Propagated
@@ -24,7 +26,7 @@ from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
 _cheapest_before: dict[Any, Way] = {}
-_in_place: dict[Any, tuple[Rule, Way]] = {}  # of equations that need no communication
+_in_place: dict[Any, tuple[Rule, Rule | None, Way]] = {}  # of equations that need no communication
 
 
 class Choice:
@@ -47,12 +49,48 @@ class Choice:
         self.needed: dict[Any, list[tuple[int, Sharding]]] = {}  # by later readers of a value
         self.over: dict[Any, float] = {}  # the cost of all slices of a variable
 
+    def repeated(
+        self, eqn: JaxprEqn, tiles: Sequence[Tile], targets: Sequence[Sharding]
+    ) -> list[Tile] | None:
+        """The results of an equation equal to an earlier one that was one equation on its tiles.
+
+        Another one is added to the program without a choice and without JAX's typing rules: those
+        of many layers are alike. None if there was no such equation.
+        """
+        layout = self._layout_before(eqn, tiles, targets)
+        if layout is None:
+            return None
+        values = [t.array for t in tiles]
+        made = layout.made.get(_types(values))
+        arrays = _jax.copied(eqn, values, *made) if made else None
+        return arrays and [
+            Tile(array, target, var.aval.shape)
+            for array, target, var in zip(arrays, targets, eqn.outvars, strict=True)
+        ]
+
+    def learn(self, eqn: JaxprEqn, tiles: Sequence[Tile], results: Sequence[Tile]) -> None:
+        """Note the one equation that was added to the program for this one, if so."""
+        layout = self._layout_before(eqn, tiles, [t.sharding for t in results])
+        if layout and all(t.is_standard for t in results):
+            values = [t.array for t in tiles]
+            arrays = [t.array for t in results]
+            layout.made[_types(values)] = _jax.made_alone(eqn, values, arrays)
+
+    def _layout_before(
+        self, eqn: JaxprEqn, tiles: Sequence[Tile], targets: Sequence[Sharding]
+    ) -> Layout | None:
+        """How an equal equation ran without communication, by the same rule."""
+        key = (self.found.kinds.get(eqn), *[t.sharding for t in tiles], *targets)
+        _, registered, way = _in_place.get(key, (None, None, None))
+        # The user may have registered another rule meanwhile.
+        return way.how if way and registered is RULES.get(eqn.primitive) else None
+
     def cheapest(
         self, eqn: JaxprEqn, rule: Rule, tiles: Sequence[Tile], targets: Sequence[Sharding]
     ) -> Way:
         """The cheapest way to run `eqn` on `tiles`, found once for equal equations."""
         shardings = tuple([t.sharding for t in tiles])
-        known, way = _in_place.get((self._kind(eqn), *shardings, *targets), (None, None))
+        known, _, way = _in_place.get((self._kind(eqn), *shardings, *targets), (None, None, None))
         if way is not None and known is rule:  # the user may have registered another one meanwhile
             return way
         forms = [
@@ -100,7 +138,7 @@ class Choice:
                 _cheapest_before[key] = found
                 # That nothing moves is independent of costs, and so of the rest of the key.
                 if isinstance(found.how, Layout) and found.how.in_place:
-                    _in_place[kind, *shardings, *targets] = (rule, found)
+                    _in_place[kind, *shardings, *targets] = (rule, RULES.get(eqn.primitive), found)
         return found
 
     def _shares(self, eqn: JaxprEqn, forms: Sequence[frozenset[Sharding]]) -> Shares | None:
@@ -157,3 +195,7 @@ class Choice:
         way = self._cheapest(eqn, rule, shardings, targets, self._shares(eqn, forms))
         form = way.operands[number]
         return None if form is shardings[number] or form in have else form
+
+
+def _types(values: Sequence[jax.Array]) -> tuple[Any, ...]:
+    return tuple([jax.typeof(value) for value in values])

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from gshard._jax import without_mesh
+from gshard._jax import current_context, without_mesh
 from gshard.graph.reason import Reason
 from gshard.graph.source import on_behalf_of
 from gshard.moving.available import Mover
@@ -24,7 +24,7 @@ from gshard.moving.retile import retile
 from gshard.moving.seen import Seen
 from gshard.planning.choose import Choice
 from gshard.propagation.propagate import Propagated
-from gshard.rules import Rule, rule_of
+from gshard.rules import RULES, Rule, rule_of
 from gshard.rules.base import unreduced
 from gshard.rules.base.rule import Way
 from gshard.rules.base.uses import NOTHING, Uses, may_stay_unreduced
@@ -138,28 +138,37 @@ class Planner:
             return self.literal(atom) if isinstance(atom, Literal) else env[atom]
 
         with without_mesh():
+            context = current_context()
             for self.choice.now, eqn in enumerate(jaxpr.eqns):
-                with on_behalf_of(eqn):
-                    results = self.equation(eqn, [read(a) for a in eqn.invars])
+                operands = [read(a) for a in eqn.invars]
+                targets = [self.found.shardings[v] for v in eqn.outvars]
+                again = self.choice.repeated(eqn, operands, targets) if eqn.ctx is context else None
+                results = again or self.equation(eqn, operands, targets)
+                self.remember(eqn, operands, results)
                 made = dict(zip(eqn.outvars, results, strict=True))
                 env.update(made)
                 self.seen.made(made)
         return [read(a) for a in jaxpr.outvars]
 
-    def equation(self, eqn: JaxprEqn, tiles: list[Tile]) -> list[Tile]:
+    def equation(self, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
         """The results of one equation, on tiles: by its rule, then under their shardings."""
-        rule, targets = rule_of(eqn, tiles, self.strict), [*map(self.sharding, eqn.outvars)]
-        results = rule.partition(self, eqn, tiles, targets)
-        reason = Reason("result", eqn.primitive.name)
-        for number, (result, target) in enumerate(zip(results, targets, strict=True)):
-            if result.sharding is target and result.is_standard:
-                continue
-            if not result.is_unreduced or eqn.outvars[number] not in self.unreduced:
-                results[number] = self.reshard(result, target, reason)
-        if len(results) == 1:
+        with on_behalf_of(eqn):
+            results = rule_of(eqn, tiles, self.strict).partition(self, eqn, tiles, targets)
+            for number, (result, target) in enumerate(zip(results, targets, strict=True)):
+                if result.sharding is target and result.is_standard:
+                    continue
+                if not result.is_unreduced or eqn.outvars[number] not in self.unreduced:
+                    reason = Reason("result", eqn.primitive.name)
+                    results[number] = self.reshard(result, target, reason)
+        self.choice.learn(eqn, tiles, results)
+        return results
+
+    def remember(self, eqn: JaxprEqn, tiles: list[Tile], results: Sequence[Tile]) -> None:
+        """Note how a value was made."""
+        rule = RULES.get(eqn.primitive)
+        if rule and len(results) == 1:
             local = functools.partial(rule.local, self, eqn)
             self.mover.remember(Made(results[0], eqn, tuple(tiles), local), rule.elementwise)
-        return results
 
     def literal(self, atom: Literal) -> Tile:
         """A literal of the program; equal ones are made once."""

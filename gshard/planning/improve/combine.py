@@ -91,7 +91,8 @@ def combinations_of(jaxpr: Jaxpr) -> list[Combination]:
 
 def _alone(jaxpr: Jaxpr) -> list[Combination]:
     """Every collective that could be combined, as a combination of one, in program order."""
-    if not any(map(_may_move, jaxpr.eqns)):
+    moving = set(filter(_may_move, jaxpr.eqns))
+    if not moving:
         return []
     number = {eqn: i for i, eqn in enumerate(filter(_is_heavy, jaxpr.eqns))}
     needed = dict.fromkeys((v for eqn in jaxpr.eqns for v in eqn.outvars), len(number))
@@ -99,7 +100,7 @@ def _alone(jaxpr: Jaxpr) -> list[Combination]:
         first = number.get(eqn, _NEVER)
         if first is _NEVER:
             first = min([needed[v] for v in eqn.outvars], default=_NEVER)
-        elif _may_move(eqn):  # it can run at the latest before its first consumer
+        elif eqn in moving:  # it can run at the latest before its first consumer
             first = max(first, needed[eqn.outvars[0]] - 1)
         for atom in eqn.invars:
             if not isinstance(atom, Literal) and needed.get(atom, -1) > first:
@@ -112,7 +113,7 @@ def _alone(jaxpr: Jaxpr) -> list[Combination]:
             if not isinstance(atom, Literal) and ready.get(atom, 0) > start:
                 start = ready[atom]
         end = number[eqn] + 1 if eqn in number else start
-        if _may_move(eqn):
+        if eqn in moving:
             alone = Combination(_key(eqn), start, needed[eqn.outvars[0]], _size(eqn), [eqn])
             found.append(alone)
             # Combined or not, its consumers run later.

@@ -77,8 +77,11 @@ class Uses(Graph):
             if not _is_by_element(eqn):
                 continue
             (var,), operands = eqn.outvars, [a for a in eqn.invars if not isinstance(a, Literal)]
+            size = _size(var)
+            if any(a not in sources and _size(a) >= size for a in operands):  # nearly always
+                continue
             moved = frozenset().union(*[sources.get(a, frozenset([a])) for a in operands])
-            least, size = sum(map(_size, moved)), _size(var)
+            least = sum(map(_size, moved))
             if least < size and len(moved) <= _MOST:
                 sources[var], found[var] = moved, least / size
         return found

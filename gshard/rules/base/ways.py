@@ -17,10 +17,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
 from jax.extend.core import JaxprEqn
 
-from gshard import _jax
 from gshard.graph.reason import Reason
 from gshard.moving.costs import worked
 from gshard.moving.partial import combine, combine_cost
@@ -33,7 +31,6 @@ from gshard.rules.base.rule import (
     Rule,
     Shares,
     Way,
-    bind_local,
     factors_of,
 )
 from gshard.tensors.factors import (
@@ -133,7 +130,7 @@ class Layout:
     operands: tuple[tuple[Sharding, tuple[int, ...]], ...]  # sharding and local shape
     results: tuple[tuple[Sharding, tuple[int, ...]], ...]  # unreduced if reduced factors are split
     in_place: bool = False  # no communication: operands and results already have these shardings
-    types: dict[Any, Any] = field(default_factory=dict)  # of local results, by those of operands
+    made: dict[Any, Any] = field(default_factory=dict)  # the equation added, by operands' types
 
     @staticmethod
     def of(eqn: JaxprEqn, factors: Factors, chosen: Assignment, num_devices: int) -> Layout:
@@ -194,7 +191,7 @@ class Layout:
     ) -> list[Tile]:
         """The results of `eqn` under this split, as `local` computes them."""
         if self.in_place and all(t.is_standard for t in tiles):  # as most operators are
-            arrays = self._run_in_place(ctx, eqn, local, tiles)
+            arrays = local(ctx, eqn, tiles, [shape for _, shape in self.results])
             return [
                 Tile(array, target, var.aval.shape)
                 for var, array, target in zip(eqn.outvars, arrays, targets, strict=True)
@@ -219,25 +216,6 @@ class Layout:
             stays = ctx.stays_unreduced(var, tile, kind)
             results.append(tile if stays else combine(ctx.place, tile, kind, target))
         return results
-
-    def _run_in_place(
-        self, ctx: Context, eqn: JaxprEqn, local: LocalOp, tiles: list[Tile]
-    ) -> Sequence[jax.Array]:
-        """What `local` computes of tiles that are as they have to be.
-
-        Where an equal equation was one primitive on tiles of the same types, another one is added
-        to the program without JAX's typing rules: those of many layers are alike.
-        """
-        if local is not bind_local:
-            return local(ctx, eqn, tiles, [shape for _, shape in self.results])
-        values = [t.array for t in tiles]
-        types = tuple([jax.typeof(value) for value in values])
-        known = self.types.get(types)
-        if known and (results := _jax.copied(eqn, values, known)):
-            return results
-        arrays = local(ctx, eqn, tiles, [])
-        self.types[types] = _jax.types_if_plain(eqn, values, arrays)
-        return arrays
 
 
 def by_factors(
