@@ -9,7 +9,9 @@ CollectivePermutes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from jax.extend.core import primitives as p
 from gshard._jax import private_primitives
 from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
-from gshard.moving import collectives
+from gshard.moving.collectives import collective_permute
 from gshard.moving.partial import combine
 from gshard.moving.reductions import mask_for
 from gshard.rules.base.rule import (
@@ -34,9 +36,14 @@ from gshard.rules.base.rule import (
     register,
 )
 from gshard.rules.base.ways import Layout
+from gshard.tensors.devices import Place
 from gshard.tensors.factors import Assignment, Factor, Factors, shard_dims, shard_result
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile, byte_size
+
+Pairs = list[tuple[int, int]]  # a source and a destination for each tile; none if it stays
+Passed = tuple[jax.Array, Pairs]
+Step = Callable[[Any, Sequence[Any], Sequence[Any]], list[jax.Array]]
 
 
 def dot_factors(eqn: JaxprEqn) -> Factors:
@@ -120,26 +127,19 @@ def _in_a_loop(
     if write_dim is not None:
         local[write_dim] = rows * split.tiles
 
-    def multiply(number: jax.Array | int, passing: jax.Array, total: jax.Array) -> jax.Array:
-        partner = other
+    def multiply(number: Any, arrays: Sequence[Any], totals: Sequence[Any]) -> list[jax.Array]:
+        (passing,), (total,), partner = arrays, totals, other
         if slice_dim is not None:
             partner = lax.dynamic_slice_in_dim(other, number * rows, rows, slice_dim)
         (part,) = bind(eqn, [passing, partner] if which == 0 else [partner, passing])
         if write_dim is None:
-            return total + part
-        return lax.dynamic_update_slice_in_dim(total, part, number * rows, write_dim)
+            return [total + part]
+        return [lax.dynamic_update_slice_in_dim(total, part, number * rows, write_dim)]
 
-    ring = ring_of(moving.sharding, factors.operands[which].index((factor,)))
-    first = place.coord(split)
-
-    def step(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        passing, total = carry
-        total = multiply((first + i) % split.tiles, passing, total)
-        return collectives.collective_permute(place, passing, ring, reason), total
-
-    total = jnp.zeros(local, eqn.outvars[0].aval.dtype)
-    passing, total = lax.fori_loop(0, split.tiles - 1, step, (moving.array, total))
-    total = multiply((first + split.tiles - 1) % split.tiles, passing, total)
+    pairs = ring_of(moving.sharding, factors.operands[which].index((factor,)))
+    nothing = jnp.zeros(local, eqn.outvars[0].aval.dtype)
+    ring = Ring(place, split, reason)
+    (total,) = ring.run(multiply, [(moving.array, pairs)], [(nothing, [])])
     if write_dim is not None:
         total = lax.slice(total, [0] * total.ndim, out_sharding.local_shape(shape))
     here = shard_result(out_dims, chosen, factors, target.num_devices)
@@ -172,7 +172,39 @@ def _zeros_behind(x: jax.Array, dim: int, size: int) -> jax.Array:
     return lax.pad(x, jnp.zeros((), x.dtype), pads)
 
 
-def ring_of(sharding: Sharding, dim: int) -> list[tuple[int, int]]:
+@dataclass(frozen=True)
+class Ring:
+    """The devices along a split, which pass their tiles around."""
+
+    place: Place
+    split: Split
+    reason: Reason
+
+    def run(self, step: Step, arrays: Sequence[Passed], state: Sequence[Passed]) -> list[jax.Array]:
+        """The state after `step(number, arrays, state)` for every tile, the device's own first.
+
+        After every step arrays are passed on, and so is what of the state belongs to their tiles:
+        after the last step it is back.
+        """
+        (values, onwards), (first, back) = zip(*arrays, strict=True), zip(*state, strict=True)
+        own, tiles = self.place.coord(self.split), self.split.tiles
+
+        def body(i: jax.Array, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+            passing, state = carry
+            state = step((own + i) % tiles, passing, state)
+            return self._passed(passing, onwards), self._passed(state, back)
+
+        passing, last = lax.fori_loop(0, tiles - 1, body, (list(values), list(first)))
+        return self._passed(step((own + tiles - 1) % tiles, passing, last), back)
+
+    def _passed(self, arrays: Sequence[jax.Array], pairs: Sequence[Pairs]) -> list[jax.Array]:
+        return [
+            collective_permute(self.place, array, way, self.reason) if way else array
+            for array, way in zip(arrays, pairs, strict=True)
+        ]
+
+
+def ring_of(sharding: Sharding, dim: int) -> Pairs:
     """Pairs that send every tile to the holder of the previous tile along `dim`."""
     devices = np.moveaxis(sharding.devices, dim, 0)
     return list(

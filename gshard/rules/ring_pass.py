@@ -16,15 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
-from jax.extend.core import primitives as p
 
 from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
-from gshard.moving import collectives
 from gshard.moving.reductions import identity
 from gshard.rules.base.ring_pass import KEYS, RingPass, Sum, ring_pass_p
 from gshard.rules.base.rule import Context, Doc, Rule, register
-from gshard.rules.contraction import ring_of
+from gshard.rules.contraction import Pairs, Ring, ring_of
 from gshard.tensors import padding
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors
@@ -42,11 +40,7 @@ def ring_pass_factors(eqn: JaxprEqn) -> Factors:
         return [None if n in ring.whole else n for n in ring.names[atom]]
 
     operands = eqn.params["body"].invars
-    return Factors.of(eqn, [dims(a) for a in operands], [dims(v) for v in _outs(ring)])
-
-
-def _outs(ring: RingPass) -> list[Any]:
-    return [s.eqn.outvars[0] for s in ring.sums]
+    return Factors.of(eqn, [dims(a) for a in operands], [dims(s.out) for s in ring.sums])
 
 
 @dataclass(frozen=True)
@@ -91,14 +85,13 @@ class _Round:
         """Splits of the dims: of queries and keys as they have to be, of others as they are."""
         ring = self.ring
         chosen: Chosen = {ring.queries: ring.split, ring.keys: ring.split}
-        tensors = [*zip(self.body.invars, tiles, strict=True)]
-        shardings = [(v, t.sharding) for v, t in tensors]
-        shardings += [*zip(_outs(ring), targets, strict=True)]
-        for var, sharding in shardings:
+        variables = [*self.body.invars, *(s.out for s in ring.sums)]
+        shardings = [*(t.sharding for t in tiles), *targets]
+        for var, sharding in zip(variables, shardings, strict=True):
             for name, split in zip(ring.names[var], sharding.splits, strict=True):
                 if not split or name in ring.whole or name in chosen:
                     continue
-                others = [s for n, s in chosen.items() if n not in (ring.keys,)]
+                others = [s for n, s in chosen.items() if n != ring.keys]
                 if compatible((*others, split)):
                     chosen[name] = split
         return chosen
@@ -145,7 +138,8 @@ class _Round:
 
         def computed(state: list[Any]) -> list[Any]:
             inside = self.block(place.outer, number)
-            scores = self.partitioner(inside, self.body).run(self.body, parts)
+            made = self.partitioner(inside, self.body).run(self.body, parts)
+            scores = dict(zip(self.body.outvars, made, strict=True))
             values = dict(zip(self.body.invars, parts, strict=True))
             return self.added(list(state), scores, values, inside)
 
@@ -176,21 +170,23 @@ class _Round:
         return self.ctx.on(place, {v: self.sharding_in_block(v) for v in variables})
 
     def added(
-        self, state: list[Any], scores: list[Tile], values: dict[Any, Tile], place: _Block
+        self,
+        state: list[Any],
+        scores: dict[Any, Tile],
+        values: dict[Any, Tile],
+        place: _Block,
     ) -> list[Any]:
         """The state with a block's scores."""
         softmax = self.ring.softmax
-        online = set()
         if softmax:
-            top = self.ring.sums[softmax.maximum]
-            logits = scores[softmax.logits]
-            highest = self.summed(top, logits, values, place)
+            logits = scores[softmax.maximum.scores]
+            highest = self.summed(softmax.maximum, logits, values, place)
             logits = logits.masked(place, identity("max", logits.array.dtype))
-            online = self.online(state, highest, logits, values, place)
+            self.online(state, highest, logits, values, place)
         for n, s in enumerate(self.ring.sums):
-            if n not in online:
+            if softmax is None or s not in softmax.sums:
                 part = self.summed(s, scores[s.scores], values, place)
-                state[n] = _joined(s, state[n], part)
+                state[n] = _JOIN[s.kind](state[n], part.astype(state[n].dtype))
         return state
 
     def add_uniform_block(self, state: list[Any], parts: list[Tile], place: _Block) -> list[Any]:
@@ -201,35 +197,28 @@ class _Round:
         ring, softmax, block_mask = self.ring, self.ring.softmax, self.ring.mask
         assert softmax
         assert block_mask
-        var = ring.sums[softmax.maximum].eqn.invars[0]
-        names, here = ring.names[var], self.sharding_in_block(var)
-        size = here.local_shape(var.aval.shape)
-        begin = place.number * size[names.index(ring.keys)]
-        length = var.aval.shape[names.index(ring.keys)]
-        keys = jnp.clip(length - begin, 0, size[names.index(ring.keys)])
-        one = [1 if n == ring.keys else m for n, m in zip(names, size, strict=True)]
-        whole = Tile(jnp.zeros(size, var.aval.dtype), here, tuple(var.aval.shape))
-        logits = _one_key(
-            jnp.full(one, block_mask.fill, var.aval.dtype), whole, names.index(ring.keys)
-        )
+        var = softmax.maximum.scores
+        here, shape = self.sharding_in_block(var), tuple(var.aval.shape)
+        dim, size = ring.names[var].index(ring.keys), here.local_shape(shape)
+        keys = jnp.clip(shape[dim] - place.number * size[dim], 0, size[dim])
+        one = (*size[:dim], 1, *size[dim + 1 :])
+        logits = _one_key(jnp.full(one, block_mask.fill, var.aval.dtype), here, shape, dim)
 
         def summed(tile: Tile, dims: tuple[str, ...]) -> Tile:
             if ring.keys not in dims or ring.queries in dims:
                 return tile
             dim = dims.index(ring.keys)
             total = jnp.sum(tile.masked(place, 0, [dim]).array, dim, keepdims=True)
-            return _one_key(total, tile, dim)
+            return _one_key(total, tile.sharding, tile.shape, dim)
 
         values = {v: summed(t, ring.names[v]) for v, t in zip(self.body.invars, parts, strict=True)}
-        highest = jnp.max(logits.array, names.index(ring.keys))
-        self.online(state, highest, logits, values, place, keys)
+        self.online(state, jnp.max(logits.array, dim), logits, values, place, keys)
         return state
 
     def summed(
         self, s: Sum, scores: Tile, values: dict[Any, Tile], place: _Block, wide: Any = None
     ) -> jax.Array:
         """The sum of one block's scores."""
-        kind = {p.reduce_max_p: "max", p.reduce_min_p: "min"}.get(s.eqn.primitive, "sum")
         along = {self.ring.keys, self.ring.queries}
         operands = []
         for n, atom in enumerate(s.eqn.invars):
@@ -237,12 +226,8 @@ class _Round:
             if tile is None or isinstance(atom, Literal):
                 operands.append(atom.val)
                 continue
-            if s.eqn.primitive is p.dot_general_p:
-                gone = s.eqn.params["dimension_numbers"][0][n]
-            else:
-                gone = s.eqn.params["axes"]
-            dims = [int(d) for d in gone if self.ring.names[atom][d] in along]
-            neutral = identity(kind, tile.array.dtype)
+            dims = [d for d in s.summed(n) if self.ring.names[atom][d] in along]
+            neutral = identity(s.kind, tile.array.dtype)
             operands.append(tile.masked(place, neutral, dims).array)
         changed = {"preferred_element_type": wide} if wide is not None else {}
         (part,) = bind(s.eqn, operands, **changed)
@@ -256,111 +241,83 @@ class _Round:
         values: dict[Any, Tile],
         place: _Block,
         times: jax.Array | int = 1,
-    ) -> set[int]:
-        """The online softmax updated by a block, and the sums that it computes.
-
-        Each of the logits counts `times` times.
-        """
-        softmax, sums = self.ring.softmax, self.ring.sums
+    ) -> None:
+        """Update the online softmax by a block, each of whose logits counts `times` times."""
+        softmax, number = self.ring.softmax, self.ring.sums.index
         assert softmax
-        top = sums[softmax.maximum]
-        names = self.ring.names[top.eqn.outvars[0]]
-        before = state[softmax.maximum]
+        top, total = number(softmax.maximum), number(softmax.total)
+        names, own = (self.ring.names[v] for v in (softmax.maximum.out, softmax.maximum.scores))
+        before = state[top]
         highest = lax.max(before, highest)
         shift = jnp.where(jnp.isneginf(highest), 0, highest)
-        own = self.ring.names[top.eqn.invars[0]]
         powers = jnp.exp(logits.array - _along(shift, names, own, logits.array.shape))
         less = jnp.exp(before - shift)
         part = times * jnp.sum(powers, own.index(self.ring.keys))
-        state[softmax.maximum] = highest
-        state[softmax.total] = state[softmax.total] * less + part
-        for n, _ in softmax.weighted:
-            s = sums[n]
-            weights = powers.astype(s.eqn.invars[s.number].aval.dtype)
-            part = self.summed(s, replace(logits, array=weights), values, place, state[n].dtype)
-            outs = self.ring.names[s.eqn.outvars[0]]
-            state[n] = state[n] * _along(less, names, outs, part.shape) + part
-        return {softmax.maximum, softmax.total, *(n for n, _ in softmax.weighted)}
+        state[top], state[total] = highest, state[total] * less + part
+        for s in softmax.weighted:
+            n, weights = number(s), replace(logits, array=powers.astype(s.scores.aval.dtype))
+            part = self.summed(s, weights, values, place, state[n].dtype)
+            state[n] = state[n] * _along(less, names, self.ring.names[s.out], part.shape) + part
 
     # ------------------------------------------------------------ the round
 
     def start(self) -> list[jax.Array]:
         """The initial state; sums over queries have one block of the result."""
         state = []
-        online = self.ring.softmax
-        wide = {n for n, _ in online.weighted} if online else set()
-        for n, s in enumerate(self.ring.sums):
-            var = s.eqn.outvars[0]
-            kind = {p.reduce_max_p: "max", p.reduce_min_p: "min"}.get(s.eqn.primitive, "sum")
-            local = self.sharding_of(var).local_shape(var.aval.shape)
-            dtype = jnp.promote_types(var.aval.dtype, jnp.float32) if n in wide else var.aval.dtype
-            state.append(jnp.full(local, identity(kind, dtype)))
+        wide = self.ring.softmax.weighted if self.ring.softmax else ()
+        for s in self.ring.sums:
+            aval = s.out.aval
+            dtype = jnp.promote_types(aval.dtype, jnp.float32) if s in wide else aval.dtype
+            local = self.sharding_of(s.out).local_shape(aval.shape)
+            state.append(jnp.full(local, identity(s.kind, dtype)))
         return state
+
+    def pairs(self, var: Any, sharding: Sharding, passes: bool) -> Pairs:
+        """The devices between which a tensor with a dim of keys is passed on, if it is."""
+        return ring_of(sharding, self.ring.names[var].index(self.ring.keys)) if passes else []
 
     def run(self) -> list[Tile]:
         """All blocks, each passed on while the next arrives."""
-        place, split, tiles = self.ctx.place, self.ring.split, self.tiles
-        first = place.coord(split)
-        mine = [self.ring.names[v] for v in self.body.invars]
-        pairs = [
-            ring_of(t.sharding, n.index(self.ring.keys)) if v else []
-            for t, n, v in zip(tiles, mine, self.passed, strict=True)
-        ]
+        sums, shardings = self.ring.sums, [self.sharding_of(s.out) for s in self.ring.sums]
+        operands = zip(self.body.invars, self.tiles, self.passed, strict=True)
+        pairs = [self.pairs(v, t.sharding, passes) for v, t, passes in operands]
         number: dict[Any, int] = {}  # a value that is read as two operands is sent once
-        ways = zip(tiles, pairs, strict=True)
+        ways = zip(self.tiles, pairs, strict=True)
         of = [number.setdefault((t.key, str(way)), len(number)) for t, way in ways]
-        each = [of.index(n) for n in number.values()]
-        carried = [s.over != KEYS for s in self.ring.sums]
+        passing = [(self.tiles[n].array, pairs[n]) for n in map(of.index, number.values())]
         back = [
-            ring_of(self.sharding_of(v), self.ring.names[v].index(self.ring.keys)) if c else []
-            for v, c in zip(_outs(self.ring), carried, strict=True)
+            self.pairs(s.out, sharding, s.over != KEYS)
+            for s, sharding in zip(sums, shardings, strict=True)
         ]
         why = f"keys of {self.blocks} devices exceed the memory limit"
-        reason = Reason("step", "attention in a ring", why)
+        ring = Ring(self.ctx.place, self.ring.split, Reason("step", "attention in a ring", why))
 
-        def passed(arrays: Sequence[Any], ways: Sequence[Any]) -> list[Any]:
-            return [
-                collectives.collective_permute(place, a, way, reason) if way else a
-                for a, way in zip(arrays, ways, strict=True)
-            ]
+        def step(block: Any, arrays: Sequence[Any], state: Sequence[Any]) -> list[Any]:
+            return self.add_block(jnp.asarray(block), [arrays[n] for n in of], list(state))
 
-        def step(i: jax.Array, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
-            arrays, state = carry
-            state = self.add_block((first + i) % self.blocks, [arrays[n] for n in of], state)
-            return passed(arrays, [pairs[n] for n in each]), passed(state, back)
-
-        carry = ([tiles[n].array for n in each], self.start())
-        arrays, state = lax.fori_loop(0, self.blocks - 1, step, carry)
-        last = jnp.asarray((first + self.blocks - 1) % self.blocks)
-        state = self.add_block(last, [arrays[n] for n in of], state)
-        state = self.finished(passed(state, back))
-        return [
-            Tile(a, self.sharding_of(v), tuple(v.aval.shape))
-            for a, v in zip(state, _outs(self.ring), strict=True)
-        ]
+        state = ring.run(step, passing, [*zip(self.start(), back, strict=True)])
+        done = zip(self.finished(state), shardings, sums, strict=True)
+        return [Tile(a, sharding, tuple(s.out.aval.shape)) for a, sharding, s in done]
 
     def finished(self, state: list[jax.Array]) -> list[jax.Array]:
         """The results; weights are divided by their sum at the end."""
-        softmax, sums = self.ring.softmax, self.ring.sums
-        if softmax is None:
-            return state
-        names = self.ring.names[sums[softmax.total].eqn.outvars[0]]
-        for n, divided in softmax.weighted:
-            var = sums[n].eqn.outvars[0]
-            total = _along(state[softmax.total], names, self.ring.names[var], state[n].shape)
-            state[n] = (state[n] / total if divided else state[n]).astype(var.aval.dtype)
+        softmax, number = self.ring.softmax, self.ring.sums.index
+        for s in softmax.weighted if softmax else ():
+            assert softmax
+            n, names = number(s), self.ring.names[softmax.total.out]
+            total = state[number(softmax.total)]
+            total = _along(total, names, self.ring.names[s.out], state[n].shape)
+            weighted = state[n] / total if softmax.is_divided(s) else state[n]
+            state[n] = weighted.astype(s.out.aval.dtype)
         return state
 
 
-def _one_key(array: jax.Array, like: Tile, dim: int) -> Tile:
+_JOIN = {"sum": lax.add, "max": lax.max, "min": lax.min}
+
+
+def _one_key(array: jax.Array, sharding: Sharding, shape: Sequence[int], dim: int) -> Tile:
     """A tile with one key instead of a block of them."""
-    shape = (*like.shape[:dim], 1, *like.shape[dim + 1 :])
-    return Tile(array, like.sharding.replace(dim, None), shape)
-
-
-def _joined(s: Sum, total: jax.Array, part: jax.Array) -> jax.Array:
-    join = {p.reduce_max_p: lax.max, p.reduce_min_p: lax.min}.get(s.eqn.primitive, lax.add)
-    return join(total, part.astype(total.dtype))
+    return Tile(array, sharding.replace(dim, None), (*shape[:dim], 1, *shape[dim + 1 :]))
 
 
 def _along(

@@ -10,29 +10,28 @@ from jax.extend.core import Jaxpr, Literal
 from jax.extend.core import primitives as p
 
 from gshard.graph import Graph, needed_for
-from gshard.propagation.rewrites.scores import Exit, Region
-from gshard.rules.base.ring_pass import BlockMask
+from gshard.propagation.rewrites.scores import Region
+from gshard.rules.base.ring_pass import BlockMask, Softmax, Sum
 
 
 def block_mask(
     region: Region,
-    exits: Sequence[Exit],
-    online: Sequence[Exit] | None,
+    exits: Sequence[Sum],
+    online: Softmax | None,
     body: Jaxpr,
     around: Graph,
 ) -> BlockMask | None:
     """The mask by which blocks of a ring pass can be skipped, if there is one.
 
-    `around` is the enclosing program. `online` are the sums of a softmax that the pass computes,
-    its maximum first. In other passes all sums must be zero where the exponentials of the logits
-    are.
+    `around` is the enclosing program, `online` the softmax that the pass computes. In other passes
+    all sums must be zero where the exponentials of the logits are.
     """
     own = Graph.of(body)
     known = Graph([*around.eqns, *body.eqns], aliases=region.sources)
     if online:
-        if len(exits) > len(online):
+        if len(exits) > len(online.sums):
             return None
-        return _of_mask(online[0].scores, None, known, body)
+        return _of_mask(online.maximum.scores, None, known, body)
     for power in (e for e in body.eqns if e.primitive is p.exp_p):
         shifted = own.maker(power.invars[0])
         if shifted is None or shifted.primitive is not p.sub_p:

@@ -18,7 +18,7 @@ from jax.extend.core import primitives as p
 from gshard.graph import Graph, at_every_level, in_order, inputs_of, live, needed_for, upstream
 from gshard.graph.source import source_of
 from gshard.propagation.rewrites.masked_blocks import block_mask
-from gshard.propagation.rewrites.scores import Exit, Finder, Region
+from gshard.propagation.rewrites.scores import Finder, Region
 from gshard.propagation.rewrites.softmax_delta import factor_out_delta
 from gshard.propagation.rewrites.softmax_form import in_one_form
 from gshard.rules.base.ring_pass import KEYS, QUERIES, RingPass, Softmax, Sum, ring_pass_p
@@ -47,8 +47,8 @@ def ring_attention(
         if isinstance(region, str):
             remarks.append(f"not applied at {source_of(seed)}: {region}")
             continue
-        known = [e.out for e in _softmax(region, graph) or ()]
-        if form := in_one_form(graph, region, known):
+        known = _softmax(region, graph)
+        if form := in_one_form(graph, region, [e.out for e in known.sums] if known else []):
             graph = Graph(in_order(live(form, jaxpr.outvars)), jaxpr.outvars)
             region = Finder(graph).region(seed, *found[:2])
             assert isinstance(region, Region)
@@ -114,27 +114,22 @@ def _replaced(graph: Graph, region: Region, split: Split, jaxpr: Jaxpr) -> list[
     online = _softmax(region, graph)
     eqns = graph.eqns
     if online:
-        eqns = in_order(factor_out_delta(eqns, region, online[2:]))
+        eqns = in_order(factor_out_delta(eqns, region, online.weighted))
     rounds = _rounds(eqns, region, online)
     summed = {e.out for e in region.exits}
     kept = [e for e in eqns if not summed.intersection(e.outvars)]
     for exits in rounds:
+        computed = online if online and online.maximum in exits else None
         info = jaxpr.debug_info.with_unknown_names()
-        kept.append(
-            _round(
-                region, exits, online if online and online[0] in exits else None, split, graph, info
-            )
-        )
+        kept.append(_round(region, exits, computed, split, graph, info))
     return in_order(live(kept, jaxpr.outvars))
 
 
-def _rounds(
-    eqns: Sequence[JaxprEqn], region: Region, online: list[Exit] | None
-) -> list[list[Exit]]:
+def _rounds(eqns: Sequence[JaxprEqn], region: Region, online: Softmax | None) -> list[list[Sum]]:
     """The sums in as few passes as their dependences allow."""
     marks = {e.out: number for number, e in enumerate(region.exits)}
     before = upstream(eqns, marks)
-    together = {marks[e.out] for e in online or ()}
+    together = {marks[e.out] for e in online.sums} if online else set()
     level: dict[int, int] = {}
     for number, exit in enumerate(region.exits):
         needs = before[exit.out] - {number} - (together if number in together else set())
@@ -147,8 +142,8 @@ def _rounds(
 
 def _round(
     region: Region,
-    exits: Sequence[Exit],
-    online: list[Exit] | None,
+    exits: Sequence[Sum],
+    online: Softmax | None,
     split: Split,
     graph: Graph,
     info: Any,
@@ -156,10 +151,11 @@ def _round(
     """One pass, as an equation."""
     wanted = list(dict.fromkeys(e.scores for e in exits))
     if online:
-        left_out = {e.scores for e in online[1:]} - {e.scores for e in exits if e not in online}
+        others = {e.scores for e in exits if e not in online.sums}
+        left_out = {e.scores for e in online.sums[1:]} - others
         wanted = [v for v in wanted if v not in left_out]
     body = needed_for(wanted, region.eqns)
-    others = [
+    values = [
         a
         for e in exits
         for n, a in enumerate(e.eqn.invars)
@@ -167,16 +163,11 @@ def _round(
     ]
     own = {v for eqn in body for v in eqn.outvars}
     read = [v for v in wanted if v not in own]
-    inputs = list(dict.fromkeys([*inputs_of(body), *read, *others]))
+    inputs = list(dict.fromkeys([*inputs_of(body), *read, *values]))
     seed = region.seed
     jaxpr = Jaxpr([], inputs, wanted, body, set(), debug_info=info)
-    sums = tuple(
-        Sum(e.eqn, e.number, e.over, wanted.index(e.scores) if e.scores in wanted else -1)
-        for e in exits
-    )
-    softmax = _as_softmax(exits, online, wanted) if online else None
     ring = RingPass(
-        sums, softmax, region.names, frozenset(region.whole),
+        tuple(exits), online, region.names, frozenset(region.whole),
         region.name_of(QUERIES), region.name_of(KEYS), split,
         block_mask(region, exits, online, jaxpr, graph),
     )  # fmt: skip
@@ -189,23 +180,11 @@ def _round(
     )
 
 
-def _as_softmax(exits: Sequence[Exit], online: Sequence[Exit], wanted: Sequence[Any]) -> Softmax:
-    """The softmax in terms of the sums of its pass, and of the body's results."""
-    maximum, total, *products = online
-    divided = [e.scores is not total.scores for e in products]
-    return Softmax(
-        wanted.index(maximum.scores),
-        exits.index(maximum),
-        exits.index(total),
-        tuple(zip(map(exits.index, products), divided, strict=True)),
-    )
-
-
 # ---------------------------------------------------------------- the softmax
 
 
-def _softmax(region: Region, graph: Graph) -> list[Exit] | None:
-    """The sums of the region's softmax: its maximum, its sum, and its weighted sums."""
+def _softmax(region: Region, graph: Graph) -> Softmax | None:
+    """The region's softmax, if it has one."""
     tops = [e for e in region.exits if e.eqn.primitive is p.reduce_max_p and _only_keys(e, region)]
     if len(tops) != 1:
         return None
@@ -240,10 +219,10 @@ def _softmax(region: Region, graph: Graph) -> list[Exit] | None:
         if e.eqn.primitive is p.dot_general_p and e.over == KEYS and e.scores in weights
         and before[e.out] <= own | {region.exits.index(e)}
     ]  # fmt: skip
-    return [top, sums[0], *products]
+    return Softmax(top, sums[0], tuple(products))
 
 
-def _only_keys(exit: Exit, region: Region) -> bool:
+def _only_keys(exit: Sum, region: Region) -> bool:
     return tuple(map(int, exit.eqn.params["axes"])) == (region.dims[exit.scores][1],)
 
 

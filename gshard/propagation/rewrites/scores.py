@@ -18,32 +18,13 @@ from jax.extend.core import primitives as p
 from gshard._jax import Var, optimization_barrier_p
 from gshard.graph import Graph, renamed
 from gshard.graph.source import source_of
-from gshard.rules.base.ring_pass import KEYS, QUERIES
+from gshard.rules.base.ring_pass import KEYS, QUERIES, Sum
 from gshard.rules.base.rule import RULES, factors_of
 from gshard.tensors.annotate import annotate_p
 from gshard.tensors.factors import Factors
 
 _REDUCTIONS = (p.reduce_sum_p, p.reduce_max_p, p.reduce_min_p)
 _PASSING = (p.broadcast_in_dim_p, p.transpose_p, p.reshape_p, p.squeeze_p, p.iota_p)
-
-
-@dataclass(frozen=True, eq=False)
-class Exit:
-    """An equation that sums the scores `eqn.invars[number]` over all keys, or over all queries."""
-
-    eqn: JaxprEqn
-    number: int
-    over: str
-
-    @property
-    def scores(self) -> Any:
-        """The scores that it sums."""
-        return self.eqn.invars[self.number]
-
-    @property
-    def out(self) -> Any:
-        """Its result."""
-        return self.eqn.outvars[0]
 
 
 @dataclass(eq=False)
@@ -57,7 +38,7 @@ class Region:
     seed: JaxprEqn
     dims: dict[Any, tuple[int, int]]  # of all scores: which are of queries, and of keys
     eqns: list[JaxprEqn] = field(default_factory=list)
-    exits: list[Exit] = field(default_factory=list)
+    exits: list[Sum] = field(default_factory=list)
     sources: dict[Any, Any] = field(default_factory=dict)
     names: dict[Any, tuple[str, ...]] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
@@ -95,7 +76,7 @@ class Finder:
                 over = at is not None and _summed_over(eqn, at, region.dims[var])
                 if over:
                     found.add(eqn)
-                    region.exits.append(Exit(eqn, at or 0, str(over)))
+                    region.exits.append(Sum(eqn, at or 0, str(over)))
                 elif self.passes(eqn):
                     more = _spread(eqn, var, region.dims)
                     if more is None and eqn is not maker:

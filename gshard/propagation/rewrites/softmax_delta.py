@@ -18,12 +18,12 @@ from jax.extend.core import primitives as p
 
 from gshard.graph import Graph
 from gshard.graph.evaluate import equations_of
-from gshard.propagation.rewrites.scores import Exit, Region
-from gshard.rules.base.ring_pass import KEYS
+from gshard.propagation.rewrites.scores import Region
+from gshard.rules.base.ring_pass import KEYS, Sum
 
 
 def factor_out_delta(
-    eqns: Sequence[JaxprEqn], region: Region, products: Sequence[Exit]
+    eqns: Sequence[JaxprEqn], region: Region, products: Sequence[Sum]
 ) -> list[JaxprEqn]:
     """The program, with such sums computed from the softmax's `products`, outside the region."""
     eqns = list(eqns)
@@ -44,7 +44,7 @@ class _Factors:
     negative: bool = False
 
 
-def _delta(exit: Exit, product: Exit, region: Region) -> list[JaxprEqn] | None:
+def _delta(exit: Sum, product: Sum, region: Region) -> list[JaxprEqn] | None:
     """The equations that compute the sum of `exit` from the result of `product`, if possible."""
     if exit.eqn.primitive is not p.reduce_sum_p or exit.over != KEYS:
         return None
@@ -110,7 +110,7 @@ class _Errors:
     like: JaxprEqn
 
 
-def _of_errors(eqn: JaxprEqn, product: Exit, region: Region) -> _Errors | None:
+def _of_errors(eqn: JaxprEqn, product: Sum, region: Region) -> _Errors | None:
     """The operands of `do . v`, if v is what the product sums with its weights."""
     (value,) = [a for n, a in enumerate(product.eqn.invars) if n != product.number]
     for side, other in ((0, 1), (1, 0)):
@@ -130,7 +130,7 @@ def _of_errors(eqn: JaxprEqn, product: Exit, region: Region) -> _Errors | None:
 
 
 def _made(
-    exit: Exit, errors: _Errors, rows: Sequence[tuple[Any, bool]], negative: bool, region: Region
+    exit: Sum, errors: _Errors, rows: Sequence[tuple[Any, bool]], negative: bool, region: Region
 ) -> list[JaxprEqn] | None:
     """The sum as a product of two tensors of the queries, times the rows."""
     (own, other), wanted = errors.names, region.names[exit.out]

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import Jaxpr, Primitive
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive
+from jax.extend.core import primitives as p
 
 from gshard.tensors.sharding import Split
 
@@ -19,30 +20,53 @@ KEYS, QUERIES = "keys", "queries"
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """A result: `eqn` sums the scores, its operand `number`, over keys or over queries.
+    """An equation that sums the scores `eqn.invars[number]` over all keys, or over all queries."""
 
-    `scores` is their index among the results of the body.
-    """
-
-    eqn: Any
+    eqn: JaxprEqn
     number: int
     over: str
-    scores: int
+
+    @property
+    def scores(self) -> Any:
+        """The scores that it sums."""
+        return self.eqn.invars[self.number]
+
+    @property
+    def out(self) -> Any:
+        """Its result."""
+        return self.eqn.outvars[0]
+
+    @property
+    def kind(self) -> str:
+        """How it combines scores: "sum", "max" or "min"."""
+        return {p.reduce_max_p: "max", p.reduce_min_p: "min"}.get(self.eqn.primitive, "sum")
+
+    def summed(self, number: int) -> tuple[int, ...]:
+        """The dims of an operand that it sums over."""
+        if self.eqn.primitive is p.dot_general_p:
+            return tuple(map(int, self.eqn.params["dimension_numbers"][0][number]))
+        return tuple(map(int, self.eqn.params["axes"]))
 
 
 @dataclass(frozen=True, eq=False)
 class Softmax:
     """An online softmax over keys: its maximum, its sum, and weighted sums of values.
 
-    Indices are those of the sums that it replaces; `weighted` are products of the weights with
-    values, before (False) or after the division by the sum. `logits` is the index of the scores
-    among the results of the body.
+    `weighted` are products of the weights with values, before or after the division by the sum.
     """
 
-    logits: int
-    maximum: int
-    total: int
-    weighted: tuple[tuple[int, bool], ...]
+    maximum: Sum
+    total: Sum
+    weighted: tuple[Sum, ...]
+
+    @property
+    def sums(self) -> tuple[Sum, ...]:
+        """All sums that it replaces."""
+        return (self.maximum, self.total, *self.weighted)
+
+    def is_divided(self, weighted: Sum) -> bool:
+        """Whether weights were divided by their sum before they were multiplied with values."""
+        return weighted.scores is not self.total.scores
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,4 +111,4 @@ ring_pass_p.multiple_results = True
 
 @ring_pass_p.def_abstract_eval
 def _types(*operands: Any, body: Jaxpr, ring: RingPass) -> list[Any]:
-    return [s.eqn.outvars[0].aval for s in ring.sums]
+    return [s.out.aval for s in ring.sums]
