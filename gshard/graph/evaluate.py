@@ -54,14 +54,19 @@ def rebuilt(
 
 
 def equations_of(
-    fn: Callable[..., Any], operands: Sequence[Any], results: Sequence[Any] = (), **changes: Any
+    fn: Callable[..., Any],
+    operands: Sequence[Any],
+    results: Sequence[Any] = (),
+    axes: Sequence[tuple[str, int]] = (),
+    **changes: Any,
 ) -> tuple[list[JaxprEqn], list[Any]]:
     """The equations of a function of these variables, with `changes`, and its results.
 
-    The first results are the variables `results`; all others are new.
+    The first results are the variables `results`; all others are new. `axes` are those of a mesh,
+    with their sizes.
     """
     types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in operands]
-    traced = jax.make_jaxpr(fn)(*types)
+    traced = jax.make_jaxpr(fn, axis_env=list(axes))(*types)
     jaxpr = traced.jaxpr
     names: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
     for var, const in zip(jaxpr.constvars, traced.consts, strict=True):

@@ -302,13 +302,12 @@ class _Round:
     def finished(self, state: list[jax.Array]) -> list[jax.Array]:
         """The results; weights are divided by their sum at the end."""
         softmax, number = self.ring.softmax, self.ring.sums.index
-        for s in softmax.weighted if softmax else ():
+        for s, divided in softmax.weighted.items() if softmax else ():
             assert softmax
             n, names = number(s), self.ring.names[softmax.total.out]
             total = state[number(softmax.total)]
             total = _along(total, names, self.ring.names[s.out], state[n].shape)
-            weighted = state[n] / total if softmax.is_divided(s) else state[n]
-            state[n] = weighted.astype(s.out.aval.dtype)
+            state[n] = (state[n] / total if divided else state[n]).astype(s.out.aval.dtype)
         return state
 
 

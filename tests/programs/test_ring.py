@@ -125,6 +125,18 @@ def test_bfloat16_with_a_softmax_in_float32():
     check(of_jax, *tensors(dtype=jnp.bfloat16))
 
 
+def test_weights_in_bfloat16_that_are_divided_after_the_product():
+    def layer(q, k, v):
+        logits = jnp.einsum("bqnh,bknh->bnqk", q, k)
+        powers = jnp.exp(logits - jnp.max(logits, -1, keepdims=True))
+        summed = jnp.einsum("bnqk,bknh->bnqh", powers.astype(jnp.bfloat16), v)
+        return summed / jnp.sum(powers, -1, keepdims=True)
+
+    q, k, v = tensors()
+    lowered = check(layer, q, k, v.astype(jnp.bfloat16), tolerance=0.05)
+    assert set(kinds(lowered)) == {"collective_permute"}
+
+
 def test_grouped_queries():
     lowered = check(functools.partial(trained, of_jax), *tensors(heads=6, keys=2))
     assert set(kinds(lowered)) == {"collective_permute", "all_reduce"}

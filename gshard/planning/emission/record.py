@@ -9,7 +9,7 @@ element of the operand passes through a selection that always takes it: no bit o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,9 +21,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import mlir
 
 from gshard import recording
-from gshard._jax import Var
 from gshard.graph import bodies, map_bodies
-from gshard.graph.liveness import renamed
+from gshard.graph.evaluate import equations_of
+from gshard.graph.regions import walk
 from gshard.moving.inventory import Collective, collectives_in, collectives_of
 from gshard.planning.emission import host_call
 
@@ -122,14 +122,8 @@ class _Marking:
             done = mark_p.bind(*words, *map(_first_element, values))
             return _only_if(done == here, values[-1])
 
-        inputs = [*before, gated]
-        types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in inputs]
-        traced = jax.make_jaxpr(run, axis_env=list(self._sizes))(*types).jaxpr
-        names: dict[Any, Any] = dict(zip(traced.invars, inputs, strict=True))
-        for inner in traced.eqns:
-            names |= {v: Var(v.aval) for v in inner.outvars}
-        marks = [renamed(e, names, ctx=eqn.ctx, source_info=eqn.source_info) for e in traced.eqns]
-        passed = names[traced.outvars[0]]
+        info = {"ctx": eqn.ctx, "source_info": eqn.source_info}
+        marks, (passed,) = equations_of(run, [*before, gated], axes=self._sizes, **info)
         return [*marks, eqn.replace(invars=[passed if a is gated else a for a in eqn.invars])]
 
 
@@ -158,15 +152,5 @@ def _can_be_gated(atom: Any) -> bool:
 
 
 def _has_collectives(eqn: JaxprEqn) -> bool:
-    return any(_sends(inner) for body in bodies(eqn) for inner in _equations(body))
-
-
-def _sends(eqn: JaxprEqn) -> bool:
-    return any(True for _ in collectives_in(eqn, 2, 1))
-
-
-def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for body in bodies(eqn):
-            yield from _equations(body)
+    inner = (e for body in bodies(eqn) for e in walk(body))
+    return any(True for e in inner for _ in collectives_in(e, 2, 1))

@@ -103,7 +103,7 @@ class Chains:
         """
         graph, chain = self.graph, Chain(self.count)
         cuts = cuts_of(first, {first.outvars[0]: cut}, self.count)
-        if cuts is None or cuts.results[0] != cut:
+        if cuts is None:
             return
         stage: dict[Any, tuple[int, int]] = {}  # of each value: its place, and products before it
         _join(chain, stage, first, cuts)
@@ -123,7 +123,7 @@ class Chains:
             if full or any(self.order.needs(a, first) for a in atoms if a not in chain.cuts):
                 continue
             found = cuts_of(eqn, chain.cuts, self.count)
-            if found is None or not _agrees(eqn, found, chain):
+            if found is None:
                 continue
             _join(chain, stage, eqn, found, place, levels)
             for var in eqn.outvars:
@@ -145,14 +145,6 @@ def _first_cuts(eqn: JaxprEqn, count: int) -> Iterator[Cut]:
             found = cuts_of(eqn, {eqn.invars[0]: Cut(dim)}, count)
             if found is not None:
                 yield found.results[0]
-
-
-def _agrees(eqn: JaxprEqn, cuts: Cuts, chain: Chain) -> bool:
-    """Whether all operands that the chain makes have the cuts that they have in it."""
-    pairs = zip(eqn.invars, cuts.operands, strict=True)
-    return all(
-        chain.cuts[a] == cut for a, cut in pairs if not isinstance(a, Literal) and a in chain.cuts
-    )
 
 
 def _join(

@@ -16,7 +16,7 @@ used at the end, in a condition that is never true.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from gshard.moving.collectives import CollectiveNode, CollectivePermute
 from gshard.moving.costs import machine
 from gshard.moving.nodes import node_of
 from gshard.planning.improve.gain import multiplication
+from gshard.planning.improve.gain import transfer as time_of
 
 _EPILOGUE = {"max", "convert_element_type", "reshape", "transpose"}
 _MOST = 2  # products for one transfer, so that some are left for others
@@ -84,7 +85,7 @@ class _Choosing:
 
     def hide(self, transfer: JaxprEqn) -> None:
         """Find products that neither need a transfer nor are needed by another one."""
-        if _time(transfer) <= machine().latency or not self._is_waited_for(transfer):
+        if time_of(transfer) <= machine().latency or not self._is_waited_for(transfer):
             return
         found = self._behind(transfer) or self._before(transfer)
         if found is not None:
@@ -134,7 +135,7 @@ class _Choosing:
         free: dict[JaxprEqn, list[JaxprEqn]] = {}
         for product in before[-_NEAR:]:
             if not self.depends.needs(value, product):
-                after = self._after(product, here)
+                after = self._downstream(product, lambda e: place[e] <= here)
                 if not any(_multiplies(e) or e in self.fixed for e in after):
                     free[product] = after
         chosen = self._enough(transfer, list(free)[::-1])[::-1]
@@ -148,7 +149,7 @@ class _Choosing:
     def _enough(self, transfer: JaxprEqn, near: Sequence[JaxprEqn]) -> list[JaxprEqn]:
         """The first products that take as long as a transfer, or as many as it may have."""
         chosen: list[JaxprEqn] = []
-        time = _time(transfer)
+        time = time_of(transfer)
         for product in near:
             if len(chosen) == _MOST or time <= 0:
                 break
@@ -170,25 +171,18 @@ class _Choosing:
 
     def _readers(self, transfer: JaxprEqn) -> tuple[list[JaxprEqn], Place]:
         """What is fused with others and depends on a transfer, and the first place that is not."""
-        light: dict[JaxprEqn, None] = {}
-        first: Place = (len(self.graph.eqns),)
-        waiting = [transfer]
-        while waiting:
-            for user in (u for v in waiting.pop().outvars for u in self.graph.users(v)):
-                if not _is_light(user):
-                    first = min(first, self.place[user])
-                elif user not in light:
-                    light[user] = None
-                    waiting.append(user)
-        return list(light), first
+        light = self._downstream(transfer, _is_light)
+        users = (u for e in (transfer, *light) for v in e.outvars for u in self.graph.users(v))
+        heavy = [self.place[u] for u in users if not _is_light(u)]
+        return light, min(heavy, default=(len(self.graph.eqns),))
 
-    def _after(self, product: JaxprEqn, here: Place) -> list[JaxprEqn]:
-        """The equations before a place that depend on a product."""
+    def _downstream(self, source: JaxprEqn, kept: Callable[[JaxprEqn], bool]) -> list[JaxprEqn]:
+        """The equations that depend on another one by those that are `kept`."""
         found: dict[JaxprEqn, None] = {}
-        waiting = [product]
+        waiting = [source]
         while waiting:
             for user in (u for v in waiting.pop().outvars for u in self.graph.users(v)):
-                if self.place[user] <= here and user not in found:
+                if user not in found and kept(user):
                     found[user] = None
                     waiting.append(user)
         return list(found)
@@ -205,13 +199,6 @@ def _multiplies(eqn: JaxprEqn) -> bool:
 def _sends(eqn: JaxprEqn) -> bool:
     single = len(eqn.invars) == len(eqn.outvars) == 1
     return single and isinstance(node_of(eqn), CollectiveNode | CollectivePermute)
-
-
-def _time(transfer: JaxprEqn) -> float:
-    """In bytes that could be sent meanwhile, as everywhere in plans."""
-    node, aval = node_of(transfer), transfer.invars[0].aval
-    assert node is not None
-    return float(node.sent(tuple(aval.shape), aval.dtype)) * machine().distance
 
 
 def _is_light(eqn: JaxprEqn) -> bool:

@@ -9,9 +9,11 @@ operators get the rows in token-major order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
@@ -19,7 +21,8 @@ from jax.extend.core import primitives as p
 from jax.lax import GatherScatterMode
 
 from gshard._jax import Var, optimization_barrier_p
-from gshard.graph import Graph, at_every_level, in_order, live, needed_for
+from gshard.graph import Graph, at_every_level, filling, in_order, live, needed_for
+from gshard.graph.evaluate import equations_of
 from gshard.graph.source import source_of
 from gshard.rules.base.ragged_rows import ExpertGroups, grouped_dot_p, put_rows_p, take_rows_p
 from gshard.rules.base.rule import RULES, equation_key, factors_of, rowwise
@@ -142,8 +145,8 @@ class _Region:
                     self.add(eqn, factor)
             for eqn in self.eqns:
                 for factor in self.factors(eqn, eqn.invars):
-                    operands, _ = self.along(eqn, factor)
-                    if all(a in self.members or self.is_taken(a) for a in operands.values()):
+                    rows = [eqn.invars[i] for i in self.along(eqn, factor)[0]]
+                    if all(a in self.members or self.is_taken(a) for a in rows):
                         self.add(eqn, factor)
 
     def add(self, eqn: JaxprEqn, factor: Factor) -> None:
@@ -166,28 +169,23 @@ class _Region:
             and all(self.members.get(a, d) == d for a, d in self.dims(eqn, f))
         ]
 
-    def along(self, eqn: JaxprEqn, factor: Factor) -> tuple[dict[int, Any], dict[int, Any]]:
-        """The operands and the results that have a dim for `factor`, by their numbers."""
+    def along(self, eqn: JaxprEqn, factor: Factor) -> tuple[dict[int, int], dict[int, int]]:
+        """The dims for `factor` of the operands and of the results, by their numbers."""
         factors = factors_of(RULES[eqn.primitive], eqn)
-        sides = ((eqn.invars, factors.operands), (eqn.outvars, factors.results))
         operands, results = (
             {
-                i: atom
+                i: dims.index((factor,))
                 for i, (atom, dims) in enumerate(zip(atoms, tensors, strict=True))
                 if (factor,) in dims and not isinstance(atom, Literal)
             }
-            for atoms, tensors in sides
+            for atoms, tensors in ((eqn.invars, factors.operands), (eqn.outvars, factors.results))
         )
         return operands, results
 
     def dims(self, eqn: JaxprEqn, factor: Factor) -> list[tuple[Any, int]]:
-        """The same variables, and their dims for `factor`."""
-        factors = factors_of(RULES[eqn.primitive], eqn)
-        operands, results = self.along(eqn, factor)
-        return [
-            *((a, factors.operands[i].index((factor,))) for i, a in operands.items()),
-            *((v, factors.results[i].index((factor,))) for i, v in results.items()),
-        ]
+        """The variables that have a dim for `factor`, and these dims."""
+        sides = zip((eqn.invars, eqn.outvars), self.along(eqn, factor), strict=True)
+        return [(atoms[i], dim) for atoms, dims in sides for i, dim in dims.items()]
 
     def products(self) -> Iterator[JaxprEqn]:
         """The products by these sizes."""
@@ -269,7 +267,8 @@ class _Region:
         params: dict[str, Any] = {"source": None, "target": self.groups}
         if self.is_added(eqn) and not dim:
             primitive, (_, indices, rows) = put_rows_p, eqn.invars
-            zeros = self.zeros(eqn, moved.aval)
+            zero = Literal(np.zeros((), moved.aval.dtype), ShapedArray((), moved.aval.dtype))
+            self.done.append(filling(eqn, zero, zeros := Var(moved.aval)))
             invars = [zeros, self.sizes, self.read(rows), self.read(indices)]
             params |= {"adds": True, "clip": eqn.params["mode"] == GatherScatterMode.CLIP}
         elif taken and not dim:
@@ -278,35 +277,29 @@ class _Region:
         else:
             primitive, params = take_rows_p, params | {"fill": None}
             invars = [self.turned(eqn, atom, dim, 0), self.sizes]
-        exchanged, first = Var(_turned(moved.aval, dim, 0)), Var(_turned(moved.aval, dim, 0))
+        aval = invars[0].aval if dim else moved.aval
+        exchanged, first = Var(aval), Var(aval) if dim else moved
         self.emit(eqn, invars, outvars=[exchanged], primitive=primitive, params=params)
-        self.annotate(eqn, exchanged, first if dim else moved, self.groups.ragged)
+        self.annotate(eqn, exchanged, first, self.groups.ragged)
         if dim:
             self.turned(eqn, first, 0, dim, moved)
         return moved
 
     def turned(self, eqn: JaxprEqn, atom: Any, dim: int, to: int, out: Any = None) -> Any:
         """A value with one of its dims moved to another place."""
-        if dim == to and out is None:
+        if dim == to:
             return atom
-        out = out or Var(_turned(atom.aval, dim, to))
-        params = {"permutation": _moved(len(atom.aval.shape), dim, to)}
-        self.emit(eqn, [atom], outvars=[out], primitive=p.transpose_p, params=params)
-        return out
+        info = {"ctx": eqn.ctx, "source_info": eqn.source_info}
+        turn = functools.partial(jnp.moveaxis, source=dim, destination=to)
+        made, (turned,) = equations_of(turn, [atom], [out] if out else [], **info)
+        self.done += made
+        return turned
 
     def is_added(self, eqn: JaxprEqn) -> bool:
         """Whether sorted rows are sums of others, by index: the gradient of a gather of them."""
         if eqn.primitive is not p.scatter_add_p or not puts_rows(eqn):
             return False
         return self.graph.fill(eqn.invars[0]) == 0
-
-    def zeros(self, eqn: JaxprEqn, aval: Any) -> Any:
-        """An expert-major tensor of zeros."""
-        out = Var(aval)
-        params = {"shape": aval.shape, "broadcast_dimensions": (), "sharding": None}
-        zero = Literal(np.zeros((), aval.dtype), ShapedArray((), aval.dtype))
-        self.emit(eqn, [zero], outvars=[out], primitive=p.broadcast_in_dim_p, params=params)
-        return out
 
     def annotate(self, eqn: JaxprEqn, atom: Any, annotated: Any, split: Split) -> None:
         """Annotate the split of rows; the dims of a row are left open."""
@@ -376,15 +369,3 @@ class _Region:
         invars = [self.moved[source], self.sizes, self.read(eqn.invars[1])]
         self.emit_token_major(eqn, eqn.outvars[0], invars, self.groups.parts, take_rows_p, params)
         return True
-
-
-def _moved(rank: int, dim: int, to: int) -> tuple[int, ...]:
-    """The permutation that moves one dim to another place."""
-    dims = [d for d in range(rank) if d != dim]
-    return (*dims[:to], dim, *dims[to:])
-
-
-def _turned(aval: Any, dim: int, to: int) -> ShapedArray:
-    """The type of a value with one of its dims moved to another place."""
-    order = _moved(len(aval.shape), dim, to)
-    return ShapedArray(tuple(aval.shape[d] for d in order), aval.dtype)

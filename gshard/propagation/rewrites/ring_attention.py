@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
@@ -20,7 +19,7 @@ from gshard.graph.source import source_of
 from gshard.propagation.rewrites.masked_blocks import block_mask
 from gshard.propagation.rewrites.scores import Finder, Region
 from gshard.propagation.rewrites.softmax_delta import factor_out_delta
-from gshard.propagation.rewrites.softmax_form import in_one_form
+from gshard.propagation.rewrites.softmax_form import in_one_form, softmax_of
 from gshard.rules.base.ring_pass import KEYS, QUERIES, RingPass, Softmax, Sum, ring_pass_p
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import byte_size
@@ -47,18 +46,18 @@ def ring_attention(
         if isinstance(region, str):
             remarks.append(f"not applied at {source_of(seed)}: {region}")
             continue
-        known = _softmax(region, graph)
-        if form := in_one_form(graph, region, [e.out for e in known.sums] if known else []):
+        online = softmax_of(graph, region)
+        if form := in_one_form(graph, region, online):
             graph = Graph(in_order(live(form, jaxpr.outvars)), jaxpr.outvars)
             region = Finder(graph).region(seed, *found[:2])
             assert isinstance(region, Region)
-        online = _softmax(region, graph)
+            online = softmax_of(graph, region)
         if not found[3] and online is None:
             # An ordinary product with a large result.
             remarks.append(f"not applied at {source_of(seed)}: {_NO_SOFTMAX}")
             continue
         done |= {e for e in eqns if set(region.dims).intersection(e.outvars)}
-        eqns = _replaced(graph, region, found[2], jaxpr)
+        eqns = _replaced(graph, region, online, found[2], jaxpr)
         rings = sum(e.primitive is ring_pass_p for e in set(eqns).difference(graph.eqns))
         kind = "an online softmax" if online else "no softmax"
         remarks.append(f"applied at {source_of(seed)}: {kind}; passes around the ring: {rings}")
@@ -109,12 +108,13 @@ def _too_large(
 # ---------------------------------------------------------------- the passes of a region
 
 
-def _replaced(graph: Graph, region: Region, split: Split, jaxpr: Jaxpr) -> list[JaxprEqn]:
+def _replaced(
+    graph: Graph, region: Region, online: Softmax | None, split: Split, jaxpr: Jaxpr
+) -> list[JaxprEqn]:
     """The program, with the region's sums computed by ring passes."""
-    online = _softmax(region, graph)
     eqns = graph.eqns
     if online:
-        eqns = in_order(factor_out_delta(eqns, region, online.weighted))
+        eqns = in_order(factor_out_delta(eqns, region, [*online.weighted]))
     rounds = _rounds(eqns, region, online)
     summed = {e.out for e in region.exits}
     kept = [e for e in eqns if not summed.intersection(e.outvars)]
@@ -178,70 +178,3 @@ def _round(
         params={"body": jaxpr, "ring": ring},
         effects=set(),
     )
-
-
-# ---------------------------------------------------------------- the softmax
-
-
-def _softmax(region: Region, graph: Graph) -> Softmax | None:
-    """The region's softmax, if it has one."""
-    tops = [e for e in region.exits if e.eqn.primitive is p.reduce_max_p and _only_keys(e, region)]
-    if len(tops) != 1:
-        return None
-    (top,) = tops
-    shifted = [e for e in region.eqns if e.primitive is p.sub_p and e.invars[0] is top.scores]
-    shifted = [e for e in shifted if _comes_from(e.invars[1], top.out, region, graph)]
-    powers = {
-        e.outvars[0]
-        for e in region.eqns
-        if e.primitive is p.exp_p and any(e.invars[0] is s.outvars[0] for s in shifted)
-    }
-    sums = [
-        e for e in region.exits
-        if e.eqn.primitive is p.reduce_sum_p and e.scores in powers and _only_keys(e, region)
-    ]  # fmt: skip
-    if len(powers) != 1 or len(sums) != 1:
-        return None
-    weights = set(powers)
-    for eqn in region.eqns:
-        source = eqn.invars[0] if eqn.invars else None
-        if isinstance(source, Literal) or source not in weights:
-            continue
-        divided = eqn.primitive is p.div_p and _comes_from(
-            eqn.invars[1], sums[0].out, region, graph
-        )
-        if divided or eqn.primitive is p.convert_element_type_p:
-            weights.add(eqn.outvars[0])
-    before = upstream(graph.eqns, {e.out: n for n, e in enumerate(region.exits)})
-    own = {n for n, e in enumerate(region.exits) if e is top or e is sums[0]}
-    products = [
-        e for e in region.exits
-        if e.eqn.primitive is p.dot_general_p and e.over == KEYS and e.scores in weights
-        and before[e.out] <= own | {region.exits.index(e)}
-    ]  # fmt: skip
-    return Softmax(top, sums[0], tuple(products))
-
-
-def _only_keys(exit: Sum, region: Region) -> bool:
-    return tuple(map(int, exit.eqn.params["axes"])) == (region.dims[exit.scores][1],)
-
-
-def _comes_from(atom: Any, source: Any, region: Region, graph: Graph) -> bool:
-    """Whether a value is another one, broadcast over the keys."""
-    own = Graph(region.eqns)
-    while not isinstance(atom, Literal) and atom is not source:
-        atom = region.sources.get(atom, atom)
-        if atom is source:
-            return True
-        eqn = own.maker(atom) or graph.maker(atom)
-        if eqn is None:
-            return False
-        if eqn.primitive is p.max_p:  # of -inf and a maximum
-            low, atom = eqn.invars
-            if not isinstance(low, Literal) or not np.isneginf(low.val):
-                return False
-        elif eqn.primitive in (p.broadcast_in_dim_p, p.reshape_p, p.stop_gradient_p):
-            atom = eqn.invars[0]
-        else:
-            return False
-    return atom is source

@@ -9,21 +9,22 @@ their maximum, whatever its a and b are made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard._jax import Var
-from gshard.graph import Graph
+from gshard.graph import Graph, upstream
 from gshard.graph.evaluate import equations_of
 from gshard.propagation.rewrites.scores import Region
-from gshard.rules.base.ring_pass import KEYS
+from gshard.rules.base.ring_pass import KEYS, Softmax, Sum
 
 
 @dataclass(frozen=True)
@@ -44,31 +45,65 @@ class _Weights:
     factors: tuple[_Row, ...] = ()
 
 
-def in_one_form(graph: Graph, region: Region, known: Collection[Any]) -> list[JaxprEqn] | None:
-    """The program with all sums of a softmax over its maximum; None if all of them are `known`."""
-    reader = _Reader(graph, region)
-    sums: dict[Any, tuple[JaxprEqn, int, _Weights]] = {}
-    tops: dict[Any, _Weights] = {}
-    for exit in region.exits:
-        eqn = graph.makers[exit.out]
-        scores = eqn.invars[exit.number]
-        if eqn.primitive is p.dot_general_p:
-            gone = eqn.params["dimension_numbers"][0][exit.number]
-        else:
-            gone = eqn.params["axes"]
-        if exit.over != KEYS or tuple(map(int, gone)) != (region.dims[scores][1],):
-            continue  # not one sum for each query
-        if eqn.primitive is p.reduce_max_p:
-            tops[exit.out] = reader.shifted(scores)
-        elif eqn.primitive is not p.reduce_min_p and (found := reader.weights(scores)):
-            sums[exit.out] = (eqn, exit.number, found)
-    cores = [found.logits for *_, found in sums.values()]
-    if not cores or sums.keys() <= set(known):
+def softmax_of(graph: Graph, region: Region) -> Softmax | None:
+    """The softmax of a region in its one form: over the maximum, maybe divided by the sum."""
+    sums, tops = _Reader(graph, region).read()
+    if len(tops) != 1:
+        return None
+    ((top, level),) = tops.items()
+    over_top = {}  # the sums of exponentials over the maximum, and their factors
+    for exit, found in sums.items():
+        *rows, last = found.added or (None,)
+        same = found.logits is level.logits and tuple(rows) == level.added
+        if same and last and last.inverse and _comes_from(graph, last.value, top.out):
+            over_top[exit] = found.factors
+    powers = [e for e, factors in over_top.items() if not factors and _is_exp(graph, e.scores)]
+    totals = [e for e in powers if e.eqn.primitive is p.reduce_sum_p]
+    if len(totals) != 1:
+        return None
+    (total,) = totals
+    marks = {e.out: n for n, e in enumerate(region.exits)}
+    before = upstream(graph.eqns, marks)
+    weighted = {}
+    for exit, factors in over_top.items():
+        alone = before[exit.out] <= {marks[e.out] for e in (top, total, exit)}
+        divided = [f.inverse and _comes_from(graph, f.value, total.out) for f in factors]
+        if exit.eqn.primitive is p.dot_general_p and alone and divided in ([], [True]):
+            weighted[exit] = bool(divided)
+    return Softmax(top, total, weighted)
+
+
+def _is_exp(graph: Graph, atom: Any) -> bool:
+    """Whether a value is an exponential, in its own type."""
+    eqn = graph.maker(atom)
+    return eqn is not None and eqn.primitive is p.exp_p
+
+
+def _comes_from(graph: Graph, atom: Any, source: Any) -> bool:
+    """Whether a value is another one, broadcast; or the maximum of that one and -inf."""
+    while atom is not source:
+        eqn = graph.maker(atom)
+        if eqn is None:
+            return False
+        *low, atom = eqn.invars
+        if eqn.primitive is p.max_p:
+            if not isinstance(low[0], Literal) or not np.isneginf(low[0].val):
+                return False
+        elif eqn.primitive not in (p.broadcast_in_dim_p, p.reshape_p, p.stop_gradient_p):
+            return False
+    return True
+
+
+def in_one_form(graph: Graph, region: Region, known: Softmax | None) -> list[JaxprEqn] | None:
+    """The program with all sums of a softmax in one form; None if all of them are `known`."""
+    sums, tops = _Reader(graph, region).read()
+    cores = [found.logits for found in sums.values()]
+    if not cores or sums.keys() <= set(known.sums if known else ()):
         return None
     logits = max(dict.fromkeys(cores), key=cores.count)
     return _Writer(graph, region, logits).rewritten(
-        {out: rest for out, rest in sums.items() if rest[2].logits is logits},
-        {out: found for out, found in tops.items() if found.logits is logits},
+        {exit: found for exit, found in sums.items() if found.logits is logits},
+        {exit.out: found for exit, found in tops.items() if found.logits is logits},
     )
 
 
@@ -77,6 +112,19 @@ class _Reader:
 
     def __init__(self, graph: Graph, region: Region):
         self.graph, self.region = graph, region
+
+    def read(self) -> tuple[dict[Sum, _Weights], dict[Sum, _Weights]]:
+        """The sums of exponentials over all keys of a query, and the maxima of logits."""
+        sums: dict[Sum, _Weights] = {}
+        tops: dict[Sum, _Weights] = {}
+        for exit in self.region.exits:
+            if exit.over != KEYS or exit.summed(exit.number) != (self.region.dims[exit.scores][1],):
+                continue  # not one sum for each query
+            if exit.kind == "max":
+                tops[exit] = self.shifted(exit.scores)
+            elif exit.kind == "sum" and (found := self.weights(exit.scores)):
+                sums[exit] = found
+        return sums, tops
 
     def weights(self, atom: Any, inverse: bool = False) -> _Weights | None:
         """Scores as an exponential and factors; None if they are something else."""
@@ -136,7 +184,7 @@ class _Writer:
         self.source = region.seed.source_info
 
     def rewritten(
-        self, sums: Mapping[Any, tuple[JaxprEqn, int, _Weights]], tops: Mapping[Any, _Weights]
+        self, sums: Mapping[Sum, _Weights], tops: Mapping[Any, _Weights]
     ) -> list[JaxprEqn]:
         """The program with these sums and maxima written so."""
         plain = [out for out, found in tops.items() if not found.added]
@@ -148,14 +196,14 @@ class _Writer:
             if out is not top:
                 self.write(self.shifted(found.added), [top, *_values(found.added)], out)
         (powers,) = self.write(self.powers, [self.logits, top])
-        for out, (eqn, number, found) in sums.items():
-            dtype = eqn.invars[number].aval.dtype
+        for exit, found in sums.items():
+            eqn, dtype = self.graph.makers[exit.out], exit.scores.aval.dtype
             (weights,) = self.write(lambda x, dtype=dtype: x.astype(dtype), [powers])
-            invars = [weights if n == number else a for n, a in enumerate(eqn.invars)]
-            total = Var(out.aval)
+            invars = [weights if n == exit.number else a for n, a in enumerate(eqn.invars)]
+            total = Var(exit.out.aval)
             self.added.append(eqn.replace(invars=invars, outvars=[total]))
             values = _values((*found.added, *found.factors))
-            self.write(self.scaled(eqn, number, found), [total, top, *values], out)
+            self.write(self.scaled(eqn, exit.number, found), [total, top, *values], exit.out)
         written = {v for eqn in self.added for v in eqn.outvars}
         return [e for e in self.graph.eqns if written.isdisjoint(e.outvars)] + self.added
 

@@ -52,21 +52,18 @@ class Sum:
 class Softmax:
     """An online softmax over keys: its maximum, its sum, and weighted sums of values.
 
-    `weighted` are products of the weights with values, before or after the division by the sum.
+    `weighted` are products of the weights with values; true for those whose weights are divided by
+    their sum before.
     """
 
     maximum: Sum
     total: Sum
-    weighted: tuple[Sum, ...]
+    weighted: Mapping[Sum, bool]
 
     @property
     def sums(self) -> tuple[Sum, ...]:
         """All sums that it replaces."""
         return (self.maximum, self.total, *self.weighted)
-
-    def is_divided(self, weighted: Sum) -> bool:
-        """Whether weights were divided by their sum before they were multiplied with values."""
-        return weighted.scores is not self.total.scores
 
 
 @dataclass(frozen=True, eq=False)
