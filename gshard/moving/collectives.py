@@ -7,6 +7,7 @@ every device in a group of the same size.
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,23 +31,42 @@ Members = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class CollectiveNode(Node):
-    """A node that is one collective; `groups` has every device once. Named as in XLA's programs."""
+    """A node that is one collective: one call of `lax`. Named as in XLA's programs.
+
+    `groups` has every device once; of a permute, they are its (source, destination) pairs.
+    """
 
     needs_device: ClassVar[bool] = False
     groups: Groups
 
+    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        """As large as the operand."""
+        return local
+
+    @property
+    def members(self) -> int:
+        """How many devices the largest group has."""
+        return max(map(len, self.groups), default=1)
+
     def sent(self, local: tuple[int, ...], dtype: Any) -> int:
         """What a member of the largest group sends."""
-        size, members = byte_size(local, dtype), max(map(len, self.groups))
-        return sent_bytes(self.name.replace("-", "_"), size, members)
+        return sent_bytes(self.name.replace("-", "_"), byte_size(local, dtype), self.members)
 
     def listed(self) -> list[list[int]] | None:
         """The groups as JAX takes them: None for all devices in their order."""
         everyone = self.groups == (tuple(range(len(self.groups[0]))),)
         return None if everyone else [list(g) for g in self.groups]
 
+    def run(self, place: Place, array: jax.Array) -> jax.Array:
+        """The collective itself."""
+        with because(self.reason):
+            return self._call(array, place.axes)
+
+    @abc.abstractmethod
+    def _call(self, array: jax.Array, axes: tuple[str, ...]) -> jax.Array: ...
+
     def __str__(self) -> str:
-        return f"over {max(map(len, self.groups))}"
+        return f"over {self.members}"
 
 
 @dataclass(frozen=True)
@@ -56,15 +76,9 @@ class AllReduce(CollectiveNode):
     name: ClassVar[str] = "all-reduce"
     kind: str
 
-    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
-        """As large as the operand."""
-        return local
-
-    def run(self, place: Place, array: jax.Array) -> jax.Array:
-        """One call of `lax`."""
+    def _call(self, array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         reduce = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[self.kind]
-        with because(self.reason):
-            return reduce(array, place.axes, axis_index_groups=self.listed())
+        return reduce(array, axes, axis_index_groups=self.listed())
 
     def __str__(self) -> str:
         return f"{self.kind} {super().__str__()}"
@@ -73,6 +87,14 @@ class AllReduce(CollectiveNode):
 @dataclass(frozen=True)
 class _AlongDim(CollectiveNode):
     dim: int
+
+    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        """All members' rows, or one member's."""
+        rows = self._rows(local[self.dim], len(self.groups[0]))
+        return (*local[: self.dim], rows, *local[self.dim + 1 :])
+
+    @abc.abstractmethod
+    def _rows(self, rows: int, members: int) -> int: ...
 
     def __str__(self) -> str:
         return f"dim {self.dim} {super().__str__()}"
@@ -84,16 +106,12 @@ class AllGather(_AlongDim):
 
     name: ClassVar[str] = "all-gather"
 
-    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
-        """All members' rows."""
-        rows = local[self.dim] * len(self.groups[0])
-        return (*local[: self.dim], rows, *local[self.dim + 1 :])
+    def _rows(self, rows: int, members: int) -> int:
+        return rows * members
 
-    def run(self, place: Place, array: jax.Array) -> jax.Array:
-        """One call of `lax`."""
+    def _call(self, array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         along = {"axis": self.dim, "tiled": True, "axis_index_groups": self.listed()}
-        with because(self.reason):
-            return lax.all_gather(array, place.axes, **along)
+        return lax.all_gather(array, axes, **along)
 
 
 @dataclass(frozen=True)
@@ -102,16 +120,12 @@ class ReduceScatter(_AlongDim):
 
     name: ClassVar[str] = "reduce-scatter"
 
-    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
-        """A member's rows."""
-        rows = local[self.dim] // len(self.groups[0])
-        return (*local[: self.dim], rows, *local[self.dim + 1 :])
+    def _rows(self, rows: int, members: int) -> int:
+        return rows // members
 
-    def run(self, place: Place, array: jax.Array) -> jax.Array:
-        """One call of `lax`."""
+    def _call(self, array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         along = {"scatter_dimension": self.dim, "tiled": True, "axis_index_groups": self.listed()}
-        with because(self.reason):
-            return lax.psum_scatter(array, place.axes, **along)
+        return lax.psum_scatter(array, axes, **along)
 
 
 @dataclass(frozen=True)
@@ -120,40 +134,25 @@ class AllToAll(CollectiveNode):
 
     name: ClassVar[str] = "all-to-all"
 
-    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
-        """As many pieces as were sent."""
-        return local
-
-    def run(self, place: Place, array: jax.Array) -> jax.Array:
-        """One call of `lax`."""
-        groups = self.listed()
-        with because(self.reason):
-            return lax.all_to_all(array, place.axes, 0, 0, tiled=True, axis_index_groups=groups)
+    def _call(self, array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        return lax.all_to_all(array, axes, 0, 0, tiled=True, axis_index_groups=self.listed())
 
 
 @dataclass(frozen=True)
-class CollectivePermute(Node):
-    """Sent along (source, destination) `pairs`; zeros where nothing arrives."""
+class CollectivePermute(CollectiveNode):
+    """Sent along (source, destination) pairs; zeros where nothing arrives."""
 
     name: ClassVar[str] = "collective-permute"
-    needs_device: ClassVar[bool] = False
-    pairs: tuple[tuple[int, int], ...]
 
-    def result(self, local: tuple[int, ...]) -> tuple[int, ...]:
-        """As large as the operand."""
-        return local
+    def listed(self) -> list[list[int]]:
+        """The pairs."""
+        return [list(pair) for pair in self.groups]
 
-    def sent(self, local: tuple[int, ...], dtype: Any) -> int:
-        """All of the operand."""
-        return byte_size(local, dtype)
-
-    def run(self, place: Place, array: jax.Array) -> jax.Array:
-        """One call of `lax`."""
-        with because(self.reason):
-            return lax.ppermute(array, place.axes, list(self.pairs))
+    def _call(self, array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        return lax.ppermute(array, axes, self.groups)
 
     def __str__(self) -> str:
-        return f"among {len({d for pair in self.pairs for d in pair})}"
+        return f"among {len({d for pair in self.groups for d in pair})}"
 
 
 def all_reduce(place: Place, x: jax.Array, groups: Members, kind: str, reason: Reason) -> jax.Array:

@@ -19,7 +19,7 @@ from gshard.graph.readable import table
 from gshard.graph.reason import Reason
 from gshard.graph.regions import runs_of
 from gshard.graph.source import is_unlikely, reason_of, source_of
-from gshard.moving.collectives import CollectiveNode, CollectivePermute
+from gshard.moving.collectives import CollectiveNode
 from gshard.moving.costs import sent_bytes
 from gshard.moving.nodes import TensorNode, node_bytes, node_of
 from gshard.tensors.devices import Groups
@@ -69,8 +69,6 @@ def transfers(eqn: JaxprEqn) -> list[Transfer]:
     groups: Sequence[Sequence[int]] | None
     if isinstance(node, CollectiveNode):
         kind, groups = (node.name.replace("-", "_"), getattr(node, "kind", "")), node.listed()
-    elif isinstance(node, CollectivePermute):
-        kind, groups = ("collective_permute", ""), node.pairs
     elif called:
         kind, groups = called, eqn.params.get("perm") or eqn.params.get("axis_index_groups")
     else:

@@ -4,8 +4,8 @@ Jinja2 fills templates in. Vega-Lite (`vl-convert-python`) draws charts, as SVG 
 made: so pages stay small, ask for nothing from elsewhere, and the same charts are files of plots.
 """
 
-from gshard.pages.charts import Chart, area, bars
-from gshard.pages.curves import Axis, Series, curves, lines
+from gshard.pages.charts import Chart, bars
+from gshard.pages.curves import Axis, Series, area, curves, lines
 from gshard.pages.template import checked, render, style
 
 __all__ = [

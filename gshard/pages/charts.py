@@ -81,42 +81,6 @@ class Chart:
         return path
 
 
-def area(title: str, values: Sequence[float], unit: str, x: str, limit: float = 0.0) -> Chart:
-    """A filled curve over the places of `values`, its peak marked; a dotted rule at `limit`."""
-    peak = max(range(len(values)), key=lambda n: values[n], default=0)
-    step = [{"x": n, "y": v} for n, v in enumerate([*values, *values[-1:]])]
-    marks: list[dict[str, Any]] = [
-        {
-            "mark": {
-                "type": "area",
-                "interpolate": "step-after",
-                "color": "var(--s0)",
-                "opacity": 0.35,
-                "line": {"color": "var(--s0)", "strokeWidth": 1.5},
-            }
-        },
-        {
-            "data": {"values": [{"x": peak + 0.5, "y": values[peak] if values else 0}]},
-            "mark": {
-                "type": "point",
-                "filled": True,
-                "color": "var(--s1)",
-                "size": 60,
-                "opacity": 1,
-            },
-        },
-    ]
-    if limit:
-        rule = {"type": "rule", "color": "var(--s1)", "strokeDash": [2, 3]}
-        marks.append({"data": {"values": [{"y": limit}]}, "mark": rule, "encoding": {"x": None}})
-    encoding = {
-        "x": _axis("x", x, {"domain": [0, max(len(values), 1)], "nice": False}),
-        "y": _axis("y", unit, {"zero": True}),
-    }
-    spec = {"data": {"values": step}, "encoding": encoding, "layer": marks}
-    return draw(title, spec, height=190, left=56, right=12)
-
-
 def bars(title: str, rows: Mapping[str, Sequence[tuple[str, float, str]]]) -> Chart:
     """Horizontal bars: for each row its series by name, a length and what is written beside it."""
     values = [
@@ -158,14 +122,6 @@ def _colour(series: Sequence[str], field: str = "series") -> dict[str, Any]:
     scale = {"domain": list(series), "range": colours}
     legend = {} if len(series) > 1 else {"legend": None}
     return {"field": field, "type": "nominal", "scale": scale, **legend}
-
-
-def _axis(
-    field: str, title: str, scale: dict[str, Any], more: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    side = {"titleAngle": 0, "titleY": -10, "titleX": 0} if field == "y" else {"grid": False}
-    axis = {"title": title, "tickCount": 5, **side, **(more or {})}
-    return {"field": field, "type": "quantitative", "scale": scale, "axis": axis}
 
 
 def _title(text: str) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class Series:
     dots: float = 0.0  # the area of a dot, in square pixels
     faint: bool = False
     dashed: bool = False
+    filled: bool = False  # each value up to the next point, and what is below it
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,10 @@ def _within(series: Series, x: Axis, y: Axis) -> Series:
 def _marks(series: Series, up: Point) -> list[dict[str, Any]]:
     points = [{"x": a, "y": b} for a, b in series.points]
     found: list[dict[str, Any]] = []
+    if series.filled:
+        outline = {"color": series.colour, "strokeWidth": 1.5}
+        below = {"type": "area", "interpolate": "step-after", "opacity": 0.35, "line": outline}
+        return [{"data": {"values": points}, "mark": {**below, "color": series.colour}}]
     if series.line and len(points) > 1:
         line: dict[str, Any] = {"type": "line", "color": series.colour}
         line["strokeWidth"] = 1 if series.faint else 2
@@ -223,3 +228,18 @@ def lines(
     ticks = sorted({a for points in series.values() for a, _ in points}) if powers_of_two else ()
     across = Axis(x, log=log or powers_of_two, ticks=ticks)
     return curves(title, found, across, Axis(y, log=log, zero=not log))
+
+
+def area(title: str, values: Sequence[float], unit: str, x: str, limit: float = 0.0) -> Chart:
+    """A filled curve over the places of `values`, its peak marked; a dashed line at `limit`."""
+    number = max(len(values), 1)
+    found = [Series(list(enumerate([*values, *values[-1:]])), filled=True)]
+    if limit:
+        ends = [(0.0, limit), (float(number), limit)]
+        found.append(Series(ends, colour="var(--s1)", dashed=True))
+    if values:
+        peak = max(range(len(values)), key=lambda n: values[n])
+        top = (peak + 0.5, values[peak])
+        found.append(Series([top], colour="var(--s1)", line=False, dots=60.0))
+    across = Axis(x, low=0.0, high=float(number))
+    return Chart(title, curves(title, found, across, Axis(unit, zero=True), height=190).specs)

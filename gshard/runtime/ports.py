@@ -130,11 +130,7 @@ class Port:
         if self.uneven:
             return UnevenArray(value, self.sharding, self.shape)
         wanted = ordinary(mesh, self.sharding)
-        held = {s.device: s.data for s in value.addressable_shards}
-        tiles = [held[d] for d in wanted.mesh.devices.ravel() if d in held]
-        made = jax.make_array_from_single_device_arrays(
-            self.shape, wanted, tiles, dtype=value.dtype
-        )
+        made = _with_tiles_of(value, wanted, self.shape)
         return _weakly_typed(wanted)(made) if jax.typeof(value).weak_type else made
 
 
@@ -169,9 +165,14 @@ def _relabelled(value: jax.Array, label: NamedSharding) -> jax.Array:
     """The same array under an equivalent sharding: no data moves."""
     if keys.is_key(value) or value.weak_type:  # `make_array` does not support keys; they are small
         return jax.device_put(value, label)
+    return _with_tiles_of(value, label, value.shape)
+
+
+def _with_tiles_of(value: jax.Array, wanted: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
+    """An array of this shape and sharding, of which each device holds what it has of `value`."""
     held = {s.device: s.data for s in value.addressable_shards}
-    tiles = [held[d] for d in label.mesh.devices.flat if d in held]
-    return jax.make_array_from_single_device_arrays(value.shape, label, tiles, dtype=value.dtype)
+    tiles = [held[d] for d in wanted.mesh.devices.flat if d in held]
+    return jax.make_array_from_single_device_arrays(shape, wanted, tiles, dtype=value.dtype)
 
 
 def _spread_key(key: jax.Array, wanted: NamedSharding) -> jax.Array:

@@ -105,7 +105,6 @@ class Program(GlobalFunction):
     passes: History
     planned: Callable[[ClosedJaxpr, History], Arrangement]  # of a variant of the flat program
     wide: bool  # whether 64-bit types were enabled when it was planned
-    per_device = True
 
     name = property(lambda self: self.captured.name)
     mesh = property(lambda self: self.arranged.mesh)

@@ -30,6 +30,7 @@ from gshard.moving import inventory as explain
 from gshard.moving.costs import MACHINE
 from gshard.planning.plan import Plan
 from gshard.runtime.compiled import Compiled, Stage
+from gshard.runtime.program import Program
 from gshard.runtime.xla import Partitioned
 from gshard.tensors.sharding import Sharding
 
@@ -44,7 +45,7 @@ class Lowered(Stage):
         self._compiled: Compiled | None = None
 
     def __repr__(self) -> str:
-        if not self._program.per_device:
+        if not isinstance(self._program, Program):
             return f"<gshard.Lowered of {self._name()}, to be partitioned by XLA>"
         return (
             f"<gshard.Lowered of {self._name()}: {counted(self.num_equations, 'equation')}, "
@@ -70,7 +71,7 @@ class Lowered(Stage):
         """
         hardware = self._planned_for
         beside: dict[Any, tuple[str, ...]] = {}
-        if self._program.per_device and hardware is not None and hardware.overlaps:
+        if isinstance(self._program, Program) and hardware is not None and hardware.overlaps:
             topology = hardware.topology(self._program.num_devices)
             operators = timed(self._program.finished, hardware, topology)
             beside = {t.value: t.overlapped_with for t in operators if t.overlapped_with}
@@ -84,16 +85,14 @@ class Lowered(Stage):
     @property
     def plan(self) -> Plan:
         """The per-device program before emission: every reshard, reduction and halo is a node."""
-        self._check_per_device()
-        return self._program.plan
+        return self._own().plan
 
     def dump(self, folder: str | Path) -> list[Path]:
         """Write the program after every stage and pass into `folder`: one readable file each.
 
         Lines that a stage added or changed begin with `>`.
         """
-        self._check_per_device()
-        return self._program.history.dump(folder)
+        return self._own().history.dump(folder)
 
     def replay(self, *args: Any, device: int = 0, until: Until = None, **kwargs: Any) -> Replay:
         """What one `device` runs, equation by equation, in Python: iterate over the steps.
@@ -103,17 +102,15 @@ class Lowered(Stage):
         line ("model.py:12"), at the first step on any device that makes a NaN or an infinity
         ("nan"), or at the first for which a function of a step is true.
         """
-        self._check_per_device()
-        arrays = self.arrays(args, kwargs)
-        return Replay(self._program.emitted, arrays, device, until, self.trees.like_results)
+        emitted, arrays = self._own().emitted, self.arrays(args, kwargs)
+        return Replay(emitted, arrays, device, until, self.trees.like_results)
 
     def check(self, *args: Any, **kwargs: Any) -> Report:
         """Whether every value of the program is what its operator gives unpartitioned.
 
         The program is replayed on these arguments, on the host. See `gshard.check`.
         """
-        self._check_per_device()
-        return check_program(self._program.emitted, self.arrays(args, kwargs))
+        return check_program(self._own().emitted, self.arrays(args, kwargs))
 
     @property
     def in_shardings(self) -> Any:
@@ -161,8 +158,7 @@ class Lowered(Stage):
         The default is the hardware that `gshard.jit` planned for: its keyword `hardware`, or what
         JAX reports. For any other, the forecast notes that the plan was made for another one.
         """
-        self._check_per_device()
-        planned = self._program.finished
+        planned = self._own().finished
         closed_over = len(planned.invars) - len(self.trees.dtypes)
         donated = [closed_over + i for i in self.trees.donated]
         if hardware is None:
@@ -188,9 +184,8 @@ class Lowered(Stage):
         To find the last, changes of one annotation at a time are tried for up to `seconds`: by
         default 10, or 0 for a large program, since each takes as long as a lowering.
         """
-        self._check_per_device()
+        program = self._own()
         default = hardware is None and self._planned_for is None
-        program = self._program
         return Explanation(
             program.subject,
             self._forecast_alone(hardware),
@@ -218,16 +213,18 @@ class Lowered(Stage):
 
     def _repr_html_(self) -> str:
         """What it sends, takes and holds, in five lines, and its page: for notebooks."""
-        if not self._program.per_device:
+        if not isinstance(self._program, Program):
             return f"<code>{html.escape(repr(self))}</code>"
         return self.explain(seconds=0).summary_html()
 
-    def _check_per_device(self) -> None:
-        if not self._program.per_device:
-            raise ValueError(
-                "partitioner='xla' leaves the partitioning to XLA's compiler, so there is no "
-                "per-device program to inspect; omit the keyword to use gshard's own partitioner"
-            )
+    def _own(self) -> Program:
+        """The program, if gshard has partitioned it."""
+        if isinstance(self._program, Program):
+            return self._program
+        raise ValueError(
+            "partitioner='xla' leaves the partitioning to XLA's compiler, so there is no "
+            "per-device program to inspect; omit the keyword to use gshard's own partitioner"
+        )
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
         """The program, compiled by XLA for its devices."""

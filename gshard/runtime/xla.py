@@ -86,14 +86,6 @@ class XlaProgram(GlobalFunction):
     traced: jax.stages.Traced
     mesh: Mesh
     into: Sequence[Port]
-    per_device = False
-
-    @property
-    def subject(self) -> Any:
-        """There is no per-device program to explain until XLA has compiled."""
-        raise NotImplementedError("XLA partitions when it compiles; nothing to explain yet")
-
-    plan = history = emitted = finished = subject
     conflicts = ()
 
     name = property(lambda self: self.traced.fun_name)

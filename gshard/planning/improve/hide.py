@@ -29,7 +29,7 @@ from gshard.forecast.ops import APART, PRODUCTS, product_of
 from gshard.graph import Graph, at_every_level, bodies, renamed
 from gshard.graph.evaluate import equations_of
 from gshard.graph.schedule import Dependence
-from gshard.moving.collectives import CollectiveNode, CollectivePermute
+from gshard.moving.collectives import CollectiveNode
 from gshard.moving.costs import machine
 from gshard.moving.nodes import node_of
 from gshard.planning.improve.gain import multiplication
@@ -198,7 +198,7 @@ def _multiplies(eqn: JaxprEqn) -> bool:
 
 def _sends(eqn: JaxprEqn) -> bool:
     single = len(eqn.invars) == len(eqn.outvars) == 1
-    return single and isinstance(node_of(eqn), CollectiveNode | CollectivePermute)
+    return single and isinstance(node_of(eqn), CollectiveNode)
 
 
 def _is_light(eqn: JaxprEqn) -> bool:

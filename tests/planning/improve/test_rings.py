@@ -73,8 +73,8 @@ def test_both_directions(rows, devices):
         assert_same(run(rings, *args), jax.jit(fn)(*args), rtol=1e-4, atol=1e-4)
         program = rings.lower(*args)._program.history.programs["drop_unused"]
     sends = [node_of(e) for e in walk(program) if isinstance(node_of(e), CollectivePermute)]
-    gathered = [n.pairs[0] for n in sends if n.reason.kind == "operand"]
-    summed = [n.pairs[0] for n in sends if n.reason.kind != "operand"]
+    gathered = [n.groups[0] for n in sends if n.reason.kind == "operand"]
+    summed = [n.groups[0] for n in sends if n.reason.kind != "operand"]
     ahead, behind = (0, 1), (0, devices - 1)
     odd = rows * 3 // devices % 2
     if devices > 2:  # else both directions are the same
