@@ -3,15 +3,12 @@
 A transform of several dims transforms each in turn, so an unsplit dim can be transformed while
 another is split, and then take over its split: an AllToAll of the tile, where a gather would send
 it to every device. Unless annotated otherwise, the result keeps that split, and the inverse
-transform moves it back. A search over the transformed dims and the tensor's sharding finds the
-fewest bytes. A tensor without another dim is gathered.
+transform moves it back. Every order of the dims is a way, with every dim that may take over a
+split. A tensor without another dim is gathered.
 """
 
 from __future__ import annotations
 
-import functools
-import heapq
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,16 +96,16 @@ def _in_rows(x: jax.Array, kind: lax.FftType, lengths: tuple[int, ...]) -> jax.A
 def fft_ways(
     eqn: JaxprEqn, shardings: Sequence[Sharding], targets: Sequence[Sharding], limit: int
 ) -> Iterator[Way]:
-    """The path of the fewest bytes; `Way.how` is the sharding under which each dim is done."""
-    (start,), (target,), transform = shardings, targets, _Transform(eqn)
+    """Dims in any order that is possible; `Way.how` is the sharding under which each is done."""
+    transform, paths = _Transform(eqn), dict[Path, None]()
     for way in by_factors(eqn, fft_dims(eqn), shardings, targets):
         (wanted,) = way.operands
-        if 0 in eqn.invars[0].aval.shape or not any(wanted.splits[d] for d in transform.dims):
-            whole = functools.reduce(lambda s, d: s.replace(d, None), transform.dims, wanted)
-            work = _work(transform, frozenset(), whole, transform.dims)
-            yield Way((whole,), (whole,), ((transform.dims, whole),), work=work)
-        else:
-            yield _cheapest(transform, start, wanted, target)
+        if 0 in eqn.invars[0].aval.shape:
+            wanted = wanted.unsplit(transform.dims)
+        split = any(wanted.splits[d] for d in transform.dims)
+        for start in (*shardings, wanted) if split else (wanted,):
+            paths |= dict.fromkeys(_paths(transform, Done(), start))
+    return (_way(transform, path) for path in paths)
 
 
 def _fft(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
@@ -133,39 +130,26 @@ def _fft(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
     return [tile]
 
 
-def _cheapest(transform: _Transform, start: Sharding, wanted: Sharding, target: Sharding) -> Way:
-    """The path of the fewest bytes from `start`, possibly through `wanted`, to `target`."""
-    counter = itertools.count()
-    queue: list[tuple[float, int, Done, Sharding, Path, float, float]] = []
+def _paths(transform: _Transform, done: Done, here: Sharding) -> Iterator[Path]:
+    """The ways to transform the dims that are left, of a tensor with the sharding `here`."""
+    if done == transform.dims:
+        yield ()
+        return
+    for there in _next_shardings(transform, done, here):
+        dims = _transformed(transform, done, there)
+        for rest in _paths(transform, done | dims, there):
+            yield ((dims, there), *rest)
 
-    def push(done: Done, here: Sharding, path: Path, work: float, sent: float) -> None:
-        heapq.heappush(queue, (work + sent, next(counter), done, here, path, work, sent))
 
-    def moved(here: Sharding, there: Sharding, done: Done) -> float:
+def _way(transform: _Transform, path: Path) -> Way:
+    """To transform dims under these shardings, one after the other."""
+    done, work, sent, here = Done(), 0.0, 0.0, path[0][1]
+    for dims, there in path:
         aval = transform.aval(done)
-        return reshard_cost(here, there, aval.shape, aval.dtype)
-
-    nothing: Done = frozenset()
-    push(nothing, start, (), 0.0, 0.0)
-    push(nothing, wanted, (), 0.0, moved(start, wanted, nothing))
-    seen: set[tuple[Done, Sharding]] = set()
-    while True:
-        _, _, done, here, path, work, sent = heapq.heappop(queue)
-        if done == transform.dims and here == target:
-            first, last = path[0][1], path[-1][1]
-            inside = sent - moved(start, first, nothing) - moved(last, target, done)
-            return Way((first,), (last,), path, work=work, sent=max(0.0, inside))
-        if (done, here) in seen:
-            continue
-        seen.add((done, here))
-        if done == transform.dims:
-            push(done, target, path, work, sent + moved(here, target, done))
-            continue
-        for there in _next_shardings(transform, done, here):
-            dims = _transformed(transform, done, there)
-            more = work + _work(transform, done, there, dims)
-            after = sent + moved(here, there, done)
-            push(done | dims, there, (*path, (dims, there)), more, after)
+        sent += reshard_cost(here, there, aval.shape, aval.dtype)
+        work += _work(transform, done, there, dims)
+        done, here = done | dims, there
+    return Way((path[0][1],), (here,), path, work=work, sent=sent)
 
 
 def _next_shardings(transform: _Transform, done: Done, here: Sharding) -> Iterator[Sharding]:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard._jax import (
@@ -32,6 +32,7 @@ from gshard._jax import (
 )
 from gshard.graph.evaluate import bind, evaluate
 from gshard.graph.reason import Reason
+from gshard.graph.regions import called
 from gshard.graph.source import because
 from gshard.moving import collectives
 from gshard.moving.partial import copies_groups
@@ -127,12 +128,12 @@ def _draw(
     logical = (*keys.shape, *shape)
     per_draw = Sharding(target.splits[rank:], target.num_devices)
     local = per_draw.local_shape(shape)
-    mixes = bool(rank) and _uses(_traced(draw(impl, local), rank, keys).jaxpr, _MIXES)
+    mixes = bool(rank) and _uses(_traced(draw(impl, local), rank, keys), _MIXES)
     wanted = Sharding.replicated(rank, target.num_devices) if mixes else target.project(range(rank))
     keys = ctx.reshard(keys, wanted, Reason("operand", eqn.primitive.name))
     raw = jax.random.key_data(keys.array)
     program = _traced(draw(impl, local), rank, keys)
-    counting = impl.name in _COUNTING and _uses(program.jaxpr, _COUNTS)
+    counting = impl.name in _COUNTING and _uses(program, _COUNTS)
     if not mixes and (per_draw.is_replicated or counting):
         counters = functools.partial(_counters, ctx, per_draw, shape)
         (array,) = _counting(program, [raw], counters)
@@ -140,19 +141,11 @@ def _draw(
     why = f"{impl.name} draws all elements at once, each device does"
     with because(Reason("step", eqn.primitive.name, why)):
         array = _vectorized(draw(impl, shape), rank)(raw)
-    here = Sharding((*keys.sharding.splits, *[None] * len(shape)), target.num_devices)
-    if eqn.primitive is p.random_bits_p:
-        return Tile(array, here, logical)
-    # Keys are split as integers: the caller wraps the result.
-    inside = array.ndim - len(logical)
-    whole = Tile(
-        array,
-        Sharding((*here.splits, *[None] * inside), here.num_devices),
-        (*logical, *array.shape[-inside:]),
-    )
-    own = Sharding((*target.splits, *[None] * inside), here.num_devices)
-    cut = ctx.reshard(whole, own, Reason("step", "", "own keys"))
-    return Tile(cut.array, target, logical)
+    here = keys.sharding.extended(len(shape))
+    inside = array.shape[len(logical) :]  # keys are split as integers: the caller wraps the result
+    drawn = Tile(array, here.extended(len(inside)), (*logical, *inside))
+    own = ctx.reshard(drawn, target.extended(len(inside)), Reason("result", eqn.primitive.name))
+    return Tile(own.array, target, logical)
 
 
 def _traced(draw: Draw, rank: int, keys: Tile) -> ClosedJaxpr:
@@ -165,20 +158,11 @@ def _vectorized(draw: Draw, rank: int) -> Draw:
     return draw
 
 
-def _uses(jaxpr: Jaxpr, name: str) -> bool:
+def _uses(program: ClosedJaxpr, name: str) -> bool:
     """Whether a primitive of that name occurs in a program, or in one that it calls."""
-    return any(
-        eqn.primitive.name == name or any(_uses(_body(v).jaxpr, name) for v in _called(eqn))
-        for eqn in jaxpr.eqns
-    )
-
-
-def _called(eqn: JaxprEqn) -> list[Any]:
-    return [eqn.params["jaxpr"]] if eqn.primitive is p.jit_p else []
-
-
-def _body(jaxpr: Any) -> ClosedJaxpr:
-    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+    bodies = map(called, program.jaxpr.eqns)
+    here = any(eqn.primitive.name == name for eqn in program.jaxpr.eqns)
+    return here or any(body is not None and _uses(body, name) for body in bodies)
 
 
 def _counting(
@@ -189,9 +173,8 @@ def _counting(
     def interpret(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name == _COUNTS:
             return counters(tuple(eqn.params["shape"]))
-        for body in _called(eqn):
-            return evaluate(_body(body), values, interpret)
-        return bind(eqn, values)
+        body = called(eqn)
+        return evaluate(body, values, interpret) if body else bind(eqn, values)
 
     return evaluate(program, args, interpret)
 
@@ -227,24 +210,14 @@ def _add(
 
 
 def _times(rows: jax.Array, stride: int, size: int) -> tuple[jax.Array, jax.Array]:
-    """`rows * stride` in 64 bits, where rows < size."""
+    """`rows * stride` in 64 bits, where rows < size: by halves of 16 bits if that is large."""
     if size * stride < 2**32:
         return jnp.zeros_like(rows), rows * jnp.uint32(stride)
-    total = jnp.zeros_like(rows), jnp.zeros_like(rows)
-    for shift in (0, 16, 32, 48):  # by the digits of the stride to base 2**16
-        digit = jnp.uint32(stride >> shift & 0xFFFF)
-        low, high = (rows & 0xFFFF) * digit, (rows >> 16) * digit
-        total = _add(total, _shifted(low, shift))
-        total = _add(total, _shifted(high, shift + 16))
-    return total
-
-
-def _shifted(x: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
-    if bits >= 64:
-        return jnp.zeros_like(x), jnp.zeros_like(x)
-    if bits >= 32:
-        return x << (bits - 32), jnp.zeros_like(x)
-    return (x >> (32 - bits) if bits else jnp.zeros_like(x)), x << bits
+    high, low = (jnp.uint32(x) for x in divmod(stride, 2**32))
+    upper, lower = low >> 16, low & 0xFFFF
+    middle = (rows >> 16) * lower + ((rows & 0xFFFF) * lower >> 16)
+    carried = ((rows & 0xFFFF) * upper + (middle & 0xFFFF)) >> 16
+    return rows * high + (rows >> 16) * upper + (middle >> 16) + carried, rows * low
 
 
 def _random_gamma(

@@ -20,12 +20,13 @@ from jax.extend.core import primitives as p
 from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
-from gshard.moving.columnsort import columnsort, rows_needed
+from gshard.moving.columnsort import columnsort, rows_needed, rows_sent
 from gshard.moving.costs import machine, passes, sent_bytes, timed, worked
 from gshard.moving.halo import groups_along
 from gshard.moving.ordered import flipped
 from gshard.moving.plan import whole_along
 from gshard.moving.reductions import identity
+from gshard.moving.retile import standard_elements
 from gshard.rules.base.rule import (
     RULES,
     Context,
@@ -122,12 +123,11 @@ def _columnsort_cost(eqn: JaxprEqn, here: Sharding, dim: int, rows: int) -> tupl
     local = list(here.local_shape(shape))
     padded = rows * here.tiles[dim] != shape[dim]
     local[dim] = rows
-    width = sum(itemsize_of(a.aval.dtype) for a in eqn.invars) + padded + 4 * _needs_index(eqn)
-    latencies = (3 + padded) * len(eqn.invars)
-    sent = timed(3 * math.prod(local) * width, latencies)
-    if rows != -(-shape[dim] // here.tiles[dim]):  # rows shift between tiles at the end
-        sent += math.prod(local) * sum(itemsize_of(a.aval.dtype) for a in eqn.invars)
-    return _work(eqn, local, dim, sorts=4), sent
+    width = sum(itemsize_of(a.aval.dtype) for a in eqn.invars)
+    inside = rows_sent(rows, here.tiles[dim]) * math.prod(local) // rows
+    after = standard_elements(here, tuple(local), shape)  # rows shift between tiles at the end
+    sent = inside * (width + padded + 4 * _needs_index(eqn)) + after * width
+    return _work(eqn, local, dim, sorts=4), timed(sent, (3 + padded) * len(eqn.invars))
 
 
 def _needs_index(eqn: JaxprEqn) -> bool:
@@ -163,9 +163,9 @@ def _sort_columns(
     def sort(arrays: list[jax.Array]) -> list[jax.Array]:
         return list(lax.sort(arrays, dimension=0, is_stable=False, num_keys=keys))
 
-    groups = groups_along(here, dim)
     reason = Reason("step", "sort", f"columnsort over {split.tiles} tiles")
-    done = columnsort(place, operands, sort, here, dim, groups, reason)
+    in_front = here.project([dim, *(d for d in range(here.rank) if d != dim)])
+    done = columnsort(place, operands, sort, in_front, reason)
     kept = done[len(first) : len(first) + num_keys] + done[keys:]
     return [
         ctx.reshard(Tile(jnp.moveaxis(x, 0, dim), here, t.shape), here, reason)
