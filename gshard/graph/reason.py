@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 _TAG = "gshard"
-_OF = ("operand", "result", "update", "carried value", "condition", "index")
+_OF = ("operand", "result", "carried value", "condition", "index")
 
 
 @dataclass(frozen=True)

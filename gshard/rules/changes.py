@@ -29,11 +29,13 @@ from gshard.tensors.tile import Tile
 class Change(ABC):
     """A change of one dim, of which the result has `rows` rows.
 
-    `collectable` says whether `collected` may send less than a gather of the operand.
+    `collectable` says whether `collected` may send less than a gather of the operand, `value` what
+    the rows are that come from no row of the operand, if there are such.
     """
 
     rows: int
     collectable: bool = False
+    value: Any = None
 
     def tiles(self, tiles: int) -> tuple[np.ndarray, int]:
         """The first row of each tile of the result, and how many rows a tile has."""
@@ -69,7 +71,6 @@ class AffineMap(Change):
     low: int = 0
     step: int = 1
     stride: int = 1
-    value: Any = None
 
     def sent(self, size: int, tiles: int) -> int:
         """Rows at the borders of the tiles, or every row of a result on other devices."""
@@ -175,7 +176,8 @@ class AffineMap(Change):
 
 def slice_rows(start: int, limit: int, stride: int = 1) -> AffineMap:
     """Rows `start` to `limit`, every `stride`-th."""
-    return AffineMap(max(0, -(-(limit - start) // stride)), True, -start, stride=stride)
+    rows = max(0, -(-(limit - start) // stride))
+    return AffineMap(rows, collectable=True, low=-start, stride=stride)
 
 
 def pad_rows(size: int, low: int, high: int, interior: int, value: Any) -> AffineMap:

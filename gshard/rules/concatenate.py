@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
@@ -35,10 +34,9 @@ from gshard.rules.base.rule import (
 from gshard.rules.base.unreduced import joined
 from gshard.rules.base.ways import least
 from gshard.rules.slicing import filled
-from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding, Split
-from gshard.tensors.tile import Tile, itemsize_of
+from gshard.tensors.tile import Tile, row_bytes
 
 
 def stack_factors(eqn: JaxprEqn) -> Factors:
@@ -101,27 +99,45 @@ def _concatenate(
 
 
 def _joined(
-    ctx: Context,
-    ready: Mapping[int, Tile],
-    used: Used,
-    dim: int,
-    split: Split,
-    size: int,
+    ctx: Context, ready: Mapping[int, Tile], used: Used, dim: int, split: Split, size: int
 ) -> jax.Array:
     """The tile of the result, along a split dim of `size` rows."""
-    rows = -(-size // split.tiles)
+    place, rows = ctx.place, -(-size // split.tiles)
+    starts = np.arange(split.tiles) * rows
+
+    def fetched(i: int) -> Iterator[tuple[jax.Array, list[Move]]]:
+        """The rows that come from one operand, and the parts that they are."""
+        reason = Reason("step", "concatenate", f"rows of operand {i} to their tiles")
+        tile, parts = ready[i], used[i]
+        if tile.sharding.splits[dim] is split and len(parts) > 1:
+            windows = Windows.of(Runs.of(tile, dim), tile.array.shape[dim], starts, rows, parts)
+            yield align(place, tile.array, tile.sharding, dim, windows, reason), parts
+            return
+        for part in parts:
+            yield fetch(place, tile, dim, starts - part.by, rows, reason, part[:2], split), [part]
+
+    def over(below: jax.Array, above: jax.Array, parts: list[Move]) -> jax.Array:
+        """`above` in the rows that the parts become, `below` in all others."""
+        index = lax.broadcasted_iota(jnp.int32, below.shape, dim) + place.lookup(split.own * rows)
+        inside = [(index >= q.first + q.by) & (index < q.end + q.by) for q in parts]
+        return lax.select(functools.reduce(jnp.logical_or, inside), above, below)
+
+    def written(below: jax.Array, source: jax.Array, part: Move) -> jax.Array:
+        """`below` with a part of `source` in the rows of the one tile that it goes into."""
+        number, first = divmod(part.first + part.by, rows)
+        new = lax.slice_in_dim(source, part.first, part.end, axis=dim)
+        there = lax.slice_in_dim(below, first, first + new.shape[dim], axis=dim)
+        return rows_put(below, place.where(split.own == number, new, there), first, dim)
+
     joined: jax.Array | None = None
     for i in sorted(used, key=lambda i: -sum(q.end - q.first for q in used[i])):
-        own = used[i]
-        if joined is not None and _in_single_tiles(ready[i], own, dim, rows):
-            for part in own:
-                joined = _written(ctx.place, joined, ready[i].array, part, dim, split)
+        single = all((q.first + q.by) // rows == (q.end + q.by - 1) // rows for q in used[i])
+        if joined is not None and single and ready[i].sharding.splits[dim] is None:
+            for part in used[i]:
+                joined = written(joined, ready[i].array, part)
             continue
-        reason = Reason("step", "concatenate", f"rows of operand {i} to their tiles")
-        for array, covered in _fetched(ctx.place, ready[i], own, dim, split, rows, reason):
-            joined = (
-                array if joined is None else _over(ctx.place, joined, array, covered, dim, split)
-            )
+        for array, parts in fetched(i):
+            joined = array if joined is None else over(joined, array, parts)
     assert joined is not None
     return joined
 
@@ -160,7 +176,7 @@ def _way(eqn: JaxprEqn, shardings: Sequence[Sharding], used: Used, result: Shard
     """With a result that is split like that; `Way.how` is the number of collectives inside."""
     dim, aval = eqn.params["dimension"], eqn.outvars[0].aval
     split, local = result.splits[dim], result.local_shape(aval.shape)
-    row = math.prod(n for d, n in enumerate(local) if d != dim) * itemsize_of(aval.dtype)
+    row = row_bytes(local, dim, aval.dtype)
     sources, sent, steps = list(shardings), 0, 0
     for i, own in used.items():
         here, shape = shardings[i], eqn.invars[i].aval.shape
@@ -188,62 +204,6 @@ def _totals(
             moved = [hop.bytes for hop in hops if hop.kind != "slice"]
             sent, steps = sent + sum(moved), steps + len(moved)
     return sent, steps
-
-
-def _fetched(
-    place: Place,
-    tile: Tile,
-    parts: list[Move],
-    dim: int,
-    split: Split,
-    rows: int,
-    reason: Reason,
-) -> Iterator[tuple[jax.Array, list[Move]]]:
-    """The rows of the result's tile that come from one operand, and the parts that they are."""
-    starts = np.arange(split.tiles) * rows
-    if tile.sharding.splits[dim] is split and len(parts) > 1:
-        windows = Windows.of(Runs.of(tile, dim), tile.array.shape[dim], starts, rows, parts)
-        yield align(place, tile.array, tile.sharding, dim, windows, reason), parts
-        return
-    for part in parts:
-        first = starts - part.by
-        yield fetch(place, tile, dim, first, rows, reason, part[:2], split), [part]
-
-
-def _in_single_tiles(tile: Tile, parts: list[Move], dim: int, rows: int) -> bool:
-    """Whether all devices have an operand, and each of its parts goes into one tile."""
-    ends = [(q.first + q.by, q.end + q.by - 1) for q in parts]
-    return tile.sharding.splits[dim] is None and all(a // rows == b // rows for a, b in ends)
-
-
-def _written(
-    place: Place, below: jax.Array, source: jax.Array, part: Move, dim: int, split: Split
-) -> jax.Array:
-    """`below` with a part of `source` in the rows of the one tile that it goes into."""
-    number, first = divmod(part.first + part.by, below.shape[dim])
-    new = lax.slice_in_dim(source, part.first, part.end, axis=dim)
-    there = lax.slice_in_dim(below, first, first + new.shape[dim], axis=dim)
-    new = place.where(np.maximum(split.coords, 0) == number, new, there)
-    return rows_put(below, new, first, dim)
-
-
-def _over(
-    place: Place,
-    below: jax.Array,
-    above: jax.Array,
-    parts: list[Move],
-    dim: int,
-    split: Split,
-) -> jax.Array:
-    """`above` in the rows that the parts become, `below` in all others."""
-    rows = below.shape[dim]
-    offset = place.lookup(np.maximum(split.coords, 0) * rows)
-    index = lax.broadcasted_iota(jnp.int32, below.shape, dim) + offset
-    inside = functools.reduce(
-        jnp.logical_or,
-        [(index >= q.first + q.by) & (index < q.end + q.by) for q in parts],
-    )
-    return lax.select(inside, above, below)
 
 
 _JOINED = Doc(free="other dims", halo="the dim itself: the rows that change tiles")

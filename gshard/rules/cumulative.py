@@ -19,11 +19,11 @@ from gshard.moving import collectives
 from gshard.moving.costs import sent_bytes
 from gshard.moving.halo import groups_along
 from gshard.moving.reductions import identity
-from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, cheapest, register
+from gshard.rules.base.rule import Context, Doc, Rule, Way, in_cheapest_way, register
 from gshard.rules.base.ways import by_factors
 from gshard.tensors.factors import all_dims
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Tile, byte_size
+from gshard.tensors.tile import Tile, row_bytes
 
 _COMBINE = {
     p.cumsum_p: ("sum", lax.add),
@@ -40,28 +40,28 @@ def cumulative_ways(
     """Every split of the dims; along its own dim, the totals of all tiles are gathered."""
     dim, aval = eqn.params["axis"], eqn.invars[0].aval
     for way in by_factors(eqn, all_dims(eqn), shardings, targets):
-        split, local = way.operands[0].splits[dim], way.operands[0].local_shape(aval.shape)
+        (here,) = way.operands
+        split = here.splits[dim]
         if split and 0 not in aval.shape:
-            total = byte_size((*local[:dim], 1, *local[dim + 1 :]), aval.dtype)
+            total = row_bytes(here.local_shape(aval.shape), dim, aval.dtype)
             way = way._replace(sent=sent_bytes("all_gather", total, split.tiles))
         yield way
 
 
+@in_cheapest_way
 def _cumulative(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    kind, combine = _COMBINE[eqn.primitive]
-    dim, reverse = eqn.params["axis"], eqn.params["reverse"]
-    (wanted,) = cheapest(ctx, eqn, RULES[eqn.primitive], tiles, targets).operands
-    tile = ctx.reshard(tiles[0], wanted, Reason("operand", eqn.primitive.name))
-    split = wanted.splits[dim]
+    (tile,), (kind, combine) = tiles, _COMBINE[eqn.primitive]
+    dim, reverse, here = eqn.params["axis"], eqn.params["reverse"], tile.sharding
+    split = here.splits[dim]
     if split is None or 0 in tile.shape:
-        return [Tile(eqn.primitive.bind(tile.array, **eqn.params), wanted, tile.shape)]
+        return [Tile(eqn.primitive.bind(tile.array, **eqn.params), here, tile.shape)]
     nothing = identity(kind, tile.array.dtype)
     local = eqn.primitive.bind(tile.masked(ctx.place, nothing, [dim]).array, **eqn.params)
     end = 0 if reverse else local.shape[dim] - 1
     total = lax.slice_in_dim(local, end, end + 1, axis=dim)
-    groups = groups_along(wanted, dim)
+    groups = groups_along(here, dim)
     reason = Reason("step", eqn.primitive.name, f"the totals of {split.tiles} tiles")
     totals = collectives.all_gather(ctx.place, total, dim, groups, reason)
     scanned = eqn.primitive.bind(totals, **eqn.params)
@@ -72,7 +72,7 @@ def _cumulative(
     before = lax.dynamic_slice_in_dim(lax.concatenate(rows, dim), number + reverse, 1, dim)
     first = number == (split.tiles - 1 if reverse else 0)
     result = jnp.where(first, local, combine(jnp.broadcast_to(before, local.shape), local))
-    return [Tile(result, wanted, tile.shape)]
+    return [Tile(result, here, tile.shape)]
 
 
 register(

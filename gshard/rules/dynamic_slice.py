@@ -10,10 +10,8 @@ update is written by the devices that own its rows, and costs nothing if all hav
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -29,15 +27,14 @@ from gshard.moving.costs import timed
 from gshard.moving.halo import groups_along, shifted_pairs
 from gshard.moving.recompute import fetch
 from gshard.moving.row_windows import plan_fetch
-from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, cheapest, linear_in, register
-from gshard.rules.base.unreduced import sliced
+from gshard.rules.base.rule import Context, Doc, Rule, Way, in_cheapest_way, linear_in, register
 from gshard.rules.changes import Change
-from gshard.rules.slicing import change_rule, run_changes
+from gshard.rules.slicing import change_rule
 from gshard.tensors import padding
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors
 from gshard.tensors.sharding import Sharding, Split
-from gshard.tensors.tile import Tile, itemsize_of
+from gshard.tensors.tile import Tile, row_bytes, rows_within
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class DynamicSlice(Change):
             return lax.dynamic_slice_in_dim(tile.array, self.start, self.rows, dim)
         size, width = tile.shape[dim], -(-self.rows // split.tiles)
         if tile.sharding.splits[dim] is None:
-            offset = self.start + place.lookup(np.maximum(split.coords, 0) * width)
+            offset = self.start + place.lookup(split.own * width)
             x = padding.pad_end(tile.array, dim, size + split.tiles * width - self.rows)
             return lax.dynamic_slice_in_dim(x, offset, width, dim)
         if self._scattered(split.tiles) < self._rotated(size, split.tiles):
@@ -90,8 +87,7 @@ class DynamicSlice(Change):
         """The result's window: the rows of this device in their places, zeros elsewhere."""
         local = tile.array.shape[dim]
         offset = tile.offset(place, dim) - self.start  # the result's row that local row 0 is
-        index = lax.broadcasted_iota(jnp.int32, tile.array.shape, dim) + offset
-        own = (index >= 0) & (index < self.rows)
+        own = rows_within(tile.array.shape, dim, offset, 0, self.rows)
         if dim in tile.padded_dims():
             own &= ~tile.is_padding(place, dim)
         x = lax.select(own, tile.array, jnp.zeros_like(tile.array))
@@ -139,21 +135,16 @@ def _clamped(index: Tile, size: int, rows: int) -> jax.Array:
     return jnp.clip(index.array, 0, most).astype(jnp.int32)
 
 
-def _windows(eqn: JaxprEqn) -> list[Mapping[int, DynamicSlice]]:
-    """What a dynamic slice does to the dims that it cuts; the offsets are left out."""
+def _windows(eqn: JaxprEqn, *tiles: Tile) -> list[Mapping[int, DynamicSlice]]:
+    """What a dynamic slice does to the dims that it cuts; offsets are operands."""
     sizes = zip(eqn.invars[0].aval.shape, eqn.params["slice_sizes"], strict=True)
-    return [{d: DynamicSlice(rows) for d, (n, rows) in enumerate(sizes) if n != rows}]
-
-
-def _dynamic_slice(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
-    tile, *starts = tiles
-    (windows,) = _windows(eqn)
-    changes = {
-        d: replace(w, start=_clamped(starts[d], tile.shape[d], w.rows)) for d, w in windows.items()
-    }
-    return run_changes(ctx, eqn, tiles, targets, [changes])
+    return [
+        {
+            d: DynamicSlice(rows, start=_clamped(tiles[1 + d], n, rows) if tiles else None)
+            for d, (n, rows) in enumerate(sizes)
+            if n != rows
+        }
+    ]
 
 
 def update_factors(eqn: JaxprEqn) -> Factors:
@@ -175,7 +166,7 @@ def update_ways(
     """
     here, update, *indices = shardings
     for sharding in dict.fromkeys([targets[0], here]):
-        whole = functools.reduce(lambda s, d: s.replace(d, None), _moving(eqn), sharding)
+        whole = sharding.unsplit(_moving(eqn))
         yield Way((sharding, whole, *indices), (sharding,))
         for dim in _moving(eqn):
             split = sharding.splits[dim]
@@ -197,35 +188,30 @@ def _rotation_bytes(eqn: JaxprEqn, update: Sharding, dim: int) -> int:
     assert split
     local = -(-size // split.tiles)
     fetched = plan_fetch(split.tiles, aval.shape[dim], np.arange(split.tiles) * local, local)
-    others = math.prod(n for d, n in enumerate(update.local_shape(aval.shape)) if d != dim)
     rows = rotation_rows(size, aval.shape[dim], local) + fetched.sent
-    return rows * others * itemsize_of(aval.dtype)
+    return rows * row_bytes(update.local_shape(aval.shape), dim, aval.dtype)
 
 
+@in_cheapest_way
 def _dynamic_update_slice(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
-    tile, update, *indices = tiles
+    (tile, update, *indices), turned = tiles, way.how
     if 0 in update.shape:
         return [tile]
     starts = {d: _clamped(indices[d], tile.shape[d], update.shape[d]) for d in _moving(eqn)}
-    way = cheapest(ctx, eqn, RULES[eqn.primitive], tiles, targets)
-    tile = ctx.reshard(tile, way.operands[0], Reason("operand", _UPDATE))
-    update, turned = ctx.reshard(update, way.operands[1], Reason("update", _UPDATE)), way.how
     if turned is not None:
         update = _update_in_place(ctx.place, tile, update, turned, starts[turned])
     array = _write(ctx.place, tile, update.array, starts, eqn.invars[1].aval.shape, turned)
     return [Tile(array, way.results[0], tile.shape)]
 
 
-_UPDATE = "dynamic_update_slice"
-
-
 def _update_in_place(place: Place, tile: Tile, update: Tile, dim: int, start: jax.Array) -> Tile:
     """The rows of the update that belong into the rows of `tile`, for every device."""
     split, local = tile.sharding.splits[dim], tile.array.shape[dim]
     assert split
-    reason = Reason("step", _UPDATE, "tiles of the update to where they are written")
+    why = "tiles of the update to where they are written"
+    reason = Reason("step", "dynamic_update_slice", why)
     x = fetch(place, update, dim, np.arange(split.tiles) * local, local, reason)
     shape = (*update.shape[:dim], tile.shape[dim], *update.shape[dim + 1 :])
     spread = Tile(x, update.sharding, shape)
@@ -258,16 +244,15 @@ def _write(
         at[dim] = jnp.clip(start - offset, 0, local[dim] - rows)
         first = offset + at[dim] - start
         if dim != turned:
-            pads = [(rows, rows, 0) if d == dim else (0, 0, 0) for d in range(update.ndim)]
-            wide = lax.pad(update, jnp.zeros((), update.dtype), pads)
+            wide = padding.pad(update, dim, rows, rows)
             begin = jnp.clip(first + rows, 0, shape[dim] + rows)
             update = lax.dynamic_slice_in_dim(wide, begin, rows, dim)
         edges.append((dim, first))
     if edges:
         there = lax.dynamic_slice(tile.array, at, update.shape)
         for dim, first in edges:
-            index = lax.broadcasted_iota(jnp.int32, update.shape, dim) + first
-            update = lax.select((index >= 0) & (index < shape[dim]), update, there)
+            inside = rows_within(update.shape, dim, first, 0, shape[dim])
+            update = lax.select(inside, update, there)
     return lax.dynamic_update_slice(tile.array, update, at)
 
 
@@ -281,10 +266,7 @@ _WRITTEN = Doc(
     halo="where it moves, most rows: a tile for each bit of the largest offset in tiles",
     gather="where it moves, few rows: AllGather of the update",
 )
-register(
-    change_rule(_windows, _dynamic_slice, linear=linear_in((0,)), on_unreduced=sliced, doc=_CUT),
-    p.dynamic_slice_p,
-)
+register(change_rule(_windows, linear=linear_in((0,)), doc=_CUT), p.dynamic_slice_p)
 register(
     Rule(
         update_factors,

@@ -14,15 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 from jax.lax import GatherScatterMode
 
-from gshard.graph.reason import Reason
 from gshard.moving.partial import combine_disjoint
-from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, cheapest, register
+from gshard.rules.base.rule import Context, Doc, Rule, Way, in_cheapest_way, register
 from gshard.rules.base.ways import by_factors
 from gshard.tensors import padding
 from gshard.tensors.factors import Assignment, Factors
@@ -137,7 +135,7 @@ def window_starts(
     for d in starts:
         part = chosen.get(f"o{d}")
         if part:
-            starts[d] += ctx.place.lookup(np.maximum(part.coords, 0) * sizes[d])
+            starts[d] += ctx.place.lookup(part.own * sizes[d])
         starts[d] -= operand.offset(ctx.place, d)
     return starts, inside
 
@@ -187,18 +185,15 @@ def gather_ways(
     yield from (way for way in ways if held(way.operands[0]) <= most)
 
 
+@in_cheapest_way
 def partition_gather(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     """Look up this device's rows; if they are split, a sum combines what the devices found."""
     roles, shape, dtype = roles_of(eqn), tuple(eqn.outvars[0].aval.shape), eqn.outvars[0].aval.dtype
     if 0 in shape and not is_key_type(dtype):
         return [Tile(jnp.zeros(targets[0].local_shape(shape), dtype), targets[0], shape)]
-    way = cheapest(ctx, eqn, RULES[eqn.primitive], tiles, targets)
-    reason, chosen = Reason("operand", "gather"), way.how.chosen
-    operand, indices = (
-        ctx.reshard(t, wanted, reason) for t, wanted in zip(tiles, way.operands, strict=True)
-    )
+    (operand, indices), chosen = tiles, way.how.chosen
     sizes = local_sizes(roles, operand, chosen)
     params = eqn.params | {"slice_sizes": sizes}
     if not cut_dims(roles, chosen):

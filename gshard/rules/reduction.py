@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +18,13 @@ from gshard.moving.ordered import sortable
 from gshard.moving.partial import reducing_groups
 from gshard.moving.reductions import identity
 from gshard.rules.base.rule import (
-    RULES,
     Context,
     Doc,
+    PartitionRule,
     Rule,
+    Way,
     bind_local,
-    cheapest,
+    in_cheapest_way,
     linear_in_all,
     no_order,
     register,
@@ -78,27 +78,30 @@ _KINDS = {
 }
 
 
-def _partition_custom(
-    ctx: Context,
-    eqn: JaxprEqn,
-    tiles: list[Tile],
-    targets: list[Sharding],
-    prepare: Callable[[list[Tile]], Any],
-    finish: Callable[[Any, collectives.Members], Sequence[jax.Array]],
-) -> list[Tile]:
-    """Choose splits as for a maximum, reduce locally with `prepare`, combine with `finish`."""
-    way = cheapest(ctx, eqn, RULES[eqn.primitive], tiles, targets)
-    reason = Reason("operand", eqn.primitive.name)
-    ready = [ctx.reshard(t, s, reason) for t, s in zip(tiles, way.operands, strict=True)]
-    partial, here = way.results[0], way.results[0].reduced
-    if not partial.unreduced:
-        arrays = bind_local(ctx, eqn, ready, [])
-    else:
-        groups = reducing_groups(partial)
-        arrays = finish(prepare(ready), groups)
-        if here.is_replicated and any(s.idle for s in partial.unreduced):
-            arrays = [_from_one(ctx, eqn, a, groups[0][0]) for a in arrays]
-    return [Tile(a, here, tuple(v.aval.shape)) for a, v in zip(arrays, eqn.outvars, strict=True)]
+# The results of an operator on tiles, combined over groups of devices
+Combined = Callable[[Context, JaxprEqn, list[Tile], collectives.Members], Arrays]
+
+
+def _by_devices(combined: Combined) -> PartitionRule:
+    """Splits are chosen as for a maximum; `combined` reduces where a reduced dim is split."""
+
+    @in_cheapest_way
+    @functools.wraps(combined)
+    def partition(
+        ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
+    ) -> list[Tile]:
+        partial, here = way.results[0], way.results[0].reduced
+        if not partial.unreduced:
+            arrays = bind_local(ctx, eqn, tiles, [])
+        else:
+            groups = reducing_groups(partial)
+            arrays = combined(ctx, eqn, tiles, groups)
+            if here.is_replicated and any(s.idle for s in partial.unreduced):
+                arrays = [_from_one(ctx, eqn, a, groups[0][0]) for a in arrays]
+        shapes = [tuple(v.aval.shape) for v in eqn.outvars]
+        return [Tile(a, here, shape) for a, shape in zip(arrays, shapes, strict=True)]
+
+    return partition
 
 
 def _from_one(ctx: Context, eqn: JaxprEqn, array: jax.Array, device: int) -> jax.Array:
@@ -109,47 +112,37 @@ def _from_one(ctx: Context, eqn: JaxprEqn, array: jax.Array, device: int) -> jax
     return collectives.merge_disjoint(ctx.place, mine, everyone, reason)
 
 
+@_by_devices
 def _arg_reduce(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], groups: collectives.Members
+) -> Arrays:
     """argmax, argmin: reduce values, then the first index of the winner."""
     kind = "max" if eqn.primitive is p.argmax_p else "min"
-    (dim,) = eqn.params["axes"]
-    index_dtype = eqn.params["index_dtype"]
-
-    def prepare(ready: list[Tile]) -> tuple[jax.Array, jax.Array]:
-        (tile,) = ready
-        masked = tile.masked(ctx.place, identity(kind, tile.array.dtype), [dim])
-        (local,) = bind_local(ctx, eqn, [masked], [])
-        value = jnp.take_along_axis(masked.array, jnp.expand_dims(local, dim), axis=dim)
-        return jnp.squeeze(value, dim), local + jnp.asarray(
-            tile.offset(ctx.place, dim), index_dtype
-        )
-
-    def finish(
-        parts: tuple[jax.Array, jax.Array], groups: collectives.Members
-    ) -> Sequence[jax.Array]:
-        value, index = parts
-        reason = Reason("step", eqn.primitive.name, f"winners of {len(groups[0])} devices")
-        keys, _ = sortable(value, kind)
-        best = collectives.all_reduce(ctx.place, keys, groups, kind, reason)
-        none = jnp.asarray(jnp.iinfo(index_dtype).max, index_dtype)
-        mine = jnp.where(keys == best, index, none)
-        return [collectives.all_reduce(ctx.place, mine, groups, "min", reason)]
-
-    return _partition_custom(ctx, eqn, tiles, targets, prepare, finish)
+    (tile,), (dim,), index_dtype = tiles, eqn.params["axes"], eqn.params["index_dtype"]
+    masked = tile.masked(ctx.place, identity(kind, tile.array.dtype), [dim])
+    (local,) = bind_local(ctx, eqn, [masked], [])
+    value = jnp.take_along_axis(masked.array, jnp.expand_dims(local, dim), axis=dim)
+    index = local + jnp.asarray(tile.offset(ctx.place, dim), index_dtype)
+    reason = Reason("step", eqn.primitive.name, f"winners of {len(groups[0])} devices")
+    keys, _ = sortable(jnp.squeeze(value, dim), kind)
+    best = collectives.all_reduce(ctx.place, keys, groups, kind, reason)
+    none = jnp.asarray(jnp.iinfo(index_dtype).max, index_dtype)
+    mine = jnp.where(keys == best, index, none)
+    return [collectives.all_reduce(ctx.place, mine, groups, "min", reason)]
 
 
+@_by_devices
 def _generic_reduce(
-    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
-) -> list[Tile]:
+    ctx: Context, eqn: JaxprEqn, tiles: list[Tile], groups: collectives.Members
+) -> Arrays:
     """`reduce` with any computation: without an identity, padding is marked by a flag.
 
     Elements become pairs (is there one?, value), for which (False, anything) is the identity. The
     init value takes part once, at the end.
     """
     count = len(eqn.outvars)
-    dims = tuple(eqn.params["dimensions"])
+    dims, values = tuple(eqn.params["dimensions"]), tiles[:count]
+    inits = [t.array for t in tiles[count:]]
     compute = jaxpr_as_fun(eqn.params["jaxpr"])
 
     def paired(a: Arrays, b: Arrays) -> Arrays:
@@ -161,37 +154,23 @@ def _generic_reduce(
         ]
         return (has, *values)
 
-    def fold(flags: jax.Array, values: Arrays, inits: Arrays, over: Sequence[int]) -> Arrays:
-        nothing = (jnp.asarray(False), *inits)
-        return lax.reduce((flags, *values), nothing, paired, over)
+    def fold(elements: Arrays, over: Sequence[int]) -> Arrays:
+        return lax.reduce(tuple(elements), (jnp.asarray(False), *inits), paired, over)
 
-    def prepare(ready: list[Tile]) -> tuple[Arrays, list[Tile]]:
-        values, inits = ready[:count], ready[count:]
-        flags = functools.reduce(
-            jnp.logical_and,
-            [~values[0].is_padding(ctx.place, d) for d in values[0].padded_dims() if d in dims],
-            jnp.ones(values[0].array.shape, bool),
-        )
-        return fold(flags, [v.array for v in values], [i.array for i in inits], dims), inits
-
-    def finish(
-        parts: tuple[Arrays, list[Tile]], groups: collectives.Members
-    ) -> Sequence[jax.Array]:
-        folded, inits = parts
-        reason = Reason("step", eqn.primitive.name, f"partial results of {len(groups[0])} devices")
-        gathered = [
-            collectives.all_gather(ctx.place, part[None], 0, groups, reason) for part in folded
-        ]
-        scalars = [i.array for i in inits]
-        firsts = [jnp.ones((1, *gathered[0].shape[1:]), bool)] + [
-            jnp.broadcast_to(s, (1, *g.shape[1:]))
-            for s, g in zip(scalars, gathered[1:], strict=True)
-        ]
-        flags, *values = (jnp.concatenate(pair) for pair in zip(firsts, gathered, strict=True))
-        _, *results = fold(flags, values, scalars, (0,))
-        return results
-
-    return _partition_custom(ctx, eqn, tiles, targets, prepare, finish)
+    flags = functools.reduce(
+        jnp.logical_and,
+        [~values[0].is_padding(ctx.place, d) for d in values[0].padded_dims() if d in dims],
+        jnp.ones(values[0].array.shape, bool),
+    )
+    folded = fold([flags, *(v.array for v in values)], dims)
+    reason = Reason("step", eqn.primitive.name, f"partial results of {len(groups[0])} devices")
+    gathered = [collectives.all_gather(ctx.place, part[None], 0, groups, reason) for part in folded]
+    firsts = [
+        jnp.broadcast_to(first, (1, *part.shape[1:]))
+        for first, part in zip([jnp.asarray(True), *inits], gathered, strict=True)
+    ]
+    _, *results = fold([jnp.concatenate(p) for p in zip(firsts, gathered, strict=True)], (0,))
+    return results
 
 
 def _register() -> None:

@@ -7,8 +7,8 @@ decide is under which sharding the dims change.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,24 +22,23 @@ from gshard.moving.costs import sent_bytes
 from gshard.moving.partial import combine_cost
 from gshard.moving.plan import plan_reshard
 from gshard.rules.base.rule import (
-    RULES,
     Context,
     Doc,
-    PartitionRule,
     Rule,
     Way,
-    cheapest,
+    in_cheapest_way,
     linear_in_all,
     register,
 )
-from gshard.rules.base.unreduced import sliced
 from gshard.rules.base.ways import price, ways_of
 from gshard.rules.changes import Change, Repeat, pad_rows, reverse_rows, slice_rows
-from gshard.tensors.factors import Factors
+from gshard.tensors.factors import Factors, Shape
 from gshard.tensors.sharding import Sharding, compatible
-from gshard.tensors.tile import Tile, byte_size, itemsize_of
+from gshard.tensors.tile import Tile, byte_size, row_bytes
 
-ChangesOf = Callable[[JaxprEqn], Sequence[Mapping[int, Change]]]  # of the dims, for every result
+Changes = Mapping[int, Change]  # of some dims
+# For every result, of an equation and its operands; without these where changes are only priced
+ChangesOf = Callable[..., Sequence[Changes]]
 
 
 def change_ways(
@@ -73,19 +72,13 @@ def change_ways(
 
 
 def change_dims(
-    ctx: Context,
-    tile: Tile,
-    changes: Mapping[int, Change],
-    way: tuple[Sharding, Sharding],
-    shape: Sequence[int],
-    name: str,
+    ctx: Context, tile: Tile, changes: Changes, result: Sharding, shape: Shape, name: str
 ) -> Tile:
-    """`tile` with some of its dims changed, so that its shape is `shape`.
-
-    `way` is the sharding of the operand and of the result.
-    """
-    source, result = way
-    tile = ctx.reshard(tile, source, Reason("operand", name))
+    """`tile` with some of its dims changed, so that its shape is `shape`, under `result`."""
+    if 0 in (*tile.shape, *shape):
+        (value, *_) = [c.value for c in changes.values() if c.value is not None] or [0]
+        full = jnp.full(result.local_shape(shape), value, tile.array.dtype)
+        return Tile(full, result, shape)
     for dim in _order(changes, tile.shape, shape, tile.sharding):
         reason = Reason("step", name, f"rows of dim {dim} between tiles")
         change, split = changes[dim], result.splits[dim]
@@ -98,40 +91,16 @@ def change_dims(
     return tile
 
 
-def run_changes(
-    ctx: Context,
-    eqn: JaxprEqn,
-    tiles: list[Tile],
-    targets: list[Sharding],
-    every: Sequence[Mapping[int, Change]],
-) -> list[Tile]:
-    """The results of an operator that changes dims of its first operand, in the cheapest way."""
-    name, dtype = eqn.primitive.name, tiles[0].array.dtype
-    way = cheapest(ctx, eqn, RULES[eqn.primitive], tiles, targets)
-    made = []
-    for changes, var, result, target in zip(every, eqn.outvars, way.results, targets, strict=True):
-        shape = tuple(var.aval.shape)
-        if 0 in shape:
-            made.append(Tile(jnp.zeros(target.local_shape(shape), dtype), target, shape))
-        else:
-            both = (way.operands[0], result)
-            made.append(change_dims(ctx, tiles[0], changes, both, shape, name))
-    return made
-
-
-def _sources(here: Sharding, changes: Mapping[int, Change], target: Sharding) -> Iterator[Sharding]:
+def _sources(here: Sharding, changes: Changes, target: Sharding) -> Iterator[Sharding]:
     """Shardings of the operand under which dims can change."""
-    whole = functools.reduce(lambda s, d: s.replace(d, None), changes, here)
-    for source in (here, whole, target):
+    for source in (here, here.unsplit(changes), target):
         for dim in range(here.rank):
             if dim not in changes:
                 source = filled(source, dim, target)
         yield source
 
 
-def _results(
-    source: Sharding, changes: Mapping[int, Change], target: Sharding
-) -> Iterator[Sharding]:
+def _results(source: Sharding, changes: Changes, target: Sharding) -> Iterator[Sharding]:
     """Shardings of the result, of an operand whose dims change under `source`."""
     result = source
     for dim in changes:
@@ -152,9 +121,7 @@ def filled(sharding: Sharding, dim: int, target: Sharding) -> Sharding:
     return more if compatible(more.splits) else sharding
 
 
-def _order(
-    changes: Mapping[int, Change], before: Sequence[int], after: Sequence[int], source: Sharding
-) -> list[int]:
+def _order(changes: Changes, before: Shape, after: Shape, source: Sharding) -> list[int]:
     """The dims in the order that sends least: first those that shrink for free."""
 
     def rank(dim: int) -> tuple[bool, float]:
@@ -164,13 +131,7 @@ def _order(
     return sorted(changes, key=rank)
 
 
-def _sent(
-    aval: Any,
-    changes: Mapping[int, Change],
-    shape: Sequence[int],
-    source: Sharding,
-    result: Sharding,
-) -> float:
+def _sent(aval: Any, changes: Changes, shape: Shape, source: Sharding, result: Sharding) -> float:
     """The bytes of the rows that change tiles."""
     if 0 in (*aval.shape, *shape):
         return 0.0
@@ -178,7 +139,7 @@ def _sent(
     now = list(source.local_shape(aval.shape))
     after = result.local_shape(shape)
     for dim in _order(changes, aval.shape, shape, source):
-        row = math.prod(n for d, n in enumerate(now) if d != dim) * itemsize_of(aval.dtype)
+        row = row_bytes(now, dim, aval.dtype)
         split = source.splits[dim]
         if split and result.splits[dim]:
             total += changes[dim].sent(aval.shape[dim], split.tiles) * row
@@ -202,43 +163,37 @@ def changed_dims(eqn: JaxprEqn) -> Factors:
 
 
 def _slice(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
-    (tile,), changes = tiles, _slices(eqn)
-    if _is_gathered_for_all(ctx, eqn, tile, changes):
-        whole = functools.reduce(lambda s, d: s.replace(d, None), changes, tile.sharding)
-        tile = ctx.reshard(tile, whole, Reason("operand", "slice"))
-    return run_changes(ctx, eqn, [tile], targets, [changes])
-
-
-def _slices(eqn: JaxprEqn) -> dict[int, Change]:
-    """What a slice does to the dims that it cuts."""
-    starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
-    strides, shape = eqn.params["strides"] or (1,) * len(starts), eqn.invars[0].aval.shape
-    return {
-        d: slice_rows(int(a), int(b), int(s))
-        for d, (a, b, s) in enumerate(zip(starts, limits, strides, strict=True))
-        if (a, b) != (0, shape[d]) or s != 1
-    }
-
-
-def _is_gathered_for_all(
-    ctx: Context, eqn: JaxprEqn, tile: Tile, changes: Mapping[int, Change]
-) -> bool:
-    """Whether all slices of a tensor along the same dims send more than a gather of it would."""
+    """A slice; the operand is gathered first if all slices of it along these dims send more."""
+    (tile,), (changes,) = tiles, _slices(eqn)
     here, dtype = tile.sharding, tile.array.dtype
-    whole = functools.reduce(lambda s, d: s.replace(d, None), changes, here)
-    if byte_size(whole.local_shape(tile.shape), dtype) > ctx.memory_limit:
-        return False
+    whole = here.unsplit(changes)
 
     def sent(other: JaxprEqn) -> float:
         """What a slice sends by itself."""
-        cuts, targets = _slices(other), [ctx.sharding(other.outvars[0])]
+        (cuts,), wanted = _slices(other), [ctx.sharding(other.outvars[0])]
         if cuts.keys() != changes.keys() or 0 in other.outvars[0].aval.shape:
             return 0.0
-        ways = ways_of(_SLICE, other, [here], targets, ctx.memory_limit)
-        return min(price(w, other, [here], targets) for w in ways if not _gathers(w, here, cuts))
+        ways = ways_of(_SLICE, other, [here], wanted, ctx.memory_limit)
+        return min(price(w, other, [here], wanted) for w in ways if not _gathers(w, here, cuts))
 
-    gathered = sum(step.bytes for step in plan_reshard(here, whole, tile.shape, dtype))
-    return 0 < gathered < ctx.over_slices(eqn.invars[0], (here, *changes), sent)
+    if byte_size(whole.local_shape(tile.shape), dtype) <= ctx.memory_limit:
+        gathered = sum(step.bytes for step in plan_reshard(here, whole, tile.shape, dtype))
+        if 0 < gathered < ctx.over_slices(eqn.invars[0], (here, *changes), sent):
+            tile = ctx.reshard(tile, whole, Reason("operand", "slice"))
+    return _SLICE.partition(ctx, eqn, [tile], targets)
+
+
+def _slices(eqn: JaxprEqn, *tiles: Tile) -> list[Changes]:
+    """What a slice does to the dims that it cuts."""
+    starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
+    strides, shape = eqn.params["strides"] or (1,) * len(starts), eqn.invars[0].aval.shape
+    return [
+        {
+            d: slice_rows(int(a), int(b), int(s))
+            for d, (a, b, s) in enumerate(zip(starts, limits, strides, strict=True))
+            if (a, b) != (0, shape[d]) or s != 1
+        }
+    ]
 
 
 def _gathers(way: Way, here: Sharding, changes: Iterable[int]) -> bool:
@@ -246,7 +201,7 @@ def _gathers(way: Way, here: Sharding, changes: Iterable[int]) -> bool:
     return any(way.operands[0].splits[dim] != here.splits[dim] for dim in changes)
 
 
-def _splits(eqn: JaxprEqn) -> list[Mapping[int, Change]]:
+def _splits(eqn: JaxprEqn, *tiles: Tile) -> list[Changes]:
     ends = np.cumsum(eqn.params["sizes"]).tolist()
     return [
         {eqn.params["axis"]: slice_rows(end - int(size), end)}
@@ -254,9 +209,8 @@ def _splits(eqn: JaxprEqn) -> list[Mapping[int, Change]]:
     ]
 
 
-def _pads(eqn: JaxprEqn, value: Any = 0) -> list[Mapping[int, Change]]:
-    """The value may be left out where pads are only priced."""
-    shape = eqn.invars[0].aval.shape
+def _pads(eqn: JaxprEqn, *tiles: Tile) -> list[Changes]:
+    shape, value = eqn.invars[0].aval.shape, tiles[1].array if tiles else 0
     return [
         {
             d: pad_rows(shape[d], int(low), int(high), int(interior), value)
@@ -266,36 +220,45 @@ def _pads(eqn: JaxprEqn, value: Any = 0) -> list[Mapping[int, Change]]:
     ]
 
 
-def _pad(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
-    tile, value = tiles
-    shape = tuple(eqn.outvars[0].aval.shape)
-    if 0 in tile.shape:
-        full = jnp.broadcast_to(value.array, targets[0].local_shape(shape))
-        return [Tile(full, targets[0], shape)]
-    return run_changes(ctx, eqn, tiles, targets, _pads(eqn, value.array))
-
-
-def _reversals(eqn: JaxprEqn) -> list[Mapping[int, Change]]:
+def _reversals(eqn: JaxprEqn, *tiles: Tile) -> list[Changes]:
     shape = eqn.invars[0].aval.shape
     return [{d: reverse_rows(shape[d]) for d in eqn.params["dimensions"]}]
 
 
-def _repeats(eqn: JaxprEqn) -> list[Mapping[int, Change]]:
+def _repeats(eqn: JaxprEqn, *tiles: Tile) -> list[Changes]:
     shape = eqn.outvars[0].aval.shape
     return [{d: Repeat(shape[d]) for d, n in enumerate(eqn.params["reps"]) if n != 1}]
 
 
-def change_rule(changes_of: ChangesOf, partition: PartitionRule | None = None, **rest: Any) -> Rule:
+def change_rule(changes_of: ChangesOf, **rest: Any) -> Rule:
     """The rule of an operator that changes dims of its first operand."""
 
-    def run(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
-        return run_changes(ctx, eqn, tiles, targets, changes_of(eqn))
+    @in_cheapest_way
+    def changed(
+        ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
+    ) -> list[Tile]:
+        return [
+            change_dims(ctx, tiles[0], changes, result, v.aval.shape, eqn.primitive.name)
+            for changes, v, result in zip(
+                changes_of(eqn, *tiles), eqn.outvars, way.results, strict=True
+            )
+        ]
 
-    ways = functools.partial(change_ways, changes_of=changes_of)
+    def on_unreduced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
+        """Along unsplit dims, every device changes what it has."""
+        (tile, *others), (changes,) = tiles, changes_of(eqn, *tiles)
+        free = tile.is_standard and not any(tile.sharding.splits[d] for d in changes)
+        if not free or 0 in eqn.outvars[0].aval.shape or any(t.is_unreduced for t in others):
+            return None
+        here, shape, name = tile.sharding.reduced, eqn.outvars[0].aval.shape, eqn.primitive.name
+        done = change_dims(ctx, replace(tile, sharding=here), changes, here, shape, name)
+        return replace(tile, array=done.array, shape=done.shape)
+
     return Rule(
         changed_dims,
-        partition=partition or run,
-        ways=ways,
+        partition=changed,
+        ways=functools.partial(change_ways, changes_of=changes_of),
+        on_unreduced=on_unreduced,
         ordered=lambda eqn: {f"d{d}" for changes in changes_of(eqn) for d in changes},
         **rest,
     )
@@ -312,13 +275,11 @@ _CUT = Doc(
     halo="others: the rows that change tiles",
     gather="few rows to all devices: AllReduce of them; to many tiles: ReduceScatter of them",
 )
-_SLICE = change_rule(
-    lambda eqn: [_slices(eqn)], _slice, linear=linear_in_all, on_unreduced=sliced, doc=_CUT
-)
-register(_SLICE, p.slice_p)
+_SLICE = change_rule(_slices, linear=linear_in_all, doc=_CUT)
+register(replace(_SLICE, partition=_slice), p.slice_p)
 register(change_rule(_splits, doc=_CUT), split_p)
 _MOVED = Doc(free="dims that stay as they are", halo="others: the rows that change tiles")
-register(change_rule(_pads, _pad, linear=_linear_pad, doc=_MOVED), p.pad_p)
+register(change_rule(_pads, linear=_linear_pad, doc=_MOVED), p.pad_p)
 register(change_rule(_reversals, linear=linear_in_all, doc=_MOVED), p.rev_p)
 _REPEATED = Doc(
     free="dims that stay as they are",

@@ -34,6 +34,7 @@ from gshard.rules.base.rule import (
     Rule,
     Way,
     cheapest,
+    in_cheapest_way,
     no_order,
     register,
 )
@@ -199,8 +200,7 @@ def top_k_ways(
             local = here.local_shape(aval.shape)
             found = min(k, local[dim])
             if found * (itemsize + 4) < local[dim] * itemsize and _from_candidates(eqn):
-                others = math.prod(n for d, n in enumerate(local) if d != dim)
-                candidates = others * found * (itemsize + 4)
+                candidates = math.prod(local) // local[dim] * found * (itemsize + 4)
                 sent = timed(sent_bytes("all_gather", candidates, split.tiles))
                 way = way._replace(sent=sent)
             else:  # as many bytes to gather what is searched
@@ -208,16 +208,17 @@ def top_k_ways(
         yield way
 
 
-def _top_k(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+@in_cheapest_way
+def _top_k(
+    ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
+) -> list[Tile]:
     """The best k of each tile are candidates for the best k of all.
 
     Candidates are in the order of their tiles, so equal ones are still in the order of their
     indices, and the first of them wins as in JAX.
     """
-    k, dim = eqn.params["k"], _searched(eqn)
-    (here,) = cheapest(ctx, eqn, RULES[eqn.primitive], tiles, targets).operands
+    k, dim, (tile,), (here,) = eqn.params["k"], _searched(eqn), tiles, way.operands
     split, whole = here.splits[dim], here.replace(dim, None)
-    tile = ctx.reshard(tiles[0], here, Reason("operand", eqn.primitive.name))
     if split is None or 0 in tile.shape or k == 0:
         values, indices = eqn.primitive.bind(tile.array, **eqn.params)
     else:

@@ -115,6 +115,11 @@ def itemsize_of(dtype: Any) -> int:
     return 8 if is_key_type(dtype) else np.dtype(dtype).itemsize
 
 
+def row_bytes(shape: Sequence[int], dim: int, dtype: Any) -> int:
+    """Bytes of one row along `dim` of an array."""
+    return math.prod(n for d, n in enumerate(shape) if d != dim) * itemsize_of(dtype)
+
+
 @functools.lru_cache(maxsize=65536)
 def byte_size(shape: tuple[int, ...], dtype: Any) -> int:
     """Bytes of an array."""

@@ -5,6 +5,7 @@ Most operators are described by their `Factors` alone; the others add a partitio
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,6 +116,7 @@ class Context(Protocol):
 
 LocalOp = Callable[[Context, JaxprEqn, list[Tile], list[Shape]], Sequence[jax.Array]]
 PartitionRule = Callable[[Context, JaxprEqn, list[Tile], list[Sharding]], list[Tile]]
+RunWay = Callable[[Context, JaxprEqn, Way, list[Tile], list[Sharding]], list[Tile]]
 UnreducedRule = Callable[[Context, JaxprEqn, Sequence[Tile]], Tile | None]
 Work = Callable[[Mapping[Factor, int]], float]
 Linear = Callable[[JaxprEqn], Sequence[Sequence[int]]]
@@ -147,6 +149,21 @@ def cheapest(
 ) -> Way:
     """The cheapest way to run `eqn` on `tiles`, found once for equal equations."""
     return ctx.cheapest(eqn, rule, tiles, targets)
+
+
+def in_cheapest_way(run: RunWay) -> PartitionRule:
+    """Partition by taking the cheapest way: `run` gets the operands under its shardings."""
+
+    @functools.wraps(run)
+    def partition(
+        ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
+    ) -> list[Tile]:
+        way = ctx.cheapest(eqn, RULES[eqn.primitive], tiles, targets)
+        reason = Reason("operand", eqn.primitive.name)
+        ready = [ctx.reshard(t, here, reason) for t, here in zip(tiles, way.operands, strict=True)]
+        return run(ctx, eqn, way, ready, targets)
+
+    return partition
 
 
 def partition_by_factors(

@@ -179,19 +179,6 @@ def scattered(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None
     return done
 
 
-def sliced(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> Tile | None:
-    """A slice along dims that are whole, by the operator's own rule: less is left to sum."""
-    (tile, *starts), here = tiles, tiles[0].sharding
-    shape = tuple(eqn.outvars[0].aval.shape)
-    cut = [d for d, (n, m) in enumerate(zip(tile.shape, shape, strict=True)) if n != m]
-    if any(here.splits[d] for d in cut) or not tile.is_standard or 0 in shape:
-        return None
-    part = replace(tile, sharding=here.reduced)
-    (done,) = RULES[eqn.primitive].partition(ctx, eqn, [part, *starts], [here.reduced])
-    assert done.sharding is here.reduced, "nothing moves"
-    return replace(done, sharding=here, origin=tile.origin)
-
-
 def as_unreduced(place: Place, tile: Tile, sharding: Sharding) -> Tile | None:
     """A value under a sharding that is unreduced, without communication.
 

@@ -38,6 +38,13 @@ def test_two_products_are_summed_once():
     assert sent(low) == 2 * 5 * 7 * 4 * 7 // 8
 
 
+def test_rows_of_an_unreduced_value_are_reversed_across_its_tiles():
+    """Along a split dim it takes more than to reverse the rows of each tile."""
+    args = [random_array(s, seed=i) for i, s in enumerate([(8, 16), (16, 8), (8, 16), (16, 8)])]
+    inputs = [MESH, MESH[0][:, None], MESH, MESH[0][:, None]]
+    lowered(lambda a, b, c, d: (a @ b)[::-1] + c @ d, *args, inputs=inputs)
+
+
 def test_an_operator_that_was_in_place_before_knows_an_unreduced_operand():
     shapes = [(5, 7), (5, 7), (5, 7), (5, 32), (32, 7), (5, 16), (16, 7)]
     args = [random_array(s, seed=i) for i, s in enumerate(shapes)]
