@@ -17,11 +17,11 @@ import numpy as np
 
 from gshard import Layout
 from gshard.autosharding.annotated import spec_of
-from gshard.autosharding.model import Model, build
+from gshard.autosharding.model import MeshProblem, build
 from gshard.autosharding.problem import FORBIDDEN, Problem
 from gshard.autosharding.solve import solve
 from gshard.autosharding.specs import NONE, specs_of
-from gshard.autosharding.subject import Subject
+from gshard.autosharding.subject import TracedProgram
 from gshard.autosharding.tables import PICO
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.program import walk
@@ -49,7 +49,7 @@ def differences(layout: Layout, machine: Hardware) -> dict[str, Line]:
     """The lines of the program that a layout was chosen for, the largest difference first."""
     assert layout.lowered is not None
     assert layout.function is not None
-    subject = Subject.of(layout.function, layout.arguments, layout.devices)
+    subject = TracedProgram.of(layout.function, layout.arguments, layout.devices)
     mesh = tuple(layout.mesh.values())
     model = build(subject.flat, mesh, machine, layout.limit, subject.returned, optimistic=True)
     answer = solve(_with_arguments(model, layout, subject), _SECONDS).answer
@@ -69,7 +69,7 @@ def differences(layout: Layout, machine: Hardware) -> dict[str, Line]:
     return dict(sorted(lines.items(), key=lambda item: -abs(item[1].difference)))
 
 
-def _with_arguments(model: Model, layout: Layout, subject: Subject) -> Problem:
+def _with_arguments(model: MeshProblem, layout: Layout, subject: TracedProgram) -> Problem:
     """The problem of a model with the specs of arguments that a layout has."""
     by_path = {a.path: a for a in layout.annotations}
     costs = list(model.problem.costs)
@@ -86,7 +86,7 @@ def _with_arguments(model: Model, layout: Layout, subject: Subject) -> Problem:
 
 
 def _model_lines(
-    model: Model, subject: Subject, machine: Hardware, answer: Sequence[int]
+    model: MeshProblem, subject: TracedProgram, machine: Hardware, answer: Sequence[int]
 ) -> Iterator[tuple[str, bool, float]]:
     """The lines of a model's costs, whether each is work, and its seconds.
 

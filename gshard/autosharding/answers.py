@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from gshard.autosharding.candidates import Choice
+from gshard.autosharding.candidates import ModelAnswer
 from gshard.autosharding.clock import Clock
-from gshard.autosharding.model import Model, build
+from gshard.autosharding.model import MeshProblem, build
 from gshard.autosharding.problem import NoAnswerError, Problem
 from gshard.autosharding.program import Result
 from gshard.autosharding.solve import presolving_work, solve, solve_with_priced_memory
 from gshard.autosharding.specs import MeshShape
-from gshard.autosharding.subject import Subject
+from gshard.autosharding.subject import TracedProgram
 from gshard.autosharding.tables import PICO
-from gshard.autosharding.windows import Windows, solve_windows
+from gshard.autosharding.windows import OverlapWindows, solve_windows
 from gshard.forecast.hardware import Hardware
 
 # Seconds of work for each node of a model, and how often it is built: copies count from the second
@@ -33,16 +33,18 @@ class Answers:
     """Solves the models of one program; where it `overlaps`, the time of a step is that of its
     windows (`windows`)."""
 
-    subject: Subject
+    subject: TracedProgram
     machine: Hardware
     clock: Clock
     donated: bool
     overlaps: bool
 
-    def choice(self, mesh: MeshShape, limit: float, seconds: float, needed: bool) -> Choice | None:
+    def choice(
+        self, mesh: MeshShape, limit: float, seconds: float, needed: bool
+    ) -> ModelAnswer | None:
         """The answer of the likely model on a mesh; copies count where they break the limit."""
         paired: set[Any] = set()
-        best: tuple[Model, Result] | None = None
+        best: tuple[MeshProblem, Result] | None = None
         flat, returned, donated = self.subject.flat, self.subject.returned, self.donated
         for number in range(_PAIRINGS):
             model = build(flat, mesh, self.machine, limit, returned, paired=paired, donated=donated)
@@ -60,14 +62,16 @@ class Answers:
             return None
         model, result = best
         peak = float(model.problem.memory.profile(best[1].answer).max(initial=0.0))
-        return Choice(result.cost / PICO, model, best[1].answer, peak, result.gap)
+        return ModelAnswer(result.cost / PICO, model, best[1].answer, peak, result.gap)
 
-    def _solved(self, model: Model, seconds: float, needed: bool) -> tuple[Model, Result]:
+    def _solved(
+        self, model: MeshProblem, seconds: float, needed: bool
+    ) -> tuple[MeshProblem, Result]:
         """The answer of a model; where none fits and one is needed, one that holds little."""
         result, fits = Result(None, np.inf, -np.inf), True
         try:
             if self.overlaps:
-                windows = Windows(model, self.subject.flat.jaxpr, optimistic=False)
+                windows = OverlapWindows(model, self.subject.flat.jaxpr, optimistic=False)
                 result, problem = solve_windows(windows, seconds, self.clock)
                 model = dataclasses.replace(model, problem=problem)
             else:
@@ -84,7 +88,7 @@ class Answers:
         model = build(
             flat, mesh, self.machine, limit, returned, optimistic=True, overlapped=self.overlaps
         )
-        windows = Windows(model, flat.jaxpr, optimistic=True) if self.overlaps else None
+        windows = OverlapWindows(model, flat.jaxpr, optimistic=True) if self.overlaps else None
         problem = model.problem
         if windows is not None:
             problem = windows.weighted(windows.most())

@@ -20,7 +20,7 @@ import jax
 
 from gshard.autosharding.annotated import Annotated, dims_of
 from gshard.autosharding.answers import Answers
-from gshard.autosharding.candidates import Candidates, Choice
+from gshard.autosharding.candidates import Candidates, ModelAnswer
 from gshard.autosharding.clock import Clock
 from gshard.autosharding.compact import Compact
 from gshard.autosharding.layout import Layout
@@ -28,7 +28,7 @@ from gshard.autosharding.meshes import distinct_meshes
 from gshard.autosharding.polishing import polished
 from gshard.autosharding.smaller import TOLERANCE, best_of, most_seconds, smaller
 from gshard.autosharding.specs import MeshShape, specs_of
-from gshard.autosharding.subject import Subject
+from gshard.autosharding.subject import TracedProgram
 from gshard.forecast.hardware import Hardware, present
 from gshard.forecast.hardware import hardware as hardware_of
 from gshard.graph.readable import size
@@ -93,7 +93,7 @@ def auto(
         raise ValueError(f"devices is {devices!r}; allowed is a positive number")
     machine = present() if hardware is None else hardware_of(hardware)
     limit = machine.memory if memory is None else bytes_of(memory)
-    subject = Subject.of(fn, args, count)
+    subject = TracedProgram.of(fn, args, count)
     clock = Clock(seconds, _COUNTED * seconds)
     candidates = Candidates(subject, machine, limit, keywords, clock)
     return _Chooser(subject, candidates, machine, limit, clock).chosen()
@@ -115,7 +115,7 @@ def bytes_of(memory: str | int) -> int:
 
 @dataclasses.dataclass
 class _Chooser:
-    subject: Subject
+    subject: TracedProgram
     candidates: Candidates
     machine: Hardware
     limit: int
@@ -161,7 +161,7 @@ class _Chooser:
     def _tightened(
         self,
         limits: Mapping[MeshShape, float],
-        choices: Sequence[Choice],
+        choices: Sequence[ModelAnswer],
         layouts: Sequence[Layout],
     ) -> dict[MeshShape, float]:
         """Limits for the model by mesh, where lowered programs hold more than the model counts:
@@ -220,7 +220,7 @@ class _Chooser:
         """How many answers are lowered."""
         return _LOWERED_MESHES * len(self.models)
 
-    def _choices(self, limits: Mapping[MeshShape, float], seconds: float) -> list[Choice]:
+    def _choices(self, limits: Mapping[MeshShape, float], seconds: float) -> list[ModelAnswer]:
         """The answers of the likely models in turn, the cheapest of each first."""
         found = [self._answered(model, limits, seconds / len(self.models)) for model in self.models]
         self.gaps = [choice.gap for choice in found[0]]
@@ -228,10 +228,10 @@ class _Chooser:
 
     def _answered(
         self, model: Answers, limits: Mapping[MeshShape, float], seconds: float
-    ) -> list[Choice]:
+    ) -> list[ModelAnswer]:
         """The answers of a model on as many meshes as time allows, the cheapest first."""
         until = self.clock.now() + seconds
-        found: list[Choice] = []
+        found: list[ModelAnswer] = []
         for done, (mesh, limit) in enumerate(limits.items()):
             share = (until - self.clock.now()) / (len(limits) - done)
             if found and (share <= 0 or self.clock.guard_left < _LOWERING * self.guard):
@@ -261,7 +261,7 @@ class _Chooser:
         in_time = self.clock.guard_left > self.candidates.lowering_seconds
         return in_time and self.clock.left - self.reserved > self.candidates.lowering_work
 
-    def _lowered(self, choices: Sequence[Choice]) -> list[Layout]:
+    def _lowered(self, choices: Sequence[ModelAnswer]) -> list[Layout]:
         """The layouts of the best meshes: nearly all of their answers with few annotations, or else
         all of them; then what arguments alone make."""
         layouts: list[Layout] = []
@@ -277,7 +277,7 @@ class _Chooser:
         """Whether one of these holds as little as is allowed."""
         return any(layout.memory_bytes <= self.limit for layout in layouts)
 
-    def _of_answer(self, choice: Choice) -> list[Layout]:
+    def _of_answer(self, choice: ModelAnswer) -> list[Layout]:
         """Layouts that are like an answer. One with all annotations only where few do not hold what
         the model promises."""
         share = _FEW * self.seconds / min(len(self.looked_at), _LOWERED_MESHES) / len(self.models)
@@ -290,7 +290,7 @@ class _Chooser:
             found.append(self.candidates.of_all(choice))
         return found
 
-    def _disappoint(self, layouts: Sequence[Layout], choice: Choice) -> bool:
+    def _disappoint(self, layouts: Sequence[Layout], choice: ModelAnswer) -> bool:
         """Whether all of these are slower than the model of the answer says, or too large."""
         most = (1 + TOLERANCE) * choice.cost
         return not any(a.seconds <= most and a.memory_bytes <= self.limit for a in layouts)

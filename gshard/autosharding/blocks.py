@@ -39,7 +39,7 @@ class Part:
         return PER_EDGE * sum(1 + len(others) for others in self.edges.values())
 
 
-class Blocks:
+class NodeEdges:
     """The edges of a problem by node, for passes over any of its nodes."""
 
     def __init__(self, problem: Problem, random: np.random.Generator) -> None:

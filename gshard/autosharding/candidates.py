@@ -17,9 +17,9 @@ from gshard.autosharding.clock import Clock
 from gshard.autosharding.explained import Considered
 from gshard.autosharding.layout import Layout
 from gshard.autosharding.memory import Ints
-from gshard.autosharding.model import Model
+from gshard.autosharding.model import MeshProblem
 from gshard.autosharding.specs import NONE, MeshShape, Spec, sharding_of, specs_of
-from gshard.autosharding.subject import Subject
+from gshard.autosharding.subject import TracedProgram
 from gshard.capture.inside import Place, places
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.report import Forecast
@@ -38,11 +38,11 @@ _ROUNDS = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class ModelAnswer:
     """An answer of a model: what it costs there, and the most bytes that it counts."""
 
     cost: float
-    model: Model
+    model: MeshProblem
     answer: Ints
     peak: float
     gap: float = 0.0  # to the best cost of the model, as a share
@@ -61,7 +61,7 @@ class Choice:
 class Candidates:
     """Lowers layouts of one program, and remembers what became of each."""
 
-    subject: Subject
+    subject: TracedProgram
     machine: Hardware
     limit: int
     keywords: Mapping[str, Any]
@@ -69,11 +69,11 @@ class Candidates:
     considered: list[Considered] = dataclasses.field(default_factory=list)
     lowering_seconds: float = 0.0  # of processor time that the slowest one took
 
-    def of_arguments(self, choice: Choice) -> Layout:
+    def of_arguments(self, choice: ModelAnswer) -> Layout:
         """The layout that annotates arguments as an answer has them."""
         return self.priced(choice.model.mesh, self.arguments(choice))
 
-    def of_all(self, choice: Choice) -> Layout:
+    def of_all(self, choice: ModelAnswer) -> Layout:
         """The layout of which propagation makes all of an answer.
 
         What it would shard otherwise by itself is annotated too: arguments that stay replicated,
@@ -98,7 +98,7 @@ class Candidates:
         inside, held = self._inside(choice, fixed), self._held(found, mesh)
         return self.priced(mesh, arguments, inside, held)
 
-    def split_arguments(self, choice: Choice) -> dict[Any, Sharding]:
+    def split_arguments(self, choice: ModelAnswer) -> dict[Any, Sharding]:
         """The arguments that an answer splits, and results that replace them."""
         jaxpr = self.subject.flat.jaxpr
         found = {
@@ -125,7 +125,7 @@ class Candidates:
         return found.shardings
 
     def arguments(
-        self, choice: Choice, annotated: Mapping[Any, Any] | None = None
+        self, choice: ModelAnswer, annotated: Mapping[Any, Any] | None = None
     ) -> tuple[Annotated, ...]:
         """The arguments that are split, or those among the annotated tensors."""
         chosen = self.split_arguments(choice) if annotated is None else annotated
@@ -136,7 +136,9 @@ class Candidates:
             if shape and var in chosen
         )
 
-    def _inside(self, choice: Choice, annotated: Mapping[Any, Any]) -> tuple[AnnotatedInside, ...]:
+    def _inside(
+        self, choice: ModelAnswer, annotated: Mapping[Any, Any]
+    ) -> tuple[AnnotatedInside, ...]:
         by_place: dict[Place, list[Spec]] = {}
         for var, (place, _) in self.places.items():
             spec = choice.spec(var)
@@ -153,7 +155,7 @@ class Candidates:
                 found.append(AnnotatedInside(place, None if every else numbers, dims))
         return tuple(sorted(found, key=str))
 
-    def _deciding(self, choice: Choice) -> list[Any]:
+    def _deciding(self, choice: ModelAnswer) -> list[Any]:
         """The tensors that decide how all are sharded."""
         made = [
             result
@@ -292,7 +294,7 @@ class Candidates:
         return here[:count] if len(here) >= count else count
 
 
-def _moves(edge: Edge, choice: Choice) -> bool:
+def _moves(edge: Edge, choice: ModelAnswer) -> bool:
     """Whether an answer sends an operand of a pointwise operator elsewhere."""
     (result, *_), (made, *_) = edge.atoms[1], edge.factors.results
     to = choice.spec(result)

@@ -10,7 +10,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from gshard.autosharding.annotated import Annotated, AnnotatedInside, dims_of
-from gshard.autosharding.candidates import Candidates, Choice
+from gshard.autosharding.candidates import Candidates, ModelAnswer
 from gshard.autosharding.departures import Departures
 from gshard.autosharding.few import Few, Unit
 from gshard.autosharding.layout import Layout
@@ -33,7 +33,7 @@ class Compact:
     """Layouts of one answer."""
 
     candidates: Candidates
-    choice: Choice
+    choice: ModelAnswer
 
     def layouts(self, seconds: float) -> Iterator[Layout]:
         """Layouts with few annotations of which propagation makes nearly all of the answer: the

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gshard.autosharding.memory import Floats, Ints
-from gshard.autosharding.model import Model
+from gshard.autosharding.model import MeshProblem
 from gshard.autosharding.specs import MeshShape, sharding_of, specs_of
 from gshard.autosharding.tables import PICO
 from gshard.tensors.sharding import Sharding
@@ -43,7 +43,7 @@ class Departed:
 class Departures:
     """Prices other shardings than those of an answer."""
 
-    def __init__(self, model: Model, answer: Ints) -> None:
+    def __init__(self, model: MeshProblem, answer: Ints) -> None:
         self.model, self.answer = model, answer
         problem = model.problem
         self.neighbours: list[list[tuple[int, Floats]]] = [[] for _ in problem.costs]

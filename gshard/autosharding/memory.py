@@ -14,7 +14,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class MemoryModel:
     """Holdings as arrays, and the limit at each time.
 
     Holding h is memory of `node[h]` from time `start[h]` up to, not including, `stop[h]`; with
@@ -32,13 +32,15 @@ class Memory:
     @staticmethod
     def of(
         holdings: Iterable[tuple[int, int, int, Sequence[float] | Floats]], limit: Floats
-    ) -> Memory:
+    ) -> MemoryModel:
         """Memory from tuples (node, start, stop, bytes by strategy)."""
         rows = [h for h in holdings if h[1] < h[2]]
         node, start, stop = (np.array([h[i] for h in rows], dtype=np.int64) for i in range(3))
         sizes = [len(h[3]) for h in rows]
         flat = np.concatenate([np.asarray(h[3], dtype=np.float64) for h in rows] or [np.zeros(0)])
-        return Memory(node, start, stop, _offsets(np.array(sizes, dtype=np.int64)), flat, limit)
+        return MemoryModel(
+            node, start, stop, _offsets(np.array(sizes, dtype=np.int64)), flat, limit
+        )
 
     @property
     def sizes(self) -> Ints:
@@ -71,7 +73,7 @@ class Memory:
             self.node[live], self.sizes[live]
         )
 
-    def renamed(self, number: Sequence[int] | Ints, strategies: Sequence[Ints]) -> Memory:
+    def renamed(self, number: Sequence[int] | Ints, strategies: Sequence[Ints]) -> MemoryModel:
         """The memory by other nodes: node i is `number[i]` now, whose strategy s means
         `strategies[i][s]` of node i. Intervals that become equal are added up."""
         if not len(self.node):
@@ -82,7 +84,7 @@ class Memory:
         node = np.asarray(number, dtype=np.int64)[self.node]
         return _united(node, self.start, self.stop, sizes, flat, self.limit)
 
-    def tightened_limit(self) -> Memory:
+    def tightened_limit(self) -> MemoryModel:
         """What every strategy of a node holds is taken off the limit."""
         least = self.least()
         limit = self.limit - self.over_time(least)
@@ -90,7 +92,7 @@ class Memory:
         memory = dataclasses.replace(self, usage=usage, limit=limit)
         return memory._where(self.most() > least)
 
-    def tightened(self) -> Memory:
+    def tightened(self) -> MemoryModel:
         """Only the times and the holdings that can exceed the limit.
 
         A time at which even the largest usages fit is dropped, and so is a time that holds no
@@ -111,14 +113,14 @@ class Memory:
             memory = memory._at_times(kept)
         return memory
 
-    def _where(self, kept: Bools) -> Memory:
+    def _where(self, kept: Bools) -> MemoryModel:
         sizes = self.sizes[kept]
         flat = self.usage[entries(self.first[:-1][kept], sizes)]
-        return Memory(
+        return MemoryModel(
             self.node[kept], self.start[kept], self.stop[kept], _offsets(sizes), flat, self.limit
         )
 
-    def _at_times(self, kept: Bools) -> Memory:
+    def _at_times(self, kept: Bools) -> MemoryModel:
         position = np.concatenate([[0], np.cumsum(kept)])
         start, stop = position[self.start], position[self.stop]
         memory = dataclasses.replace(self, start=start, stop=stop, limit=self.limit[kept])
@@ -138,17 +140,17 @@ def entries(first: Ints, sizes: Ints) -> Ints:
 
 def _united(
     node: Ints, start: Ints, stop: Ints, sizes: Ints, usage: Floats, limit: Floats
-) -> Memory:
+) -> MemoryModel:
     """Memory in which no node has two holdings over the same interval."""
     if not len(node):
-        return Memory(node, start, stop, _offsets(sizes), usage, limit)
+        return MemoryModel(node, start, stop, _offsets(sizes), usage, limit)
     keys, one, group = np.unique(
         np.stack([node, start, stop]), axis=1, return_index=True, return_inverse=True
     )
     first = _offsets(sizes[one])
     at = entries(first[:-1][group.ravel()], sizes)
     total = np.bincount(at, usage, int(first[-1])).astype(np.float64)
-    return Memory(keys[0], keys[1], keys[2], first, total, limit)
+    return MemoryModel(keys[0], keys[1], keys[2], first, total, limit)
 
 
 def _offsets(sizes: Ints) -> Ints:

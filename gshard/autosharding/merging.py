@@ -14,13 +14,13 @@ from collections.abc import Callable
 import numpy as np
 
 from gshard.autosharding.memory import Bools, Floats, Ints
-from gshard.autosharding.network import Network
+from gshard.autosharding.network import ProblemGraph
 from gshard.autosharding.problem import NoAnswerError, Problem
 
 
 def merge(problem: Problem) -> tuple[Problem, Callable[[Ints], Ints]]:
     """The problem without the nodes that a neighbour decides, and the way back."""
-    network = Network(problem)
+    network = ProblemGraph(problem)
     for node, costs in enumerate(network.costs):
         _drop(network, node, np.isfinite(costs))
     queue = deque((edge.first, edge.second) for edge in problem.edges)
@@ -38,7 +38,7 @@ def merge(problem: Problem) -> tuple[Problem, Callable[[Ints], Ints]]:
     return network.result()
 
 
-def _visit(network: Network, first: int, second: int) -> list[tuple[int, int]]:
+def _visit(network: ProblemGraph, first: int, second: int) -> list[tuple[int, int]]:
     """Simplify one edge; returns the edges that have changed."""
     table = network.edges[first][second]
     allowed = table < np.inf
@@ -62,7 +62,9 @@ def _visit(network: Network, first: int, second: int) -> list[tuple[int, int]]:
     return []
 
 
-def _absorb(network: Network, node: int, decided: int, strategy: Ints) -> list[tuple[int, int]]:
+def _absorb(
+    network: ProblemGraph, node: int, decided: int, strategy: Ints
+) -> list[tuple[int, int]]:
     """Merge `decided` into `node`: `strategy` is its strategy by those of `node`."""
     table = network.edges[node][decided]
     own: Floats = table[np.arange(len(strategy)), strategy]
@@ -74,7 +76,7 @@ def _absorb(network: Network, node: int, decided: int, strategy: Ints) -> list[t
     return [(min(node, other), max(node, other)) for other, _ in edges]
 
 
-def _drop(network: Network, node: int, allowed: Bools) -> list[tuple[int, int]]:
+def _drop(network: ProblemGraph, node: int, allowed: Bools) -> list[tuple[int, int]]:
     """Keep the allowed strategies of a node; returns the edges that have changed."""
     if allowed.all():
         return []

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gshard.autosharding.memory import Bools, Floats, Ints
-from gshard.autosharding.problem import Edge, Problem
+from gshard.autosharding.problem import CostEdge, Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Messages:
         return answer
 
 
-def _ends(edge: Edge) -> tuple[int, int]:
+def _ends(edge: CostEdge) -> tuple[int, int]:
     return edge.first, edge.second
 
 

@@ -25,7 +25,7 @@ from gshard.autosharding import borders
 from gshard.autosharding.dearest import Dearest
 from gshard.autosharding.forms import Form, Forms, reads_form
 from gshard.autosharding.latencies import GATHERING, REDUCING, Latencies
-from gshard.autosharding.memory import Floats, Ints, Memory
+from gshard.autosharding.memory import Floats, Ints, MemoryModel
 from gshard.autosharding.problem import FORBIDDEN, Problem, unite
 from gshard.autosharding.sharing import Sharing, is_transpose, name_of
 from gshard.autosharding.specs import MeshShape, Spec, local_elements, sharding_of, specs_of
@@ -42,7 +42,7 @@ _HELD = 0.01
 
 
 @dataclasses.dataclass
-class Model:
+class MeshProblem:
     """The problem of a program on one mesh."""
 
     mesh: MeshShape
@@ -85,7 +85,7 @@ def build(
     paired: Collection[Any] = (),
     donated: bool = False,
     overlapped: bool = False,
-) -> Model:
+) -> MeshProblem:
     """The problem of a program on one mesh, with so many bytes on each device.
 
     `returned` are pairs of a result and an argument, by number: the result is the argument of the
@@ -142,7 +142,7 @@ class _Builder:
         touches, shares = self.touched.of(edge.eqn), self.sharing.of(edge)
         return Identity(edge.factors), shapes, edge.runs, name_of(edge), touches, shares
 
-    def built(self, returned: Sequence[tuple[int, int]], donated: bool) -> Model:
+    def built(self, returned: Sequence[tuple[int, int]], donated: bool) -> MeshProblem:
         """The finished problem."""
         arguments = list(self.flat.jaxpr.invars)
         for var in arguments:
@@ -176,7 +176,7 @@ class _Builder:
             )
         )
         problem = Problem(tuple(self.costs), tuple(edges), self._memory(), constant)
-        return Model(
+        return MeshProblem(
             self.mesh,
             problem,
             nodes,
@@ -188,7 +188,7 @@ class _Builder:
             {var for var, share in self.flow.shares.items() if share < 1},
         )
 
-    def _memory(self) -> Memory:
+    def _memory(self) -> MemoryModel:
         """What is held: arguments and results for the entire step, other values while in use; and
         of what moves the other end too, copies while they are read and sums until they are taken.
         """
@@ -214,7 +214,7 @@ class _Builder:
                 held = slack * form.held(self._local_bytes(var))
                 holdings.append((form.node, form.first, form.last + 1, held))
         holdings += [(node, place, place + 1, slack * held) for node, place, held in self.waiting]
-        return Memory.of(holdings, np.full(last + 1, float(self.limit)))
+        return MemoryModel.of(holdings, np.full(last + 1, float(self.limit)))
 
     def _local_bytes(self, var: Any) -> Floats:
         shape, size = var.aval.shape, byte_size((), var.aval.dtype)

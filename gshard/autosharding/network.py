@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from gshard.autosharding.memory import Floats, Ints, Memory
-from gshard.autosharding.problem import Edge, Problem
+from gshard.autosharding.memory import Floats, Ints, MemoryModel
+from gshard.autosharding.problem import CostEdge, Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Removed:
     strategy: Ints
 
 
-class Network:
+class ProblemGraph:
     """Nodes by number, their strategies that are left, and their edges in both directions."""
 
     def __init__(self, problem: Problem) -> None:
@@ -82,7 +82,7 @@ class Network:
         left = np.array(list(self.nodes()), dtype=np.int64)
         number = {int(node): position for position, node in enumerate(left)}
         edges = tuple(
-            Edge(number[i], number[j], np.ascontiguousarray(table))
+            CostEdge(number[i], number[j], np.ascontiguousarray(table))
             for i in number
             for j, table in self.edges[i].items()
             if i < j
@@ -102,7 +102,7 @@ class Network:
 
         return problem, back
 
-    def _memory(self, number: dict[int, int]) -> Memory:
+    def _memory(self, number: dict[int, int]) -> MemoryModel:
         """The memory by the nodes that are left. Only nodes that one other decides have any."""
         root, strategies = list(range(len(self.costs))), list(self.kept)
         for record in reversed(self.removed):

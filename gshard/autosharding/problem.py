@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gshard.autosharding.memory import Floats, Ints, Memory
+from gshard.autosharding.memory import Floats, Ints, MemoryModel
 
 FORBIDDEN = np.inf
 
@@ -25,7 +25,7 @@ class NoAnswerError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Edge:
+class CostEdge:
     """Costs between two different nodes: one row per strategy of the first, one column of the
     second."""
 
@@ -43,8 +43,8 @@ class Problem:
     """
 
     costs: tuple[Floats, ...]
-    edges: tuple[Edge, ...]
-    memory: Memory
+    edges: tuple[CostEdge, ...]
+    memory: MemoryModel
     constant: float = 0.0
 
     def cost(self, answer: Ints) -> float:
@@ -71,7 +71,7 @@ class Problem:
         return sum(int(np.isfinite(e.costs).sum()) for e in self.edges)
 
 
-def unite(edges: list[tuple[int, int, Floats]], costs: list[Floats]) -> list[Edge]:
+def unite(edges: list[tuple[int, int, Floats]], costs: list[Floats]) -> list[CostEdge]:
     """Edges with at most one between two nodes: parallel ones are added up, and an edge from a
     node to itself is a cost of that node (`costs` is changed)."""
     joined: dict[tuple[int, int], Floats] = {}
@@ -83,7 +83,7 @@ def unite(edges: list[tuple[int, int, Floats]], costs: list[Floats]) -> list[Edg
             first, second, table = second, first, table.T
         known = joined.get((first, second))
         joined[first, second] = table if known is None else known + table
-    return [Edge(first, second, table) for (first, second), table in joined.items()]
+    return [CostEdge(first, second, table) for (first, second), table in joined.items()]
 
 
 def read_contest(path: str | Path) -> Problem:
@@ -110,7 +110,7 @@ def from_contest(data: dict[str, Any]) -> Problem:
     ]
     length = max((stop for _, stop in intervals), default=0)
     limit = np.full(length, float(data["usage_limit"]))
-    return Problem(tuple(costs), tuple(edges), Memory.of(holdings, limit))
+    return Problem(tuple(costs), tuple(edges), MemoryModel.of(holdings, limit))
 
 
 def _costs(values: list[int]) -> Floats:

@@ -44,7 +44,7 @@ class Result:
 Progress = Callable[[Result], None]
 
 
-class Program:
+class LinearProgram:
     """The linear program of a problem, with the memory rows that were needed so far."""
 
     def __init__(self, problem: Problem) -> None:
@@ -151,7 +151,7 @@ def solve_exactly(
         return Result(np.zeros(0, dtype=np.int64), problem.constant, problem.constant)
     clock = Clock(seconds) if clock is None else clock
     until = clock.now() + seconds
-    program = Program(problem)
+    program = LinearProgram(problem)
     best = Result(start, np.inf if start is None else problem.cost(start), -np.inf)
     for integral in (False, True):
         while (left := until - clock.now()) > 0:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from gshard.autosharding.memory import Floats, Ints, Memory
-from gshard.autosharding.network import Network
+from gshard.autosharding.memory import Floats, Ints, MemoryModel
+from gshard.autosharding.network import ProblemGraph
 from gshard.autosharding.problem import NoAnswerError, Problem
 
 # The table of a new edge, between the two neighbours of a removed node, has at most this many
@@ -21,7 +21,7 @@ def drop_dominated(problem: Problem) -> tuple[Problem, Callable[[Ints], Ints]]:
     A strategy is dominated if another one never holds more memory and, whatever the neighbours
     take, never costs more (each neighbour's worst case taken separately).
     """
-    network = Network(problem)
+    network = ProblemGraph(problem)
     holdings = by_node(problem.memory, len(problem.costs))
     waiting = set(network.nodes())
     while waiting:
@@ -38,7 +38,7 @@ def drop_dominated(problem: Problem) -> tuple[Problem, Callable[[Ints], Ints]]:
 def drop_oversized(problem: Problem) -> tuple[Problem, Callable[[Ints], Ints]]:
     """The problem without strategies that exceed the limit even where all other nodes hold the
     least that they can."""
-    network, memory = Network(problem), problem.memory.tightened_limit()
+    network, memory = ProblemGraph(problem), problem.memory.tightened_limit()
     limit = np.append(memory.limit, np.inf)
     for node, holdings in enumerate(by_node(memory, len(problem.costs))):
         if holdings:
@@ -51,7 +51,7 @@ def drop_oversized(problem: Problem) -> tuple[Problem, Callable[[Ints], Ints]]:
     return network.result()
 
 
-def by_node(memory: Memory, nodes: int) -> list[list[int]]:
+def by_node(memory: MemoryModel, nodes: int) -> list[list[int]]:
     """The holdings of each node."""
     holdings: list[list[int]] = [[] for _ in range(nodes)]
     for holding, node in enumerate(memory.node):
@@ -59,7 +59,7 @@ def by_node(memory: Memory, nodes: int) -> list[list[int]]:
     return holdings
 
 
-def _undominated(network: Network, node: int, holdings: list[int]) -> Ints:
+def _undominated(network: ProblemGraph, node: int, holdings: list[int]) -> Ints:
     costs = network.costs[node]
     # margin[s, t]: by how much s costs more than t, at least.
     margin = costs[:, None] - costs
@@ -82,7 +82,7 @@ def _undominated(network: Network, node: int, holdings: list[int]) -> Ints:
     return np.flatnonzero(left)
 
 
-def profile_of(memory: Memory, holdings: list[int]) -> tuple[Ints, Floats]:
+def profile_of(memory: MemoryModel, holdings: list[int]) -> tuple[Ints, Floats]:
     """The times at which any of these holdings changes, and from each the bytes by strategy."""
     start, stop = memory.start[holdings], memory.stop[holdings]
     times = np.unique(np.concatenate([start, stop]))
@@ -98,7 +98,7 @@ def eliminate(problem: Problem) -> tuple[Problem, Callable[[Ints], Ints]]:
 
     Their best strategy, and what it costs, is a function of what the neighbours take.
     """
-    network = Network(problem)
+    network = ProblemGraph(problem)
     with_memory = {int(node) for node in problem.memory.node}
     waiting = sorted(set(network.nodes()) - with_memory)
     while waiting:
@@ -110,7 +110,7 @@ def eliminate(problem: Problem) -> tuple[Problem, Callable[[Ints], Ints]]:
     return network.result()
 
 
-def _eliminated(network: Network, node: int) -> set[int]:
+def _eliminated(network: ProblemGraph, node: int) -> set[int]:
     """Remove a node of at most two neighbours; returns the neighbours, whose degree fell."""
     costs, edges = network.costs[node], list(network.edges[node].items())
     if not edges:

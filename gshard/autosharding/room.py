@@ -12,7 +12,7 @@ from gshard.autosharding.reducing import by_node, profile_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class Holding:
     """What a node holds: from `times[k]` on, up to the next one or `end`, strategy s holds
     `usage[k, s]` bytes."""
 
@@ -41,11 +41,11 @@ class Room:
     def __init__(self, problem: Problem) -> None:
         self.memory = problem.memory
         self.every: list[Ints] = [np.arange(len(costs)) for costs in problem.costs]
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, Holding] = {}
         for node, holdings in enumerate(by_node(problem.memory, len(problem.costs))):
             if holdings:
                 times, usage = profile_of(problem.memory, holdings)
-                self.held[node] = Held(times[:-1], int(times[-1]), usage[:-1])
+                self.held[node] = Holding(times[:-1], int(times[-1]), usage[:-1])
         least = [self.held[i].least() if i in self.held else 0 for i in range(len(self.every))]
         self.least = np.array(least, dtype=np.int64)
 

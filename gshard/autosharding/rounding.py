@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gshard.autosharding.blocks import PER_EDGE, Blocks, Part
+from gshard.autosharding.blocks import PER_EDGE, NodeEdges, Part
 from gshard.autosharding.clock import Clock
 from gshard.autosharding.memory import Floats, Ints
 from gshard.autosharding.prices import Prices
@@ -54,7 +54,7 @@ class Rounding:
         self, problem: Problem, prices: Prices, random: np.random.Generator, clock: Clock
     ) -> None:
         self.problem, self.prices, self.random, self.clock = problem, prices, random, clock
-        self.blocks = Blocks(problem, random)
+        self.blocks = NodeEdges(problem, random)
         self.room = Room(problem)
         self.nodes = list(range(len(problem.costs)))
         self.failures = 0  # draws that have found nothing, after which prices are higher

@@ -14,7 +14,7 @@ import numpy as np
 
 from gshard.autosharding.clock import Clock
 from gshard.autosharding.memory import Bools, Floats, Ints
-from gshard.autosharding.network import Network
+from gshard.autosharding.network import ProblemGraph
 from gshard.autosharding.presolve import presolve
 from gshard.autosharding.prices import Prices
 from gshard.autosharding.problem import NoAnswerError, Problem
@@ -149,7 +149,7 @@ class Search:
 
     def _solve(self, kept: list[Bools], seconds: float) -> tuple[bool, bool]:
         """Solve with only these strategies; whether it was solved, and gave a better answer."""
-        network = Network(self.problem)
+        network = ProblemGraph(self.problem)
         for node, strategies in enumerate(kept):
             network.keep(node, np.flatnonzero(strategies))
         part, back = network.result()

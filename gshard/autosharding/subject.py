@@ -25,7 +25,7 @@ _STATE = 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Subject:
+class TracedProgram:
     """A function and its arguments, and the program that they make.
 
     `returned` are pairs of a result and an argument of the program, by number: the result is the
@@ -42,7 +42,7 @@ class Subject:
     states: list[tuple[str, str]]
 
     @staticmethod
-    def of(fn: Callable[..., Any], args: tuple[Any, ...], devices: int) -> Subject:
+    def of(fn: Callable[..., Any], args: tuple[Any, ...], devices: int) -> TracedProgram:
         """Trace the function."""
         given = jax.tree_util.tree_flatten_with_path((args, {}))[0]
         leaves = [leaf for _, leaf in given]
@@ -61,7 +61,7 @@ class Subject:
         results = jax.tree_util.tree_flatten_with_path(traced.out_info)[0]
         states = [(result_name(results[r][0]), paths[a][0]) for r, a in pairs]
         returned = [(result, argument + first) for result, argument in pairs]
-        return Subject(fn, args, devices, flat, paths, first, returned, states)
+        return TracedProgram(fn, args, devices, flat, paths, first, returned, states)
 
 
 def _check_effects(flat: ClosedJaxpr) -> None:

@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.kernels import KERNEL
 from gshard.forecast.ops import LOOPS, PRODUCTS, elements, size_of
-from gshard.forecast.program import Operator, body_of, walk
+from gshard.forecast.program import DeviceOperator, body_of, walk
 from gshard.forecast.work import looks_up, moved_bytes, operations, updates, vector_flops
 from gshard.graph.regions import bodies
 
@@ -57,7 +57,7 @@ class Touched:
         self._covered: set[Any] = set()
         self._kept: set[Any] = set()  # equations that a compiler does not find to be equal
         self._collect(jaxpr)
-        seen: set[Operator] = set()
+        seen: set[DeviceOperator] = set()
         for operator, count, _ in walk(jaxpr, hardware.compiler, self.fused_on):
             self.starts += count
             self.stored.update(operator.writes)
@@ -92,7 +92,7 @@ class Touched:
                 for inner in bodies(operator.root.eqn):
                     self._collect(inner)
 
-    def _add(self, operator: Operator) -> None:
+    def _add(self, operator: DeviceOperator) -> None:
         root, names = operator.root, {op.name for op in operator.members}
         if root.name == KERNEL:
             return
@@ -119,13 +119,13 @@ class Touched:
             if len(operator.members) > 1 and names & PRODUCTS:
                 self._covered.add(op.eqn)
 
-    def _computes(self, operator: Operator) -> bool:
+    def _computes(self, operator: DeviceOperator) -> bool:
         """Whether the arithmetic of an operator takes longer than what it reads and writes."""
         bandwidth = self.hardware.memory_bandwidth * self.hardware.efficiency.memory
         arithmetic = vector_flops(operator) / self.hardware.vector_rate
         return arithmetic > moved_bytes(operator) / bandwidth
 
-    def _read(self, operator: Operator, var: Any, share: float) -> None:
+    def _read(self, operator: DeviceOperator, var: Any, share: float) -> None:
         """Count a read where a member of the operator has the value as an operand."""
         for op in operator.members:
             for number, atom in enumerate(op.eqn.invars):

@@ -21,8 +21,8 @@ from jax.extend.core import Jaxpr
 
 from gshard.autosharding.clock import Clock
 from gshard.autosharding.memory import Bools, Floats, Ints
-from gshard.autosharding.model import Model
-from gshard.autosharding.problem import Edge, Problem
+from gshard.autosharding.model import MeshProblem
+from gshard.autosharding.problem import CostEdge, Problem
 from gshard.autosharding.program import Result
 from gshard.autosharding.solve import solve
 from gshard.graph.regions import loop_bodies
@@ -52,14 +52,14 @@ class _Part:
         )
 
 
-class Windows:
+class OverlapWindows:
     """The windows of a model: which of its costs are work, and which communication of which body.
 
     For a bound (`optimistic`) nothing is exposed, and communication has a window only where it
     cannot be in another body.
     """
 
-    def __init__(self, model: Model, jaxpr: Jaxpr, optimistic: bool) -> None:
+    def __init__(self, model: MeshProblem, jaxpr: Jaxpr, optimistic: bool) -> None:
         self.model, self.optimistic = model, optimistic
         self.places, self.entering = _places(jaxpr)
         self.windows = 1 + max(self.places.values(), default=0)
@@ -118,7 +118,7 @@ class Windows:
         of_nodes, of_edges = self.nodes.weights(of_work), self.edges.weights(of_work)
         costs = tuple(rounded(c * w) for c, w in zip(problem.costs, of_nodes, strict=True))
         edges = tuple(
-            Edge(e.first, e.second, rounded(e.costs * w))
+            CostEdge(e.first, e.second, rounded(e.costs * w))
             for e, w in zip(problem.edges, of_edges, strict=True)
         )
         # Starts of operators are work of some window.
@@ -144,7 +144,7 @@ class Windows:
         return exposed + float(np.maximum(work, sent).sum())
 
 
-def solve_windows(windows: Windows, seconds: float, clock: Clock) -> tuple[Result, Problem]:
+def solve_windows(windows: OverlapWindows, seconds: float, clock: Clock) -> tuple[Result, Problem]:
     """The best answer that is found in the time given, a bound of all, and the problem with the
     weights that gave the best bound.
 

@@ -47,7 +47,7 @@ def partitioned(jitted: Any, own: dict[str, Any]) -> Any:
     )
 
 
-class Lowered(gshard.Lowered):
+class LibraryLowered(gshard.Lowered):
     """A `gshard.Lowered` whose `compile` takes and returns the library's own objects."""
 
     def __init__(self, lowered: gshard.Lowered, compiled: Callable[..., Any]):

@@ -8,7 +8,7 @@ from typing import Any
 
 import equinox as eqx
 
-from gshard.contrib._swap import Lowered, partitioned, take_own
+from gshard.contrib._swap import LibraryLowered, partitioned, take_own
 
 
 def filter_jit(
@@ -65,10 +65,10 @@ class FilterJitted:
         """Partition for these arguments if that has not been done yet, and run."""
         return self._wrapper(*args, **kwargs)
 
-    def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
+    def lower(self, /, *args: Any, **kwargs: Any) -> LibraryLowered:
         """Partition for arguments like these; arrays in them may be `jax.ShapeDtypeStruct`s."""
         found = self._wrapper.lower(*args, **kwargs)
-        return Lowered(found.lowered, found.compile)
+        return LibraryLowered(found.lowered, found.compile)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method of a module."""

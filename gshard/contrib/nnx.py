@@ -8,7 +8,7 @@ from typing import Any
 
 from flax import nnx
 
-from gshard.contrib._swap import Lowered, partitioned, take_own
+from gshard.contrib._swap import LibraryLowered, partitioned, take_own
 
 
 def jit(fun: Callable[..., Any] | None = None, **keywords: Any) -> Any:
@@ -56,10 +56,10 @@ def jit(fun: Callable[..., Any] | None = None, **keywords: Any) -> Any:
     wrapper.jitted_fn = partitioned(wrapper.jitted_fn, own)
     lower = wrapper.lower
 
-    def lowered(*args: Any, **kwargs: Any) -> Lowered:
+    def lowered(*args: Any, **kwargs: Any) -> LibraryLowered:
         """Partition for arguments like these, which are not changed."""
         found = lower(*args, **kwargs)
-        return Lowered(found.lowered, found.compile)
+        return LibraryLowered(found.lowered, found.compile)
 
     wrapper.lower = lowered
     return wrapper

@@ -34,7 +34,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Origin:
+class SplitOrigin:
     """Where a split was asked for: the value and dim, its annotation, and the way from there.
 
     Without an annotation, `var` is an argument that is split when it arrives.
@@ -57,7 +57,7 @@ def chain(subject: Subject, var: Any, dim: int) -> list[Link]:
     return list(found.links) if found and found.annotation else []
 
 
-def origin(subject: Subject, var: Any, dim: int) -> Origin | None:
+def origin(subject: Subject, var: Any, dim: int) -> SplitOrigin | None:
     """Where the split of `dim` comes from: the nearest annotation, else an argument."""
     asked, arguments = subject.annotated, set(subject.flat.jaxpr.invars)
     seen = {(var, dim)}
@@ -68,9 +68,9 @@ def origin(subject: Subject, var: Any, dim: int) -> Origin | None:
         if here in asked:
             first = _link(asked[here], here)
             links = first, *(link for link in way if link != first)
-            return Origin(here, at, asked[here], links)
+            return SplitOrigin(here, at, asked[here], links)
         if here in arguments and arrived is None:
-            arrived = Origin(here, at, None, way)
+            arrived = SplitOrigin(here, at, None, way)
         for eqn, other, place in _neighbours(subject, here, at):
             if (other, place) not in seen:
                 seen.add((other, place))

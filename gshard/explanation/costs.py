@@ -12,7 +12,7 @@ from gshard.moving.inventory import Collective
 
 
 @dataclass(frozen=True)
-class Cost:
+class LineCost:
     """The collectives of one line, or of one kind, together."""
 
     name: str
@@ -36,7 +36,7 @@ class Cost:
         return ", ".join(dict.fromkeys(c.kind for c in self.values))
 
 
-def by_line(subject: Subject, forecast: Forecast) -> list[Cost]:
+def by_line(subject: Subject, forecast: Forecast) -> list[LineCost]:
     """The lines that send something, the one that takes the most time first."""
     seconds: dict[str, float] = {}
     for t in forecast.values:
@@ -49,7 +49,7 @@ def by_line(subject: Subject, forecast: Forecast) -> list[Cost]:
     return _summed(subject.values, lambda c: c.source, seconds, runs)
 
 
-def by_kind(subject: Subject, forecast: Forecast) -> list[Cost]:
+def by_kind(subject: Subject, forecast: Forecast) -> list[LineCost]:
     """The kinds of collectives, the one that takes the most time first."""
     seconds: dict[str, float] = {}
     for t in forecast.operators:
@@ -67,12 +67,12 @@ def _summed(
     key: Callable[[Collective], str],
     seconds: dict[str, float],
     runs: dict[str, int],
-) -> list[Cost]:
+) -> list[LineCost]:
     groups: dict[str, list[Collective]] = {}
     for c in collectives:
         groups.setdefault(key(c), []).append(c)
     found = [
-        Cost(
+        LineCost(
             name,
             tuple(sorted(members, key=lambda c: -c.total_bytes)),
             seconds.get(name, 0.0),
@@ -93,7 +93,7 @@ def counts(subject: Subject) -> str:
     return f"{text}, for {values:,} values" if values > number else text
 
 
-def headline(forecast: Forecast, lines: Sequence[Cost]) -> str:
+def headline(forecast: Forecast, lines: Sequence[LineCost]) -> str:
     """One sentence: what the costliest line sends, and its share of the step."""
     if not lines:
         return "Nothing is sent: every device works on what it has."

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from gshard.explanation.costs import Cost, by_kind, by_line, counts, headline
-from gshard.explanation.fixes import Progress, Search, search
+from gshard.explanation.costs import LineCost, by_kind, by_line, counts, headline
+from gshard.explanation.fixes import FixSearch, Progress, search
 from gshard.explanation.local_names import LocalNames
 from gshard.explanation.names import Names
 from gshard.explanation.subject import Subject
@@ -36,7 +36,7 @@ class Findings:
         self.subject, self.forecast, self.name = subject, forecast, name
         self.is_default = is_default  # whether the hardware is what JAX reports
         self._seconds = (10.0 if quick else 0.0) if seconds is None else seconds
-        self._search: Search | None = None
+        self._search: FixSearch | None = None
 
     @functools.cached_property
     def names(self) -> Names:
@@ -53,12 +53,12 @@ class Findings:
         return Why(self.subject, self.names)
 
     @functools.cached_property
-    def lines(self) -> list[Cost]:
+    def lines(self) -> list[LineCost]:
         """The lines that send something, the one that takes the most time first."""
         return by_line(self.subject, self.forecast)
 
     @functools.cached_property
-    def kinds(self) -> list[Cost]:
+    def kinds(self) -> list[LineCost]:
         """The same by kind of collective."""
         return by_kind(self.subject, self.forecast)
 
@@ -83,11 +83,11 @@ class Findings:
             f"{size(self.subject.sent)} sent by each device in {duration(took)}"
         ) + (f", {duration(hidden)} of it overlapped" if hidden else "")
 
-    def why(self, cost: Cost) -> str:
+    def why(self, cost: LineCost) -> str:
         """Why a line sends its largest value, in one sentence."""
         return self._why.sentence(cost.values[0])
 
-    def search(self, progress: Progress | None = None) -> Search:
+    def search(self, progress: Progress | None = None) -> FixSearch:
         """Changes of one annotation, each tried: once, within the budget of seconds."""
         if self._search is None:
             origins = [
@@ -100,7 +100,7 @@ class Findings:
             if self.subject.sent and self._seconds:
                 self._search = search(self.subject, self._seconds, first, progress)
             else:
-                self._search = Search(candidates=len(self.subject.annotations))
+                self._search = FixSearch(candidates=len(self.subject.annotations))
         return self._search
 
     @property

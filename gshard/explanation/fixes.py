@@ -59,7 +59,7 @@ class Fix:
 
 
 @dataclass(frozen=True)
-class Search:
+class FixSearch:
     """What came of a search: the changes that send less, the best first."""
 
     fixes: tuple[Fix, ...] = ()
@@ -76,7 +76,7 @@ def search(
     seconds: float = math.inf,
     first: Sequence[str] = (),
     progress: Progress | None = None,
-) -> Search:
+) -> FixSearch:
     """Try the changes of one annotation, as many as `seconds` allow; those at `first` first."""
     order = {line: number for number, line in enumerate(first)}
     calls = sorted(_by_call(subject), key=lambda c: order.get(source_of(c[0]), len(order)))
@@ -96,7 +96,7 @@ def search(
         if progress:
             progress(tried, len(candidates))
     found.sort(key=lambda fix: fix.after)
-    return Search(tuple(found), tried, len(candidates))
+    return FixSearch(tuple(found), tried, len(candidates))
 
 
 def _tried(subject: Subject, eqn: JaxprEqn, words: str, changed: Changes) -> Fix | None:

@@ -8,7 +8,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Literal
 
 from gshard.explanation.names import letters_of_name, result_letters, shape
-from gshard.explanation.statements import Body, expression
+from gshard.explanation.statements import Statements, expression
 from gshard.explanation.subject import Subject
 from gshard.graph.reason import NO_REASON
 from gshard.graph.source import reason_of
@@ -22,7 +22,7 @@ class LocalNames:
     def __init__(self, subject: Subject):
         self._names: dict[Any, str] = {}
         self._makers: dict[Any, JaxprEqn] = {}
-        program = Body(subject.jaxpr)
+        program = Statements(subject.jaxpr)
         self._assigned = program.assigned()
         inputs = zip(subject.jaxpr.invars, subject.argument_names, strict=False)
         self._add(program, {var: name for var, name in inputs if name})
@@ -42,7 +42,7 @@ class LocalNames:
             found = result_letters(self._makers[value], rank)
         return found
 
-    def _add(self, body: Body, known: Mapping[Any, str]) -> None:
+    def _add(self, body: Statements, known: Mapping[Any, str]) -> None:
         self._names.update(known)
         for eqn in body.jaxpr.eqns:
             for inner in body.inside(eqn):
@@ -52,7 +52,7 @@ class LocalNames:
                 self._makers[var] = eqn
                 self._names[var] = self._assigned.get(var) or self._made(body, eqn, var)
 
-    def _made(self, body: Body, eqn: JaxprEqn, var: Any) -> str:
+    def _made(self, body: Statements, eqn: JaxprEqn, var: Any) -> str:
         """The name of a value that no statement assigns."""
         moved = [n for a in eqn.invars if (n := self._of(a))]
         if moved and reason_of(eqn) != NO_REASON:  # the same values, elsewhere

@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
 
-from gshard.explanation.statements import Body, argument_of_call, expression_of_call, target
+from gshard.explanation.statements import Statements, argument_of_call, expression_of_call, target
 from gshard.explanation.subject import Subject
 from gshard.graph.source import scopes_of, source_of, span_of
 from gshard.tensors.annotate import annotate_p
@@ -32,7 +32,7 @@ class Names:
 
     @functools.cached_property
     def _assigned(self) -> dict[Any, str]:
-        return Body(self._subject.flat.jaxpr).assigned()
+        return Statements(self._subject.flat.jaxpr).assigned()
 
     @functools.cached_property
     def _readers(self) -> dict[Any, list[JaxprEqn]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gshard.explanation.costs import Cost, counts
+from gshard.explanation.costs import LineCost, counts
 from gshard.explanation.findings import EXPLAINED, Findings
 from gshard.explanation.local_names import LocalNames
 from gshard.explanation.names import einsums_of, shape
@@ -72,7 +72,7 @@ def _facts(findings: Findings) -> list[tuple[str, str]]:
     ]
 
 
-def _card(findings: Findings, cost: Cost) -> dict[str, Any]:
+def _card(findings: Findings, cost: LineCost) -> dict[str, Any]:
     found = findings.search()
     fix = found.for_line(cost.name, cost.sent)
     share = cost.seconds / (findings.forecast.step_seconds or 1.0)

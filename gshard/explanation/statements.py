@@ -42,7 +42,7 @@ class _Place:
         return self.statement == other.statement and inside
 
 
-class Body:
+class Statements:
     """A program or the body of a loop: its statements, and what belongs to a gradient.
 
     Gradients, and what is stored for them alone, have the place in the source of the values that
@@ -79,13 +79,13 @@ class Body:
         """Whether an equation is a part of the backward pass."""
         return self._in_gradient or phase_of([eqn]) == "backward"
 
-    def inside(self, eqn: JaxprEqn) -> list[Body]:
+    def inside(self, eqn: JaxprEqn) -> list[Statements]:
         """The bodies of a loop or branch; none for other equations."""
         if eqn.primitive.name not in LOOPS:
             return []
         carried = counts_of(eqn)[1] if eqn.primitive.name == "scan" else len(eqn.outvars)
         unread = {n for n, v in enumerate(eqn.outvars) if n >= carried and v in self.stored}
-        return [Body(inner, self.is_gradient(eqn), unread) for inner in bodies(eqn)]
+        return [Statements(inner, self.is_gradient(eqn), unread) for inner in bodies(eqn)]
 
     def assigned(self) -> dict[Any, str]:
         """The names of values that statements of the user assign, loops included.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gshard.explanation.costs import Cost
+from gshard.explanation.costs import LineCost
 from gshard.explanation.findings import EXPLAINED, Findings
 from gshard.explanation.names import shape
 from gshard.explanation.subject import Subject
@@ -50,7 +50,7 @@ def fix_lines(findings: Findings) -> list[str]:
     return lines
 
 
-def _totals(costs: Sequence[Cost], kinds: bool = False) -> Iterator[str]:
+def _totals(costs: Sequence[LineCost], kinds: bool = False) -> Iterator[str]:
     for cost in costs[:_LINES]:
         more = f"  {cost.kinds}" if kinds else ""
         yield (

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from gshard.explanation.chains import Origin, origin
+from gshard.explanation.chains import SplitOrigin, origin
 from gshard.explanation.names import Names, annotated_call, einsums
 from gshard.explanation.subject import Subject
 from gshard.graph.source import source_of
@@ -43,9 +43,9 @@ class Why:
         self._at: dict[str, list[JaxprEqn]] = {}
         for eqn in subject.equations:
             self._at.setdefault(source_of(eqn), []).append(eqn)
-        self._known: dict[str, list[Origin]] = {}
+        self._known: dict[str, list[SplitOrigin]] = {}
 
-    def origins(self, collective: Collective) -> list[Origin]:
+    def origins(self, collective: Collective) -> list[SplitOrigin]:
         """Where the splits of the values at its line were asked for, each once."""
         key = f"{collective.source} {collective.why.operator}"
         if key not in self._known:
@@ -65,7 +65,7 @@ class Why:
             needs = _OF_SEVERAL.get(collective.kind, needs)
         return f"{', '.join(asked)}; {self._operator(eqn, here)} {needs}."
 
-    def _split(self, found: Origin, here: str, first: bool) -> str:
+    def _split(self, found: SplitOrigin, here: str, first: bool) -> str:
         name, dim = self._names.value(found.var), self._names.dim(found.var, found.dim)
         where = f"at {near(found.source, here)}" if found.source else "when it arrives"
         if found.source.endswith("_shardings"):
@@ -85,7 +85,7 @@ class Why:
         named = [e for e in here if e.primitive.name == collective.why.operator]
         return asked or here if set(named) <= set(asked) else named
 
-    def _origins(self, collective: Collective) -> Iterator[Origin]:
+    def _origins(self, collective: Collective) -> Iterator[SplitOrigin]:
         seen = set()
         for eqn in self._operators(collective)[:4]:
             for atom in (*eqn.invars, *eqn.outvars):
@@ -95,7 +95,7 @@ class Why:
                         seen.add(key)
                         yield found
 
-    def _of(self, atom: Any) -> Iterator[Origin]:
+    def _of(self, atom: Any) -> Iterator[SplitOrigin]:
         sharding = self._subject.sharding(atom)
         for dim, split in enumerate(sharding.splits if sharding else ()):
             found = origin(self._subject, atom, dim) if split else None

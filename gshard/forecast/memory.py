@@ -18,13 +18,13 @@ from jax.extend.core import Jaxpr, Literal
 
 from gshard.forecast.ops import LOOPS, size_of
 from gshard.forecast.order import breadth_first, depth_first
-from gshard.forecast.program import Body, Operator, body_of
+from gshard.forecast.program import Body, DeviceOperator, body_of
 from gshard.graph.regions import bodies, counts_of
 from gshard.graph.source import source_of
 
 
 @dataclass(frozen=True)
-class Held:
+class LiveValue:
     """A value that is live at the peak, and the user's line that made it."""
 
     bytes: int
@@ -42,7 +42,7 @@ class Memory:
     donated: int
     temporary: int
     where: str  # the user's line at the peak
-    held: tuple[Held, ...]  # the temporaries live there, largest first
+    held: tuple[LiveValue, ...]  # the temporaries live there, largest first
     along: tuple[int, ...]  # temporary bytes at every operator of the outermost program
     lines: tuple[str, ...] = ()  # the user's line of each of these operators
 
@@ -88,7 +88,7 @@ def _given_places(jaxpr: Jaxpr, donated: Sequence[Any]) -> Places:
 class _Peak:
     bytes: int
     where: str
-    held: tuple[Held, ...]
+    held: tuple[LiveValue, ...]
     along: tuple[int, ...] = ()
     lines: tuple[str, ...] = ()
 
@@ -139,7 +139,7 @@ def _kept_aside(body: Body, given: Places) -> list[Any]:
     operator does not depend.
     """
     makers = {v: o for o in body.operators for v in o.writes}
-    readers: dict[Any, list[Operator]] = {}
+    readers: dict[Any, list[DeviceOperator]] = {}
     for operator in body.operators:
         for var in operator.reads:
             readers.setdefault(var, []).append(operator)
@@ -156,7 +156,7 @@ def _kept_aside(body: Body, given: Places) -> list[Any]:
 
 
 def _in_given_places(
-    body: Body, order: Sequence[Operator], given: Places, aside: Sequence[Any]
+    body: Body, order: Sequence[DeviceOperator], given: Places, aside: Sequence[Any]
 ) -> set[Any]:
     """Temporaries in the buffers of donated arguments, until a result is written there.
 
@@ -189,7 +189,7 @@ def _in_given_places(
     return found
 
 
-def _ancestors(operator: Operator, makers: dict[Any, Operator]) -> set[Operator]:
+def _ancestors(operator: DeviceOperator, makers: dict[Any, DeviceOperator]) -> set[DeviceOperator]:
     """An operator and all operators it depends on."""
     seen = {operator}
     waiting = [operator]
@@ -203,17 +203,19 @@ def _ancestors(operator: Operator, makers: dict[Any, Operator]) -> set[Operator]
 
 
 def _simulate(
-    order: Sequence[Operator], style: str, early: Sequence[Any], elsewhere: Set[Any]
+    order: Sequence[DeviceOperator], style: str, early: Sequence[Any], elsewhere: Set[Any]
 ) -> _Peak:
     """The live bytes at every operator; `early` values from the start, without `elsewhere`."""
     last: dict[Any, int] = {}
     for number, operator in enumerate(order):
         for var in operator.reads:
             last[var] = number
-    makers: dict[Any, Operator] = {}
+    makers: dict[Any, DeviceOperator] = {}
     live = {v: size_of(v) for v in early if v in last and v not in elsewhere}
     now, most, along = sum(live.values()), 0, []
-    at: tuple[Operator, dict[Any, int], _Peak] | None = None  # the peak, what is live, its body's
+    at: tuple[DeviceOperator, dict[Any, int], _Peak] | None = (
+        None  # the peak, what is live, its body's
+    )
     for number, operator in enumerate(order):
         dying = [v for v in operator.reads if last[v] == number and v in live]
         inner = _inside(operator, style)
@@ -236,12 +238,12 @@ def _simulate(
     if at is None:
         return _Peak(0, "", (), tuple(along), lines)
     operator, present, inner = at
-    held = [Held(b, _short(v), _source(makers.get(v)), v) for v, b in present.items()]
+    held = [LiveValue(b, _short(v), _source(makers.get(v)), v) for v, b in present.items()]
     ranked = tuple(sorted([*held, *inner.held], key=lambda h: -h.bytes))
     return _Peak(most, inner.where or _source(operator), ranked, tuple(along), lines)
 
 
-def _inside(operator: Operator, style: str) -> _Peak:
+def _inside(operator: DeviceOperator, style: str) -> _Peak:
     """The temporaries of an operator's bodies while it runs, its stacked results left out."""
     if operator.root.name not in LOOPS:
         return _Peak(0, "", ())
@@ -254,7 +256,7 @@ _IN_PLACE = {"dynamic_update_slice", "select_and_scatter_add"}
 
 
 def _written_over(
-    operator: Operator, dying: list[Any], made: dict[Any, int], live: dict[Any, int]
+    operator: DeviceOperator, dying: list[Any], made: dict[Any, int], live: dict[Any, int]
 ) -> int:
     """Bytes of results that reuse the buffers of dead operands."""
     if not (operator.root.joins or operator.root.name in _IN_PLACE or _aliases(operator)):
@@ -268,12 +270,12 @@ def _written_over(
     return reused
 
 
-def _aliases(operator: Operator) -> bool:
+def _aliases(operator: DeviceOperator) -> bool:
     """Whether it is a kernel that writes results over its operands."""
     return bool(operator.root.eqn.params.get("input_output_aliases"))
 
 
-def _source(operator: Operator | None) -> str:
+def _source(operator: DeviceOperator | None) -> str:
     return source_of(operator.root.eqn) if operator else "unknown"
 
 

@@ -7,16 +7,16 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from gshard.forecast.program import Body, Operator
+from gshard.forecast.program import Body, DeviceOperator
 from gshard.moving.inventory import transfers
 
 
-def depth_first(body: Body) -> list[Operator]:
+def depth_first(body: Body) -> list[DeviceOperator]:
     """Operators ordered so that each result is finished before the next is begun."""
     makers = {v: operator for operator in body.operators for v in operator.writes}
     place = {o: i for i, o in enumerate(body.operators)}
-    done: set[Operator] = set()
-    order: list[Operator] = []
+    done: set[DeviceOperator] = set()
+    order: list[DeviceOperator] = []
     goals = [body.stands_for(v) for v in body.outputs if not isinstance(v, Literal)]
     goals += [v for operator in body.operators for v in operator.writes]
     for goal in goals:
@@ -37,10 +37,10 @@ def depth_first(body: Body) -> list[Operator]:
     return order
 
 
-def breadth_first(body: Body) -> list[Operator]:
+def breadth_first(body: Body) -> list[DeviceOperator]:
     """Operators in the order in which their operands become ready, as XLA for CPUs runs them."""
-    readers: dict[Any, list[Operator]] = {}
-    pending: dict[Operator, int] = {}
+    readers: dict[Any, list[DeviceOperator]] = {}
+    pending: dict[DeviceOperator, int] = {}
     for operator in body.operators:
         needed = set(operator.reads)
         pending[operator] = len(needed)
@@ -51,7 +51,7 @@ def breadth_first(body: Body) -> list[Operator]:
     made = {v for o in body.operators for v in o.writes}
     outside = [v for o in body.operators for v in o.reads if v not in made]
     queue = deque(o for o in body.operators if not pending[o])
-    order: list[Operator] = []
+    order: list[DeviceOperator] = []
     ready: deque[Any] = deque(dict.fromkeys([*body.inputs, *outside]))
     while ready or queue:
         if ready:
@@ -65,7 +65,7 @@ def breadth_first(body: Body) -> list[Operator]:
     return order
 
 
-def _when_rewritten(operator: Operator, body: Body) -> int:
+def _when_rewritten(operator: DeviceOperator, body: Body) -> int:
     """When XLA for CPUs rewrites a matrix product: consumers of a value run in that order.
 
     Unchanged are those that contract the rows of their first operand. Last are those whose result

@@ -44,7 +44,7 @@ _FROM_LITTLE = {"broadcast_in_dim", "iota"}
 
 
 @dataclass(eq=False)
-class Operator:
+class DeviceOperator:
     """What a device runs as one: an unfused op, or a fused group that ends in `root`."""
 
     root: Op
@@ -66,7 +66,7 @@ class Body:
     jaxpr: Jaxpr
     inputs: list[Any]
     outputs: list[Any]
-    operators: list[Operator]
+    operators: list[DeviceOperator]
     alias: dict[Any, Any]  # values that are another one under a new shape
     folded: set[Any]  # of those what a product does on the way
 
@@ -124,7 +124,7 @@ def body_of(jaxpr: Jaxpr, style: str, devices: int = 1) -> Body:
                 rows.note(body.operators[-1])
         else:
             reads = list(dict.fromkeys(body.stands_for(v) for v in op.reads))
-            body.operators.append(Operator(op, reads, list(op.writes), [op]))
+            body.operators.append(DeviceOperator(op, reads, list(op.writes), [op]))
     if style == "cpu":
         body.operators = _reduced_together(body.operators)
     return body
@@ -137,9 +137,9 @@ class _RowStatistics:
     """
 
     def __init__(self) -> None:
-        self.makers: dict[Any, Operator] = {}
+        self.makers: dict[Any, DeviceOperator] = {}
 
-    def note(self, operator: Operator) -> None:
+    def note(self, operator: DeviceOperator) -> None:
         """Remember what an operator computes on the way, and that it writes what this one reads."""
         for var in operator.reads:
             maker = self.makers.get(var)
@@ -159,13 +159,13 @@ def _is_folded(op: Op, makers: dict[Any, Op], readers: dict[Any, list[Op]]) -> b
     return made or (bool(users) and all(u.name == "dot_general" for u in users))
 
 
-def _reduced_together(operators: list[Operator]) -> list[Operator]:
+def _reduced_together(operators: list[DeviceOperator]) -> list[DeviceOperator]:
     """Independent all-reduces combined into one, at the position of the last."""
-    merged: dict[Any, Operator] = {}
-    late: dict[Operator, Operator] = {}
-    behind: dict[Any, set[Operator]] = {}  # combined all-reduces that a value depends on
+    merged: dict[Any, DeviceOperator] = {}
+    late: dict[DeviceOperator, DeviceOperator] = {}
+    behind: dict[Any, set[DeviceOperator]] = {}  # combined all-reduces that a value depends on
     for operator in operators:
-        waits: set[Operator] = set().union(*(behind.get(v, set()) for v in operator.reads))
+        waits: set[DeviceOperator] = set().union(*(behind.get(v, set()) for v in operator.reads))
         sent = transfers(operator.root.eqn)
         if sent and sent[0].kind == "all_reduce":
             key = (sent[0].reduction, sent[0].groups, len(waits))
@@ -187,11 +187,11 @@ def _reduced_together(operators: list[Operator]) -> list[Operator]:
     return _in_order(ordered)
 
 
-def _in_order(operators: list[Operator]) -> list[Operator]:
+def _in_order(operators: list[DeviceOperator]) -> list[DeviceOperator]:
     """The operators in topological order, otherwise unchanged."""
     makers = {v: o for o in operators for v in o.writes}
-    done: set[Operator] = set()
-    order: list[Operator] = []
+    done: set[DeviceOperator] = set()
+    order: list[DeviceOperator] = []
     for goal in operators:
         stack = [goal]
         while stack:
@@ -303,7 +303,7 @@ def _uses(var: Any, readers: dict[Any, list[Op]], body: Body) -> int:
 
 def _fusion(
     root: Op, kept: list[Any], makers: dict[Any, Op], ends: set[Any], body: Body
-) -> Operator:
+) -> DeviceOperator:
     reads: dict[Any, None] = {}
     members: dict[Op, Op] = {root: root}
     waiting = [root]
@@ -316,7 +316,7 @@ def _fusion(
             elif maker not in members:
                 members[maker] = maker
                 waiting.append(maker)
-    return Operator(root, list(reads), kept, list(members.values()))
+    return DeviceOperator(root, list(reads), kept, list(members.values()))
 
 
 def trips(eqn: JaxprEqn) -> int:
@@ -328,7 +328,7 @@ def trips(eqn: JaxprEqn) -> int:
 
 def walk(
     jaxpr: Jaxpr, style: str, devices: int = 1
-) -> Iterator[tuple[Operator, int, tuple[JaxprEqn, ...]]]:
+) -> Iterator[tuple[DeviceOperator, int, tuple[JaxprEqn, ...]]]:
     """Every operator with its number of runs and its enclosing loops, bodies before their loop.
 
     All branches of a conditional are counted, as in the list of collectives.
@@ -338,7 +338,7 @@ def walk(
 
 def _walk(
     jaxpr: Jaxpr, style: str, devices: int, times: int, around: tuple[JaxprEqn, ...]
-) -> Iterator[tuple[Operator, int, tuple[JaxprEqn, ...]]]:
+) -> Iterator[tuple[DeviceOperator, int, tuple[JaxprEqn, ...]]]:
     for operator in body_of(jaxpr, style, devices).operators:
         eqn = operator.root.eqn
         if operator.root.name in LOOPS:
@@ -352,7 +352,7 @@ def _walk(
             yield operator, times, around
 
 
-def _stacking(eqn: JaxprEqn, body: Body) -> list[Operator]:
+def _stacking(eqn: JaxprEqn, body: Body) -> list[DeviceOperator]:
     """The copies of each iteration of a loop on GPUs: slices of its inputs, and stacked results.
 
     Pointwise operators read a slice in place, and a result without other consumers is written in
@@ -366,7 +366,7 @@ def _stacking(eqn: JaxprEqn, body: Body) -> list[Operator]:
     copied = [v for v in slices if v in whole]
     copied += [v for v in results if v in whole or v in read]
     return [
-        Operator(op, [v], [op.writes[0]], [op])
+        DeviceOperator(op, [v], [op.writes[0]], [op])
         for v in copied
         for op in [Op(eqn, (v,), (Stored(v.aval),), False, "copy")]
     ]

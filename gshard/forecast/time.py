@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from gshard.forecast.collective import Topology, collective_terms, reach
 from gshard.forecast.hardware import Hardware
-from gshard.forecast.program import Operator, trips, walk
+from gshard.forecast.program import DeviceOperator, trips, walk
 from gshard.forecast.work import (
     moved_bytes,
     multiplies,
@@ -84,7 +84,7 @@ class Timed:
 def timed(jaxpr: Jaxpr, machine: Hardware, topology: Topology) -> list[Timed]:
     """Every operator of a per-device program, in its order."""
     found: list[Timed] = []
-    bodies: dict[tuple[JaxprEqn, ...], dict[int, Operator]] = {}
+    bodies: dict[tuple[JaxprEqn, ...], dict[int, DeviceOperator]] = {}
     for operator, count, around in walk(jaxpr, machine.compiler):
         bodies.setdefault(around, {})[len(found)] = operator
         found.append(_timed(operator, count, around, machine, topology))
@@ -97,7 +97,7 @@ def timed(jaxpr: Jaxpr, machine: Hardware, topology: Topology) -> list[Timed]:
     return found
 
 
-def _overlap(found: list[Timed], body: Mapping[int, Operator]) -> None:
+def _overlap(found: list[Timed], body: Mapping[int, DeviceOperator]) -> None:
     """Note of the collectives of one body, by their numbers, which products run beside them."""
     steps = [(i, operator.reads, operator.writes) for i, operator in body.items()]
     sends = {i: found[i].alone_seconds for i in body if found[i].collective}
@@ -112,7 +112,7 @@ def _overlap(found: list[Timed], body: Mapping[int, Operator]) -> None:
 
 
 def _timed(
-    operator: Operator,
+    operator: DeviceOperator,
     count: int,
     around: tuple[JaxprEqn, ...],
     machine: Hardware,
@@ -177,7 +177,7 @@ def _combined(jaxpr: Jaxpr) -> Iterator[tuple[JaxprEqn, list[JaxprEqn]]]:
 
 def _shared(
     collective: Timed,
-    operator: Operator,
+    operator: DeviceOperator,
     around: tuple[JaxprEqn, ...],
     topology: Topology,
     combined: Mapping[JaxprEqn, list[JaxprEqn]],
@@ -216,13 +216,13 @@ def _scope(around: tuple[JaxprEqn, ...], eqn: JaxprEqn) -> tuple[str, ...]:
     return tuple(name for each in (*around, eqn) for name in scopes_of(each))
 
 
-def _value(operator: Operator) -> Any:
+def _value(operator: DeviceOperator) -> Any:
     """The first result; of a copy that a compiler adds, what is copied."""
     values = operator.reads if operator.root.added else operator.writes
     return values[0] if values else None
 
 
-def _site(operator: Operator) -> JaxprEqn:
+def _site(operator: DeviceOperator) -> JaxprEqn:
     """The first member with a line of user code, else the root."""
     eqns = (op.eqn for op in operator.members)
     return next((e for e in eqns if site_of(e)[0] != "unknown"), operator.root.eqn)

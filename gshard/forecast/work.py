@@ -10,7 +10,7 @@ from jax import lax
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.kernels import KERNEL, kernel_work
 from gshard.forecast.ops import PRODUCTS, Op, elements, product_of, size_of
-from gshard.forecast.program import Operator
+from gshard.forecast.program import DeviceOperator
 from gshard.moving.costs import passes
 
 _THREEFRY = 120.0  # integer operations for the two words that threefry2x32 makes
@@ -46,7 +46,7 @@ def is_exact(op: Op) -> bool:
     return any(p in (lax.Precision.HIGHEST, lax.Precision.HIGH) for p in parts)
 
 
-def vector_flops(operator: Operator) -> float:
+def vector_flops(operator: DeviceOperator) -> float:
     """Operations outside matrix products."""
     total = 0.0
     for op in operator.members:
@@ -70,18 +70,18 @@ def operations(op: Op, count: int) -> float:
     return _THREEFRY if op.name == "threefry2x32" else 1.0
 
 
-def looks_up(operator: Operator) -> bool:
+def looks_up(operator: DeviceOperator) -> bool:
     """Whether it takes rows of its operands, and may leave others untouched."""
     names = {op.name for op in operator.members}
     return bool(names & {"gather", "dynamic_slice", "slice"}) and not names & PRODUCTS
 
 
-def updates(operator: Operator) -> bool:
+def updates(operator: DeviceOperator) -> bool:
     """Whether it writes rows into its first operand, in place."""
     return operator.root.name in ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
 
 
-def moved_bytes(operator: Operator) -> float:
+def moved_bytes(operator: DeviceOperator) -> float:
     """Bytes of memory that an operator touches; of a gather or slice, only the rows taken."""
     written = sum(map(size_of, operator.writes))
     if looks_up(operator):

@@ -21,7 +21,7 @@ def _no_note(eqn: JaxprEqn) -> str:
 
 
 @dataclass(frozen=True)
-class Stage:
+class Snapshot:
     """The program after a stage or pass; `remarks` say where a pass applied, or why it did not."""
 
     name: str
@@ -34,13 +34,13 @@ class Stage:
 class History:
     """The stages of one lowering, in order. Texts are made on demand."""
 
-    stages: list[Stage] = field(default_factory=list)
+    stages: list[Snapshot] = field(default_factory=list)
 
     def add(
         self, name: str, jaxpr: Jaxpr, note: Note = _no_note, remarks: Sequence[str] = ()
     ) -> None:
         """Record the program after a stage."""
-        self.stages.append(Stage(name, jaxpr, note, tuple(dict.fromkeys(remarks))))
+        self.stages.append(Snapshot(name, jaxpr, note, tuple(dict.fromkeys(remarks))))
 
     def run(self, passes: Iterable[Callable[[P], P]], program: P, note: Note = _no_note) -> P:
         """The program after these passes, each recorded under its name."""

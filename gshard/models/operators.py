@@ -21,7 +21,7 @@ FEW, MANY = 64, 1024
 
 
 @dataclass(frozen=True)
-class Operator:
+class PaperOperator:
     """A row: the function and its shapes for D devices, and the paper's growth exponents in D."""
 
     fn: Callable[[int], Callable[..., Any]]
@@ -54,31 +54,31 @@ def _dispatch(mask: Any, x: Any) -> Any:
 
 
 OPERATORS = {
-    "Add(A', A' -> A')": Operator(
+    "Add(A', A' -> A')": PaperOperator(
         _split((0, 0), 0, jnp.add), lambda d: [(8 * d,), (8 * d,)], 0, None
     ),
-    "Matmul(AB', B'C -> AC)": Operator(
+    "Matmul(AB', B'C -> AC)": PaperOperator(
         _split((1, 0), None, jnp.matmul), lambda d: [(64, 8 * d), (8 * d, 64)], 0, 0
     ),
-    "Matmul(A'B, BC -> A'C)": Operator(
+    "Matmul(A'B, BC -> A'C)": PaperOperator(
         _split((0, None), 0, jnp.matmul), lambda d: [(8 * d, 64), (64, 64)], 0, None
     ),
-    "Matmul(A'B, B'C -> A'C)": Operator(
+    "Matmul(A'B, B'C -> A'C)": PaperOperator(
         _split((0, 0), 0, jnp.matmul), lambda d: [(8 * d, 8 * d), (8 * d, 64)], 1, 1
     ),
-    "Matmul(A'B, BC' -> AC')": Operator(
+    "Matmul(A'B, BC' -> AC')": PaperOperator(
         _split((0, 1), 1, jnp.matmul), lambda d: [(8 * d, 64), (64, 8 * d)], 1, 1
     ),
-    "Reduce(A'B -> A')": Operator(
+    "Reduce(A'B -> A')": PaperOperator(
         _split((0,), 0, lambda x: jnp.sum(x, 1)), lambda d: [(8 * d, 64)], 0, None
     ),
-    "Reduce(A'B -> B)": Operator(
+    "Reduce(A'B -> B)": PaperOperator(
         _split((0,), None, lambda x: jnp.sum(x, 0)), lambda d: [(8 * d, 64)], 0, 0
     ),
-    "Einsum(G'SEC, G'SM -> E'GCM)": Operator(
+    "Einsum(G'SEC, G'SM -> E'GCM)": PaperOperator(
         _split((0, 0), 0, _dispatch), lambda d: [(d, 1024, d, 1024 // d), (d, 1024, 64)], 0, 0.5
     ),
-    "Convolution(BIX'Y, xyIO -> BOX'Y)": Operator(
+    "Convolution(BIX'Y, xyIO -> BOX'Y)": PaperOperator(
         _split((2, None), 2, _conv), lambda d: [(2, 4, 8 * d, 16), (4, 4, 3, 3)], 0, 0
     ),
 }

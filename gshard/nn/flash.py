@@ -217,7 +217,7 @@ def _outputs(
         settings,
         "T",
         _given(arrays, q_BT, k_BL, span, seed),
-        [Seen("BTNU", out_BTNU), Seen("BNT", _per_query(q))],
+        [KernelArray("BTNU", out_BTNU), KernelArray("BNT", _per_query(q))],
         "flash_forward",
     )
     return out, log_z
@@ -238,26 +238,26 @@ def _backward(settings: KernelSettings, kept_: Any, grad: Array) -> tuple[Any, .
         "T",
         [
             *_given(arrays, q_BT, k_BL, spans[0], seed),
-            Seen("BTNU", grad),
-            Seen("BNT", log_z),
-            Seen("BTNU", out),
+            KernelArray("BTNU", grad),
+            KernelArray("BNT", log_z),
+            KernelArray("BTNU", out),
         ],
-        [Seen("BTPND", q.array, q.number), Seen("BNT", _per_query(q.array))],
+        [KernelArray("BTPND", q.array, q.number), KernelArray("BNT", _per_query(q.array))],
         "flash_query_grads",
     )
     given = [
         *_given(arrays, q_BT, k_BL, spans[1], seed),
-        Seen("BTNU", grad),
-        Seen("BNT", log_z),
-        Seen("BNT", delta),
+        KernelArray("BTNU", grad),
+        KernelArray("BNT", log_z),
+        KernelArray("BNT", delta),
     ]
-    begun = [Seen("BLPND", dq)] if k.place == q.place else []
+    begun = [KernelArray("BLPND", dq)] if k.place == q.place else []
     key_grads = _call(
         key_kernel,
         settings,
         "L",
         [*given, *begun],
-        [Seen("BLPND", x) for x in arrays[k.place :]],
+        [KernelArray("BLPND", x) for x in arrays[k.place :]],
         "flash_key_grads",
         aliases={len(given): 0} if begun else None,
     )
@@ -272,7 +272,7 @@ def _per_query(q_BTPND: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((B, N, T), jnp.float32)
 
 
-class Seen(NamedTuple):
+class KernelArray(NamedTuple):
     """An array of a kernel, by the names of its dims: T of queries, L of keys.
 
     X counts blocks of the side that a program has, S is as long as it is. A program sees one part
@@ -301,17 +301,17 @@ class Seen(NamedTuple):
 
 def _given(
     arrays: tuple[Array, ...], q_BT: Array, k_BL: Array, span: Array, seed: Array
-) -> list[Seen]:
+) -> list[KernelArray]:
     """The first operands of all kernels: an array once for each of its parts."""
     q, k, v = _parts(arrays)
     return [
-        Seen("BTPND", q.array, q.number),
-        Seen("BLPND", k.array, k.number),
-        Seen("BLPNU", v.array, v.number),
-        Seen("BT", q_BT),
-        Seen("BL", k_BL),
-        Seen("BXS", span),
-        Seen("S", seed),
+        KernelArray("BTPND", q.array, q.number),
+        KernelArray("BLPND", k.array, k.number),
+        KernelArray("BLPNU", v.array, v.number),
+        KernelArray("BT", q_BT),
+        KernelArray("BL", k_BL),
+        KernelArray("BXS", span),
+        KernelArray("S", seed),
     ]
 
 
@@ -319,8 +319,8 @@ def _call(
     kernel: Any,
     settings: KernelSettings,
     own: str,
-    given: list[Seen],
-    made: list[Seen],
+    given: list[KernelArray],
+    made: list[KernelArray],
     name: str,
     aliases: dict[int, int] | None = None,
 ) -> Any:
@@ -347,7 +347,7 @@ def _call(
 _WORK = {"flash_forward": (2, 4), "flash_query_grads": (3, 6), "flash_key_grads": (4, 6)}
 
 
-def _cost(name: str, given: list[Seen]) -> pl.CostEstimate:
+def _cost(name: str, given: list[KernelArray]) -> pl.CostEstimate:
     """The cost of a kernel if every query attends to every key; skipped blocks depend on data."""
     (B, T, _, N, D), L = given[0].array.shape, given[1].array.shape[1]
     products, arrays = _WORK[name]

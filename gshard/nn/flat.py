@@ -64,7 +64,7 @@ def flat_dropless(experts: AnyExperts, routing: Routing, x_GSM: Array, E: int) -
     G, S, M = x_GSM.shape
     K, R = len(routing.expert), G * S
     x_RM, weight_KR = x_GSM.reshape(R, M), routing.weight.reshape(K, R)
-    queue = Queue.of(routing.expert.reshape(K, R), routing.kept.reshape(K, R), E)
+    queue = ExpertQueue.of(routing.expert.reshape(K, R), routing.kept.reshape(K, R), E)
     if experts.by_kernel(x_RM):
         return in_blocks(experts, x_RM, weight_KR, queue, ROWS).reshape(G, S, M)
 
@@ -84,7 +84,9 @@ _SHARES = (2, 4, 8)  # capacity of an expert, in multiples of its balanced share
 _BLOCK = 32  # rows of a block
 
 
-def in_blocks(experts: AnyExperts, x_RM: Array, weight_KR: Array, queue: Queue, rows: int) -> Array:
+def in_blocks(
+    experts: AnyExperts, x_RM: Array, weight_KR: Array, queue: ExpertQueue, rows: int
+) -> Array:
     """The experts on the blocks of rows before them, however full each is."""
     (K, R), E = queue.expert.shape, len(queue.load)
     most = K * R // rows + E
@@ -106,7 +108,7 @@ def _round_up(rows: int) -> int:
     return max(-(-rows // 16) * 16, 16)
 
 
-class Queue(NamedTuple):
+class ExpertQueue(NamedTuple):
     """The queue of choices at each expert, without a capacity."""
 
     expert: Array  # [K, R]
@@ -115,13 +117,13 @@ class Queue(NamedTuple):
     load: Array  # [E]
 
     @staticmethod
-    def of(expert_KR: Array, kept_KR: Array, E: int) -> Queue:
+    def of(expert_KR: Array, kept_KR: Array, E: int) -> ExpertQueue:
         """Line them up in the order of the choices, then of the tokens."""
         K, R = expert_KR.shape
         wanted_KRE = jax.nn.one_hot(expert_KR, E, dtype=jnp.int32) * kept_KR[..., None]
         wanted_YE = wanted_KRE.reshape(K * R, E)
         place_Y = _places(expert_KR.ravel(), wanted_YE)
-        return Queue(expert_KR, kept_KR, place_Y.reshape(K, R), jnp.sum(wanted_YE, axis=0))
+        return ExpertQueue(expert_KR, kept_KR, place_Y.reshape(K, R), jnp.sum(wanted_YE, axis=0))
 
 
 _COMPARED = 64  # choices of a block

@@ -25,7 +25,7 @@ from gshard.nn.strategy import ONE_DEVICE, Strategy
 from gshard.tensors.annotate import target_platform
 
 
-class Cut(NamedTuple):
+class NormBlocks(NamedTuple):
     """The blocks of the kernel, and its launch parameters."""
 
     numbers: int = 2048  # in the rows that a program handles at a time
@@ -34,7 +34,7 @@ class Cut(NamedTuple):
     interpret: bool = False
 
 
-CUT = Cut()
+CUT = NormBlocks()
 
 
 @jax.jit  # traced once for all of a shape
@@ -61,21 +61,21 @@ def fits(x: Array, devices: int = 1) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def normalize_beside(
-    x: Array, scale: Array, bias: Array, strategy: Strategy = ONE_DEVICE, cut: Cut = CUT
+    x: Array, scale: Array, bias: Array, strategy: Strategy = ONE_DEVICE, cut: NormBlocks = CUT
 ) -> tuple[Array, Array]:
     """`x` normalized, and `x` itself for the residual path: one kernel computes both gradients."""
     return normalize(x, scale, bias), x
 
 
 def _forward(
-    x: Array, scale: Array, bias: Array, strategy: Strategy, cut: Cut
+    x: Array, scale: Array, bias: Array, strategy: Strategy, cut: NormBlocks
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     return normalize_beside(x, scale, bias, strategy, cut), (x, scale)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all of a shape
 def _backward(
-    strategy: Strategy, cut: Cut, kept: tuple[Array, Array], grads: tuple[Array, Array]
+    strategy: Strategy, cut: NormBlocks, kept: tuple[Array, Array], grads: tuple[Array, Array]
 ) -> tuple[Array, Array, Array]:
     x, scale = kept
     own_x, grad, beside = (strategy.own_groups(a) for a in (x, *grads))
@@ -88,7 +88,7 @@ def _backward(
 
 
 def _gradients(
-    x: Array, grad: Array, beside: Array, scale: Array, cut: Cut
+    x: Array, grad: Array, beside: Array, scale: Array, cut: NormBlocks
 ) -> tuple[Array, Array, Array]:
     """The gradient of `x`, and sums over some rows each for scale and bias, [P, M]."""
     M = x.shape[-1]

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 from hypothesis import strategies as st
 
-from gshard.autosharding.memory import Memory
+from gshard.autosharding.memory import MemoryModel
 from gshard.autosharding.problem import FORBIDDEN, Problem, unite
 
 
@@ -39,7 +39,7 @@ def problems(draw) -> Problem:
         holdings.append((int(node), start, stop, usage))
     limit = np.full(length, float(draw(st.sampled_from([5, 15, 25, 100]))))
     joined = unite(edges, costs)
-    return Problem(tuple(costs), tuple(joined), Memory.of(holdings, limit))
+    return Problem(tuple(costs), tuple(joined), MemoryModel.of(holdings, limit))
 
 
 def brute_force(problem: Problem) -> float:

@@ -16,7 +16,7 @@ from gshard.autosharding.auto import _Chooser, bytes_of
 from gshard.autosharding.model import build
 from gshard.autosharding.rates import Rates
 from gshard.autosharding.specs import mesh_shapes, sharding_of, specs_of
-from gshard.autosharding.subject import Subject
+from gshard.autosharding.subject import TracedProgram
 from gshard.capture.inside import Place, places
 from gshard.forecast.hardware import hardware
 from tests.oracle import random_array
@@ -223,7 +223,7 @@ def test_tensors_inside_are_annotated_by_line(tmp_path):
     args = tuple(random_array(s) for s in ((64, 32), (32, 32), (32, 32)))
     lowered = gshard.jit(products, devices=8).lower(*args)
     assert not lowered.collectives
-    flat = Subject.of(products, args, 8).flat
+    flat = TracedProgram.of(products, args, 8).flat
     (place, _), (again, number) = places(flat).values()
     assert place == again
     assert number == 1

@@ -16,7 +16,7 @@ from gshard.autosharding.candidates import Candidates
 from gshard.autosharding.clock import Clock
 from gshard.autosharding.meshes import distinct_meshes
 from gshard.autosharding.specs import sharding_of, specs_of
-from gshard.autosharding.subject import Subject
+from gshard.autosharding.subject import TracedProgram
 from gshard.forecast.hardware import hardware
 
 MACHINE = hardware("h100")
@@ -28,7 +28,7 @@ def struct(*shape):
 
 def candidates_of(fn, args, devices, machine=MACHINE, seconds=60.0, **keywords):
     """What lowers layouts of a program, with so many seconds of work."""
-    subject = Subject.of(fn, args, devices)
+    subject = TracedProgram.of(fn, args, devices)
     return Candidates(subject, machine, machine.memory, keywords, Clock(600.0, seconds))
 
 

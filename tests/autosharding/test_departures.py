@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 import gshard
 from benchmarks.auto_cases import few_tokens, many_tokens
 from gshard.autosharding.auto import auto
-from gshard.autosharding.candidates import Candidates, Choice
+from gshard.autosharding.candidates import Candidates, ModelAnswer
 from gshard.autosharding.clock import Clock
 from gshard.autosharding.compact import Compact
 from gshard.autosharding.departures import Departures
 from gshard.autosharding.model import build
-from gshard.autosharding.network import Network
+from gshard.autosharding.network import ProblemGraph
 from gshard.autosharding.solve import solve
 from gshard.autosharding.specs import sharding_of, specs_of
-from gshard.autosharding.subject import Subject
+from gshard.autosharding.subject import TracedProgram
 from gshard.autosharding.tables import PICO
 from gshard.forecast.hardware import hardware
 
@@ -44,17 +44,17 @@ def attend(x, wq, wk, wo):
 @functools.cache
 def chosen(fn, *args, limit=H100.memory):
     """Candidates of a program, and the answer on a mesh of one axis."""
-    subject = Subject.of(fn, args, 8)
+    subject = TracedProgram.of(fn, args, 8)
     model = build(subject.flat, MESH, H100, limit, subject.returned)
     result = solve(model.problem)
     candidates = Candidates(subject, H100, limit, {}, Clock(100.0, 100.0))
     peak = float(model.problem.memory.profile(result.answer).max())
-    return candidates, Choice(result.cost / PICO, model, result.answer, peak)
+    return candidates, ModelAnswer(result.cost / PICO, model, result.answer, peak)
 
 
 def with_tensors(problem, fixed):
     """The least cost where some nodes have the given strategies: the slow oracle."""
-    network = Network(problem)
+    network = ProblemGraph(problem)
     for node, strategy in fixed.items():
         network.keep(node, np.array([strategy]))
     part, _ = network.result()

@@ -9,7 +9,7 @@ import pytest
 
 import gshard
 from gshard.autosharding.annotated import Annotated, AnnotatedInside
-from gshard.autosharding.subject import Subject
+from gshard.autosharding.subject import TracedProgram
 from gshard.capture.inside import places
 from tests.oracle import random_array
 
@@ -25,7 +25,7 @@ def looped(x, weights):
 
 def _layout(fn, args, annotations, dims):
     """A layout with the first product annotated inside."""
-    subject = Subject.of(fn, args, 8)
+    subject = TracedProgram.of(fn, args, 8)
     place = next(p for p, _ in places(subject.flat).values() if p.operator == "dot_general")
     inside = (AnnotatedInside(place, (0,), dims),)
     layout = gshard.Layout({"a": 8}, annotations, "h100", 1.0, 1, 1.0, inside=inside)

@@ -10,7 +10,7 @@ import pytest
 import gshard
 from gshard.autosharding.annotated import Annotated
 from gshard.autosharding.meshes import distinct_meshes
-from gshard.autosharding.subject import Subject
+from gshard.autosharding.subject import TracedProgram
 from gshard.forecast.hardware import hardware
 from tests.oracle import random_array
 
@@ -122,7 +122,7 @@ def test_neither_scanned_nor_unrolled_layers_miss_a_layout_of_the_other(rows):
 def test_a_list_of_layers_is_a_state():
     """All results together are the argument of the next step, and are sharded like it."""
     weights = [{"in": struct(1024, 4096), "out": struct(4096, 1024)}] * LAYERS
-    subject = Subject.of(step(unrolled), (weights, struct(64, 1024)), 8)
+    subject = TracedProgram.of(step(unrolled), (weights, struct(64, 1024)), 8)
     assert len(subject.states) == 2 * LAYERS
     assert all(result == f"result{argument[3:]}" for result, argument in subject.states)
 

@@ -6,12 +6,12 @@ import pytest
 
 import gshard
 from gshard.autosharding.auto import _Chooser
-from gshard.autosharding.candidates import Candidates, Choice
+from gshard.autosharding.candidates import Candidates, ModelAnswer
 from gshard.autosharding.clock import Clock
 from gshard.autosharding.model import build
 from gshard.autosharding.solve import solve
 from gshard.autosharding.specs import NONE, specs_of
-from gshard.autosharding.subject import Subject
+from gshard.autosharding.subject import TracedProgram
 from gshard.forecast.hardware import hardware
 
 MACHINE = hardware("h100")
@@ -51,13 +51,13 @@ def _layout(subject, limit, copies):
     peak = model.problem.memory.profile(answer).max()
     assert peak <= limit
     candidates = Candidates(subject, MACHINE, int(limit), {}, Clock(600.0))
-    return candidates.of_all(Choice(0.0, model, answer, peak)), peak
+    return candidates.of_all(ModelAnswer(0.0, model, answer, peak)), peak
 
 
 def test_gathered_copies_count():
     """Weights that are split and gathered for both passes are held twice in between."""
     limit = 600 * MB
-    subject = Subject.of(gradients, ARGUMENTS, 8)
+    subject = TracedProgram.of(gradients, ARGUMENTS, 8)
     ignoring, _ = _layout(subject, limit, copies=False)
     assert ignoring.memory_bytes > limit
     counting, peak = _layout(subject, limit, copies=True)
@@ -72,7 +72,7 @@ def test_partial_sums_count():
         return x @ w
 
     arguments = struct(4096, 65_536), struct(65_536, 4096)
-    flat = Subject.of(product, arguments, 8).flat
+    flat = TracedProgram.of(product, arguments, 8).flat
     least = 4096 * 65_536 * 4 * 2 / 8 + 4096 * 4096 * 4 / 8  # all split over the long dim
     partial = 4096 * 4096 * 4 * MACHINE.efficiency.slack
     model = build(flat, (8,), MACHINE, 1.01 * (least + partial))
@@ -116,7 +116,7 @@ def test_the_model_is_asked_for_less_until_the_program_fits(limit, monkeypatch):
 @pytest.mark.parametrize("donated", [False, True])
 def test_states_count_as_they_are_returned(donated):
     """At the end of a step arguments and results are held, the weights as in the next step."""
-    subject = Subject.of(step, ARGUMENTS, 8)
+    subject = TracedProgram.of(step, ARGUMENTS, 8)
     jaxpr = subject.flat.jaxpr
     model = build(subject.flat, (8,), MACHINE, 600 * MB, subject.returned, donated=donated)
     answer = solve(model.problem).answer

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from gshard.autosharding.memory import Memory
+from gshard.autosharding.memory import MemoryModel
 from gshard.autosharding.merging import merge
 from gshard.autosharding.presolve import presolve
-from gshard.autosharding.problem import FORBIDDEN, Edge, NoAnswerError, Problem
+from gshard.autosharding.problem import FORBIDDEN, CostEdge, NoAnswerError, Problem
 from gshard.autosharding.reducing import drop_dominated, drop_oversized, eliminate
 from tests.autosharding.problems import best_answer, brute_force, problems
 
@@ -56,13 +56,13 @@ def test_all_steps_together(problem):
 
 
 def _memory(*holdings, limit=(100.0,)):
-    return Memory.of(holdings, np.array(limit))
+    return MemoryModel.of(holdings, np.array(limit))
 
 
 def test_a_chain_of_decided_nodes_becomes_one_node():
     same = np.where(np.eye(3, dtype=bool), 0.0, FORBIDDEN)
     costs = tuple(np.array([float(i), 5.0, 1.0]) for i in range(10))
-    edges = tuple(Edge(i, i + 1, same) for i in range(9))
+    edges = tuple(CostEdge(i, i + 1, same) for i in range(9))
     smaller, back = merge(Problem(costs, edges, _memory()))
     assert [len(c) for c in smaller.costs] == [3]
     np.testing.assert_array_equal(smaller.costs[0], [45.0, 50.0, 10.0])
@@ -72,7 +72,7 @@ def test_a_chain_of_decided_nodes_becomes_one_node():
 def test_merged_nodes_keep_their_memory_at_its_time():
     swapped = np.array([[FORBIDDEN, 0.0], [0.0, FORBIDDEN]])
     memory = _memory((0, 0, 1, [1.0, 2.0]), (1, 1, 2, [10.0, 20.0]), limit=(50.0, 50.0))
-    problem = Problem((np.zeros(2), np.zeros(2)), (Edge(0, 1, swapped),), memory)
+    problem = Problem((np.zeros(2), np.zeros(2)), (CostEdge(0, 1, swapped),), memory)
     smaller, back = merge(problem)
     for strategy in range(2):
         answer = np.array([strategy])
@@ -92,7 +92,7 @@ def test_a_node_without_memory_between_two_others_becomes_their_edge():
     tables = [rng.random((2, 3)), rng.random((3, 2))]
     costs = (np.zeros(2), rng.random(3), np.zeros(2))
     memory = _memory((0, 0, 1, [1.0, 2.0]), (2, 0, 1, [1.0, 2.0]))
-    problem = Problem(costs, (Edge(0, 1, tables[0]), Edge(1, 2, tables[1])), memory)
+    problem = Problem(costs, (CostEdge(0, 1, tables[0]), CostEdge(1, 2, tables[1])), memory)
     smaller, _ = eliminate(problem)
     assert len(smaller.costs) == 2
     wanted = (tables[0][:, :, None] + costs[1][:, None] + tables[1]).min(axis=1)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gshard.autosharding import contest
-from gshard.autosharding.blocks import Blocks
+from gshard.autosharding.blocks import NodeEdges
 from gshard.autosharding.clock import Clock
 from gshard.autosharding.prices import Prices
 from gshard.autosharding.problem import from_contest
@@ -31,7 +31,7 @@ def test_a_pass_costs_no_more_and_changes_only_its_nodes(problem, seed):
     allowed = [a if len(a) else np.zeros(1, dtype=np.int64) for a in allowed]
     start = np.array([rng.choice(a) for a in allowed])
     free = np.flatnonzero(rng.random(len(start)) < 0.7).tolist()
-    blocks = Blocks(problem, rng)
+    blocks = NodeEdges(problem, rng)
     answer = blocks.improve(problem.costs, start, blocks.part(free, start), allowed)
     assert problem.cost(answer) <= problem.cost(start)
     for node, strategy in enumerate(answer):
@@ -45,7 +45,7 @@ def test_a_pass_over_a_tree_finds_the_best_answer(shape, seed):
     data = instance(shape, 6, 4, 1e6, seed)  # as if there were no limit
     problem, rng = from_contest(data), np.random.default_rng(seed)
     start = np.array([rng.integers(len(c)) for c in problem.costs])
-    blocks, every = Blocks(problem, rng), [np.arange(len(c)) for c in problem.costs]
+    blocks, every = NodeEdges(problem, rng), [np.arange(len(c)) for c in problem.costs]
     part = blocks.part(range(len(start)), start)
     answer = blocks.improve(problem.costs, start, part, every)
     assert problem.cost(answer) == brute_force(problem)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from gshard.autosharding import backend, contest
 from gshard.autosharding.clock import Clock
-from gshard.autosharding.memory import Memory
+from gshard.autosharding.memory import MemoryModel
 from gshard.autosharding.merging import merge
 from gshard.autosharding.messages import Messages
 from gshard.autosharding.prices import Prices
-from gshard.autosharding.problem import Edge, NoAnswerError, Problem, from_contest
+from gshard.autosharding.problem import CostEdge, NoAnswerError, Problem, from_contest
 from gshard.autosharding.program import solve_exactly
 from gshard.autosharding.search import search
 from gshard.autosharding.solve import solve
@@ -143,8 +143,8 @@ def test_progress_is_in_terms_of_the_problem_given():
 def test_three_nodes_that_want_to_differ_and_no_memory():
     """The relaxation is fractional, and there is no time at which a row could be added."""
     differ = np.array([[5.0, 0.0], [0.0, 5.0]])
-    edges = tuple(Edge(i, j, differ) for i, j in ((0, 1), (1, 2), (0, 2)))
-    problem = Problem((np.zeros(2),) * 3, edges, Memory.of([], np.zeros(0)))
+    edges = tuple(CostEdge(i, j, differ) for i, j in ((0, 1), (1, 2), (0, 2)))
+    problem = Problem((np.zeros(2),) * 3, edges, MemoryModel.of([], np.zeros(0)))
     result = solve_exactly(problem, 20.0)
     assert (result.cost, result.bound) == (5.0, 5.0)
 
@@ -153,10 +153,10 @@ def test_counted_work_does_not_depend_on_the_clock(monkeypatch):
     """A machine that is five times as slow gives the same answer, and has done the same work."""
     rng = np.random.default_rng(0)
     pairs = [(i, j) for i in range(40) for j in range(i + 1, min(i + 3, 40))]
-    edges = tuple(Edge(i, j, rng.integers(0, 1000, (6, 6)).astype(float)) for i, j in pairs)
+    edges = tuple(CostEdge(i, j, rng.integers(0, 1000, (6, 6)).astype(float)) for i, j in pairs)
     costs = tuple(rng.integers(0, 100, 6).astype(float) for _ in range(40))
     holdings = [(i, i, i + 6, rng.integers(0, 50, 6).astype(float)) for i in range(40)]
-    problem = Problem(costs, edges, Memory.of(holdings, np.full(46, 120.0)))
+    problem = Problem(costs, edges, MemoryModel.of(holdings, np.full(46, 120.0)))
     found = []
     real = time.monotonic
     for speed in (1.0, 0.2):

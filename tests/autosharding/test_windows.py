@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import gshard
 from gshard.autosharding.clock import Clock
 from gshard.autosharding.model import build
-from gshard.autosharding.subject import Subject
-from gshard.autosharding.windows import Windows, solve_windows
+from gshard.autosharding.subject import TracedProgram
+from gshard.autosharding.windows import OverlapWindows, solve_windows
 from tests.autosharding.test_bound import (
     MACHINE,
     MORE_STEPS,
@@ -34,7 +34,7 @@ def layers(x, ws):
 
 
 def windows_of(fn, args, devices, optimistic):
-    subject = Subject.of(fn, args, devices)
+    subject = TracedProgram.of(fn, args, devices)
     model = build(
         subject.flat,
         (devices,),
@@ -43,7 +43,7 @@ def windows_of(fn, args, devices, optimistic):
         optimistic=optimistic,
         overlapped=optimistic,
     )
-    return Windows(model, subject.flat.jaxpr, optimistic)
+    return OverlapWindows(model, subject.flat.jaxpr, optimistic)
 
 
 def every_answer(windows):

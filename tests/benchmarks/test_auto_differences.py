@@ -9,7 +9,7 @@ from benchmarks.auto_differences import differences, table
 from gshard.autosharding.annotated import Annotated
 from gshard.autosharding.candidates import Candidates
 from gshard.autosharding.clock import Clock
-from gshard.autosharding.subject import Subject
+from gshard.autosharding.subject import TracedProgram
 from gshard.forecast.hardware import hardware
 
 MACHINE = hardware("h100")
@@ -27,7 +27,7 @@ def step(weights, x):
 def layout():
     """Rows are split, and gradients where they are summed."""
     args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 1024, 1024), (16_384, 1024))]
-    subject = Subject.of(step, tuple(args), 8)
+    subject = TracedProgram.of(step, tuple(args), 8)
     candidates = Candidates(subject, MACHINE, MACHINE.memory, {}, Clock(60.0))
     return candidates.priced((8,), (Annotated("[1]", (16_384, 1024), (("a",), ())),))
 

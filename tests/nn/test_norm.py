@@ -7,7 +7,7 @@ import pytest
 
 import gshard
 from gshard.nn import Strategy, layers
-from gshard.nn.norm import Cut, fits, normalize, normalize_beside
+from gshard.nn.norm import NormBlocks, fits, normalize, normalize_beside
 from gshard.nn.pair import Layer, Masks
 from gshard.nn.segments import Segments
 from tests.nn import models
@@ -17,9 +17,9 @@ from tests.oracle import kinds, sent
 @pytest.mark.parametrize(
     ("shape", "cut"),
     [
-        ((2, 6, 64), Cut(256, 3, interpret=True)),
-        ((32, 128), Cut(128, 1024, interpret=True)),
-        ((3, 5, 64), Cut(64, 4, interpret=True)),
+        ((2, 6, 64), NormBlocks(256, 3, interpret=True)),
+        ((32, 128), NormBlocks(128, 1024, interpret=True)),
+        ((3, 5, 64), NormBlocks(64, 4, interpret=True)),
     ],
     ids=["several rows at a time", "a program for each", "one program"],
 )
@@ -47,7 +47,7 @@ def test_halves_are_rounded_once():
     rng = np.random.default_rng(1)
     x, near, past = (jnp.asarray(rng.normal(size=(8, 64)), jnp.bfloat16) for _ in range(3))
     scale, bias = jnp.ones(64, jnp.bfloat16), jnp.zeros(64, jnp.bfloat16)
-    cut = Cut(128, 2, interpret=True)
+    cut = NormBlocks(128, 2, interpret=True)
     pull = jax.vjp(lambda x: normalize_beside(x, scale, bias, cut=cut), x)[1]
     (got,) = pull((near, past))
     wide = jax.vjp(lambda x: (normalize(x, scale, bias), x), x.astype(jnp.float32))[1]
@@ -76,7 +76,7 @@ def test_a_layer_by_the_kernel_is_the_plain_one(monkeypatch):
 
     def by_kernel(*given):
         used.append(given)
-        return normalize_beside(*given, Cut(32, 4, interpret=True))
+        return normalize_beside(*given, NormBlocks(32, 4, interpret=True))
 
     monkeypatch.setattr(layers, "fits", lambda x, devices: True)
     monkeypatch.setattr(layers, "normalize_beside", by_kernel)
@@ -101,7 +101,7 @@ def test_each_device_runs_the_kernel_on_its_own_rows(strategy):
 
         return jax.grad(loss, (0, 1, 2))
 
-    cut = Cut(128, 3, interpret=True)
+    cut = NormBlocks(128, 3, interpret=True)
     by_kernel = gradients(lambda *given: normalize_beside(*given, strategy, cut))
     want = gradients(lambda x, scale, bias: (normalize(x, scale, bias), x))(x, scale, bias)
     run = gshard.jit(by_kernel, devices=jax.devices()[:devices])

@@ -21,7 +21,7 @@ from gshard.nn import (
 )
 from gshard.nn.exact import float32_logits, parts
 from gshard.nn.experts import MoE
-from gshard.nn.flat import Queue, flat_dropless
+from gshard.nn.flat import ExpertQueue, flat_dropless
 from gshard.nn.gating import Routing, route
 from gshard.nn.grouped import Tiles, grouped_product, reference
 from gshard.nn.hashing import hash_dropout, hashed_bits, round_stochastically, seed_of
@@ -202,7 +202,7 @@ def test_places_in_the_queue_are_those_of_a_cumulative_sum(K, R, E):
     """Blocks that are full, filled in part, and larger than all choices."""
     rng = np.random.default_rng(R)
     expert, kept = rng.integers(0, E, (K, R)).astype(np.int32), rng.random((K, R)) < 0.7
-    queue = jax.jit(Queue.of, static_argnums=2)(expert, kept, E)
+    queue = jax.jit(ExpertQueue.of, static_argnums=2)(expert, kept, E)
     wanted = ((expert[..., None] == np.arange(E)) & kept[..., None]).reshape(K * R, E)
     place = ((np.cumsum(wanted, axis=0) - wanted) * wanted).sum(-1).reshape(K, R)
     np.testing.assert_array_equal(queue.place, place)

@@ -12,7 +12,7 @@ from gshard.checking.replaying.collectives import NAMES, exchanged
 from gshard.checking.replaying.emitted import Emitted
 from gshard.checking.replaying.finite import Finite
 from gshard.checking.replaying.lockstep import Event, Lockstep, Value, runs_of
-from gshard.checking.replaying.step import Origin, Piece, Step, steps_counted, table
+from gshard.checking.replaying.step import DeviceTile, Origin, Step, steps_counted, table
 from gshard.checking.replaying.tiles import place_of, plain
 from gshard.graph.reason import NO_REASON
 from gshard.graph.regions import walk
@@ -158,19 +158,21 @@ class Replay(Iterator[Step]):
             found,
         )
 
-    def _pieces(self, atoms: Sequence[Any], values: Sequence[Value], device: int) -> list[Piece]:
+    def _pieces(
+        self, atoms: Sequence[Any], values: Sequence[Value], device: int
+    ) -> list[DeviceTile]:
         return [
             self._piece(atom, value[device], device)
             for atom, value in zip(atoms, values, strict=True)
             if value[device] is not None
         ]
 
-    def _piece(self, atom: Any, value: Any, device: int) -> Piece:
+    def _piece(self, atom: Any, value: Any, device: int) -> DeviceTile:
         array, held = plain(value), self._held(atom)
         if held is None:
-            return Piece(array)
+            return DeviceTile(array)
         place = place_of(held, device, array.shape)
-        return Piece(array, held.shape, place, bool(held.sharding.unreduced))
+        return DeviceTile(array, held.shape, place, bool(held.sharding.unreduced))
 
     def _held(self, atom: Any) -> Held | None:
         """What a variable holds of the user's values; values of manual regions have no place."""

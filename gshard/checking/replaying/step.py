@@ -16,7 +16,7 @@ from gshard.graph.readable import counted, size
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class DeviceTile:
     """What a device has of a value: its tile, and where in the whole array that belongs.
 
     `array` is the tile, padding included. `shape` is that of the whole array and `place` the
@@ -96,8 +96,8 @@ class Step:
     reason: str
     device: int
     runs: tuple[int, ...]
-    operands: Sequence[Piece]
-    results: Sequence[Piece]
+    operands: Sequence[DeviceTile]
+    results: Sequence[DeviceTile]
     sent: dict[int, np.ndarray]
     received: dict[int, np.ndarray]
     origin: Origin
