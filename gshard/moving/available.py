@@ -42,31 +42,36 @@ class View:
 
 @dataclass
 class Available:
-    """Values under their available shardings, and views of others."""
+    """Values under the shardings under which they are available, and views of others.
 
-    moved: dict[tuple[Identity, Sharding], Tile] = field(default_factory=dict)
-    forms: dict[Identity, list[Sharding]] = field(default_factory=dict)
+    None stands for a value that is recomputed for nothing when it is needed.
+    """
+
+    forms: dict[Identity, dict[Sharding, Tile | None]] = field(default_factory=dict)
     views: dict[Identity, View] = field(default_factory=dict)
 
     def inner(self) -> Available:
         """What is available at the start of a body; what the body adds stays inside."""
-        forms = {array: list(found) for array, found in self.forms.items()}
-        return Available(dict(self.moved), forms, dict(self.views))
+        return Available({key: dict(found) for key, found in self.forms.items()}, dict(self.views))
 
     def under(self, tile: Tile, target: Sharding) -> Tile | None:
-        """`tile` under another sharding, if available."""
-        key = (tile.key, target)
-        if key not in self.moved and (made := self._view_of_moved(tile, target)):
-            self.moved[key] = made
-        return self.moved.get(key)
+        """`tile` under another sharding, if available: itself, or what it is a view of."""
+        found, view = self._forms(tile).get(target), self.views.get(tile.key)
+        if found or view is None or target.manual or not view.is_local(target):
+            return found
+        back = [view.order.index(d) for d in range(len(view.order))]
+        source = self._forms(view.source).get(target.project(back))
+        if source is None:
+            return None
+        array: Any = lax.transpose(source.array, view.order)
+        array = lax.rev(array, view.reversed) if view.reversed else array
+        return self._add(tile, Tile(array, target, tile.shape))
 
     def add(self, tile: Tile, moved: Tile) -> None:
         """Remember that a tensor has been moved."""
-        key = tile.key
-        self.forms.setdefault(key, []).append(moved.sharding)
-        self.moved[key, moved.sharding] = moved
+        self._add(tile, moved)
         if tile.sharding.is_replicated:  # a slice of it need not be gathered again
-            self.moved.setdefault((moved.key, tile.sharding), tile)
+            self._add(moved, tile)
 
     def add_view(self, made: Made) -> None:
         """Remember a transpose or a reversal, and its inverse."""
@@ -80,30 +85,25 @@ class Available:
     def add_index(self, made: Made) -> None:
         """Remember integers that are replicated for nothing if their operands are."""
         here = made.result.sharding
-        forms = [(t.sharding, *self.forms.get(t.key, ())) for t in made.operands]
+        forms = [(t.sharding, *self._forms(t)) for t in made.operands]
         if all(any(form.is_replicated for form in found) for found in forms):
             replicated = Sharding.replicated(here.rank, here.num_devices)
-            self.forms.setdefault(made.result.key, []).append(replicated)
+            self.forms.setdefault(made.result.key, {})[replicated] = None
 
     def forms_of(self, tile: Tile) -> frozenset[Sharding]:
         """The shardings under which `tile` is available."""
-        known = frozenset(self.forms.get(tile.key, ()))
+        known = frozenset(self._forms(tile))
         if view := self.views.get(tile.key):
-            forms = self.forms.get(view.source.key, ())
+            forms = self._forms(view.source)
             known |= {f for form in forms if view.is_local(f := form.project(view.order))}
         return known
 
-    def _view_of_moved(self, tile: Tile, target: Sharding) -> Tile | None:
-        view = self.views.get(tile.key)
-        if view is None or target.manual or not view.is_local(target):
-            return None
-        back = [view.order.index(d) for d in range(len(view.order))]
-        moved = self.moved.get((view.source.key, target.project(back)))
-        if moved is None:
-            return None
-        array: Any = lax.transpose(moved.array, view.order)
-        array = lax.rev(array, view.reversed) if view.reversed else array
-        return Tile(array, target, tile.shape)
+    def _forms(self, tile: Tile) -> dict[Sharding, Tile | None]:
+        return self.forms.get(tile.key, {})
+
+    def _add(self, tile: Tile, moved: Tile) -> Tile:
+        self.forms.setdefault(tile.key, {})[moved.sharding] = moved
+        return moved
 
 
 class Mover:
