@@ -31,21 +31,21 @@ from gshard.tensors.tile import Tile, byte_size
 
 @dataclass(frozen=True)
 class _TiledScan:
-    """A scan on tiles: its body, constants, carries and scanned inputs."""
+    """A scan on tiles: its body, constants, carries and scanned inputs.
+
+    The results of the body with the numbers in `sums` may be unreduced, and pay that share.
+    """
 
     closed: ClosedJaxpr
     consts: list[Tile]
     carry: list[Tile]
     xs: list[Tile]
+    sums: Mapping[int, float]
 
     def run_once(
-        self,
-        ctx: Context,
-        carried: Sequence[jax.Array],
-        slices: Sequence[jax.Array],
-        sums: Mapping[int, float],
+        self, ctx: Context, carried: Sequence[jax.Array], slices: Sequence[jax.Array]
     ) -> list[Tile]:
-        """The results of the body; those that are in `sums` may be unreduced."""
+        """The results of the body."""
         arguments = [
             *self.consts,
             *(replace(t, array=a) for a, t in zip(carried, self.carry, strict=True)),
@@ -54,7 +54,22 @@ class _TiledScan:
                 for a, t in zip(slices, self.xs, strict=True)
             ),
         ]
-        return ctx.run_body(self.closed, arguments, sums)
+        return ctx.run_body(self.closed, arguments, self.sums)
+
+
+class _Trial:
+    """The body of a loop, planned for nothing: its values, its results and what it sends."""
+
+    def __init__(self, ctx: Context, loop: _TiledScan):
+        inner, self.results = ctx.inner(), list[Tile]()
+
+        def run(carried: Sequence[jax.Array], slices: Sequence[jax.Array]) -> list[jax.Array]:
+            self.results += loop.run_once(inner, carried, slices)
+            return [t.array for t in self.results]
+
+        slices = [jax.ShapeDtypeStruct(t.array.shape[1:], t.array.dtype) for t in loop.xs]
+        self.jaxpr = jax.make_jaxpr(run)([t.array for t in loop.carry], slices).jaxpr
+        self.values = inner.values
 
 
 def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
@@ -67,15 +82,16 @@ def _scan(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding
         for i, (t, w) in enumerate(zip(tiles, map(ctx.sharding, body.invars), strict=True))
     ]
     carry = ready[scan.consts : first_xs]
-    loop = _TiledScan(closed, ready[: scan.consts], carry, ready[first_xs:])
-    loop, sums = _accumulating(ctx, scan, loop)
+    sums = {**leaving(scan, ctx.unreduced), **_split_stacks(ctx, scan)}
+    loop = _TiledScan(closed, ready[: scan.consts], carry, ready[first_xs:], sums)
+    loop = _accumulating(ctx, scan, loop)
     made: list[Tile] = []
 
     def step(
         carried: Sequence[jax.Array], slices: Sequence[jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         inner = ctx.inner()
-        results = loop.run_once(inner, carried, slices, sums)
+        results = loop.run_once(inner, carried, slices)
         after = [
             r if c.is_unreduced else inner.reshard(r, c.sharding, Reason("carried value", "scan"))
             for r, c in zip(results[:n_carry], loop.carry, strict=True)
@@ -113,37 +129,29 @@ def _summed_if_large(ctx: Context, tile: Tile, var: Any, length: int) -> Tile:
     return ctx.reshard(tile, ctx.sharding(var), Reason("result", "scan"))
 
 
-def _accumulating(
-    ctx: Context, scan: Loop, loop: _TiledScan
-) -> tuple[_TiledScan, dict[int, float]]:
+def _accumulating(ctx: Context, scan: Loop, loop: _TiledScan) -> _TiledScan:
     """The loop with unreduced carried values, where its body adds to them or is linear in them.
 
-    And the results of the body that may be unreduced. Stacks of results may be anyway, where that
-    sends less: they take more memory.
+    Stacks of results may be unreduced anyway, where that sends less: they take more memory.
 
     How the body makes them is known when it has been planned, so it is, once for nothing. Unreduced
     values take as much memory as those in the body do, which is within the memory limit.
     """
-    added, sums = accumulators(scan), {**leaving(scan, ctx.unreduced), **_split_stacks(ctx, scan)}
-    linear = linear_carries(scan)
+    added, linear = accumulators(scan), linear_carries(scan)
     if not added and not linear:
-        return loop, sums
-    trial = _Trial(ctx, loop, sums)
-    carry, kept = list(loop.carry), {i: s for i, s in sums.items() if i not in added}
+        return loop
+    values = _Trial(ctx, loop).values
+    carry, kept = list(loop.carry), {i: s for i, s in loop.sums.items() if i not in added}
     for i, variables in added.items():
-        parts = [trial.inner.values.get(v) for v in variables if not isinstance(v, Literal)]
-        forms = {t.sharding for t in parts if t}
-        if len(forms) != 1 or None in parts or len(parts) < len(variables):
+        parts = [None if isinstance(v, Literal) else values.get(v) for v in variables]
+        part, *others = parts
+        if part is None or any(t is None or t.sharding is not part.sharding for t in others):
             continue
-        (part, *_) = [t for t in parts if t]
         if start := _unreduced_start(ctx, carry[i], part):
-            carry[i], kept[i] = start, sums[i]
-    accumulated = replace(loop, carry=carry)
-    share = 1 / max(scan.runs, 1)
-    rest = dict.fromkeys(linear - kept.keys(), share)
-    if rest and (found := _linear(ctx, accumulated, kept, rest)):
-        return found
-    return accumulated, kept
+            carry[i], kept[i] = start, loop.sums[i]
+    accumulated = replace(loop, carry=carry, sums=kept)
+    rest = dict.fromkeys(linear - kept.keys(), 1 / max(scan.runs, 1))
+    return _linear(ctx, accumulated, rest) if rest else accumulated
 
 
 def _unreduced_start(ctx: Context, carried: Tile, like: Tile) -> Tile | None:
@@ -164,49 +172,31 @@ def _unreduced_start(ctx: Context, carried: Tile, like: Tile) -> Tile | None:
     return replace(start, origin=like.origin) if start else None
 
 
-class _Trial:
-    """The body of a loop, planned for nothing: its values, its results and what it sends."""
-
-    def __init__(self, ctx: Context, loop: _TiledScan, sums: Mapping[int, float]):
-        self.inner = ctx.inner()
-        self.results: list[Tile] = []
-
-        def run(carried: Sequence[jax.Array], slices: Sequence[jax.Array]) -> list[jax.Array]:
-            self.results = loop.run_once(self.inner, carried, slices, sums)
-            return [t.array for t in self.results]
-
-        slices = [jax.ShapeDtypeStruct(t.array.shape[1:], t.array.dtype) for t in loop.xs]
-        self.jaxpr = jax.make_jaxpr(run)([t.array for t in loop.carry], slices).jaxpr
-
-
-def _linear(
-    ctx: Context, loop: _TiledScan, sums: Mapping[int, float], linear: Mapping[int, float]
-) -> tuple[_TiledScan, dict[int, float]] | None:
+def _linear(ctx: Context, loop: _TiledScan, linear: Mapping[int, float]) -> _TiledScan:
     """The loop with those `linear` carried values unreduced that its body leaves so, if it pays.
 
     The body sends less then, and each of them is reduced once, after the loop.
     """
     carry, more = list(loop.carry), True
     while more:  # one that is unreduced may leave others so
-        trial = _Trial(ctx, replace(loop, carry=carry), {**sums, **linear})
+        trial = _Trial(ctx, replace(loop, carry=carry, sums={**loop.sums, **linear}))
         more = False
         for i in linear:
             if not carry[i].is_unreduced and (
                 start := _unreduced_start(ctx, carry[i], trial.results[i])
             ):
                 carry[i], more = start, True
-    changed = [i for i in linear if carry[i].is_unreduced]
-    kept = {**sums, **{i: linear[i] for i in changed}}
+    changed = {i: share for i, share in linear.items() if carry[i].is_unreduced}
     if not changed:
-        return None
-    after = _Trial(ctx, replace(loop, carry=carry), kept)
+        return loop
+    found = replace(loop, carry=carry, sums={**loop.sums, **changed})
+    after = _Trial(ctx, found)
     if any(after.results[i].sharding is not carry[i].sharding for i in changed):
-        return None
-    before = planned_bytes(_Trial(ctx, loop, sums).jaxpr)
-    last = sum(2 * carry[i].nbytes * linear[i] for i in changed)  # in every run, an AllReduce of it
-    if planned_bytes(after.jaxpr) + last >= before:
-        return None
-    return replace(loop, carry=carry), kept
+        return loop
+    # In every run, a share of an AllReduce of each.
+    last = sum(2 * carry[i].nbytes * share for i, share in changed.items())
+    before = planned_bytes(_Trial(ctx, loop).jaxpr)
+    return found if planned_bytes(after.jaxpr) + last < before else loop
 
 
 def _split_stacks(ctx: Context, scan: Loop) -> dict[int, float]:
