@@ -46,24 +46,22 @@ def _run_manually(
             "one that is partitioned automatically; convert it with "
             "manual_to_auto_spmd_partition first"
         )
-    ready = [whole_in_region(ctx, eqn, tile) for tile in tiles]
-    return [own(ctx, a) for a in bind_local(ctx, eqn, ready, [])]
+    return [own(ctx, a) for a in bind_local(ctx, eqn, _in_region(ctx, eqn, tiles), [])]
 
 
-def whole_in_region(ctx: Context, eqn: JaxprEqn, tile: Tile) -> Tile:
-    """An operand inside a manual region; one from outside is replicated."""
-    if tile.sharding.manual:
-        return tile
-    replicated = Sharding.replicated(tile.sharding.rank, tile.sharding.num_devices)
-    return ctx.reshard(
-        tile, replicated, Reason("operand", f"{eqn.primitive.name} in a manual region")
-    )
+def _in_region(ctx: Context, eqn: JaxprEqn, tiles: Sequence[Tile]) -> list[Tile]:
+    """Operands inside a manual region; those from outside are replicated."""
+    reason = Reason("operand", f"{eqn.primitive.name} in a manual region")
+    return [ctx.reshard(t, _manual(ctx, len(t.shape)), reason) for t in tiles]
+
+
+def _manual(ctx: Context, rank: int) -> Sharding:
+    return Sharding((None,) * rank, ctx.place.num_devices, manual=True)
 
 
 def own(ctx: Context, array: jax.Array) -> Tile:
     """What this device has, as a value of a manual region."""
-    sharding = Sharding((None,) * array.ndim, ctx.place.num_devices, manual=True)
-    return Tile(array, sharding, array.shape)
+    return Tile(array, _manual(ctx, array.ndim), array.shape)
 
 
 def _to_manual(
@@ -103,7 +101,7 @@ def _over_groups(
     ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     """A collective of `jax.shard_map`."""
-    arrays = [whole_in_region(ctx, eqn, t).array for t in tiles]
+    arrays = [t.array for t in _in_region(ctx, eqn, tiles)]
     with because(Reason("asked", "jax.shard_map")):
         return [own(ctx, a) for a in run_over_groups(ctx.place, arrays, **eqn.params)]
 
