@@ -23,7 +23,7 @@ from jax.extend.core import primitives as p
 from gshard._jax import private_primitives
 from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
-from gshard.moving.collectives import collective_permute
+from gshard.moving import collectives
 from gshard.moving.partial import combine
 from gshard.moving.reductions import mask_for
 from gshard.rules.base.rule import (
@@ -199,7 +199,7 @@ class Ring:
 
     def _passed(self, arrays: Sequence[jax.Array], pairs: Sequence[Pairs]) -> list[jax.Array]:
         return [
-            collective_permute(self.place, array, way, self.reason) if way else array
+            collectives.collective_permute(self.place, array, way, self.reason) if way else array
             for array, way in zip(arrays, pairs, strict=True)
         ]
 

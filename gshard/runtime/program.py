@@ -137,13 +137,14 @@ class Program(GlobalFunction):
     @functools.cached_property
     def traced(self) -> jax.stages.Traced:
         """The function that XLA compiles: the plan, emitted."""
-        mesh, program = self.mesh, self._emitted()
+        mesh = self.mesh
         placed = [p.named(mesh) for p in self.into] if isinstance(mesh, Mesh) else None
-
-        def called(*arrays: jax.Array) -> list[jax.Array]:
-            return evaluate(program, arrays, _copied)
-
         with jax.enable_x64(self.wide):
+            program = self._emitted()
+
+            def called(*arrays: jax.Array) -> list[jax.Array]:
+                return evaluate(program, arrays, _copied)
+
             structs = self.arranged.structs
             return self.settings.trace(called, self.name, structs, placed, len(self.consts))
 

@@ -242,10 +242,11 @@ def test_a_tile_of_another_size_is_evened_out_before_an_operator_runs_in_place()
 
 @pytest.mark.parametrize(("tiles", "room"), [(1, (0, 1)), (2, (1,)), (4, (1,)), (8, ())])
 def test_a_split_leaves_room_for_another_while_two_devices_have_the_same_tile(tiles, room):
-    flow = SimpleNamespace(num_devices=D, closed={}, constants=())
+    flow = SimpleNamespace(num_devices=D, closed={})
     split = by(tiles, 1).splits[0] if tiles > 1 else None
-    spread = SimpleNamespace(sealed=False, splits={"x": (split, None)}, flow=flow)
-    assert tuple(Spread.open_dims(spread, "x")) == room
+    for held, dims in (((), room), (("x",), ())):
+        spread = SimpleNamespace(held=held, splits={"x": (split, None)}, flow=flow)
+        assert tuple(Spread.open_dims(spread, "x")) == dims
 
 
 @pytest.mark.parametrize(("kind", "stays"), [("sum", True), ("max", False)])
