@@ -33,6 +33,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.first_translation import measured
+from benchmarks.random_model import dims, random_weights
+
 ENGINES = {
     "CTranslate2 float32": {"engine": "ctranslate2"},
     "CTranslate2 int8": {"engine": "ctranslate2", "int8": True},
@@ -47,43 +50,6 @@ BEAM = 4
 CLOCKS = ("wall", "processor")
 TABLES = ("<!-- tables -->", "<!-- end of tables -->")
 Search = Callable[[np.ndarray], int]  # sentences to target tokens
-
-
-def dims(experts: int = 0) -> Any:
-    """The model of the comparison."""
-    from gshard.nn.config import TransformerConfig
-
-    return TransformerConfig(
-        source_vocab=32_000,
-        target_vocab=16_000,
-        encoder_layers=6,
-        decoder_layers=6,
-        model_dim=512,
-        hidden_dim=2048,
-        heads=8,
-        key_dim=64,
-        value_dim=64,
-        experts=experts,
-    )
-
-
-def random_weights(config: Any) -> dict[str, np.ndarray]:
-    """Weights by name, of about the size that they have before training."""
-    from gshard.mt.training.loading import model_like
-    from gshard.mt.training.names import named
-
-    rng = np.random.default_rng(0)
-    found = {}
-    for name, leaf in named(model_like(config)).items():
-        if name.endswith("scale"):
-            found[name] = np.ones(leaf.shape, np.float32)
-        elif name.endswith("bias"):
-            found[name] = np.zeros(leaf.shape, np.float32)
-        else:
-            drawn = rng.standard_normal(leaf.shape, np.float32)
-            drawn *= np.float32((2048 if name.endswith("wo") else 512) ** -0.5)
-            found[name] = drawn
-    return found
 
 
 def host_engine(config: Any, steps: int, int8: bool, threads: int) -> Search:
@@ -280,8 +246,6 @@ def _both(row: dict[str, Any], count: str) -> list[float]:
 
 def first_translations() -> str:
     """A row for each kind of weights."""
-    from benchmarks.first_translation import measured
-
     rows = [f"| {name} | {wall:.1f} s | {used:.1f} s |" for name, wall, used in measured(3)]
     head = ["| first translation of a process | wall | processor |", "|---|---:|---:|"]
     return "\n".join([*head, *rows])

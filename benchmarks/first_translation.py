@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.cpu_decode import dims, random_weights
+from benchmarks.random_model import dims, random_weights
 
 LINE = "w17 w4 w90 w3 w250\n"
 

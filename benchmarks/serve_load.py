@@ -33,7 +33,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cpu_decode import random_weights, write_page
+from benchmarks.cpu_decode import write_page
+from benchmarks.random_model import random_weights
 from benchmarks.serve import ready
 from benchmarks.small_run import prepare, words
 from gshard.mt.batching.tokenizer import END, PAD, START
