@@ -230,24 +230,17 @@ def copies_groups(sharding: Sharding) -> list[list[int]]:
 def _scatter_for(
     here: Sharding, kind: str, target: Sharding, shape: tuple[int, ...], dtype: Any, nbytes: int
 ) -> _Scatter | None:
-    """How a value of `nbytes` on each device is scattered while it is reduced, if it is."""
-    if _has_idle_copies(here):
-        return None
-    if kind == "tree":
-        return _by_subtrees(here, target, shape, dtype)
-    return _worth_scattering(here, kind, target, nbytes)
-
-
-def _worth_scattering(here: Sharding, kind: str, target: Sharding, nbytes: int) -> _Scatter | None:
-    """How a sum of `nbytes` is scattered, if that is better than an AllReduce and a slice.
+    """How a value of `nbytes` on each device is scattered while it is reduced, if it is.
 
     If members share a part it takes two collectives. A small sum, for which the second would cost
     more even in a full combination (`LATENCIES`) than it saves in bytes, is all-reduced.
     """
-    if kind != "sum":
+    if _has_idle_copies(here):
         return None
-    scatter = _scatter(here, target)
-    if scatter and scatter.parts < math.prod(s.tiles for s in here.unreduced):
+    if kind == "tree":
+        return _by_subtrees(here, target, shape, dtype)
+    scatter = _scatter(here, target) if kind == "sum" else None
+    if scatter and scatter.parts < _parts(here)[2]:
         saved = nbytes * (scatter.parts - 1) / scatter.parts
         return scatter if saved > machine().latency / LATENCIES else None
     return scatter

@@ -7,9 +7,10 @@ itself are in local rounds, which send nothing.
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 
 class Piece(Protocol):
@@ -29,13 +30,6 @@ class Piece(Protocol):
 P = TypeVar("P", bound=Piece)
 
 
-@dataclass
-class _Open(Generic[P]):
-    pieces: list[P] = field(default_factory=list)
-    senders: set[int] = field(default_factory=set)
-    receivers: set[int] = field(default_factory=set)
-
-
 def is_remote(piece: Piece) -> bool:
     """Whether it has to be sent."""
     return piece.sender != piece.receiver
@@ -43,18 +37,17 @@ def is_remote(piece: Piece) -> bool:
 
 def in_rounds(pieces: Iterable[P], limit: int | None = None) -> list[list[P]] | None:
     """`pieces` in rounds, local ones separately; None if more than `limit` rounds would send."""
-    rounds: dict[bool, list[_Open[P]]] = {False: [], True: []}
+    rounds: dict[bool, list[list[P]]] = {False: [], True: []}
+    taken: dict[Any, set[int]] = defaultdict(set)  # rounds, by who sends and who receives in them
     for piece in pieces:
-        kind = rounds[is_remote(piece)]
-        for here in kind:
-            if piece.sender not in here.senders and piece.receiver not in here.receivers:
-                break
-        else:
-            if limit is not None and kind is rounds[True] and len(kind) == limit:
+        remote = is_remote(piece)
+        both = taken[remote, "from", piece.sender], taken[remote, "to", piece.receiver]
+        number = next(n for n in itertools.count() if not any(n in each for each in both))
+        if number == len(rounds[remote]):
+            if remote and number == limit:
                 return None
-            here = _Open()
-            kind.append(here)
-        here.pieces.append(piece)
-        here.senders.add(piece.sender)
-        here.receivers.add(piece.receiver)
-    return [r.pieces for kind in (False, True) for r in rounds[kind]]
+            rounds[remote].append([])
+        rounds[remote][number].append(piece)
+        for each in both:
+            each.add(number)
+    return rounds[False] + rounds[True]

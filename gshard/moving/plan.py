@@ -278,23 +278,23 @@ def _misaligned(here: Sharding, target: Sharding) -> bool:
 
 def _predecessors(target: Sharding) -> Iterator[Sharding]:
     """Shardings from which one gather or exchange leads to `target`."""
-    for dim, split in enumerate(target.splits):
+    for dim in range(target.rank):
         for other, source in enumerate(target.splits):
             if other == dim or not source:
                 continue
             for keep in divisors(source.tiles)[:-1]:
                 minor = source.minor(source.tiles // keep)
                 if minor:
-                    yield target.replace(other, source.major(keep)).replace(
-                        dim, split.times(minor) if split else minor
-                    )
+                    yield _refined(target.replace(other, source.major(keep)), dim, minor)
     spare = copies_as_split(target)
-    if spare:
-        for dim, split in enumerate(target.splits):
-            for count in divisors(spare.tiles)[1:]:
-                part = spare.major(count)
-                if part:
-                    yield target.replace(dim, split.times(part) if split else part)
+    parts = [spare.major(count) for count in divisors(spare.tiles)[1:]] if spare else []
+    yield from (_refined(target, dim, part) for dim in range(target.rank) for part in parts if part)
+
+
+def _refined(sharding: Sharding, dim: int, part: Split) -> Sharding:
+    """The sharding with every tile of `dim` split by `part`."""
+    split = sharding.splits[dim]
+    return sharding.replace(dim, split.times(part) if split else part)
 
 
 def whole_along(here: Sharding, dim: int) -> list[Sharding]:
@@ -302,11 +302,7 @@ def whole_along(here: Sharding, dim: int) -> list[Sharding]:
     split, gathered = here.splits[dim], here.replace(dim, None)
     if split is None or split.idle:
         return [gathered]
-    moved = [
-        gathered.replace(other, now.times(split) if now else split)
-        for other, now in enumerate(here.splits)
-        if other != dim
-    ]
+    moved = [_refined(gathered, other, split) for other in range(here.rank) if other != dim]
     return [gathered, *(m for m in moved if compatible(m.splits))]
 
 
@@ -322,40 +318,27 @@ def _cut_alike(here: Sharding, target: Sharding) -> Sharding | None:
     for dim, (a, b) in enumerate(zip(here.tiles, target.tiles, strict=True)):
         if a < b:
             assert left
-            part, now = left.major(b // a), here.splits[dim]
+            part = left.major(b // a)
             assert part
-            here = here.replace(dim, now.times(part) if now else part)
+            here = _refined(here, dim, part)
             left = left.minor(left.tiles // (b // a))
     return here
 
 
 def _finer(split: Split | None, target: Sharding, dim: int) -> list[Split]:
     """Refinements of `split` towards the target."""
-    found: list[Split] = []
-    wanted = target.splits[dim]
-    now = split.tiles if split else 1
+    wanted, now = target.splits[dim], split.tiles if split else 1
+    found: list[Split | None] = []
     if wanted and wanted.tiles % now == 0 and wanted.major(now) is split:
-        found += [_coarser(wanted, k) for k in divisors(wanted.tiles) if k > now and k % now == 0]
-    for other in target.splits:
-        if other:
-            found.append(split.times(other) if split else other)
-    return found
+        found += [wanted.major(k) for k in divisors(wanted.tiles) if k > now and k % now == 0]
+    found += [split.times(other) if split else other for other in target.splits if other]
+    return [finer for finer in found if finer]
 
 
 def _appended(into: Split | None, split: Split, factor: int, wanted: Split | None) -> list[Split]:
     """`into` refined by the minor `factor` tiles of `split`, in its order or the target's."""
-    found = []
-    minor = split.minor(factor)
-    if minor:
-        found.append(into.times(minor) if into else minor)
-    now = into.tiles if into else 1
+    minor, now = split.minor(factor), into.tiles if into else 1
+    found = [into.times(minor) if into and minor else minor]
     if wanted and wanted.tiles % (now * factor) == 0 and wanted.major(now) is into:
-        found.append(_coarser(wanted, now * factor))
-    return found
-
-
-def _coarser(split: Split, tiles: int) -> Split:
-    """Coarser versions of `split`, with more than one tile."""
-    part = split.major(tiles)
-    assert part
-    return part
+        found.append(wanted.major(now * factor))
+    return [finer for finer in found if finer]

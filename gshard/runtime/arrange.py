@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Literal
-from jax.extend.core.primitives import convert_element_type_p
 from jax.sharding import Mesh
 
 from gshard import _jax
@@ -19,7 +18,7 @@ from gshard.moving.seen import Seen
 from gshard.planning.plan import Plan
 from gshard.propagation.propagate import Propagated
 from gshard.rules.pinned import OPAQUE
-from gshard.runtime.ports import Port, ports
+from gshard.runtime.ports import Port, ports, with_weak_type
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
@@ -103,7 +102,4 @@ def _of_type(result: jax.Array, aval: Any) -> jax.Array:
     """A result with the weak type of the user's function, which no operator preserves."""
     assert result.dtype == aval.dtype, (result.dtype, aval)
     weak = getattr(aval, "weak_type", False)
-    if weak == jax.typeof(result).weak_type:
-        return result
-    params = {"new_dtype": result.dtype, "weak_type": weak, "sharding": None}
-    return convert_element_type_p.bind(result, **params)
+    return result if weak == jax.typeof(result).weak_type else with_weak_type(result, weak)

@@ -148,12 +148,13 @@ def _placed(value: Any, wanted: NamedSharding) -> jax.Array:
 @functools.lru_cache(maxsize=256)
 def _weakly_typed(sharding: NamedSharding) -> Any:
     """A function that makes an array weakly typed, which JAX's own constructors cannot."""
+    return jax.jit(functools.partial(with_weak_type, weak=True), out_shardings=sharding)
 
-    def converted(array: jax.Array) -> jax.Array:
-        params = {"new_dtype": array.dtype, "weak_type": True, "sharding": None}
-        return convert_element_type_p.bind(array, **params)
 
-    return jax.jit(converted, out_shardings=sharding)
+def with_weak_type(array: jax.Array, weak: bool) -> jax.Array:
+    """The same array, weakly typed or not."""
+    params = {"new_dtype": array.dtype, "weak_type": weak, "sharding": None}
+    return convert_element_type_p.bind(array, **params)
 
 
 def in_place(here: Any, wanted: NamedSharding, rank: int) -> bool:
