@@ -27,6 +27,7 @@ from gshard.moving.retile import retile_elements, retiled, standard_elements, st
 from gshard.tensors.devices import Groups, Place, groups_by
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
+from gshard.tensors.uneven import unstack
 
 Shape = tuple[int, ...]
 
@@ -301,18 +302,12 @@ class Spread(Step):
         return 0 if self._mostly_held else summed - self.moved
 
     def _run(self, place: Place, tile: Tile, reason: Reason) -> Tile:
-        join = _gathered_from_all if self._mostly_held else _summed_over_all
-        whole = join(place, tile, (tuple(range(place.num_devices)),), reason)
+        everyone = (tuple(range(place.num_devices)),)
+        if self._mostly_held:
+            stack = collectives.all_gather(place, tile.array, 0, everyone, reason)
+            return Tile(unstack(stack, self.here, tile.shape), self.target, tile.shape)
+        whole = _summed_over_all(place, tile, everyone, reason)
         return Tile(lax.slice(whole, [0] * whole.ndim, tile.shape), self.target, tile.shape)
-
-
-def _gathered_from_all(place: Place, tile: Tile, everyone: Groups, reason: Reason) -> jax.Array:
-    """Gather from all devices, and select and assemble the tiles."""
-    tiles, rank = tile.sharding.tiles, tile.sharding.rank
-    found = collectives.all_gather(place, tile.array[None], 0, everyone, reason)
-    parts = found[tile.sharding.devices[..., 0].ravel()].reshape(*tiles, *tile.array.shape)
-    joined = lax.transpose(parts, [d for i in range(rank) for d in (i, rank + i)])
-    return joined.reshape([n * t for n, t in zip(tile.array.shape, tiles, strict=True)])
 
 
 def _summed_over_all(place: Place, tile: Tile, everyone: Groups, reason: Reason) -> jax.Array:
