@@ -42,7 +42,7 @@ from gshard.capture.expand import expand
 from gshard.capture.partly_manual import for_stacks, on_stacks
 from gshard.capture.placement import DeviceOrder
 from gshard.graph import CALLS, LOOPS, map_bodies
-from gshard.graph.regions import walk
+from gshard.graph.regions import as_closed, walk
 from gshard.graph.source import at_line_of, source_of
 from gshard.tensors.annotate import Annotation, annotate_p
 from gshard.tensors.manual import to_auto_p, to_manual_p
@@ -107,7 +107,7 @@ class _Builder:
     def body(self, closed: ClosedJaxpr, results: bool = False) -> ClosedJaxpr:
         """A copy of a program; its `results` are annotated with the shardings in their types."""
         invars = [_fresh(v) for v in closed.jaxpr.invars]
-        outvars = self.inline(closed.jaxpr, closed.consts, invars)
+        outvars = self.inline(closed, invars)
         if results:
             outvars = list(map(self.result, closed.jaxpr.outvars, outvars))
         jaxpr = Jaxpr(
@@ -120,10 +120,13 @@ class _Builder:
         )
         return ClosedJaxpr(jaxpr, list(self.consts.values()))
 
-    def inline(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """Append the equations of `jaxpr`, called with `args`; its results."""
+    def inline(
+        self, closed: ClosedJaxpr, args: Sequence[Any], caller: JaxprEqn | None = None
+    ) -> list[Any]:
+        """Append the equations of a program that `caller` calls with `args`; its results."""
+        jaxpr, start = closed.jaxpr, len(self.eqns)
         env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
-        for var, value in zip(jaxpr.constvars, consts, strict=True):
+        for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
             env[var] = _fresh(var)
             self.consts[env[var]] = value
 
@@ -133,6 +136,8 @@ class _Builder:
         for eqn in jaxpr.eqns:
             invars = [read(a) for a in eqn.invars]
             env.update(zip(eqn.outvars, self.equation(eqn, invars), strict=True))
+        if caller is not None:
+            self.eqns[start:] = [at_line_of(caller, eqn) for eqn in self.eqns[start:]]
         return [read(a) for a in jaxpr.outvars]
 
     def equation(self, eqn: JaxprEqn, invars: list[Any]) -> list[Any]:
@@ -151,7 +156,7 @@ class _Builder:
         if found or (self.region and (found := for_stacks(eqn))):
             return self.append(eqn, invars, [_fresh(v) for v in eqn.outvars], *found)
         if (expanded := expand(eqn)) is not None:
-            return self.inline(expanded.jaxpr, expanded.consts, invars)
+            return self.inline(expanded, invars)
         outvars = [_fresh(v) for v in eqn.outvars]
         if eqn.primitive in LOOPS:
             eqn = map_bodies(
@@ -199,7 +204,7 @@ class _Builder:
 
     def shard_map(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
         """A `jax.shard_map` as a manual region: its operands split, its body inlined."""
-        mesh, body, count = eqn.params["mesh"], eqn.params["jaxpr"], self.order.count
+        mesh, closed, count = eqn.params["mesh"], as_closed(eqn.params["jaxpr"]), self.order.count
         manual = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
         if self.axes or mesh.size != count:
             raise NotImplementedError(
@@ -210,12 +215,12 @@ class _Builder:
         if set(manual) != set(mesh.axis_names):
             return self.partly_manual(eqn, manual, args)
         entered = []
-        for atom, spec, var in zip(args, eqn.params["in_specs"], body.invars, strict=True):
+        for atom, spec, var in zip(args, eqn.params["in_specs"], closed.jaxpr.invars, strict=True):
             annotation = self.annotation_of(eqn, NamedSharding(mesh, spec), len(atom.aval.shape))
             params = {"annotation": annotation, "copies": "all"}
             entered += self.append(eqn, [atom], [_fresh(var)], to_manual_p, params)
         self.axes = NamedAxes(tuple(mesh.axis_names), grid_of(mesh, self.order.numbers_in_meshes))
-        left = self.inline(getattr(body, "jaxpr", body), getattr(body, "consts", ()), entered)
+        left = self.inline(closed, entered)
         self.axes = None
         results = []
         for atom, spec, var in zip(left, eqn.params["out_specs"], eqn.outvars, strict=True):
@@ -230,8 +235,6 @@ class _Builder:
         sizes = {str(name): int(mesh.shape[name]) for name in mesh.axis_names if name in manual}
         around = self.region.sizes if self.region else {}
         inside = _Builder(self.order, region=Region(mesh, {**around, **sizes}))
-        body = eqn.params["jaxpr"]
-        closed = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
 
         def annotate(stack: Any, axes: tuple[str, ...]) -> Any:
             more = (PartitionSpec.UNCONSTRAINED,) * (stack.ndim - len(axes))
@@ -239,14 +242,12 @@ class _Builder:
             return annotate_p.bind(stack, annotation=self.annotation_of(eqn, sharding, stack.ndim))
 
         specs = eqn.params["in_specs"], eqn.params["out_specs"]
-        region = on_stacks(inside.body(closed), sizes, *specs, annotate)
+        body = inside.body(as_closed(eqn.params["jaxpr"]))
+        region = on_stacks(body, sizes, *specs, annotate)
         structs = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in args]
         with without_mesh():
             whole = jax.make_jaxpr(region, axis_env=list(around.items()))(*structs)
-        start = len(self.eqns)
-        results = self.inline(whole.jaxpr, whole.consts, args)
-        self.eqns[start:] = [at_line_of(eqn, e) for e in self.eqns[start:]]
-        return results
+        return self.inline(whole, args, eqn)
 
     def result(self, var: Any, atom: Any) -> Any:
         """A result, annotated if its type has a sharding (explicit axes of a mesh)."""
@@ -259,7 +260,7 @@ class _Builder:
         return marked
 
     def call(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
-        inner, start = eqn.params[CALLS[eqn.primitive]], len(self.eqns)
+        inner = eqn.params[CALLS[eqn.primitive]]
         if eqn.primitive is remat_p and eqn.params["differentiated"]:
             args = self.barrier(eqn, args)
         if eqn.primitive is p.linear_solve_p:  # only the solver remains to be run, on its constants
@@ -267,10 +268,7 @@ class _Builder:
             first = lengths.matvec + lengths.vecmat
             right_side = args[first + lengths.solve + lengths.transpose_solve :]
             inner, args = inner.solve, args[first : first + lengths.solve] + right_side
-        closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
-        results = self.inline(closed.jaxpr, closed.consts, args)
-        self.eqns[start:] = [at_line_of(eqn, e) for e in self.eqns[start:]]
-        return results
+        return self.inline(as_closed(inner), args, eqn)
 
     def barrier(self, eqn: JaxprEqn, args: list[Any]) -> list[Any]:
         """A barrier that keeps XLA from undoing rematerialization."""

@@ -39,6 +39,11 @@ def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
     return [getattr(j, "jaxpr", j) for j in jaxprs_in_params(eqn.params)]
 
 
+def as_closed(body: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
+    """A program inside an equation, with its constants."""
+    return body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
+
+
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The program that a call runs on all its operands; None for any other equation.
 
@@ -46,8 +51,7 @@ def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """
     if eqn.primitive not in CALLS or eqn.primitive is p.linear_solve_p:
         return None
-    body = eqn.params[CALLS[eqn.primitive]]
-    return body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
+    return as_closed(eqn.params[CALLS[eqn.primitive]])
 
 
 def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal, Primitive
+from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core import primitives as p
 
 from gshard._jax import private_primitives, ragged_dot_dense, scatter_sub_p
@@ -34,7 +34,7 @@ from gshard.capture.simplify.fixed_functions import FUNCTIONS
 from gshard.capture.simplify.fixed_windows import MOST_SLICES, convolution, fourier, window_sum
 from gshard.capture.simplify.passes import in_every_body
 from gshard.graph import Graph
-from gshard.graph.evaluate import equations_of
+from gshard.graph.evaluate import bind, equations_of, evaluate
 from gshard.graph.source import on_behalf_of, source_of
 from gshard.rules.base.primitives import (
     leaf_dot_p,
@@ -214,13 +214,14 @@ def _scatter_add(
     zeros = jnp.zeros((count, *x.shape), x.dtype)
     scatter = functools.partial(p.scatter_add_p.bind, **params)
     closed = jax.make_jaxpr(jax.vmap(scatter))(zeros, *cut)
-    names: dict[Any, Any] = dict(zip(closed.jaxpr.invars, [zeros, *cut], strict=True))
-    for eqn in closed.jaxpr.eqns:
-        primitive = scatter_in_order_p if eqn.primitive is p.scatter_add_p else eqn.primitive
-        operands = [a.val if isinstance(a, Literal) else names[a] for a in eqn.invars]
-        (names[eqn.outvars[0]],) = [primitive.bind(*operands, **eqn.params)]
-    total: jax.Array = tree_sum_p.bind(names[closed.jaxpr.outvars[0]], axis=0)
+    (leaves,) = evaluate(closed, [zeros, *cut], _scatter_in_order)
+    total: jax.Array = tree_sum_p.bind(leaves, axis=0)
     return total if into_zeros else lax.add(x, total)
+
+
+def _scatter_in_order(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    added = eqn.primitive is p.scatter_add_p
+    return bind(eqn.replace(primitive=scatter_in_order_p) if added else eqn, values)
 
 
 def _scatter_sub(params: dict[str, Any], x: Any, indices: Any, updates: Any) -> jax.Array:
