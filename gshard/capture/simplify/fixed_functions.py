@@ -24,12 +24,10 @@ def _full(x: jax.Array, value: float) -> jax.Array:
     return lax.full_like(x, value)
 
 
-def _log(params: dict[str, Any], x: jax.Array) -> jax.Array:
+def _log(x: jax.Array) -> jax.Array:
     """log(m 2^e) = e ln 2 + log1p(m - 1), with m around 1, where m - 1 is exact."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise ValueError("the logarithm of complex numbers is not reproducible yet")
-    if x.dtype.itemsize < 4:
-        return lax.convert_element_type(_log(params, x.astype(jnp.float32)), x.dtype)
     mantissa_bits = jnp.finfo(x.dtype).nmant
     integer = jnp.dtype(f"int{x.dtype.itemsize * 8}")
     bits = lax.bitcast_convert_type(x, integer)
@@ -56,7 +54,7 @@ def _logistic(params: dict[str, Any], x: jax.Array) -> jax.Array:
 
 
 def _log2(params: dict[str, Any], x: jax.Array) -> jax.Array:
-    return lax.mul(_log(params, x), _full(x, 1 / math.log(2)))
+    return lax.mul(_wide(_log)(params, x), _full(x, 1 / math.log(2)))
 
 
 def _wide(function: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
@@ -81,7 +79,7 @@ def _atan(x: jax.Array) -> jax.Array:
 def _cbrt(x: jax.Array) -> jax.Array:
     """A power, and one step of Newton's method: y - (y^3 - |x|) / 3y^2."""
     size = lax.abs(x)
-    y = lax.exp(lax.mul(_log({}, size), _full(x, 1 / 3)))
+    y = lax.exp(lax.mul(_log(size), _full(x, 1 / 3)))
     y = lax.sub(y, lax.mul(lax.sub(y, lax.div(lax.div(size, y), y)), _full(x, 1 / 3)))
     root = lax.select(lax.lt(x, _full(x, 0.0)), lax.neg(y), y)
     itself = lax.bitwise_or(lax.eq(x, _full(x, 0.0)), lax.eq(size, _full(x, math.inf)))
@@ -101,7 +99,7 @@ def _erf(x: jax.Array) -> jax.Array:
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "log": _log,
+    "log": _wide(_log),
     "log2": _log2,
     "logistic": _logistic,
     "tan": _wide(_tan),
