@@ -139,7 +139,7 @@ class Program(GlobalFunction):
         """The function that XLA compiles: the plan, emitted."""
         mesh = self.mesh
         placed = [p.named(mesh) for p in self.into] if isinstance(mesh, Mesh) else None
-        with jax.enable_x64(self.wide):
+        with _jax.without_mesh(), jax.enable_x64(self.wide):
             program = self._emitted()
 
             def called(*arrays: jax.Array) -> list[jax.Array]:
