@@ -25,8 +25,7 @@ from gshard.rules.base.primitives import (
 )
 from gshard.rules.base.rule import Context, Doc, Rule, bind_local, partition_by_factors, register
 from gshard.rules.contraction import dot_factors, dot_work
-from gshard.rules.fixed_products import chained_product
-from gshard.rules.pinned import pinned
+from gshard.rules.fixed_products import chained_product, pinned
 from gshard.rules.scatter import partition_scatter, scatter_factors, scatter_ways
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors, Shape, all_dims

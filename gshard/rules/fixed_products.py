@@ -4,6 +4,8 @@ A product is a chain of multiply-adds along the contracted rows, in the order of
 have other kernels for a few rows or columns, which add in another order. Which sizes share a kernel
 depends on the library and on the processor: it is measured, once in a process, on CPUs and GPUs.
 Where no sizes do, the chain is written out as a loop.
+
+What a compiler must not rewrite is pinned (see `capture.simplify.pins`): it knows nothing of it.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard.rules.pinned import pinned
 from gshard.tensors.devices import Place
+
+OPAQUE = "opaque"  # in `Place.known`: 32 bits that are all set, which the compiler cannot know; the
+# first argument of a reproducible program
 
 # A GPU's kernels must not be chosen by trying which is fastest: that depends on sizes, and on the
 # day. Atomic additions have no order.
@@ -32,6 +36,27 @@ CHAIN = 256  # the longest sum of products that no library cuts
 _BLOCKS = ((1, 1), (1, 2), (2, 1), (3, 1), (1, 3), (3, 5), (5, 3), (4, 4), (1, 9), (9, 1))
 _GPU_MULTIPLES = (64, 128)
 _LARGE_BLOCKS = ((1, 32), (32, 1), (32, 32))  # tried on GPUs, where they cost nothing
+
+
+def pinned(place: Place, x: jax.Array, other: jax.Array | None = None) -> jax.Array:
+    """`x`, and nothing that a compiler could know of how it was made.
+
+    With another array of the same type, the result seems to depend on each element of that, too:
+    the compiler cannot know that `x` is broadcast.
+    """
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        others = (None, None) if other is None else (lax.real(other), lax.imag(other))
+        parts = zip((lax.real(x), lax.imag(x)), others, strict=True)
+        return lax.complex(*(pinned(place, part, part_of_other) for part, part_of_other in parts))
+    size = x.dtype.itemsize * 8
+    unsigned = jnp.dtype(f"uint{size}")
+    ones = place.known[OPAQUE].astype(unsigned)
+    if size == 64:
+        ones = lax.shift_left(ones, jnp.asarray(32, unsigned)) | ones
+    bits = lax.bitcast_convert_type(x, unsigned) & ones
+    if other is not None:
+        bits |= lax.bitcast_convert_type(other, unsigned) & ~ones
+    return lax.bitcast_convert_type(bits, x.dtype)
 
 
 def chained_product(place: Place, x: jax.Array, y: jax.Array) -> jax.Array:

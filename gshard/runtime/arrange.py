@@ -17,7 +17,7 @@ from gshard.graph import bodies
 from gshard.moving.seen import Seen
 from gshard.planning.plan import Plan
 from gshard.propagation.propagate import Propagated
-from gshard.rules.pinned import OPAQUE
+from gshard.rules.fixed_products import OPAQUE
 from gshard.runtime.ports import Port, ports, with_weak_type
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding

@@ -148,19 +148,22 @@ class _Writing:
         self.chain = chain
         self.made = made  # by chains before
         self.eqns: list[JaxprEqn] = []
-        members = list(chain.members)
         for var, cut in chain.cuts.items():
-            made[var, cut, chain.count] = [
-                Var(var.aval.update(shape=cut.shape(var.aval.shape, chain.count)))
-                for _ in range(chain.count)
-            ]
+            self.new_pieces(var, cut)
         early = chain.leading
         self.write_all(early[:-1])
         if early:
             self.start_together(early[-1])
-        self.write_all([eqn for eqn in members if eqn not in early])
+        self.write_all([eqn for eqn in chain.members if eqn not in early])
         for var in chain.leaving(graph):
             self.join(var)
+
+    def new_pieces(self, var: Any, cut: Cut) -> list[Any]:
+        """Variables for the pieces of a value."""
+        count = self.chain.count
+        aval = var.aval.update(shape=cut.shape(var.aval.shape, count))
+        self.made[var, cut, count] = [Var(aval) for _ in range(count)]
+        return self.made[var, cut, count]
 
     def write_all(self, eqns: Sequence[JaxprEqn]) -> None:
         """All pieces of some members, one piece after the other."""
@@ -174,13 +177,11 @@ class _Writing:
         Else a compiler that saves memory makes one only when the piece before it is finished, and
         then nothing runs while it is sent.
         """
-        count, (cut, *_) = self.chain.count, self.chain.members[eqn].operands
-        assert cut is not None
-        parts = [self.operand(eqn, 0, number) for number in range(count)]
+        parts = [self.operand(eqn, 0, number) for number in range(self.chain.count)]
         ready = [Var(v.aval) for v in parts]
         self.trace(lambda *xs: jax.lax.optimization_barrier(xs), parts, ready, eqn)
-        for number in range(count):
-            self.write(eqn, number, ready[number])
+        for number, part in enumerate(ready):
+            self.write(eqn, number, part)
 
     def write(self, eqn: JaxprEqn, number: int, operand: Any = None) -> None:
         """One piece of a member; its first operand may be given."""
@@ -201,11 +202,7 @@ class _Writing:
             assert not np.shape(atom.val), "arrays are not literals"
             return atom
         if (atom, cut, count) not in self.made:
-            taken = [
-                Var(atom.aval.update(shape=cut.shape(atom.aval.shape, count))) for _ in range(count)
-            ]
-            self.made[atom, cut, count] = taken
-            for i, var in enumerate(taken):
+            for i, var in enumerate(self.new_pieces(atom, cut)):
                 self.trace(lambda x, i=i: [cut.piece(x, i, count)], [atom], [var], eqn)
         return self.made[atom, cut, count][piece]
 

@@ -26,7 +26,7 @@ from gshard.moving.nodes import node_of
 from gshard.moving.partial import Reduce, scatter_groups
 from gshard.moving.plan import Reshard, plan_reshard
 from gshard.moving.steps import gather_groups
-from gshard.planning.improve.chains import is_product
+from gshard.planning.improve.cuts import Cut, cuts_of
 from gshard.tensors.devices import Groups, Place
 from gshard.tensors.factors import Shape
 from gshard.tensors.sharding import Sharding
@@ -183,11 +183,12 @@ def _gathering(
     products: dict[JaxprEqn, tuple[int, int, int]] = {}
     for user in graph.users(result):
         places = [i for i, a in enumerate(user.invars) if a is result]
-        out = _out_dim(user, places[0], dim) if len(places) == 1 and _is_dot(user) else None
+        cuts = cuts_of(user, {result: Cut(dim)}, len(groups[0])) if _is_dot(user) else None
+        alone = cuts is not None and len(places) == 1 and cuts.operands[1 - places[0]] is None
         # Those of the backward pass come later: they read what is assembled.
         late = any(order.needs(a, e) for e in products for a in user.invars)
-        if out is not None and not late:
-            products[user] = (places[0], dim, out)
+        if cuts is not None and alone and not late:
+            products[user] = (places[0], dim, cuts.results[0].dim)
     if not products:
         return None
     others = graph.uses(result) > len(products)
@@ -207,11 +208,12 @@ def _scattering(graph: Graph, eqn: JaxprEqn, node: Reduce) -> Ring | None:
     within, across = scatter_groups(node.sharding, scatter.result)
     if len(within[0]) != scatter.parts or len(across[0]) != 1:
         return None
-    for number, atom in enumerate(product.invars):
-        for dim in range(atom.aval.ndim):
-            if _out_dim(product, number, dim) == scatter.dim:
-                return Ring(eqn, (product,), ((number, dim, scatter.dim),), within, False)
-    return None
+    cuts = cuts_of(product, {value: Cut(scatter.dim)}, scatter.parts)
+    found = [(n, cut) for n, cut in enumerate(cuts.operands) if cut] if cuts else []
+    if len(found) != 1:
+        return None  # a batch dim is one of both operands
+    ((number, cut),) = found
+    return Ring(eqn, (product,), ((number, cut.dim, scatter.dim),), within, False)
 
 
 def _is_plain(shape: Shape, source: Sharding, target: Sharding, value: Any) -> bool:
@@ -222,15 +224,4 @@ def _is_plain(shape: Shape, source: Sharding, target: Sharding, value: Any) -> b
 
 
 def _is_dot(eqn: JaxprEqn) -> bool:
-    return is_product(eqn) and eqn.primitive.name == "dot_general"
-
-
-def _out_dim(product: JaxprEqn, number: int, dim: int) -> int | None:
-    """The dim of a product's result that is a dim of one operand alone; None if there is none."""
-    summed, kept = product.params["dimension_numbers"]
-    fixed = {*summed[number], *kept[number]}
-    if dim in fixed:
-        return None
-    free = [d for d in range(product.invars[number].aval.ndim) if d not in fixed]
-    before = product.invars[0].aval.ndim - len(summed[0]) if number else len(kept[0])
-    return before + free.index(dim)
+    return eqn.primitive.name == "dot_general"

@@ -8,6 +8,7 @@ A gradient recomputes the scores block by block.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from gshard.propagation.rewrites.scores import Finder, Region
 from gshard.propagation.rewrites.softmax_delta import factor_out_delta
 from gshard.propagation.rewrites.softmax_form import in_one_form, softmax_of
 from gshard.rules.base.ring_pass import KEYS, QUERIES, RingPass, Softmax, Sum, ring_pass_p
+from gshard.rules.base.rule import RULES, factors_of
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import byte_size
 
@@ -74,34 +76,30 @@ def _too_large(
     """
     if eqn.primitive is not p.dot_general_p or any(isinstance(a, Literal) for a in eqn.invars):
         return None
-    (contracted, batch), (out,) = eqn.params["dimension_numbers"], eqn.outvars
+    (out,), factors = eqn.outvars, factors_of(RULES[eqn.primitive], eqn)
     here = [shardings[a] for a in eqn.invars if a in shardings]
     if len(here) < 2 or any(s.manual for s in here) or out not in shardings:
         return None
-    free: list[list[int]] = []
-    for side, atom in enumerate(eqn.invars):
-        gone = {*contracted[side], *batch[side]}
-        free.append([d for d in range(len(atom.aval.shape)) if d not in gone])
-    first = len(batch[0])
-    for i, l in enumerate(free[0]):
-        for j, r in enumerate(free[1]):
-            split = here[0].splits[l]
-            if not split or split.idle or split is not here[1].splits[r]:
-                continue
-            whole = [
-                byte_size(s.replace(d, None).local_shape(a.aval.shape), a.aval.dtype)
-                for s, d, a in zip(here, (l, r), eqn.invars, strict=True)
-            ]
-            dims = (first + i, first + len(free[0]) + j)
-            splits = list(shardings[out].splits)
-            splits[dims[0]], splits[dims[1]] = split, None
-            scores = Sharding(tuple(splits), shardings[out].num_devices)
-            local = byte_size(scores.local_shape(out.aval.shape), out.aval.dtype)
-            if max(min(whole), local) > limit:
-                # If the scores are split, they are split by queries.
-                turned = shardings[out].splits[dims[1]] is split
-                queries, keys = dims[::-1] if turned else dims
-                return queries, keys, split, min(whole) > limit
+    (lhs, rhs), (result,) = factors.operands, factors.results
+    for l, r in itertools.product(range(len(lhs)), range(len(rhs))):
+        free = lhs[l] in result and rhs[r] in result and lhs[l] not in rhs and rhs[r] not in lhs
+        split = here[0].splits[l]
+        if not free or not split or split.idle or split is not here[1].splits[r]:
+            continue
+        whole = [
+            byte_size(s.replace(d, None).local_shape(a.aval.shape), a.aval.dtype)
+            for s, d, a in zip(here, (l, r), eqn.invars, strict=True)
+        ]
+        dims = result.index(lhs[l]), result.index(rhs[r])
+        splits = list(shardings[out].splits)
+        splits[dims[0]], splits[dims[1]] = split, None
+        scores = Sharding(tuple(splits), shardings[out].num_devices)
+        local = byte_size(scores.local_shape(out.aval.shape), out.aval.dtype)
+        if max(min(whole), local) > limit:
+            # If the scores are split, they are split by queries.
+            turned = shardings[out].splits[dims[1]] is split
+            queries, keys = dims[::-1] if turned else dims
+            return queries, keys, split, min(whole) > limit
     return None
 
 

@@ -168,13 +168,9 @@ def _place_of(eqn: JaxprEqn, var: Any) -> int:
 
 def _summed_over(eqn: JaxprEqn, number: int, dims: tuple[int, int]) -> str | None:
     """Whether an equation sums scores over the keys or over the queries."""
-    if eqn.primitive in _REDUCTIONS:
-        gone = set(eqn.params["axes"])
-    elif eqn.primitive is p.dot_general_p:
-        gone = set(eqn.params["dimension_numbers"][0][number])
-    else:
+    if eqn.primitive not in (*_REDUCTIONS, p.dot_general_p):
         return None
-    queries, keys = (d in gone for d in dims)
+    queries, keys = (d in Sum(eqn, number, KEYS).summed(number) for d in dims)
     if queries == keys:
         return None
     return KEYS if keys else QUERIES

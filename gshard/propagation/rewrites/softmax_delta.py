@@ -8,7 +8,7 @@ equal for all keys may be multiplied with p.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -37,10 +37,10 @@ def factor_out_delta(
 
 @dataclass
 class _Factors:
-    """The factors of a score: scores themselves, and rows, which are equal for all keys."""
+    """The factors of a score, and whether they divide: scores, and rows, equal for all keys."""
 
-    scores: list[Any]
-    rows: list[tuple[Any, bool]]  # and whether they divide
+    scores: list[tuple[Any, bool]] = field(default_factory=list)
+    rows: list[tuple[Any, bool]] = field(default_factory=list)
     negative: bool = False
 
 
@@ -49,7 +49,7 @@ def _delta(exit: Sum, product: Sum, region: Region) -> list[JaxprEqn] | None:
     if exit.eqn.primitive is not p.reduce_sum_p or exit.over != KEYS:
         return None
     graph = Graph(region.eqns)
-    summed, weights = _Factors([], []), _Factors([], [])
+    summed, weights = _Factors(), _Factors()
     _take_apart(exit.scores, False, summed, region, graph)
     _take_apart(product.scores, False, weights, region, graph)
     others = list(summed.scores)
@@ -57,7 +57,7 @@ def _delta(exit: Sum, product: Sum, region: Region) -> list[JaxprEqn] | None:
         if score not in others:
             return None
         others.remove(score)
-    maker = graph.maker(others[0]) if len(others) == 1 else None
+    maker = graph.maker(others[0][0]) if [divides for _, divides in others] == [False] else None
     if maker is None or maker.primitive is not p.dot_general_p:
         return None
     found = _of_errors(maker, product, region)
@@ -78,15 +78,11 @@ def _take_apart(atom: Any, divides: bool, into: _Factors, region: Region, graph:
         first, second = eqn.invars
         _take_apart(first, divides, into, region, graph)
         _take_apart(second, divides != (eqn.primitive is p.div_p), into, region, graph)
-    elif eqn is not None and eqn.primitive is p.neg_p:
-        into.negative = not into.negative
+    elif eqn is not None and eqn.primitive in (p.neg_p, p.transpose_p):
+        into.negative ^= eqn.primitive is p.neg_p
         _take_apart(eqn.invars[0], divides, into, region, graph)
-    elif eqn is not None and eqn.primitive is p.transpose_p:
-        _take_apart(eqn.invars[0], divides, into, region, graph)
-    elif not divides:
-        into.scores.append(atom)
     else:
-        into.scores.append(None)  # not supported
+        into.scores.append((atom, divides))
 
 
 def _is_row(atom: Any, region: Region) -> bool:

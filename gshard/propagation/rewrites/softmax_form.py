@@ -9,6 +9,7 @@ their maximum, whatever its a and b are made of.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from gshard.graph import Graph, upstream
 from gshard.graph.evaluate import equations_of
 from gshard.propagation.rewrites.scores import Region
 from gshard.rules.base.ring_pass import KEYS, Softmax, Sum
+from gshard.rules.base.rule import RULES, factors_of
 
 
 @dataclass(frozen=True)
@@ -224,10 +226,7 @@ class _Writer:
         """The maximum of logits to which rows are added."""
 
         def shift(top: jax.Array, *values: jax.Array) -> jax.Array:
-            read = self.reader(values)
-            for row in added:
-                top = top - read(row) if row.inverse else top + read(row)
-            return top
+            return _with_rows(top, added, self.reader(values), operator.add, operator.sub)
 
         return shift
 
@@ -244,11 +243,8 @@ class _Writer:
             read = self.reader(values)
             nothing = lax.eq(top, lax.full_like(top, -jnp.inf))  # the query sees no key
             shift = lax.select(nothing, lax.full_like(top, 0), top)
-            for row in found.added:
-                shift = shift - read(row) if row.inverse else shift + read(row)
-            factor = lax.exp(shift)
-            for row in found.factors:
-                factor = factor / read(row) if row.inverse else factor * read(row)
+            factor = lax.exp(_with_rows(shift, found.added, read, operator.add, operator.sub))
+            factor = _with_rows(factor, found.factors, read, operator.mul, operator.truediv)
             factor = lax.transpose(factor, order)
             factor = lax.broadcast_in_dim(factor, total.shape, sorted(places))
             return (total * factor).astype(total.dtype)
@@ -263,21 +259,25 @@ class _Writer:
         return results
 
 
+def _with_rows(
+    x: jax.Array,
+    rows: Sequence[_Row],
+    read: Callable[[_Row], jax.Array],
+    join: Callable[..., jax.Array],
+    undo: Callable[..., jax.Array],
+) -> jax.Array:
+    """`x` with rows added or multiplied, or the inverse of that."""
+    for row in rows:
+        x = (undo if row.inverse else join)(x, read(row))
+    return x
+
+
 def _values(rows: Sequence[_Row]) -> list[Any]:
     return [row.value for row in rows if not isinstance(row.value, Literal)]
 
 
 def _places(eqn: JaxprEqn, number: int, keys: int) -> list[int]:
     """The dims of a sum's result that the scores' dims other than `keys` become."""
-    kept = [d for d in range(len(eqn.invars[number].aval.shape)) if d != keys]
-    if eqn.primitive is p.reduce_sum_p:
-        return list(range(len(kept)))
-    contracted, batch = eqn.params["dimension_numbers"]
-    free = [
-        [d for d in range(len(a.aval.shape)) if d not in (*contracted[n], *batch[n])]
-        for n, a in enumerate(eqn.invars)
-    ]
-    first = len(batch[0]) + (len(free[0]) if number == 1 else 0)
-    at = {d: n for n, d in enumerate(batch[number])}
-    at |= {d: first + n for n, d in enumerate(free[number])}
-    return [at[d] for d in kept]
+    factors = factors_of(RULES[eqn.primitive], eqn)
+    kept = [dim for d, dim in enumerate(factors.operands[number]) if d != keys]
+    return [*map(factors.results[0].index, kept)]
