@@ -282,6 +282,7 @@ def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], Any]:
 
 fun_name = _util.fun_name
 weakref_cache = _util.weakref_lru_cache  # an entry goes with its first argument, or by clear_caches
+register_cache = _util.register_cache  # `clear_caches` empties it
 
 
 def context_mesh() -> Any:
@@ -389,7 +390,7 @@ __all__ = [
     "parse_arguments", "parse_sharding_rule", "private_primitives", "prng_impl",
     "python_implementation", "quick_call", "quick_call_of_compiled", "quick_data",
     "ragged_dot_dense", "random_clone_p", "random_unwrap_p",
-    "random_wrap_p", "ref_value", "register_array_type", "remat_p", "reshard_p",
+    "random_wrap_p", "ref_value", "register_array_type", "register_cache", "remat_p", "reshard_p",
     "scan_counts", "scatter_sub_p", "set_ref", "shape_and_dtype", "shard_map_p",
     "sharding_constraint_p", "source_info_util", "split_p", "stack_p", "struct_of", "tensor_types",
     "tile_p", "unstack_p", "variable_of", "weakref_cache", "without_mesh",

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gshard._jax import context_mesh
+from gshard.graph.caching import cached
 from gshard.tensors.annotate import Annotation, annotate, reading_devices
 from gshard.tensors.meshes import is_own, sharding_of, sharding_of_slices
 from gshard.tensors.sharding import Sharding, Split
@@ -110,13 +111,13 @@ class DeviceOrder:
         return Sharding(tuple(splits), self.count)
 
 
-@functools.lru_cache(maxsize=256)
+@cached
 def device_order(devices: tuple[jax.Device, ...] | int) -> DeviceOrder:
     """These devices, always as the same object."""
     return DeviceOrder(devices)
 
 
-@functools.lru_cache(maxsize=16384)
+@cached
 def _sharding_held(given: NamedSharding, rank: int, order: DeviceOrder) -> Sharding:
     return sharding_of(given, rank, order.numbers, order.count)[0]
 

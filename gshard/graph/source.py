@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from gshard._jax import exclude_frames, is_current, source_info_util, without_mesh
+from gshard.graph.caching import cached
 from gshard.graph.reason import NO_REASON, Reason
 
 _PACKAGE = Path(__file__).parents[1]
@@ -62,12 +62,12 @@ def shown_path(path: str) -> str:
         return path
 
 
-@functools.lru_cache(maxsize=1024)
+@cached
 def _from_folder(path: str, folder: str) -> str:
     return os.path.relpath(path, folder) if path.startswith(folder + os.sep) else path
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def _user_frame(traceback: Any) -> Any:
     frames = list(source_info_util.user_frames(traceback))
     own = [f for f in frames if "site-packages" not in f.file_name]
@@ -87,7 +87,7 @@ def at_line_of(caller: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:
     return eqn if info is eqn.source_info else eqn.replace(source_info=info)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def _closeness(traceback: Any) -> int:
     """2 for a line of the user's own code, 1 for one of a library's, 0 for none."""
     frame = _user_frame(traceback)

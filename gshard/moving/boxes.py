@@ -7,7 +7,6 @@ that number is small; regular patterns have better plans in `reshard`.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import defaultdict
@@ -19,6 +18,7 @@ import jax
 import numpy as np
 from jax import lax
 
+from gshard.graph.caching import cached
 from gshard.graph.reason import Reason
 from gshard.moving.collectives import collective_permute
 from gshard.moving.permute_rounds import in_rounds
@@ -59,7 +59,7 @@ class Round:
         return math.prod(self.box) if self.is_remote else 0
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def plan_boxes(source: Sharding, target: Sharding, shape: Shape) -> tuple[Round, ...]:
     """The rounds that send every device its part of the tensor under `target`.
 

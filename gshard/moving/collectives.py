@@ -8,7 +8,6 @@ every device in a group of the same size.
 from __future__ import annotations
 
 import abc
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from gshard.graph.caching import cached
 from gshard.graph.reason import Reason
 from gshard.graph.source import because
 from gshard.moving.costs import sent_bytes
@@ -220,7 +220,7 @@ def _covering(place: Place, groups: Members, even: bool = True) -> Groups:
     return _with_idle(tuple(map(tuple, groups)), place.num_devices, even)
 
 
-@functools.lru_cache(maxsize=256)
+@cached
 def _with_idle(groups: Groups, num_devices: int, even: bool) -> Groups:
     members = {d for g in groups for d in g}
     idle = tuple(d for d in range(num_devices) if d not in members)

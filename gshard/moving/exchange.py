@@ -6,21 +6,21 @@ exchange minor parts of some dims for minor parts of others.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import numpy as np
 
+from gshard.graph.caching import cached
 from gshard.tensors.sharding import Sharding
 
 
-@functools.cache
+@cached
 def divisors(n: int) -> list[int]:
     """The divisors of a tile count, the count itself last."""
     return [k for k in range(1, n + 1) if n % k == 0]
 
 
-@functools.lru_cache(maxsize=65536)
+@cached
 def kept_tiles(here: Sharding, target: Sharding) -> tuple[int, ...]:
     """Per dim, the number of major tiles that both shardings have in common."""
     kept = []
@@ -50,7 +50,7 @@ def can_exchange(here: Sharding, target: Sharding) -> bool:
     return bool(((here.tile_index < 0) == (target.tile_index < 0)).all())
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def exchange_groups(here: Sharding, target: Sharding) -> tuple[tuple[int, ...], ...]:
     """Groups of devices that turn `here` into `target` among themselves, where they can.
 
@@ -116,7 +116,7 @@ def _matching(devices: list[int], gives: np.ndarray, takes: np.ndarray, size: in
     return list(owner.values())
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def orders_of_parts(
     here: Sharding, kept: tuple[int, ...], groups: tuple[tuple[int, ...], ...]
 ) -> dict[tuple[int, ...], list[int]]:

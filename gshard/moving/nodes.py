@@ -9,7 +9,6 @@ written, and what a node sends is what its code sends.
 from __future__ import annotations
 
 import abc
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -20,6 +19,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 
 from gshard._jax import without_mesh
+from gshard.graph.caching import cached
 from gshard.graph.liveness import renamed
 from gshard.graph.reason import Reason
 from gshard.graph.regions import bodies, runs_of
@@ -99,7 +99,7 @@ class Code:
     result: Any
 
 
-@functools.lru_cache(maxsize=4096)  # by value: it serves all layers, and later programs
+@cached  # by value: it serves all layers, and later programs
 def code_of(node: Node, shape: tuple[int, ...], dtypes: tuple[Any, ...], sizes: Sizes = ()) -> Code:
     """The code of a node for operands of these types, on a mesh with axes of these sizes.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from gshard.graph.caching import cached
 
-@functools.cache
+
+@cached
 def _largest_is_nan(dtype: Any) -> bool:
     """Whether the largest bit pattern of a float is NaN; in some small types it is not."""
     bits = jnp.finfo(dtype).bits

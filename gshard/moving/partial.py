@@ -5,7 +5,6 @@ They are combined by AllReduce, or by ReduceScatter if the result is to be split
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from gshard.graph.caching import cached
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.costs import LATENCIES, Machine, machine, sent_bytes, timed
@@ -170,7 +170,7 @@ def combine_cost(here: Sharding, kind: str, target: Sharding, aval: Any) -> floa
     return cost + reshard_cost(result, target, shape, aval.dtype)
 
 
-@functools.lru_cache(maxsize=16384)
+@cached
 def _reduction(
     here: Sharding, kind: str, target: Sharding, shape: tuple[int, ...], dtype: Any, _: Machine
 ) -> tuple[int, int, Sharding]:
@@ -199,7 +199,7 @@ def _scattered_bytes(
     return (sent + sent_bytes("all_reduce", part, across), 2) if across > 1 else (sent, 1)
 
 
-@functools.lru_cache(maxsize=16384)
+@cached
 def _parts(here: Sharding) -> tuple[np.ndarray, np.ndarray, int]:
     """The devices that combine: those with the same tile of the result and all parts of it."""
     parts = Sharding(here.unreduced, here.num_devices)
@@ -246,7 +246,7 @@ def _scatter_for(
     return scatter
 
 
-@functools.lru_cache(maxsize=16384)
+@cached
 def _by_subtrees(
     here: Sharding, target: Sharding, shape: tuple[int, ...], dtype: Any
 ) -> _Scatter | None:
@@ -275,7 +275,7 @@ def _ordered(here: Sharding, scatter: _Scatter) -> bool:
     return scatter.parts == size and groups_by(key, order) == groups_by(key, tiles)
 
 
-@functools.lru_cache(maxsize=16384)
+@cached
 def _scatter(here: Sharding, target: Sharding) -> _Scatter | None:
     """A sharding towards `target` in which members of a reducing group hold different parts."""
     key, order, size = _parts(here)

@@ -7,7 +7,6 @@ holds which tile, so any device order works.
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
 import math
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gshard.graph.caching import cached
 from gshard.graph.reason import Reason
 from gshard.moving.boxes import plan_boxes
 from gshard.moving.costs import MAX_ROUNDS, MAX_STATES, STEP_COST, timed
@@ -117,7 +117,7 @@ def plan_reshard(
     return _plan(source, target, tuple(shape), itemsize_of(dtype))
 
 
-@functools.lru_cache(maxsize=16384)
+@cached
 def _plan(source: Sharding, target: Sharding, shape: Shape, itemsize: int) -> tuple[Step, ...]:
     least = _missing(source, target, shape) * itemsize
     direct = [(step,) for step in _direct(source, target, shape, itemsize)]
@@ -171,7 +171,7 @@ def _missing(here: Sharding, target: Sharding, shape: Shape) -> float:
     return float(missing.max(where=target.tile_index >= 0, initial=0))
 
 
-@functools.lru_cache(maxsize=16384)
+@cached
 def _shared_rows(
     here: Split | None, target: Split | None, n: int, num_devices: int
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -6,12 +6,12 @@ another one; what it takes to even them out is a part of what the step sends.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
 from jax import lax
 
+from gshard.graph.caching import cached
 from gshard.graph.reason import Reason
 from gshard.moving.halo import Halo
 from gshard.moving.nodes import communicate
@@ -62,7 +62,7 @@ def _resize(x: jax.Array, dim: int, size: int) -> jax.Array:
     return padding.pad_end(x, dim, size)
 
 
-@functools.lru_cache(maxsize=16384)
+@cached
 def retile_elements(sharding: Sharding, local: Shape, dim: int, size: int, shape: Shape) -> int:
     """Elements that a device sends to have tiles of `size` rows along `dim`."""
     if local[dim] == size or sharding.splits[dim] is None:

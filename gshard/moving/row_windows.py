@@ -9,13 +9,13 @@ one, or one feeds many, a ReduceScatter of the windows or a gather of the tiles 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from gshard.graph.caching import cached
 from gshard.moving.costs import MAX_ROUNDS, MAX_SHIFTS
 from gshard.moving.permute_rounds import in_rounds, is_remote
 from gshard.tensors.tile import Tile
@@ -153,7 +153,7 @@ class RowPlan:
     parts: Sequence[Any] = ()  # shifts, or rounds of pieces
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def plan_windows(windows: Windows) -> RowPlan:
     """The way that sends the fewest rows; the first of equal ones."""
     options, tiles = list[RowPlan](), len(windows.starts)

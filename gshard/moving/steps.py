@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from gshard.graph.caching import cached
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.boxes import plan_boxes, route
@@ -168,7 +169,7 @@ class Gather(Step):
         return standardized(place, Tile(x, self.target, tile.shape), reason)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def gather_groups(here: Sharding, target: Sharding) -> tuple[int, Groups]:
     """The dim to gather, and the groups that gather it, their members in the order of its parts."""
     (dim,) = [d for d in range(here.rank) if here.splits[d] is not target.splits[d]]

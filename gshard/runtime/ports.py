@@ -22,6 +22,7 @@ from jax.extend.core.primitives import convert_element_type_p
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gshard.capture.placement import DeviceOrder
+from gshard.graph.caching import cached
 from gshard.tensors import keys
 from gshard.tensors.meshes import AnyMesh, expressed, make_mesh, named_on, ordinary
 from gshard.tensors.sharding import Sharding
@@ -145,7 +146,7 @@ def _placed(value: Any, wanted: NamedSharding) -> jax.Array:
     return jax.device_put(value, wanted)
 
 
-@functools.lru_cache(maxsize=256)
+@cached
 def _weakly_typed(sharding: NamedSharding) -> Any:
     """A function that makes an array weakly typed, which JAX's own constructors cannot."""
     return jax.jit(functools.partial(with_weak_type, weak=True), out_shardings=sharding)
@@ -214,7 +215,7 @@ def _on_all_devices(mesh: Mesh, value: jax.Array) -> jax.Array:
     return UnevenArray(_rewrap(mesh, sharding, value), sharding, value.shape).logical()
 
 
-@functools.lru_cache(maxsize=256)
+@cached
 def _stacker(sharding: Sharding, wanted: NamedSharding) -> Any:
     return jax.jit(functools.partial(stack, tiling=sharding), out_shardings=wanted)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from jax.extend.core import Primitive
 from numpy.typing import ArrayLike
 
 from gshard._jax import ad, batching, mlir
+from gshard.graph.caching import cached
 from gshard.graph.source import here
 from gshard.tensors.meshes import constrained
 from gshard.tensors.sharding import Sharding
@@ -59,7 +59,7 @@ class Annotation:
         """With the sharding on `num_devices` devices."""
         return replace(self, sharding=self.resolve(num_devices))
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019  (small, and repeated in every layer)
+    @cached
     def resolve(self, num_devices: int) -> Sharding:
         """The sharding on `num_devices` devices; a ValueError says what does not fit on them."""
         if self.sharding is not None:

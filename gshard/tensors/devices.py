@@ -6,7 +6,6 @@ by the device's own number.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 from gshard._jax import mlir
+from gshard.graph.caching import cached
 from gshard.tensors.sharding import Split
 
 
@@ -121,7 +121,7 @@ def groups_by(key: np.ndarray, order: np.ndarray) -> Groups:
     return _groups_by(*(np.ascontiguousarray(x, np.int64).tobytes() for x in (key, order)))
 
 
-@functools.lru_cache(maxsize=256)  # repeated layers ask for the same groups of thousands of devices
+@cached  # repeated layers ask for the same groups of thousands of devices
 def _groups_by(raw_key: bytes, raw_order: bytes) -> Groups:
     key, order = (np.frombuffer(raw, np.int64) for raw in (raw_key, raw_order))
     devices = np.lexsort((order, key))

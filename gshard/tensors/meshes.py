@@ -6,7 +6,6 @@ mesh. `sharding_of` reads a `NamedSharding`; `spec_on` writes one for a given me
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from gshard.graph.caching import cached
 from gshard.tensors.sharding import Sharding, Split
 
 Numbers = Mapping[Any, int]  # the number of each device
@@ -124,7 +124,7 @@ def spec_on(sharding: Sharding, grid: np.ndarray, names: Sequence[str]) -> Parti
     )
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def _axes_of(split: Split | None, raw: bytes, axes: tuple[int, ...]) -> tuple[int, ...] | None:
     """The mesh axes, major to minor, that a split runs along."""
     if split is None:
@@ -175,7 +175,7 @@ def constrained(
     return tensor if named is None else jax.lax.with_sharding_constraint(tensor, named)
 
 
-@functools.lru_cache(maxsize=64)
+@cached
 def _finest(devices: tuple[jax.Device, ...]) -> Mesh:
     """The mesh with the most axes, which can express every regular sharding of these devices."""
     mesh = make_mesh(prime_factors(len(devices)) or [1], devices)
@@ -183,7 +183,7 @@ def _finest(devices: tuple[jax.Device, ...]) -> Mesh:
     return mesh
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def ordinary(mesh: Mesh, sharding: Sharding) -> NamedSharding:
     """A tiling in any device order, as a NamedSharding with a mesh of its own."""
     names = axis_names(sharding.tiles)

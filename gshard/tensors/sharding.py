@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from gshard.graph.caching import cached
+
 
 @dataclass(frozen=True)
 class Ragged:
@@ -76,12 +78,12 @@ class Split:
         """Whether some devices hold no tile."""
         return bool((self.coords < 0).any())
 
-    @functools.cache  # noqa: B019  (splits are interned and live forever)
+    @cached
     def major(self, tiles: int) -> Split | None:
         """This split coarsened to `tiles` tiles, a divisor of its own count."""
         return Split.of(np.where(self.coords < 0, -1, self.coords // (self.tiles // tiles)))
 
-    @functools.cache  # noqa: B019  (splits are interned and live forever)
+    @cached
     def minor(self, tiles: int) -> Split | None:
         """Which of `tiles` equal parts of its coarse tile a device holds: what `major` forgets."""
         return Split.of(np.where(self.coords < 0, -1, self.coords % tiles))
@@ -297,12 +299,12 @@ class Sharding:
 _shardings: dict[Any, Sharding] = {}
 
 
-@functools.lru_cache(maxsize=65536)
+@cached
 def _local_shape(shape: tuple[int, ...], tiles: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-(-n // t) for n, t in zip(shape, tiles, strict=True))
 
 
-@functools.lru_cache(maxsize=65536)
+@cached
 def compatible(splits: tuple[Split | None, ...]) -> bool:
     """Whether one tensor can have these splits: every tile is held by equally many devices."""
     present = [s for s in splits if s]
@@ -318,7 +320,7 @@ def compatible(splits: tuple[Split | None, ...]) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=65536)
+@cached
 def fitting_part(others: tuple[Split | None, ...], split: Split) -> Split | None:
     """The split, or the finest coarser one, that is compatible with others; else None."""
     if split.ragged:

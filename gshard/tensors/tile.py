@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from gshard.graph.caching import cached
 from gshard.tensors.devices import Place
 from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding
@@ -109,7 +110,7 @@ def rows_within(
     return (row >= low) & (row < high)
 
 
-@functools.cache
+@cached
 def itemsize_of(dtype: Any) -> int:
     """Bytes of an element; a random key counts as the integers in it."""
     return 8 if is_key_type(dtype) else np.dtype(dtype).itemsize
@@ -120,7 +121,7 @@ def row_bytes(shape: Sequence[int], dim: int, dtype: Any) -> int:
     return math.prod(n for d, n in enumerate(shape) if d != dim) * itemsize_of(dtype)
 
 
-@functools.lru_cache(maxsize=65536)
+@cached
 def byte_size(shape: tuple[int, ...], dtype: Any) -> int:
     """Bytes of an array."""
     return math.prod(shape) * itemsize_of(dtype)

@@ -21,6 +21,7 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gshard._jax import register_array_type
+from gshard.graph.caching import cached
 from gshard.graph.readable import table
 from gshard.graph.source import here
 from gshard.tensors import keys, padding
@@ -276,7 +277,7 @@ register_array_type(
 )
 
 
-@functools.lru_cache(maxsize=1024)
+@cached
 def _unstacker(tiling: Sharding, shape: tuple[int, ...], wanted: NamedSharding) -> Any:
     return jax.jit(functools.partial(unstack, tiling=tiling, shape=shape), out_shardings=wanted)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from gshard._jax import without_mesh
+from gshard.graph.caching import cached
 from gshard.graph.evaluate import bind
 
 KEPT = 400  # compiled operators: XLA needs 1.4 MB for each, and a training step has thousands
@@ -53,7 +53,7 @@ def _signature(eqn: JaxprEqn) -> Hashable:
     return key
 
 
-@functools.cache
+@cached
 def host() -> jax.Device:
     """The device that local work is done on."""
     return jax.local_devices(backend="cpu")[0]
