@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,10 @@ from gshard.tensors.tile import Tile, byte_size
 
 DEPTH, DEPTH_OF_INDICES = 8, 50  # largest number of operators in a chain that is recomputed
 
-# An operator on local arrays, given as tiles, with results of these shapes
-Local = Callable[[list[Tile], list[tuple[int, ...]]], Sequence[jax.Array]]
+# An equation on local arrays, given as tiles, with results of these shapes
+Local = Callable[[JaxprEqn, list[Tile], list[tuple[int, ...]]], Sequence[jax.Array]]
+
+VIEWS = (p.transpose_p, p.rev_p)
 
 REARRANGING = (
     p.broadcast_in_dim_p,
@@ -40,6 +42,7 @@ REARRANGING = (
     p.squeeze_p,
     p.bitcast_convert_type_p,
     p.iota_p,
+    p.rev_p,
 )
 
 
@@ -65,13 +68,36 @@ class Made:
         return not is_key_type(dtype) and dtype.kind in "iub"
 
     @property
+    def is_reshape(self) -> bool:
+        """Whether it is a reshape, which copies nothing."""
+        return self.eqn.primitive is p.reshape_p
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it is a transpose or a reversal of its operand."""
+        return self.eqn.primitive in VIEWS
+
+    def inverse(self) -> Made:
+        """The operand of a view, as a view of the result."""
+        (source,), params = self.operands, dict(self.eqn.params)
+        if "permutation" in params:
+            params["permutation"] = tuple(np.argsort(params["permutation"]).tolist())
+        return Made(source, self.eqn.replace(params=params), (self.result,), self.local)
+
+    def local_forms(self, forms: Iterable[Sharding]) -> set[Sharding]:
+        """The shardings of a view that is computed locally from its operand under `forms`."""
+        order = self.eqn.params.get("permutation", range(len(self.result.shape)))
+        found = {form.project(order) for form in forms}
+        return {form for form in found if self.operands_under(form) is not None}
+
+    @property
     def depth(self) -> int:
         """The largest number of operators in a chain that it is recomputed by."""
         return DEPTH_OF_INDICES if self.is_index else DEPTH
 
     def work(self, target: Sharding) -> float:
-        """The local work of recomputing it; indices are computed where they are read."""
-        if self.is_index or self.eqn.primitive is p.reshape_p:  # which copies nothing
+        """The local work of recomputing it; indices and views are computed where they are read."""
+        if self.is_index or self.is_reshape or self.is_view:
             return 0.0
         result = self.result
         return worked(touched=byte_size(target.local_shape(result.shape), result.array.dtype))
@@ -91,7 +117,7 @@ class Made:
             kept = itertools.count()
             gone, rank = eqn.params["dimensions"], len(self.operands[0].shape)
             named = [None if d in gone else next(kept) for d in range(rank)]
-        elif eqn.primitive in REARRANGING:
+        elif eqn.primitive in REARRANGING and eqn.primitive is not p.rev_p:
             return None
         else:
             named = range(len(shape))
@@ -108,7 +134,8 @@ class Made:
         if target.is_replicated:  # any operator on replicated values
             return [Sharding.replicated(t.sharding.rank, target.num_devices) for t in self.operands]
         dims = self.dims()
-        if dims is None or target.manual:
+        turned = self.eqn.params["dimensions"] if self.eqn.primitive is p.rev_p else ()
+        if dims is None or target.manual or any(target.splits[d] for d in turned):
             return None
         return [target.project(named) for named in dims]
 
@@ -116,7 +143,7 @@ class Made:
         """The operator on local arrays, with a result of the shape `local`."""
         devices = self.result.sharding.num_devices
         tiles = [Tile(a, Sharding.replicated(a.ndim, devices), a.shape) for a in arrays]
-        (result,) = self.local(tiles, [tuple(local)])
+        (result,) = self.local(self.eqn, tiles, [tuple(local)])
         return result
 
 
@@ -168,7 +195,7 @@ def _cheapest(place: Place, rows: Rows, depth: int) -> _Way:
     def directly(reason: Reason) -> jax.Array:
         return halo.fetch(place, tile, dim, rows.starts, rows.width, reason, rows.only)
 
-    made = place.made.get(tile.key)
+    made = next((m for m in place.made.get(tile.key, ()) if m.eqn.primitive is not p.rev_p), None)
     if made is None or not depth:
         return _sent(rows), directly
     direct, total, ways = _sent(rows), 0.0, []

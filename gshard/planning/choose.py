@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
 from gshard import _jax
-from gshard.moving.available import Available
+from gshard.moving.available import Mover
 from gshard.moving.costs import machine
 from gshard.propagation.propagate import Propagated
 from gshard.rules import RULES
@@ -37,13 +37,13 @@ class Choice:
         found: Propagated,
         uses: Uses,
         unreduced: Mapping[Any, float],
-        available: Available,
+        mover: Mover,
         memory_limit: int,
     ):
         self.found = found
         self.uses = uses
         self.unreduced = unreduced  # variables that may stay so; share of the reduction to pay
-        self.available = available
+        self.mover = mover
         self.memory_limit = memory_limit
         self.now = 0  # the place of the equation that runs
         self.needed: dict[Any, list[tuple[int, Sharding]]] = {}  # by later readers of a value
@@ -94,7 +94,7 @@ class Choice:
         if way is not None and known is rule:  # the user may have registered another one meanwhile
             return way
         forms = [
-            self.available.forms_of(t).union(self._forms_later(a, t))
+            self.mover.forms(t).union(self._forms_later(a, t))
             for a, t in zip(eqn.invars, tiles, strict=True)
         ]
         return self._cheapest(eqn, rule, shardings, targets, self._shares(eqn, forms))
@@ -158,11 +158,9 @@ class Choice:
         if isinstance(var, Literal):
             return
         yield from self._moved_later(var, tile)
-        view, other = self.available.views.get(tile.key), self.uses.view_of(var)
-        if view is not None and other is not None:
-            for form in self._moved_later(other, view.source):
-                if view.is_local(here := form.project(view.order)):
-                    yield here
+        other = self.uses.view_of(var)
+        for view in self.mover.views(tile)[:1] if other is not None else ():
+            yield from view.local_forms(self._moved_later(other, view.operands[0]))
 
     def _moved_later(self, var: Any, tile: Tile) -> Iterator[Sharding]:
         """The same without views."""
@@ -170,7 +168,7 @@ class Choice:
         numbers, now = self.uses.numbers, self.now
         if not users or numbers[users[-1]] <= now or tile.sharding.is_replicated:
             return
-        key = (var, have := self.available.forms_of(tile))
+        key = (var, have := self.mover.forms(tile))
         if key not in self.needed:
             later = [(e, self._form_needed(e, i, have)) for e, i in self.uses.readers(var, now)]
             self.needed[key] = [(numbers[e], form) for e, form in later if form]

@@ -128,8 +128,7 @@ class Planner:
         """
         uses = self.found.uses.get(jaxpr) or Uses(jaxpr)
         self.unreduced = may_stay_unreduced(uses, leaving, self.found.shardings)
-        available = self.mover.available
-        self.choice = Choice(self.found, uses, self.unreduced, available, self.memory_limit)
+        self.choice = Choice(self.found, uses, self.unreduced, self.mover, self.memory_limit)
         env: dict[Any, Tile] = dict(zip((*jaxpr.constvars, *jaxpr.invars), tiles, strict=True))
         self.values = env
         self.seen.made(env)
@@ -167,7 +166,7 @@ class Planner:
         """Note how a value was made."""
         rule = RULES.get(eqn.primitive)
         if rule and len(results) == 1:
-            local = functools.partial(rule.local, self, eqn)
+            local = functools.partial(rule.local, self)
             self.mover.remember(Made(results[0], eqn, tuple(tiles), local), rule.elementwise)
 
     def literal(self, atom: Literal) -> Tile:

@@ -1,10 +1,17 @@
 """What planning may use in place of a reshard: copies under other shardings, and views of them."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
-from gshard.moving.available import Available, View
+from gshard.graph.evaluate import bind
+from gshard.graph.reason import NO_REASON
+from gshard.moving.available import Available, Mover
+from gshard.moving.recompute import Made
+from gshard.moving.seen import Seen
+from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 from tests.oracle import even_split
@@ -30,45 +37,57 @@ def test_a_tensor_is_found_under_the_sharding_to_which_it_was_moved_and_no_other
     known, tile, moved = Available(), tile_of(SHAPE, ROWS), tile_of(SHAPE, COLUMNS)
     other_order = under(even_split(3, 1, DEVICES)[:, ::-1])
     known.add(tile, moved)
-    assert known.under(tile, COLUMNS) is moved
+    assert known.of(tile)[COLUMNS] is moved
     assert other_order.tiles == COLUMNS.tiles
-    assert known.under(tile, other_order) is None
+    assert other_order not in known.of(tile)
 
 
 def test_a_part_of_a_replicated_tensor_is_the_tensor_again():
     known, tile = Available(), tile_of(SHAPE, WHOLE)
     known.add(tile, part := tile_of(SHAPE, ROWS))
-    assert known.under(part, WHOLE) is tile
+    assert known.of(part)[WHOLE] is tile
 
 
 def test_what_the_body_of_a_loop_moves_is_not_available_outside():
     known, tile, moved = Available(), tile_of(SHAPE, ROWS), tile_of(SHAPE, COLUMNS)
+    known.add(tile, tile_of(SHAPE, WHOLE))
     inside = known.inner()
     inside.add(tile, moved)
-    assert inside.under(tile, COLUMNS) is moved
-    assert known.under(tile, COLUMNS) is None
+    assert inside.of(tile)[COLUMNS] is moved
+    assert COLUMNS not in known.of(tile)
+
+
+def viewed(fn, source: Tile, sharding: Sharding) -> tuple[Mover, Tile]:
+    """A view of `source`, and what brings it under other shardings."""
+    (eqn,) = jax.make_jaxpr(fn)(jnp.zeros(SHAPE)).eqns
+    result = tile_of(eqn.outvars[0].aval.shape, sharding)
+    mover = Mover(Place(("devices",), DEVICES), Seen())
+    local = lambda eqn, tiles, shapes: bind(eqn, [t.array for t in tiles])  # noqa: E731  (short)
+    mover.remember(Made(result, eqn, (source,), local), elementwise=False)
+    return mover, result
 
 
 @pytest.mark.parametrize("order", [(1, 2, 0), (2, 0, 1), (0, 2, 1)])
-def test_a_transpose_of_what_was_moved_is_made_of_it(order):
-    known, source, moved = Available(), tile_of(SHAPE, ROWS), tile_of(SHAPE, COLUMNS)
-    shape = tuple(SHAPE[d] for d in order)
-    result = tile_of(shape, ROWS.project(order))
-    known.views[result.key] = View(source, order, ())
-    known.add(source, moved)
+def test_a_transpose_of_what_was_moved_is_made_of_it_and_conversely(order):
+    source, moved = tile_of(SHAPE, ROWS), tile_of(SHAPE, COLUMNS)
+    mover, result = viewed(lambda x: lax.transpose(x, order), source, ROWS.project(order))
     target = COLUMNS.project(order)
-    found = known.under(result, target)
-    assert found is not None
+    mover.available.add(source, moved)
+    assert target in mover.forms(result)
+    found = mover.reshard(result, target, NO_REASON)
     assert found.is_standard
     np.testing.assert_array_equal(found.array, np.transpose(moved.array, order))
+
+    mover, result = viewed(lambda x: lax.transpose(x, order), source, ROWS.project(order))
+    mover.available.add(result, found)
+    assert COLUMNS in mover.forms(source)
+    np.testing.assert_array_equal(mover.reshard(source, COLUMNS, NO_REASON).array, moved.array)
 
 
 def test_a_reversed_dim_that_is_split_is_not_reversed_in_place():
     """The rows of a device are those of another one in the reversed tensor."""
-    known, source, moved = Available(), tile_of(SHAPE, WHOLE), tile_of(SHAPE, ROWS)
-    result = tile_of(SHAPE, WHOLE)
-    known.views[result.key] = View(source, (0, 1, 2), (0,))
-    known.add(source, moved)
-    assert known.under(result, ROWS) is None
-    known.add(source, tile_of(SHAPE, COLUMNS))
-    assert known.under(result, COLUMNS) is not None
+    source = tile_of(SHAPE, WHOLE)
+    mover, result = viewed(lambda x: lax.rev(x, (0,)), source, WHOLE)
+    for moved in (tile_of(SHAPE, ROWS), tile_of(SHAPE, COLUMNS)):
+        mover.available.add(source, moved)
+    assert mover.forms(result) == {COLUMNS}

@@ -24,7 +24,7 @@ from jax.extend.core import primitives as p
 from gshard._jax import scatter_sub_p, stack_p
 from gshard.graph.graph import Graph
 from gshard.graph.regions import Loop
-from gshard.moving.available import VIEWS
+from gshard.moving.recompute import VIEWS
 from gshard.rules.base.primitives import concatenate_slices_p
 from gshard.rules.base.rule import RULES
 from gshard.tensors.sharding import Sharding

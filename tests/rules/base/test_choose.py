@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 import gshard
-from gshard.moving.available import Available
+from gshard.moving.available import Mover
 from gshard.moving.costs import MACHINE, planning_for
+from gshard.moving.seen import Seen
 from gshard.planning import choose
 from gshard.propagation.propagate import Propagated
 from gshard.rules.base import ways
 from gshard.rules.base.rule import RULES, Shares
 from gshard.rules.base.uses import Uses
+from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 from tests.oracle import check, even_split, random_array
@@ -76,7 +78,7 @@ def test_layers_that_are_alike_are_written_down_at_once(monkeypatch):
 def chooser(limit=0):
     """The choice for a program without equations, in which nothing is shared."""
     uses = Uses(jax.make_jaxpr(lambda: ())().jaxpr)
-    return choose.Choice(Propagated({}), uses, {}, Available(), limit)
+    return choose.Choice(Propagated({}), uses, {}, Mover(Place((), 8), Seen()), limit)
 
 
 @pytest.fixture
