@@ -16,7 +16,7 @@ from typing import Any
 from gshard.graph.reason import Reason
 from gshard.moving.partial import combine
 from gshard.moving.plan import reshard, reshard_cost
-from gshard.moving.recompute import REARRANGING, Made
+from gshard.moving.recompute import Made
 from gshard.moving.seen import Seen
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
@@ -110,10 +110,9 @@ class Mover:
             known |= view.local_forms(self.available.of(view.operands[0]))
         return known
 
-    def remember(self, made: Made, elementwise: bool) -> None:
+    def remember(self, made: Made) -> None:
         """Note how a value was made: it may be recomputed elsewhere, instead of being moved."""
-        tiles = (*made.operands, made.result)
-        if not (elementwise or made.eqn.primitive in REARRANGING) or not all(map(_is_plain, tiles)):
+        if not all(map(_is_plain, (*made.operands, made.result))):
             return
         ways = self.place.made
         ways[made.result.key] = (made, *ways.get(made.result.key, ()))

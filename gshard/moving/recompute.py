@@ -50,7 +50,7 @@ REARRANGING = (
 class Made:
     """A value, with the operator and operands that it was computed by, and how that runs.
 
-    It can be recomputed if the operator is elementwise, or one of `REARRANGING`.
+    The operator is elementwise, or one of `REARRANGING`: it can be recomputed.
     """
 
     result: Tile

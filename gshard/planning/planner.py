@@ -19,7 +19,7 @@ from gshard._jax import current_context, without_mesh
 from gshard.graph.reason import Reason
 from gshard.graph.source import on_behalf_of
 from gshard.moving.available import Mover
-from gshard.moving.recompute import Made
+from gshard.moving.recompute import REARRANGING, Made
 from gshard.moving.retile import retile
 from gshard.moving.seen import Seen
 from gshard.planning.choose import Choice
@@ -163,11 +163,11 @@ class Planner:
         return results
 
     def remember(self, eqn: JaxprEqn, tiles: list[Tile], results: Sequence[Tile]) -> None:
-        """Note how a value was made."""
+        """Note how a value was made, if it can be recomputed elsewhere instead of being moved."""
         rule = RULES.get(eqn.primitive)
-        if rule and len(results) == 1:
+        if rule and (rule.elementwise or eqn.primitive in REARRANGING):
             local = functools.partial(rule.local, self)
-            self.mover.remember(Made(results[0], eqn, tuple(tiles), local), rule.elementwise)
+            self.mover.remember(Made(results[0], eqn, tuple(tiles), local))
 
     def literal(self, atom: Literal) -> Tile:
         """A literal of the program; equal ones are made once."""

@@ -63,7 +63,7 @@ def viewed(fn, source: Tile, sharding: Sharding) -> tuple[Mover, Tile]:
     result = tile_of(eqn.outvars[0].aval.shape, sharding)
     mover = Mover(Place(("devices",), DEVICES), Seen())
     local = lambda eqn, tiles, shapes: bind(eqn, [t.array for t in tiles])  # noqa: E731  (short)
-    mover.remember(Made(result, eqn, (source,), local), elementwise=False)
+    mover.remember(Made(result, eqn, (source,), local))
     return mover, result
 
 
