@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core import primitives as p
 
@@ -21,7 +20,7 @@ from gshard.propagation.propagate import Propagated
 from gshard.rules import RULES
 from gshard.rules.base.rule import MOST_REMEMBERED, Rule, Shares, Way, equation_key
 from gshard.rules.base.uses import Uses
-from gshard.rules.base.ways import Layout, least, ways_of
+from gshard.rules.base.ways import Layout, least, types_of, ways_of
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
@@ -57,33 +56,18 @@ class Choice:
         Another one is added to the program without a choice and without JAX's typing rules: those
         of many layers are alike. None if there was no such equation.
         """
-        layout = self._layout_before(eqn, tiles, targets)
-        if layout is None:
+        key = (self.found.kinds.get(eqn), *[t.sharding for t in tiles], *targets)
+        _, registered, way = _in_place.get(key, (None, None, None))
+        # The user may have registered another rule meanwhile.
+        if way is None or registered is not RULES.get(eqn.primitive):
             return None
         values = [t.array for t in tiles]
-        made = layout.made.get(_types(values))
+        made = way.how.made.get(types_of(values))
         arrays = _jax.copied(eqn, values, *made) if made else None
         return arrays and [
             Tile(array, target, var.aval.shape)
             for array, target, var in zip(arrays, targets, eqn.outvars, strict=True)
         ]
-
-    def learn(self, eqn: JaxprEqn, tiles: Sequence[Tile], results: Sequence[Tile]) -> None:
-        """Note the one equation that was added to the program for this one, if so."""
-        layout = self._layout_before(eqn, tiles, [t.sharding for t in results])
-        if layout and all(t.is_standard for t in results):
-            values = [t.array for t in tiles]
-            arrays = [t.array for t in results]
-            layout.made[_types(values)] = _jax.made_alone(eqn, values, arrays)
-
-    def _layout_before(
-        self, eqn: JaxprEqn, tiles: Sequence[Tile], targets: Sequence[Sharding]
-    ) -> Layout | None:
-        """How an equal equation ran without communication, by the same rule."""
-        key = (self.found.kinds.get(eqn), *[t.sharding for t in tiles], *targets)
-        _, registered, way = _in_place.get(key, (None, None, None))
-        # The user may have registered another rule meanwhile.
-        return way.how if way and registered is RULES.get(eqn.primitive) else None
 
     def cheapest(
         self, eqn: JaxprEqn, rule: Rule, tiles: Sequence[Tile], targets: Sequence[Sharding]
@@ -193,7 +177,3 @@ class Choice:
         way = self._cheapest(eqn, rule, shardings, targets, self._shares(eqn, forms))
         form = way.operands[number]
         return None if form is shardings[number] or form in have else form
-
-
-def _types(values: Sequence[jax.Array]) -> tuple[Any, ...]:
-    return tuple([jax.typeof(value) for value in values])

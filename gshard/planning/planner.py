@@ -143,7 +143,10 @@ class Planner:
                 targets = [self.found.shardings[v] for v in eqn.outvars]
                 again = self.choice.repeated(eqn, operands, targets) if eqn.ctx is context else None
                 results = again or self.equation(eqn, operands, targets)
-                self.remember(eqn, operands, results)
+                rule = RULES.get(eqn.primitive)
+                if rule and (rule.elementwise or eqn.primitive in REARRANGING):
+                    local = functools.partial(rule.local, self)
+                    self.mover.remember(Made(results[0], eqn, tuple(operands), local))
                 made = dict(zip(eqn.outvars, results, strict=True))
                 env.update(made)
                 self.seen.made(made)
@@ -158,16 +161,8 @@ class Planner:
                     continue
                 if not result.is_unreduced or eqn.outvars[number] not in self.unreduced:
                     reason = Reason("result", eqn.primitive.name)
-                    results[number] = self.reshard(result, target, reason)
-        self.choice.learn(eqn, tiles, results)
+                    results[number] = self.mover.reshard(result, target, reason)
         return results
-
-    def remember(self, eqn: JaxprEqn, tiles: list[Tile], results: Sequence[Tile]) -> None:
-        """Note how a value was made, if it can be recomputed elsewhere instead of being moved."""
-        rule = RULES.get(eqn.primitive)
-        if rule and (rule.elementwise or eqn.primitive in REARRANGING):
-            local = functools.partial(rule.local, self)
-            self.mover.remember(Made(results[0], eqn, tuple(tiles), local))
 
     def literal(self, atom: Literal) -> Tile:
         """A literal of the program; equal ones are made once."""
