@@ -57,7 +57,7 @@ def columnsort(
     split, groups = sharding.splits[0], groups_along(sharding, 0)
     assert split
     count, rows = split.tiles, columns[0].shape[0]
-    part, half, number = rows // count, rows // 2, place.coord(split)
+    part, half = rows // count, rows // 2
 
     def deal(x: jax.Array) -> jax.Array:
         dealt = x.reshape(part, count, *x.shape[1:]).swapaxes(0, 1)
@@ -74,6 +74,6 @@ def columnsort(
     columns = sort([take_back(x) for x in sort([deal(x) for x in sort(columns)])])
     merged = [moved(x, half) for x in sort([moved(x, -half) for x in columns])]
     # The first half of all rows and the last one have no neighbour to merge with.
-    row = lax.broadcasted_iota(jnp.int32, columns[0].shape, 0) + number * rows
+    row = lax.broadcasted_iota(jnp.int32, columns[0].shape, 0) + place.lookup(split.own * rows)
     ends = (row < half) | (row >= count * rows - half)
     return [lax.select(ends, x, m) for x, m in zip(columns, merged, strict=True)]

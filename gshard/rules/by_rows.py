@@ -38,13 +38,7 @@ def sums_rows(eqn: JaxprEqn) -> bool:
 
 def takes_rows(eqn: JaxprEqn) -> dict[str, Any] | None:
     """How a gather takes entire rows of the leading dim, one for each index; else None."""
-    if eqn.primitive is not p.gather_p or len(eqn.invars[1].aval.shape) != 2:
-        return None
-    roles = roles_of(eqn)
-    rank = len(roles.operand)
-    if not rank or roles.index_map != (0,) or roles.operand[0] != "k0":
-        return None
-    if roles.windows != ("i0", *roles.operand[1:]) or any(n[0] != "w" for n in roles.operand[1:]):
+    if eqn.primitive is not p.gather_p or not _of_rows(eqn):
         return None
     fills = eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP
     return {"fill": eqn.params["fill_value"] if fills else None}
@@ -52,9 +46,14 @@ def takes_rows(eqn: JaxprEqn) -> dict[str, Any] | None:
 
 def puts_rows(eqn: JaxprEqn) -> bool:
     """Whether a scatter updates entire rows of the leading dim, one for each index."""
-    if len(eqn.invars[1].aval.shape) != 2 or any(isinstance(a, Literal) for a in eqn.invars):
+    return not any(isinstance(a, Literal) for a in eqn.invars) and _of_rows(eqn)
+
+
+def _of_rows(eqn: JaxprEqn) -> bool:
+    """Whether a gather or scatter has an entire row of the leading dim for each index."""
+    if len(eqn.invars[1].aval.shape) != 2:
         return False
     roles = roles_of(eqn)
-    rows = bool(roles.operand) and roles.index_map == (0,) and roles.operand[0] == "k0"
+    rows = roles.index_map == (0,) and roles.operand[:1] == ("k0",)
     inside = all(n[0] == "w" for n in roles.operand[1:])
     return rows and inside and roles.windows == ("i0", *roles.operand[1:])

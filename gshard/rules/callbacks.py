@@ -17,38 +17,29 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core import primitives as p
 
 from gshard import _jax
+from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.graph.source import because, source_of
 from gshard.moving import collectives
 from gshard.rules.base.rule import Context, Doc, Rule, bind_local, register
-from gshard.tensors.factors import Factors
+from gshard.tensors.factors import no_factors
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
-
-
-def whole_dims(eqn: JaxprEqn) -> Factors:
-    """No dim can be split."""
-    return Factors(
-        tuple(((),) * len(getattr(a.aval, "shape", ())) for a in eqn.invars),
-        tuple(((),) * len(getattr(v.aval, "shape", ())) for v in eqn.outvars),
-        {},
-    )
 
 
 def run_everywhere(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], reason: Reason) -> list[Tile]:
     """A pure function: every device calls it on replicated operands and keeps its part."""
     with because(reason):
-        arrays = bind_local(ctx, eqn, _gathered(ctx, tiles, reason), [])
+        arrays = bind_local(ctx, eqn, gathered(ctx, tiles, reason), [])
     return [_whole(ctx, a, v) for a, v in zip(arrays, eqn.outvars, strict=True)]
 
 
 def run_once(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], reason: Reason) -> list[Tile]:
     """Side effects: the first device calls it, and a sum gives the others the result."""
-    ready = _gathered(ctx, tiles, reason)
+    ready = gathered(ctx, tiles, reason)
 
     def call(*arrays: jax.Array) -> list[jax.Array]:
-        whole = [Tile(a, t.sharding, t.shape) for a, t in zip(arrays, ready, strict=True)]
-        return list(bind_local(ctx, eqn, whole, []))
+        return list(bind(eqn, arrays))
 
     def skip(*arrays: jax.Array) -> list[jax.Array]:
         return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
@@ -62,7 +53,8 @@ def run_once(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], reason: Reason) -> 
     ]
 
 
-def _gathered(ctx: Context, tiles: list[Tile], reason: Reason) -> list[Tile]:
+def gathered(ctx: Context, tiles: list[Tile], reason: Reason) -> list[Tile]:
+    """All operands replicated."""
     return [
         ctx.reshard(t, Sharding.replicated(t.sharding.rank, ctx.place.num_devices), reason)
         for t in tiles
@@ -73,24 +65,10 @@ def _whole(ctx: Context, array: jax.Array, var: Any) -> Tile:
     return Tile(array, Sharding.replicated(array.ndim, ctx.place.num_devices), var.aval.shape)
 
 
-def _pure(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
-    if eqn.params.get("has_side_effect"):
-        return run_once(ctx, eqn, tiles, _sees_whole(eqn))
-    return run_everywhere(ctx, eqn, tiles, _sees_whole(eqn))
-
-
-def _effect(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
-    return run_once(ctx, eqn, tiles, _sees_whole(eqn))
-
-
-def _sees_whole(eqn: JaxprEqn) -> Reason:
-    return Reason("step", "", f"{eqn.primitive.name} needs replicated operands")
-
-
-def _refuse(eqn: JaxprEqn, why: str) -> None:
-    raise NotImplementedError(
-        f"{source_of(eqn)}: gshard cannot partition {eqn.primitive.name!r}: {why}"
-    )
+def _call(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]) -> list[Tile]:
+    reason = Reason("step", "", f"{eqn.primitive.name} needs replicated operands")
+    once = eqn.primitive in _EFFECTS or eqn.params.get("has_side_effect")
+    return (run_once if once else run_everywhere)(ctx, eqn, tiles, reason)
 
 
 def refused(why: str) -> Rule:
@@ -99,10 +77,11 @@ def refused(why: str) -> Rule:
     def refuse(
         ctx: Context, eqn: JaxprEqn, tiles: list[Tile], targets: list[Sharding]
     ) -> list[Tile]:
-        _refuse(eqn, why)
-        return []
+        raise NotImplementedError(
+            f"{source_of(eqn)}: gshard cannot partition {eqn.primitive.name!r}: {why}"
+        )
 
-    return Rule(whole_dims, partition=refuse, doc=Doc(refused=why))
+    return Rule(no_factors, partition=refuse, doc=Doc(refused=why))
 
 
 _COLLECTIVE = (
@@ -121,11 +100,15 @@ _COLLECTIVES = (
     *_jax.private_primitives("lax.parallel", "pbroadcast_p", "reduce_scatter_p"),
     *_jax.private_primitives("lax.parallel", "psum_invariant_p", "all_gather_invariant_p"),
 )
+_EFFECTS = (
+    *_jax.private_primitives("callback", "io_callback_p"),
+    *_jax.private_primitives("debugging", "debug_callback_p", "debug_print_p"),
+)
 
 register(
     Rule(
-        whole_dims,
-        partition=_pure,
+        no_factors,
+        partition=_call,
         doc=Doc(gather="every dim: AllGather, then it runs replicated on every device"),
     ),
     *_jax.private_primitives("callback", "pure_callback_p"),
@@ -133,16 +116,15 @@ register(
 )
 register(
     Rule(
-        whole_dims,
-        partition=_effect,
+        no_factors,
+        partition=_call,
         doc=Doc(
             gather="every dim: AllGather, then it runs on the first device; AllReduce of the result"
         ),
     ),
-    *_jax.private_primitives("callback", "io_callback_p"),
-    *_jax.private_primitives("debugging", "debug_callback_p", "debug_print_p"),
+    *_EFFECTS,
 )
-register(Rule(whole_dims, doc=Doc(free="a scalar")), p.empty2_p)
+register(Rule(no_factors, doc=Doc(free="a scalar")), p.empty2_p)
 register(refused(_COLLECTIVE), *_COLLECTIVES)
 register(
     refused("tokens order the effects of one device; use values or optimization_barrier"),

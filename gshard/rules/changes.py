@@ -125,22 +125,20 @@ class AffineMap(Change):
     ) -> jax.Array:
         """A tile of the result, of the operand's rows from `first` on."""
         starts, rows = self.tiles(split.tiles)
-        mine = np.maximum(split.coords, 0)
         if self.step > 1:
             holes = [(0, 0, (self.step - 1) * (d == dim)) for d in range(x.ndim)]
             x = lax.pad(x, self.value, holes)
         begin = self._least(starts, rows)
         ahead = first * self.step + self.low - begin
-        x = window(place, x, dim, -ahead[mine], (rows - 1) * abs(self.stride) + 1)
+        x = window(place, x, dim, -ahead[split.own], (rows - 1) * abs(self.stride) + 1)
         if self.stride < 0:
             x = lax.rev(x, (dim,))
         elif self.stride > 1:
             x = lax.slice_in_dim(x, 0, None, self.stride, dim)
         if self.value is None:
             return x
-        index = lax.broadcasted_iota(jnp.int32, x.shape, dim) + place.lookup(
-            (begin - self.low)[mine]
-        )
+        offset = place.of_tile(split, begin - self.low)
+        index = lax.broadcasted_iota(jnp.int32, x.shape, dim) + offset
         inside = (index >= 0) & (index <= (size - 1) * self.step)
         if self.step > 1:
             inside &= index % self.step == 0
@@ -159,7 +157,7 @@ class AffineMap(Change):
         held = self._thinned_runs(split.tiles, rows, size)
         count = -(-rows // self.stride)
         first = held.low * self.stride - self.low - np.arange(split.tiles) * rows
-        first = np.clip(first, 0, rows)[np.maximum(split.coords, 0)]
+        first = np.clip(first, 0, rows)[split.own]
         x = window(place, tile.array, dim, first, (count - 1) * self.stride + 1)
         return held, lax.slice_in_dim(x, 0, None, self.stride, dim)
 
@@ -218,7 +216,7 @@ class Repeat(Change):
             tile = ctx.reshard(tile, tile.sharding.replace(dim, None), reason)
         reps[dim] = -(-rows // size) + 1
         copies = jnp.tile(tile.array, reps)
-        return window(ctx.place, copies, dim, (starts % size)[np.maximum(split.coords, 0)], rows)
+        return window(ctx.place, copies, dim, (starts % size)[split.own], rows)
 
     def _moves(self, size: int) -> list[Move]:
         return [Move(0, size, at) for at in range(0, self.rows, size)]

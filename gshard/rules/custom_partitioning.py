@@ -22,6 +22,7 @@ from gshard.graph.source import because, on_behalf_of, source_of
 from gshard.rules.base.register import factors_of
 from gshard.rules.base.rule import RULES, Context, Doc, Rule, cheapest, register
 from gshard.rules.base.ways import Layout
+from gshard.rules.callbacks import gathered
 from gshard.rules.manual import run_over_groups
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Dim, Factor, Factors
@@ -56,12 +57,11 @@ def _partition(
     axes = {f: s for f, s in layout.chosen.items() if s and _can_split(f, s, factors)}
     reason = Reason("operand", eqn.primitive.name)
     if not axes:
-        whole = Sharding.replicated
-        ready = [
-            ctx.reshard(t, whole(t.sharding.rank, ctx.place.num_devices), reason) for t in tiles
-        ]
+        ready = gathered(ctx, tiles, reason)
         arrays = jaxpr_as_fun(eqn.params["call"])(*(t.array for t in ready))
-        return [Tile(a, whole(a.ndim, ctx.place.num_devices), a.shape) for a in arrays]
+        return [
+            Tile(a, Sharding.replicated(a.ndim, ctx.place.num_devices), a.shape) for a in arrays
+        ]
     lowered, operands, results = _ask(eqn, factors, axes)
     ready = [
         ctx.reshard(t, _sharding(ctx, spec, axes), reason)

@@ -8,6 +8,7 @@ Out-of-range indices are clamped or dropped by the logical size, whatever the ti
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,55 +96,64 @@ def without(kinds: str, names: Sequence[str | None]) -> list[str | None]:
 # ---------------------------------------------------------------- windows on a tile
 
 
-def local_sizes(roles: Roles, operand: Tile, chosen: Assignment) -> tuple[int, ...]:
-    """The size of this device's part of a window, per dim of the operand."""
-    sizes = []
-    for d, name in enumerate(roles.operand):
-        part = chosen.get(f"o{d}")
-        size = -(-roles.sizes[d] // part.tiles) if part else roles.sizes[d]
-        sizes.append(operand.array.shape[d] if name[0] == "w" else size)
-    return tuple(sizes)
+@dataclass(frozen=True)
+class IndexedWindows:
+    """The windows of a gather or scatter on this device's tile, of factors split as `chosen`."""
 
+    ctx: Context
+    roles: Roles
+    chosen: Assignment
+    operand: Tile
+    indices: Tile
 
-def cut_dims(roles: Roles, chosen: Assignment) -> list[int]:
-    """The indexed dims along which a window may cross the border of a tile."""
-    return [d for d in roles.looked_up if chosen.get(f"k{d}") or chosen.get(f"o{d}")]
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The size of this device's part of a window, per dim of the operand."""
+        sizes = []
+        for d, name in enumerate(self.roles.operand):
+            part, size = self.chosen.get(f"o{d}"), self.roles.sizes[d]
+            part_size = -(-size // part.tiles) if part else size
+            sizes.append(self.operand.array.shape[d] if name[0] == "w" else part_size)
+        return tuple(sizes)
 
+    @functools.cached_property
+    def cut(self) -> list[int]:
+        """The indexed dims along which a window may cross the border of a tile."""
+        chosen = self.chosen
+        return [d for d in self.roles.looked_up if chosen.get(f"k{d}") or chosen.get(f"o{d}")]
 
-def window_starts(
-    ctx: Context,
-    roles: Roles,
-    chosen: Assignment,
-    operand: Tile,
-    indices: Tile,
-    sizes: Sequence[int],
-) -> tuple[dict[int, jax.Array], jax.Array]:
-    """Per indexed dim, where windows start in this tile; and which are within the tensor.
+    @property
+    def starts(self) -> tuple[dict[int, jax.Array], jax.Array]:
+        """Per indexed dim, where windows start in this tile; and which are within the tensor.
 
-    Starts are clamped to the tensor; those of windows on other devices are outside of the tile.
-    """
-    lead = indices.array.shape[:-1]
-    starts = {d: jnp.zeros(lead, jnp.int32) for d in roles.looked_up}
-    inside = jnp.ones(lead, bool)
-    for component, d in enumerate(roles.index_map):
-        index = lax.index_in_dim(indices.array, component, axis=-1, keepdims=False)
-        limit = min(operand.shape[d] - roles.sizes[d], jnp.iinfo(index.dtype).max)
-        first, last = index.dtype.type(0), index.dtype.type(limit)
-        inside &= (index >= first) & (index <= last)
-        if d in starts:
-            starts[d] = lax.clamp(first, index, last).astype(jnp.int32)
-    for d in starts:
-        part = chosen.get(f"o{d}")
-        if part:
-            starts[d] += ctx.place.lookup(part.own * sizes[d])
-        starts[d] -= operand.offset(ctx.place, d)
-    return starts, inside
+        Starts are clamped to the tensor; those of windows on other devices are outside of the tile.
+        """
+        operand, indices, place = self.operand, self.indices.array, self.ctx.place
+        lead = indices.shape[:-1]
+        starts = {d: jnp.zeros(lead, jnp.int32) for d in self.roles.looked_up}
+        inside = jnp.ones(lead, bool)
+        for component, d in enumerate(self.roles.index_map):
+            index = lax.index_in_dim(indices, component, axis=-1, keepdims=False)
+            limit = min(operand.shape[d] - self.roles.sizes[d], jnp.iinfo(index.dtype).max)
+            first, last = index.dtype.type(0), index.dtype.type(limit)
+            inside &= (index >= first) & (index <= last)
+            if d in starts:
+                starts[d] = lax.clamp(first, index, last).astype(jnp.int32)
+        for d in starts:
+            part = self.chosen.get(f"o{d}")
+            if part:
+                starts[d] += place.lookup(part.own * self.sizes[d])
+            starts[d] -= operand.offset(place, d)
+        return starts, inside
 
-
-def with_margins(x: jax.Array, dims: Sequence[int], sizes: Sequence[int]) -> jax.Array:
-    """`x` with room along `dims` for windows that overlap it by one row only."""
-    pads = [(sizes[d] - 1, sizes[d] - 1, 0) if d in dims else (0, 0, 0) for d in range(x.ndim)]
-    return lax.pad(x, padding.garbage(x.dtype), pads) if any(low for low, _, _ in pads) else x
+    @property
+    def with_margins(self) -> jax.Array:
+        """The operand with room along the dims that are `cut`: a window may overlap by one row."""
+        x = self.operand.array
+        for d in self.cut:
+            more = self.sizes[d] - 1
+            x = padding.pad(x, d, more, more) if more else x
+        return x
 
 
 # ---------------------------------------------------------------- gather
@@ -190,36 +200,25 @@ def partition_gather(
     ctx: Context, eqn: JaxprEqn, way: Way, tiles: list[Tile], targets: list[Sharding]
 ) -> list[Tile]:
     """Look up this device's rows; if they are split, a sum combines what the devices found."""
-    roles, shape, dtype = roles_of(eqn), tuple(eqn.outvars[0].aval.shape), eqn.outvars[0].aval.dtype
+    shape, dtype = tuple(eqn.outvars[0].aval.shape), eqn.outvars[0].aval.dtype
     if 0 in shape and not is_key_type(dtype):
         return [Tile(jnp.zeros(targets[0].local_shape(shape), dtype), targets[0], shape)]
-    (operand, indices), chosen = tiles, way.how.chosen
-    sizes = local_sizes(roles, operand, chosen)
-    params = eqn.params | {"slice_sizes": sizes}
-    if not cut_dims(roles, chosen):
-        params["indices_are_sorted"] &= not indices.padded_dims()
-        array = eqn.primitive.bind(operand.array, indices.array, **params)
+    windows = IndexedWindows(ctx, roles_of(eqn), way.how.chosen, *tiles)
+    if not windows.cut:
+        in_order = eqn.params["indices_are_sorted"] and not windows.indices.padded_dims()
+        params = eqn.params | {"slice_sizes": windows.sizes, "indices_are_sorted": in_order}
+        array = eqn.primitive.bind(*(t.array for t in tiles), **params)
         return [Tile(array, way.results[0], shape)]
-    found = _look_up(ctx, eqn, roles, chosen, operand, indices, sizes)
-    part = Tile(found, way.results[0], shape, "gather")
+    part = Tile(_look_up(eqn, windows), way.results[0], shape, "gather")
     return [combine_disjoint(ctx.place, part, targets[0])]
 
 
-def _look_up(
-    ctx: Context,
-    eqn: JaxprEqn,
-    roles: Roles,
-    chosen: Assignment,
-    operand: Tile,
-    indices: Tile,
-    sizes: tuple[int, ...],
-) -> jax.Array:
+def _look_up(eqn: JaxprEqn, windows: IndexedWindows) -> jax.Array:
     """The elements of the windows in this tile, and zeros for the others."""
-    cut = cut_dims(roles, chosen)
-    starts, inside = window_starts(ctx, roles, chosen, operand, indices, sizes)
-    x = with_margins(operand.array, cut, sizes)
+    (starts, inside), sizes, roles = windows.starts, windows.sizes, windows.roles
+    x = windows.with_margins
     clamped = [
-        lax.clamp(0, start + (sizes[d] - 1 if d in cut else 0), x.shape[d] - sizes[d])
+        lax.clamp(0, start + (sizes[d] - 1 if d in windows.cut else 0), x.shape[d] - sizes[d])
         for d, start in starts.items()
     ]
     params = eqn.params | {
@@ -241,11 +240,11 @@ def _look_up(
         fill = lax.full_like(out, eqn.params["fill_value"])
         out = lax.select(beside(inside), out, fill)
     for d, start in starts.items():
-        if chosen.get(f"k{d}"):
+        if windows.chosen.get(f"k{d}"):
             row = beside(start)
             if f"o{d}" in roles.windows:
                 row += lax.broadcasted_iota(jnp.int32, out.shape, roles.windows.index(f"o{d}"))
-            mine = (row >= 0) & (row < operand.array.shape[d])
+            mine = (row >= 0) & (row < windows.operand.array.shape[d])
             out = lax.select(mine, out, jnp.zeros_like(out))
     return out
 

@@ -37,7 +37,7 @@ from gshard.graph.source import because
 from gshard.moving import collectives
 from gshard.moving.partial import copies_groups
 from gshard.rules.base.rule import Context, Doc, Rule, partition_by_factors, register
-from gshard.rules.callbacks import run_everywhere
+from gshard.rules.callbacks import gathered, run_everywhere
 from gshard.tensors.factors import Factors, Shape, all_dims, made_dims
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
@@ -251,10 +251,7 @@ def _rng_uniform(
 ) -> list[Tile]:
     """XLA's stateful generator: devices draw different numbers, so copies take the first's."""
     (target,), shape = targets, tuple(eqn.params["shape"])
-    bounds = [
-        ctx.reshard(t, Sharding.replicated(0, target.num_devices), Reason("operand", "rng_uniform"))
-        for t in tiles
-    ]
+    bounds = gathered(ctx, tiles, Reason("operand", "rng_uniform"))
     array = eqn.primitive.bind(*(t.array for t in bounds), shape=target.local_shape(shape))
     if target.replicas > 1:
         mine = ctx.place.where(target.first_copies, array)

@@ -24,16 +24,8 @@ from gshard.moving.reductions import identity
 from gshard.rules.base.rule import RULES, Context, Doc, Rule, Way, cheapest, linear_in, register
 from gshard.rules.base.unreduced import as_unreduced, scattered
 from gshard.rules.base.ways import by_factors
-from gshard.rules.indexing import (
-    Roles,
-    cut_dims,
-    local_sizes,
-    roles_of,
-    window_starts,
-    with_margins,
-    without,
-)
-from gshard.tensors.factors import Assignment, Factors
+from gshard.rules.indexing import IndexedWindows, roles_of, without
+from gshard.tensors.factors import Factors
 from gshard.tensors.keys import is_key_type
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
@@ -93,7 +85,7 @@ def partition_scatter(
     )
     if not kind:
         operand = ctx.reshard(tiles[0], way.operands[0], reason)
-        return [_update(ctx, eqn, roles, chosen, operand, indices, updates)]
+        return [_update(eqn, IndexedWindows(ctx, roles, chosen, operand, indices), updates)]
     neutral = identity(kind, tiles[0].array.dtype)
     ((here, local),) = layout.results
     nothing = Tile(jnp.full(local, neutral), here, shape, name)
@@ -101,8 +93,8 @@ def partition_scatter(
     updates = updates.masked(ctx.place, neutral, cut)
     stays = ctx.stays_unreduced(eqn.outvars[0], nothing, kind)
     start = _unreduced_start(ctx, tiles[0], here, stays)
-    part = _update(ctx, eqn, roles, chosen, start or nothing, indices, updates)
-    part = replace(part, origin=name)
+    windows = IndexedWindows(ctx, roles, chosen, start or nothing, indices)
+    part = replace(_update(eqn, windows, updates), origin=name)
     if start:
         return [part]
     part = combine(ctx.place, part, kind, target)
@@ -132,28 +124,19 @@ def _merge(kind: str, operand: jax.Array, part: jax.Array) -> jax.Array:
     return by[kind](operand, part)
 
 
-def _update(
-    ctx: Context,
-    eqn: JaxprEqn,
-    roles: Roles,
-    chosen: Assignment,
-    operand: Tile,
-    indices: Tile,
-    updates: Tile,
-) -> Tile:
+def _update(eqn: JaxprEqn, windows: IndexedWindows, updates: Tile) -> Tile:
     """The tile after the updates, or parts of updates, that hit it; the others are out of range."""
+    operand, indices, sizes = windows.operand, windows.indices, windows.sizes
     padded = bool(indices.padded_dims())
     params = eqn.params | {
         "indices_are_sorted": eqn.params["indices_are_sorted"] and not padded,
         "unique_indices": eqn.params["unique_indices"] and not padded,
     }
-    cut = cut_dims(roles, chosen)
-    if not cut:
+    if not windows.cut:
         x = eqn.primitive.bind(operand.array, indices.array, updates.array, **params)
         return Tile(x, operand.sharding, operand.shape)
-    sizes = local_sizes(roles, operand, chosen)
-    starts, inside = window_starts(ctx, roles, chosen, operand, indices, sizes)
-    for d in cut:
+    starts, inside = windows.starts
+    for d in windows.cut:
         starts[d] += sizes[d] - 1
     if eqn.params["mode"] != GatherScatterMode.CLIP:
         nowhere = jnp.full_like(inside, -1, jnp.int32)
@@ -166,9 +149,9 @@ def _update(
     }
     # Behind a barrier: XLA fuses a dynamic slice with the read of a single update's window, and
     # then reads the value of an update that is out of range from beyond the slice.
-    x = lax.optimization_barrier(with_margins(operand.array, cut, sizes))
+    x = lax.optimization_barrier(windows.with_margins)
     x = eqn.primitive.bind(x, jnp.stack([*starts.values()], axis=-1), updates.array, **params)
-    for d in cut:
+    for d in windows.cut:
         first = sizes[d] - 1
         x = lax.slice_in_dim(x, first, first + operand.array.shape[d], axis=d)
     return Tile(x, operand.sharding, operand.shape)

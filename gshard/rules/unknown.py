@@ -13,7 +13,8 @@ from gshard._jax import AbstractRef, allowed_in_branches
 from gshard.graph.reason import Reason
 from gshard.graph.source import source_of
 from gshard.rules.base.rule import Context, Rule
-from gshard.rules.callbacks import run_everywhere, run_once, whole_dims
+from gshard.rules.callbacks import run_everywhere, run_once
+from gshard.tensors.factors import no_factors
 from gshard.tensors.manual import MANUAL
 from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
@@ -28,7 +29,7 @@ def unknown_rule(eqn: JaxprEqn, strict: bool) -> Rule:
             "does not allow it to run replicated on every device; add one with gshard.register_rule"
         )
     _check(eqn)
-    return Rule(whole_dims, partition=_run_replicated)
+    return Rule(no_factors, partition=_run_replicated)
 
 
 def _check(eqn: JaxprEqn) -> None:

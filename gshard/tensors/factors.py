@@ -116,10 +116,10 @@ def made_dims(eqn: JaxprEqn) -> Factors:
 
 
 def no_factors(eqn: JaxprEqn) -> Factors:
-    """No split propagates through the operator (control flow, borders of manual regions)."""
+    """No split propagates through the operator (control flow, callbacks, manual regions)."""
     return Factors(
-        tuple(((),) * len(a.aval.shape) for a in eqn.invars),
-        tuple(((),) * len(v.aval.shape) for v in eqn.outvars),
+        tuple(((),) * len(getattr(a.aval, "shape", ())) for a in eqn.invars),
+        tuple(((),) * len(getattr(v.aval, "shape", ())) for v in eqn.outvars),
         {},
     )
 
