@@ -57,13 +57,13 @@ def equations_of(
     fn: Callable[..., Any],
     operands: Sequence[Any],
     results: Sequence[Any] = (),
+    like: JaxprEqn | None = None,
     axes: Sequence[tuple[str, int]] = (),
-    **changes: Any,
 ) -> tuple[list[JaxprEqn], list[Any]]:
-    """The equations of a function of these variables, with `changes`, and its results.
+    """The equations of a function of these variables, and its results.
 
-    The first results are the variables `results`; all others are new. `axes` are those of a mesh,
-    with their sizes.
+    The first results are the variables `results`; all others are new. Source line and name scope
+    are those of the equation `like`, if given. `axes` are those of a mesh, with their sizes.
     """
     types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in operands]
     traced = jax.make_jaxpr(fn, axis_env=list(axes))(*types)
@@ -74,5 +74,6 @@ def equations_of(
     for eqn in jaxpr.eqns:
         names |= {v: Var(v.aval) for v in eqn.outvars}
     names |= zip(jaxpr.outvars, results, strict=False)
-    equations = [renamed(eqn, names, **changes) for eqn in jaxpr.eqns]
+    info = {"ctx": like.ctx, "source_info": like.source_info} if like else {}
+    equations = [renamed(eqn, names, **info) for eqn in jaxpr.eqns]
     return equations, [names.get(v, v) for v in jaxpr.outvars]

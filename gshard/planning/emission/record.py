@@ -122,8 +122,7 @@ class _Marking:
             done = mark_p.bind(*words, *map(_first_element, values))
             return _only_if(done == here, values[-1])
 
-        info = {"ctx": eqn.ctx, "source_info": eqn.source_info}
-        marks, (passed,) = equations_of(run, [*before, gated], axes=self._sizes, **info)
+        marks, (passed,) = equations_of(run, [*before, gated], like=eqn, axes=self._sizes)
         return [*marks, eqn.replace(invars=[passed if a is gated else a for a in eqn.invars])]
 
 

@@ -188,20 +188,12 @@ def _absorbed(graph: Graph, chain: Chain) -> Chain:
         maker = graph.maker(atom)
         if maker is None or maker in chain.members or not is_light(maker):
             continue
-        readers = graph.users(atom)
-        if graph.uses(atom) != sum(list(u.invars).count(atom) for u in readers):
-            continue  # it is a result
-        alike = all(
-            u in chain.members
-            and all(
-                c == cut
-                for a, c in zip(u.invars, chain.members[u].operands, strict=True)
-                if a is atom
-            )
-            for u in readers
-        )
-        cuts = cuts_of(maker, {atom: cut}, chain.count) if alike else None
-        if cuts is None or cuts.results != (cut,):
+        readers = [(u, chain.members.get(u)) for u in graph.users(atom)]
+        inside = all(cuts for _, cuts in readers) and not any(atom is r for r in graph.results)
+        reads = [zip(u.invars, cuts.operands, strict=True) for u, cuts in readers if cuts]
+        alike = all(c == cut for pairs in reads for a, c in pairs if a is atom)
+        cuts = cuts_of(maker, {atom: cut}, chain.count) if inside and alike else None
+        if cuts is None:
             continue
         chain.members[maker] = cuts
         chain.cuts[atom] = cut

@@ -106,13 +106,12 @@ def cuts_of(eqn: JaxprEqn, known: Mapping[Any, Cut], count: int) -> Cuts | None:
     assert only is not None
     operands = [_outside(dims, *only, factors) for dims in factors.operands]
     results = [_outside(dims, *only, factors) for dims in factors.results]
-    if None in results or _ALL_ROWS & {*operands, *results}:
+    if None in results or _TWICE in (*operands, *results):
         return None
     return Cuts(tuple(operands), tuple(r for r in results if r is not None))
 
 
 _TWICE = Cut(-1)  # of a tensor in which the factor occurs more than once
-_ALL_ROWS = {_TWICE}
 
 
 def _is_kernel(eqn: JaxprEqn) -> bool:

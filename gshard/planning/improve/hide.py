@@ -22,9 +22,8 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, new_jaxpr_eqn
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from gshard._jax import Var, optimization_barrier_p
 from gshard.forecast.ops import APART, PRODUCTS, product_of
 from gshard.graph import Graph, at_every_level, bodies, renamed
 from gshard.graph.evaluate import equations_of
@@ -225,18 +224,17 @@ def _with_barriers(choosing: _Choosing) -> tuple[list[JaxprEqn], list[Any]]:
 
     def barrier(waiting: Sequence[Any], others: Sequence[Any], like: JaxprEqn) -> list[Any]:
         """Variables that are those of `waiting` once `others` are there too."""
-        info, ctx = like.source_info, like.ctx
-        operands = [names.get(v, v) for v in waiting]
-        for v in (names.get(v, v) for v in others):
-            equations, (element,) = equations_of(_first_element, [v], source_info=info, ctx=ctx)
-            written.extend(equations)
-            operands.append(element)
-        results = [Var(v.aval) for v in operands]
-        written.append(
-            new_jaxpr_eqn(operands, results, optimization_barrier_p, {}, set(), info, ctx)
-        )
-        seen.extend(results[len(waiting) :])
-        return results[: len(waiting)]
+        count = len(waiting)
+
+        def late(*values: Array) -> list[Array]:
+            elements = map(_first_element, values[count:])
+            return lax.optimization_barrier([*values[:count], *elements])
+
+        operands = [names.get(v, v) for v in (*waiting, *others)]
+        equations, results = equations_of(late, operands, like=like)
+        written.extend(equations)
+        seen.extend(results[count:])
+        return results[:count]
 
     for eqn in sorted(graph.eqns, key=place.__getitem__):
         now = renamed(eqn, names) if names else eqn

@@ -132,12 +132,9 @@ def _rewritten(graph: Graph, chosen: Sequence[Chain | Ring]) -> list[JaxprEqn]:
 
 def _steps(ring: Ring) -> list[JaxprEqn]:
     """The equations of a ring: transfers are at the line of its node, all else at its product's."""
-    node, product = ring.node, ring.products[0]
-    info = {"ctx": product.ctx, "source_info": product.source_info}
-    found = equations_of(ring.run, ring.operands, ring.results, **info)[0]
-    return [
-        e.replace(ctx=node.ctx, source_info=node.source_info) if is_sending(e) else e for e in found
-    ]
+    found, _ = equations_of(ring.run, ring.operands, ring.results, like=ring.products[0])
+    info = {"ctx": ring.node.ctx, "source_info": ring.node.source_info}
+    return [e.replace(**info) if is_sending(e) else e for e in found]
 
 
 class _Writing:
@@ -214,5 +211,4 @@ class _Writing:
 
     def trace(self, fn: Any, operands: Sequence[Any], results: Sequence[Any], like: Any) -> None:
         """Add the equations of a function, with the line and the scope of an equation."""
-        info = {"ctx": like.ctx, "source_info": like.source_info}
-        self.eqns += equations_of(fn, operands, results, **info)[0]
+        self.eqns += equations_of(fn, operands, results, like)[0]

@@ -289,9 +289,8 @@ class _Region:
         """A value with one of its dims moved to another place."""
         if dim == to:
             return atom
-        info = {"ctx": eqn.ctx, "source_info": eqn.source_info}
         turn = functools.partial(jnp.moveaxis, source=dim, destination=to)
-        made, (turned,) = equations_of(turn, [atom], [out] if out else [], **info)
+        made, (turned,) = equations_of(turn, [atom], [out] if out else [], like=eqn)
         self.done += made
         return turned
 

@@ -156,7 +156,7 @@ def _made(
 
     named = [region.sources[row] for row, _ in rows if not isinstance(row, Literal)]
     atoms = [*errors.tensors, *named]
-    return equations_of(delta, atoms, [exit.out], source_info=exit.eqn.source_info)[0]
+    return equations_of(delta, atoms, [exit.out], like=exit.eqn)[0]
 
 
 def _places(row: Any, wanted: Sequence[str], region: Region) -> list[int | None] | None:

@@ -183,7 +183,6 @@ class _Writer:
         self.graph, self.region, self.logits = graph, region, logits
         self.keys = region.dims[logits][1]
         self.added: list[JaxprEqn] = []
-        self.source = region.seed.source_info
 
     def rewritten(
         self, sums: Mapping[Sum, _Weights], tops: Mapping[Any, _Weights]
@@ -254,7 +253,7 @@ class _Writer:
     def write(self, fn: Callable[..., Any], atoms: Sequence[Any], out: Any = None) -> list[Any]:
         """Add the equations of a function of these variables; its results."""
         results = [] if out is None else [out]
-        eqns, results = equations_of(fn, atoms, results, source_info=self.source)
+        eqns, results = equations_of(fn, atoms, results, like=self.region.seed)
         self.added += eqns
         return results
 
