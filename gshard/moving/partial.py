@@ -87,7 +87,7 @@ def combine(place: Place, tile: Tile, kind: str, target: Sharding, name: str = "
     here = tile.sharding
     if not here.unreduced or 0 in tile.shape:
         return Tile(tile.array, here.reduced, tile.shape)
-    scatter = _scatter_for(here, kind, target, tile.shape, tile.array.dtype, tile.nbytes)
+    scatter, _, _ = _plan(here, kind, target, tile.shape, tile.array.dtype, machine())
     node = Reduce(Reason("step", tile.origin or name), here, tile.shape, kind, scatter)
     return Tile(communicate(node, tile.array, place), node.target, tile.shape)
 
@@ -165,24 +165,34 @@ def combine_cost(here: Sharding, kind: str, target: Sharding, aval: Any) -> floa
     shape = tuple(aval.shape)
     cost, result = 0.0, here.reduced
     if here.unreduced and 0 not in shape:
-        sent, count, result = _reduction(here, kind, target, shape, aval.dtype, machine())
-        cost = timed(sent, count)
+        scatter, *sent = _plan(here, kind, target, shape, aval.dtype, machine())
+        cost, result = timed(*sent), scatter.result if scatter else result
     return cost + reshard_cost(result, target, shape, aval.dtype)
 
 
 @cached
-def _reduction(
-    here: Sharding, kind: str, target: Sharding, shape: tuple[int, ...], dtype: Any, _: Machine
-) -> tuple[int, int, Sharding]:
-    """Bytes and collectives of a reduction on its way to `target`, and the result's sharding."""
-    local, itemsize = here.local_shape(shape), itemsize_of(dtype)
-    scatter = _scatter_for(here, kind, target, shape, dtype, math.prod(local) * itemsize)
+def _plan(
+    here: Sharding, kind: str, target: Sharding, shape: tuple[int, ...], dtype: Any, speeds: Machine
+) -> tuple[_Scatter | None, int, int]:
+    """How a value is scattered while it is reduced, if it is; and its bytes and collectives.
+
+    If members share a part it takes two collectives. A small sum, for which the second would cost
+    more even in a full combination (`LATENCIES`) than it saves in bytes, is all-reduced.
+    """
+    elements, members = math.prod(here.local_shape(shape)), _parts(here)[2]
+    scatter = None
+    if _has_idle_copies(here):
+        members = here.num_devices
+    elif kind == "tree":
+        scatter = _by_subtrees(here, target, shape, dtype)
+    elif kind == "sum":
+        scatter = _scatter(here, target)
+    if scatter and kind == "sum" and scatter.parts < members:
+        saved = elements * itemsize_of(dtype) * (scatter.parts - 1) / scatter.parts
+        scatter = scatter if saved > speeds.latency / LATENCIES else None
     if scatter:
-        return *_scattered_bytes(here, scatter, shape, itemsize), scatter.result
-    size = math.prod(s.tiles for s in here.unreduced)
-    members = here.num_devices if _has_idle_copies(here) else size
-    sent = reduced_bytes(kind, math.prod(local), dtype, members, here.num_devices)
-    return *sent, here.reduced
+        return scatter, *_scattered_bytes(here, scatter, shape, itemsize_of(dtype))
+    return None, *reduced_bytes(kind, elements, dtype, members, here.num_devices)
 
 
 def _scattered_bytes(
@@ -225,25 +235,6 @@ def reducing_groups(here: Sharding) -> Groups:
 def copies_groups(sharding: Sharding) -> list[list[int]]:
     """The devices that hold copies of one tile."""
     return sharding.devices.reshape(-1, sharding.replicas).tolist()
-
-
-def _scatter_for(
-    here: Sharding, kind: str, target: Sharding, shape: tuple[int, ...], dtype: Any, nbytes: int
-) -> _Scatter | None:
-    """How a value of `nbytes` on each device is scattered while it is reduced, if it is.
-
-    If members share a part it takes two collectives. A small sum, for which the second would cost
-    more even in a full combination (`LATENCIES`) than it saves in bytes, is all-reduced.
-    """
-    if _has_idle_copies(here):
-        return None
-    if kind == "tree":
-        return _by_subtrees(here, target, shape, dtype)
-    scatter = _scatter(here, target) if kind == "sum" else None
-    if scatter and scatter.parts < _parts(here)[2]:
-        saved = nbytes * (scatter.parts - 1) / scatter.parts
-        return scatter if saved > machine().latency / LATENCIES else None
-    return scatter
 
 
 @cached

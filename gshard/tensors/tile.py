@@ -40,7 +40,7 @@ class Tile:
 
     Along a split dim tile c starts at row c * array.shape[dim]. That size is the sharding's
     `ceil(size / tiles)`, except temporarily: a reshard or a reshape may leave larger tiles for
-    `reshard.retile` to even out. `origin` is the operator that left a value unreduced, for the
+    `moving.retile` to even out. `origin` is the operator that left a value unreduced, for the
     reason of the collective that will reduce it.
     """
 
