@@ -1,8 +1,8 @@
 """A program under transformation: equations with def-use chains, liveness, regions and text."""
 
 from gshard.graph import text
-from gshard.graph.graph import Graph
-from gshard.graph.liveness import (
+from gshard.graph.graph import (
+    Graph,
     filling,
     in_order,
     inputs_of,

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from gshard._jax import Var
-from gshard.graph.liveness import renamed
+from gshard.graph.graph import renamed
 
 Interpret = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
 

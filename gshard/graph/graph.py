@@ -1,4 +1,4 @@
-"""Graph: the equations of a program or of a loop's body, with def-use chains.
+"""Graph: the equations of a program or of a loop's body, with def-use chains and liveness.
 
 Every pass reads a program through this view: which equation defines a value, which ones use it, and
 whether it is constant. Graphs are immutable: a pass returns a new list of equations, from which a
@@ -8,12 +8,13 @@ new graph is made. Equations and variables are keyed by identity, as they are in
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 from jax.extend.core import primitives as p
 
 MAX_INDICES = 16  # largest constant index that is evaluated, in elements
@@ -140,3 +141,88 @@ class Graph:
         if compared is None or compared.primitive is not p.lt_p or compared.invars[0] is not index:
             return False
         return self.fill(compared.invars[1]) == 0
+
+
+# ---------------------------------------------------------------- lists of equations
+
+
+def live(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> list[JaxprEqn]:
+    """The equations that `results` or effects depend on, in the order given."""
+    graph = Graph(eqns)
+    kept = {eqn for eqn in eqns if eqn.effects}
+    queue = [*results, *(a for eqn in kept for a in eqn.invars)]
+    while queue:
+        eqn = graph.maker(queue.pop())
+        if eqn is not None and eqn not in kept:
+            kept.add(eqn)
+            queue += eqn.invars
+    return [eqn for eqn in eqns if eqn in kept]
+
+
+def needed_for(wanted: Sequence[Any], eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """The equations without effects that the `wanted` variables depend on."""
+    return live([eqn for eqn in eqns if not eqn.effects], wanted)
+
+
+def in_order(
+    eqns: Sequence[JaxprEqn], may_wait: Callable[[JaxprEqn], bool] = lambda eqn: False
+) -> list[JaxprEqn]:
+    """The equations, each after those that it depends on, otherwise in the order given.
+
+    One that `may_wait`, and depends on a later one, comes where it is needed instead.
+    """
+    graph = Graph(eqns)
+    done: dict[JaxprEqn, None] = {}
+
+    def missing(eqn: JaxprEqn) -> list[JaxprEqn]:
+        return [m for a in eqn.invars if (m := graph.maker(a)) and m not in done]
+
+    at_their_places = (e for e in eqns if not (may_wait(e) and missing(e)))
+    for goal in itertools.chain(at_their_places, eqns):
+        stack = [goal]
+        while stack:
+            if makers := missing(stack[-1]):
+                stack += reversed(makers)
+            else:
+                done[stack.pop()] = None
+    return list(done)
+
+
+def inputs_of(eqns: Sequence[JaxprEqn]) -> list[Any]:
+    """The variables that equations read and do not make."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    atoms = [a for eqn in eqns for a in eqn.invars if not isinstance(a, Literal)]
+    return list(dict.fromkeys(a for a in atoms if a not in made))
+
+
+def upstream(eqns: Sequence[JaxprEqn], marks: Mapping[Any, int]) -> dict[Any, frozenset[int]]:
+    """For every variable the marks of all variables that it depends on, its own included."""
+    found: dict[Any, frozenset[int]] = {}
+    for eqn in eqns:
+        before = frozenset().union(
+            *(found.get(a, frozenset()) for a in eqn.invars if not isinstance(a, Literal))
+        )
+        for var in eqn.outvars:
+            found[var] = before | {marks[var]} if var in marks else before
+    return found
+
+
+def renamed(eqn: JaxprEqn, names: Mapping[Any, Any], **changes: Any) -> JaxprEqn:
+    """The equation with some of its operands and results renamed."""
+    invars = [a if isinstance(a, Literal) else names.get(a, a) for a in eqn.invars]
+    outvars = [names.get(v, v) for v in eqn.outvars]
+    return eqn.replace(invars=invars, outvars=outvars, **changes)
+
+
+def replacing(
+    eqn: JaxprEqn, primitive: Primitive, operands: Sequence[Any], result: Any, **params: Any
+) -> JaxprEqn:
+    """An operator without effects, with the source line and the name scope of `eqn`."""
+    made = {"invars": list(operands), "outvars": [result], "effects": set()}
+    return eqn.replace(primitive=primitive, params=params, **made)
+
+
+def filling(eqn: JaxprEqn, number: Any, result: Any) -> JaxprEqn:
+    """A tensor whose elements are all `number`, a literal or a scalar, in the place of `eqn`."""
+    params = {"shape": result.aval.shape, "broadcast_dimensions": (), "sharding": None}
+    return replacing(eqn, p.broadcast_in_dim_p, [number], result, **params)

@@ -20,7 +20,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 
 from gshard._jax import without_mesh
 from gshard.graph.caching import cached
-from gshard.graph.liveness import renamed
+from gshard.graph.graph import renamed
 from gshard.graph.reason import Reason
 from gshard.graph.regions import bodies, runs_of
 from gshard.tensors.devices import Place

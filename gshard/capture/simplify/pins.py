@@ -18,7 +18,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import Var
 from gshard.capture.simplify.passes import in_every_body
-from gshard.graph import LOOPS, Graph, replacing
+from gshard.graph import LOOPS, Graph, renamed, replacing
 from gshard.rules.base.primitives import in_one_piece_p, pin_p
 
 # Rounded by no more than one operation of IEEE 754, or not at all: nothing to fix.
@@ -120,14 +120,10 @@ def _apart(eqn: JaxprEqn) -> list[JaxprEqn]:
     Libraries that reduce take some functions of the result along, with bits of their own, if there
     is enough to reduce.
     """
-    pins: list[JaxprEqn] = []
-    operands: list[Any] = []
-    for atom in eqn.invars:
-        if not isinstance(atom, Literal) and _is_float(atom):
-            pins.append(replacing(eqn, pin_p, [atom], Var(atom.aval)))
-            atom = pins[-1].outvars[0]
-        operands.append(atom)
-    return [*pins, *_with_pins(eqn.replace(invars=operands))]
+    floats = (a for a in eqn.invars if not isinstance(a, Literal) and _is_float(a))
+    pinned = {a: Var(a.aval) for a in floats}
+    pins = [replacing(eqn, pin_p, [a], v) for a, v in pinned.items()]
+    return [*pins, *_with_pins(renamed(eqn, pinned))]
 
 
 def _divided(eqn: JaxprEqn) -> list[JaxprEqn]:
