@@ -5,7 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import primitives as p
 
-from gshard.graph import Graph, bodies, in_order, inputs_of, live, map_bodies, needed_for, upstream
+from gshard.graph import (
+    Graph,
+    at_every_level,
+    bodies,
+    in_order,
+    inputs_of,
+    live,
+    map_bodies,
+    needed_for,
+    upstream,
+)
 from gshard.graph.regions import Loop, walk
 from gshard.graph.text import program_text
 
@@ -38,6 +48,26 @@ def test_liveness_and_order():
     assert inputs_of([tanh, cos]) == [sin.outvars[0], jaxpr.invars[0]]
     marks = {sin.outvars[0]: 7, tanh.outvars[0]: 8}
     assert upstream(jaxpr.eqns, marks)[tanh.outvars[0]] == {7, 8}
+
+
+def test_a_pass_changes_bodies_before_what_is_around_them():
+    jaxpr = traced(lambda x: jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x), jnp.cos(x)), 1.0)
+    seen = []
+
+    @at_every_level
+    def note(jaxpr, only):
+        seen.extend(e.primitive for e in jaxpr.eqns if e.primitive in only)
+        return jaxpr
+
+    assert note(jaxpr, (p.sin_p, p.cos_p)) is jaxpr
+    assert seen == [p.sin_p, p.cos_p]
+
+    @at_every_level
+    def empty(jaxpr):
+        return jaxpr.replace(eqns=[e for e in jaxpr.eqns if e.primitive is not p.sin_p])
+
+    assert p.sin_p in {e.primitive for e in walk(jaxpr)}
+    assert p.sin_p not in {e.primitive for e in walk(empty(jaxpr))}
 
 
 def test_what_has_effects_is_live():

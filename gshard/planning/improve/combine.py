@@ -94,7 +94,7 @@ def _alone(jaxpr: Jaxpr) -> list[Combination]:
     moving = set(filter(_may_move, jaxpr.eqns))
     if not moving:
         return []
-    number = {eqn: i for i, eqn in enumerate(filter(_is_heavy, jaxpr.eqns))}
+    number = {eqn: i for i, eqn in enumerate(filter(is_heavy, jaxpr.eqns))}
     needed = dict.fromkeys((v for eqn in jaxpr.eqns for v in eqn.outvars), len(number))
     for eqn in reversed(jaxpr.eqns):
         first = number.get(eqn, _NEVER)
@@ -142,13 +142,13 @@ def _size(eqn: JaxprEqn) -> int:
     return max(size_of(eqn.invars[0]), size_of(eqn.outvars[0]))
 
 
-def _is_heavy(eqn: JaxprEqn) -> bool:
+def is_heavy(eqn: JaxprEqn) -> bool:
     """Whether an equation is expensive, or must not be reordered."""
     if eqn.primitive.name in _HEAVY or eqn.effects or node_of(eqn) is not None:
         return True
     if eqn.primitive.name in _LIGHT:  # the common case, decided quickly
         return False
-    return any(_is_heavy(e) for body in bodies(eqn) for e in body.eqns)
+    return any(is_heavy(e) for body in bodies(eqn) for e in body.eqns)
 
 
 # --------------------------------------------------------------- the program with its combinations
@@ -171,7 +171,7 @@ def combine(plan: Jaxpr) -> Jaxpr:
     written = _written(found)
     instead = {eqn: written.get(eqn, []) for c in found for eqn in c.members}
     eqns = [new for eqn in plan.eqns for new in instead.get(eqn, [eqn])]
-    fixed = {eqn for eqn in plan.eqns if _is_heavy(eqn) and not _may_move(eqn)}
+    fixed = {eqn for eqn in plan.eqns if is_heavy(eqn) and not _may_move(eqn)}
     fixed |= {new for made in written.values() for new in made}
     return plan.replace(eqns=in_order(eqns, may_wait=lambda eqn: eqn not in fixed))
 

@@ -24,13 +24,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from gshard.forecast.ops import APART, PRODUCTS, product_of
-from gshard.graph import Graph, at_every_level, bodies, renamed
+from gshard.forecast.ops import PRODUCTS, product_of
+from gshard.graph import Graph, at_every_level, renamed
 from gshard.graph.evaluate import equations_of
 from gshard.graph.schedule import Dependence
 from gshard.moving.collectives import CollectiveNode
 from gshard.moving.costs import machine
 from gshard.moving.nodes import node_of
+from gshard.planning.improve.combine import is_heavy
 from gshard.planning.improve.gain import multiplication
 from gshard.planning.improve.gain import transfer as time_of
 
@@ -170,9 +171,9 @@ class _Choosing:
 
     def _readers(self, transfer: JaxprEqn) -> tuple[list[JaxprEqn], Place]:
         """What is fused with others and depends on a transfer, and the first place that is not."""
-        light = self._downstream(transfer, _is_light)
+        light = self._downstream(transfer, lambda e: not is_heavy(e))
         users = (u for e in (transfer, *light) for v in e.outvars for u in self.graph.users(v))
-        heavy = [self.place[u] for u in users if not _is_light(u)]
+        heavy = [self.place[u] for u in users if is_heavy(u)]
         return light, min(heavy, default=(len(self.graph.eqns),))
 
     def _downstream(self, source: JaxprEqn, kept: Callable[[JaxprEqn], bool]) -> list[JaxprEqn]:
@@ -198,13 +199,6 @@ def _multiplies(eqn: JaxprEqn) -> bool:
 def _sends(eqn: JaxprEqn) -> bool:
     single = len(eqn.invars) == len(eqn.outvars) == 1
     return single and isinstance(node_of(eqn), CollectiveNode)
-
-
-def _is_light(eqn: JaxprEqn) -> bool:
-    """Whether it is fused with others, and can wait."""
-    name = eqn.primitive.name
-    heavy = name in APART or name in PRODUCTS or node_of(eqn) is not None
-    return not heavy and not eqn.effects and not bodies(eqn)
 
 
 # ---------------------------------------------------------------- the new program

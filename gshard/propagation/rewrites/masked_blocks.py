@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from jax.extend.core import Jaxpr, Literal
 from jax.extend.core import primitives as p
 
 from gshard.graph import Graph, needed_for
 from gshard.propagation.rewrites.scores import Region
 from gshard.rules.base.ring_pass import BlockMask, Softmax, Sum
+from gshard.rules.base.uses import linear_groups
 
 
 def block_mask(
@@ -61,28 +61,14 @@ def _of_mask(logits: Any, shift: Any, graph: Graph, body: Jaxpr) -> BlockMask | 
 
 
 def _zero_with(source: Any, body: Jaxpr, graph: Graph) -> set[Any]:
-    """The variables that are zero wherever `source` is."""
+    """The variables that are zero where `source` is: linear in it, or in zeros, as rules say."""
     zero = {source}
-    nothing = {v for e in body.eqns for v in e.outvars if graph.fill(v) == 0}
+
+    def is_zero(atom: Any) -> bool:
+        known = not isinstance(atom, Literal) and atom in zero
+        return known or bool(graph.fill(atom) == 0)
+
     for eqn in body.eqns:
-        of = [not isinstance(a, Literal) and a in zero for a in eqn.invars]
-        either = eqn.primitive is p.mul_p and any(of)
-        first = eqn.primitive in _KEEPING_ZERO and of[0]
-        rest = [a for a, z in zip(eqn.invars[1:], of[1:], strict=True) if not z]
-        chosen = eqn.primitive is p.select_n_p and any(of) and all(_is_in(a, nothing) for a in rest)
-        summed = eqn.primitive in (p.add_p, p.sub_p, p.add_jaxvals_p) and all(of)
-        if either or first or chosen or summed:
+        if any(all(is_zero(eqn.invars[n]) for n in group) for group in linear_groups(eqn)):
             zero.update(eqn.outvars)
     return zero
-
-
-_KEEPING_ZERO = (
-    p.div_p, p.neg_p, p.convert_element_type_p, p.transpose_p, p.reshape_p, p.broadcast_in_dim_p,
-    p.squeeze_p, p.copy_p,
-)  # fmt: skip
-
-
-def _is_in(atom: Any, variables: set[Any]) -> bool:
-    if isinstance(atom, Literal):
-        return np.ndim(atom.val) == 0 and atom.val == 0
-    return atom in variables
