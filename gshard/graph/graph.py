@@ -65,8 +65,11 @@ class Graph:
     def _users(self) -> dict[Any, list[JaxprEqn]]:
         found: dict[Any, list[JaxprEqn]] = {}
         for eqn in self.eqns:
-            for atom in dict.fromkeys(a for a in eqn.invars if not isinstance(a, Literal)):
-                found.setdefault(atom, []).append(eqn)
+            for atom in eqn.invars:
+                if not isinstance(atom, Literal):
+                    users = found.setdefault(atom, [])
+                    if not users or users[-1] is not eqn:
+                        users.append(eqn)
         return found
 
     def users(self, var: Any) -> list[JaxprEqn]:

@@ -112,7 +112,7 @@ class Mover:
 
     def remember(self, made: Made) -> None:
         """Note how a value was made: it may be recomputed elsewhere, instead of being moved."""
-        if not all(map(_is_plain, (*made.operands, made.result))):
+        if not all(t.sharding.is_tiling for t in (*made.operands, made.result)):
             return
         ways = self.place.made
         ways[made.result.key] = (made, *ways.get(made.result.key, ()))
@@ -162,8 +162,3 @@ class Mover:
                 cost = min(cost, self._recompute_cost(made, target, cost, depth, known))
             known[key] = cost
         return known[key]
-
-
-def _is_plain(tile: Tile) -> bool:
-    sharding = tile.sharding
-    return not (sharding.unreduced or sharding.manual or sharding.ragged is not None)

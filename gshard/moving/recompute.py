@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -46,8 +46,7 @@ REARRANGING = (
 )
 
 
-@dataclass(frozen=True)
-class Made:
+class Made(NamedTuple):
     """A value, with the operator and operands that it was computed by, and how that runs.
 
     The operator is elementwise, or one of `REARRANGING`: it can be recomputed.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
@@ -18,8 +18,7 @@ from gshard.tensors.sharding import Sharding
 from gshard.tensors.tile import Tile
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """How the devices hold a value of the user's program: tiles of an array of logical `shape`.
 
     `value` is the value's variable in the flat program. `moved` is the reason of the reshard that

@@ -7,6 +7,7 @@ program. Each operator's rule is ordinary `lax` code.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -145,7 +146,8 @@ class Planner:
                 results = again or self.equation(eqn, operands, targets)
                 rule = RULES.get(eqn.primitive)
                 if rule and (rule.elementwise or eqn.primitive in REARRANGING):
-                    local = functools.partial(rule.local, self)
+                    # Weakly: the planner is freed together with what it remembers.
+                    local = functools.partial(rule.local, weakref.proxy(self))
                     self.mover.remember(Made(results[0], eqn, tuple(operands), local))
                 made = dict(zip(eqn.outvars, results, strict=True))
                 env.update(made)

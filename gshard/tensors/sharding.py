@@ -189,6 +189,11 @@ class Sharding:
         return not any(self.splits) and not self.manual and not self.unreduced
 
     @functools.cached_property
+    def is_tiling(self) -> bool:
+        """Whether devices hold equal tiles of the value itself: it is not manual, and reduced."""
+        return not self.manual and not self.unreduced and self.ragged is None
+
+    @functools.cached_property
     def ragged(self) -> int | None:
         """The dim whose tiles have as many rows as data say, if there is one."""
         return next((d for d, s in enumerate(self.splits) if s and s.ragged), None)

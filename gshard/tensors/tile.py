@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,7 +48,7 @@ class Tile:
     shape: tuple[int, ...]
     origin: str = ""
 
-    @functools.cached_property
+    @property
     def key(self) -> Identity:
         """What is known of this very array is found by this key."""
         return Identity(self.array)
