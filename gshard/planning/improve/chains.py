@@ -16,7 +16,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Literal
 
 from gshard.forecast.ops import PRODUCTS
-from gshard.graph import Graph
+from gshard.graph import Graph, needed_for
 from gshard.graph.schedule import Dependence
 from gshard.moving.nodes import node_bytes, node_of
 from gshard.planning.improve.cuts import Cut, Cuts, cuts_of
@@ -163,18 +163,9 @@ def _join(
 
 def _trimmed(graph: Graph, chain: Chain, ends: list[JaxprEqn]) -> Chain:
     """What leads to `ends`, and the products of values on the way."""
-    kept: set[JaxprEqn] = set()
-    queue = list(ends)
-    while queue:
-        eqn = queue.pop()
-        if eqn not in kept:
-            kept.add(eqn)
-            makers = [graph.maker(a) for a in eqn.invars if not isinstance(a, Literal)]
-            queue += [m for m in makers if m is not None and m in chain.members]
-    beside = [e for e in chain.products if e not in kept]
-    for eqn in beside:
-        makers = [graph.maker(a) for a in eqn.invars if not isinstance(a, Literal)]
-        if all(m in kept for m in makers if m in chain.members):
+    kept = set(needed_for([v for eqn in ends for v in eqn.outvars], list(chain.members)))
+    for eqn in chain.products:
+        if all(m in kept for m in map(graph.maker, eqn.invars) if m in chain.members):
             kept.add(eqn)
     members = {e: c for e, c in chain.members.items() if e in kept}
     return Chain(chain.count, members, {v: chain.cuts[v] for e in members for v in e.outvars})

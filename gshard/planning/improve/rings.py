@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from gshard.graph import Graph
+from gshard.graph import Graph, inputs_of
 from gshard.graph.evaluate import bind
 from gshard.graph.schedule import Dependence
 from gshard.moving.collectives import collective_permute
@@ -62,10 +62,7 @@ class Ring:
     @property
     def operands(self) -> list[Any]:
         """What it reads: the node's device number, and the operands of its members."""
-        (sent, device), made = self.node.invars[:2], {v for e in self.members for v in e.outvars}
-        atoms = [device, sent, *(a for e in self.products for a in e.invars)]
-        kept = [a for a in atoms if not isinstance(a, Literal) and a not in made]
-        return list(dict.fromkeys(kept))
+        return inputs_of(self.members)
 
     @property
     def results(self) -> list[Any]:
