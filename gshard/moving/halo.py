@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import primitives as p
 
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.nodes import TensorNode, communicate
-from gshard.moving.offsets import rows_at, rows_put
 from gshard.moving.permute_rounds import is_remote
 from gshard.moving.row_windows import Numbers, RowPlan, Runs, Windows, largest, plan_windows
 from gshard.tensors import padding
@@ -156,6 +156,27 @@ def window(
     return rows_at(x, start, width, dim)
 
 
+def rows_at(x: jax.Array, start: jax.Array | int, size: int, dim: int) -> jax.Array:
+    """`size` rows of `x` along `dim`, from `start` on.
+
+    Offsets are not negative: without the equations by which `lax` wraps them.
+    """
+    if isinstance(start, int):
+        return lax.slice_in_dim(x, start, start + size, axis=dim)
+    sizes = (*x.shape[:dim], size, *x.shape[dim + 1 :])
+    return p.dynamic_slice_p.bind(x, *_starts(x, start, dim), slice_sizes=sizes)
+
+
+def rows_put(x: jax.Array, rows: jax.Array, start: jax.Array | int, dim: int) -> jax.Array:
+    """`x` with other rows along `dim`, from `start` on."""
+    return p.dynamic_update_slice_p.bind(x, rows, *_starts(x, start, dim))
+
+
+def _starts(x: jax.Array, start: jax.Array | int, dim: int) -> list[Any]:
+    first = np.int32(start) if isinstance(start, int) else start
+    return [first if d == dim else np.int32(0) for d in range(x.ndim)]
+
+
 # ---------------------------------------------------------------- how rows are sent
 
 
@@ -212,7 +233,7 @@ def _by_rounds(halo: Halo, place: Place, x: jax.Array, plan: RowPlan) -> jax.Arr
             low[c], high[c] = a - origin, b - origin
         box_rows = rows_at(x, place.lookup(send[mine]), box, dim)
         if is_remote(pieces[0]):
-            pairs = pairs_along(halo.sharding, dim, [(p.sender, p.receiver) for p in pieces])
+            pairs = pairs_along(halo.sharding, dim, [(q.sender, q.receiver) for q in pieces])
             box_rows = collectives.collective_permute(place, box_rows, pairs, halo.reason)
         where = place.lookup(at[mine])
         if windows.has_strays and (high - low < box).any():

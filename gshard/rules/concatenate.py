@@ -14,8 +14,7 @@ from jax.extend.core import primitives as p
 
 from gshard._jax import stack_p, unstack_p
 from gshard.graph.reason import Reason
-from gshard.moving.halo import align
-from gshard.moving.offsets import rows_put
+from gshard.moving.halo import align, rows_put
 from gshard.moving.plan import plan_reshard, reshard_cost, whole_along
 from gshard.moving.recompute import fetch
 from gshard.moving.row_windows import Move, Runs, Windows, plan_fetch
