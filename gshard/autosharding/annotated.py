@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from gshard.autosharding.specs import NONE, Spec, sharding_of
-from gshard.capture.inside import Place
+from gshard.capture.inside import TensorSite
 from gshard.tensors.sharding import Sharding
 
 AXES = "abcdefgh"
@@ -38,7 +38,7 @@ class Annotated:
 class AnnotatedInside:
     """An annotation of tensors that the program makes: all of a place, or some by number."""
 
-    place: Place
+    place: TensorSite
     numbers: tuple[int, ...] | None
     dims: Dims
     saves: float = dataclasses.field(default=0.0, compare=False)

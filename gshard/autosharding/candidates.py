@@ -20,12 +20,12 @@ from gshard.autosharding.memory import Ints
 from gshard.autosharding.model import MeshProblem
 from gshard.autosharding.specs import NONE, MeshShape, Spec, sharding_of, specs_of
 from gshard.autosharding.subject import TracedProgram
-from gshard.capture.inside import Place, places
+from gshard.capture.inside import TensorSite, places
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.report import Forecast
 from gshard.graph.regions import loop_bodies, walk
 from gshard.jit import jit
-from gshard.moving.costs import planning_for
+from gshard.moving.costs import use_cost_model
 from gshard.propagation.flow import Edge, Flow
 from gshard.propagation.propagate import propagate
 from gshard.tensors.sharding import Sharding
@@ -120,7 +120,7 @@ class Candidates:
     def propagated(self, fixed: Mapping[Any, Sharding]) -> Mapping[Any, Sharding]:
         """What propagation makes of some annotations."""
         self.clock.charge(self.propagating_work)
-        with _jax.without_mesh(), planning_for(self.machine.machine):
+        with _jax.without_mesh(), use_cost_model(self.machine.cost_model):
             found = propagate(self.subject.flat, self.subject.devices, inside=fixed)
         return found.shardings
 
@@ -139,7 +139,7 @@ class Candidates:
     def _inside(
         self, choice: ModelAnswer, annotated: Mapping[Any, Any]
     ) -> tuple[AnnotatedInside, ...]:
-        by_place: dict[Place, list[Spec]] = {}
+        by_place: dict[TensorSite, list[Spec]] = {}
         for var, (place, _) in self.places.items():
             spec = choice.spec(var)
             by_place.setdefault(place, []).append(() if spec is None else spec)
@@ -167,7 +167,7 @@ class Candidates:
         return arguments + made
 
     @functools.cached_property
-    def places(self) -> dict[Any, tuple[Place, int]]:
+    def places(self) -> dict[Any, tuple[TensorSite, int]]:
         """The place of every tensor that the program makes, and its number there."""
         return places(self.subject.flat)
 

@@ -16,7 +16,7 @@ from gshard.autosharding.few import Few, Unit
 from gshard.autosharding.layout import Layout
 from gshard.autosharding.sharing import name_of
 from gshard.autosharding.specs import NONE, Spec
-from gshard.capture.inside import Place
+from gshard.capture.inside import TensorSite
 from gshard.forecast.ops import PRODUCTS
 from gshard.propagation.flow import Edge
 from gshard.tensors.sharding import Sharding
@@ -132,7 +132,7 @@ class Compact:
         """What can be annotated beside tensors that are fixed: tensors inside that are made at one
         place and are sharded alike, with their annotation, and equal arguments."""
         places = self.candidates.places
-        together: dict[tuple[Place | None, tuple[int, ...], Spec], list[Any]] = {}
+        together: dict[tuple[TensorSite | None, tuple[int, ...], Spec], list[Any]] = {}
         for var in (*self.candidates.subject.flat.jaxpr.invars, *places):
             spec = self.choice.spec(var)
             if spec is not None and var not in fixed:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard.autosharding.annotated import Annotated, AnnotatedInside, Dims
-from gshard.capture.inside import Place
+from gshard.capture.inside import TensorSite
 
 _FORMAT = "gshard layout 1"
 _FIGURES = ("seconds", "bound", "solver_gap")
@@ -109,7 +109,7 @@ def _inside(where: str, entry: Any, mesh: Mapping[str, int]) -> AnnotatedInside:
     listed = numbers is None or isinstance(numbers, list)
     if not listed or not all(_is_count(n, 0) for n in numbers or ()):
         raise ValueError(f"{where}: numbers are {numbers!r}; allowed are numbers from 0, or null")
-    place = Place(entry["source"], entry["operator"], bool(entry.get("backward")), shape)
+    place = TensorSite(entry["source"], entry["operator"], bool(entry.get("backward")), shape)
     counted = None if numbers is None else tuple(numbers)
     saves = _number(f"{where}: saves", entry.get("saves", 0.0))
     return AnnotatedInside(place, counted, dims, saves)

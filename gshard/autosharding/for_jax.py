@@ -19,12 +19,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gshard.autosharding.annotated import Dims
 from gshard.autosharding.subject import of_arrays
 from gshard.capture.flatten import inline
-from gshard.capture.inside import Place, places
+from gshard.capture.inside import TensorSite, places
 from gshard.capture.placement import device_order
 from gshard.graph import LOOPS, map_bodies
 from gshard.graph.evaluate import bind, evaluate
 
-Constraint = tuple[Place, tuple[int, ...] | None, NamedSharding]
+Constraint = tuple[TensorSite, tuple[int, ...] | None, NamedSharding]
 
 
 class ForJax(NamedTuple):

@@ -31,7 +31,7 @@ class Rates:
         self.hardware, self.mesh, self.combined = hardware, mesh, combined
         topology = hardware.topology(math.prod(mesh))
         ids = np.arange(math.prod(mesh)).reshape(mesh)
-        self.most = LATENCIES * hardware.machine.latency  # bytes of combined collectives
+        self.most = LATENCIES * hardware.cost_model.latency  # bytes of combined collectives
         self.terms: dict[tuple[str, int], tuple[float, float]] = {}
         for axis, size in enumerate(mesh):
             rows = np.moveaxis(ids, axis, -1).reshape(-1, size)

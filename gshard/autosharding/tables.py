@@ -37,7 +37,7 @@ from gshard.autosharding.touched import Touches
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.ops import PRODUCTS, Op
 from gshard.forecast.work import product_seconds
-from gshard.moving.costs import MEMORY_LIMIT, planning_for
+from gshard.moving.costs import MEMORY_LIMIT, use_cost_model
 from gshard.propagation.flow import Edge
 from gshard.rules.base.rule import RULES, Way
 from gshard.rules.base.ways import operand_moves, price
@@ -83,7 +83,7 @@ class Tables:
         self.combined = Rates(hardware, mesh, combined=True)
         # XLA for CPUs combines all-reduces of any size, and a ring takes the place of a collective.
         alone = hardware.compiler != "cpu" and not overlapped
-        largest = hardware.machine.largest_combined if alone else math.inf
+        largest = hardware.cost_model.largest_combined if alone else math.inf
         self.least = LeastRates(hardware, mesh, largest)
         self.least_combined = LeastRates(hardware, mesh, math.inf)
         self.weights = {getattr(v.aval, "shape", ()) for v in jaxpr.invars}
@@ -165,7 +165,7 @@ class Tables:
                 edge.atoms, (edge.factors.operands, edge.factors.results), strict=True
             )
         )
-        with planning_for(self.hardware.machine_for(math.prod(self.mesh))):
+        with use_cost_model(self.hardware.cost_model_for(math.prod(self.mesh))):
             ways = rule.ways(edge.eqn, operands, targets, MEMORY_LIMIT)
             sent = min(_sent(way, edge.eqn, operands, targets) for way in ways)
         return sent / self.hardware.sent_per_second

@@ -21,7 +21,7 @@ from gshard.tensors.sharding import Sharding
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorSite:
     """Where tensors are made: all first results of such operators."""
 
     source: str  # the name of the file, and the line
@@ -38,25 +38,27 @@ class Place:
 class Inside:
     """A sharding for the tensors of a place: all, or those with these numbers."""
 
-    place: Place
+    place: TensorSite
     numbers: tuple[int, ...] | None
     sharding: Sharding
 
 
-Places = dict[Any, tuple[Place, int]]  # of every tensor that an operator makes; its number there
+Places = dict[
+    Any, tuple[TensorSite, int]
+]  # of every tensor that an operator makes; its number there
 
 
 def places(closed: ClosedJaxpr) -> Places:
     """The places of a program's tensors."""
     found: Places = {}
-    counts: dict[Place, int] = {}
+    counts: dict[TensorSite, int] = {}
     for eqn in walk(closed.jaxpr):
         var = eqn.outvars[0] if eqn.outvars and eqn.primitive not in LOOPS else None
         shape = getattr(getattr(var, "aval", None), "shape", ())
         if shape:
             backward = "transpose(" in str(eqn.source_info.name_stack)
             source = os.path.basename(source_of(eqn))
-            place = Place(source, eqn.primitive.name, backward, tuple(shape))
+            place = TensorSite(source, eqn.primitive.name, backward, tuple(shape))
             counts[place] = counts.get(place, -1) + 1
             found[var] = (place, counts[place])
     return found
@@ -64,7 +66,7 @@ def places(closed: ClosedJaxpr) -> Places:
 
 def resolved(places: Places, wanted: Sequence[Inside]) -> dict[Any, Sharding]:
     """The tensors of a program that are annotated so; a place that it does not have is an error."""
-    by_place: dict[Place, list[Any]] = {}
+    by_place: dict[TensorSite, list[Any]] = {}
     for var, (place, _) in places.items():
         by_place.setdefault(place, []).append(var)
     found = {}

@@ -20,7 +20,7 @@ import numpy as np
 from gshard.errors import nearest
 from gshard.forecast.program import STYLES
 from gshard.forecast.topology import Network, Switch, Torus
-from gshard.moving.costs import Machine
+from gshard.moving.costs import CostModel
 
 _MACHINES = Path(__file__).parent / "machines"
 
@@ -86,11 +86,11 @@ class Hardware:
         return links * self.efficiency.links
 
     @property
-    def machine(self) -> Machine:
+    def cost_model(self) -> CostModel:
         """The partitioner's cost model: each speed relative to that of the links."""
         net, sent, efficiency = self.network, self.sent_per_second, self.efficiency
         waited = net.hop_seconds if net.kind == "torus" else net.inside_seconds
-        return Machine(
+        return CostModel(
             latency=(waited + efficiency.operator_seconds + efficiency.skew_seconds) * sent,
             flops_per_byte=self.rate("bfloat16") * efficiency.products / sent,
             memory_per_byte=self.memory_bandwidth * efficiency.memory / sent,
@@ -98,12 +98,12 @@ class Hardware:
             overlaps=self.overlaps,
         )
 
-    def machine_for(self, devices: int) -> Machine:
+    def cost_model_for(self, devices: int) -> CostModel:
         """The cost model of programs for so many devices, which may be in several nodes."""
         net = self.network
         if net.kind == "torus" or devices <= net.devices_per_node:
-            return self.machine
-        return replace(self.machine, distance=net.inside_bandwidth / net.outside_bandwidth)
+            return self.cost_model
+        return replace(self.cost_model, distance=net.inside_bandwidth / net.outside_bandwidth)
 
     def topology(self, devices: int) -> Torus | Switch:
         """How this many devices are connected."""

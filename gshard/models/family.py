@@ -54,7 +54,7 @@ class Deployment:
     def lowered(self, hardware: str | Path | Hardware) -> gshard.Lowered:
         """Its training step with Adafactor, partitioned for abstract devices of this hardware."""
         chosen = hardware_of(hardware)
-        key = (chosen.machine, chosen.compiler)  # all that partitioning and tracing depend on
+        key = (chosen.cost_model, chosen.compiler)  # all that partitioning and tracing depend on
         if key not in self._programs:
             self._programs[key] = self._lower(chosen)
         return self._programs[key]

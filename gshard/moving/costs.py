@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Machine:
+class CostModel:
     """The speeds of hardware, each relative to the speed of the links between devices."""
 
     latency: float = 16 * 2**10  # bytes that could be sent during the latency of a collective
@@ -35,17 +35,17 @@ class Machine:
         return hash(self.latency)  # part of the key of every plan; there are few of them
 
 
-MACHINE = Machine()  # typical of present accelerators
-_planned_for = contextvars.ContextVar("planned_for", default=MACHINE)
+GENERIC_COSTS = CostModel()  # typical of present accelerators
+_planned_for = contextvars.ContextVar("planned_for", default=GENERIC_COSTS)
 
 
-def machine() -> Machine:
+def cost_model() -> CostModel:
     """The cost model that plans are made with now."""
     return _planned_for.get()
 
 
 @contextlib.contextmanager
-def planning_for(chosen: Machine) -> Iterator[None]:
+def use_cost_model(chosen: CostModel) -> Iterator[None]:
     """A context in which plans are made with this cost model."""
     token = _planned_for.set(chosen)
     try:
@@ -66,7 +66,7 @@ def sent_bytes(kind: str, size: int, members: int) -> int:
 
 def timed(sent: float, collectives: int = 1) -> float:
     """The cost of collectives that send so many bytes in all: with the latency of each."""
-    return sent + collectives * machine().latency
+    return sent + collectives * cost_model().latency
 
 
 def passes(rows: float) -> float:
@@ -76,7 +76,7 @@ def passes(rows: float) -> float:
 
 def worked(flops: float = 0.0, touched: float = 0.0) -> float:
     """The cost of operations and of bytes of memory traffic: the slower of the two decides."""
-    speeds = machine()
+    speeds = cost_model()
     return max(flops / speeds.flops_per_byte, touched / speeds.memory_per_byte)
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from gshard.graph.caching import cached
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
-from gshard.moving.costs import LATENCIES, Machine, machine, sent_bytes, timed
+from gshard.moving.costs import LATENCIES, CostModel, cost_model, sent_bytes, timed
 from gshard.moving.nodes import TensorNode, communicate
 from gshard.moving.plan import reshard_cost
 from gshard.moving.reductions import identity, reduce, reduced_bytes, tree_reduce_scatter
@@ -87,7 +87,7 @@ def combine(place: Place, tile: Tile, kind: str, target: Sharding, name: str = "
     here = tile.sharding
     if not here.unreduced or 0 in tile.shape:
         return Tile(tile.array, here.reduced, tile.shape)
-    scatter, _, _ = _plan(here, kind, target, tile.shape, tile.array.dtype, machine())
+    scatter, _, _ = _plan(here, kind, target, tile.shape, tile.array.dtype, cost_model())
     node = Reduce(Reason("step", tile.origin or name), here, tile.shape, kind, scatter)
     return Tile(communicate(node, tile.array, place), node.target, tile.shape)
 
@@ -165,14 +165,19 @@ def combine_cost(here: Sharding, kind: str, target: Sharding, aval: Any) -> floa
     shape = tuple(aval.shape)
     cost, result = 0.0, here.reduced
     if here.unreduced and 0 not in shape:
-        scatter, *sent = _plan(here, kind, target, shape, aval.dtype, machine())
+        scatter, *sent = _plan(here, kind, target, shape, aval.dtype, cost_model())
         cost, result = timed(*sent), scatter.result if scatter else result
     return cost + reshard_cost(result, target, shape, aval.dtype)
 
 
 @cached
 def _plan(
-    here: Sharding, kind: str, target: Sharding, shape: tuple[int, ...], dtype: Any, speeds: Machine
+    here: Sharding,
+    kind: str,
+    target: Sharding,
+    shape: tuple[int, ...],
+    dtype: Any,
+    speeds: CostModel,
 ) -> tuple[_Scatter | None, int, int]:
     """How a value is scattered while it is reduced, if it is; and its bytes and collectives.
 

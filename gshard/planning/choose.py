@@ -15,7 +15,7 @@ from jax.extend.core import primitives as p
 
 from gshard import _jax
 from gshard.moving.available import Mover
-from gshard.moving.costs import machine
+from gshard.moving.costs import cost_model
 from gshard.propagation.propagate import Propagated
 from gshard.rules import RULES
 from gshard.rules.base.rule import MOST_REMEMBERED, Rule, Shares, Way, equation_key
@@ -107,8 +107,8 @@ class Choice:
         shares: Shares | None,
     ) -> Way:
         """The same for operands with these shardings, and what it shares with other operators."""
-        kind, limit = self._kind(eqn), self.memory_limit
-        key = (kind, rule.ways or rule.factors, shardings, tuple(targets), shares, machine(), limit)
+        kind, limit, costs = self._kind(eqn), self.memory_limit, cost_model()
+        key = (kind, rule.ways or rule.factors, shardings, tuple(targets), shares, costs, limit)
         found = None if kind is None else _cheapest_before.get(key)
         if found is None:
             ways = ways_of(rule, eqn, shardings, targets, limit)

@@ -36,12 +36,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from gshard.graph.source import source_of
 from gshard.moving.costs import (
+    GENERIC_COSTS,
     LATENCIES,
-    MACHINE,
     MEMORY_LIMIT,
-    Machine,
-    machine,
-    planning_for,
+    CostModel,
+    cost_model,
+    use_cost_model,
 )
 from gshard.propagation.estimate import Estimator
 from gshard.propagation.flow import Flow
@@ -111,18 +111,18 @@ def propagate(
     split = {var: sharding for var, sharding in (given or {}).items() if any(sharding.splits)}
     replicated = dict.fromkeys(var for var in given or () if var not in split)
     flow = Flow(closed.jaxpr, num_devices, memory_limit, {**(inside or {}), **split})
-    with planning_for(_for_many_collectives(machine())):
+    with use_cost_model(_for_many_collectives(cost_model())):
         spread, conflicts = _Search(flow).best({}, flow.constants, replicated)
     return Propagated(spread.shardings, conflicts, flow.kinds, flow.uses)
 
 
-def _for_many_collectives(of: Machine) -> Machine:
+def _for_many_collectives(of: CostModel) -> CostModel:
     """The cost model for estimates that count small collectives one by one.
 
     They will be combined (`planning.improve.combine`), so that each has only a fraction of the
     latency, as in a full combination.
     """
-    return replace(of, latency=min(of.latency, MACHINE.latency) / LATENCIES)
+    return replace(of, latency=min(of.latency, GENERIC_COSTS.latency) / LATENCIES)
 
 
 Settled = tuple[Spread, tuple[Conflict, ...]]  # the final splits, and the decisions behind them

@@ -19,7 +19,7 @@ from gshard._jax import custom_partitioning_p, parse_sharding_rule, tensor_types
 from gshard.graph.evaluate import bind, evaluate, rebuilt
 from gshard.graph.reason import Reason
 from gshard.graph.source import because, on_behalf_of, source_of
-from gshard.rules.base.register import factors_of
+from gshard.rules.base.register import parse_factors
 from gshard.rules.base.rule import RULES, Context, Doc, Rule, cheapest, register
 from gshard.rules.base.ways import Layout
 from gshard.rules.callbacks import gathered
@@ -46,7 +46,7 @@ def custom_factors(eqn: JaxprEqn) -> Factors:
             rule, settings = rule
     if isinstance(rule, str):
         rule = parse_sharding_rule(rule, settings)
-    return factors_of(eqn, rule, dict.fromkeys(rule.reduction_factors, "sum"))
+    return parse_factors(eqn, rule, dict.fromkeys(rule.reduction_factors, "sum"))
 
 
 def _partition(

@@ -21,7 +21,7 @@ from gshard.graph.evaluate import bind
 from gshard.graph.reason import Reason
 from gshard.moving import collectives
 from gshard.moving.columnsort import columnsort, rows_needed, rows_sent
-from gshard.moving.costs import machine, passes, sent_bytes, timed, worked
+from gshard.moving.costs import cost_model, passes, sent_bytes, timed, worked
 from gshard.moving.halo import groups_along
 from gshard.moving.ordered import flipped
 from gshard.moving.plan import whole_along
@@ -92,7 +92,7 @@ def _sorted(eqn: JaxprEqn, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """
     x, *others = arrays
     width = 8 * itemsize_of(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else 0
-    if others or width < 16 or not machine().calls_to_compare:
+    if others or width < 16 or not cost_model().calls_to_compare:
         return bind(eqn, arrays)
     integer = jnp.dtype(f"int{width}")
 

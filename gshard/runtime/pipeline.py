@@ -19,7 +19,7 @@ from gshard.capture.placement import DeviceOrder
 from gshard.capture.stage import capture
 from gshard.forecast import Hardware
 from gshard.graph.history import History
-from gshard.moving.costs import MACHINE, planning_for
+from gshard.moving.costs import GENERIC_COSTS, use_cost_model
 from gshard.moving.seen import Seen
 from gshard.planning.improve import final_passes, passes
 from gshard.planning.plan import Plan, plan_note
@@ -70,9 +70,9 @@ def lower(
 @contextlib.contextmanager
 def _planning(hardware: Hardware | None, order: DeviceOrder) -> Iterator[None]:
     """A context with the costs of the hardware, and without the user's mesh."""
-    machine = hardware.machine_for(order.count) if hardware else MACHINE
-    machine = replace(machine, rings=True) if _has_rings(order) else machine
-    with _jax.without_mesh(), planning_for(machine):
+    costs = hardware.cost_model_for(order.count) if hardware else GENERIC_COSTS
+    costs = replace(costs, rings=True) if _has_rings(order) else costs
+    with _jax.without_mesh(), use_cost_model(costs):
         yield
 
 

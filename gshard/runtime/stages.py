@@ -27,7 +27,7 @@ from gshard.forecast.report import GENERIC
 from gshard.forecast.time import timed
 from gshard.graph.readable import counted, size
 from gshard.moving import inventory as explain
-from gshard.moving.costs import MACHINE
+from gshard.moving.costs import GENERIC_COSTS
 from gshard.planning.plan import Plan
 from gshard.runtime.compiled import Compiled, Stage
 from gshard.runtime.program import Program
@@ -169,7 +169,7 @@ class Lowered(Stage):
     def _other_plan(self, hardware: Hardware) -> str:
         """The hardware that the program was planned for, if that is not `hardware`."""
         planned = self._planned_for
-        if hardware.machine == (planned.machine if planned else MACHINE):
+        if hardware.cost_model == (planned.cost_model if planned else GENERIC_COSTS):
             return ""
         return planned.name if planned else GENERIC
 

@@ -17,7 +17,7 @@ from gshard.autosharding.model import build
 from gshard.autosharding.rates import Rates
 from gshard.autosharding.specs import mesh_shapes, sharding_of, specs_of
 from gshard.autosharding.subject import TracedProgram
-from gshard.capture.inside import Place, places
+from gshard.capture.inside import TensorSite, places
 from gshard.forecast.hardware import hardware
 from tests.oracle import random_array
 
@@ -270,7 +270,7 @@ def test_equal_layers_are_one_line():
     """Weights of one shape that are sharded alike are printed once, with their number."""
     said = [Annotated(f"[0][{n}]['w']", (16, 32), ((), ("a",)), saves=2e-3) for n in range(12)]
     said.append(Annotated("[0][0]['b']", (32,), (("a",),)))
-    place = Place("model.py:7", "dot_general", False, (8, 32))
+    place = TensorSite("model.py:7", "dot_general", False, (8, 32))
     inside = tuple(AnnotatedInside(place, (n,), (("a",), ())) for n in (0, 3))
     layout = gshard.Layout({"a": 8}, tuple(said), "h100", 1.0, 1, 1.0, inside=inside)
     assert str(layout).splitlines()[3:] == [

@@ -82,7 +82,7 @@ def test_two_axes_between_the_same_dims_are_one_exchange():
 
 def test_large_collectives_pay_their_latency():
     """As combined in lowered programs: those that take long to copy are not, nor exchanges."""
-    largest = int(MACHINE.machine.largest_combined) // 8 * 8
+    largest = int(MACHINE.cost_model.largest_combined) // 8 * 8
     alone, least = Rates(MACHINE, (8,)), LeastRates(MACHINE, (8,), largest)
     for spec in ((NONE,), (0,)):
         for size in (largest, largest + 8):

@@ -9,7 +9,7 @@ import pytest
 
 import gshard
 from gshard.autosharding.annotated import Annotated, AnnotatedInside
-from gshard.capture.inside import Place
+from gshard.capture.inside import TensorSite
 from tests.autosharding.test_auto import arguments, step
 from tests.oracle import random_array
 
@@ -59,7 +59,9 @@ def _all_paths(content, path=()):
 
 def test_a_file_edited_into_nonsense_is_an_error_or_a_layout(tmp_path):
     """Every value of a file, replaced by values of every other kind."""
-    inside = AnnotatedInside(Place("a.py:3", "dot_general", False, (8, 4)), (0, 2), (("a",), ()))
+    inside = AnnotatedInside(
+        TensorSite("a.py:3", "dot_general", False, (8, 4)), (0, 2), (("a",), ())
+    )
     layout = gshard.Layout(
         {"a": 2, "b": 4},
         (Annotated("[0]", (8, 4), (("a",), ("b",))),),
@@ -113,7 +115,9 @@ def _product(x, y):
             r"result\['made'\] of shape \(4, 8\); that of _product .* has shape \(16, 12\)",
         ),
         (
-            _layout(inside=(AnnotatedInside(Place("x.py:1", "sin", False, (8,)), None, ((),)),)),
+            _layout(
+                inside=(AnnotatedInside(TensorSite("x.py:1", "sin", False, (8,)), None, ((),)),)
+            ),
             r"a tensor made at x.py:1 sin 8, which this program does not have",
         ),
     ],

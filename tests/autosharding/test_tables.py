@@ -78,7 +78,7 @@ def test_a_slice_of_a_split_dim_sends_the_rows_that_change_tiles():
 def test_a_sort_along_a_split_dim_costs_the_cheapest_of_its_ways():
     """Two exchanges with the other dim: each sends 7/8 of a tile, with a latency."""
     found = inside(lambda x: lax.sort(x, dimension=0), (4096, 1024))
-    tile, latency = 4096 * 1024 * 4 // 8, hardware("h100").machine.latency
+    tile, latency = 4096 * 1024 * 4 // 8, hardware("h100").cost_model.latency
     assert found["d1"] == found[None] == 0
     assert found["d0"] == pytest.approx(2 * (tile * 7 // 8 + latency))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from gshard.graph.reason import Reason
-from gshard.moving.costs import MACHINE, planning_for
+from gshard.moving.costs import GENERIC_COSTS, use_cost_model
 from gshard.moving.nodes import planned_bytes
 from gshard.moving.partial import Reduce, combine, combine_cost
 from gshard.moving.plan import reshard
@@ -88,7 +88,7 @@ def test_a_reduction_costs_what_its_nodes_send(case):
         return reshard(place, done, target, Reason("step", "test")).array
 
     local = jax.ShapeDtypeStruct(here.local_shape(shape), dtype)
-    with planning_for(replace(MACHINE, latency=0.0)):
+    with use_cost_model(replace(GENERIC_COSTS, latency=0.0)):
         plan = jax.make_jaxpr(run)(local, jax.ShapeDtypeStruct((), jnp.int32)).jaxpr
         wanted = jax.ShapeDtypeStruct(shape, dtype)
         assert combine_cost(here, kind, target, wanted) == planned_bytes(plan)

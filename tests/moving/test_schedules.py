@@ -11,7 +11,7 @@ from jax import lax
 
 import gshard
 from gshard.moving import boxes, plan
-from gshard.moving.costs import machine
+from gshard.moving.costs import cost_model
 from gshard.moving.nodes import planned_bytes
 from gshard.moving.permute_rounds import in_rounds
 from gshard.moving.plan import plan_reshard, reshard_cost
@@ -117,7 +117,7 @@ def test_one_step_where_one_leads_there(source, target, kind, sent):
     (step,) = plan_reshard(*found, (16, 24), np.int8)
     assert step.kind == kind
     assert step.bytes == sent
-    wanted = 0 if kind == "slice" else sent + machine().latency
+    wanted = 0 if kind == "slice" else sent + cost_model().latency
     assert reshard_cost(*found, (16, 24), np.int8) == wanted
 
 

@@ -118,7 +118,7 @@ def test_the_mesh_is_one_that_expresses_most_arrays(tiles, crossed):
 
 
 def test_a_large_collective_is_not_copied_to_be_combined():
-    largest = costs.machine().latency * costs.machine().memory_per_byte / 2
+    largest = costs.cost_model().latency * costs.cost_model().memory_per_byte / 2
 
     node = AllReduce(Reason("result", "dot_general"), (tuple(range(D)),), "sum")
 

@@ -8,7 +8,7 @@ from typing import Literal
 from jax.extend.core import Jaxpr
 
 from gshard._jax import dce_jaxpr
-from gshard.moving.costs import machine
+from gshard.moving.costs import cost_model
 from gshard.planning.improve.combine import combine
 from gshard.planning.improve.expand import expand
 from gshard.planning.improve.hide import hide
@@ -37,5 +37,5 @@ def passes(overlapping: Overlap) -> tuple[Pass, ...]:
 
 def final_passes(overlapping: Overlap) -> tuple[Pass, ...]:
     """The passes that make collectives of nodes: the plan that is emitted."""
-    hides = machine().overlaps if overlapping == "auto" else overlapping
+    hides = cost_model().overlaps if overlapping == "auto" else overlapping
     return (expand, combine, hide) if hides else (expand, combine)

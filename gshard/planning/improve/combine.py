@@ -32,7 +32,7 @@ from gshard.forecast.ops import APART, LOOPS, PRODUCTS, size_of
 from gshard.graph import at_every_level, bodies, in_order
 from gshard.graph.evaluate import equations_of
 from gshard.moving.collectives import AllGather, AllReduce, CollectiveNode, ReduceScatter
-from gshard.moving.costs import EXCHANGED, LATENCIES, machine
+from gshard.moving.costs import EXCHANGED, LATENCIES, cost_model
 from gshard.moving.inventory import COLLECTIVES
 from gshard.moving.nodes import node_of
 from gshard.moving.packed import can_be_exchanged, run_together
@@ -76,7 +76,7 @@ class Combination:
 
 def combinations_of(jaxpr: Jaxpr) -> list[Combination]:
     """The combinations of a program or body, of two or more collectives each."""
-    speeds = machine()
+    speeds = cost_model()
     found: list[Combination] = []
     for alone in _alone(jaxpr):
         if alone.size <= speeds.largest_combined:
@@ -163,7 +163,7 @@ def combine(plan: Jaxpr) -> Jaxpr:
     is a combination of its own.
     """
     found = combinations_of(plan)
-    if machine().rings:
+    if cost_model().rings:
         taken = {eqn for c in found for eqn in c.members}
         found += [c for c in _alone(plan) if c.members[0] not in taken and _is_exchanged(c)]
     if not found:
@@ -190,7 +190,7 @@ def _written(combinations: Sequence[Combination]) -> dict[JaxprEqn, list[JaxprEq
         left, results = iter(operands), []
         for combination in combinations:
             values = [next(left) for _ in combination.members]
-            exchanged = machine().rings and _is_exchanged(combination)
+            exchanged = cost_model().rings and _is_exchanged(combination)
             results += run_together(combination.members, values, exchanged)
         return results
 

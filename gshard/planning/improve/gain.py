@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn, Literal
 from gshard.forecast.ops import product_of, size_of
 from gshard.graph import Graph
 from gshard.graph.schedule import Step, overlapped
-from gshard.moving.costs import machine, worked
+from gshard.moving.costs import cost_model, worked
 from gshard.moving.nodes import node_bytes
 from gshard.planning.improve.chains import Chain, is_light, is_product, is_sending
 from gshard.planning.improve.cuts import Cut
@@ -25,7 +25,7 @@ _TILE = 128  # rows and columns that matrix units take at once: smaller products
 
 def transfer(eqn: JaxprEqn) -> float:
     """The time of a node, without its latency."""
-    return node_bytes(eqn) * machine().distance
+    return node_bytes(eqn) * cost_model().distance
 
 
 def multiplication(eqn: JaxprEqn, cut: Cut | None = None, count: int = 1) -> float:

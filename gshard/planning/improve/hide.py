@@ -29,7 +29,7 @@ from gshard.graph import Graph, at_every_level, renamed
 from gshard.graph.evaluate import equations_of
 from gshard.graph.schedule import Dependence
 from gshard.moving.collectives import CollectiveNode
-from gshard.moving.costs import machine
+from gshard.moving.costs import cost_model
 from gshard.moving.nodes import node_of
 from gshard.planning.improve.combine import is_heavy
 from gshard.planning.improve.gain import multiplication
@@ -85,7 +85,7 @@ class _Choosing:
 
     def hide(self, transfer: JaxprEqn) -> None:
         """Find products that neither need a transfer nor are needed by another one."""
-        if time_of(transfer) <= machine().latency or not self._is_waited_for(transfer):
+        if time_of(transfer) <= cost_model().latency or not self._is_waited_for(transfer):
             return
         found = self._behind(transfer) or self._before(transfer)
         if found is not None:

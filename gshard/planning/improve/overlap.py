@@ -21,7 +21,7 @@ from gshard._jax import Var
 from gshard.graph import Graph, at_every_level, in_order
 from gshard.graph.evaluate import equations_of
 from gshard.graph.schedule import Dependence
-from gshard.moving.costs import machine
+from gshard.moving.costs import cost_model
 from gshard.planning.improve.chains import Chain, Chains, is_product, is_sending
 from gshard.planning.improve.cuts import Cut, on_pieces
 from gshard.planning.improve.gain import exposed, gain, gain_of_ring
@@ -35,7 +35,7 @@ Pieces = dict[tuple[Any, Cut, int], list[Any]]  # the variables of a value's pie
 @at_every_level
 def overlap(plan: Jaxpr, always: bool = False) -> Jaxpr:
     """The plan with communication in pieces where that is faster, or `always` where it can be."""
-    if not (always or machine().overlaps) or not any(map(is_sending, plan.eqns)):
+    if not (always or cost_model().overlaps) or not any(map(is_sending, plan.eqns)):
         return plan
     graph = Graph.of(plan)
     chosen = _chosen(graph, always)
@@ -55,7 +55,7 @@ def _chosen(graph: Graph, always: bool) -> list[Chain | Ring]:
     marked = [e for e in graph.eqns if is_product(e) or is_sending(e)]
     steps = [(e, e.invars, e.outvars) for e in graph.eqns]
     order, exposure = Dependence(steps, marked), exposed(steps)
-    latency = 0.0 if always else machine().latency  # small tensors are cut like large ones
+    latency = 0.0 if always else cost_model().latency  # small tensors are cut like large ones
     by_ring = {ring: gain_of_ring(ring, exposure, latency) for ring in rings(graph, order)}
     ranked: list[tuple[float, Sequence[Chain | Ring]]] = [(v, [r]) for r, v in by_ring.items()]
     better = {ring.node: value for ring, value in by_ring.items() if value > 0}
@@ -86,7 +86,7 @@ def _worthwhile(order: Dependence[JaxprEqn], exposure: Mapping[JaxprEqn, float])
     """
     found: dict[JaxprEqn, None] = {}
     for node, time in exposure.items():
-        if time > machine().latency:
+        if time > cost_model().latency:
             here = order.place[node]
             near = order.marked[max(here - _LEVELS_BEFORE, 0) : here]
             found |= dict.fromkeys(

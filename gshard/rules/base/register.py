@@ -78,7 +78,7 @@ def _rule_of(
 ) -> Rule:
     def factors(eqn: JaxprEqn) -> Factors:
         text = notation if isinstance(notation, str) else notation(eqn)
-        return factors_of(eqn, parse_sharding_rule(text, sizes), reduced)
+        return parse_factors(eqn, parse_sharding_rule(text, sizes), reduced)
 
     def run(ctx: Context, eqn: JaxprEqn, tiles: list[Tile], shapes: list[Shape]) -> Sequence[Any]:
         if local is None:
@@ -104,7 +104,7 @@ def _names(mappings: Sequence[Any]) -> Iterator[str]:
             yield from [dim] if isinstance(dim, str) else dim
 
 
-def factors_of(eqn: JaxprEqn, rule: Any, reduced: Mapping[str, str]) -> Factors:
+def parse_factors(eqn: JaxprEqn, rule: Any, reduced: Mapping[str, str]) -> Factors:
     """The factors that a parsed rule gives an equation.
 
     Factors that the rule does not pass through, that differ in size, or that only operands or only

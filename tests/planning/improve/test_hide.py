@@ -9,7 +9,7 @@ from jax.extend.core import Literal
 
 import gshard
 from gshard.graph import Graph, live
-from gshard.moving.costs import Machine, planning_for
+from gshard.moving.costs import CostModel, use_cost_model
 from gshard.planning.improve.hide import hide
 from tests.oracle import annotated, assert_same, assignments, random_array, run, sent
 
@@ -129,7 +129,7 @@ def test_any_program(data):
     how = {"devices": jax.devices()[:4], "overlap": True}
     marked = gshard.jit(annotated(fn, inputs, outputs), **how)
     program = marked.lower(*args)._program.history.programs["combine"]
-    with planning_for(Machine(latency=0.0)):
+    with use_cost_model(CostModel(latency=0.0)):
         barriers = hide(program)
     late = {v for e in barriers.eqns for v in e.outvars}
     for eqn in barriers.eqns:  # every equation is behind what it reads

@@ -9,7 +9,7 @@ import pytest
 
 import gshard
 from gshard.moving.available import Mover
-from gshard.moving.costs import MACHINE, planning_for
+from gshard.moving.costs import GENERIC_COSTS, use_cost_model
 from gshard.moving.seen import Seen
 from gshard.planning import choose
 from gshard.propagation.propagate import Propagated
@@ -95,11 +95,11 @@ def test_a_choice_is_made_anew_for_all_that_it_depends_on(forgotten, monkeypatch
     eqn = equation(jnp.add, X, X)
     rule = RULES[eqn.primitive]
 
-    def way(shardings=(ROWS, COLUMNS), target=ROWS, shares=None, machine=MACHINE, limit=0):
+    def way(shardings=(ROWS, COLUMNS), target=ROWS, shares=None, machine=GENERIC_COSTS, limit=0):
         choice = chooser(limit)
         monkeypatch.setattr(choice, "_shares", lambda *_: shares)
         tiles = [Tile(X[: 8 // s.tiles[0], : 8 // s.tiles[1]], s, X.shape) for s in shardings]
-        with planning_for(machine):
+        with use_cost_model(machine):
             return choice.cheapest(eqn, rule, tiles, [target])
 
     one = way()
@@ -108,7 +108,7 @@ def test_a_choice_is_made_anew_for_all_that_it_depends_on(forgotten, monkeypatch
     way(shardings=(ROWS, WHOLE))
     assert way(target=COLUMNS) != one
     way(shares=Shares(0.5, (1.0, 1.0), (1.0, 1.0), (frozenset(), frozenset())))
-    way(machine=replace(MACHINE, latency=MACHINE.latency * 2))
+    way(machine=replace(GENERIC_COSTS, latency=GENERIC_COSTS.latency * 2))
     way(limit=1)
     assert len(calls) == 6
 
@@ -147,9 +147,9 @@ def test_local_work_is_what_a_device_touches_or_multiplies():
 
     A row of a product multiplies for less time than it takes to read all of the other operand.
     """
-    machine = replace(MACHINE, memory_per_byte=4.0, flops_per_byte=2.0)
+    machine = replace(GENERIC_COSTS, memory_per_byte=4.0, flops_per_byte=2.0)
     cases = (jnp.sin, 1, 2 * 64, 2 * 8), (jnp.dot, 2, 2 * 8**3 / 2, 8 + 64 + 8)
-    with planning_for(machine):
+    with use_cost_model(machine):
         for fn, operands, replicated, by_row in cases:
             eqn = equation(fn, *[X] * operands)
             factors = RULES[eqn.primitive].factors(eqn)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import gshard
-from gshard.moving.costs import MEMORY_LIMIT, machine
+from gshard.moving.costs import MEMORY_LIMIT, cost_model
 from gshard.moving.partial import combine_cost
 from gshard.moving.plan import reshard_cost
 from gshard.rules.base.rule import RULES
@@ -94,8 +94,8 @@ def test_what_a_way_sends_is_what_the_plan_sends(name, here, there):
     ways = ways_of(RULES[eqn.primitive], eqn, operands, targets, MEMORY_LIMIT)
     way = least(ways, eqn, operands, targets)
     cost = price(way, eqn, operands, targets) - way.work
-    latencies = round((cost - low.plan.bytes) / machine().latency)
-    assert cost == low.plan.bytes + latencies * machine().latency
+    latencies = round((cost - low.plan.bytes) / cost_model().latency)
+    assert cost == low.plan.bytes + latencies * cost_model().latency
 
 
 _SCALAR = ("mul", "broadcast_in_dim", "convert_element_type", "lt", "add", "select_n")
