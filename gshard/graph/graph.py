@@ -176,6 +176,7 @@ def in_order(
     """
     graph = Graph(eqns)
     done: dict[JaxprEqn, None] = {}
+    opened: set[JaxprEqn] = set()
 
     def missing(eqn: JaxprEqn) -> list[JaxprEqn]:
         return [m for a in eqn.invars if (m := graph.maker(a)) and m not in done]
@@ -185,6 +186,8 @@ def in_order(
         stack = [goal]
         while stack:
             if makers := missing(stack[-1]):
+                assert stack[-1] not in opened, "equations depend on each other"
+                opened.add(stack[-1])
                 stack += reversed(makers)
             else:
                 done[stack.pop()] = None

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.extend.core import primitives as p
 
 from gshard.graph import (
@@ -44,6 +45,8 @@ def test_liveness_and_order():
     assert live(jaxpr.eqns, jaxpr.outvars) == [sin, tanh]
     assert in_order([tanh, cos, sin]) == [sin, tanh, cos]
     assert in_order([tanh, cos, sin], may_wait=lambda eqn: True) == [cos, sin, tanh]
+    with pytest.raises(AssertionError, match="depend on each other"):
+        in_order([sin.replace(invars=tanh.outvars), tanh])
     assert needed_for(sin.outvars, jaxpr.eqns) == [sin]
     assert inputs_of([tanh, cos]) == [sin.outvars[0], jaxpr.invars[0]]
     marks = {sin.outvars[0]: 7, tanh.outvars[0]: 8}
