@@ -144,6 +144,7 @@ def lowering_table(counts: Sequence[int] = (8, 64, 512, 2048)) -> list[dict[str,
                 "seconds_per_1000": 1000 * seconds / program.num_equations,
                 "jax_trace": jax_trace,
                 "jax_trace_and_lower": jax_both,
+                "ratio_to_trace": seconds / jax_trace,
             }
         )
     return rows

@@ -269,8 +269,7 @@ def struct_of(value: Any) -> Any:
     aval = _core.shaped_abstractify(value)
     if not isinstance(aval, _core.ShapedArray):
         return value
-    explicit = aval.sharding.mesh._any_axis_explicit
-    sharding = value.sharding if explicit else None
+    sharding = value.sharding if aval.sharding.mesh._any_axis_explicit else None
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
 
 
@@ -298,13 +297,14 @@ def copied(
     values: Sequence[Any],
     types: Sequence[Any] | None = None,
     changed: Mapping[str, Any] | None = None,
+    primitive: Any = None,
 ) -> list[Any] | None:
     """The results of `eqn` on `values`, copied into the program that is being traced.
 
     The equation keeps its source information, and no rule of JAX runs again. If the values have
     other types than before, the `types` of the results must be given, and the parameters that have
-    `changed` with them. None where copying is not possible: equations with effects, or a release of
-    JAX that traces in another way.
+    `changed` with them, or all of them with another `primitive`. None where copying is not
+    possible: equations with effects, or a release of JAX that traces in another way.
     """
     trace, info = _core.trace_ctx.trace, eqn.source_info
     if eqn.effects or not hasattr(trace, "emit_eqn"):
@@ -314,24 +314,27 @@ def copied(
         info = info.replace(name_stack=around + info.name_stack)
     operands = [trace.to_jaxpr_tracer(value, info) for value in values]
     types = [var.aval for var in eqn.outvars] if types is None else types
-    params = {**eqn.params, **changed} if changed else eqn.params
-    return trace.emit_eqn(operands, types, eqn.primitive, params, eqn.effects, info, eqn.ctx)
+    own, primitive = ({}, primitive) if primitive else (eqn.params, eqn.primitive)
+    params = {**own, **changed} if changed else own
+    return trace.emit_eqn(operands, types, primitive, params, eqn.effects, info, eqn.ctx)
 
 
 def made_alone(eqn: Any, values: Sequence[Any], results: Sequence[Any]) -> Any:
-    """The types of `results`, if a single copy of `eqn` on `values` made them; changed parameters.
+    """How to copy `eqn` to such `values`, if one equation on them made these `results`.
 
     None also if this release of JAX does not record that.
     """
     made: Any = getattr(results[0], "parent", None) if results else None
-    if getattr(made, "primitive", None) is not eqn.primitive or made.effects:
+    if not hasattr(made, "in_tracers") or made.effects:
         return None
+    other = None if made.primitive is eqn.primitive else made.primitive
+    before = {} if other else eqn.params
     alone = all(getattr(r, "parent", None) is made for r in results)
     operands = zip(made.in_tracers, values, strict=False)
     same = all(t is value or t._trace.get_const(t) is value for t, value in operands)
-    changed = {k: v for k, v in made.params.items() if k not in eqn.params or eqn.params[k] != v}
+    changed = {k: v for k, v in made.params.items() if k not in before or before[k] != v}
     counts = (len(made.in_tracers), len(made.outvars)) == (len(values), len(results))
-    return ([r.aval for r in results], changed) if alone and same and counts else None
+    return ([r.aval for r in results], changed, other) if alone and same and counts else None
 
 
 def current_context() -> Any:
