@@ -67,7 +67,6 @@ class Estimator:
         """The operators of the program one by one."""
         found: list[Operator] = []
         numbers: dict[Key, int] = {}
-        described: dict[Any, Key] = {}
         sources: dict[Any, tuple[Any, tuple[int, ...]]] = {}  # of what is transposed
         for edge in self.edges:
             operands = {
@@ -79,13 +78,11 @@ class Estimator:
                 order = edge.eqn.params["permutation"]
                 dims = tuple([order.index(d) for d in operands[0].dims])
                 sources[edge.eqn.outvars[0]] = (operands[0].value, dims)
-            if edge.kind not in described:
-                described[edge.kind] = _described(edge)
             share = min([self.shares.get(v, 1.0) for v in edge.atoms[1]], default=1.0)
             narrow = tuple(
                 [1.0 if isinstance(a, Literal) else self.narrow.get(a, 1.0) for a in edge.atoms[0]]
             )
-            kind = numbers.setdefault((described[edge.kind], share, narrow), len(numbers))
+            kind = numbers.setdefault((edge.kind, share, narrow), len(numbers))
             variables = (*[edge.atoms[0][i] for i in operands], *edge.atoms[1])
             found.append(Operator(kind, variables, edge.runs, edge, operands, share, narrow))
         return found
@@ -150,23 +147,6 @@ def _operand(var: Any, sources: Mapping[Any, tuple[Any, tuple[int, ...]]]) -> Op
     """A use of a value, identified by the value and not by the use."""
     value, dims = sources.get(var) or (var, tuple(range(len(var.aval.shape))))
     return Operand(value, dims, value, (value,))
-
-
-def _described(edge: Edge) -> Key:
-    """Everything that the cost of an operator depends on, except the shardings."""
-    factors, eqn = edge.factors, edge.eqn
-    if eqn is not None and RULES[eqn.primitive].ways:  # they may depend on all parameters
-        return edge if edge.kind is None else (edge.kind,)
-    avals = tuple((a.aval.shape, a.aval.dtype) for a in edge.atoms[0] + edge.atoms[1])
-    return (
-        eqn.primitive if eqn else None,
-        avals,
-        factors.operands,
-        factors.results,
-        tuple(factors.reduced.items()),
-        factors.replicated,
-        tuple(factors.instead.items()),
-    )
 
 
 def _edge_cost(

@@ -235,5 +235,5 @@ class Flow:
         outside: tuple[Dim, ...] = ((),) * more + inside
         runs = min(self.runs[a], self.runs[b])
         factors, atoms = Factors((outside,), (inside,), sizes), ([a], [b])
-        dims = Dims.of(factors, *atoms)
-        self.edges.append(Edge(len(self.edges), factors, atoms, 0, None, runs, dims))
+        dims, kind = Dims.of(factors, *atoms), (more, b.aval.shape, b.aval.dtype)
+        self.edges.append(Edge(len(self.edges), factors, atoms, 0, None, runs, dims, kind))
