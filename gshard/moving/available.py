@@ -20,7 +20,7 @@ from gshard.moving.recompute import Made
 from gshard.moving.seen import Seen
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
-from gshard.tensors.tile import Identity, Tile
+from gshard.tensors.tile import Key, Tile
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Available:
     None stands for a value that is recomputed for nothing when it is needed.
     """
 
-    forms: dict[Identity, dict[Sharding, Tile | None]] = field(default_factory=dict)
+    forms: dict[Key, dict[Sharding, Tile | None]] = field(default_factory=dict)
 
     def inner(self) -> Available:
         """What is available at the start of a body; what the body adds stays inside."""
@@ -113,6 +113,8 @@ class Mover:
     def remember(self, made: Made) -> None:
         """Note how a value was made: it may be recomputed elsewhere, instead of being moved."""
         if not all(t.sharding.is_tiling for t in (*made.operands, made.result)):
+            return
+        if made.result.key in [t.key for t in made.operands]:  # it changes nothing
             return
         ways = self.place.made
         ways[made.result.key] = (made, *ways.get(made.result.key, ()))

@@ -33,6 +33,7 @@ from gshard.moving.steps import (
     Slice,
     Spread,
     Step,
+    can_permute,
     copies_as_split,
 )
 from gshard.tensors.devices import Place
@@ -208,7 +209,7 @@ def _direct(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> It
     """The steps that lead directly to `target`."""
     if here.idle or target.idle:
         return
-    if here.tiles == target.tiles:
+    if can_permute(here, target):
         yield Permute(here, target, shape, itemsize)
     kept = kept_tiles(here, target)
     if kept == here.tiles:
@@ -238,11 +239,11 @@ def _steps(here: Sharding, target: Sharding, shape: Shape, itemsize: int) -> Ite
             yield to(Spread, Sharding.replicated(here.rank, here.num_devices))
         if here.idle != target.idle:
             return
-    if here.idle and here.tiles == target.tiles:
+    if here.idle and can_permute(here, target):
         yield to(Permute, target)
     yield from _direct(here, target, shape, itemsize)
     for between in _predecessors(target):
-        if between.tiles == here.tiles and between != here:
+        if can_permute(here, between) and between != here:
             yield to(Permute, between)
     alike = _cut_alike(here, target)
     if alike:

@@ -131,6 +131,11 @@ class Permute(Step):
         return Tile(x, self.target, tile.shape)
 
 
+def can_permute(here: Sharding, target: Sharding) -> bool:
+    """Whether every device gets its tile if each sends its own once."""
+    return here.tiles == target.tiles and target.replicas <= here.replicas
+
+
 def permutation(source: Sharding, target: Sharding) -> list[tuple[int, int]]:
     """The (source, destination) pairs that give every device its tile in `target`."""
     senders = {

@@ -33,6 +33,9 @@ class Identity:
         return id(self.value)
 
 
+Key = tuple[Identity, tuple[int, ...]]
+
+
 @dataclass(frozen=True)
 class Tile:
     """A device's part of a tensor of logical `shape`.
@@ -49,9 +52,12 @@ class Tile:
     origin: str = ""
 
     @property
-    def key(self) -> Identity:
-        """What is known of this very array is found by this key."""
-        return Identity(self.array)
+    def key(self) -> Key:
+        """What is known of this value is found by this key.
+
+        A reshape may change nothing on a device: one array is then a tile of two tensors.
+        """
+        return Identity(self.array), self.shape
 
     @property
     def is_standard(self) -> bool:

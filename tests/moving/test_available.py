@@ -48,6 +48,15 @@ def test_a_part_of_a_replicated_tensor_is_the_tensor_again():
     assert known.of(part)[WHOLE] is tile
 
 
+def test_one_array_may_be_a_tile_of_two_tensors():
+    """A reshape from 4 rows of 8 to one of 32 changes nothing on a device."""
+    known, replicated = Available(), Sharding.replicated(2, DEVICES)
+    tile = tile_of((DEVICES, 8), under(even_split(2, 0, DEVICES)))
+    known.add(tile, tile_of(tile.shape, replicated))
+    flat = Tile(tile.array, under(even_split(2, 1, DEVICES)), (1, 8 * DEVICES))
+    assert replicated not in known.of(flat)
+
+
 def test_what_the_body_of_a_loop_moves_is_not_available_outside():
     known, tile, moved = Available(), tile_of(SHAPE, ROWS), tile_of(SHAPE, COLUMNS)
     known.add(tile, tile_of(SHAPE, WHOLE))

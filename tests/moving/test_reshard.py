@@ -74,6 +74,14 @@ def test_everything_arrives(case):
     assert_arrives(*case)
 
 
+def test_from_few_devices_to_copies_on_more():
+    """No permute: each tile has one sender and two receivers."""
+    source = Sharding.of_assignment(np.array([[0, 1, 2]]), 8)
+    copies = Sharding(Sharding.of_assignment(np.array([[[0, 2], [1, 4], [3, 5]]]), 8).splits[:2], 8)
+    assert (source.replicas, copies.replicas) == (1, 2)
+    assert_arrives((3, 3), source, copies)
+
+
 @given(reshardings())
 def test_no_plan_replicates_on_the_way(case):
     """Unless the target is replicated, or devices are idle, no step holds the whole tensor."""

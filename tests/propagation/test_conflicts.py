@@ -137,7 +137,7 @@ def test_layers_in_a_loop_go_like_layers_in_a_row():
 def test_hash_order_does_not_matter():
     script = (
         "import jax; jax.config.update('jax_num_cpu_devices', 8)\n"
-        "from tests.test_conflicts import fsdp\n"
+        "from tests.propagation.test_conflicts import fsdp\n"
         "import hashlib; print(hashlib.sha1(fsdp(jax.jit).as_text().encode()).hexdigest())"
     )
     found = set()

@@ -124,6 +124,14 @@ def test_new_dims_of_size_one_cost_nothing():
         assert kinds(check(fn, x, exact=True, inputs=s)) == {}
 
 
+def test_a_reshape_that_changes_no_tile():
+    """The local array is a tile of both tensors, and neither is recomputed from itself."""
+    rows = even_split(2, 0, 2)
+    how = {"devices": 2, "inputs": [rows], "outputs": [rows]}
+    check(lambda x: x.reshape(1, -1)[:, :13], random_array((2, 7)), exact=True, **how)
+    check_grad(lambda x: x.reshape(1, -1)[:, :13], random_array((2, 7)), **how)
+
+
 def test_copies_and_precision_are_free():
     x, s = random_array((13, 4)), [even_split(2, 0, 8)]
     for fn in (jnp.copy, lambda x: lax.reduce_precision(x, 5, 10)):
