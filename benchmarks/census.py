@@ -4,7 +4,13 @@
     python -m benchmarks.census --out after.json --compare before.json
 
 A change of the partitioner that should change nothing is held to this: with `--compare` the rows
-that differ are printed, and the exit status is 1 if a program sends more bytes than before.
+that differ are printed, and the exit status is 1 if a program sends more bytes than before. With
+`--markdown` the comparison is the table of docs/results/before-and-after.md.
+
+The code of another commit is lowered in a checkout that has its package:
+
+    git worktree add OTHER && cd OTHER && git rm -rq gshard && git checkout COMMIT -- gshard
+    python -m benchmarks.census --out before.json
 """
 
 from __future__ import annotations
@@ -91,7 +97,8 @@ def lowered_row(fn: Callable[..., Any], arguments: tuple[Any, ...], devices: Any
     seconds = time.process_time() - start
     return {
         "bytes": sum(c.total_bytes for c in lowered.collectives),
-        "collectives": sum(c.count * c.values for c in lowered.collectives),
+        # Older commits do not say how many values a collective has.
+        "collectives": sum(c.count * getattr(c, "values", 1) for c in lowered.collectives),
         "equations": lowered.num_equations,
         "text": hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16],
         "seconds": round(seconds, 3),
@@ -120,11 +127,32 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> bool:
     return not worse
 
 
+def markdown(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """A row for every program that is not random, and one for all random ones."""
+    rows, random = [], [name for name in after if name.startswith("random ") and name in before]
+    for name in [n for n in after if n in before and n not in random]:
+        rows.append((name, before[name], after[name]))
+    sums = [
+        {k: sum(found[name][k] for name in random) for k in ("bytes", "equations")}
+        for found in (before, after)
+    ]
+    rows.append((f"{len(random)} random programs", *sums))
+    lines = [
+        "| program | bytes before | now | equations before | now |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, old, new in rows:
+        numbers = (old["bytes"], new["bytes"], old["equations"], new["equations"])
+        lines.append(f"| {name} | " + " | ".join(f"{n:,}" for n in numbers) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Lower all programs, and compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--compare", type=Path)
+    parser.add_argument("--markdown", action="store_true", help="print a table of both")
     parser.add_argument(
         "--random",
         type=int,
@@ -140,7 +168,10 @@ def main() -> None:
         except Exception as error:  # one broken program must not hide the others
             print(f"FAILED {name}: {type(error).__name__}: {error}", file=sys.stderr)
     chosen.out.write_text(json.dumps(found, indent=1))
-    if chosen.compare and not compare(json.loads(chosen.compare.read_text()), found):
+    before = json.loads(chosen.compare.read_text()) if chosen.compare else {}
+    if chosen.markdown:
+        print(markdown(before, found))
+    if before and not compare(before, found):
         sys.exit(1)
 
 

@@ -30,7 +30,7 @@ from rich.table import Table
 import gshard
 from examples.recipes.recipe import D, Recipe
 from examples.recipes.transformer import LARGE, SMALL, Size
-from gshard.forecast import known, present
+from gshard import forecast
 
 NAMES = (
     "data_parallel", "gradient_accumulation", "zero1", "fsdp", "hsdp", "tensor_parallel",
@@ -59,7 +59,7 @@ def measure(recipe: Recipe, xla: bool, steps: bool, hardware: str | None = None)
         theirs = gshard.jit(recipe.step, partitioner="xla").lower(*recipe.arguments)
         found["xla"] = recipe.sent(theirs.collectives)
         if steps:
-            here = gshard.jit(recipe.step, hardware=hardware or present())
+            here = gshard.jit(recipe.step, hardware=hardware or forecast.present())
             timed = here.lower(*recipe.arguments)
             found |= ratios_of_times(recipe, [timed.compile(), theirs.compile()])
     return found
@@ -130,7 +130,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="recipes whose name contains this")
     parser.add_argument("--size", choices=("small", "large", "both"), default="both")
     parser.add_argument("--no-xla", action="store_true", help="gshard alone, which is quick")
-    parser.add_argument("--hardware", choices=known(), help="the machine that gshard plans for")
+    parser.add_argument(
+        "--hardware", choices=forecast.known(), help="the machine that gshard plans for"
+    )
     parser.add_argument("--steps", action="store_true", help="step times of the small model too")
     parser.add_argument("--markdown", action="store_true", help="print the table for the docs")
     options = parser.parse_args()

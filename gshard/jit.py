@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
@@ -235,10 +237,11 @@ class Jitted(Generic[P, R]):
         leaves: Sequence[Any],
         static: StaticLeaves | None = None,
     ) -> Lowered:
-        traced, order, mesh = self._trace(args, kwargs, leaves)
-        if refs := refs_of(traced):
-            return self._of_refs(traced).lower(*refs, *leaves)
-        return self._lower(traced, order, mesh, leaves, static)
+        with _collecting_new_objects_alone():
+            traced, order, mesh = self._trace(args, kwargs, leaves)
+            if refs := refs_of(traced):
+                return self._of_refs(traced).lower(*refs, *leaves)
+            return self._lower(traced, order, mesh, leaves, static)
 
     def _trace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
@@ -367,6 +370,22 @@ class Jitted(Generic[P, R]):
             )
             self._with_leaves[traced.jaxpr] = Jitted(keywords, self.options, on_refs(traced))
         return self._with_leaves[traced.jaxpr]
+
+
+@contextlib.contextmanager
+def _collecting_new_objects_alone() -> Iterator[None]:
+    """The garbage collector leaves out the objects that were there before, as during a lowering.
+
+    It makes many objects, so that the collector would look at all of the process's, more than once.
+    """
+    if gc.get_freeze_count():  # the user's own, or a lowering around this one
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @_jax.weakref_cache

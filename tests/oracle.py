@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gshard
-from gshard.tensors.uneven import UnevenArray
+from gshard import UnevenArray
 
 DEVICE_COUNTS = (2, 3, 4, 6, 8)
 SIZES = (1, 2, 3, 5, 7, 8, 12, 13)

@@ -165,6 +165,26 @@ def test_the_garbage_collector_is_left_as_it_was():
         gc.enable()
 
 
+def test_the_collector_looks_at_new_objects_alone_during_a_lowering():
+    frozen = []
+
+    def fn(x):
+        frozen.append(gc.get_freeze_count())
+        return x + 1
+
+    try:
+        gc.unfreeze()
+        gshard.jit(fn).lower(np.ones(8, np.float32))
+        assert gc.get_freeze_count() == 0
+        gc.freeze()
+        kept = gc.get_freeze_count()
+        gshard.jit(lambda x: fn(x)).lower(np.ones(8, np.float32))
+        assert gc.get_freeze_count() >= kept - 100  # the user's own stays; some objects died
+    finally:
+        gc.freeze()
+    assert all(frozen)
+
+
 def test_annotations_are_the_identity_elsewhere():
     x = random_array((6, 4))
 
