@@ -98,7 +98,9 @@ _SUMS = (p.add_p, p.add_jaxvals_p)
 def _is_shift(pieces: Pieces, dim: int) -> bool:
     """Whether a slice or pad keeps most rows of one tensor, and fills the others with a number."""
     kept = [rows for rows in pieces if not rows.fill]
-    return len(kept) == 1 and 0 < kept[0].source.aval.shape[dim] <= 2 * kept[0].count
+    if len(kept) != 1 or kept[0].inserted:  # a source that lacks dims is no tensor of these rows
+        return False
+    return 0 < kept[0].source.aval.shape[dim] <= 2 * kept[0].count
 
 
 class _Origins:
