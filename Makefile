@@ -43,6 +43,7 @@ lint: $(VENV)/installed
 	MYPY_NUM_WORKERS=2 $(RUN) -m mypy
 	$(VENV)/bin/lint-imports --no-cache --no-logo
 	$(RUN) -m tools.hygiene
+	$(RUN) -m tools.structure --check
 
 format: $(VENV)/installed
 	$(RUN) -m ruff check --fix .

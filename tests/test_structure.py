@@ -5,7 +5,7 @@ from pathlib import Path
 import grimp
 import pytest
 
-from tools import structure
+from tools import budget, structure, walks
 from tools.structure import part
 
 ROOT = Path(__file__).parents[1]
@@ -71,12 +71,76 @@ def test_parameters_that_a_release_renames_are_read_in_one_file():
             assert '"num_carry"' not in path.read_text(), path
 
 
-def test_lines_of_the_partitioner(tmp_path):
+def test_the_budget_holds():
+    assert not budget.excess(ROOT)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A package of three parts with its page."""
     for name, count in (("jit.py", 3), ("rules/sort.py", 2), ("rules/fft.py", 5), ("mt/run.py", 7)):
         path = tmp_path / "gshard" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("pass\n" * count)
-    assert structure.partitioner_lines(tmp_path) == {"files on top": 3, "rules": 7}
+    for name in ("test_jit.py", "rules/test_fft.py"):
+        path = tmp_path / "tests" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/design.md").write_text("\n".join(budget.table(tmp_path)))
+    return tmp_path
+
+
+def test_sizes(small):
+    assert budget.sizes(small) == {
+        "face": (3, 1, 0),
+        "rules": (7, 2, 1),
+        "mt": (7, 1, 1),
+        "partitioner": (10, 3, 1),
+        "all": (17, 4, 2),
+    }
+
+
+def test_a_budget_that_is_exceeded(small):
+    assert not budget.excess(small)
+    (small / "gshard/rules/sort.py").write_text("KNOWN: dict = {}\n\n\neqn.primitive.name == 'a'\n")
+    (small / "gshard/nn.py").touch()
+    assert budget.excess(small) == [
+        "face: 2 files, budget 1",
+        "face: 1 untested, budget 0",
+        "rules: 9 lines, budget 7",
+        "partitioner: 12 lines, budget 10",
+        "partitioner: 4 files, budget 3",
+        "partitioner: 2 untested, budget 1",
+        "all: 19 lines, budget 17",
+        "all: 5 files, budget 4",
+        "all: 3 untested, budget 2",
+        "comparisons with `primitive.name`: 1, budget 0",
+        "module-level dictionaries that are written to, in `planning` and `rules`: 1, budget 0",
+    ]
+
+
+@pytest.mark.parametrize("name", walks.WALKS)
+def test_walks_are_short(name):
+    start = walks.WALKS[name]
+    found = walks.walk(walks.House(ROOT), start)
+    assert found.stays <= start.stays, found.route
+    assert found.returns <= start.returns, found.route
+
+
+def test_a_walk_follows_what_calls_return(tmp_path):
+    files = {
+        "a.py": "from gshard.b import f\nfrom gshard.c import C\n\n\ndef start(x):\n"
+        "    y = f(x)\n    c = C(y)\n    return c.close(x) if y else f(c)\n",
+        "b.py": "def f(v):\n    return v + 1\n",
+        "c.py": "class C:\n    def __init__(self, w):\n        self.w = w\n\n"
+        "    def close(self, x):\n        return x\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "gshard").mkdir(exist_ok=True)
+        (tmp_path / "gshard" / name).write_text(text)
+    found = walks.walk(walks.House(tmp_path), walks.Start("gshard.a", "start", "x", 0, 0))
+    assert found.route == ["a.py", "b.py", "c.py"]
 
 
 def test_files_are_small():

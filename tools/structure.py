@@ -1,5 +1,7 @@
 """`python -m tools.structure [ROOT]`: the parts of the package, and the imports between them.
 
+With `--check` it prints only the budgets that are exceeded (`tools/budget.py`), and fails.
+
 A part is a file or a package directly under `gshard/` or `gshard/mt/`. An arrow says that one part
 imports another; it climbs back if it lies on a circle of arrows, since then no order of reading
 meets every part before what is built on it. Files and functions above the limits are named too.
@@ -16,12 +18,10 @@ from pathlib import Path
 
 import grimp
 
+from tools import budget
+
 FOLDERS = ("gshard", "tests", "examples", "benchmarks", "tools")
 SOURCES = (".py", ".js", ".css", ".html")
-NOT_PARTITIONER = (
-    "autosharding", "commands", "contrib", "explanation", "forecast", "models", "mt", "nn",
-)  # fmt: skip
-NEWER = ("checking",)  # packages that are counted by themselves
 MOST_LINES_IN_A_FILE = 400
 MOST_LINES_IN_A_FUNCTION = 60
 
@@ -80,17 +80,6 @@ def source_files(root: Path) -> Iterator[Path]:
                 yield path
 
 
-def partitioner_lines(root: Path) -> dict[str, int]:
-    """The lines of Python of each part of the partitioner, the files on top as one part."""
-    found: dict[str, int] = {}
-    for path in sorted((root / "gshard").rglob("*.py")):
-        names = path.relative_to(root / "gshard").parts
-        name = names[0] if len(names) > 1 else "files on top"
-        if name not in NOT_PARTITIONER:
-            found[name] = found.get(name, 0) + len(path.read_text().splitlines())
-    return found
-
-
 def long_files(root: Path) -> list[str]:
     """Files above the limit, with their lines."""
     lines = {path: len(path.read_text().splitlines()) for path in source_files(root)}
@@ -126,11 +115,7 @@ def report(root: Path) -> str:
     inside_mt = sum(len(bs) for a, bs in found.items() if a.startswith("mt."))
     total = sum(map(len, found.values()))
     lines += ["", f"{total} arrows between {len(found)} parts, {inside_mt} of them from mt"]
-    counts = partitioner_lines(root)
-    newer = sum(counts.pop(name, 0) for name in NEWER)
-    lines += [f"{sum(counts.values()):,} lines of the partitioner"]
-    lines += [f"  {count:>6,} {name}" for name, count in counts.items()]
-    lines += [f"{newer:,} lines of {' and '.join(NEWER)}, counted by themselves"]
+    lines += ["", *budget.table(root), ""]
     for title, items in (
         ("arrows that climb back", [f"{a} -> {b}" for a, b in climbing(found)]),
         (f"files above {MOST_LINES_IN_A_FILE} lines", long_files(root)),
@@ -144,7 +129,13 @@ def main() -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("root", nargs="?", type=Path, default=Path.cwd())
-    print(report(parser.parse_args().root.resolve()), end="")
+    parser.add_argument("--check", action="store_true", help="only budgets that are exceeded")
+    options = parser.parse_args()
+    root = options.root.resolve()
+    if not options.check:
+        print(report(root), end="")
+    elif found := budget.excess(root):
+        sys.exit("\n".join(found))
 
 
 if __name__ == "__main__":
