@@ -25,6 +25,7 @@ from jax._src.api_util import InternalFloatingPointError
 from jax._src.core import Primitive, Var
 from jax._src.custom_partitioning import custom_partitioning_p
 from jax._src.custom_partitioning_sharding_rule import str_to_sdy_sharding_rule
+from jax._src.distributed import global_state as processes
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import pxla as _pxla
 from jax._src.interpreters.partial_eval import dce_jaxpr
@@ -81,12 +82,11 @@ def python_implementation(primitive: Primitive) -> Callable[..., Any] | None:
     if primitive.name == "call_hi_primitive":  # brings its own decomposition
         return primitive.to_lojax
     # Sparse operators keep a Python implementation beside the one that calls a GPU library.
-    name = primitive.name
+    name, implementation = primitive.name, primitive.impl
     module = sys.modules.get(f"jax.experimental.sparse.{name.split('_')[0]}")
     beside = getattr(module, f"_{name}_impl", None)
     if beside is not None and getattr(module, f"{name}_p", None) is primitive:
         return beside
-    implementation = primitive.impl
     if getattr(implementation, "func", None) is _dispatch.apply_primitive:
         return None
     return None if getattr(implementation, "__func__", None) is Primitive.impl else implementation
@@ -390,7 +390,7 @@ __all__ = [
     "current_context", "custom_partitioning_p", "dce_jaxpr", "discharge_refs", "exclude_frames",
     "execute", "fun_name", "gamma_one", "iota_2x32_shape_p", "is_array_like", "is_current",
     "is_ref", "is_tracer", "is_tracing", "jit_info", "made_alone", "mlir", "optimization_barrier_p",
-    "parse_arguments", "parse_sharding_rule", "private_primitives", "prng_impl",
+    "parse_arguments", "parse_sharding_rule", "private_primitives", "prng_impl", "processes",
     "python_implementation", "quick_call", "quick_call_of_compiled", "quick_data",
     "ragged_dot_dense", "random_clone_p", "random_unwrap_p",
     "random_wrap_p", "ref_value", "register_array_type", "register_cache", "remat_p", "reshard_p",

@@ -26,6 +26,7 @@ from gshard.recording import (
     Site,
     standstill,
 )
+from gshard.recording.files import Owner
 from tests.oracle import assert_same
 
 ROOT = Path(__file__).parents[1]
@@ -140,11 +141,11 @@ def test_a_process_that_aborts_while_positions_are_read_was_not_killed(monkeypat
         recorder = recording.Recorder(tmp_path, index)
         recorder.enter(0, recorder.program("step", [{"kind": "all_reduce", "source": "a.py:1"}]), 0)
 
-    def look(host, pid):
+    def look(owner):
         ended[0] = -6
         return GONE
 
-    monkeypatch.setattr(recording, "_state", look)
+    monkeypatch.setattr(recording.files, "state", look)
     every = recording.read(tmp_path, ended.get)
     assert [p.state for p in every] == [FAILED, GONE]
     assert culprits(standstill(every)) == [1]
@@ -206,7 +207,7 @@ def test_marks_keep_every_collective_and_change_no_bit(monkeypatch, tmp_path):
     plain = gshard.jit(step, devices=devices)
     wanted = plain(w, x)
     monkeypatch.setenv(recording.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(recording, "_recorder", [])
+    monkeypatch.setattr(recording.writing, "_recorder", [])
     recorded = gshard.jit(lambda w, x: step(w, x), devices=devices)
     for _ in range(2):
         assert_same(recorded(w, x), wanted, exact=True)
@@ -227,7 +228,7 @@ def test_marks_keep_every_collective_and_change_no_bit(monkeypatch, tmp_path):
 def test_a_program_with_marks_can_be_cached(monkeypatch, tmp_path):
     """A pointer to a function of this process would make it another program in every process."""
     monkeypatch.setenv(recording.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(recording, "_recorder", [])
+    monkeypatch.setattr(recording.writing, "_recorder", [])
     x, devices = jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.devices()[:4]
     texts = [
         gshard.jit(lambda x: gshard.split(x, 0, 4).sum(0), devices=devices).lower(x)
@@ -242,10 +243,10 @@ def test_a_program_with_marks_can_be_cached(monkeypatch, tmp_path):
 def test_files_of_a_run_before_are_not_taken_for_processes(tmp_path):
     host = os.uname().nodename
     for index in (0, 7):  # which the new run need not have
-        old = tmp_path / f"{index}-{host}-{2**22 + 1}.position"  # no process has this number
-        old.write_bytes(b"")
-        os.utime(old, (1.0, 1.0))
-    recorder = recording.Recorder(tmp_path, 0)
+        old = Owner("a", index, host, 2**22 + 1, 5)  # no process has this number
+        for suffix in (".position", ".programs", ".ending"):
+            (tmp_path / f"{old}{suffix}").write_bytes(b"")
+    recorder = recording.Recorder(tmp_path, 0, "b")
     recorder.enter(3, recorder.program("step", [{"kind": "all_reduce", "source": "a.py:1"}]), 0)
     (position,) = recording.read(tmp_path)
     assert position.pid == os.getpid()

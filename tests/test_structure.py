@@ -10,7 +10,14 @@ from tools.structure import part
 
 ROOT = Path(__file__).parents[1]
 # What translation may import.
-PUBLIC = {"gshard", "gshard.errors", "gshard.nn", "gshard.pages", "gshard.recording"}
+PUBLIC = {
+    "gshard",
+    "gshard.errors",
+    "gshard.nn",
+    "gshard.pages",
+    "gshard.recording",
+    "gshard.untrusted",
+}
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from gshard.untrusted import printable as printable
+from gshard.untrusted import read_object as read_object
+from gshard.untrusted import read_text as read_text
+from gshard.untrusted import refuse_special as refuse_special
+
 PREFIX = ".part-"  # of what is not complete yet
 _LINK = "is a link to another file, which would be overwritten"
 
@@ -110,36 +115,6 @@ def write_json(path: Path, value: Any) -> None:
     with new_file(path) as part:
         text = json.dumps(value, ensure_ascii=False, indent=1, sort_keys=True)
         part.write_text(text + "\n", encoding="utf-8")
-
-
-def read_text(path: Path) -> str:
-    """The text of a regular file."""
-    refuse_special(path)
-    return path.read_text(encoding="utf-8")
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; a ValueError if it holds anything else."""
-    try:
-        found = json.loads(read_text(path))
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if not isinstance(found, dict):
-        raise ValueError("it holds no JSON object")
-    return found
-
-
-def refuse_special(path: Path) -> None:
-    """An OSError for a pipe or a device, which may never end, and for a folder."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.ENXIO, "is not a regular file", str(path))
-
-
-def printable(text: str) -> str:
-    """The text with what no terminal and no UTF-8 file should see spelt out, as `\\x1b`."""
-    if text.isprintable():
-        return text
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def checksum(path: Path) -> str:

@@ -23,7 +23,7 @@ from gshard.graph.history import History
 from gshard.moving import inventory as explain
 from gshard.moving.seen import replaced
 from gshard.planning.emission import emit
-from gshard.planning.emission.record import recorded
+from gshard.planning.emission.record import recorded, run_id
 from gshard.planning.improve.expand import expand
 from gshard.planning.plan import Plan
 from gshard.runtime.arrange import Arrangement
@@ -155,7 +155,7 @@ class Program(GlobalFunction):
         self.passes.add("emit", jaxpr, explain.collective_note)
         place = recording.folder(mesh.devices.flat[0].platform) if isinstance(mesh, Mesh) else None
         if place is not None:
-            recorder = recording.recorder(place, jax.process_index())
+            recorder = recording.recorder(place, jax.process_index(), run_id)
             jaxpr = recorded(jaxpr, tuple(mesh.shape.items()), self.name, recorder)
         eqns = [
             map_bodies(eqn, lambda closed: closed.replace(jaxpr=jaxpr))

@@ -260,7 +260,7 @@ class Supervisor:
         """The failure, after a word on who waits where; it is of the process that is waited for."""
         if failure.status in _USER_ERRORS:
             return failure
-        found = whereabouts.held_up_by(scratch, lambda index: children[index].poll())
+        found = whereabouts.held_up_by(scratch, len(children), lambda index: children[index].poll())
         if found is None:
             self._note(f"where they are: {whereabouts.steps([c.status() for c in children])}")
             return failure

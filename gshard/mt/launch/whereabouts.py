@@ -29,13 +29,22 @@ def recorded(scratch: Path) -> dict[str, str]:
 
 
 def held_up_by(
-    scratch: Path, status_of: recording.StatusOf = lambda index: None
+    scratch: Path, count: int, status_of: recording.StatusOf = lambda index: None
 ) -> tuple[int, str] | None:
-    """Which process holds the others up, and all of it in words; None if that is not known."""
-    found = recording.standstill(recording.read(scratch / _FOLDER, status_of))
-    if found is None or not found.culprits:
-        return None
-    return found.culprits[0].process, str(found)
+    """Which of `count` processes holds the others up, in words too; None if that is not known.
+
+    A process may start others, which record as runs of their own.
+    """
+
+    def status(index: int) -> int | None:
+        return status_of(index) if index < count else None
+
+    every = recording.read(scratch / _FOLDER, status)
+    for positions in recording.by_run([p for p in every if p.process < count]).values():
+        found = recording.standstill(positions)
+        if found is not None and found.culprits:
+            return found.culprits[0].process, str(found)
+    return None
 
 
 def steps(states: Sequence[Status]) -> str:

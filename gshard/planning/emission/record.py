@@ -8,7 +8,9 @@ element of the operand passes through a selection that always takes it: no bit o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +22,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import mlir
 
-from gshard import recording
+from gshard import _jax, recording
 from gshard.graph import bodies, map_bodies
 from gshard.graph.evaluate import equations_of
 from gshard.graph.regions import walk
@@ -77,6 +79,19 @@ def recorded(jaxpr: Jaxpr, sizes: Sizes, name: str, recorder: recording.Recorder
         return jaxpr
     key = recorder.program(name, table)
     return _Marking(sizes, key).program(jaxpr)
+
+
+def run_id() -> str:
+    """A name that the processes of one run share, and that no other run has."""
+    mine, client, key = os.urandom(6).hex(), _jax.processes.client, "gshard/run"
+    if client is None:
+        return mine
+    try:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
+            client.key_value_set(key, mine)
+        return str(client.blocking_key_value_get(key, 60_000))
+    except jax.errors.JaxRuntimeError:  # the others are gone: it is recorded as a run by itself
+        return mine
 
 
 def _told(collective: Collective) -> dict[str, Any]:

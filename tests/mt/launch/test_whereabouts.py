@@ -34,7 +34,7 @@ with reporting() as reporter:
 def test_processes_keep_their_positions_only_if_they_are_to(monkeypatch, tmp_path):
     monkeypatch.setenv(recording.VARIABLE, "0")
     assert whereabouts.recorded(tmp_path) == {}
-    assert whereabouts.held_up_by(tmp_path) is None
+    assert whereabouts.held_up_by(tmp_path, 3) is None
     monkeypatch.setenv(recording.VARIABLE, "1")
     (place,) = whereabouts.recorded(tmp_path).values()
     for index, entered in enumerate([3, 2, 3]):
@@ -42,12 +42,12 @@ def test_processes_keep_their_positions_only_if_they_are_to(monkeypatch, tmp_pat
         program = recorder.program("step", [{"kind": "all_reduce", "source": "train.py:9"}] * 3)
         for number in range(entered):
             recorder.enter(0, program, number)
-    index, words = whereabouts.held_up_by(tmp_path)
+    index, words = whereabouts.held_up_by(tmp_path, 3)
     assert index == 1
     assert "waits at collective 2 of step (all_reduce, train.py:9)" in words
     monkeypatch.delenv(recording.VARIABLE)
     assert whereabouts.recorded(tmp_path) == {recording.LAUNCHED: place}  # and another attempt
-    assert whereabouts.held_up_by(tmp_path) is None
+    assert whereabouts.held_up_by(tmp_path, 3) is None
     assert place == str(tmp_path / "record")
 
 
