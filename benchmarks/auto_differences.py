@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from gshard import Layout
-from gshard.autosharding.annotated import spec_of
-from gshard.autosharding.model import MeshProblem, build
-from gshard.autosharding.problem import FORBIDDEN, Problem
-from gshard.autosharding.solve import solve
-from gshard.autosharding.specs import NONE, specs_of
-from gshard.autosharding.subject import TracedProgram
-from gshard.autosharding.tables import PICO
+from gshard.autosharding.cost.model import MeshProblem, build
+from gshard.autosharding.cost.specs import NONE, specs_of
+from gshard.autosharding.cost.strategies import PICO
+from gshard.autosharding.layout.annotations import spec_of
+from gshard.autosharding.solver import solve
+from gshard.autosharding.solver.problem import FORBIDDEN, Problem
+from gshard.autosharding.traced import TracedProgram
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.program import walk
 from gshard.graph.source import site_of

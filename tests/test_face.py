@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
-from gshard.autosharding.annotated import Annotated
 from gshard.autosharding.layout import Layout
+from gshard.autosharding.layout.annotations import Annotated
 from gshard.forecast import hardware
 from gshard.forecast.report import by_function
 from gshard.nn import segment_mask

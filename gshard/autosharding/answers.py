@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from gshard.autosharding.budget import Clock
 from gshard.autosharding.candidates import ModelAnswer
-from gshard.autosharding.clock import Clock
-from gshard.autosharding.model import MeshProblem, build
-from gshard.autosharding.problem import NoAnswerError, Problem
-from gshard.autosharding.program import Result
-from gshard.autosharding.solve import presolving_work, solve, solve_with_priced_memory
-from gshard.autosharding.specs import MeshShape
-from gshard.autosharding.subject import TracedProgram
-from gshard.autosharding.tables import PICO
-from gshard.autosharding.windows import OverlapWindows, solve_windows
+from gshard.autosharding.cost.model import MeshProblem, build
+from gshard.autosharding.cost.specs import MeshShape
+from gshard.autosharding.cost.strategies import PICO
+from gshard.autosharding.cost.windows import OverlapWindows, solve_windows
+from gshard.autosharding.solver import presolving_work, solve, solve_with_priced_memory
+from gshard.autosharding.solver.ilp import Result
+from gshard.autosharding.solver.problem import NoAnswerError, Problem
+from gshard.autosharding.traced import TracedProgram
 from gshard.forecast.hardware import Hardware
 
 # Seconds of work for each node of a model, and how often it is built: copies count from the second

@@ -18,17 +18,17 @@ from typing import Any
 
 import jax
 
-from gshard.autosharding.annotated import Annotated, dims_of
 from gshard.autosharding.answers import Answers
+from gshard.autosharding.budget import Clock
 from gshard.autosharding.candidates import Candidates, ModelAnswer
-from gshard.autosharding.clock import Clock
 from gshard.autosharding.compact import Compact
+from gshard.autosharding.cost.rates import distinct_meshes
+from gshard.autosharding.cost.specs import MeshShape, specs_of
 from gshard.autosharding.layout import Layout
-from gshard.autosharding.meshes import distinct_meshes
+from gshard.autosharding.layout.annotations import Annotated, dims_of
 from gshard.autosharding.polishing import polished
 from gshard.autosharding.smaller import TOLERANCE, best_of, most_seconds, smaller
-from gshard.autosharding.specs import MeshShape, specs_of
-from gshard.autosharding.subject import TracedProgram
+from gshard.autosharding.traced import TracedProgram
 from gshard.forecast.hardware import Hardware, present
 from gshard.forecast.hardware import hardware as hardware_of
 from gshard.graph.readable import size
@@ -284,13 +284,14 @@ class _Chooser:
         found: list[Layout] = []
         for layout in Compact(self.candidates, choice).layouts(share):
             found.append(layout)
-            if not self._disappoint(found, choice) or not self._can_lower():
+            if not self._all_worse_than_model(found, choice) or not self._can_lower():
                 break
-        if not self._fits(found) or (self._disappoint(found, choice) and self._can_lower()):
+        worse = self._all_worse_than_model(found, choice)
+        if not self._fits(found) or (worse and self._can_lower()):
             found.append(self.candidates.of_all(choice))
         return found
 
-    def _disappoint(self, layouts: Sequence[Layout], choice: ModelAnswer) -> bool:
+    def _all_worse_than_model(self, layouts: Sequence[Layout], choice: ModelAnswer) -> bool:
         """Whether all of these are slower than the model of the answer says, or too large."""
         most = (1 + TOLERANCE) * choice.cost
         return not any(a.seconds <= most and a.memory_bytes <= self.limit for a in layouts)

@@ -12,14 +12,20 @@ import jax
 from jax.extend.core import Literal
 
 from gshard import _jax
-from gshard.autosharding.annotated import AXES, Annotated, AnnotatedInside, dims_of, dims_on
-from gshard.autosharding.clock import Clock
-from gshard.autosharding.explained import Considered
+from gshard.autosharding.budget import Clock
+from gshard.autosharding.cost.model import MeshProblem
+from gshard.autosharding.cost.specs import NONE, MeshShape, Spec, sharding_of, specs_of
 from gshard.autosharding.layout import Layout
-from gshard.autosharding.memory import Ints
-from gshard.autosharding.model import MeshProblem
-from gshard.autosharding.specs import NONE, MeshShape, Spec, sharding_of, specs_of
-from gshard.autosharding.subject import TracedProgram
+from gshard.autosharding.layout.annotations import (
+    AXES,
+    Annotated,
+    AnnotatedInside,
+    dims_of,
+    dims_on,
+)
+from gshard.autosharding.layout.summary import Considered
+from gshard.autosharding.solver.problem import Ints
+from gshard.autosharding.traced import TracedProgram
 from gshard.capture.inside import TensorSite, places
 from gshard.forecast.hardware import Hardware
 from gshard.forecast.report import Forecast

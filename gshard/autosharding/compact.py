@@ -9,13 +9,13 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from gshard.autosharding.annotated import Annotated, AnnotatedInside, dims_of
 from gshard.autosharding.candidates import Candidates, ModelAnswer
+from gshard.autosharding.cost.sharing import name_of
+from gshard.autosharding.cost.specs import NONE, Spec
 from gshard.autosharding.departures import Departures
 from gshard.autosharding.few import Few, Unit
 from gshard.autosharding.layout import Layout
-from gshard.autosharding.sharing import name_of
-from gshard.autosharding.specs import NONE, Spec
+from gshard.autosharding.layout.annotations import Annotated, AnnotatedInside, dims_of
 from gshard.capture.inside import TensorSite
 from gshard.forecast.ops import PRODUCTS
 from gshard.propagation.flow import Edge

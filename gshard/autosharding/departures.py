@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from gshard.autosharding.memory import Floats, Ints
-from gshard.autosharding.model import MeshProblem
-from gshard.autosharding.specs import MeshShape, sharding_of, specs_of
-from gshard.autosharding.tables import PICO
+from gshard.autosharding.cost.model import MeshProblem
+from gshard.autosharding.cost.specs import MeshShape, sharding_of, specs_of
+from gshard.autosharding.cost.strategies import PICO
+from gshard.autosharding.solver.problem import Floats, Ints
 from gshard.tensors.sharding import Sharding
 
 # How often operators choose again, each with its neighbours as they are.

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gshard.autosharding.cost.strategies import PICO
 from gshard.autosharding.departures import Departed, Departures
-from gshard.autosharding.tables import PICO
 from gshard.tensors.sharding import Sharding
 
 # By how much what propagation makes of the annotations may be worse than the answer, as a share of

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from gshard.autosharding.annotated import Annotated, dims_of
 from gshard.autosharding.candidates import Candidates
+from gshard.autosharding.cost.specs import NONE, specs_of
 from gshard.autosharding.layout import Layout
-from gshard.autosharding.specs import NONE, specs_of
+from gshard.autosharding.layout.annotations import Annotated, dims_of
 
 _BETTER = 1e-3  # share of the time below which a layout is not worth another round
 

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gshard.autosharding.annotated import Group, groups
 from gshard.autosharding.candidates import Candidates
 from gshard.autosharding.layout import Layout
+from gshard.autosharding.layout.annotations import Group, groups
 
 # By how much a layout may be slower than the best one to have fewer annotations.
 TOLERANCE = 0.01

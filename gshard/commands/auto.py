@@ -41,7 +41,7 @@ def auto(
 ) -> None:
     """Choose a mesh and annotations for a function; no accelerator needed."""
     import gshard
-    from gshard.autosharding.files import as_text
+    from gshard.autosharding.layout.annotations import as_text
 
     if bool(shapes) == (arguments is not None):
         raise UserError("give the shapes of the arguments, or --arguments module:function")

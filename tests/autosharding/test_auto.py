@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gshard
-from gshard.autosharding.annotated import Annotated, AnnotatedInside
 from gshard.autosharding.auto import _Chooser, bytes_of
-from gshard.autosharding.model import build
-from gshard.autosharding.rates import Rates
-from gshard.autosharding.specs import mesh_shapes, sharding_of, specs_of
-from gshard.autosharding.subject import TracedProgram
+from gshard.autosharding.cost.model import build
+from gshard.autosharding.cost.rates import Rates
+from gshard.autosharding.cost.specs import mesh_shapes, sharding_of, specs_of
+from gshard.autosharding.layout.annotations import Annotated, AnnotatedInside
+from gshard.autosharding.traced import TracedProgram
 from gshard.capture.inside import TensorSite, places
 from gshard.forecast.hardware import hardware
 from tests.oracle import random_array

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 import gshard
 from benchmarks import auto_cases
-from gshard.autosharding.annotated import Annotated, AnnotatedInside, dims_of
 from gshard.autosharding.auto import _Chooser
+from gshard.autosharding.budget import Clock
 from gshard.autosharding.candidates import Candidates
-from gshard.autosharding.clock import Clock
-from gshard.autosharding.meshes import distinct_meshes
-from gshard.autosharding.specs import sharding_of, specs_of
-from gshard.autosharding.subject import TracedProgram
+from gshard.autosharding.cost.rates import distinct_meshes
+from gshard.autosharding.cost.specs import sharding_of, specs_of
+from gshard.autosharding.layout.annotations import Annotated, AnnotatedInside, dims_of
+from gshard.autosharding.traced import TracedProgram
 from gshard.forecast.hardware import hardware
 
 MACHINE = hardware("h100")

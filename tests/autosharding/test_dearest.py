@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gshard.autosharding.dearest import Dearest
-from gshard.autosharding.latencies import Latencies
-from gshard.autosharding.problem import FORBIDDEN
-from gshard.autosharding.touched import Touched
+from gshard.autosharding.cost.lower_bound import Latencies, SharedMoves
+from gshard.autosharding.cost.work import FusedWork
+from gshard.autosharding.solver.problem import FORBIDDEN
 from gshard.forecast.hardware import hardware
 
 
@@ -35,7 +34,7 @@ def test_readers_pay_for_the_dearest_move(readers, specs, seed):
     tables = [rng.choice([0.0, 3.0, 8.0, FORBIDDEN], (2, specs)) for _ in range(readers)]
     costs = [np.zeros(specs), *(np.zeros(2) for _ in tables)]
     edges: list = []
-    dearest = Dearest()
+    dearest = SharedMoves()
     for reader, table in enumerate(tables, 1):
         dearest.add("x", reader, table)
     dearest.write({"x": 0}, costs, edges)
@@ -83,6 +82,6 @@ def test_only_reductions_of_rows_may_read_nothing(axes, reads):
     jaxpr = jax.make_jaxpr(lambda x: jnp.exp(x - jnp.sum(x * x, axes, keepdims=True)))(
         jax.ShapeDtypeStruct((64, 8, 128), jnp.float32)
     ).jaxpr
-    touched = Touched(jaxpr, hardware("h100"), 8, optimistic=True)
+    touched = FusedWork(jaxpr, hardware("h100"), 8, optimistic=True)
     eqn = next(e for e in jaxpr.eqns if e.primitive.name == "mul")
     assert bool(touched.of(eqn).reads) == reads

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import gshard
-from gshard.autosharding.annotated import Annotated
-from gshard.autosharding.meshes import distinct_meshes
-from gshard.autosharding.subject import TracedProgram
+from gshard.autosharding.cost.rates import distinct_meshes
+from gshard.autosharding.layout.annotations import Annotated
+from gshard.autosharding.traced import TracedProgram
 from gshard.forecast.hardware import hardware
 from tests.oracle import random_array
 

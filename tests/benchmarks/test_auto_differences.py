@@ -6,10 +6,10 @@ import pytest
 
 import gshard
 from benchmarks.auto_differences import differences, table
-from gshard.autosharding.annotated import Annotated
+from gshard.autosharding.budget import Clock
 from gshard.autosharding.candidates import Candidates
-from gshard.autosharding.clock import Clock
-from gshard.autosharding.subject import TracedProgram
+from gshard.autosharding.layout.annotations import Annotated
+from gshard.autosharding.traced import TracedProgram
 from gshard.forecast.hardware import hardware
 
 MACHINE = hardware("h100")

@@ -7,7 +7,7 @@ list their own (`Rule.ways`). The planner (`choose`) and the ranking of conflict
 (`propagation.estimate`) read these ways, and `price` is the one place where they are priced: what
 is sent to reshard operands, to combine partial results and to reshard results as wanted is added to
 the way's own cost (section 3.3.2, "Einsum Case Study"). Automatic annotation
-(`autosharding.tables`) adds what the cheapest of a rule's own ways sends to its strategies.
+(`autosharding.cost`) adds what the cheapest of a rule's own ways sends to its strategies.
 """
 
 from __future__ import annotations

@@ -1,0 +1,343 @@
+"""What moving data along the axes of a mesh takes: seconds by kind of collective and bytes.
+
+`Rates` prices the collectives that a lowered program is likely to have. `LowerBoundRates` prices no
+more than any program pays: a value may be moved along several mesh axes with one collective or with
+one after the other, in any order, and may be combined with others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from gshard.autosharding.cost.specs import (
+    NONE,
+    MeshShape,
+    Spec,
+    local_elements,
+    mesh_shapes,
+    specs_of,
+    tiles_of,
+)
+from gshard.autosharding.solver.problem import Bools, Floats, Ints
+from gshard.forecast.collective import Groups, collective_terms, reach
+from gshard.forecast.hardware import Hardware
+from gshard.moving.costs import LATENCIES
+
+
+@dataclasses.dataclass(frozen=True)
+class PartialSum:
+    """What an operator leaves on each device of a tensor, to be added up over some mesh axes."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    made: Spec  # how the partial results are sharded
+    axes: tuple[int, ...]
+    share: float = 1.0  # the part of it that is summed, at least
+
+
+# What gathering tiles of unequal sizes takes: in two steps, with rows evened out in between.
+_UNEVEN = 2.0
+
+_SAMPLE = 1 << 24  # bytes by which the rate of an axis is measured
+
+
+class Rates:
+    """Collectives along single mesh axes of a machine: latency, and seconds per byte.
+
+    Small collectives may be combined into one of up to `LATENCIES` times the bytes that are sent in
+    the latency of one. Where that is assumed (`combined`), each pays its part of a latency.
+    """
+
+    def __init__(self, hardware: Hardware, mesh: MeshShape, combined: bool = False) -> None:
+        self.hardware, self.mesh, self.combined = hardware, mesh, combined
+        topology = hardware.topology(math.prod(mesh))
+        ids = np.arange(math.prod(mesh)).reshape(mesh)
+        self.most = LATENCIES * hardware.cost_model.latency  # bytes of combined collectives
+        self.terms: dict[tuple[str, int], tuple[float, float]] = {}
+        for axis, size in enumerate(mesh):
+            rows = np.moveaxis(ids, axis, -1).reshape(-1, size)
+            groups = tuple(tuple(int(i) for i in row) for row in rows)
+            efficiency = hardware.efficiency
+            skew = efficiency.skew_seconds * reach(topology, groups)
+            for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+                sent, waited = collective_terms(topology, kind, _SAMPLE, groups)
+                latency = waited + efficiency.operator_seconds + skew
+                self.terms[kind, axis] = latency, sent / efficiency.links / _SAMPLE
+
+    def seconds(self, kind: str, axis: int, size: float) -> float:
+        """A collective on an operand of `size` bytes on each device."""
+        if self.mesh[axis] == 1:
+            return 0.0
+        return float(self._all_seconds(kind, axis, np.array(size)))
+
+    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
+    def reshards(self, shape: tuple[int, ...], itemsize: int) -> Floats:
+        """Seconds from each spec of a tensor to each other one.
+
+        Cut first, which sends nothing; then move axes between dims; then gather.
+        """
+        specs = np.array(specs_of(shape, self.mesh)).reshape(-1, len(self.mesh))
+        source, target = np.broadcast_arrays(specs[:, None], specs[None])
+        now = np.where(source == NONE, target, source)
+        total = np.zeros(now.shape[:2])
+        for kind in ("all_to_all", "all_gather"):
+            for axis in range(len(self.mesh)):
+                s, t = source[..., axis], target[..., axis]
+                moves = (s != NONE) & (s != t) & ((t == NONE) == (kind == "all_gather"))
+                sizes = self._local_elements(shape, now) * itemsize
+                seconds = self._all_seconds(kind, axis, sizes)
+                if kind == "all_gather" and not self.combined:
+                    seconds = np.where(self._uneven(shape, now), _UNEVEN * seconds, seconds)
+                total += np.where(moves, seconds, 0.0)
+                now[..., axis] = np.where(moves, t, now[..., axis])
+        return total
+
+    def sums(self, partial: PartialSum, spec: Spec) -> float:
+        """Seconds to add up partial results for a spec: first where the sum is cut on the way."""
+        now, total = partial.made, 0.0
+        for axis in sorted(partial.axes, key=lambda axis: spec[axis] == NONE):
+            size = local_elements(partial.shape, now, self.mesh) * partial.itemsize
+            kind = "all_reduce" if spec[axis] == NONE else "reduce_scatter"
+            total += self.seconds(kind, axis, size)
+            now = (*now[:axis], spec[axis], *now[axis + 1 :])
+        return total
+
+    def _all_seconds(self, kind: str, axis: int, sizes: Floats) -> Floats:
+        """`seconds` of many collectives at once."""
+        latency, per_byte = self.terms[kind, axis]
+        part = np.ones(sizes.shape)
+        if self.combined:
+            part = np.minimum(1.0, sizes / self.most)
+        return np.where(self.mesh[axis] == 1, 0.0, latency * part + per_byte * sizes)
+
+    def _uneven(self, shape: tuple[int, ...], specs: Ints) -> Bools:
+        """Whether a dim does not divide into tiles, under each of many specs."""
+        found = np.zeros(specs.shape[:-1], dtype=bool)
+        for dim, length in enumerate(shape):
+            found |= length % np.where(specs == dim, self.mesh, 1).prod(-1) != 0
+        return found
+
+    def _local_elements(self, shape: tuple[int, ...], specs: Ints) -> Floats:
+        """The elements of a tile under each of many specs, padding included."""
+        total = np.ones(specs.shape[:-1])
+        for dim, length in enumerate(shape):
+            tiles = np.where(specs == dim, self.mesh, 1).prod(-1)
+            total *= -(-length // tiles)
+        return total
+
+
+def distinct_meshes(machine: Hardware, devices: int) -> list[MeshShape]:
+    """Meshes of up to three axes, of those that differ in nothing but the order of axes one."""
+    found: dict[Any, MeshShape] = {}
+    for mesh in mesh_shapes(devices, 3):
+        terms = Rates(machine, mesh).terms
+        axes = [
+            (size, *(f"{t:.6g}" for (_, at), pair in terms.items() if at == axis for t in pair))
+            for axis, size in enumerate(mesh)
+        ]
+        found.setdefault(tuple(sorted(axes)), mesh)
+    return list(found.values())
+
+
+_LARGE = 1 << 40  # bytes of which the latency is nothing
+
+Axes = tuple[int, ...]
+
+
+class LowerBoundRates:
+    """Collectives along the axes of a mesh: the least latency, and the fewest seconds per byte.
+
+    A collective of more than `largest` bytes, or one that exchanges, has a latency of its own.
+    Others may be combined, and pay together (`reducing`, `gathering`). With no such limit
+    (infinite), nothing has a latency of its own.
+    """
+
+    def __init__(self, hardware: Hardware, mesh: MeshShape, largest: float) -> None:
+        self.hardware, self.mesh, self.largest = hardware, mesh, largest
+        self.topology = hardware.topology(math.prod(mesh))
+        self.ids = np.arange(math.prod(mesh)).reshape(mesh)
+
+    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
+    def reshards(self, shape: tuple[int, ...], itemsize: int) -> Floats:
+        """Seconds from each spec of a tensor to each other one.
+
+        Cut first, which sends nothing; then move axes between dims; then gather. Or gather all that
+        moves.
+        """
+        specs = np.array(specs_of(shape, self.mesh)).reshape(-1, len(self.mesh))
+        source, target = np.broadcast_arrays(specs[:, None], specs[None])
+        cut = np.where(source == NONE, target, source) != NONE
+        held = math.prod(shape) * itemsize / np.where(cut, self.mesh, 1).prod(-1)
+        moved = (source != NONE) & (target != NONE) & (source != target)
+        gathered = (source != NONE) & (target == NONE)
+        exchanged = self._exchanges(source, target, moved, held) + self._gathers(gathered, held)
+        return np.minimum(exchanged, self._gathers(moved | gathered, held))
+
+    def sums(self, partial: PartialSum, spec: Spec) -> float:
+        """Seconds to add up partial results for a spec: to scatter them over all axes and to gather
+        them again over those that the spec does not use. Small ones pay no latency here."""
+        size, every = self._tile(partial), self._several(partial)
+        if not every:
+            return 0.0
+        kept = tuple(a for a in every if spec[a] == NONE)
+        left = size / math.prod(self.mesh[a] for a in every if a not in kept)
+        kind = "all_reduce" if kept == every else "reduce_scatter"
+        sent = size * self._scattering(every) + (left * self._scattering(kept) if kept else 0.0)
+        return sent + float(self._waiting(kind, every, np.array(size), partial.share))
+
+    def reducing(self, partial: PartialSum) -> float:
+        """Seconds to start a sum that may be combined with others; 0 of others, and of those that
+        may be postponed."""
+        size, every = self._tile(partial), self._several(partial)
+        if not every or partial.share < 1.0 or size > self.largest:
+            return 0.0
+        return self._starting("reduce_scatter", every)
+
+    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
+    def gathering(self, axes: Axes) -> float:
+        """Seconds to start what replicates a small value along some axes: with an AllGather, as a
+        part of an AllReduce, or with permutations that double the copies each time."""
+        if not axes:
+            return 0.0
+        more = self._starting("all_reduce", axes) - self._starting("reduce_scatter", axes)
+        doubled = math.ceil(math.log2(math.prod(self.mesh[a] for a in axes)))
+        permuted = doubled * self._permuting[1]
+        return max(0.0, min(self._starting("all_gather", axes), more, permuted))
+
+    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
+    def _starting(self, kind: str, axes: Axes) -> float:
+        """The least latency along some axes, in any number of steps."""
+        if not axes:
+            return 0.0
+        return min(
+            self._terms(kind, step)[1] + self._starting(kind, _without(axes, step))
+            for step in _parts(axes)
+        )
+
+    def _tile(self, partial: PartialSum) -> float:
+        """Bytes that a device has of partial results."""
+        tiles = tiles_of(partial.made, self.mesh, len(partial.shape))
+        return partial.itemsize * math.prod(partial.shape) / math.prod(tiles)
+
+    def _several(self, partial: PartialSum) -> Axes:
+        """The axes with several devices that partial results are summed over."""
+        return tuple(a for a in sorted(partial.axes) if self.mesh[a] > 1)
+
+    def _exchanges(self, source: Floats, target: Floats, moved: Bools, held: Floats) -> Floats:
+        """Moves of axes from dim to dim: those between the same dims may be one, and all of them
+        may be one permutation of tiles."""
+        total, count = np.zeros(held.shape), np.zeros(held.shape)
+        for axes in self._subsets():
+            first = axes[0]
+            alike = moved & (source == source[..., first : first + 1])
+            alike &= target == target[..., first : first + 1]
+            inside = np.isin(np.arange(len(self.mesh)), axes)
+            together = (alike == inside).all(-1)
+            seconds = held * self._exchanging(axes) + self._waiting("all_to_all", axes, held)
+            total += np.where(together, seconds, 0.0)
+            count += together * len(axes)
+        slope, latency = self._permuting
+        return np.where(count > 1, np.minimum(total, held * slope + latency), total)
+
+    def _gathers(self, gathered: Bools, held: Floats) -> Floats:
+        """Gathers along some axes of tiles that hold so many bytes each."""
+        total = np.zeros(held.shape)
+        for axes in self._subsets():
+            chosen = (gathered == np.isin(np.arange(len(self.mesh)), axes)).all(-1)
+            result = held * math.prod(self.mesh[a] for a in axes)
+            seconds = result * self._scattering(axes) + self._waiting("all_gather", axes, result)
+            total += np.where(chosen, seconds, 0.0)
+        return total
+
+    def _waiting(self, kind: str, axes: Axes, sizes: Floats, share: float = 1.0) -> Floats:
+        """The least latencies of what moves along some axes, in any number of steps, without those
+        that may be combined with others.
+
+        `sizes` are of the largest step: of the operand, or of what is gathered; a `share` is sent.
+        """
+        if not axes:
+            return np.zeros(sizes.shape)
+        exchanged = kind == "all_to_all"
+        apart = (share * sizes > (0.0 if exchanged else self.largest)) & math.isfinite(self.largest)
+        found = []
+        for step in _parts(axes):
+            left = sizes if exchanged else sizes / math.prod(self.mesh[a] for a in step)
+            later = self._waiting(kind, _without(axes, step), left, share)
+            found.append(self._terms(kind, step)[1] * apart + later)
+        return np.min(found, axis=0)
+
+    def _subsets(self) -> Iterator[Axes]:
+        """All sets of axes with several devices, but the empty one."""
+        return _parts([axis for axis, size in enumerate(self.mesh) if size > 1])
+
+    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
+    def _scattering(self, axes: Axes) -> float:
+        """Seconds per byte of a ReduceScatter along some axes, in any number of steps; of an
+        AllGather, per byte of its result."""
+        if not axes:
+            return 0.0
+        return min(
+            self._terms("reduce_scatter", part)[0]
+            + self._scattering(_without(axes, part)) / math.prod(self.mesh[a] for a in part)
+            for part in _parts(axes)
+        )
+
+    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
+    def _exchanging(self, axes: Axes) -> float:
+        """The same of an AllToAll, per byte that a device has."""
+        if not axes:
+            return 0.0
+        return min(
+            self._terms("all_to_all", part)[0] + self._exchanging(_without(axes, part))
+            for part in _parts(axes)
+        )
+
+    @functools.cache  # noqa: B019  (one per mesh, for as long as it is looked at)
+    def _terms(self, kind: str, axes: Axes) -> tuple[float, float]:
+        """Seconds per byte of one collective, and its latency."""
+        groups = self._groups(axes)
+        efficiency, topology = self.hardware.efficiency, self.topology
+        sent, _ = collective_terms(topology, kind, _LARGE, groups)
+        _, waited = collective_terms(topology, kind, 1, groups)
+        latency = (
+            waited + efficiency.operator_seconds + efficiency.skew_seconds * reach(topology, groups)
+        )
+        return sent / efficiency.links / _LARGE, latency
+
+    @functools.cached_property
+    def _permuting(self) -> tuple[float, float]:
+        """Seconds per byte, and latency, of a permutation between neighbours along some axis."""
+        efficiency, found = self.hardware.efficiency, []
+        for axis in (axis for axis, size in enumerate(self.mesh) if size > 1):
+            after = np.roll(self.ids, -1, axis)
+            pairs = tuple(zip(self.ids.ravel().tolist(), after.ravel().tolist(), strict=True))
+            sent, waited = collective_terms(
+                self.topology, "collective_permute", _LARGE, pairs=pairs
+            )
+            found.append((sent / efficiency.links / _LARGE, waited + efficiency.operator_seconds))
+        slopes, latencies = zip(*found, strict=True) if found else ((0.0,), (0.0,))
+        return min(slopes), min(latencies)
+
+    def _groups(self, axes: Axes) -> Groups:
+        """The devices that differ in these axes alone."""
+        size = math.prod(self.mesh[a] for a in axes)
+        last = range(len(self.mesh) - len(axes), len(self.mesh))
+        rows = np.moveaxis(self.ids, axes, tuple(last)).reshape(-1, size)
+        return tuple(tuple(int(i) for i in row) for row in rows)
+
+
+def _parts(axes: Sequence[int]) -> Iterator[Axes]:
+    """The sets of some of these axes, but the empty one."""
+    for count in range(1, len(axes) + 1):
+        yield from itertools.combinations(axes, count)
+
+
+def _without(axes: Axes, part: Axes) -> Axes:
+    return tuple(a for a in axes if a not in part)

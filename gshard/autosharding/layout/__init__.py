@@ -1,0 +1,223 @@
+"""A layout: a mesh, and which argument is sharded how over it. It can be kept in a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from gshard.autosharding.cost.specs import sharding_of
+from gshard.autosharding.layout.annotations import (
+    Annotated,
+    AnnotatedInside,
+    as_text,
+    dims_on,
+    read,
+    spec_of,
+)
+from gshard.autosharding.layout.for_jax import ForJax, constrained, on_mesh
+from gshard.autosharding.layout.summary import Considered, as_table, explained, plot, summary
+from gshard.autosharding.traced import path_name, result_name
+from gshard.capture.inside import Inside
+from gshard.jit import Jitted, jit
+from gshard.runtime.stages import Lowered
+from gshard.tensors.annotate import Annotation, annotate
+from gshard.tensors.sharding import Sharding
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Layout:
+    """A mesh and annotations that were chosen for a program, and what they were chosen by.
+
+    `annotations` are of arguments, `results` of results that are arguments of the next step,
+    `inside` of tensors in between, where propagation alone would choose otherwise. `seconds` and
+    `memory_bytes` are the forecast of the lowered program; `bound` is a lower bound of the
+    forecasts of all layouts over `meshes`, the meshes that were searched, in which states keep
+    their shardings from step to step. `solver_gap` is the relative gap of the solver: how far its
+    answer may be above the optimum of its own model.
+    """
+
+    mesh: Mapping[str, int]
+    annotations: tuple[Annotated, ...]
+    hardware: str
+    seconds: float
+    memory_bytes: int
+    bound: float
+    solver_gap: float = 0.0
+    inside: tuple[AnnotatedInside, ...] = ()
+    results: tuple[Annotated, ...] = ()
+    considered: tuple[Considered, ...] = dataclasses.field(default=(), compare=False)
+    lowered: Lowered | None = dataclasses.field(default=None, compare=False, repr=False)
+    function: Callable[..., Any] | None = dataclasses.field(default=None, compare=False, repr=False)
+    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    arguments: Any = dataclasses.field(default=None, compare=False, repr=False)
+    limit: int = dataclasses.field(default=0, compare=False)
+    meshes: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), compare=False)
+
+    @property
+    def devices(self) -> int:
+        """The number of devices of the mesh."""
+        return math.prod(self.mesh.values())
+
+    @property
+    def gap(self) -> float:
+        """How far the forecast may be above that of the best layout, as a share of it."""
+        return max(0.0, self.seconds - self.bound) / max(self.seconds, 1e-30)
+
+    @property
+    def frontier(self) -> tuple[Considered, ...]:
+        """The layouts considered that no other one beats in both memory and time.
+
+        The one with the least memory comes first; each further one is faster.
+        """
+        found: list[Considered] = []
+        for each in sorted(self.considered, key=lambda c: (c.memory_bytes, c.seconds)):
+            if not found or each.seconds < found[-1].seconds:
+                found.append(each)
+        return tuple(found)
+
+    def plot_frontier(self, path: str | Path) -> Path:
+        """An SVG file of what less memory costs: `frontier`, the other layouts that were lowered,
+        and the memory limit. Needs the extra `plots`."""
+        return plot(self, Path(path))
+
+    @property
+    def inside_shardings(self) -> tuple[Inside, ...]:
+        """The annotations of tensors inside the program, as `gshard.jit` reads them."""
+        return tuple(Inside(a.place, a.numbers, self._sharding(a)) for a in self.inside)
+
+    def annotated(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` with the annotations on its arguments and results."""
+        by_path = {a.path: a for a in self.annotations}
+        of_results = {a.path: a for a in self.results}
+
+        @functools.wraps(fn)
+        def with_annotations(*args: Any, **kwargs: Any) -> Any:
+            leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+            named = [(path_name(path), leaf) for path, leaf in leaves]
+            _check("argument", by_path, dict(named), fn)
+            marked = [self._mark(by_path.get(name), leaf) for name, leaf in named]
+            args, kwargs = tree.unflatten(marked)
+            results = fn(*args, **kwargs)
+            leaves, tree = jax.tree_util.tree_flatten_with_path(results)
+            named = [(result_name(path), leaf) for path, leaf in leaves]
+            _check("result", of_results, dict(named), fn)
+            return tree.unflatten(self._mark(of_results.get(name), leaf) for name, leaf in named)
+
+        return with_annotations
+
+    def _mark(self, annotated: Annotated | None, leaf: Any) -> Any:
+        if annotated is None:
+            return leaf
+        sharding = self._sharding(annotated)
+        return annotate(leaf, Annotation.of_sharding(f"layout: {annotated}", sharding))
+
+    def _sharding(self, tensor: Annotated | AnnotatedInside) -> Sharding:
+        spec = spec_of(tensor.dims, tuple(self.mesh))
+        return sharding_of(spec, len(tensor.shape), tuple(self.mesh.values()))
+
+    def jit(self, **keywords: Any) -> Jitted[..., Any]:
+        """The function that the layout was chosen for, partitioned by it."""
+        if self.function is None:
+            raise ValueError(
+                "a layout that was loaded has no function: use gshard.jit(fn, annotations=layout)"
+            )
+        made: Jitted[..., Any] = jit(
+            self.function, annotations=self, **{**self.keywords, **keywords}
+        )
+        return made
+
+    def to_jax(self) -> ForJax:
+        """The mesh, on this machine's first devices, and shardings for plain `jax.jit`.
+
+        They are those of the lowered program: an argument without an annotation has what
+        propagation gave it, and a dim whose size does not divide is replicated, since JAX has no
+        such shardings. `function` has a sharding constraint at each tensor that the layout
+        annotates inside:
+
+            jax.jit(given.function, in_shardings=given.in_shardings,
+                    out_shardings=given.out_shardings)
+        """
+        if self.lowered is None or self.function is None:
+            raise ValueError(
+                "a layout that was loaded has no program: give it to gshard.jit, or search again"
+            )
+        here = jax.devices()
+        if len(here) < self.devices:
+            raise ValueError(f"the layout is for {self.devices} devices; here are {len(here)}")
+        axes = tuple(self.mesh.values())
+        mesh = Mesh(np.array(here[: self.devices]).reshape(axes), tuple(self.mesh))
+
+        def named(sharding: Sharding, leaf: Any) -> NamedSharding:
+            return on_mesh(mesh, dims_on(sharding, self.mesh) or (), leaf.shape)
+
+        given = self.lowered.in_info
+        _check_arrays(given)
+        arguments = jax.tree.map(named, self.lowered.in_shardings, given)
+        results = jax.eval_shape(self.function, *given)
+        results = jax.tree.map(named, self.lowered.out_shardings, results)
+        inside = [(a.place, a.numbers, on_mesh(mesh, a.dims, a.shape)) for a in self.inside]
+        return ForJax(mesh, arguments, results, constrained(self.function, inside, self.devices))
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON, which can be read and edited."""
+        Path(path).write_text(as_text(self), encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Layout:
+        """Read what `save` wrote; a file with invalid values is an error that says where."""
+        return Layout(**read(path))
+
+    def __str__(self) -> str:
+        return summary(self)
+
+    def explain(self) -> str:
+        """What was considered, why the others lost, and what the time and the memory go to."""
+        return explained(self)
+
+    def __repr__(self) -> str:
+        return f"<gshard.Layout: {', '.join(summary(self).splitlines()[:2])}>"
+
+    def _repr_html_(self) -> str:
+        return as_table(self)
+
+
+def _check(kind: str, expected: Mapping[str, Annotated], given: Mapping[str, Any], fn: Any) -> None:
+    """Refuse a layout of another program, by its arguments or its results."""
+    for path, annotation in expected.items():
+        if path not in given:
+            raise ValueError(
+                f"the layout annotates {kind} {path}, which {_described(fn)} does not have; its "
+                f"{kind}s are {', '.join(given) or 'none'}"
+            )
+        shape = tuple(np.shape(given[path]))
+        if shape != annotation.shape:
+            raise ValueError(
+                f"the layout is for {kind} {path} of shape {annotation.shape}; that of "
+                f"{_described(fn)} has shape {shape}"
+            )
+
+
+def _described(fn: Any) -> str:
+    """The name of a function, and its line where it has one."""
+    name = getattr(fn, "__name__", str(fn))
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
+
+
+def _check_arrays(given: Any) -> None:
+    """Refuse a function that `jax.jit` cannot be given."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path((given, {}))[0]:
+        if not hasattr(leaf, "shape"):
+            raise ValueError(
+                f"argument {path_name(path)} is {leaf!r}, and jax.jit takes arrays only: choose a "
+                "layout for a function of arrays, such as equinox.partition makes"
+            )

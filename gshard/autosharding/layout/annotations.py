@@ -1,0 +1,233 @@
+"""The annotations of a layout: arguments, results and tensors inside by name, and their JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gshard.autosharding.cost.specs import NONE, Spec, sharding_of
+from gshard.capture.inside import TensorSite
+from gshard.tensors.sharding import Sharding
+
+AXES = "abcdefgh"
+
+Dims = tuple[tuple[str, ...], ...]  # of each dim, the mesh axes that cut it, major to minor
+
+
+@dataclasses.dataclass(frozen=True)
+class Annotated:
+    """One annotation: an argument or a result by its path, its shape, the mesh axes of each dim.
+
+    `saves` is how many seconds longer a step takes without it, and without its like.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dims: Dims
+    saves: float = dataclasses.field(default=0.0, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.path}: {shown(self.dims)} of {'x'.join(map(str, self.shape))}"
+
+
+@dataclasses.dataclass(frozen=True)
+class AnnotatedInside:
+    """An annotation of tensors that the program makes: all of a place, or some by number."""
+
+    place: TensorSite
+    numbers: tuple[int, ...] | None
+    dims: Dims
+    saves: float = dataclasses.field(default=0.0, compare=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensors."""
+        return self.place.shape
+
+    def __str__(self) -> str:
+        some = "" if self.numbers is None else f" number {_ranges(self.numbers)}"
+        return f"{self.place}{some}: {shown(self.dims)}"
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Numbers for people: "0 to 7, 9"."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(f"{a} to {b}" if a < b else str(a) for a, b in found)
+
+
+Group = tuple[Annotated | AnnotatedInside, ...]  # annotations that are alike, as of equal layers
+
+
+def groups(annotations: Iterable[Annotated | AnnotatedInside]) -> list[Group]:
+    """Annotations of equal tensors together: those of one shape, split alike."""
+    found: dict[Any, list[Annotated | AnnotatedInside]] = {}
+    for annotation in annotations:
+        where = annotation.place.source if isinstance(annotation, AnnotatedInside) else ""
+        found.setdefault((where, annotation.shape, annotation.dims), []).append(annotation)
+    return [tuple(group) for group in found.values()]
+
+
+def dims_of(spec: Spec, rank: int) -> Dims:
+    """The names of the mesh axes that cut each dim."""
+    return tuple(
+        tuple(AXES[axis] for axis, at in enumerate(spec) if at == dim) for dim in range(rank)
+    )
+
+
+def spec_of(dims: Dims, axes: tuple[str, ...]) -> Spec:
+    """For each mesh axis the dim that it cuts, or `NONE`."""
+    found = [next((d for d, names in enumerate(dims) if axis in names), NONE) for axis in axes]
+    return tuple(found)
+
+
+def shown(dims: Dims) -> str:
+    """The mesh axes of each dim, for people."""
+    return "(" + ", ".join("+".join(axes) if axes else "-" for axes in dims) + ")"
+
+
+def dims_on(sharding: Sharding, mesh: Mapping[str, int]) -> Dims | None:
+    """The mesh axes of each dim under a sharding; None where axes of the mesh cannot express it."""
+    sizes = tuple(mesh.values())
+    for spec in itertools.product((NONE, *range(sharding.rank)), repeat=len(sizes)):
+        if sharding_of(spec, sharding.rank, sizes).splits == sharding.splits:
+            return dims_of(spec, sharding.rank)
+    return None
+
+
+_FORMAT = "gshard layout 1"
+_FIGURES = ("seconds", "bound", "solver_gap")
+
+
+def as_text(layout: Any) -> str:
+    """A layout as JSON."""
+
+    def listed(annotations: tuple[Annotated, ...]) -> dict[str, Any]:
+        return {
+            a.path: {"shape": list(a.shape), "dims": _lists(a.dims), "saves": a.saves}
+            for a in annotations
+        }
+
+    inside = [
+        {
+            "source": a.place.source,
+            "operator": a.place.operator,
+            "backward": a.place.backward,
+            "shape": list(a.shape),
+            "numbers": None if a.numbers is None else list(a.numbers),
+            "dims": _lists(a.dims),
+            "saves": a.saves,
+        }
+        for a in layout.inside
+    ]
+    content = {
+        "format": _FORMAT,
+        "mesh": dict(layout.mesh),
+        "arguments": listed(layout.annotations),
+        "results": listed(layout.results),
+        "inside": inside,
+        "hardware": layout.hardware,
+        "memory_bytes": layout.memory_bytes,
+        **{name: getattr(layout, name) for name in _FIGURES},
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """The fields of the layout in a file; what is wrong with it is an error that says where."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ValueError(f"{path} is not a layout: its format is not {_FORMAT!r}")
+    given = content.get("mesh")
+    mesh: dict[str, int] = given if isinstance(given, dict) else {}
+    if not mesh or not all(_is_count(n, 1) for n in mesh.values()):
+        raise ValueError(f"{path}: mesh is {given!r}; allowed are names with positive sizes")
+    kinds = {"annotations": ("arguments", "argument"), "results": ("results", "result")}
+    fields: dict[str, Any] = {"mesh": mesh, "hardware": str(content.get("hardware", ""))}
+    for field, (key, word) in kinds.items():
+        entries = content.get(key, {})
+        if not isinstance(entries, dict):
+            raise ValueError(f"{path}: {key} are {entries!r}; allowed is an object by path")
+        fields[field] = tuple(
+            _annotated(f"{path}: {word} {name}", name, entry, mesh)
+            for name, entry in entries.items()
+        )
+    listed = content.get("inside", [])
+    if not isinstance(listed, list):
+        raise ValueError(f"{path}: inside is {listed!r}; allowed is a list")
+    fields["inside"] = tuple(
+        _inside(f"{path}: inside {number}", entry, mesh) for number, entry in enumerate(listed)
+    )
+    for name in ("memory_bytes", *_FIGURES):
+        fields[name] = _number(f"{path}: {name}", content.get(name, math.nan))
+    return fields
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _number(where: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{where} is {value!r}; allowed is a number")
+    return value
+
+
+def _lists(dims: Dims) -> list[list[str]]:
+    return [list(axes) for axes in dims]
+
+
+def _annotated(where: str, name: str, entry: Any, mesh: Mapping[str, int]) -> Annotated:
+    shape, dims = _checked(where, entry, mesh)
+    return Annotated(name, shape, dims, _number(f"{where}: saves", entry.get("saves", 0.0)))
+
+
+def _inside(where: str, entry: Any, mesh: Mapping[str, int]) -> AnnotatedInside:
+    shape, dims = _checked(where, entry, mesh)
+    if not isinstance(entry.get("source"), str) or not isinstance(entry.get("operator"), str):
+        raise ValueError(f"{where} is {entry!r}; it needs a source and an operator")
+    numbers = entry.get("numbers")
+    listed = numbers is None or isinstance(numbers, list)
+    if not listed or not all(_is_count(n, 0) for n in numbers or ()):
+        raise ValueError(f"{where}: numbers are {numbers!r}; allowed are numbers from 0, or null")
+    place = TensorSite(entry["source"], entry["operator"], bool(entry.get("backward")), shape)
+    counted = None if numbers is None else tuple(numbers)
+    saves = _number(f"{where}: saves", entry.get("saves", 0.0))
+    return AnnotatedInside(place, counted, dims, saves)
+
+
+def _checked(where: str, entry: Any, mesh: Mapping[str, int]) -> tuple[tuple[int, ...], Dims]:
+    """The shape and the dims of an entry."""
+    if not isinstance(entry, dict) or not {"shape", "dims"} <= set(entry):
+        raise ValueError(f"{where} is {entry!r}; allowed is an object with shape and dims")
+    shape, dims = entry["shape"], entry["dims"]
+    if not isinstance(shape, list) or not all(_is_count(n, 0) for n in shape):
+        raise ValueError(f"{where}: shape is {shape!r}; allowed is a list of sizes")
+    if not isinstance(dims, list) or len(dims) != len(shape):
+        raise ValueError(f"{where} has {len(shape)} dims, and dims are given as {dims!r}")
+    if wrong := [axes for axes in dims if not isinstance(axes, list)]:
+        raise ValueError(f"{where}: a dim is {wrong[0]!r}; allowed is a list of mesh axes")
+    used = [axis for axes in dims for axis in axes]
+    if unknown := [axis for axis in used if not isinstance(axis, str) or axis not in mesh]:
+        raise ValueError(f"{where}: axis {unknown[0]!r} is not in the mesh; it has {list(mesh)}")
+    if len(set(used)) < len(used):
+        raise ValueError(f"{where}: a mesh axis splits two dims: {dims!r}")
+    order = list(mesh)
+    if mixed := [axes for axes in dims if axes != sorted(axes, key=order.index)]:
+        raise ValueError(
+            f"{where}: the axes of a dim are {mixed[0]!r}; their order has to be that of the mesh, "
+            f"{order}"
+        )
+    return tuple(shape), tuple(tuple(axes) for axes in dims)

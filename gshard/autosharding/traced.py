@@ -1,0 +1,192 @@
+"""The program that a layout is chosen for: traced and flat, its arguments by their paths, and the
+borders of its loops: a value outside and the same value inside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal
+
+from gshard import _jax
+from gshard.autosharding.cost.specs import NONE, MeshShape, specs_of
+from gshard.autosharding.solver.problem import FORBIDDEN, Floats, Ints
+from gshard.capture.flatten import inline
+from gshard.capture.placement import device_order
+from gshard.capture.simplify import PASSES
+from gshard.graph.regions import Loop, bodies, walk
+from gshard.graph.source import source_of
+from gshard.propagation.flow import Edge
+from gshard.tensors.annotate import tracing_for
+
+# Arrays that an argument has at least to be taken for a state: what returns a single array of the
+# shape of an argument may be anything.
+_STATE = 2
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedProgram:
+    """A function and its arguments, and the program that they make.
+
+    `returned` are pairs of a result and an argument of the program, by number: the result is the
+    argument of the next step. `states` has the paths of the same pairs.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    devices: int
+    flat: ClosedJaxpr
+    paths: list[tuple[str, tuple[int, ...]]]  # of the arrays among the arguments, with shapes
+    closed_over: int  # arrays that the function closes over: the first arguments of the program
+    returned: list[tuple[int, int]]
+    states: list[tuple[str, str]]
+
+    @staticmethod
+    def of(fn: Callable[..., Any], args: tuple[Any, ...], devices: int) -> TracedProgram:
+        """Trace the function."""
+        given = jax.tree_util.tree_flatten_with_path((args, {}))[0]
+        leaves = [leaf for _, leaf in given]
+        run, arrays = of_arrays(fn, args, {})
+        order = device_order(devices)
+        structs = [_jax.struct_of(leaves[i]) for i in arrays]
+        with tracing_for(order):
+            traced = jax.jit(lambda *values: arrays_of(run(*values))).trace(*structs)
+        flat = inline(traced.jaxpr, order)
+        _check_effects(flat)
+        for normal_form in PASSES if devices > 1 else ():
+            flat = normal_form(flat)
+        paths = [(path_name(given[i][0]), tuple(np.shape(leaves[i]))) for i in arrays]
+        first = len(flat.jaxpr.invars) - len(arrays)
+        pairs = _returned(arrays_of(args), traced.out_info)
+        results = jax.tree_util.tree_flatten_with_path(traced.out_info)[0]
+        states = [(result_name(results[r][0]), paths[a][0]) for r, a in pairs]
+        returned = [(result, argument + first) for result, argument in pairs]
+        return TracedProgram(fn, args, devices, flat, paths, first, returned, states)
+
+
+def path_name(path: Any) -> str:
+    """The path of a leaf of (args, kwargs): `[0]['w']` of positional, `name['w']` of others."""
+    first, second, *rest = path
+    tail = jax.tree_util.keystr(tuple(rest))
+    if first.idx == 0:
+        return f"[{second.idx}]{tail}"
+    return f"{second.key}{tail}"
+
+
+def result_name(path: Any) -> str:
+    """The path of a leaf of the results."""
+    return f"result{jax.tree_util.keystr(path)}"
+
+
+def _check_effects(flat: ClosedJaxpr) -> None:
+    """Refuse what has effects: it runs on one device, for a time that no forecast knows."""
+    for eqn in walk(flat.jaxpr):
+        # Names of mesh axes are effects too, of collectives in manual regions.
+        kinds = {type(effect).__name__.removesuffix("Effect") for effect in eqn.effects}
+        found = sorted(kinds - {"NamedAxis"})
+        if found and not bodies(eqn):  # a loop has the effects of its body
+            raise ValueError(
+                f"{source_of(eqn)}: {eqn.primitive.name!r} has an effect ({', '.join(found)}), and "
+                "gshard.auto takes functions without effects only. Choose a layout for the "
+                "function without it; gshard.jit(fn, annotations=layout) runs effects"
+            )
+
+
+def of_arrays(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], list[int]]:
+    """`fn` as a function of the arrays among its arguments, and which leaves they are."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = [i for i, leaf in enumerate(leaves) if _jax.is_array_like(leaf)]
+
+    def run(*values: Any) -> Any:
+        filled = list(leaves)
+        for i, value in zip(arrays, values, strict=True):
+            filled[i] = value
+        positional, named = tree.unflatten(filled)
+        return fn(*positional, **named)
+
+    return run, arrays
+
+
+def arrays_of(tree: Any) -> Any:
+    """A tree without its leaves that are not arrays."""
+    return jax.tree.map(lambda leaf: leaf if _jax.is_array_like(leaf) else None, tree)
+
+
+def _returned(arguments: Sequence[Any], results: Any) -> list[tuple[int, int]]:
+    """Results that look like an argument, such as a state: pairs of numbers of leaves.
+
+    All results together may be one (a state that is a list of layers), or each of them by itself.
+    """
+    together = any(_alike(argument, results) for argument in arguments)
+    parts = results if isinstance(results, (tuple, list)) and not together else (results,)
+    pairs: list[tuple[int, int]] = []
+    at_result = 0
+    taken: set[int] = set()
+    for part in parts:
+        at_argument = 0
+        for number, argument in enumerate(arguments):
+            count = len(jax.tree.leaves(argument))
+            if number not in taken and count >= _STATE and _alike(argument, part):
+                pairs += [(at_result + i, at_argument + i) for i in range(count)]
+                taken.add(number)
+                break
+            at_argument += count
+        at_result += len(jax.tree.leaves(part))
+    return pairs
+
+
+def _alike(one: Any, two: Any) -> bool:
+    if jax.tree.structure(one) != jax.tree.structure(two):
+        return False
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)
+    return all(np.shape(a) == b.shape and a.dtype == b.dtype for a, b in pairs)
+
+
+def leaving_borders(flat: ClosedJaxpr) -> set[tuple[Any, Any]]:
+    """The borders, by their ends, at which a value leaves a body or is carried to its next run."""
+    found = set()
+    for loop in filter(None, map(Loop.of, walk(flat.jaxpr))):
+        given = {var for body in loop.bodies for var in body.jaxpr.invars}
+        made = [v for body in loop.bodies for v in body.jaxpr.outvars]
+        carried = {var for var in made if not isinstance(var, Literal)}
+        for outer, inner, _ in loop.links:
+            if outer in loop.eqn.outvars or (outer in given and inner in carried):
+                found.add((outer, inner))
+    return found
+
+
+def border_ends(edge: Edge, outwards: set[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """The source and the destination of a loop border."""
+    (outer,), (inner,) = edge.atoms
+    return (inner, outer) if (outer, inner) in outwards else (outer, inner)
+
+
+def border_table(
+    edge: Edge, source: Any, mesh: MeshShape, moved: Floats, optimistic: bool
+) -> Floats:
+    """What crossing a border costs, by the specs of its two ends in the order of `border_ends`.
+
+    `moved` is what resharding the value outside costs. A scan takes and stacks slices as they are,
+    one in each step: what moves is the slice, inside.
+    """
+    (outer,), (inner,) = edge.atoms
+    more = len(outer.aval.shape) - len(inner.aval.shape)
+    position = {spec: i for i, spec in enumerate(specs_of(outer.aval.shape, mesh))}
+    specs = [
+        tuple(at if at == NONE else at + more for at in spec)
+        for spec in specs_of(inner.aval.shape, mesh)
+    ]
+    columns: Ints = np.array([position[spec] for spec in specs], dtype=np.int64)
+    crossed = moved[columns].T if source is inner else moved[:, columns]
+    if more and not optimistic:
+        outside = np.array(list(position)).reshape(-1, 1, len(mesh))
+        stacked = (outside < more) & (outside != NONE)
+        same = stacked | (outside == np.array(specs).reshape(1, -1, len(mesh)))
+        crossed = np.where(same.all(axis=2), crossed, FORBIDDEN)
+    return crossed.T if source is inner else crossed

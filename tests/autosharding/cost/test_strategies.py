@@ -1,0 +1,88 @@
+"""The costs of one operator: what its operands need to move, and what its partial results add."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from gshard.autosharding.cost.specs import NONE, specs_of
+from gshard.autosharding.cost.strategies import PICO, Tables
+from gshard.autosharding.cost.work import MemoryTraffic
+from gshard.forecast.hardware import hardware
+from gshard.propagation.flow import Flow
+
+SHAPES = (256, 2048), (2048, 512)
+
+
+def operator(fn, *shapes, optimistic=False):
+    """The last operator of a function, and the tables of it on 8 devices."""
+    jaxpr = jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]).jaxpr
+    flow = Flow(jaxpr, 8)
+    *_, edge = [e for e in flow.edges if e.eqn is not None]
+    return edge, Tables(jaxpr, (8,), hardware("h100"), optimistic)
+
+
+@pytest.fixture(scope="module")
+def product():
+    """The tables of a product on 8 devices, and the rows of its three factors."""
+    edge, tables = operator(jnp.dot, *SHAPES)
+    found = tables.of(edge, MemoryTraffic(), ((1.0, 1.0), (1.0,))).tables
+    row = {factor: i for i, (factor,) in enumerate(tables._strategies(edge))}
+    (contracted,) = edge.factors.reduced
+    return tables, found, row[contracted], row[None]
+
+
+def test_partial_results_cost_their_reduction(product):
+    tables, (_, _, result), contracted, unsplit = product
+    position = {spec: i for i, spec in enumerate(specs_of((256, 512), (8,)))}
+    size = 256 * 512 * 4
+    seconds = {
+        (NONE,): tables.alone.seconds("all_reduce", 0, size),
+        (0,): tables.alone.seconds("reduce_scatter", 0, size),
+        (1,): tables.alone.seconds("reduce_scatter", 0, size),
+    }
+    for spec, each in seconds.items():
+        assert result[contracted, position[spec]] == np.rint(each * PICO) > 0
+    assert seconds[0,] < seconds[NONE,]
+    assert result[unsplit, position[NONE,]] == 0  # nothing is partial
+
+
+def test_operands_cost_their_moves(product):
+    _, (left, _, _), contracted, unsplit = product
+    position = {spec: i for i, spec in enumerate(specs_of(SHAPES[0], (8,)))}
+    assert left[contracted, position[1,]] == 0  # it is split as the product reads it
+    assert left[contracted, position[NONE,]] == 0  # every device cuts its own part
+    assert left[unsplit, position[1,]] > left[contracted, position[0,]] > 0  # gather, AllToAll
+
+
+ROWS = (512, 256)
+
+
+def inside(fn, *shapes):
+    """What an operator sends by itself where a factor is split, in bytes, by factor."""
+    edge, tables = operator(fn, *shapes)
+    speed = tables.hardware.sent_per_second
+    return {s: tables._inside(edge, (s,)) * speed for (s,) in tables._strategies(edge)}
+
+
+def test_a_slice_of_a_split_dim_sends_the_rows_that_change_tiles():
+    """Tiles of 62 of the rows from 16 on: the last one lacks 50, the others less."""
+    found = inside(lambda x: lax.slice_in_dim(x, 16, 512), ROWS)
+    assert found["d1"] == found[None] == 0
+    rows = max(16 + 62 * (tile + 1) - 64 * (tile + 1) for tile in range(8))
+    assert found["d0"] >= rows * 256 * 4
+    assert found["d0"] < 512 * 256 * 4 * 7 // 8  # less than to gather it
+
+
+def test_a_sort_along_a_split_dim_costs_the_cheapest_of_its_ways():
+    """Two exchanges with the other dim: each sends 7/8 of a tile, with a latency."""
+    found = inside(lambda x: lax.sort(x, dimension=0), (4096, 1024))
+    tile, latency = 4096 * 1024 * 4 // 8, hardware("h100").cost_model.latency
+    assert found["d1"] == found[None] == 0
+    assert found["d0"] == pytest.approx(2 * (tile * 7 // 8 + latency))
+
+
+def test_a_bound_takes_what_is_sent_inside_for_free():
+    edge, tables = operator(lambda x: lax.sort(x, dimension=0), ROWS, optimistic=True)
+    assert {tables._inside(edge, s) for s in tables._strategies(edge)} == {0.0}
