@@ -46,9 +46,9 @@ except ImportError:  # JAX 0.10 keeps them elsewhere
     from jax._src import prng as _prng  # type: ignore[no-redef,attr-defined]
     from jax._src import random as _random  # type: ignore[no-redef,assignment]
 
-gamma_one = _random._gamma_one
+gamma_one, random_clone_p = _random._gamma_one, _random.random_clone_p
+is_default_layout = _pxla.is_default_layout
 iota_2x32_shape_p = _prng.iota_2x32_shape_p
-random_clone_p = _random.random_clone_p
 random_unwrap_p = _prng.random_unwrap_p
 random_wrap_p = _prng.random_wrap_p
 
@@ -389,12 +389,12 @@ __all__ = [
     "allowed_in_branches", "api_boundary", "batching", "closed_over", "context_mesh", "copied",
     "current_context", "custom_partitioning_p", "dce_jaxpr", "discharge_refs", "exclude_frames",
     "execute", "fun_name", "gamma_one", "iota_2x32_shape_p", "is_array_like", "is_current",
-    "is_ref", "is_tracer", "is_tracing", "jit_info", "made_alone", "mlir", "optimization_barrier_p",
-    "parse_arguments", "parse_sharding_rule", "private_primitives", "prng_impl", "processes",
-    "python_implementation", "quick_call", "quick_call_of_compiled", "quick_data",
-    "ragged_dot_dense", "random_clone_p", "random_unwrap_p",
-    "random_wrap_p", "ref_value", "register_array_type", "register_cache", "remat_p", "reshard_p",
-    "scan_counts", "scatter_sub_p", "set_ref", "shape_and_dtype", "shard_map_p",
-    "sharding_constraint_p", "source_info_util", "split_p", "stack_p", "struct_of", "tensor_types",
-    "tile_p", "unstack_p", "variable_of", "weakref_cache", "without_mesh",
+    "is_default_layout", "is_ref", "is_tracer", "is_tracing", "jit_info", "made_alone", "mlir",
+    "optimization_barrier_p", "parse_arguments", "parse_sharding_rule", "private_primitives",
+    "prng_impl", "processes", "python_implementation", "quick_call", "quick_call_of_compiled",
+    "quick_data", "ragged_dot_dense", "random_clone_p", "random_unwrap_p", "random_wrap_p",
+    "ref_value", "register_array_type", "register_cache", "remat_p", "reshard_p", "scan_counts",
+    "scatter_sub_p", "set_ref", "shape_and_dtype", "shard_map_p", "sharding_constraint_p",
+    "source_info_util", "split_p", "stack_p", "struct_of", "tensor_types", "tile_p", "unstack_p",
+    "variable_of", "weakref_cache", "without_mesh",
 ]  # fmt: skip

@@ -25,7 +25,7 @@ from gshard.capture.calls import (
 )
 from gshard.capture.flatten import mesh_in
 from gshard.capture.partners import advising, watched
-from gshard.capture.placement import DeviceOrder, device_order, mesh_of, with_shardings
+from gshard.capture.placement import DeviceOrder, device_order, layouts, mesh_of, with_shardings
 from gshard.forecast import Hardware
 from gshard.forecast.hardware import accelerator
 from gshard.forecast.hardware import hardware as hardware_of
@@ -99,7 +99,7 @@ def jit(
     then count as generic accelerators; `hardware="cpu"` plans for the CPU. If `devices` are
     abstract, a model that has kernels for some platforms is traced for that of `hardware`.
 
-    `in_shardings` and `out_shardings` are trees of `NamedSharding`, `PartitionSpec` or
+    `in_shardings` and `out_shardings` are trees of `NamedSharding`, `PartitionSpec`, `Format` or
     `gshard.Sharding`, or prefixes of such trees; None leaves the choice to gshard. `annotations` is
     a `gshard.Layout`, whose annotations are applied to arguments, results and tensors inside, on as
     many devices as it is for. `reproducible` results have the same bits on any devices
@@ -263,7 +263,8 @@ class Jitted(Generic[P, R]):
         static: StaticLeaves | None = None,
     ) -> Lowered:
         trees = Trees.of(traced, static)
-        settings = self._keywords.settings(trees.donated)
+        given_layouts = layouts(traced.jaxpr.jaxpr, leaves, order)
+        settings = self._keywords.settings(trees.donated, *given_layouts)
         before = _lowered_before(traced.jaxpr, order, mesh, settings, self.options)
         given = [None] * len(_jax.closed_over(traced)) + [order.held(x) for x in leaves]
         for known, lowered in before:

@@ -17,6 +17,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "jit.md"
 MODULES = (
     "test_transformations", "capture.test_placement", "capture.test_calls", "test_habits",
     "test_three_axes", "tensors.test_uneven", "test_repeated_calls", "capture.test_partly_manual",
+    "test_memory_layouts",
 )  # fmt: skip
 
 _HEAD = """# `gshard.jit` beside `jax.jit`
@@ -39,6 +40,8 @@ _DIFFERS = {
     "expensive; `jax.jit` keeps them replicated",
     "arguments on one device": "do not determine where the program runs: it runs on `devices=`, on "
     "the mesh that is set or that other arguments have, or on all devices",
+    "memory layouts": "an argument in another layout than that of `in_shardings`, or of a compiled "
+    "program, is copied; `jax.jit` refuses it",
     "references": "`lower` and `compile` are those of the function of their values",
     "inside of another trace": "a function of `gshard.jit` is its annotated program. Under "
     "`gshard.jit` the annotations stay; under `jax.jit` and the transformations they become "

@@ -13,11 +13,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format
+from jax.extend.core import Jaxpr, Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gshard._jax import context_mesh
+from gshard._jax import context_mesh, is_default_layout
 from gshard.graph.caching import cached
-from gshard.tensors.annotate import Annotation, annotate, reading_devices
+from gshard.tensors.annotate import Annotation, annotate, annotate_p, reading_devices
 from gshard.tensors.meshes import is_own, sharding_of, sharding_of_slices
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.uneven import UnevenArray
@@ -77,9 +79,14 @@ class DeviceOrder:
         )
 
     def annotation(self, given: Any, rank: int, name: str) -> Annotation:
-        """One of JAX's shardings as an annotation."""
-        sharding, open_dims = self.sharding(given, rank)
-        return Annotation.of_sharding(name, sharding, open_dims, _axes_of(given, rank))
+        """One of JAX's shardings, or formats, as an annotation."""
+        layout = None
+        if isinstance(given, Format):
+            layout, given = _checked_layout(given, rank, name), given.sharding
+        sharding, open_dims = Sharding.replicated(rank, self.count), tuple(range(rank))
+        if given is not None:
+            sharding, open_dims = self.sharding(given, rank)
+        return Annotation.of_sharding(name, sharding, open_dims, _axes_of(given, rank), layout)
 
     def held(self, value: Any) -> Sharding | None:
         """The current sharding of an argument; None if it is on one device, or on other devices."""
@@ -132,6 +139,16 @@ def _axes_of(given: Any, rank: int) -> tuple[str, ...]:
     return (*named, *[""] * (rank - len(named)))[:rank]
 
 
+def _checked_layout(given: Format, rank: int, name: str) -> Any:
+    order = getattr(given.layout, "major_to_minor", None)
+    if order is not None and sorted(order) != list(range(rank)):
+        raise ValueError(
+            f"{name} has the layout {given.layout} for a value of rank {rank}; allowed is an order "
+            f"of its dims, such as Layout({tuple(range(rank))})"
+        )
+    return given.layout
+
+
 def _is_single(given: Any) -> bool:
     return (given.mesh.size if isinstance(given, NamedSharding) else len(given.device_set)) == 1
 
@@ -173,14 +190,48 @@ def _annotated(values: Any, given: Any, name: str) -> Any:
         if sharding is None:
             return tensor
         rank = np.ndim(tensor)
-        spec = getattr(sharding, "spec", sharding)  # without the mesh, which is long
+        placed = sharding.sharding if isinstance(sharding, Format) else sharding
+        spec = getattr(placed, "spec", placed)  # without the mesh, which is long
         return annotate(tensor, order.annotation(sharding, rank, f"{name}: {spec}"))
 
     return jax.tree.map(mark, values, each, is_leaf=lambda x: x is None)
 
 
 def _is_sharding(x: Any) -> bool:
-    return x is None or isinstance(x, (PartitionSpec, jax.sharding.Sharding, Sharding))
+    return x is None or isinstance(x, (PartitionSpec, jax.sharding.Sharding, Sharding, Format))
+
+
+def layouts(
+    jaxpr: Jaxpr, leaves: Sequence[Any], order: DeviceOrder
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The memory layouts of a traced function's arguments and results; None: the default.
+
+    They are those of `in_shardings` and `out_shardings`. An argument without one keeps its own,
+    where it is on all devices: it is not copied.
+    """
+    marks = [eqn for eqn in jaxpr.eqns if eqn.primitive is annotate_p]
+    wanted = {a: m.params["annotation"].layout for m in marks for a in (*m.invars, *m.outvars)}
+    arguments = zip(jaxpr.invars[len(jaxpr.invars) - len(leaves) :], leaves, strict=True)
+    return (
+        tuple(wanted.get(v) or _kept_layout(x, order.count) for v, x in arguments),
+        tuple(None if isinstance(v, Literal) else wanted.get(v) for v in jaxpr.outvars),
+    )
+
+
+def other_layout(array: Any) -> Any:
+    """The memory layout of an array; None: the default."""
+    given = getattr(array, "format", None)  # keys have none
+    of = None if given is None else jax.ShapeDtypeStruct(array.shape, array.dtype)
+    if given is None or is_default_layout(given.layout, given.sharding, of):
+        return None
+    return given.layout
+
+
+def _kept_layout(value: Any, devices: int) -> Any:
+    """The layout of an array, if it is on so many devices."""
+    value = value.stack if isinstance(value, UnevenArray) else value
+    placed = getattr(value, "sharding", None)
+    return None if placed is None or placed.num_devices != devices else other_layout(value)
 
 
 def mesh_of(values: Iterable[Any]) -> Mesh | None:

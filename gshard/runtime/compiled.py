@@ -10,7 +10,9 @@ from jax.experimental.layout import Format
 
 from gshard import _jax
 from gshard.capture.calls import Trees
+from gshard.capture.placement import other_layout
 from gshard.graph.readable import counted
+from gshard.runtime.ports import laid_out
 from gshard.runtime.xla import Partitioned
 
 
@@ -53,7 +55,9 @@ class Compiled(Stage):
         self._program = program
         self.trees = trees
         self._stage = program.compile(compiler_options)
-        self._consts = program.placed_consts()
+        self._layouts = [f.layout for f in _flat_formats(self._stage.input_formats)]
+        consts = program.placed_consts()
+        self._consts = [*map(laid_out, consts, self._layouts)]
         self._crossing = _jax.quick_call_of_compiled(self._cross)
         self._quick = _jax.quick_call_of_compiled(self._cache_miss)
 
@@ -79,17 +83,25 @@ class Compiled(Stage):
         The fast path passes arrays on unchanged. There is one only if nothing is wrapped, and it
         applies to the arguments' present shardings: for others, JAX calls this again.
         """
-        placed = self._program.put(leaves)
+        placed = self._placed(leaves)
         results = self._program.get(_jax.execute(self._stage, [*self._consts, *placed]))
         if self._program.wraps:
             return results, None
         return results, self._quick_way(leaves, placed, self.trees.out_tree, results)
 
+    def _placed(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """The arguments as the executable's inputs."""
+        return self._laid_out(self._program.put(leaves))
+
+    def _laid_out(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Inputs in the memory layouts of the executable, which does not check them."""
+        return [*map(laid_out, arrays, self._layouts[len(self._consts) :])]
+
     def _cross(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
         """The outputs before unwrapping, and the fast path to them."""
         crossing = self._program.wraps_arguments  # the arguments have been placed
         leaves = list(args) if crossing else self.arrays(args, kwargs)
-        placed = leaves if crossing else self._program.put(leaves)
+        placed = self._laid_out(leaves) if crossing else self._placed(leaves)
         out = _jax.execute(self._stage, [*self._consts, *placed])
         return out, self._quick_way(leaves, placed, jax.tree.structure(out), out), False
 
@@ -98,18 +110,19 @@ class Compiled(Stage):
     ) -> Any:
         """JAX's fast-path data for arguments like these; None if the fast path cannot be used.
 
-        It cannot if an array on several devices had to be moved: the fast path would pass it to the
-        executable without checking its sharding. JAX places all other arguments itself.
+        It cannot if an array had to be moved that is on several devices, or has another layout: the
+        fast path would pass it to the executable without checking its sharding, or copy it to the
+        devices as it is. JAX places all other arguments itself.
         """
         pairs = list(zip(leaves, placed, strict=True))
-        if any(x is not a and _on_several_devices(x) for x, a in pairs):
+        if any(x is not a and _stays_as_it_is(x) for x, a in pairs):
             return None
         names = [x.sharding if x is a else None for x, a in pairs]
         return _jax.quick_data(self._stage, tree, names, self._consts, results)
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
         """The arguments under the program's shardings: a call with these moves nothing."""
-        placed = self._program.put(self.arrays(args, kwargs))
+        placed = self._placed(self.arrays(args, kwargs))
         return self.trees.like_arguments(self._program.shown(placed))
 
     @property
@@ -180,8 +193,11 @@ class Compiled(Stage):
     _no_kwargs = False
 
 
-def _on_several_devices(value: Any) -> bool:
-    return isinstance(value, jax.Array) and value.sharding.num_devices > 1
+def _stays_as_it_is(value: Any) -> bool:
+    """Whether JAX's fast path would not reshard an argument, or keep its layout."""
+    if not isinstance(value, jax.Array):
+        return False
+    return value.sharding.num_devices > 1 or other_layout(value) is not None
 
 
 def _flat_formats(tree: Any) -> list[Format]:

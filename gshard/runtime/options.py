@@ -95,10 +95,13 @@ class Keywords:
         donated = (known.donate_argnums, known.donate_argnames)
         return tree, tuple(self.shardings), donated, self.settings(())
 
-    def settings(self, donated: tuple[int, ...]) -> XlaSettings:
-        """The settings for XLA, for a call that donates the flat arguments `donated`."""
-        options = self.of_jax["compiler_options"] or {}
-        return XlaSettings(donated, self.of_jax["keep_unused"], tuple(sorted(options.items())))
+    def settings(self, donated: tuple[int, ...], *layouts: tuple[Any, ...]) -> XlaSettings:
+        """The settings for XLA, for a call that donates the flat arguments `donated`.
+
+        `layouts` are those of the flat arguments and of the results.
+        """
+        options = tuple(sorted((self.of_jax["compiler_options"] or {}).items()))
+        return XlaSettings(donated, self.of_jax["keep_unused"], options, *layouts)
 
     def of_arrays(self, donated: tuple[int, ...]) -> Keywords:
         """The same for a function of flat arrays."""

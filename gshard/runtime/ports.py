@@ -18,10 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format
 from jax.extend.core.primitives import convert_element_type_p
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gshard.capture.placement import DeviceOrder
+from gshard.capture.placement import DeviceOrder, other_layout
 from gshard.graph.caching import cached
 from gshard.tensors import keys
 from gshard.tensors.meshes import AnyMesh, expressed, make_mesh, named_on, ordinary
@@ -106,6 +107,8 @@ class Port:
             here = value.sharding
             if not self.stacked and in_place(here, wanted, value.ndim):
                 return value
+            if other_layout(value) is not None:  # JAX would send some of its bytes as they are
+                value = _copier(here)(value)
             if self.stacked and here == ordinary(mesh, self.sharding):
                 return _rewrap(mesh, self.sharding, value)
             value = _on_all_devices(mesh, value)
@@ -156,6 +159,16 @@ def with_weak_type(array: jax.Array, weak: bool) -> jax.Array:
     """The same array, weakly typed or not."""
     params = {"new_dtype": array.dtype, "weak_type": weak, "sharding": None}
     return convert_element_type_p.bind(array, **params)
+
+
+def laid_out(array: Any, layout: Any) -> jax.Array:
+    """The array in this memory layout: itself, if it has it, or if any will do (None)."""
+    own = None if keys.is_key(array) else array.format.layout
+    if own is None or layout is None:
+        return array
+    # `==` would compare the bits of an element, which JAX gives for programs and not for arrays.
+    parts = [(known.major_to_minor, known.tiling or ()) for known in (own, layout)]
+    return array if parts[0] == parts[1] else jax.device_put(array, Format(layout, array.sharding))
 
 
 def in_place(here: Any, wanted: NamedSharding, rank: int) -> bool:
@@ -213,6 +226,12 @@ def _on_all_devices(mesh: Mesh, value: jax.Array) -> jax.Array:
     grid = np.vectorize(number.__getitem__)(value.sharding.mesh.devices)
     sharding = Sharding.of_assignment(grid[..., 0], mesh.size)
     return UnevenArray(_rewrap(mesh, sharding, value), sharding, value.shape).logical()
+
+
+@cached
+def _copier(sharding: Any) -> Any:
+    """A function that copies an array into the default memory layout."""
+    return jax.jit(jnp.copy, out_shardings=sharding)
 
 
 @cached

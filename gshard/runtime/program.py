@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -145,8 +146,9 @@ class Program(GlobalFunction):
             def called(*arrays: jax.Array) -> list[jax.Array]:
                 return evaluate(program, arrays, _copied)
 
-            structs = self.arranged.structs
-            return self.settings.trace(called, self.name, structs, placed, len(self.consts))
+            results = [p.named(mesh) for p in self.out_of]
+            structs, consts = self.arranged.structs, len(self.consts)
+            return self.settings.trace(called, self.name, structs, placed, consts, results)
 
     def _emitted(self) -> ClosedJaxpr:
         """The emitted program as a function of global arrays."""
@@ -253,6 +255,8 @@ class XlaSettings:
     donated: tuple[int, ...]
     keep_unused: bool
     compiler_options: tuple[tuple[str, Any], ...]
+    in_layouts: tuple[Any, ...] = ()  # of the flat arguments; None: the default
+    out_layouts: tuple[Any, ...] = ()
 
     def with_options(self, options: Mapping[str, Any]) -> XlaSettings:
         """The same with more options for the compiler."""
@@ -265,21 +269,31 @@ class XlaSettings:
         structs: Sequence[jax.ShapeDtypeStruct],
         placed: Sequence[NamedSharding] | None,
         consts: int = 0,
+        results: Sequence[NamedSharding | None] = (),
     ) -> jax.stages.Traced:
         """A function of global arrays, traced under the name of the user's function.
 
-        Its first arguments are so many `consts`; `placed` are the shardings of all.
+        Its first arguments are so many `consts`; `placed` are the shardings of all, and `results`
+        those of the results; None where XLA chooses it.
         """
+        into = [None] * consts + [*self.in_layouts]
+        formats = {} if placed is None else {"in_shardings": [*map(_format, into, placed)]}
+        if placed is not None and any(self.out_layouts):
+            formats["out_shardings"] = [*map(_format, self.out_layouts, results)]
         called.__name__ = called.__qualname__ = name
         jitted = jax.jit(
             called,
             donate_argnums=tuple(consts + i for i in self.donated),
             keep_unused=self.keep_unused,
             compiler_options=dict(self.compiler_options) or None,
-            **({} if placed is None else {"in_shardings": placed}),
+            **formats,
         )
         with _jax.without_mesh():
             return jitted.trace(*structs)
+
+
+def _format(layout: Any, sharding: NamedSharding | None) -> Any:
+    return sharding if layout is None or sharding is None else Format(layout, sharding)
 
 
 def _copied(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:

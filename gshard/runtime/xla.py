@@ -73,7 +73,10 @@ def lower_with_xla(
         for v in arguments
     ]
     placed = [p.named(own) for p in into]
-    return XlaProgram(settings.trace(constrained, traced.fun_name, structs, placed), own, into)
+    laid_out = zip(flat.jaxpr.outvars, settings.out_layouts, strict=True)
+    results = [None if layout is None else named(v) for v, layout in laid_out]
+    step = settings.trace(constrained, traced.fun_name, structs, placed, results=results)
+    return XlaProgram(step, own, into)
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,7 +35,8 @@ class Annotation:
     `assignment` is None for `replicate`; otherwise a device id per tile, row-major, over `tiles`.
     `open_dims` are dims that `vmap` added, which the annotation leaves open. In a flat program
     (`capture.flatten`), and where it came from a `NamedSharding`, the sharding is known. `axes` are
-    the names of the mesh axes of each dim.
+    the names of the mesh axes of each dim, and `layout` is the memory layout, where a `Format` has
+    one.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Annotation:
     open_dims: tuple[int, ...] = ()
     sharding: Sharding | None = None
     axes: tuple[str, ...] = ()
+    layout: Any = None
 
     @staticmethod
     def of_sharding(
@@ -51,9 +53,10 @@ class Annotation:
         sharding: Sharding,
         open_dims: tuple[int, ...] = (),
         axes: tuple[str, ...] = (),
+        layout: Any = None,
     ) -> Annotation:
         """The annotation that asks for exactly this sharding."""
-        return Annotation(name, sharding.tiles, None, open_dims, sharding, axes)
+        return Annotation(name, sharding.tiles, None, open_dims, sharding, axes, layout)
 
     def on(self, num_devices: int) -> Annotation:
         """With the sharding on `num_devices` devices."""
