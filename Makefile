@@ -33,7 +33,8 @@ test-all: lint
 	$(RUN) -m pytest -n 2 --dist loadgroup -m "slow or not slow" \
 	    --hypothesis-profile thorough
 
-# The quick tests under JAX 0.10 and 0.11, each in an environment of its own (JAX=0.11: only that).
+# The quick tests under JAX 0.10 to 0.12 and the newest release on the index, each in an environment
+# of its own (JAX=0.12, JAX=newest: only that).
 test-matrix: $(VENV)/installed
 	$(RUN) -m tools.matrix $(if $(JAX),--jax $(JAX))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import gshard
-from tools import badges, extras, release
+from tools import badges, extras, matrix, release
 
 ROOT = Path(__file__).parents[1]
 
@@ -119,7 +119,7 @@ def test_the_container_copies_what_an_installation_needs():
 def test_the_badges_are_made_from_the_project():
     made = badges.badges()
     assert made == {path.name: path.read_text() for path in badges.FOLDER.iterdir()}
-    assert "0.10 to 0.11" in made["jax.svg"]
+    assert "0.10 to 0.12" in made["jax.svg"]
     readme = (ROOT / "README.md").read_text()
     assert all(f"badges/{name}" in readme for name in made)
 
@@ -142,8 +142,9 @@ def test_a_release_is_tested_on_the_oldest_and_newest_versions():
     tested = {".".join(map(str, version)) for version in release.PAIRS.values()}
     assert {said[0], said[-1]} <= tested
     (jax,) = (r for r in project["dependencies"] if r.startswith("jax"))
-    assert jax == "jax>=0.10,<0.12"
-    assert set(release.PAIRS) == {"0.10", "0.11"}
+    assert jax == "jax>=0.10,<0.13"
+    assert set(release.PAIRS) == {"0.10", "0.12"}
+    assert list(matrix.RELEASES) == ["0.10", "0.11", "0.12"]
     assert all((ROOT / path).exists() for path in release.TESTS)
 
 

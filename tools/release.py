@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "release"
 
 # The oldest and the newest supported pair of a Python and a release of JAX.
-PAIRS = {"0.10": (3, 11), "0.11": (3, 13)}
+PAIRS = {"0.10": (3, 11), "0.12": (3, 13)}
 
 # Tests that need the wheel and its dependencies, and nothing else of the repository.
 TESTS = (

@@ -27,10 +27,10 @@ POINTWISE = (
     "erf", "erfc", "exp2", "exp", "expm1", "floor", "ge", "gt", "igamma_grad_a", "igamma",
     "igammac", "imag", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log1p", "log2", "log",
     "logistic", "lt", "lt_to", "max", "min", "mul", "name", "ne", "neg", "nextafter", "not",
-    "one_minus_square", "or", "polygamma", "population_count", "pow", "real", "reduce_precision",
-    "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
-    "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
+    "one_minus_square", "or", "polygamma", "polynomial", "population_count", "pow", "real",
+    "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n",
+    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
+    "square", "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
 )  # fmt: skip
 
 

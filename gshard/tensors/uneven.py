@@ -129,7 +129,8 @@ class UnevenArray(jax.Array):
         """The devices that hold its tiles."""
         return self.stack.devices()
 
-    def addressable_data(self, index: int) -> jax.Array:
+    # Results of Any are `jax.Array`s: since JAX 0.12 they are declared to be of the array's class.
+    def addressable_data(self, index: int) -> Any:
         """The logical value on one of the devices, gathered."""
         return self.gathered().addressable_data(index)
 
@@ -202,7 +203,7 @@ class UnevenArray(jax.Array):
             raise AttributeError(name)
         return getattr(self.gathered(), name)
 
-    def __getitem__(self, index: Any) -> jax.Array:
+    def __getitem__(self, index: Any) -> Any:
         return self.gathered()[index]
 
     def __len__(self) -> int:
@@ -210,10 +211,10 @@ class UnevenArray(jax.Array):
             raise TypeError("len() of unsized object")
         return self._shape[0]
 
-    def __iter__(self) -> Iterator[jax.Array]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.gathered())
 
-    def __reversed__(self) -> Iterator[jax.Array]:
+    def __reversed__(self) -> Iterator[Any]:
         return reversed(self.gathered())
 
     def __repr__(self) -> str:

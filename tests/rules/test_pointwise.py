@@ -29,6 +29,13 @@ BINARY = [
     lambda x, y: lax.betainc(1 + abs(x), 1 + abs(y), lax.logistic(x)),
     lambda x, y: lax.select(x > y, x, y), lambda x, y: lax.clamp(x - 1, y, x + 1),
 ]  # fmt: skip
+if hasattr(lax, "polynomial"):  # since JAX 0.12
+    UNARY += [lambda x: lax.polynomial(x, np.cos(np.arange(12.0)))]  # a scan inside
+    BINARY += [
+        lambda x, y: lax.polynomial(x, [1.0, y, 2.0]),
+        jax.grad(lambda x, y: jnp.sum(lax.polynomial(x, [y[:1], 1.0, y, y]))),
+        jax.grad(lambda x, y: jnp.sum(lax.polynomial(x, [y[:1], 1.0, y, y])), argnums=1),
+    ]
 INTEGER = [
     lax.bitwise_and, lax.bitwise_or, lax.bitwise_xor, lax.shift_left, lax.div, lax.rem, lax.max,
     lax.shift_right_arithmetic, lax.shift_right_logical, lambda x, y: lax.bitwise_not(x),
