@@ -71,8 +71,8 @@ class Detector:
         seen = np.flatnonzero(counts)
         scores_L = self._table_LB[:, seen] @ counts[seen].astype(np.float32)
         # N-grams that overlap are no independent witnesses: each character counts once.
-        scores_L = (scores_L - scores_L.max()) / len(_LENGTHS)
-        shares_L = np.exp(scores_L) / np.exp(scores_L).sum()
+        weights_L = np.exp((scores_L - scores_L.max()) / len(_LENGTHS))
+        shares_L = weights_L / weights_L.sum()
         best = np.argsort(-shares_L, kind="stable")[:most]
         found = [Found(self.languages[n], round(100 * float(shares_L[n]), 1)) for n in best]
         return [each for n, each in enumerate(found) if n == 0 or each.confidence >= 1.0]
