@@ -75,7 +75,7 @@ def _ms(seconds: float) -> str:
 def row(case: Case, hardware: str, seconds: float) -> Row:
     """A layout for a case, and the best of its experts that fits where the layout has to."""
     lowered = {
-        name: gshard.jit(fn, devices=D, hardware=hardware, overlap=False).lower(*case.arguments)
+        name: gshard.jit(fn, devices=D, hardware=hardware).lower(*case.arguments)
         for name, fn in case.experts.items()
     }
     forecasts = {name: each.forecast() for name, each in lowered.items()}
@@ -109,7 +109,7 @@ def measured(case: Case, expert: str, seconds: float) -> dict[str, Any]:
     arguments = jax.tree.map(_drawn, case.arguments)
     programs = [
         layout.jit().lower(*arguments).compile(),
-        gshard.jit(case.experts[expert], hardware="cpu", overlap=False).lower(*arguments).compile(),
+        gshard.jit(case.experts[expert], hardware="cpu").lower(*arguments).compile(),
     ]
     placed = [program.place(*arguments) for program in programs]
     wanted, got = jax.jit(case.fn)(*arguments), programs[0](*placed[0])

@@ -94,10 +94,7 @@ def row(devices: int, hardware: str, seconds: float) -> Row:
     def annotated(state: Any, batch: Any, key: Any) -> Any:
         return train_step(state, batch, key, optimizer=optimizer, strategy=strategy)
 
-    # As layouts are lowered: forecasts do not count overlap, nor the pieces made for it.
-    jitted = gshard.jit(
-        annotated, devices=devices, donate_argnums=0, hardware=hardware, overlap=False
-    )
+    jitted = gshard.jit(annotated, devices=devices, donate_argnums=0, hardware=hardware)
     paper = jitted.lower(*arguments).forecast().serial_seconds
     return Row(devices, name, layout, paper, wall, processor)
 

@@ -31,23 +31,8 @@ def row(model: str, devices: int, experts: int, tokens: int, **more: Any) -> dic
 
 
 SMALL = "moe_128e_12l"
-HIDING = "--xla_gpu_enable_latency_hiding_scheduler=true"  # off by default in XLA
 DEEP = 300  # seconds for a row of 36 layers, which needs more than 110 (docs/results/many-gpus.md)
 CASES: dict[str, list[dict[str, Any]]] = {
-    "pieces": [row(SMALL, 8, 128, 65_536, overlap=True)],  # every AllToAll, faster or not
-    "overlap": [  # "grow" has the rows without
-        row(SMALL, 8, 128, 65_536, overlap="auto"),
-        row(
-            SMALL,
-            8,
-            128,
-            65_536,
-            overlap="auto",
-            scheduler="latency hiding",
-            flags=f"{CUBLAS} {ALONE} {HIDING}",
-        ),
-        row(SMALL, 64, 512, 65_536, overlap="auto"),
-    ],
     "grow": [
         row(SMALL, 1, 16, 65_536),
         row(SMALL, 8, 128, 65_536),
@@ -150,7 +135,7 @@ def _about(case: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _settings(case: dict[str, Any]) -> Iterator[str]:
-    """What differs from the defaults."""
+    """What differs from the defaults; `overlap` was a keyword of earlier versions."""
     if case.get("overlap"):
         yield "overlap" if case["overlap"] == "auto" else "overlap everywhere"
     if "scheduler" in case:

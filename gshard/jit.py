@@ -34,7 +34,6 @@ from gshard.runtime.options import (
     JitKeywords,
     Keywords,
     Options,
-    Overlap,
     check_partitioner,
     checked_devices,
     of_layout,
@@ -85,7 +84,6 @@ def jit(
     hardware: str | Path | Hardware | None = None,
     annotations: Any = None,
     reproducible: bool = False,
-    overlap: Overlap = False,
 ) -> Any:
     """Like `jax.jit`, for a function whose tensors are annotated with `split` and the like.
 
@@ -104,15 +102,11 @@ def jit(
     a `gshard.Layout`, whose annotations are applied to arguments, results and tensors inside, on as
     many devices as it is for. `reproducible` results have the same bits on any devices
     (docs/howto/reproducible.md).
-
-    `overlap="auto"` sends tensors in pieces, so that one is sent while another is multiplied, where
-    the costs of the hardware say that this is faster; `overlap=True` does it wherever it is
-    possible. On GPUs, smaller products can cost as much as it saves: measure it.
     """
-    check_partitioner(partitioner, reproducible, overlap)
+    check_partitioner(partitioner, reproducible)
     named = None if hardware is None else hardware_of(hardware)
     inside, count = of_layout(annotations)
-    how = (partitioner, memory_limit, strict, named, inside, reproducible, overlap, count)
+    how = (partitioner, memory_limit, strict, named, inside, reproducible, count)
     options = Options(checked_devices(devices, device), backend, *how)
     static = {"static_argnums": static_argnums, "static_argnames": static_argnames}
     donated = {"donate_argnums": donate_argnums, "donate_argnames": donate_argnames}

@@ -67,7 +67,6 @@ def lowered(case: dict[str, Any], devices: Any, hardware: str | None = None) -> 
         devices=devices,
         hardware=hardware,
         partitioner=partitioner,
-        overlap=case.get("overlap", False),
     )
     return run.lower(state, batch, key), (state, batch, key)
 

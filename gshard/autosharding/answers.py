@@ -13,7 +13,6 @@ from gshard.autosharding.candidates import ModelAnswer
 from gshard.autosharding.cost.model import MeshProblem, build
 from gshard.autosharding.cost.specs import MeshShape
 from gshard.autosharding.cost.strategies import PICO
-from gshard.autosharding.cost.windows import OverlapWindows, solve_windows
 from gshard.autosharding.solver import presolving_work, solve, solve_with_priced_memory
 from gshard.autosharding.solver.ilp import Result
 from gshard.autosharding.solver.problem import NoAnswerError, Problem
@@ -30,14 +29,12 @@ _ROUNDING = 1e-9
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """Solves the models of one program; where it `overlaps`, the time of a step is that of its
-    windows (`windows`)."""
+    """Solves the models of one program."""
 
     subject: TracedProgram
     machine: Hardware
     clock: Clock
     donated: bool
-    overlaps: bool
 
     def choice(
         self, mesh: MeshShape, limit: float, seconds: float, needed: bool
@@ -51,7 +48,7 @@ class Answers:
             self.clock.charge(_PER_NODE * len(model.problem.costs))
             if not needed and presolving_work(model.problem) > seconds:
                 break
-            model, result = self._solved(model, seconds / (1 + number), needed and not number)
+            result = self._solved(model.problem, seconds / (1 + number), needed and not number)
             if result.answer is None:
                 break
             best = model, result
@@ -64,44 +61,27 @@ class Answers:
         peak = float(model.problem.memory.profile(best[1].answer).max(initial=0.0))
         return ModelAnswer(result.cost / PICO, model, best[1].answer, peak, result.gap)
 
-    def _solved(
-        self, model: MeshProblem, seconds: float, needed: bool
-    ) -> tuple[MeshProblem, Result]:
+    def _solved(self, problem: Problem, seconds: float, needed: bool) -> Result:
         """The answer of a model; where none fits and one is needed, one that holds little."""
         result, fits = Result(None, np.inf, -np.inf), True
         try:
-            if self.overlaps:
-                windows = OverlapWindows(model, self.subject.flat.jaxpr, optimistic=False)
-                result, problem = solve_windows(windows, seconds, self.clock)
-                model = dataclasses.replace(model, problem=problem)
-            else:
-                result = solve(model.problem, seconds, clock=self.clock)
+            result = solve(problem, seconds, clock=self.clock)
         except NoAnswerError:
             fits = False
         if result.answer is None and (needed or not fits):
-            result = solve_with_priced_memory(model.problem, seconds, self.clock)
-        return model, result
+            result = solve_with_priced_memory(problem, seconds, self.clock)
+        return result
 
     def bound(self, mesh: MeshShape, limit: float, seconds: float) -> float:
         """Seconds that the forecast of no layout over a mesh is below; infinite if none fits."""
         flat, returned = self.subject.flat, self.subject.returned
-        model = build(
-            flat, mesh, self.machine, limit, returned, optimistic=True, overlapped=self.overlaps
-        )
-        windows = OverlapWindows(model, flat.jaxpr, optimistic=True) if self.overlaps else None
-        problem = model.problem
-        if windows is not None:
-            problem = windows.weighted(windows.most())
+        problem = build(flat, mesh, self.machine, limit, returned, optimistic=True).problem
         own = _without_edges(problem)
         if seconds > 0:
             try:
-                if windows is not None:
-                    found = solve_windows(windows, seconds, self.clock)[0].bound
-                else:
-                    found = solve(problem, seconds, clock=self.clock).bound
+                own = max(own, solve(problem, seconds, clock=self.clock).bound)
             except NoAnswerError:  # arguments alone do not fit over this mesh
                 return math.inf
-            own = max(own, found)
         return (1 - _ROUNDING) * own / PICO
 
 

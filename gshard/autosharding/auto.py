@@ -9,7 +9,6 @@ out (`smaller`).
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -85,8 +84,7 @@ def auto(
     each ("16 GB"), by default the hardware's. Annotations that `fn` has are kept. It takes about
     `seconds` of a free core at most: work is counted, not time, so that the layout is the same
     where the machine is busy and it takes longer; longer too where nothing that fits in memory was
-    found by then. Other keywords are those of `gshard.jit`; with `overlap`, the time is that of the
-    forecast in which communication is beside work.
+    found by then. Other keywords are those of `gshard.jit`.
     """
     count = jax.device_count() if devices is None else devices
     if not isinstance(count, int) or count < 1:
@@ -129,10 +127,7 @@ class _Chooser:
         self.seconds, self.guard = self.clock.left, self.clock.guard_left
         self.reserved = _BOUNDING * self.seconds
         donated = any(self.candidates.keywords.get(how) for how in _DONATED)
-        how = self.subject, self.machine, self.clock, donated
-        self.answers = Answers(*how, self.candidates.overlaps)
-        # Where communication is beside work, the forecast may see less of that than the model.
-        self.models = [self.answers, Answers(*how, False)][: 1 + self.candidates.overlaps]
+        self.answers = Answers(self.subject, self.machine, self.clock, donated)
 
     def chosen(self) -> Layout:
         """The best layout."""
@@ -152,7 +147,7 @@ class _Chooser:
             fitting = [a for a in layouts if a.memory_bytes <= self.limit]
             if fitting:
                 return self._finished(fitting)
-            limits = self._tightened(limits, choices[: self.lowered], layouts)
+            limits = self._tightened(limits, choices[:_LOWERED_MESHES], layouts)
             if not limits:
                 break
             self.clock.extend(_LEAST_SOLVING * (len(limits) + 1))
@@ -215,21 +210,8 @@ class _Chooser:
             least = min(least, self.answers.bound(mesh, self.limit, share))
         return least if math.isfinite(least) else 0.0
 
-    @property
-    def lowered(self) -> int:
-        """How many answers are lowered."""
-        return _LOWERED_MESHES * len(self.models)
-
     def _choices(self, limits: Mapping[MeshShape, float], seconds: float) -> list[ModelAnswer]:
-        """The answers of the likely models in turn, the cheapest of each first."""
-        found = [self._answered(model, limits, seconds / len(self.models)) for model in self.models]
-        self.gaps = [choice.gap for choice in found[0]]
-        return [c for turn in itertools.zip_longest(*found) for c in turn if c is not None]
-
-    def _answered(
-        self, model: Answers, limits: Mapping[MeshShape, float], seconds: float
-    ) -> list[ModelAnswer]:
-        """The answers of a model on as many meshes as time allows, the cheapest first."""
+        """The likely model's answers on as many meshes as time allows, the cheapest first."""
         until = self.clock.now() + seconds
         found: list[ModelAnswer] = []
         for done, (mesh, limit) in enumerate(limits.items()):
@@ -237,12 +219,14 @@ class _Chooser:
             if found and (share <= 0 or self.clock.guard_left < _LOWERING * self.guard):
                 break
             least = 0.0 if found else _LEAST_SOLVING
-            choice = model.choice(mesh, limit, max(share, least), needed=not found)
+            choice = self.answers.choice(mesh, limit, max(share, least), needed=not found)
             if choice is not None:
                 found.append(choice)
             elif found:  # those that follow have as many axes, or more
                 break
-        return sorted(found, key=lambda c: (c.cost, len(c.model.mesh)))
+        found.sort(key=lambda c: (c.cost, len(c.model.mesh)))
+        self.gaps = [choice.gap for choice in found]
+        return found
 
     def _until(self, share: float) -> Callable[[], bool]:
         """Whether there is time to lower one more layout within a share of the time, and real time
@@ -265,10 +249,10 @@ class _Chooser:
         """The layouts of the best meshes: nearly all of their answers with few annotations, or else
         all of them; then what arguments alone make."""
         layouts: list[Layout] = []
-        for choice in choices[: self.lowered]:
+        for choice in choices[:_LOWERED_MESHES]:
             if not self._fits(layouts) or self._can_lower():
                 layouts += self._of_answer(choice)
-        for choice in choices[: self.lowered]:
+        for choice in choices[:_LOWERED_MESHES]:
             if self._can_lower():
                 layouts.append(self.candidates.of_arguments(choice))
         return layouts
@@ -280,7 +264,7 @@ class _Chooser:
     def _of_answer(self, choice: ModelAnswer) -> list[Layout]:
         """Layouts that are like an answer. One with all annotations only where few do not hold what
         the model promises."""
-        share = _FEW * self.seconds / min(len(self.looked_at), _LOWERED_MESHES) / len(self.models)
+        share = _FEW * self.seconds / min(len(self.looked_at), _LOWERED_MESHES)
         found: list[Layout] = []
         for layout in Compact(self.candidates, choice).layouts(share):
             found.append(layout)

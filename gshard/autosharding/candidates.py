@@ -220,23 +220,13 @@ class Candidates:
             layout, forecast = self._lowered(layout, {**needed, **changing, **known})
         count = len(annotations) + len(inside)
         name = f"mesh {' x '.join(map(str, mesh))}, {count} annotations"
-        seconds = self._seconds(forecast)
-        self.considered.append(Considered.of(name, forecast, seconds, self.limit))
+        self.considered.append(Considered.of(name, forecast, self.limit))
         return dataclasses.replace(layout, considered=tuple(self.considered), limit=self.limit)
 
     @functools.cached_property
     def equations(self) -> int:
         """The equations of the program, loops counted once."""
         return sum(1 for _ in walk(self.subject.flat.jaxpr))
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether communication beside work counts: it was chosen, and the hardware does it."""
-        return bool(self.keywords.get("overlap")) and self.machine.overlaps
-
-    def _seconds(self, forecast: Forecast) -> float:
-        """The time of a step."""
-        return forecast.step_seconds if self.overlaps else forecast.serial_seconds
 
     @property
     def lowering_work(self) -> float:
@@ -246,8 +236,7 @@ class Candidates:
     def _lowered(self, layout: Layout, results: Mapping[str, Annotated]) -> tuple[Layout, Forecast]:
         layout = dataclasses.replace(layout, results=tuple(results.values()))
         subject, began = self.subject, time.process_time()
-        # Unless it is chosen, neither the model nor the forecast counts overlap.
-        keywords = {"hardware": self.machine, "overlap": False, **self.keywords}
+        keywords = {"hardware": self.machine, **self.keywords}
         keywords["devices"] = subject.devices
         lowered = jit(subject.fn, annotations=layout, **keywords).lower(*subject.args)
         forecast = lowered.forecast(self.machine)
@@ -255,7 +244,7 @@ class Candidates:
         self.lowering_seconds = max(self.lowering_seconds, time.process_time() - began)
         layout = dataclasses.replace(
             layout,
-            seconds=self._seconds(forecast),
+            seconds=forecast.serial_seconds,  # the model does not count overlap either
             memory_bytes=forecast.memory_bytes,
             lowered=lowered,
             function=subject.fn,

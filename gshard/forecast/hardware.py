@@ -95,15 +95,7 @@ class Hardware:
             flops_per_byte=self.rate("bfloat16") * efficiency.products / sent,
             memory_per_byte=self.memory_bandwidth * efficiency.memory / sent,
             calls_to_compare=self.compiler == "cpu",
-            overlaps=self.overlaps,
         )
-
-    def cost_model_for(self, devices: int) -> CostModel:
-        """The cost model of programs for so many devices, which may be in several nodes."""
-        net = self.network
-        if net.kind == "torus" or devices <= net.devices_per_node:
-            return self.cost_model
-        return replace(self.cost_model, distance=net.inside_bandwidth / net.outside_bandwidth)
 
     def topology(self, devices: int) -> Torus | Switch:
         """How this many devices are connected."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
@@ -78,16 +78,11 @@ class Product:
         """Multiplications and additions."""
         return 2.0 * self.batch * self.rows * self.columns * self.terms
 
-    def in_tiles(self, size: int) -> Product:
-        """As matrix units compute it that take `size` rows and columns at once."""
-        rows, columns = (-(-n // size) * size for n in (self.rows, self.columns))
-        return replace(self, rows=rows, columns=columns)
 
-
-def product_of(eqn: JaxprEqn, shape: tuple[int, ...] | None = None) -> Product:
-    """The product that an equation is, or the part of it that makes a result of this shape."""
+def product_of(eqn: JaxprEqn) -> Product:
+    """The product that an equation is."""
     lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
-    out = eqn.outvars[0].aval.shape if shape is None else shape
+    out = eqn.outvars[0].aval.shape
     if eqn.primitive.name == "conv_general_dilated":
         numbers = eqn.params["dimension_numbers"]
         kernels, columns = rhs[numbers.rhs_spec[0]], out[numbers.out_spec[1]]

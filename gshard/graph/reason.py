@@ -14,15 +14,13 @@ class Reason:
 
     `kind` is "operand", "result" or the like of an `operator`; "asked" for what the user wrote in a
     manual region; "step" for what an operator sends as a part of its own work. Where several values
-    share a collective, `values` is their number; where one value is moved in pieces, `pieces` is
-    the number of these.
+    share a collective, `values` is their number.
     """
 
     kind: str
     operator: str = ""
     detail: str = ""
     values: int = 1
-    pieces: int = 1
 
     @property
     def is_asked(self) -> bool:
@@ -40,13 +38,11 @@ class Reason:
         elif self.is_asked:
             subject = f"asked for in {self.operator}"
         text = ": ".join(part for part in (subject, self.detail) if part)
-        text = f"{text}, one of {self.pieces} pieces" if self.pieces > 1 else text
         return f"{self.values} values combined: {text}" if self.values > 1 else text
 
     def encoded(self) -> str:
         """As a name scope, which equations keep and profilers show."""
-        counts = f"{self.values},{self.pieces}"
-        return "|".join([_TAG, self.kind, self.operator, counts, self.detail])
+        return "|".join([_TAG, self.kind, self.operator, str(self.values), self.detail])
 
     @staticmethod
     def decoded(scope: str) -> Reason | None:
@@ -54,9 +50,8 @@ class Reason:
         tag, *parts = scope.split("|", 4)
         if tag != _TAG or len(parts) != 4:
             return None
-        kind, operator, counts, detail = parts
-        values, pieces = counts.split(",")
-        return Reason(kind, operator, detail, int(values), int(pieces))
+        kind, operator, values, detail = parts
+        return Reason(kind, operator, detail, int(values))
 
 
 NO_REASON = Reason("")

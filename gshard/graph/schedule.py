@@ -6,7 +6,7 @@ later steps pass, but not many: schedules that save memory do not move products 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -16,32 +16,6 @@ AHEAD = 8  # products among which a step is chosen that need not wait
 
 T = TypeVar("T")  # an equation, or an operator of several
 Step = tuple[T, Sequence[Any], Sequence[Any]]  # with what it reads and what it makes
-
-
-class Dependence(Generic[T]):
-    """Which of some `marked` steps every value of a program depends on."""
-
-    def __init__(self, steps: Iterable[Step[T]], marked: Sequence[T]):
-        self.marked = list(marked)
-        self.place = {step: i for i, step in enumerate(self.marked)}
-        self._bits: dict[Any, int] = {}
-        for step, reads, writes in steps:
-            needs = 1 << self.place[step] if step in self.place else 0
-            for atom in reads:
-                if not isinstance(atom, Literal):
-                    needs |= self._bits.get(atom, 0)
-            self._bits.update(dict.fromkeys(writes, needs))
-
-    def needs(self, atom: Any, step: T) -> bool:
-        """Whether a value depends on a marked step."""
-        return bool(self._bits_of(atom) >> self.place[step] & 1)
-
-    def count(self, atom: Any) -> int:
-        """On how many marked steps a value depends."""
-        return self._bits_of(atom).bit_count()
-
-    def _bits_of(self, atom: Any) -> int:
-        return 0 if isinstance(atom, Literal) else self._bits.get(atom, 0)
 
 
 @dataclass(frozen=True)

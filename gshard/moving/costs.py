@@ -21,9 +21,7 @@ class CostModel:
     flops_per_byte: float = 512  # operations per byte sent
     memory_per_byte: float = 16  # bytes of memory traffic per byte sent
     calls_to_compare: bool = False  # in sorts, one call per comparison, except for integers
-    overlaps: bool = False  # collectives run beside products
     rings: bool = False  # collectives go around a ring of processes, one message after the other
-    distance: float = 1.0  # how many times as long a transfer among all devices takes
 
     @property
     def largest_combined(self) -> float:

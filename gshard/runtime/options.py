@@ -13,11 +13,10 @@ import numpy as np
 from gshard.capture.inside import Inside
 from gshard.forecast import Hardware
 from gshard.moving.costs import MEMORY_LIMIT
-from gshard.planning.improve import Overlap
 from gshard.runtime.program import XlaSettings
 
 __all__ = [
-    "MEMORY_LIMIT", "JitKeywords", "Keywords", "Options", "Overlap", "check_partitioner",
+    "MEMORY_LIMIT", "JitKeywords", "Keywords", "Options", "check_partitioner",
     "checked_devices", "of_layout",
 ]  # fmt: skip
 
@@ -43,7 +42,6 @@ class JitKeywords(TypedDict, total=False):
     hardware: str | Path | Hardware | None
     annotations: Any
     reproducible: bool
-    overlap: Overlap
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,6 @@ class Options:
     hardware: Hardware | None = None  # to plan for; None: what JAX reports
     inside: tuple[Inside, ...] = ()  # annotations of tensors that the function makes
     reproducible: bool = False
-    overlap: Overlap = False  # communication in pieces: always, never, or where that is faster
     layout_devices: int | None = None  # how many the layout is for, where one is given
 
     def check_count(self, devices: int) -> None:
@@ -109,16 +106,12 @@ class Keywords:
         return Keywords({**kept, "donate_argnums": donated})
 
 
-def check_partitioner(partitioner: str, reproducible: bool, overlap: Overlap) -> None:
+def check_partitioner(partitioner: str, reproducible: bool) -> None:
     """Refuse a partitioner that there is not, or that cannot do what is asked of it."""
     if partitioner not in ("gshard", "xla"):
         raise ValueError(f"partitioner is {partitioner!r}; allowed are 'gshard' and 'xla'")
     if reproducible and partitioner == "xla":
         raise ValueError("reproducible=True orders sums in gshard's plans; partitioner is 'xla'")
-    if overlap and (reproducible or partitioner == "xla"):
-        other = "reproducible=True" if reproducible else "partitioner='xla'"
-        what = f"overlap={overlap!r} changes gshard's plans"
-        raise ValueError(f"{what}, which {other} does not allow")
 
 
 def of_layout(annotations: Any) -> tuple[tuple[Any, ...], int | None]:

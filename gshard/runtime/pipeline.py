@@ -21,7 +21,7 @@ from gshard.forecast import Hardware
 from gshard.graph.history import History
 from gshard.moving.costs import GENERIC_COSTS, use_cost_model
 from gshard.moving.seen import Seen
-from gshard.planning.improve import final_passes, passes
+from gshard.planning.improve import FINAL_PASSES, PASSES
 from gshard.planning.plan import Plan, plan_note
 from gshard.planning.planner import partition
 from gshard.propagation.stage import Known, shard
@@ -55,12 +55,12 @@ def lower(
             local = partition(flat.jaxpr, found, limit, options.strict, seen)
             arranged = arrange(local, flat, found, captured, order, mesh, seen)
             history.add("plan", arranged.plan.jaxpr, plan_note)
-            improved = history.run(passes(options.overlap), arranged.plan.jaxpr, plan_note)
+            improved = history.run(PASSES, arranged.plan.jaxpr, plan_note)
             return replace(arranged, plan=Plan(improved, order.count))
 
     arranged = planned(flat, history)
     with _planning(options.hardware, order):
-        finished = history.run(final_passes(options.overlap), arranged.plan.jaxpr, plan_note)
+        finished = history.run(FINAL_PASSES, arranged.plan.jaxpr, plan_note)
     if options.reproducible:
         settings = settings.with_options(COMPILER_OPTIONS)
     wide = bool(jax.config.jax_enable_x64)
@@ -70,7 +70,7 @@ def lower(
 @contextlib.contextmanager
 def _planning(hardware: Hardware | None, order: DeviceOrder) -> Iterator[None]:
     """A context with the costs of the hardware, and without the user's mesh."""
-    costs = hardware.cost_model_for(order.count) if hardware else GENERIC_COSTS
+    costs = hardware.cost_model if hardware else GENERIC_COSTS
     costs = replace(costs, rings=True) if _has_rings(order) else costs
     with _jax.without_mesh(), use_cost_model(costs):
         yield

@@ -41,7 +41,7 @@ def arguments(batch, features=256, hidden=1024):
 
 
 def _seconds(annotate, args, devices=8):
-    program = gshard.jit(annotate, devices=devices, hardware="h100", overlap=False).lower(*args)
+    program = gshard.jit(annotate, devices=devices, hardware="h100").lower(*args)
     return program.forecast().serial_seconds
 
 
@@ -193,7 +193,7 @@ def test_the_best_of_all_layouts_of_a_product(batch, features, hidden, devices):
                 sharding_of(s, 2, mesh) if any(d >= 0 for d in s) else None for s in pair
             )
             lowered = gshard.jit(
-                product, in_shardings=shardings, devices=devices, hardware="h100", overlap=False
+                product, in_shardings=shardings, devices=devices, hardware="h100"
             ).lower(*args)
             best = min(best, lowered.forecast().serial_seconds)
     assert layout.bound <= best
@@ -256,9 +256,7 @@ def test_what_each_annotation_saves_is_what_a_step_takes_without_it():
         own = (annotation.shape, annotation.dims)
         rest = tuple(a for a in layout.annotations if (a.shape, a.dims) != own)
         without = dataclasses.replace(layout, annotations=rest, results=())
-        lowered = gshard.jit(
-            step, annotations=without, devices=8, hardware="h100", overlap=False
-        ).lower(*args)
+        lowered = gshard.jit(step, annotations=without, devices=8, hardware="h100").lower(*args)
         more = lowered.forecast().serial_seconds - layout.seconds
         assert annotation.saves == pytest.approx(more)
     assert "saves" in str(layout)

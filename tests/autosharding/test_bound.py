@@ -95,17 +95,15 @@ def _all_shardings(args, devices):
             yield tuple(sharding_of(s, 2, mesh) if any(d >= 0 for d in s) else None for s in specs)
 
 
-def _check(program, devices, overlap=False):
+def _check(program, devices):
     """Every layout of the arguments, lowered: none below the bound, none 1% better."""
     name, fn, args = program
-    layout = gshard.auto(fn, *args, devices=devices, hardware="h100", overlap=overlap)
+    layout = gshard.auto(fn, *args, devices=devices, hardware="h100")
     best = jnp.inf
     for shardings in _all_shardings(args, devices):
-        jitted = gshard.jit(
-            fn, in_shardings=shardings, devices=devices, hardware="h100", overlap=overlap
-        )
+        jitted = gshard.jit(fn, in_shardings=shardings, devices=devices, hardware="h100")
         found = jitted.lower(*args).forecast()
-        best = min(best, found.step_seconds if overlap else found.serial_seconds)
+        best = min(best, found.serial_seconds)
     assert layout.bound <= best, name
     assert layout.bound <= layout.seconds, name
     assert layout.seconds <= 1.01 * best, name
@@ -172,9 +170,7 @@ def test_equal_products_count_once_on_cpus():
         return jax.grad(lambda x: jnp.sum((jnp.exp(x) @ w + jnp.sin(x) @ w) ** 2))(x)
 
     args, machine = (struct(512, 64), struct(64, 64)), hardware("cpu")
-    jitted = gshard.jit(
-        lambda x, w: fn(gshard.split(x, 0, 2), w), devices=2, hardware=machine, overlap=False
-    )
+    jitted = gshard.jit(lambda x, w: fn(gshard.split(x, 0, 2), w), devices=2, hardware=machine)
     assert bound_of(fn, args, 2, machine=machine) <= jitted.lower(*args).forecast().serial_seconds
 
 
@@ -216,7 +212,5 @@ def _check_experts(case):
     bound = bound_of(case.fn, case.arguments, seconds=20.0)
     assert bound > 0
     for name, expert in case.experts.items():
-        lowered = gshard.jit(expert, devices=8, hardware="h100", overlap=False).lower(
-            *case.arguments
-        )
+        lowered = gshard.jit(expert, devices=8, hardware="h100").lower(*case.arguments)
         assert bound <= lowered.forecast().serial_seconds, name

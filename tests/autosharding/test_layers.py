@@ -44,9 +44,7 @@ def step(loss):
 
 
 def _lowered(fn, layout, args):
-    return gshard.jit(
-        step(fn), annotations=layout, devices=8, hardware="h100", overlap=False
-    ).lower(*args)
+    return gshard.jit(step(fn), annotations=layout, devices=8, hardware="h100").lower(*args)
 
 
 def _bytes(lowered):
@@ -148,7 +146,7 @@ def test_three_axes_together():
     assert (2, 2, 2) in layout.meshes
     wide = struct(2, 2, 4096), struct(4096, 4096)
     layout = gshard.auto(product, *wide, devices=8, hardware="h100")
-    own = gshard.jit(product, devices=8, hardware="h100", overlap=False)
+    own = gshard.jit(product, devices=8, hardware="h100")
     assert layout.seconds < own.lower(*wide).forecast().serial_seconds
 
 

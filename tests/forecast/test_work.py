@@ -32,12 +32,3 @@ def test_a_product_has_the_operations_that_xla_counts(fn, operands, wanted):
     (eqn,) = [e for e in jax.make_jaxpr(fn)(*operands).eqns if e.primitive.name in PRODUCTS]
     assert product_of(eqn) == wanted
     assert product_of(eqn).flops == jax.jit(fn).lower(*operands).compile().cost_analysis()["flops"]
-
-
-def test_a_piece_of_a_product_has_its_part_of_the_operations():
-    (eqn,) = jax.make_jaxpr(jnp.dot)(zeros(256, 5), zeros(5, 7)).eqns
-    assert product_of(eqn, (64, 7)).flops * 4 == product_of(eqn).flops
-
-
-def test_matrix_units_compute_entire_tiles():
-    assert Product(3, 130, 7, 5).in_tiles(128) == Product(3, 256, 128, 5)

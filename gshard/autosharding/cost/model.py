@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from gshard.autosharding.cost.forms import Form, Forms, reads_form
 from gshard.autosharding.cost.lower_bound import GATHERING, REDUCING, Latencies, SharedMoves
@@ -50,8 +50,6 @@ class MeshProblem:
     nodes: dict[Any, int]  # the nodes of all tensors
     forms: Mapping[Any, Form]  # those in which operators read tensors
     sizes: Callable[[Any], Floats]  # the bytes of a tensor by spec
-    operators: dict[int, JaxprEqn]  # the equations of operators, by node
-    postponed: Collection[Any]  # tensors that may be summed later than they are made
 
     def uncounted(self, answer: Ints) -> set[Any]:
         """Tensors whose copies break the memory limit of an answer, and are not counted in it."""
@@ -82,16 +80,14 @@ def build(
     optimistic: bool = False,
     paired: Collection[Any] = (),
     donated: bool = False,
-    overlapped: bool = False,
 ) -> MeshProblem:
     """The problem of a program on one mesh, with so many bytes on each device.
 
     `returned` are pairs of a result and an argument, by number: the result is the argument of the
     next call, and is resharded for it where the two differ, and takes its place if it is `donated`.
-    `paired` are tensors whose copies count in the limit. A bound for `overlapped` communication has
-    no latencies and copies of collectives that may be sent in pieces, or around a ring.
+    `paired` are tensors whose copies count in the limit.
     """
-    builder = _Builder(flat, mesh, hardware, limit, optimistic, overlapped)
+    builder = _Builder(flat, mesh, hardware, limit, optimistic)
     builder.forms.paired = paired
     return builder.built(returned, donated)
 
@@ -113,11 +109,10 @@ class _Builder:
         hardware: Hardware,
         limit: float,
         optimistic: bool,
-        overlapped: bool,
     ) -> None:
         self.flat, self.mesh, self.hardware = flat, mesh, hardware
-        self.limit, self.optimistic, self.overlapped = limit, optimistic, overlapped
-        self.tables = Tables(flat.jaxpr, mesh, hardware, optimistic, overlapped)
+        self.limit, self.optimistic = limit, optimistic
+        self.tables = Tables(flat.jaxpr, mesh, hardware, optimistic)
         self.flow, self.touched, self.sharing = _read(flat, math.prod(mesh), hardware, optimistic)
         self.forms = Forms(self.flow, mesh, limit)
         self.outwards = leaving_borders(flat)
@@ -125,7 +120,6 @@ class _Builder:
         self.edges: list[tuple[int, int, Floats]] = []
         self.nodes: dict[Any, int] = {}  # of tensors
         self.known: dict[Any, Priced] = {}  # operators that are alike
-        self.operators: dict[int, JaxprEqn] = {}
         self.states: dict[Any, Any] = {}  # the arguments of the next step that results are
         self.donated = False  # whether these take the place of this step's
         self.waiting: list[tuple[int, int, Floats]] = []  # partial sums, by operator and place
@@ -182,8 +176,6 @@ class _Builder:
             self.nodes,
             self.forms.found,
             self._local_bytes,
-            self.operators,
-            {var for var, share in self.flow.shares.items() if share < 1},
         )
 
     def _memory(self) -> MemoryModel:
@@ -300,8 +292,6 @@ class _Builder:
                 self.latencies.add_read(edge, atom, own, needed)
             else:
                 self.latencies.add(edge, own, GATHERING, needed[:, 0])
-        if edge.eqn is not None:
-            self.operators[own] = edge.eqn
         if self.forms.is_large(priced.waiting.max()) and not self.optimistic:
             self.waiting.append((own, place, priced.waiting))
         for number, (node, table) in enumerate(zip(nodes, priced.tables, strict=True)):
@@ -334,7 +324,7 @@ class _Builder:
         var = edge.atoms[0][number]
         source, dims = self.sharing.source(var)
         between = source in self.sharing.products and name_of(edge) in PRODUCTS
-        if self.hardware.compiler != "gpu" or not between or self.overlapped:
+        if self.hardware.compiler != "gpu" or not between:
             return 0.0
         return self.tables.transposed(edge, number, None if var is source else dims)
 

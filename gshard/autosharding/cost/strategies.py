@@ -66,20 +66,12 @@ class Priced:
 class Tables:
     """Makes the tables of operators on one mesh."""
 
-    def __init__(
-        self,
-        jaxpr: Jaxpr,
-        mesh: MeshShape,
-        hardware: Hardware,
-        optimistic: bool,
-        overlapped: bool = False,
-    ) -> None:
-        self.mesh, self.hardware = mesh, hardware
-        self.optimistic, self.overlapped = optimistic, overlapped
+    def __init__(self, jaxpr: Jaxpr, mesh: MeshShape, hardware: Hardware, optimistic: bool) -> None:
+        self.mesh, self.hardware, self.optimistic = mesh, hardware, optimistic
         self.alone = Rates(hardware, mesh)
         self.combined = Rates(hardware, mesh, combined=True)
-        # XLA for CPUs combines all-reduces of any size, and a ring takes the place of a collective.
-        alone = hardware.compiler != "cpu" and not overlapped
+        # XLA for CPUs combines all-reduces of any size.
+        alone = hardware.compiler != "cpu"
         largest = hardware.cost_model.largest_combined if alone else math.inf
         self.least = LowerBoundRates(hardware, mesh, largest)
         self.least_combined = LowerBoundRates(hardware, mesh, math.inf)
@@ -162,7 +154,7 @@ class Tables:
                 edge.atoms, (edge.factors.operands, edge.factors.results), strict=True
             )
         )
-        with use_cost_model(self.hardware.cost_model_for(math.prod(self.mesh))):
+        with use_cost_model(self.hardware.cost_model):
             ways = rule.ways(edge.eqn, operands, targets, MEMORY_LIMIT)
             sent = min(_sent(way, edge.eqn, operands, targets) for way in ways)
         return sent / self.hardware.sent_per_second
@@ -272,8 +264,7 @@ class Tables:
             specs = [spec for spec in itertools.product(*ends) if spec in position]
             for spec in specs:
                 table[i, position[spec]] = rates.sums(left, spec) * share
-            # A ring may take the place of a sum that is scattered.
-            if self.optimistic and not (self.overlapped and len(specs) > 1):
+            if self.optimistic:
                 reducing[i] = self.least.reducing(left)
             for spec in specs if reducing[i] else ():
                 gathering[i, position[spec]] = self.least.gathering(self._several(over, spec))
@@ -296,8 +287,6 @@ class Tables:
         """The latencies with which an operand is gathered for a bound, where that is small: by
         strategy and by the spec that it is gathered from."""
         shape, itemsize, position = self._specs(edge.atoms[0][number])
-        if self.overlapped:
-            return np.zeros((1, len(position)))
         dims = edge.factors.operands[number]
         wanted = np.array([self._spec(s, dims) for s in self._strategies(edge)])[:, None]
         own = np.array(list(position))[None]

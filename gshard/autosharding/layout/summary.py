@@ -27,11 +27,11 @@ class Considered:
     sent_bytes: int
 
     @staticmethod
-    def of(name: str, forecast: Forecast, seconds: float, limit: int) -> Considered:
-        """What is kept of a forecast, in which a step takes so many seconds."""
+    def of(name: str, forecast: Forecast, limit: int) -> Considered:
+        """What is kept of a forecast."""
         return Considered(
             name,
-            seconds,
+            forecast.serial_seconds,
             forecast.memory_bytes,
             forecast.memory_bytes <= limit,
             forecast.exposed_seconds + forecast.hidden_seconds,

@@ -134,7 +134,7 @@ def _may_move(eqn: JaxprEqn) -> bool:
     node = node_of(eqn)
     if not isinstance(node, (AllReduce, AllGather, ReduceScatter)) or not size_of(eqn.outvars[0]):
         return False
-    return not node.reason.is_asked and node.reason.pieces == 1
+    return not node.reason.is_asked
 
 
 def _size(eqn: JaxprEqn) -> int:

@@ -21,7 +21,7 @@ MACHINE = hardware("h100")
 
 
 def forecast(fn, *args):
-    jitted = gshard.jit(fn, devices=8, hardware="h100", overlap=False)
+    jitted = gshard.jit(fn, devices=8, hardware="h100")
     return jitted.lower(*args).forecast().serial_seconds
 
 
