@@ -109,7 +109,7 @@ def _run(served: Served, settings: Settings, workers: int, name: str, on: str) -
     import sys
 
     from gshard.commands.show import console
-    from gshard.mt.serving.server import Server
+    from gshard.mt.serving.server import Server, listen
     from gshard.mt.serving.workers import Workers
 
     server: Server | Workers | RayServer
@@ -121,9 +121,10 @@ def _run(served: Served, settings: Settings, workers: int, name: str, on: str) -
     elif workers > 1:
         server = Workers(served, settings, workers)
     else:
+        listening = listen(settings)
         with console.status(f"loading {name}"):
             service, detector = served.open()
-        server = Server(service, settings, detector)
+        server = Server(service, settings, detector, listening)
     console.print(f"{name} is at {server.address} (Ctrl-C ends it)", soft_wrap=True)
     # SIGTERM ends it as Ctrl-C does: Uvicorn lets the answers finish and raises the signal again.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gshard.pages.template import EXTRA, markup
+from gshard.pages.template import EXTRA, markup, written
 
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is asked for there
 WIDTHS = {"wide": 860, "narrow": 350, "small": 300}
@@ -62,10 +62,11 @@ class Chart:
             '<div class="chart" id="{}" role="img" tabindex="0" aria-label="{}" '
             'data-low="{}" data-high="{}" data-log="{}">'
         )
-        shown = shown.format(name, self.title, low, high, int(log)) + markup(drawn)
+        shown = shown.format(name, written(self.title), low, high, int(log)) + markup(drawn)
         if self.legend:
             key = markup('<span><i class="key" style="--c:{}"></i>{}</span>')
-            keys = markup("").join(key.format(colour, name) for name, colour in self.legend)
+            legend = written(self.legend)
+            keys = markup("").join(key.format(colour, name) for name, colour in legend)
             shown += markup('<div class="legend">') + keys + markup("</div>")
         return shown + markup("</div>")
 
@@ -158,8 +159,7 @@ def draw(
 
 
 def _drawn(spec: dict[str, Any]) -> str:
-    text = json.dumps(spec, ensure_ascii=False)
-    return _svg(text.encode("utf-8", "replace").decode())  # half a surrogate pair becomes "?"
+    return _svg(json.dumps(written(spec)))  # what is not written would abort the process
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gshard.pages.charts import LETTER, WIDTHS, Chart, draw
+from gshard.pages.template import written
 
 _HEIGHT = 230
 _LEFT = 56  # pixels for the labels of the y axis
@@ -192,7 +193,7 @@ def _labels(axis: Axis, width: int) -> dict[str, Any]:
     longest = LETTER * max(map(len, axis.labels)) + 8
     by = math.ceil(len(axis.labels) * longest / max(width, 1))
     values = list(range(axis.first, axis.first + len(axis.labels), by))
-    names = json.dumps(list(axis.labels), ensure_ascii=False)
+    names = json.dumps(written(axis.labels))
     text = f"{names}[datum.value - {axis.first}]"
     return {"values": values, "labelExpr": text, "labelOverlap": False}
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).parent
-_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # no text of a page has them
+# What no text of a page or chart has: controls, halves of surrogate pairs, what is no character.
+_UNWRITTEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 EXTRA = "pages and plots need more packages: pip install 'gshard[plots]'"
 
 
@@ -34,6 +35,15 @@ def checked(value: Any) -> Any:
     for unsafe in "<>&\u2028\u2029":
         text = text.replace(unsafe, f"\\u{ord(unsafe):04x}")
     return markup(text)
+
+
+def written(value: Any) -> Any:
+    """`value`, of which JSON can be made, with U+FFFD in its texts for what cannot be written."""
+    if isinstance(value, dict):
+        return {name: written(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [written(each) for each in value]
+    return _UNWRITTEN.sub("\ufffd", value) if type(value) is str else value
 
 
 def style(folder: Path, *names: str) -> Any:
@@ -78,7 +88,7 @@ def _environment(folder: Path) -> Any:
         loader=jinja2.FileSystemLoader([folder, _HERE]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=lambda value: _CONTROL.sub("\ufffd", value) if type(value) is str else value,
+        finalize=written,
         trim_blocks=True,
         lstrip_blocks=True,
     )

@@ -105,9 +105,14 @@ class Tokenizer:
                     raise UserError(f"{folder}/{side}.model is not the file that was saved")
             given = dict(note["config"], languages=tuple(map(str, note["config"]["languages"])))
             config = VocabularyConfig(**given)
-            if "pieces" in note:
-                return SharedTokenizer(models[0], note["pieces"], note["tags"], config)
-            return Tokenizer(models[0], models[1], config)
+            found = (
+                SharedTokenizer(models[0], note["pieces"], note["tags"], config)
+                if "pieces" in note
+                else Tokenizer(models[0], models[1], config)
+            )
+            if not found.tasks:
+                raise ValueError("it has no languages to translate between")
+            return found
         except FileNotFoundError as error:
             raise UserError(f"no tokenizer in {folder}: {error.filename} is missing") from None
         except (ValueError, KeyError, TypeError, RuntimeError) as error:

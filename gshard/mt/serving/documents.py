@@ -8,22 +8,37 @@ two tags is translated by itself: a sentence with an emphasised word is three ru
 from __future__ import annotations
 
 import html
-import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from html.parser import HTMLParser
 from typing import NamedTuple
 
 from gshard.mt.decoding.texts import is_unspaced
 
 Cut = Callable[[str], list[str]]  # a paragraph in sentences; joined they are the paragraph
 
-_LINE_ENDS = re.compile(r"(\s*[\r\n\u2028\u2029]\s*)")
-_SKIPPED = ("script", "style", "code", "kbd", "samp", "var", "textarea", "template", "svg", "math")
+# Every pattern reads a character a bounded number of times, whatever the text: `\s*` begins where
+# whitespace does, and `*+` never goes back.
+_LINE_ENDS = re.compile(r"((?<!\s)\s*[\r\n\u2028\u2029]\s*)")
+_SKIPPED = ("code", "kbd", "samp", "var", "template", "svg", "math")
+_RAW = ("script", "style", "textarea", "xmp", "iframe", "noembed", "noframes")  # no tags inside
 _VOID = (
     "area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track",
     "wbr",
 )  # fmt: skip
+# Comments, declarations and tags as browsers find them: without an end they are the rest.
+_SPACE = r"[\t\n\f\r ]"
+_ATTRIBUTE = (
+    r"([^\t\n\f\r />][^\t\n\f\r />=]*+)"
+    rf"""(?>{_SPACE}*={_SPACE}*("[^"]*+"?|'[^']*+'?|[^\t\n\f\r >]*+))?"""
+)
+_MARKUP = re.compile(
+    r"<!--(?:-?>|.*?(?:--!?>|\Z))"
+    r"|<(?:[!?]|/(?![a-zA-Z]))[^>]*+>?"
+    r"|<(?P<close>/?)(?P<name>[a-zA-Z][^\t\n\f\r />]*+)"
+    rf"(?P<attributes>(?>[\t\n\f\r /]++|{_ATTRIBUTE})*+)>?",
+    re.DOTALL,
+)
+_HUGE = re.compile(r"&#[0-9]{1000,};?")  # more digits than `html` takes: no character
 
 
 class Part(NamedTuple):
@@ -106,7 +121,7 @@ def _paragraph(text: str, cut: Cut) -> Iterator[Part]:
 
 def _run(source: str, cut: Cut) -> Iterator[Part]:
     """A run of text in HTML, where a line end is a space like any other."""
-    text = html.unescape(source)
+    text = _unescaped(source)
     if not any(c.isalnum() for c in text):
         yield Part(source)
         return
@@ -129,73 +144,39 @@ def _stripped(text: str) -> tuple[str, str, str]:
     return text[:start], inner, text[start + len(inner) :]
 
 
-def _runs(source: str) -> list[tuple[int, int]]:
+def _runs(source: str) -> Iterator[tuple[int, int]]:
     """Where the runs of text to translate are."""
-    parser = _Parser(source)
-    parser.feed(source)
-    parser.close()
-    joined: list[tuple[int, int]] = []
-    for start, end in parser.found:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((start, end))
-    return joined
+    skipped: list[str] = []  # the open element that is not translated, and its like
+    last = 0
+    while markup := _MARKUP.search(source, last):
+        if last < markup.start() and not skipped:
+            yield last, markup.start()
+        last = markup.end()
+        name, attributes = (markup["name"] or "").lower(), markup["attributes"] or ""
+        if markup["close"]:
+            if skipped and name == skipped[0]:
+                skipped.pop()
+        elif name in _RAW:
+            end = re.compile(rf"</{name}(?=[\t\n\f\r />])", re.IGNORECASE).search(source, last)
+            last = end.start() if end else len(source)
+        elif (
+            (name == skipped[0] if skipped else name in _SKIPPED or _is_kept(attributes))
+            and name not in _VOID
+            and not attributes.endswith("/")
+        ):
+            skipped.append(name)
+    if last < len(source) and not skipped:
+        yield last, len(source)
 
 
-class _Parser(HTMLParser):
-    """Finds the places of text; what is not reported as text is left alone."""
+def _is_kept(attributes: str) -> bool:
+    """Whether an element says that it is not to be translated."""
+    given = {
+        name.lower(): _unescaped(value.strip(value[:1] if value[:1] in "\"'" else ""))
+        for name, value in reversed(re.findall(_ATTRIBUTE, attributes))  # the first one counts
+    }
+    return given.get("translate") == "no" or "notranslate" in given.get("class", "").split()
 
-    def __init__(self, source: str):
-        super().__init__(convert_charrefs=False)
-        self.found: list[tuple[int, int]] = []
-        self._source = source
-        lengths = map(len, source.split("\n"))
-        self._lines = [0, *itertools.accumulate(length + 1 for length in lengths)]
-        self._skipped: list[str] = []  # the open element that is not translated, and its like
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """An element begins."""
-        if tag in _VOID:
-            return
-        given = dict(attrs)
-        kept = given.get("translate") == "no" or "notranslate" in (given.get("class") or "").split()
-        if tag == self._skipped[0] if self._skipped else kept or tag in _SKIPPED:
-            self._skipped.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """An element without content; HTML ignores the slash, except in SVG and the like."""
-        if not self._skipped:
-            self.handle_starttag(tag, attrs)
-            if self._skipped and tag not in ("script", "style", "textarea"):
-                self._skipped.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        """An element ends."""
-        if self._skipped and tag == self._skipped[0]:
-            self._skipped.pop()
-
-    def handle_data(self, data: str) -> None:
-        """Text without references."""
-        self._add(len(data))
-
-    def handle_entityref(self, name: str) -> None:
-        """A reference by name; the semicolon may be missing."""
-        self._add_reference(len(name) + 1)
-
-    def handle_charref(self, name: str) -> None:
-        """A reference by number."""
-        self._add_reference(len(name) + 2)
-
-    def _add_reference(self, length: int) -> None:
-        end = self._offset() + length
-        self._add(length + (self._source[end : end + 1] == ";"))
-
-    def _offset(self) -> int:
-        line, column = self.getpos()
-        return self._lines[line - 1] + column
-
-    def _add(self, length: int) -> None:
-        if not self._skipped:
-            start = self._offset()
-            self.found.append((start, start + length))
+def _unescaped(text: str) -> str:
+    return html.unescape(_HUGE.sub("\ufffd", text))

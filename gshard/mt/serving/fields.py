@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gshard.mt.decoding.texts import well_formed
 from gshard.mt.errors import nearest
 from gshard.mt.serving.service import RefusedError
 
@@ -37,13 +38,16 @@ class Field:
         return found
 
     def read(self, given: Any) -> Any:
-        """The value; an error that says what is allowed if it is none."""
+        """The value; an error that says what is allowed if it is none.
+
+        Halves of surrogate pairs, which JSON can spell, are replaced: no answer could have them.
+        """
         if self.kind == "texts":
             if isinstance(given, list) and all(isinstance(text, str) for text in given):
-                return given
+                return [well_formed(text) for text in given]
             if not isinstance(given, str):
                 raise RefusedError(400, f"`{self.name}` is a string or a list of strings")
-            return given
+            return well_formed(given)
         if self.kind == "integer":
             return self._integer(given)
         if not isinstance(given, str):
@@ -54,7 +58,7 @@ class Field:
                 f"`{self.name}` is {given[:40]!r}{nearest(given, self.values)}; allowed are "
                 f"{', '.join(self.values)}",
             )
-        return given
+        return well_formed(given)
 
     def _integer(self, given: Any) -> int:
         """Forms have digits."""

@@ -21,6 +21,7 @@ from gshard.mt.errors import UserError
 
 _FIELDS = {"name": str, "key": str, "per_minute": int}
 _SHORTEST = 8  # characters of a key
+MOST = 10**9  # texts a minute, or of any other limit
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def read_keys(path: Path) -> tuple[Key, ...]:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"no file {path} with keys") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     tables = found.get("key")
     if set(found) != {"key"} or not isinstance(tables, list) or not tables:
@@ -63,10 +64,11 @@ def _key(path: Path, table: Any) -> Key:
         if name in table and type(table[name]) is not kind:
             raise UserError(f"{path}: {name} is {table[name]!r}, and not of type {kind.__name__}")
     key = Key(**table)
-    if len(key.key) < _SHORTEST or key.per_minute < 0:
+    is_sent = key.key.isascii() and key.key.isprintable() and key.key.strip() == key.key
+    if len(key.key) < _SHORTEST or not is_sent or not 0 <= key.per_minute <= MOST:
         raise UserError(
-            f"{path}: {key.name!r} needs a key of {_SHORTEST} characters or more, and a limit of 0 "
-            "(none) or more"
+            f"{path}: {key.name!r} needs a key of {_SHORTEST} characters or more (of ASCII, as "
+            f"headers are, without spaces around it), and a limit of 0 (none) to {MOST:,}"
         )
     return key
 

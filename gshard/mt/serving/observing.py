@@ -1,4 +1,4 @@
-"""What a server tells its operators: a line for each request, and Prometheus' metrics.
+"""What a server tells its operators: lines for requests and errors, and Prometheus' metrics.
 
 No text of a request is ever logged.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
 from datetime import UTC, datetime
 from typing import Any
@@ -16,10 +17,11 @@ import prometheus_client as prometheus
 from prometheus_client import multiprocess, values
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gshard.mt.serving.service import Service
+from gshard.mt.atomic import printable
+from gshard.mt.serving.service import Service, log
 from gshard.mt.serving.settings import Logs
 
-_log = logging.getLogger("gshard.serve")
+_LOGGERS = (log.name, "asyncio", "py.warnings")  # of errors and warnings while it serves
 _NOTES = "gshard.notes"  # in a scope: what the routes say about a request
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
 
@@ -109,7 +111,7 @@ class Observed:
             self._metrics.texts.labels(notes["key"]).inc(notes["texts"])
             self._metrics.characters.labels(notes["key"]).inc(notes["characters"])
         client = (scope.get("client") or ("",))[0]
-        _log.info(
+        log.info(
             "request",
             extra={
                 "fields": {
@@ -129,7 +131,7 @@ class _Json(logging.Formatter):
         said |= getattr(record, "fields", {})
         if record.exc_info:
             said["error"] = self.formatException(record.exc_info)
-        return json.dumps(said, ensure_ascii=False)
+        return json.dumps(said)
 
 
 class _Text(logging.Formatter):
@@ -137,23 +139,21 @@ class _Text(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = getattr(record, "fields", {})
-        said = " ".join(f"{name}={value}" for name, value in fields.items())
-        return f"{self.formatTime(record)} {record.getMessage()} {said}".rstrip()
+        said = " ".join(f"{name}={printable(str(value))}" for name, value in fields.items())
+        error = f"\n{self.formatException(record.exc_info)}" if record.exc_info else ""
+        return f"{self.formatTime(record)} {record.getMessage()} {said}".rstrip() + error
 
 
 def start_logs(kind: Logs) -> None:
-    """Write logs to standard error from now on, or none."""
-    _log.handlers.clear()
-    _log.propagate = False
-    if kind == "none":
-        _log.addHandler(logging.NullHandler())
-        return
+    """Write to standard error from now on: requests unless there are to be none, and errors."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if kind == "json" else _Text())
-    _log.addHandler(handler)
-    _log.setLevel(logging.INFO)
-
-
-def log(event: str, **fields: Any) -> None:
-    """Log something that is no request."""
-    _log.info(event, extra={"fields": fields})
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.WARNING)
+    if kind != "none":
+        log.setLevel(logging.INFO)
+    if kind == "json":  # then all of it is JSON
+        logging.captureWarnings(True)
+        threading.excepthook = lambda failed: log.error("a thread", exc_info=failed.exc_value)

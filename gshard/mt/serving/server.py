@@ -15,8 +15,6 @@ import hashlib
 import re
 import secrets
 import socket
-import sys
-import traceback
 from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import Any
@@ -39,8 +37,8 @@ from gshard.mt.serving.api import Api
 from gshard.mt.serving.bodies import answered, read_json
 from gshard.mt.serving.connections import Connection
 from gshard.mt.serving.keys import Key, Keys
-from gshard.mt.serving.observing import Observed, log, start_logs
-from gshard.mt.serving.service import LONGEST, SECONDS, RefusedError, Service
+from gshard.mt.serving.observing import Observed, start_logs
+from gshard.mt.serving.service import LONGEST, SECONDS, RefusedError, Service, log
 from gshard.mt.serving.settings import LOCAL, Settings, is_local
 
 _BACKLOG = 1024  # connections that are taken at once, before any of them is looked at
@@ -52,10 +50,14 @@ class Server:
     """The web server of one service; port 0 takes any that is free."""
 
     def __init__(
-        self, service: Service, settings: Settings | None = None, detector: Detector | None = None
+        self,
+        service: Service,
+        settings: Settings | None = None,
+        detector: Detector | None = None,
+        listening: socket.socket | None = None,
     ):
         self.settings = settings or Settings()
-        self.socket = listen(self.settings)
+        self.socket = listening or listen(self.settings)
         self.access = Access.of(self.settings)
         app = application(service, self.settings, self.access, detector)
         self._server = uvicorn.Server(configured(app, self.settings))
@@ -119,18 +121,15 @@ def listen(settings: Settings) -> socket.socket:
         kind, _, _, _, address = socket.getaddrinfo(
             settings.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        made = socket.socket(kind)
-    except (OSError, OverflowError, UnicodeError) as error:
+        with contextlib.ExitStack() as unless_it_listens:
+            made = unless_it_listens.enter_context(socket.socket(kind))
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+            made.listen(_BACKLOG)
+            unless_it_listens.pop_all()
+    except (OSError, OverflowError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise UserError(f"--host {settings.host} --port {port} cannot be used: {why}") from None
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        made.bind(address)
-    except (OSError, OverflowError) as error:
-        made.close()
-        why = getattr(error, "strerror", None) or error
-        raise UserError(f"port {port} cannot be used: {why}; --port names another") from None
-    made.listen(_BACKLOG)
+        raise UserError(f"--host {settings.host!r} --port {port} cannot be used: {why}") from None
     return made
 
 
@@ -168,12 +167,19 @@ def application(
     routes = [*api.routes, *pages, *_documents(service.about.name)]
     known = frozenset(route.path for route in routes) - {route.path for route in pages}
     docs = openapi.page(service.about.name)
-    cors = [Middleware(CORSMiddleware, allow_origins=[settings.cors], allow_headers=["*"])]
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=[settings.cors],
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        allow_private_network=True,  # the server may be in another network than the page
+        expose_headers=["Retry-After"],
+    )
     return Starlette(
         routes=routes,
         middleware=[
             Middleware(Observed, metrics=api.metrics, routes=known),
-            *(cors if settings.cors else []),
+            *([cors] if settings.cors else []),
             Middleware(_Guard, policy=_policy(page + docs), checks_names=settings.checks_names),
         ],
         exception_handlers={
@@ -287,8 +293,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    traceback.print_exception(error, file=sys.stderr)
-    log("error", kind=type(error).__name__)
+    log.error("error", exc_info=error)
     return JSONResponse({"error": "something went wrong here; the terminal says what"}, 500)
 
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import sys
+import logging
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -32,6 +31,7 @@ WAITING = 64  # requests that may always wait; more may while all of them are an
 SOON = 30.0  # seconds
 SECONDS = 60.0  # that PIECES of a request may take, once the programs are compiled
 _TURN = 4  # pieces of one request in a round, while others wait
+log = logging.getLogger("gshard.serve")
 
 
 class RefusedError(Exception):
@@ -234,7 +234,7 @@ class Service:
             try:
                 self._to_compile[0]()
             except Exception as error:
-                traceback.print_exception(error, file=sys.stderr)
+                log.error("a program cannot be compiled", exc_info=error)
             with self._changed:
                 self._to_compile.popleft()
                 if not self._to_compile and self._ready_at is None:

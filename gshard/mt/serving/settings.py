@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from gshard.mt.errors import UserError
-from gshard.mt.serving.keys import Key
+from gshard.mt.serving.keys import MOST, Key
 
 LOCAL = "127.0.0.1"
 Logs = Literal["none", "text", "json"]
 LOGS: tuple[Logs, ...] = ("none", "text", "json")
+_ORIGIN = re.compile(r"\*|https?://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,24 @@ class Settings:
     logs: Logs = "none"
 
     def __post_init__(self) -> None:
-        if self.characters < 1 or self.texts < 1 or self.per_minute < 0:
-            raise UserError("--char-limit and --batch-limit are at least 1, --req-limit at least 0")
+        if not (1 <= self.characters <= MOST >= self.texts >= 1 and 0 <= self.per_minute <= MOST):
+            raise UserError(
+                f"--char-limit and --batch-limit are at least 1, --req-limit at least 0, and each "
+                f"at most {MOST:,}"
+            )
+        for each in self.proxies.split(",") if self.proxies not in ("", "*") else ():
+            try:
+                ipaddress.ip_network(each.strip())
+            except ValueError as error:
+                raise UserError(
+                    f"--proxies {self.proxies!r}: {error}; allowed are * and addresses or networks "
+                    "with commas between them, such as 127.0.0.1,10.0.0.0/8"
+                ) from None
+        if self.cors and not _ORIGIN.fullmatch(self.cors):
+            raise UserError(
+                f"--cors {self.cors!r} is no origin as browsers send it; allowed are * and an "
+                "origin without a path, such as https://example.org"
+            )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UserError("--tls-cert and --tls-key belong together; give both or neither")
         if self.tls_cert is not None and self.tls_key is not None:

@@ -21,6 +21,7 @@ from gshard.mt.decoding.detect import Detector, detector_of
 from gshard.mt.decoding.engines import EngineConfig, open_translator
 from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.errors import UserError
+from gshard.mt.launch.signals import end_with_parent
 from gshard.mt.run import Run
 from gshard.mt.serving.server import Access, application, configured, listen
 from gshard.mt.serving.service import Service
@@ -43,12 +44,13 @@ class Served:
     def open(self) -> tuple[Service, Detector | None]:
         """The service, which begins to compile, and the detector of languages if there can be."""
         run = Run.open(self.run)
+        detector = detector_of(run)
         translator, step = open_translator(
             run, self.checkpoint, self.search, self.devices, engine=self.engine
         )
         service = Service(translator, run.name, step)
-        service.warm_up()
-        return service, detector_of(run)
+        service.warm_up()  # last: an error while a thread compiles would abort the process
+        return service, detector
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Worker:
 
     def __call__(self) -> Starlette:
         """Load the model; what cannot be loaded would fail in every worker, and ends them all."""
+        end_with_parent()  # else it would keep the port of a parent that was killed
         try:
             service, detector = self.served.open()
         except UserError as error:

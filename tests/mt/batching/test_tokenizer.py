@@ -41,6 +41,14 @@ def test_saved_and_loaded(tokenizer, tmp_path):
         Tokenizer.load(tmp_path / "none")
 
 
+def test_one_without_languages_is_refused(tokenizer, tmp_path):
+    """It could translate nothing, and a server of its model could not even start."""
+    none = dataclasses.replace(tokenizer.config, languages=())
+    Tokenizer(*tokenizer.models, none).save(tmp_path / "t")
+    with pytest.raises(UserError, match="has no languages to translate between"):
+        Tokenizer.load(tmp_path / "t")
+
+
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp", "Zs"]), max_size=30))
 def test_the_target_side_gives_back_any_text(tokenizer, text):
     text = " ".join(text.replace("\u2581", "").split())  # SentencePiece's own mark for a space

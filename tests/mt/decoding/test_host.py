@@ -1,6 +1,9 @@
 """The search on a CPU beside the compiled one: equal in float32, near in 8 bits."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -103,6 +106,21 @@ def test_sentences_of_different_largest_lengths_share_a_batch():
         np.testing.assert_array_equal(found.lengths[n], alone.lengths[0])
         np.testing.assert_allclose(found.scores[n], alone.scores[0], rtol=1e-5)
         assert (found.tokens[n, :, length:] == PAD).all()
+
+
+def test_onnx_runtime_writes_nothing_about_its_user(tmp_path):
+    """Neither a device's id nor a queue of events, which it writes when it is imported."""
+    script = (
+        "import numpy as np\n"
+        "from gshard.mt.decoding.host.products import Graph\n"
+        "graph = Graph()\n"
+        "print(graph.compile(graph.add('Abs', graph.input('x')))(-np.ones((1, 1), np.float32)))\n"
+    )
+    places = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "TMPDIR"), str(tmp_path))
+    given = {k: v for k, v in os.environ.items() if k != "ORT_DISABLE_TELEMETRY"} | places
+    done = subprocess.run([sys.executable, "-c", script], env=given, capture_output=True, text=True)
+    assert (done.returncode, "1." in done.stdout) == (0, True), done.stderr
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_routers_choose_alike():

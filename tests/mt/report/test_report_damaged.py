@@ -64,6 +64,22 @@ def test_a_run_that_went_back_is_told_once(tmp_path):
     assert [(r["step"], r["nll"]) for r in run.train] == [(10, 0), (20, 4), (30, 5)]
 
 
+def test_a_name_that_no_chart_can_have(tmp_path):
+    """Each of these would abort the process that draws; halves of letters cannot be written."""
+    odd = ["\0", "\x1b[2J", "\ufffe", "\ud83d", "\u2028", "'\\0", "\x7f"]
+    tasks = {
+        f"{name}-en": {"language": name, "target": "en", "bleu": 1.0, "train_pairs": 9}
+        for name in odd
+    }
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "evaluation.json").write_text(json.dumps({"version": 1, "tasks": tasks}))
+    page = write_report([run], tmp_path / "page.html")[0].read_text(encoding="utf-8")
+    assert "\0" not in page
+    assert "\x1b" not in page
+    assert "'\\0" in page  # what can be written is
+
+
 def test_text_stays_text(tmp_path):
     """Markup in a run's name, a translation, a task or a signature is shown, not obeyed."""
     bad = "<img src=x onerror=document.title='obeyed'>"

@@ -1,5 +1,6 @@
 """The files under deploy/: what reads them accepts them, and their commands exist."""
 
+import ipaddress
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ import pytest
 import typer.main
 
 from gshard.cli import app
+from gshard.mt.serving.settings import Settings
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 DOCKERFILE = DEPLOY.parent / "Dockerfile"
@@ -70,4 +72,59 @@ def test_compose_is_yaml_with_a_service():
     assert set(service["secrets"]) <= set(found["secrets"])
     names = {volume.split(":")[0] for volume in service["volumes"] if volume[0] not in "$/."}
     assert names <= set(found["volumes"])
-    assert (DEPLOY / service["build"] / "Dockerfile").is_file()
+    assert (DEPLOY / service["build"]["context"] / "Dockerfile").is_file()
+    assert set(service["build"]["args"]) <= set(
+        re.findall(r"(?m)^ARG (\w+)", DOCKERFILE.read_text())
+    )
+
+
+def test_the_containers_user_is_the_images_and_can_do_nothing_else():
+    yaml = pytest.importorskip("yaml")
+    found = yaml.safe_load(COMPOSE)
+    service = found["services"]["gshard"]
+    image = DOCKERFILE.read_text()
+    user = re.findall(r"(?m)^USER (.*)$", image)[-1]
+    number = user.split(":")[0]
+    assert int(number) > 0
+    assert service["user"] == user
+    assert f"useradd --uid {number} --home-dir /cache --create-home" in image  # its volume's owner
+    assert "cache:/cache" in service["volumes"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["read_only"] is True
+    assert {"mem_limit", "cpus", "pids_limit", "ulimits"} <= set(service)
+    # A digest can be given, to the image and through compose; without one a version is named.
+    base = re.search(r"(?m)^ARG BASE=(\S+)\nFROM \$\{BASE\}$", image)[1]
+    assert re.fullmatch(r"python:\d\.\d+-slim", base)
+    assert service["build"]["args"]["BASE"] == f"${{BASE:-{base}}}"
+
+
+def test_only_the_proxys_own_address_is_believed():
+    yaml = pytest.importorskip("yaml")
+    (subnet,) = yaml.safe_load(COMPOSE)["networks"]["front"]["ipam"]["config"]
+    for command in commands():
+        proxies = shlex.split(command)[shlex.split(command).index("--proxies") + 1]
+        proxy = ipaddress.ip_address(proxies)  # one address, and no network
+        assert proxy.is_loopback or proxy in ipaddress.ip_network(subnet["subnet"])
+        Settings(proxies=proxies)
+
+
+def test_the_keys_are_the_services_alone():
+    unit = dict(re.findall(r"(?m)^(\w+)=(.*)$", UNIT))
+    name, _, path = unit["LoadCredential"].partition(":")
+    assert path.startswith("/etc/")
+    assert f"--keys %d/{name} " in unit["ExecStart"]
+    assert path not in unit["ExecStart"]
+    assert unit["CapabilityBoundingSet"] == ""
+    assert {"DynamicUser": "yes", "NoNewPrivileges": "yes"}.items() <= unit.items()
+    assert {"MemoryMax", "TasksMax", "LimitNOFILE"} <= set(unit)
+
+
+def test_systemd_finds_little_that_the_service_could_harm():
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("there is no systemd here")
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=20", "--no-pager"]
+    done = subprocess.run([*command, DEPLOY / "gshard.service"], capture_output=True, text=True)
+    if "unrecognized option" in done.stderr:
+        pytest.skip("systemd is older than 250")
+    assert done.returncode == 0, done.stdout[-300:]  # 20 is 2.0 of 10; it was 8.3

@@ -2,10 +2,11 @@
 
 import html
 import re
+import time
 
 import lxml.html
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gshard.mt.serving.documents import from_html, from_text
@@ -63,6 +64,49 @@ def test_broken_html_is_not_lost(broken):
     document = from_html(broken, cut)
     found = document.joined(document.sentences, "de")
     assert html.unescape(found) == html.unescape(broken)
+
+
+@given(st.text(alphabet="<>!?-/[]=&#;\"' \tab9x\ud83d\0", max_size=40))
+@example("<![x")
+def test_no_html_is_refused_or_lost(text):
+    document = from_html(text, cut)
+    found = document.joined(document.sentences, "de")
+    assert html.unescape(found).split() == html.unescape(text).split()
+
+
+def test_markup_is_found_as_browsers_find_it():
+    comments = "a<!---->b<!-->c<!--->d<!--e-->f<!--g--!>h<!i>j<?k>l</ m>n</>o<![x]>p<![CDATA[q]]>r"
+    assert from_html(comments, cut).sentences == list("abcdfhjlnopr")
+    tags = "a<p x='>' =y z=\"'>\">b<SCRIPT>if(a<b)</Script >c<p class=notranslate/x>d</p>"
+    assert from_html(tags, cut).sentences == ["a", "b", "c", "d"]
+    kept = "<p translate='no' translate=yes>a</p><p class='x &#110;otranslate'>b</p><svg/>c<b t"
+    assert from_html(kept, cut).sentences == ["c"]
+    assert from_html("&#" + "9" * 5000, cut).sentences == []
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        *"< \t\x1c&",
+        " \xa0",
+        "<!--",
+        "<a",
+        "<a ",
+        "<a b=",
+        "<a b='",
+        "<a b=\"'",
+        "<a/",
+        "<![",
+        "&#1",
+    ],
+)
+@pytest.mark.parametrize("read", [from_text, from_html])
+def test_the_time_to_cut_grows_with_the_length_only(read, unit):
+    """A hundred thousand characters in seconds of this process; with its square it were minutes."""
+    begin = time.process_time()
+    for text in (unit * (100_000 // len(unit)), f"<p {unit * (100_000 // len(unit))}>a"):
+        read(text, lambda paragraph: [paragraph])
+    assert time.process_time() - begin < 10
 
 
 TEXTS = st.text(alphabet="ab<>&. \"'é", min_size=1, max_size=12)

@@ -28,6 +28,10 @@ def test_a_file_of_keys(tmp_path):
         (GOOD + GOOD, "the same name 'a'"),
         (GOOD + GOOD.replace('"a"', '"b"'), "the same key"),
         ("key = [1]", "a key has name"),
+        (GOOD.replace("long", "längste"), "of ASCII, as headers are"),
+        (GOOD.replace("long enough", "long enough "), "without spaces around it"),
+        (GOOD.replace("6", "1" + "0" * 400), "to 1,000,000,000"),
+        ("key = " + "[" * 100_000, "cannot be read"),
     ],
 )
 def test_mistakes_in_it_are_told(tmp_path, text, message):

@@ -11,6 +11,7 @@ from gshard.mt.decoding.texts import TranslateConfig
 from gshard.mt.decoding.token_experts import Routes
 from gshard.mt.decoding.translator import Translator
 from gshard.mt.serving import service as services
+from gshard.mt.serving.observing import start_logs
 from gshard.mt.serving.service import RefusedError, Service
 from gshard.nn import Strategy
 from tests.mt.runs import random_model
@@ -187,6 +188,7 @@ def test_a_program_that_cannot_be_compiled_is_done_without(model, tokenizer, mon
             return super().compiled(name, fn, *shapes)
 
     settings = TranslateConfig(rows=20, longest=24, most=10)
+    start_logs("none")
     service = Service(Refusing(model, tokenizer, config=settings))
     service.warm_up()
     until(lambda: service.health["status"] == "ready")

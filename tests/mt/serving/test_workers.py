@@ -14,9 +14,11 @@ import urllib.request
 import pytest
 
 from gshard import cli
-from tests.mt.processes import PATIENCE
+from gshard.mt.serving.server import listen
+from gshard.mt.serving.settings import Settings
+from gshard.mt.serving.workers import Served
+from tests.mt.processes import PATIENCE, alive, launched, until
 from tests.mt.runs import make_run
-from tests.mt.serving.slow_translator import until
 
 
 def get(address):
@@ -81,6 +83,34 @@ def test_two_workers_share_limits_and_metrics_and_finish_on_sigterm(tokenizer, c
         assert b"leaked" not in said  # what the workers share is given back
 
 
+@pytest.mark.slow
+def test_workers_end_with_a_parent_that_is_killed(tokenizer, corpus, tmp_path):
+    run = make_run(tmp_path / "random", tokenizer, corpus.folder)
+    options = ["--port=0", "--devices=1", "--workers=2", "--open", "--rows=1"]
+    command = [sys.executable, "-m", "gshard.cli", "serve", str(run.folder), *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        port = int(re.search(r"http://127.0.0.1:(\d+)", process.stdout.readline().decode())[1])
+        get(f"http://127.0.0.1:{port}/health")
+        children = launched(process.pid)
+        process.kill()
+        process.wait(PATIENCE)
+    until(lambda: not any(map(alive, children)))
+    listen(Settings(port=port)).close()
+
+
+def test_an_address_of_another_machine_is_a_line_before_anything_is_loaded(
+    tokenizer, corpus, tmp_path, monkeypatch, capsys
+):
+    run = make_run(tmp_path / "random", tokenizer, corpus.folder)
+    monkeypatch.setattr(Served, "open", lambda self: pytest.fail("loaded"))
+    for address in ("203.0.113.1", "no.such.host.invalid", "a\0b"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["serve", str(run.folder), f"--host={address}", "--port=0"])
+        said = capsys.readouterr().err
+        assert (ended.value.code, said.count("\n")) == (1, 1)
+        assert f"--host {address!r} --port 0 cannot be used: " in said
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -89,6 +119,12 @@ def test_two_workers_share_limits_and_metrics_and_finish_on_sigterm(tokenizer, c
         (["--req-limit=5"], "--req-limit is for --open"),
         (["--char-limit=0"], "at least 1"),
         (["--tls-cert=a.pem"], "belong together"),
+        (["--proxies=localhost"], "'localhost': 'localhost' does not appear to be an IPv4"),
+        (["--proxies=127.0.0.1, 10.0.0.1/8"], "has host bits set; allowed are * and addresses"),
+        (["--proxies=0.0.0.0/0,*"], "allowed are * and addresses or networks"),
+        (["--cors=https://example.org/"], "an origin without a path, such as https"),
+        (["--cors=example.org"], "is no origin as browsers send it"),
+        (["--open", "--req-limit=1" + "0" * 400], "at most 1,000,000,000"),
         (["--host=256.1.1.1", "--port=0"], "no run in"),  # which is looked for first
     ],
 )
