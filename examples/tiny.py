@@ -25,8 +25,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 Axes = tuple[str | None, ...]  # a sharding: the mesh axis that each dim is split along, or None
 
-FLOPS_PER_BYTE = 512  # operations in the time in which a device sends a byte
-LATENCY = 16 * 2**10  # bytes that a device could send in the latency of a collective
+FLOPS_PER_BYTE, LATENCY = 512, 16 * 2**10  # in the time of sending a byte; in bytes
 
 annotation_p = Primitive("annotation")  # the identity; a gradient gets the annotation too
 annotation_p.def_impl(lambda x, axes: x)
@@ -59,7 +58,7 @@ class Program(NamedTuple):
     arguments: list[Value]
     equations: list[Equation]
     results: list[Any]
-    constants: list[Any]  # further arguments
+    constants: list[Any]  # the first arguments
 
 
 def capture(fn, *args) -> Program:
@@ -363,7 +362,6 @@ def masked(planner: Planner, value: Value, tile, axes: Axes, name: str):
 
 
 def resized(tile, dim: int, size: int):
-    """Cut, or padded with the worst that could stand there."""
     if size <= tile.shape[dim]:
         return lax.slice_in_dim(tile, 0, size, axis=dim)
     pads = [(0, size - n) if d == dim else (0, 0) for d, n in enumerate(tile.shape)]
