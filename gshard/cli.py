@@ -39,6 +39,7 @@ from gshard.commands import (
 from gshard.errors import UserError
 from gshard.mt.errors import MissingHostsError
 from gshard.mt.launch import company, status
+from gshard.untrusted import printable_lines
 
 # Errors of the operating system that a user can fix.
 _NOT_OURS = (
@@ -144,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _fail(message: str, code: int = 1, at_once: bool = False) -> NoReturn:
     with contextlib.suppress(OSError):  # the terminal is gone
-        print(f"gshard: {message}", file=sys.stderr)
+        print(f"gshard: {printable_lines(message)}", file=sys.stderr)
     _leave(code, message, at_once)
 
 

@@ -10,10 +10,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import reprlib
 import stat
 from pathlib import Path
 from typing import Any
 
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist = 4, 12, 12
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 120
 _DIGITS = 20  # of an integer: no size, count or time has more
 
 
@@ -87,3 +91,13 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def printable_lines(text: str) -> str:
+    """The same of a text of several lines."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def short_repr(value: Any) -> str:
+    """A value of a file for an error: one line of bounded length, however large or nested it is."""
+    return _SHORT.repr(value)

@@ -11,6 +11,7 @@ from gshard.commands.functions import imported, one_line_errors, shape_of
 from gshard.commands.options import Hardware, Json, Plots
 from gshard.commands.screen import working
 from gshard.errors import UserError
+from gshard.untrusted import printable_lines
 
 
 def auto(
@@ -70,4 +71,4 @@ def auto(
     if as_json:
         print(as_text(layout), end="")
     else:
-        print(layout.explain() if explain else layout)
+        print(printable_lines(layout.explain() if explain else str(layout)))

@@ -10,6 +10,7 @@ import typer
 from gshard.commands.functions import imported, one_line_errors, shape_of
 from gshard.commands.options import Hardware, Json, Page
 from gshard.commands.screen import working
+from gshard.untrusted import printable_lines
 
 if TYPE_CHECKING:
     from gshard.explanation import Explanation
@@ -69,10 +70,10 @@ def _show(explanation: Explanation) -> None:
     if explanation.is_default:
         name = explanation.forecast.hardware.name
         print(f"hardware: {name}, as JAX reports; --hardware plans and times for another")
-    print("\n".join(text(explanation)), flush=True)
+    print(printable_lines("\n".join(text(explanation))), flush=True)
     if not explanation.lines:
         return
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("trying other annotations", total=None)
         explanation.search(lambda done, total: bar.update(task, completed=done, total=total))
-    print("\n".join(["", *fix_lines(explanation)]))
+    print(printable_lines("\n".join(["", *fix_lines(explanation)])))

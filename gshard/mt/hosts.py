@@ -27,6 +27,7 @@ from gshard.mt.launch.environment import Hosts
 from gshard.mt.launch.fingerprint import fingerprint
 from gshard.mt.program_cache import CheckedCache
 from gshard.nn.strategy import ONE_DEVICE, Strategy
+from gshard.untrusted import own_folder
 
 _COMING = 120  # seconds that processes wait for each other at the start
 _ASKING = 10  # of these they look for the first one themselves
@@ -272,8 +273,7 @@ def _own_cache() -> Path | None:
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = root / "gshard" / "programs"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
+        os.close(own_folder(folder))
     except (OSError, RuntimeError):  # no home, or not writable
         return None
-    return folder if found.st_uid == os.getuid() and not found.st_mode & 0o022 else None
+    return folder

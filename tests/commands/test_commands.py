@@ -1,5 +1,6 @@
 """The command as a whole: its help, what the shell completes, and what it needs."""
 
+import contextlib
 import io
 import json
 import os
@@ -161,6 +162,24 @@ def test_explain_says_for_which_hardware_and_leaves_out_the_step_around_it(tmp_p
     assert said["collectives"][0]["why"]["kind"] == "operand"
     CliRunner().invoke(app, [*words, "--dump", str(tmp_path / "stages")])
     assert "reshard[" in next((tmp_path / "stages").glob("*-plan.txt")).read_text()
+
+
+def test_what_steers_a_terminal_is_spelt_out(tmp_path, monkeypatch, capsys):
+    """In the name of a function, of its file, and in its error."""
+    renamed = LAYER.replace("def layer", "def clears")
+    steers = "\nclears.__name__ = clears.__qualname__ = 'f\\x1b[2Jg'\n"
+    file = f"\nexec(compile({LAYER!r}, 'f\\x1b[2Jg.py', 'exec'))\n"
+    raises = "\ndef raises(*_):\n    raise ValueError('f\\x1b[2Jg')\n"
+    (tmp_path / "steering.py").write_text(renamed + steers + file + raises)
+    monkeypatch.chdir(tmp_path)
+    for name in ("clears", "layer", "raises"):
+        for command in (["explain", "--budget", "0"], ["auto", "--budget", "1"]):
+            with contextlib.suppress(SystemExit):
+                main([*command, f"steering:{name}", "f32[64,32]", "f32[32,16]"])
+            shown = capsys.readouterr()
+            assert "\x1b" not in shown.out + shown.err
+            if command[0] == "explain" or name == "raises":
+                assert "f\\x1b[2Jg" in shown.out + shown.err
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
 """Compiled programs whose files are damaged: compiled anew, and never run."""
 
 import importlib
+import pickle
 import random
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.compilation_cache import compilation_cache
 
-from gshard.mt import _jax
-from gshard.mt.program_cache import CheckedCache
+from gshard.mt import _jax, program_cache
+from gshard.mt.program_cache import CheckedCache, _checksum
+from gshard.mt.training import kept_step
+from tests.strangers import belongs_to_another
 
 
 class Files:
@@ -57,6 +61,62 @@ def test_another_programs_entry_is_none(tmp_path):
     (file,) = tmp_path.iterdir()
     file.rename(tmp_path / file.name.replace("a", "b", 1))
     assert cache.get("b") is None
+
+
+class TestFoldersOfOthers:
+    """Whoever can write to the folder could have code run: an executable is a pickle."""
+
+    @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775])
+    def test_one_that_others_can_write_to_is_not_used(self, mode, tmp_path, capfd):
+        place = tmp_path / "programs"
+        place.mkdir()
+        cache = Files(place)
+        cache.put("a-checked", _checksum("a", b"evil") + b"evil")
+        place.chmod(mode)
+        for _ in range(2):
+            assert CheckedCache(cache).get("a") is None
+            CheckedCache(cache).put("b", b"ours")
+        assert [path.name for path in place.iterdir()] == ["a-checked-cache"]
+        assert capfd.readouterr().err == (
+            f"gshard: compiled programs are not kept: {place}: can be written to by others "
+            "(`chmod go-w` ends that)\n"
+        )
+
+    def test_one_of_another_user_is_not_used(self, tmp_path, monkeypatch, capfd):
+        Files(tmp_path).put("a-checked", _checksum("a", b"evil") + b"evil")
+        belongs_to_another(tmp_path, monkeypatch)
+        assert CheckedCache(Files(tmp_path)).get("a") is None
+        assert "belongs to another user" in capfd.readouterr().err
+
+    @pytest.mark.parametrize("how", ["mode", "owner"])
+    def test_an_entry_from_when_others_could_write_is_removed(self, how, tmp_path, monkeypatch):
+        cache = CheckedCache(Files(tmp_path))
+        cache.put("a", b"ours")
+        assert cache.get("a") == b"ours"
+        (file,) = tmp_path.iterdir()
+        assert file.stat().st_mode & 0o777 == 0o600
+        file.chmod(0o666) if how == "mode" else belongs_to_another(file, monkeypatch)
+        assert cache.get("a") is None
+        assert not file.exists()
+
+    def test_no_step_is_unpickled_from_it(self, tmp_path, monkeypatch, capfd):
+        class Evil:
+            def __reduce__(self):
+                return (Path.touch, (tmp_path / "executed",))
+
+        place = tmp_path / "programs"
+        place.mkdir()
+        value = pickle.dumps((Evil(), ()))
+        Files(place).put("a", value)
+        Files(place).put("a-checked", _checksum("a", value) + value)
+        monkeypatch.setattr(_jax, "program_cache", lambda backend: Files(place))
+        place.chmod(0o777)
+        assert kept_step.find("a", (), jax.devices()) is None
+        assert not (tmp_path / "executed").exists()
+        place.chmod(0o700)
+        monkeypatch.setattr(program_cache, "_is_own", lambda folder: True)
+        assert kept_step.find("a", (), jax.devices()) is None
+        assert (tmp_path / "executed").exists()  # so it would have been
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 from gshard.autosharding.cost.specs import NONE, Spec, sharding_of
 from gshard.capture.inside import TensorSite
 from gshard.tensors.sharding import Sharding
+from gshard.untrusted import printable, read_object, short_repr
 
 AXES = "abcdefgh"
 
@@ -145,28 +146,32 @@ def as_text(layout: Any) -> str:
 def read(path: str | Path) -> dict[str, Any]:
     """The fields of the layout in a file; what is wrong with it is an error that says where."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = read_object(Path(path))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+    if content.get("format") != _FORMAT:
         raise ValueError(f"{path} is not a layout: its format is not {_FORMAT!r}")
     given = content.get("mesh")
     mesh: dict[str, int] = given if isinstance(given, dict) else {}
     if not mesh or not all(_is_count(n, 1) for n in mesh.values()):
-        raise ValueError(f"{path}: mesh is {given!r}; allowed are names with positive sizes")
+        raise ValueError(
+            f"{path}: mesh is {short_repr(given)}; allowed are names with positive sizes"
+        )
     kinds = {"annotations": ("arguments", "argument"), "results": ("results", "result")}
-    fields: dict[str, Any] = {"mesh": mesh, "hardware": str(content.get("hardware", ""))}
+    fields: dict[str, Any] = {"mesh": mesh, "hardware": printable(str(content.get("hardware", "")))}
     for field, (key, word) in kinds.items():
         entries = content.get(key, {})
         if not isinstance(entries, dict):
-            raise ValueError(f"{path}: {key} are {entries!r}; allowed is an object by path")
+            raise ValueError(
+                f"{path}: {key} are {short_repr(entries)}; allowed is an object by path"
+            )
         fields[field] = tuple(
-            _annotated(f"{path}: {word} {name}", name, entry, mesh)
+            _annotated(f"{path}: {word} {printable(name)}", name, entry, mesh)
             for name, entry in entries.items()
         )
     listed = content.get("inside", [])
     if not isinstance(listed, list):
-        raise ValueError(f"{path}: inside is {listed!r}; allowed is a list")
+        raise ValueError(f"{path}: inside is {short_repr(listed)}; allowed is a list")
     fields["inside"] = tuple(
         _inside(f"{path}: inside {number}", entry, mesh) for number, entry in enumerate(listed)
     )
@@ -181,7 +186,7 @@ def _is_count(value: Any, least: int) -> bool:
 
 def _number(where: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{where} is {value!r}; allowed is a number")
+        raise ValueError(f"{where} is {short_repr(value)}; allowed is a number")
     return value
 
 
@@ -197,11 +202,13 @@ def _annotated(where: str, name: str, entry: Any, mesh: Mapping[str, int]) -> An
 def _inside(where: str, entry: Any, mesh: Mapping[str, int]) -> AnnotatedInside:
     shape, dims = _checked(where, entry, mesh)
     if not isinstance(entry.get("source"), str) or not isinstance(entry.get("operator"), str):
-        raise ValueError(f"{where} is {entry!r}; it needs a source and an operator")
+        raise ValueError(f"{where} is {short_repr(entry)}; it needs a source and an operator")
     numbers = entry.get("numbers")
     listed = numbers is None or isinstance(numbers, list)
     if not listed or not all(_is_count(n, 0) for n in numbers or ()):
-        raise ValueError(f"{where}: numbers are {numbers!r}; allowed are numbers from 0, or null")
+        raise ValueError(
+            f"{where}: numbers are {short_repr(numbers)}; allowed are null and numbers >= 0"
+        )
     place = TensorSite(entry["source"], entry["operator"], bool(entry.get("backward")), shape)
     counted = None if numbers is None else tuple(numbers)
     saves = _number(f"{where}: saves", entry.get("saves", 0.0))
@@ -211,23 +218,27 @@ def _inside(where: str, entry: Any, mesh: Mapping[str, int]) -> AnnotatedInside:
 def _checked(where: str, entry: Any, mesh: Mapping[str, int]) -> tuple[tuple[int, ...], Dims]:
     """The shape and the dims of an entry."""
     if not isinstance(entry, dict) or not {"shape", "dims"} <= set(entry):
-        raise ValueError(f"{where} is {entry!r}; allowed is an object with shape and dims")
+        raise ValueError(
+            f"{where} is {short_repr(entry)}; allowed is an object with shape and dims"
+        )
     shape, dims = entry["shape"], entry["dims"]
     if not isinstance(shape, list) or not all(_is_count(n, 0) for n in shape):
-        raise ValueError(f"{where}: shape is {shape!r}; allowed is a list of sizes")
+        raise ValueError(f"{where}: shape is {short_repr(shape)}; allowed is a list of sizes")
     if not isinstance(dims, list) or len(dims) != len(shape):
-        raise ValueError(f"{where} has {len(shape)} dims, and dims are given as {dims!r}")
+        raise ValueError(f"{where} has {len(shape)} dims, and dims are given as {short_repr(dims)}")
     if wrong := [axes for axes in dims if not isinstance(axes, list)]:
-        raise ValueError(f"{where}: a dim is {wrong[0]!r}; allowed is a list of mesh axes")
+        raise ValueError(
+            f"{where}: a dim is {short_repr(wrong[0])}; allowed is a list of mesh axes"
+        )
     used = [axis for axes in dims for axis in axes]
     if unknown := [axis for axis in used if not isinstance(axis, str) or axis not in mesh]:
-        raise ValueError(f"{where}: axis {unknown[0]!r} is not in the mesh; it has {list(mesh)}")
+        raise ValueError(f"{where}: axis {short_repr(unknown[0])} is not in the mesh {list(mesh)}")
     if len(set(used)) < len(used):
-        raise ValueError(f"{where}: a mesh axis splits two dims: {dims!r}")
+        raise ValueError(f"{where}: a mesh axis splits two dims: {short_repr(dims)}")
     order = list(mesh)
     if mixed := [axes for axes in dims if axes != sorted(axes, key=order.index)]:
         raise ValueError(
-            f"{where}: the axes of a dim are {mixed[0]!r}; their order has to be that of the mesh, "
-            f"{order}"
+            f"{where}: the axes of a dim are {short_repr(mixed[0])}; their order has to be that of "
+            f"the mesh, {order}"
         )
     return tuple(shape), tuple(tuple(axes) for axes in dims)

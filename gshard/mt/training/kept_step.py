@@ -26,6 +26,7 @@ from jax.experimental import serialize_executable
 
 from gshard.mt import _jax
 from gshard.mt.launch.fingerprint import fingerprint
+from gshard.mt.program_cache import CheckedCache
 
 _NAME = "gshard_step-"
 _FORMAT = 1
@@ -98,7 +99,8 @@ def find(key: str, arguments: Any, devices: Sequence[jax.Device]) -> KeptStep | 
             devices[0].client,
             devices,
         )
-    except (ValueError, TypeError, RuntimeError, AttributeError, ImportError, pickle.PickleError):
+    except (ValueError, TypeError, RuntimeError, LookupError, EOFError, AttributeError,
+            ImportError, pickle.PickleError):  # fmt: skip
         return None  # of other versions than the key says: it is compiled
     return KeptStep(loaded, arguments)
 
@@ -123,5 +125,9 @@ def keep(key: str, compiled: Any, devices: Sequence[jax.Device]) -> bool:
 
 
 def _cache(devices: Sequence[jax.Device]) -> Any:
-    """JAX's cache of compiled programs, if there is one and all devices are this process's own."""
-    return _jax.program_cache(devices[0].client) if jax.process_count() == 1 else None
+    """JAX's cache of compiled programs, if there is one and all devices are this process's own.
+
+    An executable is a pickle: it is read from a folder of this user's own alone.
+    """
+    cache = _jax.program_cache(devices[0].client) if jax.process_count() == 1 else None
+    return cache if cache is None or isinstance(cache, CheckedCache) else CheckedCache(cache)

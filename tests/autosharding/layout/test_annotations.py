@@ -1,6 +1,7 @@
 """Layouts as files, edited by hand, and for other programs and devices than theirs."""
 
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -76,14 +77,34 @@ def test_a_file_edited_into_nonsense_is_an_error_or_a_layout(tmp_path):
     layout.save(path)
     content = json.loads(path.read_text())
     for where in _all_paths(content):
-        for value in (None, True, -3, 0.5, "x", [], [3], ["a"], {}, {"a": 1}):
+        for value in (None, True, -3, 0.5, "x", [], [3], ["a"], {}, {"a": 1}, *HOSTILE):
             path.write_text(json.dumps(_with(content, where, value)))
-            refused = ""
             try:
-                assert str(gshard.Layout.load(path))
+                said = f"{path} {str(gshard.Layout.load(path))[:0]}"
             except ValueError as error:
-                refused = str(error)
-            assert not refused or str(path) in refused, (where, value)
+                said = str(error)
+            assert str(path) in said, (where, value)
+            assert said.isprintable(), (where, value)
+            assert len(said) < 2000, (where, value)
+
+
+def nested(depth):
+    return [nested(depth - 1)] if depth else []
+
+
+HOSTILE = (10**400, 10**18, float("inf"), "\x1b[2J", ["\x1b[2J"], nested(300), list(range(9999)))
+
+
+def test_files_that_cannot_be_read_at_all(tmp_path):
+    path = tmp_path / "layout.json"
+    for text in ("[" * 100_000, "1" * 5000, '"\\ud83d"', "[]", "\0", ""):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"layout\.json is not JSON: [^\n]*$"):
+            gshard.Layout.load(path)
+    path.unlink()
+    os.mkfifo(path)  # nobody writes to it
+    with pytest.raises(OSError, match="is not a regular file"):
+        gshard.Layout.load(path)
 
 
 def _layout(*annotations, **fields):
