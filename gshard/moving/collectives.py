@@ -157,15 +157,18 @@ class CollectivePermute(CollectiveNode):
 
 def all_reduce(place: Place, x: jax.Array, groups: Members, kind: str, reason: Reason) -> jax.Array:
     """Combine the group's values by `kind`: sum, max or min. Every member gets the result."""
-    x = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x  # as `lax.psum` does
-    return communicate(AllReduce(reason, _covering(place, groups, even=False), kind), x, place)
+    node = AllReduce(reason, _covering(place, groups, even=False), kind)
+    if x.dtype == jnp.bool_:
+        return communicate(node, x.astype(jnp.int32), place)  # as `lax.psum` does
+    raw, back = _sendable(x)
+    return back(communicate(node, raw, place))
 
 
 def all_gather(place: Place, x: jax.Array, dim: int, groups: Members, reason: Reason) -> jax.Array:
     """The members' tiles, concatenated along `dim` in the group's order."""
     if not _covers_evenly(place, groups):
         return _gather_by_sum(place, x, dim, groups, reason)
-    raw, back = as_integers(x)
+    raw, back = _sendable(x)
     return back(communicate(AllGather(reason, _covering(place, groups), dim), raw, place))
 
 
@@ -175,7 +178,7 @@ def all_to_all(place: Place, x: jax.Array, groups: Members, reason: Reason) -> j
         everything = _gather_by_sum(place, x[None], 0, groups, reason)
         mine = place.lookup(_rank_in_group(place, groups))
         return lax.dynamic_index_in_dim(everything, mine, axis=1, keepdims=False)
-    raw, back = as_integers(x)
+    raw, back = _sendable(x)
     return back(communicate(AllToAll(reason, _covering(place, groups)), raw, place))
 
 
@@ -188,14 +191,26 @@ def reduce_scatter(
         whole = all_reduce(place, x, groups, "sum", reason)
         start = place.lookup(_rank_in_group(place, groups) * size)
         return lax.dynamic_slice_in_dim(whole, start, size, dim)
-    return communicate(ReduceScatter(reason, _covering(place, groups), dim), x, place)
+    node = ReduceScatter(reason, _covering(place, groups), dim)
+    raw, back = _sendable(x)
+    return back(communicate(node, raw, place))
+
+
+def _sendable(x: jax.Array) -> tuple[jax.Array, Callable[[Any], jax.Array]]:
+    """What XLA can send for `x`, and the inverse function: keys as integers, 2 bits as bytes.
+
+    For integers of less than 4 bits, XLA's collectives on CPUs write beyond their buffers.
+    """
+    if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 4:
+        return x.astype(jnp.int8), lambda raw: raw.astype(x.dtype)
+    return as_integers(x)
 
 
 def collective_permute(
     place: Place, x: jax.Array, pairs: Sequence[tuple[int, int]], reason: Reason
 ) -> jax.Array:
     """Send along the (source, destination) pairs; zeros where nothing arrives."""
-    raw, back = as_integers(x)
+    raw, back = _sendable(x)
     return back(communicate(CollectivePermute(reason, tuple(pairs)), raw, place))
 
 
@@ -279,7 +294,7 @@ def as_bits(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
 
         return parts, joined
     if jnp.issubdtype(x.dtype, jnp.floating):
-        integer = jnp.dtype(f"uint{x.dtype.itemsize * 8}")
+        integer = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
         return lax.bitcast_convert_type(x, integer), lambda bits: lax.bitcast_convert_type(
             bits, x.dtype
         )

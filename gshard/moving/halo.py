@@ -255,7 +255,9 @@ def _spread(halo: Halo, place: Place, x: jax.Array, size: int) -> jax.Array:
         found = lax.slice_in_dim(x, first, first + size, axis=dim)
         return place.where(mine == owners[0], found)
     row = lax.broadcasted_iota(jnp.int32, x.shape, dim)
-    wide = jnp.zeros([n if d != dim else size + 2 * rows for d, n in enumerate(x.shape)], x.dtype)
+    wide = padding.blank(
+        [n if d != dim else size + 2 * rows for d, n in enumerate(x.shape)], x.dtype
+    )
     for first, end, by in halo.windows.every_move:
         first, end = max(first, start - by), min(end, start + size - by)
         low, high = np.clip(held.low, first, end), np.clip(held.high, first, end)

@@ -25,6 +25,7 @@ from gshard.moving.boxes import plan_boxes, route
 from gshard.moving.costs import sent_bytes
 from gshard.moving.exchange import exchange_groups, group_size, kept_tiles, orders_of_parts
 from gshard.moving.retile import retile_elements, retiled, standard_elements, standardized
+from gshard.tensors import padding
 from gshard.tensors.devices import Groups, Place, groups_by
 from gshard.tensors.sharding import Sharding, Split
 from gshard.tensors.tile import Tile
@@ -322,5 +323,5 @@ def _summed_over_all(place: Place, tile: Tile, everyone: Groups, reason: Reason)
     padded = [n * t for n, t in zip(tile.array.shape, tile.sharding.tiles, strict=True)]
     offsets = [tile.offset(place, d) for d in range(tile.sharding.rank)]
     starts = [jnp.asarray(offset, jnp.int32) for offset in offsets]
-    whole = lax.dynamic_update_slice(jnp.zeros(padded, x.dtype), x, starts)
+    whole = lax.dynamic_update_slice(padding.blank(padded, x.dtype), x, starts)
     return collectives.merge_disjoint(place, whole, everyone, reason)

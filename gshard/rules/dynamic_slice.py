@@ -90,10 +90,10 @@ class DynamicSlice(Change):
         own = rows_within(tile.array.shape, dim, offset, 0, self.rows)
         if dim in tile.padded_dims():
             own &= ~tile.is_padding(place, dim)
-        x = lax.select(own, tile.array, jnp.zeros_like(tile.array))
+        x = lax.select(own, tile.array, padding.blank(tile.array.shape, tile.array.dtype))
         shape = [n if d != dim else size + 2 * local for d, n in enumerate(x.shape)]
         at = jnp.clip(offset + local, 0, size + local)
-        wide = lax.dynamic_update_slice_in_dim(jnp.zeros(shape, x.dtype), x, at, dim)
+        wide = lax.dynamic_update_slice_in_dim(padding.blank(shape, x.dtype), x, at, dim)
         return lax.slice_in_dim(wide, local, local + size, axis=dim)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -162,14 +162,16 @@ class IndexedWindows:
 def gather_factors(eqn: JaxprEqn) -> Factors:
     """Dims of the indices and full windows reach the result; a dim looked up in is summed over.
 
-    The sum has one term that is not zero, from the device that holds the row.
+    The sum has one term that is not zero, from the device that holds the row: it is one of bits,
+    in types that have no zero too.
     """
     roles = roles_of(eqn)
     operand, windows = roles.operand, roles.windows
     if is_key_type(eqn.outvars[0].aval.dtype):
         return Factors.of(eqn, [without("k", operand), roles.indices], [without("o", windows)])
-    summed = {name: "sum" for name in operand if name[0] == "k"}
-    return Factors.of(eqn, [operand, roles.indices], [windows], summed)
+    kind = "or" if eqn.outvars[0].aval.dtype == bool else "sum"
+    summed = {name: kind for name in operand if name[0] == "k"}
+    return replace(Factors.of(eqn, [operand, roles.indices], [windows]), reduced=summed)
 
 
 def gather_ways(
@@ -245,7 +247,7 @@ def _look_up(eqn: JaxprEqn, windows: IndexedWindows) -> jax.Array:
             if f"o{d}" in roles.windows:
                 row += lax.broadcasted_iota(jnp.int32, out.shape, roles.windows.index(f"o{d}"))
             mine = (row >= 0) & (row < windows.operand.array.shape[d])
-            out = lax.select(mine, out, jnp.zeros_like(out))
+            out = lax.select(mine, out, padding.blank(out.shape, out.dtype))
     return out
 
 

@@ -144,7 +144,7 @@ def conv_factors(eqn: JaxprEqn, split_windows: Collection[int] = ()) -> Factors:
             reduced[f"s{i}"] = "sum"
         else:
             out[o] = (f"s{i}",)
-    return Factors((tuple(lhs), tuple(rhs)), (tuple(out),), sizes, combining(eqn, reduced))
+    return Factors((tuple(lhs), tuple(rhs)), (tuple(out),), sizes, **combining(eqn, reduced))
 
 
 def conv_ways(

@@ -18,6 +18,7 @@ from jax.extend.core import Primitive
 
 from gshard._jax import mlir
 from gshard.graph.caching import cached
+from gshard.tensors import padding
 from gshard.tensors.sharding import Split
 
 
@@ -97,7 +98,7 @@ class Place:
         if own not in self.known:
             self.known[own] = self.lookup(devices.astype(np.int32)) == 1
         if other is None and nothing not in self.known:
-            self.known[nothing] = jnp.zeros(x.shape, x.dtype)
+            self.known[nothing] = padding.blank(x.shape, x.dtype)
         return lax.select_n(self.known[own], self.known[nothing] if other is None else other, x)
 
     def start(self, table: np.ndarray) -> jax.Array:

@@ -7,11 +7,15 @@ the same description.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from gshard.tensors.sharding import Sharding, Split, compatible
@@ -70,9 +74,9 @@ class Factors:
             tuple(tuple((f,) if f is not None else () for f in names) for names in operands),
             tuple(tuple((f,) if f is not None else () for f in names) for names in results),
             sizes,
-            combining(eqn, reduced or {}),
-            tuple(priority),
+            priority=tuple(priority),
             resized=frozenset(resized),
+            **combining(eqn, reduced or {}),
         )
 
     def taken_over(self, factor: Factor, split: Split) -> Factor | None:
@@ -89,11 +93,22 @@ class Factors:
         return kind
 
 
-def combining(eqn: JaxprEqn, reduced: Mapping[Factor, str]) -> dict[Factor, str]:
-    """How partial results over `reduced` factors are combined: for booleans, a sum is an or."""
-    if eqn.outvars[0].aval.dtype != bool:
-        return dict(reduced)
-    return {f: {"sum": "or", "prod": "and"}.get(kind, kind) for f, kind in reduced.items()}
+def combining(eqn: JaxprEqn, reduced: Mapping[Factor, str]) -> dict[str, Any]:
+    """How partial results over `reduced` factors are combined: for booleans, a sum is an or.
+
+    In a type that has no zero nothing is neutral: those factors are not split.
+    """
+    if reduced and not all(has_zero(a.aval.dtype) for a in (*eqn.invars, *eqn.outvars)):
+        return {"replicated": frozenset(reduced)}
+    if eqn.outvars[0].aval.dtype == bool:
+        reduced = {f: {"sum": "or", "prod": "and"}.get(kind, kind) for f, kind in reduced.items()}
+    return {"reduced": dict(reduced)}
+
+
+@functools.cache
+def has_zero(dtype: Any) -> bool:
+    """Whether a type has a zero; that of the scales of MX formats has none (float8_e8m0fnu)."""
+    return not jnp.issubdtype(dtype, jnp.floating) or float(np.zeros((), dtype)) == 0
 
 
 def all_dims(eqn: JaxprEqn) -> Factors:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from gshard.tensors.keys import as_integers
@@ -24,6 +25,11 @@ def garbage(dtype: Any) -> jax.Array:
 def filled(shape: Sequence[int], dtype: Any) -> jax.Array:
     """An array to write rows into; the others are padding."""
     return lax.full(shape, garbage(dtype))
+
+
+def blank(shape: Sequence[int], dtype: Any) -> jax.Array:
+    """Values whose bits are zero, also of a type that has no zero: sums of bits keep the others."""
+    return lax.full(shape, np.zeros((), dtype))
 
 
 def pad(x: jax.Array, dim: int, before: int, after: int, value: Any = None) -> jax.Array:
