@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gshard.pages.template import EXTRA, markup, written
+from gshard.pages.template import markup, needed, written
 
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is asked for there
 WIDTHS = {"wide": 860, "narrow": 350, "small": 300}
@@ -164,9 +164,5 @@ def _drawn(spec: dict[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _svg(spec: str) -> str:
-    try:
-        import vl_convert
-    except ImportError as error:
-        raise ModuleNotFoundError(EXTRA, name=error.name) from None
-    drawn = vl_convert.vegalite_to_svg(spec, vl_version="6.4")
+    drawn = needed("vl_convert").vegalite_to_svg(spec, vl_version="6.4")
     return re.sub(r"(\.\d\d)\d{3,}", r"\1", drawn)  # hundredths of a pixel are enough

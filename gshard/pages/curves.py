@@ -195,7 +195,8 @@ def _labels(axis: Axis, width: int) -> dict[str, Any]:
     values = list(range(axis.first, axis.first + len(axis.labels), by))
     names = json.dumps(written(axis.labels))
     text = f"{names}[datum.value - {axis.first}]"
-    return {"values": values, "labelExpr": text, "labelOverlap": False}
+    # Vega leaves values out where there are more than `tickCount`.
+    return {"values": values, "tickCount": len(values), "labelExpr": text, "labelOverlap": False}
 
 
 def decades(low: float, high: float) -> list[float]:

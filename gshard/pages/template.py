@@ -14,7 +14,7 @@ from typing import Any
 _HERE = Path(__file__).parent
 # What no text of a page or chart has: controls, halves of surrogate pairs, what is no character.
 _UNWRITTEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
-EXTRA = "pages and plots need more packages: pip install 'gshard[plots]'"
+_EXTRA = "pages and plots need more packages: pip install 'gshard[plots]'"
 
 
 def render(folder: Path, name: str, scripts: tuple[str, ...] = (), **values: Any) -> str:
@@ -66,11 +66,15 @@ def _policy(script: str) -> str:
 
 def markup(text: str) -> Any:
     """Text that is HTML already, which templates leave as it is."""
+    return needed("markupsafe").Markup(text)
+
+
+def needed(package: str) -> Any:
+    """A package that pages are made with; an error that says how to install it."""
     try:
-        from markupsafe import Markup
+        return importlib.import_module(package)
     except ImportError as error:
-        raise ModuleNotFoundError(EXTRA, name=error.name) from None
-    return Markup(text)
+        raise ModuleNotFoundError(_EXTRA, name=error.name) from None
 
 
 def have_pages() -> bool:
@@ -80,10 +84,7 @@ def have_pages() -> bool:
 
 @functools.cache
 def _environment(folder: Path) -> Any:
-    try:
-        import jinja2
-    except ImportError as error:
-        raise ModuleNotFoundError(EXTRA, name=error.name) from None
+    jinja2 = needed("jinja2")
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, _HERE]),
         autoescape=True,

@@ -1,11 +1,12 @@
 """The arithmetic of a study's figures, done again by hand."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from gshard.mt.study import figures, results, tables
+from gshard.mt.study import figures, plots, results, tables
 from gshard.mt.study.figures import Model
 from gshard.mt.study.verbatim import training_targets, verbatim
 
@@ -137,3 +138,24 @@ def test_the_page_of_the_figure_shows_the_numbers_of_its_studies(study, shown):
     page = (folder / "figure.md").read_text(encoding="utf-8")
     for name in shown:
         assert getattr(tables, name)(results) in page, name
+
+
+def test_the_figures_have_every_model_and_the_order_of_languages(tmp_path):
+    small, large = (model(name, SCORES, CURVE, experts=n) for name, n in (("8E", 8), ("64E", 64)))
+    for zero, title in ((ZERO, "over bilingual baselines, mean"), ({}, "BLEU, mean of 10")):
+        first, *others = plots.draw([small, large], zero, tmp_path)
+        found = first.read_text()
+        assert title in found
+        assert all(f">{text}<" in found for text in ("8E", "64E", "de", "gn"))
+        assert found.index(">de<") < found.index(">gn<")  # the one with more text first
+        for name, path in zip(
+            ("chrF++", "million target tokens", "minutes"), others[-3:], strict=True
+        ):
+            assert name in path.read_text()
+    assert plots.draw([model(scores=SCORES)], {}, tmp_path)  # one that has no losses yet
+
+
+def test_a_figure_names_as_many_languages_as_there_is_room_for(tmp_path):
+    scores = {f"{a}{b}-en": task(9.0, 100, "high") for a in "abc" for b in "abcdefghijklmnopqrst"}
+    figure, *_ = plots.draw([model(scores=scores)], {}, tmp_path)
+    assert len(re.findall(">[abc][a-t]<", figure.read_text())) >= 20

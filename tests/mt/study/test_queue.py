@@ -164,7 +164,8 @@ def _scored_without_weights(plan):
         "tables.md",
         "bleu_by_language.svg",
         "chrf_by_language.svg",
-        "efficiency.svg",
+        "loss_by_tokens.svg",
+        "loss_by_time.svg",
         "report.html",
     }
     results = json.loads((plan.folder / "report" / "study.json").read_text())
