@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from gshard._jax import Var
 from gshard.graph.graph import renamed
+from gshard.graph.regions import in_tuple
 
 Interpret = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
 
@@ -45,10 +46,8 @@ def rebuilt(
     param: Any, interpret: Interpret, struct: Callable[[Any], Any] = lambda var: var.aval
 ) -> Any:
     """A parameter of an equation, with its programs interpreted on arguments of other types."""
-    if isinstance(param, tuple):
-        return tuple(rebuilt(x, interpret, struct) for x in param)
     if not isinstance(param, ClosedJaxpr):
-        return param
+        return in_tuple(param, lambda part: rebuilt(part, interpret, struct))
     structs = [struct(v) for v in param.jaxpr.invars]
     return jax.make_jaxpr(lambda *args: evaluate(param, args, interpret))(*structs)
 

@@ -76,9 +76,17 @@ def _changed(param: Any, change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> Any:
         return change(param)
     if isinstance(param, Jaxpr):
         return change(ClosedJaxpr(param, ())).jaxpr
-    if isinstance(param, tuple) and any(isinstance(x, (ClosedJaxpr, Jaxpr)) for x in param):
-        return tuple(_changed(x, change) for x in param)
-    return param
+    return in_tuple(param, lambda part: _changed(part, change))
+
+
+def in_tuple(param: Any, change: Callable[[Any], Any]) -> Any:
+    """A parameter of which the parts are changed, if it is a tuple; one with names keeps them."""
+    if not isinstance(param, tuple):
+        return param
+    parts = [change(part) for part in param]
+    if all(new is old for new, old in zip(parts, param, strict=True)):
+        return param
+    return type(param)(*parts) if hasattr(param, "_fields") else type(param)(parts)
 
 
 def at_every_level(
