@@ -267,10 +267,11 @@ def to_json(config: RunConfig) -> dict[str, Any]:
 def from_json(nested: dict[str, Any]) -> RunConfig:
     """The configuration that `to_json` wrote; settings it does not know are errors."""
     filled = {**nested, "model": {**nested["model"], "source_vocab": 0, "target_vocab": 0}}
-    return _built(RunConfig, filled, "")
+    return built(RunConfig, filled, "")
 
 
-def _built(kind: Any, nested: dict[str, Any], prefix: str) -> Any:
+def built(kind: Any, nested: dict[str, Any], prefix: str) -> Any:
+    """A dataclass of settings from JSON; an error for a name or a value that it cannot have."""
     hints = typing.get_type_hints(kind)
     for name in nested:
         if name not in hints:
@@ -280,7 +281,7 @@ def _built(kind: Any, nested: dict[str, Any], prefix: str) -> Any:
         if dataclasses.is_dataclass(hints[name]):
             if not isinstance(value, dict):
                 raise UserError(f"{prefix}{name} is {value!r}, and not a table of settings")
-            value = _built(hints[name], value, f"{prefix}{name}.")
+            value = built(hints[name], value, f"{prefix}{name}.")
         elif isinstance(value, list):
             value = tuple(value)
         if not _is_a(value, hints[name]):

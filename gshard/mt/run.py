@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
+ID = "id.json"  # what the run is told from all others by, also from those with equal settings
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,10 @@ class Run:
                 )
         elif folder.is_dir() and any(not p.name.startswith(LOCK) for p in folder.iterdir()):
             raise UserError(f"{folder} is not empty and not a run; name a new folder for the run")
+        new = not (folder / CONFIG).is_file()
         atomic.write_json(folder / CONFIG, to_json(config))
+        if new:
+            atomic.write_json(folder / ID, {"id": os.urandom(8).hex()})
         return Run(folder, config)
 
     @property
@@ -122,6 +127,16 @@ class Run:
 def _done(folder: Path) -> int:
     """The most steps that the run in a folder has logged, saved or not."""
     return max((int(record["step"]) for record in read_metrics(folder)), default=0)
+
+
+def id_of(folder: Path) -> str:
+    """The id of the run in a folder; "" if it was begun before runs had ids."""
+    try:
+        return str(atomic.read_object(folder / ID)["id"])
+    except FileNotFoundError:
+        return ""
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{folder / ID} is damaged: {error}") from None
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ settings for Python (`load_import`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from gshard.mt import atomic
-from gshard.mt.batching.tokenizer import START, SharedTokenizer
-from gshard.mt.config import RunConfig, to_json
+from gshard.mt.batching.tokenizer import START, SharedTokenizer, VocabularyConfig
+from gshard.mt.config import RunConfig, built, to_json
 from gshard.mt.errors import UserError
+from gshard.mt.release.imported_files import Tensors, read_json, read_settings
 from gshard.mt.release.imported_tokenizer import read_tokenizer, symbols
 from gshard.mt.run import CONFIG
 from gshard.mt.training import checksums
@@ -41,19 +41,21 @@ from gshard.nn.settings import GatingConfig
 from gshard.nn.transformer import Transformer
 
 MODEL = "model.json"  # the settings of an imported model
-_KINDS = ("m2m_100", "nllb-moe")
-Tensors = Callable[[str], np.ndarray]
+_HIDDEN = {"wi": -1, "bi": -1, "wo": -2}  # which dim of an array is the hidden one
 
 
 def read_checkpoint(folder: Path) -> Transformer:
     """The model in a folder of Hugging Face's, in float32."""
-    given = _settings(folder)
-    tensors = _tensors(folder)
-    config = model_config(folder, given, tensors)
+    given = read_settings(folder)
+    tensors = Tensors(folder)
+    config = model_config(folder, given, tensors.rows())
+    found = dict(_renamed(given, tensors, config))  # before a model of any size is built
+    tensors.refuse_unread()
     like = eqx.filter_eval_shape(Transformer, config, jax.random.key(0))
-    wanted = named(like)
-    found = dict(_renamed(given, tensors, config))
-    arrays = {name: jnp.asarray(_padded(found[name], leaf.shape)) for name, leaf in wanted.items()}
+    arrays = {
+        name: jnp.asarray(_padded(name, found[name], leaf.shape))
+        for name, leaf in named(like).items()
+    }
     return unnamed(arrays, like)
 
 
@@ -62,17 +64,24 @@ def import_model(folder: Path, out: Path) -> Transformer:
     if out.exists():
         raise UserError(f"{out} exists already; an import goes to a new folder")
     model = read_checkpoint(folder)
-    tokenizer = read_tokenizer(folder, model.config.target_vocab)
+    sizes = (model.config.source_vocab, model.config.target_vocab)
+    given = read_settings(folder)
+    tokenizer = read_tokenizer(folder, given, sizes)
     if isinstance(tokenizer, SharedTokenizer):
-        order = np.concatenate([symbols(folder), np.arange(4, model.config.target_vocab)])
+        order = np.concatenate([symbols(folder, given), np.arange(4, model.config.target_vocab)])
         tables = (model.source.table[order], model.target.table[order])
         model = eqx.tree_at(lambda m: (m.source.table, m.target.table), model, tables)
+    name = atomic.printable(folder.name)
+    try:
+        vocabulary = tokenizer.config if tokenizer else VocabularyConfig()
+        run = RunConfig(model.config, name=name, vocabulary=vocabulary)
+    except ValueError as error:  # a number that no array can have, say
+        raise UserError(f"{folder} has no form in gshard: {error}") from None
     with atomic.new_folder(out) as part:
-        arrays = {name: np.asarray(leaf) for name, leaf in named(model).items()}
-        write_weights(part / WEIGHTS, arrays, {"step": "0", "run": folder.name})
+        arrays = {place: np.asarray(leaf) for place, leaf in named(model).items()}
+        write_weights(part / WEIGHTS, arrays, {"step": "0", "run": name})
         atomic.write_json(part / MODEL, dataclasses.asdict(model.config))
         if tokenizer is not None:
-            run = RunConfig(model.config, name=folder.name, vocabulary=tokenizer.config)
             atomic.write_json(part / CONFIG, to_json(run))
             tokenizer.save(part / VOCABULARY)
             checksums.write(part, verified_in(part))
@@ -81,16 +90,14 @@ def import_model(folder: Path, out: Path) -> Transformer:
 
 def load_import(folder: Path) -> Transformer:
     """What `import_model` wrote."""
-    settings = atomic.read_object(folder / MODEL)
-    gating = GatingConfig(**settings.pop("gating"))
-    config = TransformerConfig(**settings, gating=gating)
+    config = built(TransformerConfig, read_json(folder / MODEL), "")
     weights = Weights(folder / WEIGHTS)
     like = eqx.filter_eval_shape(Transformer, config, jax.random.key(0))
     return unnamed({name: jnp.asarray(weights[name]) for name in named(like)}, like)
 
 
-def model_config(folder: Path, given: dict[str, Any], tensors: Tensors) -> TransformerConfig:
-    """The settings in gshard's terms."""
+def model_config(folder: Path, given: dict[str, Any], rows: int) -> TransformerConfig:
+    """The settings in gshard's terms; the table has so many rows."""
     if reason := _inexpressible(given):
         raise UserError(f"{folder} has no form in gshard: {reason}")
     experts = given["num_experts"] if given["model_type"] == "nllb-moe" else 0
@@ -99,11 +106,16 @@ def model_config(folder: Path, given: dict[str, Any], tensors: Tensors) -> Trans
     expert_hidden = hidden
     if inside == "encoder":  # the decoder's layers in their place have the size of two experts
         expert_hidden = max(given["encoder_ffn_dim"], -(-given["decoder_ffn_dim"] // 2))
-    vocabulary, first = len(tensors("model.shared.weight")), _target_first(folder, given)
+    first = _target_first(folder, given)
+    if rows != given["vocab_size"] or rows - first < 4 or (first and first < 4):
+        raise UserError(
+            f"{folder}: the table has {rows} rows, and by config.json {given['vocab_size']}, with "
+            f"those of the target from {first}"
+        )
     head_dim = given["d_model"] // given["encoder_attention_heads"]
     return TransformerConfig(
-        source_vocab=first or vocabulary,
-        target_vocab=vocabulary - first,
+        source_vocab=first or rows,
+        target_vocab=rows - first,
         encoder_layers=given["encoder_layers"],
         decoder_layers=given["decoder_layers"],
         model_dim=given["d_model"],
@@ -125,9 +137,12 @@ def model_config(folder: Path, given: dict[str, Any], tensors: Tensors) -> Trans
 def _inexpressible(given: dict[str, Any]) -> str:
     """Why a checkpoint has no form in gshard, or ""."""
     sparse = given["model_type"] == "nllb-moe"
-    steps = (given.get("encoder_sparse_step"), given.get("decoder_sparse_step"))
+    steps = (given["encoder_sparse_step"], given["decoder_sparse_step"])
     checks: list[tuple[bool, str]] = [
-        (given["activation_function"] != "relu", f"activation {given['activation_function']!r}"),
+        (
+            given["activation_function"] != "relu",
+            f"activation {given['activation_function']!r}",
+        ),
         (not given["scale_embedding"], "embeddings that are not scaled (scale_embedding)"),
         (not given["tie_word_embeddings"], "an output projection of its own"),
         (
@@ -139,55 +154,25 @@ def _inexpressible(given: dict[str, Any]) -> str:
             f"{given['encoder_layers']} and {given['decoder_layers']} layers, which are not even",
         ),
         (given["d_model"] % 2 > 0, f"an odd d_model of {given['d_model']}"),
+        (
+            given["d_model"] % given["encoder_attention_heads"] > 0,
+            f"a d_model of {given['d_model']}, not a multiple of the heads",
+        ),
         (sparse and given["router_bias"], "a router with a bias (router_bias)"),
         (
-            sparse and given["moe_eval_capacity_token_fraction"] < 1,
+            sparse and not given["moe_eval_capacity_token_fraction"] >= 1,
             "tokens that are dropped (moe_eval_capacity_token_fraction below 1)",
         ),
         (
             sparse and given["second_expert_policy"] != "all",
-            f"a second expert by chance (second_expert_policy {given['second_expert_policy']!r})",
+            f"a second expert by chance ({given['second_expert_policy']!r})",
         ),
         (
-            sparse and (not steps[0] or steps[0] % 2 > 0 or steps[1] not in (0, None, steps[0])),
+            sparse and (not steps[0] or steps[0] % 2 > 0 or steps[1] not in (0, steps[0])),
             f"experts in every {steps[0]} encoder and {steps[1]} decoder layers",
         ),
     ]
     return next((reason for holds, reason in checks if holds), "")
-
-
-_DEFAULTS: dict[str, Any] = {  # of transformers, which leaves out what is as usual
-    "activation_function": "relu",
-    "scale_embedding": True,
-    "tie_word_embeddings": True,
-    "encoder_layers": 12,
-    "decoder_layers": 12,
-    "encoder_attention_heads": 16,
-    "decoder_attention_heads": 16,
-    "encoder_ffn_dim": 4096,
-    "decoder_ffn_dim": 4096,
-    "d_model": 1024,
-    "pad_token_id": 1,
-    "num_experts": 128,
-    "encoder_sparse_step": 4,
-    "decoder_sparse_step": 4,
-    "router_bias": False,
-    "moe_eval_capacity_token_fraction": 1.0,
-    "moe_token_dropout": 0.2,
-    "second_expert_policy": "all",
-}
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError(f"{folder} has no config.json: it is no checkpoint of Hugging Face")
-    given = _DEFAULTS | atomic.read_object(path)
-    if given.get("model_type") not in _KINDS:
-        raise UserError(
-            f"{folder} holds a {given.get('model_type')!r}; allowed are {' and '.join(_KINDS)}"
-        )
-    return given
 
 
 def _target_first(folder: Path, given: dict[str, Any]) -> int:
@@ -196,48 +181,15 @@ def _target_first(folder: Path, given: dict[str, Any]) -> int:
     return given["bos_token_id"] - START if own else 0
 
 
-def _tensors(folder: Path) -> Tensors:
-    """The tensors of a checkpoint by name, read when they are asked for."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = set(atomic.read_object(index)["weight_map"].values())
-    elif (folder / "model.safetensors").is_file():
-        files = {"model.safetensors"}
-    else:
-        raise UserError(
-            f"{folder} has no model.safetensors; `save_pretrained` of transformers writes one"
-        )
-    try:
-        opened: list[Any] = [
-            safe_open(folder / Path(name).name, framework="numpy") for name in sorted(files)
-        ]
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{folder} is damaged: {error}") from None
-    place = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (no dict)
-
-    def tensor(name: str) -> np.ndarray:
-        for known in (name, *_SAME.get(name, ())):
-            if known in place:
-                return place[known].get_tensor(known).astype(np.float32)
-        raise UserError(f"{folder} has no tensor {name}")
-
-    return tensor
-
-
-_SAME = {  # the one table has several names
-    "model.shared.weight": ("lm_head.weight", "model.encoder.embed_tokens.weight"),
-}
-
-
 def _renamed(
     given: dict[str, Any], tensors: Tensors, c: TransformerConfig
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The weights by gshard's names, in its order of dims."""
-    table = tensors("model.shared.weight")
+    table = tensors.table(given["vocab_size"], c.model_dim)
     yield "source.table", table[: c.source_vocab]
     yield "target.table", table[-c.target_vocab :]
     for side in ("encoder", "decoder"):
-        yield from _norm(f"{side}_norm", f"model.{side}.layer_norm", tensors)
+        yield from _norm(f"{side}_norm", f"model.{side}.layer_norm", tensors, c)
         count = c.encoder_layers if side == "encoder" else c.decoder_layers
         for n in range(count):
             into = f"{side}.{n // 2}.{'sparse' if n % 2 else 'dense'}"
@@ -257,48 +209,59 @@ def _layer(
     cross, last, inside = (
         ("cross_attention", "ff", "ffn.") if sparse_kind else ("encoder_attn", "final", "")
     )
-    yield from _norm(f"{into}.self_norm", f"{place}.self_attn_layer_norm", tensors)
+    yield from _norm(f"{into}.self_norm", f"{place}.self_attn_layer_norm", tensors, c)
     yield from _attention(f"{into}.self_attention", f"{place}.self_attn", tensors, c)
     if side == "decoder":
-        yield from _norm(f"{into}.cross_norm", f"{place}.{cross}_layer_norm", tensors)
+        yield from _norm(f"{into}.cross_norm", f"{place}.{cross}_layer_norm", tensors, c)
         yield from _attention(f"{into}.cross_attention", f"{place}.{cross}", tensors, c)
-    yield from _norm(f"{into}.feed_forward_norm", f"{place}.{last}_layer_norm", tensors)
+    yield from _norm(f"{into}.feed_forward_norm", f"{place}.{last}_layer_norm", tensors, c)
+    sizes = (c.model_dim, given[f"{side}_ffn_dim"])
     here = c.experts and (side == "encoder" or c.experts_in == "both")
     if not here or (n + 1) % c.experts_every:
-        yield from _two(f"{into}.feed_forward", f"{place}.{inside}", tensors)
+        yield from _two(f"{into}.feed_forward", f"{place}.{inside}", tensors, *sizes)
         return
-    yield f"{into}.moe.gate", tensors(f"{place}.ffn.router.classifier.weight").T
-    each = [dict(_two("", f"{place}.ffn.experts.expert_{e}.", tensors)) for e in range(c.experts)]
+    router = f"{place}.ffn.router.classifier.weight"
+    yield f"{into}.moe.gate", tensors(router, c.experts, c.model_dim).T
+    experts = (f"{place}.ffn.experts.expert_{e}." for e in range(c.experts))
+    each = [dict(_two("", expert, tensors, *sizes)) for expert in experts]
     for name in each[0]:
         # Training masks experts' results; afterwards each is made smaller by that share.
         by = 1 - given["moe_token_dropout"] if name in (".wo", ".bo") else 1
         yield f"{into}.moe.experts{name}", np.stack([one[name] for one in each]) * np.float32(by)
 
 
-def _norm(into: str, place: str, tensors: Tensors) -> Iterator[tuple[str, np.ndarray]]:
-    yield f"{into}.scale", tensors(f"{place}.weight")
-    yield f"{into}.bias", tensors(f"{place}.bias")
+def _norm(
+    into: str, place: str, tensors: Tensors, c: TransformerConfig
+) -> Iterator[tuple[str, np.ndarray]]:
+    yield f"{into}.scale", tensors(f"{place}.weight", c.model_dim)
+    yield f"{into}.bias", tensors(f"{place}.bias", c.model_dim)
 
 
 def _attention(
     into: str, place: str, tensors: Tensors, c: TransformerConfig
 ) -> Iterator[tuple[str, np.ndarray]]:
-    heads = (c.heads, c.key_dim)
+    M, heads = c.model_dim, (c.heads, c.key_dim)
     for name in "qkv":
-        weight = tensors(f"{place}.{name}_proj.weight").T
-        yield f"{into}.w{name}", weight.reshape(c.model_dim, *heads)
-        yield f"{into}.b{name}", tensors(f"{place}.{name}_proj.bias").reshape(heads)
-    yield f"{into}.wo", tensors(f"{place}.out_proj.weight").T.reshape(*heads, c.model_dim)
-    yield f"{into}.bo", tensors(f"{place}.out_proj.bias")
+        weight = tensors(f"{place}.{name}_proj.weight", M, M).T
+        yield f"{into}.w{name}", weight.reshape(M, *heads)
+        yield f"{into}.b{name}", tensors(f"{place}.{name}_proj.bias", M).reshape(heads)
+    yield f"{into}.wo", tensors(f"{place}.out_proj.weight", M, M).T.reshape(*heads, M)
+    yield f"{into}.bo", tensors(f"{place}.out_proj.bias", M)
 
 
-def _two(into: str, place: str, tensors: Tensors) -> Iterator[tuple[str, np.ndarray]]:
-    for name, layer in (("i", "fc1"), ("o", "fc2")):
-        yield f"{into}.w{name}", tensors(f"{place}{layer}.weight").T
-        yield f"{into}.b{name}", tensors(f"{place}{layer}.bias")
+def _two(
+    into: str, place: str, tensors: Tensors, M: int, H: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    for name, layer, shape in (("i", "fc1", (H, M)), ("o", "fc2", (M, H))):
+        yield f"{into}.w{name}", tensors(f"{place}{layer}.weight", *shape).T
+        yield f"{into}.b{name}", tensors(f"{place}{layer}.bias", shape[0])
 
 
-def _padded(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """An array with zeros behind: hidden values that are always zero."""
-    missing = [(0, size - have) for size, have in zip(shape, array.shape, strict=True)]
-    return np.pad(array, missing) if any(more for _, more in missing) else array
+def _padded(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """An array with zeros behind its hidden dim, for hidden values that are always zero."""
+    if array.shape == shape:
+        return array
+    more = [(0, 0)] * len(shape)
+    axis = _HIDDEN[name.rpartition(".")[2]]
+    more[axis] = (0, shape[axis] - array.shape[axis])
+    return np.pad(array, more)

@@ -8,10 +8,14 @@ from typing import Any
 
 import sentencepiece
 
-from gshard.mt import atomic
 from gshard.mt.batching.tokenizer import SharedTokenizer, Tokenizer, VocabularyConfig
+from gshard.mt.config import built
 from gshard.mt.errors import UserError
 from gshard.mt.release import huggingface
+from gshard.mt.release.imported_files import read_json
+from gshard.untrusted import read_bytes, short_repr
+
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 
 _PIECES = "sentencepiece.bpe.model"
 _SYMBOLS = ("<pad>", "<unk>", "<s>", "</s>")  # in gshard's order
@@ -26,47 +30,76 @@ _CODES = {  # of M2M100's tokenizer, whose files do not list them
 }
 
 
-def read_tokenizer(folder: Path, size: int) -> Tokenizer | None:
-    """The vocabularies: two in gshard's own layout, one of `size` ids in others; None without."""
+def read_tokenizer(
+    folder: Path, given: Mapping[str, Any], sizes: tuple[int, int]
+) -> Tokenizer | None:
+    """The vocabularies: two in gshard's own layout, one of all ids in others; None without.
+
+    `given` are the checkpoint's settings, and `sizes` the rows of its tables.
+    """
     path = folder / huggingface.VOCABULARY
-    if not path.is_file():
-        return read_shared(folder, size) if (folder / _PIECES).is_file() else None
     try:
-        given = atomic.read_object(path)
-        config = VocabularyConfig(**{**given, "languages": tuple(map(str, given["languages"]))})
-        models = [(folder / f"{side}.spm").read_bytes() for side in ("source", "target")]
-        return Tokenizer(models[0], models[1], config)
+        if path.is_file():
+            settings = read_json(path)
+            config = built(VocabularyConfig, settings, f"{path}: ")
+            models = [read_bytes(folder / f"{side}.spm") for side in ("source", "target")]
+            tokenizer = Tokenizer(models[0], models[1], config)
+        elif (folder / _PIECES).is_file():
+            tokenizer = read_shared(folder, given, sizes[1])
+        else:
+            return None
     except FileNotFoundError as error:
         raise UserError(f"{folder}: {Path(error.filename).name} is missing") from None
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise UserError(f"{path} is damaged: {error!r}") from None
+    except _DAMAGED as error:
+        why = f"{type(error).__name__}: {str(error).strip()[:200]}"
+        raise UserError(f"{folder}: the tokenizer's files are damaged: {why}") from None
+    found = (tokenizer.source_size, tokenizer.target_size)
+    if found != sizes:
+        raise UserError(f"{folder}: the vocabularies have {found} pieces, the tables {sizes} rows")
+    if odd := [each for each in tokenizer.config.languages if not _is_name(each)]:
+        raise UserError(f"{folder}: {short_repr(odd[0])} is no name of a language")
+    if len({*tokenizer.config.languages}) < len(tokenizer.config.languages):
+        raise UserError(f"{folder} has a language twice")
+    return tokenizer
 
 
-def read_shared(folder: Path, size: int) -> SharedTokenizer:
+def _is_name(language: str) -> bool:
+    return 0 < len(language) < 40 and language.isprintable() and not set(language) & set(" /<>")
+
+
+def read_shared(folder: Path, given: Mapping[str, Any], size: int) -> SharedTokenizer:
     """The tokenizer of an NLLB or M2M100 checkpoint, by the files that `transformers` writes.
 
     M2M100 has the ids of its pieces in `vocab.json`. NLLB's are those of the SentencePiece model
     plus one. Behind them are the languages, in the order of their list where no id is written.
     """
-    model = (folder / _PIECES).read_bytes()
+    model = read_bytes(folder / _PIECES)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     settings = _json(folder / "tokenizer_config.json")
     if settings.get("legacy_behaviour"):
         raise UserError(f"{folder} writes a source's language behind it (legacy_behaviour)")
     if (folder / "vocab.json").is_file():
-        known = _json(folder / "vocab.json")
+        known = read_json(folder / "vocab.json")
+        if [known.get(symbol) for symbol in _SYMBOLS] != symbols(folder, given):
+            raise UserError(f"{folder}: vocab.json has other symbols than config.json")
     else:
-        processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         count = int(processor.vocab_size())
         known = {str(processor.id_to_piece(i)): i + 1 for i in range(3, count)}
+    tags = _tags(folder, settings, max(known.values()) + 1)
+    ids = [*known.values(), *tags.values()]
+    least = 0 if (folder / "vocab.json").is_file() else len(_SYMBOLS)
+    if odd := [i for i in ids if type(i) is not int or not least <= i < size]:
+        raise UserError(
+            f"{folder}: a piece or language has the id {short_repr(odd[0])}; allowed are those of "
+            f"the table of {size} rows"
+        )
+    if len(set(ids)) < len(ids) or min(tags.values()) < len(_SYMBOLS):
+        raise UserError(f"{folder}: two pieces or languages have the same id")
     names = [f"<unused {i}>" for i in range(size)]
     for piece, i in known.items():
-        if len(_SYMBOLS) <= i < size:
-            names[i] = piece
+        names[i] = piece
     names[: len(_SYMBOLS)] = _SYMBOLS
-    tags = _tags(folder, settings, max(known.values()) + 1)
     for language, i in tags.items():
-        if i >= size:
-            raise UserError(f"{folder}: the id {i} of {language} is beyond the table of {size}")
         names[i] = f"<{language}>"
     config = VocabularyConfig(size, size, "both", languages=tuple(tags))
     return SharedTokenizer(model, names, tags, config)
@@ -76,14 +109,17 @@ def _tags(folder: Path, settings: Mapping[str, Any], behind: int) -> dict[str, i
     """The languages with their ids, which begin at `behind` where none are written."""
     if (folder / "vocab.json").is_file():
         kind = settings.get("language_codes", "m2m100")
-        if kind not in _CODES:
+        if kind not in list(_CODES):
             raise UserError(
-                f"{folder} has the languages of {kind!r}; known are those of {', '.join(_CODES)}"
+                f"{folder} has the languages of {short_repr(kind)}; known are those of "
+                f"{', '.join(_CODES)}"
             )
         return {code: behind + n for n, code in enumerate(_CODES[kind].split())}
     listed = settings.get("additional_special_tokens")
     listed = listed or _json(folder / "special_tokens_map.json").get("additional_special_tokens")
     codes = [each["content"] if isinstance(each, dict) else each for each in listed or ()]
+    if odd := [code for code in codes if not isinstance(code, str)]:
+        raise UserError(f"{folder}: {short_repr(odd[0])} is no name of a language")
     added = settings.get("added_tokens_decoder", {})
     written = {each["content"]: int(i) for i, each in added.items()}
     found = {
@@ -96,25 +132,22 @@ def _tags(folder: Path, settings: Mapping[str, Any], behind: int) -> dict[str, i
     return found
 
 
-def symbols(folder: Path) -> list[int]:
+def symbols(folder: Path, given: Mapping[str, Any]) -> list[int]:
     """The ids of the symbols, in gshard's order; they have to be the first four."""
-    given = _json(folder / "config.json")
-    pad, bos, eos = (
-        given.get(f"{name}_token_id", usual) for name, usual in (("pad", 1), ("bos", 0), ("eos", 2))
+    pad, bos, eos, begin = (
+        int(given[f"{name}_token_id"]) for name in ("pad", "bos", "eos", "decoder_start")
     )
     unknown = set(range(len(_SYMBOLS))) - {pad, bos, eos}
-    if len(unknown) != 1 or given.get("decoder_start_token_id", eos) != eos:
+    if len(unknown) != 1 or begin != eos:
         raise UserError(
             f"{folder} has the symbols pad {pad}, bos {bos}, eos {eos} and a decoder that begins "
-            f"with {given.get('decoder_start_token_id')}; expected are ids below 4, and eos"
+            f"with {begin}; expected are ids below 4, and eos"
         )
     return [pad, *unknown, bos, eos]
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return atomic.read_object(path)
+        return read_json(path)
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}") from None

@@ -24,7 +24,7 @@ from gshard.mt.evaluation.heldout import held_out, tasks_of
 from gshard.mt.evaluation.systems import system_of
 from gshard.mt.lock import locked
 from gshard.mt.progress import Progress, TrainingProgress
-from gshard.mt.run import METRICS, Run
+from gshard.mt.run import ID, METRICS, Run
 from gshard.mt.study.ledger import TRAINED, TRANSLATED, read_json
 from gshard.mt.study.plan import PlannedRun, Study
 from gshard.mt.training import loop
@@ -76,6 +76,9 @@ def _copy_training(old: Path, new: Path) -> None:
     part = new / f".{FOLDER}"
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(old / FOLDER, part, copy_function=os.link)
+    (new / ID).unlink(missing_ok=True)
+    if (old / ID).is_file():  # it is the same run from here on
+        shutil.copy2(old / ID, new / ID)
     part.rename(new / FOLDER)
 
 

@@ -23,6 +23,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from gshard.mt import atomic, hosts
 from gshard.mt.errors import UserError
+from gshard.mt.run import id_of
 from gshard.mt.training import checksums, rendezvous
 from gshard.mt.training.names import named, unnamed
 
@@ -79,6 +80,7 @@ class Checkpoints:
                 self.folder, item_names=_ITEMS, item_handlers=handlers, options=options
             )
 
+        self._run = id_of(folder)
         self.damaged = self._set_aside(read_only)  # a line about each
         self._open = manager
         self._manager = manager()
@@ -114,6 +116,7 @@ class Checkpoints:
         if why := hosts.told_by_any(self._no_room()):
             raise self._save_error(step, why)
         self.saving, self._began = step, time.monotonic()
+        mine = {"run": self._run} if self._run else {}
         try:
             if step in self.steps:  # a damaged one, which training has passed over
                 self._manager.delete(step)
@@ -122,7 +125,7 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     model=ocp.args.StandardSave(named(model)),
                     optimizer=ocp.args.StandardSave(named(optimizer)),
-                    note=ocp.args.JsonSave({**note, "step": step}),
+                    note=ocp.args.JsonSave({**note, **mine, "step": step}),
                 ),
                 metrics={"nll": dev_nll},
                 force=True,
@@ -220,11 +223,20 @@ class Checkpoints:
 
     def _set_aside(self, read_only: bool) -> list[str]:
         """Move away what Orbax would list as checkpoints and fail at, or take for another step."""
-        found = {}
+        found, foreign = {}, ""
         there = self.folder.iterdir() if hosts.is_first() and self.folder.is_dir() else ()
         for folder in sorted(path for path in there if path.name.isascii()):
-            if folder.name.isdigit() and (problem := _problem(folder)):
+            if not folder.name.isdigit():
+                continue
+            if problem := _problem(folder):
                 found[folder] = self._about(folder.name, problem)
+            elif (run := str(_note(folder).get("run", ""))) != self._run:
+                foreign = (
+                    f"{folder} is a checkpoint of another run: its id is {run[:40] or 'none'}, and "
+                    f"this run's is {self._run or 'none'}; move it out of {self.folder}"
+                )
+        if why := hosts.told_by_any(foreign):
+            raise UserError(why)
         if read_only and (why := hosts.told_by_any(next(iter(found.values()), ""))):
             raise DamagedError(f"{why}; `gshard train {self.folder.parent}` sets it aside")
         lines = []
@@ -306,10 +318,15 @@ def _problem(folder: Path) -> str:
     if problem := checksums.problem(folder, ["metrics", "note"]):
         return problem
     try:
-        step = atomic.read_object(folder / "note" / "metadata").get("step", folder.name)
+        step = _note(folder).get("step", folder.name)
     except (OSError, ValueError) as error:
         return f"its note cannot be read: {error}"
     return "" if str(step) == folder.name else f"it is the checkpoint of step {step}"
+
+
+def _note(folder: Path) -> dict[str, Any]:
+    """The note of a checkpoint."""
+    return atomic.read_object(folder / "note" / "metadata")
 
 
 def _refusal(error: Exception | None) -> str:

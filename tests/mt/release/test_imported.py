@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from gshard import cli
 from gshard.mt.batching.tokenizer import PAD
@@ -160,13 +161,13 @@ def test_what_gshard_wrote_is_a_release_again(kind, tokenizer, tmp_path):
 
 def test_a_damaged_vocabulary_is_named(tmp_path):
     path = tmp_path / "gshard_vocabulary.json"
-    assert read_tokenizer(tmp_path, 40) is None
+    assert read_tokenizer(tmp_path, {}, (40, 40)) is None
     path.write_text('{"languages": ["de"], "directions": "to-english"}')
     with pytest.raises(UserError, match=r"source\.spm is missing"):
-        read_tokenizer(tmp_path, 40)
+        read_tokenizer(tmp_path, {}, (40, 40))
     path.write_text('{"languages": ["de"], "size": 3}')
-    with pytest.raises(UserError, match=r"gshard_vocabulary\.json is damaged"):
-        read_tokenizer(tmp_path, 40)
+    with pytest.raises(UserError, match=r"gshard_vocabulary\.json: size"):
+        read_tokenizer(tmp_path, {}, (40, 40))
 
 
 REFUSED = {
@@ -189,7 +190,7 @@ def test_what_has_no_form_is_named(name, tmp_path):
     value, message = REFUSED[name]
     settings = {"model_type": "nllb-moe", **SIZES, **SPARSE, name: value}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    save_file({"model.shared.weight": np.zeros((40, 16), "f")}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=message):
         read_checkpoint(tmp_path)
 

@@ -1,6 +1,5 @@
 """Checkpoints as NLLB and M2M100 have them, tokenizer and all, made with `transformers`."""
 
-import io
 import json
 import pickle
 
@@ -14,6 +13,7 @@ from gshard.mt.errors import UserError
 from gshard.mt.release.imported import import_model
 from gshard.mt.run import Run
 from gshard.mt.serving.service import Service
+from tests.mt.release.checkpoints import pieces
 from tests.mt.release.test_imported import checkpoint
 from tests.mt.samples import sentence
 
@@ -21,19 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
 
 LANGUAGES = {"nllb": ("deu_Latn", "fra_Latn"), "m2m": ("de", "fr")}
 SYMBOLS = [1, 3, 0, 2]  # their ids of gshard's first four
-
-
-def pieces():
-    """A SentencePiece model with fairseq's symbols."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([sentence(n) for n in range(300)]),
-        model_writer=model,
-        vocab_size=120,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    return model.getvalue()
 
 
 def saved(folder, family):

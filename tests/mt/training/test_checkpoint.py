@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 
 import gshard
+from gshard.mt import atomic
+from gshard.mt.config import RunConfig
 from gshard.mt.errors import UserError
+from gshard.mt.run import ID, Run, id_of
 from gshard.mt.training import checksums
 from gshard.mt.training.checkpoint import Checkpoints, SaveError
 from gshard.mt.training.names import named
 from gshard.tensors.uneven import UnevenArray
+from tests.nn import models
 
 
 def state(value, experts=7):
@@ -143,6 +147,43 @@ def test_an_empty_folder_and_a_renamed_one_are_damaged(tmp_path):
     checkpoints.close()
     aside = {path.name.partition("-")[0] for path in (tmp_path / "damaged").iterdir()}
     assert {"77", "99", "9999"} <= aside
+
+
+@pytest.mark.parametrize("mine", ["a1", ""])
+@pytest.mark.parametrize("place", ["newest", "between"])
+def test_a_checkpoint_of_another_run_is_refused(mine, place, tmp_path):
+    """Equal in every setting, with other weights: nothing else tells it from this run's own."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for folder, run, losses in ((ours, mine, [3, 2]), (theirs, "b2", [3, 2, 1])):
+        folder.mkdir()
+        if run:
+            atomic.write_json(folder / ID, {"id": run})
+        saved(folder, losses).close()
+    step = "3" if place == "newest" else "2"
+    shutil.rmtree(ours / "checkpoints" / step, ignore_errors=True)
+    shutil.copytree(theirs / "checkpoints" / step, ours / "checkpoints" / step)
+    for read_only in (True, False):
+        with pytest.raises(
+            UserError,
+            match=rf"checkpoints/{step} is a checkpoint of another run: its id is b2, and this "
+            rf"run's is {mine or 'none'}; move it out of",
+        ):
+            Checkpoints(ours, read_only=read_only)
+    shutil.rmtree(ours / "checkpoints" / step)
+    newest = 2 if place == "newest" else 1
+    assert Checkpoints(ours).restore_newest(*LIKE)[2]["step"] == newest
+
+
+def test_a_run_has_an_id_of_its_own_for_good(tmp_path):
+    config = RunConfig(models.TINY)
+    runs = [Run.create(tmp_path / name, config).folder for name in ("one", "other")]
+    first, second = map(id_of, runs)
+    assert first != second
+    Run.create(runs[0], config)
+    assert id_of(runs[0]) == first
+    (runs[0] / ID).write_text("[]")
+    with pytest.raises(UserError, match=r"id\.json is damaged"):
+        Checkpoints(runs[0])
 
 
 def test_half_written_folders_are_not_checkpoints(tmp_path):

@@ -1,0 +1,174 @@
+"""The files of a checkpoint of Hugging Face, whoever made them: its settings, and its tensors.
+
+Settings have the types and ranges that `transformers` gives them, tensors have exactly the shapes
+that follow from the settings, and every tensor has a place: what is damaged is refused in one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from gshard.mt import atomic
+from gshard.mt.errors import UserError
+from gshard.untrusted import refuse_special, short_repr
+
+_KINDS = ("m2m_100", "nllb-moe")
+_DEFAULTS: dict[str, Any] = {  # of transformers, which leaves out what is as usual
+    "activation_function": "relu",
+    "scale_embedding": True,
+    "tie_word_embeddings": True,
+    "vocab_size": 128112,
+    "encoder_layers": 12,
+    "decoder_layers": 12,
+    "encoder_attention_heads": 16,
+    "decoder_attention_heads": 16,
+    "encoder_ffn_dim": 4096,
+    "decoder_ffn_dim": 4096,
+    "d_model": 1024,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "num_experts": 128,
+    "encoder_sparse_step": 4,
+    "decoder_sparse_step": 4,
+    "router_bias": False,
+    "moe_eval_capacity_token_fraction": 1.0,
+    "moe_token_dropout": 0.2,
+    "second_expert_policy": "all",
+}
+_LEAST = {"pad_token_id": -1}  # in gshard's own layout, whose positions begin with 0
+_FROM_ZERO = ("bos_token_id", "eos_token_id", "decoder_start_token_id", "encoder_sparse_step",
+              "decoder_sparse_step", "moe_eval_capacity_token_fraction",
+              "moe_token_dropout")  # fmt: skip
+_MOST = {"moe_token_dropout": 1}
+_NUMBERS = ("F16", "BF16", "F32", "F64")
+_TABLE = "model.shared.weight"
+_SAME = ("lm_head.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
+_COMPUTED = ("model.encoder.embed_positions.weights", "model.decoder.embed_positions.weights")
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The settings in `config.json`, those that are not written included."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder} has no config.json: it is no checkpoint of Hugging Face")
+    given = _DEFAULTS | read_json(path)
+    if given.get("model_type") not in _KINDS:
+        kind = short_repr(given.get("model_type"))
+        raise UserError(f"{folder} holds a {kind}; allowed are {' and '.join(_KINDS)}")
+    for name, usual in _DEFAULTS.items():
+        if allowed := _disallowed(name, given[name], usual):
+            raise UserError(f"{path}: {name} is {short_repr(given[name])}; allowed is {allowed}")
+    return given
+
+
+def _disallowed(name: str, value: Any, usual: Any) -> str:
+    """What a setting may be, if it is not."""
+    if isinstance(usual, (bool, str)):
+        kind = "text" if isinstance(usual, str) else "true or false"
+        return "" if type(value) is type(usual) else kind
+    least, most = _LEAST.get(name, 0 if name in _FROM_ZERO else 1), _MOST.get(name, 2**31 - 1)
+    kinds = (int,) if isinstance(usual, int) else (int, float)
+    fits = type(value) in kinds and least <= value <= most  # nan does not
+    return "" if fits else f"a number from {least} to {most}"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        return atomic.read_object(path)
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+
+
+class Tensors:
+    """The tensors of a checkpoint by name, read when they are asked for."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._place: dict[str, Any] = {}
+        self._read: set[str] = set()
+        for path in _paths(folder):
+            try:
+                refuse_special(path)
+                opened: Any = safe_open(path, framework="numpy")
+                names = opened.keys()
+            except FileNotFoundError:
+                raise UserError(f"{path} is missing") from None
+            except (SafetensorError, OSError, ValueError) as error:  # a name that no file can have
+                raise UserError(f"{path} is damaged: {short_repr(str(error))}") from None
+            for name in names:
+                if name in self._place:
+                    raise UserError(f"{folder} has two tensors {short_repr(name)}")
+                self._place[name] = opened
+        others = (name for name in _SAME if name in self._place)
+        if _TABLE not in self._place and (other := next(others, "")):  # one table, several names
+            self._table = other
+        else:
+            self._table = _TABLE
+
+    def rows(self) -> int:
+        """How many rows the table of embeddings has."""
+        shape = self._part(self._table).get_shape()
+        return int(shape[0]) if shape else 0
+
+    def table(self, *shape: int) -> np.ndarray:
+        """The table of embeddings."""
+        return self(self._table, *shape)
+
+    def _part(self, name: str) -> Any:
+        if name not in self._place:
+            raise UserError(f"{self._folder} has no tensor {name}")
+        return self._place[name].get_slice(name)
+
+    def __call__(self, name: str, *shape: int) -> np.ndarray:
+        """A tensor, which has to be of this shape, in float32."""
+        part = self._part(name)
+        where = f"{self._folder}: the tensor {name}"
+        if part.get_dtype() not in _NUMBERS:
+            allowed = " or ".join(_NUMBERS)
+            raise UserError(f"{where} holds {part.get_dtype()}; allowed is {allowed}")
+        if tuple(part.get_shape()) != shape:
+            raise UserError(
+                f"{where} has the shape {part.get_shape()}, and by config.json {list(shape)}"
+            )
+        self._read.add(name)
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = self._place[name].get_tensor(name).astype(np.float32)
+        if not np.isfinite(values).all():
+            raise UserError(f"{where} has values that are not finite")
+        return values
+
+    def refuse_unread(self) -> None:
+        """An error if a tensor was never asked for: the model would be another one."""
+        left = sorted(self._place.keys() - self._read - {*_SAME, *_COMPUTED})
+        if left:
+            raise UserError(
+                f"{self._folder}: config.json has no place for {len(left)} tensors, such as "
+                f"{short_repr(left[0])}"
+            )
+
+
+def _paths(folder: Path) -> Iterator[Path]:
+    """The files with weights."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        listed = read_json(index).get("weight_map")
+        names = list(listed.values()) if isinstance(listed, dict) and listed else [""]
+        for name in names:
+            if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+                raise UserError(f"{index} is damaged: {short_repr(name)} is no file of the folder")
+        for name in sorted(set(names)):
+            yield folder / name
+    elif (folder / "model.safetensors").is_file():
+        yield folder / "model.safetensors"
+    else:
+        raise UserError(
+            f"{folder} has no model.safetensors; `save_pretrained` of transformers writes one"
+        )
