@@ -41,7 +41,7 @@ import gshard
 from benchmarks.reproducible_cases import FIRST, MOST, SIZES, Case, case_of, names, types_of
 from benchmarks.reproducible_table import tables, verdict
 from gshard.mt.launch.local import free_port
-from gshard.rules.fixed_products import have_one_kernel, multiples, shared_multiple
+from gshard.reproducible.products import have_one_kernel, multiples, shared_multiple
 
 COUNTS = (1, 8, 3, 6, 2, 4)  # in the order in which they are measured
 PROCESSES = 4

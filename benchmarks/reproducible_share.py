@@ -26,7 +26,7 @@ import jax
 import gshard
 from benchmarks.reproducible import digest, machine, timed
 from benchmarks.reproducible_cases import FIRST, MOST, Case, case_of, names, types_of
-from gshard.rules.fixed_products import COMPILER_OPTIONS
+from gshard.reproducible.products import COMPILER_OPTIONS
 
 RUNS = 15  # of each compiled program
 

@@ -26,9 +26,11 @@ from gshard.capture.calls import (
 from gshard.capture.flatten import mesh_in
 from gshard.capture.partners import advising, watched
 from gshard.capture.placement import DeviceOrder, device_order, layouts, mesh_of, with_shardings
+from gshard.capture.stage import USUAL
 from gshard.forecast import Hardware
 from gshard.forecast.hardware import accelerator
 from gshard.forecast.hardware import hardware as hardware_of
+from gshard.reproducible import REPRODUCIBLE
 from gshard.runtime.options import (
     MEMORY_LIMIT,
     JitKeywords,
@@ -106,7 +108,8 @@ def jit(
     check_partitioner(partitioner, reproducible)
     named = None if hardware is None else hardware_of(hardware)
     inside, count = of_layout(annotations)
-    how = (partitioner, memory_limit, strict, named, inside, reproducible, count)
+    variant = REPRODUCIBLE if reproducible else USUAL
+    how = (partitioner, memory_limit, strict, named, inside, variant, count)
     options = Options(checked_devices(devices, device), backend, *how)
     static = {"static_argnums": static_argnums, "static_argnames": static_argnames}
     donated = {"donate_argnums": donate_argnums, "donate_argnames": donate_argnames}

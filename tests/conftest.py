@@ -53,7 +53,7 @@ HERE = Path(__file__).parent
 # round otherwise when they are not optimized.
 OPTIMIZED = {
     "test_languages.py", "test_memory.py", "test_resnet.py", "test_pointwise.py",
-    "test_fixed_order.py", "test_reproducible.py",
+    "test_order.py", "test_reproducible.py",
 }  # fmt: skip
 
 

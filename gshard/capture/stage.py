@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -13,8 +14,26 @@ from gshard import _jax
 from gshard.capture.flatten import inline
 from gshard.capture.inside import Places, places
 from gshard.capture.placement import DeviceOrder
-from gshard.capture.simplify import FIXED_ORDER, PASSES
+from gshard.capture.simplify import PASSES
 from gshard.graph.history import History
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A kind of lowering that a package above the core defines, as `gshard.reproducible` does.
+
+    `passes` follow the normal forms; `rewrites` says whether those by shardings run, too.
+    `first_argument` is the key in `Place.known` under which rules find the program's first
+    argument, if it has one that the user did not give.
+    """
+
+    passes: tuple[Callable[[ClosedJaxpr], ClosedJaxpr], ...] = ()
+    rewrites: bool = True
+    compiler_options: Mapping[str, Any] = field(default_factory=dict)
+    first_argument: str | None = None
+
+
+USUAL = Variant()
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,21 +56,21 @@ class Captured:
         """Where in the user's code the tensors of the program are made."""
         return places(self.flat)
 
-    reproducible: bool
+    variant: Variant
 
 
 def capture(
-    traced: jax.stages.Traced, order: DeviceOrder, reproducible: bool, history: History
+    traced: jax.stages.Traced, order: DeviceOrder, variant: Variant, history: History
 ) -> Captured:
     """The flat program of a traced function: calls inlined, logical shapes, normal forms."""
     original = inline(traced.jaxpr, order)
     names = _argument_names(traced, len(original.jaxpr.invars))
     kept = (traced.fun_name, names, tuple(_jax.closed_over(traced)), tuple(traced.jaxpr.out_avals))
     history.add("flatten", original.jaxpr)
-    # One device gains nothing by normal forms, but its bits have to be those of many.
-    passes = PASSES if order.count > 1 or reproducible else ()
-    flat = history.run((*passes, *FIXED_ORDER) if reproducible else passes, original)
-    return Captured(flat, original, *kept, reproducible)
+    # One device gains nothing by normal forms, unless its bits have to be those of many.
+    passes = PASSES if order.count > 1 or variant.passes else ()
+    flat = history.run((*passes, *variant.passes), original)
+    return Captured(flat, original, *kept, variant)
 
 
 def _argument_names(traced: jax.stages.Traced, count: int) -> tuple[str, ...]:

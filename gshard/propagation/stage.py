@@ -43,12 +43,11 @@ class Known:
 
 
 def shard(
-    flat: ClosedJaxpr, known: Known, reproducible: bool, history: History
+    flat: ClosedJaxpr, known: Known, rewrites: bool, history: History
 ) -> tuple[ClosedJaxpr, Propagated]:
-    """The program with the rewrites that apply, and the shardings of all its values.
+    """The program with the rewrites that apply, if any may, and the shardings of all its values.
 
-    After a rewrite splits are propagated anew: those found before were of another program. The
-    order of sums in a `reproducible` program is final.
+    After a rewrite splits are propagated again: those found before were of another program.
     """
     count, limit = known.num_devices, known.memory_limit
     arguments = zip(flat.jaxpr.invars, known.arguments, strict=True)
@@ -59,7 +58,7 @@ def shard(
 
     found = propagated(flat)
     history.add("propagate", flat.jaxpr, found.note)
-    for title, (rewrite, otherwise) in ({} if reproducible else REWRITES).items():
+    for title, (rewrite, otherwise) in (REWRITES if rewrites else {}).items():
         remarks: list[str] = []
         jaxpr = rewrite(flat.jaxpr, found.shardings, limit, remarks)
         if jaxpr is not flat.jaxpr:

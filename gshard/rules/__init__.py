@@ -13,7 +13,6 @@ from gshard.rules import (  # noqa: F401  (each file registers its operators)
     custom_partitioning,
     dynamic_slice,
     fft,
-    fixed_order,
     grouped,
     grouped_dot,
     indexing,

@@ -17,7 +17,6 @@ from gshard.graph import bodies
 from gshard.moving.seen import Seen
 from gshard.planning.plan import Plan
 from gshard.propagation.propagate import Propagated
-from gshard.rules.fixed_products import OPAQUE
 from gshard.runtime.ports import Port, ports, with_weak_type
 from gshard.tensors.devices import Place
 from gshard.tensors.sharding import Sharding
@@ -69,7 +68,8 @@ def arrange(
     into, out_of = tuple(crossing[: len(inputs)]), tuple(crossing[len(inputs) :])
 
     def on_device(*arrays: jax.Array) -> list[jax.Array]:
-        known = {OPAQUE: arrays[0]} if captured.reproducible else {}
+        first = captured.variant.first_argument
+        known = {first: arrays[0]} if first else {}
         place = Place(mesh.axis_names, count, known)
         tiles = [p.enter(a) for p, a in zip(into, arrays, strict=True)]
         results = [p.leave(t) for p, t in zip(out_of, local(place, tiles), strict=True)]

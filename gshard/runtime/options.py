@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from gshard.capture.inside import Inside
+from gshard.capture.stage import USUAL, Variant
 from gshard.forecast import Hardware
 from gshard.moving.costs import MEMORY_LIMIT
 from gshard.runtime.program import XlaSettings
@@ -55,7 +56,7 @@ class Options:
     strict: bool
     hardware: Hardware | None = None  # to plan for; None: what JAX reports
     inside: tuple[Inside, ...] = ()  # annotations of tensors that the function makes
-    reproducible: bool = False
+    variant: Variant = USUAL
     layout_devices: int | None = None  # how many the layout is for, where one is given
 
     def check_count(self, devices: int) -> None:

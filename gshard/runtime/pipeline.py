@@ -25,7 +25,6 @@ from gshard.planning.improve import FINAL_PASSES, PASSES
 from gshard.planning.plan import Plan, plan_note
 from gshard.planning.planner import partition
 from gshard.propagation.stage import Known, shard
-from gshard.rules.fixed_products import COMPILER_OPTIONS
 from gshard.runtime.arrange import Arrangement, arrange
 from gshard.runtime.options import Options
 from gshard.runtime.program import Program, XlaSettings
@@ -42,7 +41,7 @@ def lower(
 ) -> Program:
     """One traced function, whose arguments have the shardings `given`, as a per-device program."""
     history, limit = History(), options.memory_limit
-    captured = capture(traced, order, options.reproducible, history)
+    captured = capture(traced, order, options.variant, history)
     flat = captured.flat
     inside = resolved(captured.places, options.inside) if options.inside else {}
     known = Known(order.count, limit, given, inside)
@@ -50,7 +49,7 @@ def lower(
     def planned(flat: ClosedJaxpr, history: History) -> Arrangement:
         """The plan of the flat program, or of a variant of it."""
         with _planning(options.hardware, order):
-            flat, found = shard(flat, known, options.reproducible, history)
+            flat, found = shard(flat, known, options.variant.rewrites, history)
             seen = Seen()
             local = partition(flat.jaxpr, found, limit, options.strict, seen)
             arranged = arrange(local, flat, found, captured, order, mesh, seen)
@@ -61,8 +60,7 @@ def lower(
     arranged = planned(flat, history)
     with _planning(options.hardware, order):
         finished = history.run(FINAL_PASSES, arranged.plan.jaxpr, plan_note)
-    if options.reproducible:
-        settings = settings.with_options(COMPILER_OPTIONS)
+    settings = settings.with_options(options.variant.compiler_options)
     wide = bool(jax.config.jax_enable_x64)
     return Program(captured, settings, arranged, finished, history, planned, wide)
 

@@ -30,18 +30,18 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core import primitives as p
 
 from gshard._jax import private_primitives, ragged_dot_dense, scatter_sub_p
-from gshard.capture.simplify.fixed_functions import FUNCTIONS
-from gshard.capture.simplify.fixed_windows import MOST_SLICES, convolution, fourier, window_sum
 from gshard.capture.simplify.passes import in_every_body
 from gshard.graph import Graph
 from gshard.graph.evaluate import bind, equations_of, evaluate
 from gshard.graph.source import on_behalf_of, source_of
-from gshard.rules.base.primitives import (
+from gshard.reproducible.functions import FUNCTIONS
+from gshard.reproducible.primitives import (
     leaf_dot_p,
     leaf_sum_p,
     scatter_in_order_p,
     tree_sum_p,
 )
+from gshard.reproducible.windows import MOST_SLICES, convolution, fourier, window_sum
 from gshard.tensors.manual import MANUAL
 from gshard.tensors.trees import halved
 

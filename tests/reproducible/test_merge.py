@@ -11,8 +11,8 @@ import pytest
 from jax import lax
 
 import gshard
-from tests.capture.simplify.test_fixed_order import bits, leaves, product, tree
 from tests.oracle import annotated, even_split, random_array, sent
+from tests.reproducible.test_order import bits, leaves, product, tree
 
 TURNS = 3
 

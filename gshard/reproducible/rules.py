@@ -1,4 +1,4 @@
-"""The operators of a reproducible program (see `capture.simplify.fixed_order`)."""
+"""The operators of a reproducible program (see `reproducible.order`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 
 from gshard.graph.reason import Reason
 from gshard.moving.halo import window
-from gshard.rules.base.primitives import (
+from gshard.reproducible.primitives import (
     in_one_piece_p,
     leaf_dot_p,
     leaf_sum_p,
@@ -23,9 +23,9 @@ from gshard.rules.base.primitives import (
     scatter_in_order_p,
     tree_sum_p,
 )
+from gshard.reproducible.products import chained_product, pinned
 from gshard.rules.base.rule import Context, Doc, Rule, bind_local, partition_by_factors, register
 from gshard.rules.contraction import dot_factors, dot_work
-from gshard.rules.fixed_products import chained_product, pinned
 from gshard.rules.scatter import partition_scatter, scatter_factors, scatter_ways
 from gshard.tensors.devices import Place
 from gshard.tensors.factors import Factors, Shape, all_dims

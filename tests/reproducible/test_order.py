@@ -353,7 +353,7 @@ def test_manual_regions_are_refused_with_their_line():
     def total(x):
         return lax.psum(x, "i")
 
-    with pytest.raises(ValueError, match=r"test_fixed_order.py:\d+: what a manual region"):
+    with pytest.raises(ValueError, match=r"test_order.py:\d+: what a manual region"):
         gshard.jit(total, reproducible=True)(np.ones(8, np.float32))
     with pytest.raises(ValueError, match="partitioner is 'xla'"):
         gshard.jit(total, reproducible=True, partitioner="xla")

@@ -5,7 +5,7 @@ have other kernels for a few rows or columns, which add in another order. Which 
 depends on the library and on the processor: it is measured, once in a process, on CPUs and GPUs.
 Where no sizes do, the chain is written out as a loop.
 
-What a compiler must not rewrite is pinned (see `capture.simplify.pins`): it knows nothing of it.
+What a compiler must not rewrite is pinned (see `reproducible.pins`): it knows nothing of it.
 """
 
 from __future__ import annotations

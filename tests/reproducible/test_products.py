@@ -9,9 +9,9 @@ import pytest
 from jax import lax
 
 import gshard
-from gshard.rules import fixed_products
-from tests.capture.simplify.test_fixed_order import bits, leaves, product, tree
+from gshard.reproducible import products
 from tests.oracle import annotated, even_split, random_array, sent
+from tests.reproducible.test_order import bits, leaves, product, tree
 
 
 def test_a_sum_over_8_devices_for_a_result_in_4_parts_is_scattered_and_gathered_in_pairs():
@@ -92,7 +92,7 @@ def test_products_that_are_added_have_one_tree_and_one_reduction(annotated_insid
 
 def test_a_product_without_a_library_rounds_every_operation(monkeypatch):
     """Where kernels differ by size: a loop over the contracted rows."""
-    monkeypatch.setattr(fixed_products, "shared_multiple", lambda: 0)
+    monkeypatch.setattr(products, "shared_multiple", lambda: 0)
     x, y = random_array((5, 48)), random_array((48, 3), seed=1)
 
     def chain(a, b):
@@ -111,9 +111,9 @@ def test_a_product_without_a_library_rounds_every_operation(monkeypatch):
 def test_sizes_whose_products_have_other_kernels_are_noticed(monkeypatch):
     """A library that has another kernel below 30 rows."""
 
-    def products(pairs):
+    def by_size(pairs):
         return [np.full((len(x), x.shape[1], y.shape[2]), x.shape[1] < 30) for x, y in pairs]
 
-    monkeypatch.setattr(fixed_products, "_products", products)
-    found = [m for m in fixed_products.MULTIPLES if fixed_products.have_one_kernel(m)]
+    monkeypatch.setattr(products, "_products", by_size)
+    found = [m for m in products.MULTIPLES if products.have_one_kernel(m)]
     assert found == [48, 64]
