@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Format
 
 from gshard import _jax
@@ -71,7 +73,8 @@ class Compiled(Stage):
             return self._quick(*args, **kwargs)
         if self._program.wraps_arguments:
             args, kwargs = tuple(self._program.put(self.arrays(args, kwargs))), {}
-        return self.trees.like_results(self._program.get(self._crossing(*args, **kwargs)))
+        results = self._unwrapped(lambda: self._crossing(*args, **kwargs))
+        return self.trees.like_results(results)
 
     def _cache_miss(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, bool]:
         results, quick = self.run(self.arrays(args, kwargs))
@@ -84,10 +87,27 @@ class Compiled(Stage):
         applies to the arguments' present shardings: for others, JAX calls this again.
         """
         placed = self._placed(leaves)
-        results = self._program.get(_jax.execute(self._stage, [*self._consts, *placed]))
+        inputs = [*self._consts, *placed]
         if self._program.wraps:
-            return results, None
+            return self._unwrapped(lambda: _jax.execute(self._stage, inputs)), None
+        results = self._program.get(_jax.execute(self._stage, inputs))
         return results, self._quick_way(leaves, placed, self.trees.out_tree, results)
+
+    def _unwrapped(self, outputs: Callable[[], Sequence[Any]]) -> list[Any]:
+        """The results that the user sees of outputs, which may have padding.
+
+        `jax.debug_nans` and `jax.debug_infs` check the results here: JAX would check the padding.
+        """
+        kinds = [kind for kind in ("nan", "inf") if getattr(jax.config, f"jax_debug_{kind}s")]
+        if not kinds:
+            return self._program.get(outputs())
+        with jax.debug_nans(False), jax.debug_infs(False):
+            results = self._program.get(outputs())
+            values = [np.asarray(x) for x in results if jnp.issubdtype(x.dtype, jnp.inexact)]
+        for kind in kinds:
+            if any(getattr(np, f"is{kind}")(value).any() for value in values):
+                raise _jax.InternalFloatingPointError(self._program.name, kind)
+        return results
 
     def _placed(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """The arguments as the executable's inputs."""
