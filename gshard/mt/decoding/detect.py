@@ -86,7 +86,10 @@ class Detector:
     def load(path: Path) -> Detector:
         """What `save` wrote."""
         weights = Weights(path)
-        return Detector(weights.note["languages"].split(), weights["table"])
+        languages = weights.note.get("languages", "").split()
+        if weights.shapes != {"table": (len(languages), _BUCKETS)} or not languages:
+            raise UserError(f"{path} is damaged: it has no table of {len(languages)} languages")
+        return Detector(languages, weights["table"])
 
 
 def detector_of(run: Run) -> Detector | None:

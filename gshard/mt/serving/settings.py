@@ -64,7 +64,8 @@ class Settings:
         if self.tls_cert is not None and self.tls_key is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             try:
-                context.load_cert_chain(self.tls_cert, self.tls_key)
+                # Without a password, OpenSSL would ask the terminal for one.
+                context.load_cert_chain(self.tls_cert, self.tls_key, password="")
             except OSError as error:  # of which ssl.SSLError is one
                 raise UserError(
                     f"{self.tls_cert} and {self.tls_key} are not a certificate and a key in PEM: "

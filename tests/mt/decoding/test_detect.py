@@ -1,8 +1,11 @@
 """The detector of languages, on made-up languages and on a corpus."""
 
 import numpy as np
+import pytest
 
 from gshard.mt.decoding.detect import Detector, _counts, accuracy
+from gshard.mt.errors import UserError
+from gshard.mt.training.weights import write_weights
 
 
 def test_a_corpus_of_made_up_languages(corpus, tmp_path):
@@ -15,6 +18,21 @@ def test_a_corpus_of_made_up_languages(corpus, tmp_path):
     loaded = Detector.load(tmp_path / "d.safetensors")
     assert loaded.languages == detector.languages
     assert accuracy(corpus, loaded) == shares
+
+
+@pytest.mark.parametrize(
+    ("table", "note"),
+    [
+        (np.zeros((2, 1 << 15)), {}),
+        (np.zeros((0, 1 << 15)), {"languages": ""}),
+        (np.zeros((2, 1 << 15)), {"languages": "en de fr"}),
+        (np.zeros((2, 9)), {"languages": "en de"}),
+    ],
+)
+def test_a_file_that_is_none(tmp_path, table, note):
+    write_weights(tmp_path / "d.safetensors", {"table": table.astype(np.float32)}, note)
+    with pytest.raises(UserError, match="is damaged: it has no table of"):
+        Detector.load(tmp_path / "d.safetensors")
 
 
 def test_text_without_letters_has_no_language(corpus):

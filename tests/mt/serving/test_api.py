@@ -301,8 +301,12 @@ def test_tls(service, tmp_path):
             assert reply.status == 200
     with pytest.raises(UserError, match="belong together"):
         Settings(tls_cert=cert)
-    with pytest.raises(UserError, match="are not a certificate and a key in PEM"):
-        Settings(tls_cert=key, tls_key=cert)
+    locked = tmp_path / "locked.pem"
+    locking = ["openssl", "pkey", "-in", key, "-out", locked, "-aes256", "-passout", "pass:secret"]
+    subprocess.run(locking, check=True, capture_output=True)
+    for certificate, its_key in ((key, cert), (cert, locked)):  # nobody is asked for a password
+        with pytest.raises(UserError, match="are not a certificate and a key in PEM"):
+            Settings(tls_cert=certificate, tls_key=its_key)
 
 
 def test_behind_a_proxy_any_name_is_answered(service):
