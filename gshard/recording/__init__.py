@@ -22,25 +22,7 @@ from gshard.recording.standstill import BEHIND, ELSEWHERE, Standstill, standstil
 from gshard.recording.writing import LAUNCHED, VARIABLE, Recorder, enter, folder, recorder
 
 __all__ = [
-    "BEHIND",
-    "ELSEWHERE",
-    "ENDED",
-    "FAILED",
-    "GONE",
-    "KEPT",
-    "LAUNCHED",
-    "RUNNING",
-    "STOPPED",
-    "VARIABLE",
-    "Position",
-    "Recorder",
-    "Site",
-    "Standstill",
-    "StatusOf",
-    "by_run",
-    "enter",
-    "folder",
-    "read",
-    "recorder",
-    "standstill",
-]
+    "BEHIND", "ELSEWHERE", "ENDED", "FAILED", "GONE", "KEPT", "LAUNCHED", "RUNNING", "STOPPED",
+    "VARIABLE", "Position", "Recorder", "Site", "Standstill", "StatusOf", "by_run", "enter",
+    "folder", "read", "recorder", "standstill",
+]  # fmt: skip

@@ -29,7 +29,7 @@ from gshard.recording import (
 from gshard.recording.files import Owner
 from tests.oracle import assert_same
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def sites(*numbers, program="step"):
