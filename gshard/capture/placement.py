@@ -210,7 +210,8 @@ def layouts(
     where it is on all devices: it is not copied.
     """
     marks = [eqn for eqn in jaxpr.eqns if eqn.primitive is annotate_p]
-    wanted = {a: m.params["annotation"].layout for m in marks for a in (*m.invars, *m.outvars)}
+    ends = [(atom, mark) for mark in marks for atom in (*mark.invars, *mark.outvars)]
+    wanted = {a: m.params["annotation"].layout for a, m in ends if not isinstance(a, Literal)}
     arguments = zip(jaxpr.invars[len(jaxpr.invars) - len(leaves) :], leaves, strict=True)
     return (
         tuple(wanted.get(v) or _kept_layout(x, order.count) for v, x in arguments),

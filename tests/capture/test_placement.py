@@ -255,3 +255,8 @@ def test_a_number_of_devices_with_the_users_mesh():
 def test_a_spec_without_a_mesh():
     with pytest.raises(ValueError, match=r"jax\.set_mesh"):
         gshard.jit(lambda x: x, in_shardings=P("data"))(random_array((8,)))
+
+
+def test_a_number_that_is_annotated():
+    x = random_array((8,))
+    np.testing.assert_array_equal(gshard.jit(lambda x: x * gshard.replicate(2.0))(x), 2 * x)
