@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 try:
     import typer
@@ -37,8 +37,6 @@ from gshard.commands import (
     translate,
 )
 from gshard.errors import UserError
-from gshard.mt.errors import MissingHostsError
-from gshard.mt.launch import company, status
 from gshard.untrusted import printable_lines
 
 # Errors of the operating system that a user can fix.
@@ -56,7 +54,8 @@ _NOT_OURS = (
     errno.ENXIO,
 )
 
-_UNFORESEEN = 70  # "internal software error" of sysexits.h
+# Of sysexits.h: "internal software error", and "temporary failure" (other processes are missing).
+_UNFORESEEN, _TEMPORARY = 70, 75
 
 _PROGRAMS = "Any JAX program"
 _TRANSLATION = "Translation (needs the extra mt)"
@@ -143,6 +142,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _break_down(error)
 
 
+def _others() -> tuple[Any, bool]:
+    """The other processes of this command, if it has any, and whether a supervisor watches it.
+
+    A command that has not loaded translation runs alone.
+    """
+    if "gshard.mt.launch.company" not in sys.modules:
+        return None, False
+    from gshard.mt.launch import company, status
+
+    return company.current(), status.is_watched()
+
+
 def _fail(message: str, code: int = 1, at_once: bool = False) -> NoReturn:
     with contextlib.suppress(OSError):  # the terminal is gone
         print(f"gshard: {printable_lines(message)}", file=sys.stderr)
@@ -150,19 +161,19 @@ def _fail(message: str, code: int = 1, at_once: bool = False) -> NoReturn:
 
 
 def _break_down(error: Exception) -> NoReturn:
-    others = company.current()
-    if others and not status.is_watched() and (sentence := others.missed(error)):
-        _fail(sentence, MissingHostsError.status, at_once=True)
+    others, watched = _others()
+    if others and not watched and (sentence := others.missed(error)):
+        _fail(sentence, _TEMPORARY, at_once=True)
     traceback.print_exc()
     _leave(_UNFORESEEN, f"{type(error).__name__}: {error}")
 
 
 def _leave(code: int, words: str, at_once: bool = False) -> NoReturn:
     """Exit; at once where JAX would first wait for processes that died or never connected."""
-    others = company.current()
-    if others and not status.is_watched() and not at_once:
+    others, watched = _others()
+    if others and not watched and not at_once:
         others.part(words)
-    if at_once or others or status.is_watched():
+    if at_once or others or watched:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -16,6 +16,11 @@ def test_importing_gshard_imports_no_jax():
     assert python("import gshard, gshard.nn, sys; print('jax' in sys.modules)") == "False"
 
 
+def test_the_command_imports_translation_only_where_it_is_used():
+    program = "import gshard.cli, sys; print([m for m in sys.modules if m.startswith('gshard.mt')])"
+    assert python(program) == "[]"
+
+
 @pytest.mark.parametrize(
     "before",
     ["", "import gshard.jit", "from gshard.autosharding import layout", "import gshard.check"],

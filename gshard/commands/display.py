@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.live import Live
@@ -12,7 +12,9 @@ from rich.table import Table
 
 from gshard.commands.screen import screen
 from gshard.commands.show import SECONDS, Lines, bar
-from gshard.mt.progress import Step
+
+if TYPE_CHECKING:
+    from gshard.mt.progress import Step
 
 console = screen(hurried=True)  # never block the training on a slow terminal
 

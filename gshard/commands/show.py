@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.progress import (
     BarColumn,
@@ -17,8 +18,10 @@ from rich.progress import (
 )
 
 from gshard.commands.screen import screen
-from gshard.mt.data.fetch import Problem
-from gshard.mt.progress import Step
+
+if TYPE_CHECKING:
+    from gshard.mt.data.fetch import Problem
+    from gshard.mt.progress import Step
 
 console = screen()
 SECONDS = 5.0  # between lines where there is no terminal
