@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from gshard.autosharding.cost.forms import Form, Forms, reads_form
 from gshard.autosharding.cost.lower_bound import GATHERING, REDUCING, Latencies, SharedMoves
@@ -50,6 +50,7 @@ class MeshProblem:
     nodes: dict[Any, int]  # the nodes of all tensors
     forms: Mapping[Any, Form]  # those in which operators read tensors
     sizes: Callable[[Any], Floats]  # the bytes of a tensor by spec
+    operators: dict[int, JaxprEqn]  # the equations of operators, by node
 
     def uncounted(self, answer: Ints) -> set[Any]:
         """Tensors whose copies break the memory limit of an answer, and are not counted in it."""
@@ -120,6 +121,7 @@ class _Builder:
         self.edges: list[tuple[int, int, Floats]] = []
         self.nodes: dict[Any, int] = {}  # of tensors
         self.known: dict[Any, Priced] = {}  # operators that are alike
+        self.operators: dict[int, JaxprEqn] = {}
         self.states: dict[Any, Any] = {}  # the arguments of the next step that results are
         self.donated = False  # whether these take the place of this step's
         self.waiting: list[tuple[int, int, Floats]] = []  # partial sums, by operator and place
@@ -176,6 +178,7 @@ class _Builder:
             self.nodes,
             self.forms.found,
             self._local_bytes,
+            self.operators,
         )
 
     def _memory(self) -> MemoryModel:
@@ -287,6 +290,8 @@ class _Builder:
         own = len(self.costs)
         self.costs.append(priced.costs)
         self.latencies.add(edge, own, REDUCING, priced.reducing)
+        if edge.eqn is not None:
+            self.operators[own] = edge.eqn
         for atom, needed in zip(results, priced.gathering, strict=True):
             if self.nodes.get(atom, -1) >= 0:
                 self.latencies.add_read(edge, atom, own, needed)
